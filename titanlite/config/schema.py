@@ -1,0 +1,214 @@
+"""Every option of titanlite: one frozen model per TOML section. No torch here.
+
+Names follow torchtitan 0.2 wherever the idea is the same. Everything is defined globally: no option means something
+else on another number of processes.
+"""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+PositiveInt = Annotated[int, Field(ge=1)]
+Count = Annotated[int, Field(ge=0)]
+NonNegative = Annotated[float, Field(ge=0)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+Name = Annotated[str, Field(min_length=1)]
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True)
+
+
+class Job(Section):
+    dump_folder: Name = "outputs"
+    """Folder that holds all runs, and the cache of prepared data."""
+    name: Name | None = None
+    """Name of the run: its folder is <dump_folder>/<name>. Default: the config file's name without .toml."""
+
+
+class ModelSelection(Section):
+    name: Name = "llama3"
+    """Model family."""
+    flavor: Name = "debug"
+    """Named shape of the family."""
+    args: dict[str, Any] = Field(default_factory=dict)
+    """Fields of the shape to change, for example dim = 512."""
+
+
+class Data(Section):
+    path: Name | list[Name] = "stdlib://"
+    """What to train on: text files, folders or globs (one, or a list), a folder made by preparing them before, or
+    stdlib:// for the source of Python's own standard library."""
+    tokenizer: Name = "bytes"
+    """bytes (one token a byte), or the path of a tiktoken rank file, such as Llama 3's tokenizer.model."""
+    cache_folder: Name | None = None
+    """Where text is kept once it is turned into tokens. Default: <dump_folder>/data_cache."""
+    num_workers: Count = 0
+    """Processes that read ahead, on every rank; 0 reads in the training process. Never changes what is read."""
+
+
+class Training(Section):
+    steps: PositiveInt = 1000
+    """Optimizer steps of the whole run. Raise it to go on with a finished run."""
+    seq_len: PositiveInt = 2048
+    """Tokens in a sequence."""
+    global_batch_size: PositiveInt = 8
+    """Sequences in one optimizer step, over all processes."""
+    local_batch_size: PositiveInt | None = None
+    """Most sequences in one forward pass of one process. What is more is accumulated. Default: no limit."""
+    max_norm: NonNegative = 1.0
+    """Gradients are scaled so that their global norm is at most this; 0 turns clipping off."""
+    mixed_precision_param: Literal["bfloat16", "float32"] = "bfloat16"
+    """Type of the unsharded parameters, and so of compute and activations. Master weights are float32."""
+    mixed_precision_reduce: Literal["bfloat16", "float32"] = "float32"
+    """Type in which gradients are reduced over processes."""
+    enable_cpu_offload: bool = False
+    """Keep sharded parameters, gradients and optimizer states in host memory."""
+
+    def batch_split(self, data_parallel_degree: int) -> tuple[int, int]:
+        """(sequences in one forward pass of one rank, forward passes in a step).
+
+        Raises:
+            ValueError: the global batch cannot be split evenly.
+        """
+        share, rest = divmod(self.global_batch_size, data_parallel_degree)
+        if rest:
+            raise ValueError(f"{self.global_batch_size} is not a multiple of the {data_parallel_degree} processes")
+        micro = min(share, self.local_batch_size or share)
+        if share % micro:
+            raise ValueError(
+                f"{micro} does not divide the {share} sequences of each process; use a divisor of {share}"
+            )
+        return micro, share // micro
+
+
+class Parallelism(Section):
+    data_parallel_replicate_degree: PositiveInt = 1
+    """Copies of the sharded model (HSDP; DDP when the shard degree is 1)."""
+    data_parallel_shard_degree: int = -1
+    """Processes that one copy is sharded over (FSDP); -1 is the rest of the processes."""
+    fsdp_reshard_after_forward: Literal["default", "always", "never"] | PositiveInt = "default"
+    """When a unit's gathered parameters are freed: always = after forward and gathered again for backward (ZeRO-3);
+    never = kept for backward (ZeRO-2); a number k = a 1/k shard is kept (ZeRO++ hpZ); default = always, but for the
+    head, which backward needs at once."""
+    fsdp_forward_prefetch: Count = 0
+    """Blocks to gather ahead in forward; 0 leaves it to FSDP2, which gathers one ahead where the device has streams."""
+    fsdp_backward_prefetch: Count = 0
+    """Blocks to gather ahead in backward; 0 leaves it to FSDP2, which gathers one ahead."""
+
+    def degrees(self, world_size: int) -> tuple[int, int]:
+        """(replicate, shard) degrees whose product is world_size.
+
+        Raises:
+            ValueError: there are none.
+        """
+        replicate, shard = self.data_parallel_replicate_degree, self.data_parallel_shard_degree
+        if shard == -1:
+            shard, rest = divmod(world_size, replicate)
+            if rest:
+                raise ValueError(f"{world_size} processes cannot be split into {replicate} copies")
+            if shard == 0:
+                raise ValueError(f"{replicate} copies need at least {replicate} processes, there are {world_size}")
+        elif shard < 1:
+            raise ValueError(f"data_parallel_shard_degree must be -1 or at least 1, got {shard}")
+        if replicate * shard != world_size:
+            raise ValueError(
+                f"replicate {replicate} x shard {shard} = {replicate * shard} processes, there are {world_size}"
+            )
+        return replicate, shard
+
+
+class ActivationCheckpoint(Section):
+    mode: Literal["none", "selective", "full"] = "none"
+    """Which blocks compute their activations again in backward instead of keeping them."""
+    selective_ac_option: Literal["op"] | PositiveInt = "op"
+    """For mode selective: a number n checkpoints every n-th block; op keeps, in every block, what is dear to compute
+    again (attention, every other matrix product)."""
+
+
+class Compile(Section):
+    enable: bool = False
+    """Compile each block with torch.compile."""
+
+
+class Float8(Section):
+    enable: bool = False
+    """Train the linear layers in float8 (needs the extra titanlite[float8])."""
+    recipe_name: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] = "tensorwise"
+    """Granularity of the scales, as torchao names it."""
+    enable_fsdp_float8_all_gather: bool = True
+    """Gather parameters in float8 (recipe tensorwise only)."""
+    filter_fqns: list[Name] = Field(default_factory=lambda: ["head"])
+    """Layers whose name contains one of these stay as they are."""
+    emulate: bool = False
+    """Emulate float8 on hardware without it; slow, for tests."""
+
+
+class LinearQuantization(Section):
+    float8: Float8 = Float8()
+
+
+class Quantize(Section):
+    linear: LinearQuantization = LinearQuantization()
+
+
+class Optimizer(Section):
+    lr: NonNegative = 3e-4
+    """Peak learning rate."""
+    beta1: Fraction = 0.9
+    """AdamW's decay of the first moment."""
+    beta2: Fraction = 0.95
+    """AdamW's decay of the second moment."""
+    eps: NonNegative = 1e-8
+    """AdamW's term that keeps the division finite."""
+    weight_decay: NonNegative = 0.1
+    """Decoupled weight decay of parameters with two or more dimensions; norms and biases have none."""
+
+
+class LRScheduler(Section):
+    warmup_steps: Count = 200
+    """Steps of linear warm-up."""
+    decay_ratio: Fraction | None = None
+    """Share of all steps that decay at the end; between warm-up and decay the rate is stable. Default: all steps after
+    warm-up decay."""
+    decay_type: Literal["linear", "cosine", "sqrt"] = "linear"
+    """Shape of the decay."""
+    min_lr_factor: Fraction = 0.0
+    """Last learning rate, as a share of the peak."""
+
+
+class Checkpoint(Section):
+    enable: bool = True
+    """Save checkpoints, and go on from the newest one of the run."""
+    interval: PositiveInt = 500
+    """Steps between saves. The last step is always saved."""
+
+
+class Metrics(Section):
+    log_freq: PositiveInt = 10
+    """Steps between lines on the console and in metrics.jsonl."""
+    enable_tensorboard: bool = True
+    """Write TensorBoard events."""
+
+
+class Debug(Section):
+    seed: Count = 0
+    """Seed of the initial weights, the order of the data and every other random draw."""
+
+
+class Config(Section):
+    """The whole of a run: a TOML file, resolved."""
+
+    job: Job = Job()
+    model: ModelSelection = ModelSelection()
+    data: Data = Data()
+    training: Training = Training()
+    parallelism: Parallelism = Parallelism()
+    activation_checkpoint: ActivationCheckpoint = ActivationCheckpoint()
+    compile: Compile = Compile()
+    quantize: Quantize = Quantize()
+    optimizer: Optimizer = Optimizer()
+    lr_scheduler: LRScheduler = LRScheduler()
+    checkpoint: Checkpoint = Checkpoint()
+    metrics: Metrics = Metrics()
+    debug: Debug = Debug()

@@ -1,0 +1,34 @@
+"""What people see: one console for progress, one logger for lines."""
+
+import logging
+import sys
+from pathlib import Path
+
+from rich.console import Console
+
+LOGGER = "titanlite"
+
+
+def progress_console() -> Console:
+    """Where progress bars are drawn: standard error, and nothing at all when that is not a terminal."""
+    return Console(stderr=True, quiet=not sys.stderr.isatty())
+
+
+def start_logging(rank: int) -> None:
+    """Rank 0's lines go to standard output; of the other ranks, warnings only."""
+    handler = logging.StreamHandler(sys.stdout)
+    handler.setLevel(logging.INFO if rank == 0 else logging.WARNING)
+    prefix = "" if rank == 0 else f"[rank {rank}] "
+    handler.setFormatter(logging.Formatter(f"{prefix}%(message)s"))
+    logger = logging.getLogger(LOGGER)
+    logger.setLevel(logging.INFO)
+    logger.handlers = [handler]
+    logger.propagate = False
+
+
+def log_to_file(folder: Path, rank: int) -> None:
+    """Every rank's lines, with the time, to logs/rank-N.log in the run's folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    handler = logging.FileHandler(folder / f"rank-{rank}.log")
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    logging.getLogger(LOGGER).addHandler(handler)

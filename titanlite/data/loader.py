@@ -1,0 +1,74 @@
+"""Batches for one rank. The engine that reads ahead is torchdata's; the position is ours: one number, the count of
+samples that the whole run has consumed. So worker processes, ranks and prefetch never change what is seen."""
+
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from titanlite.data.order import Order
+from titanlite.data.tokens import TokenStore
+
+Batch = dict[str, Tensor]
+
+
+class Samples(Dataset[Batch]):
+    """Global sample indices -> a batch of tokens [B, L] and labels [B, L], each the token that follows."""
+
+    def __init__(self, store: TokenStore, *, seq_len: int, seed: int) -> None:
+        self.store = store
+        self.seq_len = seq_len
+        self.order = Order(store.count_sequences(seq_len), seed)
+
+    def __getitems__(self, samples: list[int]) -> Batch:
+        stretches = np.stack([self._stretch(sample) for sample in samples])
+        tokens = torch.from_numpy(stretches)
+        return {"tokens": tokens[:, :-1], "labels": tokens[:, 1:]}
+
+    def _stretch(self, sample: int) -> np.ndarray:
+        _, sequence = self.order.locate(sample)
+        return self.store.read(sequence * self.seq_len, self.seq_len + 1)
+
+
+class MicroBatches:
+    """The global sample indices of each forward pass of one rank, without end.
+
+    Step after step takes the next global_batch_size samples; each rank takes its even share of them, in micro-batches.
+    """
+
+    def __init__(self, *, start: int, global_batch_size: int, micro_batch_size: int, rank: int, ranks: int) -> None:
+        self.start = start
+        self.global_batch_size = global_batch_size
+        self.micro_batch_size = micro_batch_size
+        self.rank = rank
+        self.ranks = ranks
+
+    def __iter__(self) -> Iterator[list[int]]:
+        share = self.global_batch_size // self.ranks
+        step_start = self.start
+        while True:
+            first = step_start + self.rank * share
+            for begin in range(first, first + share, self.micro_batch_size):
+                yield list(range(begin, begin + self.micro_batch_size))
+            step_start += self.global_batch_size
+
+
+def build_loader(samples: Samples, batches: MicroBatches, *, num_workers: int, pin_memory: bool) -> Iterator[Batch]:
+    """Micro-batches, read ahead by worker processes if there are any. Draws nothing from the global random state."""
+    return iter(
+        StatefulDataLoader(
+            samples,
+            batch_sampler=batches,
+            num_workers=num_workers,
+            collate_fn=_as_is,
+            pin_memory=pin_memory,
+            generator=torch.Generator().manual_seed(0),
+        )
+    )
+
+
+def _as_is(batch: Batch) -> Batch:
+    return batch

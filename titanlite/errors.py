@@ -1,0 +1,28 @@
+"""Errors that are the user's to mend: one clear line each, no traceback, exit code 2."""
+
+from dataclasses import dataclass
+
+
+class UserError(ValueError):
+    """Wrong config or input. The command prints the message and exits with code 2."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing wrong with the config: its dotted key, what is wrong, and where it was written."""
+
+    key: str
+    message: str
+    where: str | None = None
+
+    def __str__(self) -> str:
+        text = f"{self.key}: {self.message}" if self.key else self.message
+        return f"{text} ({self.where})" if self.where else text
+
+
+class ConfigError(UserError):
+    """Every problem found in a config, one a line."""
+
+    def __init__(self, problems: list[Problem]) -> None:
+        super().__init__("\n".join(map(str, problems)))
+        self.problems = problems

@@ -1,0 +1,39 @@
+"""From a single-device model on the meta device to the model that every rank trains.
+
+The order matters. Float8 first: it swaps linear layers, which everything after must see. Activation checkpointing
+before compile, so that the compiler sees what is recomputed. Compile before sharding, so that FSDP's hooks stay outside
+of the compiled blocks. Sharding last, bottom up. Every technique changes the model in place and no parameter's name.
+"""
+
+from torch.distributed.device_mesh import DeviceMesh
+
+from titanlite.config.schema import ActivationCheckpoint, Compile, Float8, Parallelism, Training
+from titanlite.models.base import Model
+from titanlite.parallelize.activation_checkpoint import apply_activation_checkpoint
+from titanlite.parallelize.compile import compile_blocks
+from titanlite.parallelize.float8 import convert_to_float8
+from titanlite.parallelize.fsdp import shard
+from titanlite.parallelize.materialize import materialize
+from titanlite.parallelize.mesh import build_mesh
+
+__all__ = ["build_mesh", "materialize", "parallelize"]
+
+
+def parallelize(
+    model: Model,
+    *,
+    mesh: DeviceMesh,
+    parallelism: Parallelism,
+    training: Training,
+    activation_checkpoint: ActivationCheckpoint,
+    compile: Compile,
+    float8: Float8,
+) -> None:
+    """Apply every technique that the config asks for, in place. `materialize` then gives the model its memory."""
+    if float8.enable:
+        convert_to_float8(model, float8=float8, shard_degree=mesh["shard"].size())
+    if activation_checkpoint.mode != "none":
+        apply_activation_checkpoint(model, activation_checkpoint)
+    if compile.enable:
+        compile_blocks(model)
+    shard(model, mesh=mesh, parallelism=parallelism, training=training)

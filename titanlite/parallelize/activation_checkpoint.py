@@ -1,0 +1,66 @@
+"""Activation checkpointing (arXiv:1604.06174): compute activations again in backward instead of keeping them."""
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from titanlite.config.schema import ActivationCheckpoint
+from titanlite.models.base import Model
+
+aten = torch.ops.aten
+ATTENTION_OPS = {
+    aten._scaled_dot_product_flash_attention.default,
+    aten._scaled_dot_product_efficient_attention.default,
+    aten._scaled_dot_product_cudnn_attention.default,
+    aten._scaled_dot_product_flash_attention_for_cpu.default,
+}
+MATMUL_OPS = {aten.mm.default, aten._scaled_mm.default}
+
+
+def apply_activation_checkpoint(model: Model, config: ActivationCheckpoint) -> None:
+    """Checkpoint the blocks that the config names, in place."""
+    every_nth = config.selective_ac_option
+    for index, block in enumerate(model.layers):
+        if config.mode == "full":
+            _checkpoint(block)
+        elif every_nth == "op":
+            _checkpoint(block, context_fn=_save_dear_ops)
+        elif index % every_nth == 0:
+            _checkpoint(block)
+
+
+def _checkpoint(block: nn.Module, **options: Any) -> None:
+    """Checkpoint a block by its own forward, so that no wrapper shows in parameter names. A function of its own and not
+    a `partial`: the compiler starts at `forward`, and would skip `checkpoint` itself."""
+    whole_forward = block.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return checkpoint(whole_forward, *args, use_reentrant=False, **options, **kwargs)
+
+    block.forward = forward
+
+
+def _save_dear_ops() -> Any:
+    return create_selective_checkpoint_contexts(_SaveDearOps())
+
+
+class _SaveDearOps:
+    """Keep attention and every other matrix product; compute the rest again.
+
+    Attention costs much and keeps little; of the matrix products, each second one is a fair trade (torchtitan's
+    default). Forward and recomputation count on their own, so that both decide alike.
+    """
+
+    def __init__(self) -> None:
+        self.matmuls = {False: 0, True: 0}
+
+    def __call__(self, ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        if op in ATTENTION_OPS:
+            return CheckpointPolicy.MUST_SAVE
+        if op in MATMUL_OPS:
+            self.matmuls[ctx.is_recompute] += 1
+            if self.matmuls[ctx.is_recompute] % 2:
+                return CheckpointPolicy.MUST_SAVE
+        return CheckpointPolicy.PREFER_RECOMPUTE

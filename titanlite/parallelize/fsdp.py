@@ -1,0 +1,80 @@
+"""FSDP2 / HSDP: shard every block, and the embedding and the head, as units of their own (arXiv:2304.11277)."""
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+
+from titanlite.config.schema import Parallelism, Training
+from titanlite.models.base import Model
+from titanlite.parallelize.mesh import sharding_mesh
+
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+
+
+def shard(model: Model, *, mesh: DeviceMesh, parallelism: Parallelism, training: Training) -> None:
+    """Apply `fully_shard` to every unit and to the root, in place.
+
+    Gradients are summed over processes, not averaged: the loss is already divided by the global count of tokens.
+    """
+    on_gpu = mesh.device_type == "cuda"
+    options: dict[str, Any] = {
+        "mesh": sharding_mesh(mesh),
+        "mp_policy": MixedPrecisionPolicy(
+            param_dtype=DTYPES[training.mixed_precision_param],
+            reduce_dtype=DTYPES[training.mixed_precision_reduce],
+            cast_forward_inputs=False,
+        ),
+        "offload_policy": CPUOffloadPolicy(pin_memory=on_gpu) if training.enable_cpu_offload else OffloadPolicy(),
+    }
+    reshard = _reshard_after_forward(parallelism, shard_degree=mesh["shard"].size())
+    units = sharding_units(model)
+    head = list(model.children())[-1]
+    for unit in units:
+        is_head = unit is head or (isinstance(unit, list) and head in unit)
+        keep_head = is_head and parallelism.fsdp_reshard_after_forward == "default"
+        fully_shard(unit, reshard_after_forward=False if keep_head else reshard, **options)
+    fully_shard(model, reshard_after_forward=reshard, **options)
+    _prefetch([unit[0] if isinstance(unit, list) else unit for unit in units], parallelism)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)  # gloo has no scaling reduction
+
+
+def sharding_units(model: Model) -> list[nn.Module | list[nn.Module]]:
+    """What is gathered and freed together, in the order of the forward pass: each block of `layers`, and each other
+    direct child with parameters. Children that share a parameter (a tied head) are one unit."""
+    units: list[nn.Module | list[nn.Module]] = []
+    owner: dict[nn.Parameter, nn.Module] = {}
+    for child in model.children():
+        if child is model.layers:
+            units.extend(model.layers)
+            continue
+        parameters = list(child.parameters())
+        shared = next((owner[p] for p in parameters if p in owner), None)
+        if shared is not None:
+            units[units.index(shared)] = [shared, child]
+        elif parameters:
+            units.append(child)
+        owner.update(dict.fromkeys(parameters, child))
+    return units
+
+
+def _reshard_after_forward(parallelism: Parallelism, *, shard_degree: int) -> bool | int:
+    policy = parallelism.fsdp_reshard_after_forward
+    if isinstance(policy, int):
+        return policy if policy > 1 else False  # a 1/1 shard is the whole parameter
+    return policy != "never" and (shard_degree > 1 or policy == "always")
+
+
+def _prefetch(units: list[nn.Module], parallelism: Parallelism) -> None:
+    forward, backward = parallelism.fsdp_forward_prefetch, parallelism.fsdp_backward_prefetch
+    fsdp_units = [unit for unit in units if isinstance(unit, FSDPModule)]
+    for index, unit in enumerate(fsdp_units):
+        if forward:
+            unit.set_modules_to_forward_prefetch(fsdp_units[index + 1 : index + 1 + forward])
+        if backward:
+            unit.set_modules_to_backward_prefetch(fsdp_units[max(0, index - backward) : index][::-1])

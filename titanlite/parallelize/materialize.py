@@ -1,0 +1,97 @@
+"""Meta device -> memory: allocate only the local shards, then give every parameter the values it has on any layout."""
+
+import os
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from titanlite.errors import UserError
+from titanlite.models.base import Model, parameter_generator, unique_parameters
+
+ADAMW_BYTES_PER_PARAMETER = 4 + 4 + 8  # fp32 parameter, gradient, two moments
+
+
+def materialize(model: Model, *, device: torch.device, offload: bool, seed: int) -> None:
+    """Allocate a (sharded) meta model and fill it.
+
+    Each parameter is drawn whole from a generator seeded by (seed, name), then sliced: bit-identical on every layout.
+    One whole parameter is in memory at a time. Draws differ between CPU and GPU, as their generators do.
+
+    Args:
+        device: of compute; with offload, parameters live on the CPU and buffers on the device.
+    """
+    parameter_device = torch.device("cpu") if offload else device
+    _to_empty(model, parameter_device)
+    for name, parameter in unique_parameters(model):
+        _fill(model, name, parameter, device=device, seed=seed)
+    with device:
+        model.init_buffers()
+    _check_complete(model, parameter_device)
+
+
+def _to_empty(model: Model, device: torch.device) -> None:
+    """`model.to_empty`, but a shared parameter stays one."""
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
+    model.to_empty(device=device)
+    for first, *others in names.values():
+        for other in others:
+            module, _, attribute = other.rpartition(".")
+            setattr(model.get_submodule(module), attribute, model.get_parameter(first))
+
+
+@torch.no_grad()
+def _fill(model: Model, name: str, parameter: nn.Parameter, *, device: torch.device, seed: int) -> None:
+    whole = torch.full(parameter.shape, torch.nan, dtype=parameter.dtype, device=device)
+    model.init_weight(name, whole, parameter_generator(seed, name, device))
+    if not torch.isfinite(whole).all():
+        raise ValueError(f"{type(model).__name__}.init_weight leaves values of {name} undefined")
+    local(parameter).copy_(_slice_like(whole, parameter))
+
+
+def _slice_like(whole: Tensor, parameter: Tensor) -> Tensor:
+    if not isinstance(parameter, DTensor):
+        return whole
+    mesh, placements = parameter.device_mesh, parameter.placements
+    return distribute_tensor(whole, mesh, placements, src_data_rank=None).to_local()
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part of a tensor, sharded or not."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _check_complete(model: Model, parameter_device: torch.device) -> None:
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if tensor.is_meta:
+            raise ValueError(f"{name} has no memory: does {type(model).__name__}.init_buffers set it?")
+    for name, parameter in unique_parameters(model):
+        assert parameter.device.type == parameter_device.type, name
+        assert parameter.dtype == torch.float32, f"master weight {name} is {parameter.dtype}"
+
+
+def check_memory(
+    model: Model, *, shard_degree: int, local_world_size: int, device: torch.device, offload: bool
+) -> None:
+    """Refuse, before anything is allocated, what cannot fit: the least a step needs against the memory there is.
+
+    Raises:
+        UserError: with both figures.
+    """
+    parameters = sum(parameter.numel() for _, parameter in unique_parameters(model))
+    needed = parameters * ADAMW_BYTES_PER_PARAMETER / shard_degree
+    if device.type == "cuda" and not offload:
+        available, place = torch.cuda.get_device_properties(device).total_memory, "the GPU has"
+    else:
+        available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / local_world_size
+        place = "this machine has" if device.type == "cuda" else "this machine has no GPU and"
+        if local_world_size > 1:
+            place = f"each of the {local_world_size} processes here has" if device.type == "cuda" else f"{place} for each process"
+    if needed > available:
+        raise UserError(
+            f"the model does not fit: parameters, gradients and optimizer states of its {parameters:,} parameters take "
+            f"{needed / 2**30:,.1f} GiB on each process (sharded over {shard_degree}), and {place} "
+            f"{available / 2**30:,.1f} GiB. Use more processes, a higher shard degree, or a smaller flavor"
+        )
