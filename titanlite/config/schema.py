@@ -76,9 +76,7 @@ class Training(Section):
             raise ValueError(f"{self.global_batch_size} is not a multiple of the {data_parallel_degree} processes")
         micro = min(share, self.local_batch_size or share)
         if share % micro:
-            raise ValueError(
-                f"{micro} does not divide the {share} sequences of each process; use a divisor of {share}"
-            )
+            raise ValueError(f"{micro} does not divide the {share} sequences of each process; use a divisor of {share}")
         return micro, share // micro
 
 
@@ -138,8 +136,8 @@ class Float8(Section):
     """Granularity of the scales, as torchao names it."""
     enable_fsdp_float8_all_gather: bool = True
     """Gather parameters in float8 (recipe tensorwise only)."""
-    filter_fqns: list[Name] = Field(default_factory=lambda: ["head"])
-    """Layers whose name contains one of these stay as they are."""
+    filter_fqns: list[Name] = Field(default_factory=list)
+    """Layers whose name contains one of these stay as they are; the head always does."""
     emulate: bool = False
     """Emulate float8 on hardware without it; slow, for tests."""
 

@@ -1,6 +1,7 @@
 """Batches for one rank. The engine that reads ahead is torchdata's; the position is ours: one number, the count of
 samples that the whole run has consumed. So worker processes, ranks and prefetch never change what is seen."""
 
+import warnings
 from collections.abc import Iterator
 
 import numpy as np
@@ -11,6 +12,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from titanlite.data.order import Order
 from titanlite.data.tokens import TokenStore
+from titanlite.errors import UserError
 
 Batch = dict[str, Tensor]
 
@@ -22,6 +24,16 @@ class Samples(Dataset[Batch]):
         self.store = store
         self.seq_len = seq_len
         self.order = Order(store.count_sequences(seq_len), seed)
+        if self.order.sequences == 0:
+            raise UserError(
+                f"data.path: {store.folder} holds {len(store)} tokens, less than one sequence of {seq_len} (and the "
+                "token after it)"
+            )
+
+    @property
+    def fingerprint(self) -> str:
+        """Equal where every global sample index means the same tokens."""
+        return f"{self.store.fingerprint}-seq_len{self.seq_len}-seed{self.order.seed}"
 
     def __getitems__(self, samples: list[int]) -> Batch:
         stretches = np.stack([self._stretch(sample) for sample in samples])
@@ -56,18 +68,21 @@ class MicroBatches:
             step_start += self.global_batch_size
 
 
-def build_loader(samples: Samples, batches: MicroBatches, *, num_workers: int, pin_memory: bool) -> Iterator[Batch]:
-    """Micro-batches, read ahead by worker processes if there are any. Draws nothing from the global random state."""
-    return iter(
-        StatefulDataLoader(
+def build_loader(samples: Samples, batches: MicroBatches, *, num_workers: int, device: torch.device) -> Iterator[Batch]:
+    """Micro-batches on the device, read ahead by worker processes if there are any. Draws nothing from the global
+    random state."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*set_vital.*")  # torchdata 0.11 on torch 2.13
+        loader = StatefulDataLoader(
             samples,
             batch_sampler=batches,
             num_workers=num_workers,
             collate_fn=_as_is,
-            pin_memory=pin_memory,
+            pin_memory=device.type == "cuda",
             generator=torch.Generator().manual_seed(0),
         )
-    )
+    for batch in loader:
+        yield {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
 
 
 def _as_is(batch: Batch) -> Batch:

@@ -33,20 +33,29 @@ def open_tokens(data: Data, *, tokenizer: Tokenizer, cache_folder: Path) -> Toke
     Raises:
         UserError: nothing to read, unreadable text, or tokens made by another tokenizer.
     """
-    paths = [data.path] if isinstance(data.path, str) else data.path
-    if len(paths) == 1 and (prepared := Path(paths[0]).expanduser() / INDEX).is_file():
-        store = TokenStore(prepared.parent)
-    else:
-        store = _prepare_once(find_files(paths), tokenizer, cache_folder)
+    inputs = find_inputs(data)
+    store = TokenStore(inputs) if isinstance(inputs, Path) else _prepare_once(inputs, tokenizer, cache_folder)
     made_by = store.index["tokenizer"]["fingerprint"]
     if made_by != tokenizer.fingerprint:
         raise UserError(
-            f"data.tokenizer: {store.folder} was made with tokenizer {made_by}, the config names {tokenizer.fingerprint}"
+            f"data.tokenizer: {store.folder} was made with {made_by}, the config names {tokenizer.fingerprint}"
         )
     return store
 
 
-def find_files(paths: list[str]) -> list[Path]:
+def find_inputs(data: Data) -> Path | list[Path]:
+    """What `[data] path` stands for: a folder of prepared tokens, or text files.
+
+    Raises:
+        UserError: there is nothing, or something that is not plain text.
+    """
+    paths = [data.path] if isinstance(data.path, str) else data.path
+    if len(paths) == 1 and (index := Path(paths[0]).expanduser() / INDEX).is_file():
+        return index.parent
+    return _text_files(paths)
+
+
+def _text_files(paths: list[str]) -> list[Path]:
     """The text files that the paths name: each file, each folder's files, each glob's; sorted within a path."""
     files: list[Path] = []
     for path in paths:
@@ -90,7 +99,12 @@ def prepare(files: list[Path], folder: Path, *, tokenizer: Tokenizer) -> None:
     Raises:
         UserError: a file is not UTF-8 text.
     """
-    columns = (TextColumn("[progress.description]{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    columns = (
+        TextColumn("[progress.description]{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+    )
     writer = TokenWriter(folder, vocab_size=tokenizer.vocab_size, tokenizer=tokenizer.fingerprint)
     with Progress(*columns, console=progress_console(), transient=True) as progress, writer:
         for file in progress.track(files, description="tokenizing"):

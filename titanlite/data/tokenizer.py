@@ -63,7 +63,9 @@ class TiktokenTokenizer:
 
         try:
             text = path.read_bytes()
-            ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in map(bytes.split, text.splitlines())}
+            ranks = {
+                base64.b64decode(token, validate=True): int(rank) for token, rank in map(bytes.split, text.splitlines())
+            }
         except (OSError, ValueError, binascii.Error) as error:
             raise UserError(f"data.tokenizer: {path} is not a tiktoken rank file: {error}") from None
         if sorted(ranks.values()) != list(range(len(ranks))) or not ranks:

@@ -117,9 +117,7 @@ class TokenWriter:
         tokens.tofile(self._staging / f"{name}.tokens")
         np.array(self._documents, dtype="<u8").tofile(self._staging / f"{name}.documents")
         digest = hashlib.sha256(tokens.tobytes()).hexdigest()
-        self._shards.append(
-            {"name": name, "tokens": self._size, "documents": len(self._documents), "sha256": digest}
-        )
+        self._shards.append({"name": name, "tokens": self._size, "documents": len(self._documents), "sha256": digest})
         self._pieces, self._documents, self._size = [], [], 0
 
     def _commit(self) -> None:

@@ -37,7 +37,9 @@ class Model(nn.Module):
     """Named shapes: `[model] flavor` picks one, `[model.args]` changes fields of it."""
 
     layers: nn.ModuleList
-    args: ModelArgs
+
+    def __init__(self, args: ModelArgs) -> None:
+        super().__init__()
 
     def forward(self, tokens: Tensor, loss: Loss | None = None) -> Tensor:
         """tokens [B, L] int64 -> logits [B, L, V]; with `loss`, what it returns for the final hidden states."""

@@ -16,9 +16,7 @@ Loss = Callable[[Tensor, Tensor], Tensor]
 holding the full logits."""
 
 
-def rope_cos_sin(
-    head_dim: int, max_seq_len: int, theta: float, scaling_factor: float = 1.0
-) -> tuple[Tensor, Tensor]:
+def rope_cos_sin(head_dim: int, max_seq_len: int, theta: float, scaling_factor: float = 1.0) -> tuple[Tensor, Tensor]:
     """cos and sin tables, fp32 [max_seq_len, head_dim], for `apply_rope` (arXiv:2104.09864).
 
     `scaling_factor` is Llama 3.1's: wavelengths beyond the 8192 tokens of Llama 3's own training are stretched by it,
@@ -59,9 +57,7 @@ class Attention(nn.Module):
         v_BKLH = self.wv(x_BLD).view(B, L, -1, self.head_dim).transpose(1, 2)
         q_BNLH, k_BKLH = apply_rope(q_BNLH, cos_LH, sin_LH), apply_rope(k_BKLH, cos_LH, sin_LH)
         grouped = q_BNLH.shape[1] != k_BKLH.shape[1]
-        out_BNLH = F.scaled_dot_product_attention(
-            q_BNLH, k_BKLH, v_BKLH, is_causal=True, enable_gqa=grouped
-        )
+        out_BNLH = F.scaled_dot_product_attention(q_BNLH, k_BKLH, v_BKLH, is_causal=True, enable_gqa=grouped)
         return self.wo(out_BNLH.transpose(1, 2).reshape(B, L, -1))
 
 

@@ -73,8 +73,11 @@ class Llama3(Model):
         "405B": Llama3Args(dim=16384, n_layers=126, n_heads=128, n_kv_heads=8, hidden_dim=53248),
     }  # fmt: skip
 
+    rope_cos: Tensor
+    rope_sin: Tensor
+
     def __init__(self, args: Llama3Args) -> None:
-        super().__init__()
+        super().__init__(args)
         self.args = args
         self.tok_embeddings = nn.Embedding(args.vocab_size, args.dim)
         self.layers = nn.ModuleList(Block(args) for _ in range(args.n_layers))

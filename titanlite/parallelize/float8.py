@@ -57,6 +57,8 @@ def convert_to_float8(model: Model, *, float8: Float8, shard_degree: int) -> Non
 def _reason_to_skip(linear: nn.Linear, name: str, filter_fqns: list[str]) -> str | None:
     if pattern := next((pattern for pattern in filter_fqns if pattern in name), None):
         return f"named by filter_fqns: {pattern}"
+    if name.startswith("head."):
+        return "the loss multiplies with its weight itself"
     if linear.in_features % 16 or linear.out_features % 16:
         return "sizes that float8 products need are multiples of 16"
     return None

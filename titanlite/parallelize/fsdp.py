@@ -5,7 +5,13 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 
 from titanlite.config.schema import Parallelism, Training
 from titanlite.models.base import Model
@@ -72,7 +78,7 @@ def _reshard_after_forward(parallelism: Parallelism, *, shard_degree: int) -> bo
 
 def _prefetch(units: list[nn.Module], parallelism: Parallelism) -> None:
     forward, backward = parallelism.fsdp_forward_prefetch, parallelism.fsdp_backward_prefetch
-    fsdp_units = [unit for unit in units if isinstance(unit, FSDPModule)]
+    fsdp_units: list[FSDPModule] = [unit for unit in units if isinstance(unit, FSDPModule)]
     for index, unit in enumerate(fsdp_units):
         if forward:
             unit.set_modules_to_forward_prefetch(fsdp_units[index + 1 : index + 1 + forward])

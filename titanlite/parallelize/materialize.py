@@ -88,7 +88,11 @@ def check_memory(
         available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / local_world_size
         place = "this machine has" if device.type == "cuda" else "this machine has no GPU and"
         if local_world_size > 1:
-            place = f"each of the {local_world_size} processes here has" if device.type == "cuda" else f"{place} for each process"
+            place = (
+                f"each of the {local_world_size} processes here has"
+                if device.type == "cuda"
+                else f"{place} for each process"
+            )
     if needed > available:
         raise UserError(
             f"the model does not fit: parameters, gradients and optimizer states of its {parameters:,} parameters take "

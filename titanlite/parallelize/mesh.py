@@ -31,5 +31,7 @@ def data_parallel_rank(mesh: DeviceMesh) -> tuple[int, int]:
 
 def data_parallel_group(mesh: DeviceMesh) -> dist.ProcessGroup:
     """The group over which losses and token counts are summed: both axes, which is every process."""
-    assert mesh.size() == dist.get_world_size()
-    return dist.group.WORLD
+    group = dist.group.WORLD
+    assert group is not None
+    assert mesh.size() == group.size()
+    return group

@@ -1,0 +1,134 @@
+"""The `titanlite` command. Subcommands import what they need when they run, so that --help answers at once."""
+
+import contextlib
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NoReturn
+
+from titanlite import __version__
+from titanlite.errors import UserError
+
+if TYPE_CHECKING:
+    from titanlite.config.schema import Config
+
+USAGE = """\
+titanlite: pretrain language models from one TOML file
+
+  titanlite train --config FILE.toml [--section.key=value ...]    train, or go on with a run
+  titanlite config check --config FILE.toml [...]                 report everything wrong with a config, start nothing
+  titanlite config show --config FILE.toml [...]                  print the resolved config
+
+One process: python -m titanlite train --config FILE.toml. Many: torchrun --nproc_per_node N -m titanlite train ...
+./run_train.sh does either, and finds FILE.toml in train_configs/. A run is its folder, outputs/<name>: the same command
+again goes on from its newest checkpoint. Every option is in titanlite/config/schema.py and can be set from the command
+line, the value read as TOML: --training.steps=500 --compile.enable=true
+
+Exit codes: 0 done, 1 failed, 2 wrong config or input.
+"""
+
+
+def main() -> NoReturn:
+    """Run a subcommand and end the process.
+
+    Ends without Python's own shutdown: threads of process groups that are still around then can abort a process whose
+    work is done. Everything that must be flushed or closed is, before.
+    """
+    code = run(sys.argv[1:])
+    if code and (record := os.environ.get("TITANLITE_EXIT_FILE")):
+        _record_exit_code(record, code)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def run(arguments: list[str]) -> int:
+    """Run a subcommand; returns its exit code."""
+    match arguments:
+        case [] | ["-h" | "--help", *_] | ["train" | "config", "-h" | "--help"]:
+            print(USAGE, end="")
+            return 0
+        case ["--version"]:
+            print(__version__)
+            return 0
+        case ["train", *rest]:
+            return _guarded(_train, rest)
+        case ["config", "check", *rest]:
+            return _guarded(_check, rest)
+        case ["config", "show", *rest]:
+            return _guarded(_show, rest)
+    print(f"titanlite: unknown command {' '.join(arguments[:2])!r}\n\n{USAGE}", file=sys.stderr, end="")
+    return 2
+
+
+def _guarded(command: Callable[[list[str]], None], arguments: list[str]) -> int:
+    """Run a command; the user's mistakes become lines on standard error, everything else a traceback."""
+    rank = int(os.environ.get("RANK", 0))
+    try:
+        command(arguments)
+    except UserError as error:
+        if int(os.environ.get("LOCAL_RANK", 0)) == 0:
+            for line in str(error).splitlines():
+                print(f"error: {line}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    except BaseException:
+        where = f"[rank {rank}] " if "RANK" in os.environ else ""
+        print("".join(where + line for line in traceback.format_exc().splitlines(True)), file=sys.stderr)
+        return 1
+    return 0
+
+
+def _train(arguments: list[str]) -> None:
+    config = _load(arguments)
+    from titanlite.console import start_logging
+    from titanlite.job import pick_device, process_group, read_ranks
+    from titanlite.preflight import preflight
+    from titanlite.train import build, train
+
+    ranks = read_ranks(os.environ)
+    start_logging(ranks.rank)
+    device = pick_device(ranks)
+    ingredients = preflight(config, ranks, device)
+    with process_group(ranks, device):
+        train(build(config, ingredients, ranks=ranks, device=device))
+
+
+def _check(arguments: list[str]) -> None:
+    config = _load(arguments)
+    from titanlite.job import pick_device, read_ranks
+    from titanlite.preflight import preflight
+
+    ranks = read_ranks(os.environ)
+    preflight(config, ranks, pick_device(ranks))
+
+
+def _show(arguments: list[str]) -> None:
+    from titanlite.config.load import dump
+
+    print(dump(_load(arguments)), end="")
+
+
+def _load(arguments: list[str]) -> "Config":
+    from titanlite.config.load import load
+
+    path, overrides = _split_config(arguments)
+    return load(path, overrides, world_size=int(os.environ.get("WORLD_SIZE", 1)))
+
+
+def _split_config(arguments: list[str]) -> tuple[str, list[str]]:
+    """The value of --config, and everything else."""
+    match [i for i, word in enumerate(arguments) if word == "--config" or word.startswith("--config=")]:
+        case [i] if "=" in arguments[i]:
+            return arguments[i].partition("=")[2], arguments[:i] + arguments[i + 1 :]
+        case [i] if i + 1 < len(arguments):
+            return arguments[i + 1], arguments[:i] + arguments[i + 2 :]
+    raise UserError("name one config file: --config FILE.toml")
+
+
+def _record_exit_code(path: str, code: int) -> None:
+    """For run_train.sh: torchrun turns every exit code into 1. The first rank to fail is the one to believe."""
+    with contextlib.suppress(OSError), open(path, "x") as file:
+        file.write(str(code))

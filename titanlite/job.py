@@ -1,0 +1,173 @@
+"""What surrounds training: ranks, device, process group, seeds, and the folder of the run."""
+
+import hashlib
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+import titanlite
+from titanlite.config.load import dump
+from titanlite.config.schema import Config
+from titanlite.console import log_to_file
+from titanlite.errors import UserError
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This process among all, as torchrun numbers them; one process without torchrun is rank 0 of 1."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+
+
+def read_ranks(environ: Mapping[str, str]) -> Ranks:
+    names = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
+    return Ranks(*(int(environ.get(name, default)) for name, default in names.items()))
+
+
+def pick_device(ranks: Ranks) -> torch.device:
+    """This process's GPU, or the CPU where there is none.
+
+    Raises:
+        UserError: there are GPUs, but fewer than processes.
+    """
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    if ranks.local_world_size > torch.cuda.device_count():
+        raise UserError(f"{ranks.local_world_size} processes, but this machine has {torch.cuda.device_count()} GPUs")
+    return torch.device("cuda", ranks.local_rank)
+
+
+@contextmanager
+def process_group(ranks: Ranks, device: torch.device) -> Iterator[None]:
+    """Start the process group (also for one process: everything takes one path), and end it in good order.
+
+    The barrier before the end is there because a rank that leaves early breaks connections that others still use.
+    After an error nobody waits: the others may never come.
+    """
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, _cores() // ranks.local_world_size))
+    backend = "gloo"
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        backend = "cuda:nccl,cpu:gloo"
+    if "MASTER_ADDR" in os.environ:
+        dist.init_process_group(backend)
+    else:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def seed_step(seed: int, step: int, rank: int) -> None:
+    """Make every random draw of a step (dropout, say) a function of (seed, step, rank): there is no random state to
+    save, and nothing that happens between steps can shift it."""
+    digest = hashlib.sha256(f"{seed}/{step}/{rank}".encode()).digest()
+    torch.manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """outputs/<run>/: everything that a run leaves."""
+
+    path: Path
+    run_id: str
+    data_cache: Path
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def tensorboard(self) -> Path:
+        return self.path / "tensorboard"
+
+    @property
+    def logs(self) -> Path:
+        return self.path / "logs"
+
+
+def open_run_folder(config: Config, *, ranks: Ranks, device: torch.device, mesh: DeviceMesh) -> RunFolder:
+    """Create or reopen the folder: config.toml (resolved), this start in run.json, and a log file for each rank."""
+    outputs = Path(config.job.dump_folder)
+    path = outputs / str(config.job.name)
+    run_id = [_record_start(path, config, ranks=ranks, device=device, mesh=mesh) if ranks.rank == 0 else None]
+    dist.broadcast_object_list(run_id)
+    data_cache = Path(config.data.cache_folder or outputs / "data_cache")
+    folder = RunFolder(path, run_id=str(run_id[0]), data_cache=data_cache)
+    log_to_file(folder.logs, ranks.rank)
+    return folder
+
+
+def _record_start(path: Path, config: Config, *, ranks: Ranks, device: torch.device, mesh: DeviceMesh) -> str:
+    path.mkdir(parents=True, exist_ok=True)
+    record = path / "run.json"
+    run: dict[str, Any] = json.loads(record.read_text()) if record.exists() else {"id": uuid.uuid4().hex, "starts": []}
+    run["starts"].append(
+        {
+            "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+            "command": sys.argv,
+            "mesh": dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True)),
+            "processes": ranks.world_size,
+            "host": platform.node(),
+            "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+            "versions": {
+                "titanlite": titanlite.__version__,
+                "torch": torch.__version__,
+                "python": platform.python_version(),
+            },
+            "git_commit": _git_commit(),
+        }
+    )
+    write_atomically(path / "config.toml", dump(config))
+    write_atomically(record, json.dumps(run, indent=1))
+    return run["id"]
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """The file holds the old text or the new, never a part."""
+    staging = path.with_name(f".{path.name}.staging")
+    staging.write_text(text)
+    os.replace(staging, path)
+
+
+def _git_commit() -> str | None:
+    """The commit of titanlite's own checkout, with + when files differ from it; None outside of git."""
+    command = [
+        "git",
+        "-C",
+        str(Path(titanlite.__file__).parent),
+        "describe",
+        "--always",
+        "--dirty=+",
+        "--abbrev=40",
+    ]
+    try:
+        result = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return result.stdout.strip() or None

@@ -1,0 +1,190 @@
+"""Figures of a run: measured over the steps since the last line, written to the console, metrics.jsonl and TensorBoard.
+
+Time spent on checkpoints is not step time. The device is waited for at log steps only.
+"""
+
+import json
+import logging
+import resource
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from titanlite.config.schema import Metrics
+from titanlite.job import RunFolder
+from titanlite.step import StepResult
+
+logger = logging.getLogger(__name__)
+
+PEAK_BF16_FLOPS = {
+    # Dense, without sparsity; NVIDIA's and AMD's data sheets.
+    "NVIDIA A100": 312e12,
+    "NVIDIA H100 PCIe": 756e12,
+    "NVIDIA H100 NVL": 835e12,
+    "NVIDIA H100 80GB HBM3": 989e12,
+    "NVIDIA H200": 989e12,
+    "NVIDIA L40S": 362e12,
+    "AMD Instinct MI300X": 1307e12,
+}
+
+
+def peak_flops(device: torch.device, compute_type: str) -> float | None:
+    """The device's dense bfloat16 rate in FLOP/s; None where it is not known for certain."""
+    if device.type != "cuda" or compute_type != "bfloat16":
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((peak for prefix, peak in PEAK_BF16_FLOPS.items() if name.startswith(prefix)), None)
+
+
+class MetricsRecorder:
+    """Times the loop, and writes a record at log steps.
+
+    Args:
+        folder: where metrics.jsonl and TensorBoard's files are. What they hold beyond `step`, of a run that was killed
+            after its last checkpoint, is forgotten, so that no step is there twice.
+        step: the step that the run goes on from.
+        tokens_per_step: of the global batch.
+        flops_per_token: of the model at this sequence length.
+    """
+
+    def __init__(
+        self,
+        config: Metrics,
+        *,
+        folder: RunFolder,
+        step: int,
+        tokens_per_step: int,
+        flops_per_token: int,
+        device: torch.device,
+        compute_type: str,
+        group: dist.ProcessGroup,
+    ) -> None:
+        self.config = config
+        self.tokens_per_step = tokens_per_step
+        self.flops_per_token = flops_per_token
+        self.device = device
+        self.peak_flops = peak_flops(device, compute_type)
+        self.group = group
+        self.writes = dist.get_rank(group) == 0
+        self._tensorboard = None
+        self._jsonl = None
+        if self.writes:
+            self._jsonl = _reopen(folder.metrics, step)
+        if self.writes and config.enable_tensorboard:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._tensorboard = SummaryWriter(str(folder.tensorboard), purge_step=step + 1)
+        self._start_window()
+
+    def _start_window(self) -> None:
+        self._started = time.perf_counter()
+        self._steps = 0
+        self._waited = 0.0
+        self._excluded = 0.0
+
+    @contextmanager
+    def waiting_for_data(self) -> Iterator[None]:
+        started = time.perf_counter()
+        yield
+        self._waited += time.perf_counter() - started
+
+    @contextmanager
+    def not_training(self) -> Iterator[None]:
+        """What happens here (a checkpoint) is not counted as time of steps."""
+        started = time.perf_counter()
+        yield
+        self._excluded += time.perf_counter() - started
+
+    def end_step(self, step: int, result: StepResult, *, lr: float, samples: int, last: bool) -> None:
+        """Count a step. At log steps, the first and the last, write a record."""
+        self._steps += 1
+        if step % self.config.log_freq and step != 1 and not last:
+            return
+        loss, grad_norm = self._global_loss(result.loss), float(result.grad_norm)
+        elapsed = time.perf_counter() - self._started - self._excluded
+        waited, memory = self._slowest(self._waited, peak_memory(self.device))
+        tokens_per_second = self.tokens_per_step * self._steps / elapsed
+        flops = self.flops_per_token * tokens_per_second / dist.get_world_size(self.group)
+        record = {
+            "step": step,
+            "loss": loss,
+            "grad_norm": grad_norm,
+            "lr": lr,
+            "samples": samples,
+            "tokens_per_second": tokens_per_second,
+            "step_seconds": elapsed / self._steps,
+            "data_wait_seconds": waited / self._steps,
+            "memory_gib": memory,
+            "tflops_per_device": flops / 1e12,
+            "mfu": flops / self.peak_flops if self.peak_flops else None,
+        }
+        self._write(record)
+        self._start_window()
+
+    def _global_loss(self, loss: Tensor) -> float:
+        total = loss.clone()
+        dist.all_reduce(total, group=self.group)
+        return float(total)
+
+    def _slowest(self, *figures: float) -> list[float]:
+        """The largest of each figure over all ranks."""
+        largest = torch.tensor(figures, dtype=torch.float64, device=self.device)
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self.group)
+        return largest.tolist()
+
+    def _write(self, record: dict[str, Any]) -> None:
+        if not self.writes:
+            return
+        logger.info(_line(record))
+        if self._jsonl:
+            print(json.dumps(record), file=self._jsonl, flush=True)
+        if self._tensorboard:
+            for name, value in record.items():
+                if name != "step" and value is not None:
+                    self._tensorboard.add_scalar(name, value, record["step"])
+
+    def close(self) -> None:
+        if self._jsonl:
+            self._jsonl.close()
+        if self._tensorboard:
+            self._tensorboard.close()
+
+
+def _line(record: dict[str, Any]) -> str:
+    mfu = f"{record['mfu']:.1%}" if record["mfu"] is not None else "n/a"
+    return (
+        f"step {record['step']:>5}  loss {record['loss']:.4f}  "
+        f"grad_norm {record['grad_norm']:.3f}  lr {record['lr']:.2e}  {record['tokens_per_second']:,.0f} tokens/s  "
+        f"{record['step_seconds']:.3f} s/step  data {record['data_wait_seconds'] / record['step_seconds']:.1%}  "
+        f"memory {record['memory_gib']:.2f} GiB  {record['tflops_per_device']:.2f} TFLOP/s  MFU {mfu}"
+    )
+
+
+def peak_memory(device: torch.device) -> float:
+    """GiB: on a GPU, the most that PyTorch has reserved; on the CPU, the most that the process had resident."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_reserved(device) / 2**30
+    unit = 1 if sys.platform == "darwin" else 2**10
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
+
+
+def _reopen(path: Path, step: int) -> Any:
+    """Open metrics.jsonl to append, without records of later steps and without a line that was cut off."""
+    kept = []
+    for line in path.read_text().splitlines() if path.exists() else []:
+        try:
+            if json.loads(line)["step"] <= step:
+                kept.append(line + "\n")
+        except ValueError:
+            continue
+    staging = path.with_name(f".{path.name}.staging")
+    staging.write_text("".join(kept))
+    staging.replace(path)
+    return path.open("a")

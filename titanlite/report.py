@@ -1,0 +1,68 @@
+"""What a run says of itself when it starts, and where everything is when it ends."""
+
+import logging
+
+from torch.distributed.device_mesh import DeviceMesh
+
+from titanlite.checkpoint import storage
+from titanlite.checkpoint.manager import Progress
+from titanlite.config.schema import Config
+from titanlite.data.tokens import TokenStore
+from titanlite.job import RunFolder
+from titanlite.models.base import Model, unique_parameters
+
+logger = logging.getLogger(__name__)
+
+
+def report_start(
+    config: Config,
+    *,
+    model: Model,
+    mesh: DeviceMesh,
+    tokens: TokenStore,
+    progress: Progress,
+    accumulation: int,
+) -> None:
+    training, index = config.training, tokens.index
+    parameters = sum(parameter.numel() for _, parameter in unique_parameters(model))
+    share = training.global_batch_size // mesh.size()
+    logger.info(
+        f"model    {config.model.name} {config.model.flavor}, {parameters:,} parameters; master weights float32, "
+        f"compute {training.mixed_precision_param}, reduction {training.mixed_precision_reduce}"
+    )
+    logger.info(
+        f"mesh     replicate {mesh['replicate'].size()} x shard {mesh['shard'].size()} on {mesh.device_type}; "
+        f"global batch {training.global_batch_size} = {mesh.size()} processes x {accumulation} micro-batches x "
+        f"{share // accumulation} sequences of {training.seq_len} tokens"
+    )
+    logger.info(
+        f"data     {index['tokens']:,} tokens in {index['documents']:,} documents ({tokens.folder}); unigram entropy "
+        f"{index['unigram_entropy']:.4f} nats, the loss of a model that knows nothing of order"
+    )
+    if progress.step >= training.steps:
+        logger.info(f"this run is complete at step {progress.step}; to go on, raise training.steps")
+    elif progress.step:
+        logger.info(f"resuming after step {progress.step}, {progress.samples:,} sequences into the data")
+
+
+def report_end(config: Config, *, folder: RunFolder, resumed_at: int) -> None:
+    steps = config.training.steps
+    done = storage.committed_steps(folder.checkpoints)
+    again = "./run_train.sh --config FILE.toml"
+    lines = [
+        "",
+        f"{config.job.name}: {steps} steps done" + (f", from step {resumed_at} on" if resumed_at else ""),
+        f"  checkpoints  {folder.checkpoints} ({', '.join(map(str, done))})"
+        if done
+        else "  no checkpoint was asked for",
+        f"  metrics      {folder.metrics}",
+        f"  config       {folder.path / 'config.toml'}, versions and commit in run.json beside it",
+        "What next?",
+        f"  go on          the same command with --training.steps={2 * steps}",
+        f"  another run    add --job.name=second, and change any option: --optimizer.lr={config.optimizer.lr / 2:g}",
+        f"  another model  {again} with a file of train_configs/",
+    ]
+    if config.metrics.enable_tensorboard:
+        lines.append(f"  curves         tensorboard --logdir {folder.path.parent}")
+    for line in lines:
+        logger.info(line)

@@ -1,0 +1,28 @@
+"""The learning rate: warm-up, stable, decay. A pure function of the step and the config; nothing to save."""
+
+import math
+
+from titanlite.config.schema import LRScheduler
+
+
+def learning_rate(step: int, *, peak: float, steps: int, config: LRScheduler) -> float:
+    """The rate of optimizer step `step`, counted from 1 to `steps`.
+
+    Warm-up rises linearly and is at the peak in its last step. Decay falls towards min_lr_factor x peak, which it would
+    reach one step after the last, so that no step has a rate of zero. The sqrt form is 1 - sqrt(progress)
+    (arXiv:2405.18392).
+    """
+    if step <= config.warmup_steps:
+        return peak * step / config.warmup_steps
+    after_warmup = max(0, steps - config.warmup_steps)
+    ratio = config.decay_ratio
+    decay_steps = after_warmup if ratio is None else min(after_warmup, round(steps * ratio))
+    progress = max(0, step - (steps - decay_steps)) / (decay_steps + 1)
+    match config.decay_type:
+        case "linear":
+            factor = 1 - progress
+        case "cosine":
+            factor = (1 + math.cos(math.pi * progress)) / 2
+        case "sqrt":
+            factor = 1 - math.sqrt(progress)
+    return peak * (config.min_lr_factor + (1 - config.min_lr_factor) * factor)
