@@ -3,6 +3,7 @@ samples that the whole run has consumed. So worker processes, ranks and prefetch
 
 import warnings
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import torch
@@ -85,5 +86,5 @@ def build_loader(samples: Samples, batches: MicroBatches, *, num_workers: int, d
         yield {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
 
 
-def _as_is(batch: Batch) -> Batch:
+def _as_is(batch: Any) -> Any:
     return batch

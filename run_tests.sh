@@ -1,0 +1,8 @@
+#!/usr/bin/env bash
+# Run the test suite:  ./run_tests.sh [pytest arguments]
+set -euo pipefail
+# shellcheck source=scripts/environment.sh
+source "$(dirname "${BASH_SOURCE[0]}")/scripts/environment.sh"
+find_python dev pytest xdist transformers torchao
+cd "$ROOT"
+exec "$PYTHON" -m pytest "$@"

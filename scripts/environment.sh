@@ -1,0 +1,53 @@
+# Sourced by run_train.sh and run_tests.sh: finds the interpreter, and makes .venv where there is none.
+# shellcheck shell=bash
+
+ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+
+die() { printf 'error: %s\n' "$*" >&2; exit 2; }
+
+# python_with MODULE ...: print an active interpreter that has titanlite installed and each module, if there is one.
+python_with() {
+    local python
+    for python in python3 python; do
+        if "$python" -I -c '
+import importlib.metadata, importlib.util, sys
+importlib.metadata.version("titanlite")
+sys.exit(any(importlib.util.find_spec(name) is None for name in sys.argv[1:]))' "$@" 2>/dev/null; then
+            command -v "$python"
+            return
+        fi
+    done
+    return 1
+}
+
+# set_up EXTRA: install titanlite with an extra ("" for none) into .venv, once for each version of the pinned packages.
+set_up() {
+    local extra=$1 stamp wanted base
+    stamp=$ROOT/.venv/.titanlite-${extra:-base}
+    wanted=$(cat "$ROOT/pyproject.toml" "$ROOT/constraints.txt" | cksum)
+    for done in "$stamp" "$ROOT/.venv/.titanlite-dev"; do # dev holds everything that base does
+        [[ -f $done && $(cat "$done") == "$wanted" ]] && return
+    done
+    if [[ ! -x $ROOT/.venv/bin/python ]]; then
+        for base in python3 python3.13 python3.12 python3.11 ""; do
+            [[ -z $base ]] && die "titanlite needs Python 3.11 or newer, and none was found"
+            "$base" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && break
+        done
+        echo "setting up $ROOT/.venv with $("$base" --version) (once)" >&2
+        "$base" -m venv "$ROOT/.venv" || die "cannot create $ROOT/.venv (Debian and Ubuntu: apt install python3-venv)"
+    fi
+    echo "installing titanlite and what it needs into $ROOT/.venv (once, some minutes)" >&2
+    "$ROOT/.venv/bin/python" -m pip install --quiet --disable-pip-version-check \
+        --constraint "$ROOT/constraints.txt" --editable "$ROOT${extra:+[$extra]}" || die "the installation failed; see above"
+    echo "$wanted" >"$stamp"
+}
+
+# find_python EXTRA MODULE ...: set PYTHON to an active interpreter that has all that is needed, else to .venv's.
+find_python() {
+    local extra=$1
+    shift
+    if ! PYTHON=$(python_with "$@"); then
+        set_up "$extra"
+        PYTHON=$ROOT/.venv/bin/python
+    fi
+}
