@@ -113,6 +113,7 @@ def _fits(value: Any, expected: Any) -> bool:
 
 
 def _unknown(key: str, name: str, known: dict[str, Any], what: str = "value") -> Problem:
-    near = get_close_matches(name, known, n=1)
-    hint = f", did you mean {near[0]}?" if near else ""
+    by_lower_case = {option.lower(): option for option in known}
+    near = get_close_matches(name.lower(), by_lower_case, n=1)
+    hint = f", did you mean {by_lower_case[near[0]]}?" if near else ""
     return Problem(key, f"unknown {what} {name!r}{hint} (known: {', '.join(known)})")

@@ -46,6 +46,8 @@ def shard(model: Model, *, mesh: DeviceMesh, parallelism: Parallelism, training:
     _prefetch([unit[0] if isinstance(unit, list) else unit for unit in units], parallelism)
     for module in model.modules():
         if isinstance(module, FSDPModule):
+            if isinstance(module, nn.Embedding) and module in units:
+                module.set_unshard_in_backward(False)  # the gradient of a lookup does not need the table
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # gloo has no scaling reduction
 

@@ -1,0 +1,38 @@
+"""Fixtures that many tests share."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.helpers import TinyRun
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    """Tests run side by side; sums in one thread are also the same each time."""
+    torch.set_num_threads(1)
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> TinyRun:
+    """A run that takes a second: tiny model, tiny text."""
+    return TinyRun(tmp_path)
+
+
+@pytest.fixture
+def single_process_group() -> Iterator[None]:
+    """A process group of one, as training on one process has."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if not torch.cuda.is_available():
+        skip = pytest.mark.skip(reason="needs a CUDA device")
+        for item in items:
+            if "gpu" in item.keywords:
+                item.add_marker(skip)

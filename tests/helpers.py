@@ -1,0 +1,151 @@
+"""What tests build on: tiny runs, and functions that run on several gloo processes."""
+
+import json
+import multiprocessing
+import os
+import pickle
+import random
+import socket
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from titanlite.config.load import load
+from titanlite.config.schema import Config
+
+TINY_TOML = """
+[model.args]
+dim = 42
+n_layers = 3
+n_heads = 3
+n_kv_heads = 1
+hidden_dim = 70
+vocab_size = 259
+[training]
+steps = 6
+seq_len = 32
+global_batch_size = 8
+mixed_precision_param = "float32"
+[optimizer]
+lr = 1e-2
+[lr_scheduler]
+warmup_steps = 2
+[metrics]
+log_freq = 1
+enable_tensorboard = false
+[checkpoint]
+interval = 100
+"""
+"""No dimension divides by 4, so that uneven shards are the rule."""
+
+
+class TinyRun:
+    """A folder with some text and a config."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.text = folder / "text"
+        self.text.mkdir()
+        words = random.Random(0)
+        for name in ("a", "b", "c"):
+            sentence = " ".join(words.choice(["one", "two", "three", "four", "five"]) for _ in range(800))
+            (self.text / f"{name}.txt").write_text(sentence)
+        self.toml = folder / "tiny.toml"
+        self.toml.write_text(f'[data]\npath = "{self.text}"\n[job]\ndump_folder = "{folder}/outputs"\n{TINY_TOML}')
+
+    def config(self, *overrides: str, world_size: int = 1) -> Config:
+        return load(self.toml, overrides, world_size=world_size)
+
+    def records(self, name: str = "tiny") -> list[dict[str, Any]]:
+        """metrics.jsonl of a run."""
+        lines = (self.folder / "outputs" / name / "metrics.jsonl").read_text().splitlines()
+        return [json.loads(line) for line in lines]
+
+    def losses(self, name: str = "tiny") -> list[float]:
+        return [record["loss"] for record in self.records(name)]
+
+
+def train_on_this_rank(config: Config, rank: int, world_size: int) -> Any:
+    """Train in the process group that is there already; returns the run."""
+    import torch
+
+    from titanlite.job import Ranks
+    from titanlite.preflight import preflight
+    from titanlite.train import build, train
+
+    ranks, device = Ranks(rank, world_size, rank, world_size), torch.device("cpu")
+    run = build(config, preflight(config, ranks, device), ranks=ranks, device=device)
+    train(run)
+    return run
+
+
+def run_ranks(
+    function: Callable[..., Any], world_size: int, *args: Any, backend: str = "gloo", timeout: float = 120
+) -> list[Any]:
+    """Call function(rank, world_size, *args) on each of world_size processes of a process group.
+
+    Returns what each rank returned. The verdict is taken from results that the ranks write, not from how the processes
+    ended. A rank that raises, or that is not done in time, fails the test with its traceback.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.preload"])
+    with tempfile.TemporaryDirectory() as folder:
+        port = _free_port()
+        processes = [
+            context.Process(target=_rank_main, args=(function, rank, world_size, args, backend, port, folder))
+            for rank in range(world_size if backend != "fake" else 1)
+        ]
+        for process in processes:
+            process.start()
+        deadline = time.monotonic() + timeout
+        results = [_result(Path(folder, str(rank)), processes[rank], deadline) for rank in range(len(processes))]
+        for process in processes:
+            process.kill()
+            process.join()
+    failures = [f"rank {rank}:\n{error}" for rank, (error, _) in enumerate(results) if error]
+    assert not failures, "\n".join(failures)
+    return [value for _, value in results]
+
+
+def _rank_main(
+    function: Callable[..., Any], rank: int, world_size: int, args: Sequence[Any], backend: str, port: int, folder: str
+) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    try:
+        if backend == "fake":
+            from torch.testing._internal.distributed.fake_pg import FakeStore
+
+            dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+        else:
+            address = f"tcp://127.0.0.1:{port}"
+            dist.init_process_group(backend, init_method=address, rank=rank, world_size=world_size)
+        result = None, function(rank, world_size, *args)
+        dist.barrier()
+    except BaseException:
+        result = traceback.format_exc(), None
+    staging = Path(folder, f".{rank}")
+    staging.write_bytes(pickle.dumps(result))
+    staging.rename(Path(folder, str(rank)))
+    os._exit(0)
+
+
+def _result(path: Path, process: Any, deadline: float) -> tuple[str | None, Any]:
+    while not path.exists():
+        if time.monotonic() > deadline:
+            return "not done in time", None
+        if not process.is_alive() and not path.exists():
+            return f"died with exit code {process.exitcode}", None
+        time.sleep(0.01)
+    return pickle.loads(path.read_bytes())
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
