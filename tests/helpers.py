@@ -33,6 +33,7 @@ mixed_precision_param = "float32"
 lr = 1e-2
 [lr_scheduler]
 warmup_steps = 2
+decay_ratio = 0.0
 [metrics]
 log_freq = 1
 enable_tensorboard = false

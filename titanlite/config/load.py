@@ -178,10 +178,16 @@ def _validate(tree: Tree, where: dict[Key, str], raw: dict[Key, str]) -> tuple[l
                 _set(tree, key, raw[key])  # --job.name=2026: the words of the command line were meant as text
                 continue
             dotted = ".".join(key)
-            problems.append(Problem(dotted, _explain(dotted, details), where.get(key)))
+            problems.append(Problem(dotted, _explain(dotted, details), _place(where, key)))
             bad.add(dotted)
             _remove(tree, key)
     return problems, bad
+
+
+def _place(where: dict[Key, str], key: Key) -> str | None:
+    """Where a key, or else something inside it, was written."""
+    inside = (place for other, place in where.items() if other[: len(key)] == key)
+    return where.get(key) or next(inside, None)
 
 
 def _errors(tree: Tree) -> list[ErrorDetails]:
@@ -262,7 +268,8 @@ def _nearest_key(dotted: str) -> str | None:
     sections = sorted({option.rpartition(".")[0] for option in options})
     leaf = dotted.rpartition(".")[2]
     namesakes = [option for option in options if option.rpartition(".")[2] == leaf]
-    near = get_close_matches(dotted, options + sections, n=1, cutoff=0.7)
+    of_same_depth = [name for name in options + sections if name.count(".") == dotted.count(".")]
+    near = get_close_matches(dotted, of_same_depth, n=1, cutoff=0.8)
     leaves = {option.rpartition(".")[2]: option for option in reversed(options)}
     near_leaf = get_close_matches(leaf, leaves, n=1, cutoff=0.8)
     return (namesakes or near or [leaves[name] for name in near_leaf] or [None])[0]

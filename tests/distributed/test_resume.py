@@ -1,0 +1,89 @@
+"""Save on one layout, go on with another: nothing repeated, nothing skipped, nothing lost."""
+
+import shutil
+from typing import Any
+
+import pytest
+
+from tests.distributed.test_layouts import LAYOUTS, built, degrees, trained, whole
+from tests.helpers import TinyRun, run_ranks
+from titanlite.checkpoint import storage
+from titanlite.config.schema import Config
+
+
+def optimizer_moments(rank: int, world_size: int, config: Config) -> dict[str, Any]:
+    """The optimizer's state as it is after loading, before any further step."""
+    run = built(rank, world_size, config)
+    return {
+        f"{name}.{key}": whole(value).numpy()
+        for name, parameter in run.model.named_parameters()
+        for key, value in run.optimizer.state[parameter].items()
+    }
+
+
+@pytest.mark.parametrize(("replicate", "shard"), LAYOUTS)
+def test_saved_on_one_layout_loads_on_each(tiny: TinyRun, replicate: int, shard: int) -> None:
+    outputs = tiny.folder / "outputs"
+    ranks, layout = replicate * shard, degrees(replicate, shard)
+    whole_run = run_ranks(trained, ranks, tiny.config("--job.name=whole", *layout, world_size=ranks))[0]
+    half = tiny.config("--job.name=half", "--training.steps=3", *layout, world_size=ranks)
+    run_ranks(trained, ranks, half)
+    for other in LAYOUTS:
+        name = f"on-{other[0]}-{other[1]}"
+        shutil.copytree(outputs / "half", outputs / name)
+        world_size = other[0] * other[1]
+        config = tiny.config(f"--job.name={name}", *degrees(*other), world_size=world_size)
+        weights = run_ranks(trained, world_size, config)[0]
+        assert [record["step"] for record in tiny.records(name)] == [1, 2, 3, 4, 5, 6]
+        assert tiny.losses(name) == pytest.approx(tiny.losses("whole"), rel=1e-5)
+        if other == (replicate, shard):
+            assert tiny.losses(name) == tiny.losses("whole")
+            for parameter, value in weights.items():
+                assert (value == whole_run[parameter]).all(), parameter
+
+
+def test_optimizer_state_survives_the_change_of_layout(tiny: TinyRun) -> None:
+    run_ranks(trained, 4, tiny.config("--training.steps=3", *degrees(2, 2), world_size=4))
+    reference = run_ranks(optimizer_moments, 4, tiny.config(*degrees(2, 2), world_size=4))[0]
+    assert reference["layers.0.attention.wq.weight.step"] == 3
+    assert abs(reference["layers.0.attention.wq.weight.exp_avg"]).max() > 0
+    single = run_ranks(optimizer_moments, 1, tiny.config())[0]
+    for name, value in reference.items():
+        assert (value == single[name]).all(), name
+
+
+def test_finished_run_goes_on_when_steps_are_raised(tiny: TinyRun) -> None:
+    run_ranks(trained, 1, tiny.config("--training.steps=4"))
+    run_ranks(trained, 1, tiny.config("--training.steps=4"))  # nothing left to do
+    assert len(tiny.records()) == 4
+    run_ranks(trained, 1, tiny.config("--training.steps=6"))
+    assert [record["samples"] for record in tiny.records()] == [8, 16, 24, 32, 40, 48]
+    checkpoints = tiny.folder / "outputs" / "tiny" / "checkpoints"
+    assert storage.committed_steps(checkpoints) == [4, 6]
+
+
+def test_killed_before_commit_resumes_from_the_one_before(tiny: TinyRun) -> None:
+    run_ranks(trained, 1, tiny.config("--checkpoint.interval=2", "--job.name=whole"))
+    run_ranks(trained, 1, tiny.config("--checkpoint.interval=2"))
+    checkpoints = tiny.folder / "outputs" / "tiny" / "checkpoints"
+    # As a kill in the middle of the save of step 6 leaves it.
+    (checkpoints / storage.folder_name(6)).rename(storage.staging_path(checkpoints, 6))
+    (storage.staging_path(checkpoints, 6) / storage.MANIFEST).unlink()
+    assert storage.committed_steps(checkpoints) == [2, 4]
+    run_ranks(trained, 1, tiny.config("--checkpoint.interval=2"))
+    assert tiny.losses() == tiny.losses("whole")
+    assert [record["step"] for record in tiny.records()] == [1, 2, 3, 4, 5, 6]
+    assert storage.committed_steps(checkpoints) == [2, 4, 6]
+
+
+def test_dcp_reads_a_checkpoint_by_itself(tiny: TinyRun) -> None:
+    import torch
+    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+    weights = run_ranks(trained, 4, tiny.config(world_size=4))[0]
+    checkpoint = tiny.folder / "outputs" / "tiny" / "checkpoints" / storage.folder_name(6)
+    dcp_to_torch_save(checkpoint, tiny.folder / "whole.pt")
+    stored = torch.load(tiny.folder / "whole.pt", weights_only=True)
+    assert stored["model"].keys() == weights.keys()
+    for name, value in weights.items():
+        assert (stored["model"][name].numpy() == value).all(), name
