@@ -5,4 +5,5 @@ set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/scripts/environment.sh"
 find_python dev pytest xdist transformers torchao
 cd "$ROOT"
+(($#)) || set -- --numprocesses auto --maxprocesses 4
 exec "$PYTHON" -m pytest "$@"

@@ -20,7 +20,7 @@ config=$ROOT/train_configs/debug.toml
 rest=()
 while (($#)); do
     case $1 in
-        --config) config=${2:?--config needs a file}; shift ;;
+        --config) (($# > 1)) || die "--config needs a file"; config=$2; shift ;;
         --config=*) config=${1#--config=} ;;
         *) rest+=("$1") ;;
     esac
@@ -46,15 +46,15 @@ nnodes=${NNODES:-1}
 [[ $nnodes =~ ^[1-9][0-9]*$ ]] || die "NNODES: expected a number of machines, got $nnodes"
 
 if ((nproc_here * nnodes == 1)); then
-    exec "$PYTHON" -m titanlite train --config "$config" "${rest[@]}"
+    exec "$PYTHON" -m titanlite train --config "$config" ${rest[@]+"${rest[@]}"}
 fi
-if ((nnodes > 1)); then
-    : "${RDZV_ENDPOINT:?with NNODES > 1, set RDZV_ENDPOINT to host:port of the first machine}"
+if ((nnodes > 1)) && [[ -z ${RDZV_ENDPOINT:-} ]]; then
+    die "with NNODES > 1, set RDZV_ENDPOINT to host:port of the first machine, the same on all"
 fi
 
 # Mistakes are reported once and at once, not by every process.
 WORLD_SIZE=$((nproc_here * nnodes)) LOCAL_WORLD_SIZE=$nproc_here \
-    "$PYTHON" -m titanlite config check --config "$config" "${rest[@]}"
+    "$PYTHON" -m titanlite config check --config "$config" ${rest[@]+"${rest[@]}"}
 
 if [[ -z ${OMP_NUM_THREADS:-} ]]; then
     cores=$("$PYTHON" -c 'import os; print(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count())')
@@ -68,7 +68,7 @@ export TITANLITE_EXIT_FILE=$exit_codes/code
 
 "$PYTHON" -m torch.distributed.run --nnodes "$nnodes" --nproc_per_node "$nproc_here" \
     --rdzv_backend c10d --rdzv_endpoint "${RDZV_ENDPOINT:-localhost:0}" \
-    -m titanlite train --config "$config" "${rest[@]}" &
+    -m titanlite train --config "$config" ${rest[@]+"${rest[@]}"} &
 torchrun=$!
 trap 'kill -TERM "$torchrun" 2>/dev/null' TERM INT
 code=0

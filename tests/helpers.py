@@ -75,11 +75,12 @@ def train_on_this_rank(config: Config, rank: int, world_size: int) -> Any:
 
     from titanlite.job import Ranks
     from titanlite.preflight import preflight
-    from titanlite.train import build, train
+    from titanlite.train import build, finish, train
 
     ranks, device = Ranks(rank, world_size, rank, world_size), torch.device("cpu")
     run = build(config, preflight(config, ranks, device), ranks=ranks, device=device)
     train(run)
+    finish(run)
     return run
 
 

@@ -82,22 +82,24 @@ def _guarded(command: Callable[[list[str]], None], arguments: list[str]) -> int:
 
 
 def _train(arguments: list[str]) -> None:
-    config = _load(arguments)
+    config = _load(arguments, int(os.environ.get("WORLD_SIZE", 1)))
     from titanlite.console import start_logging
     from titanlite.job import pick_device, process_group, read_ranks
     from titanlite.preflight import preflight
-    from titanlite.train import build, train
+    from titanlite.train import build, finish, train
 
     ranks = read_ranks(os.environ)
     start_logging(ranks.rank)
     device = pick_device(ranks)
     ingredients = preflight(config, ranks, device)
     with process_group(ranks, device):
-        train(build(config, ingredients, ranks=ranks, device=device))
+        run = build(config, ingredients, ranks=ranks, device=device)
+        train(run)
+        finish(run)
 
 
 def _check(arguments: list[str]) -> None:
-    config = _load(arguments)
+    config = _load(arguments, int(os.environ.get("WORLD_SIZE", 1)))
     from titanlite.job import pick_device, read_ranks
     from titanlite.preflight import preflight
 
@@ -108,14 +110,14 @@ def _check(arguments: list[str]) -> None:
 def _show(arguments: list[str]) -> None:
     from titanlite.config.load import dump
 
-    print(dump(_load(arguments)), end="")
+    print(dump(_load(arguments, None)), end="")
 
 
-def _load(arguments: list[str]) -> "Config":
+def _load(arguments: list[str], world_size: int | None) -> "Config":
     from titanlite.config.load import load
 
     path, overrides = _split_config(arguments)
-    return load(path, overrides, world_size=int(os.environ.get("WORLD_SIZE", 1)))
+    return load(path, overrides, world_size=world_size)
 
 
 def _split_config(arguments: list[str]) -> tuple[str, list[str]]:

@@ -20,7 +20,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import titanlite
 from titanlite.config.load import dump
-from titanlite.config.schema import Config
+from titanlite.config.schema import Config, Data
+from titanlite.config.schema import Job as JobConfig
 from titanlite.console import log_to_file
 from titanlite.errors import UserError
 
@@ -66,7 +67,9 @@ def process_group(ranks: Ranks, device: torch.device) -> Iterator[None]:
     if device.type == "cuda":
         torch.cuda.set_device(device)
         backend = "cuda:nccl,cpu:gloo"
-    if "MASTER_ADDR" in os.environ:
+    if ranks.world_size > 1 and "RANK" not in os.environ:
+        raise UserError("WORLD_SIZE is set and RANK is not: several processes are started with torchrun")
+    if "RANK" in os.environ:
         dist.init_process_group(backend)
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
@@ -111,22 +114,22 @@ class RunFolder:
         return self.path / "logs"
 
 
-def open_run_folder(config: Config, *, ranks: Ranks, device: torch.device, mesh: DeviceMesh) -> RunFolder:
-    """Create or reopen the folder: config.toml (resolved), this start in run.json, and a log file for each rank."""
-    outputs = Path(config.job.dump_folder)
-    path = outputs / str(config.job.name)
-    run_id = [_record_start(path, config, ranks=ranks, device=device, mesh=mesh) if ranks.rank == 0 else None]
+def open_run_folder(job: JobConfig, data: Data, *, rank: int) -> RunFolder:
+    """Create the folder of the run, or open it again; start a log file for each rank."""
+    outputs = Path(job.dump_folder)
+    path = outputs / str(job.name)
+    run_id = [_read_run(path)["id"] if rank == 0 else None]
     dist.broadcast_object_list(run_id)
-    data_cache = Path(config.data.cache_folder or outputs / "data_cache")
-    folder = RunFolder(path, run_id=str(run_id[0]), data_cache=data_cache)
-    log_to_file(folder.logs, ranks.rank)
+    folder = RunFolder(path, run_id=str(run_id[0]), data_cache=Path(data.cache_folder or outputs / "data_cache"))
+    log_to_file(folder.logs, rank)
     return folder
 
 
-def _record_start(path: Path, config: Config, *, ranks: Ranks, device: torch.device, mesh: DeviceMesh) -> str:
-    path.mkdir(parents=True, exist_ok=True)
-    record = path / "run.json"
-    run: dict[str, Any] = json.loads(record.read_text()) if record.exists() else {"id": uuid.uuid4().hex, "starts": []}
+def record_start(folder: RunFolder, config: Config, *, ranks: Ranks, device: torch.device, mesh: DeviceMesh) -> None:
+    """Write config.toml (resolved), and add this start to run.json."""
+    if ranks.rank != 0:
+        return
+    run: dict[str, Any] = {**_read_run(folder.path), "id": folder.run_id}
     run["starts"].append(
         {
             "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
@@ -143,9 +146,23 @@ def _record_start(path: Path, config: Config, *, ranks: Ranks, device: torch.dev
             "git_commit": _git_commit(),
         }
     )
-    write_atomically(path / "config.toml", dump(config))
-    write_atomically(record, json.dumps(run, indent=1))
-    return run["id"]
+    write_atomically(folder.path / "config.toml", dump(config))
+    write_atomically(folder.path / "run.json", json.dumps(run, indent=1))
+
+
+def _read_run(path: Path) -> dict[str, Any]:
+    record = path / "run.json"
+    return json.loads(record.read_text()) if record.exists() else {"id": uuid.uuid4().hex, "starts": []}
+
+
+def check_same_everywhere(value: str, what: str, *, group: dist.ProcessGroup) -> None:
+    """Raises:
+    UserError: the value is not the same on all ranks (files that differ from node to node, say).
+    """
+    values: list[str] = [""] * group.size()
+    dist.all_gather_object(values, value, group=group)
+    if odd := [rank for rank, other in enumerate(values) if other != values[0]]:
+        raise UserError(f"{what} of rank {odd[0]} is not that of rank 0 ({values[odd[0]]} and {values[0]})")
 
 
 def write_atomically(path: Path, text: str) -> None:

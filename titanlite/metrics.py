@@ -5,6 +5,7 @@ Time spent on checkpoints is not step time. The device is waited for at log step
 
 import json
 import logging
+import math
 import resource
 import sys
 import time
@@ -97,7 +98,9 @@ class MetricsRecorder:
 
     @contextmanager
     def not_training(self) -> Iterator[None]:
-        """What happens here (a checkpoint) is not counted as time of steps."""
+        """What happens here (a checkpoint) is not counted as time of steps; work that a GPU still has to do is."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
         started = time.perf_counter()
         yield
         self._excluded += time.perf_counter() - started
@@ -144,7 +147,7 @@ class MetricsRecorder:
             return
         logger.info(_line(record))
         if self._jsonl:
-            print(json.dumps(record), file=self._jsonl, flush=True)
+            print(json.dumps({name: _finite(value) for name, value in record.items()}), file=self._jsonl, flush=True)
         if self._tensorboard:
             for name, value in record.items():
                 if name != "step" and value is not None:
@@ -155,6 +158,11 @@ class MetricsRecorder:
             self._jsonl.close()
         if self._tensorboard:
             self._tensorboard.close()
+
+
+def _finite(value: float | None) -> float | None:
+    """JSON knows no NaN and no infinity."""
+    return value if value is not None and math.isfinite(value) else None
 
 
 def _line(record: dict[str, Any]) -> str:

@@ -10,6 +10,7 @@ from titanlite.data.tokenizer import Tokenizer, load_tokenizer
 from titanlite.errors import ConfigError, Problem
 from titanlite.job import Ranks
 from titanlite.models.base import Model, ModelArgs, resolve_model
+from titanlite.parallelize.float8 import check_float8
 from titanlite.parallelize.materialize import check_memory
 
 
@@ -36,6 +37,7 @@ def preflight(config: Config, ranks: Ranks, device: torch.device) -> Ingredients
     model, args = resolve_model(config.model.name, config.model.flavor, config.model.args)
     tokenizer = load_tokenizer(config.data.tokenizer)
     find_inputs(config.data)
+    check_float8(config.quantize.linear.float8)
     problems = []
     if config.training.seq_len > args.max_seq_len:
         message = f"{config.training.seq_len} is more than the {args.max_seq_len} positions of the model"

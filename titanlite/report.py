@@ -46,7 +46,7 @@ def report_start(
 
 
 def report_end(config: Config, *, folder: RunFolder, resumed_at: int) -> None:
-    steps = config.training.steps
+    steps = max(config.training.steps, resumed_at)
     done = storage.committed_steps(folder.checkpoints)
     again = "./run_train.sh --config FILE.toml"
     lines = [

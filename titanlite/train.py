@@ -11,7 +11,7 @@ from titanlite.checkpoint.manager import CheckpointManager, Progress
 from titanlite.config.schema import Config
 from titanlite.data.loader import Batch, MicroBatches, Samples, build_loader
 from titanlite.data.prepare import open_tokens
-from titanlite.job import Ranks, open_run_folder, seed_step
+from titanlite.job import Ranks, check_same_everywhere, open_run_folder, record_start, seed_step
 from titanlite.metrics import MetricsRecorder
 from titanlite.models.base import Model
 from titanlite.optim import build_optimizer, set_learning_rate
@@ -46,9 +46,10 @@ def build(config: Config, ingredients: Ingredients, *, ranks: Ranks, device: tor
     training, seed = config.training, config.debug.seed
     mesh = build_mesh(config.parallelism, world_size=ranks.world_size, device_type=device.type)
     group, (data_rank, data_ranks) = data_parallel_group(mesh), data_parallel_rank(mesh)
-    folder = open_run_folder(config, ranks=ranks, device=device, mesh=mesh)
+    folder = open_run_folder(config.job, config.data, rank=ranks.rank)
     tokens = open_tokens(config.data, tokenizer=ingredients.tokenizer, cache_folder=folder.data_cache)
     samples = Samples(tokens, seq_len=training.seq_len, seed=seed)
+    check_same_everywhere(samples.fingerprint, "the training data", group=group)
 
     model = ingredients.build_model()
     parallelize(
@@ -71,6 +72,7 @@ def build(config: Config, ingredients: Ingredients, *, ranks: Ranks, device: tor
         data=samples.fingerprint,
     )
     progress = checkpoints.load_newest()
+    record_start(folder, config, ranks=ranks, device=device, mesh=mesh)
 
     micro_batch_size, accumulation = training.batch_split(data_ranks)
     micro_batches = MicroBatches(
@@ -118,5 +120,9 @@ def train(run: Run) -> None:
         if checkpoints.is_due(step, last=step == steps):
             with metrics.not_training():
                 checkpoints.save(Progress(step, samples))
-    metrics.close()
-    report_end(config, folder=checkpoints.folder, resumed_at=run.progress.step)
+
+
+def finish(run: Run) -> None:
+    """Close what is open, and say where everything is."""
+    run.metrics.close()
+    report_end(run.config, folder=run.checkpoints.folder, resumed_at=run.progress.step)

@@ -87,7 +87,7 @@ def test_a_name_like_no_other_gets_no_suggestion(tmp_path: Path) -> None:
         (
             ["--parallelism.data_parallel_replicate_degree=3"],
             4,
-            "parallelism.data_parallel_shard_degree: 4 processes cannot be split into 3 copies",
+            "parallelism.data_parallel_replicate_degree: 4 processes cannot be split into 3 copies (command line)",
         ),
         (
             ["--parallelism.data_parallel_replicate_degree=2", "--parallelism.data_parallel_shard_degree=4"],
@@ -97,13 +97,12 @@ def test_a_name_like_no_other_gets_no_suggestion(tmp_path: Path) -> None:
         (
             ["--parallelism.data_parallel_shard_degree=0"],
             4,
-            "parallelism.data_parallel_shard_degree: data_parallel_shard_degree must be -1 or at least 1, got 0 "
-            "(command line)",
+            "parallelism.data_parallel_shard_degree: must be -1 or at least 1, got 0 (command line)",
         ),
         (
             ["--parallelism.data_parallel_replicate_degree=8"],
             4,
-            "parallelism.data_parallel_shard_degree: 4 processes cannot be split into 8 copies",
+            "parallelism.data_parallel_replicate_degree: 4 processes cannot be split into 8 copies (command line)",
         ),
         (
             ["--parallelism.fsdp_reshard_after_forward=3"],

@@ -60,7 +60,7 @@ def oracle(model: Llama3) -> transformers.LlamaForCausalLM:
         vocab_size=args.vocab_size, hidden_size=args.dim, intermediate_size=args.hidden_dim,
         num_hidden_layers=args.n_layers, num_attention_heads=args.n_heads, num_key_value_heads=args.n_kv_heads,
         rms_norm_eps=args.norm_eps, max_position_embeddings=131072, tie_word_embeddings=args.tied_head,
-        rope_parameters=rope, attn_implementation="eager",
+        rope_parameters=rope,
     )  # fmt: skip
     other = transformers.LlamaForCausalLM(config)
     names = {

@@ -76,9 +76,13 @@ class CheckpointManager:
             storage.begin(self._checkpoints, progress.step)
         dist.barrier()
         staging = storage.staging_path(self._checkpoints, progress.step)
-        dcp.save(self._state(), storage_writer=dcp.FileSystemWriter(staging, sync_files=True))
+        metadata = dcp.save(self._state(), storage_writer=dcp.FileSystemWriter(staging, sync_files=True))
         if dist.get_rank() == 0:
-            storage.commit(self._checkpoints, self._manifest(progress, storage.file_sizes(staging)))
+            files = storage.file_sizes(staging)
+            written = {entry.relative_path for entry in (metadata.storage_data or {}).values()}
+            if missing := sorted(written - files.keys()):
+                raise OSError(f"{staging} lacks {missing[0]}: all nodes must share job.dump_folder")
+            storage.commit(self._checkpoints, self._manifest(progress, files))
         dist.barrier()
         logger.info(f"saved checkpoint of step {progress.step} in {time.perf_counter() - started:.2f} s")
 
@@ -88,10 +92,11 @@ class CheckpointManager:
         Raises:
             UserError: it is damaged, of another model, or of other data.
         """
-        steps = storage.committed_steps(self._checkpoints) if self.config.enable else []
-        if not steps:
+        newest = [max(storage.committed_steps(self._checkpoints), default=None) if self.config.enable else None]
+        dist.broadcast_object_list(newest)  # rank 0 decides: a network file system may show others an older list
+        if newest[0] is None:
             return Progress()
-        checkpoint = self._checkpoints / storage.folder_name(steps[-1])
+        checkpoint = self._checkpoints / storage.folder_name(newest[0])
         try:
             manifest = storage.read_manifest(checkpoint)
         except ValueError as error:

@@ -41,7 +41,8 @@ def _layout(config: Config, world_size: int) -> Iterator[Conflict]:
     try:
         _, shard = parallelism.degrees(world_size)
     except ValueError as error:
-        yield "parallelism.data_parallel_shard_degree", str(error)
+        axis = "replicate" if parallelism.data_parallel_shard_degree == -1 else "shard"
+        yield f"parallelism.data_parallel_{axis}_degree", str(error)
         return
     keep = parallelism.fsdp_reshard_after_forward
     if isinstance(keep, int) and shard % keep:

@@ -88,7 +88,7 @@ class Parallelism(Section):
     fsdp_reshard_after_forward: Literal["default", "always", "never"] | PositiveInt = "default"
     """When a unit's gathered parameters are freed: always = after forward and gathered again for backward (ZeRO-3);
     never = kept for backward (ZeRO-2); a number k = a 1/k shard is kept (ZeRO++ hpZ); default = always, but for the
-    head, which backward needs at once."""
+    head, which backward needs at once, and for a shard degree of 1, where nothing is gathered."""
     fsdp_forward_prefetch: Count = 0
     """Blocks to gather ahead in forward; 0 leaves it to FSDP2, which gathers one ahead where the device has streams."""
     fsdp_backward_prefetch: Count = 0
@@ -105,10 +105,8 @@ class Parallelism(Section):
             shard, rest = divmod(world_size, replicate)
             if rest:
                 raise ValueError(f"{world_size} processes cannot be split into {replicate} copies")
-            if shard == 0:
-                raise ValueError(f"{replicate} copies need at least {replicate} processes, there are {world_size}")
         elif shard < 1:
-            raise ValueError(f"data_parallel_shard_degree must be -1 or at least 1, got {shard}")
+            raise ValueError(f"must be -1 or at least 1, got {shard}")
         if replicate * shard != world_size:
             raise ValueError(
                 f"replicate {replicate} x shard {shard} = {replicate * shard} processes, there are {world_size}"

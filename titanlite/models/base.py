@@ -29,8 +29,8 @@ class ModelArgs:
 class Model(nn.Module):
     """Base class of all models.
 
-    Sharding, checkpointing and compiling treat each block of `layers` on its own, and every other direct child that
-    has parameters (an embedding, a head) as one unit.
+    Sharding, checkpointing and compiling treat each block of `layers` on its own. Every other direct child that has
+    parameters is sharded as one unit: an embedding before the layers, a head as the last child.
     """
 
     flavors: ClassVar[dict[str, ModelArgs]] = {}

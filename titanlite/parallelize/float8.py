@@ -18,17 +18,12 @@ def convert_to_float8(model: Model, *, float8: Float8, shard_degree: int) -> Non
     """Swap linear layers for float8 ones, in place; log how many, and why the others stay.
 
     Raises:
-        UserError: torchao is missing, or the GPU has no float8.
+        UserError: torchao is missing, or there is nothing to convert.
     """
     try:
         torchao = importlib.import_module("torchao.float8")
     except ImportError as error:
         raise UserError(f"float8 needs torchao, and it cannot be imported: {error}") from error
-    if not float8.emulate and not _hardware_has_float8():
-        raise UserError(
-            "quantize.linear.float8.enable: this machine has no float8 units (NVIDIA: compute capability 8.9, Ada or "
-            "Hopper, or newer); emulate = true runs it slowly, for tests"
-        )
     gather = float8.enable_fsdp_float8_all_gather and float8.recipe_name == "tensorwise" and shard_degree > 1
     if float8.recipe_name == "tensorwise":
         config = torchao.Float8LinearConfig(enable_fsdp_float8_all_gather=gather, emulate=float8.emulate)
@@ -64,8 +59,16 @@ def _reason_to_skip(linear: nn.Linear, name: str, filter_fqns: list[str]) -> str
     return None
 
 
-def _hardware_has_float8() -> bool:
-    return torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
+def check_float8(float8: Float8) -> None:
+    """Raises:
+    UserError: the config asks for float8, and this machine cannot do it.
+    """
+    able = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
+    if float8.enable and not float8.emulate and not able:
+        raise UserError(
+            "quantize.linear.float8.enable: this machine has no float8 units (NVIDIA: compute capability 8.9, Ada or "
+            "Hopper, or newer); emulate = true runs it slowly, for tests"
+        )
 
 
 def _brief(names: list[str]) -> str:

@@ -1,6 +1,7 @@
 """Meta device -> memory: allocate only the local shards, then give every parameter the values it has on any layout."""
 
 import os
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -83,19 +84,22 @@ def check_memory(
     parameters = sum(parameter.numel() for _, parameter in unique_parameters(model))
     needed = parameters * ADAMW_BYTES_PER_PARAMETER / shard_degree
     if device.type == "cuda" and not offload:
-        available, place = torch.cuda.get_device_properties(device).total_memory, "the GPU has"
+        available, place = torch.cuda.get_device_properties(device).total_memory, "the GPU"
     else:
-        available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / local_world_size
-        place = "this machine has" if device.type == "cuda" else "this machine has no GPU and"
-        if local_world_size > 1:
-            place = (
-                f"each of the {local_world_size} processes here has"
-                if device.type == "cuda"
-                else f"{place} for each process"
-            )
+        available = _host_memory() / local_world_size
+        place = "this machine (it has no GPU)" if device.type == "cpu" else "this machine"
+        place += f", for each of {local_world_size} processes," if local_world_size > 1 else ""
     if needed > available:
         raise UserError(
             f"the model does not fit: parameters, gradients and optimizer states of its {parameters:,} parameters take "
-            f"{needed / 2**30:,.1f} GiB on each process (sharded over {shard_degree}), and {place} "
+            f"{needed / 2**30:,.1f} GiB on each process (sharded over {shard_degree}), and {place} has "
             f"{available / 2**30:,.1f} GiB. Use more processes, a higher shard degree, or a smaller flavor"
         )
+
+
+def _host_memory() -> int:
+    """Bytes of memory: what the machine has, or what the container is allowed (cgroup v2)."""
+    physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limit = Path("/sys/fs/cgroup/memory.max")
+    allowed = limit.read_text().strip() if limit.is_file() else "max"
+    return physical if allowed == "max" else min(physical, int(allowed))

@@ -1,0 +1,45 @@
+"""Nothing may depend on the size of the model or of the cluster on the host: 405B on 512 ranks, without memory."""
+
+import time
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from tests.helpers import run_ranks
+from titanlite.config.schema import ActivationCheckpoint, Compile, Float8, Parallelism, Training
+from titanlite.models.llama3 import Llama3
+from titanlite.optim import build_optimizer
+from titanlite.parallelize import build_mesh, parallelize
+
+
+def build_405b(rank: int, world_size: int) -> tuple[float, int, int]:
+    started = time.perf_counter()
+    with torch.device("meta"):
+        model = Llama3(Llama3.flavors["405B"])  # pyright: ignore[reportArgumentType]
+    parallelism = Parallelism(data_parallel_replicate_degree=4, fsdp_forward_prefetch=1, fsdp_backward_prefetch=1)
+    mesh = build_mesh(parallelism, world_size=world_size, device_type="cpu")
+    parallelize(
+        model,
+        mesh=mesh,
+        parallelism=parallelism,
+        training=Training(),
+        activation_checkpoint=ActivationCheckpoint(mode="full"),
+        compile=Compile(enable=True),
+        float8=Float8(),
+    )
+    from titanlite.config.schema import Optimizer
+
+    build_optimizer(model, Optimizer())
+    seconds = time.perf_counter() - started
+    parameters = list(model.parameters())
+    assert all(isinstance(parameter, DTensor) and parameter.is_meta for parameter in parameters)
+    whole = sum(parameter.numel() for parameter in parameters)
+    local = sum(parameter.to_local().numel() for parameter in parameters if isinstance(parameter, DTensor))
+    return seconds, whole, local
+
+
+def test_405b_on_512_ranks_is_built_in_seconds() -> None:
+    [(seconds, whole, local)] = run_ranks(build_405b, 512, backend="fake")
+    assert whole == 405_853_388_800
+    assert local == whole // 128
+    assert seconds < 30

@@ -1,0 +1,227 @@
+"""From the user's side: bad input is one line and exit code 2; a run that is done exits 0."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.helpers import TinyRun
+from titanlite import cli
+
+
+def titanlite(*arguments: str, **environ: str) -> tuple[int, list[str], list[str]]:
+    """Exit code, lines of standard output, lines of standard error."""
+    command = [sys.executable, "-m", "titanlite", *arguments]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"} | environ
+    result = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120, check=False)
+    return result.returncode, result.stdout.splitlines(), result.stderr.splitlines()
+
+
+def refusal(capfd: pytest.CaptureFixture[str], *arguments: str) -> list[str]:
+    """What the command says when it refuses."""
+    assert cli.run(list(arguments)) == 2
+    return capfd.readouterr().err.splitlines()
+
+
+def test_a_run_from_start_to_resume(tiny: TinyRun) -> None:
+    command = ("train", "--config", str(tiny.toml), "--training.steps=3", "--metrics.enable_tensorboard=true")
+    code, out, err = titanlite(*command)
+    assert (code, err) == (0, [])
+    run = tiny.folder / "outputs" / "tiny"
+    text = "\n".join(out)
+    assert "unigram entropy" in text
+    assert "step     3  loss" in text
+    assert f"checkpoints  {run / 'checkpoints'} (3)" in text
+    assert "go on          the same command with --training.steps=6" in text
+    assert sorted(path.name for path in run.iterdir()) == [
+        "checkpoints", "config.toml", "logs", "metrics.jsonl", "run.json", "tensorboard",
+    ]  # fmt: skip
+    assert "step     3  loss" in (run / "logs" / "rank-0.log").read_text()
+    assert list((run / "tensorboard").glob("events*"))
+
+    code, out, _ = titanlite(*command, "--training.steps=5")
+    assert code == 0
+    assert "resuming after step 3, 24 sequences into the data" in out
+    assert [record["step"] for record in tiny.records()] == [1, 2, 3, 4, 5]
+    code, out, _ = titanlite(*command, "--training.steps=5")
+    assert code == 0
+    assert "this run is complete at step 5; to go on, raise training.steps" in out
+
+
+def test_a_run_folder_tells_how_it_was_made(tiny: TinyRun) -> None:
+    import json
+
+    from titanlite.config.load import load
+
+    assert titanlite("train", "--config", str(tiny.toml), "--training.steps=2")[0] == 0
+    folder = tiny.folder / "outputs" / "tiny"
+    assert load(folder / "config.toml") == tiny.config("--training.steps=2")
+    run = json.loads((folder / "run.json").read_text())
+    start = run["starts"][0]
+    assert (start["mesh"], start["processes"], start["device"]) == ({"replicate": 1, "shard": 1}, 1, "cpu")
+    assert start["versions"]["torch"] == torch.__version__
+    assert "--training.steps=2" in start["command"]
+    manifest = json.loads((folder / "checkpoints" / "step-00000002" / "manifest.json").read_text())
+    assert manifest["run_id"] == run["id"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--training.stepss=3"], "training.stepss: unknown key, did you mean training.steps? (command line)"),
+        (["--training.steps=many"], 'training.steps: expected an integer, got "many" (command line)'),
+        (["--parallelism.data_parallel_shard_degree=3"],
+         "parallelism.data_parallel_shard_degree: replicate 1 x shard 3 = 3 processes, there are 1 (command line)"),
+        (["--data.path=/no/such"], "data.path: no file or folder /no/such (command line)"),
+        (["--data.tokenizer=/no/such"],
+         "data.tokenizer: no file /no/such (a tiktoken rank file, or the word bytes) (command line)"),
+        (["--model.args.n_layer=3"],
+         "model.args.n_layer: unknown key 'n_layer', did you mean n_layers? (known: vocab_size, max_seq_len, dim,"),
+        (["--model.args.vocab_size=100"],
+         "data.tokenizer: has 258 tokens, the model only 100 (model.args.vocab_size)"),
+        (["--training.seq_len=10000"], "training.seq_len: 10000 is more than the 8192 positions of the model"),
+    ],
+)  # fmt: skip
+def test_bad_input_is_one_line(
+    options: list[str], message: str, tiny: TinyRun, capfd: pytest.CaptureFixture[str]
+) -> None:
+    lines = refusal(capfd, "config", "check", "--config", str(tiny.toml), *options)
+    assert len(lines) == 1
+    assert lines[0].startswith(f"error: {message}")
+    assert not (tiny.folder / "outputs").exists()
+
+
+def test_unreadable_tokenizer(tiny: TinyRun, capfd: pytest.CaptureFixture[str]) -> None:
+    (tiny.folder / "bad.model").write_text("no ranks here")
+    options = ["--data.tokenizer", str(tiny.folder / "bad.model")]
+    [line] = refusal(capfd, "config", "check", "--config", str(tiny.toml), *options)
+    assert "is not a tiktoken rank file" in line
+
+
+def test_empty_data(tiny: TinyRun) -> None:
+    for file in tiny.text.iterdir():
+        file.write_text("short")
+    code, _, err = titanlite("train", "--config", str(tiny.toml))
+    assert code == 2
+    assert len(err) == 1
+    assert err[0].startswith("error: data.path: ")
+    assert err[0].endswith("holds 21 tokens, less than one sequence of 32 (and the token after it)")
+
+
+def test_world_size_that_does_not_divide_the_batch(
+    tiny: TinyRun, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    assert refusal(capfd, "config", "check", "--config", str(tiny.toml)) == [
+        "error: training.global_batch_size: 8 is not a multiple of the 3 processes (tiny.toml:16)"
+    ]
+
+
+def test_checkpoint_of_another_model(tiny: TinyRun) -> None:
+    command = ("train", "--config", str(tiny.toml), "--training.steps=1")
+    assert titanlite(*command)[0] == 0
+    code, _, err = titanlite(*command, "--model.args.hidden_dim=64")
+    assert code == 2
+    assert len(err) == 1
+    assert "is of another model: model.layers.0.feed_forward.w1.weight is [70, 42] there and [64, 42] in the" in err[0]
+    code, _, err = titanlite(*command, "--training.seq_len=16")
+    assert code == 2
+    assert "seq_len is not what" in err[0]
+    damaged = tiny.folder / "outputs" / "tiny" / "checkpoints" / "step-00000001" / "__0_0.distcp"
+    damaged.write_bytes(damaged.read_bytes()[:-1])
+    code, _, err = titanlite(*command)
+    assert code == 2
+    assert "__0_0.distcp is missing or does not have the" in err[0]
+
+
+@pytest.mark.parametrize("flavor", ["8B", "405B"])
+def test_a_model_that_cannot_fit_is_refused_before_anything_is_allocated(
+    flavor: str, tiny: TinyRun, capfd: pytest.CaptureFixture[str]
+) -> None:
+    tiny.toml.write_text(f'[model]\nflavor = "{flavor}"\n')
+    if torch.cuda.is_available():
+        pytest.skip("it may fit here")
+    [line] = refusal(capfd, "config", "check", "--config", str(tiny.toml))
+    size = {"8B": "8,030,261,248 parameters take 119.7 GiB", "405B": "405,853,388,800 parameters take 6,047.7 GiB"}
+    assert line.startswith("error: the model does not fit: ")
+    assert size[flavor] in line
+    assert "this machine (it has no GPU) has" in line
+
+
+def test_commands_that_do_not_exist(capfd: pytest.CaptureFixture[str]) -> None:
+    assert refusal(capfd, "trian")[0] == "titanlite: unknown command 'trian'"
+    assert refusal(capfd, "train") == ["error: name one config file: --config FILE.toml"]
+
+
+def test_other_errors_keep_their_traceback_and_name_the_rank(
+    tiny: TinyRun, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.setattr(cli, "_check", lambda _: 1 / 0)
+    assert cli.run(["config", "check"]) == 1
+    assert "[rank 3] ZeroDivisionError: division by zero" in capfd.readouterr().err
+
+
+def test_config_show_prints_what_loads_again(tiny: TinyRun, capfd: pytest.CaptureFixture[str]) -> None:
+    from titanlite.config.load import load
+
+    assert cli.run(["config", "show", f"--config={tiny.toml}", "--training.steps=7"]) == 0
+    shown = tiny.folder / "shown.toml"
+    shown.write_text(capfd.readouterr().out)
+    assert load(shown) == tiny.config("--training.steps=7")
+
+
+def test_help_answers(capfd: pytest.CaptureFixture[str]) -> None:
+    for arguments in (["--help"], [], ["train", "--help"]):
+        assert cli.run(arguments) == 0
+        assert "titanlite train --config FILE.toml" in capfd.readouterr().out
+
+
+SCRIPT = Path(__file__).parents[2] / "run_train.sh"
+
+
+def run_train(*arguments: str, cwd: Path, **environ: str) -> subprocess.CompletedProcess[str]:
+    environment = {key: value for key, value in os.environ.items() if key != "OMP_NUM_THREADS"}
+    environment |= {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"} | environ
+    return subprocess.run(
+        [str(SCRIPT), *arguments], capture_output=True, text=True, env=environment, cwd=cwd, timeout=300, check=False
+    )
+
+
+def test_run_train_on_four_processes(tiny: TinyRun) -> None:
+    options = ["--parallelism.data_parallel_replicate_degree=2", "--training.steps=4"]
+    one = run_train("--config", str(tiny.toml), "--job.name=one", "--training.steps=4", cwd=tiny.folder)
+    assert one.returncode == 0, one.stderr
+    four = run_train("--config", str(tiny.toml), *options, "--job.name=four", cwd=tiny.folder, NPROC="4")
+    assert four.returncode == 0, four.stderr
+    assert "mesh     replicate 2 x shard 2 on cpu; global batch 8 = 4 processes x 1 micro-batches x 2" in four.stdout
+    assert tiny.losses("four") == pytest.approx(tiny.losses("one"), rel=1e-5)
+    logs = tiny.folder / "outputs" / "four" / "logs"
+    assert sorted(path.name for path in logs.iterdir()) == [f"rank-{rank}.log" for rank in range(4)]
+
+
+def test_run_train_reports_a_mistake_once(tiny: TinyRun) -> None:
+    result = run_train("--config", str(tiny.toml), "--training.stepss=3", cwd=tiny.folder, NPROC="4")
+    assert result.returncode == 2
+    assert result.stderr.splitlines() == [
+        "error: training.stepss: unknown key, did you mean training.steps? (command line)"
+    ]
+
+
+def test_run_train_passes_on_the_exit_code_of_a_rank(tiny: TinyRun) -> None:
+    for file in tiny.text.iterdir():
+        file.write_text("short")  # found out only when the text is read
+    result = run_train("--config", str(tiny.toml), cwd=tiny.folder, NPROC="2")
+    assert result.returncode == 2
+    assert [line for line in result.stderr.splitlines() if line.startswith("error: ")] != []
+
+
+def test_run_train_finds_bare_names(tmp_path: Path) -> None:
+    result = run_train("--config", "debgu.toml", cwd=tmp_path)
+    assert result.returncode == 2
+    assert "did you mean" in result.stderr
+    assert "train_configs/debug.toml?" in result.stderr
+    assert "Train:" in run_train("--help", cwd=tmp_path).stdout

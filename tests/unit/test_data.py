@@ -1,0 +1,298 @@
+"""Data: text to tokens exactly, a permutation each epoch, and batches that depend on the config alone."""
+
+import base64
+import pickle
+import threading
+from collections import Counter
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from titanlite.config.schema import Data
+from titanlite.data import prepare as prepare_module
+from titanlite.data.loader import MicroBatches, Samples, build_loader
+from titanlite.data.order import Order, permute
+from titanlite.data.prepare import open_tokens
+from titanlite.data.tokenizer import ByteTokenizer, TiktokenTokenizer, load_tokenizer
+from titanlite.data.tokens import TokenStore, TokenWriter, unigram_entropy
+from titanlite.errors import UserError
+
+CPU = torch.device("cpu")
+HARD_TEXTS = [
+    "plain words, 12345 and more",
+    "Ünïcödé: 日本語 العربية Ελληνικά 👩‍👩‍👧‍👦 🏳️‍🌈",
+    "tabs\t\tand\r\nlines\n\n\n   spaces   \x00\x07\x1b",
+    "x" * 5000 + " " * 5000,
+    "<|begin_of_text|> is text when it stands in text <|eot_id|>",
+]
+
+
+def write_tokens(folder: Path, documents: list[list[int]], **options: int) -> TokenStore:
+    with TokenWriter(folder, vocab_size=options.pop("vocab_size", 1000), tokenizer="test", **options) as writer:
+        for document in documents:
+            writer.add(np.array(document))
+    return TokenStore(folder)
+
+
+def rank_file(folder: Path) -> Path:
+    """A tiktoken file of all bytes and a few merges."""
+    tokens = [bytes([i]) for i in range(256)] + [b"th", b"in", b"the", b" the", b"12", b"123"]
+    path = folder / "tokenizer.model"
+    lines = [f"{base64.b64encode(token).decode()} {rank}" for rank, token in enumerate(tokens)]
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+# Tokenizers
+
+
+@pytest.mark.parametrize("text", HARD_TEXTS)
+def test_tokenizers_round_trip(text: str, tmp_path: Path) -> None:
+    for tokenizer in (ByteTokenizer(), TiktokenTokenizer(rank_file(tmp_path))):
+        ids = tokenizer.encode(text)
+        assert tokenizer.decode(ids) == text
+        assert ids.max() < min(tokenizer.bos_id, tokenizer.eos_id), "text never becomes a special token"
+        assert max(tokenizer.bos_id, tokenizer.eos_id) < tokenizer.vocab_size
+
+
+def test_tiktoken_file_has_llama3s_special_tokens(tmp_path: Path) -> None:
+    tokenizer = TiktokenTokenizer(rank_file(tmp_path))
+    assert (tokenizer.bos_id, tokenizer.eos_id, tokenizer.vocab_size) == (262, 263, 262 + 256)
+    assert tokenizer.encode("the 123 thin").tolist() == [258, 32, 261, 32, 256, 257]
+
+
+def test_a_long_text_is_cut_where_tiktoken_would_slow_down(tmp_path: Path) -> None:
+    tokenizer = TiktokenTokenizer(rank_file(tmp_path))
+    text = "the 12 " * 100_000
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+@pytest.mark.parametrize("content", [b"", b"\xff\xfe", b"not base64!", b"dGhl 0\ndGhl", b"dGhl 5\n", b"dGhl x\n"])
+def test_unreadable_tokenizers_are_named(content: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "tokenizer.model"
+    path.write_bytes(content)
+    with pytest.raises(UserError, match="is not a tiktoken rank file"):
+        load_tokenizer(str(path))
+
+
+# Shards
+
+
+def test_store_reads_across_shards(tmp_path: Path) -> None:
+    documents = [list(range(start, start + 7)) for start in range(0, 70, 7)]
+    store = write_tokens(tmp_path / "tokens", documents, shard_tokens=16)
+    assert len(store.index["shards"]) == 4
+    assert len(store) == 70
+    for start in range(70):
+        for count in (0, 1, 5, 70 - start):
+            if start + count <= 70:
+                assert store.read(start, count).tolist() == list(range(start, start + count))
+    assert pickle.loads(pickle.dumps(store)).read(20, 30).tolist() == list(range(20, 50))
+
+
+def test_document_boundaries_are_kept(tmp_path: Path) -> None:
+    write_tokens(tmp_path / "tokens", [[1] * 3, [2] * 4, [3] * 5], shard_tokens=7)
+    first = np.fromfile(tmp_path / "tokens" / "00000.documents", dtype="<u8")
+    second = np.fromfile(tmp_path / "tokens" / "00001.documents", dtype="<u8")
+    assert (first.tolist(), second.tolist()) == ([0, 3], [0])
+
+
+@pytest.mark.parametrize(("vocab_size", "size"), [(65536, 2), (65537, 4)])
+def test_token_size_follows_the_vocabulary(vocab_size: int, size: int, tmp_path: Path) -> None:
+    store = write_tokens(tmp_path / "tokens", [[0, vocab_size - 1]], vocab_size=vocab_size)
+    assert store.read(0, 2).tolist() == [0, vocab_size - 1]
+    assert (tmp_path / "tokens" / "00000.tokens").stat().st_size == 2 * size
+
+
+def test_a_folder_is_there_whole_or_not_at_all(tmp_path: Path) -> None:
+    folder = tmp_path / "tokens"
+    broken = TokenWriter(folder, vocab_size=10, tokenizer="test").__enter__()
+    broken.add(np.array([1, 2]))
+    assert [path.name for path in tmp_path.iterdir()] == [".tokens.staging"]
+    broken.__exit__(RuntimeError, RuntimeError("a document that cannot be read"), None)
+    assert list(tmp_path.iterdir()) == []
+    write_tokens(folder, [[1, 2, 3]])
+    (folder / "00000.tokens").write_bytes(b"123")
+    with pytest.raises(UserError, match=r"00000\.tokens is missing or does not have the size"):
+        TokenStore(folder)
+
+
+def test_fingerprint_follows_the_tokens(tmp_path: Path) -> None:
+    first = write_tokens(tmp_path / "a", [[1, 2, 3]]).fingerprint
+    assert write_tokens(tmp_path / "b", [[1, 2, 3]]).fingerprint == first
+    assert write_tokens(tmp_path / "c", [[1, 2, 4]]).fingerprint != first
+
+
+def test_unigram_entropy() -> None:
+    assert unigram_entropy(np.array([5, 5, 5, 5, 0])) == pytest.approx(np.log(4))
+    assert unigram_entropy(np.array([3, 1])) == pytest.approx(-0.75 * np.log(0.75) - 0.25 * np.log(0.25))
+    assert unigram_entropy(np.array([7, 0])) == 0
+
+
+# Preparing text
+
+
+def texts(folder: Path, **files: str) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in files.items():
+        (folder / f"{name}.txt").write_text(text)
+    return folder
+
+
+def test_text_becomes_documents_between_bos_and_eos(tmp_path: Path) -> None:
+    folder = texts(tmp_path / "text", b="two", a="öne", empty="")
+    store = open_tokens(Data(path=str(folder)), tokenizer=ByteTokenizer(), cache_folder=tmp_path / "cache")
+    expected = [256, *"öne".encode(), 257, 256, *b"two", 257]
+    assert store.read(0, len(store)).tolist() == expected
+    assert store.index["documents"] == 2
+    shares = np.array(list(Counter(expected).values())) / len(expected)
+    assert store.index["unigram_entropy"] == pytest.approx(-(shares * np.log(shares)).sum())
+
+
+def test_text_is_prepared_once_and_again_when_it_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, calls = texts(tmp_path / "text", a="one"), []
+    original = prepare_module.prepare
+    monkeypatch.setattr(prepare_module, "prepare", lambda *a, **k: (calls.append(a), original(*a, **k)))
+    stores: list[TokenStore] = []
+
+    def open_it() -> None:
+        data = Data(path=[str(folder / "*.txt")])
+        stores.append(open_tokens(data, tokenizer=ByteTokenizer(), cache_folder=tmp_path / "cache"))
+
+    threads = [threading.Thread(target=open_it) for _ in range(4)]  # the ranks of a node
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(stores) == 4
+    assert len(calls) == 1
+    texts(folder, a="longer")
+    open_it()
+    assert len(calls) == 2
+    assert stores[-1].read(1, 6).tolist() == list(b"longer")
+
+
+def test_prepared_folders_are_read_in_place(tmp_path: Path) -> None:
+    folder = texts(tmp_path / "text", a="one")
+    cached = open_tokens(Data(path=str(folder)), tokenizer=ByteTokenizer(), cache_folder=tmp_path / "cache")
+    again = open_tokens(Data(path=str(cached.folder)), tokenizer=ByteTokenizer(), cache_folder=tmp_path / "other")
+    assert again.folder == cached.folder
+    assert not (tmp_path / "other").exists()
+    with pytest.raises(UserError, match="was made with bytes, the config names tiktoken"):
+        open_tokens(
+            Data(path=str(cached.folder)), tokenizer=TiktokenTokenizer(rank_file(tmp_path)), cache_folder=tmp_path
+        )
+
+
+def test_standard_library_is_text(tmp_path: Path) -> None:
+    files = prepare_module.find_inputs(Data(path="stdlib://"))
+    assert isinstance(files, list)
+    names = {file.name for file in files}
+    assert {"argparse.py", "json", "ast.py"} & names == {"argparse.py", "ast.py"}
+    assert not [file for file in files if "site-packages" in file.parts or "test" in file.parts]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.txt", b"\xff\xfe\x00", r"a\.txt cannot be read as UTF-8 text"),
+        ("a.jsonl", b"{}", r"a\.jsonl is not plain text"),
+        (".hidden", b"text", "no text file in"),
+    ],
+)
+def test_unreadable_text_is_named(name: str, content: bytes, message: str, tmp_path: Path) -> None:
+    folder = texts(tmp_path / "text")
+    (folder / name).write_bytes(content)
+    with pytest.raises(UserError, match=message):
+        open_tokens(Data(path=str(folder)), tokenizer=ByteTokenizer(), cache_folder=tmp_path / "cache")
+    assert not list((tmp_path / "cache").glob("*/index.json"))
+
+
+# Order
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 16, 17, 100, 1003])
+def test_each_epoch_is_a_permutation(size: int) -> None:
+    order = Order(size, seed=3)
+    epochs = [[order.locate(sample) for sample in range(epoch * size, (epoch + 1) * size)] for epoch in range(3)]
+    for number, epoch in enumerate(epochs):
+        assert {located[0] for located in epoch} == {number}
+        assert sorted(located[1] for located in epoch) == list(range(size))
+    if size > 10:
+        assert epochs[0] != [(0, sequence) for sequence in range(size)]
+        assert [s for _, s in epochs[0]] != [s for _, s in epochs[1]]
+        assert [Order(size, seed=4).locate(i)[1] for i in range(size)] != [s for _, s in epochs[0]]
+
+
+def test_permutations_are_even() -> None:
+    """Over many keys, each index goes everywhere equally often, and neighbours go their own ways."""
+    size, keys = 10, 20_000
+    landed = np.zeros((size, size))
+    adjacent = 0
+    for key in range(keys):
+        images = [permute(index, size, key=key) for index in range(size)]
+        landed[range(size), images] += 1
+        adjacent += images[1] == images[0] + 1
+    expected = keys / size
+    assert (abs(landed - expected) < 6 * expected**0.5).all()
+    assert abs(adjacent / keys - (size - 1) / (size * (size - 1))) < 0.02
+
+
+def test_order_needs_no_memory() -> None:
+    order = Order(10**15, seed=0)
+    assert len({order.locate(sample)[1] for sample in range(10**15 - 100, 10**15)}) == 100
+
+
+# Batches
+
+
+@pytest.fixture
+def samples(tmp_path: Path) -> Samples:
+    return Samples(write_tokens(tmp_path / "tokens", [list(range(900))]), seq_len=8, seed=0)
+
+
+def stream(samples: Samples, *, start: int, ranks: int, micro: int, steps: int, workers: int = 0) -> list[list[int]]:
+    """The first tokens of the sequences of each step, over all ranks."""
+    total: list[list[int]] = [[] for _ in range(steps)]
+    for rank in range(ranks):
+        batches = MicroBatches(start=start, global_batch_size=12, micro_batch_size=micro, rank=rank, ranks=ranks)
+        loader = build_loader(samples, batches, num_workers=workers, device=CPU)
+        for step in range(steps):
+            for batch in islice(loader, 12 // ranks // micro):
+                total[step] += batch["tokens"][:, 0].tolist()
+    return [sorted(step) for step in total]
+
+
+def test_samples_do_not_depend_on_ranks_workers_or_accumulation(samples: Samples) -> None:
+    expected = stream(samples, start=0, ranks=1, micro=12, steps=20)
+    assert len({token for step in expected[:9] for token in step}) == 9 * 12
+    for ranks, micro, workers in [(1, 3, 0), (2, 6, 1), (3, 2, 0), (4, 1, 2), (12, 1, 0)]:
+        assert stream(samples, start=0, ranks=ranks, micro=micro, steps=20, workers=workers) == expected
+    assert stream(samples, start=12 * 7, ranks=4, micro=3, steps=5) == expected[7:12]
+
+
+def test_labels_are_the_next_tokens(samples: Samples) -> None:
+    batch = samples.__getitems__([0, 1, 2, 3])
+    assert batch["tokens"].shape == batch["labels"].shape == (4, 8)
+    assert (batch["labels"] == batch["tokens"] + 1).all()
+    assert (batch["tokens"][:, 0] % 8 == 0).all()
+    every = samples.__getitems__(list(range(samples.order.sequences)))
+    assert sorted(every["labels"].flatten().tolist()) == list(range(1, 897)), "each token is predicted once an epoch"
+
+
+def test_loading_draws_nothing_from_the_global_random_state(samples: Samples) -> None:
+    torch.manual_seed(0)
+    before = torch.get_rng_state()
+    batches = MicroBatches(start=0, global_batch_size=4, micro_batch_size=4, rank=0, ranks=1)
+    next(build_loader(samples, batches, num_workers=1, device=CPU))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_too_little_data_is_an_error(tmp_path: Path) -> None:
+    store = write_tokens(tmp_path / "tokens", [[1] * 8])
+    with pytest.raises(UserError, match="holds 8 tokens, less than one sequence of 8"):
+        Samples(store, seq_len=8, seed=0)
+    assert Samples(store, seq_len=7, seed=0).order.sequences == 1

@@ -1,0 +1,272 @@
+"""Schedule, loss, step, optimizer groups, seeds, metrics and the commit protocol, each alone."""
+
+import json
+import math
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn import functional as F
+
+from titanlite.checkpoint import storage
+from titanlite.checkpoint.storage import Manifest
+from titanlite.config.schema import LRScheduler, Metrics, Optimizer, Training
+from titanlite.job import RunFolder, read_ranks, seed_step
+from titanlite.loss import IGNORE, cross_entropy_sum
+from titanlite.metrics import MetricsRecorder, peak_flops
+from titanlite.models.llama3 import Llama3, Llama3Args
+from titanlite.optim import build_optimizer
+from titanlite.schedule import learning_rate
+from titanlite.step import StepResult, clip_gradients, train_step
+
+ARGS = Llama3Args(dim=24, n_layers=2, n_heads=2, n_kv_heads=1, hidden_dim=20, vocab_size=31, max_seq_len=16)
+
+
+def model_of(args: Llama3Args = ARGS) -> Llama3:
+    model = Llama3(args)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            model.init_weight(name, parameter, torch.Generator().manual_seed(len(name)))
+    model.init_buffers()
+    return model
+
+
+def batch_of(count: int, seed: int = 0) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(0, 31, (count, 17), generator=generator)
+    return {"tokens": tokens[:, :-1], "labels": tokens[:, 1:].clone()}
+
+
+# Schedule
+
+
+def rates(config: LRScheduler, steps: int) -> list[float]:
+    return [learning_rate(step, peak=1.0, steps=steps, config=config) for step in range(1, steps + 1)]
+
+
+def test_warmup_stable_decay() -> None:
+    found = rates(LRScheduler(warmup_steps=4, decay_ratio=0.4, decay_type="linear"), 10)
+    assert found == pytest.approx([0.25, 0.5, 0.75, 1, 1, 1, 0.8, 0.6, 0.4, 0.2])
+
+
+@pytest.mark.parametrize(
+    ("decay_type", "middle"),
+    [("linear", 0.5), ("cosine", 0.5), ("sqrt", 1 - math.sqrt(0.5))],
+)
+def test_forms_of_decay(decay_type: Any, middle: float) -> None:
+    found = rates(LRScheduler(warmup_steps=0, decay_type=decay_type, min_lr_factor=0.1), 99)
+    assert found[49] == pytest.approx(0.1 + 0.9 * middle)
+    assert all(later < earlier for earlier, later in pairwise(found))
+    assert 0.1 < found[-1] < 0.12
+
+
+def test_schedule_of_a_run_shorter_than_its_warmup() -> None:
+    assert rates(LRScheduler(warmup_steps=100), 3) == pytest.approx([0.01, 0.02, 0.03])
+
+
+def test_no_decay() -> None:
+    assert rates(LRScheduler(warmup_steps=0, decay_ratio=0.0), 3) == [1, 1, 1]
+
+
+# Loss and step
+
+
+def test_loss_counts_valid_tokens_only() -> None:
+    hidden, weight = torch.randn(2, 5, 8), torch.randn(31, 8)
+    labels = torch.randint(0, 31, (2, 5))
+    labels[0, :3] = IGNORE
+    logits = hidden @ weight.T
+    by_hand = sum(
+        -F.log_softmax(logits[i, j], dim=-1)[labels[i, j]] for i in range(2) for j in range(5) if labels[i, j] >= 0
+    )
+    assert float(cross_entropy_sum(hidden, weight, labels_BL=labels)) == pytest.approx(float(by_hand), rel=1e-5)
+    none = cross_entropy_sum(hidden.requires_grad_(), weight, labels_BL=torch.full((2, 5), IGNORE))
+    none.backward()
+    assert float(none) == 0
+    assert (hidden.grad == 0).all()  # pyright: ignore[reportOptionalMemberAccess]
+
+
+def gradients(batches: list[dict[str, torch.Tensor]]) -> tuple[float, dict[str, torch.Tensor]]:
+    model = model_of()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    group = dist.group.WORLD
+    assert group is not None
+    result = train_step(model, batches, optimizer=optimizer, group=group, max_norm=0.0)
+    return float(result.loss), {name: before[name] - parameter for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.usefixtures("single_process_group")
+def test_accumulation_weighs_every_token_the_same() -> None:
+    whole = batch_of(4)
+    whole["labels"][0, :15] = IGNORE
+    whole["labels"][1, 3:9] = IGNORE
+    whole["labels"][2] = IGNORE
+    parts = [{name: tensor[i : i + 1] for name, tensor in whole.items()} for i in range(4)]
+    loss, expected = gradients([whole])
+    loss_of_parts, found = gradients(parts)
+    assert loss_of_parts == pytest.approx(loss, rel=1e-6)
+    for name, gradient in expected.items():
+        assert torch.allclose(found[name], gradient, atol=1e-6), name
+    plain = F.cross_entropy(model_of()(whole["tokens"]).flatten(0, 1), whole["labels"].flatten())
+    assert loss == pytest.approx(float(plain), rel=1e-6)
+
+
+@pytest.mark.usefixtures("single_process_group")
+def test_a_batch_without_valid_tokens_changes_nothing() -> None:
+    batch = batch_of(2)
+    batch["labels"][:] = IGNORE
+    loss, change = gradients([batch])
+    assert loss == 0
+    assert all((difference == 0).all() for difference in change.values())
+
+
+def test_clipping() -> None:
+    model = torch.nn.Linear(3, 4, bias=False)
+    model.weight.grad = torch.full((4, 3), 2.0)
+    assert float(clip_gradients(model, 0.0)) == pytest.approx(math.sqrt(48))
+    assert (model.weight.grad == 2).all()
+    assert float(clip_gradients(model, 1.0)) == pytest.approx(math.sqrt(48))
+    assert float(model.weight.grad.norm()) == pytest.approx(1, rel=1e-5)
+
+
+def test_norms_have_no_weight_decay() -> None:
+    model = model_of(replace(ARGS, tied_head=True))
+    decayed, spared = build_optimizer(model, Optimizer(weight_decay=0.3, lr=0.7)).param_groups
+    assert (decayed["weight_decay"], spared["weight_decay"], decayed["lr"]) == (0.3, 0.0, 0.7)
+    vectors = {id(parameter) for parameter in model.parameters() if parameter.ndim == 1}
+    assert {id(parameter) for parameter in spared["params"]} == vectors
+    assert len(decayed["params"]) + len(spared["params"]) == len(list(model.parameters()))
+
+
+def test_random_state_is_a_function_of_seed_step_and_rank() -> None:
+    def draw(*key: int) -> float:
+        seed_step(*key)
+        return float(torch.rand(()))
+
+    assert draw(0, 7, 1) == draw(0, 7, 1)
+    assert len({draw(0, 7, 1), draw(1, 7, 1), draw(0, 8, 1), draw(0, 7, 2)}) == 4
+
+
+def test_ranks_come_from_the_environment() -> None:
+    torchrun = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
+    assert vars(read_ranks(torchrun)) == {"rank": 5, "world_size": 8, "local_rank": 1, "local_world_size": 4}
+    assert vars(read_ranks({})) == {"rank": 0, "world_size": 1, "local_rank": 0, "local_world_size": 1}
+
+
+def test_bfloat16_is_the_default_compute_type() -> None:
+    assert (Training().mixed_precision_param, Training().mixed_precision_reduce) == ("bfloat16", "float32")
+
+
+# Metrics
+
+
+def recorder(folder: Path, *, step: int = 0, log_freq: int = 2) -> MetricsRecorder:
+    group = dist.group.WORLD
+    assert group is not None
+    return MetricsRecorder(
+        Metrics(log_freq=log_freq, enable_tensorboard=False),
+        folder=RunFolder(folder, run_id="x", data_cache=folder),
+        step=step,
+        tokens_per_step=1000,
+        flops_per_token=5_000_000,
+        device=torch.device("cpu"),
+        compute_type="bfloat16",
+        group=group,
+    )
+
+
+def records(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.usefixtures("single_process_group")
+def test_times_are_what_they_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr("titanlite.metrics.time.perf_counter", lambda: now[0])
+    metrics = recorder(tmp_path)
+    result = StepResult(torch.tensor(3.5), torch.tensor(0.25))
+    for step in (1, 2, 3, 4):
+        with metrics.waiting_for_data():
+            now[0] += 0.5
+        now[0] += 1.5
+        metrics.end_step(step, result, lr=0.1, samples=8 * step, last=False)
+        with metrics.not_training():
+            now[0] += 60  # a checkpoint
+    first, second, third = records(tmp_path)
+    assert [record["step"] for record in (first, second, third)] == [1, 2, 4]
+    for record in (first, second, third):
+        assert record["step_seconds"] == pytest.approx(2.0)
+        assert record["data_wait_seconds"] == pytest.approx(0.5)
+        assert record["tokens_per_second"] == pytest.approx(500)
+        assert record["tflops_per_device"] == pytest.approx(500 * 5e6 / 1e12)
+        assert (record["loss"], record["grad_norm"], record["lr"], record["mfu"]) == (3.5, 0.25, 0.1, None)
+    assert third["samples"] == 32
+
+
+@pytest.mark.usefixtures("single_process_group")
+def test_records_after_the_resumed_step_are_forgotten(tmp_path: Path) -> None:
+    lines = [json.dumps({"step": step, "loss": 1.0}) for step in (1, 2, 3, 4)]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + '\n{"step": 5, "lo')
+    metrics = recorder(tmp_path, step=2, log_freq=1)
+    metrics.end_step(3, StepResult(torch.tensor(9.0), torch.tensor(1.0)), lr=0.1, samples=1, last=True)
+    metrics.close()
+    assert [(record["step"], record["loss"]) for record in records(tmp_path)] == [(1, 1.0), (2, 1.0), (3, 9.0)]
+
+
+def test_peak_is_claimed_for_known_devices_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = {"NVIDIA H100 80GB HBM3": 989e12, "NVIDIA A100-SXM4-80GB": 312e12, "NVIDIA H100 PCIe": 756e12}
+    for name, peak in names.items():
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda _, name=name: name)
+        assert peak_flops(torch.device("cuda"), "bfloat16") == peak
+        assert peak_flops(torch.device("cuda"), "float32") is None
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA GeForce RTX 9999")
+    assert peak_flops(torch.device("cuda"), "bfloat16") is None
+    assert peak_flops(torch.device("cpu"), "bfloat16") is None
+
+
+# Commit protocol
+
+
+def manifest_of(step: int, files: dict[str, int]) -> Manifest:
+    return Manifest(step=step, samples=8, run_id="x", data="d", mesh={}, versions={}, files=files)
+
+
+def write_checkpoint(folder: Path, step: int, content: bytes = b"12345") -> Path:
+    staging = storage.begin(folder, step)
+    (staging / "0.distcp").write_bytes(content)
+    return storage.commit(folder, manifest_of(step, storage.file_sizes(staging)))
+
+
+def test_only_committed_checkpoints_are_listed(tmp_path: Path) -> None:
+    assert storage.committed_steps(tmp_path / "none") == []
+    write_checkpoint(tmp_path, 20)
+    write_checkpoint(tmp_path, 3)
+    write_checkpoint(tmp_path, 123456789)
+    storage.begin(tmp_path, 30)  # a save under way
+    (tmp_path / "step-00000040").mkdir()  # no manifest
+    (tmp_path / "step-50").mkdir()
+    (tmp_path / "notes.txt").write_text("")
+    assert storage.committed_steps(tmp_path) == [3, 20, 123456789]
+    assert storage.read_manifest(tmp_path / "step-00000020") == manifest_of(20, {"0.distcp": 5})
+
+
+def test_damage_is_named(tmp_path: Path) -> None:
+    checkpoint = write_checkpoint(tmp_path, 1)
+    (checkpoint / "0.distcp").write_bytes(b"1234")
+    with pytest.raises(ValueError, match=r"0\.distcp is missing or does not have the 5 bytes"):
+        storage.read_manifest(checkpoint)
+    (checkpoint / storage.MANIFEST).write_text("{")
+    with pytest.raises(ValueError, match=r"manifest\.json"):
+        storage.read_manifest(checkpoint)
+
+
+def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, 1)
+    checkpoint = write_checkpoint(tmp_path, 1, b"other")
+    assert (checkpoint / "0.distcp").read_bytes() == b"other"
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
