@@ -48,8 +48,9 @@ def shard(model: Model, *, mesh: DeviceMesh, parallelism: Parallelism, training:
         if isinstance(module, FSDPModule):
             if isinstance(module, nn.Embedding) and module in units:
                 module.set_unshard_in_backward(False)  # the gradient of a lookup does not need the table
-            module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)  # gloo has no scaling reduction
+            if mesh.size() > 1:  # one process has nothing to sum, and would pay for dividing by 1
+                module.set_gradient_divide_factor(1.0)
+                module.set_force_sum_reduction_for_comms(True)  # gloo has no scaling reduction
 
 
 def sharding_units(model: Model) -> list[nn.Module | list[nn.Module]]:
