@@ -47,7 +47,7 @@ def train_step(
             # Shards are reduced after each backward, replicas (HSDP) once, after the last.
             model.set_requires_all_reduce(index == len(batches) - 1)
         loss = model(batch["tokens"], loss=partial(cross_entropy_sum, labels_BL=batch["labels"])) / valid_tokens
-        loss.backward()
+        (loss * group.size()).backward()  # FSDP averages gradients over the group; they are to be summed
         loss_sum += loss.detach()
     grad_norm = clip_gradients(model, max_norm)
     optimizer.step()

@@ -102,6 +102,8 @@ class Llama3(Model):
                 weight.fill_(1.0)
             case [("wo" | "w2"), "weight"]:  # they add to the residual stream, once each a block (GPT-2)
                 weight.normal_(0.0, std / (2 * self.args.n_layers) ** 0.5, generator=generator)
+            case ["tok_embeddings", "weight"] if not self.args.tied_head:
+                weight.normal_(0.0, 1.0, generator=generator)
             case [("tok_embeddings" | "wq" | "wk" | "wv" | "w1" | "w3" | "output"), "weight"]:
                 weight.normal_(0.0, std, generator=generator)
             case _:

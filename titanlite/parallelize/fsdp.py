@@ -1,9 +1,10 @@
 """FSDP2 / HSDP: shard every block, and the embedding and the head, as units of their own (arXiv:2304.11277)."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -21,10 +22,7 @@ DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
 def shard(model: Model, *, mesh: DeviceMesh, parallelism: Parallelism, training: Training) -> None:
-    """Apply `fully_shard` to every unit and to the root, in place.
-
-    Gradients are summed over processes, not averaged: the loss is already divided by the global count of tokens.
-    """
+    """Apply `fully_shard` to every unit and to the root, in place. Gradients are averaged over all processes."""
     on_gpu = mesh.device_type == "cuda"
     options: dict[str, Any] = {
         "mesh": sharding_mesh(mesh),
@@ -48,9 +46,27 @@ def shard(model: Model, *, mesh: DeviceMesh, parallelism: Parallelism, training:
         if isinstance(module, FSDPModule):
             if isinstance(module, nn.Embedding) and module in units:
                 module.set_unshard_in_backward(False)  # the gradient of a lookup does not need the table
-            if mesh.size() > 1:  # one process has nothing to sum, and would pay for dividing by 1
-                module.set_gradient_divide_factor(1.0)
-                module.set_force_sum_reduction_for_comms(True)  # gloo has no scaling reduction
+            if mesh["shard"].size() == 1:
+                module.set_custom_reduce_scatter(NothingToScatter())  # pyright: ignore[reportArgumentType]
+
+
+class NothingToScatter:
+    """At shard degree 1 the reduce-scatter's output is its input, so FSDP is given one buffer for both, and what would
+    be a copy of all gradients is none. FSDP allocates the input and then the output of each unit."""
+
+    def __init__(self) -> None:
+        self._buffer: Tensor | None = None
+
+    def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        if self._buffer is None:
+            self._buffer = torch.empty(*size, dtype=dtype, device=device)
+            return self._buffer
+        buffer, self._buffer = self._buffer, None
+        assert buffer.shape == torch.Size(size)
+        return buffer
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        raise AssertionError("FSDP does not reduce-scatter over one process")
 
 
 def sharding_units(model: Model) -> list[nn.Module | list[nn.Module]]:
