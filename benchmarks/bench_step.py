@@ -3,8 +3,8 @@
     python benchmarks/bench_step.py [--processes 2] [--runs 5] [--section.key=value ...]
 
 Both train the same model on batches of the same size. Runs of the two alternate, each in a process of its own, so that
-they meet the same noise and neither profits from the other's settings. On several processes the plain loop uses FSDP2 as
-its documentation shows. Prints the medians, and the ratio plain / titanlite: above 1, titanlite is faster.
+they meet the same noise and neither profits from the other's settings. On several processes the plain loop uses FSDP2
+as its documentation shows. Prints the medians, and the ratio plain / titanlite: above 1, titanlite is faster.
 """
 
 import argparse
@@ -178,9 +178,8 @@ def report(results: dict[str, list[dict[str, float]]], processes: int) -> None:
     for name, runs in results.items():
         times = sorted(1000 * run["seconds"] for run in runs)
         memory = statistics.median(run["mib"] for run in runs)
-        print(
-            f"  {name:<10} {statistics.median(times):7.1f} ms/step ({times[0]:.1f} to {times[-1]:.1f}), {memory:.0f} MiB"
-        )
+        spread = f"({times[0]:.1f} to {times[-1]:.1f})"
+        print(f"  {name:<10} {statistics.median(times):7.1f} ms/step {spread}, {memory:.0f} MiB")
     pairs = [p["seconds"] / t["seconds"] for p, t in zip(results["plain"], results["titanlite"], strict=True)]
     plain, ours = (statistics.median(run["seconds"] for run in runs) for runs in results.values())
     print(f"  plain / titanlite: {plain / ours:.3f} (pair by pair {min(pairs):.3f} to {max(pairs):.3f})")

@@ -112,7 +112,7 @@ class MetricsRecorder:
             return
         loss, grad_norm = self._global_loss(result.loss), float(result.grad_norm)
         elapsed = time.perf_counter() - self._started - self._excluded
-        waited, memory = self._slowest(self._waited, peak_memory(self.device))
+        waited, memory = self._largest(self._waited, peak_memory(self.device))
         tokens_per_second = self.tokens_per_step * self._steps / elapsed
         flops = self.flops_per_token * tokens_per_second / dist.get_world_size(self.group)
         record = {
@@ -136,7 +136,7 @@ class MetricsRecorder:
         dist.all_reduce(total, group=self.group)
         return float(total)
 
-    def _slowest(self, *figures: float) -> list[float]:
+    def _largest(self, *figures: float) -> list[float]:
         """The largest of each figure over all ranks."""
         largest = torch.tensor(figures, dtype=torch.float64, device=self.device)
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self.group)

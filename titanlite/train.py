@@ -1,7 +1,7 @@
 """Training: `build` makes every part in order, `train` is the loop."""
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Generator
 from dataclasses import dataclass
 from itertools import islice
 
@@ -34,7 +34,7 @@ class Run:
     device: torch.device
     model: Model
     optimizer: torch.optim.Optimizer
-    batches: Iterator[Batch]
+    batches: Generator[Batch, None, None]
     accumulation: int
     checkpoints: CheckpointManager
     metrics: MetricsRecorder
@@ -124,5 +124,6 @@ def train(run: Run) -> None:
 
 def finish(run: Run) -> None:
     """Close what is open, and say where everything is."""
+    run.batches.close()
     run.metrics.close()
     report_end(run.config, folder=run.checkpoints.folder, resumed_at=run.progress.step)

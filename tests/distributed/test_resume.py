@@ -1,9 +1,14 @@
 """Save on one layout, go on with another: nothing repeated, nothing skipped, nothing lost."""
 
 import shutil
+import subprocess
+import sys
 from typing import Any
 
 import pytest
+import torch
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from tests.distributed.test_layouts import LAYOUTS, built, degrees, trained, whole
 from tests.helpers import TinyRun, run_ranks
@@ -52,6 +57,37 @@ def test_optimizer_state_survives_the_change_of_layout(tiny: TinyRun) -> None:
         assert (value == single[name]).all(), name
 
 
+def test_tied_model_resumes_and_is_stored_once(tiny: TinyRun) -> None:
+    tied = ["--model.args.tied_head", *degrees(1, 2)]
+    run_ranks(trained, 2, tiny.config("--job.name=whole", *tied, world_size=2))
+    run_ranks(trained, 2, tiny.config("--training.steps=3", *tied, world_size=2))
+    run_ranks(trained, 2, tiny.config(*tied, world_size=2))
+    assert tiny.losses() == tiny.losses("whole")
+    checkpoint = tiny.folder / "outputs" / "tiny" / "checkpoints" / storage.folder_name(6)
+    stored = FileSystemReader(checkpoint).read_metadata().state_dict_metadata
+    assert "model.tok_embeddings.weight" in stored
+    assert "model.head.output.weight" not in stored
+
+
+def test_float8_run_goes_on_without_float8(tiny: TinyRun) -> None:
+    """The checkpoint holds plain tensors: no torchao is needed to read it."""
+    sizes = ["--model.args.dim=48", "--model.args.hidden_dim=64", "--optimizer.lr=1e-3", *degrees(1, 2)]
+    float8 = ["--quantize.linear.float8.enable", "--quantize.linear.float8.emulate"]
+    whole = tiny.config("--job.name=whole", "--training.steps=3", *sizes, *float8, world_size=2)
+    expected = run_ranks(trained, 2, whole)[0]
+    checkpoint = tiny.folder / "outputs" / "whole" / "checkpoints" / storage.folder_name(3)
+    code = (
+        "import sys; from torch.distributed.checkpoint.format_utils import dcp_to_torch_save as save; "
+        "save(sys.argv[1], sys.argv[2]); assert 'torchao' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code, str(checkpoint), str(tiny.folder / "whole.pt")], check=True)
+    stored = torch.load(tiny.folder / "whole.pt", weights_only=True)["model"]
+    for name, value in expected.items():
+        assert (stored[name].numpy() == value).all(), name
+    run_ranks(trained, 2, tiny.config("--job.name=whole", "--training.steps=4", *sizes, world_size=2))
+    assert [record["step"] for record in tiny.records("whole")] == [1, 2, 3, 4]
+
+
 def test_finished_run_goes_on_when_steps_are_raised(tiny: TinyRun) -> None:
     run_ranks(trained, 1, tiny.config("--training.steps=4"))
     run_ranks(trained, 1, tiny.config("--training.steps=4"))  # nothing left to do
@@ -77,9 +113,6 @@ def test_killed_before_commit_resumes_from_the_one_before(tiny: TinyRun) -> None
 
 
 def test_dcp_reads_a_checkpoint_by_itself(tiny: TinyRun) -> None:
-    import torch
-    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
-
     weights = run_ranks(trained, 4, tiny.config(world_size=4))[0]
     checkpoint = tiny.folder / "outputs" / "tiny" / "checkpoints" / storage.folder_name(6)
     dcp_to_torch_save(checkpoint, tiny.folder / "whole.pt")

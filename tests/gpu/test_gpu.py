@@ -10,21 +10,46 @@ from tests.helpers import TinyRun
 
 pytestmark = pytest.mark.gpu
 
-FLOAT8 = ["--quantize.linear.float8.enable", "--compile.enable", "--model.args.dim=48", "--model.args.hidden_dim=64"]
+FLOAT8 = ["--quantize.linear.float8.enable", "--compile.enable"]
+OPTIONS = {
+    "accumulation": ["--training.local_batch_size=1"],
+    "bf16 reduction": ["--training.mixed_precision_reduce=bfloat16", "--training.local_batch_size=2"],
+    "offload": ["--training.enable_cpu_offload", "--training.local_batch_size=4"],
+    "checkpointing": ["--activation_checkpoint.mode=full"],
+    "per operation": ["--activation_checkpoint.mode=selective"],
+    "workers": ["--data.num_workers=2"],
+    "compile": ["--compile.enable", "--activation_checkpoint.mode=selective"],
+    "float8": FLOAT8,
+}
+SIZES = ["--model.args.dim=48", "--model.args.hidden_dim=64", "--training.mixed_precision_param=bfloat16"]
 
 
-@pytest.mark.parametrize(
-    "options",
-    [[], ["--compile.enable"], ["--training.enable_cpu_offload"], ["--activation_checkpoint.mode=full"], FLOAT8],
-)
-def test_training_on_one_gpu(tiny: TinyRun, options: list[str]) -> None:
-    command = [sys.executable, "-m", "titanlite", "train", "--config", str(tiny.toml)]
-    command += ["--training.mixed_precision_param=bfloat16", "--training.steps=20", *options]
+def train(tiny: TinyRun, name: str, *options: str) -> list[float]:
+    command = [sys.executable, "-m", "titanlite", "train", "--config", str(tiny.toml), f"--job.name={name}", *SIZES]
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": "0"}
-    result = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False, env=environment)
+    result = subprocess.run(
+        [*command, *options], capture_output=True, text=True, timeout=600, check=False, env=environment
+    )
     assert result.returncode == 0, result.stderr
     assert "on cuda" in result.stdout
-    losses = tiny.losses()
-    assert losses[0] == pytest.approx(5.557, abs=0.2)
-    assert losses[-1] < 3.5
-    assert tiny.records()[-1]["memory_gib"] > 0
+    assert tiny.records(name)[-1]["memory_gib"] > 0
+    return tiny.losses(name)
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_each_technique_trains_as_the_plain_run_does(tiny: TinyRun, options: list[str]) -> None:
+    import torch
+
+    if options is FLOAT8 and torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("this GPU has no float8")
+    steps = ["--training.steps=20", "--optimizer.lr=3e-3"]
+    plain = train(tiny, "plain", *steps)
+    assert plain[0] == pytest.approx(5.557, abs=0.2)
+    assert plain[-1] < 4
+    assert train(tiny, "other", *steps, *options) == pytest.approx(plain, rel=0.05 if options is FLOAT8 else 0.02)
+
+
+def test_a_run_resumes_on_the_gpu(tiny: TinyRun) -> None:
+    whole = train(tiny, "whole", "--training.steps=6")
+    train(tiny, "halves", "--training.steps=3")
+    assert train(tiny, "halves", "--training.steps=6") == pytest.approx(whole, rel=1e-3)

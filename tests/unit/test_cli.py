@@ -1,8 +1,11 @@
 """From the user's side: bad input is one line and exit code 2; a run that is done exits 0."""
 
+import json
 import os
+import socket
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -52,8 +55,6 @@ def test_a_run_from_start_to_resume(tiny: TinyRun) -> None:
 
 
 def test_a_run_folder_tells_how_it_was_made(tiny: TinyRun) -> None:
-    import json
-
     from titanlite.config.load import load
 
     assert titanlite("train", "--config", str(tiny.toml), "--training.steps=2")[0] == 0
@@ -201,6 +202,25 @@ def test_run_train_on_four_processes(tiny: TinyRun) -> None:
     assert tiny.losses("four") == pytest.approx(tiny.losses("one"), rel=1e-5)
     logs = tiny.folder / "outputs" / "four" / "logs"
     assert sorted(path.name for path in logs.iterdir()) == [f"rank-{rank}.log" for rank in range(4)]
+
+
+def test_run_train_on_two_nodes(tiny: TinyRun) -> None:
+    """Two machines that share a folder: here both are this one, each with a launcher of its own."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        endpoint = f"127.0.0.1:{listener.getsockname()[1]}"
+    nodes = {"NNODES": "2", "NPROC": "1", "RDZV_ENDPOINT": endpoint}
+    arguments = ["--config", str(tiny.toml), "--training.steps=3"]
+    with ThreadPoolExecutor() as pool:
+        futures = [pool.submit(run_train, *arguments, cwd=tiny.folder, **nodes) for _ in range(2)]
+        results = [future.result() for future in futures]
+    assert [result.returncode for result in results] == [0, 0], results[0].stderr + results[1].stderr
+    assert len(tiny.losses()) == 3
+    run = json.loads((tiny.folder / "outputs" / "tiny" / "run.json").read_text())
+    assert run["starts"][0]["mesh"] == {"replicate": 1, "shard": 2}
+    refused = run_train(*arguments, cwd=tiny.folder, NNODES="2")
+    assert refused.returncode == 2
+    assert "set RDZV_ENDPOINT to host:port" in refused.stderr
 
 
 def test_run_train_reports_a_mistake_once(tiny: TinyRun) -> None:

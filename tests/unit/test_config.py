@@ -110,6 +110,12 @@ def test_a_name_like_no_other_gets_no_suggestion(tmp_path: Path) -> None:
             "parallelism.fsdp_reshard_after_forward: 3 does not divide the shard degree 4 (command line)",
         ),
         (
+            ["--parallelism.fsdp_reshard_after_forward=2", "--compile.enable", "--quantize.linear.float8.enable"],
+            4,
+            "parallelism.fsdp_reshard_after_forward: FSDP2 cannot combine 2 with "
+            "quantize.linear.float8.enable_fsdp_float8_all_gather (command line)",
+        ),
+        (
             ["--training.global_batch_size=6"],
             4,
             "training.global_batch_size: 6 is not a multiple of the 4 processes (command line)",

@@ -1,6 +1,7 @@
 """Data: text to tokens exactly, a permutation each epoch, and batches that depend on the config alone."""
 
 import base64
+import multiprocessing
 import pickle
 import threading
 from collections import Counter
@@ -13,7 +14,7 @@ import torch
 
 from titanlite.config.schema import Data
 from titanlite.data import prepare as prepare_module
-from titanlite.data.loader import MicroBatches, Samples, build_loader
+from titanlite.data.loader import MicroBatches, Samples, as_batch, build_loader
 from titanlite.data.order import Order, permute
 from titanlite.data.prepare import open_tokens
 from titanlite.data.tokenizer import ByteTokenizer, TiktokenTokenizer, load_tokenizer
@@ -111,7 +112,7 @@ def test_a_folder_is_there_whole_or_not_at_all(tmp_path: Path) -> None:
     folder = tmp_path / "tokens"
     broken = TokenWriter(folder, vocab_size=10, tokenizer="test").__enter__()
     broken.add(np.array([1, 2]))
-    assert [path.name for path in tmp_path.iterdir()] == [".tokens.staging"]
+    assert [path.name.partition("-")[0] for path in tmp_path.iterdir()] == [".tokens.staging"]
     broken.__exit__(RuntimeError, RuntimeError("a document that cannot be read"), None)
     assert list(tmp_path.iterdir()) == []
     write_tokens(folder, [[1, 2, 3]])
@@ -275,11 +276,11 @@ def test_samples_do_not_depend_on_ranks_workers_or_accumulation(samples: Samples
 
 
 def test_labels_are_the_next_tokens(samples: Samples) -> None:
-    batch = samples.__getitems__([0, 1, 2, 3])
+    batch = as_batch(samples.__getitems__([0, 1, 2, 3]))
     assert batch["tokens"].shape == batch["labels"].shape == (4, 8)
     assert (batch["labels"] == batch["tokens"] + 1).all()
     assert (batch["tokens"][:, 0] % 8 == 0).all()
-    every = samples.__getitems__(list(range(samples.order.sequences)))
+    every = as_batch(samples.__getitems__(list(range(samples.order.sequences))))
     assert sorted(every["labels"].flatten().tolist()) == list(range(1, 897)), "each token is predicted once an epoch"
 
 
@@ -287,8 +288,12 @@ def test_loading_draws_nothing_from_the_global_random_state(samples: Samples) ->
     torch.manual_seed(0)
     before = torch.get_rng_state()
     batches = MicroBatches(start=0, global_batch_size=4, micro_batch_size=4, rank=0, ranks=1)
-    next(build_loader(samples, batches, num_workers=1, device=CPU))
+    loader = build_loader(samples, batches, num_workers=1, device=CPU)
+    next(loader)
     assert torch.equal(torch.get_rng_state(), before)
+    assert len(multiprocessing.active_children()) == 1
+    loader.close()
+    assert multiprocessing.active_children() == []
 
 
 def test_too_little_data_is_an_error(tmp_path: Path) -> None:

@@ -2,9 +2,10 @@
 
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -16,6 +17,7 @@ from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
 )
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 import titanlite
 from titanlite.checkpoint import storage
@@ -23,10 +25,12 @@ from titanlite.checkpoint.storage import Manifest
 from titanlite.config.schema import Checkpoint
 from titanlite.errors import UserError
 from titanlite.job import RunFolder
+from titanlite.models.base import unique_parameters
 
 logger = logging.getLogger(__name__)
 
 State = dict[str, dict[str, Any]]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -89,14 +93,29 @@ class CheckpointManager:
     def load_newest(self) -> Progress:
         """Load the newest whole checkpoint of the run, in place. Without one, the run is at its beginning.
 
+        Rank 0 looks and decides for all: a network file system may show others an older list, and at many ranks the
+        same checks on each would be a storm.
+
         Raises:
             UserError: it is damaged, of another model, or of other data.
         """
-        newest = [max(storage.committed_steps(self._checkpoints), default=None) if self.config.enable else None]
-        dist.broadcast_object_list(newest)  # rank 0 decides: a network file system may show others an older list
-        if newest[0] is None:
+        if not self.config.enable:
             return Progress()
-        checkpoint = self._checkpoints / storage.folder_name(newest[0])
+        manifest = _told_by_rank_0(self._newest)
+        if manifest is None:
+            return Progress()
+        checkpoint = self._checkpoints / storage.folder_name(manifest.step)
+        state = self._state()  # only now: it gives an optimizer without state one, of a step that it counts
+        _told_by_rank_0(lambda: _check_same_model(state, checkpoint))
+        dcp.load(state, storage_reader=dcp.FileSystemReader(checkpoint))
+        return Progress(manifest.step, manifest.samples)
+
+    def _newest(self) -> Manifest | None:
+        """The manifest of the newest checkpoint."""
+        steps = storage.committed_steps(self._checkpoints)
+        if not steps:
+            return None
+        checkpoint = self._checkpoints / storage.folder_name(steps[-1])
         try:
             manifest = storage.read_manifest(checkpoint)
         except ValueError as error:
@@ -106,18 +125,21 @@ class CheckpointManager:
                 f"the data, its order or seq_len is not what {checkpoint} was trained with (fingerprint "
                 f"{manifest.data} there, {self.data} now). Restore it, or give the new run a job.name of its own"
             )
-        state = self._state()
-        _check_same_model(state, checkpoint)
-        dcp.load(state, storage_reader=dcp.FileSystemReader(checkpoint))
-        return Progress(manifest.step, manifest.samples)
+        return manifest
 
     def _state(self) -> State:
         """{model: {name: tensor}, optimizer: {state.name.moment: tensor}}, the tensors those in use, so that loading
-        into them is loading. Learning rates and decay are not state: they come from the config."""
+        into them is loading. A shared parameter is there once. Learning rates and decay are not state: they come from
+        the config."""
         options = StateDictOptions(flatten_optimizer_state_dict=True)
         optimizer = get_optimizer_state_dict(self.model, self.optimizer, options=options)
-        moments = {key: value for key, value in optimizer.items() if key.startswith("state.")}
-        return {"model": get_model_state_dict(self.model), "optimizer": moments}
+        names = [name for name, _ in unique_parameters(self.model)]
+        model = get_model_state_dict(self.model)
+        buffers = [name for name, _ in self.model.named_buffers() if name in model]
+        return {
+            "model": {name: _plain(model[name]) for name in names + buffers},
+            "optimizer": {key: _plain(value) for key, value in optimizer.items() if key.startswith("state.")},
+        }
 
     def _manifest(self, progress: Progress, files: dict[str, int]) -> Manifest:
         names = self.mesh.mesh_dim_names or ()
@@ -130,6 +152,29 @@ class CheckpointManager:
             versions={"titanlite": titanlite.__version__, "torch": torch.__version__},
             files=files,
         )
+
+
+def _plain(tensor: Any) -> Any:
+    """The same memory without float8's tensor subclass around a local shard: a checkpoint must load without torchao."""
+    inner = getattr(tensor.to_local(), "_tensor", None) if isinstance(tensor, DTensor) else None
+    if not isinstance(tensor, DTensor) or inner is None:
+        return tensor
+    mesh, placements = tensor.device_mesh, tensor.placements
+    return DTensor.from_local(inner, mesh, placements, run_check=False, shape=tensor.shape, stride=tensor.stride())
+
+
+def _told_by_rank_0(find: Callable[[], T]) -> T:
+    """What rank 0 finds, on every rank; a UserError there is one everywhere."""
+    told: list[Any] = [None]
+    if dist.get_rank() == 0:
+        try:
+            told = [find()]
+        except UserError as error:
+            told = [error]
+    dist.broadcast_object_list(told)
+    if isinstance(told[0], UserError):
+        raise told[0]
+    return told[0]
 
 
 def _check_same_model(state: State, checkpoint: Path) -> None:

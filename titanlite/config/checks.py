@@ -23,7 +23,7 @@ def find_conflicts(config: Config, world_size: int | None, bad_keys: set[str]) -
     checks: list[tuple[tuple[str, ...], Callable[[], Iterator[Conflict]]]] = [
         (("data.path",), lambda: _data_path(config)),
         (("data.tokenizer",), lambda: _tokenizer(config)),
-        (("quantize", "compile"), lambda: _float8(config)),
+        (("quantize", "compile", "parallelism.fsdp_reshard_after_forward"), lambda: _float8(config)),
     ]
     if world_size is not None:
         batch = ("training.global_batch_size", "training.local_batch_size")
@@ -76,5 +76,10 @@ def _float8(config: Config) -> Iterator[Conflict]:
         return
     if importlib.util.find_spec("torchao") is None:
         yield "quantize.linear.float8.enable", "needs torchao: pip install 'titanlite[float8]'"
+    keep = config.parallelism.fsdp_reshard_after_forward
+    gathers_float8 = float8.enable_fsdp_float8_all_gather and float8.recipe_name == "tensorwise"
+    if gathers_float8 and isinstance(keep, int) and keep > 1:
+        other = "quantize.linear.float8.enable_fsdp_float8_all_gather"
+        yield "parallelism.fsdp_reshard_after_forward", f"FSDP2 cannot combine {keep} with {other}"
     if not config.compile.enable and not float8.emulate:
         yield "quantize.linear.float8.enable", "is slower than bfloat16 without compile.enable = true"

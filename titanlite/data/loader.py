@@ -2,7 +2,7 @@
 samples that the whole run has consumed. So worker processes, ranks and prefetch never change what is seen."""
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from typing import Any
 
 import numpy as np
@@ -18,8 +18,8 @@ from titanlite.errors import UserError
 Batch = dict[str, Tensor]
 
 
-class Samples(Dataset[Batch]):
-    """Global sample indices -> a batch of tokens [B, L] and labels [B, L], each the token that follows."""
+class Samples(Dataset[Tensor]):
+    """Global sample indices -> stretches of tokens [B, L + 1], int64."""
 
     def __init__(self, store: TokenStore, *, seq_len: int, seed: int) -> None:
         self.store = store
@@ -36,10 +36,8 @@ class Samples(Dataset[Batch]):
         """Equal where every global sample index means the same tokens."""
         return f"{self.store.fingerprint}-seq_len{self.seq_len}-seed{self.order.seed}"
 
-    def __getitems__(self, samples: list[int]) -> Batch:
-        stretches = np.stack([self._stretch(sample) for sample in samples])
-        tokens = torch.from_numpy(stretches)
-        return {"tokens": tokens[:, :-1], "labels": tokens[:, 1:]}
+    def __getitems__(self, samples: list[int]) -> Tensor:
+        return torch.from_numpy(np.stack([self._stretch(sample) for sample in samples]))
 
     def _stretch(self, sample: int) -> np.ndarray:
         _, sequence = self.order.locate(sample)
@@ -69,9 +67,11 @@ class MicroBatches:
             step_start += self.global_batch_size
 
 
-def build_loader(samples: Samples, batches: MicroBatches, *, num_workers: int, device: torch.device) -> Iterator[Batch]:
-    """Micro-batches on the device, read ahead by worker processes if there are any. Draws nothing from the global
-    random state."""
+def build_loader(
+    samples: Samples, batches: MicroBatches, *, num_workers: int, device: torch.device
+) -> Generator[Batch, None, None]:
+    """Micro-batches on the device, read ahead by worker processes if there are any; `close()` ends those. Draws nothing
+    from the global random state."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*set_vital.*")  # torchdata 0.11 on torch 2.13
         loader = StatefulDataLoader(
@@ -82,8 +82,14 @@ def build_loader(samples: Samples, batches: MicroBatches, *, num_workers: int, d
             pin_memory=device.type == "cuda",
             generator=torch.Generator().manual_seed(0),
         )
-    for batch in loader:
-        yield {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
+    for stretches in loader:
+        yield as_batch(stretches.to(device, non_blocking=True))
+
+
+def as_batch(stretches: Tensor) -> Batch:
+    """Stretches [B, L + 1] -> tokens [B, L] and labels [B, L], each the token that follows. After the copy to the
+    device: a part of a pinned tensor would be copied once more, and the host would wait."""
+    return {"tokens": stretches[:, :-1], "labels": stretches[:, 1:]}
 
 
 def _as_is(batch: Any) -> Any:

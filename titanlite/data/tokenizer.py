@@ -82,7 +82,8 @@ class TiktokenTokenizer:
 
     def encode(self, text: str) -> np.ndarray:
         pieces = [text[i : i + self.max_chars] for i in range(0, len(text), self.max_chars)]
-        return np.array([token for piece in pieces for token in self._encoding.encode_ordinary(piece)], dtype=np.uint32)
+        ids = [np.array(self._encoding.encode_ordinary(piece), dtype=np.uint32) for piece in pieces]
+        return np.concatenate(ids) if ids else np.empty(0, dtype=np.uint32)
 
     def decode(self, ids: np.ndarray) -> str:
         return self._encoding.decode(np.asarray(ids).tolist())

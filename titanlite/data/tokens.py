@@ -8,6 +8,7 @@ import hashlib
 import json
 import math
 import os
+import platform
 import shutil
 from pathlib import Path
 from types import TracebackType
@@ -82,7 +83,7 @@ class TokenWriter:
 
     def __init__(self, folder: Path, *, vocab_size: int, tokenizer: str, shard_tokens: int = SHARD_TOKENS) -> None:
         self.folder = folder
-        self._staging = folder.with_name(f".{folder.name}.staging")
+        self._staging = folder.with_name(f".{folder.name}.staging-{platform.node()}-{os.getpid()}")
         self._dtype = np.dtype("<u2" if vocab_size <= 2**16 else "<u4")
         self._tokenizer = {"fingerprint": tokenizer, "vocab_size": vocab_size}
         self._shard_tokens = shard_tokens
@@ -116,7 +117,7 @@ class TokenWriter:
         tokens = np.concatenate(self._pieces)
         tokens.tofile(self._staging / f"{name}.tokens")
         np.array(self._documents, dtype="<u8").tofile(self._staging / f"{name}.documents")
-        digest = hashlib.sha256(tokens.tobytes()).hexdigest()
+        digest = hashlib.sha256(tokens.data).hexdigest()
         self._shards.append({"name": name, "tokens": self._size, "documents": len(self._documents), "sha256": digest})
         self._pieces, self._documents, self._size = [], [], 0
 
@@ -133,9 +134,12 @@ class TokenWriter:
             "shards": self._shards,
         }
         (self._staging / INDEX).write_text(json.dumps(index, indent=1))
-        if self.folder.exists():
-            shutil.rmtree(self.folder)
-        os.rename(self._staging, self.folder)
+        try:
+            os.rename(self._staging, self.folder)
+        except OSError:  # another machine was faster; others may read its folder already
+            shutil.rmtree(self._staging)
+            if not (self.folder / INDEX).is_file():
+                raise
 
 
 def unigram_entropy(counts: np.ndarray) -> float:

@@ -37,22 +37,23 @@ def shard(model: Model, *, mesh: DeviceMesh, parallelism: Parallelism, training:
     units = sharding_units(model)
     head = list(model.children())[-1]
     for unit in units:
-        is_head = unit is head or (isinstance(unit, list) and head in unit)
-        keep_head = is_head and parallelism.fsdp_reshard_after_forward == "default"
-        fully_shard(unit, reshard_after_forward=False if keep_head else reshard, **options)
+        keeps = head in unit and parallelism.fsdp_reshard_after_forward == "default"
+        together = unit if len(unit) > 1 else unit[0]
+        fully_shard(together, reshard_after_forward=False if keeps else reshard, **options)
     fully_shard(model, reshard_after_forward=reshard, **options)
-    _prefetch([unit[0] if isinstance(unit, list) else unit for unit in units], parallelism)
+    _prefetch([unit[0] for unit in units], parallelism)
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            if isinstance(module, nn.Embedding) and module in units:
+            if isinstance(module, nn.Embedding) and [module] in units:
                 module.set_unshard_in_backward(False)  # the gradient of a lookup does not need the table
-            if mesh["shard"].size() == 1:
+            if mesh["shard"].size() == 1 and not on_gpu:
                 module.set_custom_reduce_scatter(NothingToScatter())  # pyright: ignore[reportArgumentType]
 
 
 class NothingToScatter:
     """At shard degree 1 the reduce-scatter's output is its input, so FSDP is given one buffer for both, and what would
-    be a copy of all gradients is none. FSDP allocates the input and then the output of each unit."""
+    be a copy of all gradients is none. FSDP allocates the input and then the output of each unit. On the CPU only: a
+    GPU allocates the two on different streams, and one buffer could be given away while the other stream reads it."""
 
     def __init__(self) -> None:
         self._buffer: Tensor | None = None
@@ -69,22 +70,22 @@ class NothingToScatter:
         raise AssertionError("FSDP does not reduce-scatter over one process")
 
 
-def sharding_units(model: Model) -> list[nn.Module | list[nn.Module]]:
+def sharding_units(model: Model) -> list[list[nn.Module]]:
     """What is gathered and freed together, in the order of the forward pass: each block of `layers`, and each other
     direct child with parameters. Children that share a parameter (a tied head) are one unit."""
-    units: list[nn.Module | list[nn.Module]] = []
-    owner: dict[nn.Parameter, nn.Module] = {}
+    units: list[list[nn.Module]] = []
+    unit_of: dict[nn.Parameter, list[nn.Module]] = {}
     for child in model.children():
         if child is model.layers:
-            units.extend(model.layers)
+            units.extend([block] for block in model.layers)
             continue
         parameters = list(child.parameters())
-        shared = next((owner[p] for p in parameters if p in owner), None)
-        if shared is not None:
-            units[units.index(shared)] = [shared, child]
+        unit = next((unit_of[parameter] for parameter in parameters if parameter in unit_of), None)
+        if unit is not None:
+            unit.append(child)
         elif parameters:
-            units.append(child)
-        owner.update(dict.fromkeys(parameters, child))
+            units.append(unit := [child])
+        unit_of.update(dict.fromkeys(parameters, unit or []))
     return units
 
 

@@ -1,0 +1,133 @@
+"""Each technique does what it is for: a technique that silently does nothing would pass every test of equality."""
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.distributed.test_layouts import built, degrees, one_step
+from tests.helpers import TinyRun, run_ranks
+from titanlite.config.schema import Config
+
+
+class OperatorCounter(TorchDispatchMode):
+    """Counts operators; of all-gathers, by the size of their group."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = str(func)
+        if name.startswith("c10d._allgather_base_"):
+            name = f"all-gather over {dist.ProcessGroup.unbox(args[2]).size()}"  # pyright: ignore
+        self.counts[name] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def operators_of_a_step(rank: int, world_size: int, config: Config) -> Counter[str]:
+    run = built(rank, world_size, config)
+    one_step(run)
+    with OperatorCounter() as counter:
+        one_step(run)
+    return counter.counts
+
+
+# A block has 7 products with weights, the head 1; each has 1 in forward and 2 in backward.
+FORWARD, BACKWARD = 7 * 3 + 1, 2 * (7 * 3 + 1)
+
+
+@pytest.mark.parametrize(
+    ("options", "computed_again", "attention"),
+    [
+        (["none"], 0, 3),
+        (["full"], 7 * 3 - 1 * 3, 6),  # the last product's result is not needed again
+        (["selective", "2"], (7 - 1) * 2, 5),  # blocks 0 and 2
+        (["selective", "op"], 3 * 3, 3),  # 3 of the first 6 products in each block
+    ],
+)
+def test_activation_checkpointing_computes_again(
+    tiny: TinyRun, options: list[str], computed_again: int, attention: int
+) -> None:
+    names = ["mode", "selective_ac_option"]
+    settings = [f"--activation_checkpoint.{name}={value}" for name, value in zip(names, options, strict=False)]
+    [counts] = run_ranks(operators_of_a_step, 1, tiny.config(*settings))
+    assert counts["aten.mm.default"] == FORWARD + BACKWARD + computed_again
+    assert counts["aten._scaled_dot_product_flash_attention_for_cpu.default"] == attention
+
+
+def test_a_step_never_waits_for_the_device(tiny: TinyRun) -> None:
+    """`.item()` and the like all end in this operator; on a GPU it would stop the host."""
+    for options in ([], degrees(2, 1)):
+        world_size = 2 if options else 1
+        config = tiny.config("--training.local_batch_size=2", *options, world_size=world_size)
+        for counts in run_ranks(operators_of_a_step, world_size, config):
+            assert counts["aten.mm.default"] > 0
+            assert counts["aten._local_scalar_dense.default"] == 0
+
+
+def test_backward_gathers_within_the_smaller_group(tiny: TinyRun) -> None:
+    """ZeRO++ hpZ: after forward a 1/2 shard stays, so that backward gathers over 2 processes instead of 4."""
+    config = tiny.config("--parallelism.fsdp_reshard_after_forward=2", world_size=4)
+    counts = run_ranks(operators_of_a_step, 4, config)[0]
+    assert counts["all-gather over 4"] == 5
+    assert counts["all-gather over 2"] == 4  # blocks and head; the embedding needs none
+
+
+def prefetched(rank: int, world_size: int, config: Config) -> dict[str, tuple[list[str], list[str]]]:
+    model = built(rank, world_size, config).model
+    names = {module: name for name, module in model.named_modules()}
+    found = {}
+    for module, name in names.items():
+        if isinstance(module, FSDPModule) and name:
+            state = module._get_fsdp_state()
+            ahead = [[names[s._modules[0]] for s in states] for states in (
+                state._states_to_forward_prefetch, state._states_to_backward_prefetch)]  # fmt: skip
+            found[name] = (ahead[0], ahead[1])
+    return found
+
+
+def test_prefetch_reaches_as_far_as_it_is_told(tiny: TinyRun) -> None:
+    options = ["--parallelism.fsdp_forward_prefetch=2", "--parallelism.fsdp_backward_prefetch=1"]
+    found = run_ranks(prefetched, 2, tiny.config(*options, world_size=2))[0]
+    assert found["tok_embeddings"] == (["layers.0", "layers.1"], [])
+    assert found["layers.0"] == (["layers.1", "layers.2"], ["tok_embeddings"])
+    assert found["layers.2"] == (["head"], ["layers.1"])
+    assert found["head"] == ([], ["layers.2"])
+
+
+def local_sizes(rank: int, world_size: int, config: Config) -> tuple[int, int, int]:
+    """Elements of this rank's parameters and optimizer states, and of the whole model."""
+    run = built(rank, world_size, config)
+    one_step(run)
+    parameters = list(run.model.parameters())
+    local = sum(parameter.to_local().numel() for parameter in parameters)  # pyright: ignore
+    moments = sum(run.optimizer.state[parameter]["exp_avg"].to_local().numel() for parameter in parameters)
+    return local, moments, sum(parameter.numel() for parameter in parameters)
+
+
+@pytest.mark.parametrize(("replicate", "shard"), [(1, 4), (2, 2), (4, 1)])
+def test_parameters_and_states_are_really_sharded(tiny: TinyRun, replicate: int, shard: int) -> None:
+    results = run_ranks(local_sizes, 4, tiny.config(*degrees(replicate, shard), world_size=4))
+    whole = results[0][2]
+    assert sum(local for local, _, _ in results) == replicate * whole
+    assert sum(moments for _, moments, _ in results) == replicate * whole
+    for local, _, _ in results:
+        assert local == pytest.approx(whole / shard, rel=0.1)
+
+
+def gradient_norms(rank: int, world_size: int, config: Config) -> list[float]:
+    run = built(rank, world_size, config)
+    return [float(one_step(run).grad_norm) for _ in range(3)]
+
+
+def test_grad_norm_is_global_on_every_layout(tiny: TinyRun) -> None:
+    [reference] = run_ranks(gradient_norms, 1, tiny.config())
+    for replicate, shard in [(1, 4), (2, 2), (4, 1)]:
+        for norms in run_ranks(gradient_norms, 4, tiny.config(*degrees(replicate, shard), world_size=4)):
+            assert norms == pytest.approx(reference, rel=1e-5)
+    assert torch.tensor(reference).min() > 0
