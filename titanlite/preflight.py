@@ -9,7 +9,8 @@ from titanlite.data.prepare import find_inputs
 from titanlite.data.tokenizer import Tokenizer, load_tokenizer
 from titanlite.errors import ConfigError, Problem
 from titanlite.job import Ranks
-from titanlite.models.base import Model, ModelArgs, resolve_model
+from titanlite.models.base import Model, ModelArgs
+from titanlite.models.registry import resolve_model
 from titanlite.parallelize.float8 import check_float8
 from titanlite.parallelize.materialize import check_memory
 

@@ -10,8 +10,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from titanlite.errors import ConfigError
-from titanlite.models.base import parameter_generator, resolve_model
+from titanlite.models.base import parameter_generator
 from titanlite.models.llama3 import Llama3, Llama3Args
+from titanlite.models.registry import resolve_model
 
 COUNTS = {
     "1B": 1_235_814_400,

@@ -1,4 +1,4 @@
-"""What a model must offer, and how one is found by name.
+"""What a model must offer.
 
 A model is plain single-device PyTorch. It is built on the meta device, sharded and compiled by `parallelize`, and only
 then given memory and values. So `__init__` gives shapes, `init_weight` gives every value, and the model never asks
@@ -7,14 +7,12 @@ which device or rank it is on.
 
 import hashlib
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
-from difflib import get_close_matches
-from typing import Any, ClassVar
+from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from titanlite.errors import ConfigError, Problem
 from titanlite.models.layers import Loss
 
 
@@ -66,54 +64,3 @@ def parameter_generator(seed: int, name: str, device: torch.device) -> torch.Gen
     """A generator that depends on (seed, name) alone, so that a parameter's values do not depend on the layout."""
     digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
     return torch.Generator(device).manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-
-
-def registry() -> dict[str, type[Model]]:
-    """The built-in model families by `[model] name`."""
-    from titanlite.models.llama3 import Llama3
-
-    return {"llama3": Llama3}
-
-
-def resolve_model(name: str, flavor: str, overrides: dict[str, Any]) -> tuple[type[Model], ModelArgs]:
-    """The class and its arguments for `[model]`.
-
-    Raises:
-        ConfigError: naming every unknown name, flavor or argument, and the nearest right ones.
-    """
-    models = registry()
-    if name not in models:
-        raise ConfigError([_unknown("model.name", name, models)])
-    model = models[name]
-    if flavor not in model.flavors:
-        raise ConfigError([_unknown("model.flavor", flavor, model.flavors)])
-    args = model.flavors[flavor]
-    known = {field.name: field.type for field in fields(args)}
-    problems = []
-    for key, value in overrides.items():
-        if key not in known:
-            problems.append(_unknown(f"model.args.{key}", key, known, what="key"))
-        elif not _fits(value, known[key]):
-            expected = getattr(known[key], "__name__", known[key])
-            problems.append(Problem(f"model.args.{key}", f"expected {expected}, got {value!r}"))
-    if problems:
-        raise ConfigError(problems)
-    try:
-        return model, replace(args, **overrides)
-    except ValueError as error:
-        raise ConfigError([Problem("model.args", str(error))]) from error
-
-
-def _fits(value: Any, expected: Any) -> bool:
-    if expected is float:
-        return isinstance(value, int | float) and not isinstance(value, bool)
-    if expected in (int, bool, str):
-        return type(value) is expected
-    return False
-
-
-def _unknown(key: str, name: str, known: dict[str, Any], what: str = "value") -> Problem:
-    by_lower_case = {option.lower(): option for option in known}
-    near = get_close_matches(name.lower(), by_lower_case, n=1)
-    hint = f", did you mean {by_lower_case[near[0]]}?" if near else ""
-    return Problem(key, f"unknown {what} {name!r}{hint} (known: {', '.join(known)})")
