@@ -3,16 +3,20 @@
 import base64
 import multiprocessing
 import pickle
+import platform
 import threading
 from collections import Counter
+from io import StringIO
 from itertools import islice
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from rich.console import Console
 
 from titanlite.config.schema import Data
+from titanlite.console import progress_console
 from titanlite.data import prepare as prepare_module
 from titanlite.data.loader import MicroBatches, Samples, as_batch, build_loader
 from titanlite.data.order import Order, permute
@@ -170,10 +174,28 @@ def test_text_is_prepared_once_and_again_when_it_changes(tmp_path: Path, monkeyp
         thread.join()
     assert len(stores) == 4
     assert len(calls) == 1
-    texts(folder, a="longer")
+    [prepared] = (tmp_path / "cache").glob("*/index.json")
+    left_over = tmp_path / "cache" / f".{prepared.parent.name}.staging-{platform.node()}-123"
+    prepared.parent.rename(left_over)  # as if killed before the end
     open_it()
     assert len(calls) == 2
+    assert not left_over.exists()
+    texts(folder, a="longer")
+    open_it()
+    assert len(calls) == 3
     assert stores[-1].read(1, 6).tolist() == list(b"longer")
+
+
+def test_progress_shows_on_a_terminal_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = texts(tmp_path / "text", a="one", b="two")
+    for terminal, name in ((True, "shown"), (False, "quiet")):
+        screen = StringIO()
+        console = Console(file=screen, force_terminal=terminal, quiet=not terminal)
+        monkeypatch.setattr(prepare_module, "progress_console", lambda console=console: console)
+        open_tokens(Data(path=str(folder)), tokenizer=ByteTokenizer(), cache_folder=tmp_path / name)
+        assert ("tokenizing" in screen.getvalue()) == terminal
+        assert ("2/2" in screen.getvalue()) == terminal
+    assert Console(stderr=True).is_terminal or progress_console().quiet
 
 
 def test_prepared_folders_are_read_in_place(tmp_path: Path) -> None:
