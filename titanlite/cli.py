@@ -1,6 +1,5 @@
 """The `titanlite` command. Subcommands import what they need when they run, so that --help answers at once."""
 
-import contextlib
 import os
 import sys
 import traceback
@@ -36,8 +35,6 @@ def main() -> NoReturn:
     work is done. Everything that must be flushed or closed is, before.
     """
     code = run(sys.argv[1:])
-    if code and (record := os.environ.get("TITANLITE_EXIT_FILE")):
-        _record_exit_code(record, code)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
@@ -64,18 +61,18 @@ def run(arguments: list[str]) -> int:
 
 def _guarded(command: Callable[[list[str]], None], arguments: list[str]) -> int:
     """Run a command; the user's mistakes become lines on standard error, everything else a traceback."""
-    rank = int(os.environ.get("RANK", 0))
     try:
         command(arguments)
     except UserError as error:
-        if int(os.environ.get("LOCAL_RANK", 0)) == 0:
+        if _is_first_to_fail(2):
             for line in str(error).splitlines():
                 print(f"error: {line}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
     except BaseException:
-        where = f"[rank {rank}] " if "RANK" in os.environ else ""
+        _is_first_to_fail(1)
+        where = f"[rank {os.environ['RANK']}] " if "RANK" in os.environ else ""
         print("".join(where + line for line in traceback.format_exc().splitlines(True)), file=sys.stderr)
         return 1
     return 0
@@ -130,7 +127,16 @@ def _split_config(arguments: list[str]) -> tuple[str, list[str]]:
     raise UserError("name one config file: --config FILE.toml")
 
 
-def _record_exit_code(path: str, code: int) -> None:
-    """For run_train.sh: torchrun turns every exit code into 1. The first rank to fail is the one to believe."""
-    with contextlib.suppress(OSError), open(path, "x") as file:
-        file.write(str(code))
+def _is_first_to_fail(code: int) -> bool:
+    """Leave the exit code for run_train.sh (torchrun turns every code into 1), and tell whether this process of the
+    machine was the first to: it speaks for those that meet the same mistake, and that torchrun may end before they can.
+    Without run_train.sh, every process speaks for itself."""
+    path = os.environ.get("TITANLITE_EXIT_FILE")
+    if path is None:
+        return True
+    try:
+        with open(path, "x") as file:
+            file.write(str(code))
+    except FileExistsError:
+        return False
+    return True

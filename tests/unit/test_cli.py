@@ -166,6 +166,22 @@ def test_other_errors_keep_their_traceback_and_name_the_rank(
     assert "[rank 3] ZeroDivisionError: division by zero" in capfd.readouterr().err
 
 
+def test_the_first_rank_to_fail_speaks_for_all(
+    tiny: TinyRun, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torchrun ends the other ranks at once: if only rank 0 spoke, the message could be lost."""
+    record = tiny.folder / "code"
+    monkeypatch.setenv("TITANLITE_EXIT_FILE", str(record))
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert len(refusal(capfd, "train")) == 1
+    assert record.read_text() == "2"
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    assert refusal(capfd, "train") == []
+    monkeypatch.setattr(cli, "_check", lambda _: 1 / 0)
+    assert cli.run(["config", "check"]) == 1
+    assert record.read_text() == "2", "what follows from the first failure does not hide it"
+
+
 def test_config_show_prints_what_loads_again(tiny: TinyRun, capfd: pytest.CaptureFixture[str]) -> None:
     from titanlite.config.load import load
 
@@ -236,7 +252,9 @@ def test_run_train_passes_on_the_exit_code_of_a_rank(tiny: TinyRun) -> None:
         file.write_text("short")  # found out only when the text is read
     result = run_train("--config", str(tiny.toml), cwd=tiny.folder, NPROC="2")
     assert result.returncode == 2
-    assert [line for line in result.stderr.splitlines() if line.startswith("error: ")] != []
+    errors = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1
+    assert "less than one sequence of 32" in errors[0]
 
 
 def test_run_train_finds_bare_names(tmp_path: Path) -> None:
