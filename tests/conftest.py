@@ -22,6 +22,15 @@ def tiny(tmp_path: Path) -> TinyRun:
     return TinyRun(tmp_path)
 
 
+@pytest.fixture(scope="session")
+def s3() -> Iterator[str]:
+    """The address of an empty bucket."""
+    from tests.object_stores import moto_server
+
+    with moto_server() as url:
+        yield url
+
+
 @pytest.fixture
 def single_process_group() -> Iterator[None]:
     """A process group of one, as training on one process has."""

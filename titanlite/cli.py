@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, NoReturn
 
 from titanlite import __version__
-from titanlite.errors import UserError
+from titanlite.errors import RunError, UserError
 
 if TYPE_CHECKING:
     from titanlite.config.schema import Config
@@ -63,11 +63,12 @@ def _guarded(command: Callable[[list[str]], None], arguments: list[str]) -> int:
     """Run a command; the user's mistakes become lines on standard error, everything else a traceback."""
     try:
         command(arguments)
-    except UserError as error:
-        if _is_first_to_fail(2):
+    except (UserError, RunError) as error:
+        code = 2 if isinstance(error, UserError) else 1
+        if _is_first_to_fail(code):
             for line in str(error).splitlines():
                 print(f"error: {line}", file=sys.stderr)
-        return 2
+        return code
     except KeyboardInterrupt:
         return 130
     except BaseException:

@@ -7,6 +7,11 @@ class UserError(ValueError):
     """Wrong config or input. The command prints the message and exits with code 2."""
 
 
+class RunError(RuntimeError):
+    """The run cannot go on, and neither config nor code is to blame: a full disk, say. The command prints the message
+    and exits with code 1."""
+
+
 @dataclass(frozen=True)
 class Problem:
     """One thing wrong with the config: its dotted key, what is wrong, and where it was written."""

@@ -1,6 +1,7 @@
 """What surrounds training: ranks, device, process group, seeds, and the folder of the run."""
 
 import ctypes
+import fcntl
 import hashlib
 import json
 import os
@@ -11,9 +12,9 @@ import time
 import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 import torch.distributed as dist
@@ -25,6 +26,8 @@ from titanlite.config.schema import Config, Data
 from titanlite.config.schema import Job as JobConfig
 from titanlite.console import log_to_file
 from titanlite.errors import UserError
+
+LOCK_PATIENCE = 15.0  # seconds
 
 
 @dataclass(frozen=True)
@@ -109,6 +112,8 @@ class RunFolder:
     path: Path
     run_id: str
     data_cache: Path
+    lock: IO[str] | None = None
+    """Held by rank 0 as long as the process lives, or the object."""
 
     @property
     def checkpoints(self) -> Path:
@@ -117,6 +122,10 @@ class RunFolder:
     @property
     def metrics(self) -> Path:
         return self.path / "metrics.jsonl"
+
+    @property
+    def saves(self) -> Path:
+        return self.path / "checkpoints.jsonl"
 
     @property
     def tensorboard(self) -> Path:
@@ -131,11 +140,49 @@ def open_run_folder(job: JobConfig, data: Data, *, rank: int) -> RunFolder:
     """Create the folder of the run, or open it again; start a log file for each rank."""
     outputs = Path(job.dump_folder)
     path = outputs / str(job.name)
-    run_id = [_read_run(path)["id"] if rank == 0 else None]
-    dist.broadcast_object_list(run_id)
-    folder = RunFolder(path, run_id=str(run_id[0]), data_cache=Path(data.cache_folder or outputs / "data_cache"))
+    path.mkdir(parents=True, exist_ok=True)
+    lock = None
+    told: list[Any] = [None]
+    if rank == 0:
+        try:
+            lock = _lock(path)
+            told = [_read_run(path)["id"]]
+        except UserError as error:
+            told = [error]
+    dist.broadcast_object_list(told)
+    if isinstance(told[0], UserError):
+        raise told[0]
+    data_cache = Path(data.cache_folder or outputs / "data_cache")
+    folder = RunFolder(path, run_id=str(told[0]), data_cache=data_cache, lock=lock)
     log_to_file(folder.logs, rank)
     return folder
+
+
+def _lock(path: Path) -> IO[str] | None:
+    """Two jobs in one run's folder would overwrite each other's checkpoints. The system releases the lock with the
+    process, however that ends.
+
+    Raises:
+        UserError: another process still holds it after some seconds, as the rest of a killed job may.
+    """
+    lock = open(path / ".lock", "a+")  # noqa: SIM115 (open as long as the run)
+    deadline = time.monotonic() + LOCK_PATIENCE
+    while True:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                lock.seek(0)
+                holder = lock.read().strip()
+                message = f"job.name: {path} is being trained by {holder}. Stop that, or give this run another name"
+                raise UserError(message) from None
+            time.sleep(0.1)
+        except OSError:  # a file system without locks
+            return None
+        else:
+            lock.truncate(0)
+            print(f"process {os.getpid()} on {platform.node()}", file=lock, flush=True)
+            return lock
 
 
 def record_start(folder: RunFolder, config: Config, *, ranks: Ranks, device: torch.device, mesh: DeviceMesh) -> None:
@@ -166,6 +213,28 @@ def record_start(folder: RunFolder, config: Config, *, ranks: Ranks, device: tor
 def _read_run(path: Path) -> dict[str, Any]:
     record = path / "run.json"
     return json.loads(record.read_text()) if record.exists() else {"id": uuid.uuid4().hex, "starts": []}
+
+
+def settings_of_meaning(config: Config, *, model_args: Any, data: str) -> dict[str, Any]:
+    """What gives a checkpoint its meaning: with anything of this changed, going on would be something else.
+
+    Args:
+        model_args: dataclass of the model's shape.
+        data: fingerprint of the tokens.
+    """
+    args = {f"model.args.{name}": value for name, value in asdict(model_args).items() if name != "max_seq_len"}
+    return {
+        "model.name": config.model.name,
+        **args,
+        "data": data,
+        "training.seq_len": config.training.seq_len,
+        "training.global_batch_size": config.training.global_batch_size,
+        "debug.seed": config.debug.seed,
+    }
+
+
+def config_hash(config: Config) -> str:
+    return hashlib.sha256(dump(config).encode()).hexdigest()
 
 
 def check_same_everywhere(value: str, what: str, *, group: dist.ProcessGroup) -> None:

@@ -9,7 +9,7 @@ import math
 import resource
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -76,8 +76,10 @@ class MetricsRecorder:
         self.writes = dist.get_rank(group) == 0
         self._tensorboard = None
         self._jsonl = None
+        self._saves = None
         if self.writes:
             self._jsonl = _reopen(folder.metrics, step)
+            self._saves = _reopen(folder.saves, step)
         if self.writes and config.enable_tensorboard:
             from torch.utils.tensorboard import SummaryWriter
 
@@ -97,9 +99,13 @@ class MetricsRecorder:
         self._waited += time.perf_counter() - started
 
     @contextmanager
-    def not_training(self) -> Iterator[None]:
-        """What happens here (a checkpoint) is not counted as time of steps; work that a GPU still has to do is."""
-        if self.device.type == "cuda":
+    def not_training(self, *, waits_for_device: bool) -> Iterator[None]:
+        """What happens here (a checkpoint) is not counted as time of steps; work that a GPU still has to do is.
+
+        Args:
+            waits_for_device: what happens here would wait for that work.
+        """
+        if waits_for_device and self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         started = time.perf_counter()
         yield
@@ -131,6 +137,16 @@ class MetricsRecorder:
         self._write(record)
         self._start_window()
 
+    def record_saves(self, saves: Iterable[dict[str, Any]]) -> None:
+        """Write a record of each checkpoint that was saved."""
+        for record in saves:
+            if self._saves:
+                print(json.dumps(record), file=self._saves, flush=True)
+            if self._tensorboard:
+                for name, value in record.items():
+                    if name != "step" and value is not None:
+                        self._tensorboard.add_scalar(f"checkpoint/{name}", value, record["step"])
+
     def _global_loss(self, loss: Tensor) -> float:
         total = loss.clone()
         dist.all_reduce(total, group=self.group)
@@ -154,10 +170,9 @@ class MetricsRecorder:
                     self._tensorboard.add_scalar(name, value, record["step"])
 
     def close(self) -> None:
-        if self._jsonl:
-            self._jsonl.close()
-        if self._tensorboard:
-            self._tensorboard.close()
+        for file in (self._jsonl, self._saves, self._tensorboard):
+            if file:
+                file.close()
 
 
 def _finite(value: float | None) -> float | None:

@@ -5,6 +5,7 @@ import logging
 from torch.distributed.device_mesh import DeviceMesh
 
 from titanlite.checkpoint import storage
+from titanlite.checkpoint.files import Files
 from titanlite.checkpoint.manager import Progress
 from titanlite.config.schema import Config
 from titanlite.data.tokens import TokenStore
@@ -45,16 +46,14 @@ def report_start(
         logger.info(f"resuming after step {progress.step}, {progress.samples:,} sequences into the data")
 
 
-def report_end(config: Config, *, folder: RunFolder, resumed_at: int) -> None:
+def report_end(config: Config, *, folder: RunFolder, checkpoints: Files, resumed_at: int) -> None:
     steps = max(config.training.steps, resumed_at)
-    done = storage.committed_steps(folder.checkpoints)
+    done = storage.committed_steps(checkpoints.list())
     again = "./run_train.sh --config FILE.toml"
     lines = [
         "",
         f"{config.job.name}: {steps} steps done" + (f", from step {resumed_at} on" if resumed_at else ""),
-        f"  checkpoints  {folder.checkpoints} ({', '.join(map(str, done))})"
-        if done
-        else "  no checkpoint was asked for",
+        f"  checkpoints  {checkpoints.url} ({', '.join(map(str, done))})" if done else "  no checkpoint was asked for",
         f"  metrics      {folder.metrics}",
         f"  config       {folder.path / 'config.toml'}, versions and commit in run.json beside it",
         "What next?",

@@ -7,11 +7,21 @@ from itertools import islice
 
 import torch
 
+from titanlite.checkpoint.files import open_files
 from titanlite.checkpoint.manager import CheckpointManager, Progress
 from titanlite.config.schema import Config
 from titanlite.data.loader import Batch, MicroBatches, Samples, build_loader
 from titanlite.data.prepare import open_tokens
-from titanlite.job import Ranks, check_same_everywhere, open_run_folder, record_start, seed_step
+from titanlite.job import (
+    Ranks,
+    RunFolder,
+    check_same_everywhere,
+    config_hash,
+    open_run_folder,
+    record_start,
+    seed_step,
+    settings_of_meaning,
+)
 from titanlite.metrics import MetricsRecorder
 from titanlite.models.base import Model
 from titanlite.optim import build_optimizer, set_learning_rate
@@ -31,6 +41,7 @@ class Run:
 
     config: Config
     ranks: Ranks
+    folder: RunFolder
     device: torch.device
     model: Model
     optimizer: torch.optim.Optimizer
@@ -65,13 +76,15 @@ def build(config: Config, ingredients: Ingredients, *, ranks: Ranks, device: tor
     optimizer = build_optimizer(model, config.optimizer)
     checkpoints = CheckpointManager(
         config.checkpoint,
-        folder=folder,
+        files=open_files(config.checkpoint.folder or str(folder.checkpoints), owner=folder.run_id),
         model=model,
         optimizer=optimizer,
         mesh=mesh,
-        data=samples.fingerprint,
+        device=device,
+        settings=settings_of_meaning(config, model_args=ingredients.args, data=tokens.fingerprint),
+        config_hash=config_hash(config),
     )
-    progress = checkpoints.load_newest()
+    progress = checkpoints.load()
     record_start(folder, config, ranks=ranks, device=device, mesh=mesh)
 
     micro_batch_size, accumulation = training.batch_split(data_ranks)
@@ -94,7 +107,7 @@ def build(config: Config, ingredients: Ingredients, *, ranks: Ranks, device: tor
         group=group,
     )
     report_start(config, model=model, mesh=mesh, tokens=tokens, progress=progress, accumulation=accumulation)
-    return Run(config, ranks, device, model, optimizer, batches, accumulation, checkpoints, metrics, progress)
+    return Run(config, ranks, folder, device, model, optimizer, batches, accumulation, checkpoints, metrics, progress)
 
 
 def train(run: Run) -> None:
@@ -117,13 +130,15 @@ def train(run: Run) -> None:
         )
         samples += config.training.global_batch_size
         metrics.end_step(step, result, lr=lr, samples=samples, last=step == steps)
+        metrics.record_saves(checkpoints.watch())
         if checkpoints.is_due(step, last=step == steps):
-            with metrics.not_training():
+            with metrics.not_training(waits_for_device=not checkpoints.is_background):
                 checkpoints.save(Progress(step, samples))
 
 
 def finish(run: Run) -> None:
-    """Close what is open, and say where everything is."""
+    """Wait for the last checkpoint, close what is open, and say where everything is."""
     run.batches.close()
+    run.metrics.record_saves(run.checkpoints.finish())
     run.metrics.close()
-    report_end(run.config, folder=run.checkpoints.folder, resumed_at=run.progress.step)
+    report_end(run.config, folder=run.folder, checkpoints=run.checkpoints.files, resumed_at=run.progress.step)

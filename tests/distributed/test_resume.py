@@ -1,5 +1,6 @@
 """Save on one layout, go on with another: nothing repeated, nothing skipped, nothing lost."""
 
+import json
 import shutil
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from tests.distributed.test_layouts import LAYOUTS, built, degrees, trained, whole
 from tests.helpers import TinyRun, run_ranks
 from titanlite.checkpoint import storage
+from titanlite.checkpoint.files import MANIFEST, Local
 from titanlite.config.schema import Config
 
 
@@ -24,6 +26,14 @@ def optimizer_moments(rank: int, world_size: int, config: Config) -> dict[str, A
         for name, parameter in run.model.named_parameters()
         for key, value in run.optimizer.state[parameter].items()
     }
+
+
+def committed(tiny: TinyRun, name: str = "tiny") -> list[int]:
+    return storage.committed_steps(Local(f"{tiny.folder}/outputs/{name}/checkpoints", "").list())
+
+
+def owner(tiny: TinyRun) -> str:
+    return json.loads((tiny.folder / "outputs" / "tiny" / "run.json").read_text())["id"]
 
 
 @pytest.mark.parametrize(("replicate", "shard"), LAYOUTS)
@@ -94,8 +104,7 @@ def test_finished_run_goes_on_when_steps_are_raised(tiny: TinyRun) -> None:
     assert len(tiny.records()) == 4
     run_ranks(trained, 1, tiny.config("--training.steps=6"))
     assert [record["samples"] for record in tiny.records()] == [8, 16, 24, 32, 40, 48]
-    checkpoints = tiny.folder / "outputs" / "tiny" / "checkpoints"
-    assert storage.committed_steps(checkpoints) == [4, 6]
+    assert committed(tiny) == [4, 6]
 
 
 def test_killed_before_commit_resumes_from_the_one_before(tiny: TinyRun) -> None:
@@ -103,13 +112,15 @@ def test_killed_before_commit_resumes_from_the_one_before(tiny: TinyRun) -> None
     run_ranks(trained, 1, tiny.config("--checkpoint.interval=2"))
     checkpoints = tiny.folder / "outputs" / "tiny" / "checkpoints"
     # As a kill in the middle of the save of step 6 leaves it.
-    (checkpoints / storage.folder_name(6)).rename(storage.staging_path(checkpoints, 6))
-    (storage.staging_path(checkpoints, 6) / storage.MANIFEST).unlink()
-    assert storage.committed_steps(checkpoints) == [2, 4]
+    staging = checkpoints / f".staging-{storage.folder_name(6)}-{owner(tiny)}"
+    (checkpoints / storage.folder_name(6)).rename(staging)
+    (staging / MANIFEST).unlink()
+    assert committed(tiny) == [2, 4]
     run_ranks(trained, 1, tiny.config("--checkpoint.interval=2"))
     assert tiny.losses() == tiny.losses("whole")
     assert [record["step"] for record in tiny.records()] == [1, 2, 3, 4, 5, 6]
-    assert storage.committed_steps(checkpoints) == [2, 4, 6]
+    assert committed(tiny) == [2, 4, 6]
+    assert not staging.exists()
 
 
 def test_dcp_reads_a_checkpoint_by_itself(tiny: TinyRun) -> None:

@@ -1,36 +1,31 @@
-"""When to save, what a checkpoint holds, and how a run goes on from one. Wraps torch.distributed.checkpoint (DCP)."""
+"""When to save, when to wait for a save, what to do when one fails, and what to go on from."""
 
+import json
 import logging
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, TypeVar
+from concurrent.futures import Future
+from concurrent.futures import wait as wait_for
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-)
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 import titanlite
 from titanlite.checkpoint import storage
-from titanlite.checkpoint.storage import Manifest
+from titanlite.checkpoint.blocking import Blocking, StepClock
+from titanlite.checkpoint.files import Files
+from titanlite.checkpoint.loading import Loader
+from titanlite.checkpoint.ranks import on_rank_0
+from titanlite.checkpoint.saving import Saved, Saver
+from titanlite.checkpoint.state import complete_optimizer_state, state_of
+from titanlite.checkpoint.storage import DamagedCheckpoint, FileRecord, Manifest, folder_name
 from titanlite.config.schema import Checkpoint
-from titanlite.errors import UserError
-from titanlite.job import RunFolder
-from titanlite.models.base import unique_parameters
+from titanlite.errors import RunError
 
 logger = logging.getLogger(__name__)
-
-State = dict[str, dict[str, Any]]
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -45,153 +40,185 @@ class CheckpointManager:
     """Saves and loads the parameters and optimizer states of a run, sharded: every rank its own part.
 
     Args:
-        data: fingerprint of the data and its order; a run goes on only where it is the same.
+        files: where the run's checkpoints are.
+        settings: what gives the state its meaning; a run goes on only where they are the same.
+        config_hash: of the whole config, for the record.
     """
 
     def __init__(
         self,
         config: Checkpoint,
         *,
-        folder: RunFolder,
+        files: Files,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         mesh: DeviceMesh,
-        data: str,
+        device: torch.device,
+        settings: dict[str, Any],
+        config_hash: str,
     ) -> None:
         self.config = config
-        self.folder = folder
-        self._checkpoints = folder.checkpoints
+        self.files = files
         self.model = model
         self.optimizer = optimizer
         self.mesh = mesh
-        self.data = data
+        self.settings = json.loads(json.dumps(settings))  # as a manifest gives them back
+        self.config_hash = config_hash
+        group = dist.new_group(backend="gloo")  # a save goes on in a thread: it must not mix with training's messages
+        assert isinstance(group, dist.ProcessGroup)
+        self.is_background = config.async_mode != "disabled"
+        pin = config.async_mode == "async_with_pinned_mem"
+        if pin and device.type == "cpu":
+            logger.info("checkpoint.async_mode: nothing to pin memory for without a GPU; async is used")
+        self._saver = Saver(
+            files, group=group, device=device, background=self.is_background, pin=pin and device.type != "cpu"
+        )
+        self._loader = Loader(config, files, group=group, settings=self.settings)
+        self._group = group
+        self._clock = StepClock(device)
+        self._save: tuple[int, Future[Saved]] | None = None
+        self._ended: list[tuple[int, Saved, Blocking]] = []
+        self._last_save = time.monotonic()
+        self._time_is_up = False
+        optimizer.register_step_pre_hook(lambda *_: self._saver.wait_until_staged())
+
+    def load(self) -> Progress:
+        """Load the newest whole checkpoint of the run, in place. Without one, the run is at its beginning, or where
+        `initial_load_path` lets it begin.
+
+        Raises:
+            UserError: there is none to go on from that fits.
+        """
+        if self.config.enable:
+            on_rank_0(self._group, self.files.sweep)
+            while (manifest := self._loader.find()) is not None:
+                complete_optimizer_state(self.model, self.optimizer)
+                try:
+                    self._loader.load(manifest, state_of(self.model, self.optimizer))
+                except DamagedCheckpoint as damage:
+                    self._loader.leave_aside(manifest, damage)
+                    continue
+                return Progress(manifest.step, manifest.samples)
+        if self.config.initial_load_path is not None:
+            if any(name.startswith("optimizer") for name in self.config.initial_load):
+                complete_optimizer_state(self.model, self.optimizer)
+            self._loader.load_initial(state_of(self.model, self.optimizer))
+        return Progress()
+
+    def watch(self) -> list[dict[str, Any]]:
+        """At the end of every step, on every rank: look after a save in flight. Returns the figures of saves that have
+        ended.
+
+        Raises:
+            RunError: on every rank at the same step, if it failed on any.
+        """
+        self._clock.step()
+        if self._save is None and not self.config.interval_minutes:
+            return self._figures()
+        save = self._save[1] if self._save else None
+        is_going_on = save is not None and not save.done()
+        has_failed = save is not None and save.done() and save.exception() is not None
+        minutes = (time.monotonic() - self._last_save) / 60
+        is_time = 0 < self.config.interval_minutes <= minutes and dist.get_rank() == 0
+        flags = torch.tensor([is_going_on, has_failed, is_time], dtype=torch.int32)
+        dist.all_reduce(flags, op=dist.ReduceOp.MAX)  # on the CPU, and of 12 bytes
+        is_going_on, has_failed, self._time_is_up = map(bool, flags.tolist())
+        if save is not None and (not is_going_on or (has_failed and self.config.on_save_error == "stop")):
+            self._end_save(last=False, timeout=30 if is_going_on else None)
+        return self._figures()
 
     def is_due(self, step: int, *, last: bool) -> bool:
-        return self.config.enable and (last or step % self.config.interval == 0)
+        return self.config.enable and (last or step % self.config.interval == 0 or self._time_is_up)
 
     def save(self, progress: Progress) -> None:
-        """Write and commit a checkpoint.
+        """Begin to save, and return; or, with async_mode = "disabled", save.
 
         Raises:
-            CheckpointException: on every rank, if any rank fails; nothing is committed then.
+            RunError: on every rank, if the save before this one has failed, or this one if it is waited for.
         """
+        if self._save is not None:  # at most one at a time: the host holds one copy of the state
+            self._end_save(last=False)
+        self._clock.begin_save()
+        self._last_save, self._time_is_up = time.monotonic(), False
         started = time.perf_counter()
-        if dist.get_rank() == 0:
-            storage.begin(self._checkpoints, progress.step)
-        dist.barrier()
-        staging = storage.staging_path(self._checkpoints, progress.step)
-        metadata = dcp.save(self._state(), storage_writer=dcp.FileSystemWriter(staging, sync_files=True))
-        if dist.get_rank() == 0:
-            files = storage.file_sizes(staging)
-            written = {entry.relative_path for entry in (metadata.storage_data or {}).values()}
-            if missing := sorted(written - files.keys()):
-                raise OSError(f"{staging} lacks {missing[0]}: all nodes must share job.dump_folder")
-            storage.commit(self._checkpoints, self._manifest(progress, files))
-        dist.barrier()
-        logger.info(f"saved checkpoint of step {progress.step} in {time.perf_counter() - started:.2f} s")
+        names = self.mesh.mesh_dim_names or ()
+        mesh = dict(zip(names, self.mesh.shape, strict=True))
 
-    def load_newest(self) -> Progress:
-        """Load the newest whole checkpoint of the run, in place. Without one, the run is at its beginning.
+        def manifest(files: dict[str, FileRecord]) -> Manifest:
+            return Manifest(
+                step=progress.step,
+                samples=progress.samples,
+                run_id=self.files.owner,
+                settings=self.settings,
+                config_hash=self.config_hash,
+                mesh=mesh,
+                versions={"titanlite": titanlite.__version__, "torch": torch.__version__},
+                saved_at=time.time(),
+                elapsed_seconds=time.perf_counter() - started,
+                load_step=self.config.load_step,
+                files=files,
+            )
 
-        Rank 0 looks and decides for all: a network file system may show others an older list, and at many ranks the
-        same checks on each would be a storm.
+        state = state_of(self.model, self.optimizer)
+        self._save = progress.step, self._saver.start(state, folder_name(progress.step), manifest)
+        if not self.is_background:
+            self._end_save(last=False)
+
+    def finish(self) -> list[dict[str, Any]]:
+        """Wait for the last save. Returns the figures of saves that have ended.
 
         Raises:
-            UserError: it is damaged, of another model, or of other data.
+            RunError: it failed, whatever on_save_error says: nothing else is left to save this state.
         """
-        if not self.config.enable:
-            return Progress()
-        manifest = _told_by_rank_0(self._newest)
-        if manifest is None:
-            return Progress()
-        checkpoint = self._checkpoints / storage.folder_name(manifest.step)
-        state = self._state()  # only now: it gives an optimizer without state one, of a step that it counts
-        _told_by_rank_0(lambda: _check_same_model(state, checkpoint))
-        dcp.load(state, storage_reader=dcp.FileSystemReader(checkpoint))
-        return Progress(manifest.step, manifest.samples)
+        if self._save is not None:
+            self._end_save(last=True)
+        self._saver.close()
+        return self._figures(wait=True)
 
-    def _newest(self) -> Manifest | None:
-        """The manifest of the newest checkpoint."""
-        steps = storage.committed_steps(self._checkpoints)
-        if not steps:
-            return None
-        checkpoint = self._checkpoints / storage.folder_name(steps[-1])
+    def _end_save(self, *, last: bool, timeout: float | None = None) -> None:
+        """Args:
+        timeout: when another rank has failed: in a way, perhaps, that this one's thread never hears of.
+        """
+        assert self._save is not None
+        step, future = self._save
+        wait_for([future], timeout)
+        self._save = None
+        blocking = self._clock.end_save()
+        error = future.exception() if future.done() else RunError("another rank failed")
+        if error is None:
+            self._ended.append((step, future.result(), blocking))
+            if dist.get_rank() == 0:
+                self._saver.later(self._retain)
+            return
+        text = f"the checkpoint of step {step} could not be saved: {error}"
+        if self.config.on_save_error == "stop" or last:
+            raise RunError(text) from error
+        logger.warning(f"{text}. Going on without it (checkpoint.on_save_error = warn)")
+
+    def _retain(self) -> None:
+        """Delete what is no longer wanted. The newest must be whole, or nothing is deleted."""
         try:
-            manifest = storage.read_manifest(checkpoint)
-        except ValueError as error:
-            raise UserError(f"damaged checkpoint: {error}. Remove {checkpoint} to go on from the one before") from None
-        if manifest.data != self.data:
-            raise UserError(
-                f"the data, its order or seq_len is not what {checkpoint} was trained with (fingerprint "
-                f"{manifest.data} there, {self.data} now). Restore it, or give the new run a job.name of its own"
+            listing = self.files.list()
+            steps = storage.committed_steps(listing)
+            newest = folder_name(steps[-1])
+            storage.check_sizes(self.files, newest, storage.read_manifest(self.files, newest), listing[newest])
+            unwanted = storage.to_delete(
+                steps, keep_latest_k=self.config.keep_latest_k, keep_every=self.config.keep_every
             )
-        return manifest
+            for step in unwanted:
+                self.files.delete(folder_name(step))
+        except Exception as error:
+            logger.warning(f"old checkpoints could not be deleted: {error}")
 
-    def _state(self) -> State:
-        """{model: {name: tensor}, optimizer: {state.name.moment: tensor}}, the tensors those in use, so that loading
-        into them is loading. A shared parameter is there once. Learning rates and decay are not state: they come from
-        the config."""
-        options = StateDictOptions(flatten_optimizer_state_dict=True)
-        optimizer = get_optimizer_state_dict(self.model, self.optimizer, options=options)
-        names = [name for name, _ in unique_parameters(self.model)]
-        model = get_model_state_dict(self.model)
-        buffers = [name for name, _ in self.model.named_buffers() if name in model]
-        return {
-            "model": {name: _plain(model[name]) for name in names + buffers},
-            "optimizer": {key: _plain(value) for key, value in optimizer.items() if key.startswith("state.")},
-        }
-
-    def _manifest(self, progress: Progress, files: dict[str, int]) -> Manifest:
-        names = self.mesh.mesh_dim_names or ()
-        return Manifest(
-            step=progress.step,
-            samples=progress.samples,
-            run_id=self.folder.run_id,
-            data=self.data,
-            mesh=dict(zip(names, self.mesh.shape, strict=True)),
-            versions={"titanlite": titanlite.__version__, "torch": torch.__version__},
-            files=files,
-        )
-
-
-def _plain(tensor: Any) -> Any:
-    """The same memory without float8's tensor subclass around a local shard: a checkpoint must load without torchao."""
-    inner = getattr(tensor.to_local(), "_tensor", None) if isinstance(tensor, DTensor) else None
-    if not isinstance(tensor, DTensor) or inner is None:
-        return tensor
-    mesh, placements = tensor.device_mesh, tensor.placements
-    return DTensor.from_local(inner, mesh, placements, run_check=False, shape=tensor.shape, stride=tensor.stride())
-
-
-def _told_by_rank_0(find: Callable[[], T]) -> T:
-    """What rank 0 finds, on every rank; a UserError there is one everywhere."""
-    told: list[Any] = [None]
-    if dist.get_rank() == 0:
-        try:
-            told = [find()]
-        except UserError as error:
-            told = [error]
-    dist.broadcast_object_list(told)
-    if isinstance(told[0], UserError):
-        raise told[0]
-    return told[0]
-
-
-def _check_same_model(state: State, checkpoint: Path) -> None:
-    stored = dcp.FileSystemReader(checkpoint).read_metadata().state_dict_metadata
-    here = {
-        f"{part}.{name}": tuple(tensor.shape) for part, tensors in state.items() for name, tensor in tensors.items()
-    }
-    there = {name: tuple(getattr(entry, "size", ())) for name, entry in stored.items()}
-    different = [name for name in (here | there) if here.get(name) != there.get(name)]
-    if not different:
-        return
-    name = different[0]
-    raise UserError(
-        f"{checkpoint} is of another model: {name} is {_shape(there.get(name))} there and {_shape(here.get(name))} "
-        f"in the config ({len(different)} tensors differ). Restore [model], or give the new run a job.name of its own"
-    )
-
-
-def _shape(shape: tuple[int, ...] | None) -> str:
-    return "missing" if shape is None else str(list(shape))
+    def _figures(self, *, wait: bool = False) -> list[dict[str, Any]]:
+        figures = []
+        while self._ended and (wait or self._ended[0][2].is_known()):
+            step, saved, blocking = self._ended.pop(0)
+            if wait and not blocking.is_known():
+                torch.cuda.synchronize()
+            seconds = blocking.seconds()
+            blocked = "" if seconds is None else f", training was held up for {max(seconds, 0):.2f} s"
+            size = saved.bytes / 2**20
+            logger.info(f"saved checkpoint of step {step}: {size:,.0f} MiB in {saved.total_seconds:.2f} s{blocked}")
+            figures.append({"step": step, "blocking_seconds": seconds, **asdict(saved)})
+        return figures

@@ -1,19 +1,34 @@
-"""The commit protocol. A checkpoint is a folder step-00000100 that holds DCP files and manifest.json.
+"""What a checkpoint is, and which of them count. The commit protocol is in files.py. No torch here.
 
-It is written under a hidden name; the manifest comes last, and then the folder is renamed. So a folder of the right
-name is whole, and everything else is ignored. No torch here.
+A checkpoint is a folder step-00000100 of DCP files, checksums.json and manifest.json. It is whole if its manifest is:
+the manifest comes last, states the size and checksum of every other file, and its own checksum.
 """
 
 import json
-import os
 import re
-import shutil
+import zlib
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
-MANIFEST = "manifest.json"
-FORMAT = 1
+from titanlite.checkpoint.files import MANIFEST, Files
+from titanlite.errors import UserError
+
+CHECKSUMS = "checksums.json"
+METADATA = ".metadata"
+FORMAT = 2
+CHUNK = 1 << 24  # bytes to read at once
+
+
+class DamagedCheckpoint(ValueError):
+    """A file of a checkpoint is not as it was written; the message names it."""
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    size: int
+    """Bytes."""
+    crc32: str
+    """Of the whole file, in hexadecimal."""
 
 
 @dataclass(frozen=True)
@@ -24,84 +39,132 @@ class Manifest:
     samples: int
     """Sequences that the run has consumed: the position in the data."""
     run_id: str
-    data: str
-    """Fingerprint of tokens, sequence length and order: what gives `samples` its meaning."""
+    settings: dict[str, Any]
+    """What gives the state its meaning: the model's shape, the data, sequence length, batch, seed."""
+    config_hash: str
+    """SHA-256 of the resolved config."""
     mesh: dict[str, int]
     versions: dict[str, str]
-    files: dict[str, int]
-    """Size in bytes of each file."""
+    saved_at: float
+    """Seconds since 1970."""
+    elapsed_seconds: float
+    """From the start of the save to the commit."""
+    load_step: int | None
+    """checkpoint.load_step of the process that saved it."""
+    files: dict[str, FileRecord]
     format: int = FORMAT
+
+    @property
+    def size(self) -> int:
+        """Bytes of all files."""
+        return sum(record.size for record in self.files.values())
+
+    def to_json(self) -> bytes:
+        body = json.dumps(asdict(self), indent=1)
+        return f'{body[:-2]},\n "crc32": "{_crc32(body.encode())}"\n}}\n'.encode()
+
+    @staticmethod
+    def from_json(text: bytes) -> "Manifest":
+        """Raises:
+        ValueError: it is not as it was written.
+        UserError: it has another format.
+        """
+        fields: dict[str, Any] = json.loads(text)
+        if not isinstance(fields, dict):
+            raise ValueError("not a manifest")
+        checksum = fields.pop("crc32", None)
+        if checksum is not None and checksum != _crc32(json.dumps(fields, indent=1).encode()):
+            raise ValueError("its own checksum does not fit")
+        if fields.get("format") != FORMAT:
+            raise UserError(f"has format {fields.get('format')}, this version of titanlite reads format {FORMAT}")
+        fields["files"] = {name: FileRecord(**record) for name, record in fields["files"].items()}
+        return Manifest(**fields)
 
 
 def folder_name(step: int) -> str:
     return f"step-{step:08d}"
 
 
-def committed_steps(folder: Path) -> list[int]:
-    """Steps of the whole checkpoints in a folder, oldest first."""
-    names = os.listdir(folder) if folder.is_dir() else []
-    steps = [int(match[1]) for name in names if (match := re.fullmatch(r"step-(\d{8,})", name))]
-    return sorted(step for step in steps if (folder / folder_name(step) / MANIFEST).is_file())
+def step_of(folder: str) -> int | None:
+    match = re.fullmatch(r"step-(\d{8,})", folder)
+    return int(match[1]) if match else None
 
 
-def read_manifest(checkpoint: Path) -> Manifest:
+def committed_steps(listing: dict[str, dict[str, int]]) -> list[int]:
+    """Steps of the checkpoints that count, oldest first."""
+    steps = [step_of(folder) for folder, files in listing.items() if MANIFEST in files]
+    return sorted(step for step in steps if step is not None)
+
+
+def read_manifest(files: Files, folder: str) -> Manifest:
     """Raises:
-    ValueError: the manifest, or a file that it lists, is not as it was written.
+    DamagedCheckpoint: the manifest is not as it was written, or not of this folder.
+    UserError: it has another format.
     """
+    name = f"{folder}/{MANIFEST}"
     try:
-        fields: dict[str, Any] = json.loads((checkpoint / MANIFEST).read_text())
-        manifest = Manifest(**fields)
-    except (OSError, ValueError, TypeError) as error:
-        raise ValueError(f"{checkpoint / MANIFEST}: {error}") from None
-    if manifest.format != FORMAT:
-        raise ValueError(f"{checkpoint} has format {manifest.format}, this version reads {FORMAT}")
-    for name, size in manifest.files.items():
-        path = checkpoint / name
-        if not path.is_file() or path.stat().st_size != size:
-            raise ValueError(f"{path} is missing or does not have the {size} bytes that {MANIFEST} states")
+        manifest = Manifest.from_json(files.read(name))
+    except UserError as error:
+        raise UserError(f"{files.where(name)} {error}") from None
+    except (ValueError, TypeError, KeyError, AttributeError, FileNotFoundError) as error:
+        raise DamagedCheckpoint(f"{files.where(name)}: {error}") from None
+    if manifest.step != step_of(folder):
+        raise DamagedCheckpoint(f"{files.where(name)} is the manifest of step {manifest.step}")
     return manifest
 
 
-def staging_path(folder: Path, step: int) -> Path:
-    """Where the files of a checkpoint are written before it counts."""
-    return folder / f".staging-{folder_name(step)}"
+def check_sizes(files: Files, folder: str, manifest: Manifest, sizes: dict[str, int]) -> None:
+    """Raises:
+    DamagedCheckpoint: a file is missing, or does not have the size that the manifest states.
+    """
+    for name, record in manifest.files.items():
+        if name not in sizes:
+            raise DamagedCheckpoint(f"{files.where(f'{folder}/{name}')} is missing")
+        if sizes[name] != record.size:
+            raise DamagedCheckpoint(
+                f"{files.where(f'{folder}/{name}')} has {sizes[name]} bytes, its manifest states {record.size}"
+            )
 
 
-def begin(folder: Path, step: int) -> Path:
-    """An empty staging folder."""
-    staging = staging_path(folder, step)
-    shutil.rmtree(staging, ignore_errors=True)
-    staging.mkdir(parents=True)
-    return staging
+def read_checked(files: Files, folder: str, name: str, manifest: Manifest) -> bytes:
+    """A small file, whole.
+
+    Raises:
+        DamagedCheckpoint: it is not as it was written.
+    """
+    data = files.read(f"{folder}/{name}")
+    if name not in manifest.files or _crc32(data) != manifest.files[name].crc32:
+        raise DamagedCheckpoint(f"{files.where(f'{folder}/{name}')}: its checksum is not that of the manifest")
+    return data
 
 
-def file_sizes(staging: Path) -> dict[str, int]:
-    return {path.name: path.stat().st_size for path in sorted(staging.iterdir())}
+def verify(files: Files, folder: str, sizes: dict[str, int]) -> Manifest:
+    """Read all of a checkpoint, and check it.
+
+    Raises:
+        DamagedCheckpoint: naming the first file that is not as it was written.
+    """
+    manifest = read_manifest(files, folder)
+    check_sizes(files, folder, manifest, sizes)
+    for name, record in manifest.files.items():
+        crc32 = 0
+        for start in range(0, record.size, CHUNK):
+            crc32 = zlib.crc32(files.read(f"{folder}/{name}", start, min(CHUNK, record.size - start)), crc32)
+        if f"{crc32:08x}" != record.crc32:
+            raise DamagedCheckpoint(f"{files.where(f'{folder}/{name}')}: its checksum is not that of the manifest")
+    return manifest
 
 
-def commit(folder: Path, manifest: Manifest) -> Path:
-    """Make a staged checkpoint count. Its files must be on disk already (synced)."""
-    staging, final = staging_path(folder, manifest.step), folder / folder_name(manifest.step)
-    with open(staging / MANIFEST, "w") as file:
-        json.dump(asdict(manifest), file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
-    _sync_folder(staging)
-    if final.exists():  # damaged, or it would have been resumed from
-        replaced = folder / f".replaced-{folder_name(manifest.step)}"
-        shutil.rmtree(replaced, ignore_errors=True)
-        os.rename(final, replaced)
-        os.rename(staging, final)
-        shutil.rmtree(replaced, ignore_errors=True)
-    else:
-        os.rename(staging, final)
-    _sync_folder(folder)
-    return final
+def to_delete(steps: list[int], *, keep_latest_k: int, keep_every: int) -> list[int]:
+    """Which of the checkpoints that count are no longer wanted. The newest always is.
+
+    Args:
+        keep_latest_k: so many of the newest stay; 0 keeps all.
+        keep_every: steps that are a multiple of it stay, too; 0 for none.
+    """
+    older = sorted(steps)[: -max(keep_latest_k, 1)] if keep_latest_k else []
+    return [step for step in older if not keep_every or step % keep_every]
 
 
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def _crc32(data: bytes) -> str:
+    return f"{zlib.crc32(data):08x}"

@@ -176,8 +176,37 @@ class LRScheduler(Section):
 class Checkpoint(Section):
     enable: bool = True
     """Save checkpoints, and go on from the newest one of the run."""
+    folder: Name | None = None
+    """Where the run's checkpoints are kept: a folder that all nodes share, or a URL (s3://bucket/run, gs://, ...).
+    Default: <dump_folder>/<name>/checkpoints."""
     interval: PositiveInt = 500
     """Steps between saves. The last step is always saved."""
+    interval_minutes: NonNegative = 0.0
+    """Save also when so many minutes have passed since the last save; 0 for never."""
+    async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "async"
+    """Write beside training, from a copy in host memory (pinned, where there is a GPU), or make training wait."""
+    keep_latest_k: Count = 10
+    """How many of the newest checkpoints stay; 0 keeps all."""
+    keep_every: Count = 0
+    """Checkpoints of steps that are a multiple of this stay for ever; 0 for none."""
+    verify: Literal["size", "checksum", "off"] = "checksum"
+    """What is checked before the run goes on from a checkpoint: the size of its files, or what is read of them too. A
+    damaged one is left aside, and the one before it is taken."""
+    load_step: PositiveInt | None = None
+    """Go on from this step instead of the newest; newer checkpoints are left aside."""
+    allow_changes: list[Name] = Field(default_factory=list)
+    """Settings that may differ from those that a checkpoint was trained with, as globs: training.seq_len,
+    model.args.*"""
+    initial_load_path: Name | None = None
+    """A checkpoint, or the folder of checkpoints of a run, to begin from if this run has none of its own yet."""
+    initial_load: list[Name] = Field(default_factory=lambda: ["model"])
+    """What to take from initial_load_path, as globs: model, optimizer, model.layers.*"""
+    allow_missing: list[Name] = Field(default_factory=list)
+    """What initial_load names may be missing there or have another shape, as globs: it keeps its initial values."""
+    allow_unexpected: list[Name] = Field(default_factory=list)
+    """What initial_load names may be there and not in this model, as globs: it is left out."""
+    on_save_error: Literal["stop", "warn"] = "stop"
+    """When a checkpoint cannot be written: end the run, or go on until the next save. The last save always counts."""
 
 
 class Metrics(Section):

@@ -1,0 +1,258 @@
+"""Which checkpoints count: commit protocol, manifest, damage, and what is kept; on disk and in object stores."""
+
+import json
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.object_stores import Flaky
+from titanlite.checkpoint import storage
+from titanlite.checkpoint.files import MANIFEST, Files, Local, Remote, open_files
+from titanlite.checkpoint.storage import DamagedCheckpoint, FileRecord, Manifest, folder_name
+from titanlite.errors import UserError
+
+
+@pytest.fixture(params=["disk", "flaky memory", "s3"])
+def files(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Files]:
+    """A place for checkpoints, of each kind."""
+    if request.param == "disk":
+        yield open_files(str(tmp_path / "run"), owner="me")
+    elif request.param == "flaky memory":
+        Flaky.register()
+        files = open_files("flaky://bucket/run", owner="me")
+        yield files
+        assert Flaky.failures > 0
+        Flaky.store.clear()
+    else:
+        yield open_files(f"{request.getfixturevalue('s3')}/{tmp_path.name}/run", owner="me")
+
+
+def manifest_of(step: int, contents: dict[str, bytes]) -> Manifest:
+    records = {name: FileRecord(len(content), storage._crc32(content)) for name, content in contents.items()}
+    return Manifest(
+        step=step,
+        samples=8 * step,
+        run_id="me",
+        settings={"training.seq_len": 32},
+        config_hash="c",
+        mesh={"replicate": 1, "shard": 1},
+        versions={},
+        saved_at=1.5,
+        elapsed_seconds=0.25,
+        load_step=None,
+        files=records,
+    )
+
+
+def stage(files: Files, step: int, contents: dict[str, bytes]) -> str:
+    staging = files.begin(folder_name(step))
+    for name, content in contents.items():
+
+        def write(name: str = name, content: bytes = content) -> None:
+            with files.create(f"{staging}/{name}") as file:
+                file.write(content)
+
+        files.retrying(write, name)
+    return staging
+
+
+def save(files: Files, step: int, contents: dict[str, bytes] | None = None) -> Manifest:
+    contents = {"__0_0.distcp": b"12345", ".metadata": b"67"} if contents is None else contents
+    stage(files, step, contents)
+    manifest = manifest_of(step, contents)
+    files.publish(folder_name(step), manifest.to_json())
+    return manifest
+
+
+def steps(files: Files) -> list[int]:
+    return storage.committed_steps(files.list())
+
+
+def test_only_what_is_published_counts(files: Files) -> None:
+    assert steps(files) == []
+    for step in (20, 3, 123456789):
+        manifest = save(files, step)
+        assert storage.read_manifest(files, folder_name(step)) == manifest
+    stage(files, 30, {"__0_0.distcp": b"1"})
+    assert steps(files) == [3, 20, 123456789]
+    sizes = files.list()[folder_name(20)]
+    assert sizes["__0_0.distcp"] == 5
+    assert storage.verify(files, folder_name(20), sizes).size == 7
+    assert files.read("step-00000020/__0_0.distcp", 1, 3) == b"234"
+
+
+def test_a_sweep_takes_what_a_killed_process_of_this_run_left_and_nothing_else(files: Files) -> None:
+    save(files, 1)
+    stage(files, 2, {"__0_0.distcp": b"1"})
+    other = open_files(files.url, owner="other")
+    theirs = stage(other, 3, {"__0_0.distcp": b"2"})
+    files.sweep()
+    assert steps(files) == [1]
+    left = files.list()
+    assert {name: size for name, size in left[theirs].items() if name.startswith("__")} == {"__0_0.distcp": 1}
+    assert not [folder for folder in left if "step-00000002" in folder]
+    other.sweep()
+    assert [*files.list()] == ["step-00000001"]
+
+
+def test_saving_a_step_again_replaces_it(files: Files) -> None:
+    save(files, 1)
+    files.withdraw(folder_name(1), "damaged")
+    assert steps(files) == []
+    manifest = save(files, 1, {"__0_0.distcp": b"other"})
+    assert storage.read_manifest(files, folder_name(1)) == manifest
+    assert [name for name in files.list()[folder_name(1)] if not name.startswith(".owner")] == [
+        "__0_0.distcp",
+        MANIFEST,
+    ]
+
+
+def test_a_withdrawn_checkpoint_is_not_swept(files: Files) -> None:
+    save(files, 1)
+    files.withdraw(folder_name(1), "damaged")
+    files.sweep()
+    assert files.list()[folder_name(1)]["__0_0.distcp"] == 5
+
+
+def test_deletion_killed_half_way_leaves_nothing_that_counts(files: Files, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(files, 1)
+    save(files, 2)
+
+    def killed(*args: Any, **kwargs: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        if isinstance(files, Remote):
+            remove = files._remove
+
+            def remove_some(folder: str, names: list[str]) -> None:
+                remove(folder, names[:1])
+                if not names or not names[0].startswith(MANIFEST):
+                    killed()
+
+            patch.setattr(files, "_remove", remove_some)
+        else:
+            patch.setattr("shutil.rmtree", lambda path, **_: killed() if Path(path).exists() else None)
+        with pytest.raises(KeyboardInterrupt):
+            files.delete(folder_name(1))
+    assert steps(files) == [2]
+    files.sweep()
+    assert [*files.list()] == ["step-00000002"]
+
+
+DAMAGE = {
+    "a flipped byte": (
+        lambda text: text[:2] + b"x" + text[3:],
+        "__0_0.distcp: its checksum is not that of the manifest",
+    ),
+    "a truncated file": (lambda text: text[:-1], "__0_0.distcp has 4 bytes, its manifest states 5"),
+    "a missing file": (None, "__0_0.distcp is missing"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_damage_of_a_file_is_named(files: Files, damage: str) -> None:
+    save(files, 1)
+    change, message = DAMAGE[damage]
+    replace(files, "step-00000001/__0_0.distcp", change(b"12345") if change else None)
+    with pytest.raises(DamagedCheckpoint, match=f"{re.escape(files.url)}/step-00000001/{message}"):
+        storage.verify(files, folder_name(1), files.list()[folder_name(1)])
+
+
+def replace(files: Files, name: str, content: bytes | None) -> None:
+    """What no titanlite does: change a file of a checkpoint."""
+    if isinstance(files, Local):
+        path = files.root / name
+        path.unlink() if content is None else path.write_bytes(content)
+    elif isinstance(files, Remote):
+        folder, file = name.split("/")
+        files._remove(folder, [file]) if content is None else files._put(name, content)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda text: text[:-20], "Unterminated string|delimiter"),
+        (lambda text: text.replace(b'"samples": 8', b'"samples": 9'), "its own checksum does not fit"),
+        (lambda text: text.replace(b'"size": 5', b'"size": 6'), "its own checksum does not fit"),
+        (lambda text: b"", "Expecting value"),
+        (lambda text: b"[]", "not a manifest"),
+        (lambda text: manifest_of(2, {}).to_json(), "is the manifest of step 2"),
+    ],
+)
+def test_damage_of_a_manifest_is_named(tmp_path: Path, change: Any, message: str) -> None:
+    files = open_files(str(tmp_path), owner="me")
+    save(files, 1)
+    path = tmp_path / "step-00000001" / MANIFEST
+    path.write_bytes(change(path.read_bytes()))
+    with pytest.raises(DamagedCheckpoint, match=f"step-00000001/{MANIFEST}.*({message})"):
+        storage.read_manifest(files, folder_name(1))
+
+
+def test_another_format_is_named(tmp_path: Path) -> None:
+    files = open_files(str(tmp_path), owner="me")
+    save(files, 1)
+    path = tmp_path / "step-00000001" / MANIFEST
+    path.write_text(json.dumps({"step": 1, "format": 1}))  # as titanlite wrote it before there were checksums
+    with pytest.raises(UserError, match=r"manifest\.json has format 1, this version of titanlite reads format 2"):
+        storage.read_manifest(files, folder_name(1))
+
+
+def test_files_are_synced_before_a_checkpoint_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files, order = open_files(str(tmp_path / "run"), owner="me"), []
+    sync, rename = os.fsync, os.rename
+
+    def record_sync(descriptor: int) -> None:
+        order.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")).name)
+        sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", record_sync)
+    monkeypatch.setattr(os, "rename", lambda a, b: (order.append("rename"), rename(a, b)))
+    save(files, 1)
+    staging = ".staging-step-00000001-me"
+    assert order == ["__0_0.distcp", ".metadata", MANIFEST, staging, "rename", "run"]
+
+
+def test_one_listing_call_of_an_object_store() -> None:
+    Flaky.register()
+    files = open_files("flaky://bucket/listed", owner="me")
+    for step in (1, 2, 3):
+        save(files, step)
+    Flaky.chance, Flaky.calls["find"] = 0.0, 0
+    try:
+        assert steps(files) == [1, 2, 3]
+    finally:
+        Flaky.chance = Flaky.CHANCE
+        Flaky.store.clear()
+    assert Flaky.calls["find"] == 1
+    assert Flaky.calls["ls"] <= 1
+
+
+def test_an_object_store_that_stays_away_is_named_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    Flaky.register()
+    files = open_files("flaky://bucket/run", owner="me")
+    monkeypatch.setattr(Remote, "PATIENCE", 0.3)
+    monkeypatch.setattr(Flaky, "chance", 1.0)
+    with pytest.raises(OSError, match=r"flaky://bucket/run/: .*injected into find.* for 0 s"):
+        files.begin(folder_name(1))
+
+
+@pytest.mark.parametrize(
+    ("keep_latest_k", "keep_every", "deleted"),
+    [
+        (0, 0, []),
+        (1, 0, [10, 20, 30, 40]),
+        (2, 0, [10, 20, 30]),
+        (9, 0, []),
+        (1, 20, [10, 30]),
+        (2, 30, [10, 20]),
+    ],
+)
+def test_retention(keep_latest_k: int, keep_every: int, deleted: list[int]) -> None:
+    steps = [50, 10, 30, 20, 40]
+    assert storage.to_delete(steps, keep_latest_k=keep_latest_k, keep_every=keep_every) == deleted
+    assert storage.to_delete([], keep_latest_k=keep_latest_k, keep_every=keep_every) == []

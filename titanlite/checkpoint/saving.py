@@ -1,0 +1,251 @@
+"""Writes checkpoints beside training: copy the state to host memory, then write the copy in a thread of low priority.
+
+Parameters and moments change only when the optimizer makes a step, so the copy is made during the next forward and
+backward; the next optimizer step waits for it, should it not be there yet. On busy CPUs a writing thread like any other
+gains nothing over waiting: what it computes, training does not. This one gets only the time that training leaves over
+(SCHED_IDLE), and it writes as little as it can: each rank its own part of the state, with one checksum, not two.
+"""
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future as TorchFuture
+
+from titanlite.checkpoint import storage
+from titanlite.checkpoint.files import Files
+from titanlite.checkpoint.ranks import cause, on_all, on_rank_0
+from titanlite.checkpoint.shards import ShardWriter, Written, checksums_json
+from titanlite.checkpoint.state import State, flat, local
+from titanlite.checkpoint.storage import FileRecord, Manifest
+
+
+@dataclass(frozen=True)
+class Saved:
+    """Of a checkpoint that is committed: seconds of its parts, the most of any rank, and its size."""
+
+    staging_seconds: float
+    planning_seconds: float
+    writing_seconds: float
+    total_seconds: float
+    bytes: int
+
+
+class Saver:
+    """Writes one state after another, each rank its part.
+
+    Args:
+        group: gloo, and nobody else's: it is used in another thread than training.
+        device: of the state.
+        background: write in a thread. Otherwise `start` returns when all is done.
+        pin: stage to pinned memory, from which a GPU copies faster and without waiting.
+    """
+
+    def __init__(
+        self, files: Files, *, group: dist.ProcessGroup, device: torch.device, background: bool, pin: bool
+    ) -> None:
+        self.files = files
+        self.group = group
+        self.device = device
+        self.planner = _CachingPlanner(f"titanlite-{id(self)}")
+        self.staging = _Staging(device, pin=pin) if background else None
+        self._thread = ThreadPoolExecutor(1, "checkpoint", initializer=self._start_thread)
+
+    def start(self, state: State, folder: str, manifest: Callable[[dict[str, FileRecord]], Manifest]) -> Future[Saved]:
+        """Save a state.
+
+        Args:
+            manifest: of the files with these sizes and checksums; called on rank 0.
+
+        The result raises RunError, the same on every rank, if any rank fails; nothing is committed then.
+        """
+        if self.staging is None:
+            done: Future[Saved] = Future()
+            try:
+                done.set_result(self._save(state, folder, manifest))
+            except Exception as error:
+                done.set_exception(error)
+            return done
+        self.staging.expect()
+        return self._thread.submit(self._save, state, folder, manifest)
+
+    def later(self, act: Callable[[], None]) -> None:
+        """Do something after what is being written."""
+        self._thread.submit(act)
+
+    def wait_until_staged(self) -> None:
+        """The state may change after this."""
+        if self.staging is not None:
+            self.staging.wait()
+
+    def close(self) -> None:
+        self._thread.shutdown(wait=True)
+        self.planner.forget()
+
+    def _start_thread(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+        if hasattr(os, "SCHED_IDLE"):
+            with contextlib.suppress(OSError):
+                os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))  # of this thread alone
+
+    def _save(self, state: State, folder: str, manifest: Callable[[dict[str, FileRecord]], Manifest]) -> Saved:
+        started = time.perf_counter()
+        tensors = flat(state)
+        if self.staging is not None:
+            tensors = on_all_mine(self.group, lambda: self._stage(tensors))
+        staged = time.perf_counter()
+        staging_folder = on_rank_0(self.group, lambda: self.files.begin(folder))
+        writer = _TimedWriter(
+            self.files,
+            staging_folder,
+            rank=dist.get_rank(self.group),
+            read=lambda item: local(tensors[item.index.fqn]).cpu(),
+        )
+        planning = time.perf_counter()
+        try:
+            dcp.save(state, storage_writer=writer, planner=self.planner, process_group=self.group)
+        except CheckpointException as error:
+            raise cause(error) from None
+        times = staged - started, writer.began - planning, writer.ended - writer.began
+        return on_all(
+            self.group,
+            lambda: (times, writer.written),
+            lambda of_ranks: self._commit(writer, folder, of_ranks, manifest, started),
+        )
+
+    def _stage(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        assert self.staging is not None
+        mine = self.planner.mine
+        return self.staging.copy({name: tensor for name, tensor in tensors.items() if mine is None or name in mine})
+
+    def _commit(
+        self,
+        writer: ShardWriter,
+        folder: str,
+        of_ranks: list[tuple[tuple[float, float, float], dict[str, Written]]],
+        manifest: Callable[[dict[str, FileRecord]], Manifest],
+        started: float,
+    ) -> Saved:
+        """On rank 0: everything is written and synced; now make it count."""
+        written = {name: file for _, files in of_ranks for name, file in files.items()}
+        writer.write_file(storage.CHECKSUMS, checksums_json(written))
+        written |= writer.written
+        there = self.files.list().get(writer.folder, {})
+        for name, file in written.items():
+            if there.get(name) != file.size:
+                where = self.files.where(f"{writer.folder}/{name}")
+                what = "is missing" if name not in there else f"has {there[name]} bytes instead of {file.size}"
+                raise OSError(f"{where} {what}. All nodes must share the folder of checkpoints")
+        staging, planning, writing = (max(column) for column in zip(*(times for times, _ in of_ranks), strict=True))
+        record = manifest({name: file.record() for name, file in sorted(written.items())})
+        self.files.publish(folder, record.to_json())
+        return Saved(staging, planning, writing, time.perf_counter() - started, record.size)
+
+
+def on_all_mine(group: dist.ProcessGroup, act: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Do it on every rank; raises on every rank if it fails on any."""
+    mine: list[dict[str, Tensor]] = []
+    on_all(group, lambda: mine.append(act()))
+    return mine[0]
+
+
+class _Staging:
+    """A copy of the state in host memory. The memory is kept for the next copy: it is taken once, and does not grow."""
+
+    def __init__(self, device: torch.device, *, pin: bool) -> None:
+        self.pin = pin
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._buffers: dict[str, Tensor] = {}
+        self._copied = threading.Event()
+        self._copied.set()
+        self._on_device: torch.Event | None = None
+
+    def expect(self) -> None:
+        """A copy of the state as it is now is to come; on a GPU, as it is when the work queued so far is done."""
+        self._copied.clear()
+        if self.stream is not None:
+            self.stream.wait_stream(torch.cuda.current_stream())
+
+    def copy(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        try:
+            self._buffers = {name: self._buffer(name, local(tensor)) for name, tensor in tensors.items()}
+            with torch.cuda.stream(self.stream) if self.stream else contextlib.nullcontext():
+                for name, tensor in tensors.items():
+                    _copy(self._buffers[name], local(tensor))
+            if self.stream is not None:
+                self._on_device = self.stream.record_event()
+        finally:
+            self._copied.set()
+        if self.stream is not None:
+            self.stream.synchronize()
+        return self._buffers
+
+    def wait(self) -> None:
+        if not self._copied.is_set():
+            self._copied.wait()
+        if self._on_device is not None:  # the copies are queued: let the next change of the state queue behind them
+            torch.cuda.current_stream().wait_event(self._on_device)
+            self._on_device = None
+
+    def _buffer(self, name: str, tensor: Tensor) -> Tensor:
+        buffer = self._buffers.get(name)
+        if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
+            buffer = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=self.pin)
+        return buffer
+
+
+def _copy(target: Tensor, source: Tensor) -> None:
+    if source.device.type != "cpu" or not source.is_contiguous():
+        target.copy_(source, non_blocking=True)
+    elif source.numel():  # by NumPy, in this thread: PyTorch would start more threads, with training's priority
+        np.copyto(target.view(-1).view(torch.uint8).numpy(), source.reshape(-1).view(torch.uint8).numpy())
+
+
+class _CachingPlanner(DefaultSavePlanner):
+    """DCP's planner with its cache on: names, shapes and places are the same at each save, so plans are made and sent
+    around once. The cache is a class's, found by this key."""
+
+    def __init__(self, key: str) -> None:
+        super().__init__(enable_plan_caching=True)
+        self._cached_plans_key = key
+        self.mine: set[str] | None = None
+        """Names that this rank writes, once they are planned."""
+
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        plan = super().finish_plan(new_plan)
+        self.mine = {item.index.fqn for item in plan.items}
+        return plan
+
+    def forget(self) -> None:
+        for cache in (
+            SavePlanner._cached_save_plan,
+            SavePlanner._cached_final_save_plan,
+            SavePlanner._cached_all_plans,
+            SavePlanner._cached_global_plan,
+            SavePlanner._cached_metadata,
+        ):
+            cache.pop(self._cached_plans_key, None)
+
+
+class _TimedWriter(ShardWriter):
+    began = ended = 0.0
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> TorchFuture[list[WriteResult]]:
+        self.began = time.perf_counter()
+        results = super().write_data(plan, planner)
+        self.ended = time.perf_counter()
+        return results

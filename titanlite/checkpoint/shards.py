@@ -1,0 +1,297 @@
+"""How DCP writes and reads the shards of a checkpoint: one file a rank, with checksums, and never running code from it.
+
+DCP plans what each rank writes and reads. Here are its two ends, a StorageWriter and a StorageReader. What they write,
+plain DCP reads: tensors by torch.save one after another in a file, and .metadata, a pickle that says which is where.
+
+Beside a checksum of each whole file there are those of its beginning up to the end of each tensor. A CRC-32 can be
+carried on from any of them, so that a tensor is checked by reading that tensor alone, in the same pass that loads it.
+"""
+
+import io
+import json
+import pathlib
+import pickle
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, BinaryIO, cast
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint import filesystem, metadata
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import (
+    LoadItemType,
+    LoadPlan,
+    LoadPlanner,
+    ReadItem,
+    SavePlan,
+    SavePlanner,
+    WriteItem,
+)
+from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
+from torch.futures import Future
+from torch.utils.serialization import config as serialization
+
+from titanlite.checkpoint import storage
+from titanlite.checkpoint.files import Files
+from titanlite.checkpoint.storage import DamagedCheckpoint, FileRecord, Manifest
+from titanlite.errors import UserError
+
+BUFFER = 1 << 20
+
+
+class UnsafeCheckpoint(UserError):
+    """A checkpoint holds more than tensors: loading it could run code. Nothing of it was run."""
+
+
+@dataclass
+class Written:
+    """A file that a rank has written."""
+
+    size: int = 0
+    crc32: int = 0
+    ends: list[tuple[int, int]] = field(default_factory=list)
+    """Of each tensor: (offset of its end, checksum of the file up to there)."""
+
+    def record(self) -> FileRecord:
+        return FileRecord(self.size, f"{self.crc32:08x}")
+
+
+class _ChecksumStream(io.RawIOBase):
+    """Passes on what is written to it, and counts and sums it."""
+
+    def __init__(self, target: BinaryIO) -> None:
+        self.target = target
+        self.written = Written()
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        view = memoryview(data)
+        done = 0
+        while done < len(view):  # a write to disk may take less than it is given
+            done += self.target.write(view[done:])
+        self.written.crc32 = zlib.crc32(view, self.written.crc32)
+        self.written.size += len(view)
+        return len(view)
+
+
+class ShardWriter(StorageWriter):
+    """Writes this rank's part of a state.
+
+    Args:
+        folder: in which the files are staged.
+        rank: in the group that saves.
+        read: the tensor, on the CPU, that a planned item stands for.
+    """
+
+    def __init__(self, files: Files, folder: str, *, rank: int, read: Callable[[WriteItem], Tensor]) -> None:
+        self.files = files
+        self.folder = folder
+        self.read = read
+        self.name = f"__{rank}_0.distcp"
+        self.written: dict[str, Written] = {}
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        results: Future[list[WriteResult]] = Future()
+        name = f"{self.folder}/{self.name}"
+        # Tried again, a file is written anew from its first byte: the state is still there.
+        results.set_result(self.files.retrying(lambda: self._write(plan.items), name) if plan.items else [])
+        return results
+
+    def _write(self, items: list[WriteItem]) -> list[WriteResult]:
+        results = []
+        with self.files.create(f"{self.folder}/{self.name}") as file:
+            raw = _ChecksumStream(file)
+            stream = io.BufferedWriter(cast(io.RawIOBase, raw), BUFFER)
+            written = raw.written
+            for item in items:
+                start = written.size
+                tensor = self.read(item)
+                if tensor.untyped_storage().nbytes() != tensor.nbytes:
+                    tensor = tensor.clone()  # torch.save would write all of the memory that it is a part of
+                with serialization.patch("save.compute_crc32", False):  # pyright: ignore  # ours are enough
+                    torch.save(tensor, stream)
+                stream.flush()
+                written.ends.append((written.size, written.crc32))
+                length = written.size - start
+                where = filesystem._StorageInfo(self.name, start, length)
+                results.append(WriteResult(index=item.index, size_in_bytes=length, storage_data=where))
+        self.written[self.name] = written
+        return results
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        metadata.storage_data = {result.index: result.storage_data for of_rank in results for result in of_rank}
+        metadata.storage_meta = StorageMeta()
+        self.write_file(storage.METADATA, pickle.dumps(metadata))
+
+    def write_file(self, name: str, data: bytes) -> None:
+        """A small file, durable on return."""
+
+        def write() -> None:
+            with self.files.create(f"{self.folder}/{name}") as file:
+                file.write(data)
+
+        self.files.retrying(write, f"{self.folder}/{name}")
+        self.written[name] = Written(len(data), zlib.crc32(data))
+
+    def reset(self, checkpoint_id: Any = None) -> None: ...
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None: ...
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        return plans
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
+        return True
+
+
+class ShardReader(StorageReader):
+    """Reads what this rank needs of a checkpoint, and checks it in the same pass.
+
+    Raises (from the constructor, and while loading):
+        DamagedCheckpoint: a file is not as it was written.
+        UnsafeCheckpoint: it holds something else than tensors.
+    """
+
+    def __init__(self, files: Files, folder: str, manifest: Manifest, *, checksums: bool) -> None:
+        self.files = files
+        self.folder = folder
+        self.manifest = manifest
+        self.metadata = self._read_metadata()
+        self.ends: dict[str, dict[int, int]] | None = None
+        if checksums:
+            listed = json.loads(self._read_small(storage.CHECKSUMS))
+            self.ends = {
+                name: {0: 0, **{offset: int(crc, 16) for offset, crc in ends}} for name, ends in listed.items()
+            }
+
+    def _read_metadata(self) -> Metadata:
+        data = self._read_small(storage.METADATA)
+        where = self.files.where(f"{self.folder}/{storage.METADATA}")
+        try:
+            found = _MetadataUnpickler(io.BytesIO(data)).load()
+        except _Forbidden as error:
+            message = f"{where} names {error}, which is no part of a checkpoint: refused, nothing was run"
+            raise UnsafeCheckpoint(message) from None
+        except Exception as error:  # a pickle of anything can fail in any way
+            raise UnsafeCheckpoint(f"{where} is not the metadata of a checkpoint: refused ({error!r})") from None
+        if not isinstance(found, Metadata):
+            raise UnsafeCheckpoint(f"{where} is not the metadata of a checkpoint: refused")
+        for index, info in (found.storage_data or {}).items():
+            entry = found.state_dict_metadata.get(index.fqn)
+            if not isinstance(entry, TensorStorageMetadata) or info.transform_descriptors:
+                raise UnsafeCheckpoint(f"{where}: {index.fqn} is not a tensor: refused, nothing was run")
+            if info.relative_path not in self.manifest.files:
+                raise UnsafeCheckpoint(
+                    f"{where} names {info.relative_path}, a file that the manifest does not: refused"
+                )
+        return found
+
+    def _read_small(self, name: str) -> bytes:
+        return storage.read_checked(self.files, self.folder, name, self.manifest)
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        return self.metadata
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        info = {id(item): self.metadata.storage_data[item.storage_index] for item in plan.items}
+        for item in sorted(plan.items, key=lambda item: (info[id(item)].relative_path, info[id(item)].offset)):
+            assert item.type == LoadItemType.TENSOR
+            stored = self._read_tensor(item, info[id(item)])
+            for dim, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
+                stored = stored.narrow(dim, start, length)
+            target = planner.resolve_tensor(item).detach()
+            target.copy_(stored)
+            planner.commit_tensor(item, target)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def _read_tensor(self, item: ReadItem, info: Any) -> Tensor:
+        name = f"{self.folder}/{info.relative_path}"
+        where = f"{self.files.where(name)} ({item.storage_index.fqn})"
+        try:
+            data = self.files.read(name, info.offset, info.length)
+        except FileNotFoundError:
+            raise DamagedCheckpoint(f"{where} is missing") from None
+        if self.ends is not None:
+            ends = self.ends.get(info.relative_path, {})
+            before, after = ends.get(info.offset), ends.get(info.offset + info.length)
+            if before is None or zlib.crc32(data, before) != after:
+                raise DamagedCheckpoint(f"{where}: its checksum does not fit")
+        try:
+            tensor = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+        except Exception as error:
+            if self.ends is not None or "Unsupported" in str(error):
+                message = f"{where} is not a tensor: refused, nothing was run ({_first_line(error)})"
+                raise UnsafeCheckpoint(message) from None
+            raise DamagedCheckpoint(f"{where}: {_first_line(error)}") from None
+        if not isinstance(tensor, Tensor):
+            raise UnsafeCheckpoint(f"{where} is not a tensor: refused")
+        return tensor
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None: ...
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        return plans
+
+    def reset(self, checkpoint_id: Any = None) -> None: ...
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
+        return True
+
+
+class _Forbidden(pickle.UnpicklingError):
+    pass
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    """Knows the names that DCP's metadata consists of, and no other: an unpickler calls what a pickle names."""
+
+    PLAIN = (
+        metadata.Metadata,
+        metadata.MetadataIndex,
+        metadata.StorageMeta,
+        metadata.TensorStorageMetadata,
+        metadata.BytesStorageMetadata,
+        metadata.ChunkStorageMetadata,
+        metadata.TensorProperties,
+        metadata._MEM_FORMAT_ENCODING,
+        filesystem._StorageInfo,
+    )
+
+    def find_class(self, module_name: str, global_name: str) -> Any:
+        for known in self.PLAIN:
+            if (module_name, global_name) == (known.__module__, known.__name__):
+                return known
+        match module_name, global_name:
+            case "torch", "Size":
+                return torch.Size
+            case "torch", _ if isinstance(found := vars(torch).get(global_name), torch.dtype):
+                return found
+            case "torch.serialization", "_get_layout":
+                return lambda name: {str(layout): layout for layout in (torch.strided, torch.sparse_coo)}[name]
+            case "pathlib" | "pathlib._local", "PosixPath" | "WindowsPath" | "PurePosixPath" | "PureWindowsPath":
+                return pathlib.PurePosixPath
+        raise _Forbidden(f"{module_name}.{global_name}")
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+
+
+def checksums_json(written: dict[str, Written]) -> bytes:
+    return json.dumps(
+        {name: [[offset, f"{crc:08x}"] for offset, crc in file.ends] for name, file in written.items() if file.ends}
+    ).encode()

@@ -1,0 +1,129 @@
+"""What a checkpoint holds of a model and its optimizer, by name; and how that is compared with what is wanted."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch.distributed.tensor import DTensor
+
+from titanlite.errors import UserError
+from titanlite.models.base import unique_parameters
+
+State = dict[str, dict[str, Tensor]]
+
+
+def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> State:
+    """{model: {name: tensor}, optimizer: {state.name.moment: tensor}}: the tensors in use, so that loading into them is
+    loading. A shared parameter is there once. Learning rates and decay are not state: they come from the config."""
+    parameters = dict(unique_parameters(model))
+    persistent = model.state_dict().keys()
+    buffers = {name: buffer for name, buffer in model.named_buffers() if name in persistent}
+    moments = {
+        f"state.{name}.{key}": value
+        for name, parameter in parameters.items()
+        for key, value in optimizer.state.get(parameter, {}).items()
+        if value is not None
+    }
+    for name, value in moments.items():
+        assert isinstance(value, Tensor), f"{type(optimizer).__name__} keeps {name} as {type(value)}, not as a tensor"
+    return {
+        "model": {name: _plain(tensor) for name, tensor in (parameters | buffers).items()},
+        "optimizer": {name: _plain(tensor) for name, tensor in moments.items()},
+    }
+
+
+def complete_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Give an optimizer that has not made a step the state that it has after one, to load into. PyTorch makes a step of
+    no effect for it, which Adam counts: only for an optimizer that is then loaded."""
+    if not optimizer.state:
+        get_optimizer_state_dict(model, optimizer)
+
+
+def flat(state: State) -> dict[str, Tensor]:
+    return {f"{part}.{name}": tensor for part, tensors in state.items() for name, tensor in tensors.items()}
+
+
+def selected(name: str, patterns: Iterable[str]) -> bool:
+    """Whether a name is matched by a glob, or is below one: `model` selects model.head.weight."""
+    return any(fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}.*") for pattern in patterns)
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part of a tensor, sharded or not."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Names that are not the same here and in a checkpoint."""
+
+    missing: dict[str, str]
+    """Wanted, and not there in this shape."""
+    unexpected: dict[str, str]
+    """There, and not wanted."""
+
+    def without(self, *, missing: Iterable[str] = (), unexpected: Iterable[str] = ()) -> "Difference":
+        return Difference(
+            {name: text for name, text in self.missing.items() if not selected(name, missing)},
+            {name: text for name, text in self.unexpected.items() if not selected(name, unexpected)},
+        )
+
+    def __str__(self) -> str:
+        lines = [f"  missing     {text}" for text in self.missing.values()]
+        lines += [f"  unexpected  {text}" for text in self.unexpected.values()]
+        shown = lines[:20] + ([f"  and {len(lines) - 20} more"] if len(lines) > 20 else [])
+        return "\n".join(shown)
+
+    def __bool__(self) -> bool:
+        return bool(self.missing or self.unexpected)
+
+
+def difference(wanted: dict[str, Tensor], there: Metadata, patterns: Iterable[str]) -> Difference:
+    """Compare names and shapes.
+
+    Args:
+        patterns: the names of the checkpoint to look at.
+    """
+    stored = {
+        name: tuple(entry.size)
+        for name, entry in there.state_dict_metadata.items()
+        if isinstance(entry, TensorStorageMetadata) and selected(name, patterns)
+    }
+    missing = {
+        name: f"{name} {[*tensor.shape]}" + (f", stored as {[*stored[name]]}" if name in stored else "")
+        for name, tensor in wanted.items()
+        if stored.get(name) != tuple(tensor.shape)
+    }
+    unexpected = {name: f"{name} {[*shape]}" for name, shape in stored.items() if name not in wanted}
+    return Difference(missing, unexpected)
+
+
+def check_settings(now: dict[str, Any], then: dict[str, Any], allowed: Iterable[str], where: str) -> None:
+    """Refuse to go on where that would mean something else.
+
+    Raises:
+        UserError: listing every setting that changed and is not allowed to.
+    """
+    changed = [key for key in sorted(now | then) if now.get(key) != then.get(key) and not selected(key, allowed)]
+    if changed:
+        lines = "\n".join(f"  {key} was {then.get(key)}, is {now.get(key)}" for key in changed)
+        keys = ", ".join(f'"{key}"' for key in changed)
+        raise UserError(
+            f"{where} was trained with other settings; going on with these would mean something else:\n{lines}\n"
+            f"Restore them, or give the new run another job.name, or accept: checkpoint.allow_changes = [{keys}]"
+        )
+
+
+def _plain(tensor: Any) -> Any:
+    """The same memory without float8's tensor subclass around a local shard: a checkpoint must load without torchao."""
+    tensor = tensor.detach() if isinstance(tensor, Tensor) else tensor
+    inner = getattr(tensor.to_local(), "_tensor", None) if isinstance(tensor, DTensor) else None
+    if inner is None:
+        return tensor
+    mesh, placements = tensor.device_mesh, tensor.placements
+    return DTensor.from_local(inner, mesh, placements, run_check=False, shape=tensor.shape, stride=tensor.stride())
