@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,6 +22,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future as TorchFuture
@@ -217,13 +219,27 @@ def _copy(target: Tensor, source: Tensor) -> None:
 
 class _CachingPlanner(DefaultSavePlanner):
     """DCP's planner with its cache on: names, shapes and places are the same at each save, so plans are made and sent
-    around once. The cache is a class's, found by this key."""
+    around once. The cache is a class's, found by this key. DCP still makes a plan to compare; this compares shapes."""
 
     def __init__(self, key: str) -> None:
         super().__init__(enable_plan_caching=True)
         self._cached_plans_key = key
+        self._shapes: dict[str, tuple[Any, ...]] = {}
+        self._is_unchanged = False
         self.mine: set[str] | None = None
         """Names that this rank writes, once they are planned."""
+
+    def set_up_planner(
+        self, state_dict: Any, storage_meta: StorageMeta | None = None, is_coordinator: bool = False
+    ) -> None:
+        shapes = {name: (tensor.shape, local(tensor).shape, tensor.dtype) for name, tensor in flat(state_dict).items()}
+        self._is_unchanged = shapes == self._shapes and self._cached_plans_key in SavePlanner._cached_save_plan
+        self._shapes = shapes
+        if not self._is_unchanged:
+            super().set_up_planner(state_dict, storage_meta, is_coordinator)
+
+    def create_local_plan(self) -> SavePlan:
+        return SavePlan([], usable=False) if self._is_unchanged else super().create_local_plan()
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
         plan = super().finish_plan(new_plan)

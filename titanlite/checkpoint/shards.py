@@ -103,7 +103,8 @@ class ShardWriter(StorageWriter):
 
     def _write(self, items: list[WriteItem]) -> list[WriteResult]:
         results = []
-        with self.files.create(f"{self.folder}/{self.name}") as file:
+        no_other_checksums = serialization.patch("save.compute_crc32", False)  # pyright: ignore
+        with no_other_checksums, self.files.create(f"{self.folder}/{self.name}") as file:
             raw = _ChecksumStream(file)
             stream = io.BufferedWriter(cast(io.RawIOBase, raw), BUFFER)
             written = raw.written
@@ -112,8 +113,7 @@ class ShardWriter(StorageWriter):
                 tensor = self.read(item)
                 if tensor.untyped_storage().nbytes() != tensor.nbytes:
                     tensor = tensor.clone()  # torch.save would write all of the memory that it is a part of
-                with serialization.patch("save.compute_crc32", False):  # pyright: ignore  # ours are enough
-                    torch.save(tensor, stream)
+                torch.save(tensor, stream)
                 stream.flush()
                 written.ends.append((written.size, written.crc32))
                 length = written.size - start

@@ -1,0 +1,192 @@
+"""What a checkpoint costs training: saving asynchronously against waiting for it, and what the rest of a save takes.
+
+    python benchmarks/bench_checkpoint.py [--size 66MB | 1GB] [--processes 2] [--saves 10] [--memory]
+
+One training run; before each save some steps without any, then, in turn, a save by each contender: synchronous (sync),
+titanlite's default (async), and PyTorch's own dcp.async_save in a thread (plain). What counts is the time from the
+beginning of the save to the end of the step in which it ends, less as many usual steps. Prints medians; --memory saves
+20 times by the default alone and prints the host memory after saves 3 and 20.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from concurrent.futures import Future
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+
+from titanlite.checkpoint.blocking import StepClock
+from titanlite.checkpoint.files import open_files
+from titanlite.checkpoint.manager import CheckpointManager, Progress
+from titanlite.checkpoint.state import flat, local, state_of
+from titanlite.config.load import load
+from titanlite.job import pick_device, process_group, read_ranks
+from titanlite.preflight import preflight
+from titanlite.step import train_step
+from titanlite.train import Run, build
+
+ROOT = Path(__file__).parents[1]
+SIZES = {
+    "66MB": ["--model.args.n_layers=7", "--model.args.dim=240", "--model.args.n_heads=6", "--model.args.n_kv_heads=2",
+             "--model.args.hidden_dim=800", "--training.seq_len=128", "--training.global_batch_size=16"],
+    "1GB": ["--model.args.n_layers=12", "--model.args.dim=768", "--model.args.n_heads=12", "--model.args.n_kv_heads=4",
+            "--model.args.hidden_dim=2816", "--training.seq_len=128", "--training.global_batch_size=4"],
+}  # fmt: skip
+QUIET_STEPS = {"66MB": 6, "1GB": 3}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", choices=SIZES, default="66MB")
+    parser.add_argument("--processes", type=int, default=1)
+    parser.add_argument("--saves", type=int, default=10)
+    parser.add_argument("--memory", action="store_true")
+    parser.add_argument("--folder", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.folder:
+        measure(arguments)
+        return
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(arguments.processes)]
+    threads = max(1, len(os.sched_getaffinity(0)) // arguments.processes)
+    with tempfile.TemporaryDirectory(dir=os.environ.get("BENCH_FOLDER")) as folder:
+        subprocess.run(
+            [sys.executable, *(launcher if arguments.processes > 1 else []), __file__, *sys.argv[1:],
+             "--folder", folder],
+            env=os.environ | {"OMP_NUM_THREADS": str(threads)}, check=True,
+        )  # fmt: skip
+
+
+def measure(arguments: argparse.Namespace) -> None:
+    ranks = read_ranks(os.environ)
+    options = [*SIZES[arguments.size], f"--job.dump_folder={arguments.folder}", "--training.steps=100000"]
+    config = load(ROOT / "train_configs" / "debug.toml", options, world_size=ranks.world_size)
+    device = pick_device(ranks)
+    with process_group(ranks, device):
+        run = build(config, preflight(config, ranks, device), ranks=ranks, device=device)
+        contest = Contest(run, quiet=QUIET_STEPS[arguments.size])
+        contest.memory() if arguments.memory else contest.hold(arguments.saves)
+    os._exit(0)
+
+
+class Contest:
+    def __init__(self, run: Run, *, quiet: int) -> None:
+        self.run = run
+        self.quiet = quiet
+        self.step_number = 0
+        self.clock = StepClock(run.device)
+        self.group = dist.new_group(backend="gloo")
+        self.folder = Path(run.folder.path)
+
+    def step(self) -> None:
+        batches = list(islice(self.run.batches, self.run.accumulation))
+        train_step(
+            self.run.model, batches, optimizer=self.run.optimizer, group=self.run.metrics.group, max_norm=1.0
+        )
+        self.step_number += 1
+        self.clock.step()
+
+    def manager(self, name: str, mode: str) -> CheckpointManager:
+        section = self.run.config.checkpoint.model_copy(update={"async_mode": mode, "keep_latest_k": 1})
+        return CheckpointManager(
+            section, files=open_files(str(self.folder / name), owner=name), model=self.run.model,
+            optimizer=self.run.optimizer, mesh=self.run.checkpoints.mesh, device=self.run.device, settings={},
+            config_hash="",
+        )  # fmt: skip
+
+    def hold(self, saves: int) -> None:
+        managers = {"sync": self.manager("sync", "disabled"), "async": self.manager("async", "async")}
+        contenders: dict[str, Callable[[], Callable[[], bool]]] = {
+            "sync": lambda: self.save(managers["sync"]),
+            "async": lambda: self.save(managers["async"]),
+            "plain": self.plain,
+        }
+        blocked: dict[str, list[float]] = {name: [] for name in contenders}
+        self.figures: dict[str, list[dict[str, Any]]] = {"sync": [], "async": []}
+        for turn in range(saves + 1):
+            for name, begin in contenders.items():
+                for _ in range(self.quiet):
+                    self.step()
+                self.clock.begin_save()
+                has_ended = begin()
+                while not self.everywhere(has_ended()):
+                    self.step()
+                seconds = self.clock.end_save().seconds()
+                if turn and seconds is not None:  # the first save takes memory and makes plans
+                    blocked[name].append(seconds)
+        state = sum(local(t).numel() * local(t).element_size() for t in flat(self.state()).values())
+        self.report(blocked, managers, state)
+
+    def save(self, manager: CheckpointManager) -> Callable[[], bool]:
+        name = "async" if manager.is_background else "sync"
+        manager.save(Progress(self.step_number, 0))
+
+        def has_ended() -> bool:
+            self.figures[name] += manager.watch()
+            return manager._save is None
+
+        return has_ended
+
+    def plain(self) -> Callable[[], bool]:
+        folder = self.folder / "plain"
+        writer = dcp.FileSystemWriter(folder, overwrite=True)
+        future: Future = dcp.async_save(self.state(), storage_writer=writer, process_group=self.group)  # pyright: ignore
+        return future.done
+
+    def state(self) -> Any:
+        return state_of(self.run.model, self.run.optimizer)
+
+    def everywhere(self, ended: bool) -> bool:
+        flag = torch.tensor([not ended], dtype=torch.int32)
+        dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+        return not flag.item()
+
+    def report(self, blocked: dict[str, list[float]], managers: dict[str, CheckpointManager], state: int) -> None:
+        if dist.get_rank() != 0:
+            return
+        usual = statistics.median(b - a for a, b in self.clock._undisturbed)
+        print(f"{dist.get_world_size()} process(es), torch {torch.__version__}, a step {usual * 1e3:.0f} ms")
+        medians = {name: statistics.median(seconds) for name, seconds in blocked.items()}
+        for name, seconds in blocked.items():
+            spread = f"{min(seconds) * 1e3:.0f} to {max(seconds) * 1e3:.0f}"
+            print(f"  {name:6} training held up for {medians[name] * 1e3:6.0f} ms ({spread})")
+        print(f"  async / sync {medians['async'] / medians['sync']:.2f}, plain / sync {medians['plain'] / medians['sync']:.2f}")
+        plans = [figure["planning_seconds"] for figure in self.figures["async"]]
+        print(f"  planning, first and then: {plans[0] * 1e3:.0f} and {statistics.median(plans[1:]) * 1e3:.1f} ms")
+        print(f"  second plan / first plan {statistics.median(plans[1:]) / plans[0]:.3f}")
+        written = self.figures["async"][-1]["bytes"]
+        whole = sum(t.numel() * t.element_size() for t in flat(self.state()).values())
+        print(f"  bytes of state {whole:,}, written / state {written / whole:.4f}")
+        for name, figures in self.figures.items():
+            parts = {key: statistics.median(f[key] for f in figures[1:]) for key in figures[0] if key.endswith("seconds") and figures[1][key] is not None}
+            print(f"  {name:6} {json.dumps({key: round(value, 3) for key, value in parts.items()})}")
+
+    def memory(self) -> None:
+        manager, after = self.manager("async", "async"), {}
+        for save in range(1, 21):
+            self.step()
+            manager.save(Progress(self.step_number, 0))
+            while manager._save is not None:
+                self.step()
+                manager.watch()
+            after[save] = resident()
+        if dist.get_rank() == 0:
+            print(f"  host memory after save 3 {after[3] / 2**20:.0f} MiB, after save 20 {after[20] / 2**20:.0f} MiB")
+            print(f"  after save 20 / after save 3 {after[20] / after[3]:.3f}")
+
+
+def resident() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+if __name__ == "__main__":
+    main()
