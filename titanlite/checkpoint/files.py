@@ -6,6 +6,7 @@ manifest.
 """
 
 import contextlib
+import logging
 import os
 import random
 import shutil
@@ -14,6 +15,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 MANIFEST = "manifest.json"
@@ -53,6 +56,10 @@ class Files(ABC):
     @abstractmethod
     def publish(self, folder: str, manifest: bytes) -> None:
         """Make a folder count whose other files are all there, and durable."""
+
+    @abstractmethod
+    def discard(self, folder: str) -> None:
+        """Delete what was begun and cannot be published."""
 
     @abstractmethod
     def withdraw(self, folder: str, why: str) -> None:
@@ -118,6 +125,9 @@ class Local(Files):
         os.rename(staging, final)
         _sync_folder(self.root)
 
+    def discard(self, folder: str) -> None:
+        shutil.rmtree(self.root / f".staging-{folder}-{self.owner}", ignore_errors=True)
+
     def withdraw(self, folder: str, why: str) -> None:
         os.rename(self.root / folder / MANIFEST, self.root / folder / f"{MANIFEST}.{why}")
 
@@ -176,6 +186,9 @@ class Remote(Files):
     def publish(self, folder: str, manifest: bytes) -> None:
         self._put(f"{folder}/{MANIFEST}", manifest)
 
+    def discard(self, folder: str) -> None:
+        self.delete(folder)
+
     def withdraw(self, folder: str, why: str) -> None:
         self._put(f"{folder}/{MANIFEST}.{why}", self.read(f"{folder}/{MANIFEST}"))
         self._remove(folder, [MANIFEST])
@@ -203,6 +216,8 @@ class Remote(Files):
             except Exception as error:  # each kind of store has errors of its own
                 if time.monotonic() + wait > deadline:
                     raise OSError(f"{self.where(what)}: {error!r} for {self.PATIENCE:.0f} s") from error
+                if wait > 0.3:  # not a hiccup
+                    logger.warning(f"{self.where(what)}: {error!r}; trying again")
             time.sleep(wait * random.Random().uniform(0.5, 1.5))
             wait *= 2
 

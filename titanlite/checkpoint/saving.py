@@ -105,15 +105,23 @@ class Saver:
                 os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))  # of this thread alone
 
     def _save(self, state: State, folder: str, manifest: Callable[[dict[str, FileRecord]], Manifest]) -> Saved:
+        try:
+            return self._try_to_save(state, folder, manifest)
+        except Exception:
+            if dist.get_rank(self.group) == 0:  # a full disk has room for the next save, then
+                with contextlib.suppress(Exception):
+                    self.files.discard(folder)
+            raise
+
+    def _try_to_save(self, state: State, folder: str, manifest: Callable[[dict[str, FileRecord]], Manifest]) -> Saved:
         started = time.perf_counter()
         tensors = flat(state)
         if self.staging is not None:
             tensors = on_all_mine(self.group, lambda: self._stage(tensors))
         staged = time.perf_counter()
-        staging_folder = on_rank_0(self.group, lambda: self.files.begin(folder))
         writer = _TimedWriter(
             self.files,
-            staging_folder,
+            on_rank_0(self.group, lambda: self.files.begin(folder)),
             rank=dist.get_rank(self.group),
             read=lambda item: local(tensors[item.index.fqn]).cpu(),
         )

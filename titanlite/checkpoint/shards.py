@@ -228,11 +228,10 @@ class ShardReader(StorageReader):
                 raise DamagedCheckpoint(f"{where}: its checksum does not fit")
         try:
             tensor = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+        except pickle.UnpicklingError:
+            raise UnsafeCheckpoint(f"{where} is not a tensor: refused, nothing was run") from None
         except Exception as error:
-            if self.ends is not None or "Unsupported" in str(error):
-                message = f"{where} is not a tensor: refused, nothing was run ({_first_line(error)})"
-                raise UnsafeCheckpoint(message) from None
-            raise DamagedCheckpoint(f"{where}: {_first_line(error)}") from None
+            raise DamagedCheckpoint(f"{where}: {type(error).__name__}: {str(error).splitlines()[0]}") from None
         if not isinstance(tensor, Tensor):
             raise UnsafeCheckpoint(f"{where} is not a tensor: refused")
         return tensor
@@ -285,10 +284,6 @@ class _MetadataUnpickler(pickle.Unpickler):
             case "pathlib" | "pathlib._local", "PosixPath" | "WindowsPath" | "PurePosixPath" | "PureWindowsPath":
                 return pathlib.PurePosixPath
         raise _Forbidden(f"{module_name}.{global_name}")
-
-
-def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
 
 
 def checksums_json(written: dict[str, Written]) -> bytes:

@@ -1,0 +1,276 @@
+"""Several ranks and their checkpoints: one rank's trouble is everyone's, at the same step; rank 0 decides for all."""
+
+import errno
+import os
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.distributed.test_layouts import degrees, trained, whole
+from tests.helpers import TinyRun, run_ranks, train_on_this_rank
+from titanlite.checkpoint import saving, storage
+from titanlite.checkpoint.files import Local, open_files
+from titanlite.checkpoint.manager import CheckpointManager
+from titanlite.checkpoint.shards import ShardWriter
+from titanlite.checkpoint.storage import folder_name
+from titanlite.config.schema import Config
+from titanlite.errors import RunError
+from titanlite.metrics import MetricsRecorder
+
+
+def checkpoints(tiny: TinyRun, name: str = "tiny") -> Local:
+    return Local(f"{tiny.folder}/outputs/{name}/checkpoints", "")
+
+
+def steps(tiny: TinyRun, name: str = "tiny") -> list[int]:
+    return storage.committed_steps(checkpoints(tiny, name).list())
+
+
+# Each spoils the save of step 4, on one rank. What comes back is a part of the message that every rank must give.
+
+
+def disk_full(run_folder: Path) -> None:
+    create = Local.create
+
+    def into_nothing(self: Local, name: str) -> Any:
+        return create(self, "/dev/full") if name.endswith("__1_0.distcp") else create(self, name)
+
+    Local.create = into_nothing  # type: ignore[method-assign]
+
+
+def folder_lost(run_folder: Path) -> None:
+    while not (run_folder / "checkpoints" / folder_name(2)).exists():
+        time.sleep(0.01)
+    shutil.rmtree(run_folder / "checkpoints", ignore_errors=True)
+    (run_folder / "checkpoints").write_text("in the way")
+
+
+def shard_cut(run_folder: Path) -> None:
+    write = ShardWriter.write_data
+
+    def write_and_cut(self: ShardWriter, *args: Any) -> Any:
+        results = write(self, *args)
+        path = run_folder / "checkpoints" / self.folder / self.name
+        os.truncate(path, path.stat().st_size - 1)
+        return results
+
+    ShardWriter.write_data = write_and_cut  # type: ignore[method-assign]
+
+
+def shard_lost(run_folder: Path) -> None:
+    write = ShardWriter.write_data
+
+    def write_and_lose(self: ShardWriter, *args: Any) -> Any:
+        results = write(self, *args)
+        (run_folder / "checkpoints" / self.folder / self.name).unlink()
+        return results
+
+    ShardWriter.write_data = write_and_lose  # type: ignore[method-assign]
+
+
+def writer_raising(run_folder: Path) -> None:
+    def fail(self: ShardWriter, *args: Any) -> Any:
+        raise ValueError("a bug in the writer")
+
+    ShardWriter.write_data = fail  # type: ignore[method-assign]
+
+
+def no_memory_to_stage(run_folder: Path) -> None:
+    def fail(*args: Any) -> Any:
+        raise MemoryError("no host memory")
+
+    saving._copy = fail
+
+
+TROUBLE: dict[Callable[[Path], None], tuple[int, str]] = {
+    disk_full: (1, f"rank 1: [Errno {errno.ENOSPC}] No space left on device: '/dev/full'"),
+    folder_lost: (0, "checkpoints"),
+    shard_cut: (1, "__1_0.distcp has "),
+    shard_lost: (1, "__1_0.distcp is missing"),
+    writer_raising: (1, "rank 1: ValueError('a bug in the writer')"),
+    no_memory_to_stage: (1, "rank 1: MemoryError('no host memory')"),
+}
+
+
+def in_trouble(rank: int, world_size: int, config: Config, trouble: Callable[[Path], None] | None) -> tuple[str, int]:
+    """Train, with trouble on one rank from step 4 on; returns the error and the last step that was done."""
+    done = [0]
+    end_step = MetricsRecorder.end_step
+
+    def recorded(self: Any, step: int, *args: Any, **kwargs: Any) -> None:
+        done[0] = step
+        end_step(self, step, *args, **kwargs)
+        if trouble is not None and step == 4 and rank == TROUBLE[trouble][0]:
+            trouble(Path(config.job.dump_folder) / str(config.job.name))
+        time.sleep(0.1)
+
+    MetricsRecorder.end_step = recorded  # type: ignore[method-assign]
+    try:
+        train_on_this_rank(config, rank, world_size)
+    except RunError as error:
+        return str(error), done[0]
+    return "", done[0]
+
+
+@pytest.mark.parametrize("mode", ["async", "disabled"])
+@pytest.mark.parametrize("trouble", TROUBLE, ids=lambda trouble: trouble.__name__)
+def test_a_failed_save_ends_every_rank_at_the_same_step(
+    tiny: TinyRun, trouble: Callable[[Path], None], mode: str
+) -> None:
+    if mode == "disabled" and trouble is no_memory_to_stage:
+        pytest.skip("nothing is staged")
+    options = ["--checkpoint.interval=2", f"--checkpoint.async_mode={mode}", "--training.steps=20"]
+    (message, last), (other_message, other_last) = run_ranks(
+        in_trouble, 2, tiny.config(*options, *degrees(1, 2), world_size=2), trouble
+    )
+    assert message == other_message
+    assert message.startswith("the checkpoint of step 4 could not be saved: ")
+    assert TROUBLE[trouble][1] in message
+    assert last == other_last <= (4 if mode == "disabled" else 6)  # it fails, and that ends the step under way
+    assert steps(tiny) == ([] if trouble is folder_lost else [2])
+
+
+def test_with_warn_a_failed_save_is_made_up_for_by_the_next(tiny: TinyRun) -> None:
+    options = ["--checkpoint.interval=1", "--training.steps=5", "--checkpoint.on_save_error=warn", *degrees(1, 2)]
+    results = run_ranks(in_trouble_once, 2, tiny.config(*options, world_size=2))
+    assert results == [("", 5), ("", 5)]
+    assert steps(tiny) == [1, 3, 4, 5]
+    assert not [name for name in checkpoints(tiny).list() if name.startswith(".")]
+    log = (tiny.folder / "outputs" / "tiny" / "logs" / "rank-1.log").read_text()
+    assert "the checkpoint of step 2 could not be saved: rank 1: ValueError('a bug in the writer')" in log
+
+
+def in_trouble_once(rank: int, world_size: int, config: Config) -> tuple[str, int]:
+    write = ShardWriter.write_data
+
+    def fail_at_step_2(self: ShardWriter, *args: Any) -> Any:
+        if rank == 1 and folder_name(2) in self.folder:
+            raise ValueError("a bug in the writer")
+        return write(self, *args)
+
+    ShardWriter.write_data = fail_at_step_2  # type: ignore[method-assign]
+    return in_trouble(rank, world_size, config, None)
+
+
+def test_with_warn_the_last_save_still_counts(tiny: TinyRun) -> None:
+    options = ["--training.steps=4", "--checkpoint.on_save_error=warn", *degrees(1, 2)]
+    for message, last in run_ranks(in_trouble, 2, tiny.config(*options, world_size=2), writer_raising):
+        assert message == "the checkpoint of step 4 could not be saved: rank 1: ValueError('a bug in the writer')"
+        assert last == 4
+
+
+def test_two_shards_swapped(tiny: TinyRun) -> None:
+    options = ["--checkpoint.interval=2", *degrees(1, 2)]
+    config = tiny.config(*options, "--training.steps=4", world_size=2)
+    run_ranks(trained, 2, config)
+    losses = tiny.losses()
+    root = checkpoints(tiny).root / folder_name(4)
+    (root / "__0_0.distcp").rename(root / "x")
+    (root / "__1_0.distcp").rename(root / "__0_0.distcp")
+    (root / "x").rename(root / "__1_0.distcp")
+    run_ranks(trained, 2, config)
+    log = (tiny.folder / "outputs" / "tiny" / "logs" / "rank-0.log").read_text()
+    assert "damaged checkpoint: " in log
+    assert f"{folder_name(4)}/__" in log
+    assert tiny.losses() == losses
+    assert steps(tiny) == [2, 4]
+
+
+def clocks_apart(rank: int, world_size: int, config: Config) -> list[int]:
+    """Rank 1's clock runs a thousand times as fast."""
+    monotonic = time.monotonic
+    time.monotonic = lambda: monotonic() * (1 if rank == 0 else 1000)  # type: ignore[assignment]
+    due: list[int] = []
+    save = CheckpointManager.save
+
+    def recorded(self: CheckpointManager, progress: Any) -> None:
+        due.append(progress.step)
+        save(self, progress)
+
+    CheckpointManager.save = recorded  # type: ignore[method-assign]
+    train_on_this_rank(config, rank, world_size)
+    return due
+
+
+def test_rank_0s_clock_decides_when_to_save(tiny: TinyRun) -> None:
+    slow = tiny.config("--checkpoint.interval_minutes=1", *degrees(1, 2), world_size=2)
+    assert run_ranks(clocks_apart, 2, slow) == [[6], [6]]
+    fast = tiny.config("--checkpoint.interval_minutes=1e-9", "--job.name=fast", *degrees(1, 2), world_size=2)
+    assert run_ranks(clocks_apart, 2, fast) == [[1, 2, 3, 4, 5, 6]] * 2
+
+
+def staged_bytes(rank: int, world_size: int, config: Config) -> tuple[int, int, int]:
+    """(staged by this rank for the last save, the same for the first one, the whole local state)"""
+    staged: list[int] = []
+    copy = saving._Staging.copy
+
+    def recorded(self: Any, tensors: Any) -> Any:
+        buffers = copy(self, tensors)
+        staged.append(sum(buffer.nbytes for buffer in buffers.values()))
+        return buffers
+
+    saving._Staging.copy = recorded  # type: ignore[method-assign]
+    train_on_this_rank(config, rank, world_size)
+    return staged[-1], staged[0], len(staged)
+
+
+def test_replicas_share_the_writing(tiny: TinyRun) -> None:
+    config = tiny.config("--checkpoint.interval=2", *degrees(4, 1), world_size=4)
+    of_ranks = run_ranks(staged_bytes, 4, config)
+    first = of_ranks[0][1]
+    assert [entry[1:] for entry in of_ranks] == [(first, 3)] * 4
+    assert sum(entry[0] for entry in of_ranks) == first, "each tensor is copied and written by one replica"
+    assert max(entry[0] for entry in of_ranks) < 0.4 * first
+
+
+def final_state(rank: int, world_size: int, config: Config) -> dict[str, Any]:
+    run = train_on_this_rank(config, rank, world_size)
+    moments = {
+        f"{name}.{key}": whole(value).numpy()
+        for name, parameter in run.model.named_parameters()
+        for key, value in run.optimizer.state[parameter].items()
+    }
+    return {name: whole(parameter).numpy() for name, parameter in run.model.named_parameters()} | moments
+
+
+def test_thirty_steps_are_three_times_ten_on_an_uneven_layout(tiny: TinyRun) -> None:
+    """259 rows over 2 shards: parameters, moments and losses bit for bit, after two restarts."""
+    layout = degrees(1, 2)
+    whole_run = tiny.config("--job.name=whole", "--training.steps=30", *layout, world_size=2)
+    expected = run_ranks(final_state, 2, whole_run)[0]
+    for until in (10, 20, 30):
+        final = run_ranks(final_state, 2, tiny.config(f"--training.steps={until}", *layout, world_size=2))[0]
+    assert tiny.losses() == tiny.losses("whole")
+    assert final.keys() == expected.keys()
+    for name, value in expected.items():
+        assert (value == final[name]).all(), name
+
+
+def trained_there(rank: int, world_size: int, config: Config, environment: dict[str, str]) -> dict[str, Any]:
+    os.environ.update(environment)  # test processes are forked from one that was started before the server
+    return trained(rank, world_size, config)
+
+
+def test_a_run_whose_checkpoints_are_on_an_s3_server(tiny: TinyRun, s3: str) -> None:
+    expected = run_ranks(trained, 2, tiny.config("--job.name=whole", world_size=2))[0]
+    place = f"{s3}/{tiny.folder.name}/run"
+    store = [f"--checkpoint.folder={place}", "--checkpoint.interval=3", "--checkpoint.keep_latest_k=1"]
+    environment = {name: os.environ[name] for name in os.environ if name.startswith("AWS_")}
+    run_ranks(trained_there, 2, tiny.config("--training.steps=3", *store, world_size=2), environment)
+    final = run_ranks(trained_there, 2, tiny.config(*store, world_size=2), environment)[0]
+    assert tiny.losses() == tiny.losses("whole")
+    for name, value in expected.items():
+        assert (value == final[name]).all(), name
+    files = open_files(place)
+    listing = files.list()
+    assert [*listing] == [folder_name(6)]
+    storage.verify(files, folder_name(6), listing[folder_name(6)])
+    # Another layout reads it, too.
+    run_ranks(trained_there, 1, tiny.config("--training.steps=7", *store), environment)
+    assert len(tiny.losses()) == 7
+    assert torch.tensor(tiny.losses()).isfinite().all()

@@ -1,0 +1,582 @@
+"""A run on one process and its checkpoints: what is saved, when, what it goes on from, and what it refuses."""
+
+import json
+import logging
+import os
+import pickle
+import shutil
+import threading
+import time
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata
+
+from tests.distributed.test_layouts import whole
+from tests.helpers import TinyRun, train_on_this_rank
+from tests.object_stores import Flaky
+from titanlite.checkpoint import saving, storage
+from titanlite.checkpoint.blocking import StepClock
+from titanlite.checkpoint.files import MANIFEST, Local, Remote, open_files
+from titanlite.checkpoint.loading import DAMAGED, SUPERSEDED
+from titanlite.checkpoint.saving import _Staging
+from titanlite.checkpoint.shards import UnsafeCheckpoint
+from titanlite.checkpoint.storage import FileRecord, folder_name
+from titanlite.config.schema import Config
+from titanlite.errors import RunError, UserError
+
+pytestmark = pytest.mark.usefixtures("single_process_group", "_unlocked")
+
+
+@pytest.fixture
+def _unlocked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that failed in this process would hold its folder as long as pytest holds the error."""
+    monkeypatch.setattr("titanlite.job._lock", lambda path: None)
+
+
+@pytest.fixture
+def warnings(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[str]]:
+    monkeypatch.setattr(logging.getLogger("titanlite"), "propagate", True)
+
+    def is_ours(record: logging.LogRecord) -> bool:
+        return record.name.startswith("titanlite") and record.levelno >= logging.WARNING
+
+    return lambda: [record.getMessage() for record in caplog.records if is_ours(record)]
+
+
+def trained(config: Config) -> dict[str, torch.Tensor]:
+    """Everything that a run ends with."""
+    run = train_on_this_rank(config, 0, 1)
+    names = {parameter: name for name, parameter in run.model.named_parameters()}
+    moments = {
+        f"{names[parameter]}.{key}": whole(value)
+        for parameter, state in run.optimizer.state.items()
+        for key, value in state.items()
+    }
+    return {name: whole(parameter) for parameter, name in names.items()} | moments
+
+
+def assert_equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
+    assert a.keys() == b.keys()
+    for name in a:
+        assert torch.equal(a[name], b[name]), name
+
+
+def folder(tiny: TinyRun, name: str = "tiny") -> Path:
+    return tiny.folder / "outputs" / name / "checkpoints"
+
+
+def steps(tiny: TinyRun, name: str = "tiny") -> list[int]:
+    return storage.committed_steps(Local(str(folder(tiny, name)), "").list())
+
+
+def checkpoint(tiny: TinyRun, step: int, name: str = "tiny") -> Path:
+    return folder(tiny, name) / folder_name(step)
+
+
+# Saving beside training
+
+
+def slow(monkeypatch: pytest.MonkeyPatch, seconds: float) -> list[str]:
+    """Makes writing take time; returns what begins and ends."""
+    happened: list[str] = []
+    begin, publish = Local.begin, Local.publish
+
+    def slow_begin(self: Local, folder: str) -> str:
+        happened.append(f"begin {folder}")
+        time.sleep(seconds)
+        return begin(self, folder)
+
+    def recorded_publish(self: Local, folder: str, manifest: bytes) -> None:
+        publish(self, folder, manifest)
+        happened.append(f"end {folder}")
+
+    monkeypatch.setattr(Local, "begin", slow_begin)
+    monkeypatch.setattr(Local, "publish", recorded_publish)
+    return happened
+
+
+def test_a_checkpoint_holds_the_state_of_its_step_while_training_goes_on(
+    tiny: TinyRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = trained(tiny.config("--job.name=until-2", "--training.steps=2"))
+    happened = slow(monkeypatch, 0.3)
+    steps_done: list[int] = []
+    watch = threading.current_thread()
+    end_step = "titanlite.metrics.MetricsRecorder.end_step"
+    from titanlite.metrics import MetricsRecorder
+
+    original = MetricsRecorder.end_step
+
+    def recorded(self: Any, step: int, *args: Any, **kwargs: Any) -> None:
+        assert threading.current_thread() is watch
+        happened.append(f"step {step}")
+        steps_done.append(step)
+        original(self, step, *args, **kwargs)
+
+    monkeypatch.setattr(end_step, recorded)
+    trained(tiny.config("--checkpoint.interval=2", "--training.steps=5"))
+    assert steps(tiny) == [2, 4, 5]
+    assert happened.index("step 3") < happened.index("end step-00000002"), "training waited for the save"
+    begins_and_ends = [what for what in happened if not what.startswith("step ")]
+    assert begins_and_ends == [f"{what} {folder_name(step)}" for step in (2, 4, 5) for what in ("begin", "end")]
+    shutil.copytree(checkpoint(tiny, 2), checkpoint(tiny, 2, "copy"))
+    assert_equal(trained(tiny.config("--job.name=copy", "--training.steps=2")), expected)
+
+
+def test_the_optimizer_waits_until_the_state_is_copied(tiny: TinyRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = trained(tiny.config("--job.name=until-2", "--training.steps=2"))
+    copy = saving._copy
+    monkeypatch.setattr(saving, "_copy", lambda target, source: (time.sleep(0.01), copy(target, source)))
+    trained(tiny.config("--checkpoint.interval=2", "--training.steps=3"))
+    shutil.copytree(checkpoint(tiny, 2), checkpoint(tiny, 2, "copy"))
+    assert_equal(trained(tiny.config("--job.name=copy", "--training.steps=2")), expected)
+
+
+def test_staging_takes_its_memory_once() -> None:
+    staging = _Staging(torch.device("cpu"), pin=False)
+    state = {"a": torch.randn(100, 3), "b": torch.randn(()), "c": torch.randn(4, 6).t().bfloat16(), "d": torch.empty(0)}
+    first = dict(staging.copy(state))
+    state["a"] += 1
+    second = staging.copy(state)
+    for name in state:
+        assert torch.equal(second[name], state[name])
+        assert second[name].data_ptr() == first[name].data_ptr()
+        assert not state[name].numel() or second[name].data_ptr() != state[name].data_ptr()
+
+
+def test_plans_are_made_once(tiny: TinyRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch.distributed.checkpoint import default_planner
+
+    made = []
+    plan = default_planner.create_default_local_save_plan
+    monkeypatch.setattr(
+        default_planner, "create_default_local_save_plan", lambda *args: (made.append(1), plan(*args))[1]
+    )
+    trained(tiny.config("--checkpoint.interval=1"))
+    assert steps(tiny) == [1, 2, 3, 4, 5, 6]
+    assert len(made) == 1
+
+
+def test_every_save_leaves_its_figures(tiny: TinyRun) -> None:
+    trained(tiny.config("--checkpoint.interval=2"))
+    lines = (tiny.folder / "outputs" / "tiny" / "checkpoints.jsonl").read_text().splitlines()
+    records = [json.loads(line) for line in lines]
+    assert [record["step"] for record in records] == [2, 4, 6]
+    for record in records:
+        manifest = storage.read_manifest(Local(str(folder(tiny)), ""), folder_name(record["step"]))
+        assert record["bytes"] == manifest.size
+        parts = [record[f"{part}_seconds"] for part in ("staging", "planning", "writing")]
+        assert min(parts) > 0
+        assert sum(parts) <= record["total_seconds"] < 30
+    assert 0 < records[-1]["blocking_seconds"] < 30  # the last one is waited for
+
+
+def test_blocking_time_is_what_steps_take_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    clock = StepClock(torch.device("cpu"))
+
+    def step(seconds: float) -> None:
+        now[0] += seconds
+        clock.step()
+
+    for seconds in (9, 2, 2, 7, 2):  # the first step has no beginning; one was held up by something else
+        step(seconds)
+    clock.begin_save()
+    now[0] += 0.5  # the call itself
+    step(3)
+    step(2.25)
+    assert clock.end_save().seconds() == pytest.approx(0.5 + 3 + 2.25 - 2 * 2)
+    for seconds in (2, 2):
+        step(seconds)
+    clock.begin_save()
+    now[0] += 1.5
+    assert clock.end_save().seconds() == 1.5  # waited for, with no step in it
+
+
+@pytest.mark.parametrize("mode", ["disabled", "async_with_pinned_mem"])
+def test_other_modes_save_the_same(tiny: TinyRun, mode: str) -> None:
+    whole_run = trained(tiny.config("--job.name=whole"))
+    trained(tiny.config("--training.steps=3", f"--checkpoint.async_mode={mode}"))
+    assert_equal(trained(tiny.config(f"--checkpoint.async_mode={mode}")), whole_run)
+
+
+# When
+
+
+def test_saving_by_time(tiny: TinyRun) -> None:
+    trained(tiny.config("--checkpoint.interval_minutes=1e-9", "--training.steps=3"))
+    assert steps(tiny) == [1, 2, 3]
+    trained(tiny.config("--job.name=never", "--checkpoint.interval_minutes=5", "--training.steps=3"))
+    assert steps(tiny, "never") == [3]
+
+
+def test_retention(tiny: TinyRun) -> None:
+    keep = ["--checkpoint.keep_latest_k=2", "--checkpoint.keep_every=3", "--checkpoint.interval=1"]
+    trained(tiny.config("--training.steps=8", *keep))
+    assert steps(tiny) == [3, 6, 7, 8]
+    trained(tiny.config("--training.steps=10", *keep, "--checkpoint.keep_latest_k=1"))
+    assert steps(tiny) == [3, 6, 9, 10]
+    assert sorted(os.listdir(folder(tiny))) == [folder_name(step) for step in (3, 6, 9, 10)]
+
+
+def test_nothing_is_deleted_while_the_newest_is_damaged(
+    tiny: TinyRun, monkeypatch: pytest.MonkeyPatch, warnings: Callable[[], list[str]]
+) -> None:
+    publish = Local.publish
+
+    def publish_and_lose(self: Local, folder: str, manifest: bytes) -> None:
+        publish(self, folder, manifest)
+        (self.root / folder / "__0_0.distcp").unlink()
+
+    trained(tiny.config("--training.steps=2", "--checkpoint.interval=1"))
+    monkeypatch.setattr(Local, "publish", publish_and_lose)
+    trained(tiny.config("--training.steps=3", "--checkpoint.keep_latest_k=1"))
+    assert steps(tiny) == [1, 2, 3]
+    assert warnings() == [f"old checkpoints could not be deleted: {checkpoint(tiny, 3)}/__0_0.distcp is missing"]
+
+
+# What a run goes on from
+
+
+def test_thirty_steps_are_three_times_ten(tiny: TinyRun) -> None:
+    expected = trained(tiny.config("--job.name=whole", "--training.steps=30"))
+    for until in (10, 20, 30):
+        final = trained(tiny.config(f"--training.steps={until}"))
+    assert_equal(final, expected)
+    assert tiny.losses() == tiny.losses("whole")
+    assert len(tiny.losses()) == 30
+
+
+def flip(path: Path, at: int = -100) -> None:
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(data)
+
+
+def truncate(path: Path) -> None:
+    os.truncate(path, path.stat().st_size - 1)
+
+
+DAMAGE: dict[str, tuple[Callable[[Path, Path], Any], str]] = {
+    "a flipped byte": (lambda new, _: flip(new / "__0_0.distcp", 5000), "__0_0.distcp (model.*): its checksum"),
+    "a flipped byte of metadata": (lambda new, _: flip(new / ".metadata"), ".metadata: its checksum is not"),
+    "a flipped byte of checksums": (lambda new, _: flip(new / "checksums.json"), "checksums.json: its checksum is not"),
+    "a flipped byte of the manifest": (lambda new, _: flip(new / MANIFEST), "manifest.json: "),
+    "truncated": (lambda new, _: truncate(new / "__0_0.distcp"), "bytes, its manifest states"),
+    "deleted": (lambda new, _: (new / "__0_0.distcp").unlink(), "__0_0.distcp is missing"),
+    "an older file": (lambda new, old: shutil.copy(old / "__0_0.distcp", new), "__0_0.distcp (model.*): its checksum"),
+    "an older manifest": (lambda new, old: shutil.copy(old / MANIFEST, new), "is the manifest of step 2"),
+    "no manifest": (lambda new, _: (new / MANIFEST).unlink(), ""),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(
+    tiny: TinyRun, damage: str, warnings: Callable[[], list[str]]
+) -> None:
+    interval = "--checkpoint.interval=2"
+    trained(tiny.config("--training.steps=4", interval))
+    losses = tiny.losses()
+    spoil, message = DAMAGE[damage]
+    spoil(checkpoint(tiny, 4), checkpoint(tiny, 2))
+    trained(tiny.config("--training.steps=4", interval))
+    if message:
+        before, _, after = message.partition("*")
+        [warning] = warnings()
+        assert warning.startswith(f"damaged checkpoint: {checkpoint(tiny, 4)}")
+        assert before in warning
+        assert after in warning
+        assert warning.endswith("It no longer counts; going on from the one before")
+    assert tiny.losses() == losses  # steps 3 and 4 were done again
+    assert [record["step"] for record in tiny.records()] == [1, 2, 3, 4]
+    assert steps(tiny) == [2, 4]
+    storage.verify(Local(str(folder(tiny)), ""), folder_name(4), Local(str(folder(tiny)), "").list()[folder_name(4)])
+
+
+def test_a_damaged_checkpoint_that_was_asked_for_is_an_error(tiny: TinyRun) -> None:
+    trained(tiny.config("--training.steps=4", "--checkpoint.interval=2"))
+    flip(checkpoint(tiny, 4) / "__0_0.distcp", 5000)
+    with pytest.raises(UserError, match=r"load_step names a damaged checkpoint: .*step-00000004/__0_0\.distcp"):
+        trained(tiny.config("--checkpoint.load_step=4"))
+    assert steps(tiny) == [2, 4]
+
+
+def test_a_run_whose_checkpoints_are_all_damaged_does_not_begin_anew(tiny: TinyRun) -> None:
+    trained(tiny.config("--training.steps=4", "--checkpoint.interval=2"))
+    for step in (2, 4):
+        truncate(checkpoint(tiny, step) / "__0_0.distcp")
+    for _ in range(2):  # the second start knows it, too
+        with pytest.raises(UserError, match=r"no good checkpoint is left .* \(damaged: step-00000002, step-00000004\)"):
+            trained(tiny.config())
+    assert {f"{MANIFEST}.{DAMAGED}", "__0_0.distcp"} <= {path.name for path in checkpoint(tiny, 4).iterdir()}
+
+
+def test_sizes_alone_do_not_find_a_flipped_byte(tiny: TinyRun, warnings: Callable[[], list[str]]) -> None:
+    trained(tiny.config("--training.steps=2"))
+    flip(checkpoint(tiny, 2) / "__0_0.distcp", 5000)
+    for verify in ("size", "off"):
+        shutil.copytree(folder(tiny), folder(tiny, verify))
+        trained(tiny.config(f"--checkpoint.verify={verify}", f"--job.name={verify}", "--training.steps=3"))
+        assert steps(tiny, verify) == [2, 3]
+    assert not warnings()
+    truncate(checkpoint(tiny, 2) / "__0_0.distcp")
+    with pytest.raises(UserError, match="no good checkpoint is left"):
+        trained(tiny.config("--checkpoint.verify=size"))
+
+
+def test_going_back_to_an_older_step(tiny: TinyRun) -> None:
+    options = ["--checkpoint.interval=2", "--training.steps=6"]
+    trained(tiny.config(*options))
+    losses = tiny.losses()
+    back = ["--checkpoint.load_step=2", "--optimizer.lr=1e-3"]
+    with pytest.raises(UserError, match=r"load_step: .* has no checkpoint of step 3 \(has: 2, 4, 6\)"):
+        trained(tiny.config("--checkpoint.load_step=3"))
+    trained(tiny.config(*options, *back, "--training.steps=4"))
+    assert tiny.losses()[:2] == losses[:2]
+    assert tiny.losses()[3] != losses[3]
+    assert steps(tiny) == [2, 4]
+    assert (checkpoint(tiny, 6) / f"{MANIFEST}.{SUPERSEDED}").exists()
+    branch = tiny.losses()
+    trained(tiny.config(*options, *back))  # the same command again goes on; it does not go back again
+    assert tiny.losses()[:4] == branch
+    assert steps(tiny) == [2, 4, 6]
+
+
+def test_two_jobs_in_one_folder_are_refused(tiny: TinyRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    monkeypatch.setattr("titanlite.job.LOCK_PATIENCE", 0.2)
+    from titanlite.job import open_run_folder
+
+    config = tiny.config()
+    first = open_run_folder(config.job, config.data, rank=0)
+    message = rf"outputs/tiny is being trained by process {os.getpid()} on "
+    with pytest.raises(UserError, match=message):
+        open_run_folder(config.job, config.data, rank=0)
+    assert first.lock is not None
+    first.lock.close()
+    assert open_run_folder(config.job, config.data, rank=0).lock is not None
+
+
+# Beginning from another run's
+
+
+def test_initial_load_of_the_model_alone(tiny: TinyRun) -> None:
+    expected = trained(tiny.config("--training.steps=3", "--training.seq_len=16"))
+    path = f"--checkpoint.initial_load_path={folder(tiny).parent}"
+    run = tiny.config("--job.name=second", path, "--training.steps=1", "--optimizer.lr=0.0")
+    final = trained(run)
+    for name, value in final.items():
+        if not name.endswith(("exp_avg", "exp_avg_sq", "step")):
+            assert torch.equal(value, expected[name]), name
+    assert final["layers.0.attention.wq.weight.step"] == 1
+    assert [record["samples"] for record in tiny.records("second")] == [8]
+    # Once the run has a checkpoint of its own, it goes on from that.
+    shutil.rmtree(folder(tiny).parent)
+    trained(run.model_copy(update={"training": run.training.model_copy(update={"steps": 2})}))
+    assert steps(tiny, "second") == [1, 2]
+
+
+def test_initial_load_of_the_optimizer_too(tiny: TinyRun) -> None:
+    expected = trained(tiny.config("--training.steps=3"))
+    names = '--checkpoint.initial_load=["model", "optimizer"]'
+    path = f"--checkpoint.initial_load_path={checkpoint(tiny, 3)}"
+    final = trained(tiny.config("--job.name=second", path, names, "--training.steps=1"))
+    assert final["layers.0.attention.wq.weight.step"] == 4
+    assert not torch.equal(final["layers.0.attention.wq.weight"], expected["layers.0.attention.wq.weight"])
+
+
+def test_initial_load_lists_what_does_not_fit(tiny: TinyRun, warnings: Callable[[], list[str]]) -> None:
+    source = trained(tiny.config("--training.steps=3"))
+    path = f"--checkpoint.initial_load_path={folder(tiny)}"
+    deeper = ["--job.name=second", path, "--training.steps=1", "--optimizer.lr=0.0"]
+    deeper += ["--model.args.n_layers=4", "--model.args.hidden_dim=71"]
+    with pytest.raises(UserError) as refusal:
+        trained(tiny.config(*deeper))
+    lines = str(refusal.value).splitlines()
+    assert lines[0] == f"{checkpoint(tiny, 3)} does not fit this model:"
+    assert "  missing     model.layers.0.feed_forward.w1.weight [71, 42], stored as [70, 42]" in lines
+    assert "  missing     model.layers.3.attention.wq.weight [42, 42]" in lines
+    assert lines[-1] == "Accept by name: checkpoint.allow_missing, checkpoint.allow_unexpected"
+    allowed = '--checkpoint.allow_missing=["model.layers.*.feed_forward.w*", "model.layers.3"]'
+    final = trained(tiny.config(*deeper, allowed))
+    assert torch.equal(final["layers.0.attention.wq.weight"], source["layers.0.attention.wq.weight"])
+    assert "missing     model.layers.3.attention.wq.weight" in warnings()[-1]
+
+    shallower = ["--job.name=third", path, "--training.steps=1", "--model.args.n_layers=2"]
+    with pytest.raises(UserError, match=r"unexpected  model\.layers\.2\.attention"):
+        trained(tiny.config(*shallower))
+    trained(tiny.config(*shallower, '--checkpoint.allow_unexpected=["model.layers.2"]'))
+    part = trained(tiny.config(*shallower, "--job.name=fourth", '--checkpoint.initial_load=["model.tok_*"]',
+                               "--optimizer.lr=0.0"))  # fmt: skip
+    assert torch.equal(part["tok_embeddings.weight"], source["tok_embeddings.weight"])
+    assert not torch.equal(part["layers.0.attention.wq.weight"], source["layers.0.attention.wq.weight"])
+
+
+def test_initial_load_from_nothing(tiny: TinyRun) -> None:
+    with pytest.raises(UserError, match="initial_load_path: no good checkpoint in /no/such"):
+        trained(tiny.config("--checkpoint.initial_load_path=/no/such"))
+
+
+# Safety: nothing that a checkpoint contains is ever run
+
+
+class Payload:
+    """Pickled, it is a call: unpickled, it would be made."""
+
+    def __init__(self, call: Callable[..., Any], *args: Any) -> None:
+        self.call = call, args
+
+    def __reduce__(self) -> Any:
+        return self.call
+
+
+def forge(checkpoint: Path, changes: dict[str, bytes]) -> None:
+    """Change files of a checkpoint as an attacker would: with checksums and sizes that fit."""
+    files = Local(str(checkpoint.parent), "")
+    manifest = storage.read_manifest(files, checkpoint.name)
+    for name, data in changes.items():
+        (checkpoint / name).write_bytes(data)
+        manifest.files[name] = FileRecord(len(data), f"{zlib.crc32(data):08x}")
+    (checkpoint / MANIFEST).write_bytes(manifest.to_json())
+
+
+def forged_shard(checkpoint: Path, tensor: bytes) -> dict[str, bytes]:
+    """The file of shards with its first tensor replaced."""
+    metadata = FileSystemReader(checkpoint).read_metadata()
+    _, info = min(metadata.storage_data.items(), key=lambda entry: entry[1].offset)
+    shards = tensor + (checkpoint / info.relative_path).read_bytes()[info.length :]
+    ends, shift = [], len(tensor) - info.length
+    for entry in sorted(metadata.storage_data.values(), key=lambda entry: entry.offset):
+        if entry.offset:
+            entry.offset += shift
+        else:
+            entry.length = len(tensor)
+        end = entry.offset + entry.length
+        ends.append([end, f"{zlib.crc32(shards[:end]):08x}"])
+    checksums = json.dumps({info.relative_path: ends}).encode()
+    return {
+        info.relative_path: shards, storage.CHECKSUMS: checksums, storage.METADATA: pickle.dumps(metadata)
+    }  # fmt: skip
+
+
+def torch_save(value: Any, **options: Any) -> bytes:
+    import io
+
+    buffer = io.BytesIO()
+    torch.save(value, buffer, **options)
+    return buffer.getvalue()
+
+
+PAYLOADS: dict[str, tuple[Callable[[str, Path], dict[str, bytes]], str]] = {
+    "os.system in .metadata": (
+        lambda touch, _: {storage.METADATA: pickle.dumps(Payload(os.system, touch))}, "names posix.system"),
+    "eval in .metadata": (
+        lambda touch, _: {storage.METADATA: pickle.dumps(Payload(eval, f"__import__('os').system({touch!r})"))},
+        "names builtins.eval"),
+    "a call inside good metadata": (
+        lambda touch, path: {storage.METADATA: pickle.dumps(_with(path, planner_data=Payload(os.system, touch)))},
+        "names posix.system"),
+    "torch.load in .metadata": (
+        lambda touch, _: {storage.METADATA: pickle.dumps(Payload(torch.load, "x"))}, "names torch.serialization.load"),
+    "an old protocol": (
+        lambda touch, _: {storage.METADATA: b"cposix\nsystem\n(S'" + touch.encode() + b"'\ntR."}, "names posix.system"),
+    "not a pickle": (lambda *_: {storage.METADATA: b"#!/bin/sh"}, "is not the metadata of a checkpoint"),
+    "no metadata": (lambda *_: {storage.METADATA: pickle.dumps([1])}, "is not the metadata of a checkpoint"),
+    "a call in a shard": (
+        lambda touch, path: forged_shard(path, torch_save(Payload(os.system, touch))), "is not a tensor"),
+    "a call in a shard of the old format": (
+        lambda touch, path: forged_shard(
+            path, torch_save(Payload(os.system, touch), _use_new_zipfile_serialization=False)), "is not a tensor"),
+    "a bare pickle in a shard": (
+        lambda touch, path: forged_shard(path, pickle.dumps(Payload(os.system, touch))), "is not a tensor"),
+    "a bytes entry": (lambda touch, path: _bytes_entry(touch, path), "is not a tensor"),
+    "a file elsewhere": (lambda _, path: {storage.METADATA: pickle.dumps(_elsewhere(path))}, "names ../../../etc/passwd"),
+}  # fmt: skip
+
+
+def _with(checkpoint: Path, **fields: Any) -> Any:
+    metadata = FileSystemReader(checkpoint).read_metadata()
+    for name, value in fields.items():
+        setattr(metadata, name, value)
+    return metadata
+
+
+def _bytes_entry(touch: str, checkpoint: Path) -> dict[str, bytes]:
+    changes = forged_shard(checkpoint, torch_save(Payload(os.system, touch)))
+    metadata = pickle.loads(changes[storage.METADATA])
+    index = min(metadata.storage_data, key=lambda index: metadata.storage_data[index].offset)
+    metadata.state_dict_metadata[index.fqn] = BytesStorageMetadata()
+    return changes | {storage.METADATA: pickle.dumps(metadata)}
+
+
+def _elsewhere(checkpoint: Path) -> Any:
+    metadata = FileSystemReader(checkpoint).read_metadata()
+    next(iter(metadata.storage_data.values())).relative_path = "../../../etc/passwd"
+    return metadata
+
+
+@pytest.fixture(scope="module")
+def trained_once(tmp_path_factory: pytest.TempPathFactory) -> TinyRun:
+    return TinyRun(tmp_path_factory.mktemp("trained"))
+
+
+@pytest.mark.parametrize("verify", ["checksum", "off"])
+@pytest.mark.parametrize("payload", PAYLOADS)
+def test_a_malicious_checkpoint_is_refused_and_nothing_runs(payload: str, verify: str, trained_once: TinyRun) -> None:
+    tiny = trained_once
+    if not steps(tiny):
+        trained(tiny.config("--training.steps=1"))
+    name = f"{payload}-{verify}".replace(" ", "-").replace(".", "-")
+    shutil.copytree(folder(tiny), folder(tiny, name))
+    touched = tiny.folder / f"touched-{name}"
+    make, message = PAYLOADS[payload]
+    forge(checkpoint(tiny, 1, name), make(f"touch {touched}", checkpoint(tiny, 1, name)))
+    with pytest.raises(UnsafeCheckpoint, match=r"refused") as refusal:
+        trained(tiny.config("--training.steps=2", f"--job.name={name}", f"--checkpoint.verify={verify}"))
+    assert message in str(refusal.value)
+    assert str(checkpoint(tiny, 1, name)) in str(refusal.value)
+    assert not touched.exists()
+    assert steps(tiny, name) == [1]
+
+
+def test_the_payloads_would_run(tmp_path: Path) -> None:
+    """By an unpickler like any other: else the test above would prove nothing."""
+    touched = tmp_path / "touched"
+    pickle.loads(pickle.dumps(Payload(os.system, f"touch {touched}")))
+    assert touched.exists()
+
+
+# Object stores
+
+
+def test_a_run_whose_checkpoints_are_in_a_store_that_fails_now_and_then(tiny: TinyRun) -> None:
+    Flaky.register()
+    try:
+        expected = trained(tiny.config("--job.name=whole"))
+        store = ["--checkpoint.folder=flaky://bucket/run", "--checkpoint.interval=1", "--checkpoint.keep_latest_k=2"]
+        for until in (2, 4, 6):
+            final = trained(tiny.config(f"--training.steps={until}", *store))
+        assert_equal(final, expected)
+        files = open_files("flaky://bucket/run")
+        listing = files.list()
+        assert storage.committed_steps(listing) == [5, 6]
+        assert {*listing} == {folder_name(5), folder_name(6)}
+        storage.verify(files, folder_name(6), listing[folder_name(6)])
+        assert Flaky.failures > 3
+    finally:
+        Flaky.store.clear()
+
+
+def test_a_store_that_stays_away_ends_the_run(tiny: TinyRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    Flaky.register()
+    monkeypatch.setattr(Remote, "PATIENCE", 0.2)
+    monkeypatch.setattr(Flaky, "chance", 1.0)
+    with pytest.raises((RunError, OSError), match="flaky://bucket/run"):
+        trained(tiny.config("--checkpoint.folder=flaky://bucket/run"))
