@@ -1,5 +1,6 @@
 """On a CUDA device. Skipped without one: run with `./run_tests.sh tests/gpu` where there is."""
 
+import json
 import os
 import subprocess
 import sys
@@ -53,3 +54,17 @@ def test_a_run_resumes_on_the_gpu(tiny: TinyRun) -> None:
     whole = train(tiny, "whole", "--training.steps=6")
     train(tiny, "halves", "--training.steps=3")
     assert train(tiny, "halves", "--training.steps=6") == pytest.approx(whole, rel=1e-3)
+
+
+@pytest.mark.parametrize("mode", ["disabled", "async", "async_with_pinned_mem"])
+def test_a_checkpoint_is_of_its_step_whatever_the_mode(tiny: TinyRun, mode: str) -> None:
+    """The copy is made beside the next step: if that could overtake it, going on would give other losses."""
+    sizes = ["--model.args.dim=480", "--model.args.hidden_dim=1280", "--model.args.n_heads=6"]
+    whole = train(tiny, "whole", "--training.steps=8", *sizes)
+    options = [*sizes, f"--checkpoint.async_mode={mode}", "--checkpoint.interval=2"]
+    train(tiny, mode, "--training.steps=6", *options)
+    for newer in (4, 6):
+        (tiny.folder / "outputs" / mode / "checkpoints" / f"step-0000000{newer}" / "manifest.json").unlink()
+    assert train(tiny, mode, "--training.steps=8", *options) == pytest.approx(whole, rel=1e-3)
+    saves = (tiny.folder / "outputs" / mode / "checkpoints.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in saves] == [2, 4, 6, 8]

@@ -122,6 +122,8 @@ def test_a_checkpoint_holds_the_state_of_its_step_while_training_goes_on(
     monkeypatch.setattr(end_step, recorded)
     trained(tiny.config("--checkpoint.interval=2", "--training.steps=5"))
     assert steps(tiny) == [2, 4, 5]
+    lines = (tiny.folder / "outputs" / "tiny" / "checkpoints.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [2, 4, 5]
     assert happened.index("step 3") < happened.index("end step-00000002"), "training waited for the save"
     begins_and_ends = [what for what in happened if not what.startswith("step ")]
     assert begins_and_ends == [f"{what} {folder_name(step)}" for step in (2, 4, 5) for what in ("begin", "end")]
@@ -201,10 +203,17 @@ def test_blocking_time_is_what_steps_take_longer(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("mode", ["disabled", "async_with_pinned_mem"])
-def test_other_modes_save_the_same(tiny: TinyRun, mode: str) -> None:
+def test_other_modes_save_the_same(
+    tiny: TinyRun, mode: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("titanlite"), "propagate", True)
+    caplog.set_level(logging.INFO, "titanlite")
     whole_run = trained(tiny.config("--job.name=whole"))
     trained(tiny.config("--training.steps=3", f"--checkpoint.async_mode={mode}"))
     assert_equal(trained(tiny.config(f"--checkpoint.async_mode={mode}")), whole_run)
+    notes = [record.getMessage() for record in caplog.records if "async_mode" in record.getMessage()]
+    note = "checkpoint.async_mode: nothing to pin memory for without a GPU; async is used"
+    assert notes == ([note, note] if mode == "async_with_pinned_mem" else [])
 
 
 # When
@@ -420,8 +429,8 @@ def test_initial_load_lists_what_does_not_fit(tiny: TinyRun, warnings: Callable[
 
 
 def test_initial_load_from_nothing(tiny: TinyRun) -> None:
-    with pytest.raises(UserError, match="initial_load_path: no good checkpoint in /no/such"):
-        trained(tiny.config("--checkpoint.initial_load_path=/no/such"))
+    with pytest.raises(UserError, match=f"initial_load_path: no good checkpoint in {tiny.folder}"):
+        trained(tiny.config(f"--checkpoint.initial_load_path={tiny.folder}"))
 
 
 # Safety: nothing that a checkpoint contains is ever run
@@ -497,7 +506,8 @@ PAYLOADS: dict[str, tuple[Callable[[str, Path], dict[str, bytes]], str]] = {
     "a bare pickle in a shard": (
         lambda touch, path: forged_shard(path, pickle.dumps(Payload(os.system, touch))), "is not a tensor"),
     "a bytes entry": (lambda touch, path: _bytes_entry(touch, path), "is not a tensor"),
-    "a file elsewhere": (lambda _, path: {storage.METADATA: pickle.dumps(_elsewhere(path))}, "names ../../../etc/passwd"),
+    "a file elsewhere": (
+        lambda _, path: {storage.METADATA: pickle.dumps(_elsewhere(path))}, "names ../../../etc/passwd"),
 }  # fmt: skip
 
 

@@ -82,8 +82,8 @@ class Local(Files):
     """A folder on a file system that all nodes share."""
 
     def __init__(self, url: str, owner: str) -> None:
-        super().__init__(str(Path(url)), owner)
-        self.root = Path(url)
+        self.root = Path(url).expanduser()
+        super().__init__(str(self.root), owner)
 
     def list(self) -> dict[str, dict[str, int]]:
         found: dict[str, dict[str, int]] = {}

@@ -23,6 +23,7 @@ def find_conflicts(config: Config, world_size: int | None, bad_keys: set[str]) -
     checks: list[tuple[tuple[str, ...], Callable[[], Iterator[Conflict]]]] = [
         (("data.path",), lambda: _data_path(config)),
         (("data.tokenizer",), lambda: _tokenizer(config)),
+        (("checkpoint.folder", "checkpoint.initial_load_path"), lambda: _checkpoint_places(config)),
         (("quantize", "compile", "parallelism.fsdp_reshard_after_forward"), lambda: _float8(config)),
     ]
     if world_size is not None:
@@ -68,6 +69,23 @@ def _tokenizer(config: Config) -> Iterator[Conflict]:
     path = Path(name).expanduser()
     if name != "bytes" and not path.is_file():
         yield "data.tokenizer", f"no file {name} (a tiktoken rank file, or the word bytes)"
+
+
+def _checkpoint_places(config: Config) -> Iterator[Conflict]:
+    places = {"folder": config.checkpoint.folder, "initial_load_path": config.checkpoint.initial_load_path}
+    for name, place in places.items():
+        if place is not None and "://" in place:
+            import fsspec
+
+            try:
+                fsspec.get_filesystem_class(place.partition("://")[0])
+            except ValueError as error:  # not known
+                yield f"checkpoint.{name}", str(error)
+            except ImportError as error:  # known, and not installed
+                extra = " (pip install 'titanlite[s3]' or 'titanlite[gcs]')"
+                yield f"checkpoint.{name}", f"{error}{extra}"
+        elif name == "initial_load_path" and place is not None and not os.path.isdir(os.path.expanduser(place)):
+            yield f"checkpoint.{name}", f"no folder {place}"
 
 
 def _float8(config: Config) -> Iterator[Conflict]:
