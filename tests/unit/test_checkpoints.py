@@ -340,6 +340,21 @@ def test_sizes_alone_do_not_find_a_flipped_byte(tiny: TinyRun, warnings: Callabl
         trained(tiny.config("--checkpoint.verify=size"))
 
 
+def test_checksums_need_no_second_reading(tiny: TinyRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    trained(tiny.config("--training.steps=2"))
+    size = storage.read_manifest(Local(str(folder(tiny)), ""), folder_name(2)).size
+    read, data_read = Local.read, []
+
+    def counted(self: Local, name: str, start: int = 0, size: int | None = None) -> bytes:
+        data = read(self, name, start, size)
+        data_read.append(len(data))
+        return data
+
+    monkeypatch.setattr(Local, "read", counted)
+    trained(tiny.config("--training.steps=2"))
+    assert size * 0.99 < sum(data_read) < size * 1.01
+
+
 def test_going_back_to_an_older_step(tiny: TinyRun) -> None:
     options = ["--checkpoint.interval=2", "--training.steps=6"]
     trained(tiny.config(*options))
