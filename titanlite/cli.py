@@ -4,6 +4,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable
+from difflib import get_close_matches
 from typing import TYPE_CHECKING, NoReturn
 
 from titanlite import __version__
@@ -18,14 +19,25 @@ titanlite: pretrain language models from one TOML file
   titanlite train --config FILE.toml [--section.key=value ...]    train, or go on with a run
   titanlite config check --config FILE.toml [...]                 report everything wrong with a config, start nothing
   titanlite config show --config FILE.toml [...]                  print the resolved config
+  titanlite checkpoint list [PATH]                                checkpoints with age, size and state
+  titanlite checkpoint verify PATH                                read every byte, and compare checksums
+  titanlite checkpoint show PATH [--tensors]                      what a checkpoint says of itself
+  titanlite checkpoint prune PATH --keep-latest-k K [--keep-every N] [--set-aside] [--dry-run]
+                                                                  delete older ones than the newest K
 
 One process: python -m titanlite train --config FILE.toml. Many: torchrun --nproc_per_node N -m titanlite train ...
 ./run_train.sh does either, and finds FILE.toml in train_configs/. A run is its folder, outputs/<name>: the same command
 again goes on from its newest checkpoint. Every option is in titanlite/config/schema.py and can be set from the command
 line, the value read as TOML: --training.steps=500 --compile.enable=true
 
+PATH is the folder of a run, of its checkpoints (or their URL: s3://...), of several runs, or one checkpoint; list looks
+in outputs by default. Of several, show takes the newest whole one. prune leaves steps that N divides, and deletes what
+was set aside as damaged or superseded only if told to. Runs may go on meanwhile.
+
 Exit codes: 0 done, 1 failed, 2 wrong config or input.
 """
+
+NAMES = "train, config check, config show, checkpoint list, checkpoint verify, checkpoint show, checkpoint prune"
 
 
 def main() -> NoReturn:
@@ -43,7 +55,10 @@ def main() -> NoReturn:
 def run(arguments: list[str]) -> int:
     """Run a subcommand; returns its exit code."""
     match arguments:
-        case [] | ["-h" | "--help", *_] | ["train" | "config", "-h" | "--help"]:
+        case [] | ["-h" | "--help", *_] | ["train" | "config" | "checkpoint", "-h" | "--help"]:
+            print(USAGE, end="")
+            return 0
+        case ["checkpoint", _, *rest] if "-h" in rest or "--help" in rest:
             print(USAGE, end="")
             return 0
         case ["--version"]:
@@ -55,7 +70,12 @@ def run(arguments: list[str]) -> int:
             return _guarded(_check, rest)
         case ["config", "show", *rest]:
             return _guarded(_show, rest)
-    print(f"titanlite: unknown command {' '.join(arguments[:2])!r}\n\n{USAGE}", file=sys.stderr, end="")
+        case ["checkpoint", "list" | "verify" | "show" | "prune", *_]:
+            return _guarded(_checkpoint, arguments[1:])
+    words = " ".join(arguments[:2])
+    near = get_close_matches(words, NAMES.split(", "), n=1)
+    hint = f"did you mean {near[0]!r}?\n" if near else ""
+    print(f"titanlite: unknown command {words!r}\n{hint}\n{USAGE}", file=sys.stderr, end="")
     return 2
 
 
@@ -109,6 +129,12 @@ def _show(arguments: list[str]) -> None:
     from titanlite.config.load import dump
 
     print(dump(_load(arguments, None)), end="")
+
+
+def _checkpoint(arguments: list[str]) -> None:
+    from titanlite.checkpoint.command import main
+
+    main(arguments)
 
 
 def _load(arguments: list[str], world_size: int | None) -> "Config":

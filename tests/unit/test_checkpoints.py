@@ -23,10 +23,9 @@ from tests.object_stores import Flaky
 from titanlite.checkpoint import saving, storage
 from titanlite.checkpoint.blocking import StepClock
 from titanlite.checkpoint.files import MANIFEST, Local, Remote, open_files
-from titanlite.checkpoint.loading import DAMAGED, SUPERSEDED
 from titanlite.checkpoint.saving import _Staging
 from titanlite.checkpoint.shards import UnsafeCheckpoint
-from titanlite.checkpoint.storage import FileRecord, folder_name
+from titanlite.checkpoint.storage import DAMAGED, SUPERSEDED, FileRecord, folder_name
 from titanlite.config.schema import Config
 from titanlite.errors import RunError, UserError
 

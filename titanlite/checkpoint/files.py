@@ -96,18 +96,15 @@ class Local(Files):
         return found
 
     def read(self, name: str, start: int = 0, size: int | None = None) -> bytes:
-        with open(self.root / name, "rb", buffering=0) as file:
+        with _naming(self.root / name), open(self.root / name, "rb", buffering=0) as file:
             file.seek(start)
             return file.read() if size is None else _read_all(file, size)
 
     @contextlib.contextmanager
     def create(self, name: str) -> Iterator[BinaryIO]:
-        try:
-            with open(self.root / name, "wb", buffering=0) as file:
-                yield file
-                os.fsync(file.fileno())
-        except OSError as error:  # of a write, it does not say of which file
-            raise type(error)(error.errno, error.strerror, error.filename or str(self.root / name)) from error
+        with _naming(self.root / name), open(self.root / name, "wb", buffering=0) as file:
+            yield file
+            os.fsync(file.fileno())
 
     def begin(self, folder: str) -> str:
         staging = f".staging-{folder}-{self.owner}"
@@ -239,6 +236,17 @@ def open_files(url: str, *, owner: str = "") -> Files:
     ValueError, ImportError: the kind of URL is unknown, or the package for it is not installed.
     """
     return Remote(url, owner) if "://" in url else Local(url, owner)
+
+
+@contextlib.contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Errors of reading and writing do not say of which file."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is None or error.filename is not None:
+            raise
+        raise type(error)(error.errno, error.strerror, str(path)) from error
 
 
 def _read_all(file: Any, size: int) -> bytes:

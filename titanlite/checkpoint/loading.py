@@ -13,13 +13,11 @@ from titanlite.checkpoint.files import MANIFEST, Files, open_files
 from titanlite.checkpoint.ranks import cause, on_all, on_rank_0
 from titanlite.checkpoint.shards import ShardReader
 from titanlite.checkpoint.state import State, check_settings, difference, flat, selected
-from titanlite.checkpoint.storage import DamagedCheckpoint, Manifest, folder_name
+from titanlite.checkpoint.storage import DAMAGED, SUPERSEDED, DamagedCheckpoint, Manifest, folder_name
 from titanlite.config.schema import Checkpoint
 from titanlite.errors import UserError
 
 logger = logging.getLogger(__name__)
-
-DAMAGED, SUPERSEDED = "damaged", "superseded"
 
 
 class Loader:

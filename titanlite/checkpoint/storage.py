@@ -7,6 +7,7 @@ the manifest comes last, states the size and checksum of every other file, and i
 import json
 import re
 import zlib
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -16,6 +17,7 @@ from titanlite.errors import UserError
 CHECKSUMS = "checksums.json"
 METADATA = ".metadata"
 FORMAT = 2
+DAMAGED, SUPERSEDED = "damaged", "superseded"  # why a checkpoint was left aside
 CHUNK = 1 << 24  # bytes to read at once
 
 
@@ -138,8 +140,13 @@ def read_checked(files: Files, folder: str, name: str, manifest: Manifest) -> by
     return data
 
 
-def verify(files: Files, folder: str, sizes: dict[str, int]) -> Manifest:
+def verify(
+    files: Files, folder: str, sizes: dict[str, int], *, told: Callable[[int], None] = lambda read: None
+) -> Manifest:
     """Read all of a checkpoint, and check it.
+
+    Args:
+        told: how many bytes more have been read, now and then.
 
     Raises:
         DamagedCheckpoint: naming the first file that is not as it was written.
@@ -149,7 +156,9 @@ def verify(files: Files, folder: str, sizes: dict[str, int]) -> Manifest:
     for name, record in manifest.files.items():
         crc32 = 0
         for start in range(0, record.size, CHUNK):
-            crc32 = zlib.crc32(files.read(f"{folder}/{name}", start, min(CHUNK, record.size - start)), crc32)
+            data = files.read(f"{folder}/{name}", start, min(CHUNK, record.size - start))
+            crc32 = zlib.crc32(data, crc32)
+            told(len(data))
         if f"{crc32:08x}" != record.crc32:
             raise DamagedCheckpoint(f"{files.where(f'{folder}/{name}')}: its checksum is not that of the manifest")
     return manifest

@@ -1,0 +1,592 @@
+"""`titanlite checkpoint`: what it says of checkpoints in each state, also while a run changes them; what it deletes."""
+
+import io
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+from rich.console import Console
+
+from tests.helpers import TinyRun
+from titanlite import cli
+from titanlite.checkpoint import command
+from titanlite.checkpoint.files import MANIFEST, Local, Remote, open_files
+from titanlite.checkpoint.storage import FileRecord, Manifest, committed_steps, folder_name
+
+CONTENTS = {"__0_0.distcp": b"x" * 3_000_000, ".metadata": b"67"}
+
+
+@pytest.fixture(params=["disk", "memory"])
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+    """An empty place for the checkpoints of a run."""
+    if request.param == "disk":
+        yield str(tmp_path / "run" / "checkpoints")
+    else:
+        yield f"memory://{tmp_path.name}/run"
+        memory = fsspec.filesystem("memory")
+        if memory.exists(f"/{tmp_path.name}"):
+            memory.rm(f"/{tmp_path.name}", recursive=True)
+
+
+def save(
+    place: str, step: int, *, age: float = 200, contents: dict[str, bytes] = CONTENTS, publish: bool = True
+) -> None:
+    files = open_files(place, owner="me")
+    folder = files.begin(folder_name(step))
+    for name, content in contents.items():
+        with files.create(f"{folder}/{name}") as file:
+            file.write(content)
+    manifest = Manifest(
+        step=step,
+        samples=8000 * step,
+        run_id="me",
+        settings={"training.seq_len": 32},
+        config_hash="c",
+        mesh={"replicate": 1, "shard": 2},
+        versions={"titanlite": "1", "torch": "2"},
+        saved_at=time.time() - age,
+        elapsed_seconds=0.25,
+        load_step=None,
+        files={name: FileRecord(len(data), f"{zlib.crc32(data):08x}") for name, data in contents.items()},
+    )
+    if publish:
+        files.publish(folder_name(step), manifest.to_json())
+
+
+def change(place: str, name: str, content: bytes) -> None:
+    """What no titanlite does: change a file of a checkpoint."""
+    with open_files(place).create(name) as file:
+        file.write(content)
+
+
+def steps(place: str) -> list[int]:
+    return committed_steps(open_files(place).list())
+
+
+class Command:
+    """Runs `titanlite checkpoint`."""
+
+    def __init__(self, capfd: pytest.CaptureFixture[str]) -> None:
+        self.capfd = capfd
+
+    def __call__(self, *arguments: str, code: int = 0) -> list[str]:
+        """Lines of standard output."""
+        assert cli.run(["checkpoint", *arguments]) == code
+        said = self.capfd.readouterr()
+        self.errors = said.err.splitlines()
+        assert code or not self.errors
+        return said.out.splitlines()
+
+    def table(self, path: str) -> list[list[str]]:
+        """Rows of `list`, without where and the head."""
+        _, head, *rows = self("list", path)
+        assert head.split() == ["step", "age", "size", "state", "verified"]
+        return [[cell.strip() for cell in re.split(r"\s{2,}", row.strip())] for row in rows]
+
+    def refusal(self, *arguments: str) -> str:
+        self(*arguments, code=2)
+        [line] = self.errors
+        return line
+
+
+@pytest.fixture
+def titanlite(capfd: pytest.CaptureFixture[str]) -> Command:
+    return Command(capfd)
+
+
+# list
+
+
+def test_list_tells_each_state(titanlite: Command, tmp_path: Path) -> None:
+    place = str(tmp_path / "run" / "checkpoints")
+    for step in range(1, 8):
+        save(place, step, age=200 * step)
+    folders = {step: Path(place, folder_name(step)) for step in range(1, 8)}
+    (folders[2] / ".metadata").write_bytes(b"6")
+    (folders[3] / MANIFEST).write_bytes(b"{")
+    (folders[4] / MANIFEST).unlink()
+    open_files(place).withdraw(folder_name(5), "damaged")
+    open_files(place).withdraw(folder_name(6), "superseded")
+    folders[7].rename(Path(place, ".deleted-step-00000007-me"))
+    save(place, 8, publish=False)
+    Path(place, "notes").mkdir()
+    assert titanlite.table(str(tmp_path / "run")) == [
+        ["1", "3 min", "2.9 MiB", "whole", "sizes"],
+        ["2", "2.9 MiB", "damaged: .metadata has 1 bytes, its manifest states 2"],
+        ["3", "2.9 MiB", "damaged: manifest.json: Expecting property name enclosed in double quotes: "
+         "line 1 column 2 (char 1)"],
+        ["4", "2.9 MiB", "damaged: manifest.json is missing"],
+        ["5", "2.9 MiB", "damaged: set aside earlier"],
+        ["6", "2.9 MiB", "superseded"],
+        ["7", "2.9 MiB", "being deleted"],
+        ["8", "2.9 MiB", "being written"],
+    ]  # fmt: skip
+    assert titanlite.table(str(folders[2])) == [
+        ["2", "2.9 MiB", "damaged: .metadata has 1 bytes, its manifest states 2"]
+    ]
+    assert titanlite.table(str(folders[1]) + "/") == [["1", "3 min", "2.9 MiB", "whole", "sizes"]]
+
+
+def test_list_of_an_object_store(titanlite: Command) -> None:
+    place = "memory://listed/run"
+    try:
+        save(place, 1)
+        save(place, 2)
+        save(place, 4)
+        save(place, 12, publish=False)
+        open_files(place).withdraw(folder_name(2), "superseded")
+        change(place, f"{folder_name(4)}/.metadata", b"")
+        change(place, f"{folder_name(9)}/{command.MARK}", b"{}")  # of a verification that a deletion overtook
+        assert titanlite.table(place + "/") == [
+            ["1", "3 min", "2.9 MiB", "whole", "sizes"],
+            ["2", "2.9 MiB", "superseded"],
+            ["4", "2.9 MiB", "damaged: .metadata has 0 bytes, its manifest states 2"],
+            ["12", "2.9 MiB", "being written"],
+        ]
+        assert titanlite.table(f"{place}/{folder_name(1)}") == [["1", "3 min", "2.9 MiB", "whole", "sizes"]]
+    finally:
+        fsspec.filesystem("memory").rm("/listed", recursive=True)
+
+
+def test_list_of_a_folder_of_runs(titanlite: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for run in ("outputs/b/checkpoints", "outputs/a/checkpoints", "outputs/group/c/elsewhere"):
+        save(run, 1)
+    Path("outputs/data_cache/step").mkdir(parents=True)
+    lines = titanlite("list")
+    assert [line for line in lines if "/" in line] == [
+        "outputs/a/checkpoints", "outputs/b/checkpoints", "outputs/group/c/elsewhere",
+    ]  # fmt: skip
+    assert len(lines) == 9
+    assert titanlite.refusal("show", "outputs") == (
+        "error: outputs holds 3 runs, name one: outputs/a/checkpoints, outputs/b/checkpoints, outputs/group/c/elsewhere"
+    )
+
+
+def test_columns_are_aligned_and_lines_are_whole(titanlite: Command, tmp_path: Path) -> None:
+    save(str(tmp_path), 1, contents={"n" * 200: b"1"})
+    save(str(tmp_path), 123456789, age=1e6)
+    (tmp_path / "step-00000001" / ("n" * 200)).unlink()
+    _, head, first, second = titanlite("list", str(tmp_path))
+    assert first.rstrip().endswith(f"damaged: {'n' * 200} is missing")
+    assert first.index("damaged") == second.index("whole") == head.index("state")
+    assert re.match(r" {8}1 +0\.0 MiB", first)
+    assert second.startswith("123456789  11 days  2.9 MiB  whole")
+
+
+def test_what_a_run_deletes_between_listing_and_reading_is_skipped(
+    titanlite: Command, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for step in (1, 2, 3):
+        save(place, step)
+    kind = type(open_files(place))
+    look, listings = kind.list, []
+
+    def list_and_lose(files: Any) -> Any:
+        listings.append(look(files))
+        listing = listings[-1]
+        if len(listings) == 1:
+            open_files(place, owner="me").delete(folder_name(2))
+            save(place, 3, contents={"__0_0.distcp": b"other"})
+        return listing
+
+    monkeypatch.setattr(kind, "list", list_and_lose)
+    rows = titanlite.table(place)
+    assert [row[0] for row in rows] == ["1", "3"]
+    assert rows[1][-2:] == ["whole", "sizes"]
+    assert rows[1][2] == "0.0 MiB"
+
+
+@pytest.mark.parametrize("what", ["list", "verify"])
+def test_what_a_run_deletes_while_it_is_read_is_not_damaged(
+    what: str, titanlite: Command, place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(place, 1)
+    save(place, 2)
+    kind = type(open_files(place))
+    read = kind.read
+
+    def lose_and_read(files: Any, name: str, *args: Any) -> bytes:
+        if name.startswith(folder_name(1)) and 1 in steps(place):
+            open_files(place, owner="me").delete(folder_name(1))
+        return read(files, name, *args)
+
+    monkeypatch.setattr(kind, "read", lose_and_read)
+    lines = titanlite(what, place)
+    assert steps(place) == [2]
+    assert [line.split() for line in lines[1:] if "step " not in line or what == "verify"] == (
+        [["step", "2:", "whole,", "2", "files,", "2.9", "MiB"]]
+        if what == "verify"
+        else [["2", "3", "min", "2.9", "MiB", "whole", "sizes"]]
+    )
+
+
+def test_half_deleted_is_neither_damaged_nor_marked(titanlite: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    place = "memory://half/run"
+    save(place, 1)
+    read = Remote.read
+
+    def lose_and_read(files: Remote, name: str, *args: Any) -> bytes:
+        if name.endswith(".distcp"):
+            files._remove(folder_name(1), [MANIFEST, "__0_0.distcp"])
+        return read(files, name, *args)
+
+    try:
+        monkeypatch.setattr(Remote, "read", lose_and_read)
+        assert titanlite("verify", place)[1:] == ["step 1: being written"]
+        assert sorted(open_files(place).list()[folder_name(1)]) == [".metadata", ".owner-me"]
+    finally:
+        fsspec.filesystem("memory").rm("/half", recursive=True)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(-5, "0 s"), (0, "0 s"), (59, "59 s"), (119, "119 s"), (120, "2 min"), (7199, "119 min"), (7200, "2 h"),
+     (172799, "47 h"), (172800, "2 days"), (40 * 86400, "40 days")],
+)  # fmt: skip
+def test_ages(seconds: float, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(time, "time", lambda: 1_000_000_000.0)
+    assert command._age(1_000_000_000 - seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [(0, "0.0 MiB"), (3 << 19, "1.5 MiB"), (115 << 20, "115 MiB"), (1 << 30, "1.0 GiB"), (1500 << 30, "1,500.0 GiB")],
+)
+def test_sizes(size: int, text: str) -> None:
+    assert command._size(size) == text
+
+
+# verify
+
+
+def test_verify_leaves_a_mark(titanlite: Command, place: str) -> None:
+    save(place, 100)
+    save(place, 200)
+    assert titanlite("verify", place) == [
+        open_files(place).url, "step 100: whole, 2 files, 2.9 MiB", "step 200: whole, 2 files, 2.9 MiB",
+    ]  # fmt: skip
+    assert titanlite.table(place) == [
+        [str(step), "3 min", "2.9 MiB", "whole", "checksums, 0 s ago"] for step in (100, 200)
+    ]
+    change(place, f"{folder_name(100)}/{command.MARK}", json.dumps({"verified_at": time.time() - 300}).encode())
+    change(place, f"{folder_name(200)}/{command.MARK}", b'{"verified_at": 17')
+    assert [row[-1] for row in titanlite.table(place)] == ["sizes", "sizes"], "older than the save, and half written"
+    assert titanlite("verify", f"{place}/{folder_name(200)}")[1:] == ["step 200: whole, 2 files, 2.9 MiB"]
+
+
+def test_verify_names_what_is_damaged(titanlite: Command, place: str) -> None:
+    for step in (1, 2, 3, 4):
+        save(place, step)
+    flipped = f"{folder_name(2)}/__0_0.distcp"
+    change(place, flipped, b"y" + CONTENTS["__0_0.distcp"][1:])
+    change(place, f"{folder_name(3)}/.metadata", b"")
+    change(place, f"{folder_name(4)}/{MANIFEST}", b"")
+    assert [row[-2] for row in titanlite.table(place)][:2] == ["whole", "whole"], "sizes do not tell"
+    out = titanlite("verify", place, code=2)
+    assert out[1:] == [
+        "step 1: whole, 2 files, 2.9 MiB",
+        "step 2: damaged: __0_0.distcp: its checksum is not that of the manifest",
+        "step 3: damaged: .metadata has 0 bytes, its manifest states 2",
+        "step 4: damaged: manifest.json: Expecting value: line 1 column 1 (char 0)",
+    ]
+    url = open_files(place).url
+    assert titanlite.errors == [
+        f"error: {url}/{flipped}: its checksum is not that of the manifest",
+        f"error: {url}/step-00000003/.metadata has 0 bytes, its manifest states 2",
+        f"error: {url}/step-00000004/manifest.json: Expecting value: line 1 column 1 (char 0)",
+    ]
+    # The list knows it from then on, until the file is restored and verified.
+    assert titanlite.table(place)[1][-1] == "damaged: __0_0.distcp: its checksum is not that of the manifest"
+    change(place, flipped, CONTENTS["__0_0.distcp"])
+    assert titanlite("verify", f"{place}/{folder_name(2)}")[1:] == ["step 2: whole, 2 files, 2.9 MiB"]
+    assert titanlite.table(place)[1][-2:] == ["whole", "checksums, 0 s ago"]
+
+
+def test_verify_where_nothing_can_be_written(
+    titanlite: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(str(tmp_path), 1)
+
+    def refuse(*_: Any) -> None:
+        raise PermissionError("read-only")
+
+    monkeypatch.setattr(Local, "create", refuse)
+    assert titanlite("verify", str(tmp_path))[1:] == ["step 1: whole, 2 files, 2.9 MiB"]
+    assert titanlite.table(str(tmp_path))[0][-1] == "sizes"
+
+
+def test_verify_shows_progress_on_a_terminal(
+    titanlite: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(str(tmp_path), 1)
+    shown = io.StringIO()
+    monkeypatch.setattr(command, "progress_console", lambda: Console(file=shown, force_terminal=True))
+    assert len(titanlite("verify", str(tmp_path))) == 2
+    assert "step-00000001" in shown.getvalue()
+    assert "100%" in shown.getvalue()
+
+
+def test_another_format_is_named(titanlite: Command, tmp_path: Path) -> None:
+    save(str(tmp_path), 1)
+    (tmp_path / folder_name(1) / MANIFEST).write_text(json.dumps({"step": 1, "format": 1}))
+    message = "manifest.json has format 1, this version of titanlite reads format 2"
+    assert titanlite.table(str(tmp_path))[0][-1] == f"damaged: {message}"
+    assert titanlite.refusal("verify", str(tmp_path)) == f"error: {tmp_path}/step-00000001/{message}"
+
+
+# prune
+
+
+def test_prune_keeps_the_newest(titanlite: Command, place: str) -> None:
+    for step in (1, 2, 3, 4, 5, 12):
+        save(place, step)
+    assert titanlite("prune", place, "--keep-latest-k", "2", "--keep-every=2", "--dry-run") == [
+        "would delete step 1, 2.9 MiB", "would delete step 3, 2.9 MiB",
+    ]  # fmt: skip
+    assert steps(place) == [1, 2, 3, 4, 5, 12]
+    assert titanlite("prune", place, "--keep-latest-k", "2", "--keep-every=2") == [
+        "deleted step 1, 2.9 MiB", "deleted step 3, 2.9 MiB",
+    ]  # fmt: skip
+    assert sorted(open_files(place).list()) == [folder_name(step) for step in (2, 4, 5, 12)]
+    assert len(titanlite("prune", place, "--keep-latest-k=1")) == 3
+    assert titanlite("prune", place, "--keep-latest-k=1") == []
+    assert titanlite("verify", place)[1:] == ["step 12: whole, 2 files, 2.9 MiB"]
+
+
+def test_prune_refuses_if_the_newest_is_damaged(titanlite: Command, place: str) -> None:
+    for step in (1, 2, 3):
+        save(place, step)
+    change(place, f"{folder_name(3)}/.metadata", b"")
+    url = open_files(place).url
+    assert titanlite.refusal("prune", place, "--keep-latest-k=1", "--set-aside") == (
+        f"error: nothing is deleted: the newest, {url}/step-00000003, is not whole: "
+        "damaged: .metadata has 0 bytes, its manifest states 2"
+    )
+    assert steps(place) == [1, 2, 3]
+
+
+def test_prune_of_what_is_set_aside(titanlite: Command, place: str) -> None:
+    for step in (1, 2, 3, 9):
+        save(place, step)
+    save(place, 10, publish=False)
+    files = open_files(place)
+    files.withdraw(folder_name(2), "damaged")
+    files.withdraw(folder_name(9), "superseded")
+    assert titanlite("prune", place, "--keep-latest-k=1", "--dry-run") == ["would delete step 1, 2.9 MiB"]
+    everything = ("prune", place, "--keep-latest-k=1", "--set-aside")
+    assert titanlite(*everything) == [f"deleted step {step}, 2.9 MiB" for step in (1, 2, 9)]
+    left = files.list()
+    assert steps(place) == [3]
+    assert [folder for folder in left if folder_name(10) in folder], "what a run is writing stays"
+    assert len(left) == 2
+    files.withdraw(folder_name(3), "superseded")
+    assert titanlite.refusal(*everything).startswith("error: nothing is deleted: the newest, ")
+    assert len(files.list()) == 2
+
+
+def test_prune_lets_hidden_folders_be(titanlite: Command, tmp_path: Path) -> None:
+    for step in (1, 2, 8, 9):
+        save(str(tmp_path), step)
+    hidden = [".deleted-step-00000008-me", ".staging-step-00000009-me"]
+    for name in hidden:
+        (tmp_path / name.removeprefix(".deleted-").removeprefix(".staging-").removesuffix("-me")).rename(
+            tmp_path / name
+        )
+    assert titanlite("prune", str(tmp_path), "--keep-latest-k=1", "--set-aside") == ["deleted step 1, 2.9 MiB"]
+    assert sorted(open_files(str(tmp_path)).list()) == [*hidden, folder_name(2)]
+
+
+def test_the_run_sweeps_what_a_killed_prune_leaves(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for step in (1, 2):
+        save(place, step)
+
+    def killed(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        if "://" in place:
+            remove = Remote._remove
+            patch.setattr(
+                Remote,
+                "_remove",
+                lambda files, folder, names: remove(files, folder, names[:1]) if MANIFEST in names else killed(),
+            )
+        else:
+            patch.setattr(shutil, "rmtree", lambda path, **_: killed() if Path(path).exists() else None)
+        assert cli.run(["checkpoint", "prune", place, "--keep-latest-k=1"]) == 130
+    assert steps(place) == [2]
+    assert len(open_files(place).list()) == 2
+    open_files(place, owner="me").sweep()
+    assert [*open_files(place).list()] == [folder_name(2)]
+
+
+def test_prune_beside_a_run_that_is_faster(titanlite: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for step in (1, 2, 3):
+        save(str(tmp_path), step)
+    delete = Local.delete
+    monkeypatch.setattr(Local, "delete", lambda files, folder: [delete(files, folder) for _ in range(2)])
+    assert titanlite("prune", str(tmp_path), "--keep-latest-k=1") == [
+        "deleted step 1, 2.9 MiB",
+        "deleted step 2, 2.9 MiB",
+    ]
+    assert steps(str(tmp_path)) == [3]
+
+
+# show
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> TinyRun:
+    """A run of 3 steps, with checkpoints of step 2 and 3."""
+    run = TinyRun(tmp_path_factory.mktemp("trained"))
+    options = ["--config", str(run.toml), "--training.steps=3", "--checkpoint.interval=2"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    subprocess.run(
+        [sys.executable, "-m", "titanlite", "train", *options], check=True, env=environment, stdout=subprocess.DEVNULL
+    )
+    return run
+
+
+def test_show(titanlite: Command, trained: TinyRun) -> None:
+    run = trained.folder / "outputs" / "tiny"
+    manifest = json.loads((run / "checkpoints" / "step-00000003" / MANIFEST).read_text())
+    lines = titanlite("show", str(run))
+    saved_at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(manifest["saved_at"]))
+    versions = manifest["versions"]
+    assert lines[:4] == [
+        f"{run}/checkpoints/step-00000003",
+        "step      3",
+        "samples   24",
+        f"run id    {manifest['run_id']}",
+    ]
+    assert re.fullmatch(rf"saved at  {saved_at}, \d+ s ago; took {manifest['elapsed_seconds']:.2f} s", lines[4])
+    assert lines[5:7] == [
+        "mesh      replicate 1 x shard 1",
+        f"versions  titanlite {versions['titanlite']}, torch {versions['torch']}",
+    ]
+    assert lines[7].startswith("files     3, 0.9 MiB")
+    assert lines[8:11] == [f"  {name}  {file['size']:,} bytes" for name, file in manifest["files"].items()]
+    assert lines[11] == "settings"
+    assert "  model.args.dim = 42" in lines
+    assert '  model.name = "llama3"' in lines
+    # Of each parameter: itself, its two moments and its number of steps.
+    assert lines[-1] == "tensors   120; of the model 30, 62,622 parameters"
+
+
+def test_show_tensors(titanlite: Command, trained: TinyRun) -> None:
+    folder = trained.folder / "outputs" / "tiny" / "checkpoints" / "step-00000002"
+    lines = titanlite("show", str(folder), "--tensors")
+    assert lines[1] == "step      2"
+    tensors = lines[lines.index("tensors   120; of the model 30, 62,622 parameters") + 1 :]
+    assert len(tensors) == 120
+    assert "  model.head.output.weight  [259, 42]  torch.float32" in tensors
+    assert "  optimizer.state.head.output.weight.step  []  torch.float32" in tensors
+
+
+def test_show_takes_the_newest_whole_one(titanlite: Command, trained: TinyRun, tmp_path: Path) -> None:
+    run = tmp_path / "copy"
+    shutil.copytree(trained.folder / "outputs" / "tiny", run)
+    newest = run / "checkpoints" / "step-00000003"
+    (newest / ".metadata").write_bytes(b"")
+    assert titanlite("show", str(run))[1] == "step      2"
+    reason = r"damaged: \.metadata has 0 bytes, its manifest states \d+"
+    assert re.fullmatch(f"error: {newest} is not whole: {reason}", titanlite.refusal("show", str(newest)))
+    older = run / "checkpoints" / "step-00000002" / ".metadata"
+    older.write_bytes(b"x" * older.stat().st_size)
+    assert titanlite.refusal("show", str(run)) == f"error: {older}: its checksum is not that of the manifest"
+
+
+def test_show_of_many_files_names_ten(titanlite: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(str(tmp_path), 1, contents={f"__{rank}_0.distcp": b"1" * rank for rank in range(64)})
+
+    class Reader:
+        def __init__(self, *_: Any, **__: Any) -> None:
+            self.metadata = self
+            self.state_dict_metadata = {}
+
+    monkeypatch.setattr("titanlite.checkpoint.shards.ShardReader", Reader)
+    lines = titanlite("show", str(tmp_path))
+    shown = lines.index("files     64, 0.0 MiB")
+    assert lines[shown + 1] == "  __0_0.distcp  0 bytes"
+    assert lines[shown + 10 : shown + 13] == ["  __9_0.distcp  9 bytes", "  and 54 more", "settings"]
+    assert lines[5] == "mesh      replicate 1 x shard 2"
+
+
+# The command line
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["verify"], "titanlite checkpoint verify: the following arguments are required: PATH"),
+        (["list", ".", "--all"], "titanlite checkpoint list: unrecognized arguments: --all"),
+        (["verify", "a", "b"], "titanlite checkpoint verify: unrecognized arguments: b"),
+        (["prune", "."], "titanlite checkpoint prune: the following arguments are required: --keep-latest-k"),
+        (["prune", ".", "--keep-latest-k=x"],
+         "titanlite checkpoint prune: argument --keep-latest-k: invalid int value: 'x'"),
+        (["prune", ".", "--keep-latest-k=0"],
+         "titanlite checkpoint prune: --keep-latest-k must be at least 1, --keep-every at least 0"),
+        (["prune", ".", "--keep-latest-k=1", "--keep-every=-1"],
+         "titanlite checkpoint prune: --keep-latest-k must be at least 1, --keep-every at least 0"),
+        (["list"], "no folder outputs"),
+        (["show", "nothing/step-00000001"], "no folder nothing/step-00000001"),
+        (["list", "."], "no checkpoint in ."),
+        (["verify", "."], "no checkpoint that counts in ."),
+        (["prune", ".", "--keep-latest-k=1"], "no checkpoint in ."),
+        (["verify", "memory://nowhere"], "no checkpoint that counts in memory://nowhere"),
+        (["list", "foo://bucket"], "foo://bucket: Protocol not known: foo"),
+    ],
+)  # fmt: skip
+def test_bad_input_is_one_line(
+    arguments: list[str], message: str, titanlite: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert titanlite.refusal(*arguments) == f"error: {message}"
+
+
+def test_a_disk_that_fails_is_no_mistake_of_the_user(
+    titanlite: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        raise OSError(5, "Input/output error", "disk")
+
+    monkeypatch.setattr(Local, "list", fail)
+    assert titanlite("list", f"{tmp_path}/", code=2) == []  # nothing to look into
+    (tmp_path / folder_name(1)).mkdir()
+    titanlite("list", str(tmp_path), code=1)
+    assert titanlite.errors == ["error: [Errno 5] Input/output error: 'disk'"]
+
+
+def test_unknown_subcommands_and_help(titanlite: Command) -> None:
+    titanlite("lsit", "outputs", code=2)
+    assert titanlite.errors[:2] == [
+        "titanlite: unknown command 'checkpoint lsit'", "did you mean 'checkpoint list'?",
+    ]  # fmt: skip
+    titanlite("zzzzzzzzzzzzzzzzzzzzz", code=2)
+    assert titanlite.errors[1] == ""
+    for arguments in (["--help"], ["prune", "--help"], ["list", ".", "-h"]):
+        assert "titanlite checkpoint prune PATH --keep-latest-k K" in "\n".join(titanlite(*arguments))
+
+
+def test_no_torch_is_imported(tmp_path: Path) -> None:
+    for step in (1, 2):
+        save(str(tmp_path), step)
+    code = (
+        "import sys; from titanlite.cli import run\n"
+        f"codes = [run(['checkpoint', *rest.split(), {str(tmp_path)!r}]) for rest in "
+        "('list', 'verify', 'prune --keep-latest-k 1')]\n"
+        "assert codes == [0, 0, 0] and 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
+    assert steps(str(tmp_path)) == [2]
