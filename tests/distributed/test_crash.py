@@ -1,0 +1,12 @@
+"""Killed at any moment, a run loses nothing that was committed. Long form: benchmarks/crash_storm.py."""
+
+from pathlib import Path
+
+from tests.crash import CrashRun
+
+
+def test_killed_again_and_again_a_run_ends_as_if_never_killed(tmp_path: Path) -> None:
+    run = CrashRun(tmp_path, seed=0)
+    for _ in range(4):
+        print(run.kill())
+    assert run.finish() >= 4
