@@ -9,7 +9,6 @@ beginning of the save to the end of the step in which it ends, less as many usua
 """
 
 import argparse
-import json
 import os
 import statistics
 import subprocess
@@ -89,9 +88,7 @@ class Contest:
 
     def step(self) -> None:
         batches = list(islice(self.run.batches, self.run.accumulation))
-        train_step(
-            self.run.model, batches, optimizer=self.run.optimizer, group=self.run.metrics.group, max_norm=1.0
-        )
+        train_step(self.run.model, batches, optimizer=self.run.optimizer, group=self.run.metrics.group, max_norm=1.0)
         self.step_number += 1
         self.clock.step()
 
@@ -159,7 +156,8 @@ class Contest:
         for name, seconds in blocked.items():
             spread = f"{min(seconds) * 1e3:.0f} to {max(seconds) * 1e3:.0f}"
             print(f"  {name:6} training held up for {medians[name] * 1e3:6.0f} ms ({spread})")
-        print(f"  async / sync {medians['async'] / medians['sync']:.2f}, plain / sync {medians['plain'] / medians['sync']:.2f}")
+        for name in ("async", "plain"):
+            print(f"  {name} / sync {medians[name] / medians['sync']:.2f}")
         plans = [figure["planning_seconds"] for figure in self.figures["async"]]
         print(f"  planning, first and then: {plans[0] * 1e3:.0f} and {statistics.median(plans[1:]) * 1e3:.1f} ms")
         print(f"  second plan / first plan {statistics.median(plans[1:]) / plans[0]:.3f}")
@@ -167,8 +165,9 @@ class Contest:
         whole = sum(t.numel() * t.element_size() for t in flat(self.state()).values())
         print(f"  bytes of state {whole:,}, written / state {written / whole:.4f}")
         for name, figures in self.figures.items():
-            parts = {key: statistics.median(f[key] for f in figures[1:]) for key in figures[0] if key.endswith("seconds") and figures[1][key] is not None}
-            print(f"  {name:6} {json.dumps({key: round(value, 3) for key, value in parts.items()})}")
+            parts = [key for key in figures[0] if key.endswith("seconds") and key != "blocking_seconds"]
+            usual = {key: round(statistics.median(figure[key] for figure in figures[1:]), 3) for key in parts}
+            print(f"  {name:6} {usual}")
 
     def memory(self) -> None:
         manager, after = self.manager("async", "async"), {}

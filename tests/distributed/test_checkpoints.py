@@ -209,8 +209,8 @@ def staged_bytes(rank: int, world_size: int, config: Config) -> tuple[int, int, 
     staged: list[int] = []
     copy = saving._Staging.copy
 
-    def recorded(self: Any, tensors: Any) -> Any:
-        buffers = copy(self, tensors)
+    def recorded(self: Any) -> Any:
+        buffers = copy(self)
         staged.append(sum(buffer.nbytes for buffer in buffers.values()))
         return buffers
 

@@ -142,9 +142,15 @@ def test_the_optimizer_waits_until_the_state_is_copied(tiny: TinyRun, monkeypatc
 def test_staging_takes_its_memory_once() -> None:
     staging = _Staging(torch.device("cpu"), pin=False)
     state = {"a": torch.randn(100, 3), "b": torch.randn(()), "c": torch.randn(4, 6).t().bfloat16(), "d": torch.empty(0)}
-    first = dict(staging.copy(state))
+    staging.begin(state)
+    first = dict(staging.copy())
     state["a"] += 1
-    second = staging.copy(state)
+    staging.begin(state)
+    staging.wait()  # the training thread makes the copy if the other has not yet
+    copied = {name: tensor.clone() for name, tensor in state.items()}
+    state["a"] += 1
+    second = staging.copy()
+    state = copied
     for name in state:
         assert torch.equal(second[name], state[name])
         assert second[name].data_ptr() == first[name].data_ptr()

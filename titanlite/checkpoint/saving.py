@@ -1,15 +1,17 @@
 """Writes checkpoints beside training: copy the state to host memory, then write the copy in a thread of low priority.
 
 Parameters and moments change only when the optimizer makes a step, so the copy is made during the next forward and
-backward; the next optimizer step waits for it, should it not be there yet. On busy CPUs a writing thread like any other
-gains nothing over waiting: what it computes, training does not. This one gets only the time that training leaves over
-(SCHED_IDLE), and it writes as little as it can: each rank its own part of the state, with one checksum, not two.
+backward; the next optimizer step makes what is left of it. On busy CPUs a thread that writes beside training gains
+little: what it computes, training does not. So this one comes after training, and computes as little as it can: each
+rank its own part of the state, one checksum instead of two, plans and the frames of small tensors made once.
 """
 
 import contextlib
 import os
+import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -30,9 +32,13 @@ from torch.futures import Future as TorchFuture
 from titanlite.checkpoint import storage
 from titanlite.checkpoint.files import Files
 from titanlite.checkpoint.ranks import cause, on_all, on_rank_0
-from titanlite.checkpoint.shards import ShardWriter, Written, checksums_json
+from titanlite.checkpoint.shards import Frames, ShardWriter, Written, checksums_json
 from titanlite.checkpoint.state import State, flat, local
 from titanlite.checkpoint.storage import FileRecord, Manifest
+
+NICE = 10
+"""About a tenth of the share that training has on a core that both want. With much less (SCHED_IDLE, nice 19), a save
+beside other busy processes took a minute, and training waited for it."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +68,7 @@ class Saver:
         self.files = files
         self.group = group
         self.device = device
+        self.frames = Frames()
         self.planner = _CachingPlanner(f"titanlite-{id(self)}")
         self.staging = _Staging(device, pin=pin) if background else None
         self._thread = ThreadPoolExecutor(1, "checkpoint", initializer=self._start_thread)
@@ -81,7 +88,9 @@ class Saver:
             except Exception as error:
                 done.set_exception(error)
             return done
-        self.staging.expect()
+        mine = self.planner.mine
+        tensors = flat(state).items()
+        self.staging.begin({name: tensor for name, tensor in tensors if mine is None or name in mine})
         return self._thread.submit(self._save, state, folder, manifest)
 
     def later(self, act: Callable[[], None]) -> None:
@@ -100,9 +109,8 @@ class Saver:
     def _start_thread(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
-        if hasattr(os, "SCHED_IDLE"):
-            with contextlib.suppress(OSError):
-                os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))  # of this thread alone
+        if sys.platform == "linux":  # where priority is a thread's
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
 
     def _save(self, state: State, folder: str, manifest: Callable[[dict[str, FileRecord]], Manifest]) -> Saved:
         try:
@@ -117,12 +125,13 @@ class Saver:
         started = time.perf_counter()
         tensors = flat(state)
         if self.staging is not None:
-            tensors = on_all_mine(self.group, lambda: self._stage(tensors))
+            tensors = on_all_mine(self.group, self.staging.copy)
         staged = time.perf_counter()
         writer = _TimedWriter(
             self.files,
             on_rank_0(self.group, lambda: self.files.begin(folder)),
             rank=dist.get_rank(self.group),
+            frames=self.frames,
             read=lambda item: local(tensors[item.index.fqn]).cpu(),
         )
         planning = time.perf_counter()
@@ -136,11 +145,6 @@ class Saver:
             lambda: (times, writer.written),
             lambda of_ranks: self._commit(writer, folder, of_ranks, manifest, started),
         )
-
-    def _stage(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        assert self.staging is not None
-        mine = self.planner.mine
-        return self.staging.copy({name: tensor for name, tensor in tensors.items() if mine is None or name in mine})
 
     def _commit(
         self,
@@ -180,36 +184,49 @@ class _Staging:
         self.pin = pin
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._buffers: dict[str, Tensor] = {}
-        self._copied = threading.Event()
-        self._copied.set()
-        self._on_device: torch.Event | None = None
+        self._to_copy: deque[tuple[Tensor, Tensor]] = deque()
+        self._lock = threading.Lock()
+        self._is_due = False
+        self._error: Exception | None = None
 
-    def expect(self) -> None:
-        """A copy of the state as it is now is to come; on a GPU, as it is when the work queued so far is done."""
-        self._copied.clear()
+    def begin(self, tensors: dict[str, Tensor]) -> None:
+        """A copy of these, as they are now, is to come; on a GPU, as they are when the work queued so far is done."""
+        sources = {name: local(tensor) for name, tensor in tensors.items()}
+        self._buffers = {name: self._buffer(name, source) for name, source in sources.items()}
         if self.stream is not None:
             self.stream.wait_stream(torch.cuda.current_stream())
+        self._to_copy.extend((self._buffers[name], source) for name, source in sources.items())
+        self._is_due, self._error = True, None
 
-    def copy(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        try:
-            self._buffers = {name: self._buffer(name, local(tensor)) for name, tensor in tensors.items()}
-            with torch.cuda.stream(self.stream) if self.stream else contextlib.nullcontext():
-                for name, tensor in tensors.items():
-                    _copy(self._buffers[name], local(tensor))
-            if self.stream is not None:
-                self._on_device = self.stream.record_event()
-        finally:
-            self._copied.set()
+    def copy(self) -> dict[str, Tensor]:
+        """In the thread that writes: make the copy."""
+        self._copy_all()
+        if self._error is not None:
+            raise self._error
         if self.stream is not None:
             self.stream.synchronize()
         return self._buffers
 
     def wait(self) -> None:
-        if not self._copied.is_set():
-            self._copied.wait()
-        if self._on_device is not None:  # the copies are queued: let the next change of the state queue behind them
-            torch.cuda.current_stream().wait_event(self._on_device)
-            self._on_device = None
+        """In the training thread, before the state changes: lend a hand with what is not copied yet."""
+        if not self._is_due:
+            return
+        self._is_due = False
+        self._copy_all()
+        if self.stream is not None:  # the copies are queued: let the next change of the state queue behind them
+            torch.cuda.current_stream().wait_stream(self.stream)
+
+    def _copy_all(self) -> None:
+        with torch.cuda.stream(self.stream) if self.stream else contextlib.nullcontext():
+            while True:
+                with self._lock:  # so that nothing is under way when the other thread finds nothing left
+                    if not self._to_copy:
+                        return
+                    try:
+                        _copy(*self._to_copy.popleft())
+                    except Exception as error:  # of the save, not of training, whichever thread met it
+                        self._error = error
+                        self._to_copy.clear()
 
     def _buffer(self, name: str, tensor: Tensor) -> Tensor:
         buffer = self._buffers.get(name)

@@ -21,8 +21,12 @@ def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> State:
     """{model: {name: tensor}, optimizer: {state.name.moment: tensor}}: the tensors in use, so that loading into them is
     loading. A shared parameter is there once. Learning rates and decay are not state: they come from the config."""
     parameters = dict(unique_parameters(model))
-    persistent = model.state_dict().keys()
-    buffers = {name: buffer for name, buffer in model.named_buffers() if name in persistent}
+    buffers = {
+        f"{prefix}.{name}" if prefix else name: buffer
+        for prefix, module in model.named_modules()
+        for name, buffer in module.named_buffers(recurse=False)
+        if name not in module._non_persistent_buffers_set
+    }
     moments = {
         f"state.{name}.{key}": value
         for name, parameter in parameters.items()
