@@ -125,7 +125,7 @@ class Contest:
 
     def save(self, manager: CheckpointManager) -> Callable[[], bool]:
         name = "async" if manager.is_background else "sync"
-        manager.save(Progress(self.step_number, 0))
+        manager.save(Progress(self.step_number, 0), last=False)
 
         def has_ended() -> bool:
             self.figures[name] += manager.watch()
@@ -173,7 +173,7 @@ class Contest:
         manager, after = self.manager("async", "async"), {}
         for save in range(1, 21):
             self.step()
-            manager.save(Progress(self.step_number, 0))
+            manager.save(Progress(self.step_number, 0), last=False)
             while manager._save is not None:
                 self.step()
                 manager.watch()

@@ -133,11 +133,11 @@ def train(run: Run) -> None:
         metrics.record_saves(checkpoints.watch())
         if checkpoints.is_due(step, last=step == steps):
             with metrics.not_training(waits_for_device=not checkpoints.is_background):
-                checkpoints.save(Progress(step, samples))
+                checkpoints.save(Progress(step, samples), last=step == steps)
 
 
 def finish(run: Run) -> None:
-    """Wait for the last checkpoint, close what is open, and say where everything is."""
+    """Close what is open, and say where everything is."""
     run.batches.close()
     run.metrics.record_saves(run.checkpoints.finish())
     run.metrics.close()

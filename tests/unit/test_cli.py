@@ -135,22 +135,6 @@ def test_checkpoint_of_another_model(tiny: TinyRun) -> None:
         "error: Restore them, or give the new run another job.name, or accept: "
         'checkpoint.allow_changes = ["model.args.hidden_dim"]',
     ]
-    code, _, err = titanlite(*command, "--model.args.hidden_dim=64", '--checkpoint.allow_changes=["model.*"]')
-    assert code == 2
-    assert err[:2] == [
-        f"error: {checkpoint} is of another model:",
-        "error:   missing     model.layers.0.feed_forward.w1.weight [64, 42], stored as [70, 42]",
-    ]
-    code, _, err = titanlite(*command, "--training.steps=2", "--training.seq_len=16", "--optimizer.lr=1e-3")
-    assert (code, len(err)) == (2, 3)
-    assert err[1] == "error:   training.seq_len was 32, is 16"
-    # An explicit word, and it goes on; what has no meaning for the state needs none.
-    code, out, err = titanlite(
-        *command, "--training.steps=2", "--training.seq_len=16", '--checkpoint.allow_changes=["training.seq_len"]',
-        "--metrics.log_freq=2", "--optimizer.lr=1e-3",
-    )  # fmt: skip
-    assert (code, err) == (0, [])
-    assert "resuming after step 1, 8 sequences into the data" in out
 
 
 @pytest.mark.parametrize("flavor", ["8B", "405B"])

@@ -70,9 +70,7 @@ class CheckpointManager:
         pin = config.async_mode == "async_with_pinned_mem"
         if pin and device.type == "cpu":
             logger.info("checkpoint.async_mode: nothing to pin memory for without a GPU; async is used")
-        self._saver = Saver(
-            files, group=group, device=device, background=self.is_background, pin=pin and device.type != "cpu"
-        )
+        self._saver = Saver(files, group=group, device=device, pin=pin and device.type != "cpu")
         self._loader = Loader(config, files, group=group, settings=self.settings)
         self._group = group
         self._clock = StepClock(device)
@@ -130,8 +128,9 @@ class CheckpointManager:
     def is_due(self, step: int, *, last: bool) -> bool:
         return self.config.enable and (last or step % self.config.interval == 0 or self._time_is_up)
 
-    def save(self, progress: Progress) -> None:
-        """Begin to save, and return; or, with async_mode = "disabled", save.
+    def save(self, progress: Progress, *, last: bool) -> None:
+        """Begin to save, and return; or save: with async_mode = "disabled", and at the end of the run, when there is
+        no training to go on beside.
 
         Raises:
             RunError: on every rank, if the save before this one has failed, or this one if it is waited for.
@@ -160,23 +159,20 @@ class CheckpointManager:
             )
 
         state = state_of(self.model, self.optimizer)
-        self._save = progress.step, self._saver.start(state, folder_name(progress.step), manifest)
-        if not self.is_background:
-            self._end_save(last=False)
+        background = self.is_background and not last
+        future = self._saver.start(state, folder_name(progress.step), manifest, background=background)
+        self._save = progress.step, future
+        if not background:
+            self._end_save(last=last)
 
     def finish(self) -> list[dict[str, Any]]:
-        """Wait for the last save. Returns the figures of saves that have ended.
-
-        Raises:
-            RunError: it failed, whatever on_save_error says: nothing else is left to save this state.
-        """
-        if self._save is not None:
-            self._end_save(last=True)
+        """Wait for what is still being deleted. Returns the figures of saves that have ended."""
         self._saver.close()
         return self._figures(wait=True)
 
     def _end_save(self, *, last: bool, timeout: float | None = None) -> None:
         """Args:
+        last: raise if it has failed, whatever on_save_error says: nothing else will save this state.
         timeout: when another rank has failed: in a way, perhaps, that this one's thread never hears of.
         """
         assert self._save is not None

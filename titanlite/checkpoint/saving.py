@@ -58,40 +58,45 @@ class Saver:
     Args:
         group: gloo, and nobody else's: it is used in another thread than training.
         device: of the state.
-        background: write in a thread. Otherwise `start` returns when all is done.
         pin: stage to pinned memory, from which a GPU copies faster and without waiting.
     """
 
-    def __init__(
-        self, files: Files, *, group: dist.ProcessGroup, device: torch.device, background: bool, pin: bool
-    ) -> None:
+    def __init__(self, files: Files, *, group: dist.ProcessGroup, device: torch.device, pin: bool) -> None:
         self.files = files
         self.group = group
         self.device = device
         self.frames = Frames()
         self.planner = _CachingPlanner(f"titanlite-{id(self)}")
-        self.staging = _Staging(device, pin=pin) if background else None
+        self.staging = _Staging(device, pin=pin)
         self._thread = ThreadPoolExecutor(1, "checkpoint", initializer=self._start_thread)
 
-    def start(self, state: State, folder: str, manifest: Callable[[dict[str, FileRecord]], Manifest]) -> Future[Saved]:
+    def start(
+        self,
+        state: State,
+        folder: str,
+        manifest: Callable[[dict[str, FileRecord]], Manifest],
+        *,
+        background: bool,
+    ) -> Future[Saved]:
         """Save a state.
 
         Args:
             manifest: of the files with these sizes and checksums; called on rank 0.
+            background: write a copy in a thread. Otherwise all is done on return, from the state itself.
 
         The result raises RunError, the same on every rank, if any rank fails; nothing is committed then.
         """
-        if self.staging is None:
+        if not background:
             done: Future[Saved] = Future()
             try:
-                done.set_result(self._save(state, folder, manifest))
+                done.set_result(self._save(state, folder, manifest, staging=None))
             except Exception as error:
                 done.set_exception(error)
             return done
         mine = self.planner.mine
         tensors = flat(state).items()
         self.staging.begin({name: tensor for name, tensor in tensors if mine is None or name in mine})
-        return self._thread.submit(self._save, state, folder, manifest)
+        return self._thread.submit(self._save, state, folder, manifest, staging=self.staging)
 
     def later(self, act: Callable[[], None]) -> None:
         """Do something after what is being written."""
@@ -99,8 +104,7 @@ class Saver:
 
     def wait_until_staged(self) -> None:
         """The state may change after this."""
-        if self.staging is not None:
-            self.staging.wait()
+        self.staging.wait()
 
     def close(self) -> None:
         self._thread.shutdown(wait=True)
@@ -112,20 +116,31 @@ class Saver:
         if sys.platform == "linux":  # where priority is a thread's
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
 
-    def _save(self, state: State, folder: str, manifest: Callable[[dict[str, FileRecord]], Manifest]) -> Saved:
+    def _save(
+        self,
+        state: State,
+        folder: str,
+        manifest: Callable[[dict[str, FileRecord]], Manifest],
+        *,
+        staging: "_Staging | None",
+    ) -> Saved:
         try:
-            return self._try_to_save(state, folder, manifest)
+            return self._try_to_save(state, folder, manifest, staging)
         except Exception:
             if dist.get_rank(self.group) == 0:  # a full disk has room for the next save, then
                 with contextlib.suppress(Exception):
                     self.files.discard(folder)
             raise
 
-    def _try_to_save(self, state: State, folder: str, manifest: Callable[[dict[str, FileRecord]], Manifest]) -> Saved:
+    def _try_to_save(
+        self,
+        state: State,
+        folder: str,
+        manifest: Callable[[dict[str, FileRecord]], Manifest],
+        staging: "_Staging | None",
+    ) -> Saved:
         started = time.perf_counter()
-        tensors = flat(state)
-        if self.staging is not None:
-            tensors = on_all_mine(self.group, self.staging.copy)
+        tensors = flat(state) if staging is None else on_all_mine(self.group, staging.copy)
         staged = time.perf_counter()
         writer = _TimedWriter(
             self.files,
