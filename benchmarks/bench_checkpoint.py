@@ -158,7 +158,7 @@ class Contest:
             print(f"  {name:6} training held up for {medians[name] * 1e3:6.0f} ms ({spread})")
         for name in ("async", "plain"):
             print(f"  {name} / sync {medians[name] / medians['sync']:.2f}")
-        plans = [figure["planning_seconds"] for figure in self.figures["async"]]
+        plans = [figure["planning_seconds"] for figure in self.figures["sync"]]  # nothing trains beside it
         print(f"  planning, first and then: {plans[0] * 1e3:.0f} and {statistics.median(plans[1:]) * 1e3:.1f} ms")
         print(f"  second plan / first plan {statistics.median(plans[1:]) / plans[0]:.3f}")
         written = self.figures["async"][-1]["bytes"]

@@ -272,7 +272,7 @@ class _CachingPlanner(DefaultSavePlanner):
     def set_up_planner(
         self, state_dict: Any, storage_meta: StorageMeta | None = None, is_coordinator: bool = False
     ) -> None:
-        shapes = {name: (tensor.shape, local(tensor).shape, tensor.dtype) for name, tensor in flat(state_dict).items()}
+        shapes = {name: (tensor.shape, tensor.dtype) for name, tensor in flat(state_dict).items()}
         self._is_unchanged = shapes == self._shapes and self._cached_plans_key in SavePlanner._cached_save_plan
         self._shapes = shapes
         if not self._is_unchanged:

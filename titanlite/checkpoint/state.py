@@ -58,8 +58,9 @@ def selected(name: str, patterns: Iterable[str]) -> bool:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This rank's part of a tensor, sharded or not."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    """This rank's part of a tensor, sharded or not. `to_local()` would also make a way back for gradients, which takes
+    longer than writing a small tensor."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 @dataclass(frozen=True)
@@ -126,8 +127,8 @@ def check_settings(now: dict[str, Any], then: dict[str, Any], allowed: Iterable[
 def _plain(tensor: Any) -> Any:
     """The same memory without float8's tensor subclass around a local shard: a checkpoint must load without torchao."""
     tensor = tensor.detach() if isinstance(tensor, Tensor) else tensor
-    inner = getattr(tensor.to_local(), "_tensor", None) if isinstance(tensor, DTensor) else None
-    if inner is None:
+    inner = getattr(tensor._local_tensor, "_tensor", None) if isinstance(tensor, DTensor) else None
+    if inner is None or not isinstance(tensor, DTensor):
         return tensor
     mesh, placements = tensor.device_mesh, tensor.placements
     return DTensor.from_local(inner, mesh, placements, run_check=False, shape=tensor.shape, stride=tensor.stride())
