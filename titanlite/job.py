@@ -128,6 +128,11 @@ class RunFolder:
         return self.path / "checkpoints.jsonl"
 
     @property
+    def has_saved(self) -> bool:
+        """Whether the run has saved a checkpoint in an earlier start."""
+        return self.saves.exists() and self.saves.stat().st_size > 0
+
+    @property
     def tensorboard(self) -> Path:
         return self.path / "tensorboard"
 

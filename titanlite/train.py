@@ -84,7 +84,7 @@ def build(config: Config, ingredients: Ingredients, *, ranks: Ranks, device: tor
         settings=settings_of_meaning(config, model_args=ingredients.args, data=tokens.fingerprint),
         config_hash=config_hash(config),
     )
-    progress = checkpoints.load()
+    progress = checkpoints.load(has_saved=folder.has_saved)
     record_start(folder, config, ranks=ranks, device=device, mesh=mesh)
 
     micro_batch_size, accumulation = training.batch_split(data_ranks)

@@ -3,7 +3,9 @@
 import json
 import os
 import re
+import time
 from collections.abc import Iterator
+from dataclasses import replace as replace_fields
 from pathlib import Path
 from typing import Any
 
@@ -215,6 +217,41 @@ def test_files_are_synced_before_a_checkpoint_counts(tmp_path: Path, monkeypatch
     save(files, 1)
     staging = ".staging-step-00000001-me"
     assert order == ["__0_0.distcp", ".metadata", MANIFEST, staging, "rename", "run"]
+
+
+def test_what_counts_is_not_discarded(files: Files) -> None:
+    """As when another rank is lost right after rank 0 has published."""
+    save(files, 1)
+    files.discard(folder_name(1))
+    assert steps(files) == [1]
+    stage(files, 2, {"__0_0.distcp": b"1"})
+    files.discard(folder_name(2))
+    assert [*files.list()] == ["step-00000001"]
+
+
+def test_an_attempt_that_takes_long_is_followed_by_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Remote, "PATIENCE", 0.2)
+    attempts = []
+
+    def upload() -> str:
+        attempts.append(time.sleep(0.3))
+        if len(attempts) < 3:
+            raise ConnectionError
+        return "done"
+
+    assert open_files("memory://bucket/run").retrying(upload, "x") == "done"
+
+
+@pytest.mark.parametrize("name", ["../../victim", "/etc", "a/b", ""])
+def test_names_in_a_manifest_cannot_lead_elsewhere(tmp_path: Path, name: str) -> None:
+    files = open_files(str(tmp_path), owner="me")
+    good = manifest_of(1, {})
+    bad = [replace_fields(good, run_id=name)] if name else []
+    for manifest in [*bad, replace_fields(good, files={name or "..": FileRecord(0, "00000000")})]:
+        stage(files, 1, {})
+        files.publish(folder_name(1), manifest.to_json())
+        with pytest.raises(DamagedCheckpoint, match="is not a name"):
+            storage.read_manifest(files, folder_name(1))
 
 
 def test_one_listing_call_of_an_object_store() -> None:

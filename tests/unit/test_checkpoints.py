@@ -339,7 +339,7 @@ def test_sizes_alone_do_not_find_a_flipped_byte(tiny: TinyRun, warnings: Callabl
         shutil.copytree(folder(tiny), folder(tiny, verify))
         trained(tiny.config(f"--checkpoint.verify={verify}", f"--job.name={verify}", "--training.steps=3"))
         assert steps(tiny, verify) == [2, 3]
-    assert not warnings()
+    assert not [warning for warning in warnings() if "damaged" in warning]
     truncate(checkpoint(tiny, 2) / "__0_0.distcp")
     with pytest.raises(UserError, match="no good checkpoint is left"):
         trained(tiny.config("--checkpoint.verify=size"))
@@ -376,6 +376,50 @@ def test_going_back_to_an_older_step(tiny: TinyRun) -> None:
     trained(tiny.config(*options, *back))  # the same command again goes on; it does not go back again
     assert tiny.losses()[:4] == branch
     assert steps(tiny) == [2, 4, 6]
+
+
+def test_a_branch_goes_on_whatever_is_newer(tiny: TinyRun) -> None:
+    every_2 = "--checkpoint.interval=2"
+    trained(tiny.config("--training.steps=6", every_2))
+    trained(tiny.config("--training.steps=4", every_2, "--checkpoint.load_step=2"))
+    trained(tiny.config("--training.steps=6", every_2))
+    back = ["--checkpoint.load_step=2", "--checkpoint.interval=1", "--checkpoint.keep_latest_k=1"]
+    trained(tiny.config("--training.steps=5", *back))
+    assert steps(tiny) == [5]
+    assert (checkpoint(tiny, 6) / f"{MANIFEST}.{SUPERSEDED}").exists()
+    trained(tiny.config("--training.steps=6", *back))
+    assert steps(tiny) == [6]
+
+
+def test_a_run_whose_checkpoints_are_elsewhere_does_not_begin_anew(tiny: TinyRun) -> None:
+    trained(tiny.config("--training.steps=2"))
+    folder(tiny).rename(tiny.folder / "unmounted")
+    with pytest.raises(UserError, match=r"this run has saved checkpoints, and none is in .*outputs/tiny/checkpoints"):
+        trained(tiny.config())
+    assert len(tiny.records()) == 2
+    with pytest.raises(UserError, match=r"load_step: .* has no checkpoint of step 2 \(has: none\)"):
+        trained(tiny.config("--job.name=new", "--checkpoint.load_step=2"))
+    trained(tiny.config("--training.steps=4", f"--checkpoint.folder={tiny.folder}/unmounted"))
+    assert len(tiny.records()) == 4
+
+
+def test_going_on_from_another_runs_checkpoint_is_told(tiny: TinyRun, warnings: Callable[[], list[str]]) -> None:
+    trained(tiny.config("--training.steps=2"))
+    trained(tiny.config("--training.steps=3", "--job.name=b", f"--checkpoint.folder={folder(tiny)}"))
+    assert "was saved by another run" in warnings()[0]
+
+
+def test_a_host_without_memory_is_not_damage(tiny: TinyRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    trained(tiny.config("--training.steps=2"))
+
+    def no_memory(*args: Any, **kwargs: Any) -> None:
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "load", no_memory)
+        with pytest.raises(RunError, match=r"__0_0\.distcp .*can't allocate memory"):
+            trained(tiny.config())
+    assert steps(tiny) == [2]
 
 
 def test_changed_settings_need_a_word(tiny: TinyRun) -> None:
@@ -470,6 +514,10 @@ def test_initial_load_lists_what_does_not_fit(tiny: TinyRun, warnings: Callable[
 
 
 def test_initial_load_from_nothing(tiny: TinyRun) -> None:
+    trained(tiny.config("--training.steps=1", "--job.name=source"))
+    path = f"--checkpoint.initial_load_path={folder(tiny, 'source')}"
+    with pytest.raises(UserError, match=r"checkpoint\.initial_load: nothing here is called modle"):
+        trained(tiny.config(path, '--checkpoint.initial_load=["modle"]'))
     with pytest.raises(UserError, match=f"initial_load_path: no good checkpoint in {tiny.folder}"):
         trained(tiny.config(f"--checkpoint.initial_load_path={tiny.folder}"))
 
@@ -549,7 +597,24 @@ PAYLOADS: dict[str, tuple[Callable[[str, Path], dict[str, bytes]], str]] = {
     "a bytes entry": (lambda touch, path: _bytes_entry(touch, path), "is not a tensor"),
     "a file elsewhere": (
         lambda _, path: {storage.METADATA: pickle.dumps(_elsewhere(path))}, "names ../../../etc/passwd"),
+    "a tensor without its data": (
+        lambda _, path: {storage.METADATA: pickle.dumps(_without_chunks(path))}, "tok_embeddings.weight is not there"),
+    "a place outside of its file": (
+        lambda _, path: {storage.METADATA: pickle.dumps(_far_away(path))}, "lies outside of __0_0.distcp"),
 }  # fmt: skip
+
+
+def _without_chunks(checkpoint: Path) -> Any:
+    metadata = FileSystemReader(checkpoint).read_metadata()
+    entry: Any = metadata.state_dict_metadata["model.tok_embeddings.weight"]
+    entry.chunks.clear()
+    return metadata
+
+
+def _far_away(checkpoint: Path) -> Any:
+    metadata = FileSystemReader(checkpoint).read_metadata()
+    next(iter(metadata.storage_data.values())).length = 1 << 50
+    return metadata
 
 
 def _with(checkpoint: Path, **fields: Any) -> Any:

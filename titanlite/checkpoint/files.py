@@ -175,8 +175,8 @@ class Remote(Files):
         return self.fs.open(f"{self.root}/{name}", "wb")
 
     def begin(self, folder: str) -> str:
-        if leftover := self.list().get(folder):
-            self._remove(folder, [*leftover])
+        if self.list().get(folder):
+            self.delete(folder)
         self._put(f"{folder}/{self._mark}", b"")
         return folder
 
@@ -184,7 +184,8 @@ class Remote(Files):
         self._put(f"{folder}/{MANIFEST}", manifest)
 
     def discard(self, folder: str) -> None:
-        self.delete(folder)
+        if not any(name.startswith(MANIFEST) for name in self.list().get(folder, {})):  # it may have been published
+            self.delete(folder)
 
     def withdraw(self, folder: str, why: str) -> None:
         self._put(f"{folder}/{MANIFEST}.{why}", self.read(f"{folder}/{MANIFEST}"))
@@ -204,19 +205,19 @@ class Remote(Files):
 
     def retrying(self, act: Callable[[], T], what: str) -> T:
         """Do it until it succeeds; waits are doubled, with some chance in them so that ranks do not come together."""
-        deadline, wait = time.monotonic() + self.PATIENCE, 0.05
+        waited, wait = 0.0, 0.05
         while True:
             try:
                 return act()
-            except PERMANENT:
-                raise
+            except PERMANENT as error:
+                raise type(error)(f"{self.where(what)}: {error}") from error
             except Exception as error:  # each kind of store has errors of its own
-                if time.monotonic() + wait > deadline:
+                if waited + wait > self.PATIENCE:  # whatever the attempts took: a large file takes long
                     raise OSError(f"{self.where(what)}: {error!r} for {self.PATIENCE:.0f} s") from error
                 if wait > 0.3:  # not a hiccup
                     logger.warning(f"{self.where(what)}: {error!r}; trying again")
             time.sleep(wait * random.Random().uniform(0.5, 1.5))
-            wait *= 2
+            waited, wait = waited + wait, 2 * wait
 
     @property
     def _mark(self) -> str:

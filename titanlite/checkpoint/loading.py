@@ -57,7 +57,7 @@ class Loader:
                 f"{where} is of another model:\n{wrong}\nRestore [model], or give the new run another job.name"
             )
         self._read(reader, state)
-        if self.config.load_step == manifest.step:
+        if self.config.load_step is not None:
             on_rank_0(self.group, lambda: self._leave_newer_aside(manifest.step))
 
     def leave_aside(self, manifest: Manifest, damage: DamagedCheckpoint) -> None:
@@ -75,7 +75,10 @@ class Loader:
         files = open_files(files)
         where = files.where(folder)
         reader = self._open(files, folder, manifest)
-        chosen = {name: tensor for name, tensor in flat(state).items() if selected(name, wanted)}
+        names = flat(state)
+        if nothing := [pattern for pattern in wanted if not any(selected(name, [pattern]) for name in names)]:
+            raise UserError(f"checkpoint.initial_load: nothing here is called {', '.join(nothing)}")
+        chosen = {name: tensor for name, tensor in names.items() if selected(name, wanted)}
         found = difference(chosen, reader.metadata, wanted)
         unexpected = [*self.config.allow_unexpected, *found.missing]  # of another shape: told once
         if wrong := found.without(missing=self.config.allow_missing, unexpected=unexpected):
@@ -95,7 +98,7 @@ class Loader:
         listing = self.files.list()
         steps = storage.committed_steps(listing)
         aside = [folder for folder, names in listing.items() if f"{MANIFEST}.{DAMAGED}" in names]
-        if self.config.load_step is not None and (steps or aside):
+        if self.config.load_step is not None:
             steps = self._of_branch(steps, self.config.load_step)
         for step in reversed(steps):
             folder = folder_name(step)
@@ -109,6 +112,8 @@ class Loader:
                 continue
             where, allowed = self.files.where(folder), self.config.allow_changes
             check_settings(self.settings, manifest.settings, allowed, where)
+            if manifest.run_id != self.files.owner:
+                logger.warning(f"{where} was saved by another run (id {manifest.run_id}); this one goes on from it")
             return manifest
         if aside:
             raise UserError(

@@ -23,7 +23,7 @@ from titanlite.checkpoint.saving import Saved, Saver
 from titanlite.checkpoint.state import complete_optimizer_state, state_of
 from titanlite.checkpoint.storage import DamagedCheckpoint, FileRecord, Manifest, folder_name
 from titanlite.config.schema import Checkpoint
-from titanlite.errors import RunError
+from titanlite.errors import RunError, UserError
 
 logger = logging.getLogger(__name__)
 
@@ -80,9 +80,12 @@ class CheckpointManager:
         self._time_is_up = False
         optimizer.register_step_pre_hook(lambda *_: self._saver.wait_until_staged())
 
-    def load(self) -> Progress:
+    def load(self, *, has_saved: bool) -> Progress:
         """Load the newest whole checkpoint of the run, in place. Without one, the run is at its beginning, or where
         `initial_load_path` lets it begin.
+
+        Args:
+            has_saved: the run has saved checkpoints before.
 
         Raises:
             UserError: there is none to go on from that fits.
@@ -97,6 +100,11 @@ class CheckpointManager:
                     self._loader.leave_aside(manifest, damage)
                     continue
                 return Progress(manifest.step, manifest.samples)
+            if on_rank_0(self._group, lambda: has_saved):
+                raise UserError(
+                    f"this run has saved checkpoints, and none is in {self.files.url}: is that the right place, and is "
+                    "it there? To begin anew, give another job.name, or delete the run's folder"
+                )
         if self.config.initial_load_path is not None:
             if any(name.startswith("optimizer") for name in self.config.initial_load):
                 complete_optimizer_state(self.model, self.optimizer)
@@ -184,25 +192,26 @@ class CheckpointManager:
         if error is None:
             self._ended.append((step, future.result(), blocking))
             if dist.get_rank() == 0:
-                self._saver.later(self._retain)
+                self._saver.later(lambda: self._retain(step))
             return
         text = f"the checkpoint of step {step} could not be saved: {error}"
         if self.config.on_save_error == "stop" or last:
             raise RunError(text) from error
         logger.warning(f"{text}. Going on without it (checkpoint.on_save_error = warn)")
 
-    def _retain(self) -> None:
-        """Delete what is no longer wanted. The newest must be whole, or nothing is deleted."""
+    def _retain(self, step: int) -> None:
+        """Delete what is no longer wanted. The newest must be that of this step, and whole, or nothing is deleted."""
         try:
             listing = self.files.list()
             steps = storage.committed_steps(listing)
             newest = folder_name(steps[-1])
+            if steps[-1] != step:
+                logger.warning(f"old checkpoints are not deleted: {newest} is not of this start")
+                return
             storage.check_sizes(self.files, newest, storage.read_manifest(self.files, newest), listing[newest])
-            unwanted = storage.to_delete(
-                steps, keep_latest_k=self.config.keep_latest_k, keep_every=self.config.keep_every
-            )
-            for step in unwanted:
-                self.files.delete(folder_name(step))
+            old = storage.to_delete(steps, keep_latest_k=self.config.keep_latest_k, keep_every=self.config.keep_every)
+            for unwanted in old:
+                self.files.delete(folder_name(unwanted))
         except Exception as error:
             logger.warning(f"old checkpoints could not be deleted: {error}")
 

@@ -93,9 +93,8 @@ class Saver:
             except Exception as error:
                 done.set_exception(error)
             return done
-        mine = self.planner.mine
-        tensors = flat(state).items()
-        self.staging.begin({name: tensor for name, tensor in tensors if mine is None or name in mine})
+        tensors = flat(state)
+        self.staging.begin({name: tensors[name] for name in self.planner.written_here(tensors)})
         return self._thread.submit(self._save, state, folder, manifest, staging=self.staging)
 
     def later(self, act: Callable[[], None]) -> None:
@@ -206,12 +205,16 @@ class _Staging:
 
     def begin(self, tensors: dict[str, Tensor]) -> None:
         """A copy of these, as they are now, is to come; on a GPU, as they are when the work queued so far is done."""
+        self._is_due, self._error = True, None
         sources = {name: local(tensor) for name, tensor in tensors.items()}
-        self._buffers = {name: self._buffer(name, source) for name, source in sources.items()}
+        try:
+            self._buffers = {name: self._buffer(name, source) for name, source in sources.items()}
+        except Exception as error:  # no memory: `copy` tells it, and all ranks hear of it
+            self._error = error
+            return
         if self.stream is not None:
             self.stream.wait_stream(torch.cuda.current_stream())
         self._to_copy.extend((self._buffers[name], source) for name, source in sources.items())
-        self._is_due, self._error = True, None
 
     def copy(self) -> dict[str, Tensor]:
         """In the thread that writes: make the copy."""
@@ -269,10 +272,14 @@ class _CachingPlanner(DefaultSavePlanner):
         self.mine: set[str] | None = None
         """Names that this rank writes, once they are planned."""
 
+    def written_here(self, tensors: dict[str, Tensor]) -> set[str]:
+        """What this rank will write, if it is known; or all."""
+        return self.mine if self.mine is not None and _shapes(tensors) == self._shapes else {*tensors}
+
     def set_up_planner(
         self, state_dict: Any, storage_meta: StorageMeta | None = None, is_coordinator: bool = False
     ) -> None:
-        shapes = {name: (tensor.shape, tensor.dtype) for name, tensor in flat(state_dict).items()}
+        shapes = _shapes(flat(state_dict))
         self._is_unchanged = shapes == self._shapes and self._cached_plans_key in SavePlanner._cached_save_plan
         self._shapes = shapes
         if not self._is_unchanged:
@@ -295,6 +302,10 @@ class _CachingPlanner(DefaultSavePlanner):
             SavePlanner._cached_metadata,
         ):
             cache.pop(self._cached_plans_key, None)
+
+
+def _shapes(tensors: dict[str, Tensor]) -> dict[str, tuple[Any, ...]]:
+    return {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
 
 
 class _TimedWriter(ShardWriter):

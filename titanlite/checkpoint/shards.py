@@ -19,7 +19,7 @@ from typing import Any, BinaryIO, cast
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint import filesystem, metadata
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import (
     LoadItemType,
     LoadPlan,
@@ -36,7 +36,7 @@ from torch.utils.serialization import config as serialization
 from titanlite.checkpoint import storage
 from titanlite.checkpoint.files import Files
 from titanlite.checkpoint.storage import DamagedCheckpoint, FileRecord, Manifest
-from titanlite.errors import UserError
+from titanlite.errors import RunError, UserError
 
 BUFFER = 1 << 20
 
@@ -230,15 +230,28 @@ class ShardReader(StorageReader):
             raise UnsafeCheckpoint(f"{where} is not the metadata of a checkpoint: refused ({error!r})") from None
         if not isinstance(found, Metadata):
             raise UnsafeCheckpoint(f"{where} is not the metadata of a checkpoint: refused")
-        for index, info in (found.storage_data or {}).items():
+        self._check_places(found, where)
+        return found
+
+    def _check_places(self, found: Metadata, where: str) -> None:
+        """Everything is a tensor, whole, in a file that the manifest lists: DCP would leave out what has no place."""
+        places = found.storage_data or {}
+        for index, info in places.items():
             entry = found.state_dict_metadata.get(index.fqn)
             if not isinstance(entry, TensorStorageMetadata) or info.transform_descriptors:
                 raise UnsafeCheckpoint(f"{where}: {index.fqn} is not a tensor: refused, nothing was run")
             if info.relative_path not in self.manifest.files:
-                raise UnsafeCheckpoint(
-                    f"{where} names {info.relative_path}, a file that the manifest does not: refused"
-                )
-        return found
+                raise UnsafeCheckpoint(f"{where} names {info.relative_path}, which the manifest does not: refused")
+            if not 0 <= info.offset <= info.offset + info.length <= self.manifest.files[info.relative_path].size:
+                raise UnsafeCheckpoint(f"{where}: {index.fqn} lies outside of {info.relative_path}: refused")
+        self.chunks: dict[MetadataIndex, torch.Size] = {}
+        for name, entry in found.state_dict_metadata.items():
+            if not isinstance(entry, TensorStorageMetadata):
+                raise UnsafeCheckpoint(f"{where}: {name} is not a tensor: refused, nothing was run")
+            chunks = {MetadataIndex(name, part.offsets): part.sizes for part in entry.chunks}
+            if not chunks.keys() <= places.keys() or sum(map(torch.Size.numel, chunks.values())) != entry.size.numel():
+                raise UnsafeCheckpoint(f"{where}: {name} is not there whole: refused")
+            self.chunks |= chunks
 
     def _read_small(self, name: str) -> bytes:
         return storage.read_checked(self.files, self.folder, name, self.manifest)
@@ -277,9 +290,15 @@ class ShardReader(StorageReader):
         except pickle.UnpicklingError:
             raise UnsafeCheckpoint(f"{where} is not a tensor: refused, nothing was run") from None
         except Exception as error:
-            raise DamagedCheckpoint(f"{where}: {type(error).__name__}: {str(error).splitlines()[0]}") from None
+            message = f"{where}: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+            if self.ends is not None or isinstance(error, MemoryError):  # its checksum fits: it is not damaged
+                raise RunError(message) from error
+            raise DamagedCheckpoint(message) from None
         if not isinstance(tensor, Tensor):
             raise UnsafeCheckpoint(f"{where} is not a tensor: refused")
+        chunk = self.chunks[item.storage_index]
+        if tensor.shape != chunk:
+            raise UnsafeCheckpoint(f"{where} has shape {[*tensor.shape]} and not {[*chunk]}: refused")
         return tensor
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None: ...
@@ -328,7 +347,7 @@ class _MetadataUnpickler(pickle.Unpickler):
             case "torch.serialization", "_get_layout":
                 return lambda name: {str(layout): layout for layout in (torch.strided, torch.sparse_coo)}[name]
             case "pathlib" | "pathlib._local", "PosixPath" | "WindowsPath" | "PurePosixPath" | "PureWindowsPath":
-                return pathlib.PurePosixPath
+                return lambda *parts: pathlib.PurePosixPath(*parts)
         raise _Forbidden(f"{module_name}.{global_name}")
 
 

@@ -80,6 +80,9 @@ class Manifest:
         if fields.get("format") != FORMAT:
             raise UserError(f"has format {fields.get('format')}, this version of titanlite reads format {FORMAT}")
         fields["files"] = {name: FileRecord(**record) for name, record in fields["files"].items()}
+        for name in (fields["run_id"], *fields["files"]):
+            if not re.fullmatch(r"[\w.-]*", name) or ".." in name:  # they become parts of paths
+                raise ValueError(f"{name!r} is not a name")
         return Manifest(**fields)
 
 
