@@ -51,6 +51,11 @@ def trained(rank: int, world_size: int, config: Config) -> dict[str, Any]:
     return {name: whole(parameter).numpy() for name, parameter in run.model.named_parameters()}
 
 
+def trained_in_turn(rank: int, world_size: int, configs: list[Config]) -> list[dict[str, Any]]:
+    """Several runs, one after the other, in one process group: starting one takes longer than a tiny run."""
+    return [trained(rank, world_size, config) for config in configs]
+
+
 @pytest.mark.parametrize("options", [[], ["--model.args.tied_head"], ["--training.enable_cpu_offload"]])
 def test_initial_weights_are_bit_identical_on_every_layout(tiny: TinyRun, options: list[str]) -> None:
     expected: dict[str, Any] = {}
@@ -97,18 +102,26 @@ EXACT = [
 ]
 
 
+@pytest.mark.slow
 def test_what_only_trades_memory_for_time_changes_no_bit(tiny: TinyRun) -> None:
-    reference = run_ranks(trained, 4, tiny.config("--job.name=reference", world_size=4))[0]
-    for index, options in enumerate(EXACT):
+    configs = [tiny.config(f"--job.name=exact-{i}", *options, world_size=4) for i, options in enumerate(EXACT)]
+    configs = [tiny.config("--job.name=reference", world_size=4), *configs]
+    reference, *others = run_ranks(trained_in_turn, 4, configs, timeout=240)[0]
+    for index, (options, weights) in enumerate(zip(EXACT, others, strict=True)):
         name = f"exact-{index}"
-        weights = run_ranks(trained, 4, tiny.config(f"--job.name={name}", *options, world_size=4))[0]
         assert tiny.losses(name) == tiny.losses("reference"), options
         for parameter, value in weights.items():
             assert (value == reference[parameter]).all(), (options, parameter)
 
 
 @pytest.mark.parametrize(("replicate", "shard"), LAYOUTS)
-@pytest.mark.parametrize("options", [[], ["--training.mixed_precision_reduce=bfloat16"]], ids=["fp32", "bf16 reduce"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param([], id="fp32"),
+        pytest.param(["--training.mixed_precision_reduce=bfloat16"], id="bf16 reduce", marks=pytest.mark.slow),
+    ],
+)
 def test_accumulation_gives_the_same_losses(tiny: TinyRun, replicate: int, shard: int, options: list[str]) -> None:
     world_size, layout = replicate * shard, [*degrees(replicate, shard), *options]
     run_ranks(trained, world_size, tiny.config("--job.name=whole", *layout, world_size=world_size))
