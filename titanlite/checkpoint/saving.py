@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -123,42 +123,39 @@ class Saver:
         *,
         staging: "_Staging | None",
     ) -> Saved:
+        with self._leaving_nothing(folder):
+            started = time.perf_counter()
+            tensors = flat(state) if staging is None else on_all_mine(self.group, staging.copy)
+            staged = time.perf_counter()
+            writer = _TimedWriter(
+                self.files,
+                on_rank_0(self.group, lambda: self.files.begin(folder)),
+                rank=dist.get_rank(self.group),
+                frames=self.frames,
+                read=lambda item: local(tensors[item.index.fqn]).cpu(),
+            )
+            planning = time.perf_counter()
+            try:
+                dcp.save(state, storage_writer=writer, planner=self.planner, process_group=self.group)
+            except CheckpointException as error:
+                raise cause(error) from None
+            times = staged - started, writer.began - planning, writer.ended - writer.began
+            return on_all(
+                self.group,
+                lambda: (times, writer.written),
+                lambda of_ranks: self._commit(writer, folder, of_ranks, manifest, started),
+            )
+
+    @contextlib.contextmanager
+    def _leaving_nothing(self, folder: str) -> Iterator[None]:
+        """Of a save that fails: a full disk has room for the next one, then."""
         try:
-            return self._try_to_save(state, folder, manifest, staging)
+            yield
         except Exception:
-            if dist.get_rank(self.group) == 0:  # a full disk has room for the next save, then
+            if dist.get_rank(self.group) == 0:
                 with contextlib.suppress(Exception):
                     self.files.discard(folder)
             raise
-
-    def _try_to_save(
-        self,
-        state: State,
-        folder: str,
-        manifest: Callable[[dict[str, FileRecord]], Manifest],
-        staging: "_Staging | None",
-    ) -> Saved:
-        started = time.perf_counter()
-        tensors = flat(state) if staging is None else on_all_mine(self.group, staging.copy)
-        staged = time.perf_counter()
-        writer = _TimedWriter(
-            self.files,
-            on_rank_0(self.group, lambda: self.files.begin(folder)),
-            rank=dist.get_rank(self.group),
-            frames=self.frames,
-            read=lambda item: local(tensors[item.index.fqn]).cpu(),
-        )
-        planning = time.perf_counter()
-        try:
-            dcp.save(state, storage_writer=writer, planner=self.planner, process_group=self.group)
-        except CheckpointException as error:
-            raise cause(error) from None
-        times = staged - started, writer.began - planning, writer.ended - writer.began
-        return on_all(
-            self.group,
-            lambda: (times, writer.written),
-            lambda of_ranks: self._commit(writer, folder, of_ranks, manifest, started),
-        )
 
     def _commit(
         self,
