@@ -9,7 +9,6 @@ carried on from any of them, so that a tensor is checked by reading that tensor 
 
 import io
 import json
-import pathlib
 import pickle
 import zlib
 from collections.abc import Callable
@@ -18,7 +17,7 @@ from typing import Any, BinaryIO, cast
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint import filesystem, metadata
+from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import (
     LoadItemType,
@@ -36,6 +35,7 @@ from torch.utils.serialization import config as serialization
 from titanlite.checkpoint import storage
 from titanlite.checkpoint.files import Files
 from titanlite.checkpoint.storage import DamagedCheckpoint, FileRecord, Manifest
+from titanlite.checkpoint.unpickle import Forbidden, MetadataUnpickler
 from titanlite.errors import RunError, UserError
 
 BUFFER = 1 << 20
@@ -222,8 +222,8 @@ class ShardReader(StorageReader):
         data = self._read_small(storage.METADATA)
         where = self.files.where(f"{self.folder}/{storage.METADATA}")
         try:
-            found = _MetadataUnpickler(io.BytesIO(data)).load()
-        except _Forbidden as error:
+            found = MetadataUnpickler(io.BytesIO(data)).load()
+        except Forbidden as error:
             message = f"{where} names {error}, which is no part of a checkpoint: refused, nothing was run"
             raise UnsafeCheckpoint(message) from None
         except Exception as error:  # a pickle of anything can fail in any way
@@ -314,41 +314,6 @@ class ShardReader(StorageReader):
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
         return True
-
-
-class _Forbidden(pickle.UnpicklingError):
-    pass
-
-
-class _MetadataUnpickler(pickle.Unpickler):
-    """Knows the names that DCP's metadata consists of, and no other: an unpickler calls what a pickle names."""
-
-    PLAIN = (
-        metadata.Metadata,
-        metadata.MetadataIndex,
-        metadata.StorageMeta,
-        metadata.TensorStorageMetadata,
-        metadata.BytesStorageMetadata,
-        metadata.ChunkStorageMetadata,
-        metadata.TensorProperties,
-        metadata._MEM_FORMAT_ENCODING,
-        filesystem._StorageInfo,
-    )
-
-    def find_class(self, module_name: str, global_name: str) -> Any:
-        for known in self.PLAIN:
-            if (module_name, global_name) == (known.__module__, known.__name__):
-                return known
-        match module_name, global_name:
-            case "torch", "Size":
-                return torch.Size
-            case "torch", _ if isinstance(found := vars(torch).get(global_name), torch.dtype):
-                return found
-            case "torch.serialization", "_get_layout":
-                return lambda name: {str(layout): layout for layout in (torch.strided, torch.sparse_coo)}[name]
-            case "pathlib" | "pathlib._local", "PosixPath" | "WindowsPath" | "PurePosixPath" | "PureWindowsPath":
-                return lambda *parts: pathlib.PurePosixPath(*parts)
-        raise _Forbidden(f"{module_name}.{global_name}")
 
 
 def checksums_json(written: dict[str, Written]) -> bytes:
