@@ -9,6 +9,7 @@ from collections import Counter
 from io import StringIO
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -99,7 +100,11 @@ def test_store_reads_across_shards(tmp_path: Path) -> None:
 
 
 def test_document_boundaries_are_kept(tmp_path: Path) -> None:
-    write_tokens(tmp_path / "tokens", [[1] * 3, [2] * 4, [3] * 5], shard_tokens=7)
+    store = write_tokens(tmp_path / "tokens", [[1] * 3, [2] * 4, [3] * 5], shard_tokens=7)
+    assert store.document_starts(0, 12).tolist() == [0, 3, 7]
+    assert store.document_starts(1, 6).tolist() == [3]
+    assert store.document_starts(3, 5).tolist() == [3, 7]
+    assert store.document_starts(8, 4).tolist() == []
     first = np.fromfile(tmp_path / "tokens" / "00000.documents", dtype="<u8")
     second = np.fromfile(tmp_path / "tokens" / "00001.documents", dtype="<u8")
     assert (first.tolist(), second.tolist()) == ([0, 3], [0])
@@ -116,13 +121,63 @@ def test_a_folder_is_there_whole_or_not_at_all(tmp_path: Path) -> None:
     folder = tmp_path / "tokens"
     broken = TokenWriter(folder, vocab_size=10, tokenizer="test").__enter__()
     broken.add(np.array([1, 2]))
-    assert [path.name.partition("-")[0] for path in tmp_path.iterdir()] == [".tokens.staging"]
+    assert [path.name.partition("-")[0] for path in tmp_path.iterdir()] == [".tokens.partial"]
     broken.__exit__(RuntimeError, RuntimeError("a document that cannot be read"), None)
     assert list(tmp_path.iterdir()) == []
     write_tokens(folder, [[1, 2, 3]])
     (folder / "00000.tokens").write_bytes(b"123")
     with pytest.raises(UserError, match=r"00000\.tokens is missing or does not have the size"):
         TokenStore(folder)
+
+
+def test_a_document_can_go_on_in_the_next_shard_and_masks_begin_anywhere(tmp_path: Path) -> None:
+    with TokenWriter(tmp_path / "a", vocab_size=10, tokenizer="test", shard_tokens=4) as writer:
+        writer.add(np.array([1, 2, 3, 4, 5]))
+        writer.add(np.array([6, 7, 8, 9]), starts=np.array([2]))
+        writer.add(np.array([1, 2]))
+        writer.add(np.array([3, 4]), mask=np.array([True, False]))
+        writer.add(np.array([5]))
+    store = TokenStore(tmp_path / "a")
+    assert store.document_starts(0, 14).tolist() == [0, 7, 9, 11, 13]
+    assert store.index["documents"] == 5
+    assert store.has_mask
+    assert [sorted(shard["sha256"]) for shard in store.index["shards"]] == [
+        ["documents", "tokens"], ["documents", "tokens"], ["documents", "mask", "tokens"], ["documents", "tokens"]
+    ]  # fmt: skip
+    assert store.read_mask(0, 14).tolist() == [True] * 12 + [False, True]
+    assert store.read_mask(12, 1).tolist() == [False]
+
+
+def write_some(writer: TokenWriter, chunks: list[list[int]], *, die_at: int | None = None) -> None:
+    for number, chunk in enumerate(chunks):
+        if writer.position is None or number >= writer.position:
+            if number == die_at:
+                raise KeyboardInterrupt
+            writer.add(np.array(chunk))
+            writer.notes["chunks"] = writer.notes.get("chunks", 0) + 1
+            writer.end_chunk(number + 1)
+
+
+def test_a_killed_writer_goes_on_after_its_last_finished_shard(tmp_path: Path) -> None:
+    chunks = [[i, i + 1, i + 2] for i in range(9)]
+    options: dict[str, Any] = {"vocab_size": 20, "tokenizer": "test", "shard_tokens": 6, "key": "k"}
+    with TokenWriter(tmp_path / "whole", **options) as writer:
+        write_some(writer, chunks)
+    with pytest.raises(KeyboardInterrupt), TokenWriter(tmp_path / "killed", **options) as writer:
+        write_some(writer, chunks, die_at=5)
+    assert not (tmp_path / "killed").exists()
+    with TokenWriter(tmp_path / "killed", **options) as writer:
+        assert (writer.position, writer.tokens) == (4, 12)
+        write_some(writer, chunks)
+    for file in sorted((tmp_path / "whole").iterdir()):
+        assert (tmp_path / "killed" / file.name).read_bytes() == file.read_bytes(), file.name
+    assert TokenStore(tmp_path / "killed").index["chunks"] == 9
+    with pytest.raises(KeyboardInterrupt), TokenWriter(tmp_path / "other", **options) as writer:
+        write_some(writer, chunks, die_at=5)
+    with TokenWriter(tmp_path / "other", **{**options, "key": "another"}) as writer:
+        assert (writer.position, writer.tokens) == (None, 0), "what was left is of other input"
+        write_some(writer, chunks[:1])
+    assert len(TokenStore(tmp_path / "other")) == 3
 
 
 def test_fingerprint_follows_the_tokens(tmp_path: Path) -> None:
@@ -175,7 +230,7 @@ def test_text_is_prepared_once_and_again_when_it_changes(tmp_path: Path, monkeyp
     assert len(stores) == 4
     assert len(calls) == 1
     [prepared] = (tmp_path / "cache").glob("*/index.json")
-    left_over = tmp_path / "cache" / f".{prepared.parent.name}.staging-{platform.node()}-123"
+    left_over = tmp_path / "cache" / f".{prepared.parent.name}.partial-{platform.node()}"
     prepared.parent.rename(left_over)  # as if killed before the end
     open_it()
     assert len(calls) == 2

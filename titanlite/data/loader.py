@@ -24,7 +24,7 @@ class Samples(Dataset[Tensor]):
     def __init__(self, store: TokenStore, *, seq_len: int, seed: int) -> None:
         self.store = store
         self.seq_len = seq_len
-        self.order = Order(store.count_sequences(seq_len), seed)
+        self.order = Order(max(0, (len(store) - 1) // seq_len), seed)
         if self.order.sequences == 0:
             raise UserError(
                 f"data.path: {store.folder} holds {len(store)} tokens, less than one sequence of {seq_len} (and the "

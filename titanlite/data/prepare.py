@@ -6,8 +6,6 @@ import hashlib
 import json
 import logging
 import os
-import platform
-import shutil
 import sysconfig
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -90,8 +88,6 @@ def _prepare_once(files: list[Path], tokenizer: Tokenizer, cache_folder: Path) -
     cache_folder.mkdir(parents=True, exist_ok=True)
     with _locked(cache_folder / f"{key}.lock"):
         if not (folder / INDEX).is_file():
-            for left_over in cache_folder.glob(f".{key}.staging-{platform.node()}-*"):  # of a process that was killed
-                shutil.rmtree(left_over)
             logger.info("preparing %d files as tokens in %s", len(files), folder)
             prepare(files, folder, tokenizer=tokenizer)
     return TokenStore(folder)
