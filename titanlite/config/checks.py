@@ -56,7 +56,7 @@ def _layout(config: Config, world_size: int) -> Iterator[Conflict]:
 
 
 def _data_path(config: Config) -> Iterator[Conflict]:
-    paths = config.data.path
+    paths = config.data.path or STDLIB
     for path in [paths] if isinstance(paths, str) else paths:
         if path != STDLIB and not glob.glob(os.path.expanduser(path)):
             yield "data.path", f"no file or folder {path}"

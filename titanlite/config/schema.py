@@ -35,12 +35,45 @@ class ModelSelection(Section):
     """Fields of the shape to change, for example dim = 512."""
 
 
+class DataSource(Section):
+    """One of several sources: [[data.sources]]."""
+
+    path: Name | list[Name]
+    """As data.path."""
+    name: Name | None = None
+    """What it is called in metrics. Default: the last part of its path."""
+    weight: Annotated[float, Field(gt=0)] = 1.0
+    """Its share of the tokens is this over the sum of all weights."""
+    epochs: PositiveInt | None = None
+    """Most passes over it in the whole run; a run that would need more is refused. Default: no limit."""
+
+
 class Data(Section):
-    path: Name | list[Name] = "stdlib://"
-    """What to train on: text files, folders or globs (one, or a list), a folder made by preparing them before, or
-    stdlib:// for the source of Python's own standard library."""
+    path: Name | list[Name] | None = None
+    """What to train on: files, folders or globs of text (.txt, .jsonl, .parquet, source code, ...; one, or a list), a
+    folder or URL of tokens prepared before, or stdlib:// for the source of Python's own standard library, which is
+    also the default."""
+    sources: list[DataSource] = Field(default_factory=list)
+    """Several of these, mixed in exact shares, instead of path."""
     tokenizer: Name = "bytes"
-    """bytes (one token a byte), or the path of a tiktoken rank file, such as Llama 3's tokenizer.model."""
+    """bytes (one token a byte), the name of a tokenizer that titanlite ships, or a path: a tiktoken rank file, such as
+    Llama 3's tokenizer.model, or a tokenizer.json of Hugging Face, or its folder."""
+    add_bos: bool = True
+    """Documents begin with the tokenizer's beginning-of-document token."""
+    add_eos: bool = True
+    """Documents end with the tokenizer's end-of-document token."""
+    text_field: Name = "text"
+    """Where JSON lines and tables hold the text of a document."""
+    shuffle: bool = True
+    """Read in another order in each epoch; false reads in the order of the files."""
+    packing: Literal["stream", "best_fit"] = "stream"
+    """How documents become sequences: stream cuts one long stream of them, wherever a sequence is full; best_fit puts
+    whole documents together, cuts only those longer than a sequence, and pads what stays empty."""
+    document_mask: bool = False
+    """Attention stays within documents, and positions start anew with each."""
+    on_change: Literal["error", "continue", "restart"] = "error"
+    """When a run goes on and its data is not what it was: refuse; or go on in each source that is still the same, and
+    begin the others; or begin all data anew."""
     cache_folder: Name | None = None
     """Where text is kept once it is turned into tokens. Default: <dump_folder>/data_cache."""
     num_workers: Count = 0
@@ -50,6 +83,9 @@ class Data(Section):
 class Training(Section):
     steps: PositiveInt = 1000
     """Optimizer steps of the whole run. Raise it to go on with a finished run."""
+    epochs: PositiveInt | None = None
+    """Passes over the data, instead of steps: the run ends with the last whole batch before a source would be read
+    once more. Default: steps decide."""
     seq_len: PositiveInt = 2048
     """Tokens in a sequence."""
     global_batch_size: PositiveInt = 8
@@ -209,6 +245,19 @@ class Checkpoint(Section):
     """When a checkpoint cannot be written: end the run, or go on until the next save. The last save always counts."""
 
 
+class Validation(Section):
+    enable: bool = False
+    """Measure the loss on other data, and the bits per byte of its text."""
+    freq: PositiveInt = 100
+    """Steps between validations. The last step is always followed by one."""
+    path: Name | list[Name] | None = None
+    """What to validate on, as data.path."""
+    sources: list[DataSource] = Field(default_factory=list)
+    """Several of these, instead of path. Each has a loss of its own; weights and epochs mean nothing here."""
+    sequences: Count = 256
+    """Sequences of each source, the same ones each time; 0 takes all there are."""
+
+
 class Metrics(Section):
     log_freq: PositiveInt = 10
     """Steps between lines on the console and in metrics.jsonl."""
@@ -235,5 +284,6 @@ class Config(Section):
     optimizer: Optimizer = Optimizer()
     lr_scheduler: LRScheduler = LRScheduler()
     checkpoint: Checkpoint = Checkpoint()
+    validation: Validation = Validation()
     metrics: Metrics = Metrics()
     debug: Debug = Debug()

@@ -49,7 +49,8 @@ def find_inputs(data: Data) -> Path | list[Path]:
     Raises:
         UserError: there is nothing, or something that is not plain text.
     """
-    paths = [data.path] if isinstance(data.path, str) else data.path
+    paths = data.path or "stdlib://"
+    paths = [paths] if isinstance(paths, str) else paths
     if len(paths) == 1 and (index := Path(paths[0]).expanduser() / INDEX).is_file():
         return index.parent
     return _text_files(paths)
