@@ -24,6 +24,12 @@ titanlite: pretrain language models from one TOML file
   titanlite checkpoint show PATH [--tensors]                      what a checkpoint says of itself
   titanlite checkpoint prune PATH --keep-latest-k K [--keep-every N] [--set-aside] [--dry-run]
                                                                   delete older ones than the newest K
+  titanlite data prepare INPUT... --out DIR --tokenizer T         text -> tokens; again after a kill: goes on
+      [--text-field F] [--on-error stop|skip] [--no-bos] [--no-eos] [--workers N] [--shard-tokens N]
+  titanlite data inspect DIR [--sample N] [--seed N] [--quick] [--tokenizer T]
+                                                                  figures of tokens, samples of them, checksums
+  titanlite data tokenizer INPUT... --out DIR --vocab-size N [--text-field F]
+                                                                  train a byte-level BPE
 
 One process: python -m titanlite train --config FILE.toml. Many: torchrun --nproc_per_node N -m titanlite train ...
 ./run_train.sh does either, and finds FILE.toml in train_configs/. A run is its folder, outputs/<name>: the same command
@@ -34,10 +40,17 @@ PATH is the folder of a run, of its checkpoints (or their URL: s3://...), of sev
 in outputs by default. Of several, show takes the newest whole one. prune leaves steps that N divides, and deletes what
 was set aside as damaged or superseded only if told to. Runs may go on meanwhile.
 
+INPUT is a file of text or JSON lines (also .gz or .zst), a .parquet file, a folder or glob of such files, a dataset
+that Hugging Face's save_to_disk wrote, hf://NAME[:CONFIG][:SPLIT], or stdlib:// (stdlib://train, stdlib://validation).
+DIR is then a data.path. T is bytes, the name of a tokenizer that titanlite ships, or a path, as data.tokenizer.
+
 Exit codes: 0 done, 1 failed, 2 wrong config or input.
 """
 
-NAMES = "train, config check, config show, checkpoint list, checkpoint verify, checkpoint show, checkpoint prune"
+NAMES = (
+    "train, config check, config show, checkpoint list, checkpoint verify, checkpoint show, checkpoint prune, "
+    "data prepare, data inspect, data tokenizer"
+)
 
 
 def main() -> NoReturn:
@@ -55,10 +68,10 @@ def main() -> NoReturn:
 def run(arguments: list[str]) -> int:
     """Run a subcommand; returns its exit code."""
     match arguments:
-        case [] | ["-h" | "--help", *_] | ["train" | "config" | "checkpoint", "-h" | "--help"]:
+        case [] | ["-h" | "--help", *_] | ["train" | "config" | "checkpoint" | "data", "-h" | "--help"]:
             print(USAGE, end="")
             return 0
-        case ["checkpoint", _, *rest] if "-h" in rest or "--help" in rest:
+        case ["checkpoint" | "data", _, *rest] if "-h" in rest or "--help" in rest:
             print(USAGE, end="")
             return 0
         case ["--version"]:
@@ -72,6 +85,8 @@ def run(arguments: list[str]) -> int:
             return _guarded(_show, rest)
         case ["checkpoint", "list" | "verify" | "show" | "prune", *_]:
             return _guarded(_checkpoint, arguments[1:])
+        case ["data", "prepare" | "inspect" | "tokenizer", *_]:
+            return _guarded(_data, arguments[1:])
     words = " ".join(arguments[:2])
     near = get_close_matches(words, NAMES.split(", "), n=1)
     hint = f"did you mean {near[0]!r}?\n" if near else ""
@@ -91,7 +106,9 @@ def _guarded(command: Callable[[list[str]], None], arguments: list[str]) -> int:
         return code
     except KeyboardInterrupt:
         return 130
-    except BaseException:
+    except BaseException as error:
+        if isinstance(error, SystemExit) and isinstance(error.__context__, BrokenPipeError):
+            return 1  # rich ends so when whoever read the output has gone: `| head`
         _is_first_to_fail(1)
         where = f"[rank {os.environ['RANK']}] " if "RANK" in os.environ else ""
         print("".join(where + line for line in traceback.format_exc().splitlines(True)), file=sys.stderr)
@@ -133,6 +150,12 @@ def _show(arguments: list[str]) -> None:
 
 def _checkpoint(arguments: list[str]) -> None:
     from titanlite.checkpoint.command import main
+
+    main(arguments)
+
+
+def _data(arguments: list[str]) -> None:
+    from titanlite.data.command import main
 
     main(arguments)
 

@@ -128,6 +128,10 @@ class RunFolder:
         return self.path / "checkpoints.jsonl"
 
     @property
+    def validation(self) -> Path:
+        return self.path / "validation.jsonl"
+
+    @property
     def has_saved(self) -> bool:
         """Whether the run has saved a checkpoint in an earlier start."""
         return self.saves.exists() and self.saves.stat().st_size > 0
@@ -220,18 +224,18 @@ def _read_run(path: Path) -> dict[str, Any]:
     return json.loads(record.read_text()) if record.exists() else {"id": uuid.uuid4().hex, "starts": []}
 
 
-def settings_of_meaning(config: Config, *, model_args: Any, data: str) -> dict[str, Any]:
+def settings_of_meaning(config: Config, *, model_args: Any, data: dict[str, Any]) -> dict[str, Any]:
     """What gives a checkpoint its meaning: with anything of this changed, going on would be something else.
 
     Args:
         model_args: dataclass of the model's shape.
-        data: fingerprint of the tokens.
+        data: what gives sample indices their meaning.
     """
     args = {f"model.args.{name}": value for name, value in asdict(model_args).items() if name != "max_seq_len"}
     return {
         "model.name": config.model.name,
         **args,
-        "data": data,
+        **data,
         "training.seq_len": config.training.seq_len,
         "training.global_batch_size": config.training.global_batch_size,
         "debug.seed": config.debug.seed,

@@ -9,7 +9,7 @@ import math
 import resource
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -74,12 +74,15 @@ class MetricsRecorder:
         self.peak_flops = peak_flops(device, compute_type)
         self.group = group
         self.writes = dist.get_rank(group) == 0
+        self._folder = folder
         self._tensorboard = None
         self._jsonl = None
         self._saves = None
+        self._validation = None
         if self.writes:
             self._jsonl = _reopen(folder.metrics, step)
             self._saves = _reopen(folder.saves, step)
+            self._validation = _reopen(folder.validation, step) if folder.validation.exists() else None
         if self.writes and config.enable_tensorboard:
             from torch.utils.tensorboard import SummaryWriter
 
@@ -111,8 +114,22 @@ class MetricsRecorder:
         yield
         self._excluded += time.perf_counter() - started
 
-    def end_step(self, step: int, result: StepResult, *, lr: float, samples: int, last: bool) -> None:
-        """Count a step. At log steps, the first and the last, write a record."""
+    def end_step(
+        self,
+        step: int,
+        result: StepResult,
+        *,
+        lr: float,
+        samples: int,
+        shares: Callable[[], dict[str, float]],
+        last: bool,
+    ) -> None:
+        """Count a step. At log steps, the first and the last, write a record.
+
+        Args:
+            samples: consumed so far.
+            shares: asked at log steps for each source's part of them.
+        """
         self._steps += 1
         if step % self.config.log_freq and step != 1 and not last:
             return
@@ -133,6 +150,7 @@ class MetricsRecorder:
             "memory_gib": memory,
             "tflops_per_device": flops / 1e12,
             "mfu": flops / self.peak_flops if self.peak_flops else None,
+            "data_shares": shares(),
         }
         self._write(record)
         self._start_window()
@@ -142,10 +160,16 @@ class MetricsRecorder:
         for record in saves:
             if self._saves:
                 print(json.dumps(record), file=self._saves, flush=True)
-            if self._tensorboard:
-                for name, value in record.items():
-                    if name != "step" and value is not None:
-                        self._tensorboard.add_scalar(f"checkpoint/{name}", value, record["step"])
+            self._draw(record, "checkpoint/")
+
+    def record_validation(self, step: int, record: dict[str, Any]) -> None:
+        """Write the figures of a validation."""
+        record = {"step": step, **record}
+        if self.writes:
+            logger.info(_validation_line(record))
+            self._validation = self._validation or self._folder.validation.open("a")
+            print(json.dumps(_finite(record)), file=self._validation, flush=True)
+        self._draw(record, "validation/")
 
     def _global_loss(self, loss: Tensor) -> float:
         total = loss.clone()
@@ -163,21 +187,29 @@ class MetricsRecorder:
             return
         logger.info(_line(record))
         if self._jsonl:
-            print(json.dumps({name: _finite(value) for name, value in record.items()}), file=self._jsonl, flush=True)
-        if self._tensorboard:
-            for name, value in record.items():
-                if name != "step" and value is not None:
-                    self._tensorboard.add_scalar(name, value, record["step"])
+            print(json.dumps(_finite(record)), file=self._jsonl, flush=True)
+        self._draw(record, "")
+
+    def _draw(self, record: dict[str, Any], prefix: str, step: int | None = None) -> None:
+        """TensorBoard: every figure, those of tables inside by their path."""
+        step = record["step"] if step is None else step
+        for name, value in record.items() if self._tensorboard else ():
+            if isinstance(value, dict):
+                self._draw(value, f"{prefix}{name}/", step)
+            elif self._tensorboard and name != "step" and value is not None:
+                self._tensorboard.add_scalar(prefix + name, value, step)
 
     def close(self) -> None:
-        for file in (self._jsonl, self._saves, self._tensorboard):
+        for file in (self._jsonl, self._saves, self._validation, self._tensorboard):
             if file:
                 file.close()
 
 
-def _finite(value: float | None) -> float | None:
+def _finite(value: Any) -> Any:
     """JSON knows no NaN and no infinity."""
-    return value if value is not None and math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {name: _finite(part) for name, part in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _line(record: dict[str, Any]) -> str:
@@ -188,6 +220,14 @@ def _line(record: dict[str, Any]) -> str:
         f"{record['step_seconds']:.3f} s/step  data {record['data_wait_seconds'] / record['step_seconds']:.1%}  "
         f"memory {record['memory_gib']:.2f} GiB  {record['tflops_per_device']:.2f} TFLOP/s  MFU {mfu}"
     )
+
+
+def _validation_line(record: dict[str, Any]) -> str:
+    parts = []
+    for name, source in record["sources"].items():
+        bits = "" if source["bits_per_byte"] is None else f", {source['bits_per_byte']:.4f} bits per byte"
+        parts.append(f"{name} {source['loss']:.4f}{bits} ({source['sequences']:,} sequences)")
+    return f"step {record['step']:>5}  validation loss {record['loss']:.4f}: {'; '.join(parts)}"
 
 
 def peak_memory(device: torch.device) -> float:

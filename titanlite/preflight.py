@@ -37,7 +37,8 @@ def preflight(config: Config, ranks: Ranks, device: torch.device) -> Ingredients
     """
     model, args = resolve_model(config.model.name, config.model.flavor, config.model.args)
     tokenizer = load_tokenizer(config.data.tokenizer)
-    find_inputs(config.data)
+    for source in [*config.data.all_sources(), *config.validation.all_sources()]:
+        find_inputs(source.path)
     check_float8(config.quantize.linear.float8)
     problems = []
     if config.training.seq_len > args.max_seq_len:

@@ -8,7 +8,9 @@ from titanlite.checkpoint import storage
 from titanlite.checkpoint.files import Files
 from titanlite.checkpoint.manager import Progress
 from titanlite.config.schema import Config
-from titanlite.data.tokens import TokenStore
+from titanlite.data.packing import BestFit
+from titanlite.data.samples import Samples, Source
+from titanlite.data.sources import store_of
 from titanlite.job import RunFolder
 from titanlite.models.base import Model, unique_parameters
 
@@ -20,11 +22,12 @@ def report_start(
     *,
     model: Model,
     mesh: DeviceMesh,
-    tokens: TokenStore,
+    samples: Samples,
     progress: Progress,
     accumulation: int,
+    steps: int,
 ) -> None:
-    training, index = config.training, tokens.index
+    training = config.training
     parameters = sum(parameter.numel() for _, parameter in unique_parameters(model))
     share = training.global_batch_size // mesh.size()
     logger.info(
@@ -36,18 +39,39 @@ def report_start(
         f"global batch {training.global_batch_size} = {mesh.size()} processes x {accumulation} micro-batches x "
         f"{share // accumulation} sequences of {training.seq_len} tokens"
     )
-    logger.info(
-        f"data     {index['tokens']:,} tokens in {index['documents']:,} documents ({tokens.folder}); unigram entropy "
-        f"{index['unigram_entropy']:.4f} nats, the loss of a model that knows nothing of order"
-    )
-    if progress.step >= training.steps:
+    for source in samples.sources:
+        _report_source(source, share=source.weight / sum(other.weight for other in samples.sources))
+    total = progress.samples + (steps - progress.step) * training.global_batch_size
+    passes = [f"{passes:.2f} of {name}" for name, passes in samples.passes(total).items()]
+    logger.info(f"length   {steps:,} steps, {total:,} sequences; passes over the data: {', '.join(passes)}")
+    if training.epochs is not None and (limit := samples.limit(training.epochs)) is not None:
+        rest = limit - total
+        logger.info(f"         the last {rest} sequences do not fill a batch of {training.global_batch_size}: left out")
+    if progress.step >= steps:
         logger.info(f"this run is complete at step {progress.step}; to go on, raise training.steps")
     elif progress.step:
         logger.info(f"resuming after step {progress.step}, {progress.samples:,} sequences into the data")
 
 
-def report_end(config: Config, *, folder: RunFolder, checkpoints: Files, resumed_at: int) -> None:
-    steps = max(config.training.steps, resumed_at)
+def _report_source(source: Source, *, share: float) -> None:
+    store = store_of(source)
+    index = store.index
+    fill = source.rows.fill if isinstance(source.rows, BestFit) else 1
+    packed = "" if fill == 1 else f", packed to {fill:.1%}"
+    logger.info(
+        f"data     {source.name}: {share:.2%} of the sequences; {index['tokens']:,} tokens in {index['documents']:,} "
+        f"documents{packed} ({store.folder}); unigram entropy {index['unigram_entropy']:.4f} nats, the loss of a model "
+        "that knows nothing of order"
+    )
+
+
+def report_end(config: Config, *, steps: int, folder: RunFolder, checkpoints: Files, resumed_at: int) -> None:
+    steps = max(steps, resumed_at)
+    more = (
+        f"--training.steps={2 * steps}"
+        if config.training.epochs is None
+        else f"--training.epochs={2 * config.training.epochs}"
+    )
     done = storage.committed_steps(checkpoints.list())
     again = "./run_train.sh --config FILE.toml"
     lines = [
@@ -57,7 +81,7 @@ def report_end(config: Config, *, folder: RunFolder, checkpoints: Files, resumed
         f"  metrics      {folder.metrics}",
         f"  config       {folder.path / 'config.toml'}, versions and commit in run.json beside it",
         "What next?",
-        f"  go on          the same command with --training.steps={2 * steps}",
+        f"  go on          the same command with {more}",
         f"  another run    add --job.name=second, and change any option: --optimizer.lr={config.optimizer.lr / 2:g}",
         f"  another model  {again} with a file of train_configs/",
     ]

@@ -2,7 +2,32 @@
 
 import math
 
-from titanlite.config.schema import LRScheduler
+from titanlite.config.schema import LRScheduler, Training
+from titanlite.errors import UserError
+
+
+def count_steps(training: Training, *, step: int, samples: int, limit: int | None) -> int:
+    """Steps of the whole run.
+
+    Args:
+        step, samples: that are done.
+        limit: samples that the data has for the run, within the epochs that it may be read; None without end.
+
+    Raises:
+        UserError: it has too few for `training.steps`, or for one step.
+    """
+    batch = training.global_batch_size
+    most = step + (limit - samples) // batch if limit is not None else None
+    if training.epochs is None:
+        if most is not None and training.steps > max(most, step):
+            raise UserError(
+                f"training.steps: the epochs of data.sources have sequences for {most} steps, not for {training.steps}"
+            )
+        return training.steps
+    assert most is not None
+    if most < 1:
+        raise UserError(f"training.epochs: {limit} sequences are less than one batch of {batch}")
+    return max(most, step)
 
 
 def learning_rate(step: int, *, peak: float, steps: int, config: LRScheduler) -> float:

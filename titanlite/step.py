@@ -13,6 +13,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from titanlite.data.loader import Batch
 from titanlite.loss import IGNORE, cross_entropy_sum
+from titanlite.models.layers import Documents
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ def train_step(
     """Train on this rank's micro-batches of one global batch.
 
     Args:
-        batches: tokens and labels [B, L] on the device.
+        batches: tokens and labels [B, L] on the device, and with a document mask what `documents_of` reads.
         group: every process that reads other data.
         max_norm: largest global norm of the gradients; 0 leaves them.
     """
@@ -46,13 +47,21 @@ def train_step(
         if len(batches) > 1 and isinstance(model, FSDPModule):
             # Shards are reduced after each backward, replicas (HSDP) once, after the last.
             model.set_requires_all_reduce(index == len(batches) - 1)
-        loss = model(batch["tokens"], loss=partial(cross_entropy_sum, labels_BL=batch["labels"])) / valid_tokens
+        token_loss = partial(cross_entropy_sum, labels_BL=batch["labels"])
+        loss = model(batch["tokens"], loss=token_loss, documents=documents_of(batch)) / valid_tokens
         (loss * group.size()).backward()  # FSDP averages gradients over the group; they are to be summed
         loss_sum += loss.detach()
     grad_norm = clip_gradients(model, max_norm)
     optimizer.step()
     optimizer.zero_grad()
     return StepResult(loss_sum, grad_norm)
+
+
+def documents_of(batch: Batch) -> Documents | None:
+    """Where documents are, if the batch says so: then attention stays within them."""
+    if "boundaries" not in batch:
+        return None
+    return Documents(batch["positions"], batch["documents"], batch["boundaries"])
 
 
 def count_valid_tokens(batches: Sequence[Batch], group: dist.ProcessGroup) -> Tensor:

@@ -3,15 +3,18 @@
 import logging
 from collections.abc import Generator
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from titanlite.checkpoint.files import open_files
 from titanlite.checkpoint.manager import CheckpointManager, Progress
 from titanlite.config.schema import Config
-from titanlite.data.loader import Batch, MicroBatches, Samples, build_loader
-from titanlite.data.prepare import open_tokens
+from titanlite.data.loader import MicroBatches, build_loader
+from titanlite.data.samples import Batch, Samples
+from titanlite.data.sources import open_data
 from titanlite.job import (
     Ranks,
     RunFolder,
@@ -29,8 +32,9 @@ from titanlite.parallelize import build_mesh, materialize, parallelize
 from titanlite.parallelize.mesh import data_parallel_group, data_parallel_rank
 from titanlite.preflight import Ingredients
 from titanlite.report import report_end, report_start
-from titanlite.schedule import learning_rate
+from titanlite.schedule import count_steps, learning_rate
 from titanlite.step import train_step
+from titanlite.validation import Validator
 
 logger = logging.getLogger(__name__)
 
@@ -43,10 +47,14 @@ class Run:
     ranks: Ranks
     folder: RunFolder
     device: torch.device
+    mesh: DeviceMesh
     model: Model
     optimizer: torch.optim.Optimizer
+    samples: Samples
     batches: Generator[Batch, None, None]
     accumulation: int
+    steps: int
+    validator: Validator
     checkpoints: CheckpointManager
     metrics: MetricsRecorder
     progress: Progress
@@ -54,25 +62,22 @@ class Run:
 
 def build(config: Config, ingredients: Ingredients, *, ranks: Ranks, device: torch.device) -> Run:
     """Every part of a run, in the order in which data flows; goes on from the run's newest checkpoint."""
-    training, seed = config.training, config.debug.seed
+    training = config.training
     mesh = build_mesh(config.parallelism, world_size=ranks.world_size, device_type=device.type)
     group, (data_rank, data_ranks) = data_parallel_group(mesh), data_parallel_rank(mesh)
     folder = open_run_folder(config.job, config.data, rank=ranks.rank)
-    tokens = open_tokens(config.data, tokenizer=ingredients.tokenizer, cache_folder=folder.data_cache)
-    samples = Samples(tokens, seq_len=training.seq_len, seed=seed)
-    check_same_everywhere(samples.fingerprint, "the training data", group=group)
-
-    model = ingredients.build_model()
-    parallelize(
-        model,
-        mesh=mesh,
-        parallelism=config.parallelism,
-        training=training,
-        activation_checkpoint=config.activation_checkpoint,
-        compile=config.compile,
-        float8=config.quantize.linear.float8,
+    samples, validation_sources = open_data(
+        config.data,
+        config.validation,
+        seq_len=training.seq_len,
+        seed=config.debug.seed,
+        tokenizer=ingredients.tokenizer,
+        cache_folder=folder.data_cache,
+        group=group,
     )
-    materialize(model, device=device, offload=training.enable_cpu_offload, seed=seed)
+    check_same_everywhere(str(samples.meaning), "the training data", group=group)
+
+    model = _build_model(config, ingredients, mesh=mesh, device=device)
     optimizer = build_optimizer(model, config.optimizer)
     checkpoints = CheckpointManager(
         config.checkpoint,
@@ -81,21 +86,23 @@ def build(config: Config, ingredients: Ingredients, *, ranks: Ranks, device: tor
         optimizer=optimizer,
         mesh=mesh,
         device=device,
-        settings=settings_of_meaning(config, model_args=ingredients.args, data=tokens.fingerprint),
+        settings=settings_of_meaning(config, model_args=ingredients.args, data=samples.meaning),
+        may_change=["data.*"] if config.data.on_change != "error" else [],
         config_hash=config_hash(config),
     )
     progress = checkpoints.load(has_saved=folder.has_saved)
+    if progress.step:
+        samples = samples.going_on(progress.data, progress.samples, config.data.on_change)
+    steps = count_steps(training, step=progress.step, samples=progress.samples, limit=samples.limit(training.epochs))
     record_start(folder, config, ranks=ranks, device=device, mesh=mesh)
 
     micro_batch_size, accumulation = training.batch_split(data_ranks)
-    micro_batches = MicroBatches(
-        start=progress.samples,
-        global_batch_size=training.global_batch_size,
-        micro_batch_size=micro_batch_size,
-        rank=data_rank,
-        ranks=data_ranks,
+    batches = build_loader(
+        samples,
+        MicroBatches(progress.samples, training.global_batch_size, micro_batch_size, data_rank, data_ranks),
+        num_workers=config.data.num_workers,
+        device=device,
     )
-    batches = build_loader(samples, micro_batches, num_workers=config.data.num_workers, device=device)
     metrics = MetricsRecorder(
         config.metrics,
         folder=folder,
@@ -106,14 +113,50 @@ def build(config: Config, ingredients: Ingredients, *, ranks: Ranks, device: tor
         compute_type=training.mixed_precision_param,
         group=group,
     )
-    report_start(config, model=model, mesh=mesh, tokens=tokens, progress=progress, accumulation=accumulation)
-    return Run(config, ranks, folder, device, model, optimizer, batches, accumulation, checkpoints, metrics, progress)
+    validator = Validator(
+        config.validation,
+        validation_sources,
+        batch_size=micro_batch_size,
+        token_bytes=ingredients.tokenizer.token_bytes(),
+        document_mask=config.data.document_mask,
+        device=device,
+        mesh=mesh,
+    )
+    return Run(
+        config, ranks, folder, device, mesh, model, optimizer, samples, batches, accumulation, steps, validator,
+        checkpoints, metrics, progress,
+    )  # fmt: skip
+
+
+def _build_model(config: Config, ingredients: Ingredients, *, mesh: DeviceMesh, device: torch.device) -> Model:
+    """On the meta device, made parallel, and then with memory and values."""
+    model = ingredients.build_model()
+    parallelize(
+        model,
+        mesh=mesh,
+        parallelism=config.parallelism,
+        training=config.training,
+        activation_checkpoint=config.activation_checkpoint,
+        compile=config.compile,
+        float8=config.quantize.linear.float8,
+    )
+    materialize(model, device=device, offload=config.training.enable_cpu_offload, seed=config.debug.seed)
+    return model
 
 
 def train(run: Run) -> None:
     """From the run's progress to its last step."""
+    report_start(
+        run.config,
+        model=run.model,
+        mesh=run.mesh,
+        samples=run.samples,
+        progress=run.progress,
+        accumulation=run.accumulation,
+        steps=run.steps,
+    )
     config, metrics, checkpoints = run.config, run.metrics, run.checkpoints
-    steps, step, samples = config.training.steps, run.progress.step, run.progress.samples
+    steps, step, samples = run.steps, run.progress.step, run.progress.samples
     while step < steps:
         step += 1
         with metrics.waiting_for_data():
@@ -129,11 +172,16 @@ def train(run: Run) -> None:
             max_norm=config.training.max_norm,
         )
         samples += config.training.global_batch_size
-        metrics.end_step(step, result, lr=lr, samples=samples, last=step == steps)
+        metrics.end_step(
+            step, result, lr=lr, samples=samples, shares=partial(run.samples.shares, samples), last=step == steps
+        )
         metrics.record_saves(checkpoints.watch())
+        if run.validator.is_due(step, last=step == steps):
+            with metrics.not_training(waits_for_device=True):
+                metrics.record_validation(step, run.validator.run(run.model))
         if checkpoints.is_due(step, last=step == steps):
             with metrics.not_training(waits_for_device=not checkpoints.is_background):
-                checkpoints.save(Progress(step, samples), last=step == steps)
+                checkpoints.save(Progress(step, samples, run.samples.state(samples)), last=step == steps)
 
 
 def finish(run: Run) -> None:
@@ -141,4 +189,6 @@ def finish(run: Run) -> None:
     run.batches.close()
     run.metrics.record_saves(run.checkpoints.finish())
     run.metrics.close()
-    report_end(run.config, folder=run.folder, checkpoints=run.checkpoints.files, resumed_at=run.progress.step)
+    report_end(
+        run.config, steps=run.steps, folder=run.folder, checkpoints=run.checkpoints.files, resumed_at=run.progress.step
+    )

@@ -1,9 +1,12 @@
 """On a CUDA device. Skipped without one: run with `./run_tests.sh tests/gpu` where there is."""
 
+import inspect
 import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -68,3 +71,99 @@ def test_a_checkpoint_is_of_its_step_whatever_the_mode(tiny: TinyRun, mode: str)
     assert train(tiny, mode, "--training.steps=8", *options) == pytest.approx(whole, rel=1e-3)
     saves = (tiny.folder / "outputs" / mode / "checkpoints.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in saves] == [2, 4, 6, 8]
+
+
+# Attention within documents. The rows of the masked path are proved against each document alone in tests/unit.
+
+ROWS = [[200, 1, 311], [512]]
+
+
+def documents_on_gpu() -> Any:
+    from tests.unit.test_document_mask import documents
+    from titanlite.models.layers import Documents
+
+    positions, ids, boundaries = (tensor.cuda() for tensor in documents(ROWS))
+    return Documents(positions, ids, boundaries)
+
+
+def needs_packed_kernel(head_dim: int) -> None:
+    import torch
+
+    from titanlite.models.layers import has_packed_kernel
+
+    if not has_packed_kernel(torch.device("cuda"), torch.bfloat16, head_dim):
+        pytest.skip("this GPU, or this torch, has no attention of variable length")
+
+
+def test_a_new_gpu_and_torch_have_the_packed_kernel() -> None:
+    import torch
+
+    from titanlite.models.layers import has_packed_kernel
+
+    varlen = pytest.importorskip("torch.nn.attention.varlen")
+    takes_groups = "enable_gqa" in inspect.signature(varlen.varlen_attn).parameters
+    if torch.cuda.get_device_capability() < (8, 0) or not takes_groups:
+        pytest.skip("an older GPU or torch")
+    assert has_packed_kernel(torch.device("cuda"), torch.bfloat16, 64)
+    assert not has_packed_kernel(torch.device("cuda"), torch.float32, 64)
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2])
+@pytest.mark.parametrize("head_dim", [16, 64, 128])
+def test_the_packed_kernel_equals_the_mask(kv_heads: int, head_dim: int) -> None:
+    """Outputs and gradients, in bfloat16, against the masked path in float32."""
+    import torch
+    from torch.nn import functional as F
+
+    from titanlite.models.layers import Boundaries, attention_mask, packed_attention
+
+    needs_packed_kernel(head_dim)
+    where, generator = documents_on_gpu(), torch.Generator("cuda").manual_seed(0)
+    shapes = [(2, 512, heads, head_dim) for heads in (4, kv_heads, kv_heads, 4)]
+    *inputs, grad = [torch.randn(shape, generator=generator, device="cuda").transpose(1, 2) for shape in shapes]
+    x_BLD = torch.zeros(2, 512, 8, device="cuda")
+    mask = attention_mask(where, x_BLD, head_dim)
+    assert isinstance(mask, torch.Tensor)
+    q, k, v = (x.detach().bfloat16().float().requires_grad_() for x in inputs)
+    expected = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=kv_heads != 4)
+    expected_grads = torch.autograd.grad(expected, (q, k, v), grad)
+    boundaries = attention_mask(where, x_BLD.bfloat16(), head_dim)
+    assert isinstance(boundaries, Boundaries)
+    halves = q_half, k_half, v_half = [x.detach().bfloat16().requires_grad_() for x in inputs]
+    found = packed_attention(q_half, k_half, v_half, boundaries)
+    assert found.shape == expected.shape
+    found_grads = torch.autograd.grad(found, halves, grad.bfloat16())
+    for a, b in zip((found, *found_grads), (expected, *expected_grads), strict=True):
+        assert (a.float() - b).abs().max() < 0.02 * b.abs().max()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_a_changed_token_changes_no_bit_of_another_document(dtype: str) -> None:
+    """By the packed kernel in bfloat16, by the mask in float32."""
+    import torch
+
+    from tests.unit.test_llama3 import SMALL, built
+
+    model = built(replace(SMALL, max_seq_len=512)).to("cuda", getattr(torch, dtype))
+    tokens = torch.randint(0, 101, (2, 512), generator=torch.Generator().manual_seed(1)).cuda()
+    where = documents_on_gpu()
+    changed = tokens.clone()
+    changed[0, 0] += 1
+    same = (model(changed, documents=where) == model(tokens, documents=where)).all(dim=-1)
+    other = torch.ones_like(same)
+    other[0, :200] = False
+    assert same[other].all()
+    assert not same[0, :200].all()
+
+
+def test_documents_train_by_every_technique(tiny: TinyRun) -> None:
+    """float32 takes the mask and the others the packed kernel: the losses are those of one and the same model."""
+    steps = ["--training.steps=20", "--optimizer.lr=3e-3", "--data.document_mask", "--training.seq_len=2048"]
+    plain = train(tiny, "plain", *steps)
+    techniques = {
+        "mask": ["--training.mixed_precision_param=float32"],
+        "selective": ["--activation_checkpoint.mode=selective"],
+        "compile": ["--compile.enable", "--activation_checkpoint.mode=selective"],
+    }
+    for name, options in techniques.items():
+        assert train(tiny, name, *steps, *options) == pytest.approx(plain, rel=0.02), name

@@ -4,6 +4,7 @@ import json
 import logging
 import os
 import pickle
+import re
 import shutil
 import threading
 import time
@@ -427,16 +428,18 @@ def test_changed_settings_need_a_word(tiny: TinyRun) -> None:
     other = ["--training.steps=2", "--training.seq_len=16", "--training.global_batch_size=4", "--debug.seed=1"]
     with pytest.raises(UserError) as refusal:
         trained(tiny.config(*other, "--model.args.norm_eps=1e-6", "--optimizer.lr=1e-3"))
-    assert str(refusal.value).splitlines()[1:5] == [
+    lines = str(refusal.value).splitlines()
+    assert re.fullmatch(r"  data\.sources\.text was \w+-stream-32 x 1, is \w+-stream-16 x 1", lines[1])
+    assert lines[2:6] == [
         "  debug.seed was 0, is 1",
         "  model.args.norm_eps was 1e-05, is 1e-06",
         "  training.global_batch_size was 8, is 4",
         "  training.seq_len was 32, is 16",
     ]
     (tiny.text / "a.txt").write_text("another text " * 100)
-    with pytest.raises(UserError, match=r"\n  data was .*, is .*\n.*accept: checkpoint\.allow_changes = \[\"data\"\]"):
+    with pytest.raises(UserError, match=r"\n  data\.sources\.text was .*, is .*\n.*accept: data\.on_change = \"cont"):
         trained(tiny.config("--training.steps=2"))
-    allowed = '--checkpoint.allow_changes=["training.*", "debug.seed", "data"]'
+    allowed = '--checkpoint.allow_changes=["training.*", "debug.seed", "data.*"]'
     trained(tiny.config(*other, allowed, "--metrics.log_freq=1", "--optimizer.lr=1e-3"))
     assert [record["samples"] for record in tiny.records()] == [8, 12]
     with pytest.raises(UserError, match=r"is of another model:\n  missing     model\.layers\.0\.feed_forward\.w1"):

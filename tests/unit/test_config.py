@@ -60,7 +60,7 @@ lr = true
     assert sorted(found) == [
         "compile.enabel: unknown key, did you mean compile.enable? (command line)",
         "data.path: no file or folder nowhere/ (run.toml:8)",
-        "data.tokenizer: no file no.model (a tiktoken rank file, or the word bytes) (run.toml:9)",
+        "data.tokenizer: no file no.model (a tiktoken rank file, a tokenizer.json, or one of the names bytes, python-2k) (run.toml:9)",
         "metrics.log_freq: expected a number of at least 1, got 0 (command line)",
         "optimizer.lr: expected a number, got true (run.toml:13)",
         "parallelism.fsdp_reshard_after_forward: expected 'default', 'always' or 'never' or an integer, "
@@ -214,3 +214,70 @@ def test_every_option_is_described_and_can_be_left_out() -> None:
             if type(None) in getattr(field.annotation, "__args__", ()):
                 assert field.default is None, name
     assert "training.steps" in set(dotted_keys())
+
+
+def test_sources_are_a_list_of_tables(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    text = f"""\
+[[data.sources]]
+path = "{tmp_path}/a"
+weight = 0.7
+[[data.sources]]
+path = "stdlib://"
+weight = 0.3
+epochs = 2
+"""
+    config = good(tmp_path, text, "--data.sources.1.weight=0.5")
+    assert [(source.title, source.weight, source.epochs) for source in config.data.all_sources()] == [
+        ("a", 0.7, None),
+        ("stdlib", 0.5, 2),
+    ]
+    (tmp_path / "again.toml").write_text(dump(config))
+    assert load(tmp_path / "again.toml").data == config.data
+    assert [source.path for source in good(tmp_path, "").data.all_sources()] == ["stdlib://"]
+
+
+def test_problems_in_a_list_of_tables_are_reported_with_their_place(tmp_path: Path) -> None:
+    text = """\
+[data]
+path = "stdlib://"
+[[data.sources]]
+weight = 1
+[[data.sources]]
+path = "nowhere/a"
+weigth = 2
+[[data.sources]]
+path = "somewhere/a"
+weight = 0
+epochs = 1.5
+[validation]
+enable = true
+"""
+    assert sorted(problems(tmp_path, text, "--data.sources.7.weight=1")) == [
+        "data.sources.7.weight: there is no number 7 in the list (command line)"
+    ]
+    assert sorted(problems(tmp_path, text)) == [
+        "data.sources.0: path is missing (run.toml:3)",
+        "data.sources.1.weigth: unknown key, did you mean data.sources.weight? (run.toml:7)",
+        "data.sources.2.epochs: expected an integer, got 1.5 (run.toml:11)",
+        "data.sources.2.weight: expected a number above 0, got 0 (run.toml:10)",
+        "validation.path: names nothing",
+    ]
+    text = """\
+[data]
+path = "stdlib://"
+[[data.sources]]
+path = "nowhere/a"
+[[data.sources]]
+path = ["s9://a"]
+[validation]
+enable = true
+path = "missing.jsonl"
+"""
+    assert sorted(problems(tmp_path, text)) == [
+        "data.sources.0.path: no file or folder nowhere/a (run.toml:4)",
+        "data.sources.1.name: another source is called 'a' as well: give them names (run.toml:5)",
+        "data.sources.1.path: Protocol not known: s9 (run.toml:6)",
+        "data.sources: take the place of data.path: give one of the two (run.toml:3)",
+        "validation.path: no file or folder missing.jsonl (run.toml:9)",
+    ]

@@ -3,10 +3,6 @@
 import base64
 import multiprocessing
 import pickle
-import platform
-import threading
-from collections import Counter
-from io import StringIO
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -14,14 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from rich.console import Console
 
 from titanlite.config.schema import Data
-from titanlite.console import progress_console
-from titanlite.data import prepare as prepare_module
-from titanlite.data.loader import MicroBatches, Samples, as_batch, build_loader
+from titanlite.data.loader import MicroBatches, build_loader
 from titanlite.data.order import Order, permute
-from titanlite.data.prepare import open_tokens
+from titanlite.data.packing import Stream
+from titanlite.data.samples import Samples, Source
+from titanlite.data.sources import open_sources
 from titanlite.data.tokenizer import ByteTokenizer, TiktokenTokenizer, load_tokenizer
 from titanlite.data.tokens import TokenStore, TokenWriter, unigram_entropy
 from titanlite.errors import UserError
@@ -36,8 +31,8 @@ HARD_TEXTS = [
 ]
 
 
-def write_tokens(folder: Path, documents: list[list[int]], **options: int) -> TokenStore:
-    with TokenWriter(folder, vocab_size=options.pop("vocab_size", 1000), tokenizer="test", **options) as writer:
+def write_tokens(folder: Path, documents: list[list[int]], **options: Any) -> TokenStore:
+    with TokenWriter(folder, **{"vocab_size": 1000, "tokenizer": "test", **options}) as writer:
         for document in documents:
             writer.add(np.array(document))
     return TokenStore(folder)
@@ -192,103 +187,6 @@ def test_unigram_entropy() -> None:
     assert unigram_entropy(np.array([7, 0])) == 0
 
 
-# Preparing text
-
-
-def texts(folder: Path, **files: str) -> Path:
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, text in files.items():
-        (folder / f"{name}.txt").write_text(text)
-    return folder
-
-
-def test_text_becomes_documents_between_bos_and_eos(tmp_path: Path) -> None:
-    folder = texts(tmp_path / "text", b="two", a="öne", empty="")
-    store = open_tokens(Data(path=str(folder)), tokenizer=ByteTokenizer(), cache_folder=tmp_path / "cache")
-    expected = [256, *"öne".encode(), 257, 256, *b"two", 257]
-    assert store.read(0, len(store)).tolist() == expected
-    assert store.index["documents"] == 2
-    shares = np.array(list(Counter(expected).values())) / len(expected)
-    assert store.index["unigram_entropy"] == pytest.approx(-(shares * np.log(shares)).sum())
-
-
-def test_text_is_prepared_once_and_again_when_it_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder, calls = texts(tmp_path / "text", a="one"), []
-    original = prepare_module.prepare
-    monkeypatch.setattr(prepare_module, "prepare", lambda *a, **k: (calls.append(a), original(*a, **k)))
-    stores: list[TokenStore] = []
-
-    def open_it() -> None:
-        data = Data(path=[str(folder / "*.txt")])
-        stores.append(open_tokens(data, tokenizer=ByteTokenizer(), cache_folder=tmp_path / "cache"))
-
-    threads = [threading.Thread(target=open_it) for _ in range(4)]  # the ranks of a node
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(stores) == 4
-    assert len(calls) == 1
-    [prepared] = (tmp_path / "cache").glob("*/index.json")
-    left_over = tmp_path / "cache" / f".{prepared.parent.name}.partial-{platform.node()}"
-    prepared.parent.rename(left_over)  # as if killed before the end
-    open_it()
-    assert len(calls) == 2
-    assert not left_over.exists()
-    texts(folder, a="longer")
-    open_it()
-    assert len(calls) == 3
-    assert stores[-1].read(1, 6).tolist() == list(b"longer")
-
-
-def test_progress_shows_on_a_terminal_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = texts(tmp_path / "text", a="one", b="two")
-    for terminal, name in ((True, "shown"), (False, "quiet")):
-        screen = StringIO()
-        console = Console(file=screen, force_terminal=terminal, quiet=not terminal)
-        monkeypatch.setattr(prepare_module, "progress_console", lambda console=console: console)
-        open_tokens(Data(path=str(folder)), tokenizer=ByteTokenizer(), cache_folder=tmp_path / name)
-        assert ("tokenizing" in screen.getvalue()) == terminal
-        assert ("2/2" in screen.getvalue()) == terminal
-    assert Console(stderr=True).is_terminal or progress_console().quiet
-
-
-def test_prepared_folders_are_read_in_place(tmp_path: Path) -> None:
-    folder = texts(tmp_path / "text", a="one")
-    cached = open_tokens(Data(path=str(folder)), tokenizer=ByteTokenizer(), cache_folder=tmp_path / "cache")
-    again = open_tokens(Data(path=str(cached.folder)), tokenizer=ByteTokenizer(), cache_folder=tmp_path / "other")
-    assert again.folder == cached.folder
-    assert not (tmp_path / "other").exists()
-    with pytest.raises(UserError, match="was made with bytes, the config names tiktoken"):
-        open_tokens(
-            Data(path=str(cached.folder)), tokenizer=TiktokenTokenizer(rank_file(tmp_path)), cache_folder=tmp_path
-        )
-
-
-def test_standard_library_is_text(tmp_path: Path) -> None:
-    files = prepare_module.find_inputs(Data(path="stdlib://"))
-    assert isinstance(files, list)
-    names = {file.name for file in files}
-    assert {"argparse.py", "json", "ast.py"} & names == {"argparse.py", "ast.py"}
-    assert not [file for file in files if "site-packages" in file.parts or "test" in file.parts]
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "message"),
-    [
-        ("a.txt", b"\xff\xfe\x00", r"a\.txt cannot be read as UTF-8 text"),
-        ("a.jsonl", b"{}", r"a\.jsonl is not plain text"),
-        (".hidden", b"text", "no text file in"),
-    ],
-)
-def test_unreadable_text_is_named(name: str, content: bytes, message: str, tmp_path: Path) -> None:
-    folder = texts(tmp_path / "text")
-    (folder / name).write_bytes(content)
-    with pytest.raises(UserError, match=message):
-        open_tokens(Data(path=str(folder)), tokenizer=ByteTokenizer(), cache_folder=tmp_path / "cache")
-    assert not list((tmp_path / "cache").glob("*/index.json"))
-
-
 # Order
 
 
@@ -329,52 +227,40 @@ def test_order_needs_no_memory() -> None:
 
 @pytest.fixture
 def samples(tmp_path: Path) -> Samples:
-    return Samples(write_tokens(tmp_path / "tokens", [list(range(900))]), seq_len=8, seed=0)
-
-
-def stream(samples: Samples, *, start: int, ranks: int, micro: int, steps: int, workers: int = 0) -> list[list[int]]:
-    """The first tokens of the sequences of each step, over all ranks."""
-    total: list[list[int]] = [[] for _ in range(steps)]
-    for rank in range(ranks):
-        batches = MicroBatches(start=start, global_batch_size=12, micro_batch_size=micro, rank=rank, ranks=ranks)
-        loader = build_loader(samples, batches, num_workers=workers, device=CPU)
-        for step in range(steps):
-            for batch in islice(loader, 12 // ranks // micro):
-                total[step] += batch["tokens"][:, 0].tolist()
-    return [sorted(step) for step in total]
-
-
-def test_samples_do_not_depend_on_ranks_workers_or_accumulation(samples: Samples) -> None:
-    expected = stream(samples, start=0, ranks=1, micro=12, steps=20)
-    assert len({token for step in expected[:9] for token in step}) == 9 * 12
-    for ranks, micro, workers in [(1, 3, 0), (2, 6, 1), (3, 2, 0), (4, 1, 2), (12, 1, 0)]:
-        assert stream(samples, start=0, ranks=ranks, micro=micro, steps=20, workers=workers) == expected
-    assert stream(samples, start=12 * 7, ranks=4, micro=3, steps=5) == expected[7:12]
+    store = write_tokens(tmp_path / "tokens", [list(range(900))])
+    return Samples([Source("numbers", Stream(store, seq_len=8, document_mask=False), "f")], seed=0)
 
 
 def test_labels_are_the_next_tokens(samples: Samples) -> None:
-    batch = as_batch(samples.__getitems__([0, 1, 2, 3]))
+    batch = samples.__getitems__([0, 1, 2, 3])
     assert batch["tokens"].shape == batch["labels"].shape == (4, 8)
     assert (batch["labels"] == batch["tokens"] + 1).all()
     assert (batch["tokens"][:, 0] % 8 == 0).all()
-    every = as_batch(samples.__getitems__(list(range(samples.order.sequences))))
+    every = samples.__getitems__(list(range(samples.orders[0].sequences)))
     assert sorted(every["labels"].flatten().tolist()) == list(range(1, 897)), "each token is predicted once an epoch"
 
 
-def test_loading_draws_nothing_from_the_global_random_state(samples: Samples) -> None:
+def test_workers_read_the_same_and_nothing_is_drawn_from_the_global_random_state(samples: Samples) -> None:
     torch.manual_seed(0)
     before = torch.get_rng_state()
-    batches = MicroBatches(start=0, global_batch_size=4, micro_batch_size=4, rank=0, ranks=1)
-    loader = build_loader(samples, batches, num_workers=1, device=CPU)
-    next(loader)
+    batches = MicroBatches(start=40, global_batch_size=4, micro_batch_size=2, rank=1, ranks=2)
+    read = {}
+    for workers in (0, 1, 4):
+        loader = build_loader(samples, batches, num_workers=workers, device=CPU)
+        read[workers] = [batch["tokens"][:, 0].tolist() for batch in islice(loader, 30)]
+        assert len(multiprocessing.active_children()) == workers
+        loader.close()
+        assert multiprocessing.active_children() == []
+    assert read[0] == read[1] == read[4]
+    assert read[0][0] == samples.__getitems__([42, 43])["tokens"][:, 0].tolist()
     assert torch.equal(torch.get_rng_state(), before)
-    assert len(multiprocessing.active_children()) == 1
-    loader.close()
-    assert multiprocessing.active_children() == []
 
 
 def test_too_little_data_is_an_error(tmp_path: Path) -> None:
-    store = write_tokens(tmp_path / "tokens", [[1] * 8])
+    write_tokens(tmp_path / "tokens", [[1] * 8], tokenizer="bytes", vocab_size=258)
+    options: dict[str, Any] = {"tokenizer": ByteTokenizer(), "cache_folder": tmp_path}
+    data = Data(path=str(tmp_path / "tokens"))
     with pytest.raises(UserError, match="holds 8 tokens, less than one sequence of 8"):
-        Samples(store, seq_len=8, seed=0)
-    assert Samples(store, seq_len=7, seed=0).order.sequences == 1
+        open_sources(data, data, seq_len=8, **options)
+    [source] = open_sources(data, data, seq_len=7, **options)
+    assert len(source.rows) == 1

@@ -192,7 +192,7 @@ def test_times_are_what_they_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         with metrics.waiting_for_data():
             now[0] += 0.5
         now[0] += 1.5
-        metrics.end_step(step, result, lr=0.1, samples=8 * step, last=False)
+        metrics.end_step(step, result, lr=0.1, samples=8 * step, shares=dict, last=False)
         with metrics.not_training(waits_for_device=True):
             now[0] += 60  # a checkpoint
     first, second, third = records(tmp_path)
@@ -211,7 +211,7 @@ def test_records_after_the_resumed_step_are_forgotten(tmp_path: Path) -> None:
     lines = [json.dumps({"step": step, "loss": 1.0}) for step in (1, 2, 3, 4)]
     (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + '\n{"step": 5, "lo')
     metrics = recorder(tmp_path, step=2, log_freq=1)
-    metrics.end_step(3, StepResult(torch.tensor(9.0), torch.tensor(1.0)), lr=0.1, samples=1, last=True)
+    metrics.end_step(3, StepResult(torch.tensor(9.0), torch.tensor(1.0)), lr=0.1, samples=1, shares=dict, last=True)
     metrics.close()
     assert [(record["step"], record["loss"]) for record in records(tmp_path)] == [(1, 1.0), (2, 1.0), (3, 9.0)]
 

@@ -1,6 +1,7 @@
 """Finds the checkpoint that a run goes on from, checks it, and loads it in place."""
 
 import logging
+from collections.abc import Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -26,10 +27,20 @@ class Loader:
 
     Args:
         settings: what gives the state its meaning.
+        may_change: settings that may be others than the checkpoint's, as globs.
     """
 
-    def __init__(self, config: Checkpoint, files: Files, *, group: dist.ProcessGroup, settings: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        config: Checkpoint,
+        files: Files,
+        *,
+        group: dist.ProcessGroup,
+        settings: dict[str, Any],
+        may_change: Sequence[str],
+    ) -> None:
         self.config = config
+        self.may_change = may_change
         self.files = files
         self.group = group
         self.settings = settings
@@ -110,8 +121,8 @@ class Loader:
                 self._leave_aside(step, damage)
                 aside.append(folder)
                 continue
-            where, allowed = self.files.where(folder), self.config.allow_changes
-            check_settings(self.settings, manifest.settings, allowed, where)
+            where = self.files.where(folder)
+            check_settings(self.settings, manifest.settings, self.may_change, where)
             if manifest.run_id != self.files.owner:
                 logger.warning(f"{where} was saved by another run (id {manifest.run_id}); this one goes on from it")
             return manifest

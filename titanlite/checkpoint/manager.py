@@ -3,9 +3,10 @@
 import json
 import logging
 import time
+from collections.abc import Sequence
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -34,6 +35,8 @@ class Progress:
 
     step: int = 0
     samples: int = 0
+    data: dict[str, Any] = field(default_factory=dict)
+    """`Samples.state`."""
 
 
 class CheckpointManager:
@@ -42,6 +45,7 @@ class CheckpointManager:
     Args:
         files: where the run's checkpoints are.
         settings: what gives the state its meaning; a run goes on only where they are the same.
+        may_change: settings of which that is not asked, as globs.
         config_hash: of the whole config, for the record.
     """
 
@@ -55,6 +59,7 @@ class CheckpointManager:
         mesh: DeviceMesh,
         device: torch.device,
         settings: dict[str, Any],
+        may_change: Sequence[str] = (),
         config_hash: str,
     ) -> None:
         self.config = config
@@ -71,7 +76,8 @@ class CheckpointManager:
         if pin and device.type == "cpu":
             logger.info("checkpoint.async_mode: nothing to pin memory for without a GPU; async is used")
         self._saver = Saver(files, group=group, device=device, pin=pin and device.type != "cpu")
-        self._loader = Loader(config, files, group=group, settings=self.settings)
+        may_change = [*config.allow_changes, *may_change]
+        self._loader = Loader(config, files, group=group, settings=self.settings, may_change=may_change)
         self._group = group
         self._clock = StepClock(device)
         self._save: tuple[int, Future[Saved]] | None = None
@@ -99,7 +105,7 @@ class CheckpointManager:
                 except DamagedCheckpoint as damage:
                     self._loader.leave_aside(manifest, damage)
                     continue
-                return Progress(manifest.step, manifest.samples)
+                return Progress(manifest.step, manifest.samples, manifest.data)
             if on_rank_0(self._group, lambda: has_saved):
                 raise UserError(
                     f"this run has saved checkpoints, and none is in {self.files.url}: is that the right place, and is "
@@ -155,6 +161,7 @@ class CheckpointManager:
             return Manifest(
                 step=progress.step,
                 samples=progress.samples,
+                data=progress.data,
                 run_id=self.files.owner,
                 settings=self.settings,
                 config_hash=self.config_hash,

@@ -117,10 +117,13 @@ def check_settings(now: dict[str, Any], then: dict[str, Any], allowed: Iterable[
     changed = [key for key in sorted(now | then) if now.get(key) != then.get(key) and not selected(key, allowed)]
     if changed:
         lines = "\n".join(f"  {key} was {then.get(key)}, is {now.get(key)}" for key in changed)
-        keys = ", ".join(f'"{key}"' for key in changed)
+        keys = ", ".join(f'"{key}"' for key in changed if not key.startswith("data."))
+        accept = [f"checkpoint.allow_changes = [{keys}]"] if keys else []
+        if any(key.startswith("data.") for key in changed):
+            accept.append('data.on_change = "continue" or "restart"')
         raise UserError(
             f"{where} was trained with other settings; going on with these would mean something else:\n{lines}\n"
-            f"Restore them, or give the new run another job.name, or accept: checkpoint.allow_changes = [{keys}]"
+            f"Restore them, or give the new run another job.name, or accept: {', '.join(accept)}"
         )
 
 

@@ -8,7 +8,7 @@ import json
 import re
 import zlib
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from titanlite.checkpoint.files import MANIFEST, Files
@@ -54,6 +54,8 @@ class Manifest:
     load_step: int | None
     """checkpoint.load_step of the process that saved it."""
     files: dict[str, FileRecord]
+    data: dict[str, Any] = field(default_factory=dict)
+    """What the position in the data means, where the data was changed on the way."""
     format: int = FORMAT
 
     @property

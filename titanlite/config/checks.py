@@ -4,9 +4,9 @@ import glob
 import importlib.util
 import os
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
-from titanlite.config.schema import Config
+from titanlite.config.schema import Config, Data, Validation
+from titanlite.errors import UserError
 
 STDLIB = "stdlib://"
 Conflict = tuple[str, str]  # dotted key, what is wrong
@@ -21,7 +21,8 @@ def find_conflicts(config: Config, world_size: int | None, bad_keys: set[str]) -
         bad_keys: options that were reported already; a check that would read one is left out.
     """
     checks: list[tuple[tuple[str, ...], Callable[[], Iterator[Conflict]]]] = [
-        (("data.path",), lambda: _data_path(config)),
+        (("data.path", "data.sources"), lambda: _sources(config.data, "data")),
+        (("validation",), lambda: _sources(config.validation, "validation")),
         (("data.tokenizer",), lambda: _tokenizer(config)),
         (("checkpoint.folder", "checkpoint.initial_load_path"), lambda: _checkpoint_places(config)),
         (("quantize", "compile", "parallelism.fsdp_reshard_after_forward"), lambda: _float8(config)),
@@ -55,37 +56,54 @@ def _layout(config: Config, world_size: int) -> Iterator[Conflict]:
         yield f"training.{'local' if uneven_share else 'global'}_batch_size", str(error)
 
 
-def _data_path(config: Config) -> Iterator[Conflict]:
-    paths = config.data.path or STDLIB
-    for path in [paths] if isinstance(paths, str) else paths:
-        if path != STDLIB and not glob.glob(os.path.expanduser(path)):
-            yield "data.path", f"no file or folder {path}"
-    if paths == []:
-        yield "data.path", "names nothing to train on"
+def _sources(section: Data | Validation, name: str) -> Iterator[Conflict]:
+    sources = section.all_sources()
+    if section.path and section.sources:
+        yield f"{name}.sources", f"take the place of {name}.path: give one of the two"
+    if section.path == [] or (isinstance(section, Validation) and section.enable and not sources):
+        yield f"{name}.path", "names nothing"
+    titles = [source.title for source in sources]
+    for number, source in enumerate(sources):
+        key = f"{name}.sources.{number}" if section.sources else name
+        if source.title in titles[:number]:
+            yield f"{key}.name", f"another source is called {source.title!r} as well: give them names"
+        if source.path == []:
+            yield f"{key}.path", "names nothing"
+        for path in [source.path] if isinstance(source.path, str) else source.path:
+            if "://" in path:
+                if path.partition("://")[0] not in ("stdlib", "hf"):
+                    yield from _url(f"{key}.path", path)
+            elif not glob.glob(os.path.expanduser(path)):
+                yield f"{key}.path", f"no file or folder {path}"
 
 
 def _tokenizer(config: Config) -> Iterator[Conflict]:
-    name = config.data.tokenizer
-    path = Path(name).expanduser()
-    if name != "bytes" and not path.is_file():
-        yield "data.tokenizer", f"no file {name} (a tiktoken rank file, or the word bytes)"
+    from titanlite.data.tokenizer import find_tokenizer
+
+    try:
+        find_tokenizer(config.data.tokenizer)
+    except UserError as error:
+        yield "data.tokenizer", str(error)
 
 
 def _checkpoint_places(config: Config) -> Iterator[Conflict]:
     places = {"folder": config.checkpoint.folder, "initial_load_path": config.checkpoint.initial_load_path}
     for name, place in places.items():
         if place is not None and "://" in place:
-            import fsspec
-
-            try:
-                fsspec.get_filesystem_class(place.partition("://")[0])
-            except ValueError as error:  # not known
-                yield f"checkpoint.{name}", str(error)
-            except ImportError as error:  # known, and not installed
-                extra = " (pip install 'titanlite[s3]' or 'titanlite[gcs]')"
-                yield f"checkpoint.{name}", f"{error}{extra}"
+            yield from _url(f"checkpoint.{name}", place)
         elif name == "initial_load_path" and place is not None and not os.path.isdir(os.path.expanduser(place)):
             yield f"checkpoint.{name}", f"no folder {place}"
+
+
+def _url(key: str, url: str) -> Iterator[Conflict]:
+    import fsspec
+
+    try:
+        fsspec.get_filesystem_class(url.partition("://")[0])
+    except ValueError as error:  # not known
+        yield key, str(error)
+    except ImportError as error:  # known, and not installed
+        yield key, f"{error} (pip install 'titanlite[s3]' or 'titanlite[gcs]')"
 
 
 def _float8(config: Config) -> Iterator[Conflict]:

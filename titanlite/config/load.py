@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterator, Sequence
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_origin
 
 import tomli
 from pydantic import BaseModel, ValidationError
@@ -39,7 +39,7 @@ def load(path: str | Path, overrides: Sequence[str] = (), *, world_size: int | N
     problems, bad_keys = _validate(tree, where, raw)
     config = Config.model_validate(tree)  # without the parts that are wrong, so that the rest is checked too
     problems += [
-        Problem(key, message, where.get(tuple(key.split("."))))
+        Problem(key, message, _place(where, tuple(key.split("."))))
         for key, message in find_conflicts(config, world_size, bad_keys)
     ]
     if problems:
@@ -54,13 +54,21 @@ def dump(config: Config) -> str:
     return tomlkit.dumps(config.model_dump(exclude_none=True))
 
 
-def dotted_keys(model: type[BaseModel] = Config, prefix: str = "") -> Iterator[str]:
-    """Every option as section.key."""
+def dotted_keys(model: type[BaseModel] = Config, prefix: str = "", *, inside_lists: bool = False) -> Iterator[str]:
+    """Every option as section.key.
+
+    Args:
+        inside_lists: also those of the tables in a list of tables, without their number.
+    """
     for name, field in model.model_fields.items():
-        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
-            yield from dotted_keys(field.annotation, f"{prefix}{name}.")
+        kind = field.annotation
+        element = next(iter(get_args(kind)), None) if get_origin(kind) is list else None
+        if isinstance(kind, type) and issubclass(kind, BaseModel):
+            yield from dotted_keys(kind, f"{prefix}{name}.", inside_lists=inside_lists)
         else:
             yield prefix + name
+            if inside_lists and isinstance(element, type) and issubclass(element, BaseModel):
+                yield from dotted_keys(element, f"{prefix}{name}.")
 
 
 # Reading
@@ -100,9 +108,13 @@ def _nearest_file(path: Path) -> str:
 def _key_lines(text: str) -> Iterator[tuple[Key, int]]:
     """(key path, line number) of each table header and each `key =` line, as people write TOML."""
     table: Key = ()
+    counts: dict[Key, int] = {}
     for number, line in enumerate(text.splitlines(), start=1):
-        if match := re.match(r"\s*\[\[?\s*([^\[\]]+?)\s*\]", line):
-            table = _split_key(match[1])
+        if match := re.match(r"\s*(\[\[?)\s*([^\[\]]+?)\s*\]", line):
+            table = _split_key(match[2])
+            if match[1] == "[[":
+                counts[table] = counts.get(table, -1) + 1
+                table += (str(counts[table]),)
             yield table, number
         elif match := re.match(r"\s*([\w.\"' -]+?)\s*=", line):
             yield table + _split_key(match[1]), number
@@ -138,7 +150,9 @@ def _apply_overrides(tree: Tree, where: dict[Key, str], overrides: Sequence[str]
             value = "true" if not rest or rest[0].startswith("--") else rest.pop(0)
         key = tuple(name.split("."))
         if not _set(tree, key, _parse(value)):
-            problems.append(Problem(name, "a section cannot stand inside a value", COMMAND_LINE))
+            numbers = [part for part in key if part.isdecimal()]
+            why = f"there is no number {numbers[0]} in the list" if numbers else "a section cannot stand inside a value"
+            problems.append(Problem(name, why, COMMAND_LINE))
         raw[key] = value
         where[key] = COMMAND_LINE
     if problems:
@@ -154,11 +168,20 @@ def _parse(value: str) -> Any:
 
 
 def _set(tree: Tree, key: Key, value: Any) -> bool:
+    node: Any = tree
     for part in key[:-1]:
-        tree = tree.setdefault(part, {})
-        if not isinstance(tree, dict):
+        if isinstance(node, dict):
+            node = node.setdefault(part, {})
+        elif _has(node, part):
+            node = node[int(part)]
+        else:
             return False
-    tree[key[-1]] = value
+    if isinstance(node, dict):
+        node[key[-1]] = value
+    elif _has(node, key[-1]):
+        node[int(key[-1])] = value
+    else:
+        return False
     return True
 
 
@@ -173,6 +196,7 @@ def _validate(tree: Tree, where: dict[Key, str], raw: dict[Key, str]) -> tuple[l
         by_key: dict[Key, list[ErrorDetails]] = {}
         for error in errors:
             by_key.setdefault(_key_of(error["loc"], tree), []).append(error)
+        wrong: list[Key] = []
         for key, details in by_key.items():
             if key in raw and _get(tree, key) != raw[key] and all(_wants_string(e) for e in details):
                 _set(tree, key, raw[key])  # --job.name=2026: the words of the command line were meant as text
@@ -180,14 +204,17 @@ def _validate(tree: Tree, where: dict[Key, str], raw: dict[Key, str]) -> tuple[l
             dotted = ".".join(key)
             problems.append(Problem(dotted, _explain(dotted, details), _place(where, key)))
             bad.add(dotted)
-            _remove(tree, key)
+            wrong.append(key)
+        for key in sorted(wrong, key=lambda key: [part.zfill(9) for part in key], reverse=True):  # last of a list first
+            del _get(tree, key[:-1])[int(key[-1]) if isinstance(_get(tree, key[:-1]), list) else key[-1]]
     return problems, bad
 
 
 def _place(where: dict[Key, str], key: Key) -> str | None:
-    """Where a key, or else something inside it, was written."""
+    """Where a key, or else something inside it, or else the table of a list that lacks it, was written."""
     inside = (place for other, place in where.items() if other[: len(key)] == key)
-    return where.get(key) or next(inside, None)
+    table = key[:-1] if key[-2:-1] and key[-2].isdecimal() else None
+    return where.get(key) or next(inside, None) or (where.get(table) if table else None)
 
 
 def _errors(tree: Tree) -> list[ErrorDetails]:
@@ -203,22 +230,25 @@ def _key_of(loc: tuple[int | str, ...], tree: Tree) -> Key:
     key: list[str] = []
     node: Any = tree
     for part in loc:
-        if not isinstance(node, dict) or part not in node:
+        if not _has(node, part):
             break
         key.append(str(part))
         node = node[part]
     return tuple(key)
 
 
+def _has(node: Any, part: int | str) -> bool:
+    """Whether a table has a key, or a list a place (a number, also as text)."""
+    if isinstance(node, list):
+        return str(part).isdecimal() and int(part) < len(node)
+    return isinstance(node, dict) and part in node
+
+
 def _get(tree: Tree, key: Key) -> Any:
     node: Any = tree
     for part in key:
-        node = node[part]
+        node = node[int(part)] if isinstance(node, list) else node[part]
     return node
-
-
-def _remove(tree: Tree, key: Key) -> None:
-    del _get(tree, key[:-1])[key[-1]]
 
 
 def _wants_string(error: ErrorDetails) -> bool:
@@ -229,6 +259,8 @@ def _explain(dotted: str, details: list[ErrorDetails]) -> str:
     if details[0]["type"] == "extra_forbidden":
         near = _nearest_key(dotted)
         return f"unknown key, did you mean {near}?" if near else "unknown key"
+    if details[0]["type"] == "missing":
+        return f"{details[0]['loc'][-1]} is missing"
     expected = " or ".join(dict.fromkeys(_expectation(error) for error in details))
     return f"expected {expected}, got {_as_toml(details[0]['input'])}"
 
@@ -238,6 +270,10 @@ def _expectation(error: ErrorDetails) -> str:
     match error["type"]:
         case "literal_error":
             return context["expected"]
+        case "greater_than":
+            return f"a number above {context['gt']:g}"
+        case "finite_number":
+            return "a finite number"
         case "greater_than_equal":
             return f"a number of at least {context['ge']}"
         case "less_than_equal":
@@ -259,15 +295,18 @@ def _as_toml(value: Any) -> str:
             return f'"{value}"'
         case dict():
             return "a section"
+        case list():
+            return f"[{', '.join(map(_as_toml, value))}]"
     return str(value)
 
 
 def _nearest_key(dotted: str) -> str | None:
     """The option or section that was probably meant: the same name in another section, else the closest spelling."""
-    options = list(dotted_keys())
+    dotted = ".".join(part for part in dotted.split(".") if not part.isdecimal())
+    options = list(dotted_keys(inside_lists=True))
     sections = sorted({option.rpartition(".")[0] for option in options})
     leaf = dotted.rpartition(".")[2]
-    namesakes = [option for option in options if option.rpartition(".")[2] == leaf]
+    namesakes = get_close_matches(dotted, [name for name in options if name.rpartition(".")[2] == leaf], n=1, cutoff=0)
     of_same_depth = [name for name in options + sections if name.count(".") == dotted.count(".")]
     near = get_close_matches(dotted, of_same_depth, n=1, cutoff=0.8)
     leaves = {option.rpartition(".")[2]: option for option in reversed(options)}

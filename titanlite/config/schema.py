@@ -4,6 +4,7 @@ Names follow torchtitan 0.2 wherever the idea is the same. Everything is defined
 else on another number of processes.
 """
 
+import re
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -42,10 +43,17 @@ class DataSource(Section):
     """As data.path."""
     name: Name | None = None
     """What it is called in metrics. Default: the last part of its path."""
-    weight: Annotated[float, Field(gt=0)] = 1.0
+    weight: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
     """Its share of the tokens is this over the sum of all weights."""
     epochs: PositiveInt | None = None
     """Most passes over it in the whole run; a run that would need more is refused. Default: no limit."""
+
+    @property
+    def title(self) -> str:
+        """Its name in metrics."""
+        path = self.path if isinstance(self.path, str) else "".join(self.path[:1])
+        parts = [part for part in re.split(r"[:/]+", path) if part.strip(".~") and not re.search(r"[*?[]", part)]
+        return self.name or (parts[-1] if parts else "data")
 
 
 class Data(Section):
@@ -78,6 +86,10 @@ class Data(Section):
     """Where text is kept once it is turned into tokens. Default: <dump_folder>/data_cache."""
     num_workers: Count = 0
     """Processes that read ahead, on every rank; 0 reads in the training process. Never changes what is read."""
+
+    def all_sources(self) -> list[DataSource]:
+        """Those that it names, one way or the other."""
+        return self.sources or [DataSource(path=self.path or "stdlib://")]
 
 
 class Training(Section):
@@ -256,6 +268,12 @@ class Validation(Section):
     """Several of these, instead of path. Each has a loss of its own; weights and epochs mean nothing here."""
     sequences: Count = 256
     """Sequences of each source, the same ones each time; 0 takes all there are."""
+
+    def all_sources(self) -> list[DataSource]:
+        """Those that it names, one way or the other; none if it is not enabled."""
+        if not self.enable:
+            return []
+        return self.sources or ([DataSource(path=self.path)] if self.path else [])
 
 
 class Metrics(Section):

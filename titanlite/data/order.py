@@ -13,14 +13,17 @@ ROUNDS = 8
 
 @dataclass(frozen=True)
 class Order:
-    """The order in which `sequences` sequences are read, a function of the seed alone."""
+    """The order in which `sequences` sequences are read, a function of the seed alone; without `shuffle`, theirs."""
 
     sequences: int
     seed: int
+    shuffle: bool = True
 
     def locate(self, sample: int) -> tuple[int, int]:
         """(epoch, sequence) of a global sample index."""
         epoch, position = divmod(sample, self.sequences)
+        if not self.shuffle:
+            return epoch, position
         return epoch, permute(position, self.sequences, key=(self.seed << 32) + epoch)
 
 

@@ -13,7 +13,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from titanlite.models.layers import Loss
+from titanlite.models.layers import Documents, Loss
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,8 +39,9 @@ class Model(nn.Module):
     def __init__(self, args: ModelArgs) -> None:
         super().__init__()
 
-    def forward(self, tokens: Tensor, loss: Loss | None = None) -> Tensor:
-        """tokens [B, L] int64 -> logits [B, L, V]; with `loss`, what it returns for the final hidden states."""
+    def forward(self, tokens: Tensor, loss: Loss | None = None, *, documents: Documents | None = None) -> Tensor:
+        """tokens [B, L] int64 -> logits [B, L, V]; with `loss`, what it returns for the final hidden states. With
+        `documents`, the logits of each document are those that it has alone."""
         raise NotImplementedError
 
     def init_weight(self, name: str, weight: Tensor, generator: torch.Generator) -> None:
@@ -51,7 +52,8 @@ class Model(nn.Module):
         """Compute non-persistent buffers anew, on the current default device."""
 
     def flops_per_token(self, seq_len: int) -> int:
-        """Floating point operations of forward and backward for one token of a sequence of seq_len tokens."""
+        """Floating point operations of forward and backward for one token of a sequence of seq_len tokens. Attention
+        counts as full, whatever is masked: figures compare, and the same step does not cost less by another text."""
         raise NotImplementedError
 
 

@@ -10,7 +10,17 @@ import torch
 from torch import Tensor, nn
 
 from titanlite.models.base import Model, ModelArgs
-from titanlite.models.layers import Attention, FeedForward, Head, Loss, rope_cos_sin
+from titanlite.models.layers import (
+    Attention,
+    AttentionMask,
+    Documents,
+    FeedForward,
+    Head,
+    Loss,
+    attention_mask,
+    rope_at,
+    rope_cos_sin,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,15 +61,15 @@ class Block(nn.Module):
         self.ffn_norm = nn.RMSNorm(args.dim, eps=args.norm_eps)
         self.feed_forward = FeedForward(args.dim, args.hidden_dim)
 
-    def forward(self, x_BLD: Tensor, cos_LH: Tensor, sin_LH: Tensor) -> Tensor:
-        x_BLD = x_BLD + self.attention(self.attention_norm(x_BLD), cos_LH, sin_LH)
+    def forward(self, x_BLD: Tensor, cos_LH: Tensor, sin_LH: Tensor, mask: AttentionMask | None = None) -> Tensor:
+        x_BLD = x_BLD + self.attention(self.attention_norm(x_BLD), cos_LH, sin_LH, mask)
         return x_BLD + self.feed_forward(self.ffn_norm(x_BLD))
 
 
 class Llama3(Model):
     flavors: ClassVar[dict[str, ModelArgs]] = {
         "debug": Llama3Args(
-            dim=384, n_layers=6, n_heads=6, n_kv_heads=3, hidden_dim=1024, vocab_size=320, max_seq_len=8192,
+            dim=384, n_layers=6, n_heads=6, n_kv_heads=3, hidden_dim=1024, vocab_size=2048, max_seq_len=8192,
             rope_theta=10000.0, rope_scaling_factor=1.0,
         ),
         "1B": Llama3Args(
@@ -87,12 +97,13 @@ class Llama3(Model):
         self.register_buffer("rope_cos", torch.empty(args.max_seq_len, args.head_dim), persistent=False)
         self.register_buffer("rope_sin", torch.empty(args.max_seq_len, args.head_dim), persistent=False)
 
-    def forward(self, tokens: Tensor, loss: Loss | None = None) -> Tensor:
+    def forward(self, tokens: Tensor, loss: Loss | None = None, *, documents: Documents | None = None) -> Tensor:
         seq_len = tokens.shape[1]
-        cos_LH, sin_LH = self.rope_cos[:seq_len], self.rope_sin[:seq_len]
+        cos_LH, sin_LH = rope_at(self.rope_cos, seq_len, documents), rope_at(self.rope_sin, seq_len, documents)
         x_BLD = self.tok_embeddings(tokens)
+        mask = None if documents is None else attention_mask(documents, x_BLD, self.args.head_dim)
         for block in self.layers:
-            x_BLD = block(x_BLD, cos_LH, sin_LH)
+            x_BLD = block(x_BLD, cos_LH, sin_LH, mask)
         return self.head(x_BLD, loss)
 
     def init_weight(self, name: str, weight: Tensor, generator: torch.Generator) -> None:
@@ -116,7 +127,8 @@ class Llama3(Model):
 
     def flops_per_token(self, seq_len: int) -> int:
         """Each weight of a matrix product costs 2 operations forward and 4 backward; attention's two products over
-        seq_len positions (full, not causal, as published figures count them) cost 12 a layer, head dim and position."""
+        seq_len positions (full: neither causal nor within documents, as published figures count them) cost 12 a layer,
+        head dim and position."""
         args = self.args
         attention = args.dim * args.head_dim * (2 * args.n_heads + 2 * args.n_kv_heads)
         weights = args.n_layers * (attention + 3 * args.dim * args.hidden_dim) + args.dim * args.vocab_size

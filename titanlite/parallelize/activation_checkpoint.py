@@ -16,6 +16,8 @@ ATTENTION_OPS = {
     aten._scaled_dot_product_cudnn_attention.default,
     aten._scaled_dot_product_flash_attention_for_cpu.default,
 }
+VARLEN_ATTENTION = "torch_attn::_varlen_attn"
+"""By name: the op is there once something imports it."""
 MATMUL_OPS = {aten.mm.default, aten._scaled_mm.default}
 
 
@@ -57,7 +59,7 @@ class _SaveDearOps:
         self.matmuls = {False: 0, True: 0}
 
     def __call__(self, ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        if op in ATTENTION_OPS:
+        if op in ATTENTION_OPS or op.name() == VARLEN_ATTENTION:
             return CheckpointPolicy.MUST_SAVE
         if op in MATMUL_OPS:
             self.matmuls[ctx.is_recompute] += 1

@@ -1,0 +1,237 @@
+"""Data: how fast text becomes tokens, and tokens batches.
+
+    python benchmarks/bench_data.py prepare [--runs 5] [--mib 48]     against the raw tokenizer and datasets.map
+    python benchmarks/bench_data.py loader                            tokens/s of one rank's loader
+    python benchmarks/bench_data.py wait [--section.key=value ...]    share of the debug run's steps spent waiting
+
+`prepare` makes JSON lines of the Python files of this environment and turns them into tokens with the shipped BPE:
+plain tiktoken in one process (text already in memory: nothing read, parsed or written), `titanlite data prepare` with 1
+and 2 workers, and `datasets.map` of the same tokenizer with 1 and 2 processes, its cache written as it does. Contenders
+take turns, each in a process of its own, timed from after its imports; medians over the runs.
+"""
+
+import argparse
+import json
+import multiprocessing
+import os
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+
+TOKENIZER = "python-2k"
+NEEDED = 70_000 * 8
+"""Tokens/s that 8 H100s train an 8B model at, about."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("prepare", "loader", "wait"))
+    parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--mib", type=int, default=48)
+    arguments, options = parser.parse_known_args()
+    with tempfile.TemporaryDirectory() as folder:
+        if arguments.what == "prepare":
+            bench_prepare(Path(folder), arguments.runs, arguments.mib)
+        elif arguments.what == "loader":
+            bench_loader(Path(folder))
+        else:
+            bench_wait(Path(folder), options)
+
+
+# Text -> tokens
+
+
+def bench_prepare(folder: Path, runs: int, mib: int) -> None:
+    corpus = write_corpus(folder / "corpus.jsonl", mib * 2**20)
+    seconds: dict[str, list[float]] = {name: [] for name in CONTENDERS}
+    tokens: dict[str, int] = {}
+    for _ in range(runs):
+        for name in CONTENDERS:
+            took, tokens[name] = in_a_process(name, corpus, folder / "out")
+            seconds[name].append(took)
+            print(f"  {name:<28} {took:6.2f} s", file=sys.stderr)
+    assert len(set(tokens.values())) == 1, tokens
+    medians = {name: statistics.median(times) for name, times in seconds.items()}
+    for name, times in seconds.items():
+        rate = next(iter(tokens.values())) / medians[name]
+        print(f"{name:<28} {medians[name]:6.2f} s ({min(times):.2f} to {max(times):.2f})  {rate / 1e6:.2f} M tokens/s")
+    raw, one, two = medians["raw tiktoken"], medians["prepare, 1 worker"], medians["prepare, 2 workers"]
+    print(f"prepare, 1 worker / raw tokenizer: {raw / one:.3f}   2 workers / 1 worker: {one / two:.3f}")
+    for processes, ours in ((1, one), (2, two)):
+        theirs = medians[f"datasets.map, {processes} process(es)"]
+        print(f"prepare / datasets.map, {processes} process(es): {theirs / ours:.3f}")
+
+
+def write_corpus(path: Path, size: int) -> Path:
+    """Python files of this environment, as JSON lines."""
+    written = 0
+    with open(path, "w") as file:
+        for source in sorted(Path(os.__file__).parent.rglob("*.py")) + sorted(
+            Path(np.__file__).parents[1].rglob("*.py")
+        ):
+            try:
+                line = json.dumps({"text": source.read_bytes().decode()}) + "\n"
+            except UnicodeDecodeError:
+                continue
+            if written + len(line) <= size and len(line) > 20:
+                written += file.write(line)
+    return path
+
+
+def in_a_process(name: str, corpus: Path, out: Path) -> tuple[float, int]:
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_contend, args=(name, corpus, out, theirs))
+    process.start()
+    result = ours.recv()
+    process.join()
+    shutil.rmtree(out, ignore_errors=True)
+    return result
+
+
+def _contend(name: str, corpus: Path, out: Path, pipe: multiprocessing.connection.Connection) -> None:
+    pipe.send(CONTENDERS[name](corpus, out))
+
+
+def raw(corpus: Path, out: Path) -> tuple[float, int]:
+    from titanlite.data.tokenizer import load_tokenizer
+
+    encoding = load_tokenizer(TOKENIZER)._encoding  # type: ignore[attr-defined]
+    texts = [json.loads(line)["text"] for line in corpus.open()]
+    started = time.perf_counter()
+    tokens = sum(len(encoding.encode_ordinary(text)) + 2 for text in texts)
+    return time.perf_counter() - started, tokens
+
+
+def ours(workers: int, corpus: Path, out: Path) -> tuple[float, int]:
+    from titanlite.cli import run
+    from titanlite.data import prepare, tokenizer  # noqa: F401 (imports are not what is timed)
+    from titanlite.data.tokens import TokenStore
+
+    started = time.perf_counter()
+    arguments = f"data prepare {corpus} --out {out} --tokenizer {TOKENIZER} --workers {workers}"
+    assert run(arguments.split()) == 0
+    return time.perf_counter() - started, len(TokenStore(out))
+
+
+def hugging_face(processes: int, corpus: Path, out: Path) -> tuple[float, int]:
+    os.environ["HF_HOME"] = str(out)
+    import datasets
+
+    from titanlite.data.tokenizer import load_tokenizer
+
+    datasets.disable_progress_bars()
+    data = datasets.Dataset.from_json(str(corpus), cache_dir=str(out / "cache"))
+    assert isinstance(data, datasets.Dataset)
+    encoding = load_tokenizer(TOKENIZER)._encoding  # type: ignore[attr-defined]
+
+    def tokenize(rows: dict[str, list[str]]) -> dict[str, list[list[int]]]:
+        ids = [encoding.encode_ordinary(text) for text in rows["text"]]
+        return {"ids": [[encoding.n_vocab, *row, encoding.n_vocab] for row in ids]}
+
+    started = time.perf_counter()
+    mapped = data.map(
+        tokenize,
+        batched=True,
+        remove_columns=data.column_names,
+        num_proc=processes if processes > 1 else None,
+        cache_file_name=str(out / "mapped.arrow"),
+    )
+    took = time.perf_counter() - started
+    return took, sum(len(row) for batch in mapped.with_format("arrow").iter(1000) for row in batch["ids"])
+
+
+def prepare_1(corpus: Path, out: Path) -> tuple[float, int]:
+    return ours(1, corpus, out)
+
+
+def prepare_2(corpus: Path, out: Path) -> tuple[float, int]:
+    return ours(2, corpus, out)
+
+
+def map_1(corpus: Path, out: Path) -> tuple[float, int]:
+    return hugging_face(1, corpus, out)
+
+
+def map_2(corpus: Path, out: Path) -> tuple[float, int]:
+    return hugging_face(2, corpus, out)
+
+
+CONTENDERS = {
+    "raw tiktoken": raw,
+    "prepare, 1 worker": prepare_1,
+    "prepare, 2 workers": prepare_2,
+    "datasets.map, 1 process(es)": map_1,
+    "datasets.map, 2 process(es)": map_2,
+}
+
+
+# Tokens -> batches
+
+
+def bench_loader(folder: Path) -> None:
+    import torch
+
+    from titanlite.data.loader import MicroBatches, build_loader
+    from titanlite.data.packing import BestFit, Stream
+    from titanlite.data.samples import Samples, Source
+    from titanlite.data.tokens import TokenStore, TokenWriter
+
+    torch.set_num_threads(1)
+    random = np.random.default_rng(0)
+    with TokenWriter(folder / "tokens", vocab_size=128256, tokenizer="random") as writer:
+        for _ in range(40_000):
+            writer.add(random.integers(0, 128256, size=int(random.lognormal(6.5, 1))))
+    store = TokenStore(folder / "tokens")
+    print(
+        f"{len(store):,} tokens of 4 bytes in {store.index['documents']:,} documents; sequences of 8192, 2 in a batch"
+    )
+    for packing in ("stream", "best_fit"):
+        for mask in (False, True):
+            for workers in (0, 1):
+                rows = (
+                    Stream(store, seq_len=8192, document_mask=mask)
+                    if packing == "stream"
+                    else BestFit(store, seq_len=8192, plan_folder=folder / "plans")
+                )
+                samples = Samples([Source("random", rows, "f")], seed=0, document_mask=mask)
+                batches = MicroBatches(start=0, global_batch_size=2, micro_batch_size=2, rank=0, ranks=1)
+                loader = build_loader(samples, batches, num_workers=workers, device=torch.device("cpu"))
+                for _ in islice(loader, 50):
+                    pass
+                rates = []
+                for _ in range(5):
+                    started = time.perf_counter()
+                    for _ in islice(loader, 400):
+                        pass
+                    rates.append(400 * 2 * 8192 / (time.perf_counter() - started))
+                loader.close()
+                rate = statistics.median(rates)
+                print(
+                    f"{packing:<8} document mask {mask!s:<5} {workers} worker(s): {rate / 1e6:6.1f} M tokens/s, "
+                    f"{rate / NEEDED:5.1f} x the {NEEDED:,} that 8 GPUs need"
+                )
+
+
+def bench_wait(folder: Path, options: list[str]) -> None:
+    from titanlite.cli import run
+
+    config = Path(__file__).parents[1] / "train_configs" / "debug.toml"
+    for workers in (0, 1):
+        name = f"workers-{workers}"
+        fixed = [f"--job.dump_folder={folder}", f"--job.name={name}", f"--data.num_workers={workers}"]
+        steps = ["--training.steps=40", "--checkpoint.enable=false", "--validation.enable=false"]
+        assert run(["train", f"--config={config}", *fixed, *steps, *options]) == 0
+        records = [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
+        shares = [record["data_wait_seconds"] / record["step_seconds"] for record in records if record["step"] > 1]
+        print(f"{workers} worker(s): {statistics.median(shares):.3%} of a step (to {max(shares):.3%}) waiting for data")
+
+
+if __name__ == "__main__":
+    main()

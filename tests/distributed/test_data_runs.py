@@ -1,0 +1,223 @@
+"""Whole runs and their data: every start reads on, finite data ends for all, mixtures are exact."""
+
+import gc
+import hashlib
+import json
+import multiprocessing
+import random
+import re
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.distributed.test_layouts import built, trained_in_turn
+from tests.helpers import TinyRun, _free_port, run_ranks, train_on_this_rank
+from titanlite.checkpoint import storage
+from titanlite.checkpoint.files import Local
+from titanlite.config.schema import Config
+from titanlite.console import start_logging
+from titanlite.data.samples import Batch
+from titanlite.errors import UserError
+from titanlite.train import finish, train
+
+
+def validation_records(tiny: TinyRun, name: str) -> list[dict[str, Any]]:
+    lines = (tiny.folder / "outputs" / name / "validation.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def text_of(path: Path, size: int) -> Path:
+    words = random.Random(path.name)
+    path.write_text("".join(words.choice("abcdefgh \n") for _ in range(size)))
+    return path
+
+
+def trained_and_logged(rank: int, world_size: int, config: Config) -> None:
+    start_logging(rank)
+    train_on_this_rank(config, rank, world_size)
+
+
+def test_finite_data_ends_for_all_ranks_and_validates_the_whole_set(tiny: TinyRun) -> None:
+    """1,003 sequences of 8 tokens, and 37 to validate on, which no number of ranks here divides."""
+    train_text = text_of(tiny.folder / "train.txt", 1003 * 8 + 1 - 2)
+    other_text = text_of(tiny.folder / "other.txt", 37 * 8 + 1 - 2)
+    options = [
+        "--training.seq_len=8", "--training.epochs=1", "--training.global_batch_size=40", f"--data.path={train_text}",
+        "--validation.enable", f"--validation.path={other_text}", "--validation.sequences=0", "--validation.freq=20",
+        "--training.local_batch_size=5", "--metrics.log_freq=100",
+    ]  # fmt: skip
+    figures = {}
+    for ranks in (1, 2, 4):
+        config = tiny.config(f"--job.name=on-{ranks}", *options, world_size=ranks)
+        run_ranks(trained_and_logged, ranks, config)
+        assert [record["step"] for record in tiny.records(f"on-{ranks}")] == [1, 25], "1003 // 40"
+        saved = Local(f"{tiny.folder}/outputs/on-{ranks}/checkpoints", "")
+        assert storage.committed_steps(saved.list()) == [25]
+        assert storage.read_manifest(saved, storage.folder_name(25)).samples == 1000
+        log = (tiny.folder / f"outputs/on-{ranks}/logs/rank-0.log").read_text()
+        assert "the last 3 sequences do not fill a batch of 40: left out" in log
+        figures[ranks] = validation_records(tiny, f"on-{ranks}")
+    for records in figures.values():
+        assert [record["step"] for record in records] == [20, 25]
+        for record, reference in zip(records, figures[1], strict=True):
+            assert record["loss"] == pytest.approx(reference["loss"], rel=2e-6)
+            source = record["sources"]["other.txt"]
+            assert (source["sequences"], source["tokens"]) == (37, 37 * 8)
+            assert source["bits_per_byte"] == pytest.approx(record["loss"] / 0.6931472 * 296 / 295, rel=1e-6), "one eos"
+
+
+@pytest.mark.usefixtures("single_process_group")
+def test_validation_changes_nothing_in_training(tiny: TinyRun) -> None:
+    options = [
+        "--validation.enable",
+        "--validation.freq=1",
+        f"--validation.path={tiny.text}",
+        "--validation.sequences=9",
+    ]
+    train_on_this_rank(tiny.config("--job.name=with", *options), 0, 1)
+    train_on_this_rank(tiny.config("--job.name=without"), 0, 1)
+    assert tiny.losses("with") == tiny.losses("without")
+    assert [record["step"] for record in validation_records(tiny, "with")] == [1, 2, 3, 4, 5, 6]
+    losses = [record["loss"] for record in validation_records(tiny, "with")]
+    assert losses[-1] < losses[0]
+
+
+def consumed(config: Config, samples: int) -> list[int]:
+    return train_on_this_rank(config, 0, 1).samples.consumed(samples)
+
+
+def refusal(config: Config) -> str:
+    try:
+        train_on_this_rank(config, 0, 1)
+    except UserError as error:
+        message = str(error)
+    else:
+        raise AssertionError("was not refused")
+    gc.collect()  # the lock of the run's folder goes with what the error held
+    return message
+
+
+MIXTURE = """
+[[data.sources]]
+path = "{0}/a.txt"
+weight = 0.7
+[[data.sources]]
+path = "{0}/b.txt"
+name = "second"
+weight = 0.3
+"""
+
+
+@pytest.mark.usefixtures("single_process_group")
+def test_shares_of_a_mixture_are_exact_and_a_changed_one_is_refused_or_goes_on(tiny: TinyRun) -> None:
+    tiny.toml.write_text(tiny.toml.read_text().replace(f'path = "{tiny.text}"', "") + MIXTURE.format(tiny.text))
+    train_on_this_rank(tiny.config("--training.steps=5"), 0, 1)
+    last = tiny.records()[-1]
+    assert last["samples"] == 40
+    assert last["data_shares"] == {"a.txt": 28 / 40, "second": 12 / 40}
+    changed = ["--training.steps=10", "--data.sources.0.weight=0.3", "--data.sources.1.weight=0.7"]
+    message = refusal(tiny.config(*changed))
+    assert re.search(r"data\.sources\.second was \w+-stream-32 x 0\.3, is \w+-stream-32 x 0\.7", message)
+    assert 'accept: data.on_change = "continue" or "restart"' in message
+    assert consumed(tiny.config(*changed, "--data.on_change=continue"), 80) == [28 + 12, 12 + 28]
+    assert tiny.records()[-1]["data_shares"] == {"a.txt": 0.5, "second": 0.5}
+    assert consumed(tiny.config(*changed, "--training.steps=12"), 80) == [40, 40], "the next start needs no word of it"
+
+
+def test_best_fit_packing_and_document_masks_train_alike_on_any_layout(tiny: TinyRun) -> None:
+    for number in range(40):
+        text_of(tiny.text / f"{number}.txt", 7 + 3 * number)
+    options = ["--data.packing=best_fit", "--data.document_mask"]
+    losses = []
+    for ranks in (1, 4):
+        run_ranks(trained_in_turn, ranks, [tiny.config(f"--job.name=on-{ranks}", *options, world_size=ranks)])
+        losses.append(tiny.losses(f"on-{ranks}"))
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    assert losses[0][-1] < losses[0][0]
+
+
+# Killed and resumed
+
+
+def consume(rank: int, world_size: int, config: Config, port: int, log: Path) -> None:
+    """Train, and write a line for each step: its number, and a hash of each of this rank's sequences."""
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world_size)
+    run = built(rank, world_size, config)
+    with open(log, "a") as file:
+        run = replace(run, batches=_recorded(run.batches, run.progress.step, run.accumulation, file))
+        train(run)
+        finish(run)
+
+
+def _recorded(batches: Iterator[Batch], step: int, accumulation: int, file: Any) -> Any:
+    for number, batch in enumerate(batches):
+        for tokens in batch["tokens"]:
+            print(step + number // accumulation + 1, hashlib.sha256(tokens.numpy().tobytes()).hexdigest(), file=file)
+        file.flush()
+        yield batch
+
+
+def hashes(log: list[Path]) -> dict[int, list[str]]:
+    found = defaultdict(list)
+    for path in log:
+        for line in path.read_text().splitlines():
+            step, digest = line.split()
+            found[int(step)].append(digest)
+    return {step: sorted(digests) for step, digests in found.items()}
+
+
+@pytest.mark.slow
+def test_ten_kills_on_random_rank_counts_change_nothing_of_what_is_read(tiny: TinyRun) -> None:
+    draw = random.Random(1)
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.preload"])
+
+    def start(name: str, ranks: int, steps: int, *options: str, until: int | None = None) -> dict[int, list[str]]:
+        """Returns what was read in each step. With `until`, all ranks are killed once that step is being read."""
+        config = tiny.config(f"--job.name={name}", f"--training.steps={steps}", *options, world_size=ranks)
+        port = _free_port()
+        logs = [tiny.folder / f"{name}-{port}-{rank}" for rank in range(ranks)]
+        processes = [context.Process(target=consume, args=(r, ranks, config, port, logs[r])) for r in range(ranks)]
+        for process in processes:
+            process.start()
+        deadline = time.monotonic() + 120
+        while until is not None and not (logs[0].exists() and max(hashes(logs[:1]), default=0) >= until):
+            assert time.monotonic() < deadline
+            time.sleep(0.005)
+        for process in processes:
+            if until is not None:
+                process.kill()
+            process.join(120)
+        assert until is not None or all(process.exitcode == 0 for process in processes)
+        return hashes([log for log in logs if log.exists()])
+
+    expected = start("whole", 1, 60)
+    assert all(len(digests) == 8 for digests in expected.values())
+    assert len({digest for digests in expected.values() for digest in digests}) > 300
+    saves, seen, step = ["--checkpoint.interval=2"], set(), 0
+    for _ in range(10):
+        ranks = draw.choice([1, 2, 4])
+        workers = draw.choice([0, 0, 2])
+        micro = draw.choice([1, 2])
+        options = [*saves, f"--data.num_workers={workers}", f"--training.local_batch_size={micro}"]
+        step += draw.randrange(1, 6)
+        for number, digests in start("killed", ranks, 60, *options, until=step).items():
+            assert set(digests) <= set(expected[number]), f"step {number} on {ranks} ranks"
+            if len(digests) == 8:
+                assert digests == expected[number]
+                seen.add(number)
+    rest = start("killed", 2, 60, *saves)
+    assert rest == {number: expected[number] for number in rest}
+    assert min(rest) > 1
+    assert seen | set(rest) >= set(range(min(rest), 61))
+    assert [record["step"] for record in tiny.records("killed")] == [*range(1, 61)]
+    assert tiny.losses("killed") == pytest.approx(tiny.losses("whole"), rel=1e-5)

@@ -1,0 +1,490 @@
+"""Attention within documents: packed rows against each document alone, against transformers, and through every
+technique. torch's kernel of variable length runs on GPUs only: here a reference in its place shows how it is called."""
+
+import inspect
+import sys
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import functional as F
+
+from tests.unit.test_llama3 import SMALL, built, oracle
+from titanlite.config.schema import ActivationCheckpoint, Compile, Float8, Parallelism, Training
+from titanlite.loss import IGNORE, cross_entropy_sum
+from titanlite.models import layers, llama3
+from titanlite.models.layers import Boundaries, Documents, attention_mask, has_packed_kernel, rope_at
+from titanlite.models.llama3 import Llama3, Llama3Args
+from titanlite.parallelize import build_mesh, parallelize
+from titanlite.parallelize.activation_checkpoint import apply_activation_checkpoint
+from titanlite.step import documents_of, train_step
+
+GROUPED = SMALL
+ALL_HEADS = replace(SMALL, n_kv_heads=4)
+ROWS = [[5, 1, 10], [16]]
+"""Lengths of the documents of two rows."""
+
+
+def documents(rows: list[list[int]]) -> Documents:
+    lengths = torch.tensor([length for row in rows for length in row])
+    positions = [torch.cat([torch.arange(length) for length in row]) for row in rows]
+    ids = [torch.arange(len(row), dtype=torch.int32).repeat_interleave(torch.tensor(row)) for row in rows]
+    boundaries = torch.cat((torch.zeros(1, dtype=torch.int64), lengths.cumsum(0))).int()
+    return Documents(torch.stack(positions), torch.stack(ids), boundaries)
+
+
+def tokens_for(rows: list[list[int]], seed: int = 1) -> Tensor:
+    return torch.randint(0, 101, (len(rows), sum(rows[0])), generator=torch.Generator().manual_seed(seed))
+
+
+def labels_for(rows: list[list[int]]) -> Tensor:
+    labels = tokens_for(rows, seed=2)
+    labels[:, ::3] = IGNORE
+    return labels
+
+
+def batch_of(rows: list[list[int]]) -> dict[str, Tensor]:
+    positions, ids, boundaries = documents(rows)
+    tokens, labels = tokens_for(rows), labels_for(rows)
+    return {"tokens": tokens, "labels": labels, "positions": positions, "documents": ids, "boundaries": boundaries}
+
+
+def loss_and_gradients(
+    model: Llama3, tokens: Tensor, labels: Tensor, where: Documents | None
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Of the parameters, and as "embeddings" of what the blocks are given."""
+    seen: list[Tensor] = []
+
+    def watch(module: torch.nn.Module, inputs: Any, output: Tensor) -> None:
+        seen.append(output)
+
+    handle = model.tok_embeddings.register_forward_hook(watch)
+    loss = model(tokens, loss=partial(cross_entropy_sum, labels_BL=labels), documents=where)
+    handle.remove()
+    names = [name for name, _ in model.named_parameters()]
+    gradients = torch.autograd.grad(loss, [*model.parameters(), seen[0]])
+    return loss.detach(), dict(zip([*names, "embeddings"], gradients, strict=True))
+
+
+def close(found: Tensor, expected: Tensor, tolerance: float = 1e-5) -> bool:
+    return bool((found - expected).abs().max() <= tolerance * expected.abs().max().clamp(min=1))
+
+
+# What a mask is for
+
+
+@pytest.mark.parametrize(
+    ("args", "dtype", "lengths"),
+    [
+        pytest.param(GROUPED, torch.float32, [5, 1, 10], id="grouped queries"),
+        pytest.param(ALL_HEADS, torch.float32, [5, 1, 10], id="all heads"),
+        pytest.param(GROUPED, torch.bfloat16, [5, 1, 10], id="half precision"),
+        pytest.param(replace(GROUPED, n_layers=1), torch.float32, [530, 70], id="a block of keys masked whole"),
+    ],
+)
+def test_a_changed_token_changes_no_bit_of_another_document(
+    args: Llama3Args, dtype: torch.dtype, lengths: list[int]
+) -> None:
+    model = built(replace(args, max_seq_len=1024)).to(dtype)
+    tokens, labels, where = tokens_for([lengths]), labels_for([lengths]), documents([lengths])
+    logits = model(tokens, documents=where)
+    _, gradients = loss_and_gradients(model, tokens, labels, where)
+    for document, first in enumerate(torch.tensor([0, *lengths]).cumsum(0)[:-1]):
+        changed = tokens.clone()
+        changed[0, first] += 1
+        within = where.ids_BL[0] == document
+        same = (model(changed, documents=where) == logits)[0].all(dim=-1)
+        assert torch.equal(same, ~within)
+        _, others = loss_and_gradients(model, changed, labels, where)
+        same = (others["embeddings"] == gradients["embeddings"])[0].all(dim=-1)
+        assert same[~within].all()
+        assert not same[within].all()
+
+
+@pytest.mark.parametrize("document", [0, 1, 2])
+def test_a_document_alone_has_gradients(document: int) -> None:
+    where = documents([[5, 4, 7]])
+    labels = tokens_for([[16]], seed=2)
+    labels[where.ids_BL != document] = IGNORE
+    _, gradients = loss_and_gradients(built(GROUPED), tokens_for([[16]]), labels, where)
+    touched = (gradients["embeddings"] != 0)[0].any(dim=-1)
+    assert torch.equal(touched, where.ids_BL[0] == document)
+
+
+def alone(model: Llama3, tokens: Tensor, labels: Tensor, rows: list[list[int]]) -> tuple[Tensor, dict[str, Tensor]]:
+    """Logits [B * L, V] of documents run one by one, without a mask, and the sum of their gradients."""
+    lengths = [length for row in rows for length in row]
+    logits, gradients = [], {}
+    for part, label in zip(tokens.flatten().split(lengths), labels.flatten().split(lengths), strict=True):
+        logits.append(model(part[None])[0])
+        for name, gradient in loss_and_gradients(model, part[None], label[None], None)[1].items():
+            if name != "embeddings":
+                gradients[name] = gradients.get(name, 0) + gradient
+    return torch.cat(logits), gradients
+
+
+@pytest.mark.parametrize("args", [GROUPED, ALL_HEADS, replace(SMALL, tied_head=True)], ids=["grouped", "all", "tied"])
+def test_packed_rows_are_their_documents_alone(args: Llama3Args) -> None:
+    model = built(args)
+    tokens, labels, where = tokens_for(ROWS), labels_for(ROWS), documents(ROWS)
+    logits, gradients = alone(model, tokens, labels, ROWS)
+    assert logits.std() > 0.1
+    assert close(model(tokens, documents=where).flatten(0, 1), logits)
+    assert not close(model(tokens).flatten(0, 1), logits, 0.01)
+    _, found = loss_and_gradients(model, tokens, labels, where)
+    for name, gradient in gradients.items():
+        assert close(found[name], gradient), name
+
+
+def test_logits_are_those_of_transformers() -> None:
+    model = built(GROUPED)
+    tokens, where = tokens_for(ROWS), documents(ROWS)
+    same = where.ids_BL[:, None, :, None] == where.ids_BL[:, None, None, :]
+    later = torch.ones(16, 16, dtype=torch.bool).triu(1)
+    bias = torch.zeros(2, 1, 16, 16).masked_fill(~same | later, torch.finfo(torch.float32).min)
+    theirs = oracle(model)(tokens, attention_mask=bias, position_ids=where.positions_BL).logits
+    assert close(model(tokens, documents=where), theirs)
+
+
+# Positions
+
+
+def test_positions_start_anew_with_each_document() -> None:
+    model, where = built(GROUPED), documents(ROWS)
+    for table in (model.rope_cos, model.rope_sin):
+        picked = rope_at(table, 16, where)
+        assert picked.shape == (2, 1, 16, 16)
+        assert torch.equal(picked[0, 0], torch.cat((table[:5], table[:1], table[:10])))
+        assert torch.equal(picked[1, 0], table[:16])
+
+
+def test_attention_knows_distances_only() -> None:
+    """So positions that do not start anew change logits by rounding alone: what restarts is which rows of the tables
+    are read, and how far into them. That positions are used at all shows when distances change."""
+    model, tokens, where = built(GROUPED), tokens_for(ROWS), documents(ROWS)
+    logits = model(tokens, documents=where)
+    going_on = where._replace(positions_BL=torch.arange(16).expand(2, -1))
+    doubled = where._replace(positions_BL=2 * where.positions_BL)
+    assert close(model(tokens, documents=going_on), logits)
+    assert not close(model(tokens, documents=doubled), logits, 0.01)
+
+
+# Without documents
+
+
+def test_without_documents_attention_is_plain(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[dict[str, Any]] = []
+    attend = F.scaled_dot_product_attention
+
+    def spy(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+        calls.append(options)
+        return attend(q, k, v, **options)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", spy)
+    monkeypatch.setattr(llama3, "attention_mask", None)
+    model = built(GROUPED)
+    model(tokens_for(ROWS))
+    assert calls == [{"attn_mask": None, "is_causal": True, "enable_gqa": True}] * 2
+    assert rope_at(model.rope_cos, 16, None).data_ptr() == model.rope_cos.data_ptr()
+    assert documents_of({"tokens": tokens_for(ROWS), "labels": labels_for(ROWS)}) is None
+
+
+def test_the_mask_is_made_once_and_equals_a_boolean_one() -> None:
+    where = documents(ROWS)
+    q = torch.randn(2, 4, 16, 16)
+    mask = attention_mask(where, torch.zeros(2, 16, 64), 16)
+    assert isinstance(mask, Tensor)
+    allowed = torch.tensor(
+        [[ids[i] == ids[j] and j <= i for j in range(16)] for ids in where.ids_BL.tolist() for i in range(16)]
+    ).view(2, 1, 16, 16)
+    assert torch.equal(mask == 0, allowed)
+    assert torch.equal(mask == -torch.inf, ~allowed)
+    attend = F.scaled_dot_product_attention
+    assert torch.equal(attend(q, q, q, attn_mask=mask), attend(q, q, q, attn_mask=allowed))
+    half = attention_mask(where, torch.zeros(2, 16, 64, dtype=torch.bfloat16), 16)
+    assert isinstance(half, Tensor)
+    assert half.dtype == torch.bfloat16
+    assert torch.equal(half.float(), mask)
+
+
+# Techniques
+
+MODES = {
+    "full": ActivationCheckpoint(mode="full"),
+    "op": ActivationCheckpoint(mode="selective"),
+    "each second": ActivationCheckpoint(mode="selective", selective_ac_option=2),
+}
+
+
+@pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
+def test_checkpointing_changes_no_bit(mode: ActivationCheckpoint) -> None:
+    inputs = tokens_for(ROWS), labels_for(ROWS), documents(ROWS)
+    loss, gradients = loss_and_gradients(built(GROUPED), *inputs)
+    model = built(GROUPED)
+    apply_activation_checkpoint(model, mode)
+    other_loss, others = loss_and_gradients(model, *inputs)
+    assert torch.equal(other_loss, loss)
+    for name, gradient in gradients.items():
+        assert torch.equal(others[name], gradient), name
+
+
+def compiled(args: Llama3Args, mode: ActivationCheckpoint | None = None) -> tuple[Llama3, Any]:
+    """As `compile_blocks` does, with a backend that traces everything and needs no C++ compiler; and its counter."""
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    model = built(args)
+    if mode is not None:
+        apply_activation_checkpoint(model, mode)
+    for block in model.layers:
+        block.compile(fullgraph=True, backend=counter)
+    return model, counter
+
+
+def test_compiled_blocks_are_the_same() -> None:
+    model, counter = compiled(GROUPED)
+    for rows in (ROWS, [[16], [3, 13]]):
+        inputs = tokens_for(rows), labels_for(rows), documents(rows)
+        loss, gradients = loss_and_gradients(built(GROUPED), *inputs)
+        found_loss, found = loss_and_gradients(model, *inputs)
+        assert float(found_loss) == pytest.approx(float(loss), rel=1e-6)
+        for name, gradient in gradients.items():
+            assert close(found[name], gradient), name
+    assert counter.frame_count == 1
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("single_process_group")
+def test_compiled_by_the_default_compiler() -> None:
+    plain = sharded(Compile(enable=False))
+    other = sharded(Compile(enable=True), mode=MODES["op"])
+    for _ in range(2):
+        assert float(step(other, [batch_of(ROWS)])) == pytest.approx(float(step(plain, [batch_of(ROWS)])), rel=1e-5)
+
+
+def sharded(compile: Compile, compute: Any = "float32", mode: ActivationCheckpoint | None = None) -> Llama3:
+    model = built(GROUPED)
+    parallelism = Parallelism()
+    parallelize(
+        model, mesh=build_mesh(parallelism, world_size=1, device_type="cpu"), parallelism=parallelism,
+        training=Training(mixed_precision_param=compute), activation_checkpoint=mode or ActivationCheckpoint(),
+        compile=compile, float8=Float8(),
+    )  # fmt: skip
+    return model
+
+
+def step(model: Llama3, batches: list[dict[str, Tensor]]) -> Tensor:
+    """Loss of one step of plain gradient descent."""
+    group = dist.group.WORLD
+    assert group is not None
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    return train_step(model, batches, optimizer=optimizer, group=group, max_norm=0.0).loss
+
+
+def change(model: Llama3, before: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """By how much a step has changed the parameters."""
+    now = {name: getattr(p, "full_tensor", lambda p=p: p)().detach() for name, p in model.named_parameters()}
+    return {name: before[name] - parameter for name, parameter in now.items()}
+
+
+@pytest.mark.usefixtures("single_process_group")
+@pytest.mark.parametrize("mode", [None, *MODES.values()], ids=["none", *MODES])
+def test_a_sharded_step_follows_the_masked_mean(mode: ActivationCheckpoint | None) -> None:
+    rows = [[5, 1, 10], [16], [8, 8]]
+    batch, start = batch_of(rows), dict(built(GROUPED).named_parameters())
+    by_hand, count = 0.0, 0
+    logits, gradients = alone(built(GROUPED), batch["tokens"], batch["labels"], rows)
+    for row, label in zip(logits.detach().log_softmax(dim=-1), batch["labels"].flatten(), strict=True):
+        if label != IGNORE:
+            by_hand, count = by_hand - float(row[label]), count + 1
+    model = sharded(Compile(), mode=mode)
+    assert float(step(model, [batch])) == pytest.approx(by_hand / count, rel=1e-5)
+    for name, difference in change(model, start).items():
+        assert close(difference, gradients[name] / count), name
+    parts = [
+        batch_of([row]) | {key: batch[key][i : i + 1] for key in ("tokens", "labels")} for i, row in enumerate(rows)
+    ]
+    accumulated = sharded(Compile(), mode=mode)
+    assert float(step(accumulated, parts)) == pytest.approx(by_hand / count, rel=1e-5)
+    for name, difference in change(accumulated, start).items():
+        assert close(difference, gradients[name] / count), name
+
+
+@pytest.mark.usefixtures("single_process_group")
+def test_half_precision_reaches_the_mask() -> None:
+    """FSDP makes activations bfloat16; the mask must be of their type, and positions and boundaries integers."""
+    whole = float(step(sharded(Compile()), [batch_of(ROWS)]))
+    assert float(step(sharded(Compile(), "bfloat16"), [batch_of(ROWS)])) == pytest.approx(whole, rel=0.02)
+
+
+@pytest.mark.usefixtures("single_process_group")
+@pytest.mark.parametrize("compute", ["float32", "bfloat16"])
+def test_a_micro_batch_without_labels_gives_no_gradient(compute: str) -> None:
+    start = dict(built(GROUPED).named_parameters())
+    empty = batch_of(ROWS)
+    empty["labels"] = torch.full_like(empty["labels"], IGNORE)
+    model = sharded(Compile(), compute)
+    assert float(step(model, [empty])) == 0
+    assert all((difference == 0).all() for difference in change(model, start).values())
+    one, both = sharded(Compile(), compute), sharded(Compile(), compute)
+    assert float(step(one, [batch_of(ROWS)])) == float(step(both, [batch_of(ROWS), empty]))
+    first, second = change(one, start), change(both, start)
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+# The kernel of variable length
+
+
+def scores(q_LNH: Tensor, k_LKH: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys of all query heads, and the causal attention weights [N, L, L]."""
+    keys = k_LKH.repeat_interleave(q_LNH.shape[1] // k_LKH.shape[1], dim=1)
+    products = torch.einsum("inh,jnh->nij", q_LNH, keys) * q_LNH.shape[-1] ** -0.5
+    return keys, products.masked_fill(torch.ones(products.shape[1:], dtype=torch.bool).triu(1), -torch.inf).softmax(-1)
+
+
+@pytest.fixture
+def kernel_calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
+    """torch's operators of variable length with a CPU implementation, document by document, by hand; counts calls."""
+    from torch.nn.attention import varlen
+
+    if "enable_gqa" not in inspect.signature(varlen.varlen_attn).parameters:
+        pytest.skip("this torch has no kernel for packed documents with grouped queries")
+    calls: Counter[str] = Counter()
+
+    def forward(query: Tensor, key: Tensor, value: Tensor, starts: Tensor, *options: Any) -> tuple[Tensor, ...]:
+        calls["forward"] += 1
+        _, max_q, max_k, is_causal, scale, window, grouped, *rest = options
+        assert (max_q, max_k, is_causal, scale, window, grouped) == (16, 16, True, None, [-1, 0], True)
+        assert starts.dtype == torch.int32
+        assert all(x is None for x in rest)
+        out = torch.empty_like(query)
+        for begin, end in pairwise(starts.tolist()):
+            q, k, v = (x[begin:end] for x in (query, key, value))
+            out[begin:end] = torch.einsum("nij,jnh->inh", scores(q, k)[1], scores(q, v)[0])
+        return out, query.new_zeros(query.shape[1], len(query)), torch.zeros(2, dtype=torch.uint64)
+
+    def backward(
+        grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, *rest: Any
+    ) -> tuple[Tensor, ...]:
+        calls["backward"] += 1
+        dq, dk, dv = (torch.empty_like(x) for x in (query, key, value))
+        starts, scale = rest[1], query.shape[-1] ** -0.5
+        for begin, end in pairwise(starts.tolist()):
+            g, q, k, v, o = (x[begin:end] for x in (grad, query, key, value, out))
+            (keys, p), (values, _) = scores(q, k), scores(q, v)
+            ds = p * (torch.einsum("inh,jnh->nij", g, values) - (g * o).sum(-1).T[:, :, None]) * scale
+            dq[begin:end] = torch.einsum("nij,jnh->inh", ds, keys)
+            dk[begin:end] = torch.einsum("nij,inh->jnh", ds, q).unflatten(1, (k.shape[1], -1)).sum(2)
+            dv[begin:end] = torch.einsum("nij,inh->jnh", p, g).unflatten(1, (k.shape[1], -1)).sum(2)
+        return dq, dk, dv
+
+    varlen._varlen_attn.register_kernel("cpu")(forward)
+    varlen._varlen_attn_backward.register_kernel("cpu")(backward)
+    monkeypatch.setattr(layers, "has_packed_kernel", lambda device, dtype, head_dim: head_dim == 16)
+    with varlen._varlen_attn.set_kernel_enabled("cpu"), varlen._varlen_attn_backward.set_kernel_enabled("cpu"):
+        yield calls
+
+
+@pytest.mark.parametrize("args", [GROUPED, ALL_HEADS], ids=["grouped queries", "all heads"])
+def test_the_packed_kernel_is_given_what_the_mask_says(args: Llama3Args, kernel_calls: Counter[str]) -> None:
+    model, tokens, labels = built(args), tokens_for(ROWS), labels_for(ROWS)
+    logits, gradients = alone(model, tokens, labels, ROWS)
+    assert not kernel_calls
+    where = documents(ROWS)
+    assert isinstance(attention_mask(where, model.tok_embeddings(tokens), 16), Boundaries)
+    assert close(model(tokens, documents=where).flatten(0, 1), logits)
+    _, found = loss_and_gradients(model, tokens, labels, where)
+    for name, gradient in gradients.items():
+        assert close(found[name], gradient), name
+    assert kernel_calls == {"forward": 4, "backward": 2}
+
+
+@pytest.mark.parametrize(("mode", "forwards"), [("full", 4), ("op", 2), ("each second", 3)])
+def test_checkpointing_by_operations_keeps_the_kernels_output(
+    mode: str, forwards: int, kernel_calls: Counter[str]
+) -> None:
+    inputs = tokens_for(ROWS), labels_for(ROWS), documents(ROWS)
+    loss, gradients = loss_and_gradients(built(GROUPED), *inputs)
+    kernel_calls.clear()
+    model = built(GROUPED)
+    apply_activation_checkpoint(model, MODES[mode])
+    other_loss, others = loss_and_gradients(model, *inputs)
+    assert kernel_calls == {"forward": forwards, "backward": 2}
+    assert torch.equal(other_loss, loss)
+    assert all(torch.equal(others[name], gradient) for name, gradient in gradients.items())
+
+
+def test_another_number_of_documents_compiles_nothing_anew(kernel_calls: Counter[str]) -> None:
+    model, counter = compiled(GROUPED, MODES["op"])
+    for rows in (ROWS, [[16], [16]], [[4, 4, 4, 4], [1, 15]]):
+        inputs = tokens_for(rows), labels_for(rows), documents(rows)
+        loss, gradients = loss_and_gradients(built(GROUPED), *inputs)
+        kernel_calls.clear()
+        found_loss, found = loss_and_gradients(model, *inputs)
+        assert kernel_calls == {"forward": 2, "backward": 2}
+        assert float(found_loss) == pytest.approx(float(loss), rel=1e-6)
+        assert all(close(found[name], gradient) for name, gradient in gradients.items())
+    assert counter.frame_count == 1
+
+
+@pytest.mark.usefixtures("single_process_group")
+def test_a_sharded_step_with_the_packed_kernel(kernel_calls: Counter[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    loss = step(sharded(Compile(), mode=MODES["op"]), [batch_of(ROWS)])
+    assert kernel_calls == {"forward": 2, "backward": 2}
+    monkeypatch.setattr(layers, "has_packed_kernel", lambda device, dtype, head_dim: False)
+    assert float(loss) == pytest.approx(float(step(sharded(Compile()), [batch_of(ROWS)])), rel=1e-6)
+
+
+CUDA, BF16 = torch.device("cuda"), torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "head_dim", "capability", "expected"),
+    [
+        (CUDA, BF16, 64, (9, 0), True),
+        (CUDA, torch.float16, 128, (8, 0), True),
+        (CUDA, torch.float32, 64, (9, 0), False),
+        (CUDA, BF16, 14, (9, 0), False),
+        (CUDA, BF16, 512, (9, 0), False),
+        (CUDA, BF16, 64, (7, 5), False),
+        (CUDA, BF16, 64, None, False),
+        (torch.device("cpu"), BF16, 64, (9, 0), False),
+        (torch.device("meta"), BF16, 64, (9, 0), False),
+    ],
+)
+def test_where_the_packed_kernel_is_chosen(
+    device: torch.device, dtype: torch.dtype, head_dim: int, capability: Any, expected: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    pretend_gpu(monkeypatch, capability)
+    if "enable_gqa" in inspect.signature(varlen_module().varlen_attn).parameters:
+        assert has_packed_kernel(device, dtype, head_dim) == expected
+
+
+def varlen_module() -> Any:
+    return pytest.importorskip("torch.nn.attention.varlen")
+
+
+def pretend_gpu(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int] | None) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: capability is not None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
+
+
+def test_another_torch_has_the_mask_instead(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend_gpu(monkeypatch, (9, 0))
+
+    def as_in_2_11(query: Tensor, *packed: Any, scale: Any = None, window_size: Any = (-1, -1)) -> None: ...
+
+    monkeypatch.setattr(varlen_module(), "varlen_attn", as_in_2_11)
+    assert not has_packed_kernel(CUDA, BF16, 64)
+    monkeypatch.setitem(sys.modules, "torch.nn.attention.varlen", None)
+    assert not has_packed_kernel(CUDA, BF16, 64)

@@ -1,0 +1,173 @@
+"""What `titanlite data inspect` prints, to the figure."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from titanlite.data.inspect import document_lengths, inspect
+from titanlite.data.tokenizer import ByteTokenizer
+from titanlite.data.tokens import INDEX, TokenStore, TokenWriter
+from titanlite.errors import UserError
+
+BOS, EOS = ByteTokenizer.bos_id, ByteTokenizer.eos_id
+
+
+def write(folder: Path, texts: list[str], *, shard_tokens: int = 2**20, notes: dict[str, Any] | None = None) -> Path:
+    """Each text as one document of bytes; what stands between | and | does not count in the loss."""
+    with TokenWriter(folder, vocab_size=258, tokenizer="bytes", shard_tokens=shard_tokens) as writer:
+        writer.notes = notes or {}
+        for text in texts:
+            ids, mask = [BOS], [True]
+            for i, part in enumerate(text.split("|")):
+                ids += part.encode()
+                mask += [i % 2 == 0] * len(part.encode())
+            writer.add(np.array([*ids, EOS]), mask=np.array([*mask, True]))
+    return folder
+
+
+def test_figures_of_a_small_store(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    figures = {"files": 2, "documents": 3, "tokens": 1034, "bytes": 17, "empty": 1, "left_out": 3, "errors": 0}
+    notes = {
+        "text_bytes": 27,
+        "inputs": [
+            {"path": "a/*.txt", **figures},
+            {"path": "b.jsonl", "files": 1, "documents": 1, "tokens": 12, "bytes": 10, "errors": 2},
+            *[{"path": f"{number}.txt", "files": 0} for number in range(20)],
+        ],
+        "empty": 1,
+        "left_out": 3,
+        "first_left_out": ["a/x.bin"],
+        "errors": 2,
+        "errors_by_reason": {"not JSON": 2},
+        "first_errors": ["b.jsonl:3: not \x1b JSON"],
+    }
+    folder = write(tmp_path / "tokens", ["", "one", "x" * 1025, "0123|45|6789"], notes=notes)
+    inspect(folder)
+    store = TokenStore(folder)
+    assert [line.rstrip() for line in capsys.readouterr().out.splitlines()] == [
+        str(folder),
+        "  documents         4",
+        "  tokens            1,046",
+        "  shards            1, uint16",
+        "  text              27 bytes, 0.026 a token",
+        "  tokens a document mean 261.5, median 5, 90 % have at most 1,027, the longest has 1,027",
+        "  tokenizer         vocabulary 258, fingerprint bytes",
+        "  boundaries        documents begin with bos and end with eos",
+        "  loss              2 tokens (0.19%) do not count",
+        f"  unigram entropy   {store.index['unigram_entropy']:.4f} nats a token",
+        f"  fingerprint       {store.fingerprint}",
+        "",
+        "files  documents  tokens  bytes  empty  left out  errors  input",
+        "    2          3   1,034     17      1         3       0  a/*.txt",
+        "    1          1      12     10      0         0       2  b.jsonl",
+        *[f"    0          0       0      0      0         0       0  {number}.txt" for number in range(18)],
+        "and 2 more inputs, which index.json lists",
+        "left out: 1 empty texts",
+        "left out: 3 binary files",
+        "  a/x.bin",
+        "left out: 2 not readable, 2 not JSON",
+        "  b.jsonl:3: not ␛ JSON",
+        "",
+        "                 tokens     documents",
+        "                 2 to 3             1  ████████████████████████████████████████",
+        "                 4 to 7             1  ████████████████████████████████████████",
+        "                8 to 15             1  ████████████████████████████████████████",
+        "               16 to 31             0",
+        "               32 to 63             0",
+        "              64 to 127             0",
+        "             128 to 255             0",
+        "             256 to 511             0",
+        "           512 to 1,023             0",
+        "         1,024 to 2,047             1  ████████████████████████████████████████",
+        "",
+        "checksums: all 3 files are as they were written",
+    ]
+
+
+def test_lengths_over_shard_borders(tmp_path: Path) -> None:
+    with TokenWriter(tmp_path / "tokens", vocab_size=10, tokenizer="test", shard_tokens=4) as writer:
+        writer.add(np.array([1, 2, 3, 4, 5]))
+        writer.add(np.array([6, 7, 8, 9]), starts=np.array([2]))
+        writer.add(np.array([1, 2, 3, 4]), starts=np.array([], dtype=np.int64))
+        writer.add(np.array([1, 2]))
+        writer.add(np.array([1, 2]))
+    lengths = document_lengths(TokenStore(tmp_path / "tokens"))
+    assert lengths.values.tolist() == [2, 6, 7]
+    assert lengths.counts.tolist() == [2, 1, 1]
+    assert lengths.in_shards == [1, 1, 0, 2]
+    assert [lengths.quantile(percent) for percent in (1, 50, 51, 75, 76, 100)] == [2, 2, 6, 6, 7, 7]
+
+
+def test_samples_show_documents_as_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    texts = ["first\nline \x1b[31m", "ask: |why?|", "a" * 300 + "b" * 300, "last"]
+    folder = write(tmp_path / "tokens", texts, shard_tokens=10)
+    inspect(folder, sample=9, checksums=False)
+    assert capsys.readouterr().out.partition("in the loss\n")[2].splitlines() == [
+        "",
+        "document 1 of 4: 18 tokens from number 0 of the stream on",
+        "  | <bos>first",
+        "  | line ␛[31m<eos>",
+        "",
+        "document 2 of 4: 11 tokens from number 18 of the stream on",
+        "  | <bos>ask: ⟦why?⟧<eos>",
+        "",
+        "document 3 of 4: 602 tokens from number 29 of the stream on",
+        "  | <bos>" + "a" * 255,
+        "  | [... 218 tokens ...]",
+        "  | " + "b" * 127 + "<eos>",
+        "",
+        "document 4 of 4: 6 tokens from number 631 of the stream on",
+        "  | <bos>last<eos>",
+    ]
+
+
+def test_samples_depend_on_the_seed_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = write(tmp_path / "tokens", [f"text {number}" for number in range(100)], shard_tokens=50)
+
+    def shown(seed: int) -> list[str]:
+        inspect(folder, sample=3, seed=seed, checksums=False)
+        return [line for line in capsys.readouterr().out.splitlines() if line.startswith("  |")]
+
+    assert shown(0) == ["  | <bos>text 49<eos>", "  | <bos>text 53<eos>", "  | <bos>text 97<eos>"]
+    assert shown(0) == shown(0) != shown(1)
+
+
+def test_samples_are_ids_without_the_tokenizer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with TokenWriter(tmp_path / "tokens", vocab_size=99, tokenizer="other", bos=False, eos=False) as writer:
+        writer.add(np.array([5, 7, 9, 98]), mask=np.array([True, False, False, True]))
+    for name, reason in {
+        None: "they were made with other; name it with --tokenizer",
+        "bytes": "bytes is bytes, they were made with other",
+        str(tmp_path / "none"): "none",
+    }.items():
+        inspect(tmp_path / "tokens", sample=1, checksums=False, tokenizer_name=name)
+        out = capsys.readouterr().out
+        assert "no tokens mark where documents begin or end" in out
+        assert reason in next(line for line in out.splitlines() if line.startswith("samples are token ids: "))
+        assert "document 1 of 1: 4 tokens from number 0 of the stream on\n  | 5 ⟦7 9⟧ 98\n" in out
+
+
+def test_every_damaged_file_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = write(tmp_path / "tokens", ["one", "two", "three"], shard_tokens=1)
+    for name in ("00000.tokens", "00002.documents"):
+        content = bytearray((folder / name).read_bytes())
+        content[-1] ^= 1
+        (folder / name).write_bytes(content)
+    inspect(folder, checksums=False)
+    with pytest.raises(UserError) as error:
+        inspect(folder)
+    assert str(error.value).splitlines() == [
+        f"data.path: {folder / name} is damaged: its SHA-256 is not what index.json states"
+        for name in ("00000.tokens", "00002.documents")
+    ]
+    assert "checksums" not in capsys.readouterr().out
+
+
+def test_a_store_without_a_document(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = write(tmp_path / "tokens", [])
+    assert json.loads((folder / INDEX).read_text())["tokens"] == 0
+    inspect(folder, sample=2)
+    assert "  documents         0\n  tokens            0\n  shards            0, uint16\n" in capsys.readouterr().out

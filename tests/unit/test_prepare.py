@@ -1,0 +1,790 @@
+"""Text -> tokens: all kinds of input give the same ones, nothing is lost silently, kills and workers change nothing."""
+
+import gzip
+import json
+import os
+import platform
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import zstandard
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rich.console import Console
+
+from titanlite import cli
+from titanlite.config.schema import Data
+from titanlite.data import prepare as prepare_module
+from titanlite.data import reading as reading_module
+from titanlite.data.encoding import Encoder, Options, encode_chunks
+from titanlite.data.inputs import find_files
+from titanlite.data.prepare import find_inputs, open_tokens, prepare
+from titanlite.data.tokenizer import PIECE_BYTES, ByteTokenizer
+from titanlite.data.tokens import TokenStore
+from titanlite.errors import RunError, UserError
+
+BOS, EOS = 256, 257
+TEXTS = ["plain", "Ünïcödé: 日本語 👩‍👩‍👧‍👦", "two\nlines\r\n", "", "\ufeff\t\x07 " * 50, "last"]
+TOKENS = [token for text in TEXTS if text for token in (BOS, *text.encode(), EOS)]
+
+
+def as_lines(values: list[Any], field: str = "text") -> bytes:
+    return "".join(json.dumps({"id": 1, field: value}) + "\n" for value in values).encode()
+
+
+def write(path: Path, data: bytes | str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(data if isinstance(data, bytes) else data.encode())
+    return path
+
+
+def make(paths: list[Any] | Path, out: Path, **options: Any) -> TokenStore:
+    """Prepare with bytes as tokens, silently."""
+    paths = paths if isinstance(paths, list) else [paths]
+    arguments = {name: options.pop(name) for name in ("on_error", "workers", "say") if name in options}
+    arguments = {"workers": 1, "say": lambda line: None} | arguments
+    return prepare(list(map(str, paths)), out, tokenizer=ByteTokenizer(), options=Options(**options), **arguments)
+
+
+def tokens_of(store: TokenStore) -> list[int]:
+    return store.read(0, len(store)).tolist()
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+# Kinds of input
+
+
+def write_texts(folder: Path) -> Path:
+    for number, text in enumerate(TEXTS):
+        data = b"\xef\xbb\xbf" + text.encode()  # a mark that says UTF-8 is no text
+        if number % 2:
+            write(folder / f"{number}.md", data)
+        else:
+            write(folder / f"{number}.txt.gz", gzip.compress(data))
+    return folder
+
+
+def write_parquet(path: Path) -> Path:
+    pq.write_table(pa.table({"id": range(len(TEXTS)), "text": TEXTS}), path, row_group_size=4)
+    return path
+
+
+def write_dataset(path: Path) -> Path:
+    rows = datasets.Dataset.from_dict({"text": ["not this", *TEXTS], "id": range(len(TEXTS) + 1)})
+    rows.select(range(1, len(TEXTS) + 1)).save_to_disk(path, num_shards=2)
+    return path
+
+
+def write_lines(path: Path, pack: Callable[[bytes], bytes] = bytes) -> Path:
+    lines = b"\xef\xbb\xbf\n" + as_lines(TEXTS).replace(b"\n", b"\r\n  \n").rstrip()
+    return write(path, pack(lines[:100]) + pack(lines[100:]))  # several frames in a file
+
+
+INPUTS: dict[str, Callable[[Path], Path]] = {
+    "folder of texts": lambda folder: write_texts(folder / "texts"),
+    "lines": lambda folder: write_lines(folder / "a.JSONL"),
+    "lines.gz": lambda folder: write_lines(folder / "a.jsonl.gz", gzip.compress),
+    "lines.zst": lambda folder: write_lines(folder / "a.ndjson.zst", zstandard.compress),
+    "json in lines": lambda folder: write(folder / "a.json.gz", gzip.compress(as_lines(TEXTS))),
+    "folder with json": lambda folder: write(folder / "sub" / "a.json", as_lines(TEXTS)).parent,
+    "parquet": lambda folder: write_parquet(folder / "a.parquet"),
+    "dataset": lambda folder: write_dataset(folder / "saved"),
+    "folder with a dataset": lambda folder: write_dataset(folder / "above" / "saved").parent,
+}
+
+
+@pytest.mark.parametrize("kind", INPUTS)
+@pytest.mark.parametrize("chunk_bytes", [2**20, 1])
+def test_every_kind_of_input_gives_the_same_tokens(kind: str, chunk_bytes: int, tmp_path: Path) -> None:
+    path = INPUTS[kind](tmp_path)
+    store = make(path, tmp_path / "out", chunk_bytes=chunk_bytes)
+    assert tokens_of(store) == TOKENS
+    assert store.document_starts(0, len(store)).tolist() == [i for i, token in enumerate(TOKENS) if token == BOS]
+    assert not store.has_mask
+    size = len("".join(TEXTS).encode())
+    files = len(TEXTS) if kind == "folder of texts" else 1
+    figures = {"documents": 5, "tokens": len(TOKENS), "bytes": size, "empty": 1, "errors": 0, "left_out": 0}
+    assert store.index["inputs"] == [{"path": str(path), "files": files} | figures]
+    assert (store.index["text_bytes"], store.index["empty"], store.index["errors"]) == (size, 1, 0)
+
+
+def test_raw_text_in_a_config_gives_the_same_tokens(tmp_path: Path) -> None:
+    for name in ("folder of texts", "lines", "parquet"):
+        path = INPUTS[name](tmp_path)
+        for bos, eos in ((True, True), (False, True)):
+            data = Data(path=str(path), add_bos=bos, add_eos=eos)
+            cached = open_tokens(data.path, data=data, tokenizer=ByteTokenizer(), cache_folder=tmp_path / "cache")
+            made = make(path, tmp_path / f"{name}-{bos}", bos=bos, eos=eos)
+            again = open_tokens(str(made.folder), data=data, tokenizer=ByteTokenizer(), cache_folder=tmp_path / "no")
+            assert tokens_of(cached) == tokens_of(again) == [token for token in TOKENS if bos or token != BOS]
+            assert (again.folder, again.fingerprint) == (made.folder, cached.fingerprint)
+            assert (cached.index["bos"], cached.index["eos"]) == (bos, eos)
+    assert not (tmp_path / "no").exists()
+
+
+def test_a_dataset_of_a_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+
+    def load_dataset(*names: str, split: str) -> datasets.Dataset:
+        asked.append((*names, split))
+        return datasets.Dataset.from_dict({"body": TEXTS})
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    for number, name in enumerate(("me/mine", "me/mine:test", "me/mine:part:test[:10%]")):
+        store = make([f"hf://{name}"], tmp_path / str(number), text_field="body", chunk_bytes=1)
+        assert tokens_of(store) == TOKENS
+    assert list(dict.fromkeys(asked)) == [("me/mine", "train"), ("me/mine", "test"), ("me/mine", "part", "test[:10%]")]
+    monkeypatch.setattr(datasets, "load_dataset", lambda *names, split: 1 / 0)
+    with pytest.raises(UserError, match="hf://me/none cannot be loaded: division by zero"):
+        make(["hf://me/none"], tmp_path / "none")
+    datasets.DatasetDict({"train": datasets.Dataset.from_dict({"text": ["a"]})}).save_to_disk(tmp_path / "dict")
+    with pytest.raises(UserError, match=r"dict holds several splits: name those that are meant \(.*dict/train\)"):
+        make(tmp_path / "dict", tmp_path / "none")
+    assert tokens_of(make(tmp_path / "dict" / "train", tmp_path / "train")) == [BOS, 97, EOS]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    texts=st.lists(
+        st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_size=30), min_size=1, max_size=12
+    ),
+    chunk_bytes=st.integers(1, 400),
+    stops=st.lists(st.integers(0, 12), max_size=3),
+)
+def test_reading_goes_on_anywhere(
+    texts: list[str], chunk_bytes: int, stops: list[int], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """The chunks after a position are those that came after it, whatever the size of chunks."""
+    folder = tmp_path_factory.mktemp("texts")
+    write(folder / "a.jsonl", as_lines(texts))
+    write(folder / "b.jsonl.gz", gzip.compress(as_lines(texts)))
+    pq.write_table(pa.table({"text": texts}), folder / "c.parquet", row_group_size=3)
+    for number, text in enumerate(texts):
+        write(folder / f"d{number:02}.txt", text)
+    files = find_files([str(folder)])
+    chunks = list(reading_module.read_chunks(files, text_field="text", chunk_bytes=chunk_bytes))
+    for stop in stops:
+        if stop < len(chunks):
+            rest = reading_module.read_chunks(
+                files,
+                text_field="text",
+                chunk_bytes=chunk_bytes,
+                position=json.loads(json.dumps(chunks[stop].position)),
+            )
+            assert list(rest) == chunks[stop + 1 :]
+    assert chunks[-1].done == sum(file.size for file in files)
+    encoder = Encoder(ByteTokenizer(), Options())
+    made = [it.tokens for _, it in encode_chunks(iter(chunks), encoder, workers=1)]
+    plain = [text.removeprefix("\ufeff") for text in texts]
+    expected = [[BOS, *text.encode(), EOS] for text in texts * 3 if text] + [
+        [BOS, *t.encode(), EOS] for t in plain if t
+    ]
+    assert np.concatenate(made).tolist() == [token for document in expected for token in document]
+
+
+def test_a_long_text_is_streamed_in_pieces(tmp_path: Path) -> None:
+    text = "".join(chr(33 + i * i % 9000) for i in range(PIECE_BYTES))  # up to three bytes a character
+    plain = write(tmp_path / "a.txt", "\ufeff" + text)
+    packed = write(tmp_path / "b.txt.gz", gzip.compress(text.encode()))
+    chunks = list(reading_module.read_chunks(find_files([str(plain)]), text_field="text", chunk_bytes=5000))
+    assert len(chunks) > 2
+    assert max(len(chunk.parts[0].data) for chunk in chunks) <= PIECE_BYTES
+    assert [(part.begins, part.ends) for chunk in chunks for part in chunk.parts] == [
+        (True, False), *[(False, False)] * (len(chunks) - 2), (False, True)
+    ]  # fmt: skip
+    for path in (plain, packed):
+        store = make(path, tmp_path / path.stem, chunk_bytes=5000, shard_tokens=1)
+        assert tokens_of(store) == [BOS, *text.encode(), EOS]
+        assert store.index["documents"] == store.index["inputs"][0]["documents"] == 1
+        assert len(store.index["shards"]) == len(chunks)
+        assert store.index["text_bytes"] == len(text.encode())
+
+
+def test_sources_are_walked_in_order(tmp_path: Path) -> None:
+    root = tmp_path / "src"
+    for name in ("b.py", "a/z.c", "a/.hidden", ".git/config", "a/__pycache__/x.pyc", "a-b", "c/d/e.txt"):
+        write(root / name, name)
+    write(root / "a" / "picture.png", b"\x89PNG\0\0")
+    (root / "link.py").symlink_to(root / "b.py")
+    (root / "c" / "circle").symlink_to(root)
+    store = make(root, tmp_path / "out")
+    names = ["a/z.c", "a-b", "b.py", "c/d/e.txt"]
+    assert tokens_of(store) == [token for name in names for token in (BOS, *name.encode(), EOS)]
+    assert store.index["left_out"] == store.index["inputs"][0]["left_out"] == 1
+    assert store.index["first_left_out"] == [str(root / "a" / "picture.png")]
+    globbed = make([root / "**" / "*.[ct]*", root / "b.py"], tmp_path / "globbed")
+    assert [(it["files"], it["documents"], it["errors"]) for it in globbed.index["inputs"]] == [(2, 2, 0), (1, 1, 0)]
+    (root / "gone.txt").symlink_to("nowhere")
+    with pytest.raises(UserError, match=r"gone\.txt: cannot be read: No such file or directory"):
+        make(root, tmp_path / "again")
+
+
+def test_the_standard_library(tmp_path: Path) -> None:
+    every, train, validation = (
+        [f.path for f in find_files([f"stdlib://{part}"])] for part in ("", "train", "validation")
+    )
+    names = {os.path.basename(path) for path in every}
+    assert {"argparse.py", "json", "ast.py"} & names == {"argparse.py", "ast.py"}
+    assert not [path for path in every if {"site-packages", "test"} & set(Path(path).parts)]
+    assert sorted(train + validation) == sorted(every)
+    assert validation == every[15::16]
+    with pytest.raises(UserError, match="stdlib://tests is none of stdlib://, stdlib://train and stdlib://validation"):
+        find_inputs("stdlib://tests")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.jsonl.xz", b"x", r"a\.jsonl\.xz cannot be read; text and JSON lines .* pack it with gzip or zstd instead"),
+        ("a.tar.gz", b"x", r"a\.tar\.gz cannot be read; .*: unpack it"),
+        ("a.ZIP", b"x", "unpack it"),
+        ("a.parquet.zst", b"x", "unpack it"),
+        ("a.bin", b"x", "name the text that it was made from"),
+        ("a.arrow", b"x", "name the folder that Dataset.save_to_disk wrote"),
+        ("a.json", b'[\n{"text": "a"}]', r"a\.json cannot be read: it is JSON in one piece.*jq -c"),
+        (".hidden/x", b"x", "no file in "),
+    ],
+)
+def test_what_cannot_be_read_is_refused_with_a_way_out(name: str, content: bytes, message: str, tmp_path: Path) -> None:
+    path = write(tmp_path / "in" / name, content)
+    with pytest.raises(UserError, match=message):
+        find_inputs(str(tmp_path / "in" if name.startswith(".") else path))
+
+
+def test_paths_that_name_nothing_or_twice(tmp_path: Path) -> None:
+    write(tmp_path / "a.txt", "a")
+    for paths, message in (
+        ("no/such", "no file or folder no/such"),
+        ([str(tmp_path / "*.md")], r"no file or folder .*\*\.md"),
+        ([str(tmp_path), str(tmp_path / "a.txt")], r"a\.txt is named twice, by .* and by .*a\.txt: name it once"),
+        (["s3://bucket/a.txt", "b"], "s3://bucket/a.txt can be read only if it is a folder of prepared tokens, alone"),
+    ):
+        with pytest.raises(UserError, match=message):
+            find_inputs(paths)
+    find_inputs("s3://bucket/tokens")
+    tokens = make(tmp_path / "a.txt", tmp_path / "tokens").folder
+    find_inputs(str(tokens))
+    with pytest.raises(UserError, match="tokens holds prepared tokens, which cannot stand together with text"):
+        find_inputs([str(tokens), str(tmp_path / "a.txt")])
+    with pytest.raises(UserError, match="tokens holds prepared tokens, not text"):
+        make(tokens, tmp_path / "again")
+    assert tokens_of(make(tmp_path, tmp_path / "beside")) == [BOS, 97, EOS], "tokens below are not text"
+
+
+def test_missing_packages_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    for name, package in (("a.jsonl.zst", "zstandard"), ("a.parquet", "pyarrow")):
+        with pytest.raises(UserError, match=rf"package {package}: pip install 'titanlite\[data\]'"):
+            find_inputs(str(write(tmp_path / name, b"")))
+    with pytest.raises(UserError, match="package datasets: pip install datasets"):
+        find_inputs("hf://me/mine")
+
+
+# Bad input
+
+
+BAD_LINES: list[tuple[bytes, str]] = [
+    (b'{"text": "cut', "not JSON: Unterminated string starting at: line 1 column 10 (char 9)"),
+    (b"[1]", "not a JSON object"),
+    (b'{"content": "a", "id": 1}', "no field 'text': it has content, id (--text-field, data.text_field)"),
+    (b'{"text": null}', "field 'text' is neither a text nor a list of segments"),
+    (b'{"text": "\xff"}', "not UTF-8: byte 10"),
+    (b'{"text": "\\ud800"}', "half a character (a lone surrogate) in the text"),
+    (b'{"text": [{"text": "a"}]}', 'field \'text\' has a segment that is not {"text": a text, "loss": true or false}'),
+    (b"[" * 100_000, "not JSON: maximum recursion depth exceeded"),
+]
+
+
+@pytest.mark.parametrize(("line", "message"), BAD_LINES, ids=range(len(BAD_LINES)))
+@pytest.mark.parametrize("chunk_bytes", [2**20, 30])
+def test_a_bad_line_stops_or_is_skipped(line: bytes, message: str, chunk_bytes: int, tmp_path: Path) -> None:
+    lines = as_lines(TEXTS[:3]) + b"\n" + line + b"\n" + as_lines(TEXTS[3:])
+    path = write(tmp_path / "a.jsonl", lines)
+    with pytest.raises(UserError) as raised:
+        make(path, tmp_path / "out", chunk_bytes=chunk_bytes)
+    assert str(raised.value).startswith(f"{path}:5: {message}")
+    assert str(raised.value).endswith("(titanlite data prepare --on-error skip leaves out what cannot be read)")
+    assert not (tmp_path / "out").exists()
+    store = make(path, tmp_path / "out", chunk_bytes=chunk_bytes, on_error="skip")
+    assert tokens_of(store) == TOKENS
+    assert store.index["errors"] == store.index["inputs"][0]["errors"] == 1
+    assert store.index["errors_by_reason"] == {message.partition(":")[0]: 1}
+    assert store.index["first_errors"][0].startswith(f"{path}:5: {message}")
+
+
+def test_the_first_ten_errors_are_named_and_all_are_counted(tmp_path: Path) -> None:
+    values = [f"text {i}" if i % 3 else 7 for i in range(90)]
+    paths = [
+        write(tmp_path / name, as_lines(values[:45]) + as_lines(values[45:], "other"))
+        for name in ("a.jsonl", "b.jsonl")
+    ]
+    expected = [f"{paths[0]}:{1 + 3 * i}: field 'text' is neither a text nor a list of segments" for i in range(10)]
+    for chunk_bytes in (2**20, 300, 1):
+        said: list[str] = []
+        out = tmp_path / str(chunk_bytes)
+        store = make(tmp_path / "*.jsonl", out, chunk_bytes=chunk_bytes, on_error="skip", say=said.append)
+        assert store.index["first_errors"] == expected
+        assert store.index["errors"] == 2 * (15 + 45)
+        reasons = {"field 'text' is neither a text nor a list of segments": 30, "no field 'text'": 90}
+        assert store.index["errors_by_reason"] == reasons
+        documents = [f"text {i}" for i in range(45) if i % 3] * 2
+        assert tokens_of(store) == [token for text in documents for token in (BOS, *text.encode(), EOS)]
+        words = "120 that cannot be read (30 field 'text' is neither a text nor a list of segments, 90 no field 'text')"
+        assert f"  left out: {words}" in said
+        assert said[-10:] == [f"    {error}" for error in expected]
+
+
+def damaged_inputs(folder: Path) -> list[tuple[Path, str, list[str]]]:
+    """(file, what is said of it, texts that are read all the same)."""
+    texts = [f"{i} {'x' * 50}" for i in range(4000)]
+    noise = np.random.default_rng(0).bytes(3000)
+    lines = as_lines(texts[:2]) + b"".join(as_lines([noise[i : i + 30].hex()]) for i in range(0, 3000, 30))
+    packed = gzip.compress(lines)
+    whole = zstandard.compress(lines)
+    rows = pa.table({"text": [text.encode() for text in texts]}).cast(pa.schema([("text", pa.binary())]))
+    bad_rows = pa.Array.from_buffers(
+        pa.string(), 2, [None, pa.py_buffer(np.array([0, 1, 2], "<i4")), pa.py_buffer(b"a\xff")]
+    )
+    pq.write_table(pa.table({"text": bad_rows}), folder / "rows.parquet")
+    pq.write_table(pa.table({"other": [1]}), folder / "other.parquet")
+    pq.write_table(rows, folder / "cut.parquet")
+    (folder / "cut.parquet").write_bytes((folder / "cut.parquet").read_bytes()[:-9])
+    return [
+        (write(folder / "latin.txt", b"a" * 90 + b"\xe4"), "not UTF-8: byte 90", []),
+        (write(folder / "long.txt", "ä".encode() * 3000 + b"\xc3"), "not UTF-8: byte 6,000", []),
+        (write(folder / "binary.txt", b"a\0b"), "binary", []),
+        (write(folder / "cut.txt.gz", packed[:-9]), "damaged: it ends too early", []),
+        (write(folder / "no.gz", b"no gzip"), "damaged: Error -3 while decompressing data: incorrect header check", []),
+        (write(folder / "cut.jsonl.zst", whole[:-3]), "damaged: it ends too early; what follows is left out", ["?"]),
+        (folder / "rows.parquet", "not UTF-8: byte 0", ["a"]),
+        (folder / "other.parquet", "no field 'text': it has other (--text-field, data.text_field)", []),
+        (folder / "cut.parquet", "damaged: ", []),
+    ]
+
+
+def test_damaged_files_stop_or_are_left_out(tmp_path: Path) -> None:
+    """And never half of a text."""
+    (tmp_path / "in").mkdir()
+    good = write(tmp_path / "good.txt", "good")
+    for number, (path, message, kept) in enumerate(damaged_inputs(tmp_path / "in")):
+        for chunk_bytes in (2**20, 1000):
+            out = tmp_path / f"{number}-{chunk_bytes}"
+            with pytest.raises(UserError, match=f"^{re.escape(str(path))}(:[0-9]+|: row [01])?: {re.escape(message)}"):
+                make([path, good], out, chunk_bytes=chunk_bytes)
+            store = make([path, good], out, chunk_bytes=chunk_bytes, on_error="skip")
+            assert store.index["errors"] == 1, path
+            tokens = tokens_of(store)
+            assert tokens[-6:] == [BOS, *b"good", EOS]
+            if kept != ["?"]:
+                assert tokens[:-6] == [token for text in kept for token in (BOS, *text.encode(), EOS)], path
+
+
+def test_a_truncated_file_keeps_its_whole_lines(tmp_path: Path) -> None:
+    """Cut anywhere, what is there of whole lines is read, and the error names the line after."""
+    lines = [as_lines([f"{i} {os.urandom(20).hex()}"]) for i in range(60)]
+    packed = gzip.compress(b"".join(lines))
+    for cut in range(30, len(packed), 97):
+        path = write(tmp_path / "a.jsonl.gz", packed[:cut])
+        unpacker = __import__("zlib").decompressobj(wbits=31)
+        there = unpacker.decompress(packed[:cut]).count(b"\n")
+        files = find_files([str(path)])
+        for chunk_bytes in (100, 2**20):
+            chunks = reading_module.read_chunks(files, text_field="text", chunk_bytes=chunk_bytes)
+            encoder = Encoder(ByteTokenizer(), Options())
+            results = [it for _, it in encode_chunks(chunks, encoder, workers=1)]
+            assert sum(it.counts[0]["documents"] for it in results) == there
+            errors = [error for it in results for error in it.errors]
+            assert errors == [f"{path}:{there + 1}: damaged: it ends too early; what follows is left out"]
+
+
+def test_nothing_to_read_makes_no_folder(tmp_path: Path) -> None:
+    write(tmp_path / "in" / "a.txt", "")
+    write(tmp_path / "in" / "b.txt", b"a\0")
+    with pytest.raises(UserError, match=r"nothing to make tokens of; 1 empty documents; 1 binary files \(.*b\.txt\)"):
+        make(tmp_path / "in", tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir() if not path.name.endswith(".lock")] == ["in"]
+
+
+def test_a_file_that_changes_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write(tmp_path / "a.jsonl", as_lines(["one"] * 100))
+    chunks = reading_module.read_chunks(find_files([str(path)]), text_field="text", chunk_bytes=100)
+    next(chunks)
+    write(path, as_lines(["two"] * 200))
+    with pytest.raises(UserError, match=r"a\.jsonl has changed while it was read"):
+        list(chunks)
+
+
+# Segments
+
+
+def test_segments_are_tokenized_one_by_one_and_masked(tmp_path: Path) -> None:
+    chat = [
+        {"text": "ask", "loss": False},
+        {"text": "ö", "loss": True},
+        {"text": "", "loss": False},
+        {"text": "!", "loss": True},
+    ]
+    values = ["plain", chat, [], [{"text": "", "loss": True}], chat[::-1], chat[1:2]]
+    write(tmp_path / "a.jsonl", as_lines(values))
+    column = [value if isinstance(value, list) else [{"text": value, "loss": True}] for value in values]
+    kind = pa.list_(pa.struct([("text", pa.string()), ("loss", pa.bool_())]))
+    pq.write_table(pa.table({"text": pa.array(column, kind)}), tmp_path / "b.parquet", row_group_size=2)
+    documents = [
+        ([BOS, *b"plain", EOS], [1] * 7),
+        ([BOS, *b"ask", *"ö".encode(), *b"!", EOS], [0, 0, 0, 0, 1, 1, 1, 1]),
+        ([BOS, *b"!", *"ö".encode(), *b"ask", EOS], [1, 1, 1, 1, 0, 0, 0, 0]),
+        ([BOS, *"ö".encode(), EOS], [1, 1, 1, 1]),
+    ]
+    for name in ("a.jsonl", "b.parquet"):
+        for chunk_bytes in (2**20, 1):
+            store = make(tmp_path / name, tmp_path / f"{name}-{chunk_bytes}", chunk_bytes=chunk_bytes)
+            assert tokens_of(store) == [token for tokens, _ in documents for token in tokens]
+            mask = [bool(flag) for _, flags in documents for flag in flags]
+            assert store.read_mask(0, len(store)).tolist() == mask
+            assert store.document_starts(0, len(store)).tolist() == [0, 7, 15, 23]
+            assert store.index["empty"] == 2
+    bare = make(tmp_path / "a.jsonl", tmp_path / "bare", bos=False, eos=False)
+    assert tokens_of(bare) == [token for tokens, _ in documents for token in tokens[1:-1]]
+    assert bare.has_mask
+
+
+def test_tokens_that_a_tokenizer_does_not_have(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path / "a.txt", "a")
+    monkeypatch.setattr(ByteTokenizer, "bos_id", None)
+    with pytest.raises(
+        UserError, match=r"bytes has no token that begins a document: data\.add_bos = false \(--no-bos\)"
+    ):
+        make(tmp_path / "a.txt", tmp_path / "out")
+    assert tokens_of(make(tmp_path / "a.txt", tmp_path / "out", bos=False)) == [97, EOS]
+    with pytest.raises(UserError, match=r"data\.add_bos: .*out was made with bos = false, the config says true"):
+        open_tokens(str(tmp_path / "out"), data=Data(), tokenizer=ByteTokenizer(), cache_folder=tmp_path)
+
+
+# Processes
+
+
+def mixed_input(folder: Path) -> list[Path]:
+    """Every kind, some of it bad; about 60 kB."""
+    texts = [f"document {i} " + "abc " * (i % 40) for i in range(200)]
+    chat = [[{"text": text, "loss": bool(i % 2)}, {"text": "end", "loss": True}] for i, text in enumerate(texts)]
+    for i in range(20):
+        write(folder / "texts" / f"{i:02}.txt", texts[i] * (i % 3))
+    write(folder / "texts" / "x.png", b"\0")
+    write(folder / "long.txt", "ö" * PIECE_BYTES)
+    write(folder / "chat.jsonl.gz", gzip.compress(as_lines(chat[:50]) + b"bad\n" + as_lines(chat[50:])))
+    write(folder / "plain.jsonl", as_lines([*texts, 3, *texts]))
+    pq.write_table(pa.table({"text": texts}), folder / "rows.parquet", row_group_size=70)
+    return [folder / name for name in ("texts", "long.txt", "chat.jsonl.gz", "plain.jsonl", "rows.parquet")]
+
+
+SMALL: dict[str, Any] = {"chunk_bytes": 1500, "shard_tokens": 9000, "on_error": "skip"}
+
+
+def test_workers_change_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prepare_module, "WORKER_BYTES", 1)
+    paths = mixed_input(tmp_path)
+    folders = [
+        contents(make(paths, tmp_path / f"by-{workers}", workers=workers, **SMALL).folder) for workers in (1, 2, 3)
+    ]
+    assert folders[0] == folders[1] == folders[2]
+    index = json.loads(folders[0]["index.json"])
+    assert (index["errors"], index["empty"], index["left_out"], len(index["shards"])) == (2, 7, 1, 10)
+    for name in ("documents", "tokens"):
+        assert sum(entry[name] for entry in index["inputs"]) == index[name]
+    with pytest.raises(UserError, match=r"chat\.jsonl\.gz:51: not JSON"):
+        make(paths, tmp_path / "stopped", workers=2, **SMALL | {"on_error": "stop"})
+
+
+def test_little_input_starts_no_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr("titanlite.data.encoding.ProcessPoolExecutor")
+    assert tokens_of(make(write(tmp_path / "a.txt", "a"), tmp_path / "out", workers=8)) == [BOS, 97, EOS]
+
+
+SLOW = """
+import json, sys, time
+from pathlib import Path
+from titanlite.data import prepare, tokens
+from titanlite.data.encoding import Options
+from titanlite.data.tokenizer import load_tokenizer
+prepare.WORKER_BYTES = 1
+end_chunk = tokens.TokenWriter.end_chunk
+def slow(self, position):
+    end_chunk(self, position)
+    time.sleep(0.05)
+tokens.TokenWriter.end_chunk = slow
+paths, out, workers = json.loads(sys.argv[1])
+how = {"options": Options(chunk_bytes=1500, shard_tokens=9000), "on_error": "skip", "workers": workers}
+try:
+    prepare.prepare(paths, Path(out), tokenizer=load_tokenizer("bytes"), **how)
+except KeyboardInterrupt:
+    sys.exit(130)
+"""
+
+
+def begin(paths: list[Path], out: Path, workers: int) -> "subprocess.Popen[bytes]":
+    """Returns when three shards are there."""
+    arguments = json.dumps([list(map(str, paths)), str(out), workers])
+    process = subprocess.Popen([sys.executable, "-c", SLOW, arguments], start_new_session=True, stderr=subprocess.PIPE)
+    progress = partial_folder(out) / "progress.json"
+    deadline = time.monotonic() + 30
+    while not progress.exists() or len(json.loads(progress.read_text())["shards"]) < 3:
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    return process
+
+
+def partial_folder(out: Path) -> Path:
+    return out.with_name(f".{out.name}.partial-{platform.node()}")
+
+
+def children(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+@pytest.mark.parametrize(("sign", "workers"), [(signal.SIGKILL, 2), (signal.SIGKILL, 1), (signal.SIGINT, 2)])
+def test_a_killed_prepare_goes_on_and_leaves_nothing_behind(sign: signal.Signals, workers: int, tmp_path: Path) -> None:
+    paths = mixed_input(tmp_path)
+    expected = contents(make(paths, tmp_path / "whole", **SMALL).folder)
+    out = tmp_path / "killed"
+    process = begin(paths, out, workers)
+    processes = children(process.pid)
+    assert len(processes) >= workers if workers > 1 else not processes
+    os.killpg(process.pid, sign) if sign == signal.SIGINT else process.kill()
+    _, errors = process.communicate(timeout=20)
+    if sign == signal.SIGINT:
+        assert (process.returncode, errors) == (130, b"")
+    deadline = time.monotonic() + 10
+    while any(map(is_running, processes)):
+        assert time.monotonic() < deadline, "orphans"
+        time.sleep(0.02)
+    assert not out.exists()
+    state = json.loads((partial_folder(out) / "progress.json").read_text())
+    kept = [partial_folder(out) / f"{shard['name']}.tokens" for shard in state["shards"]]
+    assert len(kept) >= 3
+    written = [path.stat().st_mtime_ns for path in kept]
+    said: list[str] = []
+    make(paths, out, **SMALL, say=said.append)
+    tokens = sum(shard["tokens"] for shard in state["shards"])
+    assert said[0] == f"going on from {tokens:,} tokens that an earlier attempt has left"
+    assert contents(out) == expected
+    assert [(out / path.name).stat().st_mtime_ns for path in kept] == written
+
+
+def test_what_skipped_errors_does_not_go_on_as_if_there_were_none(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", b"bad\n" + as_lines(["text"] * 10))
+    make(path, tmp_path / "out", on_error="skip")
+    with pytest.raises(UserError, match=r"a\.jsonl:1: not JSON"):
+        make(path, tmp_path / "out")
+
+
+def test_a_worker_that_dies_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    paths = mixed_input(tmp_path)
+    monkeypatch.setattr(prepare_module, "WORKER_BYTES", 1)
+    before = set(children(os.getpid()))
+
+    def kill_one(*_: Any) -> None:
+        for child in set(children(os.getpid())) - before:
+            if b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes():
+                os.kill(child, signal.SIGKILL)
+
+    monkeypatch.setattr(prepare_module, "note", kill_one)
+    with pytest.raises(RunError, match="a process that tokenizes was killed, for want of memory most likely"):
+        make(paths, tmp_path / "out", workers=2, **SMALL)
+
+
+def test_two_at_once_make_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, calls, said = write(tmp_path / "a.jsonl", as_lines(TEXTS)), [], []
+    original = prepare_module._write
+    monkeypatch.setattr(prepare_module, "_write", lambda task: (calls.append(1), time.sleep(0.2), original(task)))
+    threads = [
+        threading.Thread(target=make, args=(path, tmp_path / "out"), kwargs={"say": said.append}) for _ in range(3)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert calls == [1]
+    waiting = f"waiting for process {os.getpid()} on {platform.node()}, which prepares {tmp_path / 'out'}"
+    assert said.count(waiting) == 2
+    assert tokens_of(TokenStore(tmp_path / "out")) == TOKENS
+
+
+def test_a_full_disk_is_an_error_that_can_be_gone_on_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    paths = mixed_input(tmp_path)
+    expected = contents(make(paths, tmp_path / "whole", **SMALL).folder)
+    add = prepare_module.TokenWriter.add
+
+    def full(writer: Any, *arguments: Any) -> None:
+        if writer.tokens > 30_000:
+            raise OSError(28, "No space left on device")
+        add(writer, *arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(prepare_module.TokenWriter, "add", full)
+        with pytest.raises(
+            RunError, match=r"out cannot be written: .*No space left on device; finished shards are kept"
+        ):
+            make(paths, tmp_path / "out", **SMALL)
+    said: list[str] = []
+    assert contents(make(paths, tmp_path / "out", **SMALL, say=said.append).folder) == expected
+    assert said[0].startswith("going on from ")
+
+
+# Folders, the cache, the command
+
+
+def test_a_folder_that_is_there_is_never_written_over(tmp_path: Path) -> None:
+    path, said = write(tmp_path / "a.txt", "one"), []
+    make(path, tmp_path / "out")
+    before = contents(tmp_path / "out")
+    make(path, tmp_path / "out", say=said.append)
+    assert said == [f"{tmp_path / 'out'} holds these tokens already: 1 documents, 5 tokens"]
+    for change in ({"bos": False}, {"text_field": "b"}, {"shard_tokens": 3}):
+        with pytest.raises(UserError, match="out is there already, made of other text or in another way"):
+            make(path, tmp_path / "out", **change)
+    write(path, "two")
+    with pytest.raises(UserError, match="out is there already, made of other text or in another way"):
+        make(path, tmp_path / "out")
+    assert contents(tmp_path / "out") == before
+    write(tmp_path / "mine" / "x", "x")
+    with pytest.raises(UserError, match="mine is there already, and holds no prepared tokens"):
+        make(path, tmp_path / "mine")
+    (tmp_path / "empty").mkdir()
+    assert tokens_of(make(path, tmp_path / "empty")) == [BOS, *b"two", EOS]
+
+
+def test_text_is_prepared_once_and_again_when_it_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, calls = write(tmp_path / "text" / "a.txt", "one").parent, []
+    original = prepare_module._write
+    monkeypatch.setattr(prepare_module, "_write", lambda task: (calls.append(task), original(task)))
+    stores: list[TokenStore] = []
+
+    def open_it() -> None:
+        data = Data(path=[str(folder / "*.txt")])
+        stores.append(open_tokens(data.path, data=data, tokenizer=ByteTokenizer(), cache_folder=tmp_path / "cache"))
+
+    threads = [threading.Thread(target=open_it) for _ in range(4)]  # the ranks of a node
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(stores) == 4
+    assert len(calls) == 1
+    [prepared] = (tmp_path / "cache").glob("*/index.json")
+    left_over = partial_folder(prepared.parent)
+    prepared.parent.rename(left_over)  # as if killed before the end
+    open_it()
+    assert len(calls) == 2
+    assert not left_over.exists()
+    write(folder / "a.txt", "longer")
+    open_it()
+    assert len(calls) == 3
+    assert tokens_of(stores[-1]) == [BOS, *b"longer", EOS]
+    frequencies = np.array(list(Counter(tokens_of(stores[-1])).values())) / 8
+    assert stores[-1].index["unigram_entropy"] == pytest.approx(-(frequencies * np.log(frequencies)).sum())
+
+
+def test_prepared_folders_are_those_of_the_tokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = str(make(write(tmp_path / "a.txt", "a"), tmp_path / "out").folder)
+    monkeypatch.setattr(ByteTokenizer, "fingerprint", "another")
+    with pytest.raises(UserError, match="out was made with bytes, the config names another"):
+        open_tokens(folder, data=Data(), tokenizer=ByteTokenizer(), cache_folder=tmp_path)
+    localized: list[Any] = []
+    monkeypatch.setattr(ByteTokenizer, "fingerprint", "bytes")
+    monkeypatch.setattr("titanlite.data.remote.localize", lambda *a: (localized.append(a), Path(folder))[1])
+    store = open_tokens("s3://b/out", data=Data(), tokenizer=ByteTokenizer(), cache_folder=tmp_path)
+    assert (localized, tokens_of(store)) == ([("s3://b/out", tmp_path)], [BOS, 97, EOS])
+
+
+def test_progress_shows_on_a_terminal_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write(tmp_path / "a.txt", "text " * 200)
+    for terminal in (True, False):
+        screen = StringIO()
+        console = Console(file=screen, force_terminal=terminal, quiet=not terminal, width=150)
+        monkeypatch.setattr(prepare_module, "progress_console", lambda console=console: console)
+        make(path, tmp_path / str(terminal))
+        assert ("tokenizing" in screen.getvalue()) == terminal
+        assert ("1.0/1.0 kB" in screen.getvalue()) == terminal
+        assert ("1,002 tokens, " in screen.getvalue()) == terminal
+
+
+def test_the_command(tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "a.jsonl", as_lines(TEXTS, "body") + b"bad\n")
+    write(tmp_path / "b.txt", "b")
+    command = ["data", "prepare", "a.jsonl", "--out", "tok/", "b.txt", "--tokenizer=bytes", "--text-field", "body"]
+    assert cli.run(command) == 2
+    [line] = capfd.readouterr().err.splitlines()
+    assert line.startswith(
+        "error: a.jsonl:7: not JSON: Expecting value: line 1 column 1 (char 0) (titanlite data prepare"
+    )
+    assert cli.run([*command, "--on-error", "skip", "--no-bos", "--workers", "1"]) == 0
+    first, *rest = capfd.readouterr().out.splitlines()
+    count = len(TOKENS) - 5 + 2
+    assert re.fullmatch(
+        rf"{tmp_path}/tok: 6 documents, {count} tokens of {count - 6} bytes of text; [0-9.]+ s, [0-9,]+ tokens/s", first
+    )
+    assert rest == [
+        f"  a.jsonl: 1 files, 5 documents, {count - 2} tokens, {count - 7} bytes",
+        "  b.txt: 1 files, 1 documents, 2 tokens, 1 bytes",
+        "  left out: 1 empty documents; 1 that cannot be read (1 not JSON)",
+        "    a.jsonl:7: not JSON: Expecting value: line 1 column 1 (char 0)",
+    ]
+    assert tokens_of(TokenStore(tmp_path / "tok")) == [*(token for token in TOKENS if token != BOS), 98, EOS]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("data prepair x", "titanlite: unknown command 'data prepair'\ndid you mean 'data prepare'?"),
+        ("data prepare x --tokenizer bytes",
+         "error: titanlite data prepare: the following arguments are required: --out"),
+        ("data prepare x --out o --tokenizer bytes --worker 3",
+         "error: titanlite data prepare: unrecognized arguments: --worker 3, did you mean --workers?"),
+        ("data prepare x --out o --tokenizer bytes --workers 0",
+         "error: titanlite data prepare: argument --workers: expected a number of at least 1, got '0'"),
+        ("data prepare x --out o --tokenizer bytes --on-error go",
+         "error: titanlite data prepare: argument --on-error: invalid choice: 'go'"),
+        ("data prepare x --out s3://b/o --tokenizer bytes", "error: s3://b/o: tokens are written to a local folder"),
+        ("data prepare no/such --out o --tokenizer bytes", "error: no file or folder no/such"),
+    ],
+)  # fmt: skip
+def test_mistakes_in_the_command(words: str, message: str, capfd: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(words.split()) == 2
+    assert capfd.readouterr().err.startswith(message)
+
+
+def test_the_command_has_help(capfd: pytest.CaptureFixture[str]) -> None:
+    for words in (["data", "--help"], ["data", "prepare", "--help"], ["data", "prepare", "x", "-h"]):
+        assert cli.run(words) == 0
+        assert "titanlite data prepare INPUT... --out DIR" in capfd.readouterr().out
+
+
+def test_preparing_imports_no_torch() -> None:
+    code = "import sys, titanlite.data.prepare, titanlite.data.command; print('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout == b"False\n"

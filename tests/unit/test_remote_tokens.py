@@ -1,0 +1,315 @@
+"""Prepared tokens at a URL: copied once a node, checked, gone on with after a kill; and what is said when it fails."""
+
+import json
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from fsspec.implementations.memory import MemoryFileSystem
+from fsspec.registry import _registry, known_implementations
+
+from tests.object_stores import Flaky
+from titanlite.checkpoint.files import Remote
+from titanlite.data import remote
+from titanlite.data.remote import localize
+from titanlite.data.tokens import INDEX, TokenStore, TokenWriter
+from titanlite.errors import RunError, UserError
+
+URL = "flaky://bucket/corpora/my.tokens"
+FILES = [f"{shard:05d}.{kind}" for shard in range(4) for kind in ("documents", "tokens")]
+
+
+def write(folder: Path, *, add: int = 0) -> Path:
+    """Four shards of 100 tokens."""
+    with TokenWriter(folder, vocab_size=1000, tokenizer="test", shard_tokens=100) as writer:
+        for begin in range(0, 400, 50):
+            writer.add(np.arange(begin, begin + 50) + add)
+    return folder
+
+
+def upload(folder: Path, url: str) -> None:
+    place = Remote(url, owner="")
+    for path in folder.iterdir():
+        place.retrying(lambda path=path: place.fs.pipe_file(f"{place.root}/{path.name}", path.read_bytes()), path.name)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write(tmp_path_factory.mktemp("prepared") / "tokens")
+
+
+@pytest.fixture
+def tokens(prepared: Path) -> Iterator[Path]:
+    """A folder of tokens; the same lies at URL, which never fails until a test makes it."""
+    Flaky.register()
+    Flaky.chance, Flaky._force = 0, False
+    upload(prepared, URL)
+    yield prepared
+    Flaky.store.clear()
+
+
+def change(name: str, data: bytes) -> None:
+    MemoryFileSystem.pipe_file(Flaky(), f"/bucket/corpora/my.tokens/{name}", data)
+
+
+def on_reading(monkeypatch: pytest.MonkeyPatch, act: Callable[[str, bytes], bytes]) -> None:
+    """What is read of a file becomes what `act` makes of it."""
+    cat_file = Flaky.cat_file
+
+    def read(self: Flaky, path: str, *args: Any, **kwargs: Any) -> bytes:
+        return act(path.rpartition("/")[2], cat_file(self, path, *args, **kwargs))
+
+    monkeypatch.setattr(Flaky, "cat_file", read)
+
+
+def count_fetches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The files that are read from now on."""
+    names: list[str] = []
+
+    def note(name: str, data: bytes) -> bytes:
+        names.append(name)
+        return data
+
+    on_reading(monkeypatch, note)
+    return names
+
+
+def test_a_copy_is_what_lies_there_though_reading_fails_now_and_then(
+    tokens: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote, "BLOCK_BYTES", 64)
+    monkeypatch.setattr(Flaky, "_force", True)
+    Flaky.chance = Flaky.CHANCE
+    Flaky.failures = 0
+    folder = localize(URL, tmp_path / "cache")
+    assert Flaky.failures > 0
+    assert contents(folder) == contents(tokens)
+    assert TokenStore(folder).read(0, 400).tolist() == list(range(400))
+    assert folder.name.startswith("my_tokens-")
+    assert sorted(path.name for path in folder.parent.iterdir()) == [folder.name, f"{folder.name}.lock"]
+    Flaky.chance = 0
+    read = count_fetches(monkeypatch)
+    assert localize(URL + "/", tmp_path / "cache") == folder
+    assert read == [INDEX]
+
+
+def test_other_tokens_at_the_same_place_become_another_copy(tokens: Path, tmp_path: Path) -> None:
+    first = localize(URL, tmp_path / "cache")
+    upload(write(tmp_path / "others", add=1), URL)
+    second = localize(URL, tmp_path / "cache")
+    assert [TokenStore(folder).read(0, 2).tolist() for folder in (first, second)] == [[0, 1], [1, 2]]
+
+
+def test_a_copy_from_an_s3_server(s3: str, prepared: Path, tmp_path: Path) -> None:
+    url = f"{s3}/{tmp_path.name}/tokens"
+    upload(prepared, url)
+    assert contents(localize(url, tmp_path / "cache")) == contents(prepared)
+    with pytest.raises(UserError, match=f"^data.path: {url}-none/index.json: there is no such file$"):
+        localize(f"{url}-none", tmp_path / "cache")
+    Remote(url, owner="").fs.rm_file(f"{url}/00002.tokens")
+    with pytest.raises(UserError, match=f"^data.path: {url}/00002.tokens: there is no such file$"):
+        localize(url, tmp_path / "cache2")
+
+
+def test_a_local_url_is_a_path(tmp_path: Path) -> None:
+    assert localize(f"file://{tmp_path}/tokens/", tmp_path / "cache") == tmp_path / "tokens"
+    assert list(tmp_path.iterdir()) == []
+
+
+# What can be wrong
+
+
+@pytest.mark.parametrize(("kind", "extra"), [("gs", " (pip install 'titanlite[gcs]')"), ("madeup", "")])
+def test_a_missing_driver_is_named(kind: str, extra: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    missing = {"class": "no_such_package.FileSystem", "err": "install that package"}
+    monkeypatch.setitem(known_implementations, kind, missing)
+    monkeypatch.delitem(_registry, kind, raising=False)
+    with pytest.raises(UserError) as error:
+        localize(f"{kind}://bucket/tokens", tmp_path)
+    assert str(error.value) == f"data.path: {kind}://bucket/tokens: install that package{extra}"
+    with pytest.raises(UserError, match=r"^data\.path: nonsense://bucket: Protocol not known: nonsense"):
+        localize("nonsense://bucket", tmp_path)
+
+
+def test_what_is_missing_is_said_at_once(tokens: Path, tmp_path: Path) -> None:
+    began = time.monotonic()
+    with pytest.raises(UserError, match=r"^data\.path: flaky://bucket/other/index\.json: there is no such file$"):
+        localize("flaky://bucket/other", tmp_path / "cache")
+    Flaky().rm("/bucket/corpora/my.tokens/00003.documents")
+    with pytest.raises(UserError, match=f"^data.path: {URL}/00003.documents: there is no such file$"):
+        localize(URL, tmp_path / "cache")
+    assert time.monotonic() - began < 1
+
+
+def test_a_place_that_does_not_answer_is_given_up(
+    tokens: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(remote, "PATIENCE", 0.5)
+    attempts: list[str] = []
+
+    def refuse(name: str, data: bytes) -> bytes:
+        if name == "00001.tokens":
+            attempts.append(name)
+            raise ConnectionError("connection reset")
+        return data
+
+    on_reading(monkeypatch, refuse)
+    began = time.monotonic()
+    with pytest.raises(RunError, match=rf"^{URL}/00001.tokens: ConnectionError\('connection reset'\), for \d s$"):
+        localize(URL, tmp_path / "cache")
+    assert time.monotonic() - began < 3
+    assert len(attempts) >= 3
+
+
+def test_a_damaged_file_is_fetched_once_more_and_then_named(
+    tokens: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote, "THREADS", 1)  # one file after the other
+    whole = (tokens / "00002.tokens").read_bytes()
+    change("00002.tokens", b"?" + whole[1:])
+    read = count_fetches(monkeypatch)
+    with pytest.raises(
+        UserError, match=f"^data.path: {URL}/00002.tokens is damaged: it does not have the SHA-256 that"
+    ):
+        localize(URL, tmp_path / "cache")
+    assert read[:8] == [INDEX, *FILES[:5], "00002.tokens", "00002.tokens"]
+    change("00002.tokens", whole[:-1])
+    with pytest.raises(UserError, match=r"is damaged: it has 199 bytes, index\.json states 200$"):
+        localize(URL, tmp_path / "cache")
+    change("00002.tokens", whole)
+    read.clear()
+    folder = localize(URL, tmp_path / "cache")
+    assert contents(folder) == contents(tokens)
+    assert read[:2] == [INDEX, "00002.tokens"]
+    assert not set(read) & set(FILES[:5]), "what was there and right is not fetched again"
+
+
+def test_what_is_damaged_on_the_way_is_fetched_again(
+    tokens: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    damaged = iter([b"?" * 10, b"too short"])
+
+    def damage(name: str, data: bytes) -> bytes:
+        return next(damaged, data) if name == "00002.tokens" else data
+
+    on_reading(monkeypatch, damage)
+    with pytest.raises(UserError, match=r"00002\.tokens is damaged"):
+        localize(URL, tmp_path / "cache")
+    damaged = iter([b"?" * 200])
+    assert contents(localize(URL, tmp_path / "cache")) == contents(tokens)
+    assert caplog.messages == [f"{URL}/00002.tokens arrived damaged"] * 3
+
+
+@pytest.mark.parametrize(
+    ("shard", "message"),
+    [
+        ({"name": "../../.bashrc"}, "states a file '../../.bashrc.tokens' of 1 items, which cannot be"),
+        ({"name": "/etc/passwd"}, "states a file '/etc/passwd.tokens' of 1 items, which cannot be"),
+        ({"name": ".hidden"}, "states a file '.hidden.tokens' of 1 items, which cannot be"),
+        ({"name": "a\n"}, "states a file 'a\\n.tokens' of 1 items, which cannot be"),
+        ({"tokens": -1}, "states a file 'a.tokens' of -1 items, which cannot be"),
+        ({"sha256": {"../x": ""}}, "states a file 'a.../x' of 1 items, which cannot be"),
+        ({"sha256": {"exe": ""}}, "is not the index of prepared tokens: KeyError('exe')"),
+        ({"sha256": []}, "is not the index of prepared tokens: AttributeError("),
+    ],
+)
+def test_an_index_can_name_nothing_but_files_of_its_folder(
+    shard: dict[str, Any], message: str, tokens: Path, tmp_path: Path
+) -> None:
+    index = json.loads((tokens / INDEX).read_text())
+    index["shards"] = [{"name": "a", "tokens": 1, "documents": 1, "sha256": {"tokens": ""}} | shard]
+    change(INDEX, json.dumps(index).encode())
+    with pytest.raises(UserError) as error:
+        localize(URL, tmp_path / "cache")
+    assert str(error.value).startswith(f"data.path: {URL}/index.json {message}")
+    assert not (tmp_path / "cache").exists()
+
+
+@pytest.mark.parametrize(
+    ("index", "message"),
+    [
+        (b"{", "is not the index of prepared tokens: JSONDecodeError"),
+        (b"[]", "is not the index of prepared tokens: TypeError"),
+        (b'{"format": 1}', "has format 1, this version reads 2"),
+        (b'{"format": 2, "dtype": "O"}', "is not the index of prepared tokens: KeyError('O')"),
+    ],
+)
+def test_what_is_no_index_is_said(index: bytes, message: str, tokens: Path, tmp_path: Path) -> None:
+    change(INDEX, index)
+    with pytest.raises(UserError) as error:
+        localize(URL, tmp_path / "cache")
+    assert str(error.value).startswith(f"data.path: {URL}/index.json {message}")
+
+
+def test_a_full_disk_is_not_taken_for_a_bad_connection(
+    tokens: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(
+        RunError, match=r"cache/my_tokens-\w{16} cannot be written: \[Errno 28\] No space left on device$"
+    ):
+        localize(URL, tmp_path / "cache")
+
+
+# Several processes, and kills
+
+
+def test_threads_that_come_together_copy_once(tokens: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read = count_fetches(monkeypatch)
+    with ThreadPoolExecutor(3) as pool:
+        folders = set(pool.map(lambda _: localize(URL, tmp_path / "cache"), range(3)))
+    assert [contents(folder) for folder in folders] == [contents(tokens)]
+    assert sorted(name for name in read if name != INDEX) == FILES
+    assert read.count(INDEX) == 3
+
+
+def localize_counting(cache_folder: Path) -> int:
+    """How many reads that took in this process."""
+    before = Flaky.calls["cat_file"]
+    localize(URL, cache_folder)
+    return Flaky.calls["cat_file"] - before
+
+
+def test_processes_that_come_together_copy_once(tokens: Path, tmp_path: Path) -> None:
+    with multiprocessing.get_context("fork").Pool(2) as pool:  # the store in memory comes along
+        reads = pool.map(localize_counting, [tmp_path / "cache"] * 2, chunksize=1)
+    assert sorted(reads) == [1, 1 + len(FILES)]
+
+
+def test_a_copy_that_was_killed_goes_on(tokens: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote, "THREADS", 1)
+
+    def localize_and_die() -> None:
+        def die(name: str, data: bytes) -> bytes:
+            if name == FILES[4]:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return data
+
+        on_reading(monkeypatch, die)
+        localize(URL, tmp_path / "cache")
+
+    process = multiprocessing.get_context("fork").Process(target=localize_and_die)
+    process.start()
+    process.join(30)
+    assert process.exitcode == -signal.SIGKILL
+    [staging] = [path for path in (tmp_path / "cache").iterdir() if path.is_dir()]
+    assert sorted(path.name for path in staging.iterdir()) == sorted([*FILES[:4], f"{FILES[4]}.part"])
+    read = count_fetches(monkeypatch)
+    folder = localize(URL, tmp_path / "cache")
+    assert read == [INDEX, *FILES[4:]]
+    assert contents(folder) == contents(tokens)
+    assert not staging.exists()

@@ -1,0 +1,237 @@
+"""Global sample index -> sequence: exact shares, permutations, nothing that depends on ranks, workers or resumes."""
+
+import json
+from collections import Counter
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from titanlite.config.schema import DataSource, Training
+from titanlite.data.loader import MicroBatches, build_loader
+from titanlite.data.mixture import MOST_PERIOD, Mixture
+from titanlite.data.packing import Row
+from titanlite.data.samples import Samples, Source, as_batch
+from titanlite.errors import UserError
+from titanlite.schedule import count_steps
+
+CPU = torch.device("cpu")
+
+
+class Numbered:
+    """Rows of which each token says which source and which row it is of."""
+
+    def __init__(self, source: int, rows: int, seq_len: int = 2) -> None:
+        self.source, self.rows, self.seq_len = source, rows, seq_len
+
+    def __len__(self) -> int:
+        return self.rows
+
+    def read(self, index: int) -> Row:
+        assert 0 <= index < self.rows
+        tokens = np.full(self.seq_len, self.source * 10**6 + index)
+        return Row(tokens, tokens + 1, np.array([0]))
+
+
+def mixed(*sources: tuple[int, float], seed: int = 0, epochs: int | None = None, **options: Any) -> Samples:
+    """Samples of sources given as (rows, weight)."""
+    parts = [
+        Source(f"s{i}", Numbered(i, rows), f"fingerprint{i}", weight, epochs)
+        for i, (rows, weight) in enumerate(sources)
+    ]
+    return Samples(parts, seed=seed, **options)
+
+
+def read(samples: Samples, start: int, stop: int) -> list[int]:
+    return samples.__getitems__(list(range(start, stop)))["tokens"][:, 0].tolist()
+
+
+weights = st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=6)
+
+
+# Shares
+
+
+@settings(max_examples=60, deadline=None)
+@given(weights=weights)
+def test_shares_are_exact_at_every_prefix(weights: list[float]) -> None:
+    mixture = Mixture(weights)
+    exact = np.array(weights) / sum(weights)
+    total = 3000
+    owners = np.array([mixture.locate(sample)[0] for sample in range(total)])
+    so_far = np.cumsum(owners[:, None] == np.arange(len(weights)), axis=0)
+    drift = np.abs(so_far - np.arange(1, total + 1)[:, None] * exact)
+    assert drift.max() <= (len(weights) + 1) / 2 + total * 2 / MOST_PERIOD, "never more than a sample or two off"
+    assert (np.abs(so_far[-1] / total - exact) < 1e-3 + 1 / total).all()
+    for samples in (0, 1, 7, total):
+        assert mixture.counts(samples) == [int((owners[:samples] == i).sum()) for i in range(len(weights))]
+    assert np.abs(np.array(mixture.counts(10**12)) / 10**12 - exact).max() < 2e-5, "far away as near"
+
+
+@settings(max_examples=60, deadline=None)
+@given(weights=weights, sample=st.integers(0, 10**15))
+def test_places_in_the_mixture_can_be_found_back(weights: list[float], sample: int) -> None:
+    mixture = Mixture(weights)
+    source, number = mixture.locate(sample)
+    assert mixture.index(source, number) == sample
+    assert mixture.counts(sample)[source] == number
+
+
+def test_simple_weights_have_a_short_period() -> None:
+    mixture = Mixture([0.7, 0.3])
+    assert mixture.counts_in_period.tolist() == [7, 3]
+    assert [mixture.locate(i)[0] for i in range(10)] == [0, 1, 0, 0, 0, 1, 0, 0, 1, 0]
+    assert Mixture([1, 2, 1]).counts_in_period.tolist() == [1, 2, 1]
+    assert Mixture([1e-9, 1]).counts_in_period.tolist() == [1, MOST_PERIOD - 1]
+
+
+# Samples
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    sources=st.lists(st.tuples(st.integers(1, 40), st.sampled_from([0.1, 0.25, 1, 3])), min_size=1, max_size=4),
+    seed=st.integers(0, 5),
+    start=st.integers(0, 300),
+)
+def test_each_source_is_read_once_an_epoch(sources: list[tuple[int, float]], seed: int, start: int) -> None:
+    samples = mixed(*sources, seed=seed)
+    located = [samples.locate(sample) for sample in range(400)]
+    assert read(samples, start, start + 20) == [s * 10**6 + row for s, _, row in located[start : start + 20]]
+    for i, (rows, _) in enumerate(sources):
+        mine = [(epoch, row) for source, epoch, row in located if source == i]
+        assert [epoch for epoch, _ in mine] == [k // rows for k in range(len(mine))]
+        for epoch in range(len(mine) // rows):
+            assert sorted(row for e, row in mine if e == epoch) == list(range(rows)), "a permutation"
+        assert samples.consumed(400)[i] == len(mine)
+
+
+def test_epochs_have_orders_of_their_own() -> None:
+    samples = mixed((50, 1.0))
+    epochs = [read(samples, 50 * epoch, 50 * (epoch + 1)) for epoch in range(20)]
+    assert len({tuple(epoch) for epoch in epochs}) == 20
+    follows = Counter((epoch[i], epoch[i + 1]) for epoch in epochs for i in range(49))
+    assert max(follows.values()) <= 5, "which row follows which is not handed on from epoch to epoch"
+
+
+def test_without_shuffling_rows_come_in_their_order() -> None:
+    assert read(mixed((5, 1.0), shuffle=False), 0, 12) == [0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 0, 1]
+
+
+@settings(max_examples=25, deadline=None)
+@given(data=st.data(), ranks=st.sampled_from([1, 2, 3, 4, 6, 12]), workers=st.sampled_from([0, 0, 0, 0, 0, 1]))
+def test_the_stream_does_not_depend_on_ranks_micro_batches_or_workers(data: Any, ranks: int, workers: int) -> None:
+    samples = mixed((37, 0.6), (11, 0.4))
+    micro = data.draw(st.sampled_from([m for m in (1, 2, 3, 4, 6, 12) if (12 // ranks) % m == 0]))
+    start = 12 * data.draw(st.integers(0, 40))
+    steps: list[list[int]] = [[] for _ in range(3)]
+    for rank in range(ranks):
+        batches = MicroBatches(start=start, global_batch_size=12, micro_batch_size=micro, rank=rank, ranks=ranks)
+        loader = build_loader(samples, batches, num_workers=workers, device=CPU)
+        for step in steps:
+            for batch in islice(loader, 12 // ranks // micro):
+                step += batch["tokens"][:, 0].tolist()
+        loader.close()
+    assert [token for step in steps for token in step] == read(samples, start, start + 36)
+
+
+def test_sources_may_be_named_in_any_order_but_not_twice() -> None:
+    one = Source("a", Numbered(0, 9), "A", 0.7)
+    two = Source("b", Numbered(1, 9), "B", 0.3)
+    assert read(Samples([one, two], seed=0), 0, 50) == read(Samples([two, one], seed=0), 0, 50)
+    with pytest.raises(UserError, match="a and c hold the same tokens"):
+        Samples([one, Source("c", Numbered(0, 9), "A", 0.3)], seed=0)
+
+
+def test_sources_are_called_by_the_last_part_of_their_path() -> None:
+    names = {"corpus/*.txt": "corpus", "s3://bucket/tok/": "tok", "stdlib://": "stdlib", "a/b.jsonl": "b.jsonl"}
+    names |= {"*.txt": "data", "../": "data", "~/books": "books"}
+    assert {path: DataSource(path=path).title for path in names} == names
+    assert DataSource(path=["x/one", "y/two"]).title == "one"
+    assert DataSource(path="x", name="mine").title == "mine"
+
+
+# Limits
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    sources=st.lists(st.tuples(st.integers(1, 40), st.sampled_from([0.1, 0.25, 1, 3])), min_size=1, max_size=4),
+    epochs=st.integers(1, 3),
+)
+def test_the_limit_is_where_a_source_would_be_read_once_more(sources: list[tuple[int, float]], epochs: int) -> None:
+    samples = mixed(*sources)
+    limit = samples.limit(epochs)
+    assert limit is not None
+    assert all(epoch < epochs for _, epoch, _ in map(samples.locate, range(limit)))
+    assert samples.locate(limit)[1:2] == (epochs,)
+    assert mixed(*sources, epochs=epochs).limit(epochs + 1) == limit, "a source's own limit goes first"
+    assert samples.limit() is None
+
+
+def test_steps_of_finite_data() -> None:
+    once = Training(epochs=1, global_batch_size=8)
+    assert count_steps(once, step=0, samples=0, limit=1003) == 125
+    assert count_steps(once, step=100, samples=800, limit=1003) == 125
+    assert count_steps(once, step=125, samples=1000, limit=1003) == 125
+    assert count_steps(once, step=130, samples=1040, limit=1003) == 130, "what is done is done"
+    with pytest.raises(UserError, match=r"training\.epochs: 7 sequences are less than one batch of 8"):
+        count_steps(once, step=0, samples=0, limit=7)
+    steps = Training(steps=126, global_batch_size=8)
+    assert count_steps(steps, step=0, samples=0, limit=None) == 126
+    with pytest.raises(UserError, match=r"the epochs of data\.sources have sequences for 125 steps, not for 126"):
+        count_steps(steps, step=0, samples=0, limit=1003)
+
+
+# Going on
+
+
+def saved(samples: Samples, count: int) -> dict[str, Any]:
+    return json.loads(json.dumps(samples.state(count)))
+
+
+def test_unchanged_data_goes_on_where_it_was() -> None:
+    samples = mixed((37, 0.6), (11, 0.4))
+    again = mixed((37, 0.6), (11, 0.4)).going_on(saved(samples, 100), 100, "error")
+    assert read(again, 100, 200) == read(samples, 100, 200)
+
+
+def test_a_changed_mixture_goes_on_in_each_source_that_is_still_the_same() -> None:
+    first = mixed((40, 0.5), (40, 0.5))
+    second = mixed((40, 0.2), (40, 0.7), (40, 0.1)).going_on(saved(first, 60), 60, "continue")
+    seen = read(first, 0, 60) + read(second, 60, 73)
+    for source in (0, 1):
+        rows = [token for token in seen if token // 10**6 == source]
+        assert len(set(rows)) == len(rows), "nothing is read again before the epoch is over"
+    assert second.consumed(60) == [30, 30, 0]
+    assert np.diff([second.consumed(60), second.consumed(160)], axis=0).tolist() == [[20, 70, 10]]
+    third = mixed((40, 0.2), (40, 0.7), (40, 0.1)).going_on(saved(second, 100), 100, "error")
+    assert read(third, 100, 200) == read(second, 100, 200), "and the next start knows it too"
+    without = mixed((40, 1.0)).going_on(saved(second, 100), 100, "continue")
+    back = mixed((40, 0.5), (40, 0.5)).going_on(saved(without, 110), 110, "continue")
+    assert back.consumed(110) == [48, 58], "a source that was left out for a while is not forgotten"
+
+
+def test_a_changed_mixture_can_begin_anew() -> None:
+    first = mixed((40, 1.0))
+    second = mixed((40, 0.5), (40, 0.5)).going_on(saved(first, 60), 60, "restart")
+    assert read(second, 60, 90) == read(mixed((40, 0.5), (40, 0.5)), 0, 30)
+    assert second.limit(1) == 60 + 80
+
+
+# Batches
+
+
+def test_batches_know_their_documents() -> None:
+    one = Row(np.arange(6), np.arange(6) + 1, np.array([0, 2, 5]))
+    two = Row(np.arange(6), np.arange(6) + 1, np.array([0]))
+    batch = as_batch([one, two], document_mask=True)
+    assert batch["positions"].tolist() == [[0, 1, 0, 1, 2, 0], [0, 1, 2, 3, 4, 5]]
+    assert batch["documents"].tolist() == [[0, 0, 1, 1, 1, 2], [0] * 6]
+    assert batch["boundaries"].tolist() == [0, 2, 5, 6, 12]
+    assert (batch["positions"].dtype, batch["documents"].dtype) == (torch.int64, torch.int32)
+    assert set(as_batch([one], document_mask=False)) == {"tokens", "labels"}

@@ -1,0 +1,214 @@
+"""Prepared tokens that lie at a URL: copied once a node, then read from disk. Training reads nothing over the network.
+
+The index is read first. It states every file with its size and checksum, and the copy's name comes from it, so that
+other tokens at the same URL become another copy. Files are checked while they are written. The copy is made beside its
+place and renamed when it is whole; killed halfway, the next attempt goes on with the files that are already there.
+"""
+
+import fcntl
+import hashlib
+import json
+import logging
+import os
+import platform
+import random
+import re
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from threading import Event
+from typing import NamedTuple, TypeVar
+
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+from titanlite.checkpoint.files import PERMANENT, Remote
+from titanlite.console import progress_console
+from titanlite.data.tokens import FORMAT, INDEX
+from titanlite.errors import RunError, UserError
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+PATIENCE = 30.0
+"""Seconds without anything new after which a file is given up."""
+BLOCK_BYTES = 2**24
+THREADS = 8
+TOKEN_BYTES = {"<u2": 2, "<u4": 4}
+EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}
+
+
+def localize(url: str, cache_folder: Path) -> Path:
+    """The local folder of prepared tokens at a URL of any kind that fsspec knows; one process of a node copies them.
+
+    Raises:
+        UserError: there are no prepared tokens, they are damaged, or the package for this kind of URL is missing.
+        RunError: the place does not answer, or the copy cannot be written.
+    """
+    from fsspec.implementations.local import LocalFileSystem
+
+    place = _open(url)
+    if isinstance(place.fs, LocalFileSystem):
+        return Path(place.root)
+    index = _retrying(lambda: place.fs.cat_file(f"{place.root}/{INDEX}"), place.where(INDEX))
+    files = _stated_files(index, place.where(INDEX))
+    name = re.sub(r"[^\w-]+", "_", place.root.rpartition("/")[2], flags=re.ASCII)
+    folder = cache_folder / f"{name}-{hashlib.sha256(index).hexdigest()[:16]}"
+    try:
+        cache_folder.mkdir(parents=True, exist_ok=True)
+        with locked(cache_folder / f"{folder.name}.lock"):
+            if not (folder / INDEX).is_file():
+                _copy(place, index, files, folder)
+    except OSError as error:  # what reading raises is no OSError by now
+        raise RunError(f"{folder} cannot be written: {error}") from error
+    return folder
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Hold a file lock; it goes with the process, whatever ends it."""
+    with open(path, "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+# Reading
+
+
+def _open(url: str) -> Remote:
+    try:
+        return Remote(url, owner="")
+    except ImportError as error:  # a kind of URL that fsspec knows, without its package
+        extra = EXTRAS.get(url.partition("://")[0])
+        hint = f" (pip install 'titanlite[{extra}]')" if extra else ""
+        raise UserError(f"data.path: {url}: {error}{hint}") from None
+    except ValueError as error:  # one that it does not know
+        raise UserError(f"data.path: {url}: {error}") from None
+
+
+def _retrying(act: Callable[[], T], where: str, stop: Event | None = None) -> T:
+    """As Remote.retrying, but by the clock: a place that lets each attempt wait has no more time than one that refuses.
+    What is read here at once is small."""
+    stop = stop or Event()
+    began, pause = time.monotonic(), 0.05
+    while True:
+        try:
+            return act()
+        except PERMANENT as error:
+            what = "there is no such file" if isinstance(error, FileNotFoundError) else str(error)
+            raise UserError(f"data.path: {where}: {what}") from error
+        except Exception as error:  # each kind of store has errors of its own
+            if stop.is_set() or time.monotonic() + pause - began > PATIENCE:
+                raise RunError(f"{where}: {error!r}, for {time.monotonic() - began:.0f} s") from error
+            if pause > 0.3:  # not a hiccup
+                logger.warning(f"{where}: {error!r}; trying again")
+        stop.wait(pause * random.Random().uniform(0.5, 1.5))  # so that nodes do not come together
+        pause *= 2
+
+
+class _File(NamedTuple):
+    """A file that an index states."""
+
+    name: str
+    size: int
+    sha256: str
+
+
+def _stated_files(index: bytes, where: str) -> list[_File]:
+    try:
+        stated = json.loads(index)
+        if stated["format"] != FORMAT:
+            raise UserError(f"data.path: {where} has format {stated['format']}, this version reads {FORMAT}")
+        sizes = {"tokens": TOKEN_BYTES[stated["dtype"]], "documents": 8, "mask": 1}
+        files: dict[str, _File] = {}
+        for shard in stated["shards"]:
+            for kind, checksum in shard["sha256"].items():
+                name, count = f"{shard['name']}.{kind}", shard["documents" if kind == "documents" else "tokens"]
+                # names become paths here, and nothing but a name may
+                if not re.fullmatch(r"[\w-][\w.-]*", name, flags=re.ASCII) or name in files or count < 0:
+                    raise UserError(f"data.path: {where} states a file {name!r} of {count} items, which cannot be")
+                files[name] = _File(name, count * sizes[kind], checksum)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        if isinstance(error, UserError):
+            raise
+        raise UserError(f"data.path: {where} is not the index of prepared tokens: {error!r}") from None
+    return list(files.values())
+
+
+# Copying
+
+
+def _copy(place: Remote, index: bytes, files: list[_File], folder: Path) -> None:
+    staging = folder.with_name(f".{folder.name}.partial-{platform.node()}")
+    staging.mkdir(exist_ok=True)
+    missing = [file for file in files if not (staging / file.name).is_file()]
+    size, to_copy = (sum(file.size for file in some) for some in (files, missing))
+    logger.info(f"copying {place.url} to {folder}: {len(files)} files, {size:,} bytes, {to_copy:,} yet to come")
+    columns = (TextColumn("copying"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=progress_console(), transient=True) as progress:
+        task = progress.add_task("", total=size, completed=size - to_copy)
+        copy = _Copy(place, staging, lambda count: progress.advance(task, count))
+        pool = ThreadPoolExecutor(THREADS)
+        try:
+            for done in wait([pool.submit(copy.file, file) for file in missing], return_when=FIRST_EXCEPTION).done:
+                done.result()
+        finally:
+            copy.stop.set()
+            pool.shutdown(cancel_futures=True)
+    with open(staging / INDEX, "wb") as file:
+        file.write(index)
+        file.flush()
+        os.fsync(file.fileno())
+    try:
+        os.rename(staging, folder)
+    except OSError:  # another machine was faster, with the same
+        shutil.rmtree(staging)
+        if not (folder / INDEX).is_file():
+            raise
+
+
+@dataclass(frozen=True)
+class _Copy:
+    """What the threads of one copy share."""
+
+    place: Remote
+    staging: Path
+    told: Callable[[int], None]
+    """Gets the count of bytes that have come, below 0 of those that must come again."""
+    stop: Event = field(default_factory=Event)
+
+    def file(self, file: _File) -> None:
+        """Its name in the staging folder is for a file that is whole and right."""
+        where, path, remote = self.place.where(file.name), self.staging / file.name, f"{self.place.root}/{file.name}"
+        size = _retrying(lambda: self.place.fs.info(remote)["size"], where, self.stop)
+        if size not in (file.size, None):
+            raise UserError(f"data.path: {where} is damaged: it has {size:,} bytes, {INDEX} states {file.size:,}")
+        if self._fetch(file, path) or self._fetch(file, path) or self.stop.is_set():
+            return
+        raise UserError(f"data.path: {where} is damaged: it does not have the SHA-256 that {INDEX} states")
+
+    def _fetch(self, file: _File, path: Path) -> bool:
+        where, remote, part = self.place.where(file.name), f"{self.place.root}/{file.name}", Path(f"{path}.part")
+        digest, done = hashlib.sha256(), 0
+        with open(part, "wb") as out:
+            while done < file.size and not self.stop.is_set():
+                end = min(done + BLOCK_BYTES, file.size)
+                block = _retrying(partial(self.place.fs.cat_file, remote, start=done, end=end), where, self.stop)
+                digest.update(block)
+                out.write(block)
+                done += len(block)
+                self.told(len(block))
+                if done != end:
+                    break
+            out.flush()
+            os.fsync(out.fileno())
+        if right := digest.hexdigest() == file.sha256:
+            os.rename(part, path)
+        elif not self.stop.is_set():
+            logger.warning(f"{where} arrived damaged")
+            self.told(-done)
+        return right

@@ -1,0 +1,158 @@
+"""tokenizer.json files of Hugging Face, read by their package `tokenizers`."""
+
+import hashlib
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tokenizers import Tokenizer as FastTokenizer
+
+from titanlite.data.tokenizer import CUT_RULE, joined, pieces
+from titanlite.errors import UserError
+
+BOS_NAMES = ("<|begin_of_text|>", "<s>", "<bos>", "<|startoftext|>", "<｜begin▁of▁sentence｜>")  # noqa: RUF001
+EOS_NAMES = ("<|end_of_text|>", "<|endoftext|>", "</s>", "<eos>", "<｜end▁of▁sentence｜>", "<|im_end|>")  # noqa: RUF001
+"""Tried in this order where no file says which tokens begin and end a document. GPT-2's <|endoftext|> only ends."""
+
+
+class HuggingFaceTokenizer:
+    """A tokenizer.json. Which tokens begin and end a document is read from the files beside it, tokenizer_config.json,
+    special_tokens_map.json or config.json; where they say nothing, special tokens of well-known names are taken.
+
+    Raises:
+        UserError: a file is not of its form, or tokenizer.json lacks a token that another file names.
+    """
+
+    def __init__(self, path: Path, name: str | None = None) -> None:
+        self.name = name or str(path)
+        content, spec = _read_json(path)
+        try:
+            first = FastTokenizer.from_str(content.decode())
+            vocab = first.get_vocab()
+            special = {token["content"] for token in spec["added_tokens"] if token["special"]}
+            self.bos_id = _document_end("bos_token", path, vocab, [name for name in BOS_NAMES if name in special])
+            self.eos_id = _document_end("eos_token", path, vocab, [name for name in EOS_NAMES if name in special])
+            plain = [it for it in spec["added_tokens"] if it["id"] in (self.bos_id, self.eos_id) and not it["special"]]
+            for token in plain:
+                token["special"] = True
+            without_prefix = spec | _without_prefix(spec)
+            first = FastTokenizer.from_str(json.dumps(spec)) if plain else first
+            later = FastTokenizer.from_str(json.dumps(without_prefix)) if without_prefix != spec else first
+        except UserError:
+            raise
+        except Exception as error:  # the library has no class of its own for what is wrong with a file
+            raise UserError(f"data.tokenizer: {path} is not a tokenizer.json of Hugging Face: {error}") from None
+        for tokenizer in (first, later):
+            tokenizer.encode_special_tokens = True  # that is: as plain text
+            tokenizer.no_truncation()
+            tokenizer.no_padding()
+        self._first, self._later = first, later
+        self.vocab_size = max(vocab.values()) + 1
+        self._token_bytes = _token_bytes(spec, vocab, self.vocab_size)
+        self._token_bytes[[i for i in (self.bos_id, self.eos_id) if i is not None]] = 0
+        key = hashlib.sha256(content + f"{self.bos_id} {self.eos_id}".encode()).hexdigest()[:16]
+        self.fingerprint = f"huggingface-{CUT_RULE}-{key}"
+
+    def encode(self, text: str, *, begins: bool = True) -> np.ndarray:
+        ids: list[np.ndarray] = []
+        for piece in pieces(text):
+            tokenizer = self._first if begins and not ids else self._later
+            ids.append(np.array(tokenizer.encode(piece, add_special_tokens=False).ids, dtype=np.uint32))
+        return joined(ids)
+
+    def decode(self, ids: np.ndarray) -> str:
+        return self._first.decode(np.asarray(ids).tolist(), skip_special_tokens=False)
+
+    def token_bytes(self) -> np.ndarray:
+        """Exact for byte-level BPE, and for SentencePiece's way of writing spaces and bytes, but for the space that is
+        put before a text. Of other kinds: the length of the token as it is written."""
+        return self._token_bytes.copy()
+
+
+def _read_json(path: Path) -> tuple[bytes, dict[str, Any]]:
+    try:
+        content = path.read_bytes()
+        value = json.loads(content)
+        if not isinstance(value, dict):
+            raise ValueError("not a JSON object")
+    except (OSError, ValueError) as error:
+        raise UserError(f"data.tokenizer: {path} cannot be read as JSON: {error}") from None
+    return content, value
+
+
+def _document_end(key: str, path: Path, vocab: dict[str, int], names: list[str]) -> int | None:
+    """The id of bos_token or eos_token. A file that says null says that there is none."""
+    for file in ("tokenizer_config.json", "special_tokens_map.json", "config.json"):
+        beside = path.with_name(file)
+        about = _read_json(beside)[1] if beside.is_file() else {}
+        if key in about:
+            token = about[key]["content"] if isinstance(about[key], dict) else about[key]
+            found = vocab.get(token)
+        elif f"{key}_id" in about:
+            token = about[f"{key}_id"]
+            token = token[0] if isinstance(token, list) else token  # the first is the one that training used
+            found = token if token in vocab.values() else None
+        else:
+            continue
+        if token is not None and found is None:
+            raise UserError(f"data.tokenizer: {path} has no token {token!r}, which {beside} names as {key}")
+        return found
+    return vocab[names[0]] if names else None
+
+
+def _without_prefix(spec: dict[str, Any]) -> dict[str, Any]:
+    """The parts of a tokenizer that put a space before a text, without that."""
+
+    def changed(part: Any) -> Any:
+        match part:
+            case {"type": "Prepend"}:
+                return None
+            case {"type": "Sequence"}:
+                return {
+                    key: [kept for it in value if (kept := changed(it))] if isinstance(value, list) else value
+                    for key, value in part.items()
+                }
+            case {"type": "Metaspace" | "ByteLevel"}:
+                never = {"add_prefix_space": False, "prepend_scheme": "never"}
+                return part | {key: value for key, value in never.items() if key in part}
+        return part
+
+    return {key: changed(spec[key]) for key in ("normalizer", "pre_tokenizer") if key in spec}
+
+
+def _token_bytes(spec: dict[str, Any], vocab: dict[str, int], vocab_size: int) -> np.ndarray:
+    parts = [part for key in ("pre_tokenizer", "decoder") for part in _parts(spec.get(key))]
+    kinds = {part["type"] for part in parts}
+    spaces = [part["replacement"] for part in parts if part["type"] == "Metaspace"]
+    for part in parts:
+        match part:
+            case {"type": "Replace", "pattern": {"String": written}, "content": " "}:
+                spaces.append(written)
+
+    def length(token: str) -> int:
+        if "ByteLevel" in kinds:  # a character for each byte
+            return len(token)
+        if "ByteFallback" in kinds and re.fullmatch("<0x[0-9A-F]{2}>", token):
+            return 1
+        for space in spaces:
+            token = token.replace(space, " ")
+        return len(token.encode())
+
+    lengths = np.zeros(vocab_size, dtype=np.int64)
+    for token, i in vocab.items():
+        lengths[i] = length(token)
+    for token in spec["added_tokens"]:
+        lengths[token["id"]] = 0 if token["special"] else len(token["content"].encode())
+    return lengths
+
+
+def _parts(part: dict[str, Any] | None) -> Iterator[dict[str, Any]]:
+    """A part of a tokenizer, or those that it is a sequence of."""
+    lists = [value for value in part.values() if isinstance(value, list)] if part else []
+    if part and part["type"] != "Sequence":
+        yield part
+    for it in (it for value in lists for it in value if isinstance(it, dict)):
+        yield from _parts(it)

@@ -1,0 +1,109 @@
+"""Validation: the loss on other data, by source, the same number on any number of processes."""
+
+import math
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+
+from titanlite.config.schema import Validation
+from titanlite.data.loader import to_device
+from titanlite.data.order import permute
+from titanlite.data.samples import Batch, Source, as_batch
+from titanlite.loss import IGNORE, cross_entropy_sum
+from titanlite.parallelize.mesh import data_parallel_group, data_parallel_rank
+from titanlite.step import documents_of
+
+ORDER_KEY = 0
+"""The sequences that are taken do not depend on the seed: runs that differ in it can be compared."""
+
+
+class Validator:
+    """Args:
+    sources: each has figures of its own.
+    batch_size: sequences in one forward pass of one rank.
+    token_bytes: [V], bytes of text that each token stands for.
+    document_mask: as in training.
+    """
+
+    def __init__(
+        self,
+        config: Validation,
+        sources: Sequence[Source],
+        *,
+        batch_size: int,
+        token_bytes: np.ndarray,
+        document_mask: bool,
+        device: torch.device,
+        mesh: DeviceMesh,
+    ) -> None:
+        self.config = config
+        self.sources = sources
+        self.batch_size = batch_size
+        self.token_bytes = torch.from_numpy(token_bytes).to(device)
+        self.document_mask = document_mask
+        self.device = device
+        self.rank, self.ranks = data_parallel_rank(mesh)
+        self.group = data_parallel_group(mesh)
+
+    def is_due(self, step: int, *, last: bool) -> bool:
+        return bool(self.sources) and (last or step % self.config.freq == 0)
+
+    @torch.no_grad()
+    def run(self, model: nn.Module) -> dict[str, Any]:
+        """Returns `loss` (nats a token, over the tokens of all sources), and by `sources` the `loss`, `bits_per_byte`
+        (None where no label is text), `tokens` and `sequences` of each. Equal on all ranks."""
+        totals = torch.zeros(len(self.sources), 3, dtype=torch.float64, device=self.device)  # nats, tokens, bytes
+        was_training = model.training
+        model.eval()
+        for source, total in zip(self.sources, totals, strict=True):
+            for batch in self._batches(source):
+                total += self._measure(model, to_device(batch, self.device))
+        model.train(was_training)
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()  # no backward comes that would; a checkpoint wants the shards
+        dist.all_reduce(totals, group=self.group)
+        record: dict[str, Any] = {"loss": _ratio(totals[:, 0].sum(), totals[:, 1].sum()), "sources": {}}
+        for source, (nats, tokens, text_bytes) in zip(self.sources, totals, strict=True):
+            bits = _ratio(nats, text_bytes * math.log(2)) if text_bytes else None
+            record["sources"][source.name] = {
+                "loss": _ratio(nats, tokens),
+                "bits_per_byte": bits,
+                "tokens": int(tokens),
+                "sequences": self._count(source),
+            }
+        return record
+
+    def _count(self, source: Source) -> int:
+        return min(self.config.sequences or len(source.rows), len(source.rows))
+
+    def _batches(self, source: Source) -> Iterator[Batch]:
+        """This rank's. Every rank has as many, of the same shape: where sequences have run out, labels do not count."""
+        count = self._count(source)
+        for start in range(0, count, self.ranks * self.batch_size):
+            first = start + self.rank * self.batch_size
+            rows = []
+            for number in range(first, first + self.batch_size):
+                row = source.rows.read(permute(min(number, count - 1), len(source.rows), key=ORDER_KEY))
+                rows.append(row if number < count else row._replace(labels=np.full_like(row.labels, IGNORE)))
+            yield as_batch(rows, document_mask=self.document_mask)
+
+    def _measure(self, model: nn.Module, batch: Batch) -> Tensor:
+        """Nats, tokens and bytes of text, float64 [3]."""
+        labels = batch["labels"]
+        token_loss = partial(cross_entropy_sum, labels_BL=labels)
+        loss = model(batch["tokens"], loss=token_loss, documents=documents_of(batch))
+        counts = labels != IGNORE
+        text_bytes = (self.token_bytes[labels.clamp(min=0)] * counts).sum()
+        return torch.stack([loss.double(), counts.sum().double(), text_bytes.double()])
+
+
+def _ratio(part: Tensor, whole: Tensor) -> float:
+    return float(part / whole) if whole else math.nan
