@@ -47,23 +47,23 @@ def test_finite_data_ends_for_all_ranks_and_validates_the_whole_set(tiny: TinyRu
     train_text = text_of(tiny.folder / "train.txt", 1003 * 8 + 1 - 2)
     other_text = text_of(tiny.folder / "other.txt", 37 * 8 + 1 - 2)
     options = [
-        "--training.seq_len=8", "--training.epochs=1", "--training.global_batch_size=40", f"--data.path={train_text}",
-        "--validation.enable", f"--validation.path={other_text}", "--validation.sequences=0", "--validation.freq=20",
-        "--training.local_batch_size=5", "--metrics.log_freq=100",
+        "--training.seq_len=8", "--training.epochs=1", "--training.global_batch_size=200", f"--data.path={train_text}",
+        "--validation.enable", f"--validation.path={other_text}", "--validation.sequences=0", "--validation.freq=4",
+        "--training.local_batch_size=25", "--metrics.log_freq=100",
     ]  # fmt: skip
     figures = {}
     for ranks in (1, 2, 4):
         config = tiny.config(f"--job.name=on-{ranks}", *options, world_size=ranks)
         run_ranks(trained_and_logged, ranks, config)
-        assert [record["step"] for record in tiny.records(f"on-{ranks}")] == [1, 25], "1003 // 40"
+        assert [record["step"] for record in tiny.records(f"on-{ranks}")] == [1, 5], "1003 // 200"
         saved = Local(f"{tiny.folder}/outputs/on-{ranks}/checkpoints", "")
-        assert storage.committed_steps(saved.list()) == [25]
-        assert storage.read_manifest(saved, storage.folder_name(25)).samples == 1000
+        assert storage.committed_steps(saved.list()) == [5]
+        assert storage.read_manifest(saved, storage.folder_name(5)).samples == 1000
         log = (tiny.folder / f"outputs/on-{ranks}/logs/rank-0.log").read_text()
-        assert "the last 3 sequences do not fill a batch of 40: left out" in log
+        assert "the last 3 sequences do not fill a batch of 200: left out" in log
         figures[ranks] = validation_records(tiny, f"on-{ranks}")
     for records in figures.values():
-        assert [record["step"] for record in records] == [20, 25]
+        assert [record["step"] for record in records] == [4, 5]
         for record, reference in zip(records, figures[1], strict=True):
             assert record["loss"] == pytest.approx(reference["loss"], rel=2e-6)
             source = record["sources"]["other.txt"]

@@ -41,9 +41,9 @@ def one_step(run: Run) -> StepResult:
     return train_step(run.model, batches, optimizer=run.optimizer, group=run.metrics.group, max_norm=1.0)
 
 
-def initial_weights(rank: int, world_size: int, config: Config) -> dict[str, Any]:
-    run = built(rank, world_size, config)
-    return {name: whole(parameter).numpy() for name, parameter in run.model.named_parameters()}
+def initial_weights(rank: int, world_size: int, configs: list[Config]) -> list[dict[str, Any]]:
+    runs = (built(rank, world_size, config) for config in configs)
+    return [{name: whole(parameter).numpy() for name, parameter in run.model.named_parameters()} for run in runs]
 
 
 def trained(rank: int, world_size: int, config: Config) -> dict[str, Any]:
@@ -56,17 +56,22 @@ def trained_in_turn(rank: int, world_size: int, configs: list[Config]) -> list[d
     return [trained(rank, world_size, config) for config in configs]
 
 
-@pytest.mark.parametrize("options", [[], ["--model.args.tied_head"], ["--training.enable_cpu_offload"]])
-def test_initial_weights_are_bit_identical_on_every_layout(tiny: TinyRun, options: list[str]) -> None:
+def test_initial_weights_are_bit_identical_on_every_layout(tiny: TinyRun) -> None:
     expected: dict[str, Any] = {}
-    for replicate, shard in LAYOUTS:
-        world_size = replicate * shard
-        config = tiny.config(*degrees(replicate, shard), *options, world_size=world_size)
-        for weights in run_ranks(initial_weights, world_size, config):
-            expected = expected or weights
-            assert weights.keys() == expected.keys()
-            for name, weight in weights.items():
-                assert (weight == expected[name]).all(), (name, replicate, shard)
+    for option in ("--model.args.tied_head=true", "--training.enable_cpu_offload=true", "--model.args.tied_head=false"):
+        expected = {}
+        for world_size in (1, 4):
+            layouts = [layout for layout in LAYOUTS if layout[0] * layout[1] == world_size]
+            configs = [
+                tiny.config(*degrees(*layout), option, f"--job.name={layout[0]}-{layout[1]}", world_size=world_size)
+                for layout in layouts
+            ]
+            for found in run_ranks(initial_weights, world_size, configs):
+                for layout, weights in zip(layouts, found, strict=True):
+                    expected = expected or weights
+                    assert weights.keys() == expected.keys()
+                    for name, weight in weights.items():
+                        assert (weight == expected[name]).all(), (name, layout, option)
     rows = expected["layers.0.attention.wq.weight"]
     assert abs(rows.std() - 0.02) < 0.002
     assert (rows[:11] != rows[11:22]).all(), "shards must not repeat each other's draws"
@@ -75,13 +80,16 @@ def test_initial_weights_are_bit_identical_on_every_layout(tiny: TinyRun, option
 @pytest.mark.parametrize("model", [[], ["--model.args.tied_head"]], ids=["untied", "tied"])
 def test_losses_are_equal_on_every_layout(tiny: TinyRun, model: list[str]) -> None:
     losses = {}
-    for replicate, shard in LAYOUTS:
-        name = f"run-{replicate}-{shard}"
-        options = [*degrees(replicate, shard), *model, f"--job.name={name}", "--training.steps=20"]
-        config = tiny.config(*options, world_size=replicate * shard)
-        run_ranks(trained, replicate * shard, config)
-        losses[name] = tiny.losses(name)
-        assert len(losses[name]) == 20
+    for world_size in (1, 4):
+        names = {layout: f"run-{layout[0]}-{layout[1]}" for layout in LAYOUTS if layout[0] * layout[1] == world_size}
+        fixed = [*model, "--training.steps=20"]
+        configs = [
+            tiny.config(*degrees(*layout), *fixed, f"--job.name={name}", world_size=world_size)
+            for layout, name in names.items()
+        ]
+        run_ranks(trained_in_turn, world_size, configs)
+        losses |= {name: tiny.losses(name) for name in names.values()}
+    assert all(len(found) == 20 for found in losses.values())
     reference = losses["run-1-1"]
     assert reference[0] == pytest.approx(5.557, abs=0.1)  # ln 259: the model starts without an opinion
     assert reference[-1] < 3

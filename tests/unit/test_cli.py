@@ -78,7 +78,7 @@ def test_a_run_folder_tells_how_it_was_made(tiny: TinyRun) -> None:
          "parallelism.data_parallel_shard_degree: replicate 1 x shard 3 = 3 processes, there are 1 (command line)"),
         (["--data.path=/no/such"], "data.path: no file or folder /no/such (command line)"),
         (["--data.tokenizer=/no/such"],
-         "data.tokenizer: no file /no/such (a tiktoken rank file, or the word bytes) (command line)"),
+         "data.tokenizer: no file /no/such (a tiktoken rank file, a tokenizer.json, or one of the names bytes, "),
         (["--model.args.n_layer=3"],
          "model.args.n_layer: unknown key 'n_layer', did you mean n_layers? (known: vocab_size, max_seq_len, dim,"),
         (["--model.args.vocab_size=100"],

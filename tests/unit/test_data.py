@@ -1,6 +1,5 @@
-"""Data: text to tokens exactly, a permutation each epoch, and batches that depend on the config alone."""
+"""Data: shards of tokens, a permutation each epoch, and batches that depend on the config alone."""
 
-import base64
 import multiprocessing
 import pickle
 from itertools import islice
@@ -17,18 +16,11 @@ from titanlite.data.order import Order, permute
 from titanlite.data.packing import Stream
 from titanlite.data.samples import Samples, Source
 from titanlite.data.sources import open_sources
-from titanlite.data.tokenizer import ByteTokenizer, TiktokenTokenizer, load_tokenizer
+from titanlite.data.tokenizer import ByteTokenizer
 from titanlite.data.tokens import TokenStore, TokenWriter, unigram_entropy
 from titanlite.errors import UserError
 
 CPU = torch.device("cpu")
-HARD_TEXTS = [
-    "plain words, 12345 and more",
-    "Ünïcödé: 日本語 العربية Ελληνικά 👩‍👩‍👧‍👦 🏳️‍🌈",
-    "tabs\t\tand\r\nlines\n\n\n   spaces   \x00\x07\x1b",
-    "x" * 5000 + " " * 5000,
-    "<|begin_of_text|> is text when it stands in text <|eot_id|>",
-]
 
 
 def write_tokens(folder: Path, documents: list[list[int]], **options: Any) -> TokenStore:
@@ -36,47 +28,6 @@ def write_tokens(folder: Path, documents: list[list[int]], **options: Any) -> To
         for document in documents:
             writer.add(np.array(document))
     return TokenStore(folder)
-
-
-def rank_file(folder: Path) -> Path:
-    """A tiktoken file of all bytes and a few merges."""
-    tokens = [bytes([i]) for i in range(256)] + [b"th", b"in", b"the", b" the", b"12", b"123"]
-    path = folder / "tokenizer.model"
-    lines = [f"{base64.b64encode(token).decode()} {rank}" for rank, token in enumerate(tokens)]
-    path.write_text("\n".join(lines) + "\n")
-    return path
-
-
-# Tokenizers
-
-
-@pytest.mark.parametrize("text", HARD_TEXTS)
-def test_tokenizers_round_trip(text: str, tmp_path: Path) -> None:
-    for tokenizer in (ByteTokenizer(), TiktokenTokenizer(rank_file(tmp_path))):
-        ids = tokenizer.encode(text)
-        assert tokenizer.decode(ids) == text
-        assert ids.max() < min(tokenizer.bos_id, tokenizer.eos_id), "text never becomes a special token"
-        assert max(tokenizer.bos_id, tokenizer.eos_id) < tokenizer.vocab_size
-
-
-def test_tiktoken_file_has_llama3s_special_tokens(tmp_path: Path) -> None:
-    tokenizer = TiktokenTokenizer(rank_file(tmp_path))
-    assert (tokenizer.bos_id, tokenizer.eos_id, tokenizer.vocab_size) == (262, 263, 262 + 256)
-    assert tokenizer.encode("the 123 thin").tolist() == [258, 32, 261, 32, 256, 257]
-
-
-def test_a_long_text_is_cut_where_tiktoken_would_slow_down(tmp_path: Path) -> None:
-    tokenizer = TiktokenTokenizer(rank_file(tmp_path))
-    text = "the 12 " * 100_000
-    assert tokenizer.decode(tokenizer.encode(text)) == text
-
-
-@pytest.mark.parametrize("content", [b"", b"\xff\xfe", b"not base64!", b"dGhl 0\ndGhl", b"dGhl 5\n", b"dGhl x\n"])
-def test_unreadable_tokenizers_are_named(content: bytes, tmp_path: Path) -> None:
-    path = tmp_path / "tokenizer.model"
-    path.write_bytes(content)
-    with pytest.raises(UserError, match="is not a tiktoken rank file"):
-        load_tokenizer(str(path))
 
 
 # Shards
@@ -205,7 +156,7 @@ def test_each_epoch_is_a_permutation(size: int) -> None:
 
 def test_permutations_are_even() -> None:
     """Over many keys, each index goes everywhere equally often, and neighbours go their own ways."""
-    size, keys = 10, 20_000
+    size, keys = 10, 5_000
     landed = np.zeros((size, size))
     adjacent = 0
     for key in range(keys):

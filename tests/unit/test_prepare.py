@@ -271,6 +271,7 @@ def test_what_cannot_be_read_is_refused_with_a_way_out(name: str, content: bytes
 def test_paths_that_name_nothing_or_twice(tmp_path: Path) -> None:
     write(tmp_path / "a.txt", "a")
     for paths, message in (
+        ([], "an empty list of paths names nothing to read"),
         ("no/such", "no file or folder no/such"),
         ([str(tmp_path / "*.md")], r"no file or folder .*\*\.md"),
         ([str(tmp_path), str(tmp_path / "a.txt")], r"a\.txt is named twice, by .* and by .*a\.txt: name it once"),
@@ -465,6 +466,22 @@ def test_segments_are_tokenized_one_by_one_and_masked(tmp_path: Path) -> None:
     assert bare.has_mask
 
 
+def test_only_the_first_of_a_document_begins_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some tokenizers put a space before a text: not in the middle of one."""
+    original, began = ByteTokenizer.encode, []
+
+    def encode(tokenizer: ByteTokenizer, text: str, *, begins: bool = True) -> np.ndarray:
+        began.append((text[:3], len(text), begins))
+        return original(tokenizer, text)
+
+    monkeypatch.setattr(ByteTokenizer, "encode", encode)
+    write(tmp_path / "a.jsonl", as_lines(["one", [{"text": "two", "loss": True}, {"text": "end", "loss": True}]]))
+    write(tmp_path / "b.txt", "b" * (PIECE_BYTES + 5))
+    make([tmp_path / "a.jsonl", tmp_path / "b.txt"], tmp_path / "out", chunk_bytes=100)
+    pieces = [("bbb", PIECE_BYTES, True), ("bbb", 5, False)]
+    assert began == [("one", 3, True), ("two", 3, True), ("end", 3, False), *pieces]
+
+
 def test_tokens_that_a_tokenizer_does_not_have(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path / "a.txt", "a")
     monkeypatch.setattr(ByteTokenizer, "bos_id", None)
@@ -605,12 +622,13 @@ def test_what_skipped_errors_does_not_go_on_as_if_there_were_none(tmp_path: Path
 def test_a_worker_that_dies_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     paths = mixed_input(tmp_path)
     monkeypatch.setattr(prepare_module, "WORKER_BYTES", 1)
-    before = set(children(os.getpid()))
+    before, killed = set(children(os.getpid())), []
 
     def kill_one(*_: Any) -> None:
-        for child in set(children(os.getpid())) - before:
+        for child in set(children(os.getpid())) - before if not killed else ():
             if b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes():
                 os.kill(child, signal.SIGKILL)
+                killed.append(child)
 
     monkeypatch.setattr(prepare_module, "note", kill_one)
     with pytest.raises(RunError, match="a process that tokenizes was killed, for want of memory most likely"):
@@ -618,19 +636,29 @@ def test_a_worker_that_dies_is_an_error(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_two_at_once_make_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path, calls, said = write(tmp_path / "a.jsonl", as_lines(TEXTS)), [], []
+    path, said, writing, waiting = write(tmp_path / "a.jsonl", as_lines(TEXTS)), [], [], threading.Semaphore(0)
     original = prepare_module._write
-    monkeypatch.setattr(prepare_module, "_write", lambda task: (calls.append(1), time.sleep(0.2), original(task)))
-    threads = [
-        threading.Thread(target=make, args=(path, tmp_path / "out"), kwargs={"say": said.append}) for _ in range(3)
-    ]
-    for thread in threads:
+
+    def write_when_others_wait(task: Any) -> None:
+        writing.append(task)
+        while len(said) < 2:
+            waiting.release()
+            time.sleep(0.01)
+        original(task)
+
+    monkeypatch.setattr(prepare_module, "_write", write_when_others_wait)
+    options = {"say": said.append}
+    threads = [threading.Thread(target=make, args=(path, tmp_path / "out"), kwargs=options) for _ in range(3)]
+    threads[0].start()
+    waiting.acquire()
+    for thread in threads[1:]:
         thread.start()
     for thread in threads:
         thread.join()
-    assert calls == [1]
-    waiting = f"waiting for process {os.getpid()} on {platform.node()}, which prepares {tmp_path / 'out'}"
-    assert said.count(waiting) == 2
+    assert len(writing) == 1
+    assert (
+        said[:2] == [f"waiting for process {os.getpid()} on {platform.node()}, which prepares {tmp_path / 'out'}"] * 2
+    )
     assert tokens_of(TokenStore(tmp_path / "out")) == TOKENS
 
 
@@ -783,6 +811,29 @@ def test_the_command_has_help(capfd: pytest.CaptureFixture[str]) -> None:
     for words in (["data", "--help"], ["data", "prepare", "--help"], ["data", "prepare", "x", "-h"]):
         assert cli.run(words) == 0
         assert "titanlite data prepare INPUT... --out DIR" in capfd.readouterr().out
+
+
+def test_tokenizers_are_trained_and_tokens_inspected(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    texts = ["the cat and the dog ", "the end"] * 20
+    write(tmp_path / "a.jsonl", as_lines(texts))
+    assert cli.run(["data", "tokenizer", "a.jsonl", "--out", "made", "--vocab-size", "516"]) == 0
+    size = len("".join(texts))
+    assert capfd.readouterr().out == f"{tmp_path}/made: 516 tokens, trained on {size} bytes of text\n"
+    assert cli.run(["data", "prepare", "a.jsonl", "--out", "tok", "--tokenizer", "made/tokenizer.model"]) == 0
+    assert TokenStore(tmp_path / "tok").index["tokenizer"]["name"] == "made/tokenizer.model"
+    capfd.readouterr()
+    assert cli.run(["data", "inspect", "tok", "--sample", "40", "--quick"]) == 0
+    shown = capfd.readouterr().out
+    assert shown.count("the end") == 20
+    assert "checksums" not in shown
+    write(tmp_path / "tok" / "00000.tokens", b"x" * (tmp_path / "tok" / "00000.tokens").stat().st_size)
+    assert cli.run(["data", "inspect", "tok"]) == 2
+    write(tmp_path / "b.jsonl", as_lines(texts) + b"bad\n")
+    assert cli.run(["data", "tokenizer", "b.jsonl", "--out", "other", "--vocab-size", "516"]) == 2
+    assert "error: b.jsonl:41: not JSON" in capfd.readouterr().err
 
 
 def test_preparing_imports_no_torch() -> None:

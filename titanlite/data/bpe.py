@@ -54,7 +54,7 @@ def train_bpe(texts: Iterable[str], *, vocab_size: int, out: Path) -> int:
             f"{counted.bytes:,} bytes of text give a vocabulary of {found:,} tokens, not {vocab_size:,}: ask for less, "
             "or give more text"
         )
-    _write(ranks, out)
+    write_bpe(ranks, out)
     return counted.bytes
 
 
@@ -124,7 +124,16 @@ def _merges(ranks: dict[bytes, int]) -> Iterator[tuple[bytes, bytes]]:
             yield parts[0], parts[1]
 
 
-def _write(ranks: list[bytes], out: Path) -> None:
+def write_bpe(ranks: list[bytes], out: Path) -> None:
+    """Both forms of a byte-level BPE, as `train_bpe` writes them. Ranks that another made will do as well.
+
+    Args:
+        ranks: the tokens, all bytes among them, in the order in which merging prefers them.
+
+    Raises:
+        UserError: `out` exists.
+    """
+    _refuse_to_overwrite(out)
     staging = out.with_name(f".{out.name}.partial-{os.getpid()}")
     staging.mkdir(parents=True)
     try:
@@ -135,7 +144,6 @@ def _write(ranks: list[bytes], out: Path) -> None:
         about = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": bos, "eos_token": eos}
         about |= {"clean_up_tokenization_spaces": False}  # changes decoded text
         (staging / "tokenizer_config.json").write_text(json.dumps(about, indent=2) + "\n")
-        _refuse_to_overwrite(out)
         staging.rename(out)
     finally:
         shutil.rmtree(staging, ignore_errors=True)

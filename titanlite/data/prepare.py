@@ -56,7 +56,7 @@ class _Task:
         """Equal for equal tokens. What is done about errors is not in it: until there is one, it changes nothing."""
         real = lru_cache(os.path.realpath)  # of folders, since there can be a million files
         files = [
-            (os.path.join(real(os.path.dirname(path)), os.path.basename(path)), *about)
+            (path if "://" in path else os.path.join(real(os.path.dirname(path)), os.path.basename(path)), *about)
             for path, *about, _ in self.files
         ]
         about = [FORMAT, VERSION, self.tokenizer.fingerprint, astuple(self.options), files]
@@ -139,6 +139,8 @@ def prepare(
 
 
 def _as_list(path: Paths) -> list[str]:
+    if path == []:
+        raise UserError("an empty list of paths names nothing to read")
     return [path] if isinstance(path, str) else path or [STDLIB]
 
 
@@ -173,6 +175,9 @@ def _made(task: _Task) -> TokenStore:
             if (store := _existing(task)) is None:
                 _write(task)
         return store or TokenStore(task.folder)
+    except KeyboardInterrupt:
+        task.say("stopped: finished shards are kept, and the same command goes on")
+        raise
     except OSError as error:  # of writing: what reading raises is of the documents
         raise RunError(
             f"{task.folder} cannot be written: {error}; finished shards are kept, and the same command goes on"
