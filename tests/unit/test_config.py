@@ -60,8 +60,8 @@ lr = true
     assert sorted(found) == [
         "compile.enabel: unknown key, did you mean compile.enable? (command line)",
         "data.path: no file or folder nowhere/ (run.toml:8)",
-        "data.tokenizer: no file no.model (a tiktoken rank file, a tokenizer.json, or one of the names bytes, python-2k) "
-        "(run.toml:9)",
+        "data.tokenizer: no file no.model (a tiktoken rank file, a tokenizer.json, or one of the names bytes, "
+        "python-2k) (run.toml:9)",
         "metrics.log_freq: expected a number of at least 1, got 0 (command line)",
         "optimizer.lr: expected a number, got true (run.toml:13)",
         "parallelism.fsdp_reshard_after_forward: expected 'default', 'always' or 'never' or an integer, "
