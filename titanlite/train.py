@@ -177,7 +177,7 @@ def train(run: Run) -> None:
         )
         metrics.record_saves(checkpoints.watch())
         if run.validator.is_due(step, last=step == steps):
-            with metrics.not_training(waits_for_device=True):
+            with metrics.not_training(waits_for_device=True), checkpoints.not_training():
                 metrics.record_validation(step, run.validator.run(run.model))
         if checkpoints.is_due(step, last=step == steps):
             with metrics.not_training(waits_for_device=not checkpoints.is_background):

@@ -72,17 +72,27 @@ def test_finite_data_ends_for_all_ranks_and_validates_the_whole_set(tiny: TinyRu
 
 
 @pytest.mark.usefixtures("single_process_group")
-def test_validation_changes_nothing_in_training(tiny: TinyRun) -> None:
+def test_validation_changes_nothing_in_training(tiny: TinyRun, monkeypatch: pytest.MonkeyPatch) -> None:
     options = [
-        "--validation.enable",
-        "--validation.freq=1",
-        f"--validation.path={tiny.text}",
-        "--validation.sequences=9",
-    ]
+        "--validation.enable", "--validation.freq=1", f"--validation.path={tiny.text}", "--validation.sequences=9",
+        "--checkpoint.interval=2",
+    ]  # fmt: skip
+    run, slept = Validator.run, 0.4
+
+    def slow(self: Validator, model: nn.Module) -> dict[str, Any]:
+        time.sleep(slept)
+        return run(self, model)
+
+    monkeypatch.setattr(Validator, "run", slow)
     train_on_this_rank(tiny.config("--job.name=with", *options), 0, 1)
     train_on_this_rank(tiny.config("--job.name=without"), 0, 1)
     assert tiny.losses("with") == tiny.losses("without")
     assert [record["step"] for record in validation_records(tiny, "with")] == [1, 2, 3, 4, 5, 6]
+    saves = (tiny.folder / "outputs/with/checkpoints.jsonl").read_text().splitlines()
+    times = [json.loads(save)["blocking_seconds"] for save in saves]
+    times += [record["step_seconds"] for record in tiny.records("with")[1:]]
+    assert len(times) == 8
+    assert max(times) < slept, "its time is counted neither as steps nor as saving"
     losses = [record["loss"] for record in validation_records(tiny, "with")]
     assert losses[-1] < losses[0]
 

@@ -2,6 +2,8 @@
 
 import time
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
@@ -18,6 +20,7 @@ class StepClock:
         self._last: Any = None
         self._begin: Any = None
         self._steps = 0
+        self._gaps: list[tuple[Any, Any]] = []
 
     def step(self) -> None:
         """A step has ended."""
@@ -28,14 +31,22 @@ class StepClock:
             self._undisturbed.append((self._last, mark))
         self._last = mark
 
+    @contextmanager
+    def not_training(self) -> Iterator[None]:
+        """What happens here (a validation) is no part of any step, and nothing that a save costs."""
+        start = self._mark()
+        yield
+        self._last = self._mark()
+        self._gaps.append((start, self._last))
+
     def begin_save(self) -> None:
         """A save begins: the steps from here to `end_save` are disturbed."""
-        self._begin, self._steps = self._last or self._mark(), 0
+        self._begin, self._steps, self._gaps = self._last or self._mark(), 0, []
 
     def end_save(self) -> "Blocking":
         """The save has ended: during the step that ended last, or, if it was waited for, now."""
         self._last = self._mark()
-        blocking = Blocking([*self._undisturbed], self._begin, self._last, self._steps)
+        blocking = Blocking([*self._undisturbed], self._begin, self._last, self._steps, self._gaps)
         self._begin = None
         return blocking
 
@@ -53,6 +64,7 @@ class Blocking:
     begin: Any
     end: Any
     steps: int
+    gaps: list[tuple[Any, Any]]
 
     def is_known(self) -> bool:
         return isinstance(self.end, float) or self.end.query()
@@ -63,7 +75,8 @@ class Blocking:
         usual = [_between(a, b) for a, b in self.undisturbed]
         if self.steps and not usual:
             return None
-        return _between(self.begin, self.end) - (self.steps * median(usual) if self.steps else 0.0)
+        gaps = sum(_between(a, b) for a, b in self.gaps)
+        return _between(self.begin, self.end) - gaps - (self.steps * median(usual) if self.steps else 0.0)
 
 
 def _between(a: Any, b: Any) -> float:

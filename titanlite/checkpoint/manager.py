@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -138,6 +139,10 @@ class CheckpointManager:
         if save is not None and (not is_going_on or (has_failed and self.config.on_save_error == "stop")):
             self._end_save(last=False, timeout=30 if is_going_on else None)
         return self._figures()
+
+    def not_training(self) -> AbstractContextManager[None]:
+        """What happens here is not counted as a cost of saving."""
+        return self._clock.not_training()
 
     def is_due(self, step: int, *, last: bool) -> bool:
         return self.config.enable and (last or step % self.config.interval == 0 or self._time_is_up)

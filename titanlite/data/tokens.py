@@ -239,8 +239,6 @@ class TokenWriter:
             **self.notes,
             "shards": self._shards,
         }
-        for left_over in (*self._staging.glob("counts-*.npy"), self._staging / PROGRESS):
-            left_over.unlink(missing_ok=True)
         with open(self._staging / INDEX, "w") as file:
             json.dump(index, file, indent=1)
             file.flush()
@@ -251,6 +249,8 @@ class TokenWriter:
             shutil.rmtree(self._staging)
             if not (self.folder / INDEX).is_file():
                 raise
+        for left_over in (*self.folder.glob("counts-*.npy"), self.folder / PROGRESS):  # wanted until here
+            left_over.unlink(missing_ok=True)
 
 
 class _Shard:
