@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import nn
 
 from tests.distributed.test_layouts import built, trained_in_turn
 from tests.helpers import TinyRun, _free_port, run_ranks, train_on_this_rank
@@ -24,6 +25,7 @@ from titanlite.console import start_logging
 from titanlite.data.samples import Batch
 from titanlite.errors import UserError
 from titanlite.train import finish, train
+from titanlite.validation import Validator
 
 
 def validation_records(tiny: TinyRun, name: str) -> list[dict[str, Any]]:
@@ -139,6 +141,7 @@ def test_shares_of_a_mixture_are_exact_and_a_changed_one_is_refused_or_goes_on(t
     assert consumed(tiny.config(*changed, "--training.steps=12"), 80) == [40, 40], "the next start needs no word of it"
 
 
+@pytest.mark.slow
 def test_best_fit_packing_and_document_masks_train_alike_on_any_layout(tiny: TinyRun) -> None:
     for number in range(40):
         text_of(tiny.text / f"{number}.txt", 7 + 3 * number)

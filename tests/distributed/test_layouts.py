@@ -77,7 +77,13 @@ def test_initial_weights_are_bit_identical_on_every_layout(tiny: TinyRun) -> Non
     assert (rows[:11] != rows[11:22]).all(), "shards must not repeat each other's draws"
 
 
-@pytest.mark.parametrize("model", [[], ["--model.args.tied_head"]], ids=["untied", "tied"])
+@pytest.mark.parametrize(
+    "model",
+    [
+        pytest.param([], id="untied"),
+        pytest.param(["--model.args.tied_head"], id="tied", marks=pytest.mark.slow),
+    ],
+)
 def test_losses_are_equal_on_every_layout(tiny: TinyRun, model: list[str]) -> None:
     losses = {}
     for world_size in (1, 4):
