@@ -14,6 +14,7 @@ import argparse
 import json
 import multiprocessing
 import os
+import resource
 import shutil
 import statistics
 import sys
@@ -52,17 +53,19 @@ def bench_prepare(folder: Path, runs: int, mib: int) -> None:
     corpus = write_corpus(folder / "corpus.jsonl", mib * 2**20)
     seconds: dict[str, list[float]] = {name: [] for name in CONTENDERS}
     tokens: dict[str, int] = {}
+    memory: dict[str, float] = {}  # MiB, most of the largest process
     for _ in range(runs):
         for name in CONTENDERS:
-            took, tokens[name] = in_a_process(name, corpus, folder / "out")
+            took, tokens[name], memory[name] = in_a_process(name, corpus, folder / "out")
             seconds[name].append(took)
             print(f"  {name:<28} {took:6.2f} s", file=sys.stderr)
-    spread = max(tokens.values()) - min(tokens.values())
-    assert spread <= 1e-6 * max(tokens.values()), tokens  # titanlite cuts lines of more than 256 KiB
+    differ = max(tokens.values()) - min(tokens.values())
+    assert differ <= 1e-6 * max(tokens.values()), tokens  # titanlite cuts lines of more than 256 KiB
     medians = {name: statistics.median(times) for name, times in seconds.items()}
     for name, times in seconds.items():
-        rate = next(iter(tokens.values())) / medians[name]
-        print(f"{name:<28} {medians[name]:6.2f} s ({min(times):.2f} to {max(times):.2f})  {rate / 1e6:.2f} M tokens/s")
+        rate = next(iter(tokens.values())) / medians[name] / 1e6
+        spread = f"({min(times):.2f} to {max(times):.2f})"
+        print(f"{name:<28} {medians[name]:6.2f} s {spread}  {rate:.2f} M tokens/s, {memory[name]:,.0f} MiB")
     raw, one, two = medians["raw tiktoken"], medians["prepare, 1 worker"], medians["prepare, 2 workers"]
     print(f"prepare, 1 worker / raw tokenizer: {raw / one:.3f}   2 workers / 1 worker: {one / two:.3f}")
     for processes, ours in ((1, one), (2, two)):
@@ -86,7 +89,7 @@ def write_corpus(path: Path, size: int) -> Path:
     return path
 
 
-def in_a_process(name: str, corpus: Path, out: Path) -> tuple[float, int]:
+def in_a_process(name: str, corpus: Path, out: Path) -> tuple[float, int, float]:
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=_contend, args=(name, corpus, out, theirs))
@@ -98,7 +101,9 @@ def in_a_process(name: str, corpus: Path, out: Path) -> tuple[float, int]:
 
 
 def _contend(name: str, corpus: Path, out: Path, pipe: Connection) -> None:
-    pipe.send(CONTENDERS[name](corpus, out))
+    took, tokens = CONTENDERS[name](corpus, out)
+    peak = max(resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    pipe.send((took, tokens, peak / 2**10))
 
 
 def raw(corpus: Path, out: Path) -> tuple[float, int]:

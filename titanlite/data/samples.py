@@ -153,11 +153,11 @@ class Samples(Dataset[Batch]):
             state: that of the checkpoint.
             on_change: what to do if the data is not what it was then.
         """
-        if state["meaning"] == self.meaning:
+        if state.get("meaning") == self.meaning:
             origin = Origin(**state["origin"])
         else:
             # With "error" the loader has refused to come this far, unless checkpoint.allow_changes names the data.
-            origin = Origin(samples, {} if on_change == "restart" else dict(state["consumed"]))
+            origin = Origin(samples, {} if on_change == "restart" else dict(state.get("consumed", {})))
             for source in self.sources:
                 at = origin.consumed.get(source.fingerprint, 0)
                 logger.info(f"data changed: {source.name} goes on after {at:,} of its sequences (data.on_change)")
