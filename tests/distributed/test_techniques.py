@@ -24,6 +24,7 @@ def compile_counts(rank: int, world_size: int, config: Config) -> tuple[int, lis
     return graphs, [name for name, _ in run.model.named_parameters()]
 
 
+@pytest.mark.slow
 def test_compiled_blocks_give_the_same_losses(tiny: TinyRun) -> None:
     options = [*degrees(1, 2), "--training.steps=3"]
     run_ranks(trained, 2, tiny.config("--job.name=eager", *options, world_size=2))

@@ -247,6 +247,7 @@ def test_run_train_reports_a_mistake_once(tiny: TinyRun) -> None:
     ]
 
 
+@pytest.mark.slow
 def test_run_train_passes_on_the_exit_code_of_a_rank(tiny: TinyRun) -> None:
     for file in tiny.text.iterdir():
         file.write_text("short")  # found out only when the text is read
