@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from titanlite.config.schema import Config, Data, Validation
 from titanlite.errors import UserError
 
-STDLIB = "stdlib://"
 Conflict = tuple[str, str]  # dotted key, what is wrong
 
 
