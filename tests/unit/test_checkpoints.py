@@ -429,7 +429,7 @@ def test_changed_settings_need_a_word(tiny: TinyRun) -> None:
     with pytest.raises(UserError) as refusal:
         trained(tiny.config(*other, "--model.args.norm_eps=1e-6", "--optimizer.lr=1e-3"))
     lines = str(refusal.value).splitlines()
-    assert re.fullmatch(r"  data\.sources\.text was \w+-stream-32 x 1, is \w+-stream-16 x 1", lines[1])
+    assert re.fullmatch(r"  data\.sources\.text was \w+-stream-32 x 1\.0, is \w+-stream-16 x 1\.0", lines[1])
     assert lines[2:6] == [
         "  debug.seed was 0, is 1",
         "  model.args.norm_eps was 1e-05, is 1e-06",

@@ -216,6 +216,10 @@ def test_a_changed_mixture_goes_on_in_each_source_that_is_still_the_same() -> No
     assert back.consumed(110) == [48, 58], "a source that was left out for a while is not forgotten"
 
 
+def test_the_smallest_change_of_a_weight_is_a_change() -> None:
+    assert mixed((9, 0.1234567), (9, 1.0)).meaning != mixed((9, 0.1234568), (9, 1.0)).meaning
+
+
 def test_a_changed_mixture_can_begin_anew() -> None:
     first = mixed((40, 1.0))
     second = mixed((40, 0.5), (40, 0.5)).going_on(saved(first, 60), 60, "restart")

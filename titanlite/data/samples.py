@@ -132,7 +132,7 @@ class Samples(Dataset[Batch]):
     @property
     def meaning(self) -> dict[str, Any]:
         """Equal where, with the same seed and origin, every sample index means the same tokens."""
-        sources = {f"data.sources.{s.name}": f"{s.fingerprint} x {s.weight:g}" for s in self.sources}
+        sources = {f"data.sources.{s.name}": f"{s.fingerprint} x {s.weight!r}" for s in self.sources}
         return {**sources, "data.shuffle": self.shuffle}
 
     def state(self, samples: int) -> dict[str, Any]:
