@@ -27,9 +27,10 @@ import torch.distributed.checkpoint as dcp
 from titanlite.checkpoint.blocking import StepClock
 from titanlite.checkpoint.files import open_files
 from titanlite.checkpoint.manager import CheckpointManager, Progress
-from titanlite.checkpoint.state import flat, local, state_of
+from titanlite.checkpoint.state import flat, state_of
 from titanlite.config.load import load
 from titanlite.job import pick_device, process_group, read_ranks
+from titanlite.parallelize.mesh import local
 from titanlite.preflight import preflight
 from titanlite.step import train_step
 from titanlite.train import Run, build
@@ -88,7 +89,10 @@ class Contest:
 
     def step(self) -> None:
         batches = list(islice(self.run.batches, self.run.accumulation))
-        train_step(self.run.model, batches, optimizer=self.run.optimizer, group=self.run.metrics.group, max_norm=1.0)
+        train_step(
+            self.run.model, batches, optimizer=self.run.optimizer, group=self.run.metrics.group, max_norm=1.0,
+            z_loss=0.0, judge=self.run.guard.judge,
+        )  # fmt: skip
         self.step_number += 1
         self.clock.step()
 

@@ -1,7 +1,12 @@
+# ruff: noqa: F401
 """Imported once by the server that test processes are forked from, so that each of them starts at once."""
 
+import numpy.random
+import tomlkit
+import torch._dynamo.convert_frame
+import torch._inductor.standalone_compile
 import torch.distributed.checkpoint
 import torch.distributed.fsdp
-import torch.distributed.tensor  # noqa: F401
+import torch.distributed.tensor
 
-import titanlite.train  # noqa: F401
+import titanlite.train

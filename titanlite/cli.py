@@ -44,7 +44,7 @@ INPUT is a file of text or JSON lines (also .gz or .zst), a .parquet file, a fol
 that Hugging Face's save_to_disk wrote, hf://NAME[:CONFIG][:SPLIT], or stdlib:// (stdlib://train, stdlib://validation).
 DIR is then a data.path. T is bytes, the name of a tokenizer that titanlite ships, or a path, as data.tokenizer.
 
-Exit codes: 0 done, 1 failed, 2 wrong config or input.
+Exit codes: 0 done, 1 failed, 2 wrong config or input, 3 stopped by a rule of the config (a loss that is not finite).
 """
 
 NAMES = (
@@ -99,7 +99,7 @@ def _guarded(command: Callable[[list[str]], None], arguments: list[str]) -> int:
     try:
         command(arguments)
     except (UserError, RunError) as error:
-        code = 2 if isinstance(error, UserError) else 1
+        code = error.exit_code
         if _is_first_to_fail(code):
             for line in str(error).splitlines():
                 print(f"error: {line}", file=sys.stderr)
@@ -127,10 +127,12 @@ def _train(arguments: list[str]) -> None:
     start_logging(ranks.rank)
     device = pick_device(ranks)
     ingredients = preflight(config, ranks, device)
-    with process_group(ranks, device):
+    with process_group(ranks, device, deterministic=config.debug.deterministic):
         run = build(config, ingredients, ranks=ranks, device=device)
-        train(run)
-        finish(run)
+        stopped = train(run)
+        finish(run, stopped)
+    if stopped:
+        raise stopped
 
 
 def _check(arguments: list[str]) -> None:

@@ -1,15 +1,25 @@
-"""Errors that are the user's to mend: one clear line each, no traceback, exit code 2."""
+"""Errors that are for people: the command prints one clear line each, no traceback, and exits with the error's code."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 
 class UserError(ValueError):
-    """Wrong config or input. The command prints the message and exits with code 2."""
+    """Wrong config or input."""
+
+    exit_code: ClassVar[int] = 2
 
 
 class RunError(RuntimeError):
-    """The run cannot go on, and neither config nor code is to blame: a full disk, say. The command prints the message
-    and exits with code 1."""
+    """The run cannot go on, and neither config nor code is to blame: a full disk, say."""
+
+    exit_code: ClassVar[int] = 1
+
+
+class RunStopped(RunError):
+    """The run has ended itself, in good order, by a rule of its config."""
+
+    exit_code: ClassVar[int] = 3
 
 
 @dataclass(frozen=True)

@@ -59,7 +59,7 @@ def pick_device(ranks: Ranks) -> torch.device:
 
 
 @contextmanager
-def process_group(ranks: Ranks, device: torch.device) -> Iterator[None]:
+def process_group(ranks: Ranks, device: torch.device, *, deterministic: bool = False) -> Iterator[None]:
     """Start the process group (also for one process: everything takes one path), and end it in good order.
 
     The barrier before the end is there because a rank that leaves early breaks connections that others still use.
@@ -67,6 +67,8 @@ def process_group(ranks: Ranks, device: torch.device) -> Iterator[None]:
     """
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, _cores() // ranks.local_world_size))
+    if deterministic:
+        use_deterministic_kernels()
     backend = "gloo"
     if device.type == "cpu":
         keep_freed_memory()
@@ -82,6 +84,15 @@ def process_group(ranks: Ranks, device: torch.device) -> Iterator[None]:
     yield
     dist.barrier()
     dist.destroy_process_group()
+
+
+def use_deterministic_kernels() -> None:
+    """Before anything is computed. What has no such kernel raises an error then."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS repeats with a workspace of fixed size only
+    torch.use_deterministic_algorithms(True)
+    # Filling memory that nobody has written to would find mistakes, at the price of much writing.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue]
+    torch.backends.cudnn.benchmark = False  # it picks kernels by timing them
 
 
 def keep_freed_memory() -> None:
@@ -130,6 +141,10 @@ class RunFolder:
     @property
     def validation(self) -> Path:
         return self.path / "validation.jsonl"
+
+    @property
+    def skipped(self) -> Path:
+        return self.path / "skipped.jsonl"
 
     @property
     def has_saved(self) -> bool:

@@ -1,14 +1,90 @@
 """The loss: summed over tokens here, divided by the global count of tokens in `step`, so that every token of the global
-batch weighs the same whatever the layout and the accumulation."""
+batch weighs the same whatever the layout and the accumulation.
 
-import torch.nn.functional as F
+Logits [T, V] never exist at once. Tokens are taken in chunks whose logits fit into `CHUNK_BYTES`, and the gradients of
+a chunk are computed as soon as its logits are there, so that backward needs neither them nor another product.
+
+Shape suffixes: see `models.layers`; C the tokens of a chunk.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
 from torch import Tensor
 
 IGNORE = -100
 """A label that does not count."""
 
+CHUNK_BYTES = 2**28
+"""Of float32 logits at a time: 512 tokens of a vocabulary of 131,072."""
 
-def cross_entropy_sum(hidden_BLD: Tensor, weight_VD: Tensor, *, labels_BL: Tensor) -> Tensor:
-    """Sum over valid tokens of the cross entropy, in nats; fp32 scalar."""
-    logits_BLV = F.linear(hidden_BLD, weight_VD).float()
-    return F.cross_entropy(logits_BLV.flatten(0, 1), labels_BL.flatten(), ignore_index=IGNORE, reduction="sum")
+
+class TokenLoss(NamedTuple):
+    """Sums over valid tokens, in nats; fp32 scalars."""
+
+    total: Tensor
+    """What is trained on: the cross entropy, and what is added to it."""
+    cross_entropy: Tensor
+    """Alone. It has no gradient."""
+
+
+def token_loss(hidden_BLD: Tensor, weight_VD: Tensor, *, labels_BL: Tensor, z_loss: float = 0.0) -> TokenLoss:
+    """Cross entropy of the logits hidden @ weight^T.
+
+    Args:
+        z_loss: weight of log(Z)^2, Z being the sum that softmax divides by (arXiv:2204.02311).
+    """
+    chunk = max(1, CHUNK_BYTES // (4 * len(weight_VD)))
+    total, cross_entropy = _ChunkedLoss.apply(hidden_BLD.flatten(0, 1), weight_VD, labels_BL.flatten(), z_loss, chunk)
+    return TokenLoss(total, cross_entropy)
+
+
+class _ChunkedLoss(torch.autograd.Function):
+    """`F.linear_cross_entropy` of torch 2.12 works like this. It returns the loss in the type of the hidden states,
+    which for bfloat16 is wrong in the third digit, and it knows no z-loss."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, z_loss: float, chunk: int
+    ) -> tuple[Tensor, Tensor]:
+        # CPUs without units for bfloat16 take 30 times as long for such products as for those of float32.
+        operand_type = hidden_TD.dtype if hidden_TD.is_cuda else torch.float32
+        operand_VD = weight_VD.to(operand_type)
+        wants_gradients = any(ctx.needs_input_grad[:2])
+        d_hidden_TD = torch.empty_like(hidden_TD) if wants_gradients else None
+        d_weight_VD = torch.zeros_like(weight_VD, dtype=torch.float32) if wants_gradients else None
+        total, cross_entropy = torch.zeros((), device=hidden_TD.device), torch.zeros((), device=hidden_TD.device)
+        for start in range(0, len(labels_T), chunk):
+            x_CD, labels_C = hidden_TD[start : start + chunk].to(operand_type), labels_T[start : start + chunk]
+            logits_CV = _product(x_CD, operand_VD.t())
+            log_z_C = logits_CV.logsumexp(dim=1)
+            valid_C = (labels_C != IGNORE).float()
+            index_C1 = labels_C.clamp(min=0).unsqueeze(1)
+            nats = ((log_z_C - logits_CV.gather(1, index_C1).squeeze(1)) * valid_C).sum()
+            cross_entropy += nats
+            total += nats + z_loss * (log_z_C.square() * valid_C).sum()
+            if d_hidden_TD is None or d_weight_VD is None:
+                continue
+            # d(nats) = softmax - onehot, d(log_z^2) = 2 log_z softmax; in place of the logits.
+            scale_C = valid_C * (1 + 2 * z_loss * log_z_C)
+            d_logits_CV = logits_CV.sub_(log_z_C.unsqueeze(1)).exp_().mul_(scale_C.unsqueeze(1))
+            d_logits_CV = d_logits_CV.scatter_add_(1, index_C1, -valid_C.unsqueeze(1)).to(operand_type)
+            d_hidden_TD[start : start + chunk] = _product(d_logits_CV, operand_VD)
+            d_weight_VD += _product(d_logits_CV.t(), x_CD)
+        if d_weight_VD is not None:
+            ctx.gradients = d_hidden_TD, d_weight_VD.to(weight_VD.dtype)
+        ctx.mark_non_differentiable(cross_entropy)
+        return total, cross_entropy
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        d_hidden_TD, d_weight_VD = ctx.gradients
+        del ctx.gradients  # they are scaled in place, and so good for one backward
+        return d_hidden_TD.mul_(gradients[0]), d_weight_VD.mul_(gradients[0]), None, None, None
+
+
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    """a @ b in float32: from bfloat16 operands without a rounding in between, where the device can do that."""
+    if a.dtype == torch.float32:
+        return a @ b
+    return torch.mm(a, b, out_dtype=torch.float32) if not torch.version.hip else (a @ b).float()

@@ -11,37 +11,22 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from titanlite.config.schema import Metrics
+from titanlite.data.loader import MicroBatches
+from titanlite.data.samples import Samples
+from titanlite.guard import SkippedStep
+from titanlite.hardware import peak_flops
 from titanlite.job import RunFolder
 from titanlite.step import StepResult
 
 logger = logging.getLogger(__name__)
-
-PEAK_BF16_FLOPS = {
-    # Dense, without sparsity; NVIDIA's and AMD's data sheets.
-    "NVIDIA A100": 312e12,
-    "NVIDIA H100 PCIe": 756e12,
-    "NVIDIA H100 NVL": 835e12,
-    "NVIDIA H100 80GB HBM3": 989e12,
-    "NVIDIA H200": 989e12,
-    "NVIDIA L40S": 362e12,
-    "AMD Instinct MI300X": 1307e12,
-}
-
-
-def peak_flops(device: torch.device, compute_type: str) -> float | None:
-    """The device's dense bfloat16 rate in FLOP/s; None where it is not known for certain."""
-    if device.type != "cuda" or compute_type != "bfloat16":
-        return None
-    name = torch.cuda.get_device_name(device)
-    return next((peak for prefix, peak in PEAK_BF16_FLOPS.items() if name.startswith(prefix)), None)
 
 
 class MetricsRecorder:
@@ -52,7 +37,7 @@ class MetricsRecorder:
             after its last checkpoint, is forgotten, so that no step is there twice.
         step: the step that the run goes on from.
         tokens_per_step: of the global batch.
-        flops_per_token: of the model at this sequence length.
+        model_flops: `Model.flops_per_token` at this sequence length, full and causal.
     """
 
     def __init__(
@@ -62,14 +47,14 @@ class MetricsRecorder:
         folder: RunFolder,
         step: int,
         tokens_per_step: int,
-        flops_per_token: int,
+        model_flops: tuple[float, float],
         device: torch.device,
         compute_type: str,
         group: dist.ProcessGroup,
     ) -> None:
         self.config = config
         self.tokens_per_step = tokens_per_step
-        self.flops_per_token = flops_per_token
+        self.model_flops = model_flops
         self.device = device
         self.peak_flops = peak_flops(device, compute_type)
         self.group = group
@@ -79,10 +64,12 @@ class MetricsRecorder:
         self._jsonl = None
         self._saves = None
         self._validation = None
+        self._skipped = None
         if self.writes:
             self._jsonl = _reopen(folder.metrics, step)
             self._saves = _reopen(folder.saves, step)
             self._validation = _reopen(folder.validation, step) if folder.validation.exists() else None
+            self._skipped = _reopen(folder.skipped, step) if folder.skipped.exists() else None
         if self.writes and config.enable_tensorboard:
             from torch.utils.tensorboard import SummaryWriter
 
@@ -114,6 +101,10 @@ class MetricsRecorder:
         yield
         self._excluded += time.perf_counter() - started
 
+    def is_due(self, step: int, *, last: bool) -> bool:
+        """Log steps, the first and the last."""
+        return step % self.config.log_freq == 0 or step == 1 or last
+
     def end_step(
         self,
         step: int,
@@ -124,24 +115,27 @@ class MetricsRecorder:
         shares: Callable[[], dict[str, float]],
         last: bool,
     ) -> None:
-        """Count a step. At log steps, the first and the last, write a record.
+        """Count a step. If one is due, write a record.
 
         Args:
             samples: consumed so far.
             shares: asked at log steps for each source's part of them.
         """
         self._steps += 1
-        if step % self.config.log_freq and step != 1 and not last:
+        if not self.is_due(step, last=last):
             return
-        loss, grad_norm = self._global_loss(result.loss), float(result.grad_norm)
+        loss, grad_norm, z_loss = (float(figure) for figure in (result.loss, result.grad_norm, result.z_loss))
         elapsed = time.perf_counter() - self._started - self._excluded
         waited, memory = self._largest(self._waited, peak_memory(self.device))
         tokens_per_second = self.tokens_per_step * self._steps / elapsed
-        flops = self.flops_per_token * tokens_per_second / dist.get_world_size(self.group)
+        flops, causal_flops = (
+            flops * tokens_per_second / dist.get_world_size(self.group) for flops in self.model_flops
+        )
         record = {
             "step": step,
             "loss": loss,
             "grad_norm": grad_norm,
+            "z_loss": z_loss,
             "lr": lr,
             "samples": samples,
             "tokens_per_second": tokens_per_second,
@@ -150,6 +144,7 @@ class MetricsRecorder:
             "memory_gib": memory,
             "tflops_per_device": flops / 1e12,
             "mfu": flops / self.peak_flops if self.peak_flops else None,
+            "mfu_causal": causal_flops / self.peak_flops if self.peak_flops else None,
             "data_shares": shares(),
         }
         self._write(record)
@@ -171,10 +166,24 @@ class MetricsRecorder:
             print(json.dumps(_finite(record)), file=self._validation, flush=True)
         self._draw(record, "validation/")
 
-    def _global_loss(self, loss: Tensor) -> float:
-        total = loss.clone()
-        dist.all_reduce(total, group=self.group)
-        return float(total)
+    def record_skipped(self, steps: Iterable[SkippedStep], batches: MicroBatches, samples: Samples) -> None:
+        """Write a record of each step that was left out, with the samples that the loss of their micro-batch accuses,
+        or all of them if none does.
+
+        Args:
+            batches: which samples are in which micro-batch.
+        """
+        for skipped in steps if self.writes else ():
+            suspect = [[not math.isfinite(loss) for loss in losses] for losses in skipped.micro_losses]
+            accused = batches.of_step(skipped.step, suspect)
+            located = [samples.locate(sample) for sample in accused]
+            record = {
+                **asdict(skipped),
+                "samples": accused,
+                "sequences": [[samples.sources[source].name, epoch, index] for source, epoch, index in located],
+            }
+            self._skipped = self._skipped or self._folder.skipped.open("a")
+            print(json.dumps(_finite(record)), file=self._skipped, flush=True)
 
     def _largest(self, *figures: float) -> list[float]:
         """The largest of each figure over all ranks."""
@@ -200,7 +209,7 @@ class MetricsRecorder:
                 self._tensorboard.add_scalar(prefix + name, value, step)
 
     def close(self) -> None:
-        for file in (self._jsonl, self._saves, self._validation, self._tensorboard):
+        for file in (self._jsonl, self._saves, self._validation, self._skipped, self._tensorboard):
             if file:
                 file.close()
 
@@ -209,6 +218,8 @@ def _finite(value: Any) -> Any:
     """JSON knows no NaN and no infinity."""
     if isinstance(value, dict):
         return {name: _finite(part) for name, part in value.items()}
+    if isinstance(value, list):
+        return [_finite(part) for part in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

@@ -1,28 +1,151 @@
-"""The optimizer: AdamW (arXiv:1711.05101)."""
+"""The optimizer: AdamW (arXiv:1711.05101), and what it takes to update weights or keep moments in bfloat16."""
+
+import hashlib
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from titanlite.config.schema import Optimizer
+from titanlite.models.base import unique_parameters
+from titanlite.parallelize.mesh import local
+
+SLICE = 2**24
+"""Elements that `RoundingAdamW` works on at a time: what it holds beside the state is a few times this."""
 
 
-def build_optimizer(model: nn.Module, config: Optimizer) -> torch.optim.Optimizer:
-    """AdamW in one fused kernel; norms and biases (one dimension) have no weight decay."""
-    matrices = [p for p in model.parameters() if p.requires_grad and p.ndim >= 2]
-    vectors = [p for p in model.parameters() if p.requires_grad and p.ndim < 2]
+def build_optimizer(model: nn.Module, config: Optimizer, *, seed: int) -> torch.optim.Optimizer:
+    """AdamW in one fused kernel; norms and biases (one dimension) have no weight decay.
+
+    Args:
+        seed: of the rounding, where anything is bfloat16.
+    """
+    parameters = {name: p for name, p in unique_parameters(model) if p.requires_grad}
     groups = [
-        {"params": matrices, "weight_decay": config.weight_decay},
-        {"params": vectors, "weight_decay": 0.0},
+        {"params": [p for p in parameters.values() if p.ndim >= 2], "weight_decay": config.weight_decay},
+        {"params": [p for p in parameters.values() if p.ndim < 2], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(
-        [group for group in groups if group["params"]],
-        lr=config.lr,
-        betas=(config.beta1, config.beta2),
-        eps=config.eps,
-        fused=True,
-    )
+    options: dict[str, Any] = {"lr": config.lr, "betas": (config.beta1, config.beta2), "eps": config.eps}
+    groups = [group for group in groups if group["params"]]
+    state_dtype = getattr(torch, config.state_dtype)
+    if state_dtype == torch.float32 and all(p.dtype == torch.float32 for p in parameters.values()):
+        return torch.optim.AdamW(groups, fused=True, **options)
+    return RoundingAdamW(groups, parameters, state_dtype=state_dtype, seed=seed, **options)
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
     for group in optimizer.param_groups:
         group["lr"] = lr
+
+
+def update(optimizer: torch.optim.Optimizer, *, skip: Tensor) -> None:
+    """One step of the optimizer, or none where `skip` (a bool on the device) is true.
+
+    Fused optimizers can be told by a tensor, as gradient scalers do it. For others the host has to wait for it.
+    """
+    if getattr(optimizer, "_step_supports_amp_scaling", False):
+        told: Any = optimizer
+        told.grad_scale, told.found_inf = None, skip.float()
+        optimizer.step()
+        del told.grad_scale, told.found_inf
+    elif not skip:
+        optimizer.step()
+
+
+class RoundingAdamW(torch.optim.Optimizer):
+    """AdamW on weights and moments that may be bfloat16: computed in float32, rounded stochastically.
+
+    Rounding to the nearest loses every update below 1/512 of a value; rounded up with the probability of what would be
+    lost, updates are right on average (arXiv:2010.06192). The random bits are a hash of (seed, name, step, place in the
+    whole tensor), so that they are the same on every layout and after a resume.
+
+    Args:
+        parameters: all of them, by name.
+        state_dtype: of the two moments.
+    """
+
+    _step_supports_amp_scaling = True  # reads found_inf
+
+    def __init__(
+        self,
+        groups: list[dict[str, Any]],
+        parameters: Mapping[str, nn.Parameter],
+        *,
+        state_dtype: torch.dtype,
+        seed: int,
+        **options: Any,
+    ) -> None:
+        super().__init__(groups, options)
+        self.state_dtype = state_dtype
+        self._salt_of = {parameter: _salt(f"{seed}/{name}") for name, parameter in parameters.items()}
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        assert closure is None
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._update(parameter, group)
+
+    def _update(self, parameter: nn.Parameter, group: dict[str, Any]) -> None:
+        state = self.state[parameter]
+        if not state:
+            state["step"] = torch.zeros((), device=local(parameter).device)
+            state["exp_avg"] = torch.zeros_like(parameter, dtype=self.state_dtype)
+            state["exp_avg_sq"] = torch.zeros_like(parameter, dtype=self.state_dtype)
+        skip = getattr(self, "found_inf", torch.zeros(())).to(state["step"].device)
+        state["step"] += 1
+        assert parameter.grad is not None
+        tensors = (parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"])
+        flat = [local(tensor).view(-1) for tensor in tensors]
+        place, salt = _first_place(parameter), self._salt_of[parameter]
+        for start in range(0, len(flat[0]), SLICE):
+            parts = [tensor[start : start + SLICE] for tensor in flat]
+            weight, gradient, mean, square = (part.float() for part in parts)
+            torch._fused_adamw_(
+                [weight], [gradient], [mean], [square], [], [state["step"]],
+                lr=group["lr"], beta1=group["betas"][0], beta2=group["betas"][1], weight_decay=group["weight_decay"],
+                eps=group["eps"], amsgrad=False, maximize=False, grad_scale=None, found_inf=skip,
+            )  # fmt: skip
+            bits = _hash(state["step"].long() + salt, place + start, len(weight))
+            for number, (part, new) in enumerate(zip((parts[0], *parts[2:]), (weight, mean, square), strict=True)):
+                if part.dtype != torch.float32:  # else `new` is `part`
+                    part.copy_(round_stochastically(new, bits >> (16 * number)))
+        state["step"] -= skip
+
+
+def round_stochastically(values: Tensor, bits: Tensor) -> Tensor:
+    """float32 -> bfloat16: the neighbour away from zero with the probability of how near it is.
+
+    Args:
+        bits: int64 of which the lowest 16 bits are random.
+    """
+    # bfloat16 is the upper half of float32. A random number added to the lower half carries over as often as it should.
+    raised = values.view(torch.int32) + (bits & 0xFFFF).to(torch.int32)
+    rounded = (raised & -0x10000).view(torch.float32)
+    return torch.where(values.isfinite(), rounded, values).to(torch.bfloat16)
+
+
+def _hash(salt: Tensor, first: int, count: int) -> Tensor:
+    """48 random bits for each of `count` places from `first` on: int64 (splitmix64's finalizer, which wraps around)."""
+    x = torch.arange(first, first + count, device=salt.device) * -7046029254386353131 + salt
+    for shift, factor in ((30, -4658895280553007687), (27, -7723592293110705685)):
+        x = (x ^ ((x >> shift) & ((1 << (64 - shift)) - 1))) * factor
+    return (x >> 16) & 0xFFFFFFFFFFFF
+
+
+def _salt(text: str) -> int:
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little", signed=True) >> 1
+
+
+def _first_place(parameter: Tensor) -> int:
+    """Where this rank's part begins in the whole tensor; parts are runs of whole rows."""
+    if not isinstance(parameter, DTensor):
+        return 0
+    shape, mesh, placements = parameter.shape, parameter.device_mesh, parameter.placements
+    _, (row, *columns) = compute_local_shape_and_global_offset(shape, mesh, placements)
+    assert not any(columns), "sharded by another dim than the first"
+    return row * shape[1:].numel()

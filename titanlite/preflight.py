@@ -14,6 +14,8 @@ from titanlite.models.registry import resolve_model
 from titanlite.parallelize.float8 import check_float8
 from titanlite.parallelize.materialize import check_memory
 
+SIZES = {"bfloat16": 2, "float32": 4}
+
 
 @dataclass(frozen=True)
 class Ingredients:
@@ -50,8 +52,10 @@ def preflight(config: Config, ranks: Ranks, device: torch.device) -> Ingredients
     if problems:
         raise ConfigError(problems)
     ingredients = Ingredients(model, replace(args, max_seq_len=config.training.seq_len), tokenizer)
+    weight, moment = SIZES[config.training.dtype], SIZES[config.optimizer.state_dtype]
     check_memory(
         ingredients.build_model(),
+        bytes_per_parameter=2 * weight + 2 * moment,  # weight and gradient, two moments
         shard_degree=config.parallelism.degrees(ranks.world_size)[1],
         local_world_size=ranks.local_world_size,
         device=device,

@@ -2,7 +2,9 @@
 
 import logging
 
+import torch
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 
 from titanlite.checkpoint import storage
 from titanlite.checkpoint.files import Files
@@ -11,8 +13,10 @@ from titanlite.config.schema import Config
 from titanlite.data.packing import BestFit
 from titanlite.data.samples import Samples, Source
 from titanlite.data.sources import store_of
+from titanlite.guard import StoppedByGuard
 from titanlite.job import RunFolder
 from titanlite.models.base import Model, unique_parameters
+from titanlite.optim import RoundingAdamW
 
 logger = logging.getLogger(__name__)
 
@@ -21,6 +25,7 @@ def report_start(
     config: Config,
     *,
     model: Model,
+    optimizer: torch.optim.Optimizer,
     mesh: DeviceMesh,
     samples: Samples,
     progress: Progress,
@@ -30,10 +35,8 @@ def report_start(
     training = config.training
     parameters = sum(parameter.numel() for _, parameter in unique_parameters(model))
     share = training.global_batch_size // mesh.size()
-    logger.info(
-        f"model    {config.model.name} {config.model.flavor}, {parameters:,} parameters; master weights float32, "
-        f"compute {training.mixed_precision_param}, reduction {training.mixed_precision_reduce}"
-    )
+    logger.info(f"model    {config.model.name} {config.model.flavor}, {parameters:,} parameters")
+    logger.info("types    " + ", ".join(f"{what} {name}" for what, name in types_of(model, optimizer).items()))
     logger.info(
         f"mesh     replicate {mesh['replicate'].size()} x shard {mesh['shard'].size()} on {mesh.device_type}; "
         f"global batch {training.global_batch_size} = {mesh.size()} processes x {accumulation} micro-batches x "
@@ -53,6 +56,20 @@ def report_start(
         logger.info(f"resuming after step {progress.step}, {progress.samples:,} sequences into the data")
 
 
+def types_of(model: Model, optimizer: torch.optim.Optimizer) -> dict[str, str]:
+    """As they are, not as the config wants them."""
+    units = [module._get_fsdp_state()._fsdp_param_group for module in model.modules() if isinstance(module, FSDPModule)]
+    policies = [unit.mp_policy for unit in units if unit is not None]
+    weights = [parameter.dtype for parameter in model.parameters()]
+    types: dict[str, list[torch.dtype | None]] = {
+        "weights": [*weights],
+        "compute": [policy.param_dtype for policy in policies],
+        "reduction": [policy.reduce_dtype for policy in policies],
+        "moments": [optimizer.state_dtype] if isinstance(optimizer, RoundingAdamW) else [*weights],
+    }
+    return {what: "/".join(sorted({str(dtype).removeprefix("torch.") for dtype in of})) for what, of in types.items()}
+
+
 def _report_source(source: Source, *, share: float) -> None:
     store = store_of(source)
     index = store.index
@@ -65,7 +82,20 @@ def _report_source(source: Source, *, share: float) -> None:
     )
 
 
-def report_end(config: Config, *, steps: int, folder: RunFolder, checkpoints: Files, resumed_at: int) -> None:
+def report_end(
+    config: Config,
+    *,
+    steps: int,
+    folder: RunFolder,
+    checkpoints: Files,
+    resumed_at: int,
+    stopped: StoppedByGuard | None,
+) -> None:
+    if stopped:
+        logger.info(f"stopped: the steps that were left out are in {folder.skipped}, with the sequences in question")
+        logger.info(f"  the last step taken is {stopped.taken}; checkpoints are in {checkpoints.url}")
+        logger.info("  go on by leaving such steps out: the same command with --guard.nonfinite=skip")
+        return
     steps = max(steps, resumed_at)
     more = (
         f"--training.steps={2 * steps}"

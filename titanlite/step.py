@@ -1,6 +1,6 @@
 """One optimizer step: accumulate, clip, update. Returns tensors and never waits for the device."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -8,22 +8,34 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from titanlite.data.loader import Batch
-from titanlite.loss import IGNORE, cross_entropy_sum
+from titanlite.loss import IGNORE, token_loss
 from titanlite.models.layers import Documents
+from titanlite.optim import update
+from titanlite.parallelize.mesh import count_copies, local
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """Scalars on the device."""
+    """Scalars on the device, but for one. What is global has the same bits on all ranks."""
 
     loss: Tensor
-    """This rank's part: the sum over ranks is the mean loss of the global batch's tokens, in nats."""
+    """Global: mean cross entropy of the global batch's tokens, in nats."""
+    z_loss: Tensor
+    """Global: what the z-loss adds to that."""
     grad_norm: Tensor
-    """Global L2 norm of the gradients before clipping; equal on all ranks."""
+    """Global: L2 norm of the gradients before clipping."""
+    verdict: Tensor
+    """Global: 0 if the step was taken; see `guard`."""
+    micro_losses: Tensor
+    """[micro-batches], this rank's: loss sum / valid tokens of the global batch."""
+    shard_grad_norm: Tensor
+    """This rank's: norm of its part of the gradients."""
+
+
+def take_every_step(loss: Tensor, grad_norm: Tensor) -> Tensor:
+    return torch.zeros_like(loss)
 
 
 def train_step(
@@ -33,6 +45,8 @@ def train_step(
     optimizer: torch.optim.Optimizer,
     group: dist.ProcessGroup,
     max_norm: float,
+    z_loss: float = 0.0,
+    judge: Callable[[Tensor, Tensor], Tensor] = take_every_step,
 ) -> StepResult:
     """Train on this rank's micro-batches of one global batch.
 
@@ -40,21 +54,37 @@ def train_step(
         batches: tokens and labels [B, L] on the device, and with a document mask what `documents_of` reads.
         group: every process that reads other data.
         max_norm: largest global norm of the gradients; 0 leaves them.
+        judge: (loss, grad_norm) -> 0 if the optimizer is to make its step.
     """
     valid_tokens = count_valid_tokens(batches, group)
-    loss_sum = torch.zeros((), device=valid_tokens.device)
+    losses = []
     for index, batch in enumerate(batches):
         if len(batches) > 1 and isinstance(model, FSDPModule):
             # Shards are reduced after each backward, replicas (HSDP) once, after the last.
             model.set_requires_all_reduce(index == len(batches) - 1)
-        token_loss = partial(cross_entropy_sum, labels_BL=batch["labels"])
-        loss = model(batch["tokens"], loss=token_loss, documents=documents_of(batch)) / valid_tokens
-        (loss * group.size()).backward()  # FSDP averages gradients over the group; they are to be summed
-        loss_sum += loss.detach()
-    grad_norm = clip_gradients(model, max_norm)
-    optimizer.step()
+        loss = model(
+            batch["tokens"],
+            loss=partial(token_loss, labels_BL=batch["labels"], z_loss=z_loss),
+            documents=documents_of(batch),
+        )
+        # FSDP averages gradients over the group; they are to be summed.
+        (loss.total * (group.size() / valid_tokens)).backward()
+        losses.append(torch.stack([loss.cross_entropy, loss.total.detach()]) / valid_tokens)
+    micro_losses, totals = torch.stack(losses, dim=1)
+    sharded = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    gradients, copies = [local(gradient) for gradient in sharded], count_copies(sharded[0], group)
+    norms = torch._foreach_norm(gradients, dtype=torch.float32)
+    square = torch.stack(norms).square().sum().to(valid_tokens.device)
+    # One message with all that the ranks must agree on, to the last bit.
+    figures = torch.stack([micro_losses.sum(), totals.sum(), square / copies])
+    dist.all_reduce(figures, group=group)
+    loss, total, norm = figures[0], figures[1], figures[2].sqrt()
+    if max_norm > 0:
+        clip(gradients, norm=norm, max_norm=max_norm)
+    verdict = judge(loss, norm)
+    update(optimizer, skip=verdict != 0)
     optimizer.zero_grad()
-    return StepResult(loss_sum, grad_norm)
+    return StepResult(loss, total - loss, norm, verdict, micro_losses, square.sqrt())
 
 
 def documents_of(batch: Batch) -> Documents | None:
@@ -71,12 +101,7 @@ def count_valid_tokens(batches: Sequence[Batch], group: dist.ProcessGroup) -> Te
     return count.clamp(min=1)
 
 
-def clip_gradients(model: nn.Module, max_norm: float) -> Tensor:
-    """Scale all gradients so that their global L2 norm is at most max_norm; returns the norm before."""
-    parameters = [p for p in model.parameters() if p.grad is not None]
-    norm = get_total_norm([p.grad for p in parameters if p.grad is not None])
-    if isinstance(norm, DTensor):
-        norm = norm.full_tensor()
-    if max_norm > 0:
-        clip_grads_with_norm_(parameters, max_norm, norm)
-    return norm
+def clip(gradients: Sequence[Tensor], *, norm: Tensor, max_norm: float) -> None:
+    """Scale gradients whose global L2 norm is `norm` so that it is at most max_norm."""
+    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    torch._foreach_mul_(list(gradients), factor.to(gradients[0].device))

@@ -15,6 +15,7 @@ from titanlite.config.schema import Config
 from titanlite.data.loader import MicroBatches, build_loader
 from titanlite.data.samples import Batch, Samples
 from titanlite.data.sources import open_data
+from titanlite.guard import StepGuard, StoppedByGuard
 from titanlite.job import (
     Ranks,
     RunFolder,
@@ -28,7 +29,7 @@ from titanlite.job import (
 from titanlite.metrics import MetricsRecorder
 from titanlite.models.base import Model
 from titanlite.optim import build_optimizer, set_learning_rate
-from titanlite.parallelize import build_mesh, materialize, parallelize
+from titanlite.parallelize import DTYPES, build_mesh, materialize, parallelize
 from titanlite.parallelize.mesh import data_parallel_group, data_parallel_rank
 from titanlite.preflight import Ingredients
 from titanlite.report import report_end, report_start
@@ -51,8 +52,10 @@ class Run:
     model: Model
     optimizer: torch.optim.Optimizer
     samples: Samples
+    micro_batches: MicroBatches
     batches: Generator[Batch, None, None]
     accumulation: int
+    guard: StepGuard
     steps: int
     validator: Validator
     checkpoints: CheckpointManager
@@ -78,7 +81,7 @@ def build(config: Config, ingredients: Ingredients, *, ranks: Ranks, device: tor
     check_same_everywhere(str(samples.meaning), "the training data", group=group)
 
     model = _build_model(config, ingredients, mesh=mesh, device=device)
-    optimizer = build_optimizer(model, config.optimizer)
+    optimizer = build_optimizer(model, config.optimizer, seed=config.debug.seed)
     checkpoints = CheckpointManager(
         config.checkpoint,
         files=open_files(config.checkpoint.folder or str(folder.checkpoints), owner=folder.run_id),
@@ -97,18 +100,22 @@ def build(config: Config, ingredients: Ingredients, *, ranks: Ranks, device: tor
     record_start(folder, config, ranks=ranks, device=device, mesh=mesh)
 
     micro_batch_size, accumulation = training.batch_split(data_ranks)
-    batches = build_loader(
-        samples,
-        MicroBatches(progress.samples, training.global_batch_size, micro_batch_size, data_rank, data_ranks),
-        num_workers=config.data.num_workers,
-        device=device,
+    micro_batches = MicroBatches(
+        progress.samples,
+        global_batch_size=training.global_batch_size,
+        micro_batch_size=micro_batch_size,
+        rank=data_rank,
+        ranks=data_ranks,
+        step=progress.step,
     )
+    batches = build_loader(samples, micro_batches, num_workers=config.data.num_workers, device=device)
+    guard = StepGuard(config.guard, device=device, step=progress.step, state=progress.guard)
     metrics = MetricsRecorder(
         config.metrics,
         folder=folder,
         step=progress.step,
         tokens_per_step=training.global_batch_size * training.seq_len,
-        flops_per_token=model.flops_per_token(training.seq_len),
+        model_flops=(model.flops_per_token(training.seq_len), model.flops_per_token(training.seq_len, causal=True)),
         device=device,
         compute_type=training.mixed_precision_param,
         group=group,
@@ -123,8 +130,8 @@ def build(config: Config, ingredients: Ingredients, *, ranks: Ranks, device: tor
         mesh=mesh,
     )
     return Run(
-        config, ranks, folder, device, mesh, model, optimizer, samples, batches, accumulation, steps, validator,
-        checkpoints, metrics, progress,
+        config, ranks, folder, device, mesh, model, optimizer, samples, micro_batches, batches, accumulation, guard,
+        steps, validator, checkpoints, metrics, progress,
     )  # fmt: skip
 
 
@@ -140,15 +147,22 @@ def _build_model(config: Config, ingredients: Ingredients, *, mesh: DeviceMesh, 
         compile=config.compile,
         float8=config.quantize.linear.float8,
     )
-    materialize(model, device=device, offload=config.training.enable_cpu_offload, seed=config.debug.seed)
+    materialize(
+        model,
+        device=device,
+        offload=config.training.enable_cpu_offload,
+        dtype=DTYPES[config.training.dtype],
+        seed=config.debug.seed,
+    )
     return model
 
 
-def train(run: Run) -> None:
-    """From the run's progress to its last step."""
+def train(run: Run) -> StoppedByGuard | None:
+    """From the run's progress to its last step; or to where a rule of the config ends it, which is returned then."""
     report_start(
         run.config,
         model=run.model,
+        optimizer=run.optimizer,
         mesh=run.mesh,
         samples=run.samples,
         progress=run.progress,
@@ -157,38 +171,62 @@ def train(run: Run) -> None:
     )
     config, metrics, checkpoints = run.config, run.metrics, run.checkpoints
     steps, step, samples = run.steps, run.progress.step, run.progress.samples
-    while step < steps:
-        step += 1
-        with metrics.waiting_for_data():
-            batches = list(islice(run.batches, run.accumulation))
-        seed_step(config.debug.seed, step, run.ranks.rank)
-        lr = learning_rate(step, peak=config.optimizer.lr, steps=steps, config=config.lr_scheduler)
-        set_learning_rate(run.optimizer, lr)
-        result = train_step(
-            run.model,
-            batches,
-            optimizer=run.optimizer,
-            group=metrics.group,
-            max_norm=config.training.max_norm,
-        )
-        samples += config.training.global_batch_size
-        metrics.end_step(
-            step, result, lr=lr, samples=samples, shares=partial(run.samples.shares, samples), last=step == steps
-        )
-        metrics.record_saves(checkpoints.watch())
-        if run.validator.is_due(step, last=step == steps):
-            with metrics.not_training(waits_for_device=True), checkpoints.not_training():
-                metrics.record_validation(step, run.validator.run(run.model))
-        if checkpoints.is_due(step, last=step == steps):
-            with metrics.not_training(waits_for_device=not checkpoints.is_background):
-                checkpoints.save(Progress(step, samples, run.samples.state(samples)), last=step == steps)
+    try:
+        while step < steps:
+            step += 1
+            with metrics.waiting_for_data():
+                batches = list(islice(run.batches, run.accumulation))
+            seed_step(config.debug.seed, step, run.ranks.rank)
+            lr = learning_rate(step, peak=config.optimizer.lr, steps=steps, config=config.lr_scheduler)
+            set_learning_rate(run.optimizer, lr)
+            result = train_step(
+                run.model,
+                batches,
+                optimizer=run.optimizer,
+                group=metrics.group,
+                max_norm=config.training.max_norm,
+                z_loss=config.training.z_loss,
+                judge=run.guard.judge,
+            )
+            samples += config.training.global_batch_size
+            last = step == steps
+            metrics.end_step(
+                step, result, lr=lr, samples=samples, shares=partial(run.samples.shares, samples), last=last
+            )
+            metrics.record_saves(checkpoints.watch())
+            run.guard.keep(step, result)
+            saves = checkpoints.is_due(step, last=last)
+            if saves or metrics.is_due(step, last=last):
+                metrics.record_skipped(run.guard.look(metrics.group), run.micro_batches, run.samples)
+            if run.validator.is_due(step, last=last):
+                with metrics.not_training(waits_for_device=True), checkpoints.not_training():
+                    metrics.record_validation(step, run.validator.run(run.model))
+            if saves:
+                with metrics.not_training(waits_for_device=not checkpoints.is_background):
+                    checkpoints.save(_progress(run, step), last=last)
+    except StoppedByGuard as stopped:
+        metrics.record_skipped(stopped.skipped, run.micro_batches, run.samples)
+        checkpoints.save_if_newer(_progress(run, stopped.taken))
+        return stopped
+    return None
 
 
-def finish(run: Run) -> None:
+def _progress(run: Run, step: int) -> Progress:
+    """Of a step of this start."""
+    samples = run.progress.samples + (step - run.progress.step) * run.config.training.global_batch_size
+    return Progress(step, samples, run.samples.state(samples), run.guard.state())
+
+
+def finish(run: Run, stopped: StoppedByGuard | None = None) -> None:
     """Close what is open, and say where everything is."""
     run.batches.close()
     run.metrics.record_saves(run.checkpoints.finish())
     run.metrics.close()
     report_end(
-        run.config, steps=run.steps, folder=run.folder, checkpoints=run.checkpoints.files, resumed_at=run.progress.step
+        run.config,
+        steps=run.steps,
+        folder=run.folder,
+        checkpoints=run.checkpoints.files,
+        resumed_at=run.progress.step,
+        stopped=stopped,
     )

@@ -16,7 +16,7 @@ from titanlite.config.schema import Validation
 from titanlite.data.loader import to_device
 from titanlite.data.order import permute
 from titanlite.data.samples import Batch, Source, as_batch
-from titanlite.loss import IGNORE, cross_entropy_sum
+from titanlite.loss import IGNORE, token_loss
 from titanlite.parallelize.mesh import data_parallel_group, data_parallel_rank
 from titanlite.step import documents_of
 
@@ -98,11 +98,10 @@ class Validator:
     def _measure(self, model: nn.Module, batch: Batch) -> Tensor:
         """Nats, tokens and bytes of text, float64 [3]."""
         labels = batch["labels"]
-        token_loss = partial(cross_entropy_sum, labels_BL=labels)
-        loss = model(batch["tokens"], loss=token_loss, documents=documents_of(batch))
+        loss = model(batch["tokens"], loss=partial(token_loss, labels_BL=labels), documents=documents_of(batch))
         counts = labels != IGNORE
         text_bytes = (self.token_bytes[labels.clamp(min=0)] * counts).sum()
-        return torch.stack([loss.double(), counts.sum().double(), text_bytes.double()])
+        return torch.stack([loss.cross_entropy.double(), counts.sum().double(), text_bytes.double()])
 
 
 def _ratio(part: Tensor, whole: Tensor) -> float:

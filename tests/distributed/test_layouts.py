@@ -38,7 +38,15 @@ def built(rank: int, world_size: int, config: Config) -> Run:
 
 def one_step(run: Run) -> StepResult:
     batches = list(islice(run.batches, run.accumulation))
-    return train_step(run.model, batches, optimizer=run.optimizer, group=run.metrics.group, max_norm=1.0)
+    return train_step(
+        run.model,
+        batches,
+        optimizer=run.optimizer,
+        group=run.metrics.group,
+        max_norm=1.0,
+        z_loss=run.config.training.z_loss,
+        judge=run.guard.judge,
+    )
 
 
 def initial_weights(rank: int, world_size: int, configs: list[Config]) -> list[dict[str, Any]]:
@@ -48,7 +56,7 @@ def initial_weights(rank: int, world_size: int, configs: list[Config]) -> list[d
 
 def trained(rank: int, world_size: int, config: Config) -> dict[str, Any]:
     run = train_on_this_rank(config, rank, world_size)
-    return {name: whole(parameter).numpy() for name, parameter in run.model.named_parameters()}
+    return {name: whole(parameter).float().numpy() for name, parameter in run.model.named_parameters()}
 
 
 def trained_in_turn(rank: int, world_size: int, configs: list[Config]) -> list[dict[str, Any]]:
@@ -183,8 +191,8 @@ def test_collectives_of_a_step(tiny: TinyRun, replicate: int, shard: int, policy
     units, accumulation = 5, 2
     assert counts["allgather_base"] == gathers_per_pass * accumulation
     assert counts["reduce_scatter_base"] == (units * accumulation if shard > 1 else 0)
-    # Replicas are reduced once a step and unit; one more all-reduce counts the tokens.
-    assert counts["allreduce"] == (units if replicate > 1 else 0) + 1
+    # Replicas are reduced once a step and unit; one more all-reduce counts the tokens, one is of loss and norm.
+    assert counts["allreduce"] == (units if replicate > 1 else 0) + 2
 
 
 def seen_dtypes(rank: int, world_size: int, config: Config) -> set[tuple[str, str]]:

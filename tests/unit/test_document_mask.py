@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from tests.unit.test_llama3 import SMALL, built, oracle
 from titanlite.config.schema import ActivationCheckpoint, Compile, Float8, Parallelism, Training
-from titanlite.loss import IGNORE, cross_entropy_sum
+from titanlite.loss import IGNORE, token_loss
 from titanlite.models import layers, llama3
 from titanlite.models.layers import Boundaries, Documents, attention_mask, has_packed_kernel, rope_at
 from titanlite.models.llama3 import Llama3, Llama3Args
@@ -66,11 +66,11 @@ def loss_and_gradients(
         seen.append(output)
 
     handle = model.tok_embeddings.register_forward_hook(watch)
-    loss = model(tokens, loss=partial(cross_entropy_sum, labels_BL=labels), documents=where)
+    loss = model(tokens, loss=partial(token_loss, labels_BL=labels), documents=where)
     handle.remove()
     names = [name for name, _ in model.named_parameters()]
-    gradients = torch.autograd.grad(loss, [*model.parameters(), seen[0]])
-    return loss.detach(), dict(zip([*names, "embeddings"], gradients, strict=True))
+    gradients = torch.autograd.grad(loss.total, [*model.parameters(), seen[0]])
+    return loss.cross_entropy, dict(zip([*names, "embeddings"], gradients, strict=True))
 
 
 def close(found: Tensor, expected: Tensor, tolerance: float = 1e-5) -> bool:

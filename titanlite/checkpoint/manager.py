@@ -38,6 +38,8 @@ class Progress:
     samples: int = 0
     data: dict[str, Any] = field(default_factory=dict)
     """`Samples.state`."""
+    guard: dict[str, Any] = field(default_factory=dict)
+    """`StepGuard.state`."""
 
 
 class CheckpointManager:
@@ -84,6 +86,8 @@ class CheckpointManager:
         self._save: tuple[int, Future[Saved]] | None = None
         self._ended: list[tuple[int, Saved, Blocking]] = []
         self._last_save = time.monotonic()
+        self._newest = 0
+        """Step that was loaded, or saved last."""
         self._time_is_up = False
         optimizer.register_step_pre_hook(lambda *_: self._saver.wait_until_staged())
 
@@ -106,7 +110,8 @@ class CheckpointManager:
                 except DamagedCheckpoint as damage:
                     self._loader.leave_aside(manifest, damage)
                     continue
-                return Progress(manifest.step, manifest.samples, manifest.data)
+                self._newest = manifest.step
+                return Progress(manifest.step, manifest.samples, manifest.data, manifest.guard)
             if on_rank_0(self._group, lambda: has_saved):
                 raise UserError(
                     f"this run has saved checkpoints, and none is in {self.files.url}: is that the right place, and is "
@@ -158,6 +163,7 @@ class CheckpointManager:
             self._end_save(last=False)
         self._clock.begin_save()
         self._last_save, self._time_is_up = time.monotonic(), False
+        self._newest = progress.step
         started = time.perf_counter()
         names = self.mesh.mesh_dim_names or ()
         mesh = dict(zip(names, self.mesh.shape, strict=True))
@@ -167,6 +173,7 @@ class CheckpointManager:
                 step=progress.step,
                 samples=progress.samples,
                 data=progress.data,
+                guard=progress.guard,
                 run_id=self.files.owner,
                 settings=self.settings,
                 config_hash=self.config_hash,
@@ -184,6 +191,11 @@ class CheckpointManager:
         self._save = progress.step, future
         if not background:
             self._end_save(last=last)
+
+    def save_if_newer(self, progress: Progress) -> None:
+        """Save a state that the run has come back to, and wait for it; not if a later step was saved or loaded."""
+        if self.config.enable and progress.step > self._newest:
+            self.save(progress, last=True)
 
     def finish(self) -> list[dict[str, Any]]:
         """Wait for what is still being deleted. Returns the figures of saves that have ended."""

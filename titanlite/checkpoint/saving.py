@@ -33,8 +33,9 @@ from titanlite.checkpoint import storage
 from titanlite.checkpoint.files import Files
 from titanlite.checkpoint.ranks import cause, on_all, on_rank_0
 from titanlite.checkpoint.shards import Frames, ShardWriter, Written, checksums_json
-from titanlite.checkpoint.state import State, flat, local
+from titanlite.checkpoint.state import State, flat
 from titanlite.checkpoint.storage import FileRecord, Manifest
+from titanlite.parallelize.mesh import local
 
 NICE = 10
 """About a tenth of the share that training has on a core that both want. With much less (SCHED_IDLE, nice 19), a save

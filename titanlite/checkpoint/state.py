@@ -57,12 +57,6 @@ def selected(name: str, patterns: Iterable[str]) -> bool:
     return any(fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}.*") for pattern in patterns)
 
 
-def local(tensor: Tensor) -> Tensor:
-    """This rank's part of a tensor, sharded or not. `to_local()` would also make a way back for gradients, which takes
-    longer than writing a small tensor."""
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-
-
 @dataclass(frozen=True)
 class Difference:
     """Names that are not the same here and in a checkpoint."""

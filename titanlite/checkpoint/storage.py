@@ -56,6 +56,8 @@ class Manifest:
     files: dict[str, FileRecord]
     data: dict[str, Any] = field(default_factory=dict)
     """What the position in the data means, where the data was changed on the way."""
+    guard: dict[str, Any] = field(default_factory=dict)
+    """What skips of steps depend on, of the steps before."""
     format: int = FORMAT
 
     @property

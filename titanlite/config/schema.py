@@ -106,8 +106,14 @@ class Training(Section):
     """Most sequences in one forward pass of one process. What is more is accumulated. Default: no limit."""
     max_norm: NonNegative = 1.0
     """Gradients are scaled so that their global norm is at most this; 0 turns clipping off."""
+    z_loss: NonNegative = 0.0
+    """Weight of a term that keeps logits from drifting: this times log(Z)^2 a token, Z being the sum that softmax
+    divides by (arXiv:2204.02311). 1e-4 is usual. The loss that is reported is without it."""
+    dtype: Literal["bfloat16", "float32"] = "float32"
+    """Type of the weights that the optimizer updates. bfloat16 is full bfloat16 training: gradients are of that type
+    too, and the optimizer rounds its updates stochastically."""
     mixed_precision_param: Literal["bfloat16", "float32"] = "bfloat16"
-    """Type of the unsharded parameters, and so of compute and activations. Master weights are float32."""
+    """Type of the unsharded parameters, and so of compute and activations."""
     mixed_precision_reduce: Literal["bfloat16", "float32"] = "float32"
     """Type in which gradients are reduced over processes."""
     enable_cpu_offload: bool = False
@@ -126,6 +132,19 @@ class Training(Section):
         if share % micro:
             raise ValueError(f"{micro} does not divide the {share} sequences of each process; use a divisor of {share}")
         return micro, share // micro
+
+
+class Guard(Section):
+    nonfinite: Literal["stop", "skip"] = "stop"
+    """When the loss or the gradient of a step is NaN or infinite: end the run with exit code 3, or leave the step out.
+    Either way weights and optimizer stay what they were, and the run's skipped.jsonl tells which sequences it was."""
+    max_consecutive_skips: PositiveInt = 10
+    """So many steps left out in a row end the run, with exit code 3."""
+    spike_sigma: NonNegative = 0.0
+    """Leave out a step whose loss or gradient norm is so many standard deviations above the mean of the last steps; 6
+    is usual. 0 never does."""
+    spike_window: Annotated[int, Field(ge=8)] = 128
+    """How many of the last steps that mean is of. The rule begins when half of them are there."""
 
 
 class Parallelism(Section):
@@ -207,6 +226,8 @@ class Optimizer(Section):
     """AdamW's term that keeps the division finite."""
     weight_decay: NonNegative = 0.1
     """Decoupled weight decay of parameters with two or more dimensions; norms and biases have none."""
+    state_dtype: Literal["bfloat16", "float32"] = "float32"
+    """Type of the two moments. bfloat16 takes half the memory, and is rounded stochastically."""
 
 
 class LRScheduler(Section):
@@ -286,6 +307,9 @@ class Metrics(Section):
 class Debug(Section):
     seed: Count = 0
     """Seed of the initial weights, the order of the data and every other random draw."""
+    deterministic: bool = False
+    """Use only kernels that give the same bits each time, and refuse what has none; slower on GPUs. CPU runs repeat
+    without it."""
 
 
 class Config(Section):
@@ -295,6 +319,7 @@ class Config(Section):
     model: ModelSelection = ModelSelection()
     data: Data = Data()
     training: Training = Training()
+    guard: Guard = Guard()
     parallelism: Parallelism = Parallelism()
     activation_checkpoint: ActivationCheckpoint = ActivationCheckpoint()
     compile: Compile = Compile()

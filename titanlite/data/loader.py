@@ -2,7 +2,7 @@
 samples that the whole run has consumed. So worker processes, ranks and prefetch never change what is seen."""
 
 import warnings
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -16,9 +16,15 @@ class MicroBatches:
     """The global sample indices of each forward pass of one rank, without end.
 
     Step after step takes the next global_batch_size samples; each rank takes its even share of them, in micro-batches.
+
+    Args:
+        start, step: samples that are consumed, and the steps that have.
     """
 
-    def __init__(self, start: int, global_batch_size: int, micro_batch_size: int, rank: int, ranks: int) -> None:
+    def __init__(
+        self, start: int, *, global_batch_size: int, micro_batch_size: int, rank: int, ranks: int, step: int = 0
+    ) -> None:
+        self.step = step
         self.start = start
         self.global_batch_size = global_batch_size
         self.micro_batch_size = micro_batch_size
@@ -33,6 +39,15 @@ class MicroBatches:
             for begin in range(first, first + share, self.micro_batch_size):
                 yield list(range(begin, begin + self.micro_batch_size))
             step_start += self.global_batch_size
+
+    def of_step(self, step: int, wanted: Sequence[Sequence[bool]]) -> list[int]:
+        """The samples of a step: of the micro-batches with wanted[rank][number of the micro-batch], or if there are
+        none, of all."""
+        first = self.start + (step - self.step - 1) * self.global_batch_size
+        samples = range(first, first + self.global_batch_size)
+        numbers = [sample // self.micro_batch_size for sample in range(self.global_batch_size)]  # over all ranks
+        flat = [flag for flags in wanted for flag in flags]
+        return [sample for sample, number in zip(samples, numbers, strict=True) if flat[number]] or [*samples]
 
 
 def build_loader(

@@ -8,7 +8,7 @@ which device or rank it is on.
 import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -39,7 +39,7 @@ class Model(nn.Module):
     def __init__(self, args: ModelArgs) -> None:
         super().__init__()
 
-    def forward(self, tokens: Tensor, loss: Loss | None = None, *, documents: Documents | None = None) -> Tensor:
+    def forward(self, tokens: Tensor, loss: Loss | None = None, *, documents: Documents | None = None) -> Any:
         """tokens [B, L] int64 -> logits [B, L, V]; with `loss`, what it returns for the final hidden states. With
         `documents`, the logits of each document are those that it has alone."""
         raise NotImplementedError
@@ -51,9 +51,13 @@ class Model(nn.Module):
     def init_buffers(self) -> None:
         """Compute non-persistent buffers anew, on the current default device."""
 
-    def flops_per_token(self, seq_len: int) -> int:
-        """Floating point operations of forward and backward for one token of a sequence of seq_len tokens. Attention
-        counts as full, whatever is masked: figures compare, and the same step does not cost less by another text."""
+    def flops_per_token(self, seq_len: int, *, causal: bool = False) -> float:
+        """Floating point operations of forward and backward for one token of a sequence of seq_len tokens.
+
+        Args:
+            causal: count of attention only what a causal mask leaves. Else it counts as full, as in most published
+                figures. Documents are not regarded: the same step does not cost less by another text.
+        """
         raise NotImplementedError
 
 

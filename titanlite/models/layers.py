@@ -8,14 +8,14 @@ V vocabulary, T all B * L tokens, 1 a dim that broadcasts.
 import inspect
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-Loss = Callable[[Tensor, Tensor], Tensor]
-"""(hidden [B, L, D], weight [V, D]) -> scalar. It owns the product with the vocabulary, so that a loss can avoid ever
+Loss = Callable[[Tensor, Tensor], Any]
+"""(hidden [B, L, D], weight [V, D]) -> scalars. It owns the product with the vocabulary, so that a loss can avoid ever
 holding the full logits."""
 
 
@@ -164,7 +164,7 @@ class Head(nn.Module):
         self.norm = nn.RMSNorm(dim, eps=norm_eps)
         self.output = nn.Linear(dim, vocab_size, bias=False)
 
-    def forward(self, x_BLD: Tensor, loss: Loss | None = None) -> Tensor:
+    def forward(self, x_BLD: Tensor, loss: Loss | None = None) -> Any:
         """Logits [B, L, V], or what `loss` makes of the hidden states and the projection's weight."""
         x_BLD = self.norm(x_BLD)
         return self.output(x_BLD) if loss is None else loss(x_BLD, self.output.weight)

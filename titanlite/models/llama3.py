@@ -4,7 +4,7 @@ Shape suffixes: see `layers`.
 """
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -97,7 +97,7 @@ class Llama3(Model):
         self.register_buffer("rope_cos", torch.empty(args.max_seq_len, args.head_dim), persistent=False)
         self.register_buffer("rope_sin", torch.empty(args.max_seq_len, args.head_dim), persistent=False)
 
-    def forward(self, tokens: Tensor, loss: Loss | None = None, *, documents: Documents | None = None) -> Tensor:
+    def forward(self, tokens: Tensor, loss: Loss | None = None, *, documents: Documents | None = None) -> Any:
         seq_len = tokens.shape[1]
         cos_LH, sin_LH = rope_at(self.rope_cos, seq_len, documents), rope_at(self.rope_sin, seq_len, documents)
         x_BLD = self.tok_embeddings(tokens)
@@ -125,11 +125,11 @@ class Llama3(Model):
             self.args.head_dim, self.args.max_seq_len, self.args.rope_theta, self.args.rope_scaling_factor
         )
 
-    def flops_per_token(self, seq_len: int) -> int:
-        """Each weight of a matrix product costs 2 operations forward and 4 backward; attention's two products over
-        seq_len positions (full: neither causal nor within documents, as published figures count them) cost 12 a layer,
-        head dim and position."""
+    def flops_per_token(self, seq_len: int, *, causal: bool = False) -> float:
+        """Each weight of a matrix product costs 2 operations forward and 4 backward; attention's two products cost 12 a
+        layer, head dim and position that is seen: seq_len, or with a causal mask (seq_len + 1) / 2 on average."""
         args = self.args
         attention = args.dim * args.head_dim * (2 * args.n_heads + 2 * args.n_kv_heads)
         weights = args.n_layers * (attention + 3 * args.dim * args.hidden_dim) + args.dim * args.vocab_size
-        return 6 * weights + 12 * args.n_layers * args.dim * seq_len
+        seen = (seq_len + 1) / 2 if causal else seq_len
+        return 6 * weights + 12 * args.n_layers * args.dim * seen

@@ -1,8 +1,9 @@
 """From a single-device model on the meta device to the model that every rank trains.
 
-The order matters. Float8 first: it swaps linear layers, which everything after must see. Activation checkpointing
-before compile, so that the compiler sees what is recomputed. Compile before sharding, so that FSDP's hooks stay outside
-of the compiled blocks. Sharding last, bottom up. Every technique changes the model in place and no parameter's name.
+The order matters. The type of the weights first. Then float8: it swaps linear layers, which everything after must see.
+Activation checkpointing before compile, so that the compiler sees what is recomputed. Compile before sharding, so that
+FSDP's hooks stay outside of the compiled blocks. Sharding last, bottom up. Every technique changes the model in place
+and no parameter's name.
 """
 
 from torch.distributed.device_mesh import DeviceMesh
@@ -12,11 +13,11 @@ from titanlite.models.base import Model
 from titanlite.parallelize.activation_checkpoint import apply_activation_checkpoint
 from titanlite.parallelize.compile import compile_blocks
 from titanlite.parallelize.float8 import convert_to_float8
-from titanlite.parallelize.fsdp import shard
-from titanlite.parallelize.materialize import materialize
+from titanlite.parallelize.fsdp import DTYPES, shard
+from titanlite.parallelize.materialize import materialize, set_dtype
 from titanlite.parallelize.mesh import build_mesh
 
-__all__ = ["build_mesh", "materialize", "parallelize"]
+__all__ = ["DTYPES", "build_mesh", "materialize", "parallelize"]
 
 
 def parallelize(
@@ -30,6 +31,7 @@ def parallelize(
     float8: Float8,
 ) -> None:
     """Apply every technique that the config asks for, in place. `materialize` then gives the model its memory."""
+    set_dtype(model, DTYPES[training.dtype])
     if float8.enable:
         convert_to_float8(model, float8=float8, shard_degree=mesh["shard"].size())
     if activation_checkpoint.mode != "none":

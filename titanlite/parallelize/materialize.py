@@ -9,11 +9,16 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from titanlite.errors import UserError
 from titanlite.models.base import Model, parameter_generator, unique_parameters
+from titanlite.parallelize.mesh import local
 
-ADAMW_BYTES_PER_PARAMETER = 4 + 4 + 8  # fp32 parameter, gradient, two moments
+
+def set_dtype(model: Model, dtype: torch.dtype) -> None:
+    """Of all parameters of a meta model. Buffers (tables of RoPE, say) keep theirs."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
 
 
-def materialize(model: Model, *, device: torch.device, offload: bool, seed: int) -> None:
+def materialize(model: Model, *, device: torch.device, offload: bool, dtype: torch.dtype, seed: int) -> None:
     """Allocate a (sharded) meta model and fill it.
 
     Each parameter is drawn whole from a generator seeded by (seed, name), then sliced: bit-identical on every layout.
@@ -21,6 +26,7 @@ def materialize(model: Model, *, device: torch.device, offload: bool, seed: int)
 
     Args:
         device: of compute; with offload, parameters live on the CPU and buffers on the device.
+        dtype: that all parameters must have.
     """
     parameter_device = torch.device("cpu") if offload else device
     _to_empty(model, parameter_device)
@@ -28,7 +34,7 @@ def materialize(model: Model, *, device: torch.device, offload: bool, seed: int)
         _fill(model, name, parameter, device=device, seed=seed)
     with device:
         model.init_buffers()
-    _check_complete(model, parameter_device)
+    _check_complete(model, parameter_device, dtype)
 
 
 def _to_empty(model: Model, device: torch.device) -> None:
@@ -45,7 +51,7 @@ def _to_empty(model: Model, device: torch.device) -> None:
 
 @torch.no_grad()
 def _fill(model: Model, name: str, parameter: nn.Parameter, *, device: torch.device, seed: int) -> None:
-    whole = torch.full(parameter.shape, torch.nan, dtype=parameter.dtype, device=device)
+    whole = torch.full(parameter.shape, torch.nan, device=device)  # float32: bfloat16 weights are those, rounded
     model.init_weight(name, whole, parameter_generator(seed, name, device))
     if not torch.isfinite(whole).all():
         raise ValueError(f"{type(model).__name__}.init_weight leaves values of {name} undefined")
@@ -59,30 +65,34 @@ def _slice_like(whole: Tensor, parameter: Tensor) -> Tensor:
     return distribute_tensor(whole, mesh, placements, src_data_rank=None).to_local()
 
 
-def local(tensor: Tensor) -> Tensor:
-    """This rank's part of a tensor, sharded or not."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def _check_complete(model: Model, parameter_device: torch.device) -> None:
+def _check_complete(model: Model, parameter_device: torch.device, dtype: torch.dtype) -> None:
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if tensor.is_meta:
             raise ValueError(f"{name} has no memory: does {type(model).__name__}.init_buffers set it?")
     for name, parameter in unique_parameters(model):
         assert parameter.device.type == parameter_device.type, name
-        assert parameter.dtype == torch.float32, f"master weight {name} is {parameter.dtype}"
+        assert parameter.dtype == dtype, f"{name} is {parameter.dtype}"
 
 
 def check_memory(
-    model: Model, *, shard_degree: int, local_world_size: int, device: torch.device, offload: bool
+    model: Model,
+    *,
+    bytes_per_parameter: int,
+    shard_degree: int,
+    local_world_size: int,
+    device: torch.device,
+    offload: bool,
 ) -> None:
     """Refuse, before anything is allocated, what cannot fit: the least a step needs against the memory there is.
+
+    Args:
+        bytes_per_parameter: of the parameter, its gradient and its optimizer states.
 
     Raises:
         UserError: with both figures.
     """
     parameters = sum(parameter.numel() for _, parameter in unique_parameters(model))
-    needed = parameters * ADAMW_BYTES_PER_PARAMETER / shard_degree
+    needed = parameters * bytes_per_parameter / shard_degree
     if device.type == "cuda" and not offload:
         available, place = torch.cuda.get_device_properties(device).total_memory, "the GPU"
     else:

@@ -1,7 +1,11 @@
-"""Degrees -> DeviceMesh. The only place that knows the axes of the mesh by name and order."""
+"""Degrees -> DeviceMesh, and what follows from it. The only place that knows the axes by name and order."""
+
+import math
 
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
 
 from titanlite.config.schema import Parallelism
 
@@ -35,3 +39,17 @@ def data_parallel_group(mesh: DeviceMesh) -> dist.ProcessGroup:
     assert group is not None
     assert mesh.size() == group.size()
     return group
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part of a tensor, sharded or not. `to_local()` would also make a way back for gradients, which takes
+    longer than writing a small tensor."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def count_copies(tensor: Tensor, group: dist.ProcessGroup) -> int:
+    """How many ranks of the group hold the same part of the tensor."""
+    if not isinstance(tensor, DTensor):
+        return group.size()
+    axes = zip(tensor.placements, tensor.device_mesh.shape, strict=True)
+    return group.size() // math.prod(size for placement, size in axes if placement.is_shard())

@@ -1,0 +1,167 @@
+"""Steps that must not be taken: a loss or a gradient that is not finite, and (if asked for) spikes.
+
+Whether a step is taken is decided on the device, from figures that are the same on all ranks, and the optimizer is told
+by a tensor: the host never waits for it. The host looks at log steps and before a checkpoint is saved. If the run is to
+stop, nothing is updated from the decision on, so that weights and optimizer are still those of before it.
+"""
+
+import logging
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from titanlite.config.schema import Guard
+from titanlite.errors import RunStopped
+from titanlite.step import StepResult
+
+logger = logging.getLogger(__name__)
+
+
+class Verdict(IntEnum):
+    TAKEN = 0
+    NONFINITE = 1
+    SPIKE = 2
+    AFTER_STOP = 3
+
+
+REASONS = {Verdict.NONFINITE: "loss or gradient is not finite", Verdict.SPIKE: "loss or gradient spike"}
+
+
+@dataclass(frozen=True)
+class SkippedStep:
+    """A step that was not taken."""
+
+    step: int
+    reason: str
+    loss: float
+    grad_norm: float
+    micro_losses: list[list[float]]
+    """Of each rank, of each of its micro-batches: its part of the loss."""
+    shard_grad_norms: list[float]
+    """Of each rank: the norm of its part of the gradient. Every rank's loss has gone into it."""
+
+
+class StoppedByGuard(RunStopped):
+    """Every rank raises it at the same step.
+
+    Args:
+        taken: the last step that was taken; weights and optimizer are those of its end.
+        skipped: the steps since the guard was looked at before.
+    """
+
+    def __init__(self, message: str, *, taken: int, skipped: list[SkippedStep]) -> None:
+        super().__init__(message)
+        self.taken = taken
+        self.skipped = skipped
+
+
+class StepGuard:
+    """Args:
+    step: the step that the run goes on from.
+    state: of the checkpoint that it goes on from.
+    """
+
+    def __init__(self, config: Guard, *, device: torch.device, step: int, state: dict[str, Any]) -> None:
+        self.config = config
+        window = state.get("window", [])
+        kept = torch.zeros(2, config.spike_window)
+        if window and window[0]:
+            tail = torch.tensor(window, dtype=torch.float32)[:, -config.spike_window :]
+            kept[:, -tail.shape[1] :] = tail
+        self._window = kept.to(device)
+        """Loss and gradient norm of the last finite steps, newest last."""
+        self._filled = torch.tensor(min(len(window[0]) if window else 0, config.spike_window), device=device)
+        self._in_a_row = torch.tensor(state.get("in_a_row", 0), device=device)
+        self._stopped = torch.tensor(False, device=device)
+        self._taken = step - state.get("in_a_row", 0)
+        self._since_look: list[tuple[int, StepResult]] = []
+
+    def judge(self, loss: Tensor, grad_norm: Tensor) -> Tensor:
+        """On the device: the verdict, as a scalar.
+
+        Args:
+            loss, grad_norm: of the global batch; the same bits on all ranks.
+        """
+        figures = torch.stack([loss, grad_norm])
+        finite = figures.isfinite().all()
+        spike = self._is_spike(figures) & finite if self.config.spike_sigma else torch.zeros_like(finite)
+        verdict = torch.where(finite, spike * Verdict.SPIKE, Verdict.NONFINITE)
+        verdict = torch.where(self._stopped, Verdict.AFTER_STOP, verdict)
+        in_a_row = torch.where(verdict == Verdict.TAKEN, 0, self._in_a_row + 1)
+        self._in_a_row = torch.where(self._stopped, self._in_a_row, in_a_row)
+        self._stopped = self._stopped | (self._in_a_row >= self.config.max_consecutive_skips)
+        if self.config.nonfinite == "stop":
+            self._stopped = self._stopped | ~finite
+        return verdict
+
+    def _is_spike(self, figures: Tensor) -> Tensor:
+        """OLMo-core's rule: more than sigma standard deviations above the mean of the window. The window moves on with
+        every finite step, so that a lasting change is no spike for long."""
+        size = self.config.spike_window
+        counts = torch.arange(size, device=figures.device) >= size - self._filled
+        n = self._filled.clamp(min=1)
+        mean = (self._window * counts).sum(dim=1) / n
+        deviation = (((self._window - mean[:, None]) * counts).square().sum(dim=1) / (n - 1).clamp(min=1)).sqrt()
+        above = (figures > mean + self.config.spike_sigma * deviation).any() & (self._filled >= size // 2)
+        finite = figures.isfinite().all()
+        self._window = torch.where(finite, torch.cat([self._window[:, 1:], figures[:, None]], dim=1), self._window)
+        self._filled = torch.where(finite, (self._filled + 1).clamp(max=size), self._filled)
+        return above
+
+    def keep(self, step: int, result: StepResult) -> None:
+        """On the host, after each step: for the next look."""
+        self._since_look.append((step, result))
+
+    def look(self, group: dist.ProcessGroup) -> list[SkippedStep]:
+        """Wait for the device, and read the verdicts since the last look. On every rank at the same steps.
+
+        Raises:
+            StoppedByGuard: the run must stop.
+        """
+        steps, self._since_look = self._since_look, []
+        if not steps:
+            return []
+        verdicts = torch.stack([result.verdict for _, result in steps]).tolist()
+        skipped: list[SkippedStep] = []
+        for (step, result), verdict in zip(steps, verdicts, strict=True):
+            if verdict == Verdict.TAKEN:
+                self._taken = step
+            elif verdict in REASONS:
+                skipped.append(_describe(step, result, REASONS[Verdict(verdict)], group))
+                if dist.get_rank(group) == 0:
+                    logger.warning(f"step {step} was left out: {skipped[-1].reason} ({_figures(skipped[-1])})")
+        if bool(self._stopped):
+            last = skipped[-1] if skipped else None
+            reason = f"step {last.step}: {last.reason} ({_figures(last)})" if last else "stopped before"
+            if int(self._in_a_row) >= self.config.max_consecutive_skips > 1:
+                reason += f"; {int(self._in_a_row)} steps in a row were left out (guard.max_consecutive_skips)"
+            raise StoppedByGuard(reason, taken=self._taken, skipped=skipped)
+        return skipped
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps; anything that JSON can hold. Waits for the device. Nothing, once the run is to stop:
+        who goes on from there begins a new window."""
+        state: dict[str, Any] = {}
+        if self._stopped:
+            return state
+        if in_a_row := int(self._in_a_row):
+            state["in_a_row"] = in_a_row
+        if self.config.spike_sigma:
+            filled = int(self._filled)
+            state["window"] = self._window[:, self._window.shape[1] - filled :].tolist()
+        return state
+
+
+def _describe(step: int, result: StepResult, reason: str, group: dist.ProcessGroup) -> SkippedStep:
+    ranks: list[Any] = [None] * group.size()
+    dist.all_gather_object(ranks, (result.micro_losses.tolist(), float(result.shard_grad_norm)), group=group)
+    losses, norms = map(list, zip(*ranks, strict=True))
+    return SkippedStep(step, reason, float(result.loss), float(result.grad_norm), losses, norms)
+
+
+def _figures(skipped: SkippedStep) -> str:
+    return f"loss {skipped.loss:.4g}, grad_norm {skipped.grad_norm:.4g}"
