@@ -19,6 +19,8 @@ titanlite: pretrain language models from one TOML file
   titanlite train --config FILE.toml [--section.key=value ...]    train, or go on with a run
   titanlite config check --config FILE.toml [...]                 report everything wrong with a config, start nothing
   titanlite config show --config FILE.toml [...]                  print the resolved config
+  titanlite parity --config FILE.toml [--steps N] [--processes N] [--tolerance X] [--only NAME] [...]
+                                                                  the same losses in every layout? trains and compares
   titanlite checkpoint list [PATH]                                checkpoints with age, size and state
   titanlite checkpoint verify PATH                                read every byte, and compare checksums
   titanlite checkpoint show PATH [--tensors]                      what a checkpoint says of itself
@@ -48,7 +50,7 @@ Exit codes: 0 done, 1 failed, 2 wrong config or input, 3 stopped by a rule of th
 """
 
 NAMES = (
-    "train, config check, config show, checkpoint list, checkpoint verify, checkpoint show, checkpoint prune, "
+    "train, config check, config show, parity, checkpoint list, checkpoint verify, checkpoint show, checkpoint prune, "
     "data prepare, data inspect, data tokenizer"
 )
 
@@ -68,7 +70,7 @@ def main() -> NoReturn:
 def run(arguments: list[str]) -> int:
     """Run a subcommand; returns its exit code."""
     match arguments:
-        case [] | ["-h" | "--help", *_] | ["train" | "config" | "checkpoint" | "data", "-h" | "--help"]:
+        case [] | ["-h" | "--help", *_] | ["train" | "config" | "checkpoint" | "data" | "parity", "-h" | "--help"]:
             print(USAGE, end="")
             return 0
         case ["checkpoint" | "data", _, *rest] if "-h" in rest or "--help" in rest:
@@ -83,6 +85,8 @@ def run(arguments: list[str]) -> int:
             return _guarded(_check, rest)
         case ["config", "show", *rest]:
             return _guarded(_show, rest)
+        case ["parity", *rest]:
+            return _guarded(_parity, rest)
         case ["checkpoint", "list" | "verify" | "show" | "prune", *_]:
             return _guarded(_checkpoint, arguments[1:])
         case ["data", "prepare" | "inspect" | "tokenizer", *_]:
@@ -148,6 +152,13 @@ def _show(arguments: list[str]) -> None:
     from titanlite.config.load import dump
 
     print(dump(_load(arguments, None)), end="")
+
+
+def _parity(arguments: list[str]) -> None:
+    from titanlite.parity import main
+
+    path, rest = _split_config(arguments)
+    main(path, rest)
 
 
 def _checkpoint(arguments: list[str]) -> None:
