@@ -60,13 +60,13 @@ class TinyRun:
     def config(self, *overrides: str, world_size: int = 1) -> Config:
         return load(self.toml, overrides, world_size=world_size)
 
-    def records(self, name: str = "tiny") -> list[dict[str, Any]]:
+    def records(self, name: str = "tiny", outputs: str = "outputs") -> list[dict[str, Any]]:
         """metrics.jsonl of a run."""
-        lines = (self.folder / "outputs" / name / "metrics.jsonl").read_text().splitlines()
+        lines = (self.folder / outputs / name / "metrics.jsonl").read_text().splitlines()
         return [json.loads(line) for line in lines]
 
-    def losses(self, name: str = "tiny") -> list[float]:
-        return [record["loss"] for record in self.records(name)]
+    def losses(self, name: str = "tiny", outputs: str = "outputs") -> list[float]:
+        return [record["loss"] for record in self.records(name, outputs)]
 
 
 def train_on_this_rank(config: Config, rank: int, world_size: int) -> Any:
@@ -110,6 +110,17 @@ def run_ranks(
     failures = [f"rank {rank}:\n{error}" for rank, (error, _) in enumerate(results) if error]
     assert not failures, "\n".join(failures)
     return [value for _, value in results]
+
+
+def run_in_turn(function: Callable[..., Any], world_size: int, configs: Sequence[Config], **options: Any) -> list[Any]:
+    """Call function(rank, world_size, config) for each config, one after the other, in one process group: starting one
+    takes longer than a tiny run. Returns for each config what each rank returned."""
+    by_rank = run_ranks(_in_turn, world_size, function, list(configs), **options)
+    return [list(results) for results in zip(*by_rank, strict=True)]
+
+
+def _in_turn(rank: int, world_size: int, function: Callable[..., Any], configs: Sequence[Config]) -> list[Any]:
+    return [function(rank, world_size, config) for config in configs]
 
 
 def _rank_main(

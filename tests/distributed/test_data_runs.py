@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 from torch import nn
 
-from tests.distributed.test_layouts import built, trained_in_turn
-from tests.helpers import TinyRun, _free_port, run_ranks, train_on_this_rank
+from tests.distributed.test_layouts import built, trained
+from tests.helpers import TinyRun, _free_port, run_in_turn, run_ranks, train_on_this_rank
 from titanlite.checkpoint import storage
 from titanlite.checkpoint.files import Local
 from titanlite.config.schema import Config
@@ -148,7 +148,7 @@ def test_best_fit_packing_and_document_masks_train_alike_on_any_layout(tiny: Tin
     options = ["--data.packing=best_fit", "--data.document_mask"]
     losses = []
     for ranks in (1, 4):
-        run_ranks(trained_in_turn, ranks, [tiny.config(f"--job.name=on-{ranks}", *options, world_size=ranks)])
+        run_in_turn(trained, ranks, [tiny.config(f"--job.name=on-{ranks}", *options, world_size=ranks)])
         losses.append(tiny.losses(f"on-{ranks}"))
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
     assert losses[0][-1] < losses[0][0]

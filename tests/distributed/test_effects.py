@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.distributed.test_layouts import built, degrees, one_step
-from tests.helpers import TinyRun, run_ranks
+from tests.distributed.test_layouts import built, degrees, on_every_layout, one_step
+from tests.helpers import TinyRun, run_in_turn, run_ranks
 from titanlite.config.schema import Config
 
 
@@ -41,23 +41,25 @@ def operators_of_a_step(rank: int, world_size: int, config: Config) -> Counter[s
 FORWARD, BACKWARD = 7 * 3 + 1, 2 * (7 * 3 + 1)
 
 
-@pytest.mark.parametrize(
-    ("options", "computed_again", "attention"),
-    [
-        (["none"], 0, 3),
-        (["full"], 7 * 3 - 1 * 3, 6),  # the last product's result is not needed again
-        (["selective", "2"], (7 - 1) * 2, 5),  # blocks 0 and 2
-        (["selective", "op"], 3 * 3, 3),  # 3 of the first 6 products in each block
-    ],
-)
-def test_activation_checkpointing_computes_again(
-    tiny: TinyRun, options: list[str], computed_again: int, attention: int
-) -> None:
+# options, products that are computed again, attentions in all
+CHECKPOINTING = [
+    (["none"], 0, 3),
+    (["full"], 7 * 3 - 1 * 3, 6),  # the last product's result is not needed again
+    (["selective", "2"], (7 - 1) * 2, 5),  # blocks 0 and 2
+    (["selective", "op"], 3 * 3, 3),  # 3 of the first 6 products in each block
+]
+
+
+def test_activation_checkpointing_computes_again(tiny: TinyRun) -> None:
     names = ["mode", "selective_ac_option"]
-    settings = [f"--activation_checkpoint.{name}={value}" for name, value in zip(names, options, strict=False)]
-    [counts] = run_ranks(operators_of_a_step, 1, tiny.config(*settings))
-    assert counts["aten.mm.default"] == FORWARD + BACKWARD + computed_again
-    assert counts["aten._scaled_dot_product_flash_attention_for_cpu.default"] == attention
+    configs = [
+        tiny.config(*(f"--activation_checkpoint.{name}={value}" for name, value in zip(names, options, strict=False)))
+        for options, _, _ in CHECKPOINTING
+    ]
+    results = run_in_turn(operators_of_a_step, 1, configs)
+    for (options, computed_again, attention), [counts] in zip(CHECKPOINTING, results, strict=True):
+        assert counts["aten.mm.default"] == FORWARD + BACKWARD + computed_again, options
+        assert counts["aten._scaled_dot_product_flash_attention_for_cpu.default"] == attention, options
 
 
 def test_a_step_never_waits_for_the_device(tiny: TinyRun) -> None:
@@ -110,14 +112,13 @@ def local_sizes(rank: int, world_size: int, config: Config) -> tuple[int, int, i
     return local, moments, sum(parameter.numel() for parameter in parameters)
 
 
-@pytest.mark.parametrize(("replicate", "shard"), [(1, 4), (2, 2), (4, 1)])
-def test_parameters_and_states_are_really_sharded(tiny: TinyRun, replicate: int, shard: int) -> None:
-    results = run_ranks(local_sizes, 4, tiny.config(*degrees(replicate, shard), world_size=4))
-    whole = results[0][2]
-    assert sum(local for local, _, _ in results) == replicate * whole
-    assert sum(moments for _, moments, _ in results) == replicate * whole
-    for local, _, _ in results:
-        assert local == pytest.approx(whole / shard, rel=0.1)
+def test_parameters_and_states_are_really_sharded(tiny: TinyRun) -> None:
+    for (replicate, shard), results in on_every_layout(local_sizes, tiny).items():
+        whole = results[0][2]
+        assert sum(local for local, _, _ in results) == replicate * whole
+        assert sum(moments for _, moments, _ in results) == replicate * whole
+        for local, _, _ in results:
+            assert local == pytest.approx(whole / shard, rel=0.1)
 
 
 def gradient_norms(rank: int, world_size: int, config: Config) -> list[float]:
@@ -126,8 +127,10 @@ def gradient_norms(rank: int, world_size: int, config: Config) -> list[float]:
 
 
 def test_grad_norm_is_global_on_every_layout(tiny: TinyRun) -> None:
-    [reference] = run_ranks(gradient_norms, 1, tiny.config())
-    for replicate, shard in [(1, 4), (2, 2), (4, 1)]:
-        for norms in run_ranks(gradient_norms, 4, tiny.config(*degrees(replicate, shard), world_size=4)):
+    results = on_every_layout(gradient_norms, tiny)
+    [reference] = results[1, 1]
+    for ranks in results.values():
+        for norms in ranks:
             assert norms == pytest.approx(reference, rel=1e-5)
+            assert norms == ranks[0], "the same bits on all ranks"
     assert torch.tensor(reference).min() > 0

@@ -1,18 +1,23 @@
 """Same config, any layout: same weights, same samples, same losses."""
 
 from collections import Counter
+from collections.abc import Callable
 from itertools import islice
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-from tests.helpers import TinyRun, run_ranks, train_on_this_rank
+from tests.helpers import TinyRun, run_in_turn, train_on_this_rank
 from titanlite.config.schema import Config
 from titanlite.job import Ranks
+from titanlite.loss import IGNORE
 from titanlite.preflight import preflight
+from titanlite.report import types_of
 from titanlite.step import StepResult, train_step
 from titanlite.train import Run, build
 
@@ -49,9 +54,9 @@ def one_step(run: Run) -> StepResult:
     )
 
 
-def initial_weights(rank: int, world_size: int, configs: list[Config]) -> list[dict[str, Any]]:
-    runs = (built(rank, world_size, config) for config in configs)
-    return [{name: whole(parameter).numpy() for name, parameter in run.model.named_parameters()} for run in runs]
+def initial_weights(rank: int, world_size: int, config: Config) -> dict[str, Any]:
+    run = built(rank, world_size, config)
+    return {name: whole(parameter).numpy() for name, parameter in run.model.named_parameters()}
 
 
 def trained(rank: int, world_size: int, config: Config) -> dict[str, Any]:
@@ -59,27 +64,29 @@ def trained(rank: int, world_size: int, config: Config) -> dict[str, Any]:
     return {name: whole(parameter).float().numpy() for name, parameter in run.model.named_parameters()}
 
 
-def trained_in_turn(rank: int, world_size: int, configs: list[Config]) -> list[dict[str, Any]]:
-    """Several runs, one after the other, in one process group: starting one takes longer than a tiny run."""
-    return [trained(rank, world_size, config) for config in configs]
+def on_every_layout(function: Callable[..., Any], tiny: TinyRun, *options: str) -> dict[tuple[int, int], list[Any]]:
+    """What each rank returned, by layout. Runs are named run-1-1, run-4-1, ..."""
+    results = {}
+    for world_size in (1, 4):
+        layouts = [layout for layout in LAYOUTS if layout[0] * layout[1] == world_size]
+        configs = [
+            tiny.config(*degrees(*layout), f"--job.name=run-{layout[0]}-{layout[1]}", *options, world_size=world_size)
+            for layout in layouts
+        ]
+        results |= dict(zip(layouts, run_in_turn(function, world_size, configs), strict=True))
+    return results
 
 
 def test_initial_weights_are_bit_identical_on_every_layout(tiny: TinyRun) -> None:
     expected: dict[str, Any] = {}
     for option in ("--model.args.tied_head=true", "--training.enable_cpu_offload=true", "--model.args.tied_head=false"):
         expected = {}
-        for world_size in (1, 4):
-            layouts = [layout for layout in LAYOUTS if layout[0] * layout[1] == world_size]
-            configs = [
-                tiny.config(*degrees(*layout), option, f"--job.name={layout[0]}-{layout[1]}", world_size=world_size)
-                for layout in layouts
-            ]
-            for found in run_ranks(initial_weights, world_size, configs):
-                for layout, weights in zip(layouts, found, strict=True):
-                    expected = expected or weights
-                    assert weights.keys() == expected.keys()
-                    for name, weight in weights.items():
-                        assert (weight == expected[name]).all(), (name, layout, option)
+        for layout, ranks in on_every_layout(initial_weights, tiny, option).items():
+            for weights in ranks:
+                expected = expected or weights
+                assert weights.keys() == expected.keys()
+                for name, weight in weights.items():
+                    assert (weight == expected[name]).all(), (name, layout, option)
     rows = expected["layers.0.attention.wq.weight"]
     assert abs(rows.std() - 0.02) < 0.002
     assert (rows[:11] != rows[11:22]).all(), "shards must not repeat each other's draws"
@@ -93,18 +100,10 @@ def test_initial_weights_are_bit_identical_on_every_layout(tiny: TinyRun) -> Non
     ],
 )
 def test_losses_are_equal_on_every_layout(tiny: TinyRun, model: list[str]) -> None:
-    losses = {}
-    for world_size in (1, 4):
-        names = {layout: f"run-{layout[0]}-{layout[1]}" for layout in LAYOUTS if layout[0] * layout[1] == world_size}
-        fixed = [*model, "--training.steps=20"]
-        configs = [
-            tiny.config(*degrees(*layout), *fixed, f"--job.name={name}", world_size=world_size)
-            for layout, name in names.items()
-        ]
-        run_ranks(trained_in_turn, world_size, configs)
-        losses |= {name: tiny.losses(name) for name in names.values()}
+    on_every_layout(trained, tiny, *model, "--training.steps=20")
+    losses = {layout: tiny.losses(f"run-{layout[0]}-{layout[1]}") for layout in LAYOUTS}
     assert all(len(found) == 20 for found in losses.values())
-    reference = losses["run-1-1"]
+    reference = losses[1, 1]
     assert reference[0] == pytest.approx(5.557, abs=0.1)  # ln 259: the model starts without an opinion
     assert reference[-1] < 3
     for name, other in losses.items():
@@ -128,7 +127,7 @@ EXACT = [
 def test_what_only_trades_memory_for_time_changes_no_bit(tiny: TinyRun) -> None:
     configs = [tiny.config(f"--job.name=exact-{i}", *options, world_size=4) for i, options in enumerate(EXACT)]
     configs = [tiny.config("--job.name=reference", world_size=4), *configs]
-    reference, *others = run_ranks(trained_in_turn, 4, configs, timeout=240)[0]
+    reference, *others = (ranks[0] for ranks in run_in_turn(trained, 4, configs, timeout=240))
     for index, (options, weights) in enumerate(zip(EXACT, others, strict=True)):
         name = f"exact-{index}"
         assert tiny.losses(name) == tiny.losses("reference"), options
@@ -136,7 +135,6 @@ def test_what_only_trades_memory_for_time_changes_no_bit(tiny: TinyRun) -> None:
             assert (value == reference[parameter]).all(), (options, parameter)
 
 
-@pytest.mark.parametrize(("replicate", "shard"), LAYOUTS)
 @pytest.mark.parametrize(
     "options",
     [
@@ -144,58 +142,133 @@ def test_what_only_trades_memory_for_time_changes_no_bit(tiny: TinyRun) -> None:
         pytest.param(["--training.mixed_precision_reduce=bfloat16"], id="bf16 reduce", marks=pytest.mark.slow),
     ],
 )
-def test_accumulation_gives_the_same_losses(tiny: TinyRun, replicate: int, shard: int, options: list[str]) -> None:
-    world_size, layout = replicate * shard, [*degrees(replicate, shard), *options]
-    run_ranks(trained, world_size, tiny.config("--job.name=whole", *layout, world_size=world_size))
-    split = tiny.config("--job.name=split", "--training.local_batch_size=1", *layout, world_size=world_size)
-    run_ranks(trained, world_size, split)
-    assert tiny.losses("split") == pytest.approx(tiny.losses("whole"), rel=1e-2 if options else 2e-6)
+def test_accumulation_gives_the_same_losses(tiny: TinyRun, options: list[str]) -> None:
+    found = []
+    for local_batch_size in ("8", "1"):
+        name = f"--job.dump_folder={tiny.folder}/{local_batch_size}"
+        on_every_layout(trained, tiny, f"--training.local_batch_size={local_batch_size}", name, *options)
+        found.append([tiny.losses(f"run-{r}-{s}", outputs=local_batch_size) for r, s in LAYOUTS])
+    for whole, split in zip(*found, strict=True):
+        assert split == pytest.approx(whole, rel=1e-2 if options else 2e-6)
+
+
+def accumulated_gradients(rank: int, world_size: int, config: Config) -> dict[str, Any]:
+    """Of one step whose labels are ignored unevenly; nothing is clipped or updated."""
+    run = built(rank, world_size, config)
+    batches = list(islice(run.batches, run.accumulation))
+    for number, batch in enumerate(batches):
+        for row, labels in enumerate(batch["labels"]):
+            sample = rank * len(batches) * len(batch["labels"]) + number * len(batch["labels"]) + row
+            labels[: 4 * sample] = IGNORE  # of 32: from none to all but four
+    kept: dict[str, Any] = {}
+
+    def keep(*_: Any) -> None:
+        for name, parameter in run.model.named_parameters():
+            assert parameter.grad is not None
+            kept[name] = whole(parameter.grad).numpy()
+
+    run.optimizer.register_step_pre_hook(keep)
+    step = train_step(run.model, batches, optimizer=run.optimizer, group=run.metrics.group, max_norm=0.0)
+    return {"loss": np.array(float(step.loss)), "grad_norm": np.array(float(step.grad_norm)), **kept}
+
+
+def test_gradients_do_not_depend_on_layout_and_accumulation(tiny: TinyRun) -> None:
+    runs = [
+        ranks[0]
+        for local_batch_size in (8, 1)
+        for ranks in on_every_layout(
+            accumulated_gradients, tiny, f"--training.local_batch_size={local_batch_size}"
+        ).values()
+    ]
+    reference, *others = runs
+    assert len(others) == 7
+    squares = sum((gradient**2).sum() for name, gradient in reference.items() if "." in name)
+    assert reference["grad_norm"] == pytest.approx(squares**0.5, rel=1e-5)
+    for other in others:
+        for name, gradient in reference.items():
+            assert abs(other[name] - gradient).max() <= 1e-6 * max(1, abs(gradient).max()), name
 
 
 class CollectiveCounter(TorchDispatchMode):
-    """Counts what reaches torch's communication operators, by name."""
+    """Counts what reaches torch's communication operators, by name; of those that carry more than a few figures, the
+    types."""
 
     def __init__(self) -> None:
         super().__init__()
         self.counts: Counter[str] = Counter()
+        self.dtypes: set[tuple[str, str]] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace in ("c10d", "_c10d_functional") and "wait" not in str(func):
-            self.counts[str(func).split(".")[1].strip("_")] += 1
+            name = str(func).split(".")[1].strip("_")
+            self.counts[name] += 1
+            for tensor in tree_leaves(args[:2]):
+                if isinstance(tensor, torch.Tensor) and tensor.numel() > 8:
+                    self.dtypes.add((name, str(tensor.dtype)))
         return func(*args, **(kwargs or {}))
 
 
-def count_collectives(rank: int, world_size: int, config: Config) -> Counter[str]:
-    """Collectives of the second training step."""
+Collectives = tuple[Counter[str], Counter[str], set[tuple[str, str]]]
+
+
+def collectives_of_a_step(rank: int, world_size: int, config: Config) -> Collectives:
+    """Of the second training step, and of its forward passes alone; and what types they carry."""
     run = built(rank, world_size, config)
     one_step(run)
+    forward: Counter[str] = Counter()
     with CollectiveCounter() as counter:
+
+        def begin(*_: Any) -> None:
+            forward.subtract(counter.counts)
+
+        def end(*_: Any) -> None:
+            forward.update(counter.counts)
+
+        run.model.register_forward_pre_hook(begin, prepend=True)
+        run.model.register_forward_hook(end)
         one_step(run)
-    return counter.counts
+    return counter.counts, +forward, counter.dtypes
 
 
-@pytest.mark.parametrize(
-    ("replicate", "shard", "policy", "gathers_per_pass"),
-    [
-        (1, 4, "default", 2 * 5 - 2),  # 3 blocks, embedding, head: forward, and blocks again in backward
-        (1, 4, "always", 2 * 5 - 1),  # the embedding's backward does not need its weight
-        (1, 4, "never", 5),
-        (2, 2, "default", 2 * 5 - 2),
-        (4, 1, "default", 0),
-    ],
-)
-def test_collectives_of_a_step(tiny: TinyRun, replicate: int, shard: int, policy: str, gathers_per_pass: int) -> None:
-    options = [*degrees(replicate, shard), f"--parallelism.fsdp_reshard_after_forward={policy}"]
-    config = tiny.config(*options, "--training.local_batch_size=1", world_size=4)
-    counts = run_ranks(count_collectives, 4, config)[0]
-    units, accumulation = 5, 2
-    assert counts["allgather_base"] == gathers_per_pass * accumulation
-    assert counts["reduce_scatter_base"] == (units * accumulation if shard > 1 else 0)
-    # Replicas are reduced once a step and unit; one more all-reduce counts the tokens, one is of loss and norm.
-    assert counts["allreduce"] == (units if replicate > 1 else 0) + 2
+COLLECTIVES = [
+    # replicate, shard, options, units, all-gathers in forward and in backward
+    (1, 4, "default", 5, 5, 3),  # blocks, embedding, head; in backward the blocks
+    (1, 4, "always", 5, 5, 4),  # the embedding's backward does not need its weight
+    (1, 4, "never", 5, 5, 0),
+    (2, 2, "default", 5, 5, 3),
+    (4, 1, "default", 5, 0, 0),
+    (1, 4, "tied", 4, 4, 3),  # embedding and head are one unit, kept like a head
+    (2, 2, "tied", 4, 4, 3),
+]
 
 
-def seen_dtypes(rank: int, world_size: int, config: Config) -> set[tuple[str, str]]:
+def test_collectives_of_a_step(tiny: TinyRun) -> None:
+    """One all-gather a unit in forward and one more in backward except for the head; one reduce-scatter a unit and
+    backward, also of the head, whose chunked loss uses its weight many times; replicas are reduced once a step."""
+    named = {"tied": "--model.args.tied_head"}
+    configs = [
+        tiny.config(
+            *degrees(replicate, shard),
+            named.get(option, f"--parallelism.fsdp_reshard_after_forward={option}"),
+            "--training.local_batch_size=1",
+            world_size=4,
+        )
+        for replicate, shard, option, *_ in COLLECTIVES
+    ]
+    accumulation = 2
+    results = run_in_turn(collectives_of_a_step, 4, configs)
+    for (replicate, shard, option, units, forward, backward), ranks in zip(COLLECTIVES, results, strict=True):
+        for counts, in_forward, _ in ranks:
+            assert in_forward["allgather_base"] == forward * accumulation, option
+            assert counts["allgather_base"] == (forward + backward) * accumulation, option
+            assert counts["reduce_scatter_base"] == (units * accumulation if shard > 1 else 0)
+            # One more all-reduce counts the tokens, and one is of loss and norm.
+            assert counts["allreduce"] == (units if replicate > 1 else 0) + 2
+            assert not counts.keys() - {"allgather_base", "reduce_scatter_base", "allreduce"}
+
+
+def seen_dtypes(rank: int, world_size: int, config: Config) -> tuple[set[tuple[str, str]], dict[str, str]]:
+    """As hooks see them in a step; and as the run tells of them."""
     run = built(rank, world_size, config)
     seen: set[tuple[str, str]] = set()
 
@@ -203,24 +276,50 @@ def seen_dtypes(rank: int, world_size: int, config: Config) -> set[tuple[str, st
         seen.add(("weight in compute", str(module.weight.dtype)))
         seen.add(("activation", str(output.dtype)))
 
+    def see_gradients(*_: Any) -> None:
+        gradients = [parameter.grad for parameter in run.model.parameters()]
+        seen.update(("gradient", str(gradient.dtype)) for gradient in gradients if gradient is not None)
+
     for module in run.model.modules():
         if isinstance(module, torch.nn.Linear) and module.out_features != 259:
             module.register_forward_hook(watch)
-    one_step(run)
+    run.optimizer.register_step_pre_hook(see_gradients)
+    with CollectiveCounter() as counter:
+        one_step(run)
+    seen |= {(name, dtype) for name, dtype in counter.dtypes if dtype != "torch.int64"}
     for parameter in run.model.parameters():
-        seen.add(("master weight", str(parameter.dtype)))
+        seen.add(("weight", str(parameter.dtype)))
         seen.update(("moment", str(run.optimizer.state[parameter][name].dtype)) for name in ("exp_avg", "exp_avg_sq"))
-    return seen
+    return seen, types_of(run.model, run.optimizer)
 
 
-@pytest.mark.parametrize(("replicate", "shard"), LAYOUTS)
-def test_mixed_precision_is_the_same_on_every_layout(tiny: TinyRun, replicate: int, shard: int) -> None:
-    options = [*degrees(replicate, shard), "--training.mixed_precision_param=bfloat16"]
-    config = tiny.config(*options, world_size=replicate * shard)
-    for seen in run_ranks(seen_dtypes, replicate * shard, config):
-        assert seen == {
-            ("weight in compute", "torch.bfloat16"),
-            ("activation", "torch.bfloat16"),
-            ("master weight", "torch.float32"),
-            ("moment", "torch.float32"),
-        }
+TYPES = {
+    "default": ([], "float32", "float32", "float32"),
+    "moments": (["--optimizer.state_dtype=bfloat16"], "float32", "bfloat16", "float32"),
+    "full": (
+        ["--training.dtype=bfloat16", "--optimizer.state_dtype=bfloat16", "--training.mixed_precision_reduce=bfloat16"],
+        "bfloat16", "bfloat16", "bfloat16",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("types", TYPES)
+def test_types_are_the_same_on_every_layout(tiny: TinyRun, types: str) -> None:
+    """bfloat16 compute with float32 weights, moments and reduction, unless configured."""
+    options, weight, moment, reduction = TYPES[types]
+    options = [*options, "--training.mixed_precision_param=bfloat16"]
+    for (replicate, shard), ranks in on_every_layout(seen_dtypes, tiny, *options).items():
+        for seen, told in ranks:
+            expected = {
+                ("weight in compute", "torch.bfloat16"),
+                ("activation", "torch.bfloat16"),
+                ("gradient", f"torch.{weight}"),
+                ("weight", f"torch.{weight}"),
+                ("moment", f"torch.{moment}"),
+            }
+            if shard > 1:
+                expected |= {("allgather_base", "torch.bfloat16"), ("reduce_scatter_base", f"torch.{reduction}")}
+            if replicate > 1:
+                expected |= {("allreduce", f"torch.{reduction}")}
+            assert seen == expected, (replicate, shard)
+            assert told == {"weights": weight, "compute": "bfloat16", "reduction": reduction, "moments": moment}

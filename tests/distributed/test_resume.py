@@ -11,8 +11,8 @@ import torch
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from tests.distributed.test_layouts import LAYOUTS, built, degrees, trained, trained_in_turn, whole
-from tests.helpers import TinyRun, run_ranks
+from tests.distributed.test_layouts import LAYOUTS, built, degrees, trained, whole
+from tests.helpers import TinyRun, run_in_turn, run_ranks
 from titanlite.checkpoint import storage
 from titanlite.checkpoint.files import MANIFEST, Local
 from titanlite.config.schema import Config
@@ -52,7 +52,7 @@ def test_saved_on_one_layout_loads_on_each(tiny: TinyRun, replicate: int, shard:
     for world_size in (1, 4):
         others = [other for other in LAYOUTS if other[0] * other[1] == world_size]
         configs = [tiny.config(f"--job.name={names[it]}", *degrees(*it), world_size=world_size) for it in others]
-        results |= dict(zip(others, run_ranks(trained_in_turn, world_size, configs)[0], strict=True))
+        results |= dict(zip(others, (ranks[0] for ranks in run_in_turn(trained, world_size, configs)), strict=True))
     for other, weights in results.items():
         name = names[other]
         assert [record["step"] for record in tiny.records(name)] == [1, 2, 3, 4, 5, 6]
