@@ -35,8 +35,9 @@ def token_loss(hidden_BLD: Tensor, weight_VD: Tensor, *, labels_BL: Tensor, z_lo
         z_loss: weight of log(Z)^2, Z being the sum that softmax divides by (arXiv:2204.02311).
     """
     chunk = max(1, CHUNK_BYTES // (4 * len(weight_VD)))
-    total, cross_entropy = _ChunkedLoss.apply(hidden_BLD.flatten(0, 1), weight_VD, labels_BL.flatten(), z_loss, chunk)
-    return TokenLoss(total, cross_entropy)
+    hidden_TD, labels_T = hidden_BLD.flatten(0, 1), labels_BL.flatten()
+    wants_gradients = torch.is_grad_enabled() and (hidden_TD.requires_grad or weight_VD.requires_grad)
+    return TokenLoss(*_ChunkedLoss.apply(hidden_TD, weight_VD, labels_T, z_loss, chunk, wants_gradients))
 
 
 class _ChunkedLoss(torch.autograd.Function):
@@ -45,12 +46,17 @@ class _ChunkedLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden_TD: Tensor, weight_VD: Tensor, labels_T: Tensor, z_loss: float, chunk: int
+        ctx: Any,
+        hidden_TD: Tensor,
+        weight_VD: Tensor,
+        labels_T: Tensor,
+        z_loss: float,
+        chunk: int,
+        wants_gradients: bool,
     ) -> tuple[Tensor, Tensor]:
         # CPUs without units for bfloat16 take 30 times as long for such products as for those of float32.
         operand_type = hidden_TD.dtype if hidden_TD.is_cuda else torch.float32
         operand_VD = weight_VD.to(operand_type)
-        wants_gradients = any(ctx.needs_input_grad[:2])
         d_hidden_TD = torch.empty_like(hidden_TD) if wants_gradients else None
         d_weight_VD = torch.zeros_like(weight_VD, dtype=torch.float32) if wants_gradients else None
         total, cross_entropy = torch.zeros((), device=hidden_TD.device), torch.zeros((), device=hidden_TD.device)
@@ -80,7 +86,7 @@ class _ChunkedLoss(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         d_hidden_TD, d_weight_VD = ctx.gradients
         del ctx.gradients  # they are scaled in place, and so good for one backward
-        return d_hidden_TD.mul_(gradients[0]), d_weight_VD.mul_(gradients[0]), None, None, None
+        return d_hidden_TD.mul_(gradients[0]), d_weight_VD.mul_(gradients[0]), None, None, None, None
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:

@@ -1,0 +1,137 @@
+"""A loss that is not finite, from one rank: what all ranks do, what is kept, and what is told."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.distributed.test_layouts import degrees, whole
+from tests.helpers import TinyRun, run_in_turn, run_ranks
+from titanlite.checkpoint.storage import Manifest
+from titanlite.config.schema import Config
+from titanlite.job import Ranks
+from titanlite.loss import TokenLoss
+from titanlite.preflight import preflight
+from titanlite.train import Run, build, finish, train
+
+BAD_STEP, BAD_SAMPLE = 3, 21
+"""Sample 21 is of rank 2 of 4, in its second micro-batch of one: 16 + 2 x 2 + 1."""
+
+Snapshot = dict[str, torch.Tensor]
+
+
+def snapshot(run: Run) -> Snapshot:
+    """Weights and all that the optimizer keeps."""
+    named = dict(run.model.named_parameters())
+    state = {
+        f"{name}.{key}": value
+        for name, parameter in named.items()
+        for key, value in run.optimizer.state[parameter].items()
+    }
+    return {name: whole(tensor) for name, tensor in (named | state).items()}
+
+
+def poisoned(rank: int, world_size: int, config: Config) -> dict[str, Any]:
+    """Train; the loss of one micro-batch of one rank is NaN, in step 3 (or each from there on, if the run's name says
+    so)."""
+    import titanlite.step as step_module
+
+    ranks, device = Ranks(rank, world_size, rank, world_size), torch.device("cpu")
+    run = build(config, preflight(config, ranks, device), ranks=ranks, device=device)
+    before: list[Snapshot] = []
+    calls = [0]
+    original = step_module.token_loss
+    micro_batches = run.accumulation
+
+    def loss_of(*args: Any, **kwargs: Any) -> TokenLoss:
+        found = original(*args, **kwargs)
+        number, calls[0] = calls[0], calls[0] + 1
+        step = run.progress.step + number // micro_batches + 1
+        bad = step == BAD_STEP or (step > BAD_STEP and "forever" in str(config.job.name))
+        if bad and rank == min(2, world_size - 1) and number % micro_batches == micro_batches - 1:
+            return TokenLoss(found.total * math.nan, found.cross_entropy * math.nan)
+        return found
+
+    run.optimizer.register_step_pre_hook(lambda *_: before.append(snapshot(run)))
+    run.optimizer.register_step_post_hook(lambda *_: before.append(snapshot(run)))
+    step_module.token_loss = loss_of  # pyright: ignore
+    try:
+        stopped = train(run)
+    finally:
+        step_module.token_loss = original
+    finish(run, stopped)
+    changed = [
+        sorted(name for name in new if not torch.equal(old.get(name, torch.tensor(math.inf)), new[name]))
+        for old, new in zip(before[::2], before[1::2], strict=True)
+    ]
+    final = {name: tensor.float().numpy() for name, tensor in snapshot(run).items()}
+    return {"changed": changed, "stopped": stopped and (str(stopped), stopped.taken), "final": final}
+
+
+def skipped(folder: Path, name: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "outputs" / name / "skipped.jsonl").read_text().splitlines()]
+
+
+def manifest(folder: Path, name: str, step: int) -> Manifest:
+    path = folder / "outputs" / name / "checkpoints" / f"step-{step:08d}" / "manifest.json"
+    return Manifest.from_json(path.read_bytes())
+
+
+def test_all_ranks_do_the_same(tiny: TinyRun) -> None:
+    layout = [*degrees(2, 2), "--training.local_batch_size=1"]
+    names = {
+        "skip": ["--guard.nonfinite=skip", "--metrics.log_freq=4"],
+        "bfloat16": ["--guard.nonfinite=skip", "--optimizer.state_dtype=bfloat16", "--training.dtype=bfloat16"],
+        "stop": ["--metrics.log_freq=4"],
+        "forever": ["--guard.nonfinite=skip", "--guard.max_consecutive_skips=2", "--metrics.log_freq=6"],
+    }
+    configs = [tiny.config(*layout, f"--job.name={name}", *options, world_size=4) for name, options in names.items()]
+    results = dict(zip(names, run_in_turn(poisoned, 4, configs), strict=True))
+
+    for name in ("skip", "bfloat16"):
+        for rank in results[name]:
+            assert rank["stopped"] is None
+            assert [bool(changed) for changed in rank["changed"]] == [True, True, False, True, True, True]
+        [record] = skipped(tiny.folder, name)
+        assert (record["step"], record["samples"]) == (BAD_STEP, [BAD_SAMPLE])
+        assert record["reason"] == "loss or gradient is not finite"
+        assert [[loss is None for loss in losses] for losses in record["micro_losses"]] == [
+            [False, False], [False, False], [False, True], [False, False],
+        ]  # fmt: skip
+        assert record["shard_grad_norms"] == [None] * 4, "NaN has reached every shard"
+        [[source, epoch, sequence]] = record["sequences"]
+        assert (source, epoch) == ("text", 0)
+        assert 0 <= sequence < 400
+        assert manifest(tiny.folder, name, 6).samples == 48
+        for final in results[name]:
+            assert all((final["final"][key] == value).all() for key, value in results[name][0]["final"].items())
+
+    for rank in results["stop"]:
+        message, taken = rank["stopped"]
+        assert message.startswith("step 3: loss or gradient is not finite (loss nan, grad_norm nan)")
+        assert taken == 2
+        assert [bool(changed) for changed in rank["changed"]] == [True, True, False, False], "until the host looks"
+    assert [record["step"] for record in skipped(tiny.folder, "stop")] == [3]
+    saved = manifest(tiny.folder, "stop", 2)
+    assert (saved.samples, saved.guard) == (16, {})
+
+    for rank in results["forever"]:
+        assert rank["stopped"][0].endswith("2 steps in a row were left out (guard.max_consecutive_skips)")
+        assert rank["stopped"][1] == 2
+        assert [bool(changed) for changed in rank["changed"]] == [True, True, False, False, False, False]
+    assert [record["step"] for record in skipped(tiny.folder, "forever")] == [3, 4]
+    assert (tiny.folder / "outputs" / "forever" / "checkpoints" / "step-00000002").is_dir()
+
+
+def test_a_stopped_run_goes_on_from_the_last_step_taken(tiny: TinyRun) -> None:
+    """With `skip`, as if it had been told so from the beginning."""
+    [whole_result] = run_ranks(poisoned, 1, tiny.config("--job.name=whole", "--guard.nonfinite=skip"))
+    [stopped] = run_ranks(poisoned, 1, tiny.config("--job.name=halves", "--metrics.log_freq=2"))
+    [result] = run_ranks(poisoned, 1, tiny.config("--job.name=halves", "--guard.nonfinite=skip"))
+    assert stopped["stopped"][1] == 2
+    assert result["stopped"] is None
+    assert [record["step"] for record in skipped(tiny.folder, "halves")] == [3]
+    for name, value in whole_result["final"].items():
+        assert (result["final"][name] == value).all(), name
