@@ -1,6 +1,7 @@
 """Llama 3 against exact parameter counts, against transformers' Llama, and against torch's own FLOP counter."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -9,10 +10,15 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+from titanlite.config.schema import LRScheduler, Optimizer
 from titanlite.errors import ConfigError
-from titanlite.models.base import parameter_generator
+from titanlite.loss import token_loss
+from titanlite.models.base import Model, parameter_generator
 from titanlite.models.llama3 import Llama3, Llama3Args
-from titanlite.models.registry import resolve_model
+from titanlite.models.registry import MODELS, resolve_model
+from titanlite.optim import build_optimizer, set_learning_rate
+from titanlite.schedule import learning_rate
+from titanlite.step import train_step
 
 COUNTS = {
     "1B": 1_235_814_400,
@@ -35,13 +41,16 @@ SHAPES = {
 }
 
 
-def built(args: Llama3Args) -> Llama3:
+def built(args: Llama3Args, scale: float = 5) -> Llama3:
+    """Args:
+    scale: of matrices, beyond the initial one; so that attention is far from uniform.
+    """
     model = Llama3(args)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             model.init_weight(name, parameter, parameter_generator(0, name, torch.device("cpu")))
             if parameter.ndim == 2:
-                parameter.mul_(5)  # so that attention is far from uniform
+                parameter.mul_(scale)
     model.init_buffers()
     return model
 
@@ -93,6 +102,71 @@ def test_debug_flavor_is_about_eleven_million() -> None:
     assert 10.5e6 < count < 11.5e6
 
 
+def names_of(theirs: transformers.LlamaForCausalLM, model: Llama3) -> dict[str, torch.nn.Parameter]:
+    """Their parameters by our names: both models have the same shapes and values, and most values are unique."""
+    found = {}
+    for name, mine in model.named_parameters():
+        layer = name.split(".")[1] if name.startswith("layers.") else None
+        [found[name]] = (
+            other
+            for their_name, other in theirs.named_parameters()
+            if (f"layers.{layer}." in their_name if layer else ".layers." not in their_name)
+            and other.shape == mine.shape
+            and torch.equal(other, mine)
+            and ("post" in their_name) == ("ffn_norm" in name)
+        )
+    return found
+
+
+@pytest.mark.parametrize("args", SHAPES.values(), ids=SHAPES)
+def test_gradients_equal_those_of_transformers(args: Llama3Args) -> None:
+    model = built(args)
+    theirs = oracle(model)
+    tokens = torch.randint(0, args.vocab_size, (2, 65), generator=torch.Generator().manual_seed(1))
+    model(tokens[:, :-1], loss=partial(token_loss, labels_BL=tokens[:, 1:])).total.div(128).backward()
+    theirs(tokens, labels=tokens).loss.backward()
+    others = names_of(theirs, model)
+    for name, parameter in model.named_parameters():
+        mine, other = parameter.grad, others[name].grad
+        assert mine is not None
+        assert other is not None
+        assert (mine - other).abs().max() < 1e-4 * other.abs().max(), name
+
+
+@pytest.mark.usefixtures("single_process_group")
+@pytest.mark.parametrize("args", [SHAPES["grouped queries"], SHAPES["scaled rope of 3.2"]], ids=["grouped", "3.2"])
+def test_twenty_steps_lose_as_much_as_with_transformers(args: Llama3Args) -> None:
+    """titanlite's step against a plain loop: clip, AdamW with its groups, warm-up."""
+    model = built(args, scale=1)
+    theirs = oracle(model).train()
+    optimizer = build_optimizer(model, Optimizer(), seed=0)
+    decayed = [p for p in theirs.parameters() if p.ndim >= 2]
+    plain = torch.optim.AdamW(
+        [{"params": decayed, "weight_decay": 0.1},
+         {"params": [p for p in theirs.parameters() if p.ndim < 2], "weight_decay": 0.0}],
+        betas=(0.9, 0.95),
+    )  # fmt: skip
+    group = torch.distributed.group.WORLD
+    assert group is not None
+    generator = torch.Generator().manual_seed(2)
+    batches = torch.randint(0, args.vocab_size // 4, (20, 4, 65), generator=generator)
+    found, expected = [], []
+    for step, tokens in enumerate(batches, 1):
+        lr = learning_rate(step, peak=3e-3, steps=20, config=LRScheduler(warmup_steps=5))
+        set_learning_rate(optimizer, lr)
+        set_learning_rate(plain, lr)
+        batch = {"tokens": tokens[:, :-1], "labels": tokens[:, 1:]}
+        found.append(float(train_step(model, [batch], optimizer=optimizer, group=group, max_norm=1.0).loss))
+        loss = theirs(tokens, labels=tokens).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(theirs.parameters(), 1.0)
+        plain.step()
+        plain.zero_grad()
+        expected.append(float(loss.detach()))
+    assert expected[-1] < 0.8 * expected[0]
+    assert found == pytest.approx(expected, rel=1e-4)
+
+
 @pytest.mark.parametrize("args", SHAPES.values(), ids=SHAPES)
 def test_logits_equal_those_of_transformers(args: Llama3Args) -> None:
     model = built(args)
@@ -131,14 +205,35 @@ def test_loss_gets_hidden_states_and_weight() -> None:
     assert torch.equal(logits, model(tokens))
 
 
-@pytest.mark.parametrize("seq_len", [32, 128, 512])
-@pytest.mark.parametrize("tied", [False, True])
-def test_flops_agree_with_torchs_counter(seq_len: int, tied: bool) -> None:
-    args = replace(SMALL, max_seq_len=seq_len, dim=128, hidden_dim=256, tied_head=tied)
-    model = built(args)
-    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:  # it cannot count the CPU's kernel
-        model(torch.zeros(2, seq_len, dtype=torch.int64)).sum().backward()
-    assert model.flops_per_token(seq_len) * 2 * seq_len == pytest.approx(counter.get_total_flops(), rel=0.02)
+SHIPPED = [(name, flavor) for name, model in MODELS.items() for flavor in model.flavors]
+
+
+def counted(name: str, flavor: str, n_layers: int, batch: int, seq_len: int) -> tuple[Model, int, int]:
+    """The model on the meta device; its operations forward and backward, and how many of them are attention's."""
+    family, args = resolve_model(name, flavor, {"n_layers": n_layers, "max_seq_len": seq_len})
+    with torch.device("meta"):
+        model = family(args)
+        tokens = torch.zeros(batch, seq_len, dtype=torch.int64)
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        model(tokens).sum().backward()
+    return model, counter.get_total_flops(), counter.get_flop_counts()["Global"][torch.ops.aten.bmm]
+
+
+@pytest.mark.parametrize(("name", "flavor"), SHIPPED)
+@pytest.mark.parametrize(("batch", "seq_len"), [(1, 256), (2, 1000), (1, 4096)])
+def test_flops_agree_with_torchs_counter(name: str, flavor: str, batch: int, seq_len: int) -> None:
+    """Blocks are alike: with one and with two of them, the operations of any number are known."""
+    family, args = resolve_model(name, flavor, {})
+    _, of_one, attention = counted(name, flavor, 1, batch, seq_len)
+    of_two = counted(name, flavor, 2, batch, seq_len)[1]
+    others = args.n_layers - 1  # pyright: ignore[reportAttributeAccessIssue]
+    total, attention = of_one + others * (of_two - of_one), (others + 1) * attention
+    with torch.device("meta"):
+        model = family(args)
+    assert model.flops_per_token(seq_len) * batch * seq_len == pytest.approx(total, rel=0.02)
+    # A causal mask leaves of attention's products, of seq_len positions, (seq_len + 1) / 2 on average.
+    causal = total - attention * (seq_len - 1) / (2 * seq_len)
+    assert model.flops_per_token(seq_len, causal=True) * batch * seq_len == pytest.approx(causal, rel=0.02)
 
 
 def test_unknown_names_are_explained() -> None:

@@ -1,0 +1,101 @@
+"""What the loss over a vocabulary costs: titanlite's chunked one against plain cross entropy on whole logits.
+
+    python benchmarks/bench_loss.py [--runs 5] [--tokens 2048] [--dim 256] [--dtype float32]
+
+Memory: the most that forward and backward hold beside hidden states, weight and their gradients, each size in a process
+of its own. Time: forward and backward at a vocabulary of 32,768, the two by turns in one process. Above 1, the chunked
+loss is faster.
+"""
+
+import argparse
+import json
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from titanlite.job import keep_freed_memory
+from titanlite.loss import IGNORE, token_loss
+
+VOCABULARIES = (32_768, 65_536, 131_072, 262_144)
+TIMED = 32_768
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--tokens", type=int, default=2048)
+    parser.add_argument("--dim", type=int, default=256)
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--measure", nargs=2, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.measure:
+        name, vocabulary = options.measure
+        print(json.dumps(peak(name, options.tokens, options.dim, int(vocabulary), options.dtype)))
+        return
+    print(f"{options.tokens} tokens, dim {options.dim}, {options.dtype}, torch {torch.__version__}")
+    for vocabulary in VOCABULARIES:
+        found = {}
+        for name in LOSSES:
+            command = [sys.executable, __file__, *sys.argv[1:], "--measure", name, str(vocabulary)]
+            found[name] = json.loads(subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout)
+        sizes = ", ".join(f"{name} {size:,.0f} MiB" for name, size in found.items())
+        print(f"  vocabulary {vocabulary:>7,}: {sizes}", flush=True)
+    keep_freed_memory()
+    seconds: dict[str, list[float]] = {name: [] for name in LOSSES}
+    hidden, weight, labels = inputs(options.tokens, options.dim, TIMED, options.dtype)
+    for _ in range(options.runs + 1):
+        for name in LOSSES:
+            seconds[name].append(step(name, hidden, weight, labels))
+    medians = {name: statistics.median(times[1:]) for name, times in seconds.items()}
+    pairs = [plain / chunked for plain, chunked in zip(*(times[1:] for times in seconds.values()), strict=True)]
+    for name, median in medians.items():
+        print(f"  {name:<8} {1000 * median:,.0f} ms at a vocabulary of {TIMED:,}")
+    print(
+        f"  plain / chunked: {medians['plain'] / medians['chunked']:.3f} (pairs {min(pairs):.3f} to {max(pairs):.3f})"
+    )
+
+
+def plain(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+    logits = F.linear(hidden, weight).float()
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE, reduction="sum")
+
+
+def chunked(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+    return token_loss(hidden, weight, labels_BL=labels).total
+
+
+LOSSES = {"plain": plain, "chunked": chunked}
+
+
+def inputs(tokens: int, dim: int, vocabulary: int, dtype: str) -> tuple[Tensor, Tensor, Tensor]:
+    make = partial(torch.randn, dtype=getattr(torch, dtype), requires_grad=True)
+    return make(1, tokens, dim), make(vocabulary, dim), torch.randint(0, vocabulary, (1, tokens))
+
+
+def step(name: str, hidden: Tensor, weight: Tensor, labels: Tensor) -> float:
+    """Seconds of forward and backward."""
+    hidden.grad = weight.grad = None
+    started = time.perf_counter()
+    (LOSSES[name](hidden, weight, labels) / labels.numel()).backward()
+    return time.perf_counter() - started
+
+
+def peak(name: str, tokens: int, dim: int, vocabulary: int, dtype: str) -> float:
+    """MiB beside what is there before and the gradients."""
+    arguments = inputs(tokens, dim, vocabulary, dtype)
+    step(name, *inputs(8, dim, 64, dtype))  # what PyTorch loads on first use
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
+    step(name, *arguments)
+    gradients = sum(tensor.nbytes for tensor in arguments[:2]) / 2**20
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10 - before - gradients
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,96 @@
+"""`titanlite parity`: what it compares, how it judges, and what it says."""
+
+import json
+import math
+
+import pytest
+
+from tests.helpers import TinyRun
+from titanlite import cli
+from titanlite.parity import ONE, Curve, compare, variants
+
+
+def test_it_covers_every_technique(tiny: TinyRun) -> None:
+    found = variants(tiny.config(), 4, on_gpu=False)
+    options = {option for variant in found for option in variant.options}
+    assert options >= {
+        "activation_checkpoint.mode=full",
+        "activation_checkpoint.selective_ac_option=op",
+        "activation_checkpoint.selective_ac_option=2",
+        "data.num_workers=2",
+        "compile.enable=true",
+        "training.enable_cpu_offload=true",
+        "training.local_batch_size=4",  # half of 8
+        "training.local_batch_size=1",  # half of 8 / 4
+        *(f"parallelism.fsdp_reshard_after_forward={policy}" for policy in ("always", "never", "2")),
+        "parallelism.fsdp_forward_prefetch=2",
+        "parallelism.fsdp_backward_prefetch=2",
+        *(f"parallelism.data_parallel_replicate_degree={degree}" for degree in (1, 2, 4)),
+    }
+    names = [variant.name for variant in found]
+    assert len(set(names)) == len(names) == 19
+    for number, variant in enumerate(found[1:], 1):
+        assert variant.reference in names[:number], "compared with what comes later"
+        approximate = "compile" in variant.name or "micro" in variant.name or variant.options[0].startswith("par")
+        assert variant.exact or approximate
+    inexact = [variant.name for variant in found if not variant.exact]
+    assert inexact == [
+        ONE, "2 micro-batches", "compile", "DDP 4 x 1", "FSDP 1 x 4", "HSDP 2 x 2", "HSDP 2 x 2, 2 micro-batches",
+    ]  # fmt: skip
+    on_gpu = {variant.name: variant.exact for variant in variants(tiny.config(), 4, on_gpu=True)}
+    assert not on_gpu["FSDP, CPU offload"]
+    assert len(variants(tiny.config(), 1, on_gpu=True)) == 8
+    assert "HSDP 2 x 1" not in [variant.name for variant in variants(tiny.config(), 2, on_gpu=False)]
+
+
+@pytest.mark.parametrize(
+    ("losses", "exact", "holds", "difference"),
+    [
+        ([2.0, 1.0], True, True, 0),
+        ([2.0, 1.0 + 1e-15], True, False, 1e-15),
+        ([2.0, 1.0 + 9e-6], False, True, 9e-6),
+        ([2.0 + 3e-5, 1.0], False, False, 1.5e-5),
+        ([2.0], False, False, math.inf),
+        ([2.0, None], False, False, math.inf),  # not finite
+    ],
+)
+def test_verdicts(losses: list[float], exact: bool, holds: bool, difference: float) -> None:
+    reference = Curve([2.0, 1.0], [1.0, 1.0])
+    found = compare(Curve(losses, [1.0, 1.0][: len(losses)]), reference, exact=exact, tolerance=1e-5)
+    assert found.holds == holds
+    assert found.loss == pytest.approx(difference, rel=0.2)
+    assert not compare(Curve([2.0, 1.0], [1.0, 1.1]), reference, exact=True, tolerance=1e-5).holds
+
+
+@pytest.mark.slow
+def test_the_command_trains_compares_and_exits_with_the_verdict(
+    tiny: TinyRun, capfd: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["parity", "--config", str(tiny.toml), "--steps=4", "--processes", "2", "--only"]
+    assert cli.run([*arguments, "DDP"]) == 0
+    lines = capfd.readouterr().out.splitlines()
+    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines if line.startswith("|")]
+    assert [row[0] for row in cells[2:]] == [ONE, "DDP 2 x 1"]
+    assert float(cells[3][4]) < 1e-5
+    assert cells[3][6:] == ["within 1e-05", "yes"]
+    curves = json.loads((tiny.folder / "outputs" / "tiny-parity" / "parity.json").read_text())
+    assert [len(curve["losses"]) for curve in curves.values()] == [4, 4]
+    assert curves[ONE]["losses"][0] == pytest.approx(5.5, abs=0.1)
+
+    assert cli.run([*arguments, "DDP", "--tolerance=1e-12"]) == 1  # what no sum in another order can hold
+    captured = capfd.readouterr()
+    assert captured.err == "error: not equal: DDP 2 x 1\n"
+    assert "| NO  |" in captured.out
+
+
+def test_mistakes_are_told_before_anything_is_trained(tiny: TinyRun, capfd: pytest.CaptureFixture[str]) -> None:
+    cases = {
+        "--training.stepss=3": "error: training.stepss: unknown key, did you mean training.steps? (command line)",
+        "--steps=0": "error: titanlite parity: --steps must be at least 1, --processes too",
+        "--steps=x": "error: titanlite parity: argument --steps: invalid int value: 'x'",
+        "--processes=3": "error: 3 processes leave 2 sequences of training.global_batch_size: see --processes",
+    }
+    for argument, message in cases.items():
+        assert cli.run(["parity", "--config", str(tiny.toml), argument]) == 2
+        assert capfd.readouterr().err.splitlines()[0] == message
+    assert not (tiny.folder / "outputs").exists()
