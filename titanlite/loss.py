@@ -62,21 +62,25 @@ class _ChunkedLoss(torch.autograd.Function):
         total, cross_entropy = torch.zeros((), device=hidden_TD.device), torch.zeros((), device=hidden_TD.device)
         for start in range(0, len(labels_T), chunk):
             x_CD, labels_C = hidden_TD[start : start + chunk].to(operand_type), labels_T[start : start + chunk]
-            logits_CV = _product(x_CD, operand_VD.t())
-            log_z_C = logits_CV.logsumexp(dim=1)
             valid_C = (labels_C != IGNORE).float()
             index_C1 = labels_C.clamp(min=0).unsqueeze(1)
-            nats = ((log_z_C - logits_CV.gather(1, index_C1).squeeze(1)) * valid_C).sum()
+            buffer_CV = _product(x_CD, operand_VD.t())  # logits, then their exponentials, then their gradient
+            target_C1 = buffer_CV.gather(1, index_C1)
+            largest_C1 = buffer_CV.amax(dim=1, keepdim=True)
+            sum_C1 = buffer_CV.sub_(largest_C1).exp_().sum(dim=1, keepdim=True)
+            log_z_C1 = largest_C1 + sum_C1.log()
+            nats = ((log_z_C1 - target_C1).squeeze(1) * valid_C).sum()
             cross_entropy += nats
-            total += nats + z_loss * (log_z_C.square() * valid_C).sum()
+            total += nats + z_loss * (log_z_C1.squeeze(1).square() * valid_C).sum()
             if d_hidden_TD is None or d_weight_VD is None:
                 continue
-            # d(nats) = softmax - onehot, d(log_z^2) = 2 log_z softmax; in place of the logits.
-            scale_C = valid_C * (1 + 2 * z_loss * log_z_C)
-            d_logits_CV = logits_CV.sub_(log_z_C.unsqueeze(1)).exp_().mul_(scale_C.unsqueeze(1))
-            d_logits_CV = d_logits_CV.scatter_add_(1, index_C1, -valid_C.unsqueeze(1)).to(operand_type)
+            # d(nats) = softmax - onehot, d(log_z^2) = 2 log_z softmax.
+            valid_C1 = valid_C.unsqueeze(1)
+            buffer_CV.mul_(valid_C1 * (1 + 2 * z_loss * log_z_C1) / sum_C1).scatter_add_(1, index_C1, -valid_C1)
+            d_logits_CV = buffer_CV.to(operand_type)
             d_hidden_TD[start : start + chunk] = _product(d_logits_CV, operand_VD)
-            d_weight_VD += _product(d_logits_CV.t(), x_CD)
+            _add_product(d_weight_VD, d_logits_CV.t(), x_CD)
+            del buffer_CV, d_logits_CV  # before the next chunk has its own
         if d_weight_VD is not None:
             ctx.gradients = d_hidden_TD, d_weight_VD.to(weight_VD.dtype)
         ctx.mark_non_differentiable(cross_entropy)
@@ -94,3 +98,11 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
     if a.dtype == torch.float32:
         return a @ b
     return torch.mm(a, b, out_dtype=torch.float32) if not torch.version.hip else (a @ b).float()
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """total += a @ b, where total is float32."""
+    if a.dtype == torch.float32:
+        total.addmm_(a, b)
+    else:
+        total += _product(a, b)

@@ -71,7 +71,7 @@ class LargestTensor(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        self.products += func is torch.ops.aten.mm.default
+        self.products += func in (torch.ops.aten.mm.default, torch.ops.aten.addmm_.default)
         sizes = [
             t.numel() for t in tree_leaves(result) if isinstance(t, Tensor) and sorted(t.shape) != sorted(self.but)
         ]
