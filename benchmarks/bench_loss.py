@@ -73,7 +73,7 @@ LOSSES = {"plain": plain, "chunked": chunked}
 
 
 def inputs(tokens: int, dim: int, vocabulary: int, dtype: str) -> tuple[Tensor, Tensor, Tensor]:
-    """With logits as at the beginning of training: of far larger ones softmax makes denormal numbers, which are slow."""
+    """With logits as at the beginning of training: of far larger ones softmax makes denormals, which are slow."""
     hidden, weight = torch.randn(1, tokens, dim), torch.randn(vocabulary, dim).mul_(0.02)
     hidden, weight = (tensor.to(getattr(torch, dtype)).requires_grad_() for tensor in (hidden, weight))
     return hidden, weight, torch.randint(0, vocabulary, (1, tokens))

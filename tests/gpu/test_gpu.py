@@ -167,3 +167,75 @@ def test_documents_train_by_every_technique(tiny: TinyRun) -> None:
     }
     for name, options in techniques.items():
         assert train(tiny, name, *steps, *options) == pytest.approx(plain, rel=0.02), name
+
+
+def test_the_loss_on_the_gpu_is_cross_entropy() -> None:
+    """float32 logits from bfloat16 operands, in chunks, with and without a z-loss."""
+    import torch
+    from torch.nn import functional as F
+
+    from titanlite import loss as loss_module
+
+    generator = torch.Generator("cuda").manual_seed(0)
+    hidden = torch.randn(2, 300, 64, generator=generator, device="cuda").bfloat16().requires_grad_()
+    weight = torch.randn(999, 64, generator=generator, device="cuda").mul_(0.1).bfloat16().requires_grad_()
+    labels = torch.randint(0, 999, (2, 300), generator=generator, device="cuda")
+    logits = F.linear(hidden.float(), weight.float()).flatten(0, 1)
+    chunk = loss_module.CHUNK_BYTES
+    for z_loss in (0.0, 1e-2):
+        nats = F.cross_entropy(logits, labels.flatten(), reduction="sum")
+        total = nats + z_loss * logits.logsumexp(1).square().sum()
+        expected = torch.autograd.grad(total, [hidden, weight], retain_graph=True)
+        try:
+            loss_module.CHUNK_BYTES = 4 * 999 * 128
+            found = loss_module.token_loss(hidden, weight, labels_BL=labels, z_loss=z_loss)
+        finally:
+            loss_module.CHUNK_BYTES = chunk
+        assert found.cross_entropy.item() == pytest.approx(nats.item(), rel=1e-5)
+        assert found.total.item() == pytest.approx(total.item(), rel=1e-5)
+        for gradient, other in zip(torch.autograd.grad(found.total, [hidden, weight]), expected, strict=True):
+            assert (gradient - other).norm() < 2**-7 * other.norm()
+
+
+def steps_without_waiting(rank: int, world_size: int, config: Any) -> list[int]:
+    """Verdicts of steps that would raise an error if the host waited for the GPU; in the third the loss is NaN."""
+    from itertools import islice
+
+    import torch
+
+    from titanlite.job import Ranks
+    from titanlite.parallelize.mesh import local
+    from titanlite.preflight import preflight
+    from titanlite.step import train_step
+    from titanlite.train import build
+
+    ranks, device = Ranks(0, 1, 0, 1), torch.device("cuda", 0)
+    run = build(config, preflight(config, ranks, device), ranks=ranks, device=device)
+    verdicts = []
+    for number in range(4):
+        batches = list(islice(run.batches, run.accumulation))
+        if number == 2:
+            with torch.no_grad():
+                local(next(run.model.parameters())).mul_(torch.nan)
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error" if number else "default")  # the first step allocates
+        result = train_step(
+            run.model, batches, optimizer=run.optimizer, group=run.metrics.group, max_norm=1.0, judge=run.guard.judge
+        )
+        torch.cuda.set_sync_debug_mode("default")
+        verdicts.append(result.verdict)
+    return [int(verdict) for verdict in verdicts]
+
+
+@pytest.mark.parametrize("state_dtype", ["float32", "bfloat16"])
+def test_no_step_waits_for_the_gpu(tiny: TinyRun, state_dtype: str) -> None:
+    from tests.helpers import run_ranks
+
+    config = tiny.config(*SIZES, f"--optimizer.state_dtype={state_dtype}")
+    [verdicts] = run_ranks(steps_without_waiting, 1, config, backend="cuda:nccl,cpu:gloo")
+    assert verdicts == [0, 0, 1, 3]
+
+
+def test_two_deterministic_runs_are_equal_bit_by_bit(tiny: TinyRun) -> None:
+    options = ["--debug.deterministic", "--training.steps=20", "--data.document_mask"]
+    assert train(tiny, "one", *options) == train(tiny, "two", *options)

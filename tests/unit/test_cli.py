@@ -258,6 +258,22 @@ def test_run_train_passes_on_the_exit_code_of_a_rank(tiny: TinyRun) -> None:
     assert "less than one sequence of 32" in errors[0]
 
 
+@pytest.mark.slow
+def test_a_run_that_stops_itself_says_so_and_exits_with_3(tiny: TinyRun) -> None:
+    """Weights that overflow: from the user's side, on two processes."""
+    result = run_train("--config", str(tiny.toml), "--optimizer.lr=1e36", cwd=tiny.folder, NPROC="2")
+    assert result.returncode == 3, result.stderr
+    errors = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1
+    assert errors[0].startswith("error: step 2: loss or gradient is not finite (loss ")
+    assert "types    weights float32, compute float32, reduction float32, moments float32" in result.stdout
+    skipped = tiny.folder / "outputs" / "tiny" / "skipped.jsonl"
+    assert f"stopped: the steps that were left out are in {skipped}" in result.stdout
+    [record] = [json.loads(line) for line in skipped.read_text().splitlines()]
+    assert (record["step"], record["samples"]) == (2, [*range(8, 16)])
+    assert [path.name for path in (tiny.folder / "outputs" / "tiny" / "checkpoints").glob("step*")] == ["step-00000001"]
+
+
 def test_run_train_finds_bare_names(tmp_path: Path) -> None:
     result = run_train("--config", "debgu.toml", cwd=tmp_path)
     assert result.returncode == 2
