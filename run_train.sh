@@ -6,7 +6,7 @@
 #   NPROC          processes on this machine (default: one for each GPU, else 1)
 #   NNODES         machines (default 1); then also
 #   RDZV_ENDPOINT  host:port of the first machine, the same on all
-# Exit codes: 0 done, 1 failed, 2 wrong config or input.
+# Exit codes: 0 done, 1 failed, 2 wrong config or input, 3 stopped by a rule of the config (a loss that is not finite).
 set -euo pipefail
 # shellcheck source=scripts/environment.sh
 source "$(dirname "${BASH_SOURCE[0]}")/scripts/environment.sh"
