@@ -48,7 +48,8 @@ def update(optimizer: torch.optim.Optimizer, *, skip: Tensor) -> None:
     """
     if getattr(optimizer, "_step_supports_amp_scaling", False):
         told: Any = optimizer
-        told.grad_scale, told.found_inf = None, skip.float()
+        place = optimizer.param_groups[0]["params"][0].device  # the CPU, with offload
+        told.grad_scale, told.found_inf = None, skip.float().to(place)
         optimizer.step()
         del told.grad_scale, told.found_inf
     elif not skip:
@@ -96,7 +97,7 @@ class RoundingAdamW(torch.optim.Optimizer):
             state["step"] = torch.zeros((), device=local(parameter).device)
             state["exp_avg"] = torch.zeros_like(parameter, dtype=self.state_dtype)
             state["exp_avg_sq"] = torch.zeros_like(parameter, dtype=self.state_dtype)
-        skip = getattr(self, "found_inf", torch.zeros(())).to(state["step"].device)
+        skip = getattr(self, "found_inf", torch.zeros_like(state["step"]))
         state["step"] += 1
         assert parameter.grad is not None
         tensors = (parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"])

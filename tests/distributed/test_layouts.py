@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tests.helpers import TinyRun, run_in_turn, train_on_this_rank
+from titanlite import loss as loss_module
 from titanlite.config.schema import Config
 from titanlite.job import Ranks
 from titanlite.loss import IGNORE
@@ -153,7 +154,10 @@ def test_accumulation_gives_the_same_losses(tiny: TinyRun, options: list[str]) -
 
 
 def accumulated_gradients(rank: int, world_size: int, config: Config) -> dict[str, Any]:
-    """Of one step whose labels are ignored unevenly; nothing is clipped or updated."""
+    """Of one step whose labels are ignored unevenly; nothing is clipped or updated. On several ranks the loss takes 7
+    tokens at a time, on one all."""
+    if world_size > 1:
+        loss_module.CHUNK_BYTES = 4 * 259 * 7
     run = built(rank, world_size, config)
     batches = list(islice(run.batches, run.accumulation))
     for number, batch in enumerate(batches):
@@ -172,12 +176,14 @@ def accumulated_gradients(rank: int, world_size: int, config: Config) -> dict[st
     return {"loss": np.array(float(step.loss)), "grad_norm": np.array(float(step.grad_norm)), **kept}
 
 
-def test_gradients_do_not_depend_on_layout_and_accumulation(tiny: TinyRun) -> None:
+@pytest.mark.parametrize("head", ["untied", pytest.param("tied", marks=pytest.mark.slow)])
+def test_gradients_do_not_depend_on_layout_and_accumulation(tiny: TinyRun, head: str) -> None:
+    options = ["--model.args.tied_head"] if head == "tied" else []
     runs = [
         ranks[0]
         for local_batch_size in (8, 1)
         for ranks in on_every_layout(
-            accumulated_gradients, tiny, f"--training.local_batch_size={local_batch_size}"
+            accumulated_gradients, tiny, f"--training.local_batch_size={local_batch_size}", *options
         ).values()
     ]
     reference, *others = runs
@@ -212,7 +218,9 @@ Collectives = tuple[Counter[str], Counter[str], set[tuple[str, str]]]
 
 
 def collectives_of_a_step(rank: int, world_size: int, config: Config) -> Collectives:
-    """Of the second training step, and of its forward passes alone; and what types they carry."""
+    """Of the second training step, and of its forward passes alone; and what types they carry. The loss takes 16 tokens
+    at a time."""
+    loss_module.CHUNK_BYTES = 4 * 259 * 16
     run = built(rank, world_size, config)
     one_step(run)
     forward: Counter[str] = Counter()

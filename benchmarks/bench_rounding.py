@@ -1,0 +1,73 @@
+"""What bfloat16 weights and moments cost in loss, rounded stochastically (as titanlite does) and to the nearest.
+
+    python benchmarks/bench_rounding.py [--steps 300] [--only NAME]
+
+Trains the debug model at a tenth of its size on the standard library, and prints the loss on held-out files. Runs have
+the same seed, data and schedule; only types and rounding differ.
+"""
+
+import argparse
+import json
+import tempfile
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from titanlite import optim
+from titanlite.config.load import load
+from titanlite.job import pick_device, process_group, read_ranks
+from titanlite.preflight import preflight
+from titanlite.train import build, finish, train
+
+ROOT = Path(__file__).parents[1]
+MOMENTS, WEIGHTS = "optimizer.state_dtype=bfloat16", "training.dtype=bfloat16"
+SLOW = "optimizer.beta2=0.999"
+VARIANTS: dict[str, tuple[list[str], bool]] = {
+    "float32": ([], False),
+    "moments, stochastic": ([MOMENTS], False),
+    "moments, nearest": ([MOMENTS], True),
+    "moments and weights, stochastic": ([MOMENTS, WEIGHTS], False),
+    "moments and weights, nearest": ([MOMENTS, WEIGHTS], True),
+    "beta2 0.999: float32": ([SLOW], False),
+    "beta2 0.999: moments, stochastic": ([SLOW, MOMENTS], False),
+    "beta2 0.999: moments, nearest": ([SLOW, MOMENTS], True),
+}
+"""Options, and whether values are rounded to the nearest."""
+
+OPTIONS = [
+    *(f"model.args.{size}" for size in ("dim=128", "n_layers=4", "n_heads=4", "n_kv_heads=2", "hidden_dim=352")),
+    *("training.global_batch_size=8", "optimizer.lr=1e-3", "lr_scheduler.warmup_steps=20", "validation.sequences=64"),
+    *("checkpoint.enable=false", "metrics.enable_tensorboard=false"),
+]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--only", default="")
+    arguments = parser.parse_args()
+    ranks = read_ranks({})
+    device = pick_device(ranks)
+    stochastically = optim.round_stochastically
+    steps = f"training.steps={arguments.steps}", f"validation.freq={arguments.steps}"
+    with tempfile.TemporaryDirectory() as folder, process_group(ranks, device):
+        for number, (name, (options, nearest)) in enumerate(VARIANTS.items()):
+            if arguments.only not in name:
+                continue
+            optim.round_stochastically = to_nearest if nearest else stochastically
+            places = f"job.dump_folder={folder}", f"job.name=run-{number}"
+            overrides = [f"--{option}" for option in (*OPTIONS, *steps, *places, *options)]
+            config = load(ROOT / "train_configs" / "debug.toml", overrides)
+            run = build(config, preflight(config, ranks, device), ranks=ranks, device=device)
+            finish(run, train(run))
+            loss = json.loads((run.folder.validation).read_text())["loss"]
+            print(f"{name:<34} {loss:.4f}", flush=True)
+
+
+def to_nearest(values: Tensor, bits: Tensor) -> Tensor:
+    return values.to(torch.bfloat16)
+
+
+if __name__ == "__main__":
+    main()
