@@ -101,8 +101,10 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total += a @ b, where total is float32."""
+    """total += a @ b, where total is float32; holds no more than CHUNK_BYTES for it."""
     if a.dtype == torch.float32:
         total.addmm_(a, b)
-    else:
-        total += _product(a, b)
+        return
+    rows = max(1, CHUNK_BYTES // (4 * b.shape[1]))
+    for start in range(0, len(total), rows):
+        total[start : start + rows] += _product(a[start : start + rows], b)

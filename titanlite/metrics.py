@@ -69,7 +69,6 @@ class MetricsRecorder:
             self._jsonl = _reopen(folder.metrics, step)
             self._saves = _reopen(folder.saves, step)
             self._validation = _reopen(folder.validation, step) if folder.validation.exists() else None
-            self._skipped = _reopen(folder.skipped, step) if folder.skipped.exists() else None
         if self.writes and config.enable_tensorboard:
             from torch.utils.tensorboard import SummaryWriter
 

@@ -33,10 +33,10 @@ class Variant:
 
 @dataclass(frozen=True)
 class Curve:
-    """Of each step."""
+    """Of each step; None where it is not finite."""
 
-    losses: list[float]
-    grad_norms: list[float]
+    losses: list[float | None]
+    grad_norms: list[float | None]
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ def compare(curve: Curve, reference: Curve, *, exact: bool, tolerance: float) ->
     return Comparison(loss, grad_norm, holds)
 
 
-def _difference(values: list[float], others: list[float]) -> float:
+def _difference(values: list[float | None], others: list[float | None]) -> float:
     """Infinite where one of a pair is not finite."""
     pairs = zip(values, others, strict=True)
     relative = [abs(a - b) / abs(b) if b and a is not None and b is not None else float("inf") for a, b in pairs]
@@ -136,6 +136,8 @@ def main(path: str, arguments: list[str]) -> None:
         raise UserError(f"{processes} processes leave {rest} sequences of training.global_batch_size: see --processes")
     folder = Path(config.job.dump_folder, f"{config.job.name}-parity")
     chosen = variants(config, processes, on_gpu=gpus > 0)
+    if not any(options.only in variant.name for variant in chosen):
+        raise UserError(f"--only: no variant is called so; there are: {', '.join(variant.name for variant in chosen)}")
     wanted = {ONE, *(name for v in chosen if options.only in v.name for name in (v.name, v.reference))}
     chosen = [variant for variant in chosen if variant.name in wanted]
     base = _base_options(config, options.steps, folder)
@@ -154,7 +156,7 @@ def main(path: str, arguments: list[str]) -> None:
             print(_row(variant.name, *[""] * 6, f"FAILED: {curve}"), flush=True)
             continue
         curves[variant.name] = curve
-        ends = f"{curve.losses[0]:.6f}", f"{curve.losses[-1]:.6f}", f"{curve.grad_norms[-1]:.6f}"
+        ends = [_figure(value) for value in (curve.losses[0], curve.losses[-1], curve.grad_norms[-1])]
         if variant.name == ONE:
             print(_row(variant.name, *ends, *[""] * 4), flush=True)
             continue
@@ -207,7 +209,9 @@ def _command(path: str, base: list[str], overrides: list[str], variant: Variant)
     """Raises:
     UserError: the config does not go with the variant.
     """
-    options = [*(f"--{option}" for option in base), *overrides, *(f"--{option}" for option in variant.options)]
+    layout = [*_degrees(1), "parallelism.fsdp_reshard_after_forward=default"]  # whatever the config says
+    options = [f"--{option}" for option in base] + overrides
+    options += [f"--{option}" for option in (*layout, *variant.options)]
     options += [f"--{option}" for option in base if option.startswith("job.")] + [f"--job.name={_slug(variant.name)}"]
     try:
         load(path, options, world_size=variant.processes)
@@ -219,6 +223,10 @@ def _command(path: str, base: list[str], overrides: list[str], variant: Variant)
 def _row(*cells: str) -> str:
     widths = (36, 11, 10, 10, 12, 12, 21, 3)
     return "| " + " | ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)) + " |"
+
+
+def _figure(value: float | None) -> str:
+    return "not finite" if value is None else f"{value:.6f}"
 
 
 def _slug(name: str) -> str:

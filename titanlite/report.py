@@ -93,8 +93,11 @@ def report_end(
 ) -> None:
     if stopped:
         logger.info(f"stopped: the steps that were left out are in {folder.skipped}, with the sequences in question")
-        logger.info(f"  the last step taken is {stopped.taken}; checkpoints are in {checkpoints.url}")
-        logger.info("  go on by leaving such steps out: the same command with --guard.nonfinite=skip")
+        logger.info(f"  the last step taken is {stopped.taken}")
+        if done := storage.committed_steps(checkpoints.list()):
+            logger.info(f"  checkpoints  {checkpoints.url} ({', '.join(map(str, done))})")
+        if config.guard.nonfinite == "stop" and done:
+            logger.info("  to leave such steps out, and go on: the same command with --guard.nonfinite=skip")
         return
     steps = max(steps, resumed_at)
     more = (

@@ -2,6 +2,8 @@
 
 import json
 import math
+import threading
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +56,8 @@ def poisoned(rank: int, world_size: int, config: Config) -> dict[str, Any]:
             return TokenLoss(found.total * math.nan, found.cross_entropy * math.nan)
         return found
 
+    if "failing" in str(config.job.name):
+        fail_first_save(run)
     run.optimizer.register_step_pre_hook(lambda *_: before.append(snapshot(run)))
     run.optimizer.register_step_post_hook(lambda *_: before.append(snapshot(run)))
     step_module.token_loss = loss_of  # pyright: ignore
@@ -68,6 +72,20 @@ def poisoned(rank: int, world_size: int, config: Config) -> dict[str, Any]:
     ]
     final = {name: tensor.float().numpy() for name, tensor in snapshot(run).items()}
     return {"changed": changed, "stopped": stopped and (str(stopped), stopped.taken), "final": final}
+
+
+def fail_first_save(run: Run) -> None:
+    """Some time after it has begun, so that the run stops meanwhile."""
+    saver = run.checkpoints._saver
+    right = saver.start
+
+    def start(*args: Any, **kwargs: Any) -> Future[Any]:
+        saver.start = right
+        future: Future[Any] = Future()
+        threading.Timer(1.0, lambda: future.set_exception(OSError("disk full"))).start()
+        return future
+
+    saver.start = start
 
 
 def skipped(folder: Path, name: str) -> list[dict[str, Any]]:
@@ -125,6 +143,18 @@ def test_all_ranks_do_the_same(tiny: TinyRun) -> None:
     assert (tiny.folder / "outputs" / "forever" / "checkpoints" / "step-00000002").is_dir()
 
 
+def test_a_stop_waits_for_a_save_in_flight_and_makes_up_for_one_that_fails(tiny: TinyRun) -> None:
+    for name in ("whole", "failing"):
+        config = tiny.config(f"--job.name={name}", "--checkpoint.interval=2")
+        [result] = run_ranks(poisoned, 1, config)
+        assert result["stopped"][1] == 2
+        assert manifest(tiny.folder, name, 2).samples == 16
+        saves = (tiny.folder / "outputs" / name / "checkpoints.jsonl").read_text().splitlines()
+        assert [json.loads(line)["step"] for line in saves] == [2]
+    log = (tiny.folder / "outputs" / "failing" / "logs" / "rank-0.log").read_text()
+    assert "the checkpoint of step 2 could not be saved: disk full. Going on without it" in log
+
+
 def test_a_stopped_run_goes_on_from_the_last_step_taken(tiny: TinyRun) -> None:
     """With `skip`, as if it had been told so from the beginning."""
     [whole_result] = run_ranks(poisoned, 1, tiny.config("--job.name=whole", "--guard.nonfinite=skip"))
@@ -132,6 +162,6 @@ def test_a_stopped_run_goes_on_from_the_last_step_taken(tiny: TinyRun) -> None:
     [result] = run_ranks(poisoned, 1, tiny.config("--job.name=halves", "--guard.nonfinite=skip"))
     assert stopped["stopped"][1] == 2
     assert result["stopped"] is None
-    assert [record["step"] for record in skipped(tiny.folder, "halves")] == [3]
+    assert [record["step"] for record in skipped(tiny.folder, "halves")] == [3, 3], "evidence of both starts"
     for name, value in whole_result["final"].items():
         assert (result["final"][name] == value).all(), name

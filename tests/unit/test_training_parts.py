@@ -228,6 +228,7 @@ def test_peak_is_claimed_for_known_devices_only(monkeypatch: pytest.MonkeyPatch)
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda _, name=name: name)
         assert peak_flops(torch.device("cuda"), "bfloat16") == peak
         assert peak_flops(torch.device("cuda"), "float32") is None
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA GeForce RTX 9999")
-    assert peak_flops(torch.device("cuda"), "bfloat16") is None
+    for name in ("NVIDIA GeForce RTX 9999", "NVIDIA H100 80GB HBM3 MIG 1g.10gb", "NVIDIA GeForce RTX 4090 Laptop GPU"):
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda _, name=name: name)
+        assert peak_flops(torch.device("cuda"), "bfloat16") is None
     assert peak_flops(torch.device("cpu"), "bfloat16") is None

@@ -87,7 +87,7 @@ class CheckpointManager:
         self._ended: list[tuple[int, Saved, Blocking]] = []
         self._last_save = time.monotonic()
         self._newest = 0
-        """Step that was loaded, or saved last."""
+        """Step that was loaded, or saved last and whole."""
         self._time_is_up = False
         optimizer.register_step_pre_hook(lambda *_: self._saver.wait_until_staged())
 
@@ -163,7 +163,6 @@ class CheckpointManager:
             self._end_save(last=False)
         self._clock.begin_save()
         self._last_save, self._time_is_up = time.monotonic(), False
-        self._newest = progress.step
         started = time.perf_counter()
         names = self.mesh.mesh_dim_names or ()
         mesh = dict(zip(names, self.mesh.shape, strict=True))
@@ -193,7 +192,14 @@ class CheckpointManager:
             self._end_save(last=last)
 
     def save_if_newer(self, progress: Progress) -> None:
-        """Save a state that the run has come back to, and wait for it; not if a later step was saved or loaded."""
+        """Save a state that the run has come back to, and wait for it; not if that step or a later one was loaded or
+        saved. A save in flight is waited for; if it fails, this one takes its place.
+
+        Raises:
+            RunError: it cannot be saved.
+        """
+        if self._save is not None:
+            self._end_save(last=False, must_succeed=False)
         if self.config.enable and progress.step > self._newest:
             self.save(progress, last=True)
 
@@ -202,10 +208,11 @@ class CheckpointManager:
         self._saver.close()
         return self._figures(wait=True)
 
-    def _end_save(self, *, last: bool, timeout: float | None = None) -> None:
+    def _end_save(self, *, last: bool, timeout: float | None = None, must_succeed: bool = True) -> None:
         """Args:
         last: raise if it has failed, whatever on_save_error says: nothing else will save this state.
         timeout: when another rank has failed: in a way, perhaps, that this one's thread never hears of.
+        must_succeed: where on_save_error says so.
         """
         assert self._save is not None
         step, future = self._save
@@ -214,14 +221,15 @@ class CheckpointManager:
         blocking = self._clock.end_save()
         error = future.exception() if future.done() else RunError("another rank failed")
         if error is None:
+            self._newest = step
             self._ended.append((step, future.result(), blocking))
             if dist.get_rank() == 0:
                 self._saver.later(lambda: self._retain(step))
             return
         text = f"the checkpoint of step {step} could not be saved: {error}"
-        if self.config.on_save_error == "stop" or last:
+        if last or (must_succeed and self.config.on_save_error == "stop"):
             raise RunError(text) from error
-        logger.warning(f"{text}. Going on without it (checkpoint.on_save_error = warn)")
+        logger.warning(f"{text}. Going on without it" + (" (checkpoint.on_save_error = warn)" if must_succeed else ""))
 
     def _retain(self, step: int) -> None:
         """Delete what is no longer wanted. The newest must be that of this step, and whole, or nothing is deleted."""
