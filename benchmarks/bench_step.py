@@ -100,9 +100,8 @@ def titanlite_turns(config: Config, ingredients: Ingredients, device: torch.devi
 
     def turn() -> None:
         nonlocal progress
-        training = config.training.model_copy(update={"steps": progress.step + TURN})
-        train(replace(run, config=config.model_copy(update={"training": training}), progress=progress))
-        progress = Progress(progress.step + TURN, progress.samples + TURN * training.global_batch_size)
+        train(replace(run, steps=progress.step + TURN, progress=progress))
+        progress = Progress(progress.step + TURN, progress.samples + TURN * config.training.global_batch_size)
 
     return turn
 
