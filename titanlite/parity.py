@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from titanlite.config.load import load
-from titanlite.config.schema import Config
 from titanlite.errors import ConfigError, RunError, UserError
 
 ONE = "1 process"
@@ -49,8 +48,8 @@ class Comparison:
     holds: bool
 
 
-def variants(config: Config, processes: int, *, on_gpu: bool) -> list[Variant]:
-    """All that make sense for a config, references before what is compared with them."""
+def variants(global_batch_size: int, processes: int, *, on_gpu: bool) -> list[Variant]:
+    """All that make sense, references before what is compared with them."""
     found = [
         Variant(ONE, 1, ()),
         Variant("the same again", 1, (), exact=True),
@@ -58,7 +57,7 @@ def variants(config: Config, processes: int, *, on_gpu: bool) -> list[Variant]:
         Variant("activation checkpoint: op", 1, _selective("op"), exact=True),
         Variant("activation checkpoint: every 2nd", 1, _selective("2"), exact=True),
         Variant("2 data workers", 1, ("data.num_workers=2",), exact=True),
-        *_accumulated("2 micro-batches", config, 1, ()),
+        *_accumulated("2 micro-batches", global_batch_size, 1, ()),
         Variant("compile", 1, ("compile.enable=true",)),
     ]
     if processes == 1:
@@ -82,7 +81,7 @@ def variants(config: Config, processes: int, *, on_gpu: bool) -> list[Variant]:
     if processes % 2 == 0 and processes > 2:
         found += [
             Variant(hsdp, processes, _degrees(2)),
-            *_accumulated(f"{hsdp}, 2 micro-batches", config, processes, _degrees(2)),
+            *_accumulated(f"{hsdp}, 2 micro-batches", global_batch_size, processes, _degrees(2)),
         ]
     return found
 
@@ -96,9 +95,9 @@ def _selective(option: str) -> tuple[str, ...]:
     return "activation_checkpoint.mode=selective", f"activation_checkpoint.selective_ac_option={option}"
 
 
-def _accumulated(name: str, config: Config, processes: int, options: tuple[str, ...]) -> list[Variant]:
+def _accumulated(name: str, global_batch_size: int, processes: int, options: tuple[str, ...]) -> list[Variant]:
     """None where a rank's share of the batch has no half."""
-    share = config.training.global_batch_size // processes
+    share = global_batch_size // processes
     return [] if share % 2 else [Variant(name, processes, (*options, f"training.local_batch_size={share // 2}"))]
 
 
@@ -135,12 +134,16 @@ def main(path: str, arguments: list[str]) -> None:
     if rest := config.training.global_batch_size % processes:
         raise UserError(f"{processes} processes leave {rest} sequences of training.global_batch_size: see --processes")
     folder = Path(config.job.dump_folder, f"{config.job.name}-parity")
-    chosen = variants(config, processes, on_gpu=gpus > 0)
+    chosen = variants(config.training.global_batch_size, processes, on_gpu=gpus > 0)
     if not any(options.only in variant.name for variant in chosen):
         raise UserError(f"--only: no variant is called so; there are: {', '.join(variant.name for variant in chosen)}")
     wanted = {ONE, *(name for v in chosen if options.only in v.name for name in (v.name, v.reference))}
     chosen = [variant for variant in chosen if variant.name in wanted]
-    base = _base_options(config, options.steps, folder)
+    base = [
+        *_base_options(options.steps, warmup_steps=config.lr_scheduler.warmup_steps),
+        f"data.cache_folder={config.data.cache_folder or Path(config.job.dump_folder, 'data_cache')}",
+        f"job.dump_folder={folder}",
+    ]
     commands = {variant.name: _command(path, base, overrides, variant) for variant in chosen}
 
     device = "GPU" if gpus else "CPU"
@@ -189,19 +192,17 @@ def _parse(arguments: list[str]) -> tuple[Namespace, list[str]]:
     return options, overrides
 
 
-def _base_options(config: Config, steps: int, folder: Path) -> list[str]:
+def _base_options(steps: int, *, warmup_steps: int) -> list[str]:
     """What all variants have in common, unless the user says otherwise: few steps in float32, every step logged."""
     return [
         f"training.steps={steps}",
         "training.mixed_precision_param=float32",
-        f"lr_scheduler.warmup_steps={min(config.lr_scheduler.warmup_steps, steps // 2)}",
+        f"lr_scheduler.warmup_steps={min(warmup_steps, steps // 2)}",
         "debug.deterministic=true",
         "metrics.log_freq=1",
         "metrics.enable_tensorboard=false",
         "checkpoint.enable=false",
         "validation.enable=false",
-        f"data.cache_folder={config.data.cache_folder or Path(config.job.dump_folder, 'data_cache')}",
-        f"job.dump_folder={folder}",
     ]
 
 
