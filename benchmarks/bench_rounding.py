@@ -1,6 +1,7 @@
 """What bfloat16 weights and moments cost in loss, rounded stochastically (as titanlite does) and to the nearest.
 
     python benchmarks/bench_rounding.py [--steps 300] [--only NAME]
+    python benchmarks/bench_rounding.py --time      # seconds of the optimizer's step alone, of the debug model
 
 Trains the debug model at a tenth of its size on the standard library, and prints the loss on held-out files. Runs have
 the same seed, data and schedule; only types and rounding differ.
@@ -8,7 +9,9 @@ the same seed, data and schedule; only types and rounding differ.
 
 import argparse
 import json
+import statistics
 import tempfile
+import time
 from pathlib import Path
 
 import torch
@@ -16,7 +19,9 @@ from torch import Tensor
 
 from titanlite import optim
 from titanlite.config.load import load
-from titanlite.job import pick_device, process_group, read_ranks
+from titanlite.config.schema import Optimizer
+from titanlite.job import keep_freed_memory, pick_device, process_group, read_ranks
+from titanlite.models.registry import resolve_model
 from titanlite.preflight import preflight
 from titanlite.train import build, finish, train
 
@@ -46,7 +51,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--only", default="")
+    parser.add_argument("--time", action="store_true")
     arguments = parser.parse_args()
+    if arguments.time:
+        time_optimizer()
+        return
     ranks = read_ranks({})
     device = pick_device(ranks)
     stochastically = optim.round_stochastically
@@ -63,6 +72,22 @@ def main() -> None:
             finish(run, train(run))
             loss = json.loads((run.folder.validation).read_text())["loss"]
             print(f"{name:<34} {loss:.4f}", flush=True)
+
+
+def time_optimizer() -> None:
+    keep_freed_memory()
+    for weights, moments in (("float32", "float32"), ("float32", "bfloat16"), ("bfloat16", "bfloat16")):
+        model, args = resolve_model("llama3", "debug", {})
+        built = model(args).to(getattr(torch, weights))
+        optimizer = optim.build_optimizer(built, Optimizer.model_validate({"state_dtype": moments}), seed=0)
+        seconds = []
+        for parameter in built.parameters():
+            parameter.grad = torch.randn_like(parameter)
+        for _ in range(6):
+            started = time.perf_counter()
+            optimizer.step()
+            seconds.append(time.perf_counter() - started)
+        print(f"weights {weights}, moments {moments}: {1000 * statistics.median(seconds[1:]):.0f} ms")
 
 
 def to_nearest(values: Tensor, bits: Tensor) -> Tensor:
