@@ -67,14 +67,13 @@ class StepGuard:
 
     def __init__(self, config: Guard, *, device: torch.device, step: int, state: dict[str, Any]) -> None:
         self.config = config
-        window = state.get("window", [])
-        kept = torch.zeros(2, config.spike_window)
-        if window and window[0]:
-            tail = torch.tensor(window, dtype=torch.float32)[:, -config.spike_window :]
-            kept[:, -tail.shape[1] :] = tail
-        self._window = kept.to(device)
+        window = torch.tensor(state.get("window", [[], []]), dtype=torch.float32, device=device)[
+            :, -config.spike_window :
+        ]
+        filled = window.shape[1]
+        self._window = torch.nn.functional.pad(window, (config.spike_window - filled, 0))
         """Loss and gradient norm of the last finite steps, newest last."""
-        self._filled = torch.tensor(min(len(window[0]) if window else 0, config.spike_window), device=device)
+        self._filled = torch.tensor(filled, device=device)
         self._in_a_row = torch.tensor(state.get("in_a_row", 0), device=device)
         self._stopped = torch.tensor(False, device=device)
         self._taken = step - state.get("in_a_row", 0)
@@ -88,7 +87,7 @@ class StepGuard:
         """
         figures = torch.stack([loss, grad_norm])
         finite = figures.isfinite().all()
-        spike = self._is_spike(figures) & finite if self.config.spike_sigma else torch.zeros_like(finite)
+        spike = self._is_spike(figures, finite) if self.config.spike_sigma else torch.zeros_like(finite)
         verdict = torch.where(finite, spike * Verdict.SPIKE, Verdict.NONFINITE)
         verdict = torch.where(self._stopped, Verdict.AFTER_STOP, verdict)
         in_a_row = torch.where(verdict == Verdict.TAKEN, 0, self._in_a_row + 1)
@@ -98,7 +97,7 @@ class StepGuard:
             self._stopped = self._stopped | ~finite
         return verdict
 
-    def _is_spike(self, figures: Tensor) -> Tensor:
+    def _is_spike(self, figures: Tensor, finite: Tensor) -> Tensor:
         """OLMo-core's rule: more than sigma standard deviations above the mean of the window. The window moves on with
         every finite step, so that a lasting change is no spike for long."""
         size = self.config.spike_window
@@ -107,7 +106,6 @@ class StepGuard:
         mean = (self._window * counts).sum(dim=1) / n
         deviation = (((self._window - mean[:, None]) * counts).square().sum(dim=1) / (n - 1).clamp(min=1)).sqrt()
         above = (figures > mean + self.config.spike_sigma * deviation).any() & (self._filled >= size // 2)
-        finite = figures.isfinite().all()
         self._window = torch.where(finite, torch.cat([self._window[:, 1:], figures[:, None]], dim=1), self._window)
         self._filled = torch.where(finite, (self._filled + 1).clamp(max=size), self._filled)
         return above
@@ -135,8 +133,8 @@ class StepGuard:
                 if dist.get_rank(group) == 0:
                     logger.warning(f"step {step} was left out: {skipped[-1].reason} ({_figures(skipped[-1])})")
         if bool(self._stopped):
-            last = skipped[-1] if skipped else None
-            reason = f"step {last.step}: {last.reason} ({_figures(last)})" if last else "stopped before"
+            last = skipped[-1]
+            reason = f"step {last.step}: {last.reason} ({_figures(last)})"
             if int(self._in_a_row) >= self.config.max_consecutive_skips > 1:
                 reason += f"; {int(self._in_a_row)} steps in a row were left out (guard.max_consecutive_skips)"
             raise StoppedByGuard(reason, taken=self._taken, skipped=skipped)

@@ -81,7 +81,7 @@ class RoundingAdamW(torch.optim.Optimizer):
     ) -> None:
         super().__init__(groups, options)
         self.state_dtype = state_dtype
-        self._salt_of = {parameter: _salt(f"{seed}/{name}") for name, parameter in parameters.items()}
+        self._origins = {p: (_salt(f"{seed}/{name}"), _first_place(p)) for name, p in parameters.items()}
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -97,12 +97,12 @@ class RoundingAdamW(torch.optim.Optimizer):
             state["step"] = torch.zeros((), device=local(parameter).device)
             state["exp_avg"] = torch.zeros_like(parameter, dtype=self.state_dtype)
             state["exp_avg_sq"] = torch.zeros_like(parameter, dtype=self.state_dtype)
-        skip = getattr(self, "found_inf", torch.zeros_like(state["step"]))
+        skip = getattr(self, "found_inf", None)
         state["step"] += 1
         assert parameter.grad is not None
         tensors = (parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"])
         flat = [local(tensor).view(-1) for tensor in tensors]
-        place, salt = _first_place(parameter), self._salt_of[parameter]
+        salt, place = self._origins[parameter]
         for start in range(0, len(flat[0]), SLICE):
             parts = [tensor[start : start + SLICE] for tensor in flat]
             weight, gradient, mean, square = (part.float() for part in parts)
@@ -115,7 +115,8 @@ class RoundingAdamW(torch.optim.Optimizer):
             for number, (part, new) in enumerate(zip((parts[0], *parts[2:]), (weight, mean, square), strict=True)):
                 if part.dtype != torch.float32:  # else `new` is `part`
                     part.copy_(round_stochastically(new, bits >> (16 * number)))
-        state["step"] -= skip
+        if skip is not None:
+            state["step"] -= skip
 
 
 def round_stochastically(values: Tensor, bits: Tensor) -> Tensor:

@@ -66,18 +66,16 @@ def variants(global_batch_size: int, processes: int, *, on_gpu: bool) -> list[Va
         ("DDP", f"{processes} x 1"), ("FSDP", f"1 x {processes}"), ("HSDP", f"2 x {processes // 2}")
     ))  # fmt: skip
     found += [Variant(ddp, processes, _degrees(processes)), Variant(fsdp, processes, _degrees(1))]
+    policies = ["always", "never", *(["2"] if processes % 2 == 0 else [])]
     for name, option in (
-        ("reshard always", "parallelism.fsdp_reshard_after_forward=always"),
-        ("reshard never", "parallelism.fsdp_reshard_after_forward=never"),
-        ("reshard to 2", "parallelism.fsdp_reshard_after_forward=2"),
+        *((f"reshard {policy}", f"parallelism.fsdp_reshard_after_forward={policy}") for policy in policies),
         ("forward prefetch 2", "parallelism.fsdp_forward_prefetch=2"),
         ("backward prefetch 2", "parallelism.fsdp_backward_prefetch=2"),
         ("activation checkpoint: full", "activation_checkpoint.mode=full"),
         ("CPU offload", "training.enable_cpu_offload=true"),
     ):
         same_kernels = not (on_gpu and "offload" in option)  # the optimizer is another one there
-        if option[-2:] != "=2" or "reshard" not in option or processes % 2 == 0:
-            found.append(Variant(f"FSDP, {name}", processes, (*_degrees(1), option), fsdp, same_kernels))
+        found.append(Variant(f"FSDP, {name}", processes, (*_degrees(1), option), fsdp, same_kernels))
     if processes % 2 == 0 and processes > 2:
         found += [
             Variant(hsdp, processes, _degrees(2)),
