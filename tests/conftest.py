@@ -1,5 +1,7 @@
 """Fixtures that many tests share."""
 
+import multiprocessing
+import multiprocessing.forkserver
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +16,13 @@ from tests.helpers import TinyRun
 def _one_thread() -> None:
     """Tests run side by side; sums in one thread are also the same each time."""
     torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _fork_server() -> None:
+    """There is one for all that this process starts: ranks, and the workers of loaders."""
+    multiprocessing.get_context("forkserver").set_forkserver_preload(["tests.preload"])
+    multiprocessing.forkserver.ensure_running()
 
 
 @pytest.fixture

@@ -93,7 +93,6 @@ def run_ranks(
     ended. A rank that raises, or that is not done in time, fails the test with its traceback.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.preload"])
     with tempfile.TemporaryDirectory() as folder:
         port = _free_port()
         processes = [

@@ -192,7 +192,6 @@ def hashes(log: list[Path]) -> dict[int, list[str]]:
 def test_ten_kills_on_random_rank_counts_change_nothing_of_what_is_read(tiny: TinyRun) -> None:
     draw = random.Random(1)
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.preload"])
 
     def start(name: str, ranks: int, steps: int, *options: str, until: int | None = None) -> dict[int, list[str]]:
         """Returns what was read in each step. With `until`, all ranks are killed once that step is being read."""

@@ -452,9 +452,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> TinyRun:
     run = TinyRun(tmp_path_factory.mktemp("trained"))
     options = ["--config", str(run.toml), "--training.steps=3", "--checkpoint.interval=2"]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    subprocess.run(
-        [sys.executable, "-m", "titanlite", "train", *options], check=True, env=environment, stdout=subprocess.DEVNULL
-    )
+    command = [sys.executable, "-m", "titanlite", "train", *options]
+    subprocess.run(command, check=True, env=environment, stdout=subprocess.DEVNULL, timeout=120)
     return run
 
 

@@ -28,7 +28,9 @@ def test_own_data_in_two_commands(tmp_path: Path) -> None:
     environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
     assert train.startswith("./run_train.sh ")
     for command in (prepare, f"{ROOT}/{train} {SMALL}"):
-        result = subprocess.run(["bash", "-c", command], cwd=tmp_path, env=environment, capture_output=True, text=True)
+        result = subprocess.run(
+            ["bash", "-c", command], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120
+        )
         assert result.returncode == 0, f"{command}\n{result.stdout}\n{result.stderr}"
     index = json.loads((tmp_path / "tok" / "index.json").read_text())
     assert index["documents"] == 600

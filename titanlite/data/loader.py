@@ -1,6 +1,7 @@
 """Batches for one rank. The engine that reads ahead is torchdata's; the position is ours: one number, the count of
 samples that the whole run has consumed. So worker processes, ranks and prefetch never change what is seen."""
 
+import multiprocessing
 import warnings
 from collections.abc import Generator, Iterator, Sequence
 from typing import Any
@@ -54,13 +55,21 @@ def build_loader(
     samples: Dataset[Batch], batches: MicroBatches, *, num_workers: int, device: torch.device
 ) -> Generator[Batch, None, None]:
     """Micro-batches on the device, read ahead by worker processes if there are any; `close()` ends those. Draws nothing
-    from the global random state."""
+    from the global random state.
+
+    Workers are forked from a server that has one thread. A trainer has many (of process groups, of checkpoints), and a
+    worker forked from it could wait for ever for a lock that one of them held.
+    """
+    context = multiprocessing.get_context("forkserver") if num_workers else None
+    if context:
+        context.set_forkserver_preload([__name__])
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*set_vital.*")  # torchdata 0.11 on torch 2.13
         loader = StatefulDataLoader(
             samples,
             batch_sampler=batches,
             num_workers=num_workers,
+            multiprocessing_context=context,
             collate_fn=_as_is,
             pin_memory=device.type == "cuda",
             generator=torch.Generator().manual_seed(0),
