@@ -6,11 +6,12 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from titanlite.data.loader import Batch
 from titanlite.loss import IGNORE, token_loss
+from titanlite.models.base import Model
 from titanlite.models.layers import Documents
 from titanlite.optim import update
 from titanlite.parallelize.mesh import count_copies, local
@@ -39,7 +40,7 @@ def take_every_step(loss: Tensor, grad_norm: Tensor) -> Tensor:
 
 
 def train_step(
-    model: nn.Module,
+    model: Model,
     batches: Sequence[Batch],
     *,
     optimizer: torch.optim.Optimizer,
@@ -75,14 +76,18 @@ def train_step(
     gradients, copies = [local(gradient) for gradient in sharded], count_copies(sharded[0], group)
     square = sum_of_squares(gradients).to(valid_tokens.device)
     # One message with all that the ranks must agree on, to the last bit.
-    figures = torch.stack([micro_losses.sum(), totals.sum(), square / copies])
+    tallies = model.tallies()
+    figures = torch.cat([torch.stack([micro_losses.sum(), totals.sum(), square / copies]), *tallies])
     dist.all_reduce(figures, group=group)
     loss, total, norm = figures[0], figures[1], figures[2].sqrt()
+    for tally, whole in zip(tallies, figures[3:].split([len(tally) for tally in tallies]), strict=True):
+        tally.copy_(whole)
     if max_norm > 0:
         clip(gradients, norm=norm, max_norm=max_norm)
     verdict = judge(loss, norm)
     update(optimizer, skip=verdict != 0)
     optimizer.zero_grad()
+    model.end_step(verdict == 0)
     return StepResult(loss, total - loss, norm, verdict, micro_losses, square.sqrt())
 
 

@@ -242,7 +242,7 @@ def test_unknown_names_are_explained() -> None:
         ("llama3", "8b", {}, "model.flavor: unknown value '8b', did you mean 8B?"),
         ("llama3", "8B", {"n_layer": 3}, "model.args.n_layer: unknown key 'n_layer', did you mean n_layers?"),
         ("llama3", "8B", {"n_layers": 3.5}, "model.args.n_layers: expected int, got 3.5"),
-        ("llama3", "8B", {"n_heads": 3}, "model.args: dim 4096 must be a multiple of 2 x n_heads (3)"),
+        ("llama3", "8B", {"n_heads": 24}, "model.args: dim 4096 must be a multiple of 2 x n_heads (24)"),
     ]
     for name, flavor, overrides, message in cases:
         with pytest.raises(ConfigError) as error:

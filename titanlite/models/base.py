@@ -49,7 +49,20 @@ class Model(nn.Module):
         raise NotImplementedError
 
     def init_buffers(self) -> None:
-        """Compute non-persistent buffers anew, on the current default device."""
+        """Give all buffers their first values, on the current default device. A checkpoint brings those of persistent
+        ones."""
+
+    def tallies(self) -> list[Tensor]:
+        """Buffers, float32, that forward adds to in training, and that mean something as sums over the global batch:
+        tokens of each expert, say. `step` sums them over all ranks, in a message that it sends anyway."""
+        return []
+
+    def end_step(self, taken: Tensor) -> None:
+        """After the optimizer's step, when `tallies` are those sums: to act on them, and to set them to zero.
+
+        Args:
+            taken: bool on the device, whether the step was made. It is not where the guard leaves one out.
+        """
 
     def flops_per_token(self, seq_len: int, *, causal: bool = False) -> float:
         """Floating point operations of forward and backward for one token of a sequence of seq_len tokens.

@@ -116,20 +116,28 @@ def apply_rope(x_BNLH: Tensor, cos_LH: Tensor, sin_LH: Tensor) -> Tensor:
 
 
 class Attention(nn.Module):
-    """Causal grouped-query attention (arXiv:2305.13245) with rotary positions, with a mask within documents only."""
+    """Causal grouped-query attention (arXiv:2305.13245) with rotary positions, with a mask within documents only.
 
-    def __init__(self, dim: int, n_heads: int, n_kv_heads: int, head_dim: int) -> None:
+    Args:
+        qk_norm_eps: normalize each head's queries and keys (arXiv:2302.05442), with this in the root. None does not.
+    """
+
+    def __init__(
+        self, dim: int, n_heads: int, n_kv_heads: int, head_dim: int, *, qk_norm_eps: float | None = None
+    ) -> None:
         super().__init__()
         self.head_dim = head_dim
         self.wq = nn.Linear(dim, n_heads * head_dim, bias=False)
         self.wk = nn.Linear(dim, n_kv_heads * head_dim, bias=False)
         self.wv = nn.Linear(dim, n_kv_heads * head_dim, bias=False)
         self.wo = nn.Linear(n_heads * head_dim, dim, bias=False)
+        self.q_norm = nn.Identity() if qk_norm_eps is None else nn.RMSNorm(head_dim, eps=qk_norm_eps)
+        self.k_norm = nn.Identity() if qk_norm_eps is None else nn.RMSNorm(head_dim, eps=qk_norm_eps)
 
     def forward(self, x_BLD: Tensor, cos_LH: Tensor, sin_LH: Tensor, mask: AttentionMask | None = None) -> Tensor:
         B, L, _ = x_BLD.shape
-        q_BNLH = self.wq(x_BLD).view(B, L, -1, self.head_dim).transpose(1, 2)
-        k_BKLH = self.wk(x_BLD).view(B, L, -1, self.head_dim).transpose(1, 2)
+        q_BNLH = self.q_norm(self.wq(x_BLD).view(B, L, -1, self.head_dim)).transpose(1, 2)
+        k_BKLH = self.k_norm(self.wk(x_BLD).view(B, L, -1, self.head_dim)).transpose(1, 2)
         v_BKLH = self.wv(x_BLD).view(B, L, -1, self.head_dim).transpose(1, 2)
         q_BNLH, k_BKLH = apply_rope(q_BNLH, cos_LH, sin_LH), apply_rope(k_BKLH, cos_LH, sin_LH)
         grouped = q_BNLH.shape[1] != k_BKLH.shape[1]

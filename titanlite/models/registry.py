@@ -7,8 +7,10 @@ from typing import Any
 from titanlite.errors import ConfigError, Problem
 from titanlite.models.base import Model, ModelArgs
 from titanlite.models.llama3 import Llama3
+from titanlite.models.qwen3 import Qwen3
+from titanlite.models.qwen3_moe import Qwen3Moe
 
-MODELS: dict[str, type[Model]] = {"llama3": Llama3}
+MODELS: dict[str, type[Model]] = {"llama3": Llama3, "qwen3": Qwen3, "qwen3_moe": Qwen3Moe}
 """The built-in model families by `[model] name`."""
 
 
@@ -21,11 +23,9 @@ def resolve_model(name: str, flavor: str, overrides: dict[str, Any]) -> tuple[ty
     if name not in MODELS:
         raise ConfigError([_unknown("model.name", name, MODELS)])
     model = MODELS[name]
-    if flavor not in model.flavors:
-        raise ConfigError([_unknown("model.flavor", flavor, model.flavors)])
-    args = model.flavors[flavor]
+    args = model.flavors.get(flavor) or next(iter(model.flavors.values()))  # all have the same fields
+    problems = [] if flavor in model.flavors else [_unknown("model.flavor", flavor, model.flavors)]
     known = {field.name: field.type for field in fields(args)}
-    problems = []
     for key, value in overrides.items():
         if key not in known:
             problems.append(_unknown(f"model.args.{key}", key, known, what="key"))

@@ -18,7 +18,7 @@ ATTENTION_OPS = {
 }
 VARLEN_ATTENTION = "torch_attn::_varlen_attn"
 """By name: the op is there once something imports it."""
-MATMUL_OPS = {aten.mm.default, aten._scaled_mm.default}
+MATMUL_OPS = {"aten::mm", "aten::_scaled_mm", "aten::_grouped_mm", "titanlite::grouped_mm"}
 
 
 def apply_activation_checkpoint(model: Model, config: ActivationCheckpoint) -> None:
@@ -61,7 +61,7 @@ class _SaveDearOps:
     def __call__(self, ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         if op in ATTENTION_OPS or op.name() == VARLEN_ATTENTION:
             return CheckpointPolicy.MUST_SAVE
-        if op in MATMUL_OPS:
+        if op.name() in MATMUL_OPS:
             self.matmuls[ctx.is_recompute] += 1
             if self.matmuls[ctx.is_recompute] % 2:
                 return CheckpointPolicy.MUST_SAVE

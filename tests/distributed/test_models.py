@@ -1,0 +1,102 @@
+"""Every family of models through every layout, checkpointing, compiling, and saved and loaded."""
+
+from typing import Any
+
+import pytest
+
+from tests.distributed.test_layouts import LAYOUTS, built, on_every_layout, one_step, trained, whole
+from tests.helpers import TinyRun, run_in_turn, run_ranks
+from titanlite.config.schema import Config
+
+FAMILIES = {
+    "qwen3": ["--model.name=qwen3", "--model.args.head_dim=10", "--model.args.rope_theta=1e4"],
+    "qwen3_moe": [
+        "--model.name=qwen3_moe",
+        "--model.args.head_dim=10",
+        "--model.args.n_experts=6",  # not a multiple of 4 ranks
+        "--model.args.n_active_experts=2",
+        "--model.args.balance_rate=0.01",
+    ],
+}
+TECHNIQUES = [
+    ["--activation_checkpoint.mode=full"],
+    ["--activation_checkpoint.mode=selective"],
+    ["--activation_checkpoint.mode=selective", "--activation_checkpoint.selective_ac_option=2"],
+    ["--parallelism.fsdp_reshard_after_forward=never"],
+    ["--training.enable_cpu_offload"],
+]
+
+families = pytest.mark.parametrize("family", FAMILIES)
+
+
+@families
+def test_losses_are_equal_on_every_layout(tiny: TinyRun, family: str) -> None:
+    on_every_layout(trained, tiny, *FAMILIES[family], "--training.steps=10")
+    reference = tiny.losses("run-1-1")
+    assert reference[0] == pytest.approx(5.557, abs=0.2)  # ln 259
+    assert reference[-1] < 4
+    for replicate, shard in LAYOUTS[1:]:
+        assert tiny.losses(f"run-{replicate}-{shard}") == pytest.approx(reference, rel=1e-5)
+
+
+def techniques_of(tiny: TinyRun, options: list[str]) -> list[Config]:
+    every = [[], *TECHNIQUES]
+    return [tiny.config(*options, *more, f"--job.name={i}", world_size=2) for i, more in enumerate(every)]
+
+
+@families
+def test_techniques_change_no_bit(tiny: TinyRun, family: str) -> None:
+    found = run_in_turn(trained, 2, techniques_of(tiny, FAMILIES[family]))
+    reference = found[0][0]
+    for options, [weights, _] in zip(TECHNIQUES, found[1:], strict=True):
+        for name, weight in reference.items():
+            assert (weights[name] == weight).all(), (options, name)
+
+
+def state_after_training(rank: int, world_size: int, config: Config) -> dict[str, Any]:
+    """Weights and persistent buffers."""
+    from tests.helpers import train_on_this_rank
+
+    run = train_on_this_rank(config, rank, world_size)
+    return {name: whole(tensor).numpy() for name, tensor in run.model.state_dict().items()}
+
+
+@families
+def test_saved_and_loaded_on_another_layout(tiny: TinyRun, family: str) -> None:
+    options = [*FAMILIES[family], "--checkpoint.interval=3"]
+    [straight] = run_ranks(state_after_training, 1, tiny.config(*options, "--job.name=straight"))
+    halves = [
+        tiny.config(*options, "--training.steps=3", "--lr_scheduler.decay_ratio=0", world_size=2),
+    ]
+    run_in_turn(trained, 2, halves)
+    [resumed] = run_ranks(state_after_training, 1, tiny.config(*options))
+    assert [record["step"] for record in tiny.records()] == [1, 2, 3, 4, 5, 6]
+    assert tiny.losses() == pytest.approx(tiny.losses("straight"), rel=1e-5)
+    for name, value in straight.items():
+        assert abs(resumed[name] - value).max() < 1e-4, name
+    biases = [name for name in straight if name.endswith("bias_E")]
+    assert len(biases) == (3 if family == "qwen3_moe" else 0)
+    for name in biases:
+        assert abs(straight[name]).max() > 0.02, "six steps of 0.01, some up and some down"
+
+
+def compiled_graphs(rank: int, world_size: int, config: Config) -> tuple[int, list[float]]:
+    import torch
+
+    run = built(rank, world_size, config)
+    losses = [float(one_step(run).loss) for _ in range(3)]
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"], losses
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "mode"), [("qwen3", "full"), ("qwen3_moe", "selective")])
+def test_compiled_blocks_give_the_same_losses(tiny: TinyRun, family: str, mode: str) -> None:
+    options = [*FAMILIES[family], f"--activation_checkpoint.mode={mode}"]
+    configs = [
+        tiny.config(*options, f"--job.name={name}", *more, world_size=2)
+        for name, more in (("eager", []), ("compiled", ["--compile.enable"]))
+    ]
+    eager, compiled = run_in_turn(compiled_graphs, 2, configs, timeout=400)
+    assert [graphs for graphs, _ in eager] == [0, 0]
+    assert [graphs for graphs, _ in compiled] == [1, 1], "one for all blocks"
+    assert compiled[0][1] == pytest.approx(eager[0][1], rel=1e-5)

@@ -1,0 +1,240 @@
+"""Qwen3, dense and with experts, against exact parameter counts and against transformers' models."""
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+from torch.nn import functional as F
+
+from titanlite.config.schema import Optimizer
+from titanlite.loss import token_loss
+from titanlite.models.base import parameter_generator
+from titanlite.models.decoder import Decoder
+from titanlite.models.grouped import grouped_mm
+from titanlite.models.qwen3 import Qwen3, Qwen3Args
+from titanlite.models.qwen3_moe import Experts, Qwen3Moe, Qwen3MoeArgs
+from titanlite.models.registry import resolve_model
+from titanlite.optim import build_optimizer
+from titanlite.step import train_step
+
+COUNTS = {
+    ("qwen3", "0.6B"): 596_049_920,
+    ("qwen3", "1.7B"): 1_720_574_976,
+    ("qwen3", "4B"): 4_022_468_096,
+    ("qwen3", "8B"): 8_190_735_360,
+    ("qwen3", "14B"): 14_768_307_200,
+    ("qwen3", "32B"): 32_762_123_264,
+    ("qwen3_moe", "30B-A3B"): 30_532_122_624,
+    ("qwen3_moe", "235B-A22B"): 235_093_634_560,
+}
+SHAPE: dict[str, Any] = {
+    "dim": 64, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "head_dim": 24, "vocab_size": 101, "max_seq_len": 64,
+    "rope_theta": 10000.0,
+}  # fmt: skip
+DENSE = Qwen3Args(hidden_dim=96, **SHAPE)
+MOE = Qwen3MoeArgs(hidden_dim=32, n_experts=8, n_active_experts=2, **SHAPE)
+SHAPES = {
+    "dense": DENSE,
+    "tied": replace(DENSE, tied_head=True, norm_eps=1e-3),
+    "experts": MOE,
+    "all experts": replace(MOE, n_active_experts=8),
+    "one expert": replace(MOE, n_active_experts=1, tied_head=True),
+}
+
+
+def built(args: Qwen3Args) -> Decoder:
+    model = Qwen3Moe(args) if isinstance(args, Qwen3MoeArgs) else Qwen3(args)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            model.init_weight(name, parameter, parameter_generator(0, name, torch.device("cpu")))
+            if parameter.ndim >= 2:
+                parameter.mul_(5)  # so that attention and routing are far from uniform
+    model.init_buffers()
+    return model
+
+
+NAMES = {
+    "tok_embeddings": "model.embed_tokens", "layers": "model.layers", "attention_norm": "input_layernorm",
+    "attention": "self_attn", "wq": "q_proj", "wk": "k_proj", "wv": "v_proj", "wo": "o_proj",
+    "ffn_norm": "post_attention_layernorm", "feed_forward": "mlp", "w1": "gate_proj", "w2": "down_proj",
+    "w3": "up_proj", "output": "lm_head", "router": "gate.weight",
+}  # fmt: skip
+
+
+def renamed(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """As transformers names and lays out the same values."""
+    found = {}
+    for name, value in tensors.items():
+        their = ".".join(NAMES.get(part, part) for part in name.replace("head.norm", "model.norm").split("."))
+        found[their.replace("head.lm_head", "lm_head")] = value
+    for name in [name for name in found if name.endswith(("mlp.gate_proj", "mlp.down_proj"))]:
+        prefix, _, which = name.rpartition(".")
+        if which == "gate_proj":
+            both = torch.cat([found.pop(name), found.pop(f"{prefix}.up_proj")], dim=2)
+            found[f"{prefix}.experts.gate_up_proj"] = both.transpose(1, 2)
+        else:
+            found[f"{prefix}.experts.down_proj"] = found.pop(name).transpose(1, 2)
+    return found
+
+
+def oracle(model: Decoder) -> Any:
+    args = model.args
+    assert isinstance(args, Qwen3Args)
+    options: dict[str, Any] = {
+        "vocab_size": args.vocab_size, "hidden_size": args.dim, "num_hidden_layers": args.n_layers,
+        "num_attention_heads": args.n_heads, "num_key_value_heads": args.n_kv_heads, "head_dim": args.head_dim,
+        "rms_norm_eps": args.norm_eps, "max_position_embeddings": args.max_seq_len,
+        "tie_word_embeddings": args.tied_head, "intermediate_size": args.hidden_dim,
+        "rope_parameters": {"rope_type": "default", "rope_theta": args.rope_theta},
+    }  # fmt: skip
+    if isinstance(args, Qwen3MoeArgs):
+        config = transformers.Qwen3MoeConfig(
+            moe_intermediate_size=args.hidden_dim, num_experts=args.n_experts,
+            num_experts_per_tok=args.n_active_experts, norm_topk_prob=True, decoder_sparse_step=1, **options,
+        )  # fmt: skip
+        other = transformers.Qwen3MoeForCausalLM(config)
+    else:
+        other = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**options))
+    result = other.load_state_dict(renamed(dict(model.named_parameters(remove_duplicate=False))), strict=False)
+    assert not result.unexpected_keys
+    assert not result.missing_keys
+    return other.float().eval()
+
+
+@pytest.mark.parametrize(("name", "flavor"), COUNTS)
+def test_parameter_counts(name: str, flavor: str) -> None:
+    model, args = resolve_model(name, flavor, {})
+    with torch.device("meta"):
+        assert sum(parameter.numel() for parameter in model(args).parameters()) == COUNTS[name, flavor]
+
+
+@pytest.mark.parametrize("args", SHAPES.values(), ids=SHAPES)
+def test_logits_and_gradients_equal_those_of_transformers(args: Qwen3Args) -> None:
+    model = built(args)
+    theirs = oracle(model)
+    tokens = torch.randint(0, args.vocab_size, (2, 65), generator=torch.Generator().manual_seed(1))
+    ours, other = model(tokens[:, :-1]), theirs(tokens[:, :-1]).logits
+    assert ours.std() > 0.1
+    assert (ours - other).abs().max() < 1e-5 * other.abs().max().clamp(min=1)
+    model(tokens[:, :-1], loss=partial(token_loss, labels_BL=tokens[:, 1:])).total.div(128).backward()
+    theirs(tokens, labels=tokens).loss.backward()
+    gradients = {}
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None, name
+        gradients[name] = parameter.grad
+    for name, gradient in renamed(gradients).items():
+        expected = theirs.get_parameter(name).grad
+        assert (gradient - expected).abs().max() < 1e-4 * expected.abs().max() + 1e-8, (
+            name
+        )  # 0 of a router to one expert
+
+
+def test_heads_are_normalized_in_dense_and_in_moe_models() -> None:
+    """Queries that are twice as large are the same ones."""
+    for args in (DENSE, MOE):
+        model = built(args)
+        tokens = torch.randint(0, 101, (1, 16), generator=torch.Generator().manual_seed(1))
+        before = model(tokens)
+        with torch.no_grad():
+            for block in model.layers:
+                block.get_parameter("attention.wq.weight").mul_(2)
+        assert torch.allclose(model(tokens), before, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("sizes", [[3, 0, 5, 1], [0, 0, 9, 0], [9, 0, 0, 0]])
+def test_a_product_for_each_group(sizes: list[int]) -> None:
+    draw = torch.Generator().manual_seed(0)
+    x = torch.randn(9, 6, generator=draw, dtype=torch.float64).requires_grad_()
+    weights = torch.randn(4, 6, 5, generator=draw, dtype=torch.float64).requires_grad_()
+    ends = torch.tensor(sizes).cumsum(0).to(torch.int32)
+    expected = torch.cat([part @ weight for part, weight in zip(x.split(sizes), weights, strict=True)])
+    assert torch.equal(grouped_mm(x, weights, ends), expected)
+    assert torch.autograd.gradcheck(lambda a, b: grouped_mm(a, b, ends), (x, weights))
+
+
+def test_it_is_the_product_of_torchs_own_kernel() -> None:
+    if not hasattr(F, "grouped_mm"):
+        pytest.skip("torch 2.11 has it for GPUs only")
+    draw = torch.Generator().manual_seed(0)
+    x, weights = torch.randn(32, 16, generator=draw), torch.randn(4, 16, 8, generator=draw)
+    ends = torch.tensor([7, 7, 20, 32], dtype=torch.int32)
+    assert torch.allclose(grouped_mm(x, weights, ends), F.grouped_mm(x, weights, offs=ends), atol=1e-6)
+
+
+def test_the_bias_picks_experts_and_weighs_nothing() -> None:
+    experts = built(MOE).get_submodule("layers.0.feed_forward")
+    assert isinstance(experts, Experts)
+    x = torch.randn(1, 40, 64, generator=torch.Generator().manual_seed(1))
+    experts(x)
+    assert experts.load_E.sum() == 40 * 2
+    experts.load_E.zero_()
+    experts.bias_E[3:5] = 100.0  # both at once: every token goes to these, weighed as their logits say
+    found = experts(x)
+    assert experts.load_E.tolist() == [0, 0, 0, 40, 40, 0, 0, 0]
+    weights = F.linear(x, experts.router[3:5]).softmax(-1)
+    parts = [F.silu(x @ experts.w1[e]) * (x @ experts.w3[e]) @ experts.w2[e] for e in (3, 4)]
+    expected = weights[..., :1] * parts[0] + weights[..., 1:] * parts[1]
+    assert torch.allclose(found, expected, atol=1e-5)
+    experts.eval()(x)
+    with torch.no_grad():
+        experts.train()(x)
+    assert experts.load_E.sum() == 80, "only training counts"
+
+
+@pytest.mark.usefixtures("single_process_group")
+def test_experts_become_equally_busy() -> None:
+    """Of eight experts two that get everything at first, with and without the rule."""
+    draw = torch.Generator().manual_seed(0)
+    tokens = torch.randint(0, 101, (60, 4, 33), generator=draw)
+    busiest = {}
+    for rate in (0.0, 0.3):
+        model = built(replace(MOE, balance_rate=rate))
+        assert isinstance(model, Qwen3Moe)
+        for experts in model.experts():
+            experts.bias_E[:2] = 4.0
+        optimizer = build_optimizer(model, Optimizer(lr=1e-4), seed=0)
+        group = torch.distributed.group.WORLD
+        assert group is not None
+        loads: list[float] = []
+        end_step = model.end_step
+
+        def watch(taken: Tensor, model: Qwen3Moe = model, loads: list[float] = loads, then: Any = end_step) -> None:
+            assert all(load.sum() == 4 * 32 * 2 for load in model.tallies())
+            loads.append(max(float(load.max() / load.mean()) for load in model.tallies()))
+            then(taken)
+
+        model.end_step = watch
+        for batch in tokens:
+            step = {"tokens": batch[:, :-1], "labels": batch[:, 1:]}
+            train_step(model, [step], optimizer=optimizer, group=group, max_norm=1.0)
+        assert all(load.sum() == 0 for load in model.tallies())
+        busiest[rate] = sum(loads[-10:]) / 10
+    assert busiest[0.0] > 3.5
+    assert busiest[0.3] < 1.8
+
+
+def test_a_step_that_is_left_out_moves_no_bias() -> None:
+    model = built(MOE)
+    assert isinstance(model, Qwen3Moe)
+    [first, second] = model.experts()
+    for taken, expected in ((False, 0.0), (True, 1e-3)):
+        first.load_E.copy_(torch.tensor([0.0, 2, 2, 2, 2, 2, 2, 4]))
+        second.load_E.fill_(2)
+        model.end_step(torch.tensor(taken))
+        assert first.bias_E.tolist() == pytest.approx([expected, 0, 0, 0, 0, 0, 0, -expected])
+        assert not second.bias_E.any()
+        assert not first.load_E.any()
+
+
+def test_impossible_shapes_are_explained() -> None:
+    for change, message in (
+        ({"head_dim": 7}, "head_dim must be even, got 7"),
+        ({"n_active_experts": 9}, r"n_active_experts must be between 1 and n_experts \(8\), got 9"),
+        ({"n_layers": 0}, "n_layers must be at least 1, got 0"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            replace(MOE, **change)

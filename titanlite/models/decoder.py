@@ -1,0 +1,120 @@
+"""What pre-norm decoders with rotary positions have in common. Llama 3, Qwen3 and Qwen3-MoE differ in their blocks.
+
+Shape suffixes: see `layers`.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from titanlite.models.base import Model, ModelArgs
+from titanlite.models.layers import AttentionMask, Documents, Head, Loss, attention_mask, rope_at, rope_cos_sin
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecoderArgs(ModelArgs):
+    dim: int
+    n_layers: int
+    n_heads: int
+    n_kv_heads: int
+    hidden_dim: int
+    norm_eps: float
+    rope_theta: float
+    tied_head: bool = False
+
+    @property
+    def head_size(self) -> int:
+        """Dims of one attention head."""
+        return self.dim // self.n_heads
+
+    def __post_init__(self) -> None:
+        for name in ("dim", "n_layers", "n_heads", "n_kv_heads", "hidden_dim", "vocab_size", "max_seq_len"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.n_heads % self.n_kv_heads:
+            raise ValueError(f"n_heads {self.n_heads} must be a multiple of n_kv_heads {self.n_kv_heads}")
+
+
+class Block(nn.Module):
+    """One pre-norm transformer block."""
+
+    def __init__(self, args: DecoderArgs, *, attention: nn.Module, feed_forward: nn.Module) -> None:
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(args.dim, eps=args.norm_eps)
+        self.attention = attention
+        self.ffn_norm = nn.RMSNorm(args.dim, eps=args.norm_eps)
+        self.feed_forward = feed_forward
+
+    def forward(self, x_BLD: Tensor, cos_LH: Tensor, sin_LH: Tensor, mask: AttentionMask | None = None) -> Tensor:
+        x_BLD = x_BLD + self.attention(self.attention_norm(x_BLD), cos_LH, sin_LH, mask)
+        return x_BLD + self.feed_forward(self.ffn_norm(x_BLD))
+
+
+class Decoder(Model):
+    """A family says what its blocks are made of, how rotary tables are made, and what a token costs its blocks."""
+
+    rope_cos: Tensor
+    rope_sin: Tensor
+
+    def __init__(self, args: DecoderArgs) -> None:
+        super().__init__(args)
+        self.args: DecoderArgs = args
+        self.tok_embeddings = nn.Embedding(args.vocab_size, args.dim)
+        self.layers = nn.ModuleList(self.build_block() for _ in range(args.n_layers))
+        self.head = Head(args.dim, args.vocab_size, args.norm_eps)
+        if args.tied_head:
+            self.head.output.weight = self.tok_embeddings.weight
+        self.register_buffer("rope_cos", torch.empty(args.max_seq_len, args.head_size), persistent=False)
+        self.register_buffer("rope_sin", torch.empty(args.max_seq_len, args.head_size), persistent=False)
+
+    def build_block(self) -> Block:
+        raise NotImplementedError
+
+    def rope_tables(self) -> tuple[Tensor, Tensor]:
+        """cos and sin for all positions, fp32 [max_seq_len, head_size]."""
+        return rope_cos_sin(self.args.head_size, self.args.max_seq_len, self.args.rope_theta)
+
+    def block_weights(self) -> int:
+        """Weights of one block that a token is multiplied with."""
+        raise NotImplementedError
+
+    def attention_weights(self) -> int:
+        args = self.args
+        return args.dim * args.head_size * (2 * args.n_heads + 2 * args.n_kv_heads)
+
+    def forward(self, tokens: Tensor, loss: Loss | None = None, *, documents: Documents | None = None) -> Any:
+        seq_len = tokens.shape[1]
+        cos_LH, sin_LH = rope_at(self.rope_cos, seq_len, documents), rope_at(self.rope_sin, seq_len, documents)
+        x_BLD = self.tok_embeddings(tokens)
+        mask = None if documents is None else attention_mask(documents, x_BLD, self.args.head_size)
+        for block in self.layers:
+            x_BLD = block(x_BLD, cos_LH, sin_LH, mask)
+        return self.head(x_BLD, loss)
+
+    def init_weight(self, name: str, weight: Tensor, generator: torch.Generator) -> None:
+        std = 0.02
+        match name.split(".")[-2:]:
+            case [("attention_norm" | "ffn_norm" | "norm" | "q_norm" | "k_norm"), "weight"]:
+                weight.fill_(1.0)
+            case [("wo" | "w2"), "weight"]:  # they add to the residual stream, once each a block (GPT-2)
+                weight.normal_(0.0, std / (2 * self.args.n_layers) ** 0.5, generator=generator)
+            case ["tok_embeddings", "weight"] if not self.args.tied_head:
+                weight.normal_(0.0, 1.0, generator=generator)
+            case [("tok_embeddings" | "wq" | "wk" | "wv" | "w1" | "w3" | "output"), "weight"]:
+                weight.normal_(0.0, std, generator=generator)
+            case _:
+                raise ValueError(f"no initial value is defined for parameter {name}")
+
+    def init_buffers(self) -> None:
+        self.rope_cos, self.rope_sin = self.rope_tables()
+
+    def flops_per_token(self, seq_len: int, *, causal: bool = False) -> float:
+        """Each weight of a matrix product costs 2 operations forward and 4 backward; attention's two products cost 12 a
+        layer, dim of its heads and position that is seen: seq_len, or with a causal mask (seq_len + 1) / 2 on average.
+        """
+        args = self.args
+        weights = args.n_layers * self.block_weights() + args.dim * args.vocab_size
+        seen = (seq_len + 1) / 2 if causal else seq_len
+        return 6 * weights + 12 * args.n_layers * args.n_heads * args.head_size * seen

@@ -1,0 +1,122 @@
+"""Qwen3-MoE (arXiv:2505.09388): Qwen3 whose feed-forward layers are experts, of which a router picks a few a token.
+
+Experts are kept equally busy without an auxiliary loss (arXiv:2408.15664): each has a bias that counts only when
+experts are picked, and after each step it goes up if the expert had less than its share of the global batch, else down.
+So the loss stays what it is, and the balance does not depend on how the batch is split.
+
+Shape suffixes: as in `layers`; E experts, K those of one token, S = T * K.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from titanlite.models.base import ModelArgs
+from titanlite.models.decoder import Block, Decoder
+from titanlite.models.grouped import grouped_mm
+from titanlite.models.layers import Attention
+from titanlite.models.qwen3 import Qwen3Args
+
+
+@dataclass(frozen=True, kw_only=True)
+class Qwen3MoeArgs(Qwen3Args):
+    """hidden_dim is that of one expert."""
+
+    n_experts: int = 128
+    n_active_experts: int = 8
+    balance_rate: float = 1e-3
+    """How much the bias of an expert changes in a step, in units of the router's logits; 0 leaves them alone."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 1 <= self.n_active_experts <= self.n_experts:
+            raise ValueError(
+                f"n_active_experts must be between 1 and n_experts ({self.n_experts}), got {self.n_active_experts}"
+            )
+
+
+class Experts(nn.Module):
+    """SwiGLU feed-forward layers, each token through the K that the router weighs most."""
+
+    bias_E: Tensor
+    load_E: Tensor
+
+    def __init__(self, args: Qwen3MoeArgs) -> None:
+        super().__init__()
+        self.n_active = args.n_active_experts
+        E, D, F_ = args.n_experts, args.dim, args.hidden_dim
+        self.router = nn.Parameter(torch.empty(E, D))
+        self.w1 = nn.Parameter(torch.empty(E, D, F_))
+        self.w2 = nn.Parameter(torch.empty(E, F_, D))
+        self.w3 = nn.Parameter(torch.empty(E, D, F_))
+        self.register_buffer("bias_E", torch.zeros(E))
+        self.register_buffer("load_E", torch.zeros(E), persistent=False)
+
+    def forward(self, x_BLD: Tensor) -> Tensor:
+        x_TD = x_BLD.flatten(0, 1)
+        logits_TE = F.linear(x_TD.float(), self.router.float())
+        chosen_TK = (logits_TE + self.bias_E).topk(self.n_active, dim=-1).indices
+        weights_TK = logits_TE.gather(-1, chosen_TK).softmax(dim=-1)  # of the softmax over all, scaled to a sum of 1
+        expert_S, order_S = chosen_TK.flatten().sort(stable=True)
+        experts_E = torch.arange(len(self.bias_E), device=x_TD.device)
+        ends_E = torch.searchsorted(expert_S, experts_E, right=True).to(torch.int32)
+        if self.training and torch.is_grad_enabled():
+            # With activation checkpointing a block counts twice, which changes no expert's share.
+            self.load_E.add_(ends_E.diff(prepend=ends_E.new_zeros(1)))
+        x_SD = x_TD.index_select(0, order_S // self.n_active)
+        hidden_SF = F.silu(grouped_mm(x_SD, self.w1, ends_E)) * grouped_mm(x_SD, self.w3, ends_E)
+        out_SD = grouped_mm(hidden_SF, self.w2, ends_E)
+        out_TKD = torch.empty_like(out_SD).index_copy(0, order_S, out_SD).unflatten(0, chosen_TK.shape)
+        return torch.bmm(weights_TK.to(x_TD.dtype).unsqueeze(1), out_TKD).view_as(x_BLD)
+
+
+class Qwen3Moe(Decoder):
+    flavors: ClassVar[dict[str, ModelArgs]] = {
+        "debug": Qwen3MoeArgs(
+            dim=256, n_layers=4, n_heads=4, n_kv_heads=2, hidden_dim=192, head_dim=64, n_experts=8, n_active_experts=2,
+            vocab_size=2048, max_seq_len=8192, rope_theta=10000.0,
+        ),
+        "30B-A3B": Qwen3MoeArgs(dim=2048, n_layers=48, n_heads=32, n_kv_heads=4, hidden_dim=768),
+        "235B-A22B": Qwen3MoeArgs(dim=4096, n_layers=94, n_heads=64, n_kv_heads=4, hidden_dim=1536),
+    }  # fmt: skip
+
+    args: Qwen3MoeArgs  # pyright: ignore[reportIncompatibleVariableOverride]
+
+    def build_block(self) -> Block:
+        args = self.args
+        attention = Attention(args.dim, args.n_heads, args.n_kv_heads, args.head_dim, qk_norm_eps=args.norm_eps)
+        return Block(args, attention=attention, feed_forward=Experts(args))
+
+    def block_weights(self) -> int:
+        args = self.args
+        experts = args.n_active_experts * 3 * args.dim * args.hidden_dim
+        return self.attention_weights() + experts + args.dim * args.n_experts
+
+    def init_weight(self, name: str, weight: Tensor, generator: torch.Generator) -> None:
+        if name.endswith("feed_forward.router"):
+            weight.normal_(0.0, 0.02, generator=generator)
+        else:
+            matrix = f"{name}.weight" if ".feed_forward." in name else name  # stacks of matrices: as FeedForward's
+            super().init_weight(matrix, weight, generator)
+
+    def init_buffers(self) -> None:
+        super().init_buffers()
+        for experts in self.experts():
+            experts.bias_E.zero_()
+            experts.load_E.zero_()
+
+    def experts(self) -> list[Experts]:
+        return [module for module in self.modules() if isinstance(module, Experts)]
+
+    def tallies(self) -> list[Tensor]:
+        return [experts.load_E for experts in self.experts()]
+
+    @torch.no_grad()
+    def end_step(self, taken: Tensor) -> None:
+        for experts in self.experts():
+            too_few_E = torch.sign(experts.load_E.mean() - experts.load_E)
+            experts.bias_E += self.args.balance_rate * too_few_E * taken
+            experts.load_E.zero_()
