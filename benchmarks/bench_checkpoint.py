@@ -91,7 +91,7 @@ class Contest:
         batches = list(islice(self.run.batches, self.run.accumulation))
         train_step(
             self.run.model, batches, optimizer=self.run.optimizer, group=self.run.metrics.group, max_norm=1.0,
-            z_loss=0.0, judge=self.run.guard.judge,
+            judge=self.run.guard.judge,
         )  # fmt: skip
         self.step_number += 1
         self.clock.step()

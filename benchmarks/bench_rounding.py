@@ -17,11 +17,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from titanlite import optim
 from titanlite.config.load import load
 from titanlite.config.schema import Optimizer
 from titanlite.job import keep_freed_memory, pick_device, process_group, read_ranks
 from titanlite.models.registry import resolve_model
+from titanlite.optim import build_optimizer, rounding
 from titanlite.preflight import preflight
 from titanlite.train import build, finish, train
 
@@ -58,13 +58,13 @@ def main() -> None:
         return
     ranks = read_ranks({})
     device = pick_device(ranks)
-    stochastically = optim.round_stochastically
+    stochastically = rounding.round_stochastically
     steps = f"training.steps={arguments.steps}", f"validation.freq={arguments.steps}"
     with tempfile.TemporaryDirectory() as folder, process_group(ranks, device):
         for number, (name, (options, nearest)) in enumerate(VARIANTS.items()):
             if arguments.only not in name:
                 continue
-            optim.round_stochastically = to_nearest if nearest else stochastically
+            rounding.round_stochastically = to_nearest if nearest else stochastically
             places = f"job.dump_folder={folder}", f"job.name=run-{number}"
             overrides = [f"--{option}" for option in (*OPTIONS, *steps, *places, *options)]
             config = load(ROOT / "train_configs" / "debug.toml", overrides)
@@ -79,7 +79,7 @@ def time_optimizer() -> None:
     for weights, moments in (("float32", "float32"), ("float32", "bfloat16"), ("bfloat16", "bfloat16")):
         model, args = resolve_model("llama3", "debug", {})
         built = model(args).to(getattr(torch, weights))
-        optimizer = optim.build_optimizer(built, Optimizer.model_validate({"state_dtype": moments}), seed=0)
+        optimizer = build_optimizer(built, Optimizer.model_validate({"state_dtype": moments}), seed=0)
         seconds = []
         for parameter in built.parameters():
             parameter.grad = torch.randn_like(parameter)

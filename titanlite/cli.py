@@ -8,17 +8,24 @@ from difflib import get_close_matches
 from typing import TYPE_CHECKING, NoReturn
 
 from titanlite import __version__
-from titanlite.errors import RunError, UserError
+from titanlite.errors import ConfigError, Problem, RunError, UserError
 
 if TYPE_CHECKING:
+    import torch
+
     from titanlite.config.schema import Config
+    from titanlite.job import Ranks
+    from titanlite.preflight import Ingredients
 
 USAGE = """\
 titanlite: pretrain language models from one TOML file
 
   titanlite train --config FILE.toml [--section.key=value ...]    train, or go on with a run
   titanlite config check --config FILE.toml [...]                 report everything wrong with a config, start nothing
-  titanlite config show --config FILE.toml [...]                  print the resolved config
+  titanlite config show --config FILE.toml [--diff] [...]         print the resolved config, or what is no default in it
+  titanlite config schema                                         JSON schema of the config, for editors
+  titanlite config migrate OLD.toml [--out NEW.toml] [--world-size N] [--from 0.1|0.2]
+                                                                  a config of torchtitan -> one of titanlite
   titanlite parity --config FILE.toml [--steps N] [--processes N] [--tolerance X] [--only NAME] [...]
                                                                   the same losses in every layout? trains and compares
   titanlite checkpoint list [PATH]                                checkpoints with age, size and state
@@ -35,8 +42,8 @@ titanlite: pretrain language models from one TOML file
 
 One process: python -m titanlite train --config FILE.toml. Many: torchrun --nproc_per_node N -m titanlite train ...
 ./run_train.sh does either, and finds FILE.toml in train_configs/. A run is its folder, outputs/<name>: the same command
-again goes on from its newest checkpoint. Every option is in titanlite/config/schema.py and can be set from the command
-line, the value read as TOML: --training.steps=500 --compile.enable=true
+again goes on from its newest checkpoint. Every option can be set from the command line, the value read as TOML:
+--training.steps=500 --compile.enable=true. `titanlite train --help` lists them all, docs/config.md explains them.
 
 PATH is the folder of a run, of its checkpoints (or their URL: s3://...), of several runs, or one checkpoint; list looks
 in outputs by default. Of several, show takes the newest whole one. prune leaves steps that N divides, and deletes what
@@ -49,9 +56,16 @@ DIR is then a data.path. T is bytes, the name of a tokenizer that titanlite ship
 Exit codes: 0 done, 1 failed, 2 wrong config or input, 3 stopped by a rule of the config (a loss that is not finite).
 """
 
+TRAIN_USAGE = """\
+titanlite train --config FILE.toml [--section.key=value ...]
+
+Trains, or goes on with a run. Every option of FILE.toml can be set here too: the value is read as TOML, text needs no
+quotes, --section.key alone means true. N is the number of an entry in a list; the next number makes a new one.
+"""
+
 NAMES = (
-    "train, config check, config show, parity, checkpoint list, checkpoint verify, checkpoint show, checkpoint prune, "
-    "data prepare, data inspect, data tokenizer"
+    "train, config check, config show, config schema, config migrate, parity, checkpoint list, checkpoint verify, "
+    "checkpoint show, checkpoint prune, data prepare, data inspect, data tokenizer"
 )
 
 
@@ -69,11 +83,17 @@ def main() -> NoReturn:
 
 def run(arguments: list[str]) -> int:
     """Run a subcommand; returns its exit code."""
+    wants_help = "-h" in arguments or "--help" in arguments
     match arguments:
-        case [] | ["-h" | "--help", *_] | ["train" | "config" | "checkpoint" | "data" | "parity", "-h" | "--help"]:
+        case ["train", *_] if wants_help:
+            from titanlite.config.describe import options_help
+
+            print(TRAIN_USAGE + options_help(), end="")
+            return 0
+        case ["-h" | "--help" | "config" | "checkpoint" | "data" | "parity", *_] if wants_help:
             print(USAGE, end="")
             return 0
-        case ["checkpoint" | "data", _, *rest] if "-h" in rest or "--help" in rest:
+        case []:
             print(USAGE, end="")
             return 0
         case ["--version"]:
@@ -85,6 +105,10 @@ def run(arguments: list[str]) -> int:
             return _guarded(_check, rest)
         case ["config", "show", *rest]:
             return _guarded(_show, rest)
+        case ["config", "schema"]:
+            return _guarded(_schema, [])
+        case ["config", "migrate", *rest]:
+            return _guarded(_migrate, rest)
         case ["parity", *rest]:
             return _guarded(_parity, rest)
         case ["checkpoint", "list" | "verify" | "show" | "prune", *_]:
@@ -121,16 +145,10 @@ def _guarded(command: Callable[[list[str]], None], arguments: list[str]) -> int:
 
 
 def _train(arguments: list[str]) -> None:
-    config = _load(arguments, int(os.environ.get("WORLD_SIZE", 1)))
-    from titanlite.console import start_logging
-    from titanlite.job import pick_device, process_group, read_ranks
-    from titanlite.preflight import preflight
+    config, ingredients, ranks, device = _examine(arguments, log=True)
+    from titanlite.job import process_group
     from titanlite.train import build, finish, train
 
-    ranks = read_ranks(os.environ)
-    start_logging(ranks.rank)
-    device = pick_device(ranks)
-    ingredients = preflight(config, ranks, device)
     with process_group(ranks, device, deterministic=config.debug.deterministic):
         run = build(config, ingredients, ranks=ranks, device=device)
         stopped = train(run)
@@ -140,18 +158,62 @@ def _train(arguments: list[str]) -> None:
 
 
 def _check(arguments: list[str]) -> None:
-    config = _load(arguments, int(os.environ.get("WORLD_SIZE", 1)))
+    _examine(arguments)
+
+
+def _examine(arguments: list[str], *, log: bool = False) -> "tuple[Config, Ingredients, Ranks, torch.device]":
+    """Everything wrong with the config in one report: what it says, and how it goes with this machine.
+
+    Args:
+        log: on the console from here on.
+
+    Raises:
+        ConfigError: something is.
+    """
+    from titanlite.config.load import read
+
+    path, overrides = _split_config(arguments)
+    draft = read(path, overrides, world_size=int(os.environ.get("WORLD_SIZE", 1)))
+    if "" in draft.bad_keys:
+        draft.settle()  # nothing can be known of the rest: no need to wait for torch
+    from titanlite.console import start_logging
     from titanlite.job import pick_device, read_ranks
-    from titanlite.preflight import preflight
+    from titanlite.preflight import examine
 
     ranks = read_ranks(os.environ)
-    preflight(config, ranks, pick_device(ranks))
+    if log:
+        start_logging(ranks.rank)
+    try:
+        device = pick_device(ranks)
+    except UserError as error:
+        draft.add([Problem("", str(error))])
+        raise ConfigError(draft.problems) from None
+    ingredients, problems = examine(draft.config, ranks, device, draft.bad_keys)
+    draft.add(problems)
+    config = draft.settle()
+    assert ingredients is not None
+    return config, ingredients, ranks, device
 
 
 def _show(arguments: list[str]) -> None:
-    from titanlite.config.load import dump
+    from titanlite.config.describe import show
+    from titanlite.config.load import load
 
-    print(dump(_load(arguments, None)), end="")
+    rest = [word for word in arguments if word != "--diff"]
+    path, overrides = _split_config(rest)
+    print(show(load(path, overrides), only_changes="--diff" in arguments), end="")
+
+
+def _schema(_: list[str]) -> None:
+    from titanlite.config.describe import json_schema_text
+
+    print(json_schema_text(), end="")
+
+
+def _migrate(arguments: list[str]) -> None:
+    from titanlite.config.migrate import main
+
+    main(arguments)
 
 
 def _parity(arguments: list[str]) -> None:
@@ -171,13 +233,6 @@ def _data(arguments: list[str]) -> None:
     from titanlite.data.command import main
 
     main(arguments)
-
-
-def _load(arguments: list[str], world_size: int | None) -> "Config":
-    from titanlite.config.load import load
-
-    path, overrides = _split_config(arguments)
-    return load(path, overrides, world_size=world_size)
 
 
 def _split_config(arguments: list[str]) -> tuple[str, list[str]]:

@@ -1,7 +1,8 @@
 """Errors that are for people: the command prints one clear line each, no traceback, and exits with the error's code."""
 
 from dataclasses import dataclass
-from typing import ClassVar
+from math import inf
+from typing import ClassVar, NamedTuple
 
 
 class UserError(ValueError):
@@ -22,13 +23,31 @@ class RunStopped(RunError):
     exit_code: ClassVar[int] = 3
 
 
+class Place(NamedTuple):
+    """Where something was written. Places are in order: as in the file, then as in its base, then the command line."""
+
+    file: float
+    """0 is the config file, 1 its base, 2 the base of that; infinity is the command line."""
+    line: float
+    """Of the file, or which word of the command line."""
+    text: str
+    """For people: run.toml:12"""
+
+    def __str__(self) -> str:
+        return self.text
+
+
+DEFAULT_PLACE = Place(inf, inf, "default")
+"""Of what nobody wrote: the value is the default."""
+
+
 @dataclass(frozen=True)
 class Problem:
     """One thing wrong with the config: its dotted key, what is wrong, and where it was written."""
 
     key: str
     message: str
-    where: str | None = None
+    where: Place | None = None
 
     def __str__(self) -> str:
         text = f"{self.key}: {self.message}" if self.key else self.message

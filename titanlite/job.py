@@ -152,10 +152,6 @@ class RunFolder:
         return self.saves.exists() and self.saves.stat().st_size > 0
 
     @property
-    def tensorboard(self) -> Path:
-        return self.path / "tensorboard"
-
-    @property
     def logs(self) -> Path:
         return self.path / "logs"
 
@@ -248,7 +244,7 @@ def settings_of_meaning(config: Config, *, model_args: Any, data: dict[str, Any]
     """
     args = {f"model.args.{name}": value for name, value in asdict(model_args).items() if name != "max_seq_len"}
     return {
-        "model.name": config.model.name,
+        "model.name": config.model.title,
         **args,
         **data,
         "training.seq_len": config.training.seq_len,

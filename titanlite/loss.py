@@ -7,10 +7,14 @@ a chunk are computed as soon as its logits are there, so that backward needs nei
 Shape suffixes: see `models.layers`; C the tokens of a chunk.
 """
 
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+
+from titanlite.config.schema import Training
+from titanlite.extend import find_object
 
 IGNORE = -100
 """A label that does not count."""
@@ -26,6 +30,27 @@ class TokenLoss(NamedTuple):
     """What is trained on: the cross entropy, and what is added to it."""
     cross_entropy: Tensor
     """Alone. It has no gradient."""
+
+
+class LossFunction(Protocol):
+    """What training minimizes: `token_loss`, or a function of the user's."""
+
+    def __call__(self, hidden_BLD: Tensor, weight_VD: Tensor, *, labels_BL: Tensor) -> TokenLoss:
+        """Args:
+        hidden_BLD: final hidden states; the logits are hidden @ weight^T.
+        labels_BL: the next tokens, int64; IGNORE does not count.
+
+        Returns:
+            sums, not means: the step divides by the labels that count in the whole global batch.
+        """
+        ...
+
+
+def build_loss(training: Training) -> LossFunction:
+    """Raises:
+    UserError: there is no function of that name.
+    """
+    return find_object(training.loss) if training.loss else partial(token_loss, z_loss=training.z_loss)
 
 
 def token_loss(hidden_BLD: Tensor, weight_VD: Tensor, *, labels_BL: Tensor, z_loss: float = 0.0) -> TokenLoss:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,7 @@ import torch.distributed as dist
 from titanlite.config.schema import Metrics
 from titanlite.data.loader import MicroBatches
 from titanlite.data.samples import Samples
+from titanlite.extend import find_object
 from titanlite.guard import SkippedStep
 from titanlite.hardware import peak_flops
 from titanlite.job import RunFolder
@@ -60,7 +61,6 @@ class MetricsRecorder:
         self.group = group
         self.writes = dist.get_rank(group) == 0
         self._folder = folder
-        self._tensorboard = None
         self._jsonl = None
         self._saves = None
         self._validation = None
@@ -69,10 +69,9 @@ class MetricsRecorder:
             self._jsonl = _reopen(folder.metrics, step)
             self._saves = _reopen(folder.saves, step)
             self._validation = _reopen(folder.validation, step) if folder.validation.exists() else None
-        if self.writes and config.enable_tensorboard:
-            from torch.utils.tensorboard import SummaryWriter
-
-            self._tensorboard = SummaryWriter(str(folder.tensorboard), purge_step=step + 1)
+        loggers: list[type[Logger]] = [TensorBoard] if config.enable_tensorboard else []
+        loggers += [find_object(name) for name in config.loggers]
+        self._loggers = [logger(folder.path, step=step) for logger in loggers] if self.writes else []
         self._start_window()
 
     def _start_window(self) -> None:
@@ -123,7 +122,7 @@ class MetricsRecorder:
         self._steps += 1
         if not self.is_due(step, last=last):
             return
-        loss, grad_norm, z_loss = (float(figure) for figure in (result.loss, result.grad_norm, result.z_loss))
+        loss, grad_norm, added_loss = (float(figure) for figure in (result.loss, result.grad_norm, result.added_loss))
         elapsed = time.perf_counter() - self._started - self._excluded
         waited, memory = self._largest(self._waited, peak_memory(self.device))
         tokens_per_second = self.tokens_per_step * self._steps / elapsed
@@ -134,7 +133,7 @@ class MetricsRecorder:
             "step": step,
             "loss": loss,
             "grad_norm": grad_norm,
-            "z_loss": z_loss,
+            "added_loss": added_loss,
             "lr": lr,
             "samples": samples,
             "tokens_per_second": tokens_per_second,
@@ -198,19 +197,67 @@ class MetricsRecorder:
             print(json.dumps(_finite(record)), file=self._jsonl, flush=True)
         self._draw(record, "")
 
-    def _draw(self, record: dict[str, Any], prefix: str, step: int | None = None) -> None:
-        """TensorBoard: every figure, those of tables inside by their path."""
-        step = record["step"] if step is None else step
-        for name, value in record.items() if self._tensorboard else ():
-            if isinstance(value, dict):
-                self._draw(value, f"{prefix}{name}/", step)
-            elif self._tensorboard and name != "step" and value is not None:
-                self._tensorboard.add_scalar(prefix + name, value, step)
+    def _draw(self, record: dict[str, Any], prefix: str) -> None:
+        """Hand a record to the loggers. One that fails is done with; the run goes on."""
+        figures = dict(_flat({name: value for name, value in record.items() if name != "step"}, prefix))
+        for logs in [*self._loggers]:
+            try:
+                logs.log(figures, step=record["step"])
+            except Exception:
+                logger.warning(f"{type(logs).__name__} failed, and gets no more figures:", exc_info=True)
+                self._loggers.remove(logs)
 
     def close(self) -> None:
-        for file in (self._jsonl, self._saves, self._validation, self._skipped, self._tensorboard):
+        for file in (self._jsonl, self._saves, self._validation, self._skipped):
             if file:
                 file.close()
+        for logs in self._loggers:
+            try:
+                logs.close()
+            except Exception:
+                logger.warning(f"{type(logs).__name__} failed to close:", exc_info=True)
+
+
+class Logger(Protocol):
+    """Where else figures go: TensorBoard, and `metrics.loggers`. Made and called on rank 0 only."""
+
+    def __init__(self, folder: Path, *, step: int) -> None:
+        """Args:
+        folder: of the run.
+        step: that the run goes on from; figures of later steps, of a run that was killed, will come anew.
+        """
+        ...
+
+    def log(self, figures: dict[str, float], *, step: int) -> None:
+        """Of a log step (`loss`, `lr`, ...), a validation (`validation/loss`, ...) or a save (`checkpoint/...`)."""
+        ...
+
+    def close(self) -> None:
+        """At the end of the run."""
+        ...
+
+
+class TensorBoard:
+    def __init__(self, folder: Path, *, step: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1)
+
+    def log(self, figures: dict[str, float], *, step: int) -> None:
+        for name, value in figures.items():
+            self._writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+def _flat(record: dict[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+    """Every figure that there is, those of tables inside by their path."""
+    for name, value in record.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{prefix}{name}/")
+        elif value is not None:
+            yield prefix + name, value
 
 
 def _finite(value: Any) -> Any:

@@ -1,20 +1,32 @@
 """What can be known to be wrong before any process group starts and anything is allocated."""
 
+import os
+import shutil
+import sys
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from importlib.util import find_spec
+from typing import TypeVar
 
 import torch
 
-from titanlite.config.schema import Config
+from titanlite.config.checks import are_right
+from titanlite.config.schema import Config, Data, Validation
 from titanlite.data.prepare import find_inputs
 from titanlite.data.tokenizer import Tokenizer, load_tokenizer
-from titanlite.errors import ConfigError, Problem
+from titanlite.errors import ConfigError, Problem, UserError
+from titanlite.extend import find_object
 from titanlite.job import Ranks
 from titanlite.models.base import Model, ModelArgs
 from titanlite.models.registry import resolve_model
+from titanlite.optim import bytes_of_state, check_optimizer
 from titanlite.parallelize.float8 import check_float8
 from titanlite.parallelize.materialize import check_memory
 
 SIZES = {"bfloat16": 2, "float32": 4}
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -35,30 +47,123 @@ def preflight(config: Config, ranks: Ranks, device: torch.device) -> Ingredients
     """Resolve the model, the tokenizer and the data by name, and check that they fit together and fit in memory.
 
     Raises:
-        UserError: with what does not.
+        ConfigError: with everything that does not.
     """
-    model, args = resolve_model(config.model.name, config.model.flavor, config.model.args)
-    tokenizer = load_tokenizer(config.data.tokenizer)
-    for source in [*config.data.all_sources(), *config.validation.all_sources()]:
-        find_inputs(source.path)
-    check_float8(config.quantize.linear.float8)
-    problems = []
-    if config.training.seq_len > args.max_seq_len:
-        message = f"{config.training.seq_len} is more than the {args.max_seq_len} positions of the model"
-        problems.append(Problem("training.seq_len", message))
-    if tokenizer.vocab_size > args.vocab_size:
-        message = f"has {tokenizer.vocab_size} tokens, the model only {args.vocab_size} (model.args.vocab_size)"
-        problems.append(Problem("data.tokenizer", message))
+    ingredients, problems = examine(config, ranks, device)
     if problems:
         raise ConfigError(problems)
-    ingredients = Ingredients(model, replace(args, max_seq_len=config.training.seq_len), tokenizer)
-    weight, moment = SIZES[config.training.dtype], SIZES[config.optimizer.state_dtype]
+    assert ingredients is not None
+    return ingredients
+
+
+def examine(
+    config: Config, ranks: Ranks, device: torch.device, bad_keys: Collection[str] = ()
+) -> tuple[Ingredients | None, list[Problem]]:
+    """As `preflight`, of a config that may have mistakes: all further problems, and what could be found all the same.
+
+    Args:
+        config: with defaults in place of the options in bad_keys.
+        bad_keys: options that were reported already; a check that would read one is left out.
+    """
+    report = _Report(bad_keys)
+    training, float8 = config.training, config.quantize.linear.float8
+    selected = config.model
+    resolved = report.attempt(
+        "model", ["model"], lambda: resolve_model(selected.name, selected.flavor, selected.args, selected.file)
+    )
+    tokenizer = report.attempt("data.tokenizer", ["data.tokenizer"], lambda: load_tokenizer(config.data.tokenizer))
+    for key, path in [*_paths(config.data, "data"), *_paths(config.validation, "validation")]:
+        report.attempt(key, [key], partial(find_inputs, path))
+    report.attempt("quantize.linear.float8.enable", ["quantize"], lambda: check_float8(float8))
+    for key, names in (("training.loss", [training.loss]), ("metrics.loggers", config.metrics.loggers)):
+        for name in filter(None, names):
+            report.attempt(key, [key], partial(_check_callable, name))
+    if config.compile.enable:
+        report.attempt("compile.enable", ["compile"], lambda: check_compiler(device))
+    if not resolved:
+        return None, report.problems
+    model, args = resolved
+    report.attempt("training.seq_len", ["training.seq_len"], lambda: _check_seq_len(training.seq_len, args))
+    if tokenizer:
+        report.attempt("data.tokenizer", [], lambda: _check_vocabulary(tokenizer, args))
+    args = replace(args, max_seq_len=training.seq_len)
+    sizes = ["training", "optimizer", "parallelism"]
+    report.attempt("model.flavor", sizes, lambda: _check_memory(model, args, config, ranks, device))
+    return (Ingredients(model, args, tokenizer) if tokenizer else None), report.problems
+
+
+class _Report:
+    """Problems of checks that run one after the other, whatever the others find."""
+
+    def __init__(self, bad_keys: Collection[str]) -> None:
+        self.problems: list[Problem] = []
+        self._bad_keys = bad_keys
+
+    def attempt(self, key: str, reads: Sequence[str], check: Callable[[], T]) -> T | None:
+        """What the check returns, if it can run and finds nothing.
+
+        Args:
+            key: what to blame, if the check does not say.
+            reads: the options that it depends on.
+        """
+        if not are_right(reads, self._bad_keys):
+            return None
+        try:
+            return check()
+        except ConfigError as error:
+            self.problems += error.problems
+        except UserError as error:
+            self.problems.append(Problem(key, str(error).removeprefix(f"{key}: ")))
+        return None
+
+
+def check_compiler(device: torch.device) -> None:
+    """Raises:
+    UserError: torch.compile would not find the compiler that it hands its code to.
+    """
+    if device.type == "cuda":
+        if find_spec("triton") is None:
+            raise UserError("compiling for a GPU needs triton, which is not installed: pip install triton")
+        return
+    # As torch._inductor.config.cpp.cxx: one name, and no other is tried.
+    compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
+    if shutil.which(compiler) is None and not os.environ.get("TORCH_INDUCTOR_INSTALL_GXX"):
+        chosen = "the environment variable CXX says" if "CXX" in os.environ else "CXX in the environment names another"
+        raise UserError(f"compiling for the CPU needs a C++ compiler, and there is no {compiler} ({chosen})")
+
+
+def _paths(section: Data | Validation, name: str) -> Iterator[tuple[str, str | list[str]]]:
+    for number, source in enumerate(section.all_sources()):
+        yield (f"{name}.sources.{number}.path" if section.sources else f"{name}.path"), source.path
+
+
+def _check_callable(name: str) -> None:
+    if not callable(find_object(name)):
+        raise UserError(f"{name} is not a function or class")
+
+
+def _check_seq_len(seq_len: int, args: ModelArgs) -> None:
+    if seq_len > args.max_seq_len:
+        raise UserError(f"{seq_len} is more than the {args.max_seq_len} positions of the model")
+
+
+def _check_vocabulary(tokenizer: Tokenizer, args: ModelArgs) -> None:
+    if tokenizer.vocab_size > args.vocab_size:
+        raise UserError(f"has {tokenizer.vocab_size} tokens, the model only {args.vocab_size} (model.args.vocab_size)")
+
+
+def _check_memory(model: type[Model], args: ModelArgs, config: Config, ranks: Ranks, device: torch.device) -> None:
+    with torch.device("meta"):
+        shapes = model(args)
+    dtype = config.training.dtype
+    if problems := check_optimizer(config.optimizer, shapes, dtype=dtype):
+        raise ConfigError(problems)
+    states = bytes_of_state(config.optimizer, shapes, dtype=dtype)
     check_memory(
-        ingredients.build_model(),
-        bytes_per_parameter=2 * weight + 2 * moment,  # weight and gradient, two moments
+        shapes,
+        bytes_per_parameter=2 * SIZES[dtype] + states / sum(p.numel() for p in shapes.parameters()),
         shard_degree=config.parallelism.degrees(ranks.world_size)[1],
         local_world_size=ranks.local_world_size,
         device=device,
         offload=config.training.enable_cpu_offload,
     )
-    return ingredients

@@ -16,7 +16,7 @@ from titanlite.data.sources import store_of
 from titanlite.guard import StoppedByGuard
 from titanlite.job import RunFolder
 from titanlite.models.base import Model, unique_parameters
-from titanlite.optim import RoundingAdamW
+from titanlite.optim import plan_groups, state_dtypes, table
 
 logger = logging.getLogger(__name__)
 
@@ -35,13 +35,16 @@ def report_start(
     training = config.training
     parameters = sum(parameter.numel() for _, parameter in unique_parameters(model))
     share = training.global_batch_size // mesh.size()
-    logger.info(f"model    {config.model.name} {config.model.flavor}, {parameters:,} parameters")
+    logger.info(f"model    {config.model.title} {config.model.flavor or ''}".rstrip() + f", {parameters:,} parameters")
     logger.info("types    " + ", ".join(f"{what} {name}" for what, name in types_of(model, optimizer).items()))
     logger.info(
         f"mesh     replicate {mesh['replicate'].size()} x shard {mesh['shard'].size()} on {mesh.device_type}; "
         f"global batch {training.global_batch_size} = {mesh.size()} processes x {accumulation} micro-batches x "
         f"{share // accumulation} sequences of {training.seq_len} tokens"
     )
+    trained = {name: parameter for name, parameter in unique_parameters(model) if parameter.requires_grad}
+    for number, line in enumerate(table(plan_groups(config.optimizer, trained))):
+        logger.info(("         " if number else "updates  ") + line)
     for source in samples.sources:
         _report_source(source, share=source.weight / sum(other.weight for other in samples.sources))
     total = progress.samples + (steps - progress.step) * training.global_batch_size
@@ -65,13 +68,15 @@ def types_of(model: Model, optimizer: torch.optim.Optimizer) -> dict[str, str]:
         "weights": [*weights],
         "compute": [policy.param_dtype for policy in policies],
         "reduction": [policy.reduce_dtype for policy in policies],
-        "moments": [optimizer.state_dtype] if isinstance(optimizer, RoundingAdamW) else [*weights],
+        "moments": [*state_dtypes(optimizer)],
     }
     return {what: "/".join(sorted({str(dtype).removeprefix("torch.") for dtype in of})) for what, of in types.items()}
 
 
 def _report_source(source: Source, *, share: float) -> None:
-    store = store_of(source)
+    if (store := store_of(source)) is None:
+        logger.info(f"data     {source.name}: {share:.2%} of the sequences; {len(source.rows):,} sequences of its own")
+        return
     index = store.index
     fill = source.rows.fill if isinstance(source.rows, BestFit) else 1
     packed = "" if fill == 1 else f", packed to {fill:.1%}"

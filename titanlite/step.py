@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from titanlite.data.loader import Batch
-from titanlite.loss import IGNORE, token_loss
+from titanlite.loss import IGNORE, LossFunction, token_loss
 from titanlite.models.base import Model
 from titanlite.models.layers import Documents
 from titanlite.optim import update
@@ -23,8 +23,8 @@ class StepResult:
 
     loss: Tensor
     """Global: mean cross entropy of the global batch's tokens, in nats."""
-    z_loss: Tensor
-    """Global: what the z-loss adds to that."""
+    added_loss: Tensor
+    """Global: what is minimized beyond that."""
     grad_norm: Tensor
     """Global: L2 norm of the gradients before clipping."""
     verdict: Tensor
@@ -46,7 +46,7 @@ def train_step(
     optimizer: torch.optim.Optimizer,
     group: dist.ProcessGroup,
     max_norm: float,
-    z_loss: float = 0.0,
+    loss_function: LossFunction = token_loss,
     judge: Callable[[Tensor, Tensor], Tensor] = take_every_step,
 ) -> StepResult:
     """Train on this rank's micro-batches of one global batch.
@@ -65,7 +65,7 @@ def train_step(
             model.set_requires_all_reduce(index == len(batches) - 1)
         loss = model(
             batch["tokens"],
-            loss=partial(token_loss, labels_BL=batch["labels"], z_loss=z_loss),
+            loss=partial(loss_function, labels_BL=batch["labels"]),
             documents=documents_of(batch),
         )
         # FSDP averages gradients over the group; they are to be summed.

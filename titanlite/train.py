@@ -26,6 +26,7 @@ from titanlite.job import (
     seed_step,
     settings_of_meaning,
 )
+from titanlite.loss import LossFunction, build_loss
 from titanlite.metrics import MetricsRecorder
 from titanlite.models.base import Model
 from titanlite.optim import build_optimizer, set_learning_rate
@@ -55,6 +56,7 @@ class Run:
     micro_batches: MicroBatches
     batches: Generator[Batch, None, None]
     accumulation: int
+    loss_function: LossFunction
     guard: StepGuard
     steps: int
     validator: Validator
@@ -130,8 +132,8 @@ def build(config: Config, ingredients: Ingredients, *, ranks: Ranks, device: tor
         mesh=mesh,
     )
     return Run(
-        config, ranks, folder, device, mesh, model, optimizer, samples, micro_batches, batches, accumulation, guard,
-        steps, validator, checkpoints, metrics, progress,
+        config, ranks, folder, device, mesh, model, optimizer, samples, micro_batches, batches, accumulation,
+        build_loss(training), guard, steps, validator, checkpoints, metrics, progress,
     )  # fmt: skip
 
 
@@ -185,7 +187,7 @@ def train(run: Run) -> StoppedByGuard | None:
                 optimizer=run.optimizer,
                 group=metrics.group,
                 max_norm=config.training.max_norm,
-                z_loss=config.training.z_loss,
+                loss_function=run.loss_function,
                 judge=run.guard.judge,
             )
             samples += config.training.global_batch_size

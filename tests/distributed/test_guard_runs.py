@@ -4,6 +4,7 @@ import json
 import math
 import threading
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -38,17 +39,14 @@ def snapshot(run: Run) -> Snapshot:
 def poisoned(rank: int, world_size: int, config: Config) -> dict[str, Any]:
     """Train; the loss of one micro-batch of one rank is NaN, in step 3 (or each from there on, if the run's name says
     so)."""
-    import titanlite.step as step_module
-
     ranks, device = Ranks(rank, world_size, rank, world_size), torch.device("cpu")
     run = build(config, preflight(config, ranks, device), ranks=ranks, device=device)
     before: list[Snapshot] = []
     calls = [0]
-    original = step_module.token_loss
     micro_batches = run.accumulation
 
     def loss_of(*args: Any, **kwargs: Any) -> TokenLoss:
-        found = original(*args, **kwargs)
+        found = run.loss_function(*args, **kwargs)
         number, calls[0] = calls[0], calls[0] + 1
         step = run.progress.step + number // micro_batches + 1
         bad = step == BAD_STEP or (step > BAD_STEP and "forever" in str(config.job.name))
@@ -60,11 +58,7 @@ def poisoned(rank: int, world_size: int, config: Config) -> dict[str, Any]:
         fail_first_save(run)
     run.optimizer.register_step_pre_hook(lambda *_: before.append(snapshot(run)))
     run.optimizer.register_step_post_hook(lambda *_: before.append(snapshot(run)))
-    step_module.token_loss = loss_of  # pyright: ignore
-    try:
-        stopped = train(run)
-    finally:
-        step_module.token_loss = original
+    stopped = train(replace(run, loss_function=loss_of))
     finish(run, stopped)
     changed = [
         sorted(name for name in new if not torch.equal(old.get(name, torch.tensor(math.inf)), new[name]))

@@ -50,7 +50,7 @@ def one_step(run: Run) -> StepResult:
         optimizer=run.optimizer,
         group=run.metrics.group,
         max_norm=1.0,
-        z_loss=run.config.training.z_loss,
+        loss_function=run.loss_function,
         judge=run.guard.judge,
     )
 

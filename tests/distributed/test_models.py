@@ -1,5 +1,6 @@
 """Every family of models through every layout, checkpointing, compiling, and saved and loaded."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +17,10 @@ FAMILIES = {
         "--model.args.n_experts=6",  # not a multiple of 4 ranks
         "--model.args.n_active_experts=2",
         "--model.args.balance_rate=0.01",
+    ],
+    "outside the package": [
+        f"--model.file={Path(__file__).parents[2]}/examples/my_model/gpt2.py",
+        "--model.args={dim = 42, n_layers = 3, n_heads = 3, vocab_size = 259}",
     ],
 }
 TECHNIQUES = [
@@ -89,7 +94,9 @@ def compiled_graphs(rank: int, world_size: int, config: Config) -> tuple[int, li
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("family", "mode"), [("qwen3", "full"), ("qwen3_moe", "selective")])
+@pytest.mark.parametrize(
+    ("family", "mode"), [("qwen3", "full"), ("qwen3_moe", "selective"), ("outside the package", "none")]
+)
 def test_compiled_blocks_give_the_same_losses(tiny: TinyRun, family: str, mode: str) -> None:
     options = [*FAMILIES[family], f"--activation_checkpoint.mode={mode}"]
     configs = [

@@ -97,6 +97,92 @@ def test_bad_input_is_one_line(
     assert not (tiny.folder / "outputs").exists()
 
 
+def test_everything_wrong_is_in_one_report(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """What is wrong with the config as such, and what only the model, the tokenizer and the machine tell."""
+    (tmp_path / "base.toml").write_text("[training]\nseq_len = 10000\n[model]\nargs.n_layer = 3\n")
+    text = """\
+base = "base.toml"
+[metrics]
+log_freq = 0
+[quantize.linear.float8]
+enable = true
+[model]
+name = "llama3"
+args = { dim = "wide" }
+flavor = "debgu"
+[compile]
+enable = true
+[data]
+tokenizer = "bad.model"
+[checkpiont]
+"""
+    (tmp_path / "run.toml").write_text(text)
+    bad = tmp_path / "bad.model"
+    bad.write_text("no ranks here")
+    options = [f"--data.tokenizer={bad}", "--training.stepss=3"]
+    lines = refusal(capfd, "config", "check", "--config", str(tmp_path / "run.toml"), *options)
+    assert [line.removeprefix("error: ").split(":")[0] for line in lines] == [
+        "metrics.log_freq",
+        "quantize.linear.float8.enable",
+        "model.args.dim",
+        "model.flavor",
+        "checkpiont",
+        "model.args.n_layer",
+        "data.tokenizer",
+        "training.stepss",
+    ]
+    places = [line.rpartition(" ")[2].strip("()") for line in lines[:6]]
+    assert places == ["run.toml:3", "run.toml:5", "run.toml:8", "run.toml:9", "run.toml:14", "base.toml:4"]
+    assert "did you mean debug?" in lines[3]
+    assert "did you mean n_layers?" in lines[5]
+    assert lines[6].endswith("(command line)")
+
+    more = ["--model.args={}", "--model.flavor=debug", "--model.args.vocab_size=5", "--data.tokenizer=bytes"]
+    lines = refusal(capfd, "train", "--config", str(tmp_path / "run.toml"), *more)
+    assert [line.partition(" (")[0].removeprefix("error: ") for line in lines] == [
+        "metrics.log_freq: expected a number of at least 1, got 0",
+        "quantize.linear.float8.enable: this machine has no float8 units",
+        "checkpiont: unknown key, did you mean checkpoint?",
+        "training.seq_len: 10000 is more than the 8192 positions of the model",
+        "data.tokenizer: has 258 tokens, the model only 5",
+    ]
+    assert lines[3].endswith("(base.toml:2)")
+
+
+def test_what_depends_on_a_mistake_is_not_reported_too(tiny: TinyRun, capfd: pytest.CaptureFixture[str]) -> None:
+    """A default stands in for what is wrong; nobody wrote that, so it is nobody's mistake."""
+    options = ["--data.path=/no/such", "--training.seq_lenn=3", "--model.args.vocab_size=x", "--compile.enabel=true"]
+    lines = refusal(capfd, "config", "check", "--config", str(tiny.toml), *options)
+    assert [line.removeprefix("error: ").split(": ")[0] for line in lines] == [
+        "data.path", "training.seq_lenn", "model.args.vocab_size", "compile.enabel",
+    ]  # fmt: skip
+
+
+def test_compiling_needs_a_compiler(
+    tiny: TinyRun, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from titanlite.errors import UserError
+    from titanlite.preflight import check_compiler
+
+    command = ("config", "check", "--config", str(tiny.toml))
+    monkeypatch.setenv("CXX", "/no/such/c++")
+    if not torch.cuda.is_available():
+        assert refusal(capfd, *command, "--compile.enable") == [
+            "error: compile.enable: compiling for the CPU needs a C++ compiler, and there is no /no/such/c++ (the "
+            "environment variable CXX says) (command line)"
+        ]
+    assert cli.run([*command]) == 0
+    monkeypatch.setenv("CXX", sys.executable)
+    check_compiler(torch.device("cpu"))
+    monkeypatch.delenv("CXX")
+    monkeypatch.setenv("PATH", str(tiny.folder))
+    with pytest.raises(UserError, match=r"there is no .*\+\+ \(CXX in the environment names another\)"):
+        check_compiler(torch.device("cpu"))
+    monkeypatch.setattr("titanlite.preflight.find_spec", lambda name: None)
+    with pytest.raises(UserError, match="compiling for a GPU needs triton"):
+        check_compiler(torch.device("cuda"))
+
+
 def test_unreadable_tokenizer(tiny: TinyRun, capfd: pytest.CaptureFixture[str]) -> None:
     (tiny.folder / "bad.model").write_text("no ranks here")
     options = ["--data.tokenizer", str(tiny.folder / "bad.model")]
@@ -146,7 +232,8 @@ def test_a_model_that_cannot_fit_is_refused_before_anything_is_allocated(
         pytest.skip("it may fit here")
     [line] = refusal(capfd, "config", "check", "--config", str(tiny.toml))
     size = {"8B": "8,030,261,248 parameters take 119.7 GiB", "405B": "405,853,388,800 parameters take 6,047.7 GiB"}
-    assert line.startswith("error: the model does not fit: ")
+    assert line.startswith("error: model.flavor: the model does not fit: ")
+    assert line.endswith(" (tiny.toml:2)")
     assert size[flavor] in line
     assert "this machine (it has no GPU) has" in line
 
@@ -190,10 +277,41 @@ def test_config_show_prints_what_loads_again(tiny: TinyRun, capfd: pytest.Captur
     assert load(shown) == tiny.config("--training.steps=7")
 
 
+def test_config_show_diff_prints_what_differs(tiny: TinyRun, capfd: pytest.CaptureFixture[str]) -> None:
+    from titanlite.config.load import load
+
+    assert cli.run(["config", "show", "--diff", "--config", str(tiny.toml), "--training.steps=7"]) == 0
+    text = capfd.readouterr().out
+    assert "steps = 7  # default: 1000\n" in text
+    assert "max_norm" not in text
+    shown = tiny.folder / "shown.toml"
+    shown.write_text(text)
+    assert load(shown) == tiny.config("--training.steps=7")
+
+
+def test_config_schema_is_json(capfd: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["config", "schema"]) == 0
+    assert json.loads(capfd.readouterr().out)["properties"]["training"] == {"$ref": "#/$defs/Training"}
+
+
 def test_help_answers(capfd: pytest.CaptureFixture[str]) -> None:
-    for arguments in (["--help"], [], ["train", "--help"]):
-        assert cli.run(arguments) == 0
-        assert "titanlite train --config FILE.toml" in capfd.readouterr().out
+    for name in ["", *cli.NAMES.split(", ")]:
+        for flag in ("--help", "-h"):
+            assert cli.run([*name.split(), flag]) == 0
+            assert f"titanlite {name or 'train'} " in capfd.readouterr().out
+    assert cli.run([]) == 0
+    assert len(capfd.readouterr().out.splitlines()) < 50
+
+
+def test_the_help_of_train_lists_every_option(capfd: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["train", "--help"]) == 0
+    text = capfd.readouterr().out
+    assert (
+        "\n[training]\n  --training.steps  integer >= 1; default 1000\n        Optimizer steps of the whole run.\n"
+        in text
+    )
+    assert "\n[[data.sources]]\n  --data.sources.N.path  text | list of text; required\n" in text
+    assert max(map(len, text.splitlines())) <= 120
 
 
 SCRIPT = Path(__file__).parents[2] / "run_train.sh"

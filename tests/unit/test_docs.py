@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 SMALL = "--training.steps=2 --training.seq_len=64 --training.global_batch_size=4 --metrics.enable_tensorboard=false"
 
@@ -19,20 +21,85 @@ def commands(guide: str, heading: str) -> list[str]:
     return block[1].strip().splitlines()
 
 
+def run(command: str, folder: Path) -> str:
+    """What a command of a guide prints, in a folder."""
+    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
+    result = subprocess.run(
+        ["bash", "-c", command], cwd=folder, env=environment, capture_output=True, text=True, timeout=200
+    )
+    assert result.returncode == 0, f"{command}\n{result.stdout}\n{result.stderr}"
+    return result.stdout
+
+
+def losses(folder: Path, name: str) -> list[float]:
+    records = (folder / "outputs" / name / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(record)["loss"] for record in records]
+
+
+def blocks(guide: str, language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", (ROOT / "docs" / guide).read_text(), re.DOTALL)
+
+
 def test_own_data_in_two_commands(tmp_path: Path) -> None:
     prepare, train = commands("data.md", "Your own data in two commands")
     (tmp_path / "mydir").mkdir()
     for name in ("a", "b"):
         lines = [json.dumps({"text": f"def {name}_{i}(x):\n    return x + {i}\n"}) for i in range(300)]
         (tmp_path / "mydir" / f"{name}.jsonl").write_text("\n".join(lines))
-    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
     assert train.startswith("./run_train.sh ")
     for command in (prepare, f"{ROOT}/{train} {SMALL}"):
-        result = subprocess.run(
-            ["bash", "-c", command], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120
-        )
-        assert result.returncode == 0, f"{command}\n{result.stdout}\n{result.stderr}"
+        run(command, tmp_path)
     index = json.loads((tmp_path / "tok" / "index.json").read_text())
     assert index["documents"] == 600
-    records = (tmp_path / "outputs" / "debug" / "metrics.jsonl").read_text().splitlines()
-    assert [json.loads(record)["step"] for record in records] == [1, 2]
+    assert len(losses(tmp_path, "debug")) == 2
+
+
+EXAMPLE = ROOT / "examples" / "my_model"
+
+
+def without_blank_lines(text: str) -> list[str]:
+    return [line for line in text.splitlines() if line.strip()]
+
+
+def test_the_guide_to_a_model_builds_the_example() -> None:
+    built = without_blank_lines("".join(blocks("add_a_model.md", "python")))
+    assert built == without_blank_lines((EXAMPLE / "gpt2.py").read_text())
+    [toml] = blocks("add_a_model.md", "toml")
+    settings = {line.split("#")[0].strip() for line in toml.splitlines()}
+    assert settings <= {line.strip() for line in (EXAMPLE / "gpt2.toml").read_text().splitlines()}
+
+
+def test_a_model_outside_the_package_trains_by_the_commands_of_its_guide(tmp_path: Path) -> None:
+    plain, wider, sharded = commands("add_a_model.md", "Train it")
+    small = "--training.steps=2 --training.seq_len=32 --training.global_batch_size=4 --validation.enable=false"
+    at_root = [
+        command.replace("./run_train.sh", f"{ROOT}/run_train.sh").replace(" examples/", f" {ROOT}/examples/")
+        for command in (plain, wider, sharded)
+    ]
+    printed = [run(f"{command} {small}", tmp_path) for command in at_root]
+    assert "model    gpt2 debug, 3,692,032 parameters" in printed[0]
+    assert "model    gpt2 debug, 5,598,080 parameters" in printed[1]
+    assert "mesh     replicate 1 x shard 2" in printed[2]
+    assert losses(tmp_path, "sharded") == pytest.approx(losses(tmp_path, "gpt2"), rel=1e-5)
+    again = run(f"{at_root[0]} {small} --training.steps=4", tmp_path)
+    assert "resuming after step 2" in again
+
+
+def test_examples_of_own_parts(tmp_path: Path) -> None:
+    for source in blocks("extend.md", "python"):
+        name = source.splitlines()[0].removeprefix("# ")
+        assert len(without_blank_lines(source)) <= 21
+        (tmp_path / name).write_text(source)
+    config = "\n".join(blocks("extend.md", "toml")).replace("[training]", "[training]\nsteps = 4")
+    assert config.count("[") >= 3
+    (tmp_path / "own.toml").write_text(f"base = '{ROOT}/train_configs/debug.toml'\n{config}")
+    options = "--training.seq_len=64 --training.global_batch_size=4 --metrics.log_freq=1 --data.num_workers=1"
+    printed = run(f"{ROOT}/run_train.sh --config own.toml --job.name=own --validation.enable=false {options}", tmp_path)
+    assert "100,000 sequences of its own" in printed
+    rows = (tmp_path / "outputs" / "own" / "loss.csv").read_text().splitlines()
+    assert [float(row.split(",")[1]) for row in rows] == pytest.approx(losses(tmp_path, "own"))
+    assert len(rows) == 4
+    records = (tmp_path / "outputs" / "own" / "metrics.jsonl").read_text().splitlines()
+    first = json.loads(records[0])
+    assert 7 < first["loss"] < 8.5, "ln 2048 is 7.6: the plain cross entropy"
+    assert 0 < abs(first["added_loss"]) < 1, "what smoothing adds"

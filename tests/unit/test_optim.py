@@ -1,15 +1,37 @@
-"""AdamW that rounds stochastically, against PyTorch's; and what an optimizer is told by a tensor."""
+"""AdamW that rounds stochastically, against PyTorch's; which optimizer updates what; what is told by a tensor."""
 
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
+import tomli
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.distributed.test_layouts import on_every_layout, trained
-from tests.helpers import TinyRun, run_ranks
+from tests.distributed.test_layouts import on_every_layout, trained, whole
+from tests.helpers import TinyRun, run_ranks, train_on_this_rank
 from titanlite.config.schema import Optimizer
-from titanlite.optim import RoundingAdamW, _hash, build_optimizer, round_stochastically, update
+from titanlite.errors import ConfigError
+from titanlite.job import Ranks
+from titanlite.models.llama3 import Llama3
+from titanlite.optim import (
+    RoundingAdamW,
+    build_optimizer,
+    bytes_of_state,
+    check_optimizer,
+    parts_of,
+    plan_groups,
+    table,
+    update,
+)
+from titanlite.optim.classes import options_of
+from titanlite.optim.groups import collapse
+from titanlite.optim.muon import Muon, _newton_schulz_in_float32, _zeropower_via_newtonschulz
+from titanlite.optim.rounding import _hash, round_stochastically
+from titanlite.preflight import preflight
+from titanlite.train import build, finish, train
 
 STEPS = 5
 
@@ -27,7 +49,7 @@ def gradients(model: nn.Module, step: int) -> None:
 
 @pytest.mark.parametrize("size", [2**24, 100])
 def test_in_float32_it_is_adamw(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
-    monkeypatch.setattr("titanlite.optim.SLICE", size)
+    monkeypatch.setattr("titanlite.optim.rounding.SLICE", size)
     ours, theirs = toy(), toy()
     options: dict[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
     first = RoundingAdamW(
@@ -83,14 +105,27 @@ def test_random_bits_are_of_the_place_in_the_whole_tensor() -> None:
         assert part.std().item() == pytest.approx(12**-0.5, abs=0.02)
 
 
-@pytest.mark.parametrize("kind", ["fused AdamW", "rounding AdamW", "plain SGD"])
+MATRIX_BY_MUON = '{match = ["weight"], name = "Muon"}'
+BIAS_BY_SGD = '{match = ["bias"], name = "SGD", args.momentum = 0.9}'
+KINDS = {
+    "fused": ("", [torch.optim.AdamW]),
+    "rounding": ('state_dtype = "bfloat16"', [RoundingAdamW]),
+    "plain": ('name = "SGD"\nargs.momentum = 0.9', [torch.optim.SGD]),
+    "Muon and AdamW": (f'groups = [{MATRIX_BY_MUON}, {{match = ["bias"]}}]', [Muon, torch.optim.AdamW]),
+    "Muon and SGD": (f"groups = [{MATRIX_BY_MUON}, {BIAS_BY_SGD}]", [Muon, torch.optim.SGD]),
+}
+
+
+def section(text: str) -> Optimizer:
+    return Optimizer.model_validate(tomli.loads(text))
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_step_that_is_skipped_leaves_everything(kind: str) -> None:
-    model = toy(torch.bfloat16 if kind == "rounding AdamW" else torch.float32)
-    if kind == "plain SGD":
-        optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    else:
-        optimizer = build_optimizer(model, Optimizer(lr=0.1), seed=0)
-    assert isinstance(optimizer, RoundingAdamW) == (kind == "rounding AdamW")
+    text, parts = KINDS[kind]
+    model = toy(torch.bfloat16 if kind == "rounding" else torch.float32)
+    optimizer = build_optimizer(model, section(f"lr = 0.1\n{text}"), seed=0)
+    assert [type(part) for part in parts_of(optimizer)] == parts
 
     def everything() -> list[torch.Tensor]:
         states = [value for parameter in model.parameters() for value in optimizer.state[parameter].values()]
@@ -109,6 +144,266 @@ def test_a_step_that_is_skipped_leaves_everything(kind: str) -> None:
             equal = [torch.equal(old, new) for old, new in zip(before, after, strict=True)]
             assert all(equal) if skip else not any(equal)
     assert all(tensor.isfinite().all() for tensor in everything())
+
+
+@pytest.mark.parametrize("shape", [(6, 20), (20, 6), (8, 8)])
+def test_newton_schulz_in_float32(shape: tuple[int, int]) -> None:
+    """A polynomial of the singular values; torch's is the same in bfloat16."""
+    matrix = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    options: dict[str, Any] = {"ns_coefficients": (3.4445, -4.7750, 2.0315), "ns_steps": 5, "eps": 1e-7}
+    found = _newton_schulz_in_float32(matrix, **options)
+    left, values, right = torch.linalg.svd(matrix.double(), full_matrices=False)
+    values = values / values.square().sum().sqrt()
+    for _ in range(5):
+        values = 3.4445 * values - 4.7750 * values**3 + 2.0315 * values**5
+    assert (found - left @ values.diag() @ right).abs().max() < 1e-5
+    theirs = _zeropower_via_newtonschulz(matrix, **options)
+    assert (found - theirs).abs().max() < 0.05
+
+
+class Waits(TorchDispatchMode):
+    """Counts how often the host asks for the value of a tensor."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("kind", "expected"), [("fused", 0), ("Muon and AdamW", 0), ("Muon and SGD", 1), ("plain", 1)])
+def test_an_update_waits_for_no_value_unless_it_must(kind: str, expected: int) -> None:
+    model = toy()
+    optimizer = build_optimizer(model, section(KINDS[kind][0]), seed=0)
+    gradients(model, 0)
+    with Waits() as waits:
+        update(optimizer, skip=torch.tensor(False))
+    assert waits.count == expected
+
+
+class Parts(nn.Module):
+    """Of every kind: matrices in layers and outside, a stack of matrices, vectors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(9, 4)
+        self.layers = nn.ModuleList(nn.Linear(4, 5) for _ in range(3))
+        self.layers[0].experts = nn.Parameter(torch.ones(2, 3, 4))
+
+
+def planned(text: str) -> list[tuple[str, str, float, float, list[str]]]:
+    groups = plan_groups(section(text), dict(Parts().named_parameters()))
+    return [(it.label, it.name, it.lr, it.weight_decay, collapse(it.parameters)) for it in groups]
+
+
+WEIGHTS, BIASES, EXPERTS = "layers.*.weight x3", "layers.*.bias x3", "layers.0.experts"
+
+
+def test_default_groups() -> None:
+    assert planned("lr = 0.5") == [
+        ("matrices", "AdamW", 0.5, 0.1, ["embedding.weight", WEIGHTS, EXPERTS]),
+        ("vectors", "AdamW", 0.5, 0.0, [BIASES]),
+    ]
+    assert planned('name = "Muon"\nweight_decay = 0.2') == [
+        ("matrices in layers", "Muon", 3e-4, 0.2, [WEIGHTS, EXPERTS]),
+        ("other matrices", "AdamW", 3e-4, 0.2, ["embedding.weight"]),
+        ("other vectors", "AdamW", 3e-4, 0.0, [BIASES]),
+    ]
+
+
+GROUPS = """
+lr = 0.5
+args.amsgrad = true
+[[groups]]
+match = ["layers.*"]
+lr = 0.1
+[[groups]]
+match = ["emb*"]
+weight_decay = 0.3
+name = "SGD"
+args.momentum = 0.9
+"""
+
+
+def test_groups_and_their_table() -> None:
+    assert planned(GROUPS) == [
+        ("groups.0: matrices", "AdamW", 0.1, 0.1, [WEIGHTS, EXPERTS]),
+        ("groups.0: vectors", "AdamW", 0.1, 0.0, [BIASES]),
+        ("groups.1", "SGD", 0.5, 0.3, ["embedding.weight"]),
+    ]
+    assert planned(GROUPS.replace("lr = 0.1", "weight_decay = 0.4"))[0] == (
+        "groups.0", "AdamW", 0.5, 0.4, [WEIGHTS, BIASES, EXPERTS]
+    )  # fmt: skip
+    assert table(plan_groups(section(GROUPS), dict(Parts().named_parameters()))) == [
+        "group               optimizer   lr  weight decay  tensors  parameters  for example",
+        "groups.0: matrices  AdamW      0.1           0.1        4          84  layers.*.weight x3, layers.0.experts",
+        "groups.0: vectors   AdamW      0.1             0        3          15  layers.*.bias x3",
+        "groups.1            SGD        0.5           0.3        1          36  embedding.weight",
+    ]
+    adamw, sgd = parts_of(build_optimizer(Parts(), section(GROUPS), seed=0))
+    first, second, third = [*adamw.param_groups, *sgd.param_groups]
+    assert (first["lr"], first["weight_decay"], first["amsgrad"], first["fused"]) == (0.1, 0.1, True, True)
+    assert (second["lr"], second["weight_decay"]) == (0.1, 0.0)
+    assert (third["lr"], third["weight_decay"], third["momentum"]) == (0.5, 0.3, 0.9)
+
+
+@pytest.mark.usefixtures("single_process_group")
+def test_rates_of_groups_follow_the_schedule_in_proportion(tiny: TinyRun, capfd: pytest.CaptureFixture[str]) -> None:
+    groups = '[{match = ["layers.*"], lr = 0.004}, {match = ["tok*"], lr = 0.0, name = "SGD"}, {match = ["head*"]}]'
+    config = tiny.config(f"--optimizer.groups={groups}", "--lr_scheduler.decay_ratio=0.5", "--checkpoint.enable=false")
+    ranks, device = Ranks(0, 1, 0, 1), torch.device("cpu")
+    run = build(config, preflight(config, ranks, device), ranks=ranks, device=device)
+    rates: list[list[float]] = []
+    run.optimizer.register_step_pre_hook(lambda *_: rates.append([it["lr"] for it in run.optimizer.param_groups]))
+    embedding = run.model.get_parameter("tok_embeddings.weight")
+    first = whole(embedding)
+    train(run)
+    finish(run)
+    base = [record["lr"] for record in tiny.records()]
+    assert base == pytest.approx([0.005, 0.01, 0.01, 0.0075, 0.005, 0.0025])
+    assert rates == [pytest.approx([0.4 * lr, 0.4 * lr, lr, lr, 0.0]) for lr in base]
+    assert torch.equal(whole(embedding), first)
+
+
+def problems(text: str, dtype: str = "float32") -> list[str]:
+    return [str(problem) for problem in check_optimizer(section(text), Parts(), dtype=dtype)]
+
+
+def test_each_parameter_is_in_exactly_one_group() -> None:
+    assert problems('groups = [{match = ["layers.*"]}, {match = ["*.weight"]}, {match = ["norm*"]}]') == [
+        "optimizer.groups: groups 0 and 1 match the same: layers.*.weight x3",
+        "optimizer.groups.2.match: matches no parameter; there are embedding.weight, layers.*.weight x3, "
+        "layers.*.bias x3, layers.0.experts",
+    ]
+    found = problems('name = "Muon"\ngroups = [{match = ["layers.*"]}]')
+    assert found == [
+        "optimizer.groups: no group matches embedding.weight",
+        "optimizer.groups.0.name: Muon is for matrices; give these a group with another optimizer: layers.*.bias x3",
+    ]
+    with pytest.raises(ConfigError, match="no group matches embedding"):
+        build_optimizer(Parts(), section('groups = [{match = ["layers.*"]}]'), seed=0)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ('name = "adamw"', "optimizer.name: unknown value 'adamw', did you mean AdamW? (known: ASGD, Adadelta, "),
+        ('name = "LBFGS"', "optimizer.name: LBFGS computes the loss several times a step: choose another one"),
+        ('name = "torch.optim.Rprop"', "optimizer.name: Rprop of PyTorch cannot update sharded parameters: choose "),
+        ('name = "no.such:Thing"', "optimizer.name: cannot import no.such: "),
+        (
+            'name = "collections.Counter"',
+            "optimizer.name: collections.Counter is not a subclass of torch.optim.Optimizer",
+        ),
+        (
+            'name = "SGD"\nargs.momentun = 0.9',
+            "optimizer.args.momentun: unknown key 'momentun', did you mean momentum? (SGD takes momentum, dampening, ",
+        ),
+        ("args.lr = 0.1", "optimizer.args.lr: is set by lr of [optimizer]"),
+        ("args.betas = [0.9, 0.9]", "optimizer.args.betas: is set by beta1 and beta2 of [optimizer]"),
+        ('name = "SGD"\nargs.momentum = -1.0', "optimizer.args: SGD: Invalid momentum value: -1.0"),
+        ('name = "Muon"\nargs.adjust_lr_fn = "rms"', "optimizer.args: Muon: adjust_lr_fn must be match_rms_adamw or "),
+        ('name = "SGD"\nbeta2 = 0.99', "optimizer.beta2: is not for SGD"),
+        ('name = "SGD"\nstate_dtype = "bfloat16"', "optimizer.state_dtype: is not for SGD"),
+        (
+            'groups = [{match = ["*"], args.foo = 1}]',
+            "optimizer.groups.0.args.foo: unknown key 'foo' (AdamW takes amsgr",
+        ),
+        ('groups = [{match = ["*"], name = "Sgd"}]', "optimizer.groups.0.name: unknown value 'Sgd', did you mean SGD?"),
+        ('lr = 0.0\ngroups = [{match = ["*"], lr = 0.1}]', "optimizer.groups.0.lr: is scheduled in proportion to "),
+    ],
+)
+def test_what_is_wrong_is_told(text: str, expected: str) -> None:
+    [found] = problems(text)
+    assert found.startswith(expected)
+
+
+def test_bfloat16_weights_need_an_optimizer_that_rounds() -> None:
+    assert problems("", "bfloat16") == []
+    assert problems('name = "torch.optim.SGD"', "bfloat16") == []
+    expected = 'would lose small updates of bfloat16 weights: set training.dtype = "float32", or use AdamW'
+    assert problems('name = "Muon"', "bfloat16") == [f"optimizer.name: Muon {expected}"]
+    assert problems("args.amsgrad = true", "bfloat16") == [
+        "optimizer.args: AdamW takes none where weights or moments are bfloat16"
+    ]
+
+
+def test_what_the_guide_shows_is_right() -> None:
+    examples = re.findall(r"```toml\n(.*?)```", Path("docs/optimizers.md").read_text(), re.DOTALL)
+    assert len(examples) == 4
+    with torch.device("meta"):
+        model = Llama3(Llama3.flavors["debug"])  # pyright: ignore[reportArgumentType]
+    for example in examples:
+        optimizer = Optimizer.model_validate(tomli.loads(example)["optimizer"])
+        assert check_optimizer(optimizer, model, dtype="float32") == []
+
+
+def test_adams_settings_go_to_its_kind_only() -> None:
+    text = "lr = 0.5\nbeta1 = 0.8\neps = 1e-5\n"
+    assert options_of(torch.optim.NAdam, section(text), {"momentum_decay": 0.1}) == {
+        "lr": 0.5, "weight_decay": 0.1, "betas": (0.8, 0.95), "eps": 1e-5, "momentum_decay": 0.1,
+    }  # fmt: skip
+    assert options_of(torch.optim.Adadelta, section(text), {}) == {"lr": 0.5, "weight_decay": 0.1}
+    assert options_of(torch.optim.AdamW, section(""), {"fused": False})["fused"] is False
+
+
+OWN = """
+import torch
+
+class Signs(torch.optim.Optimizer):
+    def __init__(self, params, lr=0.1, beta=0.5, odd=False):
+        super().__init__(params, {"lr": lr, "beta": beta, "odd": odd, "count": 0})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["count"] += group["odd"]
+            for p in group["params"]:
+                state = self.state[p]
+                state["steps"] = state.get("steps", 0) + 1
+                state["scale"] = state.get("scale", 1.0) * group["beta"]
+                p.sub_(p.grad.sign(), alpha=group["lr"] * state["scale"])
+                if group["odd"]:
+                    state["history"] = [1]
+"""
+
+
+@pytest.mark.usefixtures("single_process_group")
+def test_a_class_of_ones_own_trains_and_resumes(tiny: TinyRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It keeps numbers, which are saved as tensors and come back as numbers."""
+    (tiny.folder / "my_optimizers.py").write_text(OWN)
+    monkeypatch.syspath_prepend(str(tiny.folder))
+    assert problems('name = "my_optimizers:Signs"\nargs.beta = 0.9') == []
+    assert problems('name = "my_optimizers.Signs"\nargs.bet = 0.9')[0].endswith(
+        "did you mean beta? (Signs takes beta, odd)"
+    )
+    assert problems('name = "my_optimizers.Signs"\nargs.odd = true') == [
+        f"optimizer.name: my_optimizers.Signs keeps {what} as list: only tensors and numbers of a parameter are saved"
+        for what in ("history", "count of a group")
+    ]
+    own = ["--optimizer.name=my_optimizers.Signs", "--optimizer.args.beta=0.7"]
+    expected = train_on_this_rank(tiny.config("--job.name=whole", *own), 0, 1)
+    train_on_this_rank(tiny.config("--training.steps=3", *own), 0, 1)
+    resumed = train_on_this_rank(tiny.config(*own), 0, 1)
+    assert tiny.losses() == tiny.losses("whole")
+    for run in (expected, resumed):
+        assert [*run.optimizer.state.values()] == [{"steps": 6, "scale": pytest.approx(0.7**6)}] * len(
+            run.optimizer.state
+        )
+        assert all(type(state["steps"]) is int for state in run.optimizer.state.values())
+
+
+def test_memory_of_states() -> None:
+    """Of 36 elements in the embedding, 84 in matrices of layers, 15 in vectors."""
+    for text, expected in {
+        "": 8 * 135,
+        'state_dtype = "bfloat16"': 4 * 135,
+        "args.amsgrad = true": 12 * 135,
+        'name = "SGD"': 0,
+        'name = "SGD"\nargs.momentum = 0.9': 4 * 135,
+        'name = "Muon"': 4 * 84 + 8 * 51,
+    }.items():
+        assert bytes_of_state(section(text), Parts(), dtype="float32") == expected, text
 
 
 LOW = ["--training.dtype=bfloat16", "--optimizer.state_dtype=bfloat16", "--training.mixed_precision_param=bfloat16"]

@@ -64,8 +64,9 @@ class Loader:
         where = self.files.where(folder_name(manifest.step))
         reader = self._open(self.files, folder_name(manifest.step), manifest)
         if wrong := difference(flat(state), reader.metadata, ["*"]):
+            what = "model" if wrong.without(missing=["optimizer"], unexpected=["optimizer"]) else "optimizer"
             raise UserError(
-                f"{where} is of another model:\n{wrong}\nRestore [model], or give the new run another job.name"
+                f"{where} is of another {what}:\n{wrong}\nRestore [{what}], or give the new run another job.name"
             )
         self._read(reader, state)
         if self.config.load_step is not None:

@@ -22,7 +22,7 @@ from titanlite.checkpoint.files import Files
 from titanlite.checkpoint.loading import Loader
 from titanlite.checkpoint.ranks import on_rank_0
 from titanlite.checkpoint.saving import Saved, Saver
-from titanlite.checkpoint.state import complete_optimizer_state, state_of
+from titanlite.checkpoint.state import complete_optimizer_state, put_back_numbers, state_of
 from titanlite.checkpoint.storage import DamagedCheckpoint, FileRecord, Manifest, folder_name
 from titanlite.config.schema import Checkpoint
 from titanlite.errors import RunError, UserError
@@ -105,11 +105,13 @@ class CheckpointManager:
             on_rank_0(self._group, self.files.sweep)
             while (manifest := self._loader.find()) is not None:
                 complete_optimizer_state(self.model, self.optimizer)
+                state = state_of(self.model, self.optimizer)
                 try:
-                    self._loader.load(manifest, state_of(self.model, self.optimizer))
+                    self._loader.load(manifest, state)
                 except DamagedCheckpoint as damage:
                     self._loader.leave_aside(manifest, damage)
                     continue
+                put_back_numbers(self.model, self.optimizer, state)
                 self._newest = manifest.step
                 return Progress(manifest.step, manifest.samples, manifest.data, manifest.guard)
             if on_rank_0(self._group, lambda: has_saved):
@@ -120,7 +122,9 @@ class CheckpointManager:
         if self.config.initial_load_path is not None:
             if any(name.startswith("optimizer") for name in self.config.initial_load):
                 complete_optimizer_state(self.model, self.optimizer)
-            self._loader.load_initial(state_of(self.model, self.optimizer))
+            state = state_of(self.model, self.optimizer)
+            self._loader.load_initial(state)
+            put_back_numbers(self.model, self.optimizer, state)
         return Progress()
 
     def watch(self) -> list[dict[str, Any]]:

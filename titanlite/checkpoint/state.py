@@ -19,7 +19,12 @@ State = dict[str, dict[str, Tensor]]
 
 def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> State:
     """{model: {name: tensor}, optimizer: {state.name.moment: tensor}}: the tensors in use, so that loading into them is
-    loading. A shared parameter is there once. Learning rates and decay are not state: they come from the config."""
+    loading, but for numbers. A shared parameter is there once. Learning rates and decay are not state: they come from
+    the config.
+
+    Raises:
+        UserError: the optimizer keeps something else.
+    """
     parameters = dict(unique_parameters(model))
     buffers = {
         f"{prefix}.{name}" if prefix else name: buffer
@@ -34,11 +39,22 @@ def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> State:
         if value is not None
     }
     for name, value in moments.items():
-        assert isinstance(value, Tensor), f"{type(optimizer).__name__} keeps {name} as {type(value)}, not as a tensor"
+        if not isinstance(value, Tensor | int | float):
+            kinds = f"{type(optimizer).__name__} keeps {name} as {type(value).__name__}"
+            raise UserError(f"{kinds}: only tensors and numbers can be saved")
     return {
         "model": {name: _plain(tensor) for name, tensor in (parameters | buffers).items()},
-        "optimizer": {name: _plain(tensor) for name, tensor in moments.items()},
+        "optimizer": {name: _plain(_as_tensor(value)) for name, value in moments.items()},
     }
+
+
+def put_back_numbers(model: nn.Module, optimizer: torch.optim.Optimizer, state: State) -> None:
+    """What an optimizer keeps as numbers, from the tensors that were loaded in their place."""
+    for name, parameter in unique_parameters(model):
+        moments = optimizer.state.get(parameter, {})
+        for key, value in moments.items():
+            if isinstance(value, int | float):
+                moments[key] = state["optimizer"][f"state.{name}.{key}"].item()
 
 
 def complete_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -119,6 +135,12 @@ def check_settings(now: dict[str, Any], then: dict[str, Any], allowed: Iterable[
             f"{where} was trained with other settings; going on with these would mean something else:\n{lines}\n"
             f"Restore them, or give the new run another job.name, or accept: {', '.join(accept)}"
         )
+
+
+def _as_tensor(value: Tensor | int | float) -> Tensor:
+    if isinstance(value, Tensor):
+        return value
+    return torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else None)
 
 
 def _plain(tensor: Any) -> Any:

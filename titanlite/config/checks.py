@@ -3,15 +3,18 @@
 import glob
 import importlib.util
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
+from pathlib import Path
 
 from titanlite.config.schema import Config, Data, Validation
 from titanlite.errors import UserError
 
 Conflict = tuple[str, str]  # dotted key, what is wrong
 
+SHIPPED_TOKENIZERS = Path(__file__).parents[1] / "data" / "tokenizers"
 
-def find_conflicts(config: Config, world_size: int | None, bad_keys: set[str]) -> list[Conflict]:
+
+def find_conflicts(config: Config, world_size: int | None, bad_keys: Collection[str]) -> list[Conflict]:
     """Problems of a config whose options are each of the right type.
 
     Args:
@@ -22,6 +25,7 @@ def find_conflicts(config: Config, world_size: int | None, bad_keys: set[str]) -
     checks: list[tuple[tuple[str, ...], Callable[[], Iterator[Conflict]]]] = [
         (("data.path", "data.sources"), lambda: _sources(config.data, "data")),
         (("validation",), lambda: _sources(config.validation, "validation")),
+        (("training.loss", "training.z_loss"), lambda: _loss(config)),
         (("data.tokenizer",), lambda: _tokenizer(config)),
         (("checkpoint.folder", "checkpoint.initial_load_path"), lambda: _checkpoint_places(config)),
         (("quantize", "compile", "parallelism.fsdp_reshard_after_forward"), lambda: _float8(config)),
@@ -29,12 +33,18 @@ def find_conflicts(config: Config, world_size: int | None, bad_keys: set[str]) -
     if world_size is not None:
         batch = ("training.global_batch_size", "training.local_batch_size")
         checks.append((("parallelism", *batch), lambda: _layout(config, world_size)))
-    return [
-        conflict
-        for reads, check in checks
-        if not any(bad == key or bad.startswith(f"{key}.") for key in reads for bad in bad_keys)
-        for conflict in check()
-    ]
+    return [conflict for reads, check in checks if are_right(reads, bad_keys) for conflict in check()]
+
+
+def are_right(keys: Iterable[str], bad_keys: Collection[str]) -> bool:
+    """Whether nothing wrong is known of options and sections, so that a check may read them.
+
+    Args:
+        bad_keys: options and sections; "" stands for all.
+    """
+    return not any(
+        bad in ("", key) or bad.startswith(f"{key}.") or key.startswith(f"{bad}.") for key in keys for bad in bad_keys
+    )
 
 
 def _layout(config: Config, world_size: int) -> Iterator[Conflict]:
@@ -70,17 +80,25 @@ def _sources(section: Data | Validation, name: str) -> Iterator[Conflict]:
             yield f"{key}.path", "names nothing"
         for path in [source.path] if isinstance(source.path, str) else source.path:
             if "://" in path:
-                if path.partition("://")[0] not in ("stdlib", "hf"):
+                if path.partition("://")[0] not in ("stdlib", "hf", "python"):
                     yield from _url(f"{key}.path", path)
             elif not glob.glob(os.path.expanduser(path)):
                 yield f"{key}.path", f"no file or folder {path}"
 
 
+def _loss(config: Config) -> Iterator[Conflict]:
+    if config.training.loss and config.training.z_loss:
+        yield "training.z_loss", "is part of titanlite's own loss, and training.loss names another"
+
+
 def _tokenizer(config: Config) -> Iterator[Conflict]:
+    name = config.data.tokenizer
+    if name == "bytes" or (os.sep not in name and (SHIPPED_TOKENIZERS / f"{name}.model").is_file()):
+        return  # the import below brings numpy, which takes longer than all else that is done here
     from titanlite.data.tokenizer import find_tokenizer
 
     try:
-        find_tokenizer(config.data.tokenizer)
+        find_tokenizer(name)
     except UserError as error:
         yield "data.tokenizer", str(error)
 

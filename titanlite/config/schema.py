@@ -28,12 +28,20 @@ class Job(Section):
 
 
 class ModelSelection(Section):
-    name: Name = "llama3"
-    """Model family."""
-    flavor: Name = "debug"
-    """Named shape of the family."""
+    name: Name | None = None
+    """Model family: llama3 (the default), qwen3 or qwen3_moe. With file, the class in it, if it defines several."""
+    file: Name | None = None
+    """A model of your own instead: a .py file (relative to the TOML file that names it), or a module:
+    package.module."""
+    flavor: Name | None = None
+    """Named shape of the family. Default: debug, or else the first that it has."""
     args: dict[str, Any] = Field(default_factory=dict)
     """Fields of the shape to change, for example dim = 512."""
+
+    @property
+    def title(self) -> str:
+        """What it is called, wherever its file is."""
+        return self.name or (re.split(r"[/.]", self.file.removesuffix(".py"))[-1] if self.file else "llama3")
 
 
 class DataSource(Section):
@@ -59,8 +67,8 @@ class DataSource(Section):
 class Data(Section):
     path: Name | list[Name] | None = None
     """What to train on: files, folders or globs of text (.txt, .jsonl, .parquet, source code, ...; one, or a list), a
-    folder or URL of tokens prepared before, or stdlib:// for the source of Python's own standard library, which is
-    also the default."""
+    folder or URL of tokens prepared before, python://file.py:Class for sequences that your own code makes, or
+    stdlib:// for the source of Python's own standard library, which is also the default."""
     sources: list[DataSource] = Field(default_factory=list)
     """Several of these, mixed in exact shares, instead of path."""
     tokenizer: Name = "bytes"
@@ -106,6 +114,8 @@ class Training(Section):
     """Most sequences in one forward pass of one process. What is more is accumulated. Default: no limit."""
     max_norm: NonNegative = 1.0
     """Gradients are scaled so that their global norm is at most this; 0 turns clipping off."""
+    loss: Name | None = None
+    """A loss of your own: file.py:function or package.module:function. Default: cross entropy."""
     z_loss: NonNegative = 0.0
     """Weight of a term that keeps logits from drifting: this times log(Z)^2 a token, Z being the sum that softmax
     divides by (arXiv:2204.02311). 1e-4 is usual. The loss that is reported is without it."""
@@ -215,19 +225,42 @@ class Quantize(Section):
     linear: LinearQuantization = LinearQuantization()
 
 
+class OptimizerGroup(Section):
+    """Some of the parameters: [[optimizer.groups]]."""
+
+    match: Annotated[list[Name], Field(min_length=1)]
+    """Names of parameters, as globs: layers.*.attention.*"""
+    name: Name | None = None
+    """The optimizer that updates them. Default: optimizer.name."""
+    lr: NonNegative | None = None
+    """Peak learning rate; the schedule scales it as it scales optimizer.lr. Default: optimizer.lr."""
+    weight_decay: NonNegative | None = None
+    """Of all of them. Default: optimizer.weight_decay, and none where there are fewer than two dimensions."""
+    args: dict[str, Any] = Field(default_factory=dict)
+    """As optimizer.args, which they are added to if the optimizer is the same."""
+
+
 class Optimizer(Section):
+    name: Name = "AdamW"
+    """AdamW; Muon (for matrices in the layers, and AdamW for all else); another class of torch.optim, as SGD; or a
+    class of your own: package.module.Class."""
     lr: NonNegative = 3e-4
     """Peak learning rate."""
     beta1: Fraction = 0.9
-    """AdamW's decay of the first moment."""
+    """Decay of the first moment, of AdamW and others that take a pair of betas."""
     beta2: Fraction = 0.95
-    """AdamW's decay of the second moment."""
+    """Decay of the second moment, of the same."""
     eps: NonNegative = 1e-8
-    """AdamW's term that keeps the division finite."""
+    """Keeps the division finite, of the same."""
     weight_decay: NonNegative = 0.1
-    """Decoupled weight decay of parameters with two or more dimensions; norms and biases have none."""
+    """Decoupled weight decay (but for SGD, Adam and others of torch.optim: L2 penalty) of parameters with two or more
+    dimensions; norms and biases have none."""
     state_dtype: Literal["bfloat16", "float32"] = "float32"
-    """Type of the two moments. bfloat16 takes half the memory, and is rounded stochastically."""
+    """Type of AdamW's two moments. bfloat16 takes half the memory, and is rounded stochastically."""
+    args: dict[str, Any] = Field(default_factory=dict)
+    """Further arguments of the class, for example momentum = 0.9."""
+    groups: list[OptimizerGroup] = Field(default_factory=list)
+    """What is not updated alike. Each parameter must be in exactly one. Default: see name."""
 
 
 class LRScheduler(Section):
@@ -302,6 +335,8 @@ class Metrics(Section):
     """Steps between lines on the console and in metrics.jsonl."""
     enable_tensorboard: bool = True
     """Write TensorBoard events."""
+    loggers: list[Name] = Field(default_factory=list)
+    """Loggers of your own, beside that: file.py:Class or package.module:Class."""
 
 
 class Debug(Section):

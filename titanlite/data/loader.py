@@ -1,6 +1,7 @@
 """Batches for one rank. The engine that reads ahead is torchdata's; the position is ours: one number, the count of
 samples that the whole run has consumed. So worker processes, ranks and prefetch never change what is seen."""
 
+import gc
 import multiprocessing
 import warnings
 from collections.abc import Generator, Iterator, Sequence
@@ -74,8 +75,12 @@ def build_loader(
             pin_memory=device.type == "cuda",
             generator=torch.Generator().manual_seed(0),
         )
-    for batch in loader:
-        yield to_device(batch, device)
+    try:
+        for batch in loader:
+            yield to_device(batch, device)
+    finally:
+        del loader
+        gc.collect()  # its queues are in a circle; Python complains of what is left of them when the process ends
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:

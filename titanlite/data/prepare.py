@@ -22,6 +22,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 
 from titanlite.config.schema import Data
 from titanlite.console import progress_console
+from titanlite.data.custom import PREFIX
 from titanlite.data.encoding import Encoder, Options, encode_chunks
 from titanlite.data.inputs import STDLIB, File, find_files, prepared_tokens
 from titanlite.data.reading import open_dataset, read_chunks
@@ -29,6 +30,7 @@ from titanlite.data.tally import left_out, new_notes, note, report
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.data.tokens import FORMAT, INDEX, TokenStore, TokenWriter
 from titanlite.errors import RunError, UserError
+from titanlite.extend import find_object
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +72,9 @@ def find_inputs(path: Paths) -> None:
         UserError: something is not there, or cannot be read.
     """
     paths = _as_list(path)
-    if prepared_tokens(paths) is None:
+    if len(paths) == 1 and paths[0].startswith(PREFIX):
+        find_object(paths[0].removeprefix(PREFIX))
+    elif prepared_tokens(paths) is None:
         find_files(paths)
 
 

@@ -6,6 +6,7 @@ import torch.distributed as dist
 
 from titanlite.checkpoint.ranks import on_all
 from titanlite.config.schema import Data, DataSource, Validation
+from titanlite.data.custom import PREFIX, CustomRows
 from titanlite.data.packing import BestFit, Stream
 from titanlite.data.prepare import open_tokens
 from titanlite.data.samples import Samples, Source
@@ -53,6 +54,11 @@ def open_sources(
 
 
 def _open(source: DataSource, data: Data, tokenizer: Tokenizer, seq_len: int, cache_folder: Path) -> Source:
+    if isinstance(source.path, str) and source.path.startswith(PREFIX):
+        rows = CustomRows(source.path, seq_len=seq_len)
+        if len(rows) == 0:
+            raise UserError(f"data.path: {source.path} has no sequences of {seq_len}")
+        return Source(source.title, rows, rows.fingerprint, source.weight, source.epochs)
     store = open_tokens(source.path, data=data, tokenizer=tokenizer, cache_folder=cache_folder)
     if data.packing == "best_fit":
         rows = BestFit(store, seq_len=seq_len, plan_folder=cache_folder / "packing")
@@ -67,6 +73,6 @@ def _open(source: DataSource, data: Data, tokenizer: Tokenizer, seq_len: int, ca
     return Source(source.title, rows, fingerprint, source.weight, source.epochs)
 
 
-def store_of(source: Source) -> TokenStore:
-    assert isinstance(source.rows, Stream | BestFit)
-    return source.rows.store
+def store_of(source: Source) -> TokenStore | None:
+    """Where its tokens are, if it has a place."""
+    return source.rows.store if isinstance(source.rows, Stream | BestFit) else None

@@ -86,6 +86,16 @@ def packed_attention(q_BNLH: Tensor, k_BKLH: Tensor, v_BKLH: Tensor, boundaries:
     return out_TNH.unflatten(0, (B, L)).transpose(1, 2)
 
 
+def attend(q_BNLH: Tensor, k_BKLH: Tensor, v_BKLH: Tensor, mask: AttentionMask | None) -> Tensor:
+    """Causal attention, [B, N, L, H]; with a mask within documents only. Heads of queries can share those of keys."""
+    if isinstance(mask, Boundaries):
+        return packed_attention(q_BNLH, k_BKLH, v_BKLH, mask)
+    grouped = q_BNLH.shape[1] != k_BKLH.shape[1]
+    return F.scaled_dot_product_attention(
+        q_BNLH, k_BKLH, v_BKLH, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped
+    )
+
+
 def rope_cos_sin(head_dim: int, max_seq_len: int, theta: float, scaling_factor: float = 1.0) -> tuple[Tensor, Tensor]:
     """cos and sin tables, fp32 [max_seq_len, head_dim], for `apply_rope` (arXiv:2104.09864).
 
@@ -140,13 +150,7 @@ class Attention(nn.Module):
         k_BKLH = self.k_norm(self.wk(x_BLD).view(B, L, -1, self.head_dim)).transpose(1, 2)
         v_BKLH = self.wv(x_BLD).view(B, L, -1, self.head_dim).transpose(1, 2)
         q_BNLH, k_BKLH = apply_rope(q_BNLH, cos_LH, sin_LH), apply_rope(k_BKLH, cos_LH, sin_LH)
-        grouped = q_BNLH.shape[1] != k_BKLH.shape[1]
-        if isinstance(mask, Boundaries):
-            out_BNLH = packed_attention(q_BNLH, k_BKLH, v_BKLH, mask)
-        else:
-            out_BNLH = F.scaled_dot_product_attention(
-                q_BNLH, k_BKLH, v_BKLH, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped
-            )
+        out_BNLH = attend(q_BNLH, k_BKLH, v_BKLH, mask)
         return self.wo(out_BNLH.transpose(1, 2).reshape(B, L, -1))
 
 

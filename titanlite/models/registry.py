@@ -4,7 +4,8 @@ from dataclasses import fields, replace
 from difflib import get_close_matches
 from typing import Any
 
-from titanlite.errors import ConfigError, Problem
+from titanlite.errors import ConfigError, Problem, UserError
+from titanlite.extend import load_module
 from titanlite.models.base import Model, ModelArgs
 from titanlite.models.llama3 import Llama3
 from titanlite.models.qwen3 import Qwen3
@@ -14,15 +15,26 @@ MODELS: dict[str, type[Model]] = {"llama3": Llama3, "qwen3": Qwen3, "qwen3_moe":
 """The built-in model families by `[model] name`."""
 
 
-def resolve_model(name: str, flavor: str, overrides: dict[str, Any]) -> tuple[type[Model], ModelArgs]:
+def resolve_model(
+    name: str | None, flavor: str | None, overrides: dict[str, Any], file: str | None = None
+) -> tuple[type[Model], ModelArgs]:
     """The class and its arguments for `[model]`.
+
+    Args:
+        name: a built-in family, or a class of the file; None for llama3, or the only class.
+        flavor: None for debug, or else the first.
 
     Raises:
         ConfigError: naming every unknown name, flavor or argument, and the nearest right ones.
     """
-    if name not in MODELS:
-        raise ConfigError([_unknown("model.name", name, MODELS)])
-    model = MODELS[name]
+    known_models = MODELS if file is None else _models_of(file)
+    name = name or ("llama3" if file is None else next(iter(known_models)) if len(known_models) == 1 else "")
+    if name not in known_models:
+        raise ConfigError([_unknown("model.name", name, known_models)])
+    model = known_models[name]
+    if not model.flavors:
+        raise ConfigError([Problem("model.name", f"{name} has no flavors: it must name at least one shape")])
+    flavor = flavor or ("debug" if "debug" in model.flavors else next(iter(model.flavors)))
     args = model.flavors.get(flavor) or next(iter(model.flavors.values()))  # all have the same fields
     problems = [] if flavor in model.flavors else [_unknown("model.flavor", flavor, model.flavors)]
     known = {field.name: field.type for field in fields(args)}
@@ -38,6 +50,19 @@ def resolve_model(name: str, flavor: str, overrides: dict[str, Any]) -> tuple[ty
         return model, replace(args, **overrides)
     except ValueError as error:
         raise ConfigError([Problem("model.args", str(error))]) from error
+
+
+def _models_of(file: str) -> dict[str, type[Model]]:
+    """The models that a file of the user's defines, by class name; not those that it imports."""
+    try:
+        module = load_module(file)
+    except UserError as error:
+        raise ConfigError([Problem("model.file", str(error))]) from error
+    own = [it for it in vars(module).values() if isinstance(it, type) and it.__module__ == module.__name__]
+    found = {kind.__name__: kind for kind in own if issubclass(kind, Model)}
+    if not found:
+        raise ConfigError([Problem("model.file", f"{file} defines no subclass of titanlite.models.base.Model")])
+    return found
 
 
 def _fits(value: Any, expected: Any) -> bool:

@@ -77,7 +77,7 @@ def _check_complete(model: Model, parameter_device: torch.device, dtype: torch.d
 def check_memory(
     model: Model,
     *,
-    bytes_per_parameter: int,
+    bytes_per_parameter: float,
     shard_degree: int,
     local_world_size: int,
     device: torch.device,

@@ -1,4 +1,4 @@
-"""The optimizer: AdamW (arXiv:1711.05101), and what it takes to update weights or keep moments in bfloat16."""
+"""AdamW (arXiv:1711.05101), and what it takes to update weights or keep moments in bfloat16."""
 
 import hashlib
 from collections.abc import Callable, Mapping
@@ -9,51 +9,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from titanlite.config.schema import Optimizer
-from titanlite.models.base import unique_parameters
 from titanlite.parallelize.mesh import local
 
 SLICE = 2**24
 """Elements that `RoundingAdamW` works on at a time: what it holds beside the state is a few times this."""
-
-
-def build_optimizer(model: nn.Module, config: Optimizer, *, seed: int) -> torch.optim.Optimizer:
-    """AdamW in one fused kernel; norms and biases (one dimension) have no weight decay.
-
-    Args:
-        seed: of the rounding, where anything is bfloat16.
-    """
-    parameters = {name: p for name, p in unique_parameters(model) if p.requires_grad}
-    groups = [
-        {"params": [p for p in parameters.values() if p.ndim >= 2], "weight_decay": config.weight_decay},
-        {"params": [p for p in parameters.values() if p.ndim < 2], "weight_decay": 0.0},
-    ]
-    options: dict[str, Any] = {"lr": config.lr, "betas": (config.beta1, config.beta2), "eps": config.eps}
-    groups = [group for group in groups if group["params"]]
-    state_dtype = getattr(torch, config.state_dtype)
-    if state_dtype == torch.float32 and all(p.dtype == torch.float32 for p in parameters.values()):
-        return torch.optim.AdamW(groups, fused=True, **options)
-    return RoundingAdamW(groups, parameters, state_dtype=state_dtype, seed=seed, **options)
-
-
-def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    for group in optimizer.param_groups:
-        group["lr"] = lr
-
-
-def update(optimizer: torch.optim.Optimizer, *, skip: Tensor) -> None:
-    """One step of the optimizer, or none where `skip` (a bool on the device) is true.
-
-    Fused optimizers can be told by a tensor, as gradient scalers do it. For others the host has to wait for it.
-    """
-    if getattr(optimizer, "_step_supports_amp_scaling", False):
-        told: Any = optimizer
-        place = optimizer.param_groups[0]["params"][0].device  # the CPU, with offload
-        told.grad_scale, told.found_inf = None, skip.float().to(place)
-        optimizer.step()
-        del told.grad_scale, told.found_inf
-    elif not skip:
-        optimizer.step()
 
 
 class RoundingAdamW(torch.optim.Optimizer):

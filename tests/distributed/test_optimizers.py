@@ -1,0 +1,238 @@
+"""Optimizers on sharded parameters: the same weights as one process gives them, and the same after a resume."""
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from tests.distributed.test_layouts import degrees, trained, whole
+from tests.distributed.test_resume import optimizer_moments
+from tests.helpers import TinyRun, run_ranks
+from titanlite.config.schema import Config, Parallelism
+from titanlite.errors import UserError
+from titanlite.optim import muon, update
+from titanlite.parallelize.fsdp import fully_shard
+from titanlite.parallelize.mesh import build_mesh, local, sharding_mesh
+
+SHAPES = [(7, 10), (10, 7), (3, 8), (9, 9), (9, 9), (1, 4), (6, 5, 8), (3, 4, 4)]
+"""Rows that do not divide by 4, fewer rows than ranks, and stacks of matrices, one of fewer than there are ranks."""
+STEPS, SKIPPED = 6, 3
+LAYOUTS = [(1, 4), (2, 2), (4, 1)]
+OPTIONS: list[dict[str, Any]] = [
+    {"lr": 0.05, "weight_decay": 0.2, "adjust_lr_fn": "original"},
+    {"lr": 0.05, "nesterov": False, "momentum": 0.4, "ns_steps": 3, "adjust_lr_fn": "match_rms_adamw"},
+    {"lr": 0.05, "nesterov": False, "ns_dtype": "float32"},
+]
+
+
+def draw(kind: int, step: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(100 * kind + step)
+    return [torch.randn(shape, generator=generator) for shape in SHAPES]
+
+
+class Matrices(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.all = torch.nn.ParameterList(draw(0, 0))
+
+
+def everything(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [whole(tensor) for p, state in optimizer.state.items() for tensor in (p, *state.values())]
+
+
+@dataclass(frozen=True)
+class Worked:
+    """On one rank: its weights after some steps with given gradients, and what it did for them in each step."""
+
+    weights: list[np.ndarray]
+    orthogonalized: Counter[tuple[int, ...]]
+    """Shapes of matrices."""
+    sent: int
+    """Elements, to other ranks."""
+
+
+@dataclass(frozen=True)
+class OfFour:
+    """What was trained on four ranks, and where."""
+
+    tiny: TinyRun
+    by_rank: list[tuple[list[Worked], list[dict[str, Any]]]]
+
+
+def worked(mesh: DeviceMesh, options: dict[str, Any]) -> Worked:
+    model, seen, sent = Matrices(), Counter[tuple[int, ...]](), Counter[torch.dtype]()
+    fully_shard(model, mesh=sharding_mesh(mesh))
+    parameters = [*model.parameters()]
+    optimizer = muon.Muon(parameters, **options)
+    name = "_newton_schulz_in_float32" if "ns_dtype" in options else "_zeropower_via_newtonschulz"
+    compute, send = getattr(muon, name), dist.all_to_all_single
+
+    def counted(matrix: torch.Tensor, **settings: Any) -> torch.Tensor:
+        seen[tuple(matrix.shape)] += 1
+        return compute(matrix, **settings)
+
+    def measured(out: Any, rows: torch.Tensor, back: Any, to: list[int], group: dist.ProcessGroup) -> None:
+        sent[rows.dtype] += sum(to) - to[group.rank()]
+        send(out, rows, back, to, group=group)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(muon, name, counted)
+        patch.setattr(dist, "all_to_all_single", measured)
+        for step in range(STEPS):
+            for parameter, gradient in zip(parameters, draw(1, step), strict=True):
+                assert isinstance(parameter, DTensor)
+                gradient = gradient * torch.nan if step == SKIPPED else gradient
+                parameter.grad = distribute_tensor(gradient, parameter.device_mesh, parameter.placements)
+            before = everything(optimizer) if step == SKIPPED else []
+            update(optimizer, skip=torch.tensor(step == SKIPPED))
+            if step == SKIPPED:
+                assert all(map(torch.equal, before, everything(optimizer)))
+    for parameter in parameters:
+        assert isinstance(parameter, DTensor)
+        buffer = optimizer.state[parameter]["momentum_buffer"]
+        assert buffer.placements == parameter.placements
+        assert local(buffer).shape == local(parameter).shape
+    assert set(sent) <= {torch.float32 if "ns_dtype" in options else torch.bfloat16}
+    assert all(count % STEPS == 0 for count in seen.values())
+    in_a_step = Counter({shape: count // STEPS for shape, count in seen.items()})
+    return Worked([whole(parameter).numpy() for parameter in parameters], in_a_step, sent.total() // STEPS)
+
+
+def muon_on_each_layout() -> list[Worked]:
+    meshes = [
+        build_mesh(Parallelism(data_parallel_replicate_degree=replicate), world_size=4, device_type="cpu")
+        for replicate, _ in LAYOUTS
+    ]
+    return [worked(mesh, options) for mesh in meshes for options in OPTIONS]
+
+
+def of_one_process(options: dict[str, Any]) -> list[torch.Tensor]:
+    """Weights by torch.optim.Muon; the matrices of stacks are parameters of their own. In float32, which it cannot,
+    by ours on plain tensors."""
+    wholes = draw(0, 0)
+    matrices = [m for tensor in wholes for m in (tensor if tensor.ndim == 3 else [tensor])]
+    parameters = [torch.nn.Parameter(matrix.clone()) for matrix in matrices]
+    optimizer = (muon.Muon if "ns_dtype" in options else torch.optim.Muon)(parameters, **options)
+    for step in (step for step in range(STEPS) if step != SKIPPED):
+        gradients = [m for tensor in draw(1, step) for m in (tensor if tensor.ndim == 3 else [tensor])]
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient
+        optimizer.step()
+    left = iter(parameters)
+    return [torch.stack([next(left) for _ in it]) if it.ndim == 3 else next(left) for it in wholes]
+
+
+def test_muon_is_that_of_torch_on_every_layout(of_four: OfFour) -> None:
+    by_rank = [matrices for matrices, _ in of_four.by_rank]
+    cases = [(layout, options) for layout in LAYOUTS for options in OPTIONS]
+    matrices = Counter(shape[-2:] for shape in SHAPES for _ in range(shape[0] if len(shape) == 3 else 1))
+    for number, ((replicate, shard), options) in enumerate(cases):
+        ranks = [results[number] for results in by_rank]
+        for rank in ranks:
+            for mine, theirs, first in zip(rank.weights, of_one_process(options), draw(0, 0), strict=True):
+                theirs = theirs.detach()
+                assert abs(mine - theirs.numpy()).max() <= 1e-5 * theirs.abs().max()
+                assert (theirs - first).abs().max() > 0.01
+        for copy in range(replicate):
+            seen = [ranks[copy * shard + member].orthogonalized for member in range(shard)]
+            assert sum(seen, Counter()) == matrices, "each matrix once in each copy of the model"
+        if shard == 4:  # 6 single matrices: each rank computes one or two, of stacks those that are its own
+            stacked = {(5, 8), (4, 4)}
+            single = [sum(n for it, n in rank.orthogonalized.items() if it not in stacked) for rank in ranks]
+            assert single == [2, 2, 1, 1]
+            assert sum(it.sent for it in ranks) == total_sent()
+        if shard == 1:
+            assert [it.sent for it in ranks] == [0] * 4
+
+
+def total_sent() -> int:
+    """Elements that cross between 4 ranks in a step, both ways: of each matrix all but the owner's own rows go to the
+    owner; no owner sends back to itself what it keeps."""
+    owners = sorted((shape for shape in SHAPES if len(shape) == 2), key=lambda s: (s[0] * s[1], *s))
+    total = 0
+    for number, (rows, columns) in enumerate(owners):
+        chunks = [len(part) for part in torch.arange(rows).chunk(4)] + [0] * 4
+        total += 2 * (rows - chunks[number % 4]) * columns
+    return total
+
+
+MIX = (
+    '--optimizer.groups=[{match = ["layers.*.w?.weight"], name = "Muon", args.ns_dtype = "float32"}, '
+    '{match = ["tok*", "head.output*"]}, '
+    '{match = ["*norm*"], name = "SGD", lr = 0.03, args = {momentum = 0.9}}]'
+)
+MOMENTUM = [
+    "--optimizer.name=SGD",
+    "--optimizer.args.momentum=0.9",
+    "--optimizer.lr=0.3",
+    "--optimizer.weight_decay=0.0",
+]
+HALFWAY = "--checkpoint.load_step=3"
+RUNS: dict[str, list[str]] = {"mix": [MIX], "SGD": MOMENTUM}
+
+
+def config_of(tiny: TinyRun, kind: str, layout: tuple[int, int], *options: str) -> Config:
+    all_options = (f"--job.name={kind}", *RUNS[kind], *degrees(*layout), *options)
+    return tiny.config(*all_options, world_size=layout[0] * layout[1])
+
+
+def on_four(rank: int, world_size: int, tiny: TinyRun) -> tuple[list[Worked], list[dict[str, Any]]]:
+    runs = [
+        trained(rank, world_size, config_of(tiny, "mix", (1, 4), "--checkpoint.interval=3")),
+        trained(rank, world_size, config_of(tiny, "mix", (1, 4), HALFWAY)),
+        optimizer_moments(rank, world_size, config_of(tiny, "mix", (1, 4), HALFWAY)),
+        optimizer_moments(rank, world_size, config_of(tiny, "mix", (2, 2), HALFWAY)),
+        trained(rank, world_size, config_of(tiny, "SGD", (1, 4))),
+    ]
+    return muon_on_each_layout(), runs
+
+
+@pytest.fixture(scope="module")
+def of_four(tmp_path_factory: pytest.TempPathFactory) -> OfFour:
+    """All that is done on four ranks: starting them takes longer than that."""
+    tiny = TinyRun(tmp_path_factory.mktemp("four"))
+    return OfFour(tiny, run_ranks(on_four, 4, tiny))
+
+
+@pytest.mark.usefixtures("single_process_group")
+def test_runs_are_equal_on_every_layout_and_after_a_resume(of_four: OfFour) -> None:
+    tiny, (_, (unbroken, resumed, *moments, _)) = of_four.tiny, of_four.by_rank[0]
+    for name, value in unbroken.items():
+        assert (resumed[name] == value).all(), name
+    expected = tiny.losses("mix")
+    assert len(expected) == 6
+    assert expected[-1] < expected[0] - 1
+    moments.append(optimizer_moments(0, 1, config_of(tiny, "mix", (1, 1), HALFWAY)))
+    for found in moments:
+        assert found.keys() == moments[0].keys()
+        assert {name.rpartition(".")[2] for name in found} == {"step", "exp_avg", "exp_avg_sq", "momentum_buffer"}
+        for name, value in found.items():
+            assert (value == moments[0][name]).all(), name
+    trained(0, 1, config_of(tiny, "mix", (1, 1), HALFWAY))
+    assert tiny.losses("mix") == pytest.approx(expected, rel=1e-5)
+    trained(0, 1, config_of(tiny, "mix", (1, 1), f"--job.dump_folder={tiny.folder}/alone"))
+    assert tiny.losses("mix", "alone") == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.usefixtures("single_process_group")
+def test_sgd_trains_the_same_on_every_layout(of_four: OfFour) -> None:
+    tiny, (*_, on_four_ranks) = of_four.tiny, of_four.by_rank[0][1]
+    alone = trained(0, 1, config_of(tiny, "SGD", (1, 1), f"--job.dump_folder={tiny.folder}/alone"))
+    assert tiny.losses("SGD", "alone") == pytest.approx(tiny.losses("SGD"), rel=1e-5)
+    assert tiny.losses("SGD")[-1] < tiny.losses("SGD")[0] - 0.5
+    for name, value in alone.items():
+        assert abs(on_four_ranks[name] - value).max() < 1e-5, name
+
+
+@pytest.mark.usefixtures("single_process_group")
+def test_another_optimizer_does_not_go_on(of_four: OfFour) -> None:
+    with pytest.raises(UserError, match="is of another optimizer") as told:
+        trained(0, 1, of_four.tiny.config("--job.name=mix"))
+    assert "missing     optimizer.state.layers.0.attention.wq.weight.exp_avg [42, 42]" in str(told.value)
+    assert "Restore [optimizer], or give the new run another job.name" in str(told.value)

@@ -1,0 +1,308 @@
+"""Whatever is done to a config, it is either understood to the letter or refused with key and place.
+
+In the environment, TITANLITE_FUZZ=50 makes it 50 times as many examples.
+"""
+
+import os
+import re
+from copy import deepcopy
+from pathlib import Path
+from types import UnionType
+from typing import Annotated, Any, Union, get_args, get_origin
+
+import pytest
+import tomli
+import tomlkit
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from pydantic import BaseModel
+
+from titanlite.config.keys import dotted_keys
+from titanlite.config.load import dump, read
+from titanlite.config.schema import Config
+from titanlite.errors import ConfigError
+
+TEXTS = {path.name: path.read_text() for path in sorted(Path("train_configs").glob("*.toml"))}
+TEXTS["rich.toml"] = """\
+#:schema ./schema.json
+[job]
+name = "rich"
+[model.args]
+dim = 42
+rope_theta = 1e4
+"quoted key" = { a = [1, 2] }
+[[data.sources]]
+path = "stdlib://"
+weight = 0.5
+[[data.sources]]
+path = ["train_configs/*.toml"]
+name = "configs"
+epochs = 2
+[parallelism]
+fsdp_reshard_after_forward = 2
+[quantize.linear.float8]
+filter_fqns = ["wo",
+  "wq"]
+[checkpoint]
+initial_load = []
+[validation]
+enable = true
+sources = [{ path = "stdlib://validation" }]
+"""
+"""What the shipped ones do not have: lists of tables, tables in values, quoted keys, values of two lines."""
+
+SECTIONS = {".".join(key.split(".")[:end]) for key in dotted_keys(inside_lists=True) for end in range(1, 6)}
+LEAVES = sorted({key.rpartition(".")[2] for key in dotted_keys(inside_lists=True)})
+VALUES: list[Any] = [
+    0, 1, -1, 3, 10**30, 0.0, -0.5, 1.5, 1e400, float("nan"), True, False, "", "x", "1", "true", "stop", "Skip", "full",
+    "s3://a", "no\x00such", "a\nb", "~nobody/x", "[", [], [1], ["x"], [""], [[]], {}, {"a": 1}, {"path": "x"}, [{}],
+    [{"path": "stdlib://"}], [{"path": 1, "weight": -1}], tomli.loads("x = 2020-01-01")["x"],
+]  # fmt: skip
+
+run = settings(
+    max_examples=100 * int(os.environ.get("TITANLITE_FUZZ", "1")),
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+)
+
+
+# The property
+
+
+def check(folder: Path, text: str, overrides: tuple[str, ...] = ()) -> None:
+    """Load what was made of a config: it means what it says, or every problem is named with its place."""
+    path = folder / "run.toml"
+    path.write_bytes(text.encode())
+    draft = read(path, overrides, world_size=2)
+    try:
+        config = draft.settle()
+    except ConfigError as error:
+        check_problems(error, text, overrides)
+        return
+    tree = tomli.loads(text)
+    tree.setdefault("job", {}).setdefault("name", "run")
+    for word in overrides:
+        override(tree, word, config.model_dump())
+    assert same(config.model_dump(exclude_none=True), meant(Config, tree)), "it is not what was written"
+    path.write_text(dump(config))
+    assert same(read(path).settle().model_dump(), config.model_dump()), "dump loses something"
+
+
+def check_problems(error: ConfigError, text: str, overrides: tuple[str, ...]) -> None:
+    lines = text.replace("\r\n", "\n").split("\n")
+    assert error.problems
+    assert len(set(error.problems)) == len(error.problems), "said twice"
+    assert [problem.where for problem in error.problems] == sorted(problem.where or () for problem in error.problems)
+    for problem in error.problems:
+        where = str(problem.where)
+        said = "\n".join(overrides)
+        if match := re.fullmatch(r"run\.toml:(\d+)", where):
+            assert 1 <= int(match[1]) <= len(lines), problem
+            said = lines[int(match[1]) - 1]
+            parts = [part for part in problem.key.split(".") if not part.isdecimal()]
+            assert not problem.key or "\\" in said or any(part in said for part in parts), f"another line: {problem}"
+        elif where == "default":
+            assert problem.key in dotted_keys(), problem
+        else:
+            assert where == "command line", problem
+            assert overrides, problem
+        if problem.key:
+            part = problem.key.rpartition(".")[2].strip('"')
+            written = part.isdecimal() or part in text or part in "\n".join(overrides) or '"' in said or "\\" in said
+            assert problem.key in SECTIONS or written, problem
+        else:
+            assert "not valid TOML" in problem.message or "unexpected argument" in problem.message, problem
+
+
+def meant(kind: Any, written: Any) -> Any:
+    """What a tree of TOML means by the schema, worked out without the code under test: defaults where nothing was
+    written, integers as floats where a float is asked for."""
+    if isinstance(kind, type) and issubclass(kind, BaseModel):
+        assert not set(written) - set(kind.model_fields), "an unknown key was accepted"
+        resolved = {}
+        for name, field in kind.model_fields.items():
+            value = meant(field.annotation, written[name]) if name in written else None
+            if name not in written:
+                value = field.get_default(call_default_factory=True)
+                value = value.model_dump(exclude_none=True) if isinstance(value, BaseModel) else value
+            if value is not None:
+                resolved[name] = value
+        return resolved
+    if get_origin(kind) is Annotated:
+        return meant(get_args(kind)[0], written)
+    if get_origin(kind) in (Union, UnionType):
+        return meant(chosen(get_args(kind), written), written)
+    if get_origin(kind) is list:
+        return [meant(get_args(kind)[0], entry) for entry in written]
+    return float(written) if kind is float and type(written) is int else written
+
+
+def chosen(branches: tuple[Any, ...], written: Any) -> Any:
+    """The type in a union that a value is of."""
+    bare = {get_args(kind)[0] if get_origin(kind) is Annotated else kind: kind for kind in branches}
+    is_table = isinstance(written, dict)
+    fitting = [kind for kind in bare if (get_origin(kind) or kind) is type(written)]
+    fitting += [kind for kind in bare if is_table and isinstance(kind, type) and issubclass(kind, BaseModel)]
+    return next(iter(fitting), float if float in bare else None)
+
+
+def same(a: Any, b: Any) -> bool:
+    """As ==, but 1, 1.0 and true are three values, and nan is itself."""
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+    if isinstance(a, list):
+        return len(a) == len(b) and all(map(same, a, b))
+    return a == b or (a != a and b != b)
+
+
+def override(tree: Any, word: str, resolved: Any) -> None:
+    """Set a key of a tree as an accepted word of the command line says: to what it is as TOML, or as text if it is no
+    TOML, or if text is what the option takes (so that it is text in the resolved config)."""
+    name, _, value = word.removeprefix("--").partition("=")
+    *parents, last = name.split(".")
+    node = tree
+    for part, after in zip(parents, [*parents[1:], last], strict=True):
+        is_list = after.isdecimal() and part in ("sources", "path", "filter_fqns")
+        node = entry(node, part, [] if is_list else {})
+        resolved = at(resolved, part)
+    try:  # in brackets, so that no comment and no further line goes unseen
+        [parsed] = tomli.loads(f"value = [{value}]")["value"]
+    except (tomli.TOMLDecodeError, ValueError):
+        parsed = value
+    parsed = value if at(resolved, last) == value or value.strip().endswith(",") else parsed
+    entry(node, last, None)
+    node[int(last) if isinstance(node, list) else last] = parsed
+
+
+def entry(node: Any, part: str, fresh: Any) -> Any:
+    """What is in a table or list, made if it is not there."""
+    if isinstance(node, dict):
+        return node.setdefault(part, fresh)
+    node.extend([fresh] if int(part) == len(node) else [])
+    return node[int(part)]
+
+
+def at(node: Any, part: str) -> Any:
+    """What is in a table or list, or None."""
+    if isinstance(node, list):
+        return node[int(part)] if int(part) < len(node) else None
+    return node.get(part) if isinstance(node, dict) else None
+
+
+# What is done to configs
+
+
+def tables_of(tree: dict[str, Any]) -> list[dict[str, Any]]:
+    """All tables in a tree, it included."""
+    found = [tree]
+    for value in tree.values():
+        for inner in value if isinstance(value, list) else [value]:
+            found += tables_of(inner) if isinstance(inner, dict) else []
+    return found
+
+
+@st.composite
+def changed_trees(draw: st.DrawFn) -> str:
+    """One to three changes to the keys and values of a config, as TOML."""
+    tree = deepcopy(tomli.loads(draw(st.sampled_from(sorted(TEXTS.values())))))
+    for _ in range(draw(st.integers(1, 3))):
+        table = draw(st.sampled_from([table for table in tables_of(tree) if table] or [tree]))
+        if not table:
+            break
+        key = draw(st.sampled_from(sorted(table)))
+        match draw(st.sampled_from(["rename", "move", "value", "new", "delete", "swap"])):
+            case "rename":
+                at = draw(st.integers(0, len(key) - 1))
+                table[key[:at] + draw(st.sampled_from(["", "x", key[at] * 2])) + key[at + 1 :]] = table.pop(key)
+            case "move":
+                draw(st.sampled_from(tables_of(tree)))[key] = deepcopy(table[key])
+                del table[key]
+            case "value":
+                table[key] = deepcopy(draw(st.sampled_from(VALUES)))
+            case "new":
+                table[draw(st.sampled_from([*LEAVES, *sorted(SECTIONS), "a b", "ü", ""]))] = deepcopy(
+                    draw(st.sampled_from(VALUES))
+                )
+            case "delete":
+                del table[key]
+            case "swap":
+                other = draw(st.sampled_from(sorted(table)))
+                table[key], table[other] = table[other], table[key]
+    try:
+        return tomlkit.dumps(tree)
+    except Exception:  # what tomlkit cannot write is no TOML that anyone could have written
+        return ""
+
+
+@st.composite
+def changed_texts(draw: st.DrawFn) -> str:
+    """One to four changes to the letters and lines of a config."""
+    text = draw(st.sampled_from(sorted(TEXTS.values())))
+    for _ in range(draw(st.integers(1, 4))):
+        lines = text.split("\n")
+        line = draw(st.integers(0, len(lines) - 1))
+        at = draw(st.integers(0, max(0, len(text) - 1)))
+        match draw(st.sampled_from(["double", "drop", "insert", "delete", "bracket", "quote", "case", "lines"])):
+            case "double":
+                lines.insert(draw(st.integers(0, len(lines))), lines[line])
+                text = "\n".join(lines)
+            case "drop":
+                text = "\n".join(lines[:line] + lines[line + 1 :])
+            case "lines":
+                other = draw(st.integers(0, len(lines) - 1))
+                lines[line], lines[other] = lines[other], lines[line]
+                text = "\n".join(lines)
+            case "insert":
+                extra = draw(st.text("[]{}\"'=.#,\\\n\r\t 0e-_ax\x00\x85\u2028é", min_size=1, max_size=3))
+                text = text[:at] + extra + text[at:]
+            case "delete":
+                text = text[:at] + text[at + draw(st.integers(1, 5)) :]
+            case "bracket":
+                text = text[:at] + text[at:].replace(draw(st.sampled_from("[]{}")), "", 1)
+            case "quote":
+                text = text[:at] + text[at:].replace('"', draw(st.sampled_from(["", "'", '"""'])), 1)
+            case "case":
+                text = text[:at] + text[at:].swapcase()
+    return text
+
+
+WORDS = st.one_of(
+    st.sampled_from([*dotted_keys(), *SECTIONS, "data.sources.0.path", "data.sources.1.path", "data.sources.2.weight",
+                     "model.args.dim", "model.args.x.y", "base", "data.path.0", "data.sources.0", "data.sources.x"]),
+    st.sampled_from(LEAVES).map(lambda leaf: f"training.{leaf}"),
+    st.text("abst.-_0=é ", max_size=8),
+)  # fmt: skip
+SAID = st.one_of(
+    st.sampled_from([value for value in VALUES if not isinstance(value, str)]).map(
+        lambda value: tomlkit.item(value).as_string()
+    ),
+    st.sampled_from([value for value in VALUES if isinstance(value, str)]),
+    st.text("[]{}\"'=.#,\n0123456789e-_ ax", max_size=6),
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("fuzz")
+
+
+@run
+@given(text=changed_trees())
+def test_keys_and_values_that_were_changed(folder: Path, text: str) -> None:
+    check(folder, text)
+
+
+@run
+@given(text=changed_texts())
+def test_letters_and_lines_that_were_changed(folder: Path, text: str) -> None:
+    check(folder, text)
+
+
+@run
+@given(text=st.sampled_from(sorted(TEXTS.values())), words=st.lists(st.tuples(WORDS, SAID), min_size=1, max_size=4))
+def test_words_of_the_command_line(folder: Path, text: str, words: list[tuple[str, str]]) -> None:
+    check(folder, text, tuple(f"--{name}={value}" for name, value in words))

@@ -1,0 +1,193 @@
+"""Code of the user's, named in a TOML: found or explained, and used."""
+
+import logging
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.helpers import TinyRun, train_on_this_rank
+from titanlite.config.load import load
+from titanlite.data.custom import CustomRows
+from titanlite.errors import ConfigError, UserError
+from titanlite.extend import find_object, load_module
+from titanlite.job import Ranks
+from titanlite.models.registry import resolve_model
+from titanlite.preflight import preflight
+
+MODEL = """
+from dataclasses import dataclass
+from titanlite.models.base import Model, ModelArgs
+
+@dataclass(frozen=True, kw_only=True)
+class Args(ModelArgs):
+    width: int = 4
+
+class {name}(Model):
+    flavors = {{"small": Args(vocab_size=300, max_seq_len=64)}}
+"""
+
+
+@pytest.fixture(autouse=True)
+def _forget_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """As a new process: nothing imported, nothing added to the path."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    yield
+    for name, module in [*sys.modules.items()]:
+        if str(getattr(module, "__file__", "")).startswith(str(tmp_path)):
+            del sys.modules[name]
+
+
+def test_names_of_objects(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "own_package").mkdir()
+    (tmp_path / "own_package" / "parts.py").write_text("from own_package.other import seven\nclass Part: pass\n")
+    (tmp_path / "own_package" / "other.py").write_text("seven = 7\n")
+    monkeypatch.chdir(tmp_path)
+    assert find_object("own_package.parts:Part") is find_object("own_package.parts.Part")
+    assert find_object("own_package.parts:seven") == 7
+    (tmp_path / "beside.py").write_text("eight = 8\n")
+    (tmp_path / "single.py").write_text("from beside import eight\n")
+    assert find_object(f"{tmp_path}/single.py:eight") == 8
+    assert find_object("os.path:join") is os.path.join
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("nowhere", "expected package.module:Name or file.py:Name, got 'nowhere'"),
+        ("single.py", "expected package.module:Name or file.py:Name, got 'single.py'"),
+        ("missing.py:thing", "no file missing.py"),
+        ("no_such_package.module:thing", "cannot import no_such_package.module: ModuleNotFoundError: No module named"),
+        ("single.py:thong", "single.py has no thong, did you mean thing?"),
+        ("broken.py:thing", "cannot import broken.py: line 2: SyntaxError: invalid syntax"),
+        ("raising.py:thing", "cannot import raising.py: raising.py:3: ZeroDivisionError: division by zero"),
+        ("json.py:thing", "cannot import json.py: there is another module called json; give the file another name"),
+    ],
+)
+def test_what_cannot_be_found_is_explained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "single.py").write_text("thing = 1\n")
+    (tmp_path / "broken.py").write_text("thing = 1\nthing = = 2\n")
+    (tmp_path / "raising.py").write_text("thing = 1\n\nthing = 1 / 0\n")
+    (tmp_path / "json.py").write_text("thing = 1\n")
+    with pytest.raises(UserError) as error:
+        find_object(name)
+    assert str(error.value).startswith(message)
+
+
+def test_a_model_is_found_in_a_file_and_in_a_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own_model.py").write_text(MODEL.format(name="Mine"))
+    for file in ("own_model.py", "own_model"):
+        model, args = resolve_model(None, None, {"width": 5}, file)
+        assert (model.__name__, args.vocab_size, args.width) == ("Mine", 300, 5)  # pyright: ignore
+    cases: list[tuple[Any, Any, dict[str, Any], str]] = [
+        ("Min", None, {}, "model.name: unknown value 'Min', did you mean Mine? (known: Mine)"),
+        (None, "big", {}, "model.flavor: unknown value 'big' (known: small)"),
+        (None, None, {"widht": 5}, "model.args.widht: unknown key 'widht', did you mean width?"),
+        (None, None, {"width": "5"}, "model.args.width: expected int, got '5'"),
+    ]
+    for name, flavor, overrides, message in cases:
+        with pytest.raises(ConfigError) as error:
+            resolve_model(name, flavor, overrides, "own_model.py")
+        assert str(error.value).startswith(message)
+
+
+def test_files_without_one_model_are_explained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "two_models.py").write_text(MODEL.format(name="One") + MODEL.format(name="Two"))
+    (tmp_path / "no_model.py").write_text("from titanlite.models.llama3 import Llama3\n")
+    for file, message in (
+        ("two_models.py", "model.name: unknown value '' (known: One, Two)"),
+        ("no_model.py", "model.file: no_model.py defines no subclass of titanlite.models.base.Model"),
+        ("absent.py", "model.file: no file absent.py"),
+    ):
+        with pytest.raises(ConfigError) as error:
+            resolve_model(None, None, {}, file)
+        assert str(error.value) == message
+    assert resolve_model("Two", None, {}, "two_models.py")[0].__name__ == "Two"
+
+
+def test_files_are_relative_to_the_toml_that_names_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "inner").mkdir()
+    (tmp_path / "inner" / "base.toml").write_text(
+        '[model]\nfile = "model.py"\n[data]\nsources = [{path = "python://data.py:One"}, {path = "text.py"}]\n'
+        '[training]\nloss = "/absolute/loss.py:f"\n'
+    )
+    outer = tmp_path / "outer.toml"
+    outer.write_text('base = "inner/base.toml"\n[metrics]\nloggers = ["log.py:A", "package.module:B"]\n')
+    (tmp_path / "text.py").write_text("text to train on\n")
+    monkeypatch.chdir(tmp_path)
+    config = load(outer, ["--optimizer.name=opt.py:Mine"])
+    assert config.model.file == f"{tmp_path}/inner/model.py"
+    assert [source.path for source in config.data.sources] == [f"python://{tmp_path}/inner/data.py:One", "text.py"]
+    assert config.training.loss == "/absolute/loss.py:f"
+    assert config.metrics.loggers == [f"{tmp_path}/log.py:A", "package.module:B"]
+    assert config.optimizer.name == "opt.py:Mine", "of the command line: relative to where it is given"
+
+
+def test_wrong_names_are_among_the_problems_of_the_config(tiny: TinyRun) -> None:
+    config = tiny.config("--training.loss=os.path:joyn", "--metrics.loggers=['os.path:sep', 'nowhere:x']")
+    with pytest.raises(ConfigError) as error:
+        preflight(config, Ranks(0, 1, 0, 1), torch.device("cpu"))
+    assert str(error.value).splitlines() == [
+        "training.loss: os.path has no joyn, did you mean join?",
+        "metrics.loggers: os.path:sep is not a function or class",
+        "metrics.loggers: cannot import nowhere: ModuleNotFoundError: No module named 'nowhere'",
+    ]
+
+
+def test_rows_of_the_users_own(tmp_path: Path) -> None:
+    file = tmp_path / "own_rows.py"
+    file.write_text(
+        "class Rows:\n"
+        "    def __init__(self, seq_len): self.seq_len = seq_len\n"
+        "    def __len__(self): return 10\n"
+        "    def __getitem__(self, i): return [i + j for j in range(self.seq_len + 1)]\n"
+        "class Short(Rows):\n"
+        "    def __getitem__(self, i): return [1] * self.seq_len\n"
+        "class Floats(Rows):\n"
+        "    def __getitem__(self, i): return [1.0] * (self.seq_len + 1)\n"
+        "class Negative(Rows):\n"
+        "    def __getitem__(self, i): return [-1] * (self.seq_len + 1)\n"
+        "class Other(Rows):\n"
+        "    def __getitem__(self, i): return [i + j + (i == 5) for j in range(self.seq_len + 1)]\n"
+    )
+    rows = CustomRows(f"python://{file}:Rows", seq_len=4)
+    assert (len(rows), rows.read(3).tokens.tolist(), rows.read(3).labels.tolist()) == (10, [3, 4, 5, 6], [4, 5, 6, 7])
+    assert rows.fingerprint == CustomRows(f"python://{file}:Rows", seq_len=4).fingerprint
+    other = CustomRows(f"python://{file}:Other", seq_len=4)
+    assert other.fingerprint != rows.fingerprint
+    for name, message in (
+        ("Short", r"should be 5 token ids \(seq_len \+ 1\), and is of shape \(4,\) and type int64"),
+        ("Floats", r"is of shape \(5,\) and type float64"),
+        ("Negative", r"is of shape \(5,\) and type int64, from -1 on"),
+    ):
+        with pytest.raises(UserError, match=message):
+            CustomRows(f"python://{file}:{name}", seq_len=4).read(0)
+
+
+@pytest.mark.usefixtures("single_process_group")
+def test_a_logger_that_fails_does_not_end_the_run(tiny: TinyRun, caplog: pytest.LogCaptureFixture) -> None:
+    (tiny.folder / "own_logger.py").write_text(
+        "class Fails:\n"
+        "    made = []\n"
+        "    def __init__(self, folder, *, step): self.steps = []; self.made.append(self)\n"
+        "    def log(self, figures, *, step):\n"
+        "        self.steps.append((step, round(figures['loss'], 6)))\n"
+        "        if step == 3: raise RuntimeError('the network is away')\n"
+        "    def close(self): raise AssertionError('it is gone by then')\n"
+    )
+    logging.getLogger("titanlite").propagate = True
+    with caplog.at_level(logging.WARNING, logger="titanlite"):
+        train_on_this_rank(tiny.config(f"--metrics.loggers=['{tiny.folder}/own_logger.py:Fails']"), 0, 1)
+    assert len(tiny.losses()) == 6
+    [made] = load_module(f"{tiny.folder}/own_logger.py").Fails.made
+    assert made.steps == [(step, pytest.approx(loss, abs=1e-6)) for step, loss in enumerate(tiny.losses()[:3], 1)]
+    assert "Fails failed, and gets no more figures" in caplog.text
+    assert "the network is away" in caplog.text

@@ -1,0 +1,571 @@
+"""`titanlite config migrate`. In tests/data/torchtitan: its keys with their defaults, and the settings it ships."""
+
+import json
+import re
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tomli
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from titanlite import cli
+from titanlite.config.keys import dotted_keys
+from titanlite.config.load import load
+from titanlite.config.migrate import migrate
+from titanlite.config.torchtitan import DROPS, LOSES, RULES
+from titanlite.config.translate import SHAPES
+from titanlite.errors import ConfigError, UserError
+
+ROOT = Path(__file__).parents[2]
+DATA = ROOT / "tests/data/torchtitan"
+DEFAULTS: dict[str, dict[str, Any]] = {
+    version: json.loads((DATA / f"defaults_{version}.json").read_text()) for version in ("0.1", "0.2")
+}
+CONFIGS = sorted(DATA.glob("*.toml"))
+
+
+def run(text: str, **options: Any) -> tuple[dict[str, Any], list[str], list[str]]:
+    """(new settings, report, losses)."""
+    migration = migrate(text, "old.toml", **options)
+    return flat(tomli.loads(migration.text())), migration.report, migration.losses
+
+
+def flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    out: dict[str, Any] = {}
+    for key, value in tree.items():
+        out |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+    return out
+
+
+def toml(values: dict[str, Any]) -> str:
+    return "".join(f"{key} = {json.dumps(value)}\n" for key, value in values.items())
+
+
+def problems(text: str, folder: Path, world_size: int | None = None) -> dict[str, str]:
+    (folder / "new.toml").write_text(text)
+    try:
+        load(folder / "new.toml", world_size=world_size)
+    except ConfigError as error:
+        return {problem.key: problem.message for problem in error.problems}
+    return {}
+
+
+# The table
+
+
+@pytest.mark.parametrize("version", DEFAULTS)
+def test_every_key_of_torchtitan_has_a_rule_with_its_default(version: str) -> None:
+    assert DEFAULTS[version].keys() <= RULES.keys()
+    differ_by_version = {"job.dump_folder", "model.tokenizer_path"}  # or are another name of ours
+    for key in DEFAULTS[version].keys() - differ_by_version:
+        rule = RULES[key]
+        if rule.kind is not None and rule.default is not None:
+            assert (rule.default, type(rule.default)) == (DEFAULTS[version][key], rule.kind), key
+
+
+def test_every_rule_is_of_a_key_of_torchtitan() -> None:
+    assert RULES.keys() == DEFAULTS["0.1"].keys() | DEFAULTS["0.2"].keys()
+    listed = [name for keys in [*DROPS.values(), *(keys for _, keys in LOSES.values())] for name in keys.split()]
+    assert len([name for name in listed if ":" not in name]) == sum(not rule.to for rule in RULES.values()) - 2
+
+
+def test_the_table_knows_what_titanlite_has() -> None:
+    """An option that titanlite gets under a name of torchtitan must move from "no counterpart"."""
+    ours = set(dotted_keys())
+    assert {rule.to for rule in RULES.values() if rule.to} <= ours
+    assert {key for key, rule in RULES.items() if not rule.to} & ours == set()
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_models_that_are_carried_exist(shape: str) -> None:
+    from titanlite.models.registry import resolve_model
+
+    flavor, args = SHAPES[shape]
+    _, resolved = resolve_model(shape.partition("/")[0], flavor, args)
+    if shape == "llama3/debugmodel":
+        assert {**vars(resolved), "max_seq_len": 0} == {
+            "dim": 256, "n_layers": 6, "n_heads": 16, "n_kv_heads": 16, "hidden_dim": 768, "vocab_size": 2048,
+            "max_seq_len": 0, "norm_eps": 1e-5, "rope_theta": 5e5, "rope_scaling_factor": 8.0, "tied_head": False,
+        }  # fmt: skip
+
+
+# The configs that torchtitan ships
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_shipped_configs_load(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = path.read_text()
+    migration = migrate(text, path.name, world_size=64)
+    monkeypatch.chdir(tmp_path)
+    files = [migration.settings["data.tokenizer"], migration.settings["data.path"]]
+    for file in [Path(file) for file in files if "://" not in file]:
+        (file if file.suffix else file / "tokenizer.json").parent.mkdir(parents=True, exist_ok=True)
+        (file if file.suffix else file / "tokenizer.json").touch()
+    too_few = {"70b": 64, "405b": 16}.get(path.stem.partition("_")[0], 0)  # sequences, with 8 ranks of 64 for tensors
+    wrong = problems(migration.text(), tmp_path, 64)
+    assert wrong == (
+        {"training.global_batch_size": "16 is not a multiple of the 64 processes"} if too_few == 16 else {}
+    )
+    assert migration.losses == (["parallelism.tensor_parallel_degree"] if too_few else [])
+    version = path.stem.partition("_")[2]
+    assert f"read as a config of torchtitan {version}" in migration.report[0]
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_every_key_is_reported_once_and_every_comment_survives(path: Path) -> None:
+    text = path.read_text()
+    migration = migrate(text, path.name, world_size=64)
+    for key in flat(tomli.loads(text)):
+        assert len([line for line in migration.report if re.match(rf"\w+ +{re.escape(key)}(?![\w.])", line)]) == 1, key
+    new = migration.text()
+    comments = re.findall(r"# .*", text)
+    assert len(comments) >= 6
+    assert [comment for comment in comments if comment not in new] == []
+
+
+def test_a_config_of_0_2_at_8_processes() -> None:
+    new, _, losses = run((DATA / "debug_0.2.toml").read_text(), world_size=8)
+    assert losses == []
+    expected = """
+        job.dump_folder = "./outputs"
+        metrics.log_freq = 1
+        metrics.enable_tensorboard = false
+        model.name = "llama3"
+        model.flavor = "debug"
+        model.args = {dim = 256, n_heads = 16, n_kv_heads = 16, hidden_dim = 768, rope_theta = 500000.0,
+            rope_scaling_factor = 8.0}
+        data = {tokenizer = "./tests/assets/tokenizer", path = "tests/assets/c4_test", shuffle = false}
+        optimizer = {name = "AdamW", lr = 8e-4, eps = 1e-8}
+        lr_scheduler = {warmup_steps = 2, decay_ratio = 0.8, decay_type = "linear", min_lr_factor = 0.0}
+        training = {local_batch_size = 8, seq_len = 2048, max_norm = 1.0, steps = 10, global_batch_size = 64}
+        parallelism.data_parallel_replicate_degree = 1
+        parallelism.data_parallel_shard_degree = -1
+        parallelism.fsdp_reshard_after_forward = "default"
+        checkpoint = {enable = false, interval = 10, async_mode = "disabled"}
+        activation_checkpoint = {mode = "selective", selective_ac_option = 2}
+        compile.enable = false
+        quantize.linear.float8 = {enable_fsdp_float8_all_gather = false, filter_fqns = ["output"]}
+        validation = {enable = false, path = "hf://allenai/c4:en:validation", freq = 5, sequences = 640}
+    """
+    assert new == flat(tomli.loads(re.sub(r",\n\s+", ", ", expected)))
+
+
+def test_a_config_of_0_1_says_the_same_under_new_names() -> None:
+    new, report, losses = run((DATA / "405b_0.1.toml").read_text(), world_size=128)
+    assert losses == ["parallelism.tensor_parallel_degree"]
+    assert "renamed     training.compile -> compile.enable" in report
+    assert "renamed     checkpoint.enable_checkpoint -> checkpoint.enable" in report
+    expected = {
+        "model.args.rope_scaling_factor": 1.0,
+        "quantize.linear.float8.enable": True,
+        "quantize.linear.float8.enable_fsdp_float8_all_gather": True,
+        "compile.enable": True,
+        "checkpoint.enable": False,
+        "training.global_batch_size": 2 * 128 // 8,
+        "data.tokenizer": "./assets/tokenizer/original/tokenizer.model",
+    }
+    assert {key: new[key] for key in expected} == expected
+
+
+# Keys one by one: old file, number of processes, what is in the new file, what is lost
+
+OFF = "quantize.linear.float8.enable"
+CASES: list[tuple[str, int | None, dict[str, Any], list[str]]] = [
+    ("training.local_batch_size = 4", 8, {"training.global_batch_size": 32, "training.local_batch_size": 4}, []),
+    ("training.local_batch_size = 4", None, {"training.global_batch_size": None}, ["training.global_batch_size"]),
+    ("training.global_batch_size = -1", 2, {"training.global_batch_size": 16}, []),
+    ("training.global_batch_size = -1", None, {"training.global_batch_size": None}, ["training.global_batch_size"]),
+    ("training.global_batch_size = 96", None, {"training.global_batch_size": 96}, []),
+    ("parallelism.tensor_parallel_degree = 1", 1, {}, []),
+    ("parallelism.tensor_parallel_degree = -1", 1, {}, []),
+    (
+        "parallelism = {tensor_parallel_degree = 2, context_parallel_degree = 2}",
+        8,
+        {"training.global_batch_size": 16},
+        ["parallelism.tensor_parallel_degree", "parallelism.context_parallel_degree"],
+    ),
+    ("parallelism.pipeline_parallel_degree = 4", 4, {}, ["parallelism.pipeline_parallel_degree"]),
+    ("parallelism.expert_parallel_degree = 4", 4, {}, ["parallelism.expert_parallel_degree"]),
+    ("parallelism.data_parallel_shard_degree = -1", 1, {"parallelism.data_parallel_shard_degree": -1}, []),
+    ("parallelism.fsdp_reshard_after_forward = 'never'", 1, {"parallelism.fsdp_reshard_after_forward": "never"}, []),
+    ("parallelism.enable_async_tensor_parallel = true", 1, {}, []),
+    ("model.flavor = '8B_varlen'", 1, {"model.flavor": "8B", "data.document_mask": True}, []),
+    ("model.flavor = 'debugmodel_flex_attn'", 1, {"model.args.dim": 256, "data.document_mask": True}, []),
+    ("model = {name = 'qwen3', flavor = '0.6B'}", 1, {"model.name": "qwen3", "model.flavor": "0.6B"}, []),
+    ("model = {name = 'llama4', flavor = '17bx16e'}", 1, {"model.name": "llama4"}, ["model.name"]),
+    ("model.flavor = '9B'", 1, {"model.flavor": "9B"}, ["model.name"]),
+    ("model.tokenizer_path = 't'\nmodel.hf_assets_path = 'h'", 1, {"data.tokenizer": "t"}, []),
+    ("model.converters = ['quantize.linear.float8']", 1, {OFF: True, OFF + "_fsdp_float8_all_gather": False}, []),
+    ("model.converters = []", 1, {OFF: False, OFF + "_fsdp_float8_all_gather": None}, []),
+    ("model.converters = ['quantize.linear.mx']", 1, {OFF: False}, ["model.converters"]),
+    (
+        "model.converters = ['float8']\nquantize.linear.float8.filter_fqns = ['wq', 'auto_filter_small_kn']",
+        1,
+        {"quantize.linear.float8.filter_fqns": ["wq"]},
+        ["quantize.linear.float8.filter_fqns"],
+    ),
+    ("float8.recipe_name = 'rowwise'", 1, {"quantize.linear.float8.recipe_name": "rowwise"}, []),
+    ("optimizer.name = 'Adam'", 1, {"optimizer.name": "Adam"}, []),
+    ("optimizer.name = 'Lion'", 1, {"optimizer.name": "Lion"}, ["optimizer.name"]),
+    ("optimizer.early_step_in_backward = true", 1, {}, ["optimizer.early_step_in_backward"]),
+    ("optimizer.implementation = 'for-loop'", 1, {}, []),
+    ("lr_scheduler.lr_min = 0.1", 1, {"lr_scheduler.min_lr_factor": 0.1}, []),
+    ("lr_scheduler.warmup_steps = 50\ntraining.steps = 20", 1, {"lr_scheduler.warmup_steps": 20}, []),
+    ("lr_scheduler.total_steps = 20\ntraining.steps = 20", 1, {}, []),
+    ("lr_scheduler.total_steps = 40\ntraining.steps = 20", 1, {}, ["lr_scheduler.total_steps"]),
+    ("training.dataset = 'C4'", 1, {"data.path": "hf://allenai/c4:en:train"}, []),
+    ("training = {dataset = 'c4', dataset_path = 'me/my-c4'}", 1, {"data.path": "hf://me/my-c4:en:train"}, []),
+    ("training = {dataset = 'c4', dataset_path = '/data/c4'}", 1, {"data.path": "/data/c4"}, []),
+    ("training.dataset_path = '/data/test'", 1, {"data.path": "/data/test"}, []),
+    ("training.dataset = 'mine'", 1, {"data.path": "mine"}, ["training.dataset"]),
+    ("training.dataloader.num_workers = 3", 1, {"data.num_workers": 3}, []),
+    ("training.seed = 7", 1, {"debug.seed": 7}, []),
+    ("debug = {seed = 7, deterministic = true}", 1, {"debug.seed": 7, "debug.deterministic": True}, []),
+    ("training.seed = 7\ndebug.seed = 8", 1, {"debug.seed": 7}, ["debug.seed"]),
+    ("training.deterministic = true", 1, {"debug.deterministic": True}, []),
+    ("compile = {enable = true, components = ['loss']}", 1, {"compile.enable": False}, []),
+    ("compile = {enable = true, components = ['model', 'loss']}", 1, {"compile.enable": True}, []),
+    ("activation_checkpoint.mode = 'memory_budget'", 1, {"activation_checkpoint.mode": "selective"}, []),
+    ("activation_checkpoint.selective_ac_option = 'op'", 1, {"activation_checkpoint.selective_ac_option": "op"}, []),
+    (
+        "activation_checkpoint = {mode = 'full', selective_ac_option = '2'}",
+        1,
+        {"activation_checkpoint.mode": "full", "activation_checkpoint.selective_ac_option": None},
+        [],
+    ),
+    ("checkpoint.enable = true", 1, {"checkpoint.enable": True, "checkpoint.folder": None}, []),
+    ("checkpoint.folder = 'ckpt'\njob.dump_folder = 'out'", 1, {"checkpoint.folder": "out/ckpt"}, []),
+    ("checkpoint.load_step = -1", 1, {"checkpoint.load_step": None}, []),
+    ("checkpoint.load_step = 40", 1, {"checkpoint.load_step": 40}, []),
+    ("checkpoint.initial_load_model_only = false", 1, {"checkpoint.initial_load": None}, []),
+    (
+        "checkpoint = {initial_load_model_only = false, initial_load_path = 'old'}",
+        1,
+        {"checkpoint.initial_load": ["model", "optimizer"], "checkpoint.initial_load_path": "old"},
+        ["checkpoint.initial_load_path"],
+    ),
+    ("checkpoint.exclude_from_loading = ['optimizer']", 1, {}, ["checkpoint.exclude_from_loading"]),
+    ("checkpoint.exclude_from_loading = []", 1, {}, []),
+    ("checkpoint = {last_save_in_hf = true, export_dtype = 'bfloat16', create_seed_checkpoint = true}", 1, {}, []),
+    ("validation = {enable = true, steps = -1}", None, {"validation.sequences": 0, "validation.freq": 10}, ["*"]),
+    ("validation = {enable = true, steps = 5, local_batch_size = 2}", 4, {"validation.sequences": 40}, []),
+    ("validation.enable = false", 1, {"validation.path": None, "validation.freq": None}, []),
+    ("profiling.enable_profiling = true", 1, {}, []),
+    ("comm.init_timeout_seconds = 900", 1, {}, []),
+    ("metrics.enable_wandb = true", 1, {}, []),
+    ("memory_estimation.enabled = true", 1, {}, []),
+    ("fault_tolerance = {enable = false, group_size = 2}", 1, {}, []),
+    ("fault_tolerance.enable = true", 1, {}, ["fault_tolerance.enable"]),
+    ("experimental.custom_import = 'my.code'", 1, {}, ["experimental.custom_import"]),
+]
+
+
+@pytest.mark.parametrize(("text", "world_size", "expected", "lost"), CASES, ids=[case[0] for case in CASES])
+def test_one_key(text: str, world_size: int | None, expected: dict[str, Any], lost: list[str]) -> None:
+    new, _, losses = run(text, world_size=world_size)
+    assert {key: new.get(key) for key in expected} == expected
+    assert losses == [name if name != "*" else "training.global_batch_size" for name in lost]
+
+
+def test_defaults_that_differ_are_written() -> None:
+    new, report, _ = run("training.seq_len = 4096", world_size=2)
+    expected = {
+        "training.seq_len": 4096,
+        "training.steps": 10000,
+        "training.local_batch_size": 8,
+        "training.global_batch_size": 16,
+        "optimizer.lr": 8e-4,
+        "metrics.enable_tensorboard": False,
+        "checkpoint.enable": False,
+        "checkpoint.async_mode": "disabled",
+        "activation_checkpoint.mode": "selective",
+        "activation_checkpoint.selective_ac_option": 2,
+        "data.path": "tests/assets/c4_test",
+        "data.tokenizer": "./tests/assets/tokenizer",
+        "data.shuffle": False,
+    }
+    assert {key: value for key, value in new.items() if not key.startswith("model.")} == expected
+    assert "default     optimizer.lr = 0.0008 there (here: 0.0003)" in report
+    assert len([line for line in report if line.startswith("default ")]) == len(new) - 1
+
+
+@pytest.mark.parametrize("key", sorted(DEFAULTS["0.2"]))
+def test_no_option_of_ours_takes_another_default_unsaid(key: str) -> None:
+    """Whatever the one key is that a file has, lr, steps and the like are torchtitan's."""
+    value = DEFAULTS["0.2"][key]
+    if value is None or key == "lr_scheduler.warmup_steps":
+        return
+    new, _, losses = run(toml({key: value}), world_size=1)
+    assert losses == []
+    assert (new["optimizer.lr"], new["training.steps"], new["checkpoint.enable"]) == (8e-4, 10000, False)
+
+
+def test_the_version_decides_defaults() -> None:
+    text = "training.steps = 10\n"
+    assert run(text)[0]["data.tokenizer"] == "./tests/assets/tokenizer"
+    new, report, _ = run(text, version="0.1")
+    assert new["data.tokenizer"] == "./torchtitan/datasets/tokenizer/tokenizer.model"
+    assert new["model.args.rope_scaling_factor"] == 1.0
+    assert "read as" not in report[0]
+    assert "0.1" in run(text + "training.compile = false\n")[1][0]
+    assert "0.2" in run(text + "training.compile = false\nvalidation = {enable = false, freq = 3}\n")[1][0]
+
+
+# Text
+
+
+def test_comments_and_order() -> None:
+    old = """\
+# of the file
+
+# heads the job
+[job] # beside its header
+dump_folder = './x' # kept as written
+
+[profiling]
+# about profiling
+enable_profiling = true
+save_traces_folder = "t"
+
+# --- training ---
+[training]
+# which text
+dataset = "c4"   # big
+steps = 1_000
+# left alone
+compile = true # faster
+
+[parallelism]
+tensor_parallel_degree = 4
+pipeline_parallel_degree = 1
+
+[float8] # its section
+filter_fqns = [
+  "wq",  # small
+]
+# the end
+"""
+    migration = migrate(old, "old.toml", world_size=4)
+    new = migration.text()
+    assert new.startswith("""\
+# of the file
+
+# heads the job
+[job]  # beside its header
+dump_folder = './x'  # kept as written
+
+# [profiling]
+# about profiling
+# enable_profiling = true
+
+# --- training ---
+[training]
+steps = 1_000
+local_batch_size = 8  # torchtitan's default
+""")
+    assert '[data]\n# which text\npath = "hf://allenai/c4:en:train"  # big\n' in new
+    assert "[compile]\n# left alone\nenable = true  # faster\n" in new
+    assert "# [parallelism]\n# tensor_parallel_degree = 4\n" in new
+    assert "pipeline_parallel_degree" not in new
+    assert '[quantize.linear.float8]  # its section\nfilter_fqns = [\n  "wq",  # small\n]\n# the end\n' in new
+    assert "[float8]" not in new
+    assert "\n\n\n" not in new
+
+
+def test_unknown_keys_are_losses_with_the_nearest_name() -> None:
+    old = "model.name = 'llama3'\n[training]\nstepss = 5\n[mine]\nlocal_batch_sizes = 2\nxyz = [1]\n"
+    new, report, losses = run(old, world_size=1)
+    assert losses == ["training.stepss", "mine.local_batch_sizes", "mine.xyz"]
+    assert "UNKNOWN     training.stepss: not a key of torchtitan, did you mean training.steps?" in report
+    assert any("did you mean training.local_batch_size?" in line for line in report)
+    assert "UNKNOWN     mine.xyz: not a key of torchtitan" in report
+    assert new["training.steps"] == 10000
+
+
+# What is refused
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "train_configs").glob("*.toml")), ids=lambda path: path.stem)
+def test_our_own_configs_are_refused(path: Path) -> None:
+    with pytest.raises(UserError, match="is a config of titanlite already"):
+        migrate(path.read_text(), path.name)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "not a config of torchtitan 0.1 or 0.2"),
+        ("[tool.ruff]\nline-length = 3\n", "not a config of torchtitan 0.1 or 0.2"),
+        ("[[training]]\nsteps = 3\n", "not a config of torchtitan 0.1 or 0.2"),
+        ("steps = = 3", "old.toml is not valid TOML"),
+        ("[training]\nsteps = 1\nsteps = 2", "old.toml is not valid TOML"),
+        ("training.steps = '5'\noptimizer.lr = true", "training.steps: expected int, got '5'"),
+        ("training.steps = '5'\noptimizer.lr = true", "optimizer.lr: expected float, got True"),
+        ("parallelism.tensor_parallel_degree = 3", "4 processes are not a multiple of the 3"),
+    ],
+)
+def test_bad_files(text: str, message: str) -> None:
+    with pytest.raises(UserError, match=re.escape(message)):
+        migrate(text, "old.toml", world_size=4)
+
+
+# The command
+
+
+def command(*arguments: str | Path) -> int:
+    return cli.run(["config", "migrate", *map(str, arguments)])
+
+
+GOOD = (
+    "[training]\nglobal_batch_size = 8\ndataset = 'c4'\n[model]\nflavor = '8B'\n[profiling]\nenable_profiling = true\n"
+)
+
+
+def test_without_out_the_toml_is_on_stdout(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "old.toml").write_text(GOOD)
+    assert command(tmp_path / "old.toml") == 0
+    captured = capsys.readouterr()
+    assert tomli.loads(captured.out)["training"]["global_batch_size"] == 8
+    assert "carried     training.global_batch_size\n" in captured.err
+    assert "to mend     data.tokenizer: no file ./tests/assets/tokenizer" in captured.err
+    assert "error" not in captured.err
+
+
+def test_with_out_the_report_is_on_stdout(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    old, new = tmp_path / "old.toml", tmp_path / "new.toml"
+    old.write_text(GOOD + "[parallelism]\ntensor_parallel_degree = 2\n")
+    assert command(old, "--out", new, "--world-size=2", "--from", "0.2") == 1
+    captured = capsys.readouterr()
+    assert "LOST        parallelism.tensor_parallel_degree = 2: " in captured.out
+    assert (
+        captured.err == "error: the new config does not train as the old one did: parallelism.tensor_parallel_degree\n"
+    )
+    assert tomli.loads(new.read_text())["model"]["flavor"] == "8B"
+    assert old.read_text().startswith(GOOD)
+
+
+@pytest.mark.parametrize("target", ["old.toml", "other.toml"])
+def test_nothing_is_overwritten(target: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "old.toml").write_text(GOOD)
+    (tmp_path / "other.toml").write_text("precious")
+    before = (tmp_path / target).read_text()
+    assert command(tmp_path / "old.toml", "--out", tmp_path / target) == 2
+    assert "exists, and is not overwritten" in capsys.readouterr().err
+    assert (tmp_path / target).read_text() == before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "the following arguments are required: OLD.toml"),
+        (["nowhere.toml"], "cannot read nowhere.toml"),
+        (["old.toml", "--world-size", "0"], "--world-size must be at least 1, got 0"),
+        (["old.toml", "--from", "0.3"], "invalid choice: '0.3'"),
+        (["old.toml", "--out", "no/folder/new.toml"], "cannot write no/folder/new.toml"),
+    ],
+)
+def test_bad_arguments(
+    arguments: list[str],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "old.toml").write_text(GOOD)
+    assert command(*arguments) == 2
+    assert message in capsys.readouterr().err
+
+
+# Any subset of known keys
+
+KEYS = sorted(RULES)
+PLACES = ("data.tokenizer", "data.path", "validation.path", "checkpoint.initial_load_path")
+VALUES: dict[type | None, list[Any]] = {
+    int: [1, 2, 8],
+    float: [0.5, 1],
+    bool: [True, False],
+    str: ["a b"],
+    list: [["x"], []],
+}
+CHOICES: dict[str, list[Any]] = {
+    "activation_checkpoint.mode": ["none", "full", "selective", "memory_budget"],
+    "activation_checkpoint.selective_ac_option": ["op", "3"],
+    "lr_scheduler.decay_type": ["sqrt", "cosine"],
+    "parallelism.fsdp_reshard_after_forward": ["always", "never"],
+    "checkpoint.async_mode": ["async"],
+    "training.dtype": ["bfloat16"],
+    "training.mixed_precision_param": ["float32"],
+    "training.mixed_precision_reduce": ["float32"],
+    "float8.recipe_name": ["rowwise"],
+    "quantize.linear.float8.recipe_name": ["tensorwise"],
+}
+
+
+def value_of(key: str) -> st.SearchStrategy[Any]:
+    rule = RULES[key]
+    values = CHOICES.get(key, VALUES.get(rule.kind, [True]))
+    return st.sampled_from(values + ([rule.default] if rule.default is not None else []))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.sampled_from(KEYS), min_size=1, max_size=40, unique=True).flatmap(
+        lambda keys: st.fixed_dictionaries({key: value_of(key) for key in keys})
+    ),
+    st.sampled_from([None, 8 * 8 * 8]),
+)
+def test_any_subset_of_keys_loads_and_is_reported(
+    tmp_path_factory: pytest.TempPathFactory, values: dict[str, Any], world_size: int | None
+) -> None:
+    migration = migrate(toml(values), "old.toml", world_size=world_size)
+    for key in values:
+        assert len([line for line in migration.report if re.match(rf"\w+ +{re.escape(key)}(?![\w.])", line)]) >= 1
+    wrong = problems(migration.text(), tmp_path_factory.mktemp("migrated"))
+    allowed = {key: message for key, message in wrong.items() if key.startswith((*PLACES, "quantize.linear.float8"))}
+    assert wrong == allowed
+    assert not any(re.search("unknown|expected", message) for message in wrong.values())
+
+
+# The guide
+
+
+def guide_tables() -> dict[str, str]:
+    """The tables of docs/migrate.md, by heading."""
+    names = [f"| `{key}` | `{rule.to}` |" for key, rule in sorted(RULES.items()) if rule.to and rule.to != key]
+    same = sorted(key for key, rule in RULES.items() if rule.to == key)
+    by_note: dict[tuple[bool, str], list[str]] = {}
+    for key, rule in RULES.items():
+        if not rule.to:
+            by_note.setdefault((rule.loses, rule.note), []).append(f"`{key}`")
+
+    def table(loses: bool) -> str:
+        rows = [f"| {', '.join(keys)} | {note} |" for (lost, note), keys in by_note.items() if lost == loses]
+        return "\n".join(["| torchtitan | instead |", "|---|---|", *rows])
+
+    return {
+        "Same name": textwrap.fill(", ".join(f"`{key}`" for key in same), 120, break_on_hyphens=False),
+        "Other name": "\n".join(["| torchtitan | titanlite |", "|---|---|", *names]),
+        "No counterpart, and training changes": table(True),
+        "No counterpart, and training stays the same": table(False),
+    }
+
+
+def test_the_guide_has_every_key() -> None:
+    """After a change of the table, `python -m tests.unit.test_migrate` writes them anew."""
+    text = (ROOT / "docs/migrate.md").read_text()
+    for heading, table in guide_tables().items():
+        assert f"### {heading}\n\n{table}\n" in text, heading
+
+
+if __name__ == "__main__":
+    guide = ROOT / "docs/migrate.md"
+    text = guide.read_text()
+    for heading, table in guide_tables().items():
+        text = re.sub(
+            rf"(### {heading}\n\n).*?(?=\n\n#|\n*\Z)", lambda found, new=table: found[1] + new, text, flags=re.DOTALL
+        )
+    guide.write_text(text.rstrip() + "\n")

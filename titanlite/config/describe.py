@@ -1,0 +1,290 @@
+"""The schema in words: the reference (docs/config.md), the help of `train`, the JSON schema for editors, and a config
+with its comments. All of it is generated, so that none of it can be out of date.
+
+    python -m titanlite.config.describe > docs/config.md
+    python -m titanlite config schema > train_configs/schema.json
+"""
+
+import json
+import re
+import textwrap
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from pydantic import BaseModel
+from pydantic.json_schema import GenerateJsonSchema
+from pydantic_core import PydanticUndefined
+from pydantic_core.core_schema import WithDefaultSchema
+
+from titanlite.config.schema import Config
+
+Node = dict[str, Any]
+"""A part of a JSON schema."""
+
+BASE = "Another TOML file to inherit from, as seen from this one: what this file does not say, that one does."
+
+INTRO = """\
+# Every option
+
+Generated from `titanlite/config/schema.py` by `python -m titanlite.config.describe > docs/config.md`.
+
+A config is a TOML file. Every option has a default; on the command line each is `--section.key=value`, the value read
+as TOML (`--training.steps=500`, `--model.args.dim=512`, `--compile.enable`). Entries of lists have numbers, and the
+next number makes a new one: `--data.sources.0.path=a --data.sources.1.path=b`.
+
+The file may begin with `base = "other.toml"`. {base}
+
+`titanlite config show` prints a config with all its options, `titanlite config show --diff` only those that are not the
+default. Editors with Even Better TOML (Taplo) complete and check configs that begin with
+`#:schema ./schema.json`; `titanlite config schema` writes that file.
+"""
+
+
+class Option(NamedTuple):
+    """One key of a section."""
+
+    key: str
+    """With its section: training.steps. N stands for the number of an entry in a list."""
+    type: str
+    default: str
+    """default 1000, or that there is none."""
+    description: str
+
+    @property
+    def name(self) -> str:
+        return self.key.rpartition(".")[2]
+
+
+class Table(NamedTuple):
+    """One section with keys of its own."""
+
+    header: str
+    description: str
+    options: list[Option]
+
+
+# JSON schema
+
+
+class _WithFactories(GenerateJsonSchema):
+    """Also says the defaults that are made anew for each config, such as empty lists."""
+
+    def default_schema(self, schema: WithDefaultSchema) -> Node:
+        node = super().default_schema(schema)
+        factory: Any = schema.get("default_factory")
+        return {**node, "default": self.encode_default(factory())} if factory else node
+
+
+def json_schema() -> Node:
+    """JSON schema (draft 2020-12) of the TOML file."""
+    schema = _as_toml_has_it(Config.model_json_schema(schema_generator=_WithFactories))
+    schema["properties"] = {"base": {"type": "string", "minLength": 1, "description": BASE}, **schema["properties"]}
+    top = {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "Config of titanlite"}
+    return top | schema
+
+
+def json_schema_text() -> str:
+    """As train_configs/schema.json has it."""
+    return json.dumps(json_schema(), indent=2, ensure_ascii=False) + "\n"
+
+
+def _as_toml_has_it(node: Any) -> Any:
+    """Without null, which TOML lacks; without titles, which only repeat names; with docstrings on one line."""
+    if isinstance(node, list):
+        return [_as_toml_has_it(inner) for inner in node]
+    if not isinstance(node, dict):
+        return node
+    node = {key: _as_toml_has_it(value) for key, value in node.items() if key != "title" or not isinstance(value, str)}
+    if isinstance(description := node.get("description"), str):
+        node["description"] = " ".join(description.split())
+    if isinstance(branches := node.get("anyOf"), list):
+        branches = [branch for branch in branches if branch != {"type": "null"}]
+        node = {key: value for key, value in node.items() if key != "anyOf"}
+        node = {**branches[0], **node} if len(branches) == 1 else {"anyOf": branches, **node}
+    if "default" in node and (node["default"] is None or "$ref" in node):
+        del node["default"]
+    return node
+
+
+# What there is
+
+
+def tables() -> list[Table]:
+    """Every section that has keys of its own, and what they are."""
+    schema = json_schema()
+    return list(_tables(schema, "", "", schema["$defs"]))
+
+
+def _tables(node: Node, header: str, prefix: str, definitions: Node) -> Iterator[Table]:
+    options: list[Option] = []
+    inner: list[Table] = []
+    for name, option in node["properties"].items():
+        key = prefix + name
+        entry = option.get("items") or option.get("additionalProperties")
+        entry = entry if isinstance(entry, dict) and "$ref" in entry else None
+        if "$ref" in option:
+            inner += _tables(_definition(option, definitions), f"[{key}]", f"{key}.", definitions)
+            continue
+        default = "required" if name in node.get("required", ()) else _default(option)
+        options.append(Option(key, type_words(option), default, option.get("description", "")))
+        if entry and "items" in option:
+            inner += _tables(_definition(entry, definitions), f"[[{key}]]", f"{key}.N.", definitions)
+        elif entry:
+            inner += _tables(_definition(entry, definitions), f"[{key}.NAME]", f"{key}.NAME.", definitions)
+    if options:
+        yield Table(header, node.get("description", ""), options)
+    yield from inner
+
+
+def _definition(node: Node, definitions: Node) -> Node:
+    return definitions[node["$ref"].rpartition("/")[2]]
+
+
+def _default(option: Node) -> str:
+    return f"default {_toml(option['default'])}" if "default" in option else "not set by default"
+
+
+def type_words(node: Node) -> str:
+    """A type as people say it: integer >= 1."""
+    if "anyOf" in node:
+        return " | ".join(map(type_words, node["anyOf"]))
+    if "const" in node or "enum" in node:
+        return " | ".join(_toml(value) for value in node.get("enum") or [node["const"]])
+    signs = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
+    limits = " and ".join(f"{sign} {node[name]:g}" for name, sign in signs.items() if name in node)
+    match node.get("type"):
+        case "array":
+            items = node.get("items", {})
+            return "list of tables" if "$ref" in items else f"list of {type_words(items)}"
+        case kind:
+            names = {"string": "text", "boolean": "true | false", "object": "table", None: "table"}
+            return f"{names.get(kind, kind)} {limits}".strip()
+
+
+def first_sentence(text: str) -> str:
+    """Of a docstring."""
+    text = " ".join(text.split())
+    return re.split(r"(?<=\.)\s+(?![a-z])", text, maxsplit=1)[0]
+
+
+# In Markdown, and as help
+
+
+def reference() -> str:
+    """docs/config.md."""
+    lines = [INTRO.format(base=BASE)]
+    for table in tables():
+        if table.header:
+            lines += [f"## {table.header}", ""]
+            lines += [textwrap.fill(_markdown(table.description), 120), ""] if table.description else []
+        for option in table.options:
+            if table.header:
+                said = f"- **`{option.name}`** (`{option.type}`; {_in_code(option.default)}). "
+                said += _markdown(option.description)
+                lines += [textwrap.fill(said, 120, subsequent_indent="  ", break_long_words=False), ""]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _in_code(default: str) -> str:
+    return re.sub(r"^default (.*)$", r"default `\1`", default)
+
+
+def _markdown(text: str) -> str:
+    return re.sub(r"([*<\[])", r"\\\1", text)
+
+
+def options_help() -> str:
+    """Every option as it is set on the command line, by section."""
+    lines = []
+    for table in tables():
+        if not table.header:
+            continue
+        lines += ["", table.header]
+        for option in table.options:
+            lines += [f"  --{option.key}  {option.type}; {option.default}"]
+            said = textwrap.wrap(first_sentence(option.description), 112)
+            lines += textwrap.indent("\n".join(said), " " * 8).splitlines()
+    return "\n".join(lines) + "\n"
+
+
+# A config with comments
+
+
+def show(config: Config, *, only_changes: bool = False) -> str:
+    """TOML that loads to the same config, with what each option is for.
+
+    Args:
+        only_changes: only what differs from the defaults, and what the default is.
+    """
+    return "\n".join(_section_lines(config, "", "", only_changes)).strip() + "\n"
+
+
+def _section_lines(section: BaseModel, header: str, key: str, only_changes: bool) -> Iterator[str]:
+    """A section, with the sections in it. Keys come first: TOML would take them for the inner section's."""
+    lines: list[str] = []
+    inner: list[str] = []
+    for name, field in type(section).model_fields.items():
+        value = getattr(section, name)
+        default = field.get_default(call_default_factory=True)
+        if only_changes and value == default:
+            continue
+        path = f"{key}.{_bare(name)}" if key else _bare(name)
+        said = textwrap.wrap(first_sentence(field.description or ""), 118)
+        said = [] if only_changes else [f"# {line}" for line in said]
+        was = _default_comment(default) if only_changes else ""
+        if isinstance(value, BaseModel):
+            inner += _section_lines(value, f"[{path}]", path, only_changes)
+        elif isinstance(value, dict):
+            inner += ["", *said, *_named_lines(value, path, was, only_changes)]
+        elif isinstance(value, list) and value and all(isinstance(entry, BaseModel) for entry in value):
+            for entry in value:
+                inner += _section_lines(entry, f"[[{path}]]", path, only_changes)
+        elif value is None:
+            lines += [*said, f"# {name} is not set"]
+        else:
+            lines += [*said, f"{_bare(name)} = {_toml(value)}  {was}".rstrip()]
+    if header and (lines or header.startswith("[[") or not inner):
+        yield from ("", header)
+    yield from lines
+    yield from inner
+
+
+def _named_lines(value: Node, path: str, was: str, only_changes: bool) -> Iterator[str]:
+    """A table whose keys are the user's own."""
+    yield f"[{path}]  {was}".rstrip()
+    for name, entry in value.items():
+        if not isinstance(entry, BaseModel):
+            yield f"{_bare(name)} = {_toml(entry)}"
+    for name, entry in value.items():
+        if isinstance(entry, BaseModel):
+            inner = f"{path}.{_bare(name)}"
+            yield from _section_lines(entry, f"[{inner}]", inner, only_changes)
+
+
+def _default_comment(default: Any) -> str:
+    if default is PydanticUndefined:
+        return ""
+    return f"# default: {'not set' if default is None else _toml(default)}"
+
+
+def _bare(name: str) -> str:
+    import tomlkit
+
+    return name if re.fullmatch(r"[\w-]+", name, re.ASCII) else tomlkit.item(name).as_string()
+
+
+def _toml(value: Any) -> str:
+    """A value on one line."""
+    import tomlkit
+
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{_bare(name)} = {_toml(inner)}" for name, inner in value.items()) + "}"
+    if isinstance(value, list):
+        return f"[{', '.join(map(_toml, value))}]"
+    if isinstance(value, BaseModel):
+        return _toml(value.model_dump(exclude_none=True))
+    return tomlkit.item(value).as_string()
+
+
+if __name__ == "__main__":
+    print(reference(), end="")

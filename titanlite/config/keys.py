@@ -1,0 +1,85 @@
+"""The names of all options, read off the schema: which there are, which one was meant."""
+
+from collections.abc import Iterator
+from difflib import get_close_matches
+from types import UnionType
+from typing import Annotated, Any, Union, get_args, get_origin
+
+from pydantic import BaseModel
+
+from titanlite.config.schema import Config
+
+
+def dotted_keys(model: type[BaseModel] = Config, prefix: str = "", *, inside_lists: bool = False) -> Iterator[str]:
+    """Every option as section.key.
+
+    Args:
+        inside_lists: also those of the tables in a list of tables, without their number.
+    """
+    for name, field in model.model_fields.items():
+        sections = [kind for kind in _branches(field.annotation) if is_section(kind)]
+        for section in sections:
+            yield from dotted_keys(section, f"{prefix}{name}.", inside_lists=inside_lists)
+        if not sections:
+            yield prefix + name
+            for element in _elements(field.annotation) if inside_lists else ():
+                yield from dotted_keys(element, f"{prefix}{name}.", inside_lists=True)
+
+
+def is_section(kind: Any) -> bool:
+    """Whether a type is a table of the TOML file that has fields."""
+    return isinstance(kind, type) and issubclass(kind, BaseModel)
+
+
+def expects_list(key: tuple[str, ...]) -> bool:
+    """Whether the schema allows a list there. Entries of lists are named by their number."""
+    kinds: list[Any] = [Config]
+    for part in key:
+        inner: list[Any] = []
+        for kind in kinds:
+            if is_section(kind):
+                inner += [field.annotation for name, field in kind.model_fields.items() if name == part]
+            elif get_origin(kind) is list and part.isdecimal():
+                inner += get_args(kind)
+            elif get_origin(kind) is dict:
+                inner.append(get_args(kind)[1])
+        kinds = [branch for kind in inner for branch in _branches(kind)]
+    return any(get_origin(kind) is list for kind in kinds)
+
+
+def nearest_key(dotted: str) -> str | None:
+    """The option or section that was probably meant: the same name in another section, else the closest spelling."""
+    dotted = ".".join(part for part in dotted.split(".") if not part.isdecimal())
+    options = list(dotted_keys(inside_lists=True))
+    parents = (option.split(".")[:end] for option in options for end in range(1, option.count(".") + 1))
+    sections = sorted({".".join(parts) for parts in parents})
+    leaf = dotted.rpartition(".")[2]
+    namesakes = get_close_matches(dotted, [name for name in options if name.rpartition(".")[2] == leaf], n=1, cutoff=0)
+    of_same_depth = [name for name in options + sections if name.count(".") == dotted.count(".")]
+    near = get_close_matches(dotted, [name for name in of_same_depth if _is_like(leaf, name)], n=1, cutoff=0.8)
+    leaves = {option.rpartition(".")[2]: option for option in reversed(options)}
+    near_leaf = get_close_matches(leaf, leaves, n=1, cutoff=0.8)
+    return (namesakes or near or [leaves[name] for name in near_leaf] or [None])[0]
+
+
+def _is_like(leaf: str, name: str) -> bool:
+    """Whether the last part is like a name's: in the same section, all keys are alike as wholes."""
+    return bool(get_close_matches(leaf, [name.rpartition(".")[2]], cutoff=0.6))
+
+
+def _branches(kind: Any) -> Iterator[Any]:
+    """The types that a union allows; any other type is its own only branch."""
+    if get_origin(kind) in (Union, UnionType):
+        for branch in get_args(kind):
+            yield from _branches(branch)
+    elif get_origin(kind) is Annotated:
+        yield from _branches(get_args(kind)[0])
+    else:
+        yield kind
+
+
+def _elements(annotation: Any) -> Iterator[type[BaseModel]]:
+    """The sections that a list, or a table with names of the user's, has as entries."""
+    for kind in _branches(annotation):
+        inner = get_args(kind)[-1:] if get_origin(kind) in (list, dict) else ()
+        yield from (entry for branch in inner for entry in _branches(branch) if is_section(entry))
