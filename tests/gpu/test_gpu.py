@@ -239,3 +239,54 @@ def test_no_step_waits_for_the_gpu(tiny: TinyRun, state_dtype: str) -> None:
 def test_two_deterministic_runs_are_equal_bit_by_bit(tiny: TinyRun) -> None:
     options = ["--debug.deterministic", "--training.steps=20", "--data.document_mask"]
     assert train(tiny, "one", *options) == train(tiny, "two", *options)
+
+
+# Experts, and optimizers
+
+
+def test_torchs_grouped_product_is_ours() -> None:
+    """In bfloat16, gradients too, with a group that is empty; against products one by one in float32."""
+    import torch
+
+    from titanlite.models.grouped import grouped_mm
+
+    draw = torch.Generator("cuda").manual_seed(0)
+    x = torch.randn(256, 64, generator=draw, device="cuda").bfloat16()
+    weights = torch.randn(4, 64, 128, generator=draw, device="cuda").bfloat16()
+    ends = torch.tensor([100, 100, 180, 256], dtype=torch.int32, device="cuda")
+    grad = torch.randn(256, 128, generator=draw, device="cuda").bfloat16()
+    results = []
+    for dtype in (torch.bfloat16, torch.float32):
+        inputs = [tensor.to(dtype).requires_grad_() for tensor in (x, weights)]
+        out = grouped_mm(*inputs, ends)
+        results.append([out, *torch.autograd.grad(out, inputs, grad.to(dtype))])
+    for found, expected in zip(*results, strict=True):
+        assert (found.float() - expected).abs().max() < 0.02 * expected.abs().max()
+    assert not results[0][2][1].any(), "an expert without tokens learns nothing"
+
+
+MODELS = {
+    "qwen3": ["--model.name=qwen3", "--model.args.head_dim=16"],
+    "experts": [
+        "--model.name=qwen3_moe",
+        "--model.args.head_dim=16",
+        "--model.args.n_experts=4",
+        "--model.args.n_active_experts=2",
+    ],
+    "experts, compiled": [
+        "--model.name=qwen3_moe",
+        "--model.args.head_dim=16",
+        "--model.args.n_experts=4",
+        "--model.args.n_active_experts=2",
+        "--compile.enable",
+        "--activation_checkpoint.mode=selective",
+    ],
+    "Muon": ["--optimizer.name=Muon"],
+}
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_other_models_and_optimizers_learn_on_the_gpu(tiny: TinyRun, model: str) -> None:
+    losses = train(tiny, "other", *MODELS[model], "--training.steps=20")
+    assert losses[0] == pytest.approx(5.557, abs=0.3)
+    assert losses[-1] < 0.9 * losses[0]
