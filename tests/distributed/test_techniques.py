@@ -51,9 +51,11 @@ def meta_model(**changes: Any) -> Llama3:
         return Llama3(Llama3Args(**{**vars(ARGS), **changes}))
 
 
-def test_float8_says_what_it_converts_and_what_it_keeps(caplog: pytest.LogCaptureFixture) -> None:
+def test_float8_says_what_it_converts_and_what_it_keeps(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = meta_model()
-    logging.getLogger("titanlite").propagate = True
+    monkeypatch.setattr(logging.getLogger("titanlite"), "propagate", True)
     with caplog.at_level(logging.INFO, logger="titanlite"):
         convert_to_float8(model, float8=Float8(enable=True, emulate=True, filter_fqns=["wo"]), shard_degree=1)
     linears = [(name, module) for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)]

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from tests.unit.test_llama3 import SMALL, built, oracle
 from titanlite.config.schema import ActivationCheckpoint, Compile, Float8, Parallelism, Training
 from titanlite.loss import IGNORE, token_loss
-from titanlite.models import layers, llama3
+from titanlite.models import decoder, layers
 from titanlite.models.layers import Boundaries, Documents, attention_mask, has_packed_kernel, rope_at
 from titanlite.models.llama3 import Llama3, Llama3Args
 from titanlite.parallelize import build_mesh, parallelize
@@ -188,7 +188,7 @@ def test_without_documents_attention_is_plain(monkeypatch: pytest.MonkeyPatch) -
         return attend(q, k, v, **options)
 
     monkeypatch.setattr(F, "scaled_dot_product_attention", spy)
-    monkeypatch.setattr(llama3, "attention_mask", None)
+    monkeypatch.setattr(decoder, "attention_mask", None)
     model = built(GROUPED)
     model(tokens_for(ROWS))
     assert calls == [{"attn_mask": None, "is_causal": True, "enable_gqa": True}] * 2

@@ -173,7 +173,9 @@ def test_rows_of_the_users_own(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("single_process_group")
-def test_a_logger_that_fails_does_not_end_the_run(tiny: TinyRun, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_logger_that_fails_does_not_end_the_run(
+    tiny: TinyRun, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tiny.folder / "own_logger.py").write_text(
         "class Fails:\n"
         "    made = []\n"
@@ -183,7 +185,7 @@ def test_a_logger_that_fails_does_not_end_the_run(tiny: TinyRun, caplog: pytest.
         "        if step == 3: raise RuntimeError('the network is away')\n"
         "    def close(self): raise AssertionError('it is gone by then')\n"
     )
-    logging.getLogger("titanlite").propagate = True
+    monkeypatch.setattr(logging.getLogger("titanlite"), "propagate", True)
     with caplog.at_level(logging.WARNING, logger="titanlite"):
         train_on_this_rank(tiny.config(f"--metrics.loggers=['{tiny.folder}/own_logger.py:Fails']"), 0, 1)
     assert len(tiny.losses()) == 6

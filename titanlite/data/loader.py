@@ -79,8 +79,9 @@ def build_loader(
         for batch in loader:
             yield to_device(batch, device)
     finally:
-        del loader
-        gc.collect()  # its queues are in a circle; Python complains of what is left of them when the process ends
+        if context:
+            del loader
+            gc.collect()  # its queues are in a circle; Python complains of what is left of them when the process ends
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:
