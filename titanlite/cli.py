@@ -3,7 +3,7 @@
 import os
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, NoReturn
 
@@ -129,8 +129,7 @@ def _guarded(command: Callable[[list[str]], None], arguments: list[str]) -> int:
     except (UserError, RunError) as error:
         code = error.exit_code
         if _is_first_to_fail(code):
-            for line in str(error).splitlines():
-                print(f"error: {line}", file=sys.stderr)
+            _print_errors(str(error).splitlines())
         return code
     except KeyboardInterrupt:
         return 130
@@ -142,6 +141,11 @@ def _guarded(command: Callable[[list[str]], None], arguments: list[str]) -> int:
         print("".join(where + line for line in traceback.format_exc().splitlines(True)), file=sys.stderr)
         return 1
     return 0
+
+
+def _print_errors(lines: Iterable[object]) -> None:
+    for line in lines:
+        print(f"error: {line}", file=sys.stderr, flush=True)
 
 
 def _train(arguments: list[str]) -> None:
@@ -176,6 +180,8 @@ def _examine(arguments: list[str], *, log: bool = False) -> "tuple[Config, Ingre
     draft = read(path, overrides, world_size=int(os.environ.get("WORLD_SIZE", 1)))
     if "" in draft.bad_keys:
         draft.settle()  # nothing can be known of the rest: no need to wait for torch
+    if "RANK" not in os.environ:
+        _print_errors(draft.tell())  # at once; what else is wrong is known when torch is imported, seconds later
     from titanlite.console import start_logging
     from titanlite.job import pick_device, read_ranks
     from titanlite.preflight import examine
@@ -187,7 +193,7 @@ def _examine(arguments: list[str], *, log: bool = False) -> "tuple[Config, Ingre
         device = pick_device(ranks)
     except UserError as error:
         draft.add([Problem("", str(error))])
-        raise ConfigError(draft.problems) from None
+        raise ConfigError(draft.tell()) from None
     ingredients, problems = examine(draft.config, ranks, device, draft.bad_keys)
     draft.add(problems)
     config = draft.settle()

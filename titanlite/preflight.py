@@ -12,7 +12,7 @@ from typing import TypeVar
 import torch
 
 from titanlite.config.checks import are_right
-from titanlite.config.schema import Config, Data, Validation
+from titanlite.config.schema import Config, Data, Optimizer, Validation
 from titanlite.data.prepare import find_inputs
 from titanlite.data.tokenizer import Tokenizer, load_tokenizer
 from titanlite.errors import ConfigError, Problem, UserError
@@ -39,8 +39,7 @@ class Ingredients:
 
     def build_model(self) -> Model:
         """The model on the meta device: shapes without memory."""
-        with torch.device("meta"):
-            return self.model(self.args)
+        return _on_meta(self.model, self.args)
 
 
 def preflight(config: Config, ranks: Ranks, device: torch.device) -> Ingredients:
@@ -80,15 +79,20 @@ def examine(
             report.attempt(key, [key], partial(_check_callable, name))
     if config.compile.enable:
         report.attempt("compile.enable", ["compile"], lambda: check_compiler(device))
+    shapes = _on_meta(*resolved) if resolved else None
+    checked = report.attempt(
+        "optimizer", ["optimizer", "training.dtype"], lambda: _check_optimizer(config.optimizer, shapes, training.dtype)
+    )
     if not resolved:
         return None, report.problems
     model, args = resolved
     report.attempt("training.seq_len", ["training.seq_len"], lambda: _check_seq_len(training.seq_len, args))
     if tokenizer:
         report.attempt("data.tokenizer", [], lambda: _check_vocabulary(tokenizer, args))
+    if shapes and checked:
+        sizes = ["training", "parallelism"]
+        report.attempt("model.flavor", sizes, lambda: _check_memory(shapes, config, ranks, device))
     args = replace(args, max_seq_len=training.seq_len)
-    sizes = ["training", "optimizer", "parallelism"]
-    report.attempt("model.flavor", sizes, lambda: _check_memory(model, args, config, ranks, device))
     return (Ingredients(model, args, tokenizer) if tokenizer else None), report.problems
 
 
@@ -152,12 +156,20 @@ def _check_vocabulary(tokenizer: Tokenizer, args: ModelArgs) -> None:
         raise UserError(f"has {tokenizer.vocab_size} tokens, the model only {args.vocab_size} (model.args.vocab_size)")
 
 
-def _check_memory(model: type[Model], args: ModelArgs, config: Config, ranks: Ranks, device: torch.device) -> None:
-    with torch.device("meta"):
-        shapes = model(args)
-    dtype = config.training.dtype
-    if problems := check_optimizer(config.optimizer, shapes, dtype=dtype):
+def _check_optimizer(config: Optimizer, shapes: Model | None, dtype: str) -> bool:
+    """Also what does not depend on the model, where that is not known."""
+    if problems := check_optimizer(config, shapes, dtype=dtype):
         raise ConfigError(problems)
+    return True
+
+
+def _on_meta(model: type[Model], args: ModelArgs) -> Model:
+    with torch.device("meta"):
+        return model(args)
+
+
+def _check_memory(shapes: Model, config: Config, ranks: Ranks, device: torch.device) -> None:
+    dtype = config.training.dtype
     states = bytes_of_state(config.optimizer, shapes, dtype=dtype)
     check_memory(
         shapes,

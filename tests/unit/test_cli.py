@@ -115,6 +115,8 @@ enable = true
 [data]
 tokenizer = "bad.model"
 [checkpiont]
+[optimizer]
+name = "Moun"
 """
     (tmp_path / "run.toml").write_text(text)
     bad = tmp_path / "bad.model"
@@ -122,31 +124,43 @@ tokenizer = "bad.model"
     options = [f"--data.tokenizer={bad}", "--training.stepss=3"]
     lines = refusal(capfd, "config", "check", "--config", str(tmp_path / "run.toml"), *options)
     assert [line.removeprefix("error: ").split(":")[0] for line in lines] == [
-        "metrics.log_freq",
-        "quantize.linear.float8.enable",
+        "metrics.log_freq",  # at once, in the order of the file
+        "checkpiont",
+        "training.stepss",
+        "quantize.linear.float8.enable",  # when torch is imported
         "model.args.dim",
         "model.flavor",
-        "checkpiont",
+        "optimizer.name",
         "model.args.n_layer",
         "data.tokenizer",
-        "training.stepss",
     ]
-    places = [line.rpartition(" ")[2].strip("()") for line in lines[:6]]
-    assert places == ["run.toml:3", "run.toml:5", "run.toml:8", "run.toml:9", "run.toml:14", "base.toml:4"]
-    assert "did you mean debug?" in lines[3]
-    assert "did you mean n_layers?" in lines[5]
-    assert lines[6].endswith("(command line)")
+    places = [line.rpartition(" ")[2].strip("()") for line in lines[3:8]]
+    assert places == ["run.toml:5", "run.toml:8", "run.toml:9", "run.toml:16", "base.toml:4"]
+    assert "did you mean debug?" in lines[5]
+    assert "did you mean Muon?" in lines[6]
+    assert "did you mean n_layers?" in lines[7]
+    assert lines[2].endswith("(command line)")
+    assert lines[8].endswith("(command line)")
 
     more = ["--model.args={}", "--model.flavor=debug", "--model.args.vocab_size=5", "--data.tokenizer=bytes"]
-    lines = refusal(capfd, "train", "--config", str(tmp_path / "run.toml"), *more)
+    lines = refusal(capfd, "train", "--config", str(tmp_path / "run.toml"), "--optimizer.name=SGD", *more)
     assert [line.partition(" (")[0].removeprefix("error: ") for line in lines] == [
         "metrics.log_freq: expected a number of at least 1, got 0",
-        "quantize.linear.float8.enable: this machine has no float8 units",
         "checkpiont: unknown key, did you mean checkpoint?",
+        "quantize.linear.float8.enable: this machine has no float8 units",
         "training.seq_len: 10000 is more than the 8192 positions of the model",
         "data.tokenizer: has 258 tokens, the model only 5",
     ]
     assert lines[3].endswith("(base.toml:2)")
+
+
+def test_mistakes_of_the_options_are_told_before_torch_is_imported(tiny: TinyRun) -> None:
+    code = "import sys; sys.modules['torch'] = None; from titanlite.cli import main; main()"
+    command = [sys.executable, "-c", code, "config", "check", "--config", str(tiny.toml), "--training.stepss=1"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    first, second, *_ = result.stderr.splitlines()
+    assert first == "error: training.stepss: unknown key, did you mean training.steps? (command line)"
+    assert second.startswith("Traceback"), "there is no torch here"
 
 
 def test_what_depends_on_a_mistake_is_not_reported_too(tiny: TinyRun, capfd: pytest.CaptureFixture[str]) -> None:
@@ -154,7 +168,7 @@ def test_what_depends_on_a_mistake_is_not_reported_too(tiny: TinyRun, capfd: pyt
     options = ["--data.path=/no/such", "--training.seq_lenn=3", "--model.args.vocab_size=x", "--compile.enabel=true"]
     lines = refusal(capfd, "config", "check", "--config", str(tiny.toml), *options)
     assert [line.removeprefix("error: ").split(": ")[0] for line in lines] == [
-        "data.path", "training.seq_lenn", "model.args.vocab_size", "compile.enabel",
+        "data.path", "training.seq_lenn", "compile.enabel", "model.args.vocab_size",
     ]  # fmt: skip
 
 

@@ -29,6 +29,8 @@ class Draft:
     bad_keys: set[str]
     """Options that are reported already: what depends on one is not worth checking. "" stands for all of them."""
     places: dict[Key, Place]
+    told: int = 0
+    """How many of the problems."""
 
     def place(self, key: Key) -> Place:
         """Where a key was written. What was not written is placed where its section begins, if it does."""
@@ -44,14 +46,19 @@ class Draft:
             place = problem.where or (self.place(tuple(problem.key.split("."))) if problem.key else None)
             self.problems.append(Problem(problem.key, problem.message, place))
 
+    def tell(self) -> list[Problem]:
+        """The problems so far that were not told before, in the order of the file."""
+        new, self.told = self.problems[self.told :], len(self.problems)
+        return sorted(new, key=lambda problem: problem.where or DEFAULT_PLACE)
+
     def settle(self) -> Config:
         """The config, if there is nothing wrong with it.
 
         Raises:
-            ConfigError: naming all problems, in the order of the file.
+            ConfigError: naming all problems that were not told before.
         """
         if self.problems:
-            raise ConfigError(sorted(self.problems, key=lambda problem: problem.where or DEFAULT_PLACE))
+            raise ConfigError(self.tell())
         return self.config
 
 

@@ -76,11 +76,11 @@ def _is_of_adams_kind(kind: type[torch.optim.Optimizer]) -> bool:
     return isinstance(default, tuple) and len(default) == 2
 
 
-def check_optimizer(config: Optimizer, model: nn.Module, *, dtype: str) -> list[Problem]:
+def check_optimizer(config: Optimizer, model: nn.Module | None, *, dtype: str) -> list[Problem]:
     """Everything wrong with `[optimizer]`, before anything is allocated.
 
     Args:
-        model: on the meta device, say: names and shapes matter.
+        model: on the meta device, say: names and shapes matter. None if it is not known: then groups are not checked.
         dtype: `training.dtype`.
     """
     problems: list[Problem] = []
@@ -98,7 +98,7 @@ def check_optimizer(config: Optimizer, model: nn.Module, *, dtype: str) -> list[
         kinds.append(torch.optim.AdamW)
     problems += _check_unused(config, kinds)
     try:
-        plan_groups(config, dict(model.named_parameters()))
+        plan_groups(config, dict(model.named_parameters())) if model else None
     except ConfigError as error:
         problems += error.problems
     return problems
