@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from titanlite.config.schema import Training
+from titanlite.data.packing import IGNORE
 from titanlite.extend import find_object
 
-IGNORE = -100
-"""A label that does not count."""
+__all__ = ["IGNORE", "LossFunction", "TokenLoss", "build_loss", "token_loss"]
 
 CHUNK_BYTES = 2**28
 """Of float32 logits at a time: 512 tokens of a vocabulary of 131,072."""

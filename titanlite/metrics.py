@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,6 +25,7 @@ from titanlite.extend import find_object
 from titanlite.guard import SkippedStep
 from titanlite.hardware import peak_flops
 from titanlite.job import RunFolder
+from titanlite.loggers import Logger, TensorBoard
 from titanlite.step import StepResult
 
 logger = logging.getLogger(__name__)
@@ -216,39 +217,6 @@ class MetricsRecorder:
                 logs.close()
             except Exception:
                 logger.warning(f"{type(logs).__name__} failed to close:", exc_info=True)
-
-
-class Logger(Protocol):
-    """Where else figures go: TensorBoard, and `metrics.loggers`. Made and called on rank 0 only."""
-
-    def __init__(self, folder: Path, *, step: int) -> None:
-        """Args:
-        folder: of the run.
-        step: that the run goes on from; figures of later steps, of a run that was killed, will come anew.
-        """
-        ...
-
-    def log(self, figures: dict[str, float], *, step: int) -> None:
-        """Of a log step (`loss`, `lr`, ...), a validation (`validation/loss`, ...) or a save (`checkpoint/...`)."""
-        ...
-
-    def close(self) -> None:
-        """At the end of the run."""
-        ...
-
-
-class TensorBoard:
-    def __init__(self, folder: Path, *, step: int) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-
-        self._writer = SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1)
-
-    def log(self, figures: dict[str, float], *, step: int) -> None:
-        for name, value in figures.items():
-            self._writer.add_scalar(name, value, step)
-
-    def close(self) -> None:
-        self._writer.close()
 
 
 def _flat(record: dict[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:

@@ -24,7 +24,7 @@ from titanlite.errors import RunError
 logger = logging.getLogger(__name__)
 
 IGNORE = -100
-"""A label that does not count: titanlite.loss.IGNORE, without its torch."""
+"""A label that does not count."""
 PADDING = 0
 VERSION = 1
 """Of plans: another one means other rows for the same documents."""
