@@ -145,6 +145,7 @@ class MetricsRecorder:
             "mfu": flops / self.peak_flops if self.peak_flops else None,
             "mfu_causal": causal_flops / self.peak_flops if self.peak_flops else None,
             "data_shares": shares(),
+            **{name: float(figure) for name, figure in result.of_model.items()},
         }
         self._write(record)
         self._start_window()

@@ -1,7 +1,7 @@
 """One optimizer step: accumulate, clip, update. Returns tensors and never waits for the device."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -33,6 +33,8 @@ class StepResult:
     """[micro-batches], this rank's: loss sum / valid tokens of the global batch."""
     shard_grad_norm: Tensor
     """This rank's: norm of its part of the gradients."""
+    of_model: dict[str, Tensor] = field(default_factory=dict)
+    """Global: what the model tells of the step."""
 
 
 def take_every_step(loss: Tensor, grad_norm: Tensor) -> Tensor:
@@ -87,8 +89,8 @@ def train_step(
     verdict = judge(loss, norm)
     update(optimizer, skip=verdict != 0)
     optimizer.zero_grad()
-    model.end_step(verdict == 0)
-    return StepResult(loss, total - loss, norm, verdict, micro_losses, square.sqrt())
+    figures_of_model = model.end_step(verdict == 0)
+    return StepResult(loss, total - loss, norm, verdict, micro_losses, square.sqrt(), figures_of_model)
 
 
 def documents_of(batch: Batch) -> Documents | None:

@@ -202,10 +202,10 @@ def test_experts_become_equally_busy() -> None:
         loads: list[float] = []
         end_step = model.end_step
 
-        def watch(taken: Tensor, model: Qwen3Moe = model, loads: list[float] = loads, then: Any = end_step) -> None:
+        def watch(taken: Tensor, model: Qwen3Moe = model, loads: list[float] = loads, then: Any = end_step) -> Any:
             assert all(load.sum() == 4 * 32 * 2 for load in model.tallies())
             loads.append(max(float(load.max() / load.mean()) for load in model.tallies()))
-            then(taken)
+            return then(taken)
 
         model.end_step = watch
         for batch in tokens:
@@ -224,7 +224,7 @@ def test_a_step_that_is_left_out_moves_no_bias() -> None:
     for taken, expected in ((False, 0.0), (True, 1e-3)):
         first.load_E.copy_(torch.tensor([0.0, 2, 2, 2, 2, 2, 2, 4]))
         second.load_E.fill_(2)
-        model.end_step(torch.tensor(taken))
+        assert model.end_step(torch.tensor(taken)) == {"busiest_expert": torch.tensor(2.0)}
         assert first.bias_E.tolist() == pytest.approx([expected, 0, 0, 0, 0, 0, 0, -expected])
         assert not second.bias_E.any()
         assert not first.load_E.any()

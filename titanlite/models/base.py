@@ -57,12 +57,16 @@ class Model(nn.Module):
         tokens of each expert, say. `step` sums them over all ranks, in a message that it sends anyway."""
         return []
 
-    def end_step(self, taken: Tensor) -> None:
+    def end_step(self, taken: Tensor) -> dict[str, Tensor]:
         """After the optimizer's step, when `tallies` are those sums: to act on them, and to set them to zero.
 
         Args:
             taken: bool on the device, whether the step was made. It is not where the guard leaves one out.
+
+        Returns:
+            scalars on the device for the metrics, by name.
         """
+        return {}
 
     def flops_per_token(self, seq_len: int, *, causal: bool = False) -> float:
         """Floating point operations of forward and backward for one token of a sequence of seq_len tokens.

@@ -115,8 +115,12 @@ class Qwen3Moe(Decoder):
         return [experts.load_E for experts in self.experts()]
 
     @torch.no_grad()
-    def end_step(self, taken: Tensor) -> None:
+    def end_step(self, taken: Tensor) -> dict[str, Tensor]:
+        """`busiest_expert`: its tokens over an even share of them, in the layer where that is most."""
+        busiest = []
         for experts in self.experts():
-            too_few_E = torch.sign(experts.load_E.mean() - experts.load_E)
-            experts.bias_E += self.args.balance_rate * too_few_E * taken
+            mean = experts.load_E.mean()
+            busiest.append(experts.load_E.max() / mean)
+            experts.bias_E += self.args.balance_rate * torch.sign(mean - experts.load_E) * taken
             experts.load_E.zero_()
+        return {"busiest_expert": torch.stack(busiest).max()}
