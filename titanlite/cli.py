@@ -8,7 +8,7 @@ from difflib import get_close_matches
 from typing import TYPE_CHECKING, NoReturn
 
 from titanlite import __version__
-from titanlite.errors import ConfigError, Problem, RunError, UserError
+from titanlite.errors import ConfigError, Problem, RunError, UserError, whole_number
 
 if TYPE_CHECKING:
     import torch
@@ -105,7 +105,7 @@ def run(arguments: list[str]) -> int:
             return _guarded(_check, rest)
         case ["config", "show", *rest]:
             return _guarded(_show, rest)
-        case ["config", "schema"]:
+        case ["config", "schema", *_]:
             return _guarded(_schema, [])
         case ["config", "migrate", *rest]:
             return _guarded(_migrate, rest)
@@ -177,7 +177,7 @@ def _examine(arguments: list[str], *, log: bool = False) -> "tuple[Config, Ingre
     from titanlite.config.load import read
 
     path, overrides = _split_config(arguments)
-    draft = read(path, overrides, world_size=int(os.environ.get("WORLD_SIZE", 1)))
+    draft = read(path, overrides, world_size=whole_number(os.environ, "WORLD_SIZE", 1))
     if "" in draft.bad_keys:
         draft.settle()  # nothing can be known of the rest: no need to wait for torch
     if "RANK" not in os.environ:

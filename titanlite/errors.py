@@ -1,5 +1,6 @@
 """Errors that are for people: the command prints one clear line each, no traceback, and exits with the error's code."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import inf
 from typing import ClassVar, NamedTuple
@@ -39,6 +40,18 @@ class Place(NamedTuple):
 
 DEFAULT_PLACE = Place(inf, inf, "default")
 """Of what nobody wrote: the value is the default."""
+
+
+def whole_number(environ: Mapping[str, str], name: str, least: int) -> int:
+    """A variable of the environment; `least` if it is not set.
+
+    Raises:
+        UserError: it is no number, or less.
+    """
+    text = environ.get(name, str(least))
+    if not text.isdecimal() or int(text) < least:
+        raise UserError(f"the environment variable {name}: expected a number of at least {least}, got {text!r}")
+    return int(text)
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from titanlite.config.load import dump
 from titanlite.config.schema import Config, Data
 from titanlite.config.schema import Job as JobConfig
 from titanlite.console import log_to_file
-from titanlite.errors import UserError
+from titanlite.errors import UserError, whole_number
 
 LOCK_PATIENCE = 15.0  # seconds
 
@@ -41,8 +41,11 @@ class Ranks:
 
 
 def read_ranks(environ: Mapping[str, str]) -> Ranks:
+    """Raises:
+    UserError: one is not a number.
+    """
     names = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
-    return Ranks(*(int(environ.get(name, default)) for name, default in names.items()))
+    return Ranks(*(whole_number(environ, name, least) for name, least in names.items()))
 
 
 def pick_device(ranks: Ranks) -> torch.device:

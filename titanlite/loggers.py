@@ -19,7 +19,7 @@ class Logger(Protocol):
         ...
 
     def close(self) -> None:
-        """At the end of the run."""
+        """At the end of the run; not after an error."""
         ...
 
 

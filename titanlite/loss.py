@@ -35,7 +35,7 @@ class TokenLoss(NamedTuple):
 class LossFunction(Protocol):
     """What training minimizes: `token_loss`, or a function of the user's."""
 
-    def __call__(self, hidden_BLD: Tensor, weight_VD: Tensor, *, labels_BL: Tensor) -> TokenLoss:
+    def __call__(self, hidden_BLD: Tensor, weight_VD: Tensor, /, *, labels_BL: Tensor) -> TokenLoss:
         """Args:
         hidden_BLD: final hidden states; the logits are hidden @ weight^T.
         labels_BL: the next tokens, int64; IGNORE does not count.

@@ -72,7 +72,12 @@ class MetricsRecorder:
             self._validation = _reopen(folder.validation, step) if folder.validation.exists() else None
         loggers: list[type[Logger]] = [TensorBoard] if config.enable_tensorboard else []
         loggers += [find_object(name) for name in config.loggers]
-        self._loggers = [logger(folder.path, step=step) for logger in loggers] if self.writes else []
+        self._loggers: list[Logger] = []
+        for kind in loggers if self.writes else ():
+            try:
+                self._loggers.append(kind(folder.path, step=step))
+            except Exception:
+                logger.warning(f"{kind.__name__} failed, and gets no figures:", exc_info=True)
         self._start_window()
 
     def _start_window(self) -> None:

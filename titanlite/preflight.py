@@ -68,7 +68,9 @@ def examine(
     training, float8 = config.training, config.quantize.linear.float8
     selected = config.model
     resolved = report.attempt(
-        "model", ["model"], lambda: resolve_model(selected.name, selected.flavor, selected.args, selected.file)
+        "model",
+        ["model.name", "model.file", "model.flavor", "model.args"],
+        lambda: resolve_model(selected.name, selected.flavor, selected.args, selected.file),
     )
     tokenizer = report.attempt("data.tokenizer", ["data.tokenizer"], lambda: load_tokenizer(config.data.tokenizer))
     for key, path in [*_paths(config.data, "data"), *_paths(config.validation, "validation")]:

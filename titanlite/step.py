@@ -72,18 +72,20 @@ def train_step(
         )
         # FSDP averages gradients over the group; they are to be summed.
         (loss.total * (group.size() / valid_tokens)).backward()
-        losses.append(torch.stack([loss.cross_entropy, loss.total.detach()]) / valid_tokens)
+        losses.append(torch.stack([loss.cross_entropy.detach(), loss.total.detach()]) / valid_tokens)
     micro_losses, totals = torch.stack(losses, dim=1)
     sharded = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     gradients, copies = [local(gradient) for gradient in sharded], count_copies(sharded[0], group)
     square = sum_of_squares(gradients).to(valid_tokens.device)
     # One message with all that the ranks must agree on, to the last bit.
     tallies = model.tallies()
-    figures = torch.cat([torch.stack([micro_losses.sum(), totals.sum(), square / copies]), *tallies])
+    figures = torch.cat(
+        [torch.stack([micro_losses.sum(), totals.sum(), square / copies]), *(tally.flatten() for tally in tallies)]
+    )
     dist.all_reduce(figures, group=group)
     loss, total, norm = figures[0], figures[1], figures[2].sqrt()
-    for tally, whole in zip(tallies, figures[3:].split([len(tally) for tally in tallies]), strict=True):
-        tally.copy_(whole)
+    for tally, whole in zip(tallies, figures[3:].split([tally.numel() for tally in tallies]), strict=True):
+        tally.copy_(whole.view_as(tally))
     if max_norm > 0:
         clip(gradients, norm=norm, max_norm=max_norm)
     verdict = judge(loss, norm)

@@ -75,7 +75,7 @@ def test_a_run_folder_tells_how_it_was_made(tiny: TinyRun) -> None:
         (["--training.stepss=3"], "training.stepss: unknown key, did you mean training.steps? (command line)"),
         (["--training.steps=many"], 'training.steps: expected an integer, got "many" (command line)'),
         (["--parallelism.data_parallel_shard_degree=3"],
-         "parallelism.data_parallel_shard_degree: replicate 1 x shard 3 = 3 processes, there are 1 (command line)"),
+         "parallelism.data_parallel_shard_degree: replicate 1 x shard 3 = 3 processes, there are 1: start more "),
         (["--data.path=/no/such"], "data.path: no file or folder /no/such (command line)"),
         (["--data.tokenizer=/no/such"],
          "data.tokenizer: no file /no/such (a tiktoken rank file, a tokenizer.json, or one of the names bytes, "),

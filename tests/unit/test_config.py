@@ -99,7 +99,7 @@ def test_a_name_like_no_other_gets_no_suggestion(tmp_path: Path) -> None:
         (
             ["--parallelism.data_parallel_shard_degree=0"],
             4,
-            "parallelism.data_parallel_shard_degree: must be -1 or at least 1, got 0 (command line)",
+            "parallelism.data_parallel_shard_degree: expected -1 or a number of at least 1, got 0 (command line)",
         ),
         (
             ["--parallelism.data_parallel_replicate_degree=8"],

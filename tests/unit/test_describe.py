@@ -50,9 +50,9 @@ def test_every_option_is_in_the_reference_and_in_the_help() -> None:
 def test_options_are_described_in_words() -> None:
     said = {option.key: (option.type, option.default) for table in tables() for option in table.options}
     assert said["training.steps"] == ("integer >= 1", "default 1000")
-    assert said["training.local_batch_size"] == ("integer >= 1", "not set by default")
+    assert said["training.local_batch_size"] == ("integer >= 1", "default: no limit")
     assert said["guard.nonfinite"] == ('"stop" | "skip"', 'default "stop"')
-    assert said["optimizer.beta1"] == ("number >= 0 and <= 1", "default 0.9")
+    assert said["optimizer.beta1"] == ("number >= 0 and < 1", "default 0.9")
     assert said["compile.enable"] == ("true | false", "default false")
     assert said["data.path"] == ("text | list of text", "not set by default")
     assert said["data.sources"] == ("list of tables", "default []")

@@ -155,21 +155,30 @@ def test_rows_of_the_users_own(tmp_path: Path) -> None:
         "    def __getitem__(self, i): return [1.0] * (self.seq_len + 1)\n"
         "class Negative(Rows):\n"
         "    def __getitem__(self, i): return [-1] * (self.seq_len + 1)\n"
+        "class Large(Rows):\n"
+        "    def __getitem__(self, i): return [20] * (self.seq_len + 1)\n"
+        "class Raising(Rows):\n"
+        "    def __getitem__(self, i): raise KeyError('gone')\n"
+        "class Unmade(Rows):\n"
+        "    def __init__(self, seq_len): raise FileNotFoundError('no corpus')\n"
         "class Other(Rows):\n"
         "    def __getitem__(self, i): return [i + j + (i == 5) for j in range(self.seq_len + 1)]\n"
     )
-    rows = CustomRows(f"python://{file}:Rows", seq_len=4)
+    rows = CustomRows(f"python://{file}:Rows", seq_len=4, vocab_size=20)
     assert (len(rows), rows.read(3).tokens.tolist(), rows.read(3).labels.tolist()) == (10, [3, 4, 5, 6], [4, 5, 6, 7])
-    assert rows.fingerprint == CustomRows(f"python://{file}:Rows", seq_len=4).fingerprint
-    other = CustomRows(f"python://{file}:Other", seq_len=4)
+    assert rows.fingerprint == CustomRows(f"python://{file}:Rows", seq_len=4, vocab_size=20).fingerprint
+    other = CustomRows(f"python://{file}:Other", seq_len=4, vocab_size=20)
     assert other.fingerprint != rows.fingerprint
     for name, message in (
         ("Short", r"should be 5 token ids \(seq_len \+ 1\), and is of shape \(4,\) and type int64"),
         ("Floats", r"is of shape \(5,\) and type float64"),
-        ("Negative", r"is of shape \(5,\) and type int64, from -1 on"),
+        ("Negative", r"has token ids from -1 to -1, and the tokenizer 20 tokens"),
+        ("Large", r"has token ids from 20 to 20, and the tokenizer 20 tokens"),
+        ("Raising", r"Raising\[0\]: KeyError: 'gone'"),
+        ("Unmade", r"Unmade: FileNotFoundError: no corpus"),
     ):
         with pytest.raises(UserError, match=message):
-            CustomRows(f"python://{file}:{name}", seq_len=4).read(0)
+            CustomRows(f"python://{file}:{name}", seq_len=4, vocab_size=20).read(0)
 
 
 @pytest.mark.usefixtures("single_process_group")

@@ -83,13 +83,37 @@ def test_the_table_knows_what_titanlite_has() -> None:
 def test_models_that_are_carried_exist(shape: str) -> None:
     from titanlite.models.registry import resolve_model
 
-    flavor, args = SHAPES[shape]
-    _, resolved = resolve_model(shape.partition("/")[0], flavor, args)
+    _, resolved = resolve_model(*SHAPES[shape])
     if shape == "llama3/debugmodel":
         assert {**vars(resolved), "max_seq_len": 0} == {
             "dim": 256, "n_layers": 6, "n_heads": 16, "n_kv_heads": 16, "hidden_dim": 768, "vocab_size": 2048,
             "max_seq_len": 0, "norm_eps": 1e-5, "rope_theta": 5e5, "rope_scaling_factor": 8.0, "tied_head": False,
         }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("old", "expected"),
+    [
+        ("debugmodel_moe", (256, 8, 16, 8, 128, 768, 64, 8, 1e6, 2048, False)),
+        ("30B-A3B", (2048, 48, 32, 4, 128, 768, 128, 8, 1e6, 151936, False)),
+        ("235B-A22B", (4096, 94, 64, 4, 128, 1536, 128, 8, 5e6, 151936, False)),
+    ],
+)
+def test_experts_of_qwen3_are_a_family_of_their_own(old: str, expected: tuple[float, ...]) -> None:
+    from titanlite.models.qwen3_moe import Qwen3Moe
+    from titanlite.models.registry import resolve_model
+
+    text = f"model = {{name = 'qwen3', flavor = '{old}'}}"
+    new, report, losses = run(text, world_size=1)
+    assert losses == []
+    args = {key.removeprefix("model.args."): value for key, value in new.items() if key.startswith("model.args.")}
+    kind, resolved = resolve_model(new["model.name"], new["model.flavor"], args)
+    names = (
+        "dim n_layers n_heads n_kv_heads head_dim hidden_dim n_experts n_active_experts rope_theta vocab_size tied_head"
+    )
+    assert kind is Qwen3Moe
+    assert tuple(vars(resolved)[name] for name in names.split()) == expected
+    assert any(line.startswith("translated  model.name") and "bias that balances experts" in line for line in report)
 
 
 # The configs that torchtitan ships
@@ -138,7 +162,7 @@ def test_a_config_of_0_2_at_8_processes() -> None:
         model.args = {dim = 256, n_heads = 16, n_kv_heads = 16, hidden_dim = 768, rope_theta = 500000.0,
             rope_scaling_factor = 8.0}
         data = {tokenizer = "./tests/assets/tokenizer", path = "tests/assets/c4_test", shuffle = false}
-        optimizer = {name = "AdamW", lr = 8e-4, eps = 1e-8}
+        optimizer = {name = "AdamW", lr = 8e-4, eps = 1e-8, groups = [{match = ["*"], weight_decay = 0.1}]}
         lr_scheduler = {warmup_steps = 2, decay_ratio = 0.8, decay_type = "linear", min_lr_factor = 0.0}
         training = {local_batch_size = 8, seq_len = 2048, max_norm = 1.0, steps = 10, global_batch_size = 64}
         parallelism.data_parallel_replicate_degree = 1
@@ -196,7 +220,9 @@ CASES: list[tuple[str, int | None, dict[str, Any], list[str]]] = [
     ("model.flavor = 'debugmodel_flex_attn'", 1, {"model.args.dim": 256, "data.document_mask": True}, []),
     ("model = {name = 'qwen3', flavor = '0.6B'}", 1, {"model.name": "qwen3", "model.flavor": "0.6B"}, []),
     ("model = {name = 'llama4', flavor = '17bx16e'}", 1, {"model.name": "llama4"}, ["model.name"]),
-    ("model.flavor = '9B'", 1, {"model.flavor": "9B"}, ["model.name"]),
+    ("model.flavor = '9B'", 1, {"model.name": "llama3", "model.flavor": "9B"}, ["model.flavor"]),
+    ("model = {name = 'qwen3', flavor = '9B'}", 1, {"model.name": "qwen3", "model.flavor": "9B"}, ["model.flavor"]),
+    ("optimizer.weight_decay = 0.0", 1, {"optimizer.weight_decay": 0.0, "optimizer.groups": None}, []),
     ("model.tokenizer_path = 't'\nmodel.hf_assets_path = 'h'", 1, {"data.tokenizer": "t"}, []),
     ("model.converters = ['quantize.linear.float8']", 1, {OFF: True, OFF + "_fsdp_float8_all_gather": False}, []),
     ("model.converters = []", 1, {OFF: False, OFF + "_fsdp_float8_all_gather": None}, []),
@@ -209,7 +235,7 @@ CASES: list[tuple[str, int | None, dict[str, Any], list[str]]] = [
     ),
     ("float8.recipe_name = 'rowwise'", 1, {"quantize.linear.float8.recipe_name": "rowwise"}, []),
     ("optimizer.name = 'Adam'", 1, {"optimizer.name": "Adam"}, []),
-    ("optimizer.name = 'Lion'", 1, {"optimizer.name": "Lion"}, ["optimizer.name"]),
+    ("optimizer.name = 'Lion'", 1, {"optimizer.name": "Lion", "optimizer.groups": None}, ["optimizer.name"]),
     ("optimizer.early_step_in_backward = true", 1, {}, ["optimizer.early_step_in_backward"]),
     ("optimizer.implementation = 'for-loop'", 1, {}, []),
     ("lr_scheduler.lr_min = 0.1", 1, {"lr_scheduler.min_lr_factor": 0.1}, []),
@@ -238,6 +264,7 @@ CASES: list[tuple[str, int | None, dict[str, Any], list[str]]] = [
     ),
     ("checkpoint.enable = true", 1, {"checkpoint.enable": True, "checkpoint.folder": None}, []),
     ("checkpoint.folder = 'ckpt'\njob.dump_folder = 'out'", 1, {"checkpoint.folder": "out/ckpt"}, []),
+    ("checkpoint.folder = 's3://a/b'", 1, {"checkpoint.folder": "s3://a/b"}, []),
     ("checkpoint.load_step = -1", 1, {"checkpoint.load_step": None}, []),
     ("checkpoint.load_step = 40", 1, {"checkpoint.load_step": 40}, []),
     ("checkpoint.initial_load_model_only = false", 1, {"checkpoint.initial_load": None}, []),
@@ -278,6 +305,7 @@ def test_defaults_that_differ_are_written() -> None:
         "training.local_batch_size": 8,
         "training.global_batch_size": 16,
         "optimizer.lr": 8e-4,
+        "optimizer.groups": [{"match": ["*"], "weight_decay": 0.1}],
         "metrics.enable_tensorboard": False,
         "checkpoint.enable": False,
         "checkpoint.async_mode": "disabled",
@@ -290,6 +318,29 @@ def test_defaults_that_differ_are_written() -> None:
     assert {key: value for key, value in new.items() if not key.startswith("model.")} == expected
     assert "default     optimizer.lr = 0.0008 there (here: 0.0003)" in report
     assert len([line for line in report if line.startswith("default ")]) == len(new) - 1
+
+
+@pytest.mark.parametrize(("text", "decay"), [("", 0.1), ("[optimizer]\nweight_decay = 0.2\n# last\n", 0.2)])
+def test_weight_decay_is_of_all_parameters(text: str, decay: float, tmp_path: Path) -> None:
+    import torch
+
+    from titanlite.models.registry import resolve_model
+    from titanlite.optim.groups import plan_groups
+
+    (tmp_path / "data").mkdir()
+    old = f"{text}[model]\ntokenizer_path = 'bytes'\n[training]\ndataset_path = '{tmp_path}/data'\n"
+    migration = migrate(old, "old.toml", world_size=2)
+    assert f"weight_decay = {decay} for all parameters there" in "\n".join(migration.report)
+    assert "# torchtitan decays vectors (norms, biases) too" in migration.text()
+    (tmp_path / "new.toml").write_text(migration.text())
+    config = load(tmp_path / "new.toml", world_size=2)
+    kind, args = resolve_model(config.model.name, config.model.flavor, config.model.args)
+    with torch.device("meta"):
+        parameters = dict(kind(args).named_parameters())
+    [group] = plan_groups(config.optimizer, parameters)
+    assert (group.weight_decay, group.lr, group.name) == (decay, 8e-4, "AdamW")
+    assert group.parameters.keys() == parameters.keys()
+    assert any(parameter.ndim == 1 for parameter in parameters.values())
 
 
 @pytest.mark.parametrize("key", sorted(DEFAULTS["0.2"]))
@@ -375,6 +426,46 @@ local_batch_size = 8  # torchtitan's default
     assert "\n\n\n" not in new
 
 
+def test_lists_of_tables_stay_where_they_were() -> None:
+    old = """\
+[training]
+steps = 5
+# which
+[[training.stages]] # first
+seq_len = 1 # short
+
+[[training.stages]]
+seq_len = 2
+
+[model]
+name = "llama3"
+"""
+    migration = migrate(old, "old.toml", world_size=1)
+    assert migration.losses == ["training.stages"]
+    assert migration.text().startswith("""\
+[training]
+steps = 5
+local_batch_size = 8  # torchtitan's default
+global_batch_size = 8  # torchtitan's default: 8 for each of 1 ranks
+
+# which
+# [[training.stages]] # first
+# seq_len = 1 # short
+
+# [[training.stages]]
+# seq_len = 2
+
+[model]
+""")
+
+
+def test_a_comment_of_an_empty_section_is_there_once() -> None:
+    text = migrate("training.steps = 5\n[metrics.mine] # dl\n", "old.toml").text()
+    text += migrate("[training]\nsteps = 5\n[training.dataloader] # dl\n", "old.toml").text()
+    assert text.count("# dl") == 2
+    assert "# [training.dataloader]  # dl\n" in text
+
+
 def test_unknown_keys_are_losses_with_the_nearest_name() -> None:
     old = "model.name = 'llama3'\n[training]\nstepss = 5\n[mine]\nlocal_batch_sizes = 2\nxyz = [1]\n"
     new, report, losses = run(old, world_size=1)
@@ -402,8 +493,12 @@ def test_our_own_configs_are_refused(path: Path) -> None:
         ("[[training]]\nsteps = 3\n", "not a config of torchtitan 0.1 or 0.2"),
         ("steps = = 3", "old.toml is not valid TOML"),
         ("[training]\nsteps = 1\nsteps = 2", "old.toml is not valid TOML"),
-        ("training.steps = '5'\noptimizer.lr = true", "training.steps: expected int, got '5'"),
-        ("training.steps = '5'\noptimizer.lr = true", "optimizer.lr: expected float, got True"),
+        (
+            "[training]\nsteps = '5'\nstepss = 5\n\n[optimizer]\neps = 1\nlr = true",
+            "training.steps: expected int, got '5' (old.toml:2)\n"
+            "training.stepss: not a key of torchtitan, did you mean training.steps? (old.toml:3)\n"
+            "optimizer.lr: expected float, got True (old.toml:7)",
+        ),
         ("parallelism.tensor_parallel_degree = 3", "4 processes are not a multiple of the 3"),
     ],
 )
@@ -497,6 +592,8 @@ CHOICES: dict[str, list[Any]] = {
     "lr_scheduler.decay_type": ["sqrt", "cosine"],
     "parallelism.fsdp_reshard_after_forward": ["always", "never"],
     "checkpoint.async_mode": ["async"],
+    "optimizer.beta1": [0.5, 0.8],
+    "optimizer.beta2": [0.5, 0.8],
     "training.dtype": ["bfloat16"],
     "training.mixed_precision_param": ["float32"],
     "training.mixed_precision_reduce": ["float32"],

@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.distributed.test_layouts import on_every_layout, trained, whole
 from tests.helpers import TinyRun, run_ranks, train_on_this_rank
+from titanlite.checkpoint.state import complete_optimizer_state
 from titanlite.config.schema import Optimizer
 from titanlite.errors import ConfigError
 from titanlite.job import Ranks
@@ -290,6 +291,9 @@ def test_each_parameter_is_in_exactly_one_group() -> None:
         ('name = "adamw"', "optimizer.name: unknown value 'adamw', did you mean AdamW? (known: ASGD, Adadelta, "),
         ('name = "LBFGS"', "optimizer.name: LBFGS computes the loss several times a step: choose another one"),
         ('name = "torch.optim.Rprop"', "optimizer.name: Rprop of PyTorch cannot update sharded parameters: choose "),
+        ('name = "torch.optim.Muon"', "optimizer.name: Muon of PyTorch cannot update sharded parameters"),
+        ('name = "Muon"\nargs.ns_coefficients = ["a", "b", "c"]', "optimizer.args: Muon: "),
+        ('name = "SGD"\nargs = {fused = true, momentum = 0.9}', "optimizer.args.fused: PyTorch's fused SGD begins"),
         ('name = "no.such:Thing"', "optimizer.name: cannot import no.such: "),
         (
             'name = "collections.Counter"',
@@ -320,9 +324,9 @@ def test_what_is_wrong_is_told(text: str, expected: str) -> None:
 
 def test_bfloat16_weights_need_an_optimizer_that_rounds() -> None:
     assert problems("", "bfloat16") == []
-    assert problems('name = "torch.optim.SGD"', "bfloat16") == []
     expected = 'would lose small updates of bfloat16 weights: set training.dtype = "float32", or use AdamW'
-    assert problems('name = "Muon"', "bfloat16") == [f"optimizer.name: Muon {expected}"]
+    for name in ("Muon", "torch.optim.SGD"):
+        assert problems(f'name = "{name}"', "bfloat16") == [f"optimizer.name: {name} {expected}"]
     assert problems("args.amsgrad = true", "bfloat16") == [
         "optimizer.args: AdamW takes none where weights or moments are bfloat16"
     ]
@@ -420,3 +424,33 @@ def test_bfloat16_runs_are_equal_on_every_layout_and_after_a_resume(tiny: TinyRu
     run_ranks(trained, 1, tiny.config("--job.name=halves", "--training.steps=3", *LOW))
     [resumed] = run_ranks(trained, 1, tiny.config("--job.name=halves", *LOW))
     assert all((resumed[name] == value).all() for name, value in whole.items())
+
+
+class FromTheStart(torch.optim.SGD):
+    """Has its state before the first step."""
+
+    def __init__(self, params: Any, lr: float = 1e-3) -> None:
+        super().__init__(params, lr)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter]["count"] = torch.zeros(())
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter]["count"] += 1
+        super().step()
+
+
+def test_states_that_are_there_from_the_start_are_kept_and_the_others_are_completed() -> None:
+    model = toy()
+    text = f'groups = [{{match = ["weight"]}}, {{match = ["bias"], name = "{__name__}.FromTheStart"}}]'
+    optimizer = build_optimizer(model, section(text), seed=0)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    complete_optimizer_state(model, optimizer)
+    assert {*optimizer.state[model.weight]} == {"step", "exp_avg", "exp_avg_sq"}
+    assert {*optimizer.state[model.bias]} >= {"count"}
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    gradients(model, 0)
+    update(optimizer, skip=torch.tensor(False))
+    assert optimizer.state[model.bias]["count"] >= 1

@@ -238,3 +238,11 @@ def test_impossible_shapes_are_explained() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             replace(MOE, **change)
+
+
+def test_buffers_are_made_where_they_are_computed_with() -> None:
+    """With offload, parameters are on the CPU and buffers are not."""
+    model = built(MOE)
+    with torch.device("meta"):
+        model.init_buffers()
+    assert {buffer.device.type for buffer in model.buffers()} == {"meta"}

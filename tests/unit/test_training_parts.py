@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from titanlite.config.schema import LRScheduler, Metrics, Optimizer, Training
 from titanlite.hardware import peak_flops
 from titanlite.job import RunFolder, read_ranks, seed_step
-from titanlite.loss import IGNORE, token_loss
+from titanlite.loss import IGNORE, TokenLoss, token_loss
 from titanlite.metrics import MetricsRecorder
 from titanlite.models.llama3 import Llama3, Llama3Args
 from titanlite.optim import build_optimizer
@@ -232,3 +232,22 @@ def test_peak_is_claimed_for_known_devices_only(monkeypatch: pytest.MonkeyPatch)
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda _, name=name: name)
         assert peak_flops(torch.device("cuda"), "bfloat16") is None
     assert peak_flops(torch.device("cpu"), "bfloat16") is None
+
+
+@pytest.mark.usefixtures("single_process_group")
+def test_a_loss_that_forgets_to_detach_keeps_no_graph() -> None:
+    """Results of steps are kept until they are read: with a graph each would keep all logits of its step."""
+    model = model_of()
+    batches = [{"tokens": torch.ones(2, 8, dtype=torch.int64), "labels": torch.ones(2, 8, dtype=torch.int64)}]
+
+    def careless(hidden: torch.Tensor, weight: torch.Tensor, *, labels_BL: torch.Tensor) -> TokenLoss:
+        nats = (hidden @ weight.T).logsumexp(-1).sum()
+        return TokenLoss(2 * nats, nats)
+
+    group = torch.distributed.group.WORLD
+    assert group is not None
+    optimizer = build_optimizer(model, Optimizer(), seed=0)
+    result = train_step(model, batches, optimizer=optimizer, group=group, max_norm=1.0, loss_function=careless)
+    for figure in (result.loss, result.added_loss, result.grad_norm, result.micro_losses):
+        assert not figure.requires_grad
+    assert result.added_loss == pytest.approx(float(result.loss), rel=1e-5)

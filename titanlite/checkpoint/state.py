@@ -62,6 +62,17 @@ def complete_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer)
     no effect for it, which Adam counts: only for an optimizer that is then loaded."""
     if not optimizer.state:
         get_optimizer_state_dict(model, optimizer)
+    elif any(p.requires_grad and p not in optimizer.state for p in model.parameters()):
+        # PyTorch takes what some optimizers have from the beginning for the whole.
+        rates = [group["lr"] for group in optimizer.param_groups]
+        for group in optimizer.param_groups:
+            group["lr"] = 0.0
+            for parameter in group["params"]:
+                parameter.grad = torch.zeros_like(parameter)
+        optimizer.step()
+        optimizer.zero_grad()
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
 
 
 def flat(state: State) -> dict[str, Tensor]:

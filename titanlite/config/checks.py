@@ -24,15 +24,20 @@ def find_conflicts(config: Config, world_size: int | None, bad_keys: Collection[
     """
     checks: list[tuple[tuple[str, ...], Callable[[], Iterator[Conflict]]]] = [
         (("data.path", "data.sources"), lambda: _sources(config.data, "data")),
-        (("validation",), lambda: _sources(config.validation, "validation")),
+        (
+            ("validation.enable", "validation.path", "validation.sources"),
+            lambda: _sources(config.validation, "validation"),
+        ),
         (("training.loss", "training.z_loss"), lambda: _loss(config)),
         (("data.tokenizer",), lambda: _tokenizer(config)),
         (("checkpoint.folder", "checkpoint.initial_load_path"), lambda: _checkpoint_places(config)),
         (("quantize", "compile", "parallelism.fsdp_reshard_after_forward"), lambda: _float8(config)),
     ]
     if world_size is not None:
+        degrees = ("parallelism.data_parallel_replicate_degree", "parallelism.data_parallel_shard_degree")
         batch = ("training.global_batch_size", "training.local_batch_size")
-        checks.append((("parallelism", *batch), lambda: _layout(config, world_size)))
+        checks.append(((*degrees, "parallelism.fsdp_reshard_after_forward"), lambda: _layout(config, world_size)))
+        checks.append((batch, lambda: _batch(config, world_size)))
     return [conflict for reads, check in checks if are_right(reads, bad_keys) for conflict in check()]
 
 
@@ -48,16 +53,21 @@ def are_right(keys: Iterable[str], bad_keys: Collection[str]) -> bool:
 
 
 def _layout(config: Config, world_size: int) -> Iterator[Conflict]:
-    parallelism, training = config.parallelism, config.training
+    parallelism = config.parallelism
     try:
         _, shard = parallelism.degrees(world_size)
     except ValueError as error:
         axis = "replicate" if parallelism.data_parallel_shard_degree == -1 else "shard"
-        yield f"parallelism.data_parallel_{axis}_degree", str(error)
+        hint = ": start more with NPROC, or name their number in WORLD_SIZE for a check" if world_size == 1 else ""
+        yield f"parallelism.data_parallel_{axis}_degree", f"{error}{hint}"
         return
     keep = parallelism.fsdp_reshard_after_forward
     if isinstance(keep, int) and shard % keep:
         yield "parallelism.fsdp_reshard_after_forward", f"{keep} does not divide the shard degree {shard}"
+
+
+def _batch(config: Config, world_size: int) -> Iterator[Conflict]:
+    training = config.training
     try:
         training.batch_split(world_size)
     except ValueError as error:

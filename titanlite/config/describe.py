@@ -141,7 +141,10 @@ def _definition(node: Node, definitions: Node) -> Node:
 
 
 def _default(option: Node) -> str:
-    return f"default {_toml(option['default'])}" if "default" in option else "not set by default"
+    if "default" in option:
+        return f"default {_toml(option['default'])}"
+    said = re.search(r"Default: (.+?)\.?$", " ".join(option.get("description", "").split()))
+    return f"default: {said[1]}" if said else "not set by default"
 
 
 def type_words(node: Node) -> str:

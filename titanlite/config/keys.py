@@ -54,7 +54,9 @@ def nearest_key(dotted: str) -> str | None:
     parents = (option.split(".")[:end] for option in options for end in range(1, option.count(".") + 1))
     sections = sorted({".".join(parts) for parts in parents})
     leaf = dotted.rpartition(".")[2]
-    namesakes = get_close_matches(dotted, [name for name in options if name.rpartition(".")[2] == leaf], n=1, cutoff=0)
+    same_leaf = [name for name in options if name.rpartition(".")[2] == leaf]
+    inside = [name for name in same_leaf if name.endswith(f".{dotted}")]  # float8.enable
+    namesakes = inside or get_close_matches(dotted, same_leaf, n=1, cutoff=0.6 if len(same_leaf) > 1 else 0)
     of_same_depth = [name for name in options + sections if name.count(".") == dotted.count(".")]
     near = get_close_matches(dotted, [name for name in of_same_depth if _is_like(leaf, name)], n=1, cutoff=0.8)
     leaves = {option.rpartition(".")[2]: option for option in reversed(options)}

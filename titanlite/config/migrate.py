@@ -17,14 +17,15 @@ from typing import Any, NoReturn
 import tomlkit
 from tomlkit.container import Container
 from tomlkit.exceptions import TOMLKitError
-from tomlkit.items import Comment, InlineTable, Null, Table, Whitespace
+from tomlkit.items import AoT, Comment, InlineTable, Null, Table, Whitespace
 
 from titanlite.config.keys import dotted_keys
 from titanlite.config.load import load
 from titanlite.config.schema import Config
+from titanlite.config.source import read_source
 from titanlite.config.torchtitan import ONLY_IN, RULES
-from titanlite.config.translate import FLOAT8, Old
-from titanlite.errors import ConfigError, RunError, UserError
+from titanlite.config.translate import FLOAT8, OPTIMIZERS, Old
+from titanlite.errors import ConfigError, Problem, RunError, UserError
 
 SECTIONS = {"float8": FLOAT8[1]}
 """Where comments go whose section has another name here."""
@@ -39,6 +40,7 @@ class Line:
     """A key of the old file. Without a key: a header, or comments that stand alone."""
 
     section: str
+    """[[key]] of a list of tables, which is one key, and whose text has its headers."""
     above: list[str]
     """Comments, each on its line."""
     beside: str = ""
@@ -78,16 +80,17 @@ class Migration:
 
     def keep_as_comment(self, line: Line) -> None:
         name = line.key.removeprefix(f"{line.section}.")
-        text = f"{name} = {line.text}  {line.beside}".rstrip()
+        text = line.text if line.section.startswith("[[") else f"{name} = {line.text}  {line.beside}".rstrip()
         lines = self.sections.setdefault(SECTIONS.get(line.section, line.section), [])
-        lines += [*line.above, *(f"# {part}" for part in text.splitlines())]
+        lines += [*line.above, *(part if part[:1] in ("", "#") else f"# {part}" for part in text.splitlines())]
 
     def text(self) -> str:
         blocks = []
         for section in sorted(self.sections, key=lambda section: section != ""):  # what stands above all headers first
             lines, header = self.sections[section], self.headers.get(section, Line(section, []))
             has_settings = any(line and not line.startswith("#") for line in lines)
-            if section and (has_settings or header.above or header.beside or any(lines)):
+            is_list = section.startswith("[[")
+            if section and not is_list and (has_settings or header.above or header.beside or any(lines)):
                 title = f"[{section}]  {header.beside}".rstrip()
                 lines = [*header.above, title if has_settings else f"# {title}", *lines]
             blocks.append("\n".join(line for n, line in enumerate(lines) if line or (n and lines[n - 1])).strip("\n"))
@@ -156,7 +159,7 @@ def migrate(text: str, name: str, *, version: str | None = None, world_size: int
     lines = list(_lines(document, "", "", pending))
     lines.append(Line(lines[-1].section if lines else "", pending))
     given = {line.key: line.value for line in lines if line.key}
-    _check(given, name)
+    _check(given, text, name)
     migration = Migration()
     if version is None:
         version = _version(list(given))
@@ -201,29 +204,49 @@ def _lines(container: Container, section: str, prefix: str, pending: list[str]) 
                 if is_header:
                     yield Line(key, pending[:], trivia.comment, is_header=True)
                     pending.clear()
-                elif trivia.comment:
+                elif trivia.comment and isinstance(item, InlineTable):  # another table's is that of the first in it
                     pending.append(trivia.comment)
                 yield from _lines(item.value, key if is_header else section, f"{key}.", pending)
+            elif isinstance(item, AoT):
+                yield Line(f"[[{key}]]", pending[:], "", key, item.unwrap(), _with_headers(key, item))
+                pending.clear()
             else:
                 yield Line(section, pending[:], trivia.comment, key, item.unwrap(), item.as_string())
                 pending.clear()
 
 
-def _check(given: dict[str, Any], name: str) -> None:
-    """Raises UserError: it is titanlite's, or neither's, or values have the wrong type."""
+def _with_headers(key: str, tables: AoT) -> str:
+    """A list of tables as it was written."""
+    item: AoT | Table = tables
+    for part in reversed(key.split(".")):
+        outer = tomlkit.table(is_super_table=True)
+        outer.append(part, item)
+        item = outer
+    return item.as_string()
+
+
+def _check(given: dict[str, Any], text: str, name: str) -> None:
+    """Raises UserError: it is titanlite's, or neither's, or values have the wrong type. The last names all that is
+    wrong, unknown keys too."""
     ours = set(dotted_keys())
     known = [key for key in given if key in RULES]
     if any(key in ours for key in given if key not in RULES) and all(key in ours for key in known):
         raise UserError(f"{name} is a config of titanlite already")
     if not known:
         raise UserError(f"{name} is not a config of torchtitan 0.1 or 0.2: it has none of their keys")
-    wrong = []
+    wrong = {}
     for key in known:
         kind, value = RULES[key].kind, given[key]
         if kind and not (type(value) is kind or (kind is float and type(value) is int)):
-            wrong.append(f"{key}: expected {kind.__name__}, got {value!r} ({name})")
+            wrong[key] = f"expected {kind.__name__}, got {value!r}"
     if wrong:
-        raise UserError("\n".join(wrong))
+        wrong |= {key: f"not a key of torchtitan{_hint(key)}" for key in given if key not in RULES}
+        with TemporaryDirectory() as folder:
+            path = Path(folder) / name
+            path.write_text(text, encoding="utf-8")
+            places = read_source(path, ()).places
+        problems = [Problem(key, wrong[key], places.get(tuple(key.split(".")))) for key in given if key in wrong]
+        raise ConfigError(problems)
 
 
 def _version(keys: list[str]) -> str:
@@ -293,12 +316,30 @@ def _write_defaults(old: Old, migration: Migration) -> None:
             migration.say("LOST", key, f" = {_toml(rule.default)} (default): {outcome.note}")
     migration.put("data.shuffle", False, Line("data", [], "# torchtitan reads in order"))
     migration.say("default", "data.shuffle", " = false: torchtitan reads documents in the order of their files")
+    _decay_vectors(old, migration)
     if "debug.seed" not in migration.settings:
         migration.say("note", "debug.seed: torchtitan drew a new seed for each run; it is always 0 here unless set")
 
 
+def _decay_vectors(old: Old, migration: Migration) -> None:
+    """torchtitan's weight decay is of all parameters, and ours of vectors too only where a group has its own."""
+    decay = old["optimizer.weight_decay"]
+    if decay <= 0 or old["optimizer.name"] not in OPTIMIZERS:
+        return
+    migration.sections["optimizer"] += [
+        "",
+        "# torchtitan decays vectors (norms, biases) too, and optimizer.weight_decay does not: this group is of all",
+        "[[optimizer.groups]]",
+        'match = ["*"]',
+        f"weight_decay = {_toml(decay)}",
+    ]
+    migration.settings["optimizer.groups"] = [{"match": ["*"], "weight_decay": decay}]
+    about = "(here: only those with two or more dimensions, unless a group says so)"
+    migration.say("default", "optimizer.groups", f": weight_decay = {_toml(decay)} for all parameters there {about}")
+
+
 def _problems(text: str, name: str, world_size: int | None) -> list[str]:
-    """What `titanlite config check` would say first."""
+    """What `titanlite config check` would say first: the part that needs no PyTorch."""
     with TemporaryDirectory() as folder:
         path = Path(folder) / name
         path.write_text(text, encoding="utf-8")

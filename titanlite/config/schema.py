@@ -11,8 +11,9 @@ from pydantic import BaseModel, ConfigDict, Field
 
 PositiveInt = Annotated[int, Field(ge=1)]
 Count = Annotated[int, Field(ge=0)]
-NonNegative = Annotated[float, Field(ge=0)]
+NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
+Decay = Annotated[float, Field(ge=0, lt=1)]
 Name = Annotated[str, Field(min_length=1)]
 
 
@@ -23,7 +24,7 @@ class Section(BaseModel):
 class Job(Section):
     dump_folder: Name = "outputs"
     """Folder that holds all runs, and the cache of prepared data."""
-    name: Name | None = None
+    name: Annotated[str, Field(pattern=r"^[^./\\][^/\\]*$")] | None = None
     """Name of the run: its folder is <dump_folder>/<name>. Default: the config file's name without .toml."""
 
 
@@ -160,7 +161,7 @@ class Guard(Section):
 class Parallelism(Section):
     data_parallel_replicate_degree: PositiveInt = 1
     """Copies of the sharded model (HSDP; DDP when the shard degree is 1)."""
-    data_parallel_shard_degree: int = -1
+    data_parallel_shard_degree: Literal[-1] | PositiveInt = -1
     """Processes that one copy is sharded over (FSDP); -1 is the rest of the processes."""
     fsdp_reshard_after_forward: Literal["default", "always", "never"] | PositiveInt = "default"
     """When a unit's gathered parameters are freed: always = after forward and gathered again for backward (ZeRO-3);
@@ -182,8 +183,6 @@ class Parallelism(Section):
             shard, rest = divmod(world_size, replicate)
             if rest:
                 raise ValueError(f"{world_size} processes cannot be split into {replicate} copies")
-        elif shard < 1:
-            raise ValueError(f"must be -1 or at least 1, got {shard}")
         if replicate * shard != world_size:
             raise ValueError(
                 f"replicate {replicate} x shard {shard} = {replicate * shard} processes, there are {world_size}"
@@ -235,7 +234,7 @@ class OptimizerGroup(Section):
     lr: NonNegative | None = None
     """Peak learning rate; the schedule scales it as it scales optimizer.lr. Default: optimizer.lr."""
     weight_decay: NonNegative | None = None
-    """Of all of them. Default: optimizer.weight_decay, and none where there are fewer than two dimensions."""
+    """Of all of them. Default: optimizer.weight_decay for matrices, else 0."""
     args: dict[str, Any] = Field(default_factory=dict)
     """As optimizer.args, which they are added to if the optimizer is the same."""
 
@@ -246,9 +245,9 @@ class Optimizer(Section):
     class of your own: package.module.Class."""
     lr: NonNegative = 3e-4
     """Peak learning rate."""
-    beta1: Fraction = 0.9
+    beta1: Decay = 0.9
     """Decay of the first moment, of AdamW and others that take a pair of betas."""
-    beta2: Fraction = 0.95
+    beta2: Decay = 0.95
     """Decay of the second moment, of the same."""
     eps: NonNegative = 1e-8
     """Keeps the division finite, of the same."""

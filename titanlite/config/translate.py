@@ -15,19 +15,34 @@ FLOAT8 = ("float8", "quantize.linear.float8")
 C4_SPLITS = {"c4": "train", "c4_validation": "validation"}
 SPAN = "the schedule always spans training.steps"
 
-SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
-    **{f"llama3/{size}": (size, {}) for size in ("8B", "70B", "405B")},
-    **{f"qwen3/{size}": (size, {}) for size in ("0.6B", "1.7B", "4B", "8B", "14B", "32B")},
+OPTIMIZERS = ("Adam", "AdamW")
+"""All that torchtitan has."""
+SHAPES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    **{f"llama3/{size}": ("llama3", size, {}) for size in ("8B", "70B", "405B")},
+    **{f"qwen3/{size}": ("qwen3", size, {}) for size in ("0.6B", "1.7B", "4B", "8B", "14B", "32B")},
+    "qwen3/30B-A3B": ("qwen3_moe", "30B-A3B", {}),
+    "qwen3/235B-A22B": ("qwen3_moe", "235B-A22B", {"rope_theta": 5e6}),
     "llama3/debugmodel": (
+        "llama3",
         "debug",
         {"dim": 256, "n_heads": 16, "n_kv_heads": 16, "hidden_dim": 768, "rope_theta": 5e5, "rope_scaling_factor": 8.0},
     ),
     "qwen3/debugmodel": (
+        "qwen3",
         "debug",
         {"n_layers": 8, "n_heads": 16, "n_kv_heads": 8, "hidden_dim": 3072, "head_dim": 128, "rope_theta": 1e6},
     ),
-}
-"""Of torchtitan's models: the flavor here, and what else it takes to be the same."""
+    "qwen3/debugmodel_moe": (
+        "qwen3_moe",
+        "debug",
+        {
+            "n_layers": 8, "n_heads": 16, "n_kv_heads": 8, "hidden_dim": 768, "head_dim": 128, "n_experts": 64,
+            "n_active_experts": 8, "rope_theta": 1e6,
+        },
+    ),
+}  # fmt: skip
+"""Of torchtitan's models: the family and flavor here, and what else it takes to be the same."""
+FAMILIES = {shape.partition("/")[0] for shape in SHAPES}
 
 
 @dataclass(frozen=True)
@@ -89,14 +104,22 @@ def total_steps(value: int | None, old: Old) -> Outcome:
 
 
 def model(value: str, old: Old) -> Outcome:
-    known = f"{value}/{_flavor_base(old)}" in SHAPES
-    note = "not the same here: see titanlite/models for what there is, or name a file of yours in model.file"
-    return Outcome({"model.name": value}, "" if known else note, not known)
+    if value not in FAMILIES:
+        note = "not the same here: see titanlite/models for what there is, or name a file of yours in model.file"
+        return Outcome({"model.name": value}, note, lost=True)
+    name, _, _ = SHAPES.get(f"{value}/{_flavor_base(old)}", (value, "", {}))
+    balance = "the bias that balances experts is added to the router's logits here, and to its probabilities there"
+    return Outcome({"model.name": name}, f"{balance} (model.args.balance_rate)" if name == "qwen3_moe" else "")
 
 
 def flavor(value: str, old: Old) -> Outcome:
     base, name = _flavor_base(old), old["model.name"]
-    flavor, args = SHAPES.get(f"{name}/{base}", (value, {}))
+    shape = SHAPES.get(f"{name}/{base}")
+    if shape is None and name in FAMILIES:
+        known = ", ".join(shape.partition("/")[2] for shape in SHAPES if shape.startswith(f"{name}/"))
+        note = f"no such shape of {name} is the same here (there are {known}): give its sizes in model.args"
+        return Outcome({"model.flavor": value}, note, lost=True)
+    _, flavor, args = shape or (name, value, {})
     note = ""
     if old.version == "0.1" and name == "llama3":  # RoPE was not scaled, and the tokenizer gave the vocabulary's size
         args = args | {"rope_scaling_factor": 1.0}
@@ -180,6 +203,8 @@ def float8_filter(value: list[str], old: Old) -> Outcome:
 def folder(value: str, old: Old) -> Outcome:
     if value == "checkpoint":
         return Outcome({}, "checkpoints are in the folder of the run, <dump_folder>/<name>/checkpoints")
+    if "://" in value:
+        return Outcome({"checkpoint.folder": value})
     return Outcome({"checkpoint.folder": os.path.join(old["job.dump_folder"], value)})
 
 
@@ -199,6 +224,6 @@ def initial_parts(value: bool, old: Old) -> Outcome:
 
 
 def optimizer(value: str, old: Old) -> Outcome:
-    lost = value not in ("Adam", "AdamW")
+    lost = value not in OPTIMIZERS
     note = "is not torchtitan's: give its arguments in optimizer.args" if lost else ""
     return Outcome({"optimizer.name": value}, note, lost)

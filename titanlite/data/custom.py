@@ -34,17 +34,23 @@ class CustomRows:
         UserError: there is no such class, or what it makes is not what `Sequences` says.
     """
 
-    def __init__(self, path: str, *, seq_len: int) -> None:
+    def __init__(self, path: str, *, seq_len: int, vocab_size: int) -> None:
         self.path = path
         self.seq_len = seq_len
-        self._sequences: Sequences = find_object(path.removeprefix(PREFIX))(seq_len=seq_len)
+        self.vocab_size = vocab_size
+        kind = find_object(path.removeprefix(PREFIX))
+        try:
+            self._sequences: Sequences = kind(seq_len=seq_len)
+            self._length = len(self._sequences)
+        except Exception as error:  # the user's code may raise anything
+            raise UserError(f"data.path: {path}: {type(error).__name__}: {error}") from error
 
     def __reduce__(self) -> Any:
         """A worker process makes the user's object anew."""
-        return _rebuild, (self.path, self.seq_len)
+        return _rebuild, (self.path, self.seq_len, self.vocab_size)
 
     def __len__(self) -> int:
-        return len(self._sequences)
+        return self._length
 
     @property
     def fingerprint(self) -> str:
@@ -56,16 +62,23 @@ class CustomRows:
         return digest.hexdigest()[:16]
 
     def read(self, index: int) -> Row:
-        stretch = np.asarray(self._sequences[index])
-        if stretch.shape != (self.seq_len + 1,) or stretch.dtype.kind not in "iu" or stretch.min() < 0:
+        try:
+            stretch = np.asarray(self._sequences[index])
+        except Exception as error:
+            raise UserError(f"data.path: {self.path}[{index}]: {type(error).__name__}: {error}") from error
+        if stretch.shape != (self.seq_len + 1,) or stretch.dtype.kind not in "iu":
             raise UserError(
                 f"data.path: {self.path}[{index}] should be {self.seq_len + 1} token ids (seq_len + 1), and is of "
                 f"shape {stretch.shape} and type {stretch.dtype}"
-                + (f", from {stretch.min()} on" if stretch.size and stretch.dtype.kind in "iu" else "")
+            )
+        if stretch.min() < 0 or stretch.max() >= self.vocab_size:
+            raise UserError(
+                f"data.path: {self.path}[{index}] has token ids from {stretch.min()} to {stretch.max()}, and the "
+                f"tokenizer {self.vocab_size} tokens (data.tokenizer)"
             )
         stretch = stretch.astype(np.int64)
         return Row(stretch[:-1], stretch[1:], np.zeros(1, dtype=np.int64))
 
 
-def _rebuild(path: str, seq_len: int) -> CustomRows:
-    return CustomRows(path, seq_len=seq_len)
+def _rebuild(path: str, seq_len: int, vocab_size: int) -> CustomRows:
+    return CustomRows(path, seq_len=seq_len, vocab_size=vocab_size)

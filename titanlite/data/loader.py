@@ -58,8 +58,8 @@ def build_loader(
     """Micro-batches on the device, read ahead by worker processes if there are any; `close()` ends those. Draws nothing
     from the global random state.
 
-    Workers are forked from a server that has one thread. A trainer has many (of process groups, of checkpoints), and a
-    worker forked from it could wait for ever for a lock that one of them held.
+    Workers are forked from a server that does nothing else. A trainer has many threads (of process groups, of
+    checkpoints), and a worker forked from it could wait for ever for a lock that one of them held.
     """
     context = multiprocessing.get_context("forkserver") if num_workers else None
     if context:

@@ -55,7 +55,7 @@ def open_sources(
 
 def _open(source: DataSource, data: Data, tokenizer: Tokenizer, seq_len: int, cache_folder: Path) -> Source:
     if isinstance(source.path, str) and source.path.startswith(PREFIX):
-        rows = CustomRows(source.path, seq_len=seq_len)
+        rows = CustomRows(source.path, seq_len=seq_len, vocab_size=tokenizer.vocab_size)
         if len(rows) == 0:
             raise UserError(f"data.path: {source.path} has no sequences of {seq_len}")
         return Source(source.title, rows, rows.fingerprint, source.weight, source.epochs)

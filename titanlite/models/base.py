@@ -58,7 +58,8 @@ class Model(nn.Module):
         return []
 
     def end_step(self, taken: Tensor) -> dict[str, Tensor]:
-        """After the optimizer's step, when `tallies` are those sums: to act on them, and to set them to zero.
+        """After the optimizer's step, when `tallies` are those sums: to act on them. A model that has tallies must set
+        them to zero here.
 
         Args:
             taken: bool on the device, whether the step was made. It is not where the guard leaves one out.

@@ -11,10 +11,11 @@ from torch.utils.flop_counter import register_flop_formula
 def grouped_mm(x_TD: Tensor, weights_EDF: Tensor, ends_E: Tensor) -> Tensor:
     """Rows ends_E[e - 1] to ends_E[e] of x times weights_EDF[e]: [T, F]. ends_E is int32, and its last is T.
 
-    torch's own kernel where there is one (NVIDIA GPUs, bfloat16; also on their fake tensors). Elsewhere one product
-    after the other, which waits for the device to tell the group's sizes.
+    torch's own kernel where there is one (NVIDIA GPUs, bfloat16, dims that 8 divides; also on their fake tensors).
+    Elsewhere one product after the other, which waits for the device to tell the group's sizes.
     """
-    if x_TD.is_cuda and x_TD.dtype == torch.bfloat16:
+    is_aligned = x_TD.shape[1] % 8 == 0 and weights_EDF.shape[2] % 8 == 0  # rows of 16 bytes
+    if x_TD.is_cuda and x_TD.dtype == torch.bfloat16 and is_aligned:
         return F.grouped_mm(x_TD, weights_EDF, offs=ends_E)
     return _one_by_one(x_TD, weights_EDF, ends_E)
 

@@ -104,9 +104,8 @@ class Qwen3Moe(Decoder):
 
     def init_buffers(self) -> None:
         super().init_buffers()
-        for experts in self.experts():
-            experts.bias_E.zero_()
-            experts.load_E.zero_()
+        for experts in self.experts():  # new ones: with offload, the old ones are where parameters are
+            experts.bias_E, experts.load_E = torch.zeros(self.args.n_experts), torch.zeros(self.args.n_experts)
 
     def experts(self) -> list[Experts]:
         return [module for module in self.modules() if isinstance(module, Experts)]

@@ -2,7 +2,8 @@
 
 from dataclasses import fields, replace
 from difflib import get_close_matches
-from typing import Any
+from types import UnionType
+from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from titanlite.errors import ConfigError, Problem, UserError
 from titanlite.extend import load_module
@@ -37,7 +38,8 @@ def resolve_model(
     flavor = flavor or ("debug" if "debug" in model.flavors else next(iter(model.flavors)))
     args = model.flavors.get(flavor) or next(iter(model.flavors.values()))  # all have the same fields
     problems = [] if flavor in model.flavors else [_unknown("model.flavor", flavor, model.flavors)]
-    known = {field.name: field.type for field in fields(args)}
+    hints = get_type_hints(type(args))  # types, also where annotations are kept as text
+    known = {field.name: hints[field.name] for field in fields(args)}
     for key, value in overrides.items():
         if key not in known:
             problems.append(_unknown(f"model.args.{key}", key, known, what="key"))
@@ -66,6 +68,8 @@ def _models_of(file: str) -> dict[str, type[Model]]:
 
 
 def _fits(value: Any, expected: Any) -> bool:
+    if isinstance(expected, UnionType) or get_origin(expected) is Union:
+        return any(_fits(value, kind) for kind in get_args(expected))
     if expected is float:
         return isinstance(value, int | float) and not isinstance(value, bool)
     if expected in (int, bool, str):

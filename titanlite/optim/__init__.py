@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from titanlite.config.schema import Optimizer
+from titanlite.errors import UserError
 from titanlite.models.base import unique_parameters
 from titanlite.optim.classes import bytes_of_state, check_optimizer, find_class, options_of, takes
 from titanlite.optim.groups import Group, plan_groups, table
@@ -65,7 +66,10 @@ def _build(groups: list[Group], config: Optimizer, *, seed: int) -> torch.optim.
     if kind is torch.optim.AdamW and not in_float32:
         del options["fused"]
         return RoundingAdamW(tables, parameters, state_dtype=state_dtype, seed=seed, **options)
-    return kind(tables, **options)
+    try:
+        return kind(tables, **options)
+    except (TypeError, ValueError) as error:
+        raise UserError(f"optimizer.name: {groups[0].name}: {error}") from error
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
@@ -116,6 +120,7 @@ class Several(torch.optim.Optimizer):
         super().__init__([group for part in parts for group in part.param_groups], {})
         self.parts = parts
         for part in parts:
+            self.state.update(part.state)  # some fill it when they are made
             part.state = self.state
 
     def step(self, closure: Callable[[], float] | None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]

@@ -19,6 +19,7 @@ REFUSED = {
     "SparseAdam": "is for sparse gradients",
     "Adafactor": "of PyTorch cannot update sharded parameters",
     "Rprop": "of PyTorch cannot update sharded parameters",
+    "Muon": 'of PyTorch cannot update sharded parameters; optimizer.name = "Muon" is titanlite\'s own, which can',
 }
 SET_BY = {"lr": "lr", "weight_decay": "weight_decay", "betas": "beta1 and beta2", "eps": "eps"}
 
@@ -43,7 +44,7 @@ def find_class(name: str) -> type[torch.optim.Optimizer]:
         if found is None or found.__name__ != name:
             near = get_close_matches(name.lower(), known, n=1)
             hint = f", did you mean {known[near[0]].__name__}?" if near else ""
-            names = ", ".join(sorted({kind.__name__ for kind in known.values()} - REFUSED.keys()))
+            names = ", ".join(sorted({kind.__name__ for kind in known.values()} - REFUSED.keys() | {"Muon"}))
             raise UserError(f"unknown value {name!r}{hint} (known: {names}; or package.module.Class)")
     if found.__module__.startswith("torch.optim") and found.__name__ in REFUSED:
         raise UserError(f"{found.__name__} {REFUSED[found.__name__]}: choose another one")
@@ -139,13 +140,16 @@ def _check_use(
     if kind is torch.optim.AdamW:
         if args and "bfloat16" in (dtype, config.state_dtype):
             problems.append(Problem(f"{key}.args", "AdamW takes none where weights or moments are bfloat16"))
-    elif dtype == "bfloat16" and "." not in name and ":" not in name:
+    elif dtype == "bfloat16" and kind.__module__.startswith(("torch.optim", "titanlite.optim")):
         message = f'{name} would lose small updates of bfloat16 weights: set training.dtype = "float32", or use AdamW'
         problems.append(Problem(f"{key}.name", message))
     try:
         state = _state_after_a_step(kind, options_of(kind, config, args))
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, IndexError) as error:
         return [*problems, Problem(f"{key}.args", f"{name}: {error}")]
+    if kind is torch.optim.SGD and args.get("fused") and args.get("momentum"):
+        message = "PyTorch's fused SGD begins its momentum with whatever is in memory if the first step is left out"
+        problems.append(Problem(f"{key}.args.fused", message))
     for what, value in state.items():
         if not isinstance(value, Tensor | int | float | None):
             message = (
@@ -185,6 +189,8 @@ def _state_after_a_step(kind: type[torch.optim.Optimizer], options: Mapping[str,
     try:
         with torch.compiler.set_stance("force_eager"):
             optimizer.step()
+    except (TypeError, ValueError, IndexError):
+        raise
     except Exception:  # it needs a GPU, say
         return {}
     after = {name: value for name, value in optimizer.param_groups[0].items() if name != "params"}

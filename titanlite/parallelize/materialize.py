@@ -34,7 +34,7 @@ def materialize(model: Model, *, device: torch.device, offload: bool, dtype: tor
         _fill(model, name, parameter, device=device, seed=seed)
     with device:
         model.init_buffers()
-    _check_complete(model, parameter_device, dtype)
+    _check_complete(model, parameter_device, device, dtype)
 
 
 def _to_empty(model: Model, device: torch.device) -> None:
@@ -65,10 +65,13 @@ def _slice_like(whole: Tensor, parameter: Tensor) -> Tensor:
     return distribute_tensor(whole, mesh, placements, src_data_rank=None).to_local()
 
 
-def _check_complete(model: Model, parameter_device: torch.device, dtype: torch.dtype) -> None:
+def _check_complete(model: Model, parameter_device: torch.device, device: torch.device, dtype: torch.dtype) -> None:
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if tensor.is_meta:
             raise ValueError(f"{name} has no memory: does {type(model).__name__}.init_buffers set it?")
+    for name, buffer in model.named_buffers():
+        if buffer.device.type != device.type:
+            raise ValueError(f"{name} is on {buffer.device}: {type(model).__name__}.init_buffers must make it anew")
     for name, parameter in unique_parameters(model):
         assert parameter.device.type == parameter_device.type, name
         assert parameter.dtype == dtype, f"{name} is {parameter.dtype}"
@@ -91,8 +94,10 @@ def check_memory(
     Raises:
         UserError: with both figures.
     """
-    parameters = sum(parameter.numel() for _, parameter in unique_parameters(model))
-    needed = parameters * bytes_per_parameter / shard_degree
+    shapes = [parameter.shape for _, parameter in unique_parameters(model)]
+    parameters = sum(shape.numel() for shape in shapes)
+    # The first rank has the most: of 128 experts on 256 ranks, one.
+    needed = sum(-(-shape[0] // shard_degree) * shape[1:].numel() for shape in shapes) * bytes_per_parameter
     if device.type == "cuda" and not offload:
         available, place = torch.cuda.get_device_properties(device).total_memory, "the GPU"
     else:
