@@ -230,7 +230,7 @@ def test_what_a_base_says_is_gone_where_it_is_said_anew(tmp_path: Path) -> None:
     (tmp_path / "run.toml").write_text(text)
     draft = read(tmp_path / "run.toml")
     assert list(map(str, draft.problems)) == [
-        "data.sources.0.weigth: unknown key, did you mean data.sources.weight? (run.toml:3)"
+        "data.sources.0.weigth: unknown key, did you mean data.sources.0.weight? (run.toml:3)"
     ]
     assert ("data", "sources", "1", "path") not in draft.places
     assert draft.config.model.args == {"a": 3}
@@ -414,7 +414,7 @@ enable = true
 """
     assert problems(tmp_path, text, "--data.sources.7.weight=1") == [
         "data.sources.0: path is missing (run.toml:3)",
-        "data.sources.1.weigth: unknown key, did you mean data.sources.weight? (run.toml:7)",
+        "data.sources.1.weigth: unknown key, did you mean data.sources.1.weight? (run.toml:7)",
         "data.sources.2.weight: expected a number above 0, got 0 (run.toml:10)",
         "data.sources.2.epochs: expected an integer, got 1.5 (run.toml:11)",
         "validation.path: names nothing (run.toml:12)",

@@ -49,7 +49,7 @@ def expects_list(key: tuple[str, ...]) -> bool:
 
 def nearest_key(dotted: str) -> str | None:
     """The option or section that was probably meant: the same name in another section, else the closest spelling."""
-    dotted = ".".join(part for part in dotted.split(".") if not part.isdecimal())
+    numbered, dotted = dotted, ".".join(part for part in dotted.split(".") if not part.isdecimal())
     options = list(dotted_keys(inside_lists=True))
     parents = (option.split(".")[:end] for option in options for end in range(1, option.count(".") + 1))
     sections = sorted({".".join(parts) for parts in parents})
@@ -61,7 +61,10 @@ def nearest_key(dotted: str) -> str | None:
     near = get_close_matches(dotted, [name for name in of_same_depth if _is_like(leaf, name)], n=1, cutoff=0.8)
     leaves = {option.rpartition(".")[2]: option for option in reversed(options)}
     near_leaf = get_close_matches(leaf, leaves, n=1, cutoff=0.8)
-    return (namesakes or near or [leaves[name] for name in near_leaf] or [None])[0]
+    found = (namesakes or near or [leaves[name] for name in near_leaf] or [None])[0]
+    if found and found.rpartition(".")[0] == dotted.rpartition(".")[0]:
+        return f"{numbered.rpartition('.')[0]}.{found.rpartition('.')[2]}".lstrip(".")  # of the same entry of a list
+    return found
 
 
 def _is_like(leaf: str, name: str) -> bool:
