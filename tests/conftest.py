@@ -1,5 +1,6 @@
 """Fixtures that many tests share."""
 
+import logging
 import multiprocessing
 import multiprocessing.forkserver
 from collections.abc import Iterator
@@ -16,6 +17,16 @@ from tests.helpers import TinyRun
 def _one_thread() -> None:
     """Tests run side by side; sums in one thread are also the same each time."""
     torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _logger_as_it_was() -> Iterator[None]:
+    """A run in this process sets up the logger for itself."""
+    logger = logging.getLogger("titanlite")
+    level, propagate, handlers = logger.level, logger.propagate, [*logger.handlers]
+    yield
+    logger.propagate, logger.handlers = propagate, handlers
+    logger.setLevel(level)
 
 
 @pytest.fixture(scope="session", autouse=True)
