@@ -32,9 +32,12 @@ TECHNIQUES = [
 ]
 
 families = pytest.mark.parametrize("family", FAMILIES)
+most_are_slow = pytest.mark.parametrize(
+    "family", ["qwen3_moe", *(pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES if name != "qwen3_moe")]
+)
 
 
-@families
+@most_are_slow
 def test_losses_are_equal_on_every_layout(tiny: TinyRun, family: str) -> None:
     on_every_layout(trained, tiny, *FAMILIES[family], "--training.steps=10")
     reference = tiny.losses("run-1-1")

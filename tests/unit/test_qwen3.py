@@ -36,7 +36,7 @@ SHAPE: dict[str, Any] = {
     "rope_theta": 10000.0,
 }  # fmt: skip
 DENSE = Qwen3Args(hidden_dim=96, **SHAPE)
-MOE = Qwen3MoeArgs(hidden_dim=32, n_experts=8, n_active_experts=2, **SHAPE)
+MOE = Qwen3MoeArgs(hidden_dim=32, n_experts=8, n_active_experts=2, balance_rate=1e-3, **SHAPE)
 SHAPES = {
     "dense": DENSE,
     "tied": replace(DENSE, tied_head=True, norm_eps=1e-3),

@@ -27,8 +27,9 @@ class Qwen3MoeArgs(Qwen3Args):
 
     n_experts: int = 128
     n_active_experts: int = 8
-    balance_rate: float = 1e-3
-    """How much the bias of an expert changes in a step, in units of the router's logits; 0 leaves them alone."""
+    balance_rate: float = 5e-3
+    """How much the bias of an expert changes in a step, in units of the router's logits; 0 leaves them alone. This is about
+    what 1e-3 is to the sigmoid of the paper; short runs at a high learning rate need more: see `busiest_expert`."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -77,7 +78,7 @@ class Qwen3Moe(Decoder):
     flavors: ClassVar[dict[str, ModelArgs]] = {
         "debug": Qwen3MoeArgs(
             dim=256, n_layers=4, n_heads=4, n_kv_heads=2, hidden_dim=192, head_dim=64, n_experts=8, n_active_experts=2,
-            vocab_size=2048, max_seq_len=8192, rope_theta=10000.0,
+            vocab_size=2048, max_seq_len=8192, rope_theta=10000.0, balance_rate=0.05,
         ),
         "30B-A3B": Qwen3MoeArgs(dim=2048, n_layers=48, n_heads=32, n_kv_heads=4, hidden_dim=768),
         "235B-A22B": Qwen3MoeArgs(dim=4096, n_layers=94, n_heads=64, n_kv_heads=4, hidden_dim=1536),
