@@ -40,7 +40,7 @@ def test_what_is_generated_is_current(path: str, command: str) -> None:
 
 
 def test_every_option_is_in_the_reference_and_in_the_help() -> None:
-    known = {option.key.replace(".N.", ".").replace(".NAME.", ".") for table in tables() for option in table.options}
+    known = {option.key.replace(".N.", ".") for table in tables() for option in table.options}
     assert known == {"base", *dotted_keys(inside_lists=True)}
     for option in [option for table in tables() if table.header for option in table.options]:
         assert f"  --{option.key}  {option.type}; {option.default}\n" in options_help()

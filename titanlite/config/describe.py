@@ -120,17 +120,14 @@ def _tables(node: Node, header: str, prefix: str, definitions: Node) -> Iterator
     inner: list[Table] = []
     for name, option in node["properties"].items():
         key = prefix + name
-        entry = option.get("items") or option.get("additionalProperties")
-        entry = entry if isinstance(entry, dict) and "$ref" in entry else None
+        entry = option.get("items", {})
         if "$ref" in option:
             inner += _tables(_definition(option, definitions), f"[{key}]", f"{key}.", definitions)
             continue
         default = "required" if name in node.get("required", ()) else _default(option)
         options.append(Option(key, type_words(option), default, option.get("description", "")))
-        if entry and "items" in option:
+        if "$ref" in entry:
             inner += _tables(_definition(entry, definitions), f"[[{key}]]", f"{key}.N.", definitions)
-        elif entry:
-            inner += _tables(_definition(entry, definitions), f"[{key}.NAME]", f"{key}.NAME.", definitions)
     if options:
         yield Table(header, node.get("description", ""), options)
     yield from inner
@@ -238,7 +235,8 @@ def _section_lines(section: BaseModel, header: str, key: str, only_changes: bool
         if isinstance(value, BaseModel):
             inner += _section_lines(value, f"[{path}]", path, only_changes)
         elif isinstance(value, dict):
-            inner += ["", *said, *_named_lines(value, path, was, only_changes)]
+            inner += ["", *said, f"[{path}]  {was}".rstrip()]
+            inner += [f"{_bare(own)} = {_toml(entry)}" for own, entry in value.items()]
         elif isinstance(value, list) and value and all(isinstance(entry, BaseModel) for entry in value):
             for entry in value:
                 inner += _section_lines(entry, f"[[{path}]]", path, only_changes)
@@ -250,18 +248,6 @@ def _section_lines(section: BaseModel, header: str, key: str, only_changes: bool
         yield from ("", header)
     yield from lines
     yield from inner
-
-
-def _named_lines(value: Node, path: str, was: str, only_changes: bool) -> Iterator[str]:
-    """A table whose keys are the user's own."""
-    yield f"[{path}]  {was}".rstrip()
-    for name, entry in value.items():
-        if not isinstance(entry, BaseModel):
-            yield f"{_bare(name)} = {_toml(entry)}"
-    for name, entry in value.items():
-        if isinstance(entry, BaseModel):
-            inner = f"{path}.{_bare(name)}"
-            yield from _section_lines(entry, f"[{inner}]", inner, only_changes)
 
 
 def _default_comment(default: Any) -> str:

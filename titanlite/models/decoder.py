@@ -10,7 +10,17 @@ import torch
 from torch import Tensor, nn
 
 from titanlite.models.base import Model, ModelArgs
-from titanlite.models.layers import AttentionMask, Documents, Head, Loss, attention_mask, rope_at, rope_cos_sin
+from titanlite.models.layers import (
+    Attention,
+    AttentionMask,
+    Documents,
+    FeedForward,
+    Head,
+    Loss,
+    attention_mask,
+    rope_at,
+    rope_cos_sin,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +63,7 @@ class Block(nn.Module):
 
 
 class Decoder(Model):
-    """A family says what its blocks are made of, how rotary tables are made, and what a token costs its blocks."""
+    """Llama's, where a family does not say otherwise: what its blocks are made of, and what a token costs them."""
 
     rope_cos: Tensor
     rope_sin: Tensor
@@ -70,19 +80,22 @@ class Decoder(Model):
         self.register_buffer("rope_sin", torch.empty(args.max_seq_len, args.head_size), persistent=False)
 
     def build_block(self) -> Block:
-        raise NotImplementedError
+        return Block(self.args, attention=self.build_attention(), feed_forward=self.build_feed_forward())
+
+    def build_attention(self) -> nn.Module:
+        args = self.args
+        return Attention(args.dim, args.n_heads, args.n_kv_heads, args.head_size)
+
+    def build_feed_forward(self) -> nn.Module:
+        return FeedForward(self.args.dim, self.args.hidden_dim)
 
     def rope_tables(self) -> tuple[Tensor, Tensor]:
         """cos and sin for all positions, fp32 [max_seq_len, head_size]."""
         return rope_cos_sin(self.args.head_size, self.args.max_seq_len, self.args.rope_theta)
 
-    def block_weights(self) -> int:
-        """Weights of one block that a token is multiplied with."""
-        raise NotImplementedError
-
-    def attention_weights(self) -> int:
-        args = self.args
-        return args.dim * args.head_size * (2 * args.n_heads + 2 * args.n_kv_heads)
+    def feed_forward_weights(self) -> int:
+        """Weights of one block's feed-forward layer that a token is multiplied with."""
+        return 3 * self.args.dim * self.args.hidden_dim
 
     def forward(self, tokens: Tensor, loss: Loss | None = None, *, documents: Documents | None = None) -> Any:
         seq_len = tokens.shape[1]
@@ -115,6 +128,7 @@ class Decoder(Model):
         layer, dim of its heads and position that is seen: seq_len, or with a causal mask (seq_len + 1) / 2 on average.
         """
         args = self.args
-        weights = args.n_layers * self.block_weights() + args.dim * args.vocab_size
+        attention = args.dim * args.head_size * (2 * args.n_heads + 2 * args.n_kv_heads)
+        weights = args.n_layers * (attention + self.feed_forward_weights()) + args.dim * args.vocab_size
         seen = (seq_len + 1) / 2 if causal else seq_len
         return 6 * weights + 12 * args.n_layers * args.n_heads * args.head_size * seen

@@ -6,8 +6,8 @@ from typing import ClassVar
 from torch import Tensor
 
 from titanlite.models.base import ModelArgs
-from titanlite.models.decoder import Block, Decoder, DecoderArgs
-from titanlite.models.layers import Attention, FeedForward, rope_cos_sin
+from titanlite.models.decoder import Decoder, DecoderArgs
+from titanlite.models.layers import rope_cos_sin
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,14 +43,6 @@ class Llama3(Decoder):
 
     args: Llama3Args  # pyright: ignore[reportIncompatibleVariableOverride]
 
-    def build_block(self) -> Block:
-        args = self.args
-        attention = Attention(args.dim, args.n_heads, args.n_kv_heads, args.head_size)
-        return Block(args, attention=attention, feed_forward=FeedForward(args.dim, args.hidden_dim))
-
     def rope_tables(self) -> tuple[Tensor, Tensor]:
         args = self.args
         return rope_cos_sin(args.head_size, args.max_seq_len, args.rope_theta, args.rope_scaling_factor)
-
-    def block_weights(self) -> int:
-        return self.attention_weights() + 3 * self.args.dim * self.args.hidden_dim

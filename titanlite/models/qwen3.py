@@ -3,9 +3,11 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
+from torch import nn
+
 from titanlite.models.base import ModelArgs
-from titanlite.models.decoder import Block, Decoder, DecoderArgs
-from titanlite.models.layers import Attention, FeedForward
+from titanlite.models.decoder import Decoder, DecoderArgs
+from titanlite.models.layers import Attention
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,10 +44,6 @@ class Qwen3(Decoder):
 
     args: Qwen3Args  # pyright: ignore[reportIncompatibleVariableOverride]
 
-    def build_block(self) -> Block:
+    def build_attention(self) -> nn.Module:
         args = self.args
-        attention = Attention(args.dim, args.n_heads, args.n_kv_heads, args.head_dim, qk_norm_eps=args.norm_eps)
-        return Block(args, attention=attention, feed_forward=FeedForward(args.dim, args.hidden_dim))
-
-    def block_weights(self) -> int:
-        return self.attention_weights() + 3 * self.args.dim * self.args.hidden_dim
+        return Attention(args.dim, args.n_heads, args.n_kv_heads, args.head_dim, qk_norm_eps=args.norm_eps)

@@ -15,10 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from titanlite.models.base import ModelArgs
-from titanlite.models.decoder import Block, Decoder
 from titanlite.models.grouped import grouped_mm
-from titanlite.models.layers import Attention
-from titanlite.models.qwen3 import Qwen3Args
+from titanlite.models.qwen3 import Qwen3, Qwen3Args
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +72,7 @@ class Experts(nn.Module):
         return torch.bmm(weights_TK.to(x_TD.dtype).unsqueeze(1), out_TKD).view_as(x_BLD)
 
 
-class Qwen3Moe(Decoder):
+class Qwen3Moe(Qwen3):
     flavors: ClassVar[dict[str, ModelArgs]] = {
         "debug": Qwen3MoeArgs(
             dim=256, n_layers=4, n_heads=4, n_kv_heads=2, hidden_dim=192, head_dim=64, n_experts=8, n_active_experts=2,
@@ -86,15 +84,12 @@ class Qwen3Moe(Decoder):
 
     args: Qwen3MoeArgs  # pyright: ignore[reportIncompatibleVariableOverride]
 
-    def build_block(self) -> Block:
-        args = self.args
-        attention = Attention(args.dim, args.n_heads, args.n_kv_heads, args.head_dim, qk_norm_eps=args.norm_eps)
-        return Block(args, attention=attention, feed_forward=Experts(args))
+    def build_feed_forward(self) -> nn.Module:
+        return Experts(self.args)
 
-    def block_weights(self) -> int:
+    def feed_forward_weights(self) -> int:
         args = self.args
-        experts = args.n_active_experts * 3 * args.dim * args.hidden_dim
-        return self.attention_weights() + experts + args.dim * args.n_experts
+        return args.n_active_experts * 3 * args.dim * args.hidden_dim + args.dim * args.n_experts
 
     def init_weight(self, name: str, weight: Tensor, generator: torch.Generator) -> None:
         if name.endswith("feed_forward.router"):
@@ -109,7 +104,8 @@ class Qwen3Moe(Decoder):
             experts.bias_E, experts.load_E = torch.zeros(self.args.n_experts), torch.zeros(self.args.n_experts)
 
     def experts(self) -> list[Experts]:
-        return [module for module in self.modules() if isinstance(module, Experts)]
+        layers = (block.feed_forward for block in self.layers)
+        return [layer for layer in layers if isinstance(layer, Experts)]
 
     def tallies(self) -> list[Tensor]:
         return [experts.load_E for experts in self.experts()]
