@@ -79,14 +79,13 @@ class _ChunkedLoss(torch.autograd.Function):
         chunk: int,
         wants_gradients: bool,
     ) -> tuple[Tensor, Tensor]:
-        # CPUs without units for bfloat16 take 30 times as long for such products as for those of float32.
-        operand_type = hidden_TD.dtype if hidden_TD.is_cuda else torch.float32
-        operand_VD = weight_VD.to(operand_type)
+        product_type = operand_type(hidden_TD)
+        operand_VD = weight_VD.to(product_type)
         d_hidden_TD = torch.empty_like(hidden_TD) if wants_gradients else None
         d_weight_VD = torch.zeros_like(weight_VD, dtype=torch.float32) if wants_gradients else None
         total, cross_entropy = torch.zeros((), device=hidden_TD.device), torch.zeros((), device=hidden_TD.device)
         for start in range(0, len(labels_T), chunk):
-            x_CD, labels_C = hidden_TD[start : start + chunk].to(operand_type), labels_T[start : start + chunk]
+            x_CD, labels_C = hidden_TD[start : start + chunk].to(product_type), labels_T[start : start + chunk]
             valid_C = (labels_C != IGNORE).float()
             index_C1 = labels_C.clamp(min=0).unsqueeze(1)
             buffer_CV = _product(x_CD, operand_VD.t())  # logits, then their exponentials, then their gradient
@@ -102,7 +101,7 @@ class _ChunkedLoss(torch.autograd.Function):
             # d(nats) = softmax - onehot, d(log_z^2) = 2 log_z softmax.
             valid_C1 = valid_C.unsqueeze(1)
             buffer_CV.mul_(valid_C1 * (1 + 2 * z_loss * log_z_C1) / sum_C1).scatter_add_(1, index_C1, -valid_C1)
-            d_logits_CV = buffer_CV.to(operand_type)
+            d_logits_CV = buffer_CV.to(product_type)
             d_hidden_TD[start : start + chunk] = _product(d_logits_CV, operand_VD)
             _add_product(d_weight_VD, d_logits_CV.t(), x_CD)
             del buffer_CV, d_logits_CV  # before the next chunk has its own
@@ -116,6 +115,11 @@ class _ChunkedLoss(torch.autograd.Function):
         d_hidden_TD, d_weight_VD = ctx.gradients
         del ctx.gradients  # they are scaled in place, and so good for one backward
         return d_hidden_TD.mul_(gradients[0]), d_weight_VD.mul_(gradients[0]), None, None, None, None
+
+
+def operand_type(hidden_TD: Tensor) -> torch.dtype:
+    """Of what is multiplied. CPUs without units for bfloat16 take 30 times as long for it as for float32."""
+    return hidden_TD.dtype if hidden_TD.is_cuda else torch.float32
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:

@@ -3,8 +3,8 @@
 from titanlite.models.base import Model
 
 
-def compile_blocks(model: Model) -> None:
+def compile_blocks(model: Model, *, backend: str = "inductor") -> None:
     """Compile each block in place. Blocks are alike, so the compiler works once for all of them; compiling in place
     (`block.compile()`, not `torch.compile(block)`) leaves parameter names alone."""
     for block in model.layers:
-        block.compile(fullgraph=True)
+        block.compile(fullgraph=True, backend=backend)

@@ -1,0 +1,1 @@
+"""`titanlite plan`: the memory that a run will take, its step time and its best layout, without a GPU."""

@@ -1,0 +1,198 @@
+"""One real step on fake tensors: the model, the techniques, the optimizer and the step are those of training; ranks,
+memory and values are not there."""
+
+import warnings
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group as fsdp
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from titanlite import step
+from titanlite.config.schema import Config
+from titanlite.loss import build_loss
+from titanlite.models.base import Model, ModelArgs, unique_parameters
+from titanlite.optim import build_optimizer
+from titanlite.parallelize import build_mesh, parallelize
+from titanlite.parallelize.compile import compile_blocks
+from titanlite.parallelize.fsdp import sharding_units
+from titanlite.parallelize.materialize import allocate
+from titanlite.parallelize.mesh import data_parallel_group
+from titanlite.plan.gpu import as_on_gpu
+from titanlite.plan.recorder import Recorder
+
+MICRO_BATCHES = 2
+"""The second finds gradients of the first. A third would find nothing new."""
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """What rank 0 did in a step. It has the largest shards."""
+
+    recorder: Recorder
+    blocks: int
+    micro_batches: int
+    """So many were made; more are like the last two."""
+
+
+def rehearse(
+    config: Config, kind: type[Model], args: ModelArgs, *, world_size: int, gpu: bool, steps: int = 1
+) -> Rehearsal:
+    """Make a step with the optimizer's states in place already.
+
+    Args:
+        gpu: as an NVIDIA GPU would do it, else as this machine's CPU.
+        steps: recorded steps; one is like the other.
+    """
+    with ExitStack() as stack:
+        stack.enter_context(fake_ranks(world_size))
+        stack.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore")
+        if gpu:
+            stack.enter_context(as_on_gpu(fused_norm=not config.compile.enable))
+        if config.compile.enable:
+            stack.enter_context(_compile_shapes_only())
+        with torch.device("meta"):
+            model = kind(args)
+        mesh = build_mesh(config.parallelism, world_size=world_size, device_type="cpu")
+        parallelize(
+            model,
+            mesh=mesh,
+            parallelism=config.parallelism,
+            training=config.training,
+            activation_checkpoint=config.activation_checkpoint,
+            compile=config.compile,
+            float8=config.quantize.linear.float8,
+        )
+        group = data_parallel_group(mesh)
+        with FakeTensorMode(allow_non_fake_inputs=True) as fakes:
+            recorder = Recorder(fakes)
+            recorder.name_group(group, "world")
+            for axis in ("replicate", "shard"):
+                if mesh[axis].size() > 1:
+                    recorder.name_group(mesh.get_group(axis), axis)
+            with recorder.recording(), observe(model, recorder):
+                with recorder.cause("other"):
+                    allocate(model, torch.device("cpu"), torch.device("cpu"))
+                recorder.label((p for _, p in unique_parameters(model)), "parameters")
+                optimizer = build_optimizer(model, config.optimizer, seed=0)
+                with recorder.cause("other"):
+                    _fill_states(optimizer)
+                    batches = _batches(config, mesh.size())[:MICRO_BATCHES]
+                states = (value for state in optimizer.state.values() for value in state.values())
+                recorder.label((value for value in states if isinstance(value, Tensor)), "optimizer")
+                optimizer.step = recorder.during("other", optimizer.step)
+                for _ in range(steps):
+                    recorder.phase("step")
+                    step.train_step(
+                        model,
+                        batches,
+                        optimizer=optimizer,
+                        group=group,
+                        max_norm=config.training.max_norm,
+                        loss_function=recorder.during("logits", build_loss(config.training)),
+                    )
+                recorder.phase("end")
+    return Rehearsal(recorder, len(model.layers), len(batches))
+
+
+@contextmanager
+def fake_ranks(world_size: int) -> Iterator[None]:
+    """A process group whose other members are not there. This process must have none."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+@contextmanager
+def _compile_shapes_only() -> Iterator[None]:
+    """Trace and split blocks as the default compiler does, and run the parts operator by operator: what is kept for
+    backward is what a compiled block keeps, what is held for a moment is more."""
+    traced = partial(compile_blocks, backend="aot_eager_decomp_partition")
+    torch.compiler.reset()
+    with patch("titanlite.parallelize.compile_blocks", traced):
+        yield
+    torch.compiler.reset()
+
+
+def _fill_states(optimizer: torch.optim.Optimizer) -> None:
+    """As after a step."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def _batches(config: Config, ranks: int) -> list[dict[str, Tensor]]:
+    size, accumulation = config.training.batch_split(ranks)
+    seq_len = config.training.seq_len
+    batches = []
+    for _ in range(accumulation):
+        tokens = torch.zeros(size, seq_len, dtype=torch.int64)
+        batch = {"tokens": tokens, "labels": torch.zeros_like(tokens)}
+        if config.data.document_mask:
+            batch["positions"] = torch.zeros_like(tokens)
+            batch["documents"] = torch.zeros_like(tokens, dtype=torch.int32)
+            batch["boundaries"] = torch.zeros(size + 1, dtype=torch.int32)
+        batches.append(batch)
+    return batches
+
+
+@contextmanager
+def observe(model: Model, recorder: Recorder) -> Iterator[None]:
+    """Tell the recorder in which unit the step is, and what FSDP takes memory for."""
+    group = fsdp.FSDPParamGroup
+    reduce, gather, before, after = fsdp.foreach_reduce, group.unshard, group.pre_backward, group.post_backward
+    norm = step.sum_of_squares
+    names = {module: name for name, module in model.named_modules()}
+
+    def foreach_reduce(params: Any, gradients: list[Tensor], *args: Any) -> Any:
+        recorder.label(gradients, "reduce-scatter")
+        with recorder.cause("reduce-scatter"):
+            result = reduce(params, gradients, *args)
+        sharded = (param.sharded_param.grad for param in params)
+        recorder.label((gradient for gradient in sharded if gradient is not None), "gradients")
+        return result
+
+    def unshard(self: fsdp.FSDPParamGroup, *args: Any, **kwargs: Any) -> Any:
+        with recorder.cause("all-gather"), recorder.unit(names[self.modules[0]]):
+            return gather(self, *args, **kwargs)
+
+    def pre_backward(self: fsdp.FSDPParamGroup, *args: Any) -> Any:
+        recorder.phase(f"backward {names[self.modules[0]]}")
+        return before(self, *args)
+
+    def post_backward(self: fsdp.FSDPParamGroup, *args: Any) -> Any:
+        recorder.phase(f"reduce {names[self.modules[0]]}")
+        with recorder.unit(names[self.modules[0]]):
+            return after(self, *args)
+
+    def sum_of_squares(*args: Any) -> Tensor:
+        recorder.phase("update")
+        return norm(*args)
+
+    with ExitStack() as stack:
+        for name in ("wait_for_unshard", "reshard"):
+            stack.enter_context(patch.object(group, name, recorder.during("all-gather", getattr(group, name))))
+        stack.enter_context(patch.object(fsdp, "foreach_reduce", foreach_reduce))
+        stack.enter_context(patch.object(group, "unshard", unshard))
+        stack.enter_context(patch.object(step, "sum_of_squares", sum_of_squares))
+        stack.enter_context(patch.object(group, "pre_backward", pre_backward))
+        stack.enter_context(patch.object(group, "post_backward", post_backward))
+        for unit in sharding_units(model):
+            hook = unit[0].register_forward_pre_hook(
+                lambda module, _: recorder.phase(f"forward {names[module]}"), prepend=True
+            )
+            stack.callback(hook.remove)
+        yield
