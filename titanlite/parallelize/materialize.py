@@ -1,13 +1,11 @@
 """Meta device -> memory: allocate only the local shards, then give every parameter the values it has on any layout."""
 
-import os
-from pathlib import Path
-
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from titanlite.errors import UserError
+from titanlite.hardware import host_memory
 from titanlite.models.base import Model, parameter_generator, unique_parameters
 from titanlite.parallelize.mesh import local
 
@@ -29,24 +27,24 @@ def materialize(model: Model, *, device: torch.device, offload: bool, dtype: tor
         dtype: that all parameters must have.
     """
     parameter_device = torch.device("cpu") if offload else device
-    _to_empty(model, parameter_device)
+    allocate(model, parameter_device, device)
     for name, parameter in unique_parameters(model):
         _fill(model, name, parameter, device=device, seed=seed)
-    with device:
-        model.init_buffers()
     _check_complete(model, parameter_device, device, dtype)
 
 
-def _to_empty(model: Model, device: torch.device) -> None:
-    """`model.to_empty`, but a shared parameter stays one."""
+def allocate(model: Model, parameter_device: torch.device, device: torch.device) -> None:
+    """Memory for parameters, without values, and buffers with theirs. A shared parameter stays one."""
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)
-    model.to_empty(device=device)
+    model.to_empty(device=parameter_device)
     for first, *others in names.values():
         for other in others:
             module, _, attribute = other.rpartition(".")
             setattr(model.get_submodule(module), attribute, model.get_parameter(first))
+    with device:
+        model.init_buffers()
 
 
 @torch.no_grad()
@@ -101,7 +99,7 @@ def check_memory(
     if device.type == "cuda" and not offload:
         available, place = torch.cuda.get_device_properties(device).total_memory, "the GPU"
     else:
-        available = _host_memory() / local_world_size
+        available = host_memory() / local_world_size
         place = "this machine (it has no GPU)" if device.type == "cpu" else "this machine"
         place += f", for each of {local_world_size} processes," if local_world_size > 1 else ""
     if needed > available:
@@ -110,11 +108,3 @@ def check_memory(
             f"{needed / 2**30:,.1f} GiB on each process (sharded over {shard_degree}), and {place} has "
             f"{available / 2**30:,.1f} GiB. Use more processes, a higher shard degree, or a smaller flavor"
         )
-
-
-def _host_memory() -> int:
-    """Bytes of memory: what the machine has, or what the container is allowed (cgroup v2)."""
-    physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    limit = Path("/sys/fs/cgroup/memory.max")
-    allowed = limit.read_text().strip() if limit.is_file() else "max"
-    return physical if allowed == "max" else min(physical, int(allowed))

@@ -14,8 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import flop_registry
 
@@ -158,13 +157,12 @@ class Recorder(TorchDispatchMode):
     def label(self, tensors: Iterable[Tensor], cause: str) -> None:
         """Say what the memory of these is for."""
         for tensor in tensors:
-            number = self._number(tensor)
-            if number is not None:
+            for number, _ in self._tensors(tensor):
                 self.storages[number].cause = cause
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # it comes again, with this rank's part
+        if any(kind is not FakeTensor for kind in types):
+            return NotImplemented  # of a DTensor, this rank's part comes again; of float8's wrappers, what is in them
         result = func(*args, **(kwargs or {}))
         self.moment += 1
         inputs = self._tensors((args, kwargs))
@@ -180,14 +178,13 @@ class Recorder(TorchDispatchMode):
         """Those that count, with the numbers of their storages."""
         found = []
         for leaf in tree_iter(tree):
-            if isinstance(leaf, Tensor) and (number := self._number(leaf)) is not None:
-                found.append((number, leaf))
+            for tensor in _plain(leaf) if isinstance(leaf, Tensor) else ():
+                if (number := self._number(tensor)) is not None:
+                    found.append((number, tensor))
         return found
 
     def _number(self, tensor: Tensor) -> int | None:
         """Of the tensor's storage; a new one gets its record."""
-        if isinstance(tensor, DTensor):
-            tensor = tensor._local_tensor
         if not isinstance(tensor, FakeTensor) or tensor.fake_mode is not self._fakes:
             return None
         storage = tensor.untyped_storage()
@@ -274,6 +271,15 @@ def _flops(func: Any, args: Any, kwargs: Any, result: Any) -> tuple[Literal["mat
     if packet in flop_registry:
         return "matmul", int(flop_registry[packet](*args, **kwargs, out_val=result))
     return "memory", 0
+
+
+def _plain(tensor: Tensor) -> Iterator[Tensor]:
+    """What a tensor is made of: of a DTensor, this rank's part."""
+    if is_traceable_wrapper_subclass(tensor):
+        for name in tensor.__tensor_flatten__()[0]:
+            yield from _plain(getattr(tensor, name))
+    else:
+        yield tensor
 
 
 def _bytes(tensor: Tensor) -> int:

@@ -199,9 +199,9 @@ def _passes(units: Sequence[Unit], hardware: Hardware, *, nodes_of: int, prefetc
             send(unit.gather_again),
             send(unit.reduce),
             send(unit.all_reduce),
-            ahead=prefetch and unit is not units[-1],
+            ahead=prefetch and index > 0,
         )
-        for unit in reversed(units)
+        for index, unit in enumerate(reversed(units))
     ]
     return forward + backward
 

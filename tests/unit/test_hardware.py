@@ -1,0 +1,208 @@
+"""The table of devices, files that describe others, and what is measured of a CPU."""
+
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from titanlite import hardware as module
+from titanlite.errors import UserError
+from titanlite.hardware import HARDWARE, Hardware, find_hardware, hardware_of, host_memory, load_hardware
+from titanlite.hardware import _product_rate as product_rate
+
+WHOLE = """
+memory_gib = 80
+bf16_flops = 400e12
+fp32_flops = 50e12
+memory_bandwidth = 2e12
+link_bandwidth = 100e9
+network_bandwidth = 10e9
+"""
+
+
+def file_of(folder: Path, text: str) -> Path:
+    path = folder / "mine.toml"
+    path.write_text(text)
+    return path
+
+
+def problems_of(folder: Path, text: str) -> list[str]:
+    with pytest.raises(UserError) as caught:
+        load_hardware(file_of(folder, text))
+    return str(caught.value).splitlines()
+
+
+# The table
+
+
+def test_every_name_stands_for_one_device() -> None:
+    for hardware in HARDWARE:
+        for name in (hardware.name, *hardware.driver_names):
+            assert find_hardware(name) is hardware
+    drivers = [name for hardware in HARDWARE for name in hardware.driver_names]
+    assert len(set(drivers)) == len(drivers) == 13
+
+
+@pytest.mark.parametrize("hardware", HARDWARE, ids=lambda hardware: hardware.name)
+def test_figures_are_of_the_right_size(hardware: Hardware) -> None:
+    """A factor of 1,000 or of two (sparsity) would be seen."""
+    assert 20 * 2**30 < hardware.memory < 200 * 2**30
+    assert hardware.fp32_flops < hardware.bf16_flops
+    if hardware.fp8_flops:
+        assert hardware.fp8_flops == pytest.approx(2 * hardware.bf16_flops, rel=0.02)
+    assert hardware.network_bandwidth < hardware.link_bandwidth < hardware.memory_bandwidth
+    # Of the memory, a device reads all in 8 to 60 ms, and for each byte that it reads it does 100 to 500 FLOPs.
+    assert 0.008 < hardware.memory / hardware.memory_bandwidth < 0.06
+    assert 100 < hardware.bf16_flops / hardware.memory_bandwidth < 500
+    assert "assumed" in hardware.sources
+    assert "data sheet" in hardware.sources or "white paper" in hardware.sources
+    assert not hardware.measured
+    assert hardware.overlaps
+
+
+def test_published_figures() -> None:
+    a100, h100, h200, b200 = (find_hardware(name) for name in ("A100-80", "H100", "H200", "B200"))
+    assert [gpu.bf16_flops for gpu in (a100, h100, h200, b200)] == [312e12, 989e12, 989e12, 2250e12]
+    assert [gpu.memory_bandwidth for gpu in (a100, h100, h200, b200)] == [2.039e12, 3.35e12, 4.8e12, 7.7e12]
+    assert [gpu.link_bandwidth for gpu in (a100, h100, h200, b200)] == [300e9, 450e9, 450e9, 900e9]
+    assert [gpu.network_bandwidth for gpu in (a100, h100, h200, b200)] == [25e9, 50e9, 50e9, 50e9]
+    assert [gpu.fp8_flops for gpu in (a100, h100, b200)] == [None, 1979e12, 4500e12]
+    # PyTorch has been seen to report 79.15, 79.10, 139.80 and 178.35 GiB.
+    assert [gpu.memory / 2**30 for gpu in (a100, h100, h200, b200)] == pytest.approx([79.1, 79.1, 139.7, 178.3])
+
+
+def test_a_name_is_found_however_it_is_written() -> None:
+    for name in ("h100-nvl", "H100 NVL", "h100_nvl", "NVIDIA H100 NVL"):
+        assert find_hardware(name).name == "H100-NVL"
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("H20", "did you mean H200 or H200-NVL?"),
+        ("A100", "did you mean A100-40 or A100-80 or A100-PCIe-40 or A100-PCIe-80?"),
+        ("MI30OX", "did you mean MI300X?"),
+        ("abacus", "named 'abacus'. Known are A100-40, A100-80,"),
+        ("", "named ''. Known are A100-40, A100-80,"),
+    ],
+)
+def test_unknown_names(name: str, hint: str) -> None:
+    with pytest.raises(UserError) as caught:
+        find_hardware(name)
+    assert hint in str(caught.value)
+    assert "MI300X and cpu; any other can be described in a file" in str(caught.value)
+
+
+def test_a_gpu_of_this_machine_has_the_memory_that_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = torch.device("cuda")
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA H200")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=12345))
+    assert hardware_of(device) == replace(find_hardware("H200"), memory=12345)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA H200 MIG 1g.18gb")
+    assert hardware_of(device) is None
+    assert hardware_of(torch.device("cpu")) is None
+
+
+# Files
+
+
+def test_a_file_that_says_all(tmp_path: Path) -> None:
+    assert load_hardware(file_of(tmp_path, WHOLE)) == Hardware(
+        name="mine",
+        driver_names=(),
+        memory=80 * 2**30,
+        bf16_flops=400e12,
+        fp8_flops=None,
+        fp32_flops=50e12,
+        memory_bandwidth=2e12,
+        link_bandwidth=100e9,
+        network_bandwidth=10e9,
+        sources="mine.toml",
+    )
+
+
+def test_a_file_with_a_base(tmp_path: Path) -> None:
+    found = load_hardware(file_of(tmp_path, 'base = "h100"\nnetwork_bandwidth = 12_500_000_000\nname = "cloud"'))
+    h100 = find_hardware("H100")
+    sources = f"mine.toml; the rest: {h100.sources}"
+    assert found == replace(h100, name="cloud", driver_names=(), network_bandwidth=12.5e9, sources=sources)
+    assert load_hardware(file_of(tmp_path, 'base = "h100"\nmemory = 50_000_000_000')).memory == 50_000_000_000
+    assert load_hardware(file_of(tmp_path, 'base = "h100"\nmemory_gib = 0.5')).memory == 2**29
+
+
+def test_all_problems_of_a_file_are_reported(tmp_path: Path) -> None:
+    text = """
+memory_gib = -80
+bf16_flop = 400e12
+fp8_flops = true
+fp32_flops = "fast"
+memory_bandwidth = 3350
+link_bandwidth = nan
+sources = ""
+"""
+    assert problems_of(tmp_path, text) == [
+        "memory_gib: expected a number above 0, got -80 (mine.toml)",
+        "bf16_flop: unknown key, did you mean bf16_flops? (mine.toml)",
+        "fp8_flops: expected a number, got True (mine.toml)",
+        "fp32_flops: expected a number, got 'fast' (mine.toml)",
+        "memory_bandwidth: got 3350: it is counted in single bytes or FLOP/s, as in 989e12 (mine.toml)",
+        "link_bandwidth: expected a number above 0, got nan (mine.toml)",
+        "sources: expected a text, got '' (mine.toml)",
+        "bf16_flops: missing, and there is no base (mine.toml)",
+        "network_bandwidth: missing, and there is no base (mine.toml)",
+    ]
+
+
+@pytest.mark.parametrize("key", WHOLE.split()[::3])
+def test_without_a_base_nothing_may_be_missing(tmp_path: Path, key: str) -> None:
+    text = "\n".join(line for line in WHOLE.splitlines() if not line.startswith(key))
+    said = "memory" if key == "memory_gib" else key
+    assert problems_of(tmp_path, text) == [f"{said}: missing, and there is no base (mine.toml)"]
+
+
+def test_other_problems_of_files(tmp_path: Path) -> None:
+    [problem] = problems_of(tmp_path, 'base = "H1000"\nmemory_gib = 3')
+    assert problem.startswith("base: no figures for a GPU named 'H1000', did you mean H100?")
+    assert problems_of(tmp_path, "base = 100") == ["base: expected a text, got 100 (mine.toml)"]
+    [problem] = problems_of(tmp_path, WHOLE + "memory = 80e9")
+    assert problem == "memory: stands beside memory_gib; one of them is enough (mine.toml)"
+    [problem] = problems_of(tmp_path, 'base = "H100"\n[H100]\nmemory_gib = 3')
+    assert problem == "H100: unknown key (mine.toml)"
+    [problem] = problems_of(tmp_path, 'base = "H100"\nmeasured = true')
+    assert problem.startswith("measured: unknown key")
+    [problem] = problems_of(tmp_path, "memory_gib 80")
+    assert "mine.toml is not valid TOML: Expected '='" in problem
+    (tmp_path / "mine.toml").write_bytes(b'name = "\xff"')
+    with pytest.raises(UserError, match="not valid TOML"):
+        load_hardware(tmp_path / "mine.toml")
+    for path in (tmp_path, tmp_path / "none.toml"):
+        with pytest.raises(UserError, match=f"cannot read {path}: "):
+            load_hardware(path)
+
+
+# CPUs
+
+
+def clock(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+    """By which each product and each copy takes so long."""
+    ticks = iter(range(10**6))
+    monkeypatch.setattr(module.time, "perf_counter", lambda: seconds * next(ticks))
+
+
+def test_a_cpu_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products of 256 that take 20 ms are not followed by larger ones."""
+    clock(monkeypatch, 0.02)
+    found = find_hardware("CPU")
+    assert (found.name, found.driver_names, found.memory, found.fp8_flops) == ("cpu", (), host_memory(), None)
+    assert found.memory_bandwidth == pytest.approx(2 * 2**27 / 0.02)
+    assert [found.bf16_flops, found.fp32_flops] == pytest.approx([2 * 256**3 / 0.02] * 2)
+    assert (found.link_bandwidth, found.network_bandwidth) == (found.memory_bandwidth / 2, 1.25e9)
+    assert found.measured
+    assert not found.overlaps
+
+
+def test_the_best_size_of_product_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock(monkeypatch, 0.008)
+    assert product_rate(torch.float32) == pytest.approx(2 * 1024**3 / 0.008)

@@ -1,0 +1,328 @@
+"""Step times by hand, on hardware with round figures, and what must hold of any."""
+
+from dataclasses import replace
+from typing import Literal
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from titanlite.hardware import HARDWARE, Hardware, find_hardware
+from titanlite.plan import time as module
+from titanlite.plan.time import Group, Kernel, Message, Unit, kernel_time, message_time, step_time
+
+GPU = Hardware(
+    name="round",
+    driver_names=(),
+    memory=10**10,
+    bf16_flops=1e15,
+    fp8_flops=2e15,
+    fp32_flops=1e14,
+    memory_bandwidth=1e12,
+    link_bandwidth=1e11,
+    network_bandwidth=1e10,
+    sources="made up",
+)
+CPU = replace(GPU, fp8_flops=None, measured=True)
+NODE = Group(8, 8)
+
+
+@pytest.fixture
+def ideal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every efficiency is 1 and every latency 0."""
+    for name in ("MATMUL_EFFICIENCY", "ATTENTION_EFFICIENCY", "MEMORY_EFFICIENCY", "BUS_EFFICIENCY"):
+        monkeypatch.setattr(module, name, 1.0)
+    for name in ("LAUNCH_SECONDS", "HOP_SECONDS", "NETWORK_HOP_SECONDS"):
+        monkeypatch.setattr(module, name, 0.0)
+
+
+def takes(seconds: float) -> tuple[Kernel, ...]:
+    """A product that takes so long on `GPU`, if ideal."""
+    return (Kernel("matmul", seconds * 1e15, 0, "bfloat16"),)
+
+
+def sends(
+    seconds: float, collective: Literal["all_gather", "reduce_scatter", "all_reduce"] = "all_gather"
+) -> tuple[Message, ...]:
+    """A message within a node that takes so long on `GPU`, if ideal."""
+    count = 2 if collective == "all_reduce" else 1
+    return (Message(collective, round(seconds * 1e11 * 8 / 7 / count), NODE),)
+
+
+def layers(
+    count: int, *, gather: float, reduce: float = 0.0, forward: float = 1.0, backward: float = 2.0
+) -> list[Unit]:
+    """Blocks that are gathered twice, and the last of them once."""
+    unit = Unit(
+        "layer",
+        takes(forward),
+        takes(backward),
+        gather=sends(gather) if gather else (),
+        gather_again=sends(gather) if gather else (),
+        reduce=sends(reduce, "reduce_scatter") if reduce else (),
+    )
+    return [*[replace(unit, name=f"layers.{index}") for index in range(count - 1)], replace(unit, gather_again=())]
+
+
+# Kernels
+
+
+@pytest.mark.usefixtures("ideal")
+def test_the_slower_of_arithmetic_and_memory() -> None:
+    assert kernel_time(Kernel("matmul", 3e15, 2 * 10**12, "bfloat16"), GPU) == pytest.approx(3)
+    assert kernel_time(Kernel("matmul", 1e15, 2 * 10**12, "bfloat16"), GPU) == pytest.approx(2)
+    assert kernel_time(Kernel("matmul", 3e15, 0, "float8"), GPU) == pytest.approx(1.5)
+    assert kernel_time(Kernel("matmul", 3e15, 0, "float32"), GPU) == pytest.approx(30)
+    assert kernel_time(Kernel("matmul", 3e15, 0, "float8"), replace(GPU, fp8_flops=None)) == pytest.approx(30)
+    assert kernel_time(Kernel("memory", 3e14, 10**12, "bfloat16"), GPU) == pytest.approx(3)
+
+
+def test_what_kernels_reach() -> None:
+    assert kernel_time(Kernel("matmul", 7e14, 0, "bfloat16"), GPU) == pytest.approx(1)
+    assert kernel_time(Kernel("attention", 4e14, 0, "bfloat16"), GPU) == pytest.approx(1)
+    assert kernel_time(Kernel("memory", 0, 85 * 10**10, "bfloat16"), GPU) == pytest.approx(1)
+
+
+def test_no_kernel_is_faster_than_its_launch() -> None:
+    assert kernel_time(Kernel("memory", 10, 10, "float32"), GPU) == pytest.approx(5e-6)
+    assert kernel_time(Kernel("memory", 10, 10, "float32", launches=12), GPU) == pytest.approx(60e-6)
+    assert kernel_time(Kernel("matmul", 7e14, 0, "bfloat16", launches=12), GPU) == pytest.approx(1, rel=1e-9)
+
+
+def test_a_cpu_reaches_what_was_measured_and_launches_by_itself() -> None:
+    assert kernel_time(Kernel("matmul", 1e15, 0, "bfloat16"), CPU) == pytest.approx(1 + 5e-6, rel=1e-9)
+    assert kernel_time(Kernel("memory", 0, 10**12, "bfloat16", launches=2), CPU) == pytest.approx(1 + 10e-6, rel=1e-9)
+    assert kernel_time(Kernel("attention", 4e15, 0, "bfloat16"), CPU) == pytest.approx(7)
+
+
+# Messages
+
+
+@pytest.mark.usefixtures("ideal")
+def test_rings() -> None:
+    bytes = 8 * 10**11
+    assert message_time(Message("all_gather", bytes, NODE), GPU, 8) == pytest.approx(7)
+    assert message_time(Message("reduce_scatter", bytes, NODE), GPU, 8) == pytest.approx(7)
+    assert message_time(Message("all_reduce", bytes, NODE), GPU, 8) == pytest.approx(14)
+    assert message_time(Message("all_gather", bytes, NODE), replace(GPU, link_bandwidth=2e11), 8) == pytest.approx(3.5)
+    assert message_time(Message("all_reduce", bytes, Group(1, 1)), GPU, 8) == 0
+
+
+@pytest.mark.usefixtures("ideal")
+def test_members_of_a_node_drive_their_network_cards_together() -> None:
+    """15 shares of 10 GB are sent by one card, by four, or by eight, which have 8/10 of the link's bandwidth."""
+    bytes = 16 * 10**10
+
+    def seconds(per_node: int, hardware: Hardware = GPU) -> float:
+        return message_time(Message("all_gather", bytes, Group(16, per_node)), hardware, 8)
+
+    assert [seconds(1), seconds(4), seconds(8)] == pytest.approx([15, 15 / 4, 15 / 8])
+    # With faster cards the link is the limit of those that share a node.
+    fast = replace(GPU, network_bandwidth=5e10)
+    assert [seconds(1, fast), seconds(4, fast), seconds(8, fast)] == pytest.approx([3, 1.5, 1.5])
+
+
+def test_what_messages_reach() -> None:
+    message = Message("all_gather", 8 * 10**11, NODE)
+    assert message_time(message, GPU, 8) == pytest.approx(7 / 0.8 + 7 * 2e-6, rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("collective", "group", "microseconds"),
+    [
+        ("all_gather", Group(2, 2), 2),
+        ("reduce_scatter", Group(8, 8), 14),
+        ("all_reduce", Group(8, 8), 28),
+        ("all_gather", Group(16, 8), 14 + 5),
+        ("all_gather", Group(512, 8), 14 + 63 * 5),
+        ("all_reduce", Group(64, 1), 2 * 6 * 5),
+        ("all_reduce", Group(65, 1), 2 * 7 * 5),
+        ("all_gather", Group(12, 8), 14 + 5),
+    ],
+)
+def test_latency(collective: Literal["all_gather", "all_reduce"], group: Group, microseconds: float) -> None:
+    assert message_time(Message(collective, 0, group), GPU, 8) == pytest.approx(microseconds * 1e-6)
+
+
+def test_groups_fit_into_nodes() -> None:
+    with pytest.raises(AssertionError, match="in nodes of 4"):
+        message_time(Message("all_gather", 1, NODE), GPU, 4)
+
+
+# Steps
+
+
+@pytest.mark.usefixtures("ideal")
+def test_hidden_messages() -> None:
+    """All that can be seen is the first gather and the last reduction."""
+    found = step_time(layers(4, gather=0.5, reduce=0.75), update=takes(0.125), hardware=GPU, nodes_of=8, accumulation=1)
+    assert found.compute == pytest.approx(12)
+    assert found.update == pytest.approx(0.125)
+    assert found.total == pytest.approx(12 + 0.5 + 0.75 + 0.125)
+    assert found.exposed == pytest.approx(1.25)
+    assert found.communication == pytest.approx(7 * 0.5 + 4 * 0.75)
+
+
+@pytest.mark.usefixtures("ideal")
+def test_messages_that_nothing_hides() -> None:
+    """Gathers of 10: each unit computes 10 after the one before, beside the next gather; the last backward has none."""
+    found = step_time(layers(3, gather=10, reduce=5), update=(), hardware=GPU, nodes_of=8, accumulation=1)
+    # Forward: gathers end at 10, 20 and 30, the last unit is done at 31 and begins backward at once. The next gather is
+    # issued at 31 and arrives at 41, then the reduction of what was done at 33 goes, until 46. The next gather is
+    # issued at 41, goes from 46 to 56; the reduction of what was done at 43 until 61; backward from 56 to 58; the last
+    # reduction from 61 to 66.
+    assert found.total == pytest.approx(66)
+    assert found.compute == pytest.approx(9)
+    assert found.exposed == pytest.approx(57)
+    assert found.communication == pytest.approx(5 * 10 + 3 * 5)
+
+
+@pytest.mark.usefixtures("ideal")
+def test_without_prefetch_gathers_wait_for_the_unit_before() -> None:
+    units = layers(4, gather=0.5)
+    found = step_time(units, update=(), hardware=GPU, nodes_of=8, accumulation=1, prefetch=False)
+    assert found.total == pytest.approx(12 + 7 * 0.5)
+    # A reduction that was issued before goes before.
+    units = layers(2, gather=0.5, reduce=0.25)
+    found = step_time(units, update=(), hardware=GPU, nodes_of=8, accumulation=1, prefetch=False)
+    assert found.total == pytest.approx((0.5 + 1 + 0.5 + 1) + 2 + (0.25 + 0.5) + 2 + 0.25)
+
+
+@pytest.mark.usefixtures("ideal")
+def test_the_last_unit_gathers_again_after_its_forward() -> None:
+    units = [Unit("head", takes(1), takes(2), gather=sends(3), gather_again=sends(3))]
+    assert step_time(units, update=(), hardware=GPU, nodes_of=8, accumulation=1).total == pytest.approx(3 + 1 + 3 + 2)
+
+
+@pytest.mark.usefixtures("ideal")
+def test_units_may_be_the_same_object() -> None:
+    """Two gathers are seen: the first of all, and that of the last unit's backward."""
+    units = [Unit("layer", takes(1), takes(2), gather=sends(1), gather_again=sends(1))] * 3
+    found = step_time(units, update=(), hardware=GPU, nodes_of=8, accumulation=1)
+    assert found.total == pytest.approx(1 + 3 * 1 + 1 + 3 * 2)
+
+
+@pytest.mark.usefixtures("ideal")
+def test_a_unit_without_messages_waits_for_none() -> None:
+    """A backward that needs no gather runs beside the reduction of the one before."""
+    units = [Unit("embedding", takes(1), takes(4)), Unit("head", takes(1), takes(1), reduce=sends(3, "reduce_scatter"))]
+    assert step_time(units, update=(), hardware=GPU, nodes_of=8, accumulation=1).total == pytest.approx(7)
+
+
+@pytest.mark.usefixtures("ideal")
+def test_exposed_messages_take_half_as_long_on_a_link_twice_as_fast() -> None:
+    units = [Unit("layer", (), (), gather=sends(4), reduce=sends(2, "reduce_scatter"))] * 3
+    fast = replace(GPU, link_bandwidth=2 * GPU.link_bandwidth)
+    slow_total, fast_total = (
+        step_time(units, update=(), hardware=hardware, nodes_of=8, accumulation=1).total for hardware in (GPU, fast)
+    )
+    assert slow_total == pytest.approx(3 * 4 + 3 * 2)
+    assert fast_total == pytest.approx(slow_total / 2)
+
+
+@pytest.mark.usefixtures("ideal")
+def test_every_micro_batch_is_reduced_and_the_last_is_all_reduced() -> None:
+    units = [
+        replace(unit, all_reduce=sends(8, "all_reduce")) for unit in layers(2, gather=0.5, reduce=0.25, forward=0.5)
+    ]
+    one, three = (
+        step_time(units, update=takes(0.125), hardware=GPU, nodes_of=8, accumulation=count) for count in (1, 3)
+    )
+    alone = step_time(
+        [replace(unit, all_reduce=()) for unit in units], update=(), hardware=GPU, nodes_of=8, accumulation=1
+    )
+    # Backward of the last unit is done at 3.5, of the first at 5.5; the link is busy until 11.75 and 20.
+    assert one.total == pytest.approx(20 + 0.125)
+    assert alone.total == pytest.approx(0.5 + 1 + 4 + 0.25)
+    assert three.total == pytest.approx(2 * 5.75 + 20 + 0.125)
+    assert three.compute == pytest.approx(3 * one.compute)
+    assert three.communication == pytest.approx(3 * alone.communication + 16)
+
+
+@pytest.mark.usefixtures("ideal")
+def test_nothing_overlaps_on_a_cpu() -> None:
+    found = step_time(layers(4, gather=0.5, reduce=0.75), update=takes(1), hardware=CPU, nodes_of=8, accumulation=2)
+    assert found.total == pytest.approx(2 * (12 + 7 * 0.5 + 4 * 0.75) + 1)
+    assert found.exposed == pytest.approx(found.communication)
+
+
+def test_a_block_of_llama_on_a_real_table() -> None:
+    """8B on one H100, batch 1 of 8192 tokens: 6 FLOPs a parameter and token at 0.7 of the peak."""
+    flops = 2 * 8.03e9 * 8192
+    units = [Unit("model", (Kernel("matmul", flops, 0, "bfloat16"),), (Kernel("matmul", 2 * flops, 0, "bfloat16"),))]
+    found = step_time(units, update=(), hardware=find_hardware("H100"), nodes_of=8, accumulation=1)
+    assert found.total == pytest.approx(6 * 8.03e9 * 8192 / (0.7 * 989e12)) == pytest.approx(0.570, abs=5e-4)
+
+
+# What must hold of any
+
+KERNELS = st.builds(
+    Kernel,
+    kind=st.sampled_from(["matmul", "attention", "memory"]),
+    flops=st.floats(0, 1e14),
+    bytes=st.integers(0, 10**11),
+    dtype=st.sampled_from(["bfloat16", "float32", "float8"]),
+    launches=st.integers(1, 20),
+)
+GROUPS = st.builds(lambda nodes, per_node: Group(nodes * per_node, per_node), st.integers(1, 64), st.integers(1, 8))
+
+
+def messages_of(*collectives: str) -> st.SearchStrategy[tuple[Message, ...]]:
+    message = st.builds(Message, st.sampled_from(collectives), st.integers(0, 10**10), GROUPS)
+    return st.lists(message, max_size=1).map(tuple)
+
+
+UNITS = st.lists(
+    st.builds(
+        Unit,
+        name=st.just("unit"),
+        forward=st.lists(KERNELS, max_size=2).map(tuple),
+        backward=st.lists(KERNELS, max_size=2).map(tuple),
+        gather=messages_of("all_gather"),
+        gather_again=messages_of("all_gather"),
+        reduce=messages_of("reduce_scatter"),
+        all_reduce=messages_of("all_reduce"),
+    ),
+    min_size=1,
+    max_size=6,
+)
+NOT_GPU = replace(CPU, fp8_flops=2e15)
+RATES = ["bf16_flops", "fp8_flops", "fp32_flops", "memory_bandwidth", "link_bandwidth", "network_bandwidth"]
+
+
+@settings(max_examples=100, deadline=None)
+@given(UNITS, st.sampled_from([*HARDWARE, GPU, CPU]), st.integers(1, 4), st.booleans())
+def test_bounds(units: list[Unit], hardware: Hardware, accumulation: int, prefetch: bool) -> None:
+    """The device and the link each work for so long, and always one of them does."""
+    found = step_time(
+        units, update=units[0].forward, hardware=hardware, nodes_of=8, accumulation=accumulation, prefetch=prefetch
+    )
+    worked = found.total - found.update
+    slack = 1e-9 * found.total
+    assert max(found.compute, found.communication) <= worked + slack
+    assert worked <= found.compute + found.communication + slack
+    assert found.exposed == pytest.approx(worked - found.compute, abs=slack)
+    assert found.update == pytest.approx(sum(kernel_time(kernel, hardware) for kernel in units[0].forward))
+
+
+@settings(max_examples=100, deadline=None)
+@given(UNITS, st.sampled_from([GPU, NOT_GPU]), st.sampled_from(RATES), st.floats(0.1, 1), st.booleans())
+def test_no_step_is_faster_on_a_slower_device(
+    units: list[Unit], hardware: Hardware, rate: str, factor: float, prefetch: bool
+) -> None:
+    slower = replace(hardware, **{rate: factor * getattr(hardware, rate)})
+    fast, slow = (
+        step_time(units, update=(), hardware=device, nodes_of=8, accumulation=2, prefetch=prefetch).total
+        for device in (hardware, slower)
+    )
+    assert slow >= fast * (1 - 1e-12)
+
+
+@settings(max_examples=100, deadline=None)
+@given(UNITS)
+def test_prefetching_never_costs_time(units: list[Unit]) -> None:
+    ahead, after = (
+        step_time(units, update=(), hardware=GPU, nodes_of=8, accumulation=2, prefetch=prefetch).total
+        for prefetch in (True, False)
+    )
+    assert ahead <= after * (1 + 1e-12)
