@@ -12,7 +12,7 @@ from titanlite.models.base import Model, ModelArgs
 from titanlite.plan.memory import Breakdown, Profile, extend, profile
 from titanlite.plan.recorder import Recorder
 from titanlite.plan.rehearsal import rehearse
-from titanlite.plan.time import Kernel, StepTime, Unit, message_time, step_time
+from titanlite.plan.time import Kernel, StepTime, Unit, message_time, offload_time, step_time
 from titanlite.plan.work import Work, work_of
 
 USABLE = 0.93
@@ -156,6 +156,8 @@ def appraise(sketched: Sketch, config: Config, kind: type[Model], args: ModelArg
     phases, host = sketched.profile.phases, 0
     if training.enable_cpu_offload and is_gpu(layout):
         host = sum(sketched.profile.most(cause) for cause in ON_HOST)
+        parameters = sketched.profile.most("parameters")
+        time = replace(time, total=time.total + offload_time(parameters, host, accumulation=sketched.accumulation))
         phases = {name: {**causes, **dict.fromkeys(ON_HOST, 0)} for name, causes in phases.items()}
     tokens = training.global_batch_size * training.seq_len
     model_flops = model.flops_per_token(training.seq_len) * tokens

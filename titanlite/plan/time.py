@@ -13,9 +13,9 @@ from typing import Literal, NamedTuple
 
 from titanlite.hardware import Hardware
 
-MATMUL_EFFICIENCY = 0.7
-"""Of the peak. Large products on data-centre GPUs reach 0.6 to 0.8: the clock falls under their load."""
-ATTENTION_EFFICIENCY = 0.4
+MATMUL_EFFICIENCY = 0.62
+"""Of the peak. Large products on data-centre GPUs reach 0.55 to 0.75: the clock falls under their load."""
+ATTENTION_EFFICIENCY = 0.33
 """Of the peak. Flash attention, forward and backward together, has softmax between its products."""
 MEMORY_EFFICIENCY = 0.85
 """Of the memory bandwidth, for kernels that read and write long vectors."""
@@ -27,6 +27,12 @@ HOP_SECONDS = 2e-6
 """From one GPU to the next within a node."""
 NETWORK_HOP_SECONDS = 5e-6
 """From one node to the next."""
+
+
+HOST_LINK = 25e9
+"""Bytes a second between a GPU and its host's memory: what PCIe 4 and 5 reach."""
+HOST_MEMORY = 10e9
+"""Bytes a second of host memory that the optimizer of one rank moves, beside those of the machine's other ranks."""
 
 
 class Kernel(NamedTuple):
@@ -109,6 +115,11 @@ def kernel_time(kernel: Kernel, hardware: Hardware) -> float:
     return work + launches if hardware.measured else max(work, launches)
 
 
+def lasting(seconds: float, hardware: Hardware) -> Kernel:
+    """A kernel that takes so long."""
+    return Kernel("memory", 0, round(seconds * hardware.memory_bandwidth * MEMORY_EFFICIENCY), "float32", 0)
+
+
 def message_time(message: Message, hardware: Hardware, nodes_of: int) -> float:
     """Seconds. Each byte of a ring passes every member; members that share a node share the work of its network cards,
     one a GPU, so a group with 8 in each node has 8 cards and a group with 1 in each node has one.
@@ -170,6 +181,17 @@ def step_time(
     else:
         worked = compute + communication
     return StepTime(worked + updating, compute, max(0.0, worked - compute), updating, communication)
+
+
+def offload_time(parameters: float, states: float, *, accumulation: int) -> float:
+    """Seconds that CPU offload adds to a step; nothing of it is taken to be hidden.
+
+    Args:
+        parameters: bytes of this rank's part. They go to the device twice a micro-batch, and gradients come back.
+        states: bytes of parameters, gradients and moments in host memory. The update reads them all, and writes all but
+            the gradients.
+    """
+    return accumulation * 3 * parameters / HOST_LINK + 1.75 * states / HOST_MEMORY
 
 
 class _Pass(NamedTuple):

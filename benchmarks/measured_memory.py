@@ -1,0 +1,298 @@
+"""What a step of training holds in memory, measured on the CPU: every tensor that PyTorch's allocator gives and takes.
+
+    python benchmarks/measured_memory.py --config FILE.toml [--processes 2] [--steps 3] [--section.key=value]
+
+Trains the config's model on random tokens, in gloo processes of one thread each, through titanlite's own step. The
+profiler reports each allocation and each release; their sum over time is what was held. No data is read. Memory that
+does not come from PyTorch's allocator (Python, libraries, buffers inside of gloo) is not seen.
+"""
+
+import argparse
+import multiprocessing
+import tempfile
+import time
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass, replace
+from datetime import timedelta
+from itertools import islice
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._profiler import _EventType
+from torch.optim import Optimizer
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from titanlite.config.load import load
+from titanlite.config.schema import Config
+from titanlite.data.packing import Row
+from titanlite.data.samples import Batch, as_batch
+from titanlite.errors import UserError
+from titanlite.guard import StepGuard
+from titanlite.job import seed_step
+from titanlite.loss import build_loss
+from titanlite.models.base import Model
+from titanlite.models.registry import resolve_model
+from titanlite.optim import build_optimizer
+from titanlite.parallelize import DTYPES, build_mesh, materialize, parallelize
+from titanlite.parallelize.mesh import data_parallel_group, local
+from titanlite.step import train_step
+
+SPAN, OPTIMIZER_STEP = "measured: ", "Optimizer.step#"
+TIMEOUT = timedelta(seconds=120)  # of one collective
+PAUSE = 2e-3  # seconds
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Of one rank, in bytes. Steady state is every step after the first, which makes the states of the optimizer."""
+
+    peak: int
+    """Most that was live at any moment of the steady state, without what gloo copies to and fro in a collective."""
+    peak_with_gloo: int
+    """The same with gloo's copies, which other backends do not make."""
+    peak_first: int
+    """As `peak`, of the first step."""
+    states: int
+    """Live between two steps, with no batch there."""
+    batch: int
+    """Tokens and labels of all micro-batches of a step; they are live in the whole step."""
+    breakdown: dict[str, int]
+    """Of the states, from the objects themselves: parameters, optimizer, buffers."""
+    phases: dict[str, int]
+    """`peak` of each part of a step."""
+
+
+class Change(NamedTuple):
+    moment: int
+    address: int
+    size: int
+    """In bytes; less than 0 where they are given back."""
+    by_collective: bool
+
+
+class Held(NamedTuple):
+    """Bytes that are live from a moment on."""
+
+    moment: int
+    tensors: int
+    with_copies: int
+    """Together with what a collective that runs has allocated for itself."""
+
+
+class AllocationRecord:
+    """Within `with`, records what PyTorch's CPU allocator does for this thread and for the collectives that it starts.
+    What was allocated before is not counted, nor is its release. Moments are in nanoseconds."""
+
+    def __init__(self) -> None:
+        self._profile: Any = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
+        self._spans: list[tuple[str, int, int]] = []
+        self._timeline: list[Held] = []
+
+    def __enter__(self) -> "AllocationRecord":
+        self._profile.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._profile.__exit__(*error)
+        if error[0] is None:
+            self._read()
+
+    def span(self, name: str) -> AbstractContextManager[Any]:
+        """Name what happens within, to ask for it afterwards. PyTorch itself names steps of optimizers."""
+        return record_function(SPAN + name)
+
+    def find(self, name: str, *, after: int = 0) -> tuple[int, int]:
+        """Begin and end of the first span whose name begins so, at `after` or later."""
+        return min((begin, end) for known, begin, end in self._spans if known.startswith(name) and begin >= after)
+
+    def held(self, moment: int) -> Held:
+        before = bisect_right(self._timeline, moment, key=lambda held: held.moment)
+        return self._timeline[before - 1] if before else Held(moment, 0, 0)
+
+    def peak(self, begin: int, end: int, *, with_copies: bool = False) -> int:
+        """Most bytes that were live at any moment from begin to end."""
+        within = [self.held(begin), *(held for held in self._timeline if begin <= held.moment <= end)]
+        return max(held.with_copies if with_copies else held.tensors for held in within)
+
+    def _read(self) -> None:
+        roots = self._profile.profiler.kineto_results.experimental_event_tree()
+        this_thread = next(event.start_tid for event in roots if event.name.startswith(SPAN))
+        changes: list[Change] = []
+        todo = [(event, False) for event in roots]
+        while todo:
+            event, by_collective = todo.pop()
+            by_collective |= event.name.startswith("c10d::") or event.start_tid != this_thread
+            if event.tag == _EventType.Allocation:
+                address, size = event.extra_fields.ptr, event.extra_fields.alloc_size
+                changes.append(Change(event.start_time_ns, address, size, by_collective))
+            elif event.name.startswith((SPAN, OPTIMIZER_STEP)):
+                self._spans.append((event.name.removeprefix(SPAN), event.start_time_ns, event.end_time_ns))
+            todo += [(child, by_collective) for child in event.children]
+        self._timeline = list(add_up(sorted(changes, key=lambda change: change.moment)))
+
+
+def add_up(changes: Iterable[Change]) -> Iterator[Held]:
+    """What is live after each change.
+
+    What is released by a thread that the profiler does not know is not told (see `seen_releases`). But nobody starts a
+    collective here without waiting for it: when the next tensor is allocated, all its copies are gone. And what was at
+    an address is gone when that is given out again.
+    """
+    tensors: dict[int, int] = {}
+    copies: dict[int, int] = {}
+    held = copied = 0
+    for moment, address, size, by_collective in changes:
+        if size > 0 and not by_collective:
+            copies, copied = {}, 0
+        held -= tensors.pop(address, 0)
+        copied -= copies.pop(address, 0)
+        if size > 0:
+            (copies if by_collective else tensors)[address] = size
+            held, copied = (held, copied + size) if by_collective else (held + size, copied)
+        yield Held(moment, held, held + copied)
+
+
+def seen_releases() -> AbstractContextManager[Any]:
+    """Whoever waits for a collective goes on a little later. A thread of gloo still has hold of the tensors of one that
+    has just ended: if it were the last to let go of them, the profiler would not see it."""
+    wait = dist.Work.wait
+
+    def wait_longer(work: dist.Work, *args: Any) -> bool:
+        done = wait(work, *args)
+        time.sleep(PAUSE)
+        return done
+
+    return patch.object(dist.Work, "wait", wait_longer)
+
+
+def measure_rank(config: Config, rank: int, processes: int, steps: int, meeting: str) -> Measured:
+    """On one of the processes that train together. They find each other at the URL `meeting`."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=processes, timeout=TIMEOUT)
+    try:
+        with AllocationRecord() as record, seen_releases():
+            model, optimizer, batch = train(config, record, rank, processes, steps)
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()
+    return read_off(record, model, optimizer, steps, batch=batch)
+
+
+def train(config: Config, record: AllocationRecord, rank: int, ranks: int, steps: int) -> tuple[Model, Optimizer, int]:
+    """As `titanlite.train` builds and trains, and nothing else. Returns also the bytes of a step's batches."""
+    device, training, seed = torch.device("cpu"), config.training, config.debug.seed
+    mesh = build_mesh(config.parallelism, world_size=ranks, device_type="cpu")
+    kind, args = resolve_model(config.model.name, config.model.flavor, config.model.args, config.model.file)
+    with torch.device("meta"):
+        model = kind(replace(args, max_seq_len=training.seq_len))
+    parallelize(
+        model, mesh=mesh, parallelism=config.parallelism, training=training, compile=config.compile,
+        activation_checkpoint=config.activation_checkpoint, float8=config.quantize.linear.float8,
+    )  # fmt: skip
+    materialize(model, device=device, offload=training.enable_cpu_offload, dtype=DTYPES[training.dtype], seed=seed)
+    optimizer = build_optimizer(model, config.optimizer, seed=seed)
+    guard = StepGuard(config.guard, device=device, step=0, state={})
+    micro_batch_size, accumulation = training.batch_split(ranks)
+    source = random_batches(config, micro_batch_size, args.vocab_size, seed=rank)
+    loss_function = build_loss(training)
+    size = 0
+    for step in range(1, steps + 1):
+        with record.span(f"step {step},"):
+            batches = list(islice(source, accumulation))
+            size = sum(tensor.nbytes for batch in batches for tensor in batch.values())
+            seed_step(seed, step, rank)
+            train_step(
+                model, batches, optimizer=optimizer, group=data_parallel_group(mesh), judge=guard.judge,
+                max_norm=training.max_norm, loss_function=loss_function,
+            )  # fmt: skip
+            del batches
+    return model, optimizer, size
+
+
+def random_batches(config: Config, size: int, vocab_size: int, *, seed: int) -> Iterator[Batch]:
+    """Batches of `size` sequences, each of two documents, as the loader gives them. They are copies that PyTorch's
+    allocator holds, as those on a GPU are; the loader's own are memory of NumPy."""
+    seq_len, random = config.training.seq_len, np.random.default_rng(seed)
+    starts = np.unique([0, seq_len // 2])
+    while True:
+        stretches = random.integers(0, vocab_size, (size, seq_len + 1))
+        rows = [Row(stretch[:-1], stretch[1:], starts) for stretch in stretches]
+        batch = as_batch(rows, document_mask=config.data.document_mask)
+        yield {name: tensor.clone() for name, tensor in batch.items()}
+
+
+def read_off(record: AllocationRecord, model: Model, optimizer: Optimizer, steps: int, *, batch: int) -> Measured:
+    first, *steady = [record.find(f"step {step},") for step in range(1, steps + 1)]
+    updates = [record.find(OPTIMIZER_STEP, after=begin)[0] for begin, _ in steady]
+    begin, end = steady[0][0], steady[-1][1]
+    states = [value for state in optimizer.state.values() for value in state.values()]
+    held = {"parameters": model.parameters(), "optimizer": states, "buffers": model.buffers()}
+    return Measured(
+        peak=record.peak(begin, end),
+        peak_with_gloo=record.peak(begin, end, with_copies=True),
+        peak_first=record.peak(*first),
+        states=record.held(end).tensors,
+        batch=batch,
+        breakdown={name: bytes_of(values) for name, values in held.items()},
+        phases={
+            "forward and backward": max(record.peak(step[0], at) for step, at in zip(steady, updates, strict=True)),
+            "update": max(record.peak(at, step[1]) for step, at in zip(steady, updates, strict=True)),
+        },
+    )
+
+
+def bytes_of(values: Iterable[Any]) -> int:
+    """Of the memory behind this rank's parts of all tensors among the values; what is shared counts once."""
+    storages = [local(value).untyped_storage() for value in values if isinstance(value, Tensor)]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+def measure(config: Config, *, processes: int, steps: int = 3) -> list[Measured]:
+    """Train that many steps on new processes of this machine; returns what each rank measured.
+
+    Args:
+        config: that was loaded for so many processes.
+
+    Raises:
+        UserError: the config asks for what there is not, or steps has no steady state.
+    """
+    if processes < 1 or steps < 2:
+        raise UserError(f"needs at least 1 process and 2 steps, got {processes} and {steps}")
+    resolve_model(config.model.name, config.model.flavor, config.model.args, config.model.file)  # or tell at once
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["titanlite.train"])
+    with tempfile.TemporaryDirectory() as folder, ProcessPoolExecutor(processes, mp_context=context) as pool:
+        meeting = f"file://{folder}/ranks"
+        futures = [pool.submit(measure_rank, config, rank, processes, steps, meeting) for rank in range(processes)]
+        return [future.result() for future in futures]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", required=True)
+    parser.add_argument("--processes", type=int, default=1)
+    parser.add_argument("--steps", type=int, default=3)
+    arguments, overrides = parser.parse_known_args()
+    try:
+        config = load(arguments.config, overrides, world_size=arguments.processes)
+        ranks = measure(config, processes=arguments.processes, steps=arguments.steps)
+    except UserError as error:
+        parser.exit(2, "".join(f"error: {line}\n" for line in str(error).splitlines()))
+    print(" ".join([f"{arguments.config}: {arguments.processes} process(es), torch {torch.__version__}", *overrides]))
+    for rank, measured in enumerate(ranks):
+        figures = asdict(measured)
+        figures |= figures.pop("breakdown") | figures.pop("phases")
+        print(f"rank {rank}, MiB")
+        for name, size in figures.items():
+            print(f"  {name.replace('_', ' '):<21} {size / 2**20:10,.2f}")
+
+
+if __name__ == "__main__":
+    main()

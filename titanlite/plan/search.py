@@ -1,0 +1,324 @@
+"""The best layout for a config on so many GPUs: tried on fake tensors, ranked by predicted tokens a second.
+
+Few steps are rehearsed: each way to keep activations, in float8 or not, with one and with two sequences in a forward
+pass. Memory and time grow by the same with each further sequence; and what another layout changes is known exactly:
+which messages there are, and how much of the states a rank holds. The best candidates are then planned in full, and
+those whose memory does not hold what was expected are left out.
+"""
+
+import multiprocessing
+import os
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any
+
+import torch
+
+from titanlite.config.schema import Config
+from titanlite.errors import UserError
+from titanlite.hardware import Hardware
+from titanlite.models.registry import resolve_model
+from titanlite.plan.planning import ON_HOST, USABLE, Layout, Plan, Sketch, appraise, is_gpu, sketch
+from titanlite.plan.time import (
+    Group,
+    Kernel,
+    Message,
+    Unit,
+    kernel_time,
+    lasting,
+    message_time,
+    offload_time,
+    step_time,
+)
+
+MODES = ("none", "selective", "full")
+LARGEST_BATCH = 16
+"""Sequences in a forward pass that are still tried."""
+WORTH = 1.005
+"""A candidate that needs more memory must be faster by this to be listed beside one with less."""
+
+Options = dict[str, Any]
+"""Dotted key -> value, as in the TOML file."""
+Sketches = dict[tuple[str, bool, int], Sketch]
+"""By recomputation, float8 and local batch; fully sharded."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A way to run the config, with what it is expected to need before it is planned in full."""
+
+    options: Options
+    mode: str
+    batch: int
+    float8: bool
+    offload: bool
+    replicate: int
+    shard: int
+    reshard: str
+    tokens_per_second: float = 0.0
+    peak: float = 0.0
+    exposed: float = 0.0
+    """Seconds of a step in which devices wait for messages."""
+
+    @property
+    def kernels(self) -> tuple[Any, ...]:
+        """What decides which work the device does."""
+        return self.mode, self.batch, self.float8, self.offload
+
+    @property
+    def title(self) -> str:
+        words = [f"replicate {self.replicate} x shard {self.shard}", f"reshard {self.reshard}"]
+        words += [f"recompute {self.mode}", f"local batch {self.batch}"]
+        words += ["float8"] * self.float8 + ["CPU offload"] * self.offload
+        return ", ".join(words)
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a search came to."""
+
+    best: list[tuple[Candidate, Plan]]
+    """Fastest first; all fit."""
+    losers: list[tuple[Candidate, str]]
+    """The next ones, and why they lose."""
+    tried: int
+
+
+def search(config: Config, layout: Layout, *, count: int = 5, workers: int | None = None) -> Found:
+    """Args:
+        config: its layout, recomputation, local batch, float8 and offload are what is searched; all else stays.
+        count: of the best, and of those that are told why not.
+        workers: processes that rehearse; as many as there are cores.
+
+    Raises:
+        UserError: nothing fits, or the global batch cannot be split over the processes.
+    """
+    share, rest = divmod(config.training.global_batch_size, layout.world_size)
+    if rest or not share:
+        raise UserError(
+            f"training.global_batch_size: {config.training.global_batch_size} sequences cannot be split over "
+            f"{layout.world_size} processes: name a multiple with --global-batch-size"
+        )
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    with ProcessPoolExecutor(workers or cores, multiprocessing.get_context("spawn"), _begin) as pool:
+        return _Search(config, layout, pool, share).run(count)
+
+
+def _begin() -> None:
+    torch.set_num_threads(1)
+
+
+def with_options(config: Config, options: Options) -> Config:
+    """The config with these in it.
+
+    Raises:
+        ConfigError: they do not go together.
+    """
+    tree = config.model_dump()
+    for key, value in options.items():
+        *path, last = key.split(".")
+        section = tree
+        for name in path:
+            section = section[name]
+        section[last] = value
+    return Config.model_validate(tree)
+
+
+def _sketch(config: Config, world_size: int, nodes_of: int, gpu: bool) -> Sketch:
+    """In a process of its own."""
+    kind, args = _model(config)
+    return sketch(config, kind, args, world_size=world_size, nodes_of=nodes_of, gpu=gpu)
+
+
+def _model(config: Config) -> Any:
+    selected = config.model
+    kind, args = resolve_model(selected.name, selected.flavor, selected.args, selected.file)
+    return kind, replace(args, max_seq_len=config.training.seq_len)
+
+
+class _Search:
+    def __init__(self, config: Config, layout: Layout, pool: ProcessPoolExecutor, share: int) -> None:
+        self.config = config
+        self.layout = layout
+        self.pool = pool
+        self.share = share
+        self.batches = [size for size in range(1, min(share, LARGEST_BATCH) + 1) if share % size == 0]
+        can_float8 = config.compile.enable and layout.hardware.fp8_flops is not None
+        self.float8 = [False, True] if can_float8 else [False]
+
+    def run(self, count: int) -> Found:
+        sketches = self._rehearse()
+        candidates = [self._expect(it, sketches) for it in self._candidates(offload=False)]
+        room = USABLE * self.layout.hardware.memory
+        if not any(it.peak <= room for it in candidates):
+            candidates += [self._expect(it, sketches) for it in self._candidates(offload=True)]
+        candidates.sort(key=lambda it: (-it.tokens_per_second, it.peak))
+        found = self._confirm(candidates, sketches, room, count)
+        if not found.best:
+            least = min(candidates, key=lambda it: it.peak)
+            raise UserError(
+                f"nothing fits: the least is {least.peak / 2**30:.1f} GiB ({least.title}), and {USABLE:.0%} of a "
+                f"{self.layout.hardware.name} are {room / 2**30:.1f} GiB. Use more GPUs, or a shorter training.seq_len"
+            )
+        return found
+
+    def _rehearse(self) -> Sketches:
+        keys = list(product(MODES, self.float8, self.batches[:2]))
+        futures = {}
+        for mode, float8, batch in keys:
+            options = self._options(mode, float8, batch, 1, self.layout.world_size, "default", offload=False)
+            futures[mode, float8, batch] = self._submit(with_options(self.config, options))
+        return {key: future.result() for key, future in futures.items()}
+
+    def _options(
+        self, mode: str, float8: bool, batch: int, replicate: int, shard: int, reshard: str, *, offload: bool
+    ) -> Options:
+        options: Options = {
+            "parallelism.data_parallel_replicate_degree": replicate,
+            "parallelism.data_parallel_shard_degree": shard,
+            "parallelism.fsdp_reshard_after_forward": reshard,
+            "activation_checkpoint.mode": mode,
+            "activation_checkpoint.selective_ac_option": "op",
+            "training.local_batch_size": batch,
+            "training.enable_cpu_offload": offload,
+            "quantize.linear.float8.enable": float8,
+        }
+        if "memory_budget_gib" in type(self.config.activation_checkpoint).model_fields:
+            options["activation_checkpoint.memory_budget_gib"] = None
+        return options
+
+    def _candidates(self, *, offload: bool) -> Iterator[Candidate]:
+        world = self.layout.world_size
+        shards = [degree for degree in range(1, world + 1) if world % degree == 0]
+        for shard, mode, float8, batch in product(shards, MODES, self.float8, self.batches):
+            for reshard in ("default", "never") if shard > 1 else ("default",):
+                options = self._options(mode, float8, batch, world // shard, shard, reshard, offload=offload)
+                yield Candidate(options, mode, batch, float8, offload, world // shard, shard, reshard)
+
+    def _expect(self, it: Candidate, sketches: Sketches) -> Candidate:
+        """The candidate with its expected memory and time."""
+        one = sketches[it.mode, it.float8, self.batches[0]]
+        two = sketches[it.mode, it.float8, self.batches[:2][-1]]
+        world, hardware = self.layout.world_size, self.layout.hardware
+        further = (it.batch - self.batches[0]) / max(1, self.batches[:2][-1] - self.batches[0])
+        peak = one.profile.peak + further * (two.profile.peak - one.profile.peak)
+        states = sum(one.profile.most(cause) for cause in ON_HOST)
+        gathered = sum(message.bytes for unit in one.work.units for message in unit.gather)
+        peak += -states if it.offload else states * (world / it.shard - 1)
+        if world > 1 and (it.reshard == "never" or it.shard == 1):
+            peak += gathered
+        units = [
+            _laid_out(_grown(of_one, of_two, further, hardware), it, self.layout)
+            for of_one, of_two in zip(one.work.units, two.work.units, strict=True)
+        ]
+        update = [kernel._replace(bytes=kernel.bytes * world // it.shard) for kernel in one.work.update]
+        time = step_time(
+            units,
+            update=update,
+            hardware=hardware,
+            nodes_of=self.layout.nodes_of,
+            accumulation=self.share // it.batch,
+        )
+        waiting = sum(message_time(message, hardware, self.layout.nodes_of) for message in one.work.whole)
+        total = time.total + waiting
+        if it.offload:
+            parameters = one.profile.most("parameters") * world // it.shard
+            total += offload_time(parameters, states * world / it.shard, accumulation=self.share // it.batch)
+        tokens = self.config.training.global_batch_size * self.config.training.seq_len
+        return replace(it, tokens_per_second=tokens / total, peak=peak, exposed=time.exposed + waiting)
+
+    def _confirm(self, candidates: Sequence[Candidate], sketches: Sketches, room: float, count: int) -> Found:
+        """Plan the best in full."""
+        best: list[tuple[Candidate, Plan]] = []
+        losers: dict[tuple[Any, ...], tuple[Candidate, str]] = {}
+        rest = deque(candidates)
+        while rest and len(best) < count:
+            chosen: list[Candidate] = []
+            while rest and len(best) + len(chosen) < count:
+                it = rest.popleft()
+                if it.peak > 1.05 * room:
+                    losers.setdefault(it.kernels, (it, _too_large(it.peak)))
+                elif not any(_is_no_better(it, other) for other in (*(one for one, _ in best), *chosen)):
+                    chosen.append(it)
+            for it, plan in zip(chosen, self._plan(chosen, sketches), strict=True):
+                if plan.fits:
+                    best.append((it, plan))
+                else:
+                    losers.setdefault(it.kernels, (it, _too_large(plan.peak)))
+        best.sort(key=lambda pair: -pair[1].tokens_per_second)
+        for it in rest:
+            if it.peak <= room and len(losers) < 2 * count and best:
+                losers.setdefault(it.kernels, (it, _slower(it, best[0][0])))
+        return Found(best, list(losers.values())[:count], len(candidates))
+
+    def _plan(self, chosen: Sequence[Candidate], sketches: Sketches) -> list[Plan]:
+        """Side by side; what was rehearsed already is not again."""
+        configs = [with_options(self.config, it.options) for it in chosen]
+        futures: list[Sketch | Future[Sketch]] = []
+        for it, config in zip(chosen, configs, strict=True):
+            is_known = (it.shard, it.reshard, it.offload) == (self.layout.world_size, "default", False)
+            known = sketches.get((it.mode, it.float8, it.batch)) if is_known else None
+            futures.append(known or self._submit(config))
+        plans = []
+        for it, config in zip(futures, configs, strict=True):
+            kind, args = _model(config)
+            plans.append(appraise(it if isinstance(it, Sketch) else it.result(), config, kind, args, self.layout))
+        return plans
+
+    def _submit(self, config: Config) -> Future[Sketch]:
+        return self.pool.submit(_sketch, config, self.layout.world_size, self.layout.nodes_of, is_gpu(self.layout))
+
+
+def _is_no_better(it: Candidate, other: Candidate) -> bool:
+    """The same kernels, no faster worth the name, in no less memory."""
+    faster = it.tokens_per_second > other.tokens_per_second * WORTH
+    return it.kernels == other.kernels and not faster and it.peak >= other.peak
+
+
+def _too_large(peak: float) -> str:
+    return f"does not fit: {peak / 2**30:,.1f} GiB"
+
+
+def _slower(it: Candidate, best: Candidate) -> str:
+    reason = f"{1 - it.tokens_per_second / best.tokens_per_second:.1%} slower than the best"
+    if it.exposed > best.exposed * 1.5:
+        reason += f": {it.exposed:.2f} s of each step wait for messages, instead of {best.exposed:.2f}"
+    elif MODES.index(it.mode) > MODES.index(best.mode):
+        reason += ": computes more of forward again"
+    elif it.batch < best.batch:
+        reason += ": smaller kernels, and messages for each of more micro-batches"
+    return reason
+
+
+def _grown(one: Unit, two: Unit, further: float, hardware: Hardware) -> Unit:
+    """The unit with more sequences: its time grows by the same with each."""
+
+    def grown(first: Iterable[Kernel], second: Iterable[Kernel]) -> tuple[Kernel, ...]:
+        least, more = (sum(kernel_time(kernel, hardware) for kernel in it) for it in (first, second))
+        return (lasting(least + further * (more - least), hardware),)
+
+    return replace(one, forward=grown(one.forward, two.forward), backward=grown(one.backward, two.backward))
+
+
+def _laid_out(unit: Unit, it: Candidate, layout: Layout) -> Unit:
+    """The unit with the messages of another layout, from those of full sharding."""
+    world, nodes_of = layout.world_size, layout.nodes_of
+    shards = Group(it.shard, min(it.shard, nodes_of))
+    replicas = Group(it.replicate, max(1, min(it.replicate, nodes_of // it.shard)))
+    if world == 1:
+        return unit
+
+    def over_shards(messages: Iterable[Message]) -> tuple[Message, ...]:
+        return tuple(message._replace(group=shards) for message in messages) if it.shard > 1 else ()
+
+    all_reduce = tuple(Message("all_reduce", message.bytes // it.shard, replicas) for message in unit.reduce)
+    return replace(
+        unit,
+        gather=over_shards(unit.gather),
+        gather_again=() if it.reshard == "never" else over_shards(unit.gather_again),
+        reduce=over_shards(unit.reduce),
+        all_reduce=all_reduce if it.replicate > 1 else (),
+    )
