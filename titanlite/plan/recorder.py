@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import flop_registry
 
+aten = torch.ops.aten
 CAUSES: tuple[str, ...] = (
     "parameters",
     "gradients",
@@ -268,8 +269,9 @@ def _flops(func: Any, args: Any, kwargs: Any, result: Any) -> tuple[Literal["mat
         is_backward = name.endswith("backward")
         (T, N, H), L = args[is_backward].shape, args[8 if is_backward else 5]
         return "attention", (5 if is_backward else 2) * T * N * H * L  # at most: as if each row were one document
-    if packet in flop_registry:
-        return "matmul", int(flop_registry[packet](*args, **kwargs, out_val=result))
+    formula = flop_registry.get(packet) or (flop_registry[aten.addmm] if packet is aten.addmm_ else None)
+    if formula is not None:
+        return "matmul", int(formula(*args, **kwargs, out_val=result))
     return "memory", 0
 
 

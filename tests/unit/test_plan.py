@@ -1,0 +1,371 @@
+"""The plan against exact arithmetic, and against itself."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from titanlite.config.load import load
+from titanlite.config.schema import Config
+from titanlite.hardware import find_hardware
+from titanlite.models.base import Model, ModelArgs
+from titanlite.models.registry import resolve_model
+from titanlite.plan.memory import Profile, profile
+from titanlite.plan.planning import Layout, Plan, plan, sketch
+from titanlite.plan.recorder import Recorder
+from titanlite.plan.rehearsal import Rehearsal, rehearse
+
+SMALL = (
+    "--model.args.dim=64",
+    "--model.args.n_layers=3",
+    "--model.args.n_heads=4",
+    "--model.args.n_kv_heads=2",
+    "--model.args.hidden_dim=160",
+    "--model.args.vocab_size=512",
+    "--training.seq_len=64",
+    "--training.global_batch_size=16",
+    "--training.mixed_precision_param=bfloat16",
+)
+
+
+def read(*overrides: str, world_size: int = 1) -> tuple[Config, type[Model], ModelArgs]:
+    config = load("train_configs/debug.toml", [*SMALL, *overrides], world_size=world_size)
+    selected = config.model
+    kind, args = resolve_model(selected.name, selected.flavor, selected.args, selected.file)
+    return config, kind, replace(args, max_seq_len=config.training.seq_len)
+
+
+@cache
+def rehearsed(*overrides: str, world_size: int = 1, gpu: bool = False, steps: int = 1) -> Rehearsal:
+    return rehearse(*read(*overrides, world_size=world_size), world_size=world_size, gpu=gpu, steps=steps)
+
+
+def profiled(*overrides: str, world_size: int = 1, gpu: bool = False) -> Profile:
+    rehearsal = rehearsed(*overrides, world_size=world_size, gpu=gpu)
+    return profile(rehearsal.recorder, rehearsal.blocks)
+
+
+def planned(*overrides: str, world_size: int = 8, gpu: str = "H100", nodes_of: int = 8) -> Plan:
+    return plan(*read(*overrides, world_size=world_size), Layout(world_size, find_hardware(gpu), nodes_of))
+
+
+def shapes() -> list[torch.Size]:
+    _, kind, args = read()
+    with torch.device("meta"):
+        return [parameter.shape for parameter in kind(args).parameters()]
+
+
+@pytest.fixture(autouse=True)
+def _no_process_group_stays() -> Iterator[None]:
+    yield
+    assert not dist.is_initialized()
+
+
+def test_recorder_knows_what_is_alive() -> None:
+    with FakeTensorMode() as fakes:
+        recorder = Recorder(fakes)
+        with recorder.recording():
+            recorder.phase("step")
+            with recorder.cause("logits"):
+                a = torch.zeros(1000)
+            b = a.view(10, 100)  # no memory of its own
+            with recorder.cause("other"):
+                c = b + 1
+            recorder.label([c], "gradients")
+            recorder.phase("later")
+            a.untyped_storage().resize_(0)
+            with recorder.cause("all-gather"):
+                a.untyped_storage().resize_(4000)
+            del b, c
+            d = torch.ones(50, dtype=torch.bfloat16)
+            recorder.phase("end")
+    phases = profile(recorder, 0).phases
+    assert {cause: size for cause, size in phases["step"].items() if size} == {"all-gather": 4000, "gradients": 4000}
+    assert sum(phases["later"].values()) == 8000
+    assert len(recorder.storages) == 3
+    assert d.shape == (50,)
+
+
+@pytest.mark.parametrize(("replicate", "shard"), [(1, 1), (1, 2), (1, 4), (2, 2), (4, 1), (1, 16)])
+def test_states_are_exact_arithmetic(replicate: int, shard: int) -> None:
+    world_size = replicate * shard
+    found = profiled(f"--parallelism.data_parallel_replicate_degree={replicate}", world_size=world_size)
+    # The first rank has the first rows: with 16 ranks, more than its share of no matrix here, but of the norms.
+    elements = sum(-(-shape[0] // shard) * shape[1:].numel() for shape in shapes())
+    assert found.most("parameters") == 4 * elements
+    assert found.phases["update"]["gradients"] == 4 * elements
+    steps = 4 * len(shapes())  # AdamW counts them for each parameter
+    assert found.most("optimizer") == 8 * elements + steps
+
+
+@pytest.mark.parametrize(
+    ("overrides", "parameters", "moments"),
+    [
+        (["--optimizer.state_dtype=bfloat16"], 4, 4),
+        (["--training.dtype=bfloat16", "--optimizer.state_dtype=bfloat16"], 2, 4),
+        (["--training.dtype=bfloat16"], 2, 8),
+    ],
+)
+def test_states_in_other_types(overrides: list[str], parameters: int, moments: int) -> None:
+    found = profiled(*overrides, world_size=2)
+    elements = sum(-(-shape[0] // 2) * shape[1:].numel() for shape in shapes())
+    assert found.most("parameters") == parameters * elements
+    assert found.most("optimizer") == pytest.approx(moments * elements, abs=8 * len(shapes()))
+
+
+STATES = ("parameters", "gradients", "optimizer")
+MODES = ("full", "selective", "none")
+NEVER = "--parallelism.fsdp_reshard_after_forward=never"
+
+
+@pytest.mark.slow
+@settings(max_examples=10, deadline=None)
+@given(
+    shard=st.sampled_from([1, 2, 4]),
+    mode=st.integers(0, 2),
+    batch=st.sampled_from([1, 2, 4]),
+    reshard=st.sampled_from(["default", "never"]),
+    gpu=st.booleans(),
+)
+def test_memory_goes_the_way_it_must(shard: int, mode: int, batch: int, reshard: str, gpu: bool) -> None:
+    """On 4 ranks: more shards, more recomputation, smaller batches and earlier resharding never take more memory."""
+
+    def peak(shard: int, mode: int, batch: int, reshard: str) -> int:
+        return profiled(
+            f"--parallelism.data_parallel_replicate_degree={4 // shard}",
+            f"--activation_checkpoint.mode={MODES[mode]}",
+            f"--training.local_batch_size={batch}",
+            f"--parallelism.fsdp_reshard_after_forward={reshard}",
+            world_size=4,
+            gpu=gpu,
+        ).peak
+
+    here = peak(shard, mode, batch, reshard)
+    if shard < 4:
+        # At degree 1 there is no all-gather and no buffer for it, which a model this small notices.
+        slack = 2 * 4 * sum(shape.numel() for shape in shapes()) if shard == 1 else 0
+        assert peak(2 * shard, mode, batch, reshard) <= here + slack
+    if mode < 2:
+        assert here <= peak(shard, mode + 1, batch, reshard)
+    if batch < 4:
+        assert here < peak(shard, mode, 2 * batch, reshard)
+    assert peak(shard, mode, batch, "default") <= peak(shard, mode, batch, "never")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "gpu"),
+    [
+        (["--activation_checkpoint.mode=full", "--training.local_batch_size=2"], False),
+        *(
+            pytest.param(overrides, gpu, marks=pytest.mark.slow)
+            for gpu, overrides in [
+                (False, []),
+                (True, ["--activation_checkpoint.mode=selective"]),
+                (True, ["--activation_checkpoint.mode=selective", "--activation_checkpoint.selective_ac_option=3"]),
+                (True, ["--parallelism.data_parallel_replicate_degree=2", NEVER]),
+            ]
+        ),
+    ],
+    ids=str,
+)
+def test_a_model_of_many_blocks_from_two_of_few(overrides: list[str], gpu: bool) -> None:
+    config, kind, args = read(*overrides, "--model.args.n_layers=10", world_size=4)
+    found = sketch(config, kind, args, world_size=4, nodes_of=4, gpu=gpu)
+    assert "backward layers.5" not in found.profile.phases  # it was not all made
+    whole = rehearse(config, kind, args, world_size=4, gpu=gpu)
+    exact = profile(whole.recorder, 10)
+    assert found.profile.peak == exact.peak
+    assert found.profile.peak_phase == exact.peak_phase
+    assert found.profile.breakdown == exact.breakdown
+    made = sum(it.bytes for it in whole.recorder.sent if it.unit)
+    micro = found.accumulation
+    if micro == whole.micro_batches:
+        assert sum(found.sent.values()) - made == sum(it.bytes for it in whole.recorder.sent if not it.unit)
+    assert [unit.name for unit in found.work.units] == [
+        "tok_embeddings",
+        *(f"layers.{i}" for i in range(10)),
+        "head",
+    ]
+    in_work = sum(kernel.flops for unit in found.work.units for kernel in (*unit.forward, *unit.backward))
+    assert in_work * whole.micro_batches == sum(operator.flops for operator in whole.recorder.operators)
+
+
+def test_blocks_that_differ_are_all_made(tmp_path: Any) -> None:
+    own = tmp_path / "own.py"
+    own.write_text(
+        "from titanlite.models.llama3 import Llama3\n"
+        "from torch import nn\n"
+        "class Odd(Llama3):\n"
+        "    flavors = {'debug': Llama3.flavors['debug']}\n"
+        "    def __init__(self, args):\n"
+        "        super().__init__(args)\n"
+        "        self.layers[3].extra = nn.Linear(8, 8, bias=False)\n"
+    )
+    config, kind, args = read(f"--model.file={own}", '--model.name="Odd"', "--model.args.n_layers=8")
+    found = sketch(config, kind, args, world_size=1, nodes_of=1, gpu=False)
+    assert "forward layers.3" in found.profile.phases
+    assert "forward layers.4" in found.profile.phases
+
+
+def test_one_step_is_like_the_next() -> None:
+    once, twice = (profile(rehearsed(world_size=2, steps=steps).recorder, 3) for steps in (1, 2))
+    assert once.phases == twice.phases
+
+
+def test_messages_are_those_of_the_layout() -> None:
+    """Two all-gathers a block (one for embedding and head), and one reduce-scatter, for each micro-batch; one
+    all-reduce over replicas a step."""
+    rehearsal = rehearsed(
+        "--parallelism.data_parallel_replicate_degree=2", "--training.local_batch_size=2", world_size=4
+    )
+    assert rehearsal.micro_batches == 2
+    sent = [it for it in rehearsal.recorder.sent if it.unit]
+    counts = {
+        name: [(it.collective, it.axis) for it in sent if it.unit == name]
+        for name in ("layers.1", "tok_embeddings", "head")
+    }
+    for name, gathers in (("layers.1", 4), ("tok_embeddings", 2), ("head", 2)):
+        assert counts[name].count(("all_gather", "shard")) == gathers
+        assert counts[name].count(("reduce_scatter", "shard")) == 2
+        assert counts[name].count(("all_reduce", "replicate")) == 1
+    block = sum(p.numel() for p in read()[1](read()[2]).layers[0].parameters())
+    gathered = {it.bytes for it in sent if it.unit == "layers.1" and it.collective == "all_gather"}
+    reduced = {it.bytes for it in sent if it.unit == "layers.1" and it.collective == "reduce_scatter"}
+    assert gathered == {2 * block}  # bfloat16
+    assert reduced == {4 * block}
+    assert {it.bytes for it in sent if it.collective == "all_reduce" and it.unit == "layers.1"} == {2 * block}
+
+
+def test_flops_are_those_of_the_model() -> None:
+    config, kind, args = read()
+    with torch.device("meta"):
+        model = kind(args)
+    tokens = config.training.global_batch_size * config.training.seq_len
+    products = sum(it.flops for it in rehearsed().recorder.operators if it.kind == "matmul")
+    weights = sum(p.numel() for name, p in model.named_parameters() if p.dim() == 2 and "tok_emb" not in name)
+    assert products == 6 * weights * tokens
+    attention = sum(it.flops for it in rehearsed().recorder.operators if it.kind == "attention")
+    whole = (model.flops_per_token(config.training.seq_len) - 6 * weights) * tokens
+    # Half of it, as it is causal; but backward makes one product of five again to save memory.
+    assert attention == pytest.approx(whole / 2 * 7 / 6)
+
+
+def test_recomputation_costs_a_forward() -> None:
+    none, full = (planned(f"--activation_checkpoint.mode={mode}").flops for mode in ("none", "full"))
+    assert 1.2 < full / none < 1.34
+    assert none < planned("--activation_checkpoint.mode=selective").flops < full
+
+
+def test_what_a_gpu_does_otherwise() -> None:
+    cpu, gpu = rehearsed(world_size=2), rehearsed(world_size=2, gpu=True)
+    norms = [it for it in gpu.recorder.operators if it.name.startswith("titanlite_plan.rms_norm")]
+    assert len(norms) == 2 * (2 * 3 + 1)  # forward and backward of two a block and one of the head
+    assert not any("rms_norm" in it.name for it in cpu.recorder.operators)
+    types = [
+        {
+            it.dtype
+            for it in made.recorder.operators
+            if it.kind == "matmul" and "head" in made.recorder.phases[it.phase][1]
+        }
+        for made in (cpu, gpu)
+    ]
+    assert types == [{"float32"}, {"bfloat16"}]
+    shapes_of_saved = profiled(world_size=2, gpu=True).most("activations"), profiled(world_size=2).most("activations")
+    assert shapes_of_saved[0] < shapes_of_saved[1]
+
+
+def test_documents_have_no_mask_on_a_gpu() -> None:
+    masked, plain = (
+        profiled(f"--data.document_mask={mask}", "--training.seq_len=512", world_size=2, gpu=True).peak
+        for mask in ("true", "false")
+    )
+    assert masked == pytest.approx(plain, rel=0.03)  # positions, and a RoPE table for each row; a mask takes a fifth
+
+
+def test_compiled_blocks_keep_less() -> None:
+    def kept(found: Profile) -> int:
+        """By one block."""
+        last, before = (found.phases[f"forward layers.{block}"]["activations"] for block in (2, 1))
+        return last - before
+
+    eager, compiled = (profiled(f"--compile.enable={on}", world_size=2, gpu=True) for on in ("false", "true"))
+    assert 0 < kept(compiled) < 0.9 * kept(eager)
+    assert compiled.most("parameters") == eager.most("parameters")
+
+
+def test_float8_gathers_half() -> None:
+    pytest.importorskip("torchao")
+    options = ("--compile.enable=true", "--quantize.linear.float8.enable=true")
+    eighth = rehearsed(*options, world_size=2, gpu=True)
+    assert "float8" in {it.dtype for it in eighth.recorder.operators if it.kind == "matmul"}
+
+    def gathered(made: Rehearsal) -> int:
+        return sum(it.bytes for it in made.recorder.sent if it.unit == "layers.1" and it.collective == "all_gather")
+
+    plain = gathered(rehearsed("--compile.enable=true", world_size=2, gpu=True))
+    assert gathered(eighth) == pytest.approx(plain / 2, rel=0.02)
+    # Wrapped weights are still counted as parameters.
+    assert profile(eighth.recorder, 3).most("parameters") == profiled(world_size=2).most("parameters")
+
+
+def test_offload_moves_states_to_the_host() -> None:
+    on, off = (planned(f"--training.enable_cpu_offload={on}") for on in ("true", "false"))
+    assert off.host == 0
+    on_device = [max(phase[cause] for phase in off.phases.values()) for cause in STATES]
+    assert on.host == sum(on_device)
+    assert all(size > 0 for size in on_device)
+    assert on.breakdown["parameters"] == on.breakdown["optimizer"] == 0
+    assert on.peak < off.peak
+    assert on.time.total > off.time.total
+
+
+def test_figures_follow_from_each_other() -> None:
+    found = planned("--training.steps=1000", "--training.local_batch_size=1", world_size=8)
+    assert (found.degrees, found.micro_batch_size, found.accumulation) == ((1, 8), 1, 2)
+    assert found.tokens == 16 * 64
+    assert found.tokens_per_second == found.tokens / found.time.total
+    assert found.days == pytest.approx(1000 * found.time.total / 86400)
+    assert found.gpu_hours == pytest.approx(found.days * 24 * 8)
+    assert found.mfu == pytest.approx(found.model_flops / (found.time.total * 8 * 989e12))
+    assert found.fits
+    assert found.peak == sum(found.breakdown.values())
+
+
+def test_a_faster_network_makes_it_no_slower() -> None:
+    config, kind, args = read(world_size=16)
+    slow = find_hardware("H100")
+    fast = replace(slow, network_bandwidth=10 * slow.network_bandwidth)
+    times = [plan(config, kind, args, Layout(16, hardware, 8)).time.total for hardware in (slow, fast)]
+    assert times[1] <= times[0]
+
+
+@pytest.mark.parametrize(
+    ("config", "world_size", "states"),
+    [
+        ("llama3_8b", 8, 16 * 8_030_261_248),
+        pytest.param("llama3_405b", 16384, 16 * 405_853_388_800, marks=pytest.mark.slow),
+    ],
+)
+def test_large_runs_need_no_large_machine(config: str, world_size: int, states: int) -> None:
+    """Of shapes that nobody has here."""
+    loaded = load(f"train_configs/{config}.toml", ["--training.global_batch_size=16384"], world_size=world_size)
+    selected = loaded.model
+    kind, args = resolve_model(selected.name, selected.flavor, selected.args)
+    found = plan(
+        loaded, kind, replace(args, max_seq_len=loaded.training.seq_len), Layout(world_size, find_hardware("H200"), 8)
+    )
+    with torch.device("meta"):
+        rows = [(p.shape[0], p.shape[1:].numel()) for p in kind(args).parameters()]
+    # The first rank has the first rows, of a matrix with fewer rows than there are ranks one.
+    mine = 16 * sum(-(-count // world_size) * width for count, width in rows)
+    assert mine == pytest.approx(states / world_size, rel=0.01 if world_size == 8 else 0.3)
+    found_states = sum(max(it[cause] for it in found.phases.values()) for cause in STATES)
+    assert found_states == pytest.approx(mine, rel=1e-4)  # and AdamW's counts of steps
+    assert found.time.total > 0
