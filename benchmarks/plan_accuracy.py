@@ -1,0 +1,210 @@
+"""What `titanlite plan` says against what is.
+
+    python benchmarks/plan_accuracy.py cpu          peak memory of runs on this machine's CPU, byte by byte
+    python benchmarks/plan_accuracy.py published    figures that torchtitan published for H100s, beside the plan's
+    python benchmarks/plan_accuracy.py gpu          peak memory and step time on this machine's GPU
+
+cpu: the allocator's own record of real runs of several processes (measured_memory.py). gpu: max_memory_allocated and
+the median of step times, in one process.
+"""
+
+import argparse
+import statistics
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from measured_memory import measure
+from torch import Tensor
+from torch.nn import functional as F
+
+from titanlite.config.load import load
+from titanlite.config.schema import Config
+from titanlite.hardware import Hardware, find_hardware, hardware_of
+from titanlite.job import process_group, read_ranks
+from titanlite.loss import IGNORE, TokenLoss, build_loss
+from titanlite.models.registry import resolve_model
+from titanlite.optim import build_optimizer
+from titanlite.parallelize import DTYPES, build_mesh, materialize, parallelize
+from titanlite.parallelize.mesh import data_parallel_group
+from titanlite.plan.planning import Layout, Plan, plan
+from titanlite.step import train_step
+
+GIB, MIB = 2**30, 2**20
+DEBUG, LLAMA_8B = "train_configs/debug.toml", "train_configs/llama3_8b.toml"
+SHAPE = [
+    "--training.seq_len=256", "--training.mixed_precision_param=float32", "--model.args.dim=256",
+    "--model.args.n_layers=6", "--model.args.n_heads=4", "--model.args.n_kv_heads=2", "--model.args.hidden_dim=704",
+    "--model.args.vocab_size=2048",
+]  # fmt: skip
+REPLICATE = "--parallelism.data_parallel_replicate_degree="
+RESHARD = "--parallelism.fsdp_reshard_after_forward="
+RECOMPUTE = "--activation_checkpoint.mode="
+LAYERS = "--activation_checkpoint.selective_ac_option="
+CPU_CASES: list[tuple[str, int, list[str]]] = [
+    ("one process", 1, [*SHAPE, "--training.global_batch_size=4"]),
+    ("FSDP, 2", 2, [*SHAPE, "--training.global_batch_size=8"]),
+    ("FSDP, 4", 4, [*SHAPE, "--training.global_batch_size=16"]),
+    ("HSDP, 2 x 2", 4, [*SHAPE, "--training.global_batch_size=16", REPLICATE + "2"]),
+    ("DDP, 4", 4, [*SHAPE, "--training.global_batch_size=16", REPLICATE + "4"]),
+    ("FSDP, 2, never resharded", 2, [*SHAPE, "--training.global_batch_size=8", RESHARD + "never"]),
+    ("FSDP, 4, resharded to 2", 4, [*SHAPE, "--training.global_batch_size=16", RESHARD + "2"]),
+    ("FSDP, 2, recompute op", 2, [*SHAPE, "--training.global_batch_size=8", RECOMPUTE + "selective"]),
+    ("FSDP, 2, recompute every 2nd", 2,
+     [*SHAPE, "--training.global_batch_size=8", RECOMPUTE + "selective", LAYERS + "2"]),
+    ("FSDP, 2, recompute full", 2, [*SHAPE, "--training.global_batch_size=8", RECOMPUTE + "full"]),
+    ("HSDP, 2 x 2, 2 micro-batches", 4,
+     [*SHAPE, "--training.global_batch_size=16", "--training.local_batch_size=2", REPLICATE + "2"]),
+    ("bfloat16 moments", 2, [*SHAPE, "--training.global_batch_size=8", "--optimizer.state_dtype=bfloat16"]),
+    ("vocabulary 32,768", 2, [*SHAPE, "--training.global_batch_size=4", "--model.args.vocab_size=32768"]),
+    ("sequences of 1,024", 2, [*SHAPE, "--training.global_batch_size=2", "--training.seq_len=1024"]),
+    ("documents", 1, [*SHAPE, "--training.global_batch_size=4", "--data.document_mask=true"]),
+    ("qwen3, tied head", 2, ["--model.name=qwen3", "--training.seq_len=256", "--training.global_batch_size=4",
+                             "--training.mixed_precision_param=float32"]),
+    ("qwen3_moe", 2, ["--model.name=qwen3_moe", "--training.seq_len=256", "--training.global_batch_size=4",
+                      "--training.mixed_precision_param=float32"]),
+    ("Muon", 1, [*SHAPE, "--training.global_batch_size=4", "--optimizer.name=Muon",
+                 '--optimizer.args.ns_dtype="float32"']),
+]  # fmt: skip
+
+PUBLISHED_LOSS = f"--training.loss={Path(__file__).resolve()}:logits_in_full"
+PUBLISHED: list[tuple[str, int, list[str], float, float | None]] = [
+    ("8 GPUs, eager", 8, [], 82.4, 5762),
+    ("8 GPUs, compiled", 8, ["--compile.enable=true"], 77.0, 6667),
+    ("8 GPUs, compiled, float8", 8, ["--compile.enable=true", "--quantize.linear.float8.enable=true"], 76.8, 8532),
+    ("128 GPUs, eager", 128, [], 67.0, None),
+    ("128 GPUs, compiled", 128, ["--compile.enable=true"], 62.0, None),
+]
+"""Llama 3.1 8B, FSDP, local batch 2, sequences of 8,192, selective activation checkpointing: GiB a GPU, and tokens a
+second and GPU (torchtitan, docs/performance.md, December 2024; H100s of 96 GB HBM2e)."""
+
+GPU_CASES: list[tuple[str, list[str]]] = [
+    (f"{flavor}, {seq_len} tokens x {batch}, {mode}{', compiled' if compiled else ''}",
+     [f"--model.flavor={flavor}", f"--training.seq_len={seq_len}", f"--training.global_batch_size={batch}",
+      f"{RECOMPUTE}{mode}", f"--compile.enable={'true' if compiled else 'false'}"])
+    for flavor, seq_len, batch in (("1B", 4096, 4), ("3B", 4096, 2), ("3B", 8192, 1))
+    for mode in ("none", "selective", "full")
+    for compiled in (False, True)
+]  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("cpu", "published", "gpu"))
+    parser.add_argument("--only", default="", help="cases whose name contains this")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    for line in {"cpu": on_cpu, "published": published, "gpu": on_gpu}[options.what](options.only):
+        print(line, flush=True)
+
+
+def row(*cells: object) -> str:
+    return f"| {' | '.join(map(str, cells))} |"
+
+
+def planned(config: Config, world_size: int, hardware: Hardware, nodes_of: int) -> Plan:
+    selected = config.model
+    kind, args = resolve_model(selected.name, selected.flavor, selected.args, selected.file)
+    args = replace(args, max_seq_len=config.training.seq_len)
+    return plan(config, kind, args, Layout(world_size, hardware, nodes_of))
+
+
+def on_cpu(only: str) -> Iterator[str]:
+    cpu = find_hardware("cpu")
+    yield row("case", "plan MiB", "measured MiB", "ratio")
+    yield row(*["---"] * 4)
+    ratios = []
+    for name, processes, overrides in CPU_CASES:
+        if only in name:
+            config = load(DEBUG, overrides, world_size=processes)
+            predicted = planned(config, processes, cpu, processes).peak
+            measured = max(rank.peak for rank in measure(config, processes=processes))
+            ratios.append(predicted / measured)
+            yield row(name, f"{predicted / MIB:.1f}", f"{measured / MIB:.1f}", f"{ratios[-1]:.3f}")
+    yield f"from {min(ratios):.3f} to {max(ratios):.3f}"
+
+
+def published(only: str) -> Iterator[str]:
+    """The plan of the same config, also with a loss that holds all logits, as that version's did."""
+    # Six stacks of HBM2e; the H100 PCIe's five have 2.0 TB/s.
+    hardware = replace(find_hardware("H100"), memory=int(95 * GIB), memory_bandwidth=2.4e12)
+    yield row("layout", "published GiB", "plan, whole logits", "plan, chunked loss", "published tokens/s/GPU", "plan")
+    yield row(*["---"] * 6)
+    for name, world_size, overrides, gib, speed in PUBLISHED:
+        if only in name:
+            overrides = [*overrides, "--training.local_batch_size=2", f"--training.global_batch_size={2 * world_size}"]
+            both = [
+                planned(load(LLAMA_8B, [*overrides, *loss], world_size=world_size), world_size, hardware, 8)
+                for loss in ([PUBLISHED_LOSS], [])
+            ]
+            each = both[0].tokens_per_second / world_size
+            ratio = f" ({each / speed:.2f})" if speed else ""
+            whole = f"{both[0].peak / GIB:.1f} ({both[0].peak / GIB / gib:.2f})"
+            yield row(name, gib, whole, f"{both[1].peak / GIB:.1f}", speed or "-", f"{each:,.0f}{ratio}")
+
+
+def logits_in_full(hidden_BLD: Tensor, weight_VD: Tensor, *, labels_BL: Tensor) -> TokenLoss:
+    """Cross entropy of all logits at once, in float32."""
+    logits = F.linear(hidden_BLD, weight_VD).flatten(0, 1).float()
+    total = F.cross_entropy(logits, labels_BL.flatten(), ignore_index=IGNORE, reduction="sum")
+    return TokenLoss(total, total.detach())
+
+
+def on_gpu(only: str) -> Iterator[str]:
+    device = torch.device("cuda", 0)
+    hardware = hardware_of(device)
+    assert hardware is not None, torch.cuda.get_device_name(device)
+    yield f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}"
+    yield row("case", "plan GiB", "measured GiB", "ratio", "plan s/step", "measured s/step", "ratio")
+    yield row(*["---"] * 7)
+    for name, overrides in GPU_CASES:
+        if only in name:
+            config = load(LLAMA_8B, [*overrides, "--data.tokenizer=bytes"], world_size=1)
+            said = planned(config, 1, hardware, 1)
+            try:
+                peak, seconds = trained(config, device)
+            except torch.OutOfMemoryError:
+                yield row(name, f"{said.peak / GIB:.1f}", "out of memory", "", "", "", "")
+                continue
+            figures = (said.peak / GIB, peak / GIB, said.peak / peak, said.time.total, seconds)
+            yield row(name, *(f"{figure:.3f}" for figure in (*figures, said.time.total / seconds)))
+
+
+def trained(config: Config, device: torch.device, *, steps: int = 8) -> tuple[int, float]:
+    """(peak of allocated bytes, median seconds of a step), without the first three steps."""
+    with process_group(read_ranks({}), device):
+        selected = config.model
+        kind, args = resolve_model(selected.name, selected.flavor, selected.args, selected.file)
+        with torch.device("meta"):
+            model = kind(replace(args, max_seq_len=config.training.seq_len))
+        mesh = build_mesh(config.parallelism, world_size=1, device_type=device.type)
+        parallelize(
+            model, mesh=mesh, parallelism=config.parallelism, training=config.training,
+            activation_checkpoint=config.activation_checkpoint, compile=config.compile,
+            float8=config.quantize.linear.float8,
+        )  # fmt: skip
+        materialize(model, device=device, offload=False, dtype=DTYPES[config.training.dtype], seed=0)
+        optimizer = build_optimizer(model, config.optimizer, seed=0)
+        size, accumulation = config.training.batch_split(1)
+        tokens = torch.randint(0, args.vocab_size, (size, config.training.seq_len), device=device)
+        batches: list[Any] = [{"tokens": tokens, "labels": tokens.roll(-1, 1)}] * accumulation
+        times = []
+        for number in range(steps):
+            if number == 3:
+                torch.cuda.reset_peak_memory_stats(device)
+            torch.cuda.synchronize(device)
+            start = time.perf_counter()
+            train_step(
+                model, batches, optimizer=optimizer, group=data_parallel_group(mesh),
+                max_norm=config.training.max_norm, loss_function=build_loss(config.training),
+            )  # fmt: skip
+            torch.cuda.synchronize(device)
+            times.append(time.perf_counter() - start)
+        return torch.cuda.max_memory_allocated(device), statistics.median(times[3:])
+
+
+if __name__ == "__main__":
+    main()
