@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from measured_memory import measure
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -113,6 +112,8 @@ def planned(config: Config, world_size: int, hardware: Hardware, nodes_of: int) 
 
 
 def on_cpu(only: str) -> Iterator[str]:
+    from measured_memory import measure  # a script beside this one
+
     cpu = find_hardware("cpu")
     yield row("case", "plan MiB", "measured MiB", "ratio")
     yield row(*["---"] * 4)

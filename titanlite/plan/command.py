@@ -76,7 +76,7 @@ def _parse(arguments: list[str]) -> tuple[Namespace, list[str]]:
 
 
 def _read(path: str, options: Namespace, overrides: list[str]) -> tuple[Config, Layout]:
-    hardware = load_hardware(options.gpu_file) if options.gpu_file else find_hardware(options.gpu)
+    hardware = load_hardware(Path(options.gpu_file)) if options.gpu_file else find_hardware(options.gpu)
     world_size = options.world_size
     if hardware.measured:
         hardware = _share(hardware, min(world_size, options.nodes_of))

@@ -1,0 +1,23 @@
+"""Predicted memory against what PyTorch's allocator gave to real processes."""
+
+from dataclasses import replace
+
+import pytest
+
+from benchmarks.measured_memory import measure
+from benchmarks.plan_accuracy import CPU_CASES, DEBUG, planned
+from titanlite.config.load import load
+from titanlite.hardware import find_hardware
+
+QUICK = ("FSDP, 2, recompute op",)
+ALSO = ("one process", "HSDP, 2 x 2, 2 micro-batches", "vocabulary 32,768", "qwen3_moe")
+
+
+@pytest.mark.parametrize("name", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in ALSO)])
+def test_predicted_peak_is_the_measured_one(name: str) -> None:
+    processes, overrides = next((processes, overrides) for case, processes, overrides in CPU_CASES if case == name)
+    config = load(DEBUG, overrides, world_size=processes)
+    predicted = planned(config, processes, replace(find_hardware("H100"), measured=True), processes)
+    for rank in measure(config, processes=processes):
+        assert predicted.peak == pytest.approx(rank.peak, rel=0.02)
+        assert max(phase["parameters"] for phase in predicted.phases.values()) == rank.breakdown["parameters"]

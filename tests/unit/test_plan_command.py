@@ -1,0 +1,180 @@
+"""`titanlite plan` as users meet it."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from titanlite.cli import run
+from titanlite.config.load import load
+from titanlite.hardware import find_hardware
+from titanlite.plan.planning import USABLE, Layout
+from titanlite.plan.search import WORTH, Found, search
+from titanlite.plan.time import offload_time
+
+TOML = """\
+# what stays
+[model.args]
+dim = 64
+n_layers = 3
+n_heads = 4
+n_kv_heads = 2
+hidden_dim = 160
+vocab_size = 512
+[training]
+steps = 100
+seq_len = 256  # tokens
+global_batch_size = 16
+[activation_checkpoint]
+mode = "selective"
+"""
+
+
+@pytest.fixture
+def toml(tmp_path: Path) -> Path:
+    path = tmp_path / "small.toml"
+    path.write_text(TOML)
+    return path
+
+
+def gpu_file(folder: Path, memory_gib: float) -> Path:
+    path = folder / "gpu.toml"
+    path.write_text(f'base = "H100"\nname = "mine"\nmemory_gib = {memory_gib}\n')
+    return path
+
+
+def plan(toml: Path, *arguments: str) -> int:
+    return run(["plan", "--config", str(toml), *arguments])
+
+
+def test_table_and_json_say_the_same(toml: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ("--world-size", "16", "--gpu", "h100", "--parallelism.data_parallel_replicate_degree=2")
+    assert plan(toml, *arguments) == 0
+    table = capsys.readouterr().out
+    assert plan(toml, *arguments, "--json") == 0
+    record = json.loads(capsys.readouterr().out)
+    assert table.startswith(
+        f"small: {record['parameters']:,} parameters on 16 x H100 (8 in a node), replicate 2 x shard 8"
+    )
+    memory = record["memory"]
+    assert (
+        sum(memory["by_cause"].values())
+        == memory["peak"]
+        == max(sum(it.values()) for it in memory["by_phase"].values())
+    )
+    assert memory["by_phase"][memory["at"]] == memory["by_cause"]
+    assert memory["usable"] == round(USABLE * record["hardware"]["memory"])
+    assert record["fits"] is True
+    assert "fits: peak" in table
+    assert f"step     {record['time']['total']:.3f} s" in table
+    assert f"MFU {record['mfu']:.1%}" in table
+    assert record["tokens"] == 100 * 16 * 256
+    sent = {(it["collective"], it["axis"]): it["bytes"] for it in record["sent"]}
+    assert sent["reduce_scatter", "shard"] == 8 * sent["all_reduce", "replicate"] > 0
+    assert record["gpu_hours"] == pytest.approx(16 * record["steps"] * record["time"]["total"] / 3600)
+
+
+def test_an_own_gpu_that_is_too_small(toml: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = gpu_file(toml.parent, 0.01)
+    assert plan(toml, "--world-size", "2", "--gpu-file", str(path)) == 0
+    out = capsys.readouterr().out
+    assert "2 x mine" in out
+    assert "does not fit: peak" in out
+
+
+def test_the_cpu_of_this_machine(toml: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan(toml, "--world-size", "2", "--gpu", "cpu", "--json", "--training.mixed_precision_param=float32") == 0
+    record = json.loads(capsys.readouterr().out)
+    assert record["hardware"]["measured"] is True
+    assert record["time"]["total"] == pytest.approx(
+        record["time"]["compute"] + record["time"]["communication"] + record["time"]["update"], rel=0.2
+    )
+    assert record["memory"]["by_cause"]["parameters"] * 2 == pytest.approx(4 * record["parameters"], rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--world-size", "8", "--gpu", "H1000"], "did you mean H100"),
+        (["--world-size", "8"], "name the device"),
+        (["--world-size", "8", "--gpu", "H100", "--gpu-file", "x.toml"], "name the device"),
+        (["--gpu", "H100"], "--world-size"),
+        (["--world-size", "0", "--gpu", "H100"], "at least 1"),
+        (["--world-size", "eight", "--gpu", "H100"], "invalid int value: 'eight'"),
+        (["--world-size", "8", "--gpu-file", "/no/such.toml"], "/no/such.toml"),
+        (["--world-size", "8", "--gpu", "H100", "--apply", "x.toml"], "--apply writes what --search finds"),
+        (["--world-size", "8", "--gpu", "H100", "--training.stepss=3"], "did you mean training.steps?"),
+        (["--world-size", "8", "--gpu", "H100", "--parallelism.data_parallel_shard_degree=3"], "8"),
+        (["--world-size", "5", "--gpu", "H100"], "16 is not a multiple of the 5 processes"),
+        (["--world-size", "5", "--gpu", "H100", "--search"], "--global-batch-size"),
+        (["--world-size", "8", "--gpu", "H100", "--model.flavor=9B"], "9B"),
+    ],
+)
+def test_mistakes(toml: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], says: str) -> None:
+    assert plan(toml, *arguments) == 2
+    error = capsys.readouterr().err
+    assert says in error
+    assert "Traceback" not in error
+
+
+def test_nothing_is_overwritten(toml: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan(toml, "--world-size", "4", "--gpu", "H100", "--search", "--apply", str(toml)) == 2
+    assert "exists" in capsys.readouterr().err
+    assert toml.read_text() == TOML
+
+
+def test_offload_time() -> None:
+    assert offload_time(25e9, 10e9, accumulation=2) == pytest.approx(2 * 3 + 1.75)
+
+
+@pytest.mark.slow
+def test_search_and_apply(toml: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = toml.parent / "best.toml"
+    arguments = ("--world-size", "4", "--gpu", "H100", "--search", "--global-batch-size", "32", "--apply", str(out))
+    assert plan(toml, *arguments, "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    best = found["best"]
+    assert 1 <= len(best) <= 5
+    speeds = [it["tokens_per_second"] for it in best]
+    assert speeds == sorted(speeds, reverse=True)
+    assert all(it["fits"] for it in best)
+    assert found["tried"] == 3 * 4 * (
+        1 + 2 * 2
+    )  # recomputation x local batch x (shard degree 1, and 2 and 4 x reshard)
+    # What was written is the first, and what was there stays.
+    text = out.read_text()
+    assert "# what stays" in text
+    assert "seq_len = 256  # tokens" in text
+    config = load(out, world_size=4)
+    assert config.training.global_batch_size == 32
+    assert config.job.name == "best"
+    assert config.training.local_batch_size == best[0]["options"]["training.local_batch_size"]
+    assert config.activation_checkpoint.mode == best[0]["options"]["activation_checkpoint.mode"]
+    assert plan(out, "--world-size", "4", "--gpu", "H100", "--json") == 0
+    again = json.loads(capsys.readouterr().out)
+    assert again["tokens_per_second"] == pytest.approx(best[0]["tokens_per_second"])
+    assert again["memory"]["peak"] == best[0]["memory"]["peak"]
+
+
+def searched(toml: Path, world_size: int, gib: float, *overrides: str) -> Found:
+    hardware = find_hardware("H100")
+    return search(
+        load(toml, overrides), Layout(world_size, replace(hardware, memory=int(gib * 2**30)), 2), count=3, workers=2
+    )
+
+
+@pytest.mark.slow
+def test_search_prunes_by_memory(toml: Path) -> None:
+    """Small devices, so that memory decides: what is expected of a candidate is what its plan says."""
+    overrides = ("--training.global_batch_size=8", "--model.args.n_layers=6", "--model.args.vocab_size=4096")
+    roomy = searched(toml, 4, 1.0, *overrides)
+    peaks = sorted(planned.peak for _, planned in roomy.best)
+    tight = searched(toml, 4, 0.8 * peaks[0] / 2**30 / USABLE, *overrides)
+    for found in (roomy, tight):
+        for candidate, planned in found.best:
+            assert candidate.peak == pytest.approx(planned.peak, rel=0.1)
+            assert candidate.tokens_per_second == pytest.approx(planned.tokens_per_second, rel=0.1)
+    assert all(planned.peak <= 0.8 * peaks[0] for _, planned in tight.best)
+    assert tight.best[0][1].tokens_per_second <= roomy.best[0][1].tokens_per_second * WORTH
+    assert any("does not fit" in reason for _, reason in tight.losers)
