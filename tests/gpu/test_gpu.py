@@ -73,6 +73,38 @@ def test_a_checkpoint_is_of_its_step_whatever_the_mode(tiny: TinyRun, mode: str)
     assert [json.loads(line)["step"] for line in saves] == [2, 4, 6, 8]
 
 
+def test_a_batch_that_is_too_large_is_explained_and_the_advice_is_good(tiny: TinyRun) -> None:
+    """About 0.7 GiB of activations for each of 512 sequences."""
+    command = [sys.executable, "-m", "titanlite", "train", "--config", str(tiny.toml), "--training.steps=1"]
+    shape = {"dim": 1024, "hidden_dim": 4096, "n_layers": 8, "n_heads": 8, "n_kv_heads": 8}
+    command += [f"--model.args.{name}={value}" for name, value in shape.items()]
+    command += ["--training.mixed_precision_param=bfloat16", "--training.seq_len=2048"]
+    command += ["--training.global_batch_size=512", "--checkpoint.enable=false"]
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "0"}
+
+    def run(*options: str) -> "subprocess.CompletedProcess[str]":
+        return subprocess.run(
+            [*command, *options], capture_output=True, text=True, timeout=600, check=False, env=environment
+        )
+
+    failed = run()
+    assert failed.returncode == 1
+    lines = [line.removeprefix("error: ") for line in failed.stderr.splitlines() if line.startswith("error: ")]
+    assert lines[0].startswith("step 1: out of memory on rank 0, forward ")
+    assert "CUDA out of memory. Tried to allocate" in lines[0]
+    plan = json.loads((tiny.folder / "outputs" / "tiny" / "plan.json").read_text())
+    assert plan["peak"] > plan["memory"]
+    rows = {line[:26].strip(): line[26:].split() for line in lines}
+    assert rows["parameters"][0] == rows["parameters"][1]
+    assert any(line.startswith("the GPU has ") for line in lines)
+    first = lines[lines.index("what takes less, cheapest first:") + 1].split()[0]
+    assert plan["ways_out"][0]["fits"]
+    assert first == plan["ways_out"][0]["options"]
+    cured = run(first)
+    assert cured.returncode == 0, cured.stderr
+    assert tiny.losses() == [pytest.approx(5.6, abs=0.3)]
+
+
 # Attention within documents. The rows of the masked path are proved against each document alone in tests/unit.
 
 ROWS = [[200, 1, 311], [512]]
