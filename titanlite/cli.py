@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from titanlite.job import Ranks
     from titanlite.preflight import Ingredients
 
+    Examined = tuple[Config, Ingredients, Ranks, torch.device]
+
 USAGE = """\
 titanlite: pretrain language models from one TOML file
 
@@ -28,6 +30,8 @@ titanlite: pretrain language models from one TOML file
                                                                   a config of torchtitan -> one of titanlite
   titanlite parity --config FILE.toml [--steps N] [--processes N] [--tolerance X] [--only NAME] [...]
                                                                   the same losses in every layout? trains and compares
+  titanlite plan --config FILE.toml --world-size N --gpu NAME|--gpu-file GPU.toml [--nodes-of 8] [--json] [...]
+      [--search [--global-batch-size B] [--apply OUT.toml]]       will it fit, how fast is it, which layout is best?
   titanlite checkpoint list [PATH]                                checkpoints with age, size and state
   titanlite checkpoint verify PATH                                read every byte, and compare checksums
   titanlite checkpoint show PATH [--tensors]                      what a checkpoint says of itself
@@ -64,8 +68,8 @@ quotes, --section.key alone means true. N is the number of an entry in a list; t
 """
 
 NAMES = (
-    "train, config check, config show, config schema, config migrate, parity, checkpoint list, checkpoint verify, "
-    "checkpoint show, checkpoint prune, data prepare, data inspect, data tokenizer"
+    "train, config check, config show, config schema, config migrate, parity, plan, checkpoint list, "
+    "checkpoint verify, checkpoint show, checkpoint prune, data prepare, data inspect, data tokenizer"
 )
 
 
@@ -90,7 +94,7 @@ def run(arguments: list[str]) -> int:
 
             print(TRAIN_USAGE + options_help(), end="")
             return 0
-        case ["-h" | "--help" | "config" | "checkpoint" | "data" | "parity", *_] if wants_help:
+        case ["-h" | "--help" | "config" | "checkpoint" | "data" | "parity" | "plan", *_] if wants_help:
             print(USAGE, end="")
             return 0
         case []:
@@ -111,6 +115,8 @@ def run(arguments: list[str]) -> int:
             return _guarded(_migrate, rest)
         case ["parity", *rest]:
             return _guarded(_parity, rest)
+        case ["plan", *rest]:
+            return _guarded(_plan, rest)
         case ["checkpoint", "list" | "verify" | "show" | "prune", *_]:
             return _guarded(_checkpoint, arguments[1:])
         case ["data", "prepare" | "inspect" | "tokenizer", *_]:
@@ -149,23 +155,38 @@ def _print_errors(lines: Iterable[object]) -> None:
 
 
 def _train(arguments: list[str]) -> None:
-    config, ingredients, ranks, device = _examine(arguments, log=True)
+    config, ingredients, ranks, device = _within_budget(_examine(arguments, log=True))
     from titanlite.job import process_group
+    from titanlite.plan.forecast import forecasting
     from titanlite.train import build, finish, train
 
-    with process_group(ranks, device, deterministic=config.debug.deterministic):
+    with (
+        forecasting(config, ranks, device) as forecast,
+        process_group(ranks, device, deterministic=config.debug.deterministic),
+    ):
         run = build(config, ingredients, ranks=ranks, device=device)
-        stopped = train(run)
+        forecast.start()
+        stopped = train(run, forecast)
         finish(run, stopped)
     if stopped:
         raise stopped
 
 
 def _check(arguments: list[str]) -> None:
-    _examine(arguments)
+    _within_budget(_examine(arguments))
 
 
-def _examine(arguments: list[str], *, log: bool = False) -> "tuple[Config, Ingredients, Ranks, torch.device]":
+def _within_budget(found: "Examined") -> "Examined":
+    """Also what each block computes again, where a budget of memory says so."""
+    config, ingredients, ranks, device = found
+    if config.activation_checkpoint.mode != "budget":
+        return found
+    from titanlite.plan.budget import with_levels
+
+    return config, with_levels(config, ingredients, world_size=ranks.world_size, device=device), ranks, device
+
+
+def _examine(arguments: list[str], *, log: bool = False) -> "Examined":
     """Everything wrong with the config in one report: what it says, and how it goes with this machine.
 
     Args:
@@ -224,6 +245,13 @@ def _migrate(arguments: list[str]) -> None:
 
 def _parity(arguments: list[str]) -> None:
     from titanlite.parity import main
+
+    path, rest = _split_config(arguments)
+    main(path, rest)
+
+
+def _plan(arguments: list[str]) -> None:
+    from titanlite.plan.command import main
 
     path, rest = _split_config(arguments)
     main(path, rest)

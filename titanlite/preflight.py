@@ -21,6 +21,7 @@ from titanlite.job import Ranks
 from titanlite.models.base import Model, ModelArgs
 from titanlite.models.registry import resolve_model
 from titanlite.optim import bytes_of_state, check_optimizer
+from titanlite.parallelize import Level
 from titanlite.parallelize.float8 import check_float8
 from titanlite.parallelize.materialize import check_memory
 
@@ -36,6 +37,8 @@ class Ingredients:
     model: type[Model]
     args: ModelArgs
     tokenizer: Tokenizer
+    levels: tuple[Level, ...] | None = None
+    """What each block computes again in backward. None: as the config says. See `titanlite.plan.budget`."""
 
     def build_model(self) -> Model:
         """The model on the meta device: shapes without memory."""

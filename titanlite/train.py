@@ -32,6 +32,7 @@ from titanlite.models.base import Model
 from titanlite.optim import build_optimizer, set_learning_rate
 from titanlite.parallelize import DTYPES, build_mesh, materialize, parallelize
 from titanlite.parallelize.mesh import data_parallel_group, data_parallel_rank
+from titanlite.plan.forecast import Forecast
 from titanlite.preflight import Ingredients
 from titanlite.report import report_end, report_start
 from titanlite.schedule import count_steps, learning_rate
@@ -148,6 +149,7 @@ def _build_model(config: Config, ingredients: Ingredients, *, mesh: DeviceMesh, 
         activation_checkpoint=config.activation_checkpoint,
         compile=config.compile,
         float8=config.quantize.linear.float8,
+        levels=ingredients.levels,
     )
     materialize(
         model,
@@ -159,8 +161,12 @@ def _build_model(config: Config, ingredients: Ingredients, *, mesh: DeviceMesh, 
     return model
 
 
-def train(run: Run) -> StoppedByGuard | None:
-    """From the run's progress to its last step; or to where a rule of the config ends it, which is returned then."""
+def train(run: Run, forecast: Forecast | None = None) -> StoppedByGuard | None:
+    """From the run's progress to its last step; or to where a rule of the config ends it, which is returned then.
+
+    Args:
+        forecast: is looked after at log steps.
+    """
     report_start(
         run.config,
         model=run.model,
@@ -196,6 +202,8 @@ def train(run: Run) -> StoppedByGuard | None:
                 step, result, lr=lr, samples=samples, shares=partial(run.samples.shares, samples), last=last
             )
             metrics.record_saves(checkpoints.watch())
+            if forecast and metrics.is_due(step, last=last):
+                forecast.poll()
             run.guard.keep(step, result)
             saves = checkpoints.is_due(step, last=last)
             if saves or metrics.is_due(step, last=last):

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 
-from titanlite.config.schema import Config, Data, Validation
+from titanlite.config.schema import ActivationCheckpoint, Config, Data, Validation
 from titanlite.errors import UserError
 
 Conflict = tuple[str, str]  # dotted key, what is wrong
@@ -31,6 +31,10 @@ def find_conflicts(config: Config, world_size: int | None, bad_keys: Collection[
         (("training.loss", "training.z_loss"), lambda: _loss(config)),
         (("data.tokenizer",), lambda: _tokenizer(config)),
         (("checkpoint.folder", "checkpoint.initial_load_path"), lambda: _checkpoint_places(config)),
+        (
+            ("activation_checkpoint.mode", "activation_checkpoint.memory_budget_gib"),
+            lambda: _memory_budget(config.activation_checkpoint),
+        ),
         (("quantize", "compile", "parallelism.fsdp_reshard_after_forward"), lambda: _float8(config)),
     ]
     if world_size is not None:
@@ -131,6 +135,14 @@ def _url(key: str, url: str) -> Iterator[Conflict]:
         yield key, str(error)
     except ImportError as error:  # known, and not installed
         yield key, f"{error} (pip install 'titanlite[s3]' or 'titanlite[gcs]')"
+
+
+def _memory_budget(config: ActivationCheckpoint) -> Iterator[Conflict]:
+    key = "activation_checkpoint.memory_budget_gib"
+    if config.mode == "budget" and config.memory_budget_gib is None:
+        yield key, "mode budget needs it: most memory of each device, in GiB"
+    if config.mode != "budget" and config.memory_budget_gib is not None:
+        yield key, f'is for mode "budget", and activation_checkpoint.mode is "{config.mode}"'
 
 
 def _float8(config: Config) -> Iterator[Conflict]:

@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field
 PositiveInt = Annotated[int, Field(ge=1)]
 Count = Annotated[int, Field(ge=0)]
 NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
 Name = Annotated[str, Field(min_length=1)]
@@ -191,11 +192,15 @@ class Parallelism(Section):
 
 
 class ActivationCheckpoint(Section):
-    mode: Literal["none", "selective", "full"] = "none"
-    """Which blocks compute their activations again in backward instead of keeping them."""
+    mode: Literal["none", "selective", "full", "budget"] = "none"
+    """Which blocks compute their activations again in backward instead of keeping them; budget: as few as
+    memory_budget_gib allows."""
     selective_ac_option: Literal["op"] | PositiveInt = "op"
     """For mode selective: a number n checkpoints every n-th block; op keeps, in every block, what is dear to compute
     again (attention, every other matrix product)."""
+    memory_budget_gib: Positive | None = None
+    """For mode budget: most memory of each device, in GiB, that a step may take, as titanlite predicts it. What the
+    allocator does not count is not in it: leave a tenth of the device's memory for that."""
 
 
 class Compile(Section):

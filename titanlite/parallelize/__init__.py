@@ -6,18 +6,20 @@ FSDP's hooks stay outside of the compiled blocks. Sharding last, bottom up. Ever
 and no parameter's name.
 """
 
+from collections.abc import Sequence
+
 from torch.distributed.device_mesh import DeviceMesh
 
 from titanlite.config.schema import ActivationCheckpoint, Compile, Float8, Parallelism, Training
 from titanlite.models.base import Model
-from titanlite.parallelize.activation_checkpoint import apply_activation_checkpoint
+from titanlite.parallelize.activation_checkpoint import Level, apply_activation_checkpoint, levels_of
 from titanlite.parallelize.compile import compile_blocks
 from titanlite.parallelize.float8 import convert_to_float8
 from titanlite.parallelize.fsdp import DTYPES, shard
 from titanlite.parallelize.materialize import materialize, set_dtype
 from titanlite.parallelize.mesh import build_mesh
 
-__all__ = ["DTYPES", "build_mesh", "materialize", "parallelize"]
+__all__ = ["DTYPES", "Level", "build_mesh", "materialize", "parallelize"]
 
 
 def parallelize(
@@ -29,13 +31,19 @@ def parallelize(
     activation_checkpoint: ActivationCheckpoint,
     compile: Compile,
     float8: Float8,
+    levels: Sequence[Level] | None = None,
 ) -> None:
-    """Apply every technique that the config asks for, in place. `materialize` then gives the model its memory."""
+    """Apply every technique that the config asks for, in place. `materialize` then gives the model its memory.
+
+    Args:
+        levels: what each block computes again. None: as activation_checkpoint says, whose mode is not budget then.
+    """
     set_dtype(model, DTYPES[training.dtype])
     if float8.enable:
         convert_to_float8(model, float8=float8, shard_degree=mesh["shard"].size())
-    if activation_checkpoint.mode != "none":
-        apply_activation_checkpoint(model, activation_checkpoint)
+    apply_activation_checkpoint(
+        model, levels_of(activation_checkpoint, len(model.layers)) if levels is None else levels
+    )
     if compile.enable:
         compile_blocks(model)
     shard(model, mesh=mesh, parallelism=parallelism, training=training)

@@ -1,6 +1,7 @@
 """Activation checkpointing (arXiv:1604.06174): compute activations again in backward instead of keeping them."""
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -8,6 +9,9 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from titanlite.config.schema import ActivationCheckpoint
 from titanlite.models.base import Model
+
+Level = Literal["none", "op", "full"]
+"""What a block computes again. none: nothing. op: what is not dear. full: all, from its input."""
 
 aten = torch.ops.aten
 ATTENTION_OPS = {
@@ -21,16 +25,24 @@ VARLEN_ATTENTION = "torch_attn::_varlen_attn"
 MATMUL_OPS = {"aten::mm", "aten::_scaled_mm", "aten::_grouped_mm", "titanlite::grouped_mm"}
 
 
-def apply_activation_checkpoint(model: Model, config: ActivationCheckpoint) -> None:
-    """Checkpoint the blocks that the config names, in place."""
+def levels_of(config: ActivationCheckpoint, blocks: int) -> list[Level]:
+    """Of each block, in the order of the model. Of mode budget, `titanlite.plan.budget` knows them."""
+    assert config.mode != "budget"
     every_nth = config.selective_ac_option
-    for index, block in enumerate(model.layers):
-        if config.mode == "full":
+    if config.mode != "selective":
+        return [config.mode] * blocks
+    if every_nth == "op":
+        return ["op"] * blocks
+    return ["none" if index % every_nth else "full" for index in range(blocks)]
+
+
+def apply_activation_checkpoint(model: Model, levels: Sequence[Level]) -> None:
+    """Checkpoint the blocks, in place, each by its level."""
+    for block, level in zip(model.layers, levels, strict=True):
+        if level == "full":
             _checkpoint(block)
-        elif every_nth == "op":
+        elif level == "op":
             _checkpoint(block, context_fn=_save_dear_ops)
-        elif index % every_nth == 0:
-            _checkpoint(block)
 
 
 def _checkpoint(block: nn.Module, **options: Any) -> None:

@@ -1,6 +1,6 @@
 """`plan`: what a config will need and how long it will take, on so many devices of a kind."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -9,6 +9,7 @@ import torch
 from titanlite.config.schema import Config
 from titanlite.hardware import Hardware
 from titanlite.models.base import Model, ModelArgs
+from titanlite.parallelize import Level
 from titanlite.plan.memory import Breakdown, Profile, extend, profile
 from titanlite.plan.recorder import Recorder
 from titanlite.plan.rehearsal import rehearse
@@ -101,7 +102,7 @@ def plan(config: Config, kind: type[Model], args: ModelArgs, layout: Layout) -> 
     """A step of the real model by the real code on fake tensors, and what it means on this hardware.
 
     Raises:
-        UserError: the degrees do not fit the number of processes.
+        UserError: the degrees do not fit the number of processes, or nothing is within the budget of memory.
     """
     sketched = sketch(config, kind, args, world_size=layout.world_size, nodes_of=layout.nodes_of, gpu=is_gpu(layout))
     return appraise(sketched, config, kind, args, layout)
@@ -111,19 +112,39 @@ def is_gpu(layout: Layout) -> bool:
     return not layout.hardware.measured
 
 
-def sketch(config: Config, kind: type[Model], args: ModelArgs, *, world_size: int, nodes_of: int, gpu: bool) -> Sketch:
-    """Rehearse the step: of the whole model if it is small or its blocks differ, else of two with few blocks."""
+def sketch(
+    config: Config,
+    kind: type[Model],
+    args: ModelArgs,
+    *,
+    world_size: int,
+    nodes_of: int,
+    gpu: bool,
+    levels: Sequence[Level] | None = None,
+) -> Sketch:
+    """Rehearse the step: of the whole model if it is small or its blocks differ, else of two with few blocks.
+
+    Args:
+        levels: what each block computes again. None: as the config says; of mode budget, they are chosen first.
+
+    Raises:
+        UserError: nothing is within the budget.
+    """
+    if config.activation_checkpoint.mode == "budget" and levels is None:
+        from titanlite.plan.budget import choose_levels  # which begins with sketches of the other modes
+
+        return choose_levels(config, kind, args, world_size=world_size, nodes_of=nodes_of, gpu=gpu).sketch
     depth = whole_depth = len(_on_meta(kind, args).layers)
     period = _period(config)
     edge = max(2, period)
     few = 2 * edge + (depth - 2 * edge) % period
     models = [args]
-    if depth > few + period and _can_vary(kind, args):
+    if levels is None and depth > few + period and _can_vary(kind, args):
         models = [replace(args, n_layers=few), replace(args, n_layers=few + period)]  # pyright: ignore[reportCallIssue]
     profiles, works, sents = [], [], []
     micro_batch_size, accumulation = config.training.batch_split(world_size)
     for shape in models:
-        rehearsal = rehearse(config, kind, shape, world_size=world_size, gpu=gpu)
+        rehearsal = rehearse(config, kind, shape, world_size=world_size, gpu=gpu, levels=levels)
         depth = rehearsal.blocks
         profiles.append(profile(rehearsal.recorder, depth))
         works.append(work_of(rehearsal.recorder, fuse=config.compile.enable and gpu, nodes_of=nodes_of))

@@ -2,7 +2,7 @@
 memory and values are not there."""
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -12,7 +12,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group as fsdp
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -21,7 +21,7 @@ from titanlite.config.schema import Config
 from titanlite.loss import build_loss
 from titanlite.models.base import Model, ModelArgs, unique_parameters
 from titanlite.optim import build_optimizer
-from titanlite.parallelize import build_mesh, parallelize
+from titanlite.parallelize import Level, build_mesh, parallelize
 from titanlite.parallelize.compile import compile_blocks
 from titanlite.parallelize.fsdp import sharding_units
 from titanlite.parallelize.materialize import allocate
@@ -44,13 +44,21 @@ class Rehearsal:
 
 
 def rehearse(
-    config: Config, kind: type[Model], args: ModelArgs, *, world_size: int, gpu: bool, steps: int = 1
+    config: Config,
+    kind: type[Model],
+    args: ModelArgs,
+    *,
+    world_size: int,
+    gpu: bool,
+    steps: int = 1,
+    levels: Sequence[Level] | None = None,
 ) -> Rehearsal:
     """Make a step with the optimizer's states in place already.
 
     Args:
         gpu: as an NVIDIA GPU would do it, else as this machine's CPU.
         steps: recorded steps; one is like the other.
+        levels: what each block computes again. None: as the config says.
     """
     with ExitStack() as stack:
         stack.enter_context(fake_ranks(world_size))
@@ -71,6 +79,7 @@ def rehearse(
             activation_checkpoint=config.activation_checkpoint,
             compile=config.compile,
             float8=config.quantize.linear.float8,
+            levels=levels,
         )
         group = data_parallel_group(mesh)
         with FakeTensorMode(allow_non_fake_inputs=True) as fakes:
@@ -83,7 +92,8 @@ def rehearse(
                 with recorder.cause("other"):
                     allocate(model, torch.device("cpu"), torch.device("cpu"))
                 recorder.label((p for _, p in unique_parameters(model)), "parameters")
-                optimizer = build_optimizer(model, config.optimizer, seed=0)
+                with unset_fake_temporarily():  # some look up their part of a mesh, which is no fake
+                    optimizer = build_optimizer(model, config.optimizer, seed=0)
                 with recorder.cause("other"):
                     _fill_states(optimizer)
                     batches = _batches(config, mesh.size())[:MICRO_BATCHES]
@@ -120,7 +130,12 @@ def _compile_shapes_only() -> Iterator[None]:
     backward is what a compiled block keeps, what is held for a moment is more."""
     traced = partial(compile_blocks, backend="aot_eager_decomp_partition")
     torch.compiler.reset()
-    with patch("titanlite.parallelize.compile_blocks", traced):
+    # What is drawn again in backward need not be what was drawn in forward: attention, which could draw a dropout mask,
+    # stays one operator instead of a pair that also saves the generator's state, and that no recorder could look into.
+    no_states = patch(
+        "torch._functorch.partitioners.functionalize_rng_ops", lambda _, forward, backward, __: (forward, backward)
+    )
+    with patch("titanlite.parallelize.compile_blocks", traced), no_states:
         yield
     torch.compiler.reset()
 
@@ -188,6 +203,8 @@ def observe(model: Model, recorder: Recorder) -> Iterator[None]:
         stack.enter_context(patch.object(fsdp, "foreach_reduce", foreach_reduce))
         stack.enter_context(patch.object(group, "unshard", unshard))
         stack.enter_context(patch.object(step, "sum_of_squares", sum_of_squares))
+        # There is no verdict that could be asked for.
+        stack.enter_context(patch.object(step, "update", lambda optimizer, skip: optimizer.step()))
         stack.enter_context(patch.object(group, "pre_backward", pre_backward))
         stack.enter_context(patch.object(group, "post_backward", post_backward))
         for unit in sharding_units(model):
