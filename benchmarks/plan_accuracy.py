@@ -42,6 +42,7 @@ SHAPE = [
 REPLICATE = "--parallelism.data_parallel_replicate_degree="
 RESHARD = "--parallelism.fsdp_reshard_after_forward="
 RECOMPUTE = "--activation_checkpoint.mode="
+COMPILE = "--compile.enable=true"
 LAYERS = "--activation_checkpoint.selective_ac_option="
 CPU_CASES: list[tuple[str, int, list[str]]] = [
     ("one process", 1, [*SHAPE, "--training.global_batch_size=4"]),
@@ -70,15 +71,23 @@ CPU_CASES: list[tuple[str, int, list[str]]] = [
 ]  # fmt: skip
 
 PUBLISHED_LOSS = f"--training.loss={Path(__file__).resolve()}:logits_in_full"
-PUBLISHED: list[tuple[str, int, list[str], float, float | None]] = [
-    ("8 GPUs, eager", 8, [], 82.4, 5762),
-    ("8 GPUs, compiled", 8, ["--compile.enable=true"], 77.0, 6667),
-    ("8 GPUs, compiled, float8", 8, ["--compile.enable=true", "--quantize.linear.float8.enable=true"], 76.8, 8532),
-    ("128 GPUs, eager", 128, [], 67.0, None),
-    ("128 GPUs, compiled", 128, ["--compile.enable=true"], 62.0, None),
+GRAND_TETON = replace(find_hardware("H100"), memory=int(95 * GIB), memory_bandwidth=2.4e12)
+"""H100s of 96 GB HBM2e, run at 500 W instead of 700."""
+OPTIONS = {"eager": [], "compiled": [COMPILE], "compiled, float8": [COMPILE, "--quantize.linear.float8.enable=true"]}
+PUBLISHED: list[tuple[str, Hardware, int, str, int, float | None, float]] = [
+    ("8 x H100, 500 W", GRAND_TETON, 8, "eager", 2, 82.4, 5762),
+    ("8 x H100, 500 W", GRAND_TETON, 8, "compiled", 2, 77.0, 6667),
+    ("8 x H100, 500 W", GRAND_TETON, 8, "compiled, float8", 2, 76.8, 8532),
+    ("128 x H100, 500 W", GRAND_TETON, 128, "eager", 2, 67.0, 5605),
+    ("128 x H100, 500 W", GRAND_TETON, 128, "compiled", 2, 62.0, 6514),
+    ("128 x H100, 500 W", GRAND_TETON, 128, "compiled, float8", 2, 61.8, 8380),
+    ("32 x H200", find_hardware("H200"), 32, "compiled, float8", 2, 47.96, 10938),
+    ("64 x H200", find_hardware("H200"), 64, "compiled, float8", 2, 46.97, 10753),
+    ("64 x A100-80", find_hardware("A100-80"), 64, "eager", 1, None, 2973),
 ]
-"""Llama 3.1 8B, FSDP, local batch 2, sequences of 8,192, selective activation checkpointing: GiB a GPU, and tokens a
-second and GPU (torchtitan, docs/performance.md, December 2024; H100s of 96 GB HBM2e)."""
+"""Llama 3 8B by torchtitan, FSDP, sequences of 8,192, selective activation checkpointing: (which, hardware, GPUs, how,
+local batch, GiB a GPU, tokens a second and GPU). H100: its benchmarks of December 2024. H200: those by Trainy of June
+2025. A100: its docs/performance.md of 2024; whether it was compiled is not said."""
 
 GPU_CASES: list[tuple[str, list[str]]] = [
     (f"{flavor}, {seq_len} tokens x {batch}, {mode}{', compiled' if compiled else ''}",
@@ -129,22 +138,19 @@ def on_cpu(only: str) -> Iterator[str]:
 
 
 def published(only: str) -> Iterator[str]:
-    """The plan of the same config, also with a loss that holds all logits, as that version's did."""
-    # Six stacks of HBM2e; the H100 PCIe's five have 2.0 TB/s.
-    hardware = replace(find_hardware("H100"), memory=int(95 * GIB), memory_bandwidth=2.4e12)
-    yield row("layout", "published GiB", "plan, whole logits", "plan, chunked loss", "published tokens/s/GPU", "plan")
-    yield row(*["---"] * 6)
-    for name, world_size, overrides, gib, speed in PUBLISHED:
-        if only in name:
-            overrides = [*overrides, "--training.local_batch_size=2", f"--training.global_batch_size={2 * world_size}"]
+    """The plan of the same config, also with a loss that holds all logits, as torchtitan's of 2024 did."""
+    yield row("GPUs", "how", "published GiB", "plan, whole logits", "plan", "published tokens/s/GPU", "plan")
+    yield row(*["---"] * 7)
+    for name, hardware, world_size, how, batch, gib, speed in PUBLISHED:
+        if only in f"{name} {how}":
+            sizes = [f"--training.local_batch_size={batch}", f"--training.global_batch_size={batch * world_size}"]
             both = [
-                planned(load(LLAMA_8B, [*overrides, *loss], world_size=world_size), world_size, hardware, 8)
+                planned(load(LLAMA_8B, [*OPTIONS[how], *sizes, *loss], world_size=world_size), world_size, hardware, 8)
                 for loss in ([PUBLISHED_LOSS], [])
             ]
+            peaks = [f"{it.peak / GIB:.1f}" + (f" ({it.peak / GIB / gib:.2f})" if gib else "") for it in both]
             each = both[0].tokens_per_second / world_size
-            ratio = f" ({each / speed:.2f})" if speed else ""
-            whole = f"{both[0].peak / GIB:.1f} ({both[0].peak / GIB / gib:.2f})"
-            yield row(name, gib, whole, f"{both[1].peak / GIB:.1f}", speed or "-", f"{each:,.0f}{ratio}")
+            yield row(name, how, gib or "-", *peaks, f"{speed:,}", f"{each:,.0f} ({each / speed:.2f})")
 
 
 def logits_in_full(hidden_BLD: Tensor, weight_VD: Tensor, *, labels_BL: Tensor) -> TokenLoss:

@@ -45,6 +45,11 @@ class Hardware:
     """Per direction and GPU, between nodes. An assumption: it is the server's, and not the GPU's."""
     sources: str
     """Where the figures are from, and which are assumptions."""
+    matmul_efficiency: float = 0.62
+    """Of its peak, that large products reach. An assumption, as the next: data-centre GPUs from Hopper on reach 0.55 to
+    0.75, since the clock falls under their load; A100s 0.75 to 0.85."""
+    attention_efficiency: float = 0.33
+    """The same of flash attention, forward and backward together: there is a softmax between its products."""
     measured: bool = False
     """This machine's CPU: rates are what products and copies reach, and not peaks."""
 
@@ -65,30 +70,36 @@ def _gpu(
     tflops: tuple[float, float, float],
     gigabytes: tuple[float, float, float],
     sources: str,
+    efficiency: tuple[float, float] = (0.62, 0.33),
 ) -> Hardware:
     """A row of the table.
 
     Args:
         tflops: bfloat16, float8 (0: it has none), float32.
         gigabytes: a second: memory, link, network.
+        efficiency: of products and of attention.
     """
     bf16, fp8, fp32 = (rate * 1e12 for rate in tflops)
     memory, link, network = (rate * 1e9 for rate in gigabytes)
     sources += " Memory: what PyTorch reported on such devices, rounded down."
-    return Hardware(name, (driver_name,), int(gib * 2**30), bf16, fp8 or None, fp32, memory, link, network, sources)
+    rates = (bf16, fp8 or None, fp32, memory, link, network)
+    return Hardware(name, (driver_name,), int(gib * 2**30), *rates, sources, *efficiency)
 
+
+A100 = 0.8, 0.55
+"""Efficiencies: its clock holds."""
 
 # fmt: off
 HARDWARE = (
     # --gpu          the driver's name           GiB    TFLOP/s                  GB/s memory, link, network
     _gpu("A100-40", "NVIDIA A100-SXM4-40GB",     39.3, (312, 0, 19.5),           (1555, 300, 25),
-         f"A100 data sheet, 2021: NVLink 600 GB/s both ways. {SXM.format(200)}"),
+         f"A100 data sheet, 2021: NVLink 600 GB/s both ways. {SXM.format(200)}", A100),
     _gpu("A100-80", "NVIDIA A100-SXM4-80GB",     79.1, (312, 0, 19.5),           (2039, 300, 25),
-         f"A100 data sheet, 2021: NVLink 600 GB/s both ways. {SXM.format(200)}"),
+         f"A100 data sheet, 2021: NVLink 600 GB/s both ways. {SXM.format(200)}", A100),
     _gpu("A100-PCIe-40", "NVIDIA A100-PCIE-40GB", 39.3, (312, 0, 19.5),          (1555, 32, 12.5),
-         f"A100 data sheet, 2021. {PCIE.format(4, 100)}"),
+         f"A100 data sheet, 2021. {PCIE.format(4, 100)}", A100),
     _gpu("A100-PCIe-80", "NVIDIA A100 80GB PCIe", 79.1, (312, 0, 19.5),          (1935, 32, 12.5),
-         f"A100 data sheet, 2021. {PCIE.format(4, 100)}"),
+         f"A100 data sheet, 2021. {PCIE.format(4, 100)}", A100),
     _gpu("H100", "NVIDIA H100 80GB HBM3",        79.1, (989, 1979, 67),          (3350, 450, 50),
          "H100 data sheet, 2022, SXM: bfloat16 1,979 and float8 3,958 TFLOPS with sparsity, NVLink 900 GB/s both ways. "
          + SXM.format(400)),
@@ -160,7 +171,8 @@ def _plain(name: str) -> str:
 
 
 REQUIRED = ("memory", "bf16_flops", "fp32_flops", "memory_bandwidth", "link_bandwidth", "network_bandwidth")
-NUMBERS = (*REQUIRED, "memory_gib", "fp8_flops")
+EFFICIENCIES = ("matmul_efficiency", "attention_efficiency")
+NUMBERS = (*REQUIRED, *EFFICIENCIES, "memory_gib", "fp8_flops")
 TEXTS = ("base", "name", "sources")
 
 
@@ -217,6 +229,8 @@ def _problem_of(key: str, value: Any) -> str | None:
         return f"expected a number, got {value!r}"
     if not math.isfinite(value) or value <= 0:
         return f"expected a number above 0, got {value!r}"
+    if key in EFFICIENCIES:
+        return None if value <= 1 else f"expected a share, 1 at most, got {value!r}"
     if key != "memory_gib" and value < 1e6:
         return f"got {value!r}: it is counted in single bytes or FLOP/s, as in 989e12"
     return None

@@ -141,8 +141,6 @@ def _memory_budget(config: ActivationCheckpoint) -> Iterator[Conflict]:
     key = "activation_checkpoint.memory_budget_gib"
     if config.mode == "budget" and config.memory_budget_gib is None:
         yield key, "mode budget needs it: most memory of each device, in GiB"
-    if config.mode != "budget" and config.memory_budget_gib is not None:
-        yield key, f'is for mode "budget", and activation_checkpoint.mode is "{config.mode}"'
 
 
 def _float8(config: Config) -> Iterator[Conflict]:

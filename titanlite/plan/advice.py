@@ -131,7 +131,7 @@ def _candidates(config: Config, layout: Layout) -> Iterator[tuple[Options, str]]
     training, parallelism, mode = config.training, config.parallelism, config.activation_checkpoint.mode
     if mode == "none":
         yield ({"activation_checkpoint.mode": "selective"}, "computes again in backward what is cheap")
-    if mode in ("none", "selective"):
+    if mode != "full":
         yield ({"activation_checkpoint.mode": "full"}, "computes forward again: about a third more arithmetic")
     if parallelism.fsdp_reshard_after_forward != "always":
         options: Options = {"parallelism.fsdp_reshard_after_forward": "always"}

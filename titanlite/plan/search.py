@@ -176,7 +176,7 @@ class _Search:
     def _options(
         self, mode: str, float8: bool, batch: int, replicate: int, shard: int, reshard: str, *, offload: bool
     ) -> Options:
-        options: Options = {
+        return {
             "parallelism.data_parallel_replicate_degree": replicate,
             "parallelism.data_parallel_shard_degree": shard,
             "parallelism.fsdp_reshard_after_forward": reshard,
@@ -186,9 +186,6 @@ class _Search:
             "training.enable_cpu_offload": offload,
             "quantize.linear.float8.enable": float8,
         }
-        if "memory_budget_gib" in type(self.config.activation_checkpoint).model_fields:
-            options["activation_checkpoint.memory_budget_gib"] = None
-        return options
 
     def _candidates(self, *, offload: bool) -> Iterator[Candidate]:
         world = self.layout.world_size

@@ -1,8 +1,8 @@
 """Step time: a roofline for each kernel, rings and trees for each message, and FSDP2's order of both.
 
-The assumptions are the constants below. None is fitted to a run: they are what well-built kernels and NCCL are commonly
-seen to reach. What is not modelled: that messages take memory bandwidth and a few multiprocessors from kernels, waiting
-for data, ranks that are slower than others.
+The assumptions are the constants below, and the efficiencies of the hardware: what well-built kernels and NCCL are
+commonly seen to reach. What is not modelled: that messages take memory bandwidth and a few multiprocessors from
+kernels, waiting for data, ranks that are slower than others.
 """
 
 import math
@@ -13,10 +13,6 @@ from typing import Literal, NamedTuple
 
 from titanlite.hardware import Hardware
 
-MATMUL_EFFICIENCY = 0.62
-"""Of the peak. Large products on data-centre GPUs reach 0.55 to 0.75: the clock falls under their load."""
-ATTENTION_EFFICIENCY = 0.33
-"""Of the peak. Flash attention, forward and backward together, has softmax between its products."""
 MEMORY_EFFICIENCY = 0.85
 """Of the memory bandwidth, for kernels that read and write long vectors."""
 BUS_EFFICIENCY = 0.8
@@ -107,8 +103,8 @@ def kernel_time(kernel: Kernel, hardware: Hardware) -> float:
     """
     peaks = {"bfloat16": hardware.bf16_flops, "float32": hardware.fp32_flops, "float8": hardware.fp8_flops}
     peak = (peaks[kernel.dtype] if kernel.kind != "memory" else None) or hardware.fp32_flops
-    share = {"matmul": MATMUL_EFFICIENCY, "attention": ATTENTION_EFFICIENCY, "memory": MATMUL_EFFICIENCY}[kernel.kind]
-    arithmetic = kernel.flops / (peak * (share / MATMUL_EFFICIENCY if hardware.measured else share))
+    share = hardware.attention_efficiency if kernel.kind == "attention" else hardware.matmul_efficiency
+    arithmetic = kernel.flops / (peak * (share / hardware.matmul_efficiency if hardware.measured else share))
     traffic = kernel.bytes / (hardware.memory_bandwidth * (1 if hardware.measured else MEMORY_EFFICIENCY))
     launches = kernel.launches * LAUNCH_SECONDS
     work = max(arithmetic, traffic)
