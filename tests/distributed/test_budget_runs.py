@@ -63,6 +63,7 @@ def measured(rank: int, world_size: int, config: Config, every: list[Levels]) ->
     return peaks
 
 
+@pytest.mark.slow
 def test_measured_peaks_are_in_the_order_of_the_predicted(tiny: TinyRun, between: Chosen) -> None:
     blocks = len(between.levels)
     config = tiny.config(*SIZES, *within(between.budget / GIB), world_size=2)
@@ -75,6 +76,7 @@ def test_measured_peaks_are_in_the_order_of_the_predicted(tiny: TinyRun, between
         assert share == pytest.approx((predicted[1] - predicted[2]) / (predicted[0] - predicted[2]), abs=0.05)
 
 
+@pytest.mark.slow
 def test_a_budget_changes_no_loss(tiny: TinyRun, between: Chosen) -> None:
     """As users start it. Shards are uneven: what is rehearsed as rank 0 must not stay with rank 1."""
     environment = {key: value for key, value in os.environ.items() if key != "OMP_NUM_THREADS"}
@@ -90,6 +92,7 @@ def test_a_budget_changes_no_loss(tiny: TinyRun, between: Chosen) -> None:
     assert tiny.losses("budget") == tiny.losses("plain")
 
 
+@pytest.mark.slow
 def test_too_small_a_budget_is_refused(tiny: TinyRun, capfd: pytest.CaptureFixture[str]) -> None:
     arguments = ["--config", str(tiny.toml), *SIZES, *within(1e-6), "--model.args.n_layers=1"]
     assert cli.run(["config", "check", *arguments]) == 2

@@ -111,10 +111,10 @@ def plan_of(tiny: TinyRun) -> dict[str, Any]:
     return json.loads((tiny.folder / "outputs" / "tiny" / "plan.json").read_text())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("option", "name", "phase", "states", "gradients"),
     [
-        ("training.loss", "in_forward", "loss", 2, 0),
         ("training.loss", "in_backward", "backward", 2, None),
         ("optimizer.name", "Failing", "update (optimizer)", 0, 1),
     ],
@@ -151,6 +151,7 @@ def test_the_error_tells_where_and_what_was_planned_and_what_would_fit(
         assert line.split()[:2] == [way["options"], f"{way['peak'] / 2**30:.3g}"]
 
 
+@pytest.mark.slow
 def test_of_two_ranks_one_explains(tiny: TinyRun, code: Path) -> None:
     exit_code, lines = train(tiny, f"--training.loss={code}:in_forward", processes=2)
     assert exit_code == 1
@@ -159,6 +160,7 @@ def test_of_two_ranks_one_explains(tiny: TinyRun, code: Path) -> None:
     assert plan_of(tiny)["breakdown"]["parameters"] < 0.6 * 4 * PARAMETERS
 
 
+@pytest.mark.slow
 def test_without_a_plan_the_error_is_the_same(tiny: TinyRun, code: Path) -> None:
     exit_code, lines = train(tiny, f"--training.loss={code}:unplannable_in_forward")
     assert exit_code == 1
@@ -201,6 +203,7 @@ def log_of(tiny: TinyRun, name: str) -> list[str]:
     return [line.partition(" WARNING ")[2] for line in lines if " WARNING memory: " in line]
 
 
+@pytest.mark.slow
 def test_a_run_is_warned_once_of_a_device_that_is_too_small(tiny: TinyRun, code: Path) -> None:
     small, large = 2_400_000, 2**30
     results = {

@@ -70,6 +70,7 @@ def test_three_ways_that_fit_are_enough_and_the_cheapest_is_first(tiny: TinyRun)
     }
 
 
+@pytest.mark.slow
 def test_what_fits_is_before_what_is_cheaper(tiny: TinyRun) -> None:
     """Of batch sizes the half does not do here, and a quarter does."""
     config = tiny.config("--model.args.n_layers=2")
@@ -85,6 +86,7 @@ def test_what_fits_is_before_what_is_cheaper(tiny: TinyRun) -> None:
     assert SELECTIVE in [way.options for way in ways if not way.fits]
 
 
+@pytest.mark.slow
 def test_what_does_not_do_alone_may_do_together(tiny: TinyRun) -> None:
     """On a CPU, where offload is nothing."""
     config = tiny.config("--model.args.n_layers=2", "--training.local_batch_size=2")

@@ -128,6 +128,7 @@ def test_what_a_rehearsal_finds_too_large_is_not_taken(
     assert within(budget).peak <= budget
 
 
+@pytest.mark.slow
 def test_a_deep_model_is_known_by_its_few_blocks(within: Callable[..., Chosen]) -> None:
     """The sketches are of fewer blocks than there are; the choice is rehearsed as a whole."""
     free = within(10**12, blocks=8)
@@ -152,6 +153,7 @@ def test_compiled_blocks_are_chosen_alike(within: Callable[..., Chosen]) -> None
     assert chosen.levels != free.levels
 
 
+@pytest.mark.slow
 def test_compiled_blocks_can_be_of_any_level() -> None:
     config = config_of("--compile.enable", "--training.seq_len=64", blocks=2)
     assert peak_of(config, ("full", "op")) < peak_of(config, ("op", "none"))

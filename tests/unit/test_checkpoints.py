@@ -304,7 +304,9 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(
     trained(tiny.config("--training.steps=4", interval))
     if message:
         before, _, after = message.partition("*")
-        [warning] = warnings()
+        said = warnings()
+        assert len(said) == 1, said
+        [warning] = said
         assert warning.startswith(f"damaged checkpoint: {checkpoint(tiny, 4)}")
         assert before in warning
         assert after in warning

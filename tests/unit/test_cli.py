@@ -339,6 +339,7 @@ def run_train(*arguments: str, cwd: Path, **environ: str) -> subprocess.Complete
     )
 
 
+@pytest.mark.slow
 def test_run_train_on_four_processes(tiny: TinyRun) -> None:
     options = ["--parallelism.data_parallel_replicate_degree=2", "--training.steps=4"]
     one = run_train("--config", str(tiny.toml), "--job.name=one", "--training.steps=4", cwd=tiny.folder)

@@ -69,6 +69,7 @@ def test_the_guide_to_a_model_builds_the_example() -> None:
     assert settings <= {line.strip() for line in (EXAMPLE / "gpt2.toml").read_text().splitlines()}
 
 
+@pytest.mark.slow
 def test_a_model_outside_the_package_trains_by_the_commands_of_its_guide(tmp_path: Path) -> None:
     plain, wider, sharded = commands("add_a_model.md", "Train it")
     small = "--training.steps=2 --training.seq_len=32 --training.global_batch_size=4 --validation.enable=false"

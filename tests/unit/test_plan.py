@@ -93,7 +93,7 @@ def test_recorder_knows_what_is_alive() -> None:
     assert d.shape == (50,)
 
 
-@pytest.mark.parametrize(("replicate", "shard"), [(1, 1), (1, 2), (1, 4), (2, 2), (4, 1), (1, 16)])
+@pytest.mark.parametrize(("replicate", "shard"), [(1, 1), (1, 4), (2, 2), (4, 1), (1, 16)])
 def test_states_are_exact_arithmetic(replicate: int, shard: int) -> None:
     world_size = replicate * shard
     found = profiled(f"--parallelism.data_parallel_replicate_degree={replicate}", world_size=world_size)
@@ -126,7 +126,7 @@ NEVER = "--parallelism.fsdp_reshard_after_forward=never"
 
 
 @pytest.mark.slow
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(
     shard=st.sampled_from([1, 2, 4]),
     mode=st.integers(0, 2),
@@ -162,12 +162,10 @@ def test_memory_goes_the_way_it_must(shard: int, mode: int, batch: int, reshard:
 @pytest.mark.parametrize(
     ("overrides", "gpu"),
     [
-        (["--activation_checkpoint.mode=full", "--training.local_batch_size=2"], False),
+        (["--activation_checkpoint.mode=full"], False),
         *(
             pytest.param(overrides, gpu, marks=pytest.mark.slow)
             for gpu, overrides in [
-                (False, []),
-                (True, ["--activation_checkpoint.mode=selective"]),
                 (True, ["--activation_checkpoint.mode=selective", "--activation_checkpoint.selective_ac_option=3"]),
                 (True, ["--parallelism.data_parallel_replicate_degree=2", NEVER]),
             ]
@@ -300,6 +298,7 @@ def test_compiled_blocks_keep_less() -> None:
     assert compiled.most("parameters") == eager.most("parameters")
 
 
+@pytest.mark.slow
 def test_float8_gathers_half() -> None:
     pytest.importorskip("torchao")
     options = ("--compile.enable=true", "--quantize.linear.float8.enable=true")
@@ -346,26 +345,20 @@ def test_a_faster_network_makes_it_no_slower() -> None:
     assert times[1] <= times[0]
 
 
-@pytest.mark.parametrize(
-    ("config", "world_size", "states"),
-    [
-        ("llama3_8b", 8, 16 * 8_030_261_248),
-        pytest.param("llama3_405b", 16384, 16 * 405_853_388_800, marks=pytest.mark.slow),
-    ],
-)
-def test_large_runs_need_no_large_machine(config: str, world_size: int, states: int) -> None:
-    """Of shapes that nobody has here."""
-    loaded = load(f"train_configs/{config}.toml", ["--training.global_batch_size=16384"], world_size=world_size)
-    selected = loaded.model
-    kind, args = resolve_model(selected.name, selected.flavor, selected.args)
-    found = plan(
-        loaded, kind, replace(args, max_seq_len=loaded.training.seq_len), Layout(world_size, find_hardware("H200"), 8)
-    )
+@pytest.mark.slow
+def test_large_runs_need_no_large_machine() -> None:
+    """405B on 16,384 GPUs, in less than a minute on a laptop."""
+    world_size = 16384
+    loaded = load("train_configs/llama3_405b.toml", ["--training.global_batch_size=16384"], world_size=world_size)
+    kind, args = resolve_model(loaded.model.name, loaded.model.flavor, loaded.model.args)
+    args = replace(args, max_seq_len=loaded.training.seq_len)
+    found = plan(loaded, kind, args, Layout(world_size, find_hardware("H200"), 8))
     with torch.device("meta"):
         rows = [(p.shape[0], p.shape[1:].numel()) for p in kind(args).parameters()]
     # The first rank has the first rows, of a matrix with fewer rows than there are ranks one.
     mine = 16 * sum(-(-count // world_size) * width for count, width in rows)
-    assert mine == pytest.approx(states / world_size, rel=0.01 if world_size == 8 else 0.3)
+    assert 1 < mine * world_size / (16 * found.parameters) < 1.3
     found_states = sum(max(it[cause] for it in found.phases.values()) for cause in STATES)
     assert found_states == pytest.approx(mine, rel=1e-4)  # and AdamW's counts of steps
-    assert found.time.total > 0
+    assert found.parameters == 405_853_388_800
+    assert found.fits

@@ -8,9 +8,11 @@ import pytest
 
 from titanlite.cli import run
 from titanlite.config.load import load
+from titanlite.errors import UserError
 from titanlite.hardware import find_hardware
+from titanlite.plan.command import to_paste, toml_of, write_best
 from titanlite.plan.planning import USABLE, Layout
-from titanlite.plan.search import WORTH, Found, search
+from titanlite.plan.search import search, with_options
 from titanlite.plan.time import offload_time
 
 TOML = """\
@@ -129,52 +131,35 @@ def test_offload_time() -> None:
 
 
 @pytest.mark.slow
-def test_search_and_apply(toml: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out = toml.parent / "best.toml"
-    arguments = ("--world-size", "4", "--gpu", "H100", "--search", "--global-batch-size", "32", "--apply", str(out))
-    assert plan(toml, *arguments, "--json") == 0
-    found = json.loads(capsys.readouterr().out)
-    best = found["best"]
-    assert 1 <= len(best) <= 5
-    speeds = [it["tokens_per_second"] for it in best]
+def test_search_on_small_devices(toml: Path) -> None:
+    """So that memory decides: what was expected of a candidate is what its plan says. What is written is the best."""
+    hardware = replace(find_hardware("H100"), memory=int(0.02 * 2**30))
+    config = load(toml, ["--training.global_batch_size=32"])
+    found = search(config, Layout(4, hardware, 2), count=3)
+    assert found.tried == 3 * 4 * (1 + 2 * 2)  # recomputation x local batch x (shard degree 1, and 2 and 4 x reshard)
+    assert len(found.best) == 3
+    for candidate, planned in found.best:
+        assert planned.peak <= USABLE * hardware.memory
+        assert candidate.peak == pytest.approx(planned.peak, rel=0.1)
+        # Kernels so small are nothing but launches, of which layouts have a few more or less.
+        assert candidate.tokens_per_second == pytest.approx(planned.tokens_per_second, rel=0.2)
+    speeds = [planned.tokens_per_second for _, planned in found.best]
     assert speeds == sorted(speeds, reverse=True)
-    assert all(it["fits"] for it in best)
-    assert found["tried"] == 3 * 4 * (
-        1 + 2 * 2
-    )  # recomputation x local batch x (shard degree 1, and 2 and 4 x reshard)
-    # What was written is the first, and what was there stays.
+    assert any("does not fit" in reason for _, reason in found.losers)
+
+    out, options = toml.parent / "best.toml", found.best[0][0].options
+    write_best(out, str(toml), config, options)
     text = out.read_text()
     assert "# what stays" in text
     assert "seq_len = 256  # tokens" in text
-    config = load(out, world_size=4)
-    assert config.training.global_batch_size == 32
-    assert config.job.name == "best"
-    assert config.training.local_batch_size == best[0]["options"]["training.local_batch_size"]
-    assert config.activation_checkpoint.mode == best[0]["options"]["activation_checkpoint.mode"]
-    assert plan(out, "--world-size", "4", "--gpu", "H100", "--json") == 0
-    again = json.loads(capsys.readouterr().out)
-    assert again["tokens_per_second"] == pytest.approx(best[0]["tokens_per_second"])
-    assert again["memory"]["peak"] == best[0]["memory"]["peak"]
+    written = load(out, world_size=4)
+    assert written.job.name == "best"
+    assert written.training.global_batch_size == 32
+    assert with_options(config, options | {"job.name": "best"}) == written
+    pasted = toml.parent / "pasted.toml"
+    pasted.write_text(toml_of(to_paste(options, config)))
+    assert load(pasted).parallelism == written.parallelism
+    assert load(pasted).activation_checkpoint.mode == written.activation_checkpoint.mode
 
-
-def searched(toml: Path, world_size: int, gib: float, *overrides: str) -> Found:
-    hardware = find_hardware("H100")
-    return search(
-        load(toml, overrides), Layout(world_size, replace(hardware, memory=int(gib * 2**30)), 2), count=3, workers=2
-    )
-
-
-@pytest.mark.slow
-def test_search_prunes_by_memory(toml: Path) -> None:
-    """Small devices, so that memory decides: what is expected of a candidate is what its plan says."""
-    overrides = ("--training.global_batch_size=8", "--model.args.n_layers=6", "--model.args.vocab_size=4096")
-    roomy = searched(toml, 4, 1.0, *overrides)
-    peaks = sorted(planned.peak for _, planned in roomy.best)
-    tight = searched(toml, 4, 0.8 * peaks[0] / 2**30 / USABLE, *overrides)
-    for found in (roomy, tight):
-        for candidate, planned in found.best:
-            assert candidate.peak == pytest.approx(planned.peak, rel=0.1)
-            assert candidate.tokens_per_second == pytest.approx(planned.tokens_per_second, rel=0.1)
-    assert all(planned.peak <= 0.8 * peaks[0] for _, planned in tight.best)
-    assert tight.best[0][1].tokens_per_second <= roomy.best[0][1].tokens_per_second * WORTH
-    assert any("does not fit" in reason for _, reason in tight.losers)
+    with pytest.raises(UserError, match="nothing fits: the least is"):
+        search(config, Layout(4, replace(hardware, memory=2**20), 2))

@@ -176,7 +176,7 @@ DROPS = {
         quantize.grouped_mm.mx: recipe_name fqns""",
     "PyTorch's defaults hold": """comm: init_timeout_seconds train_timeout_seconds
         trace_buf_size save_traces_folder save_traces_file_prefix mode""",
-    "has no option: titanlite plan tells what memory a run takes": "memory_estimation: enabled enable disable_fake_mode",
+    "has no option: titanlite plan tells what a run takes": "memory_estimation: enabled enable disable_fake_mode",
     "goes with fault_tolerance.enable": """checkpoint: enable_ft_dataloader_checkpoints; fault_tolerance: replica_id
         process_group process_group_timeout_ms group_size min_replica_size semi_sync_method sync_steps should_quantize
         fragment_sync_delay fragment_update_alpha module_fqns_per_model_fragment num_fragments""",

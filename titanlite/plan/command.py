@@ -37,7 +37,7 @@ def main(path: str, arguments: list[str]) -> None:
         else:
             print("\n".join(_search_lines(found, config, layout, seconds=time.perf_counter() - began)))
         if options.apply:
-            _apply(Path(options.apply), path, config, found.best[0][0].options)
+            write_best(Path(options.apply), path, config, found.best[0][0].options)
             print(f"wrote {options.apply}", file=sys.stderr)
     else:
         planned = _plan(config, layout)
@@ -272,7 +272,7 @@ def _search_record(found: Found) -> dict[str, Any]:
     }
 
 
-def _apply(out: Path, path: str, config: Config, options: Options) -> None:
+def write_best(out: Path, path: str, config: Config, options: Options) -> None:
     """Write the file again with these options, comments and all; or the whole config, if that is not the same.
 
     Args:
