@@ -1,6 +1,7 @@
 """Memory runs out in a real run: what is told, how it ends, and that no child process is left."""
 
 import json
+import math
 import os
 import signal
 import subprocess
@@ -112,64 +113,39 @@ def plan_of(tiny: TinyRun) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("option", "name", "phase", "states", "gradients"),
-    [
-        ("training.loss", "in_backward", "backward", 2, None),
-        ("optimizer.name", "Failing", "update (optimizer)", 0, 1),
-    ],
-)
-def test_the_error_tells_where_and_what_was_planned_and_what_would_fit(
-    tiny: TinyRun, code: Path, option: str, name: str, phase: str, states: int, gradients: int | None
-) -> None:
-    """Which is not sharded: 4 bytes for each parameter, and as many for each of AdamW's moments (SGD has none)."""
-    exit_code, lines = train(tiny, f"--{option}={code}:{name}")
+def test_the_error_tells_where_and_what_was_planned_and_what_would_fit(tiny: TinyRun, code: Path) -> None:
+    """On two ranks, of which one explains. Each has half: 4 bytes for a parameter, and as many for each moment."""
+    exit_code, lines = train(tiny, f"--training.loss={code}:in_backward", processes=2)
     assert exit_code == 1
-    assert lines[0].startswith(f"step 2: out of memory on rank 0, {phase}, own_code.py:")
-    assert lines[0].endswith(": CUDA out of memory. Tried to allocate 2.00 GiB.")
+    assert len([line for line in lines if line.startswith("step 2: out of memory on rank ")]) == 1
+    start = next(place for place, line in enumerate(lines) if line.startswith("step 2: out of memory on rank "))
+    head, title, _, *rest = lines[start:]
+    assert "backward, own_code.py:" in head
+    assert head.endswith(": CUDA out of memory. Tried to allocate 2.00 GiB.")
     plan = plan_of(tiny)
-    assert lines[1] == f"GiB at the highest moment that the plan has ({plan['phase']}), and as measured now:"
-    assert plan["breakdown"]["parameters"] == 4 * PARAMETERS
-    gib = f"{4 * PARAMETERS / 2**30:.3g}"
-    rows = {line[:27].strip(): line[27:].split() for line in lines[3:12]}
-    assert rows["parameters"] == [gib, gib]
-    # The step numbers of AdamW, 4 bytes for each of 30 tensors, are not seen in three digits.
-    assert rows["optimizer"] == [f"{states * 4 * PARAMETERS / 2**30:.3g}"] * 2
-    if gradients is not None:
-        assert rows["gradients"][1] == f"{gradients * 4 * PARAMETERS / 2**30:.3g}"
+    assert title == f"GiB at the highest moment that the plan has ({plan['phase']}), and as measured now:"
+    shapes = [(259, 42), *[(42,), (42, 42), (14, 42), (14, 42), (42, 42), (42,), (70, 42), (42, 70), (70, 42)] * 3]
+    shapes += [(42,), (259, 42)]
+    assert sum(math.prod(shape) for shape in shapes) == PARAMETERS
+    first_rank = sum(4 * -(-shape[0] // 2) * math.prod(shape[1:]) for shape in shapes)
+    assert plan["breakdown"]["parameters"] == first_rank
+    rows = {line[:27].strip(): line[27:].split() for line in rest[:9]}
+    for cause, times in (("parameters", 1), ("optimizer", 2)):
+        planned, measured = (float(cell) * 2**30 for cell in rows[cause])
+        assert planned == pytest.approx(times * first_rank, rel=0.01)
+        assert measured == pytest.approx(times * 4 * PARAMETERS / 2, rel=0.01)
     assert rows["total"] == [f"{plan['peak'] / 2**30:.3g}", "-"]
     assert sum(plan["breakdown"].values()) == plan["peak"]
 
     assert [way["options"] for way in plan["ways_out"]] == [
-        "--training.local_batch_size=4",
+        "--training.local_batch_size=2",
         "--activation_checkpoint.mode=selective",
         "--activation_checkpoint.mode=full",
     ]
     assert all(way["peak"] < plan["peak"] for way in plan["ways_out"])
-    assert lines[12] == "what takes less, cheapest first:"
-    for line, way in zip(lines[13:], plan["ways_out"], strict=True):
+    assert rest[9] == "what takes less, cheapest first:"
+    for line, way in zip(rest[10:13], plan["ways_out"], strict=True):
         assert line.split()[:2] == [way["options"], f"{way['peak'] / 2**30:.3g}"]
-
-
-@pytest.mark.slow
-def test_of_two_ranks_one_explains(tiny: TinyRun, code: Path) -> None:
-    exit_code, lines = train(tiny, f"--training.loss={code}:in_forward", processes=2)
-    assert exit_code == 1
-    assert len([line for line in lines if line.startswith("step 2: out of memory on rank ")]) == 1
-    assert lines.count("what takes less, cheapest first:") == 1
-    assert plan_of(tiny)["breakdown"]["parameters"] < 0.6 * 4 * PARAMETERS
-
-
-@pytest.mark.slow
-def test_without_a_plan_the_error_is_the_same(tiny: TinyRun, code: Path) -> None:
-    exit_code, lines = train(tiny, f"--training.loss={code}:unplannable_in_forward")
-    assert exit_code == 1
-    assert lines[0].startswith("step 2: out of memory on rank 0, loss, own_code.py:")
-    assert (
-        lines[1]
-        == "there is no plan of memory to compare with (LookupError: no values to look at); GiB as measured now:"
-    )
-    assert lines[3].split() == ["parameters", "-", f"{4 * PARAMETERS / 2**30:.3g}"]
 
 
 def train_beside_a_forecast(rank: int, world_size: int, config: Config, memory: int, folder: Path) -> list[int]:
@@ -189,8 +165,7 @@ def train_beside_a_forecast(rank: int, world_size: int, config: Config, memory: 
     child = forecast._child
     assert child
     counts = [int(child.poll() is None)]
-    if "at once" not in str(config.job.name):
-        child.wait(100)
+    child.wait(250)  # of low priority, and other tests run beside it
     train(run, forecast)
     finish(run)
     forecast.close()
@@ -205,19 +180,14 @@ def log_of(tiny: TinyRun, name: str) -> list[str]:
 
 @pytest.mark.slow
 def test_a_run_is_warned_once_of_a_device_that_is_too_small(tiny: TinyRun, code: Path) -> None:
-    small, large = 2_400_000, 2**30
-    results = {
-        name: run_ranks(train_beside_a_forecast, 1, tiny.config(f"--job.name={name}", *options), memory, tiny.folder)
-        for name, memory, options in (
-            ("small", small, []),
-            ("large", large, []),
-            ("fails", small, [f"--training.loss={code}:unplannable"]),
-            ("at once", small, []),
-        )
-    }
-    assert list(results.values()) == [[[1, 0]]] * 4
-    assert [len(tiny.losses(name)) for name in results] == [6] * 4
-    assert tiny.losses("small") == tiny.losses("large") == tiny.losses("fails"), "a forecast changes nothing"
+    small = 2_400_000
+    results = {}
+    for name, options in (("small", []), ("fails", [f"--training.loss={code}:unplannable"])):
+        config = tiny.config(f"--job.name={name}", *options)
+        results[name] = run_ranks(train_beside_a_forecast, 1, config, small, tiny.folder, timeout=300)
+    assert list(results.values()) == [[[1, 0]]] * 2
+    assert [len(tiny.losses(name)) for name in results] == [6] * 2
+    assert tiny.losses("small") == tiny.losses("fails"), "a forecast changes nothing"
     plan = json.loads((tiny.folder / "outputs" / "small" / "plan.json").read_text())
     assert plan["peak"] > small
     assert plan["ways_out"][0]["fits"]
@@ -228,7 +198,7 @@ def test_a_run_is_warned_once_of_a_device_that_is_too_small(tiny: TinyRun, code:
         f"GPU has {small / 2**30:.3g}, of which {plan['usable'] / 2**30:.3g} can be counted on: try "
         f"{first['options']} ({first['peak'] / 2**30:.3g} GiB), or "
     )
-    assert log_of(tiny, "large") == log_of(tiny, "fails") == log_of(tiny, "at once") == []
+    assert log_of(tiny, "fails") == []
     failed = json.loads((tiny.folder / "outputs" / "fails" / "plan.json").read_text())
     assert failed["failed"] == "LookupError: no values to look at"
 

@@ -20,7 +20,7 @@ from titanlite.loss import token_loss
 from titanlite.models.registry import resolve_model
 from titanlite.plan import forecast as forecasts
 from titanlite.plan import out_of_memory
-from titanlite.plan.advice import Way, ways_out
+from titanlite.plan.advice import Way, _together, ways_out
 from titanlite.plan.forecast import Forecast, forecasting, warning_of
 from titanlite.plan.out_of_memory import measure, phase_of
 from titanlite.plan.planning import Layout, Plan, plan
@@ -84,26 +84,6 @@ def test_what_fits_is_before_what_is_cheaper(tiny: TinyRun) -> None:
     assert fitting[:2] == [{"training.local_batch_size": 2}, FULL]
     assert [way.fits for way in ways] == sorted((way.fits for way in ways), reverse=True)
     assert SELECTIVE in [way.options for way in ways if not way.fits]
-
-
-@pytest.mark.slow
-def test_what_does_not_do_alone_may_do_together(tiny: TinyRun) -> None:
-    """On a CPU, where offload is nothing."""
-    config = tiny.config("--model.args.n_layers=2", "--training.local_batch_size=2")
-    one = {"training.local_batch_size": 1}
-
-    def layout_of_cpu(memory: float) -> Layout:
-        layout = layout_of(memory)
-        return replace(layout, hardware=replace(layout.hardware, measured=True))
-
-    alone, fewer, enough = (
-        [planned(with_options(config, options), layout_of_cpu(2**30)).peak for options in several]
-        for several in ([one, FULL, MOMENTS], [one | SELECTIVE], [one | FULL])
-    )
-    assert enough[0] < min(alone + fewer)
-    ways = advice(config, layout_of_cpu(enough[0] / 0.93 + 1))
-    assert (ways[0].options, ways[0].peak, ways[0].cost) == (one | FULL, enough[0], "together")
-    assert [way.fits for way in ways] == [True] + [False] * (len(ways) - 1)
 
 
 def test_what_a_config_cannot_take_is_not_offered(tiny: TinyRun) -> None:
@@ -271,3 +251,25 @@ def test_another_rank_waits_for_the_plan_of_rank_0(tiny: TinyRun, monkeypatch: p
     path.write_text(json.dumps(found | {"of": "another config"}))
     assert forecast.advised() == found | {"fits": True}
     assert started == [True]
+
+
+def test_the_fewest_that_fit_together_are_found() -> None:
+    """Of ways that save 1, 2, 4, ... of 100: as many from the first on as it takes."""
+    for room in (99, 98, 97, 90, 69, 50, 37, 36):
+        tried: list[int] = []
+
+        def attempt(options: dict[str, Any], cost: str, room: int = room, tried: list[int] = tried) -> Way:
+            peak = 100 - sum(2 ** int(key) for key in options)
+            tried.append(len(options))
+            return Way(options, peak, peak <= room, cost)
+
+        ways = [Way({str(number): True}, 100 - 2**number, False, "") for number in range(6)]
+        found = _together(ways, attempt)
+        fitting = [count for count in range(2, 7) if 100 - (2**count - 1) <= room]
+        if not fitting:
+            assert found is None
+            assert tried == [6]
+        else:
+            assert found is not None
+            assert (len(found.options), found.cost) == (fitting[0], "together")
+            assert len(tried) <= 4

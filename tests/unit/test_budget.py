@@ -1,7 +1,6 @@
 """What blocks compute again, so that a step stays within a budget of memory."""
 
 import re
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -126,31 +125,6 @@ def test_what_a_rehearsal_finds_too_large_is_not_taken(
     assert within(budget).peak <= budget
     monkeypatch.setattr(module._Mixes, "peak", lambda self, levels: 0)
     assert within(budget).peak <= budget
-
-
-@pytest.mark.slow
-def test_a_deep_model_is_known_by_its_few_blocks(within: Callable[..., Chosen]) -> None:
-    """The sketches are of fewer blocks than there are; the choice is rehearsed as a whole."""
-    free = within(10**12, blocks=8)
-    size = free.peak_full + (free.peak_none - free.peak_full) // 3
-    chosen = within(size, blocks=8)
-    assert len(chosen.levels) == 8
-    assert len(set(chosen.levels)) > 1
-    assert chosen.peak <= size
-    assert size - chosen.peak < (free.peak_none - free.peak_full) / 8, "room for another block was left"
-    assert all(f"{count} keep" in str(chosen) for count in Counter(chosen.levels).values())
-
-
-@pytest.mark.slow
-def test_compiled_blocks_are_chosen_alike(within: Callable[..., Chosen]) -> None:
-    options = ["--compile.enable", "--training.seq_len=64"]
-    free = within(10**12, *options, blocks=2)
-    assert free.levels == ("none",) * 2
-    assert free.peak_full < free.peak_none
-    chosen = within((free.peak_full + free.peak_none) / 2, *options, blocks=2)
-    assert chosen.peak <= chosen.budget
-    assert chosen.recomputed > 0
-    assert chosen.levels != free.levels
 
 
 @pytest.mark.slow

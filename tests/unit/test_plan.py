@@ -126,7 +126,7 @@ NEVER = "--parallelism.fsdp_reshard_after_forward=never"
 
 
 @pytest.mark.slow
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=4, deadline=None)
 @given(
     shard=st.sampled_from([1, 2, 4]),
     mode=st.integers(0, 2),
@@ -174,11 +174,11 @@ def test_memory_goes_the_way_it_must(shard: int, mode: int, batch: int, reshard:
     ids=str,
 )
 def test_a_model_of_many_blocks_from_two_of_few(overrides: list[str], gpu: bool) -> None:
-    config, kind, args = read(*overrides, "--model.args.n_layers=10", world_size=4)
+    config, kind, args = read(*overrides, "--model.args.n_layers=12", world_size=4)
     found = sketch(config, kind, args, world_size=4, nodes_of=4, gpu=gpu)
     assert "backward layers.5" not in found.profile.phases  # it was not all made
     whole = rehearse(config, kind, args, world_size=4, gpu=gpu)
-    exact = profile(whole.recorder, 10)
+    exact = profile(whole.recorder, 12)
     assert found.profile.peak == exact.peak
     assert found.profile.peak_phase == exact.peak_phase
     assert found.profile.breakdown == exact.breakdown
@@ -188,7 +188,7 @@ def test_a_model_of_many_blocks_from_two_of_few(overrides: list[str], gpu: bool)
         assert sum(found.sent.values()) - made == sum(it.bytes for it in whole.recorder.sent if not it.unit)
     assert [unit.name for unit in found.work.units] == [
         "tok_embeddings",
-        *(f"layers.{i}" for i in range(10)),
+        *(f"layers.{i}" for i in range(12)),
         "head",
     ]
     in_work = sum(kernel.flops for unit in found.work.units for kernel in (*unit.forward, *unit.backward))
@@ -345,20 +345,13 @@ def test_a_faster_network_makes_it_no_slower() -> None:
     assert times[1] <= times[0]
 
 
-@pytest.mark.slow
-def test_large_runs_need_no_large_machine() -> None:
-    """405B on 16,384 GPUs, in less than a minute on a laptop."""
-    world_size = 16384
-    loaded = load("train_configs/llama3_405b.toml", ["--training.global_batch_size=16384"], world_size=world_size)
-    kind, args = resolve_model(loaded.model.name, loaded.model.flavor, loaded.model.args)
-    args = replace(args, max_seq_len=loaded.training.seq_len)
-    found = plan(loaded, kind, args, Layout(world_size, find_hardware("H200"), 8))
-    with torch.device("meta"):
-        rows = [(p.shape[0], p.shape[1:].numel()) for p in kind(args).parameters()]
-    # The first rank has the first rows, of a matrix with fewer rows than there are ranks one.
-    mine = 16 * sum(-(-count // world_size) * width for count, width in rows)
-    assert 1 < mine * world_size / (16 * found.parameters) < 1.3
-    found_states = sum(max(it[cause] for it in found.phases.values()) for cause in STATES)
-    assert found_states == pytest.approx(mine, rel=1e-4)  # and AdamW's counts of steps
-    assert found.parameters == 405_853_388_800
-    assert found.fits
+def test_a_world_of_4096() -> None:
+    """More ranks than most matrices have rows: the first rank has the first rows, and of each matrix at least one."""
+    world_size = 4096
+    found = planned(
+        "--training.global_batch_size=4096", "--parallelism.data_parallel_replicate_degree=4", world_size=world_size
+    )
+    states = sum(max(phase[cause] for phase in found.phases.values()) for cause in STATES)
+    assert states == 16 * sum(-(-shape[0] // 1024) * shape[1:].numel() for shape in shapes()) + 4 * len(shapes())
+    assert found.sent["all_reduce", "replicate"] * 1024 == found.sent["reduce_scatter", "shard"]
+    assert found.time.exposed > 0.5 * found.time.communication, "nothing hides messages of a model so small"

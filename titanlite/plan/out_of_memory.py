@@ -105,8 +105,10 @@ def measure(frames: Iterable[FrameType], device: torch.device) -> dict[str, int]
         models.append(run.model)
         optimizers.append(run.optimizer)
     found: dict[str, int] = {}
-    if models:
-        parameters = [parameter for _, parameter in unique_parameters(models[0])]
+    if models or optimizers:
+        # A model that is just computing has gathered parameters in place of its own; the optimizer always has these.
+        groups = [group["params"] for group in optimizers[0].param_groups] if optimizers else []
+        parameters = [p for group in groups for p in group] or [p for _, p in unique_parameters(models[0])]
         found["parameters"] = _bytes(parameters, device)
         found["gradients"] = _bytes((p.grad for p in parameters if p.grad is not None), device)
     if optimizers:
