@@ -120,6 +120,21 @@ def test_mistakes(toml: Path, capsys: pytest.CaptureFixture[str], arguments: lis
     assert "Traceback" not in error
 
 
+def test_code_that_asks_for_values_is_named(toml: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    own = toml.parent / "own.py"
+    own.write_text(
+        "from titanlite.loss import token_loss\n"
+        "def loss(hidden, weight, *, labels_BL):\n"
+        "    if hidden.sum().item() > 0:\n"
+        "        print('positive')\n"
+        "    return token_loss(hidden, weight, labels_BL=labels_BL)\n"
+    )
+    assert plan(toml, "--world-size", "1", "--gpu", "H100", f"--training.loss={own}:loss") == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: the step cannot be rehearsed: own.py:3 asks for values (aten._local_scalar_dense")
+    assert plan(toml, "--world-size", "1", "--gpu", "H100") == 0, "nothing of the failure stays"
+
+
 def test_nothing_is_overwritten(toml: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert plan(toml, "--world-size", "4", "--gpu", "H100", "--search", "--apply", str(toml)) == 2
     assert "exists" in capsys.readouterr().err

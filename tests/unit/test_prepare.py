@@ -544,9 +544,12 @@ prepare.WORKER_BYTES = 1
 end_chunk = tokens.TokenWriter.end_chunk
 def slow(self, position):
     end_chunk(self, position)
-    time.sleep(0.05)
+    # From the third shard on it waits to be killed, however late that comes.
+    has_three = progress.exists() and len(json.loads(progress.read_text())["shards"]) >= 3
+    time.sleep(60 if has_three else 0.05)
 tokens.TokenWriter.end_chunk = slow
-paths, out, workers = json.loads(sys.argv[1])
+paths, out, workers, progress = json.loads(sys.argv[1])
+progress = Path(progress)
 how = {"options": Options(chunk_bytes=1500, shard_tokens=9000), "on_error": "skip", "workers": workers}
 try:
     prepare.prepare(paths, Path(out), tokenizer=load_tokenizer("bytes"), **how)
@@ -557,9 +560,9 @@ except KeyboardInterrupt:
 
 def begin(paths: list[Path], out: Path, workers: int) -> "subprocess.Popen[bytes]":
     """Returns when three shards are there."""
-    arguments = json.dumps([list(map(str, paths)), str(out), workers])
-    process = subprocess.Popen([sys.executable, "-c", SLOW, arguments], start_new_session=True, stderr=subprocess.PIPE)
     progress = partial_folder(out) / "progress.json"
+    arguments = json.dumps([list(map(str, paths)), str(out), workers, str(progress)])
+    process = subprocess.Popen([sys.executable, "-c", SLOW, arguments], start_new_session=True, stderr=subprocess.PIPE)
     deadline = time.monotonic() + 30
     while not progress.exists() or len(json.loads(progress.read_text())["shards"]) < 3:
         assert process.poll() is None

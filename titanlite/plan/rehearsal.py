@@ -1,23 +1,33 @@
 """One real step on fake tensors: the model, the techniques, the optimizer and the step are those of training; ranks,
 memory and values are not there."""
 
+import traceback
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    unset_fake_temporarily,
+)
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group as fsdp
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from titanlite import step
 from titanlite.config.schema import Config
+from titanlite.data.loader import Batch
+from titanlite.errors import UserError
 from titanlite.loss import build_loss
 from titanlite.models.base import Model, ModelArgs, unique_parameters
 from titanlite.optim import build_optimizer
@@ -59,8 +69,11 @@ def rehearse(
         gpu: as an NVIDIA GPU would do it, else as this machine's CPU.
         steps: recorded steps; one is like the other.
         levels: what each block computes again. None: as the config says.
+
+    Raises:
+        UserError: the model, the loss or the optimizer asks for values, and there are none.
     """
-    with ExitStack() as stack:
+    with ExitStack() as stack, _values_are_missed():
         stack.enter_context(fake_ranks(world_size))
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
@@ -81,37 +94,57 @@ def rehearse(
             float8=config.quantize.linear.float8,
             levels=levels,
         )
-        group = data_parallel_group(mesh)
-        with FakeTensorMode(allow_non_fake_inputs=True) as fakes:
-            recorder = Recorder(fakes)
-            recorder.name_group(group, "world")
-            for axis in ("replicate", "shard"):
-                if mesh[axis].size() > 1:
-                    recorder.name_group(mesh.get_group(axis), axis)
-            with recorder.recording(), observe(model, recorder):
-                with recorder.cause("other"):
-                    allocate(model, torch.device("cpu"), torch.device("cpu"))
-                recorder.label((p for _, p in unique_parameters(model)), "parameters")
-                with unset_fake_temporarily():  # some look up their part of a mesh, which is no fake
-                    optimizer = build_optimizer(model, config.optimizer, seed=0)
-                with recorder.cause("other"):
-                    _fill_states(optimizer)
-                    batches = _batches(config, mesh.size())[:MICRO_BATCHES]
-                states = (value for state in optimizer.state.values() for value in state.values())
-                recorder.label((value for value in states if isinstance(value, Tensor)), "optimizer")
-                optimizer.step = recorder.during("other", optimizer.step)
-                for _ in range(steps):
-                    recorder.phase("step")
-                    step.train_step(
-                        model,
-                        batches,
-                        optimizer=optimizer,
-                        group=group,
-                        max_norm=config.training.max_norm,
-                        loss_function=recorder.during("logits", build_loss(config.training)),
-                    )
-                recorder.phase("end")
-    return Rehearsal(recorder, len(model.layers), len(batches))
+        recorder = _record(config, model, mesh, steps)
+    micro_batches = min(MICRO_BATCHES, config.training.batch_split(world_size)[1])
+    return Rehearsal(recorder, len(model.layers), micro_batches)
+
+
+def _record(config: Config, model: Model, mesh: DeviceMesh, steps: int) -> Recorder:
+    group = data_parallel_group(mesh)
+    with FakeTensorMode(allow_non_fake_inputs=True) as fakes:
+        recorder = Recorder(fakes)
+        recorder.name_group(group, "world")
+        for axis in ("replicate", "shard"):
+            if mesh[axis].size() > 1:
+                recorder.name_group(mesh.get_group(axis), axis)
+        with recorder.recording(), observe(model, recorder):
+            with recorder.cause("other"):
+                allocate(model, torch.device("cpu"), torch.device("cpu"))
+            recorder.label((p for _, p in unique_parameters(model)), "parameters")
+            with unset_fake_temporarily():  # some look up their part of a mesh, which is no fake
+                optimizer = build_optimizer(model, config.optimizer, seed=0)
+            with recorder.cause("other"):
+                _fill_states(optimizer)
+                batches = _batches(config, mesh.size())
+            states = (value for state in optimizer.state.values() for value in state.values())
+            recorder.label((value for value in states if isinstance(value, Tensor)), "optimizer")
+            optimizer.step = recorder.during("other", optimizer.step)
+            for _ in range(steps):
+                recorder.phase("step")
+                step.train_step(
+                    model,
+                    batches,
+                    optimizer=optimizer,
+                    group=group,
+                    max_norm=config.training.max_norm,
+                    loss_function=recorder.during("logits", build_loss(config.training)),
+                )
+            recorder.phase("end")
+    return recorder
+
+
+@contextmanager
+def _values_are_missed() -> Iterator[None]:
+    try:
+        yield
+    except (DataDependentOutputException, DynamicOutputShapeException) as error:
+        places = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
+        ours = str(Path(torch.__file__).parent), str(Path(__file__).parent)
+        file, line = [place for place in places if not place[0].startswith(ours)][-1]
+        raise UserError(
+            f"the step cannot be rehearsed: {Path(file).name}:{line} asks for values ({error.func}), and tensors of a "
+            "plan have none"
+        ) from error
 
 
 @contextmanager
@@ -149,11 +182,11 @@ def _fill_states(optimizer: torch.optim.Optimizer) -> None:
     optimizer.zero_grad()
 
 
-def _batches(config: Config, ranks: int) -> list[dict[str, Tensor]]:
+def _batches(config: Config, ranks: int) -> list[Batch]:
     size, accumulation = config.training.batch_split(ranks)
     seq_len = config.training.seq_len
     batches = []
-    for _ in range(accumulation):
+    for _ in range(min(MICRO_BATCHES, accumulation)):
         tokens = torch.zeros(size, seq_len, dtype=torch.int64)
         batch = {"tokens": tokens, "labels": torch.zeros_like(tokens)}
         if config.data.document_mask:
