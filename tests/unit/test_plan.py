@@ -196,7 +196,7 @@ def test_a_model_of_many_blocks_from_two_of_few(overrides: list[str], gpu: bool)
 
 
 def test_blocks_that_differ_are_all_made(tmp_path: Any) -> None:
-    own = tmp_path / "own.py"
+    own = tmp_path / "odd_block.py"
     own.write_text(
         "from titanlite.models.llama3 import Llama3\n"
         "from torch import nn\n"

@@ -121,7 +121,7 @@ def test_mistakes(toml: Path, capsys: pytest.CaptureFixture[str], arguments: lis
 
 
 def test_code_that_asks_for_values_is_named(toml: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    own = toml.parent / "own.py"
+    own = toml.parent / "asks_for_values.py"
     own.write_text(
         "from titanlite.loss import token_loss\n"
         "def loss(hidden, weight, *, labels_BL):\n"
@@ -131,7 +131,9 @@ def test_code_that_asks_for_values_is_named(toml: Path, capsys: pytest.CaptureFi
     )
     assert plan(toml, "--world-size", "1", "--gpu", "H100", f"--training.loss={own}:loss") == 2
     error = capsys.readouterr().err
-    assert error.startswith("error: the step cannot be rehearsed: own.py:3 asks for values (aten._local_scalar_dense")
+    assert error.startswith(
+        "error: the step cannot be rehearsed: asks_for_values.py:3 asks for values (aten._local_scalar_dense"
+    )
     assert plan(toml, "--world-size", "1", "--gpu", "H100") == 0, "nothing of the failure stays"
 
 

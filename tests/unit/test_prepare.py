@@ -535,7 +535,7 @@ def test_little_input_starts_no_process(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 SLOW = """
-import json, sys, time
+import json, signal, sys, time
 from pathlib import Path
 from titanlite.data import prepare, tokens
 from titanlite.data.encoding import Options
@@ -548,6 +548,7 @@ def slow(self, position):
     has_three = progress.exists() and len(json.loads(progress.read_text())["shards"]) >= 3
     time.sleep(60 if has_three else 0.05)
 tokens.TokenWriter.end_chunk = slow
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job begins with none
 paths, out, workers, progress = json.loads(sys.argv[1])
 progress = Path(progress)
 how = {"options": Options(chunk_bytes=1500, shard_tokens=9000), "on_error": "skip", "workers": workers}

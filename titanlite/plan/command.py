@@ -130,9 +130,8 @@ def lines(planned: Plan, config: Config) -> Iterator[str]:
         f"step     {time_.total:.3f} s: kernels {time_.compute:.3f}, messages not hidden {time_.exposed:.3f} "
         f"(of {time_.communication:.3f}), update {time_.update:.3f}"
     )
-    mfu = f", MFU {planned.mfu:.1%}" if planned.mfu is not None else ""
     each = planned.tokens_per_second / layout.world_size
-    yield f"speed    {planned.tokens_per_second:,.0f} tokens/s, {each:,.0f} a device{mfu}"
+    yield f"speed    {planned.tokens_per_second:,.0f} tokens/s, {each:,.0f} a device, MFU {planned.mfu:.1%}"
     yield (
         f"compute  {planned.flops / layout.world_size / 1e12:,.1f} TFLOP a step and device, "
         f"{planned.flops / planned.model_flops:.2f} of the model's (more for what is computed again, less for causal "

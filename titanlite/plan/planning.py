@@ -70,8 +70,8 @@ class Plan:
     steps: int
     tokens: int
     """In a step, over all ranks."""
-    mfu: float | None
-    """None: there is no peak rate for this type."""
+    mfu: float
+    """Of the device's peak for mixed_precision_param."""
 
     @property
     def breakdown(self) -> Breakdown:

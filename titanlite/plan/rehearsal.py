@@ -205,10 +205,10 @@ def observe(model: Model, recorder: Recorder) -> Iterator[None]:
     norm = step.sum_of_squares
     names = {module: name for name, module in model.named_modules()}
 
-    def foreach_reduce(params: Any, gradients: list[Tensor], *args: Any) -> Any:
+    def foreach_reduce(params: Any, gradients: list[Tensor], *args: Any, **kwargs: Any) -> Any:
         recorder.label(gradients, "reduce-scatter")
         with recorder.cause("reduce-scatter"):
-            result = reduce(params, gradients, *args)
+            result = reduce(params, gradients, *args, **kwargs)
         sharded = (param.sharded_param.grad for param in params)
         recorder.label((gradient for gradient in sharded if gradient is not None), "gradients")
         return result
