@@ -126,7 +126,7 @@ NEVER = "--parallelism.fsdp_reshard_after_forward=never"
 
 
 @pytest.mark.slow
-@settings(max_examples=4, deadline=None)
+@settings(max_examples=3, deadline=None)
 @given(
     shard=st.sampled_from([1, 2, 4]),
     mode=st.integers(0, 2),
