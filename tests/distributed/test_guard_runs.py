@@ -91,7 +91,6 @@ def manifest(folder: Path, name: str, step: int) -> Manifest:
     return Manifest.from_json(path.read_bytes())
 
 
-@pytest.mark.slow
 def test_all_ranks_do_the_same(tiny: TinyRun) -> None:
     layout = [*degrees(2, 2), "--training.local_batch_size=1"]
     names = {
