@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from tests.distributed.test_layouts import degrees, whole
@@ -91,6 +92,7 @@ def manifest(folder: Path, name: str, step: int) -> Manifest:
     return Manifest.from_json(path.read_bytes())
 
 
+@pytest.mark.slow
 def test_all_ranks_do_the_same(tiny: TinyRun) -> None:
     layout = [*degrees(2, 2), "--training.local_batch_size=1"]
     names = {
