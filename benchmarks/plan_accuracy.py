@@ -25,11 +25,10 @@ from titanlite.config.schema import Config
 from titanlite.hardware import Hardware, find_hardware, hardware_of
 from titanlite.job import process_group, read_ranks
 from titanlite.loss import IGNORE, TokenLoss, build_loss
-from titanlite.models.registry import resolve_model
 from titanlite.optim import build_optimizer
 from titanlite.parallelize import DTYPES, build_mesh, materialize, parallelize
 from titanlite.parallelize.mesh import data_parallel_group
-from titanlite.plan.planning import Layout, Plan, plan
+from titanlite.plan.planning import Layout, Plan, model_of, plan
 from titanlite.step import train_step
 
 GIB, MIB = 2**30, 2**20
@@ -114,10 +113,7 @@ def row(*cells: object) -> str:
 
 
 def planned(config: Config, world_size: int, hardware: Hardware, nodes_of: int) -> Plan:
-    selected = config.model
-    kind, args = resolve_model(selected.name, selected.flavor, selected.args, selected.file)
-    args = replace(args, max_seq_len=config.training.seq_len)
-    return plan(config, kind, args, Layout(world_size, hardware, nodes_of))
+    return plan(config, *model_of(config), Layout(world_size, hardware, nodes_of))
 
 
 def on_cpu(only: str) -> Iterator[str]:
@@ -183,10 +179,9 @@ def on_gpu(only: str) -> Iterator[str]:
 def trained(config: Config, device: torch.device, *, steps: int = 8) -> tuple[int, float]:
     """(peak of allocated bytes, median seconds of a step), without the first three steps."""
     with process_group(read_ranks({}), device):
-        selected = config.model
-        kind, args = resolve_model(selected.name, selected.flavor, selected.args, selected.file)
+        kind, args = model_of(config)
         with torch.device("meta"):
-            model = kind(replace(args, max_seq_len=config.training.seq_len))
+            model = kind(args)
         mesh = build_mesh(config.parallelism, world_size=1, device_type=device.type)
         parallelize(
             model, mesh=mesh, parallelism=config.parallelism, training=config.training,

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from titanlite.hardware import HARDWARE, Hardware, find_hardware
 from titanlite.plan import time as module
-from titanlite.plan.time import Group, Kernel, Message, Unit, kernel_time, message_time, step_time
+from titanlite.plan.time import Group, Kernel, Message, Unit, kernel_time, lasting, message_time, step_time
 
 GPU = Hardware(
     name="round",
@@ -331,3 +331,8 @@ def test_prefetching_never_costs_time(units: list[Unit]) -> None:
         for prefetch in (True, False)
     )
     assert ahead <= after * (1 + 1e-12)
+
+
+@pytest.mark.parametrize("hardware", [GPU, CPU], ids=["gpu", "cpu"])
+def test_a_kernel_lasts_as_long_as_it_is_told(hardware: Hardware) -> None:
+    assert kernel_time(lasting(0.25, hardware), hardware) == pytest.approx(0.25)

@@ -25,10 +25,9 @@ from titanlite.config.schema import ActivationCheckpoint, Config
 from titanlite.errors import UserError
 from titanlite.hardware import find_hardware
 from titanlite.models.base import Model, ModelArgs
-from titanlite.models.registry import resolve_model
 from titanlite.parallelize import Level
 from titanlite.plan.memory import Profile, block_of
-from titanlite.plan.planning import ON_HOST, Sketch, sketch
+from titanlite.plan.planning import ON_HOST, Sketch, model_of, sketch
 from titanlite.plan.time import Kernel, kernel_time
 from titanlite.preflight import Ingredients
 
@@ -95,10 +94,7 @@ def _begin() -> None:
 
 
 def _choose(config: Config, world_size: int, gpu: bool) -> Chosen:
-    selected = config.model
-    kind, args = resolve_model(selected.name, selected.flavor, selected.args, selected.file)
-    args = replace(args, max_seq_len=config.training.seq_len)
-    return choose_levels(config, kind, args, world_size=world_size, nodes_of=world_size, gpu=gpu)
+    return choose_levels(config, *model_of(config), world_size=world_size, nodes_of=world_size, gpu=gpu)
 
 
 def choose_levels(

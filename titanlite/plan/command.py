@@ -17,9 +17,8 @@ from titanlite.config.schema import Config
 from titanlite.errors import ConfigError, UserError
 from titanlite.hardware import Hardware, find_hardware, load_hardware
 from titanlite.job import write_atomically
-from titanlite.models.registry import resolve_model
 from titanlite.plan.memory import Breakdown
-from titanlite.plan.planning import USABLE, Layout, Plan, plan
+from titanlite.plan.planning import USABLE, Layout, Plan, model_of, plan
 from titanlite.plan.search import Found, Options, search, with_options
 
 GIB = 2**30
@@ -99,9 +98,7 @@ def _share(machine: Hardware, processes: int) -> Hardware:
 
 def _plan(config: Config, layout: Layout) -> Plan:
     torch.set_num_threads(1)
-    selected = config.model
-    kind, args = resolve_model(selected.name, selected.flavor, selected.args, selected.file)
-    return plan(config, kind, replace(args, max_seq_len=config.training.seq_len), layout)
+    return plan(config, *model_of(config), layout)
 
 
 def lines(planned: Plan, config: Config) -> Iterator[str]:

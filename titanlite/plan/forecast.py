@@ -248,15 +248,12 @@ def _plan(request: dict[str, Any]) -> Iterator[Forecasted]:
 
     from titanlite.config.schema import Config
     from titanlite.hardware import find_hardware
-    from titanlite.models.registry import resolve_model
     from titanlite.plan.advice import ways_so_far
-    from titanlite.plan.planning import USABLE, Layout, plan
+    from titanlite.plan.planning import USABLE, Layout, model_of, plan
 
     torch.set_num_threads(1)
     config = Config.model_validate(tomli.loads(request["config"]))
-    selected = config.model
-    kind, args = resolve_model(selected.name, selected.flavor, selected.args, selected.file)
-    args = replace(args, max_seq_len=config.training.seq_len)
+    kind, args = model_of(config)
     # Its memory is what matters, and not how fast it is.
     hardware = replace(find_hardware("H100"), memory=request["memory"], measured=not request["gpu"])
     layout = Layout(request["world_size"], hardware, request["nodes_of"])

@@ -9,8 +9,9 @@ import torch
 from titanlite.config.schema import Config
 from titanlite.hardware import Hardware
 from titanlite.models.base import Model, ModelArgs
+from titanlite.models.registry import resolve_model
 from titanlite.parallelize import Level
-from titanlite.plan.memory import Breakdown, Profile, extend, profile
+from titanlite.plan.memory import Profile, extend, profile
 from titanlite.plan.recorder import Recorder
 from titanlite.plan.rehearsal import rehearse
 from titanlite.plan.time import Kernel, StepTime, Unit, message_time, offload_time, step_time
@@ -41,13 +42,11 @@ class Sketch:
     work: Work
     sent: dict[tuple[str, str], int]
     """Bytes of whole tensors in a step, by (collective, axis)."""
-    micro_batch_size: int
-    accumulation: int
 
 
-@dataclass(frozen=True)
-class Plan:
-    """Figures of one rank, the one with the largest shards, where nothing else is said."""
+@dataclass(frozen=True, kw_only=True)
+class Plan(Profile):
+    """Figures of one rank, the one with the largest shards, where nothing else is said. Memory is the device's."""
 
     layout: Layout
     parameters: int
@@ -56,9 +55,6 @@ class Plan:
     """(replicate, shard)."""
     micro_batch_size: int
     accumulation: int
-    phases: dict[str, Breakdown]
-    """Bytes of device memory at the peak of each phase, by cause."""
-    peak_phase: str
     host: int
     """Bytes in host memory, with CPU offload."""
     flops: float
@@ -72,14 +68,6 @@ class Plan:
     """In a step, over all ranks."""
     mfu: float
     """Of the device's peak for mixed_precision_param."""
-
-    @property
-    def breakdown(self) -> Breakdown:
-        return self.phases[self.peak_phase]
-
-    @property
-    def peak(self) -> int:
-        return sum(self.breakdown.values())
 
     @property
     def fits(self) -> bool:
@@ -96,6 +84,17 @@ class Plan:
     @property
     def gpu_hours(self) -> float:
         return self.days * 24 * self.layout.world_size
+
+
+def model_of(config: Config) -> tuple[type[Model], ModelArgs]:
+    """The model of a config, for its sequences.
+
+    Raises:
+        ConfigError: there is no such model.
+    """
+    selected = config.model
+    kind, args = resolve_model(selected.name, selected.flavor, selected.args, selected.file)
+    return kind, replace(args, max_seq_len=config.training.seq_len)
 
 
 def plan(config: Config, kind: type[Model], args: ModelArgs, layout: Layout) -> Plan:
@@ -142,7 +141,7 @@ def sketch(
     if levels is None and depth > few + period and _can_vary(kind, args):
         models = [replace(args, n_layers=few), replace(args, n_layers=few + period)]  # pyright: ignore[reportCallIssue]
     profiles, works, sents = [], [], []
-    micro_batch_size, accumulation = config.training.batch_split(world_size)
+    _, accumulation = config.training.batch_split(world_size)
     for shape in models:
         rehearsal = rehearse(config, kind, shape, world_size=world_size, gpu=gpu, levels=levels)
         depth = rehearsal.blocks
@@ -150,14 +149,12 @@ def sketch(
         works.append(work_of(rehearsal.recorder, fuse=config.compile.enable and gpu, nodes_of=nodes_of))
         sents.append(_sent(rehearsal.recorder, rehearsal.micro_batches, accumulation))
     if len(models) == 1:
-        return Sketch(profiles[0], works[0], sents[0], micro_batch_size, accumulation)
+        return Sketch(profiles[0], works[0], sents[0])
     factor = (whole_depth - depth) / period
     return Sketch(
         extend(profiles[0], profiles[1], whole_depth, edge),
         _extend_work(*works, blocks=whole_depth, few=depth, edge=edge, period=period),
         {key: round(size + (size - sents[0].get(key, 0)) * factor) for key, size in sents[1].items()},
-        micro_batch_size,
-        accumulation,
     )
 
 
@@ -165,12 +162,13 @@ def appraise(sketched: Sketch, config: Config, kind: type[Model], args: ModelArg
     """What a sketch means on this hardware."""
     training, hardware = config.training, layout.hardware
     model, work = _on_meta(kind, args), sketched.work
+    micro_batch_size, accumulation = training.batch_split(layout.world_size)
     time = step_time(
         work.units,
         update=work.update,
         hardware=hardware,
         nodes_of=layout.nodes_of,
-        accumulation=sketched.accumulation,
+        accumulation=accumulation,
     )
     waiting = sum(message_time(message, hardware, layout.nodes_of) for message in work.whole)
     time = replace(time, total=time.total + waiting, exposed=time.exposed + waiting)
@@ -178,21 +176,21 @@ def appraise(sketched: Sketch, config: Config, kind: type[Model], args: ModelArg
     if training.enable_cpu_offload and is_gpu(layout):
         host = sum(sketched.profile.most(cause) for cause in ON_HOST)
         parameters = sketched.profile.most("parameters")
-        time = replace(time, total=time.total + offload_time(parameters, host, accumulation=sketched.accumulation))
+        time = replace(time, total=time.total + offload_time(parameters, host, accumulation=accumulation))
         phases = {name: {**causes, **dict.fromkeys(ON_HOST, 0)} for name, causes in phases.items()}
     tokens = training.global_batch_size * training.seq_len
     model_flops = model.flops_per_token(training.seq_len) * tokens
     peak = {"bfloat16": hardware.bf16_flops, "float32": hardware.fp32_flops}[training.mixed_precision_param]
     return Plan(
-        layout,
+        phases=phases,
+        blocks=sketched.profile.blocks,
+        layout=layout,
         parameters=sum(p.numel() for p in model.parameters()),
         degrees=config.parallelism.degrees(layout.world_size),
-        micro_batch_size=sketched.micro_batch_size,
-        accumulation=sketched.accumulation,
-        phases=phases,
-        peak_phase=max(phases, key=lambda name: sum(phases[name].values())),
+        micro_batch_size=micro_batch_size,
+        accumulation=accumulation,
         host=host,
-        flops=layout.world_size * sketched.accumulation * sum(it.flops for it in _kernels(work.units)),
+        flops=layout.world_size * accumulation * sum(it.flops for it in _kernels(work.units)),
         model_flops=model_flops,
         sent=sketched.sent,
         time=time,

@@ -20,8 +20,7 @@ import torch
 from titanlite.config.schema import Config
 from titanlite.errors import UserError
 from titanlite.hardware import Hardware
-from titanlite.models.registry import resolve_model
-from titanlite.plan.planning import ON_HOST, USABLE, Layout, Plan, Sketch, appraise, is_gpu, sketch
+from titanlite.plan.planning import ON_HOST, USABLE, Layout, Plan, Sketch, appraise, is_gpu, model_of, sketch
 from titanlite.plan.time import (
     Group,
     Kernel,
@@ -87,11 +86,10 @@ class Found:
     tried: int
 
 
-def search(config: Config, layout: Layout, *, count: int = 5, workers: int | None = None) -> Found:
+def search(config: Config, layout: Layout, *, count: int = 5) -> Found:
     """Args:
         config: its layout, recomputation, local batch, float8 and offload are what is searched; all else stays.
         count: of the best, and of those that are told why not.
-        workers: processes that rehearse; as many as there are cores.
 
     Raises:
         UserError: nothing fits, or the global batch cannot be split over the processes.
@@ -103,7 +101,7 @@ def search(config: Config, layout: Layout, *, count: int = 5, workers: int | Non
             f"{layout.world_size} processes: name a multiple with --global-batch-size"
         )
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    with ProcessPoolExecutor(workers or cores, multiprocessing.get_context("spawn"), _begin) as pool:
+    with ProcessPoolExecutor(cores, multiprocessing.get_context("spawn"), _begin) as pool:
         return _Search(config, layout, pool, share).run(count)
 
 
@@ -129,14 +127,7 @@ def with_options(config: Config, options: Options) -> Config:
 
 def _sketch(config: Config, world_size: int, nodes_of: int, gpu: bool) -> Sketch:
     """In a process of its own."""
-    kind, args = _model(config)
-    return sketch(config, kind, args, world_size=world_size, nodes_of=nodes_of, gpu=gpu)
-
-
-def _model(config: Config) -> Any:
-    selected = config.model
-    kind, args = resolve_model(selected.name, selected.flavor, selected.args, selected.file)
-    return kind, replace(args, max_seq_len=config.training.seq_len)
+    return sketch(config, *model_of(config), world_size=world_size, nodes_of=nodes_of, gpu=gpu)
 
 
 class _Search:
@@ -261,8 +252,8 @@ class _Search:
             futures.append(known or self._submit(config))
         plans = []
         for it, config in zip(futures, configs, strict=True):
-            kind, args = _model(config)
-            plans.append(appraise(it if isinstance(it, Sketch) else it.result(), config, kind, args, self.layout))
+            sketched = it if isinstance(it, Sketch) else it.result()
+            plans.append(appraise(sketched, config, *model_of(config), self.layout))
         return plans
 
     def _submit(self, config: Config) -> Future[Sketch]:

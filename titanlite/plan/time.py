@@ -105,7 +105,7 @@ def kernel_time(kernel: Kernel, hardware: Hardware) -> float:
     peak = (peaks[kernel.dtype] if kernel.kind != "memory" else None) or hardware.fp32_flops
     share = hardware.attention_efficiency if kernel.kind == "attention" else hardware.matmul_efficiency
     arithmetic = kernel.flops / (peak * (share / hardware.matmul_efficiency if hardware.measured else share))
-    traffic = kernel.bytes / (hardware.memory_bandwidth * (1 if hardware.measured else MEMORY_EFFICIENCY))
+    traffic = kernel.bytes / _bandwidth(hardware)
     launches = kernel.launches * LAUNCH_SECONDS
     work = max(arithmetic, traffic)
     return work + launches if hardware.measured else max(work, launches)
@@ -113,7 +113,12 @@ def kernel_time(kernel: Kernel, hardware: Hardware) -> float:
 
 def lasting(seconds: float, hardware: Hardware) -> Kernel:
     """A kernel that takes so long."""
-    return Kernel("memory", 0, round(seconds * hardware.memory_bandwidth * MEMORY_EFFICIENCY), "float32", 0)
+    return Kernel("memory", 0, round(seconds * _bandwidth(hardware)), "float32", 0)
+
+
+def _bandwidth(hardware: Hardware) -> float:
+    """Of memory, that kernels reach."""
+    return hardware.memory_bandwidth * (1 if hardware.measured else MEMORY_EFFICIENCY)
 
 
 def message_time(message: Message, hardware: Hardware, nodes_of: int) -> float:
