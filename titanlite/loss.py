@@ -79,13 +79,13 @@ class _ChunkedLoss(torch.autograd.Function):
         chunk: int,
         wants_gradients: bool,
     ) -> tuple[Tensor, Tensor]:
-        product_type = operand_type(hidden_TD)
-        operand_VD = weight_VD.to(product_type)
+        wide = operand_type(hidden_TD)
+        operand_VD = weight_VD.to(wide)
         d_hidden_TD = torch.empty_like(hidden_TD) if wants_gradients else None
-        d_weight_VD = torch.zeros_like(weight_VD, dtype=torch.float32) if wants_gradients else None
+        d_weight_VD: Tensor | None = None
         total, cross_entropy = torch.zeros((), device=hidden_TD.device), torch.zeros((), device=hidden_TD.device)
         for start in range(0, len(labels_T), chunk):
-            x_CD, labels_C = hidden_TD[start : start + chunk].to(product_type), labels_T[start : start + chunk]
+            x_CD, labels_C = hidden_TD[start : start + chunk].to(wide), labels_T[start : start + chunk]
             valid_C = (labels_C != IGNORE).float()
             index_C1 = labels_C.clamp(min=0).unsqueeze(1)
             buffer_CV = _product(x_CD, operand_VD.t())  # logits, then their exponentials, then their gradient
@@ -96,14 +96,17 @@ class _ChunkedLoss(torch.autograd.Function):
             nats = ((log_z_C1 - target_C1).squeeze(1) * valid_C).sum()
             cross_entropy += nats
             total += nats + z_loss * (log_z_C1.squeeze(1).square() * valid_C).sum()
-            if d_hidden_TD is None or d_weight_VD is None:
+            if d_hidden_TD is None:
                 continue
             # d(nats) = softmax - onehot, d(log_z^2) = 2 log_z softmax.
             valid_C1 = valid_C.unsqueeze(1)
             buffer_CV.mul_(valid_C1 * (1 + 2 * z_loss * log_z_C1) / sum_C1).scatter_add_(1, index_C1, -valid_C1)
-            d_logits_CV = buffer_CV.to(product_type)
+            d_logits_CV = buffer_CV.to(wide)
             d_hidden_TD[start : start + chunk] = _product(d_logits_CV, operand_VD)
-            _add_product(d_weight_VD, d_logits_CV.t(), x_CD)
+            if d_weight_VD is None:
+                d_weight_VD = _product(d_logits_CV.t(), x_CD)
+            else:
+                _add_product(d_weight_VD, d_logits_CV.t(), x_CD)
             del buffer_CV, d_logits_CV  # before the next chunk has its own
         if d_weight_VD is not None:
             ctx.gradients = d_hidden_TD, d_weight_VD.to(weight_VD.dtype)
@@ -118,7 +121,7 @@ class _ChunkedLoss(torch.autograd.Function):
 
 
 def operand_type(hidden_TD: Tensor) -> torch.dtype:
-    """Of what is multiplied. CPUs without units for bfloat16 take 30 times as long for it as for float32."""
+    """Of what is multiplied. CPUs cannot make float32 of bfloat16 operands."""
     return hidden_TD.dtype if hidden_TD.is_cuda else torch.float32
 
 

@@ -17,6 +17,7 @@ from titanlite.models.layers import (
     FeedForward,
     Head,
     Loss,
+    RMSNorm,
     attention_mask,
     rope_at,
     rope_cos_sin,
@@ -52,9 +53,9 @@ class Block(nn.Module):
 
     def __init__(self, args: DecoderArgs, *, attention: nn.Module, feed_forward: nn.Module) -> None:
         super().__init__()
-        self.attention_norm = nn.RMSNorm(args.dim, eps=args.norm_eps)
+        self.attention_norm = RMSNorm(args.dim, eps=args.norm_eps)
         self.attention = attention
-        self.ffn_norm = nn.RMSNorm(args.dim, eps=args.norm_eps)
+        self.ffn_norm = RMSNorm(args.dim, eps=args.norm_eps)
         self.feed_forward = feed_forward
 
     def forward(self, x_BLD: Tensor, cos_LH: Tensor, sin_LH: Tensor, mask: AttentionMask | None = None) -> Tensor:

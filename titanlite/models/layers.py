@@ -121,8 +121,101 @@ def rope_at(table_LH: Tensor, seq_len: int, documents: Documents | None) -> Tens
 def apply_rope(x_BNLH: Tensor, cos_LH: Tensor, sin_LH: Tensor) -> Tensor:
     """Rotate the pairs (i, i + H/2) of each head, in real arithmetic (so that it compiles); keeps x's dtype. cos and
     sin are as `rope_at` gives them."""
-    x1, x2 = x_BNLH.chunk(2, dim=-1)
-    return (x_BNLH * cos_LH + torch.cat((-x2, x1), dim=-1) * sin_LH).type_as(x_BNLH)
+    return _Rotation.apply(x_BNLH, cos_LH, sin_LH)
+
+
+class _Rotation(torch.autograd.Function):
+    """The gradient of a rotation is the rotation back, by the same three kernels: nothing of x is kept."""
+
+    @staticmethod
+    def forward(ctx: Any, x_BNLH: Tensor, cos_LH: Tensor, sin_LH: Tensor) -> Tensor:
+        ctx.save_for_backward(cos_LH, sin_LH)
+        return _rotate(x_BNLH, cos_LH, sin_LH)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        cos_LH, sin_LH = ctx.saved_tensors
+        return _rotate(gradients[0], cos_LH, -sin_LH), None, None
+
+
+def _rotate(x_BNLH: Tensor, cos_LH: Tensor, sin_LH: Tensor) -> Tensor:
+    half = x_BNLH.shape[-1] // 2
+    out_BNLH = x_BNLH * cos_LH
+    out_BNLH[..., :half].addcmul_(x_BNLH[..., half:], sin_LH[..., :half], value=-1)
+    out_BNLH[..., half:].addcmul_(x_BNLH[..., :half], sin_LH[..., half:])
+    return out_BNLH.type_as(x_BNLH)
+
+
+def product_type(x: Tensor) -> torch.dtype:
+    """Of the operands of matrix products: x's own, but on CPUs without units for bfloat16, which take 10 to 50 times as
+    long for it, float32. Sums are in float32 either way."""
+    if x.dtype != torch.bfloat16 or x.device.type != "cpu":
+        return x.dtype
+    return x.dtype if torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported() else torch.float32
+
+
+class Linear(nn.Linear):
+    """Without a bias."""
+
+    def __init__(self, in_features: int, out_features: int) -> None:
+        super().__init__(in_features, out_features, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        if (wide := product_type(x)) != x.dtype:
+            return _WideProduct.apply(x, self.weight, wide)
+        return super().forward(x)
+
+
+class _WideProduct(torch.autograd.Function):
+    """x @ weight^T by operands of a wider type, of which nothing is kept."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, wide: torch.dtype) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.wide = wide
+        return F.linear(x.to(wide), weight.to(wide)).type_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        gradient = gradients[0].to(ctx.wide)
+        d_x = (gradient @ weight.to(ctx.wide)).type_as(x)
+        d_weight = gradient.flatten(0, -2).t() @ x.to(ctx.wide).flatten(0, -2)
+        return d_x, d_weight.type_as(weight), None
+
+
+class RMSNorm(nn.RMSNorm):
+    """x / sqrt(mean(x^2) + eps) * weight (arXiv:1910.07467), computed in float32."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if has_norm_kernel(x.device):
+            return super().forward(x)
+        return _RMSNorm.apply(x, self.weight, self.eps)
+
+
+def has_norm_kernel(device: torch.device) -> bool:
+    """Whether PyTorch has one kernel for all of `F.rms_norm` and one for its backward. CPUs take a dozen."""
+    return device.type != "cpu"
+
+
+class _RMSNorm(torch.autograd.Function):
+    """Half of the passes over memory that PyTorch's takes on a CPU; beside x, one number a row is kept."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        wide = x.float()
+        scale = wide.square().mean(dim=-1, keepdim=True).add_(eps).rsqrt_()
+        ctx.save_for_backward(x, weight, scale)
+        return (wide * scale).mul_(weight).type_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, scale = ctx.saved_tensors
+        gradient, normal = gradients[0].float(), x.float() * scale
+        both = gradient * normal
+        along = (both.flatten(0, -2) @ weight.float()).div_(-x.shape[-1]).view_as(scale)
+        d_x = (gradient * weight).addcmul_(normal, along).mul_(scale)
+        return d_x.type_as(x), both.flatten(0, -2).sum(dim=0).type_as(weight), None
 
 
 class Attention(nn.Module):
@@ -137,12 +230,12 @@ class Attention(nn.Module):
     ) -> None:
         super().__init__()
         self.head_dim = head_dim
-        self.wq = nn.Linear(dim, n_heads * head_dim, bias=False)
-        self.wk = nn.Linear(dim, n_kv_heads * head_dim, bias=False)
-        self.wv = nn.Linear(dim, n_kv_heads * head_dim, bias=False)
-        self.wo = nn.Linear(n_heads * head_dim, dim, bias=False)
-        self.q_norm = nn.Identity() if qk_norm_eps is None else nn.RMSNorm(head_dim, eps=qk_norm_eps)
-        self.k_norm = nn.Identity() if qk_norm_eps is None else nn.RMSNorm(head_dim, eps=qk_norm_eps)
+        self.wq = Linear(dim, n_heads * head_dim)
+        self.wk = Linear(dim, n_kv_heads * head_dim)
+        self.wv = Linear(dim, n_kv_heads * head_dim)
+        self.wo = Linear(n_heads * head_dim, dim)
+        self.q_norm = nn.Identity() if qk_norm_eps is None else RMSNorm(head_dim, eps=qk_norm_eps)
+        self.k_norm = nn.Identity() if qk_norm_eps is None else RMSNorm(head_dim, eps=qk_norm_eps)
 
     def forward(self, x_BLD: Tensor, cos_LH: Tensor, sin_LH: Tensor, mask: AttentionMask | None = None) -> Tensor:
         B, L, _ = x_BLD.shape
@@ -159,9 +252,9 @@ class FeedForward(nn.Module):
 
     def __init__(self, dim: int, hidden_dim: int) -> None:
         super().__init__()
-        self.w1 = nn.Linear(dim, hidden_dim, bias=False)
-        self.w2 = nn.Linear(hidden_dim, dim, bias=False)
-        self.w3 = nn.Linear(dim, hidden_dim, bias=False)
+        self.w1 = Linear(dim, hidden_dim)
+        self.w2 = Linear(hidden_dim, dim)
+        self.w3 = Linear(dim, hidden_dim)
 
     def forward(self, x_BLD: Tensor) -> Tensor:
         return self.w2(F.silu(self.w1(x_BLD)) * self.w3(x_BLD))
@@ -173,8 +266,8 @@ class Head(nn.Module):
 
     def __init__(self, dim: int, vocab_size: int, norm_eps: float) -> None:
         super().__init__()
-        self.norm = nn.RMSNorm(dim, eps=norm_eps)
-        self.output = nn.Linear(dim, vocab_size, bias=False)
+        self.norm = RMSNorm(dim, eps=norm_eps)
+        self.output = Linear(dim, vocab_size)
 
     def forward(self, x_BLD: Tensor, loss: Loss | None = None) -> Any:
         """Logits [B, L, V], or what `loss` makes of the hidden states and the projection's weight."""

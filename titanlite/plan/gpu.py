@@ -21,8 +21,10 @@ def as_on_gpu(*, fused_norm: bool) -> Iterator[None]:
             compiler: that makes one of its own.
     """
     with ExitStack() as stack:
-        # Products of the loss take operands of the compute type, and not float32.
-        stack.enter_context(patch("titanlite.loss.operand_type", lambda hidden: hidden.dtype))
+        # Products take operands of the compute type, and not float32.
+        for name in ("loss.operand_type", "models.layers.product_type", "models.grouped.product_type"):
+            stack.enter_context(patch(f"titanlite.{name}", lambda x: x.dtype))
+        stack.enter_context(patch("titanlite.models.layers.has_norm_kernel", lambda device: True))
         # Documents are packed, without a mask.
         stack.enter_context(patch("titanlite.models.layers.has_packed_kernel", _has_packed_kernel))
         # What a reduce-scatter takes and what it gives are never one buffer.

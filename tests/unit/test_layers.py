@@ -1,0 +1,96 @@
+"""Layers against what PyTorch, or plain arithmetic, makes of the same."""
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from titanlite.models import layers
+from titanlite.models.layers import Linear, RMSNorm, apply_rope, rope_cos_sin
+
+B, L, N, H, D = 2, 5, 3, 8, 24
+
+
+def gradients(out: torch.Tensor, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    generator = torch.Generator().manual_seed(1)
+    # what bfloat16 can hold
+    upstream = torch.randn(out.shape, generator=generator).to(torch.bfloat16)
+    return torch.autograd.grad(out, inputs, upstream.type_as(out))
+
+
+def rotated_by_autograd(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    x1, x2 = x.chunk(2, dim=-1)
+    return x * cos + torch.cat((-x2, x1), dim=-1) * sin
+
+
+@pytest.mark.parametrize("by_position", [False, True], ids=["one table", "a table a row"])
+def test_rotation_and_the_way_back(by_position: bool) -> None:
+    x = torch.randn(B, N, L, H, requires_grad=True)
+    cos, sin = rope_cos_sin(H, L, 100.0)
+    if by_position:
+        positions = torch.stack([torch.arange(L), torch.tensor([0, 1, 0, 1, 2])])
+        cos, sin = cos[positions].unsqueeze(1), sin[positions].unsqueeze(1)
+    ours, plain = apply_rope(x, cos, sin), rotated_by_autograd(x, cos, sin)
+    torch.testing.assert_close(ours, plain)
+    torch.testing.assert_close(gradients(ours, x), gradients(plain, x))
+    torch.testing.assert_close(ours.square().sum(-1), x.square().sum(-1))  # it is a rotation
+
+
+def test_rotation_keeps_the_type_and_nothing_of_its_input() -> None:
+    cos, sin = rope_cos_sin(H, L, 100.0)
+    kept: list[torch.Tensor] = []
+    x = torch.randn(B, N, L, H, dtype=torch.bfloat16, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(lambda it: kept.append(it) or it, lambda it: it):
+        out = apply_rope(x, cos, sin)
+    assert out.dtype == torch.bfloat16
+    assert [tuple(it.shape) for it in kept] == [(L, H), (L, H)]
+    assert gradients(out, x)[0].dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_norm_on_a_cpu_is_pytorchs(dtype: torch.dtype) -> None:
+    norm = RMSNorm(D, eps=1e-3).to(dtype)
+    torch.nn.init.normal_(norm.weight, mean=1.0)
+    x = torch.randn(B, L, D, dtype=dtype, requires_grad=True)
+    ours, plain = norm(x), F.rms_norm(x, (D,), norm.weight, 1e-3)
+    torch.testing.assert_close(ours, plain)
+    torch.testing.assert_close(gradients(ours, x, norm.weight), gradients(plain, x, norm.weight))
+
+
+def test_norm_keeps_little_on_a_cpu_and_is_one_kernel_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    norm, x = RMSNorm(D, eps=1e-3), torch.randn(B, L, D, requires_grad=True)
+
+    def kept() -> list[tuple[int, ...]]:
+        found: list[tuple[int, ...]] = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda it: found.append(tuple(it.shape)), lambda it: it):
+            norm(x)
+        return found
+
+    assert kept() == [(B, L, D), (D,), (B, L, 1)]
+    asked: list[torch.device] = []
+    monkeypatch.setattr(layers, "has_norm_kernel", lambda device: asked.append(device) or True)
+    assert len(kept()) > 3  # PyTorch's own
+    assert asked == [torch.device("cpu")]
+
+
+def test_products_of_bfloat16_on_a_cpu_without_units_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
+    linear = Linear(D, 6).to(torch.bfloat16)
+    x = torch.randn(B, L, D, dtype=torch.bfloat16, requires_grad=True)
+    ours = linear(x)
+    wide_x, wide_weight = x.detach().float().requires_grad_(), linear.weight.detach().float().requires_grad_()
+    wide = F.linear(wide_x, wide_weight)
+    torch.testing.assert_close(ours, wide.to(torch.bfloat16), rtol=0, atol=0)
+    narrow = [it.to(torch.bfloat16) for it in gradients(wide, wide_x, wide_weight)]
+    torch.testing.assert_close(list(gradients(ours, x, linear.weight)), narrow, rtol=0, atol=0)
+
+
+def test_products_are_of_their_own_type_where_there_are_units(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.ones(1, dtype=torch.bfloat16)
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True)
+    assert layers.product_type(x) == torch.bfloat16
+    assert layers.product_type(x.float()) == torch.float32
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+    assert layers.product_type(x) == torch.float32
+    assert layers.product_type(torch.ones(1, dtype=torch.bfloat16, device="meta")) == torch.bfloat16
