@@ -40,6 +40,8 @@ from titanlite.loss import build_loss
 from titanlite.models.base import Model
 from titanlite.models.registry import resolve_model
 from titanlite.optim import build_optimizer
+from titanlite.optim.in_backward import InBackward
+from titanlite.optim.quantized import is_quantized, pieces
 from titanlite.parallelize import DTYPES, build_mesh, materialize, parallelize
 from titanlite.parallelize.mesh import data_parallel_group, local
 from titanlite.step import train_step
@@ -199,6 +201,7 @@ def train(config: Config, record: AllocationRecord, rank: int, ranks: int, steps
     materialize(model, device=device, offload=training.enable_cpu_offload, dtype=DTYPES[training.dtype], seed=seed)
     optimizer = build_optimizer(model, config.optimizer, seed=seed)
     guard = StepGuard(config.guard, device=device, step=0, state={})
+    in_backward = InBackward(model, optimizer, forbids=guard.forbids) if config.optimizer.in_backward else None
     micro_batch_size, accumulation = training.batch_split(ranks)
     source = random_batches(config, micro_batch_size, args.vocab_size, seed=rank)
     loss_function = build_loss(training)
@@ -210,7 +213,7 @@ def train(config: Config, record: AllocationRecord, rank: int, ranks: int, steps
             seed_step(seed, step, rank)
             train_step(
                 model, batches, optimizer=optimizer, group=data_parallel_group(mesh), judge=guard.judge,
-                max_norm=training.max_norm, loss_function=loss_function,
+                max_norm=training.max_norm, loss_function=loss_function, in_backward=in_backward,
             )  # fmt: skip
             del batches
     return model, optimizer, size
@@ -250,7 +253,9 @@ def read_off(record: AllocationRecord, model: Model, optimizer: Optimizer, steps
 
 def bytes_of(values: Iterable[Any]) -> int:
     """Of the memory behind this rank's parts of all tensors among the values; what is shared counts once."""
-    storages = [local(value).untyped_storage() for value in values if isinstance(value, Tensor)]
+    tensors = [value for value in values if isinstance(value, Tensor)]
+    plain = [piece for it in tensors for piece in (pieces(it).values() if is_quantized(it) else [it])]
+    storages = [local(tensor).untyped_storage() for tensor in plain]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
@@ -275,10 +280,13 @@ def measure(config: Config, *, processes: int, steps: int = 3) -> list[Measured]
 
 
 def main() -> None:
+    from record import add_record_option, record  # a script beside this one
+
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", required=True)
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--steps", type=int, default=3)
+    add_record_option(parser)
     arguments, overrides = parser.parse_known_args()
     try:
         config = load(arguments.config, overrides, world_size=arguments.processes)
@@ -286,6 +294,9 @@ def main() -> None:
     except UserError as error:
         parser.exit(2, "".join(f"error: {line}\n" for line in str(error).splitlines()))
     print(" ".join([f"{arguments.config}: {arguments.processes} process(es), torch {torch.__version__}", *overrides]))
+    peaks = [measured.peak / 2**20 for measured in ranks]
+    name = " ".join([f"peak memory of a rank, {arguments.config}, {arguments.processes} process(es)", *overrides])
+    record(arguments.record, name=name, value=max(peaks), low=min(peaks), unit="MiB", better="lower")
     for rank, measured in enumerate(ranks):
         figures = asdict(measured)
         figures |= figures.pop("breakdown") | figures.pop("phases")

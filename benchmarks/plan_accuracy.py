@@ -5,12 +5,13 @@
     python benchmarks/plan_accuracy.py gpu          peak memory and step time on this machine's GPU
 
 cpu: the allocator's own record of real runs of several processes (measured_memory.py). gpu: max_memory_allocated and
-the median of step times, in one process.
+the median of step times, in one process. --record FILE.jsonl appends ratios, and the largest error, to a file.
 """
 
 import argparse
 import statistics
 import time
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -31,6 +32,12 @@ from titanlite.parallelize.mesh import data_parallel_group
 from titanlite.plan.planning import Layout, Plan, model_of, plan
 from titanlite.step import train_step
 
+Ratios = dict[str, list[float]]
+"""Predicted / what is, by the latter's name."""
+AIMS = {
+    "measured peak memory": "< 10 %", "measured time of a step": "< 25 %",
+    "published memory": "explained", "published tokens a second": "explained",
+}  # fmt: skip
 GIB, MIB = 2**30, 2**20
 DEBUG, LLAMA_8B = "train_configs/debug.toml", "train_configs/llama3_8b.toml"
 SHAPE = [
@@ -58,6 +65,11 @@ CPU_CASES: list[tuple[str, int, list[str]]] = [
     ("HSDP, 2 x 2, 2 micro-batches", 4,
      [*SHAPE, "--training.global_batch_size=16", "--training.local_batch_size=2", REPLICATE + "2"]),
     ("bfloat16 moments", 2, [*SHAPE, "--training.global_batch_size=8", "--optimizer.state_dtype=bfloat16"]),
+    ("FSDP, 2, updates in backward", 2,
+     [*SHAPE, "--training.global_batch_size=8", "--training.max_norm=0", "--optimizer.in_backward=true"]),
+    ("HSDP, 2 x 2, updates in backward", 4,
+     [*SHAPE, "--training.global_batch_size=16", REPLICATE + "2", "--training.max_norm=0",
+      "--optimizer.in_backward=true"]),
     ("vocabulary 32,768", 2, [*SHAPE, "--training.global_batch_size=4", "--model.args.vocab_size=32768"]),
     ("sequences of 1,024", 2, [*SHAPE, "--training.global_batch_size=2", "--training.seq_len=1024"]),
     ("documents", 1, [*SHAPE, "--training.global_batch_size=4", "--data.document_mask=true"]),
@@ -72,7 +84,8 @@ CPU_CASES: list[tuple[str, int, list[str]]] = [
 PUBLISHED_LOSS = f"--training.loss={Path(__file__).resolve()}:logits_in_full"
 GRAND_TETON = replace(find_hardware("H100"), memory=int(95 * GIB), memory_bandwidth=2.4e12)
 """H100s of 96 GB HBM2e, run at 500 W instead of 700."""
-OPTIONS = {"eager": [], "compiled": [COMPILE], "compiled, float8": [COMPILE, "--quantize.linear.float8.enable=true"]}
+FLOAT8 = [f"--quantize.linear.float8.{option}" for option in ("enable=true", "skip_small=false")]  # as torchtitan's
+OPTIONS = {"eager": [], "compiled": [COMPILE], "compiled, float8": [COMPILE, *FLOAT8]}
 PUBLISHED: list[tuple[str, Hardware, int, str, int, float | None, float]] = [
     ("8 x H100, 500 W", GRAND_TETON, 8, "eager", 2, 82.4, 5762),
     ("8 x H100, 500 W", GRAND_TETON, 8, "compiled", 2, 77.0, 6667),
@@ -99,13 +112,33 @@ GPU_CASES: list[tuple[str, list[str]]] = [
 
 
 def main() -> None:
+    from record import add_record_option  # a script beside this one
+
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("cpu", "published", "gpu"))
     parser.add_argument("--only", default="", help="cases whose name contains this")
+    add_record_option(parser)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    for line in {"cpu": on_cpu, "published": published, "gpu": on_gpu}[options.what](options.only):
+    found: Ratios = defaultdict(list)
+    for line in {"cpu": on_cpu, "published": published, "gpu": on_gpu}[options.what](options.only, found):
         print(line, flush=True)
+    note(options, found)
+
+
+def note(options: argparse.Namespace, found: Ratios) -> None:
+    """No ratio is better than 1, so what can get worse is the largest distance from it."""
+    from record import record
+
+    for what, ratios in found.items():
+        name = f"predicted / {what}, cases of {options.what}{f': {options.only}' if options.only else ''}"
+        errors = [100 * abs(ratio - 1) for ratio in ratios]
+        low = None if options.what == "published" else min(errors)  # nothing is measured there, so nothing varies
+        record(options.record, name=name, values=ratios)
+        record(
+            options.record, name=f"{name}, largest error", value=max(errors), low=low, unit="%", better="lower",
+            aim=AIMS[what],
+        )  # fmt: skip
 
 
 def row(*cells: object) -> str:
@@ -116,13 +149,13 @@ def planned(config: Config, world_size: int, hardware: Hardware, nodes_of: int) 
     return plan(config, *model_of(config), Layout(world_size, hardware, nodes_of))
 
 
-def on_cpu(only: str) -> Iterator[str]:
+def on_cpu(only: str, found: Ratios) -> Iterator[str]:
     from measured_memory import measure  # a script beside this one
 
     cpu = find_hardware("cpu")
     yield row("case", "plan MiB", "measured MiB", "ratio")
     yield row(*["---"] * 4)
-    ratios = []
+    ratios = found["measured peak memory"]
     for name, processes, overrides in CPU_CASES:
         if only in name:
             config = load(DEBUG, overrides, world_size=processes)
@@ -133,7 +166,7 @@ def on_cpu(only: str) -> Iterator[str]:
     yield f"from {min(ratios):.3f} to {max(ratios):.3f}"
 
 
-def published(only: str) -> Iterator[str]:
+def published(only: str, found: Ratios) -> Iterator[str]:
     """The plan of the same config, also with a loss that holds all logits, as torchtitan's of 2024 did."""
     yield row("GPUs", "how", "published GiB", "plan, whole logits", "plan", "published tokens/s/GPU", "plan")
     yield row(*["---"] * 7)
@@ -146,6 +179,9 @@ def published(only: str) -> Iterator[str]:
             ]
             peaks = [f"{it.peak / GIB:.1f}" + (f" ({it.peak / GIB / gib:.2f})" if gib else "") for it in both]
             each = both[0].tokens_per_second / world_size
+            if gib:
+                found["published memory"].append(both[0].peak / GIB / gib)
+            found["published tokens a second"].append(each / speed)
             yield row(name, how, gib or "-", *peaks, f"{speed:,}", f"{each:,.0f} ({each / speed:.2f})")
 
 
@@ -156,7 +192,7 @@ def logits_in_full(hidden_BLD: Tensor, weight_VD: Tensor, *, labels_BL: Tensor) 
     return TokenLoss(total, total.detach())
 
 
-def on_gpu(only: str) -> Iterator[str]:
+def on_gpu(only: str, found: Ratios) -> Iterator[str]:
     device = torch.device("cuda", 0)
     hardware = hardware_of(device)
     assert hardware is not None, torch.cuda.get_device_name(device)
@@ -172,6 +208,8 @@ def on_gpu(only: str) -> Iterator[str]:
             except torch.OutOfMemoryError:
                 yield row(name, f"{said.peak / GIB:.1f}", "out of memory", "", "", "", "")
                 continue
+            found["measured peak memory"].append(said.peak / peak)
+            found["measured time of a step"].append(said.time.total / seconds)
             figures = (said.peak / GIB, peak / GIB, said.peak / peak, said.time.total, seconds)
             yield row(name, *(f"{figure:.3f}" for figure in (*figures, said.time.total / seconds)))
 

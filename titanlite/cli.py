@@ -205,11 +205,13 @@ def _examine(arguments: list[str], *, log: bool = False) -> "Examined":
         _print_errors(draft.tell())  # at once; what else is wrong is known when torch is imported, seconds later
     from titanlite.console import start_logging
     from titanlite.job import pick_device, read_ranks
+    from titanlite.parallelize.compile import use_cache
     from titanlite.preflight import examine
 
     ranks = read_ranks(os.environ)
     if log:
         start_logging(ranks.rank)
+        use_cache(draft.config.compile)
     try:
         device = pick_device(ranks)
     except UserError as error:

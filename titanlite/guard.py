@@ -3,6 +3,9 @@
 Whether a step is taken is decided on the device, from figures that are the same on all ranks, and the optimizer is told
 by a tensor: the host never waits for it. The host looks at log steps and before a checkpoint is saved. If the run is to
 stop, nothing is updated from the decision on, so that weights and optimizer are still those of before it.
+
+With `optimizer.in_backward` that is true of the loss only: when a gradient turns out not to be finite, others have been
+used. Then the state is neither that of before the step nor that of after it, and must not be saved.
 """
 
 import logging
@@ -51,12 +54,14 @@ class StoppedByGuard(RunStopped):
     Args:
         taken: the last step that was taken; weights and optimizer are those of its end.
         skipped: the steps since the guard was looked at before.
+        in_part: the last of them was taken in part, and the state is of no step.
     """
 
-    def __init__(self, message: str, *, taken: int, skipped: list[SkippedStep]) -> None:
+    def __init__(self, message: str, *, taken: int, skipped: list[SkippedStep], in_part: bool = False) -> None:
         super().__init__(message)
         self.taken = taken
         self.skipped = skipped
+        self.in_part = in_part
 
 
 class StepGuard:
@@ -76,8 +81,20 @@ class StepGuard:
         self._filled = torch.tensor(filled, device=device)
         self._in_a_row = torch.tensor(state.get("in_a_row", 0), device=device)
         self._stopped = torch.tensor(False, device=device)
+        self._began = torch.tensor(False, device=device)
+        """This step's backward updates."""
+        self._in_part = torch.tensor(False, device=device)
         self._taken = step - state.get("in_a_row", 0)
         self._since_look: list[tuple[int, StepResult]] = []
+
+    def forbids(self, figures: Tensor) -> Tensor:
+        """On the device: whether a backward that updates is to update nothing.
+
+        Args:
+            figures: of the loss of the global batch; the same bits on all ranks.
+        """
+        self._began = figures.isfinite().all() & ~self._stopped
+        return ~self._began
 
     def judge(self, loss: Tensor, grad_norm: Tensor) -> Tensor:
         """On the device: the verdict, as a scalar.
@@ -87,6 +104,7 @@ class StepGuard:
         """
         figures = torch.stack([loss, grad_norm])
         finite = figures.isfinite().all()
+        self._in_part = self._in_part | (self._began & ~finite)
         spike = self._is_spike(figures, finite) if self.config.spike_sigma else torch.zeros_like(finite)
         verdict = torch.where(finite, spike * Verdict.SPIKE, Verdict.NONFINITE)
         verdict = torch.where(self._stopped, Verdict.AFTER_STOP, verdict)
@@ -125,19 +143,26 @@ class StepGuard:
             return []
         verdicts = torch.stack([result.verdict for _, result in steps]).tolist()
         skipped: list[SkippedStep] = []
+        in_part = bool(self._in_part)
         for (step, result), verdict in zip(steps, verdicts, strict=True):
             if verdict == Verdict.TAKEN:
                 self._taken = step
             elif verdict in REASONS:
                 skipped.append(_describe(step, result, REASONS[Verdict(verdict)], group))
                 if dist.get_rank(group) == 0:
-                    logger.warning(f"step {step} was left out: {skipped[-1].reason} ({_figures(skipped[-1])})")
+                    how = "was taken in part" if in_part else "was left out"
+                    logger.warning(f"step {step} {how}: {skipped[-1].reason} ({_figures(skipped[-1])})")
         if bool(self._stopped):
             last = skipped[-1]
             reason = f"step {last.step}: {last.reason} ({_figures(last)})"
             if int(self._in_a_row) >= self.config.max_consecutive_skips > 1:
                 reason += f"; {int(self._in_a_row)} steps in a row were left out (guard.max_consecutive_skips)"
-            raise StoppedByGuard(reason, taken=self._taken, skipped=skipped)
+            if in_part:
+                reason += (
+                    "; other gradients are in the weights by then (optimizer.in_backward), so that this state is not "
+                )
+                reason += "saved: go on from the last checkpoint"
+            raise StoppedByGuard(reason, taken=self._taken, skipped=skipped, in_part=in_part)
         return skipped
 
     def state(self) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """Figures of a run: measured over the steps since the last line, written to the console, metrics.jsonl and TensorBoard.
 
-Time spent on checkpoints is not step time. The device is waited for at log steps only.
+Time spent on checkpoints and on compiling is not step time. The device is waited for at log steps only.
 """
 
 import json
@@ -26,6 +26,7 @@ from titanlite.guard import SkippedStep
 from titanlite.hardware import peak_flops
 from titanlite.job import RunFolder
 from titanlite.loggers import Logger, TensorBoard
+from titanlite.parallelize.compile import CompileWatch
 from titanlite.step import StepResult
 
 logger = logging.getLogger(__name__)
@@ -61,6 +62,7 @@ class MetricsRecorder:
         self.peak_flops = peak_flops(device, compute_type)
         self.group = group
         self.writes = dist.get_rank(group) == 0
+        self._compiling = CompileWatch()
         self._folder = folder
         self._jsonl = None
         self._saves = None
@@ -102,7 +104,8 @@ class MetricsRecorder:
         if waits_for_device and self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         started = time.perf_counter()
-        yield
+        with self._compiling.apart():
+            yield
         self._excluded += time.perf_counter() - started
 
     def is_due(self, step: int, *, last: bool) -> bool:
@@ -126,11 +129,17 @@ class MetricsRecorder:
             shares: asked at log steps for each source's part of them.
         """
         self._steps += 1
+        self._compiling.end_step()
         if not self.is_due(step, last=last):
             return
         loss, grad_norm, added_loss = (float(figure) for figure in (result.loss, result.grad_norm, result.added_loss))
         elapsed = time.perf_counter() - self._started - self._excluded
-        waited, memory = self._largest(self._waited, peak_memory(self.device))
+        compiled = self._compiling.take_seconds()
+        waited, memory, compile_seconds, spared, recompiles = self._largest(
+            self._waited, peak_memory(self.device), compiled, compiled - elapsed, self._compiling.recompiles
+        )
+        if compile_seconds:
+            elapsed = -spared  # of the rank that waited least for others to compile
         tokens_per_second = self.tokens_per_step * self._steps / elapsed
         flops, causal_flops = (
             flops * tokens_per_second / dist.get_world_size(self.group) for flops in self.model_flops
@@ -145,6 +154,7 @@ class MetricsRecorder:
             "tokens_per_second": tokens_per_second,
             "step_seconds": elapsed / self._steps,
             "data_wait_seconds": waited / self._steps,
+            **({"compile_seconds": compile_seconds} if compile_seconds else {}),
             "memory_gib": memory,
             "tflops_per_device": flops / 1e12,
             "mfu": flops / self.peak_flops if self.peak_flops else None,
@@ -153,6 +163,8 @@ class MetricsRecorder:
             **{name: float(figure) for name, figure in result.of_model.items()},
         }
         self._write(record)
+        if self.writes:
+            self._compiling.warn(int(recompiles))
         self._start_window()
 
     def record_saves(self, saves: Iterable[dict[str, Any]]) -> None:
@@ -245,11 +257,12 @@ def _finite(value: Any) -> Any:
 
 def _line(record: dict[str, Any]) -> str:
     mfu = f"{record['mfu']:.1%}" if record["mfu"] is not None else "n/a"
+    compiling = f"  compile {record['compile_seconds']:.1f} s" if "compile_seconds" in record else ""
     return (
         f"step {record['step']:>5}  loss {record['loss']:.4f}  "
         f"grad_norm {record['grad_norm']:.3f}  lr {record['lr']:.2e}  {record['tokens_per_second']:,.0f} tokens/s  "
         f"{record['step_seconds']:.3f} s/step  data {record['data_wait_seconds'] / record['step_seconds']:.1%}  "
-        f"memory {record['memory_gib']:.2f} GiB  {record['tflops_per_device']:.2f} TFLOP/s  MFU {mfu}"
+        f"memory {record['memory_gib']:.2f} GiB  {record['tflops_per_device']:.2f} TFLOP/s  MFU {mfu}{compiling}"
     )
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
+from pathlib import Path
 from typing import TypeVar
 
 import torch
@@ -20,10 +21,11 @@ from titanlite.extend import find_object
 from titanlite.job import Ranks
 from titanlite.models.base import Model, ModelArgs
 from titanlite.models.registry import resolve_model
+from titanlite.offload import check_room, folder_of
 from titanlite.optim import bytes_of_state, check_optimizer
 from titanlite.parallelize import Level
 from titanlite.parallelize.float8 import check_float8
-from titanlite.parallelize.materialize import check_memory
+from titanlite.parallelize.materialize import check_memory, largest_shard
 
 SIZES = {"bfloat16": 2, "float32": 4}
 
@@ -95,8 +97,10 @@ def examine(
     if tokenizer:
         report.attempt("data.tokenizer", [], lambda: _check_vocabulary(tokenizer, args))
     if shapes and checked:
-        sizes = ["training", "parallelism"]
+        sizes = ["training", "parallelism", "offload"]
         report.attempt("model.flavor", sizes, lambda: _check_memory(shapes, config, ranks, device))
+        if config.offload.is_used:
+            report.attempt("offload.path", [*sizes, "job"], lambda: _check_disk(shapes, config, ranks))
     args = replace(args, max_seq_len=training.seq_len)
     return (Ingredients(model, args, tokenizer) if tokenizer else None), report.problems
 
@@ -174,13 +178,29 @@ def _on_meta(model: type[Model], args: ModelArgs) -> Model:
 
 
 def _check_memory(shapes: Model, config: Config, ranks: Ranks, device: torch.device) -> None:
-    dtype = config.training.dtype
-    states = bytes_of_state(config.optimizer, shapes, dtype=dtype)
+    in_memory, _ = _bytes_per_parameter(shapes, config)
     check_memory(
         shapes,
-        bytes_per_parameter=2 * SIZES[dtype] + states / sum(p.numel() for p in shapes.parameters()),
+        bytes_per_parameter=in_memory,
         shard_degree=config.parallelism.degrees(ranks.world_size)[1],
         local_world_size=ranks.local_world_size,
         device=device,
         offload=config.training.enable_cpu_offload,
     )
+
+
+def _check_disk(shapes: Model, config: Config, ranks: Ranks) -> None:
+    _, on_disk = _bytes_per_parameter(shapes, config)
+    of_a_rank = on_disk * largest_shard(shapes, config.parallelism.degrees(ranks.world_size)[1])
+    folder = folder_of(config.offload, Path(config.job.dump_folder, str(config.job.name)))
+    check_room(folder, of_a_rank * ranks.local_world_size)
+
+
+def _bytes_per_parameter(shapes: Model, config: Config) -> tuple[float, float]:
+    """(in memory, on disk): itself, its gradient (a part at a time, with updates in backward) and its states."""
+    weight = SIZES[config.training.dtype]
+    gradient = 0 if config.optimizer.in_backward else weight
+    states = bytes_of_state(config.optimizer, shapes, dtype=config.training.dtype)
+    moments = states / sum(p.numel() for p in shapes.parameters())
+    on_disk = weight * (config.offload.parameters == "disk") + moments * (config.offload.optimizer == "disk")
+    return weight + gradient + moments - on_disk, on_disk

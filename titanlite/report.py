@@ -101,7 +101,7 @@ def report_end(
         logger.info(f"  the last step taken is {stopped.taken}")
         if done := storage.committed_steps(checkpoints.list()):
             logger.info(f"  checkpoints  {checkpoints.url} ({', '.join(map(str, done))})")
-        if config.guard.nonfinite == "stop" and done:
+        if config.guard.nonfinite == "stop" and done and not config.optimizer.in_backward:
             logger.info("  to leave such steps out, and go on: the same command with --guard.nonfinite=skip")
         return
     steps = max(steps, resumed_at)

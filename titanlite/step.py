@@ -14,6 +14,8 @@ from titanlite.loss import IGNORE, LossFunction, token_loss
 from titanlite.models.base import Model
 from titanlite.models.layers import Documents
 from titanlite.optim import update
+from titanlite.optim.in_backward import InBackward
+from titanlite.optim.norm import norms_of
 from titanlite.parallelize.mesh import count_copies, local
 
 
@@ -50,6 +52,7 @@ def train_step(
     max_norm: float,
     loss_function: LossFunction = token_loss,
     judge: Callable[[Tensor, Tensor], Tensor] = take_every_step,
+    in_backward: InBackward | None = None,
 ) -> StepResult:
     """Train on this rank's micro-batches of one global batch.
 
@@ -58,7 +61,9 @@ def train_step(
         group: every process that reads other data.
         max_norm: largest global norm of the gradients; 0 leaves them.
         judge: (loss, grad_norm) -> 0 if the optimizer is to make its step.
+        in_backward: makes that step within backward. Then there is one micro-batch, and nothing is clipped.
     """
+    assert in_backward is None or (len(batches) == 1 and not max_norm)
     valid_tokens = count_valid_tokens(batches, group)
     losses = []
     for index, batch in enumerate(batches):
@@ -70,13 +75,15 @@ def train_step(
             loss=partial(loss_function, labels_BL=batch["labels"]),
             documents=documents_of(batch),
         )
+        losses.append(torch.stack([loss.cross_entropy.detach(), loss.total.detach()]) / valid_tokens)
+        if in_backward:
+            in_backward.begin(losses[-1], group)
         # FSDP averages gradients over the group; they are to be summed.
         (loss.total * (group.size() / valid_tokens)).backward()
-        losses.append(torch.stack([loss.cross_entropy.detach(), loss.total.detach()]) / valid_tokens)
     micro_losses, totals = torch.stack(losses, dim=1)
-    sharded = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-    gradients, copies = [local(gradient) for gradient in sharded], count_copies(sharded[0], group)
-    square = sum_of_squares(gradients).to(valid_tokens.device)
+    gradients = [local(parameter.grad) for parameter in model.parameters() if parameter.grad is not None]
+    square = sum_of_squares(gradients, in_backward).to(valid_tokens.device)
+    copies = count_copies(next(model.parameters()), group)
     # One message with all that the ranks must agree on, to the last bit.
     tallies = model.tallies()
     figures = torch.cat(
@@ -89,8 +96,9 @@ def train_step(
     if max_norm > 0:
         clip(gradients, norm=norm, max_norm=max_norm)
     verdict = judge(loss, norm)
-    update(optimizer, skip=verdict != 0)
-    optimizer.zero_grad()
+    if not in_backward:
+        update(optimizer, skip=verdict != 0)
+        optimizer.zero_grad()
     figures_of_model = model.end_step(verdict == 0)
     return StepResult(loss, total - loss, norm, verdict, micro_losses, square.sqrt(), figures_of_model)
 
@@ -109,16 +117,9 @@ def count_valid_tokens(batches: Sequence[Batch], group: dist.ProcessGroup) -> Te
     return count.clamp(min=1)
 
 
-def sum_of_squares(gradients: Sequence[Tensor]) -> Tensor:
-    """Of all elements, accurate to float32.
-
-    On CPUs PyTorch's norm adds the squares of a tensor one after the other: of a million elements four digits are left,
-    and clipping would depend on how tensors are sharded. So there it is taken row by row.
-    """
-    if gradients[0].device.type == "cpu":
-        norms = [torch.linalg.vector_norm(gradient, dim=-1, dtype=torch.float32) for gradient in gradients]
-    else:
-        norms = torch._foreach_norm(list(gradients), dtype=torch.float32)
+def sum_of_squares(gradients: Sequence[Tensor], in_backward: InBackward | None) -> Tensor:
+    """Of all elements, accurate to float32."""
+    norms = in_backward.end() if in_backward else norms_of(gradients)
     return torch.cat([norm.flatten() for norm in norms]).square().sum()
 
 

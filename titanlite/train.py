@@ -29,8 +29,11 @@ from titanlite.job import (
 from titanlite.loss import LossFunction, build_loss
 from titanlite.metrics import MetricsRecorder
 from titanlite.models.base import Model
+from titanlite.offload import DiskTensors, open_disk
 from titanlite.optim import build_optimizer, set_learning_rate
+from titanlite.optim.in_backward import InBackward
 from titanlite.parallelize import DTYPES, build_mesh, materialize, parallelize
+from titanlite.parallelize.float8 import weight_scaler
 from titanlite.parallelize.mesh import data_parallel_group, data_parallel_rank
 from titanlite.plan.forecast import Forecast
 from titanlite.preflight import Ingredients
@@ -59,6 +62,7 @@ class Run:
     accumulation: int
     loss_function: LossFunction
     guard: StepGuard
+    in_backward: InBackward | None
     steps: int
     validator: Validator
     checkpoints: CheckpointManager
@@ -82,9 +86,7 @@ def build(config: Config, ingredients: Ingredients, *, ranks: Ranks, device: tor
         group=group,
     )
     check_same_everywhere(str(samples.meaning), "the training data", group=group)
-
-    model = _build_model(config, ingredients, mesh=mesh, device=device)
-    optimizer = build_optimizer(model, config.optimizer, seed=config.debug.seed)
+    model, optimizer, disk = _build_states(config, ingredients, mesh=mesh, device=device, folder=folder)
     checkpoints = CheckpointManager(
         config.checkpoint,
         files=open_files(config.checkpoint.folder or str(folder.checkpoints), owner=folder.run_id),
@@ -95,6 +97,7 @@ def build(config: Config, ingredients: Ingredients, *, ranks: Ranks, device: tor
         settings=settings_of_meaning(config, model_args=ingredients.args, data=samples.meaning),
         may_change=["data.*"] if config.data.on_change != "error" else [],
         config_hash=config_hash(config),
+        settle=disk.settle if disk else None,
     )
     progress = checkpoints.load(has_saved=folder.has_saved)
     if progress.step:
@@ -113,6 +116,7 @@ def build(config: Config, ingredients: Ingredients, *, ranks: Ranks, device: tor
     )
     batches = build_loader(samples, micro_batches, num_workers=config.data.num_workers, device=device)
     guard = StepGuard(config.guard, device=device, step=progress.step, state=progress.guard)
+    in_backward = InBackward(model, optimizer, forbids=guard.forbids) if config.optimizer.in_backward else None
     metrics = MetricsRecorder(
         config.metrics,
         folder=folder,
@@ -134,12 +138,16 @@ def build(config: Config, ingredients: Ingredients, *, ranks: Ranks, device: tor
     )
     return Run(
         config, ranks, folder, device, mesh, model, optimizer, samples, micro_batches, batches, accumulation,
-        build_loss(training), guard, steps, validator, checkpoints, metrics, progress,
+        build_loss(training), guard, in_backward, steps, validator, checkpoints, metrics, progress,
     )  # fmt: skip
 
 
-def _build_model(config: Config, ingredients: Ingredients, *, mesh: DeviceMesh, device: torch.device) -> Model:
-    """On the meta device, made parallel, and then with memory and values."""
+def _build_states(
+    config: Config, ingredients: Ingredients, *, mesh: DeviceMesh, device: torch.device, folder: RunFolder
+) -> tuple[Model, torch.optim.Optimizer, DiskTensors | None]:
+    """The model: on the meta device, made parallel, and then with memory and values. Its optimizer. The disk that they
+    are on, if it is one."""
+    disk = open_disk(config.offload, folder.path)
     model = ingredients.build_model()
     parallelize(
         model,
@@ -150,6 +158,7 @@ def _build_model(config: Config, ingredients: Ingredients, *, mesh: DeviceMesh, 
         compile=config.compile,
         float8=config.quantize.linear.float8,
         levels=ingredients.levels,
+        pin_memory=not (disk and disk.holds_parameters),
     )
     materialize(
         model,
@@ -157,8 +166,9 @@ def _build_model(config: Config, ingredients: Ingredients, *, mesh: DeviceMesh, 
         offload=config.training.enable_cpu_offload,
         dtype=DTYPES[config.training.dtype],
         seed=config.debug.seed,
+        disk=disk if disk and disk.holds_parameters else None,
     )
-    return model
+    return model, build_optimizer(model, config.optimizer, seed=config.debug.seed, disk=disk), disk
 
 
 def train(run: Run, forecast: Forecast | None = None) -> StoppedByGuard | None:
@@ -179,7 +189,9 @@ def train(run: Run, forecast: Forecast | None = None) -> StoppedByGuard | None:
     )
     config, metrics, checkpoints = run.config, run.metrics, run.checkpoints
     steps, step, samples = run.steps, run.progress.step, run.progress.samples
+    scale_weights = weight_scaler(run.model, config.quantize.linear.float8)
     try:
+        scale_weights()
         while step < steps:
             step += 1
             with metrics.waiting_for_data():
@@ -195,7 +207,9 @@ def train(run: Run, forecast: Forecast | None = None) -> StoppedByGuard | None:
                 max_norm=config.training.max_norm,
                 loss_function=run.loss_function,
                 judge=run.guard.judge,
+                in_backward=run.in_backward,
             )
+            scale_weights()
             samples += config.training.global_batch_size
             last = step == steps
             metrics.end_step(
@@ -216,7 +230,8 @@ def train(run: Run, forecast: Forecast | None = None) -> StoppedByGuard | None:
                     checkpoints.save(_progress(run, step), last=last)
     except StoppedByGuard as stopped:
         metrics.record_skipped(stopped.skipped, run.micro_batches, run.samples)
-        checkpoints.save_if_newer(_progress(run, stopped.taken))
+        if not stopped.in_part:
+            checkpoints.save_if_newer(_progress(run, stopped.taken))
         return stopped
     return None
 

@@ -10,7 +10,7 @@ from titanlite.config.load import load
 from titanlite.hardware import find_hardware
 
 QUICK = ("FSDP, 2, recompute op",)
-ALSO = ("HSDP, 2 x 2, 2 micro-batches",)
+ALSO = ("HSDP, 2 x 2, 2 micro-batches", "HSDP, 2 x 2, updates in backward")
 
 
 @pytest.mark.parametrize("name", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in ALSO)])

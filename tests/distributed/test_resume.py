@@ -89,7 +89,7 @@ def test_tied_model_resumes_and_is_stored_once(tiny: TinyRun) -> None:
 def test_float8_run_goes_on_without_float8(tiny: TinyRun) -> None:
     """The checkpoint holds plain tensors: no torchao is needed to read it."""
     sizes = ["--model.args.dim=48", "--model.args.hidden_dim=64", "--optimizer.lr=1e-3", *degrees(1, 2)]
-    float8 = ["--quantize.linear.float8.enable", "--quantize.linear.float8.emulate"]
+    float8 = [f"--quantize.linear.float8.{option}" for option in ("enable", "emulate", "skip_small=false")]
     whole = tiny.config("--job.name=whole", "--training.steps=3", *sizes, *float8, world_size=2)
     expected = run_ranks(trained, 2, whole)[0]
     checkpoint = tiny.folder / "outputs" / "whole" / "checkpoints" / storage.folder_name(3)

@@ -57,7 +57,8 @@ def test_float8_says_what_it_converts_and_what_it_keeps(
     model = meta_model()
     monkeypatch.setattr(logging.getLogger("titanlite"), "propagate", True)
     with caplog.at_level(logging.INFO, logger="titanlite"):
-        convert_to_float8(model, float8=Float8(enable=True, emulate=True, filter_fqns=["wo"]), shard_degree=1)
+        float8 = Float8(enable=True, emulate=True, skip_small=False, filter_fqns=["wo"])
+        convert_to_float8(model, float8=float8, shard_degree=1)
     linears = [(name, module) for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
     converted = {name for name, module in linears if type(module).__name__ == "Float8Linear"}
     assert converted == {f"layers.{layer}.attention.{name}" for layer in (0, 1) for name in ("wq", "wk", "wv")}
@@ -89,7 +90,7 @@ def test_float8_trains(tiny: TinyRun, recipe: str) -> None:
         "--optimizer.lr=1e-3",
         *degrees(1, 2),
     ]
-    float8 = ["enable=true", "emulate=true", f"recipe_name={recipe}"]
+    float8 = ["enable=true", "emulate=true", "skip_small=false", f"recipe_name={recipe}"]
     options = [*sizes, *(f"--quantize.linear.float8.{option}" for option in float8)]
     run_ranks(trained, 2, tiny.config("--job.name=float8", *options, world_size=2))
     run_ranks(trained, 2, tiny.config("--job.name=plain", *sizes, world_size=2))

@@ -14,7 +14,7 @@ from tests.helpers import TinyRun
 
 pytestmark = pytest.mark.gpu
 
-FLOAT8 = ["--quantize.linear.float8.enable", "--compile.enable"]
+FLOAT8 = ["--quantize.linear.float8.enable", "--quantize.linear.float8.skip_small=false", "--compile.enable"]
 OPTIONS = {
     "accumulation": ["--training.local_batch_size=1"],
     "bf16 reduction": ["--training.mixed_precision_reduce=bfloat16", "--training.local_batch_size=2"],

@@ -171,7 +171,8 @@ def test_a_config_of_0_2_at_8_processes() -> None:
         checkpoint = {enable = false, interval = 10, async_mode = "disabled"}
         activation_checkpoint = {mode = "selective", selective_ac_option = 2}
         compile.enable = false
-        quantize.linear.float8 = {enable_fsdp_float8_all_gather = false, filter_fqns = ["output"]}
+        quantize.linear.float8 = {enable_fsdp_float8_all_gather = false,
+            precompute_float8_dynamic_scale_for_fsdp = false, filter_fqns = ["output"]}
         validation = {enable = false, path = "hf://allenai/c4:en:validation", freq = 5, sequences = 640}
     """
     assert new == flat(tomli.loads(re.sub(r",\n\s+", ", ", expected)))
@@ -230,8 +231,17 @@ CASES: list[tuple[str, int | None, dict[str, Any], list[str]]] = [
     (
         "model.converters = ['float8']\nquantize.linear.float8.filter_fqns = ['wq', 'auto_filter_small_kn']",
         1,
-        {"quantize.linear.float8.filter_fqns": ["wq"]},
-        ["quantize.linear.float8.filter_fqns"],
+        {"quantize.linear.float8.filter_fqns": ["wq"], "quantize.linear.float8.skip_small": True},
+        [],
+    ),
+    (
+        "model.converters = ['float8']\nfloat8.precompute_float8_dynamic_scale_for_fsdp = true",
+        1,
+        {
+            "quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp": True,
+            "quantize.linear.float8.skip_small": False,
+        },
+        [],
     ),
     ("float8.recipe_name = 'rowwise'", 1, {"quantize.linear.float8.recipe_name": "rowwise"}, []),
     ("optimizer.name = 'Adam'", 1, {"optimizer.name": "Adam"}, []),

@@ -18,7 +18,7 @@ from titanlite.errors import ConfigError
 from titanlite.job import Ranks
 from titanlite.models.llama3 import Llama3
 from titanlite.optim import (
-    RoundingAdamW,
+    SlicedAdamW,
     build_optimizer,
     bytes_of_state,
     check_optimizer,
@@ -53,7 +53,7 @@ def test_in_float32_it_is_adamw(monkeypatch: pytest.MonkeyPatch, size: int) -> N
     monkeypatch.setattr("titanlite.optim.rounding.SLICE", size)
     ours, theirs = toy(), toy()
     options: dict[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
-    first = RoundingAdamW(
+    first = SlicedAdamW(
         [{"params": [*ours.parameters()]}], dict(ours.named_parameters()), state_dtype=torch.float32, seed=0, **options
     )
     second = torch.optim.AdamW(theirs.parameters(), fused=True, **options)
@@ -71,7 +71,7 @@ def test_bfloat16_follows_float32_on_average() -> None:
     """Steps of which each is below half of bfloat16's resolution: rounded to the nearest, nothing would ever move."""
     count, steps = 20_000, 200
     weight = nn.Parameter(torch.ones(count, 1, dtype=torch.bfloat16))
-    optimizer = RoundingAdamW(
+    optimizer = SlicedAdamW(
         [{"params": [weight]}], {"weight": weight}, state_dtype=torch.bfloat16, seed=0,
         lr=1e-4, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0,
     )  # fmt: skip
@@ -110,7 +110,7 @@ MATRIX_BY_MUON = '{match = ["weight"], name = "Muon"}'
 BIAS_BY_SGD = '{match = ["bias"], name = "SGD", args.momentum = 0.9}'
 KINDS = {
     "fused": ("", [torch.optim.AdamW]),
-    "rounding": ('state_dtype = "bfloat16"', [RoundingAdamW]),
+    "rounding": ('state_dtype = "bfloat16"', [SlicedAdamW]),
     "plain": ('name = "SGD"\nargs.momentum = 0.9', [torch.optim.SGD]),
     "Muon and AdamW": (f'groups = [{MATRIX_BY_MUON}, {{match = ["bias"]}}]', [Muon, torch.optim.AdamW]),
     "Muon and SGD": (f"groups = [{MATRIX_BY_MUON}, {BIAS_BY_SGD}]", [Muon, torch.optim.SGD]),

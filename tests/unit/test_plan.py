@@ -296,7 +296,7 @@ def test_compiled_blocks_keep_less() -> None:
 @pytest.mark.slow
 def test_float8_gathers_half() -> None:
     pytest.importorskip("torchao")
-    options = ("--compile.enable=true", "--quantize.linear.float8.enable=true")
+    options = ("--compile.enable=true", *(f"--quantize.linear.float8.{it}" for it in ("enable", "skip_small=false")))
     eighth = rehearsed(*options, world_size=2, gpu=True)
     assert "float8" in {it.dtype for it in eighth.recorder.operators if it.kind == "matmul"}
 
@@ -305,6 +305,13 @@ def test_float8_gathers_half() -> None:
 
     plain = gathered(rehearsed("--compile.enable=true", world_size=2, gpu=True))
     assert gathered(eighth) == pytest.approx(plain / 2, rel=0.02)
+
+    def scalings(made: Rehearsal) -> int:
+        return sum(it.name == "_c10d_functional.all_reduce.default" for it in made.recorder.operators)
+
+    apart = "--quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp=false"
+    assert scalings(eighth) == 1
+    assert scalings(rehearsed(*options, apart, world_size=2, gpu=True)) == 2 * 3 * 7, "7 layers in 3 blocks, both ways"
     # Wrapped weights are still counted as parameters.
     assert profile(eighth.recorder, 3).most("parameters") == profiled(world_size=2).most("parameters")
 

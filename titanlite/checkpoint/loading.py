@@ -65,8 +65,14 @@ class Loader:
         reader = self._open(self.files, folder_name(manifest.step), manifest)
         if wrong := difference(flat(state), reader.metadata, ["*"]):
             what = "model" if wrong.without(missing=["optimizer"], unexpected=["optimizer"]) else "optimizer"
+            hint = ""
+            if any(name.endswith(".codes") for name in wrong.missing | wrong.unexpected):
+                hint = (
+                    "\n(Moments with codes are quantized. Those of small shards are not: with another number of "
+                    "shards, the same optimizer may keep them otherwise. Then go on with as many as before.)"
+                )
             raise UserError(
-                f"{where} is of another {what}:\n{wrong}\nRestore [{what}], or give the new run another job.name"
+                f"{where} is of another {what}:\n{wrong}{hint}\nRestore [{what}], or give the new run another job.name"
             )
         self._read(reader, state)
         if self.config.load_step is not None:

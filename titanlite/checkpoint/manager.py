@@ -3,7 +3,7 @@
 import json
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
 from contextlib import AbstractContextManager
@@ -50,6 +50,8 @@ class CheckpointManager:
         settings: what gives the state its meaning; a run goes on only where they are the same.
         may_change: settings of which that is not asked, as globs.
         config_hash: of the whole config, for the record.
+        settle: to call before a save, where the state is on disk: too large for a copy. What is saved is the state
+            itself then, and training waits for it.
     """
 
     def __init__(
@@ -64,6 +66,7 @@ class CheckpointManager:
         settings: dict[str, Any],
         may_change: Sequence[str] = (),
         config_hash: str,
+        settle: Callable[[], None] | None = None,
     ) -> None:
         self.config = config
         self.files = files
@@ -74,8 +77,11 @@ class CheckpointManager:
         self.config_hash = config_hash
         group = dist.new_group(backend="gloo")  # a save goes on in a thread: it must not mix with training's messages
         assert isinstance(group, dist.ProcessGroup)
-        self.is_background = config.async_mode != "disabled"
-        pin = config.async_mode == "async_with_pinned_mem"
+        self.is_background = config.async_mode != "disabled" and settle is None
+        self._settle = settle
+        if config.enable and config.async_mode != "disabled" and settle is not None:
+            logger.info("checkpoint.async_mode: states on disk are saved as they are, and training waits for that")
+        pin = self.is_background and config.async_mode == "async_with_pinned_mem"
         if pin and device.type == "cpu":
             logger.info("checkpoint.async_mode: nothing to pin memory for without a GPU; async is used")
         self._saver = Saver(files, group=group, device=device, pin=pin and device.type != "cpu")
@@ -188,6 +194,8 @@ class CheckpointManager:
                 files=files,
             )
 
+        if self._settle is not None:
+            self._settle()
         state = state_of(self.model, self.optimizer)
         background = self.is_background and not last
         future = self._saver.start(state, folder_name(progress.step), manifest, background=background)

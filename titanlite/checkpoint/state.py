@@ -13,14 +13,15 @@ from torch.distributed.tensor import DTensor
 
 from titanlite.errors import UserError
 from titanlite.models.base import unique_parameters
+from titanlite.optim.quantized import is_quantized, pieces
 
 State = dict[str, dict[str, Tensor]]
 
 
 def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> State:
     """{model: {name: tensor}, optimizer: {state.name.moment: tensor}}: the tensors in use, so that loading into them is
-    loading, but for numbers. A shared parameter is there once. Learning rates and decay are not state: they come from
-    the config.
+    loading, but for numbers. A shared parameter is there once. A quantized moment is there as what it is made of:
+    state.name.moment.codes, state.name.moment.scale. Learning rates and decay are not state: they come from the config.
 
     Raises:
         UserError: the optimizer keeps something else.
@@ -38,8 +39,11 @@ def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> State:
         for key, value in optimizer.state.get(parameter, {}).items()
         if value is not None
     }
-    for name, value in moments.items():
-        if not isinstance(value, Tensor | int | float):
+    for name, value in [*moments.items()]:
+        if is_quantized(value):
+            del moments[name]
+            moments |= {f"{name}.{piece}": tensor for piece, tensor in pieces(value).items()}
+        elif not isinstance(value, Tensor | int | float):
             kinds = f"{type(optimizer).__name__} keeps {name} as {type(value).__name__}"
             raise UserError(f"{kinds}: only tensors and numbers can be saved")
     return {
@@ -66,7 +70,7 @@ def complete_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer)
         # PyTorch takes what some optimizers have from the beginning for the whole.
         rates = [group["lr"] for group in optimizer.param_groups]
         for group in optimizer.param_groups:
-            group["lr"] = 0.0
+            group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], Tensor) else 0.0
             for parameter in group["params"]:
                 parameter.grad = torch.zeros_like(parameter)
         optimizer.step()

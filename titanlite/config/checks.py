@@ -3,6 +3,7 @@
 import glob
 import importlib.util
 import os
+import sys
 from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 
@@ -36,12 +37,15 @@ def find_conflicts(config: Config, world_size: int | None, bad_keys: Collection[
             lambda: _memory_budget(config.activation_checkpoint),
         ),
         (("quantize", "compile", "parallelism.fsdp_reshard_after_forward"), lambda: _float8(config)),
+        (("offload", "optimizer", "training.enable_cpu_offload", "quantize"), lambda: _offload(config)),
+        (("optimizer", "training.max_norm", "guard"), lambda: _in_backward(config)),
     ]
     if world_size is not None:
         degrees = ("parallelism.data_parallel_replicate_degree", "parallelism.data_parallel_shard_degree")
         batch = ("training.global_batch_size", "training.local_batch_size")
         checks.append(((*degrees, "parallelism.fsdp_reshard_after_forward"), lambda: _layout(config, world_size)))
         checks.append((batch, lambda: _batch(config, world_size)))
+        checks.append((("optimizer.in_backward", *batch), lambda: _one_micro_batch(config, world_size)))
     return [conflict for reads, check in checks if are_right(reads, bad_keys) for conflict in check()]
 
 
@@ -77,6 +81,35 @@ def _batch(config: Config, world_size: int) -> Iterator[Conflict]:
     except ValueError as error:
         uneven_share = training.global_batch_size % world_size == 0
         yield f"training.{'local' if uneven_share else 'global'}_batch_size", str(error)
+
+
+def _in_backward(config: Config) -> Iterator[Conflict]:
+    optimizer, key = config.optimizer, "optimizer.in_backward"
+    if not optimizer.in_backward:
+        return
+    if config.training.max_norm:
+        yield key, "updates before the norm of all gradients is known: set training.max_norm = 0 (no clipping)"
+    if "Muon" in [group.name or optimizer.name for group in optimizer.groups or [optimizer]]:
+        yield key, "updates parameters one by one, and Muon matrices of all ranks together: choose one of the two"
+    if config.guard.nonfinite == "skip":
+        yield key, 'cannot leave out a step that has begun: set guard.nonfinite = "stop"'
+    if config.guard.spike_sigma:
+        yield key, "cannot leave out a step that has begun: set guard.spike_sigma = 0"
+
+
+def _one_micro_batch(config: Config, world_size: int) -> Iterator[Conflict]:
+    training = config.training
+    try:
+        micro, accumulation = training.batch_split(world_size)
+    except ValueError:
+        return  # told by `_batch`
+    if config.optimizer.in_backward and accumulation > 1:
+        yield (
+            "optimizer.in_backward",
+            f"updates after each forward pass, and a step has {accumulation} of {micro} sequences on each of the "
+            f"{world_size} processes: set training.global_batch_size = {micro * world_size}, or raise "
+            "training.local_batch_size",
+        )
 
 
 def _sources(section: Data | Validation, name: str) -> Iterator[Conflict]:
@@ -156,3 +189,37 @@ def _float8(config: Config) -> Iterator[Conflict]:
         yield "parallelism.fsdp_reshard_after_forward", f"FSDP2 cannot combine {keep} with {other}"
     if not config.compile.enable and not float8.emulate:
         yield "quantize.linear.float8.enable", "is slower than bfloat16 without compile.enable = true"
+
+
+def _offload(config: Config) -> Iterator[Conflict]:
+    offload, optimizer, float8 = config.offload, config.optimizer, config.quantize.linear.float8
+    if not offload.is_used:
+        if offload.path is not None:
+            yield "offload.path", 'is for nothing: neither offload.optimizer nor offload.parameters is "disk"'
+        return
+    if sys.platform != "linux":
+        yield "offload", "files instead of memory need Linux"
+    key = "offload.optimizer" if offload.optimizer == "disk" else "offload.parameters"
+    names = {group.name or optimizer.name for group in optimizer.groups} or {optimizer.name}
+    if others := ", ".join(sorted(names - {"AdamW"})):
+        yield key, f"disk is for AdamW, and not for {others}"
+    elif optimizer.args or any(group.args for group in optimizer.groups):
+        yield key, "AdamW takes no optimizer.args on disk"
+    if offload.parameters == "disk":
+        if not config.training.enable_cpu_offload:
+            yield "offload.parameters", "disk needs training.enable_cpu_offload = true"
+        if float8.enable and float8.enable_fsdp_float8_all_gather and float8.recipe_name == "tensorwise":
+            other = "quantize.linear.float8.enable_fsdp_float8_all_gather"
+            yield "offload.parameters", f"disk does not go with {other} = true"
+    if offload.path is not None:
+        yield from _writable("offload.path", offload.path)
+
+
+def _writable(key: str, folder: str) -> Iterator[Conflict]:
+    """That a folder is there, or can be made."""
+    path = Path(os.path.expanduser(folder)).absolute()
+    there = next(place for place in (path, *path.parents) if os.path.exists(place))
+    if not there.is_dir():
+        yield key, f"{there} is not a folder"
+    elif not os.access(there, os.W_OK | os.X_OK):
+        yield key, f"{there} cannot be written"

@@ -206,6 +206,9 @@ class ActivationCheckpoint(Section):
 class Compile(Section):
     enable: bool = False
     """Compile each block with torch.compile."""
+    cache_folder: Name | None = None
+    """Where compiled code is kept for the next start; TORCHINDUCTOR_CACHE_DIR in the environment wins. Default:
+    ~/.cache/titanlite/compile, or that below XDG_CACHE_HOME."""
 
 
 class Float8(Section):
@@ -215,8 +218,13 @@ class Float8(Section):
     """Granularity of the scales, as torchao names it."""
     enable_fsdp_float8_all_gather: bool = True
     """Gather parameters in float8 (recipe tensorwise only)."""
+    precompute_float8_dynamic_scale_for_fsdp: bool = True
+    """Where parameters are gathered in float8: agree on the scales of all of them by one message after each update,
+    instead of by one a layer before it is gathered. The scales are the same."""
     filter_fqns: list[Name] = Field(default_factory=list)
     """Layers whose name contains one of these stay as they are; the head always does."""
+    skip_small: bool = True
+    """Layers that are slower in float8 stay as they are, by the sizes in docs/float8.md."""
     emulate: bool = False
     """Emulate float8 on hardware without it; slow, for tests."""
 
@@ -261,10 +269,28 @@ class Optimizer(Section):
     dimensions; norms and biases have none."""
     state_dtype: Literal["bfloat16", "float32"] = "float32"
     """Type of AdamW's two moments. bfloat16 takes half the memory, and is rounded stochastically."""
+    in_backward: bool = False
+    """Update each parameter in backward, as soon as its gradient is reduced, and free the gradient: gradients never
+    exist all at once. Not with clipping (training.max_norm must be 0), accumulation, Muon, or steps that are left
+    out."""
     args: dict[str, Any] = Field(default_factory=dict)
     """Further arguments of the class, for example momentum = 0.9."""
     groups: list[OptimizerGroup] = Field(default_factory=list)
     """What is not updated alike. Each parameter must be in exactly one. Default: see name."""
+
+
+class Offload(Section):
+    optimizer: Literal["memory", "disk"] = "memory"
+    """Where AdamW's moments are; disk: in files, of which a few slices at a time are in memory."""
+    parameters: Literal["memory", "disk"] = "memory"
+    """Where the parameters are that training.enable_cpu_offload keeps on the host; disk: in files, too."""
+    path: Name | None = None
+    """Folder of those files, on a fast local disk. They vanish with the process. Default:
+    <dump_folder>/<name>/offload."""
+
+    @property
+    def is_used(self) -> bool:
+        return "disk" in (self.optimizer, self.parameters)
 
 
 class LRScheduler(Section):
@@ -364,6 +390,7 @@ class Config(Section):
     compile: Compile = Compile()
     quantize: Quantize = Quantize()
     optimizer: Optimizer = Optimizer()
+    offload: Offload = Offload()
     lr_scheduler: LRScheduler = LRScheduler()
     checkpoint: Checkpoint = Checkpoint()
     validation: Validation = Validation()

@@ -104,6 +104,12 @@ CONVERTED: dict[str, Rule] = {
         f"{section}.enable_fsdp_float8_all_gather": _to(f"{FLOAT8[1]}.enable_fsdp_float8_all_gather", False)
         for section in FLOAT8
     },
+    **{
+        f"{section}.precompute_float8_dynamic_scale_for_fsdp": _to(
+            f"{FLOAT8[1]}.precompute_float8_dynamic_scale_for_fsdp", False
+        )
+        for section in FLOAT8
+    },
     **{f"{section}.recipe_name": _to(f"{FLOAT8[1]}.recipe_name", None, kind=str) for section in FLOAT8},
     **{f"{section}.filter_fqns": _to(f"{FLOAT8[1]}.filter_fqns", [], t.float8_filter) for section in FLOAT8},
     **{f"{section}.emulate": _to(f"{FLOAT8[1]}.emulate", False) for section in FLOAT8},
@@ -120,7 +126,7 @@ LOSES: dict[str, tuple[Any, str]] = {
         "",
         "job: custom_config_module; experimental: custom_import custom_args_module",
     ),
-    "the step comes after backward here, and clips gradients: set training.max_norm = 0 against the latter": (
+    "optimizer.in_backward = true does this, if training.max_norm is 0 and nothing is accumulated": (
         False,
         "optimizer: early_step_in_backward",
     ),
@@ -168,8 +174,7 @@ DROPS = {
     "has no option here; it costs memory or time, and changes no loss": """
         activation_checkpoint: early_stop memory_budget
         per_op_sac_force_recompute_mm_shapes_by_fqns visualize_memory_budget_pareto preserve_rng_state determinism_check
-        debug; compile: backend; quantize.linear.float8: precompute_float8_dynamic_scale_for_fsdp;
-        float8: precompute_float8_dynamic_scale_for_fsdp force_recompute_fp8_weight_in_bwd""",
+        debug; compile: backend; float8: force_recompute_fp8_weight_in_bwd""",
     "goes with a converter of model.converters that is not here": """
         mx: use_fp8_dim1_cast_triton_kernel recipe_name filter_fqns; quantize.grouped_mm.float8: fqns;
         quantize.linear.mx: mxfp8_dim1_cast_kernel_choice recipe_name filter_fqns;

@@ -194,10 +194,10 @@ def converters(value: list[str], old: Old) -> Outcome:
 
 
 def float8_filter(value: list[str], old: Old) -> Outcome:
+    """torchtitan leaves out small layers if this is among the names, by torchao's limits, which are ours too."""
     names = [name for name in value if name != "auto_filter_small_kn"]
-    lost = old.float8 and names != value
-    note = "auto_filter_small_kn is not known here: name the layers that are too small" if lost else ""
-    return Outcome({f"{FLOAT8[1]}.filter_fqns": names}, note, lost)
+    small = {f"{FLOAT8[1]}.skip_small": names != value} if old.float8 else {}
+    return Outcome({f"{FLOAT8[1]}.filter_fqns": names, **small})
 
 
 def folder(value: str, old: Old) -> Outcome:

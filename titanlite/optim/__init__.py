@@ -10,12 +10,14 @@ from torch import Tensor, nn
 from titanlite.config.schema import Optimizer
 from titanlite.errors import UserError
 from titanlite.models.base import unique_parameters
-from titanlite.optim.classes import bytes_of_state, check_optimizer, find_class, options_of, takes
+from titanlite.offload import DiskTensors
+from titanlite.optim.classes import bytes_of_state, check_optimizer, dtype_of_codes, find_class, options_of, takes
 from titanlite.optim.groups import Group, plan_groups, table
-from titanlite.optim.rounding import RoundingAdamW
+from titanlite.optim.quantized import block_of, check_shards
+from titanlite.optim.rounding import SlicedAdamW
 
 __all__ = [
-    "RoundingAdamW",
+    "SlicedAdamW",
     "build_optimizer",
     "bytes_of_state",
     "check_optimizer",
@@ -27,13 +29,16 @@ __all__ = [
 ]
 
 
-def build_optimizer(model: nn.Module, config: Optimizer, *, seed: int) -> torch.optim.Optimizer:
+def build_optimizer(
+    model: nn.Module, config: Optimizer, *, seed: int, disk: DiskTensors | None = None
+) -> torch.optim.Optimizer:
     """The optimizer that the config names; if several are named, one that holds them.
 
-    AdamW is one fused kernel, or rounds stochastically where anything is bfloat16.
+    AdamW is one fused kernel; or goes slice by slice, and rounds stochastically, where anything is bfloat16 or on disk.
 
     Args:
         seed: of the rounding.
+        disk: where parameters or moments are. None: they are in memory.
 
     Raises:
         UserError: a name is not known, or the groups do not fit the model.
@@ -41,11 +46,11 @@ def build_optimizer(model: nn.Module, config: Optimizer, *, seed: int) -> torch.
     kinds: dict[tuple[str, str], list[Group]] = {}
     for group in plan_groups(config, {name: p for name, p in unique_parameters(model) if p.requires_grad}):
         kinds.setdefault((group.name, repr(sorted(group.args.items()))), []).append(group)
-    parts = [_build(groups, config, seed=seed) for groups in kinds.values()]
+    parts = [_build(groups, config, seed=seed, disk=disk) for groups in kinds.values()]
     return parts[0] if len(parts) == 1 else Several(parts)
 
 
-def _build(groups: list[Group], config: Optimizer, *, seed: int) -> torch.optim.Optimizer:
+def _build(groups: list[Group], config: Optimizer, *, seed: int, disk: DiskTensors | None) -> torch.optim.Optimizer:
     """Args:
     groups: that differ in rate and decay only.
     """
@@ -63,9 +68,12 @@ def _build(groups: list[Group], config: Optimizer, *, seed: int) -> torch.optim.
     options = options_of(kind, config, groups[0].args)
     state_dtype = getattr(torch, config.state_dtype)
     in_float32 = state_dtype == torch.float32 and all(p.dtype == torch.float32 for p in parameters.values())
-    if kind is torch.optim.AdamW and not in_float32:
+    if kind is torch.optim.AdamW and (disk or not in_float32):
         del options["fused"]
-        return RoundingAdamW(tables, parameters, state_dtype=state_dtype, seed=seed, **options)
+        return SlicedAdamW(tables, parameters, state_dtype=state_dtype, seed=seed, disk=disk, **options)
+    if (block := block_of(kind, options)) is not None:
+        for name, parameter in parameters.items():
+            check_shards(name, parameter, block)
     try:
         return kind(tables, **options)
     except (TypeError, ValueError) as error:
@@ -75,7 +83,11 @@ def _build(groups: list[Group], config: Optimizer, *, seed: int) -> torch.optim.
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
     """Of every group; one with a peak of its own keeps its proportion to `optimizer.lr`."""
     for group in optimizer.param_groups:
-        group["lr"] = lr * group.get("lr_scale", 1.0)
+        rate = lr * group.get("lr_scale", 1.0)
+        if isinstance(group["lr"], Tensor):  # an optimizer that compiles its update, once for all rates
+            group["lr"].fill_(rate)
+        else:
+            group["lr"] = rate
 
 
 def update(optimizer: torch.optim.Optimizer, *, skip: Tensor) -> None:
@@ -99,12 +111,11 @@ def parts_of(optimizer: torch.optim.Optimizer) -> Sequence[torch.optim.Optimizer
 
 def state_dtypes(optimizer: torch.optim.Optimizer) -> set[torch.dtype]:
     """Types in which moments are kept."""
-    return {
-        part.state_dtype if isinstance(part, RoundingAdamW) else parameter.dtype
-        for part in parts_of(optimizer)
-        for group in part.param_groups
-        for parameter in group["params"]
-    }
+    found: set[torch.dtype] = set()
+    for part in parts_of(optimizer):
+        kept = part.state_dtype if isinstance(part, SlicedAdamW) else dtype_of_codes(type(part))
+        found |= {kept or parameter.dtype for group in part.param_groups for parameter in group["params"]}
+    return found
 
 
 class Several(torch.optim.Optimizer):

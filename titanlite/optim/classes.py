@@ -13,6 +13,7 @@ from titanlite.errors import ConfigError, Problem, UserError
 from titanlite.extend import find_object
 from titanlite.optim.groups import plan_groups
 from titanlite.optim.muon import Muon
+from titanlite.optim.quantized import block_of, is_quantized, pieces
 
 REFUSED = {
     "LBFGS": "computes the loss several times a step",
@@ -143,6 +144,9 @@ def _check_use(
     elif dtype == "bfloat16" and kind.__module__.startswith(("torch.optim", "titanlite.optim")):
         message = f'{name} would lose small updates of bfloat16 weights: set training.dtype = "float32", or use AdamW'
         problems.append(Problem(f"{key}.name", message))
+    elif dtype == "bfloat16" and block_of(kind, args) and not args.get("bf16_stochastic_round"):
+        message = f"{name} would lose small updates of bfloat16 weights: set args = {{bf16_stochastic_round = true}}"
+        problems.append(Problem(f"{key}.name", message))
     try:
         state = _state_after_a_step(kind, options_of(kind, config, args))
     except (TypeError, ValueError, IndexError) as error:
@@ -177,12 +181,12 @@ def _check_unused(config: Optimizer, kinds: list[type[torch.optim.Optimizer]]) -
 
 
 def _state_after_a_step(kind: type[torch.optim.Optimizer], options: Mapping[str, Any]) -> dict[str, Any]:
-    """What a class keeps of a matrix [8, 8] in float32; what it keeps elsewhere, too, as that is not saved.
+    """What a class keeps of a matrix [64, 64] in float32; what it keeps elsewhere, too, as that is not saved.
 
     Raises:
         TypeError, ValueError: its options are wrong.
     """
-    weight = nn.Parameter(torch.ones(8, 8))
+    weight = nn.Parameter(torch.ones(64, 64))
     weight.grad = torch.ones_like(weight)
     optimizer = kind([weight], **options)
     before = dict(optimizer.param_groups[0])
@@ -212,8 +216,23 @@ def bytes_of_state(config: Optimizer, model: nn.Module, *, dtype: str) -> int:
     for group in plan_groups(config, dict(model.named_parameters())):
         kind = find_class(group.name)
         state = _state_after_a_step(kind, options_of(kind, config, group.args)).values()
-        kept = [value for value in state if isinstance(value, Tensor) and value.shape == (8, 8)]
+        kept = [value for value in state if isinstance(value, Tensor) and value.shape == (64, 64)]
         width = getattr(torch, config.state_dtype if kind is torch.optim.AdamW else dtype).itemsize
-        of_an_element = sum(min(width, value.element_size()) for value in kept)
-        total += of_an_element * sum(parameter.numel() for parameter in group.parameters.values())
+        of_an_element = sum(_width(value, at_most=width) for value in kept)
+        total += int(of_an_element * sum(parameter.numel() for parameter in group.parameters.values()))
     return total
+
+
+def dtype_of_codes(kind: type[torch.optim.Optimizer]) -> torch.dtype | None:
+    """In which a class of torchao.optim keeps moments of all but small shards. None: of other classes."""
+    if block_of(kind, {}) is None:
+        return None
+    kept = [value for value in _state_after_a_step(kind, {}).values() if is_quantized(value)]
+    return pieces(kept[0])["codes"].dtype if kept else None
+
+
+def _width(value: Tensor, *, at_most: int) -> float:
+    """Bytes of an element."""
+    if is_quantized(value):
+        return sum(piece.nbytes for piece in pieces(value).values()) / value.numel()
+    return min(at_most, value.element_size())

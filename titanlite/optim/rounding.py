@@ -1,4 +1,4 @@
-"""AdamW (arXiv:1711.05101), and what it takes to update weights or keep moments in bfloat16."""
+"""AdamW (arXiv:1711.05101) slice by slice: of weights and moments in float32 or bfloat16, in memory or on disk."""
 
 import hashlib
 from collections.abc import Callable, Mapping
@@ -9,14 +9,20 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from titanlite.offload import DiskTensors
+from titanlite.parallelize.materialize import in_place_of
 from titanlite.parallelize.mesh import local
 
 SLICE = 2**24
-"""Elements that `RoundingAdamW` works on at a time: what it holds beside the state is a few times this."""
+"""Elements that `SlicedAdamW` works on at a time: what it holds beside the state is a few times this."""
+DISK_SLICE = 2**21
+"""The same, with a disk: so little of each moment is in memory. A multiple of what a kernel computes at once, so that
+results do not depend on it."""
 
 
-class RoundingAdamW(torch.optim.Optimizer):
-    """AdamW on weights and moments that may be bfloat16: computed in float32, rounded stochastically.
+class SlicedAdamW(torch.optim.Optimizer):
+    """AdamW on weights and moments that may be bfloat16, or elsewhere than the gradients: computed in float32 where the
+    gradient is, a slice at a time, and rounded stochastically where anything is bfloat16.
 
     Rounding to the nearest loses every update below 1/512 of a value; rounded up with the probability of what would be
     lost, updates are right on average (arXiv:2010.06192). The random bits are a hash of (seed, name, step, place in the
@@ -25,6 +31,8 @@ class RoundingAdamW(torch.optim.Optimizer):
     Args:
         parameters: all of them, by name.
         state_dtype: of the two moments.
+        disk: where weights or moments are; moments on disk are made at once, others at the first step. None: all are in
+            memory.
     """
 
     _step_supports_amp_scaling = True  # reads found_inf
@@ -36,11 +44,17 @@ class RoundingAdamW(torch.optim.Optimizer):
         *,
         state_dtype: torch.dtype,
         seed: int,
+        disk: DiskTensors | None = None,
         **options: Any,
     ) -> None:
         super().__init__(groups, options)
         self.state_dtype = state_dtype
         self._origins = {p: (_salt(f"{seed}/{name}"), _first_place(p)) for name, p in parameters.items()}
+        self._disk = disk
+        if disk and disk.holds_moments:
+            moments = iter(disk.allocate([(local(p).shape, state_dtype) for p in parameters.values() for _ in "12"]))
+            for parameter in parameters.values():
+                self._begin(parameter, in_place_of(parameter, next(moments)), in_place_of(parameter, next(moments)))
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -50,30 +64,40 @@ class RoundingAdamW(torch.optim.Optimizer):
                 if parameter.grad is not None:
                     self._update(parameter, group)
 
+    def _begin(self, parameter: nn.Parameter, mean: Tensor, square: Tensor) -> None:
+        step = torch.zeros((), device=local(parameter).device)
+        self.state[parameter] = {"step": step, "exp_avg": mean, "exp_avg_sq": square}
+
     def _update(self, parameter: nn.Parameter, group: dict[str, Any]) -> None:
+        if not self.state[parameter]:
+            mean, square = (torch.zeros_like(parameter, dtype=self.state_dtype) for _ in "12")
+            self._begin(parameter, mean, square)
         state = self.state[parameter]
-        if not state:
-            state["step"] = torch.zeros((), device=local(parameter).device)
-            state["exp_avg"] = torch.zeros_like(parameter, dtype=self.state_dtype)
-            state["exp_avg_sq"] = torch.zeros_like(parameter, dtype=self.state_dtype)
         skip = getattr(self, "found_inf", None)
         state["step"] += 1
         assert parameter.grad is not None
         tensors = (parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"])
         flat = [local(tensor).view(-1) for tensor in tensors]
         salt, place = self._origins[parameter]
-        for start in range(0, len(flat[0]), SLICE):
-            parts = [tensor[start : start + SLICE] for tensor in flat]
-            weight, gradient, mean, square = (part.float() for part in parts)
+        size = DISK_SLICE if self._disk else SLICE
+        for start in range(0, len(flat[0]), size):
+            parts = [tensor[start : start + size] for tensor in flat]
+            weight, gradient, mean, square = (part.to(parts[1].device).float() for part in parts)
             torch._fused_adamw_(
                 [weight], [gradient], [mean], [square], [], [state["step"]],
                 lr=group["lr"], beta1=group["betas"][0], beta2=group["betas"][1], weight_decay=group["weight_decay"],
                 eps=group["eps"], amsgrad=False, maximize=False, grad_scale=None, found_inf=skip,
             )  # fmt: skip
-            bits = _hash(state["step"].long() + salt, place + start, len(weight))
-            for number, (part, new) in enumerate(zip((parts[0], *parts[2:]), (weight, mean, square), strict=True)):
-                if part.dtype != torch.float32:  # else `new` is `part`
+            pairs = [(parts[0], weight), (parts[2], mean), (parts[3], square)]
+            rounds = any(part.dtype != torch.float32 for part, _ in pairs)
+            bits = _hash(state["step"].long() + salt, place + start, len(weight)) if rounds else None
+            for number, (part, new) in enumerate(pairs):
+                if bits is not None and part.dtype != torch.float32:
                     part.copy_(round_stochastically(new, bits >> (16 * number)))
+                elif part is not new:  # it is on another device
+                    part.copy_(new)
+            if self._disk:
+                self._disk.changed(parts[0], *parts[2:])
         if skip is not None:
             state["step"] -= skip
 

@@ -32,11 +32,13 @@ def parallelize(
     compile: Compile,
     float8: Float8,
     levels: Sequence[Level] | None = None,
+    pin_memory: bool = True,
 ) -> None:
     """Apply every technique that the config asks for, in place. `materialize` then gives the model its memory.
 
     Args:
         levels: what each block computes again. None: as activation_checkpoint says, whose mode is not budget then.
+        pin_memory: of parameters in host memory, with a GPU.
     """
     set_dtype(model, DTYPES[training.dtype])
     if float8.enable:
@@ -46,4 +48,4 @@ def parallelize(
     )
     if compile.enable:
         compile_blocks(model)
-    shard(model, mesh=mesh, parallelism=parallelism, training=training)
+    shard(model, mesh=mesh, parallelism=parallelism, training=training, pin_memory=pin_memory)

@@ -2,10 +2,15 @@
 
 import importlib
 import logging
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from titanlite.config.schema import Float8
 from titanlite.errors import UserError
@@ -13,62 +18,142 @@ from titanlite.models.base import Model
 
 logger = logging.getLogger(__name__)
 
+ROWWISE = ("rowwise", "rowwise_with_gw_hp")
+SMALL = "slower in float8"
+
 
 def convert_to_float8(model: Model, *, float8: Float8, shard_degree: int) -> None:
-    """Swap linear layers for float8 ones, in place; log how many, and why the others stay.
+    """Swap linear layers for float8 ones, in place; log which, and why the others stay.
 
     Raises:
         UserError: torchao is missing, or there is nothing to convert.
     """
+    torchao = _torchao()
+    chosen, kept = choose_layers(model, float8)
+    sizes = ", ".join(f"{count} of {size}" for size, count in Counter(map(_size, chosen.values())).items())
+    what = f"converted {len(chosen)} linear layers: {_brief([*chosen])} ({sizes})"
+    logger.info("float8 (%s): %s", float8.recipe_name, what)
+    for reason, names in kept.items():
+        logger.info("float8: kept %d linear layers (%s): %s", len(names), reason, _brief(names))
+    if experts := [name for name, parameter in model.named_parameters() if parameter.dim() == 3]:
+        what = "products of groups are not done in float8"
+        logger.info("float8: kept %d stacks of experts' weights (%s): %s", len(experts), what, _brief(experts))
+    if not chosen:
+        small = any(SMALL in reason for reason in kept)
+        hint = "; quantize.linear.float8.skip_small = false converts small ones too" if small else ""
+        raise UserError(f"quantize.linear.float8.enable: no layer can be converted; see the reasons above{hint}")
+    gather = _gathers_in_float8(float8, chosen, shard_degree)
+    config = _torchao_config(torchao, float8, gather=gather)
+    torchao.convert_to_float8_training(model, config=config, module_filter_fn=lambda _, name: name in chosen)
+
+
+def choose_layers(model: Model, float8: Float8) -> tuple[dict[str, nn.Linear], dict[str, list[str]]]:
+    """Those to convert, and the names of the others, by the reason."""
+    chosen: dict[str, nn.Linear] = {}
+    kept: dict[str, list[str]] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear):
+            if reason := _reason_to_keep(module, name, float8):
+                kept.setdefault(reason, []).append(name)
+            else:
+                chosen[name] = module
+    return chosen, kept
+
+
+def _torchao() -> Any:
     try:
-        torchao = importlib.import_module("torchao.float8")
+        return importlib.import_module("torchao.float8")
     except ImportError as error:
         raise UserError(f"float8 needs torchao, and it cannot be imported: {error}") from error
-    gather = float8.enable_fsdp_float8_all_gather and float8.recipe_name == "tensorwise" and shard_degree > 1
+
+
+def _torchao_config(torchao: Any, float8: Float8, *, gather: bool) -> Any:
     if float8.recipe_name == "tensorwise":
-        config = torchao.Float8LinearConfig(enable_fsdp_float8_all_gather=gather, emulate=float8.emulate)
-    else:
-        config = replace(torchao.Float8LinearConfig.from_recipe_name(float8.recipe_name), emulate=float8.emulate)
-    skipped: dict[str, list[str]] = {}
-    converted: list[str] = []
-
-    def wanted(module: nn.Module, name: str) -> bool:
-        if not isinstance(module, nn.Linear):
-            return False
-        if reason := _reason_to_skip(module, name, float8.filter_fqns):
-            skipped.setdefault(reason, []).append(name)
-        else:
-            converted.append(name)
-        return not reason
-
-    torchao.convert_to_float8_training(model, config=config, module_filter_fn=wanted)
-    logger.info("float8 (%s): converted %d linear layers: %s", float8.recipe_name, len(converted), _brief(converted))
-    for reason, names in skipped.items():
-        logger.info("float8: kept %d linear layers (%s): %s", len(names), reason, _brief(names))
-    if not converted:
-        raise UserError("quantize.linear.float8.enable: no layer can be converted; see the reasons above")
+        return torchao.Float8LinearConfig(enable_fsdp_float8_all_gather=gather, emulate=float8.emulate)
+    return replace(torchao.Float8LinearConfig.from_recipe_name(float8.recipe_name), emulate=float8.emulate)
 
 
-def _reason_to_skip(linear: nn.Linear, name: str, filter_fqns: list[str]) -> str | None:
-    if pattern := next((pattern for pattern in filter_fqns if pattern in name), None):
+def _gathers_in_float8(float8: Float8, chosen: dict[str, nn.Linear], shard_degree: int) -> bool:
+    """Whether FSDP gathers the weights in float8. It cannot pad those, so that their rows must divide evenly: each rank
+    would send another size otherwise."""
+    if not float8.enable_fsdp_float8_all_gather or float8.recipe_name != "tensorwise" or shard_degree == 1:
+        return False
+    uneven = [name for name, linear in chosen.items() if linear.out_features % shard_degree]
+    if uneven:
+        what = f"the rows of {len(uneven)} of them do not divide by the shard degree {shard_degree}"
+        logger.info("float8: weights are not gathered in float8 (%s): %s", what, _brief(uneven))
+    return not uneven
+
+
+def _reason_to_keep(linear: nn.Linear, name: str, float8: Float8) -> str | None:
+    if pattern := next((pattern for pattern in float8.filter_fqns if pattern in name), None):
         return f"named by filter_fqns: {pattern}"
     if name.startswith("head."):
         return "the loss multiplies with its weight itself"
     if linear.in_features % 16 or linear.out_features % 16:
         return "sizes that float8 products need are multiples of 16"
+    if float8.skip_small and (limit := _too_small(linear, float8.recipe_name)):
+        return f"{_size(linear)}: {SMALL} {limit}"
     return None
+
+
+def _too_small(linear: nn.Linear, recipe: str) -> str | None:
+    """Where turning inputs into float8 takes more than the product saves; the limit that the layer does not reach.
+
+    These are the limits of torchao's `_auto_filter_for_recipe` (float8/float8_linear_utils.py, 0.18), measured on H100
+    GPUs. It has none for rowwise_with_gw_hp, which saves less than rowwise: that has rowwise's.
+    """
+    rows, columns = linear.out_features, linear.in_features
+    if recipe not in ROWWISE:
+        return "up to 1024 x 4096" if rows <= 1024 and columns <= 4096 else None
+    if rows <= 2048:
+        return "up to 2048 rows"
+    if columns <= 1024:
+        return "up to 1024 columns"
+    return "up to 4096 x 2048" if rows <= 4096 and columns <= 2048 else None
+
+
+def weight_scaler(model: Model, float8: Float8) -> Callable[[], None]:
+    """What computes the scales of all weights that are gathered in float8, by one message instead of one a layer.
+
+    It is to be called whenever weights have changed, before they are gathered: a scale of older values would be used.
+    Before the first call, each layer still computes its own. Does nothing where no weight is gathered in float8, and
+    with CPU offload: the copy on the GPU forgets a scale.
+    """
+    if not float8.precompute_float8_dynamic_scale_for_fsdp or not any(map(_has_scale, model.parameters())):
+        return lambda: None
+    return partial(_torchao().precompute_float8_dynamic_scale_for_fsdp, model)
+
+
+def _has_scale(parameter: nn.Parameter) -> bool:
+    if not isinstance(parameter, DTensor) or not hasattr(parameter._local_tensor, "_precomputed_scale"):
+        return False
+    return parameter.device.type == parameter.device_mesh.device_type
 
 
 def check_float8(float8: Float8) -> None:
     """Raises:
     UserError: the config asks for float8, and this machine cannot do it.
     """
-    able = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
-    if float8.enable and not float8.emulate and not able:
+    if not float8.enable or float8.emulate:
+        return
+    capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
+    if capability is None or capability < (8, 9):
         raise UserError(
             "quantize.linear.float8.enable: this machine has no float8 units (NVIDIA: compute capability 8.9, Ada or "
             "Hopper, or newer); emulate = true runs it slowly, for tests"
         )
+    # PyTorch has a kernel for 8.9 since 2.7, which nobody has tried here.
+    if float8.recipe_name in ROWWISE and capability < (9, 0):
+        raise UserError(
+            f"quantize.linear.float8.recipe_name: {float8.recipe_name} needs compute capability 9.0 (Hopper), and this "
+            f"GPU has {capability[0]}.{capability[1]}; tensorwise runs on it"
+        )
+
+
+def _size(linear: nn.Linear) -> str:
+    """Rows x columns of the weight."""
+    return f"{linear.out_features} x {linear.in_features}"
 
 
 def _brief(names: list[str]) -> str:

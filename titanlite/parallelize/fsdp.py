@@ -1,6 +1,7 @@
 """FSDP2 / HSDP: shard every block, and the embedding and the head, as units of their own (arXiv:2304.11277)."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,8 +22,14 @@ from titanlite.parallelize.mesh import sharding_mesh
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
-def shard(model: Model, *, mesh: DeviceMesh, parallelism: Parallelism, training: Training) -> None:
-    """Apply `fully_shard` to every unit and to the root, in place. Gradients are averaged over all processes."""
+def shard(
+    model: Model, *, mesh: DeviceMesh, parallelism: Parallelism, training: Training, pin_memory: bool = True
+) -> None:
+    """Apply `fully_shard` to every unit and to the root, in place. Gradients are averaged over all processes.
+
+    Args:
+        pin_memory: with CPU offload to a GPU: FSDP copies parameters to memory that is pinned.
+    """
     on_gpu = mesh.device_type == "cuda"
     options: dict[str, Any] = {
         "mesh": sharding_mesh(mesh),
@@ -31,7 +38,7 @@ def shard(model: Model, *, mesh: DeviceMesh, parallelism: Parallelism, training:
             reduce_dtype=DTYPES[training.mixed_precision_reduce],
             cast_forward_inputs=False,
         ),
-        "offload_policy": CPUOffloadPolicy(pin_memory=on_gpu) if training.enable_cpu_offload else OffloadPolicy(),
+        "offload_policy": CPUOffloadPolicy(on_gpu and pin_memory) if training.enable_cpu_offload else OffloadPolicy(),
     }
     reshard = _reshard_after_forward(parallelism, shard_degree=mesh["shard"].size())
     units = sharding_units(model)
@@ -42,12 +49,15 @@ def shard(model: Model, *, mesh: DeviceMesh, parallelism: Parallelism, training:
         fully_shard(together, reshard_after_forward=False if keeps else reshard, **options)
     fully_shard(model, reshard_after_forward=reshard, **options)
     _prefetch([unit[0] for unit in units], parallelism)
+    has_right_type = training.dtype == training.mixed_precision_param
     for module in model.modules():
         if isinstance(module, FSDPModule):
             if isinstance(module, nn.Embedding) and [module] in units:
                 module.set_unshard_in_backward(False)  # the gradient of a lookup does not need the table
             if mesh["shard"].size() == 1 and not on_gpu:
                 module.set_custom_reduce_scatter(NothingToScatter())  # pyright: ignore[reportArgumentType]
+            if mesh["shard"].size() == 1 and has_right_type and not training.enable_cpu_offload:
+                _gather_in_place(module)
 
 
 class NothingToScatter:
@@ -68,6 +78,24 @@ class NothingToScatter:
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
         raise AssertionError("FSDP does not reduce-scatter over one process")
+
+
+def _gather_in_place(module: FSDPModule) -> None:
+    """At shard degree 1, weights that are of the type of compute already are what a gathering of them would give. So
+    FSDP is told that its gathered parameters lie where the sharded ones do: nothing is copied, and nothing freed."""
+    for group in module._get_fsdp_state()._fsdp_param_groups:
+        for parameter in group.fsdp_params:
+            parameter.init_all_gather_outputs = partial(_use_sharded, parameter)
+            parameter.free_unsharded_param = lambda: None
+
+
+def _use_sharded(parameter: Any, *_: Any) -> None:
+    """In place of `FSDPParam.init_all_gather_outputs`, which FSDP calls before it copies into these outputs."""
+    memory = parameter._sharded_param_data
+    if not parameter.all_gather_outputs or parameter.all_gather_outputs[0] is not memory:
+        parameter.all_gather_outputs = [memory]
+        if hasattr(parameter, "_unsharded_param"):
+            del parameter._unsharded_param  # it lies where the weights were before
 
 
 def sharding_units(model: Model) -> list[list[nn.Module]]:

@@ -1,12 +1,16 @@
 """Meta device -> memory: allocate only the local shards, then give every parameter the values it has on any layout."""
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from titanlite.errors import UserError
 from titanlite.hardware import host_memory
 from titanlite.models.base import Model, parameter_generator, unique_parameters
+from titanlite.offload import DiskTensors
 from titanlite.parallelize.mesh import local
 
 
@@ -16,7 +20,15 @@ def set_dtype(model: Model, dtype: torch.dtype) -> None:
         parameter.data = parameter.data.to(dtype)
 
 
-def materialize(model: Model, *, device: torch.device, offload: bool, dtype: torch.dtype, seed: int) -> None:
+def materialize(
+    model: Model,
+    *,
+    device: torch.device,
+    offload: bool,
+    dtype: torch.dtype,
+    seed: int,
+    disk: DiskTensors | None = None,
+) -> None:
     """Allocate a (sharded) meta model and fill it.
 
     Each parameter is drawn whole from a generator seeded by (seed, name), then sliced: bit-identical on every layout.
@@ -25,26 +37,70 @@ def materialize(model: Model, *, device: torch.device, offload: bool, dtype: tor
     Args:
         device: of compute; with offload, parameters live on the CPU and buffers on the device.
         dtype: that all parameters must have.
+        disk: of parameters; needs offload. None: they are in memory.
     """
     parameter_device = torch.device("cpu") if offload else device
-    allocate(model, parameter_device, device)
+    allocate(model, parameter_device, device, disk)
     for name, parameter in unique_parameters(model):
         _fill(model, name, parameter, device=device, seed=seed)
+        if disk:
+            disk.changed(local(parameter))
+    if disk:
+        _drop_after_use(model, disk)
     _check_complete(model, parameter_device, device, dtype)
 
 
-def allocate(model: Model, parameter_device: torch.device, device: torch.device) -> None:
+def allocate(
+    model: Model, parameter_device: torch.device, device: torch.device, disk: DiskTensors | None = None
+) -> None:
     """Memory for parameters, without values, and buffers with theirs. A shared parameter stays one."""
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)
-    model.to_empty(device=parameter_device)
+    on_disk = _on_disk(model, disk) if disk else {}
+    model._apply(  # as to_empty does it
+        lambda tensor: on_disk[tensor] if tensor in on_disk else torch.empty_like(tensor, device=parameter_device)
+    )
     for first, *others in names.values():
         for other in others:
             module, _, attribute = other.rpartition(".")
             setattr(model.get_submodule(module), attribute, model.get_parameter(first))
     with device:
         model.init_buffers()
+
+
+def _on_disk(model: Model, disk: DiskTensors) -> dict[Tensor, Tensor]:
+    """What each parameter becomes. Where rows do not divide evenly, FSDP copies the last rank's part, to pad it: that
+    one goes to memory."""
+    parameters = [parameter for _, parameter in unique_parameters(model)]
+    parts = disk.allocate([(local(parameter).shape, parameter.dtype) for parameter in parameters])
+    return {p: in_place_of(p, part) for p, part in zip(parameters, parts, strict=True)}
+
+
+def in_place_of(tensor: Tensor, part: Tensor) -> Tensor:
+    """A tensor that is sharded as another one is, with this as its part on this rank."""
+    if not isinstance(tensor, DTensor):
+        return part
+    mesh, placements = tensor.device_mesh, tensor.placements
+    return DTensor.from_local(part, mesh, placements, run_check=False, shape=tensor.shape, stride=tensor.stride())
+
+
+def _drop_after_use(model: Model, disk: DiskTensors) -> None:
+    """Parameters leave memory when their unit is through with forward (a compiled one does not), and when their
+    gradients are reduced."""
+    units = [unit for unit in model.modules() if isinstance(unit, FSDPModule) and unit is not model]
+    parts: dict[nn.Module, list[Tensor]] = {
+        unit: [local(parameter) for parameter in unit.parameters()] for unit in units
+    }
+
+    def after_forward(unit: nn.Module, *_: Any) -> None:
+        if not torch.compiler.is_compiling():
+            disk.drop(*parts[unit])
+
+    for unit in units:
+        unit.register_forward_hook(after_forward)
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda parameter: disk.drop(local(parameter)))
 
 
 @torch.no_grad()
@@ -87,15 +143,13 @@ def check_memory(
     """Refuse, before anything is allocated, what cannot fit: the least a step needs against the memory there is.
 
     Args:
-        bytes_per_parameter: of the parameter, its gradient and its optimizer states.
+        bytes_per_parameter: of the parameter, its gradient and its optimizer states, but for what is on disk.
 
     Raises:
         UserError: with both figures.
     """
-    shapes = [parameter.shape for _, parameter in unique_parameters(model)]
-    parameters = sum(shape.numel() for shape in shapes)
-    # The first rank has the most: of 128 experts on 256 ranks, one.
-    needed = sum(-(-shape[0] // shard_degree) * shape[1:].numel() for shape in shapes) * bytes_per_parameter
+    parameters = sum(parameter.numel() for _, parameter in unique_parameters(model))
+    needed = largest_shard(model, shard_degree) * bytes_per_parameter
     if device.type == "cuda" and not offload:
         available, place = torch.cuda.get_device_properties(device).total_memory, "the GPU"
     else:
@@ -108,3 +162,9 @@ def check_memory(
             f"{needed / 2**30:,.1f} GiB on each process (sharded over {shard_degree}), and {place} has "
             f"{available / 2**30:,.1f} GiB. Use more processes, a higher shard degree, or a smaller flavor"
         )
+
+
+def largest_shard(model: Model, shard_degree: int) -> int:
+    """Parameters of the first rank, which has the most: of 128 experts on 256 ranks, one."""
+    shapes = [parameter.shape for _, parameter in unique_parameters(model)]
+    return sum(-(-shape[0] // shard_degree) * shape[1:].numel() for shape in shapes)

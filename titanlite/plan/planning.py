@@ -1,12 +1,12 @@
 """`plan`: what a config will need and how long it will take, on so many devices of a kind."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
-from titanlite.config.schema import Config
+from titanlite.config.schema import Config, Offload
 from titanlite.hardware import Hardware
 from titanlite.models.base import Model, ModelArgs
 from titanlite.models.registry import resolve_model
@@ -21,7 +21,7 @@ USABLE = 0.93
 """Of a GPU's memory. The rest is for what the allocator does not count: the CUDA context, buffers of NCCL (1 to 2 GiB
 together on most systems), and gaps between tensors."""
 ON_HOST = ("parameters", "gradients", "optimizer")
-"""What CPU offload keeps in host memory."""
+"""What CPU offload keeps in host memory, unless it is on disk."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,8 @@ class Sketch:
     work: Work
     sent: dict[tuple[str, str], int]
     """Bytes of whole tensors in a step, by (collective, axis)."""
+    on_disk: dict[str, int] = field(default_factory=dict)
+    """Bytes by cause of what is in files, and not in the profile."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +59,8 @@ class Plan(Profile):
     accumulation: int
     host: int
     """Bytes in host memory, with CPU offload."""
+    disk: int
+    """Bytes in files."""
     flops: float
     """Arithmetic that a step makes, with what is computed again; causal attention counts as half."""
     model_flops: float
@@ -149,13 +153,23 @@ def sketch(
         works.append(work_of(rehearsal.recorder, fuse=config.compile.enable and gpu, nodes_of=nodes_of))
         sents.append(_sent(rehearsal.recorder, rehearsal.micro_batches, accumulation))
     if len(models) == 1:
-        return Sketch(profiles[0], works[0], sents[0])
+        return _with_disk(Sketch(profiles[0], works[0], sents[0]), config.offload)
     factor = (whole_depth - depth) / period
-    return Sketch(
+    whole = Sketch(
         extend(profiles[0], profiles[1], whole_depth, edge),
         _extend_work(*works, blocks=whole_depth, few=depth, edge=edge, period=period),
         {key: round(size + (size - sents[0].get(key, 0)) * factor) for key, size in sents[1].items()},
     )
+    return _with_disk(whole, config.offload)
+
+
+def _with_disk(sketched: Sketch, offload: Offload) -> Sketch:
+    """A rehearsal makes no files: what would be in one is taken out of memory here. The few slices that an update works
+    on are not counted."""
+    causes = {"parameters": offload.parameters, "optimizer": offload.optimizer}
+    on_disk = {cause: sketched.profile.most(cause) for cause, place in causes.items() if place == "disk"}
+    phases = {name: {**there, **dict.fromkeys(on_disk, 0)} for name, there in sketched.profile.phases.items()}
+    return replace(sketched, profile=replace(sketched.profile, phases=phases), on_disk=on_disk)
 
 
 def appraise(sketched: Sketch, config: Config, kind: type[Model], args: ModelArgs, layout: Layout) -> Plan:
@@ -172,11 +186,11 @@ def appraise(sketched: Sketch, config: Config, kind: type[Model], args: ModelArg
     )
     waiting = sum(message_time(message, hardware, layout.nodes_of) for message in work.whole)
     time = replace(time, total=time.total + waiting, exposed=time.exposed + waiting)
-    phases, host = sketched.profile.phases, 0
+    phases, host, disk = sketched.profile.phases, 0, sum(sketched.on_disk.values())
     if training.enable_cpu_offload and is_gpu(layout):
         host = sum(sketched.profile.most(cause) for cause in ON_HOST)
-        parameters = sketched.profile.most("parameters")
-        time = replace(time, total=time.total + offload_time(parameters, host, accumulation=accumulation))
+        parameters = sketched.profile.most("parameters") + sketched.on_disk.get("parameters", 0)
+        time = replace(time, total=time.total + offload_time(parameters, host + disk, accumulation=accumulation))
         phases = {name: {**causes, **dict.fromkeys(ON_HOST, 0)} for name, causes in phases.items()}
     tokens = training.global_batch_size * training.seq_len
     model_flops = model.flops_per_token(training.seq_len) * tokens
@@ -190,6 +204,7 @@ def appraise(sketched: Sketch, config: Config, kind: type[Model], args: ModelArg
         micro_batch_size=micro_batch_size,
         accumulation=accumulation,
         host=host,
+        disk=disk,
         flops=layout.world_size * accumulation * sum(it.flops for it in _kernels(work.units)),
         model_flops=model_flops,
         sent=sketched.sent,
@@ -249,8 +264,8 @@ def _extend_work(small: Work, large: Work, *, blocks: int, few: int, edge: int, 
     units += large.units[place + few :]
     factor = (blocks - few) / period
     totals = []
-    for field in ("flops", "bytes", "launches"):
-        less, more = (sum(getattr(kernel, field) for kernel in work.update) for work in (small, large))
+    for name in ("flops", "bytes", "launches"):
+        less, more = (sum(getattr(kernel, name) for kernel in work.update) for work in (small, large))
         totals.append(round(more + (more - less) * factor))
     update = Kernel("memory", totals[0], totals[1], "float32", totals[2])
     return Work(tuple(units), (update,), large.whole)

@@ -30,9 +30,10 @@ from titanlite.data.loader import Batch
 from titanlite.errors import UserError
 from titanlite.loss import build_loss
 from titanlite.models.base import Model, ModelArgs, unique_parameters
-from titanlite.optim import build_optimizer
+from titanlite.optim import build_optimizer, check_optimizer, in_backward
 from titanlite.parallelize import Level, build_mesh, parallelize
 from titanlite.parallelize.compile import compile_blocks
+from titanlite.parallelize.float8 import weight_scaler
 from titanlite.parallelize.fsdp import sharding_units
 from titanlite.parallelize.materialize import allocate
 from titanlite.parallelize.mesh import data_parallel_group
@@ -73,6 +74,8 @@ def rehearse(
     Raises:
         UserError: the model, the loss or the optimizer asks for values, and there are none.
     """
+    if config.optimizer.in_backward and config.training.batch_split(world_size)[1] > 1:
+        raise UserError("optimizer.in_backward: updates after each forward pass, and this would have several in a step")
     with ExitStack() as stack, _values_are_missed():
         stack.enter_context(fake_ranks(world_size))
         stack.enter_context(warnings.catch_warnings())
@@ -112,15 +115,20 @@ def _record(config: Config, model: Model, mesh: DeviceMesh, steps: int) -> Recor
                 allocate(model, torch.device("cpu"), torch.device("cpu"))
             recorder.label((p for _, p in unique_parameters(model)), "parameters")
             with unset_fake_temporarily():  # some look up their part of a mesh, which is no fake
+                check_optimizer(config.optimizer, None, dtype=config.training.dtype)  # others make tables, once
                 optimizer = build_optimizer(model, config.optimizer, seed=0)
+            optimizer.step = torch.compiler.set_stance("force_eager")(optimizer.step)  # torchao's compile it
             with recorder.cause("other"):
-                _fill_states(optimizer)
+                _fill_states(optimizer, one_by_one=config.optimizer.in_backward)
                 batches = _batches(config, mesh.size())
             states = (value for state in optimizer.state.values() for value in state.values())
             recorder.label((value for value in states if isinstance(value, Tensor)), "optimizer")
             optimizer.step = recorder.during("other", optimizer.step)
+            updates = _updates_in_backward(model, optimizer, recorder) if config.optimizer.in_backward else None
+            scale_weights = recorder.during("other", weight_scaler(model, config.quantize.linear.float8))
             for _ in range(steps):
                 recorder.phase("step")
+                scale_weights()  # as after the step before
                 step.train_step(
                     model,
                     batches,
@@ -128,9 +136,22 @@ def _record(config: Config, model: Model, mesh: DeviceMesh, steps: int) -> Recor
                     group=group,
                     max_norm=config.training.max_norm,
                     loss_function=recorder.during("logits", build_loss(config.training)),
+                    in_backward=updates,
                 )
             recorder.phase("end")
     return recorder
+
+
+def _updates_in_backward(model: Model, optimizer: torch.optim.Optimizer, recorder: Recorder) -> in_backward.InBackward:
+    """Whose gradients are gone when FSDP's reduction returns: they get their label before they are used."""
+
+    def label(parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        recorder.label([parameter.grad], "gradients")
+
+    for _, parameter in unique_parameters(model):
+        parameter.register_post_accumulate_grad_hook(label)
+    return in_backward.InBackward(model, optimizer)
 
 
 @contextmanager
@@ -139,7 +160,7 @@ def _values_are_missed() -> Iterator[None]:
         yield
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         places = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
-        ours = str(Path(torch.__file__).parent), str(Path(__file__).parent)
+        ours = f"{Path(torch.__file__).parent}/", f"{Path(__file__).parent}/"
         file, line = [place for place in places if not place[0].startswith(ours)][-1]
         raise UserError(
             f"the step cannot be rehearsed: {Path(file).name}:{line} asks for values ({error.func}), and tensors of a "
@@ -173,13 +194,15 @@ def _compile_shapes_only() -> Iterator[None]:
     torch.compiler.reset()
 
 
-def _fill_states(optimizer: torch.optim.Optimizer) -> None:
-    """As after a step."""
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
+def _fill_states(optimizer: torch.optim.Optimizer, *, one_by_one: bool) -> None:
+    """As after a step. What it does is done once more in the recorded one: the first time, DTensor makes whole tensors
+    to learn shapes."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for together in [[parameter] for parameter in parameters] if one_by_one else [parameters]:
+        for parameter in together:
             parameter.grad = torch.zeros_like(parameter)
-    optimizer.step()
-    optimizer.zero_grad()
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 def _batches(config: Config, ranks: int) -> list[Batch]:
@@ -236,8 +259,8 @@ def observe(model: Model, recorder: Recorder) -> Iterator[None]:
         stack.enter_context(patch.object(fsdp, "foreach_reduce", foreach_reduce))
         stack.enter_context(patch.object(group, "unshard", unshard))
         stack.enter_context(patch.object(step, "sum_of_squares", sum_of_squares))
-        # There is no verdict that could be asked for.
-        stack.enter_context(patch.object(step, "update", lambda optimizer, skip: optimizer.step()))
+        for module in (step, in_backward):  # there is no verdict that could be asked for
+            stack.enter_context(patch.object(module, "update", lambda optimizer, skip: optimizer.step()))
         stack.enter_context(patch.object(group, "pre_backward", pre_backward))
         stack.enter_context(patch.object(group, "post_backward", post_backward))
         for unit in sharding_units(model):

@@ -20,6 +20,7 @@ import torch
 from titanlite.config.schema import Config
 from titanlite.errors import UserError
 from titanlite.hardware import Hardware
+from titanlite.parallelize.float8 import choose_layers
 from titanlite.plan.planning import ON_HOST, USABLE, Layout, Plan, Sketch, appraise, is_gpu, model_of, sketch
 from titanlite.plan.time import (
     Group,
@@ -105,6 +106,12 @@ def search(config: Config, layout: Layout, *, count: int = 5) -> Found:
         return _Search(config, layout, pool, share).run(count)
 
 
+def _has_layers_for_float8(config: Config) -> bool:
+    kind, args = model_of(config)
+    with torch.device("meta"):
+        return bool(choose_layers(kind(args), config.quantize.linear.float8)[0])
+
+
 def _begin() -> None:
     torch.set_num_threads(1)
 
@@ -137,7 +144,7 @@ class _Search:
         self.pool = pool
         self.share = share
         self.batches = [size for size in range(1, min(share, LARGEST_BATCH) + 1) if share % size == 0]
-        can_float8 = config.compile.enable and layout.hardware.fp8_flops is not None
+        can_float8 = config.compile.enable and layout.hardware.fp8_flops is not None and _has_layers_for_float8(config)
         self.float8 = [False, True] if can_float8 else [False]
 
     def run(self, count: int) -> Found:

@@ -1,0 +1,60 @@
+"""Scales of weights that are gathered in float8: one message a step, and the same training."""
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.distributed.test_layouts import built, degrees
+from tests.helpers import TinyRun, run_in_turn
+from titanlite.config.schema import Config
+from titanlite.loss import TokenLoss
+from titanlite.train import finish, train
+
+LAYERS = 3 * 7
+"""Linear layers that are converted."""
+SIZES = ["--model.args.dim=48", "--model.args.hidden_dim=64"]
+FLOAT8 = [f"--quantize.linear.float8.{option}" for option in ("enable", "emulate", "skip_small=false")]
+APART = "--quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp=false"
+
+
+def messages(rank: int, world_size: int, config: Config) -> int:
+    """Train; the loss of step 3 is NaN. Returns the scales' messages, which alone are functional all-reduces."""
+    run = built(rank, world_size, config)
+    calls = [run.progress.step]
+
+    def loss_of(*args: Any, **kwargs: Any) -> TokenLoss:
+        found = run.loss_function(*args, **kwargs)
+        calls[0] += torch.is_grad_enabled()
+        bad = math.nan if calls[0] == 3 else 1.0
+        return TokenLoss(found.total * bad, found.cross_entropy * bad)
+
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        train(replace(run, loss_function=loss_of))
+    finish(run)
+    return sum(event.name == "_c10d_functional::all_reduce" for event in profiler.events() or ())
+
+
+@pytest.mark.slow
+def test_one_message_for_all_scales(tiny: TinyRun) -> None:
+    pytest.importorskip("torchao")
+    more = ["--validation.enable", f"--validation.path={tiny.text}", "--validation.freq=2", "--guard.nonfinite=skip"]
+    more += ["--validation.sequences=4", *SIZES, *FLOAT8]
+
+    def config(name: str, *options: str) -> Config:
+        return tiny.config(f"--job.name={name}", *more, *degrees(1, 2), *options, world_size=2)
+
+    configs = [config("halves", "--training.steps=4"), config("halves"), config("apart", APART)]
+    (first, _), (second, _), (apart, _) = run_in_turn(messages, 2, configs, timeout=400)
+    assert (first, second) == (4 + 1, 2 + 1), "one a step, and one before the first"
+    assert apart == (6 * 2 + 3) * LAYERS, "one for each gather: forward, backward, and 3 validations"
+    # The losses are those of scales that each gather computes: after a step that is left out, after loading, and of
+    # validation, which comes between an update and the next step.
+    losses = tiny.losses("apart")
+    assert [loss is None for loss in losses] == [False, False, True, False, False, False]
+    assert tiny.losses("halves") == losses
+    both = [(tiny.folder / "outputs" / name / "validation.jsonl").read_text() for name in ("halves", "apart")]
+    assert len(both[0].splitlines()) == 3
+    assert both[0] == both[1]

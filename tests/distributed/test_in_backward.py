@@ -1,0 +1,111 @@
+"""Updates within backward, on several processes: the same bits as after it."""
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from tests.distributed.test_layouts import built, degrees, trained
+from tests.helpers import TinyRun, run_in_turn
+from titanlite.config.schema import Config
+from titanlite.guard import StoppedByGuard
+from titanlite.loss import TokenLoss
+from titanlite.models.base import unique_parameters
+from titanlite.parallelize.mesh import local
+from titanlite.train import finish, train
+
+ON = "--optimizer.in_backward=true"
+NO_CLIPPING = "--training.max_norm=0"
+BAD_STEP = 3
+
+CASES = {
+    "FSDP": [*degrees(1, 2)],
+    "HSDP": [*degrees(2, 1), "--activation_checkpoint.mode=full", "--training.mixed_precision_reduce=bfloat16"],
+    "tied, groups, bfloat16": [
+        *degrees(1, 2), "--model.args.tied_head", "--optimizer.state_dtype=bfloat16", "--training.enable_cpu_offload",
+        '--optimizer.groups=[{match=["layers.*"]}, {match=["tok*", "head*"], name="SGD", args={momentum=0.9}}]',
+    ],
+}  # fmt: skip
+
+
+def configs_of(tiny: TinyRun, options: list[str], name: str, world_size: int) -> list[Config]:
+    """The same run without and with it."""
+    return [
+        tiny.config(*options, NO_CLIPPING, f"--job.name={name}-{on}", *on_or_off, world_size=world_size)
+        for on, on_or_off in (("off", []), ("on", [ON]))
+    ]
+
+
+def check_equal(tiny: TinyRun, name: str, off: list[dict[str, Any]], on: list[dict[str, Any]]) -> None:
+    """Weights of every rank, losses and gradient norms of every step."""
+    for expected, found in zip(off, on, strict=True):
+        assert found.keys() == expected.keys()
+        for parameter, value in expected.items():
+            assert (found[parameter] == value).all(), (name, parameter)
+    records = [tiny.records(f"{name}-{on}") for on in ("off", "on")]
+    assert len(records[0]) == 6
+    for figure in ("loss", "grad_norm", "lr"):
+        assert [record[figure] for record in records[1]] == [record[figure] for record in records[0]], (name, figure)
+
+
+def test_weights_are_those_of_updates_after_backward(tiny: TinyRun) -> None:
+    """Six steps of a warm-up; also where a unit has two children, and where optimizers are several."""
+    configs = [config for name, options in CASES.items() for config in configs_of(tiny, options, name, 2)]
+    results = run_in_turn(trained, 2, configs)
+    for number, name in enumerate(CASES):
+        check_equal(tiny, name, *results[2 * number : 2 * number + 2])
+
+
+def stopped(rank: int, world_size: int, config: Config) -> dict[str, Any]:
+    """Train until something in step 3 is not finite on rank 1: the loss, or (if the run's name says so) the gradients
+    of all that is below the head."""
+    run = built(rank, world_size, config)
+    calls = [0]
+
+    def loss_of(hidden_BLD: torch.Tensor, *args: Any, **kwargs: Any) -> TokenLoss:
+        calls[0] += 1
+        loss = run.loss_function(hidden_BLD, *args, **kwargs)
+        if calls[0] != BAD_STEP or rank != 1:
+            return loss
+        if "gradient" in str(config.job.name):
+            return loss._replace(total=loss.total + (hidden_BLD * 0).sum().sqrt())  # d sqrt(x) is infinite at 0
+        return TokenLoss(loss.total * math.nan, loss.cross_entropy * math.nan)
+
+    before: dict[str, torch.Tensor] = {}
+
+    def remember(*_: Any) -> None:
+        if calls[0] == BAD_STEP and not before:
+            before.update({name: local(it).detach().clone() for name, it in unique_parameters(run.model)})
+
+    run.optimizer.register_step_pre_hook(remember)
+    ended = train(replace(run, loss_function=loss_of))
+    finish(run, ended)
+    assert isinstance(ended, StoppedByGuard)
+    moved = [name for name, it in unique_parameters(run.model) if not torch.equal(before[name], local(it))]
+    finite = all(bool(local(it).isfinite().all()) for it in run.model.parameters())
+    return {"moved": moved, "finite": finite, "told": (str(ended), ended.taken, ended.in_part, ended.exit_code)}
+
+
+def test_all_ranks_stop_alike(tiny: TinyRun) -> None:
+    """A loss that is not finite leaves a state that is saved. A gradient does not: the run goes on from before."""
+    options = [ON, NO_CLIPPING, "--metrics.log_freq=5", "--checkpoint.interval=2"]
+    names = "loss", "gradient"
+    configs = [tiny.config(*options, f"--job.name={name}", world_size=2) for name in names]
+    again = tiny.config(*options, "--job.name=gradient", world_size=2)
+    loss, gradient = run_in_turn(stopped, 2, configs)
+    for rank in loss:
+        assert rank["moved"] == []
+        assert rank["told"][1:] == (2, False, 3)
+    for rank in gradient:
+        # Each shard decides by its own part: of embeddings, those of tokens that are not in the batch are finite.
+        assert {*rank["moved"]} - {"tok_embeddings.weight"} == {"head.output.weight"}
+        assert rank["finite"]
+        assert rank["told"][1:] == (2, True, 3)
+        assert "go on from the last checkpoint" in rank["told"][0]
+    for ranks in (loss, gradient):
+        assert ranks[0]["told"] == ranks[1]["told"]
+    checkpoints = [sorted((tiny.folder / "outputs" / name / "checkpoints").glob("step-*")) for name in names]
+    assert [[path.name for path in paths] for paths in checkpoints] == [["step-00000002"]] * 2
+    run_in_turn(trained, 2, [again])
+    assert [record["step"] for record in tiny.records("gradient")] == [1, 5, 6]

@@ -1,0 +1,206 @@
+"""What benchmarks/record.py writes, compare.py judges and table.py shows, on files made by hand."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.record import Figure, command, read, record
+from titanlite.errors import UserError
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+RATIO: dict[str, Any] = {
+    "name": "plain / ours",
+    "value": 1.0,
+    "low": 0.95,
+    "high": 1.05,
+    "unit": "",
+    "better": "higher",
+    "aim": ">= 0.97",
+    "command": "python benchmarks/bench_step.py --runs 7",
+    "date": "2026-11-22T03:18:42+00:00",
+    "machine": "EPYC, 2 cores, 24 GiB",
+    "versions": {"python": "3.11.7", "torch": "2.13.0", "titanlite": "0.1.0"},
+    "commit": "a2426e7",
+}
+SECONDS = {**RATIO, "name": "start", "value": 2.0, "low": 1.9, "high": 2.1, "unit": "s", "better": "lower"}
+
+
+def script(name: str, *words: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, str(BENCHMARKS / name), *map(str, words)], capture_output=True, text=True, timeout=60
+    )
+
+
+def written(path: Path, *figures: dict[str, Any]) -> Path:
+    path.write_text("".join(json.dumps(figure) + "\n" for figure in figures))
+    return path
+
+
+def verdicts(folder: Path, old: list[dict[str, Any]], new: list[dict[str, Any]]) -> tuple[int, dict[str, str]]:
+    """The exit code, and the rest of the line of each figure."""
+    names = {figure["name"] for figure in (*old, *new)}
+    run = script("compare.py", written(folder / "old.jsonl", *old), written(folder / "new.jsonl", *new))
+    assert run.stderr == ""
+    found = {}
+    for line in run.stdout.splitlines():
+        for name in names:
+            if line.startswith(f"{name}  "):
+                found[name] = " ".join(line.removeprefix(name).split())
+    return run.returncode, found
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "code", "line"),
+    [
+        pytest.param(RATIO, {"value": 0.96, "low": 0.95, "high": 0.97}, 0, "1 0.96 -4.0% same", id="within old's"),
+        pytest.param(RATIO, {"value": 0.94, "low": 0.93, "high": 0.95}, 1, "1 0.94 -6.0% WORSE", id="beyond"),
+        pytest.param(RATIO, {"value": 0.94, "low": 0.85, "high": 1.01}, 0, "1 0.94 -6.0% same", id="within new's"),
+        pytest.param(RATIO, {"value": 1.2, "low": 1.2, "high": 1.2}, 0, "1 1.2 +20.0% better", id="better"),
+        pytest.param(SECONDS, {"value": 2.09}, 0, "2 s 2.09 s +4.5% same", id="lower is better, within"),
+        pytest.param(SECONDS, {"value": 2.5, "high": 2.6, "low": 2.4}, 1, "2 s 2.5 s +25.0% WORSE", id="slower"),
+        pytest.param(SECONDS, {"value": 1.5, "low": 1.4, "high": 1.6}, 0, "2 s 1.5 s -25.0% better", id="quicker"),
+        pytest.param(
+            {**RATIO, "better": "none"}, {"value": 0.1, "low": 0.1}, 0, "1 0.1 -90.0% not judged", id="no direction"
+        ),
+        pytest.param(
+            SECONDS, {"value": 9, "high": 9, "machine": "EPYC, 4 cores, 24 GiB"}, 0, "2 s 9 s +350.0% other machine",
+            id="seconds of another machine",
+        ),
+        pytest.param(
+            RATIO, {"value": 0.5, "low": 0.5, "high": 0.5, "machine": "EPYC, 4 cores, 24 GiB"}, 1, "1 0.5 -50.0% WORSE",
+            id="ratio of another machine",
+        ),
+        pytest.param(
+            {**SECONDS, "value": 0, "low": 0, "high": 0, "unit": "of 50"}, {"value": 1, "high": 1}, 1,
+            "0 of 50 1 of 50 WORSE", id="from nothing",
+        ),
+        pytest.param(SECONDS, {"unit": "ms"}, 1, "2 s 2 ms OTHER UNIT", id="other unit"),
+    ],
+)  # fmt: skip
+def test_verdict(tmp_path: Path, old: dict[str, Any], new: dict[str, Any], code: int, line: str) -> None:
+    assert verdicts(tmp_path, [old], [{**old, **new}]) == (code, {old["name"]: line})
+
+
+def test_where_both_come_from_is_told(tmp_path: Path) -> None:
+    old = written(tmp_path / "old.jsonl", RATIO, SECONDS)
+    new = written(tmp_path / "new.jsonl", {**RATIO, "commit": "c88f508+"}, {**SECONDS, "machine": "H100", "commit": ""})
+    versions = "python 3.11.7, torch 2.13.0, titanlite 0.1.0"
+    assert script("compare.py", old, new).stdout.splitlines()[:4] == [
+        f"old: EPYC, 2 cores, 24 GiB; {versions}; commit a2426e7",
+        f"new: EPYC, 2 cores, 24 GiB; {versions}; commit c88f508+",
+        f"new: H100; {versions}; commit unknown",
+        "",
+    ]
+
+
+def test_a_missing_figure_is_flagged_and_a_new_one_is_not(tmp_path: Path) -> None:
+    assert verdicts(tmp_path, [RATIO, SECONDS], [RATIO]) == (
+        1, {"plain / ours": "1 1 +0.0% same", "start": "2 s - MISSING"},
+    )  # fmt: skip
+    assert verdicts(tmp_path, [RATIO], [RATIO, SECONDS]) == (
+        0, {"plain / ours": "1 1 +0.0% same", "start": "- 2 s new"},
+    )  # fmt: skip
+
+
+def test_of_the_same_name_the_last_counts(tmp_path: Path) -> None:
+    bad = {**RATIO, "value": 0.5, "low": 0.5}
+    assert verdicts(tmp_path, [RATIO], [bad, RATIO])[0] == 0
+    assert verdicts(tmp_path, [RATIO], [RATIO, bad])[0] == 1
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{", "not JSON: "),
+        ("[1]", "not a figure: expected an object, got '[1]'"),
+        ('{"name": "x"}', "not a figure: value is missing"),
+        (json.dumps({**RATIO, "value": "1"}), "not a figure: value is '1'"),
+        (json.dumps({**RATIO, "value": float("nan")}), "not a figure: value is nan"),
+        (json.dumps({**RATIO, "better": "more"}), "not a figure: better is 'more'"),
+        (json.dumps({**RATIO, "versions": ["3.11"]}), "not a figure: versions is ['3.11']"),
+        (json.dumps({**RATIO, "low": 2}), "1.0 is not between 2 and 1.05"),
+    ],
+)
+def test_a_bad_line_is_told_with_its_place(tmp_path: Path, line: str, message: str) -> None:
+    path = tmp_path / "bad.jsonl"
+    path.write_text(f"{json.dumps(RATIO)}\n\n{line}\n")
+    with pytest.raises(UserError) as caught:
+        read(path)
+    assert str(caught.value).startswith(f"{path}:3: {message}")
+
+
+@pytest.mark.parametrize("name", ["compare.py", "table.py"])
+def test_what_cannot_be_read_is_one_line_and_exit_code_2(tmp_path: Path, name: str) -> None:
+    good, bad, empty = (
+        written(tmp_path / "good.jsonl", RATIO),
+        tmp_path / "bad.jsonl",
+        written(tmp_path / "empty.jsonl"),
+    )
+    bad.write_text("figures\n")
+    problems = {
+        bad: f"{bad}:1: not JSON: Expecting value: line 1 column 1 (char 0)",
+        empty: f"{empty}: has no figures",
+        tmp_path / "none.jsonl": f"{tmp_path / 'none.jsonl'}: cannot be read: No such file or directory",
+    }
+    for path, problem in problems.items():
+        run = script(name, good, path)
+        assert (run.returncode, run.stdout, run.stderr) == (2, "", f"error: {problem}\n")
+
+
+def test_record_of_values_pairs_and_one_value(tmp_path: Path) -> None:
+    path = tmp_path / "figures.jsonl"
+    record(path, name="values", values=[3.0, 1.0, 2.5], unit="s", better="lower", aim="< 4 s")
+    record(path, name="pairs", pairs=([2.0, 4.0, 9.0], [1.0, 8.0, 3.0]))
+    record(path, name="value", value=0.5, low=0.25)
+    found = read(path)
+    spreads = {name: (figure.value, figure.low, figure.high) for name, figure in found.items()}
+    assert spreads == {"values": (2.5, 1.0, 3.0), "pairs": (4 / 3, 0.5, 3.0), "value": (0.5, 0.25, 0.5)}
+    first = found["values"]
+    assert (first.unit, first.better, first.aim, first.half_spread) == ("s", "lower", "< 4 s", 1.0)
+    assert first.versions["python"] == ".".join(map(str, sys.version_info[:3]))
+    assert first.versions["titanlite"] == "0.1.0"
+    assert " core" in first.machine
+    assert first.machine.endswith("GiB")
+    assert first.date.endswith("+00:00")
+
+
+def test_record_without_a_path_does_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    record(None, name="nothing", value=1.0)
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_command_has_no_places_in_it() -> None:
+    words = ["--record", "/tmp/x.jsonl", "--runs", "7", "--folder=/tmp/y", "--only", "FSDP, 2"]
+    expected = "python benchmarks/bench_step.py --runs 7 --only 'FSDP, 2'"
+    assert command([str(BENCHMARKS / "bench_step.py"), *words]) == expected
+
+
+@pytest.mark.parametrize("place", ["no/such/folder/x.jsonl", "."])
+def test_where_one_cannot_write_is_told_before_anything_runs(tmp_path: Path, place: str) -> None:
+    run = script("bench_startup.py", "--record", tmp_path / place)
+    assert run.returncode == 2
+    assert f"--record: cannot write to {tmp_path / place}" in run.stderr
+
+
+def test_table(tmp_path: Path) -> None:
+    bars = {**SECONDS, "name": "a|b", "value": 12345.6, "low": 12345.6, "high": 12345.6, "unit": "MiB", "aim": ""}
+    newer = {**RATIO, "value": 1.01, "commit": ""}
+    run = script("table.py", written(tmp_path / "1.jsonl", RATIO, bars), written(tmp_path / "2.jsonl", newer))
+    where = "| `python benchmarks/bench_step.py --runs 7` | 2026-11-22 | EPYC, 2 cores, 24 GiB"
+    versions = "python 3.11.7, torch 2.13.0, titanlite 0.1.0"
+    assert run.stdout.splitlines() == [
+        "| what | figure (least to most) | aim | command | date | machine | versions |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+        f"| plain / ours | 1.01 (0.95 to 1.05) | >= 0.97 {where} | {versions} |",
+        f"| a\\|b | 12,346 MiB |  {where} | {versions}, a2426e7 |",
+    ]
+
+
+def test_figures_of_before_can_be_read(tmp_path: Path) -> None:
+    """A field that a newer record.py adds does not matter to this one."""
+    assert read(written(tmp_path / "x.jsonl", {**RATIO, "runs": 7})) == {"plain / ours": Figure(**RATIO)}

@@ -1,0 +1,176 @@
+"""Where compiled code is kept, how compiling is told apart from steps, and that it ends after the first ones."""
+
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.helpers import TinyRun, train_on_this_rank
+from tests.unit.test_training_parts import recorder, records, result_of
+from titanlite.config.schema import Compile
+from titanlite.parallelize.compile import CompileWatch, compile_blocks, use_cache
+
+PLACE = "TORCHINDUCTOR_CACHE_DIR"
+
+
+@pytest.fixture
+def log(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[str]]:
+    """What titanlite has logged so far, from warnings on."""
+    monkeypatch.setattr(logging.getLogger("titanlite"), "propagate", True)
+    caplog.set_level(logging.WARNING)
+    return lambda: [record.getMessage() for record in caplog.records if record.name.startswith("titanlite")]
+
+
+@pytest.fixture
+def dynamo() -> Iterator[None]:
+    """The compiler with nothing compiled yet."""
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def test_where_compiled_code_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, log: Callable[[], list[str]]
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+
+    def chosen(config: Compile, *, before: str | None = None) -> str | None:
+        monkeypatch.delenv(PLACE, raising=False)
+        if before:
+            monkeypatch.setenv(PLACE, before)
+        use_cache(config)
+        return os.environ.get(PLACE)
+
+    on = Compile(enable=True)
+    assert chosen(Compile()) is None
+    assert chosen(on) == str(tmp_path / ".cache" / "titanlite" / "compile")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    assert chosen(on) == str(tmp_path / "xdg" / "titanlite" / "compile")
+    named = Compile(enable=True, cache_folder=str(tmp_path / "named"))
+    assert chosen(named) == str(tmp_path / "named")
+    assert chosen(named, before="/elsewhere") == "/elsewhere"
+    assert chosen(Compile(enable=True, cache_folder="~/own")) == str(tmp_path / "own")
+    assert log() == []
+    (tmp_path / "file").touch()
+    assert chosen(Compile(enable=True, cache_folder=str(tmp_path / "file" / "below"))) is None
+    [warning] = log()
+    assert warning.startswith("compile.cache_folder: ")
+    assert warning.endswith("compiled code is kept in a temporary folder")
+
+
+@pytest.mark.usefixtures("single_process_group")
+def test_compiling_is_no_step_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now, compiling = [100.0], [7.0]
+    monkeypatch.setattr("titanlite.metrics.time.perf_counter", lambda: now[0])
+    monkeypatch.setattr("titanlite.parallelize.compile._seconds", lambda: compiling[0])
+    lines: list[str] = []
+    monkeypatch.setattr("titanlite.metrics.logger.info", lines.append)
+    metrics = recorder(tmp_path, log_freq=1)
+
+    def takes(seconds: float, of_compiler: float = 0.0) -> None:
+        now[0] += seconds + of_compiler
+        compiling[0] += of_compiler
+
+    for step, of_compiler in ((1, 40.0), (2, 0.0), (3, 0.0)):
+        takes(2.0, of_compiler)
+        metrics.end_step(step, result_of(3.5, 0.25), lr=0.1, samples=8 * step, shares=dict, last=False)
+        with metrics.not_training(waits_for_device=False):
+            takes(10.0, 20.0)  # a validation
+    assert [record["step_seconds"] for record in records(tmp_path)] == pytest.approx([2.0, 2.0, 2.0])
+    assert [record["tokens_per_second"] for record in records(tmp_path)] == pytest.approx([500, 500, 500])
+    assert [record.get("compile_seconds") for record in records(tmp_path)] == [40.0, None, None]
+    assert ["compile 40.0 s" in line for line in lines] == [True, False, False]
+
+
+def test_without_a_compiler_nothing_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "torch._dynamo.utils", raising=False)
+    watch = CompileWatch()
+    watch.end_step()
+    with watch.apart():
+        assert (watch.take_seconds(), watch.recompiles) == (0.0, 0)
+    assert "torch._dynamo.utils" not in sys.modules
+
+
+@pytest.mark.usefixtures("dynamo")
+def test_what_compiles_again_is_warned_of_with_its_reason(log: Callable[[], list[str]]) -> None:
+    compiled = torch.compile(lambda x: x * 2, backend="eager", dynamic=False)
+    watch = CompileWatch()
+
+    def step(size: int) -> None:
+        compiled(torch.ones(size))
+        watch.end_step()
+        watch.warn(watch.recompiles)
+
+    step(2)
+    step(3)
+    assert watch.take_seconds() > 0
+    step(3)
+    assert watch.take_seconds() == 0
+    with watch.apart():
+        compiled(torch.ones(4))  # the first validation
+    step(2)
+    assert log() == []
+    assert watch.take_seconds() == 0
+    step(5)
+    [warning] = log()
+    assert warning.startswith("compile: 1 recompiles since step 2 of this start: ")
+    assert "size mismatch" in warning
+    step(5)
+    with watch.apart():
+        compiled(torch.ones(6))  # a later one should find all compiled
+    step(5)
+    assert len(log()) == 2
+    assert log()[1].startswith("compile: 2 recompiles since step 2")
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("single_process_group", "dynamo")
+@pytest.mark.parametrize("mode", ["none", "selective", "full"])
+def test_nothing_is_compiled_after_the_first_step(
+    tiny: TinyRun, monkeypatch: pytest.MonkeyPatch, log: Callable[[], list[str]], mode: str
+) -> None:
+    """Documents of other lengths in each batch, several micro-batches, and validation, which compiles once for itself:
+    it has no backward. The blocks are traced as always, and not turned into machine code."""
+    monkeypatch.setattr("titanlite.parallelize.compile_blocks", partial(compile_blocks, backend="aot_eager"))
+    graphs: list[int] = []
+    original = CompileWatch.end_step
+
+    def end_step(self: CompileWatch) -> None:
+        graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+        original(self)
+
+    monkeypatch.setattr(CompileWatch, "end_step", end_step)
+    before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    options = ["--compile.enable", f"--activation_checkpoint.mode={mode}", "--data.document_mask"]
+    options += ["--training.local_batch_size=2", "--checkpoint.interval=2"]
+    options += ["--validation.enable", f"--validation.path={tiny.text}", "--validation.freq=2"]
+    train_on_this_rank(tiny.config(*options), 0, 1)
+    assert [count - before for count in graphs] == [1, 1, 2, 2, 2, 2]
+    assert ["compile_seconds" in record for record in tiny.records()] == [True, *[False] * 5]
+    assert not [line for line in log() if "recompiles" in line]
+
+
+@pytest.mark.slow
+def test_the_next_start_finds_what_was_compiled(tiny: TinyRun) -> None:
+    """By the real compiler, in processes of their own, that know the folder by the option only."""
+    variables = {key: value for key, value in os.environ.items() if key != PLACE}
+    cache = tiny.folder / "cache"
+    found = []
+    for name in ("cold", "warm"):
+        command = [sys.executable, "-m", "titanlite", "train", "--config", str(tiny.toml), f"--job.name={name}"]
+        command += ["--compile.enable", f"--compile.cache_folder={cache}", "--training.steps=2"]
+        subprocess.run(command, check=True, capture_output=True, text=True, timeout=400, env=variables)
+        found.append({str(path.relative_to(cache)) for path in cache.rglob("*") if path.is_file()})
+        first, second = tiny.records(name)
+        assert first["compile_seconds"] > 0
+        assert "compile_seconds" not in second
+    assert {path.split("/")[0] for path in found[0]} >= {"fxgraph", "aotautograd"}
+    assert found[1] == found[0]
+    assert tiny.losses("warm") == tiny.losses("cold")

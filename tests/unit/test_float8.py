@@ -1,0 +1,171 @@
+"""Which layers are converted to float8 and why the others are not, what is refused, and that it trains."""
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from tests.helpers import TinyRun, train_on_this_rank
+from titanlite.config.load import load
+from titanlite.config.schema import Float8
+from titanlite.errors import UserError
+from titanlite.hardware import find_hardware
+from titanlite.models.base import Model
+from titanlite.models.llama3 import Llama3, Llama3Args
+from titanlite.models.qwen3_moe import Qwen3Moe, Qwen3MoeArgs
+from titanlite.parallelize.float8 import check_float8, choose_layers, convert_to_float8
+from titanlite.plan.planning import Layout
+from titanlite.plan.search import _Search
+
+LARGE = Llama3Args(
+    dim=4096, n_layers=1, n_heads=32, n_kv_heads=8, hidden_dim=14336, vocab_size=512, max_seq_len=16
+)  # fmt: skip
+"""As a block of Llama 3 8B."""
+
+
+def on_meta(kind: type[Model], args: Any) -> Any:
+    with torch.device("meta"):
+        return kind(args)
+
+
+@pytest.fixture
+def log(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[str]]:
+    """What titanlite has logged so far; torchao says things of its own."""
+    monkeypatch.setattr(logging.getLogger("titanlite"), "propagate", True)
+    caplog.set_level(logging.INFO, logger="titanlite")
+    return lambda: [record.getMessage() for record in caplog.records if record.name.startswith("titanlite")]
+
+
+def test_small_layers_stay_and_the_log_says_why(log: Callable[[], list[str]]) -> None:
+    pytest.importorskip("torchao")
+    convert_to_float8(on_meta(Llama3, LARGE), float8=Float8(enable=True), shard_degree=8)
+    assert log() == [
+        "float8 (tensorwise): converted 5 linear layers: layers.0.attention.wq, layers.0.attention.wo, "
+        "layers.0.feed_forward.w1, ... (2 of 4096 x 4096, 2 of 14336 x 4096, 1 of 4096 x 14336)",
+        "float8: kept 2 linear layers (1024 x 4096: slower in float8 up to 1024 x 4096): layers.0.attention.wk, "
+        "layers.0.attention.wv",
+        "float8: kept 1 linear layers (the loss multiplies with its weight itself): head.output",
+    ]
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+def test_the_limits_are_those_of_torchao(recipe: str) -> None:
+    """Of sizes on both sides of each limit."""
+    utils = pytest.importorskip("torchao.float8.float8_linear_utils")
+    wanted = utils._auto_filter_for_recipe(recipe, filter_fqns=[])
+    sizes = [16, 1024, 1040, 2048, 2064, 4096, 4112, 8192, 1000]
+    found = {}
+    for rows in sizes:
+        for columns in sizes:
+            model = torch.nn.Module()
+            model.layer = torch.nn.Linear(columns, rows, bias=False, device="meta")
+            both = [bool(choose_layers(model, Float8(recipe_name=it))[0]) for it in (recipe, "rowwise_with_gw_hp")]  # pyright: ignore
+            found[rows, columns] = both[0]
+            assert both[0] == wanted(model.layer, "layer"), (rows, columns)
+            assert recipe == "tensorwise" or both[0] == both[1]
+    assert set(found.values()) == {True, False}
+
+
+def test_nothing_to_convert_names_the_option(tiny: TinyRun) -> None:
+    pytest.importorskip("torchao")
+    args = Llama3Args(dim=64, n_layers=1, n_heads=4, n_kv_heads=2, hidden_dim=64, vocab_size=64, max_seq_len=16)
+    with pytest.raises(UserError, match=r"no layer can be converted.*skip_small = false converts small ones too"):
+        convert_to_float8(on_meta(Llama3, args), float8=Float8(enable=True), shard_degree=1)
+    with pytest.raises(UserError, match=r"see the reasons above$"):
+        convert_to_float8(on_meta(Llama3, args), float8=Float8(enable=True, filter_fqns=["layers"]), shard_degree=1)
+
+
+def test_experts_stay_and_the_log_says_so(log: Callable[[], list[str]]) -> None:
+    pytest.importorskip("torchao")
+    args = Qwen3MoeArgs(
+        dim=64, n_layers=2, n_heads=2, n_kv_heads=1, head_dim=32, hidden_dim=64, n_experts=4, n_active_experts=2,
+        vocab_size=64, max_seq_len=16,
+    )  # fmt: skip
+    model = on_meta(Qwen3Moe, args)
+    convert_to_float8(model, float8=Float8(enable=True, skip_small=False), shard_degree=1)
+    [line] = [line for line in log() if "experts" in line]
+    assert line == (
+        "float8: kept 6 stacks of experts' weights (products of groups are not done in float8): "
+        "layers.0.feed_forward.w1, layers.0.feed_forward.w2, layers.0.feed_forward.w3, ..."
+    )
+    assert log()[0].startswith("float8 (tensorwise): converted 8 linear layers: layers.0.attention.wq")
+
+
+def test_rows_that_do_not_divide_are_not_gathered_in_float8(log: Callable[[], list[str]]) -> None:
+    """FSDP pads uneven shards, and cannot pad these: ranks would send messages of different sizes."""
+    pytest.importorskip("torchao")
+    for shard_degree, wrapped in ((8, True), (3, False), (1, False)):
+        model = on_meta(Llama3, LARGE)
+        convert_to_float8(model, float8=Float8(enable=True), shard_degree=shard_degree)
+        assert hasattr(model.layers[0].attention.wq.weight, "_precomputed_scale") is wrapped
+    assert [line for line in log() if "gathered" in line] == [
+        "float8: weights are not gathered in float8 (the rows of 5 of them do not divide by the shard degree 3): "
+        "layers.0.attention.wq, layers.0.attention.wo, layers.0.feed_forward.w1, ..."
+    ]
+
+
+@pytest.mark.parametrize(
+    ("capability", "recipe", "refusal"),
+    [
+        (None, "tensorwise", "this machine has no float8 units"),
+        ((8, 0), "tensorwise", "this machine has no float8 units"),
+        ((8, 9), "tensorwise", None),
+        ((8, 9), "rowwise", "recipe_name: rowwise needs compute capability 9.0 .Hopper., and this GPU has 8.9"),
+        ((8, 9), "rowwise_with_gw_hp", "recipe_name: rowwise_with_gw_hp needs compute capability 9.0"),
+        ((9, 0), "rowwise", None),
+    ],
+)
+def test_what_the_machine_cannot_do_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int] | None, recipe: Any, refusal: str | None
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: capability is not None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    check_float8(Float8(enable=True, recipe_name=recipe, emulate=True))
+    if refusal is None:
+        check_float8(Float8(enable=True, recipe_name=recipe))
+        return
+    with pytest.raises(UserError, match=refusal):
+        check_float8(Float8(enable=True, recipe_name=recipe))
+
+
+def test_torchao_that_is_missing_is_said(tiny: TinyRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("titanlite.config.checks.importlib.util.find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"needs torchao: pip install 'titanlite\[float8\]'"):
+        tiny.config("--quantize.linear.float8.enable", "--compile.enable")
+
+
+def test_a_search_leaves_float8_where_every_layer_is_small() -> None:
+    def tried(*options: str) -> list[bool]:
+        config = load("train_configs/debug.toml", ["--compile.enable", *options])
+        pool: Any = None
+        return _Search(config, Layout(2, find_hardware("H100"), 8), pool, 8).float8
+
+    assert tried() == [False]
+    assert tried("--quantize.linear.float8.skip_small=false") == [False, True]
+
+
+SHAPE = ["--model.args.dim=64", "--model.args.hidden_dim=96", "--model.args.n_heads=4", "--model.args.n_kv_heads=2"]
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("single_process_group")
+def test_convergence_is_that_of_float32(tiny: TinyRun) -> None:
+    """On the CPU, emulated: 100 steps end where those of float32 end, within 2 %, and are not the same."""
+    pytest.importorskip("torchao")
+    options = [*SHAPE, "--training.steps=100", "--optimizer.lr=3e-3", "--checkpoint.enable=false"]
+
+    def losses(name: str, *more: str) -> list[float]:
+        train_on_this_rank(tiny.config(f"--job.name={name}", *options, *more), 0, 1)
+        return tiny.losses(name)
+
+    plain = losses("float32")
+    assert plain[-1] < 0.5 * plain[0]
+    for recipe in ("tensorwise", "rowwise", "rowwise_with_gw_hp"):
+        float8 = ["enable", "emulate", "skip_small=false", f"recipe_name={recipe}"]
+        found = losses(recipe, *(f"--quantize.linear.float8.{option}" for option in float8))
+        differences = [abs(one / other - 1) for one, other in zip(found, plain, strict=True)]
+        assert max(differences) > 1e-3, "float8 was not at work"
+        last = sum(found[-10:]) / 10, sum(plain[-10:]) / 10
+        assert last[0] == pytest.approx(last[1], rel=0.02), recipe

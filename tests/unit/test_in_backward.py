@@ -1,0 +1,161 @@
+"""Updates within backward: what a config may ask for, what stops them, what the plan shows."""
+
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from tests.distributed.test_layouts import degrees
+from tests.helpers import TinyRun
+from tests.unit.test_plan import profiled
+from titanlite.config.schema import Guard, Optimizer
+from titanlite.errors import ConfigError
+from titanlite.guard import StepGuard, StoppedByGuard
+from titanlite.optim import build_optimizer
+from titanlite.optim.in_backward import InBackward
+from titanlite.optim.norm import norms_of
+from titanlite.step import StepResult
+
+ON = ("--optimizer.in_backward=true", "--training.max_norm=0")
+NAN = math.nan
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--training.max_norm=1"], "set training.max_norm = 0"),
+        (["--guard.nonfinite=skip"], 'set guard.nonfinite = "stop"'),
+        (["--guard.spike_sigma=6"], "set guard.spike_sigma = 0"),
+        (["--optimizer.name=Muon"], "Muon matrices of all ranks together"),
+        (['--optimizer.groups=[{match=["*"], name="Muon"}]'], "Muon matrices of all ranks together"),
+        (["--training.local_batch_size=2"], "a step has 2 of 2 sequences on each of the 2 processes"),
+    ],
+)
+def test_what_it_cannot_have_is_refused(tiny: TinyRun, options: list[str], words: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        tiny.config(*ON, *options, world_size=2)
+    [problem] = error.value.problems
+    assert problem.key == "optimizer.in_backward"
+    assert words in problem.message
+
+
+def test_what_it_can_have_is_not(tiny: TinyRun) -> None:
+    groups = '--optimizer.groups=[{match=["*"], name="SGD"}]'
+    assert tiny.config(*ON, "--optimizer.name=Muon", groups, world_size=2).optimizer.in_backward
+    tiny.config("--guard.nonfinite=skip", "--optimizer.name=Muon", "--training.local_batch_size=1", world_size=2)
+
+
+class Tied(nn.Module):
+    """One weight, used twice, and one that is used once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(8, 8, bias=False)
+        self.last = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(self.first(torch.relu(self.first(x)))).square().mean()
+
+
+def world() -> dist.ProcessGroup:
+    assert dist.group.WORLD is not None
+    return dist.group.WORLD
+
+
+def states(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    values = [value for parameter in model.parameters() for value in optimizer.state[parameter].values()]
+    return [tensor.detach().clone() for tensor in [*model.parameters(), *values]]
+
+
+@pytest.mark.usefixtures("single_process_group")
+@pytest.mark.parametrize("kind", ["AdamW", "SGD"])
+def test_each_parameter_is_updated_once_by_its_whole_gradient(kind: str) -> None:
+    config = Optimizer(name=kind, lr=0.1, args={"momentum": 0.9} if kind == "SGD" else {})
+    whole, parts = Tied(), Tied()
+    ordinary, within = (build_optimizer(model, config, seed=0) for model in (whole, parts))
+    in_backward = InBackward(parts, within)
+    for step in range(4):
+        x = torch.randn(5, 8, generator=torch.Generator().manual_seed(step))
+        whole(x).backward()
+        gradients = [parameter.grad for parameter in whole.parameters() if parameter.grad is not None]
+        loss = parts(x)
+        in_backward.begin(loss.detach(), world())
+        loss.backward()
+        assert all(parameter.grad is None for parameter in parts.parameters())
+        found = in_backward.end()
+        assert len(found) == 3
+        assert all(map(torch.equal, found, norms_of(gradients)))
+        ordinary.step()
+        ordinary.zero_grad()
+        assert all(map(torch.equal, states(parts, within), states(whole, ordinary)))
+
+
+@pytest.mark.usefixtures("single_process_group")
+@pytest.mark.parametrize("kind", ["AdamW", "SGD"])
+def test_what_is_not_finite_is_not_used(kind: str) -> None:
+    """A loss: nothing is updated. A gradient of one parameter: all others are."""
+    model = Tied()
+    optimizer = build_optimizer(model, Optimizer(name=kind, lr=0.1), seed=0)
+    in_backward = InBackward(model, optimizer)
+    poison = False
+    model.last.bias.register_hook(lambda gradient: gradient * NAN if poison else None)
+
+    def moved(figure: float) -> list[bool]:
+        before = [parameter.detach().clone() for parameter in model.parameters()]
+        in_backward.begin(torch.tensor(figure), world())
+        model(torch.ones(2, 8)).backward()
+        assert len(in_backward.end()) == 3
+        assert all(parameter.isfinite().all() for parameter in model.parameters())
+        return [not torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True)]
+
+    assert moved(1.0) == [True, True, True]
+    assert moved(NAN) == [False, False, False]
+    assert moved(math.inf) == [False, False, False]
+    poison = True
+    assert moved(1.0) == [True, True, False]
+
+
+@pytest.mark.usefixtures("single_process_group")
+def test_the_guard_tells_what_is_whole() -> None:
+    """A stop for the loss leaves a state that can be saved, one for a gradient does not; and nothing comes after."""
+    for bad, in_part in (((NAN, NAN), False), ((3.0, NAN), True)):
+        guard = StepGuard(Guard(), device=torch.device("cpu"), step=0, state={})
+        forbidden = []
+        for step, (loss, norm) in enumerate([(3.0, 1.0), bad, (3.0, 1.0)], start=1):
+            figures = torch.tensor(loss), torch.tensor(norm)
+            forbidden.append(bool(guard.forbids(figures[0])))
+            verdict = guard.judge(*figures)
+            guard.keep(step, StepResult(figures[0], torch.zeros(()), figures[1], verdict, figures[0][None], figures[1]))
+        assert forbidden == [False, not in_part, True]
+        with pytest.raises(StoppedByGuard, match="step 2: loss or gradient is not finite") as stopped:
+            guard.look(world())
+        assert stopped.value.taken == 1
+        assert stopped.value.in_part is in_part
+        assert ("go on from the last checkpoint" in str(stopped.value)) is in_part
+
+
+SHALLOW = ("--model.args.n_layers=10", "--training.seq_len=8", "--model.args.vocab_size=128")
+"""Little else than weights: ten blocks of 43,136 weights, embedding and head of 8,192, and a norm."""
+BLOCK, REST = 43_136, 2 * 8_192 + 64
+
+
+@pytest.mark.parametrize(("replicate", "shard"), [(1, 1), (1, 4), (2, 2)])
+def test_the_plan_shows_gradients_of_two_units_at_most(replicate: int, shard: int) -> None:
+    """As a unit is reduced, FSDP may still hold what it reduced before."""
+    ranks = replicate * shard
+    options = [*SHALLOW, *degrees(replicate, shard), "--training.max_norm=0", f"--training.global_batch_size={ranks}"]
+    without, found = (profiled(*options, *on, world_size=ranks) for on in ((), ON))
+    assert without.most("gradients") == 4 * (10 * BLOCK + REST) // shard
+    assert 0 < found.most("gradients") <= 4 * 2 * BLOCK // shard
+    assert found.phases["update"]["gradients"] <= 4 * 8_192 // shard
+    assert found.most("optimizer") == without.most("optimizer")
+    assert found.most("parameters") == without.most("parameters")
+    assert without.peak - found.peak > 4 * 2 * BLOCK // shard
+
+
+def test_a_plan_of_several_micro_batches_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"optimizer\.in_backward"):
+        profiled(*ON, "--training.local_batch_size=2", world_size=1)

@@ -1,0 +1,392 @@
+"""States in files instead of memory: the same bits, less memory, and nothing left behind."""
+
+import errno
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.helpers import TinyRun, train_on_this_rank
+from tests.unit.test_checkpoints import assert_equal, trained
+from tests.unit.test_plan import planned, read
+from titanlite import offload
+from titanlite.checkpoint.storage import folder_name
+from titanlite.cli import run as run_command
+from titanlite.config.load import load
+from titanlite.config.schema import Offload
+from titanlite.errors import ConfigError, RunError, UserError
+from titanlite.hardware import find_hardware
+from titanlite.offload import DiskTensors
+from titanlite.optim import SlicedAdamW
+from titanlite.parallelize.materialize import in_place_of
+from titanlite.plan.planning import Layout, _with_disk, appraise, sketch
+from titanlite.train import build
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="files are mapped, and dropped, as Linux does it")
+
+MOMENTS = ["--offload.optimizer=disk"]
+EVERYTHING = [*MOMENTS, "--offload.parameters=disk", "--training.enable_cpu_offload"]
+BFLOAT16 = ["--optimizer.state_dtype=bfloat16", "--training.dtype=bfloat16"]
+
+
+@pytest.fixture
+def _tiny_slices(monkeypatch: pytest.MonkeyPatch, single_process_group: None) -> None:
+    """Many in each parameter, and several writes a step. A run that failed does not hold its folder."""
+    monkeypatch.setattr("titanlite.optim.rounding.DISK_SLICE", 512)
+    monkeypatch.setattr("titanlite.offload.WINDOW", 2**17)
+    monkeypatch.setattr("titanlite.job._lock", lambda path: None)
+
+
+def folder(tiny: TinyRun, name: str = "tiny") -> Path:
+    return tiny.folder / "outputs" / name / "offload"
+
+
+def mapped(folder: Path) -> list[str]:
+    """Files of a folder that this process has mapped."""
+    return [line for line in Path("/proc/self/maps").read_text().splitlines() if f"{folder.absolute()}/" in line]
+
+
+@pytest.mark.usefixtures("_tiny_slices")
+@pytest.mark.parametrize("types", [[], BFLOAT16[:1], BFLOAT16], ids=["float32", "bfloat16 moments", "bfloat16"])
+def test_the_same_bits_from_disk(tiny: TinyRun, types: list[str]) -> None:
+    expected = trained(tiny.config("--job.name=memory", *types))
+    for options in (MOMENTS, EVERYTHING[1:], EVERYTHING):
+        name = f"disk-{len(options)}"
+        assert_equal(trained(tiny.config(f"--job.name={name}", *types, *options)), expected)
+        assert tiny.losses(name) == tiny.losses("memory")
+
+
+@pytest.mark.usefixtures("_tiny_slices")
+def test_states_are_in_files_without_a_name(tiny: TinyRun) -> None:
+    for options, files in ((MOMENTS, 1), (EVERYTHING, 2), ([], 0)):
+        name = f"with-{files}"
+        run = train_on_this_rank(tiny.config(f"--job.name={name}", *options), 0, 1)
+        lines = mapped(folder(tiny, name))
+        assert len(lines) == files
+        assert all(line.endswith("(deleted)") for line in lines)
+        assert not files or [*folder(tiny, name).iterdir()] == []
+        spans = [range(*(int(end, 16) for end in line.split()[0].split("-"))) for line in lines]
+        state = run.optimizer.state[next(iter(run.model.parameters()))]
+        assert any(state["exp_avg_sq"].to_local().data_ptr() in span for span in spans) == (files > 0)
+        weights = [parameter.to_local().data_ptr() for parameter in run.model.parameters()]
+        assert all(any(weight in span for span in spans) for weight in weights) == (files > 1)
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_slices_are_adamw_to_the_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, threads: int) -> None:
+    """Lengths that are no multiple of what the kernel computes at once; and threads, which divide each slice anew."""
+    monkeypatch.setattr("titanlite.optim.rounding.DISK_SLICE", 2**14)
+    torch.set_num_threads(threads)
+    options: dict[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+    torch.manual_seed(0)
+    values = [torch.randn(size) for size in (0, 1, 7, 2**14, 2**14 + 1, 3 * 2**14 + 37, 100_003)]
+    ours, theirs = ([nn.Parameter(value.clone()) for value in values] for _ in "12")
+    names = {str(number): parameter for number, parameter in enumerate(ours)}
+    sliced = SlicedAdamW(
+        [{"params": ours}], names, state_dtype=torch.float32, seed=0,
+        disk=DiskTensors(tmp_path), **options,
+    )  # fmt: skip
+    whole = torch.optim.AdamW(theirs, fused=True, **options)
+    for _ in range(3):
+        for mine, other in zip(ours, theirs, strict=True):
+            mine.grad = other.grad = torch.randn_like(mine)
+        sliced.step()
+        whole.step()
+    for mine, other in zip(ours, theirs, strict=True):
+        assert torch.equal(mine, other)
+        for key, value in whole.state[other].items():
+            assert torch.equal(sliced.state[mine][key], value), key
+
+
+def test_tensors_of_a_file(tmp_path: Path) -> None:
+    disk = DiskTensors(tmp_path / "new" / "folder")
+    shapes = [((3, 5), torch.bfloat16), ((0, 4), torch.float32), ((), torch.float32), ((1000,), torch.float32)]
+    tensors = disk.allocate([(torch.Size(shape), dtype) for shape, dtype in shapes])
+    assert [(tuple(tensor.shape), tensor.dtype) for tensor in tensors] == shapes
+    assert all(tensor.count_nonzero() == 0 for tensor in tensors)
+    for number, tensor in enumerate(tensors):
+        tensor.fill_(number + 1)
+        assert tensor.numel() == 0 or tensor.data_ptr() % 64 == 0
+        assert tensor.untyped_storage().nbytes() == tensor.nbytes, "a checkpoint would copy it first"
+    disk.changed(*tensors, torch.ones(3))
+    disk.settle()
+    disk.drop(*tensors)
+    assert [tensor.float().sum().item() for tensor in tensors] == [15, 0, 3, 4000]
+    assert disk.allocate([(torch.Size([0]), torch.float32)])[0].shape == (0,)
+    assert in_place_of(torch.ones(3), tensors[2]) is tensors[2]
+
+
+def resident_of_files() -> int:
+    """Bytes."""
+    [line] = [it for it in Path("/proc/self/status").read_text().splitlines() if it.startswith("RssFile:")]
+    return int(line.split()[1]) * 1024
+
+
+@pytest.mark.parametrize("drops", [True, False])
+def test_few_pages_of_files_are_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, drops: bool) -> None:
+    """96 MiB of moments, of which a few slices of 2 x 1 MiB are. Without dropping them, all are."""
+    monkeypatch.setattr("titanlite.optim.rounding.DISK_SLICE", 2**18)
+    monkeypatch.setattr("titanlite.offload.WINDOW", 2**21)
+    if not drops:
+        monkeypatch.setattr(offload, "_drop", lambda part: None)
+    most: list[int] = []
+    changed = DiskTensors.changed
+
+    def looked_at(self: DiskTensors, *tensors: torch.Tensor) -> None:
+        changed(self, *tensors)
+        most.append(resident_of_files())
+
+    monkeypatch.setattr(DiskTensors, "changed", looked_at)
+    weight = nn.Parameter(torch.zeros(12, 2**20))
+    disk = DiskTensors(tmp_path)
+    optimizer = SlicedAdamW(
+        [{"params": [weight]}], {"weight": weight}, state_dtype=torch.float32, seed=0, disk=disk,
+        lr=0.1, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0,
+    )  # fmt: skip
+    weight.grad = torch.ones_like(weight)
+    before = resident_of_files()
+    for _ in range(2):
+        optimizer.step()
+    disk.settle()
+    assert weight.max().item() == pytest.approx(-0.2, rel=1e-4)
+    assert len(most) == 2 * 12 * 2**20 // 2**18
+    if drops:
+        assert max(most) - before < 32 * 2**20
+        assert resident_of_files() - before < 16 * 2**20
+    else:
+        assert max(most) - before >= 90 * 2**20
+
+
+LIMITED = """
+import json, re, resource, sys
+from pathlib import Path
+import torch
+torch.set_num_threads(1)
+from titanlite.config.load import load
+from titanlite.job import pick_device, process_group, read_ranks
+from titanlite.preflight import preflight
+from titanlite.train import build, finish, train
+toml, room, *options = sys.argv[1:]
+config, ranks = load(toml, options), read_ranks({})
+device = pick_device(ranks)
+with process_group(ranks, device):
+    torch.ones(300, 300, requires_grad=True).mm(torch.ones(300, 300)).sum().backward()  # threads, and libraries
+    taken = int(re.search(r"VmData:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) * 1024
+    if int(room):
+        resource.setrlimit(resource.RLIMIT_DATA, (taken + int(room), taken + int(room)))
+    run = build(config, preflight(config, ranks, device), ranks=ranks, device=device)
+    train(run)
+    finish(run)
+"""
+
+
+@pytest.mark.slow
+def test_states_larger_than_memory(tiny: TinyRun) -> None:
+    """RLIMIT_DATA limits private memory. Of a parameter, 16 bytes are states: moments 8, itself and its gradient 4
+    each. With only the gradients in memory, what else a step takes has room in 15."""
+    wide = ["dim=512", "hidden_dim=2048", "n_heads=4", "n_kv_heads=4", "n_layers=6"]
+    options = ["--training.steps=2", "--training.global_batch_size=1", "--checkpoint.enable=false"]
+    options += ["--parallelism.fsdp_reshard_after_forward=always", *(f"--model.args.{size}" for size in wide)]
+
+    def train(name: str, room: int, *more: str) -> subprocess.CompletedProcess[str]:
+        words = [str(tiny.toml), str(room), f"--job.name={name}", *options, *more]
+        return subprocess.run([sys.executable, "-c", LIMITED, *words], capture_output=True, text=True, timeout=300)
+
+    states = 16 * sum(tensor.numel() for tensor in parameters_of(tiny, options))
+    assert states > 350 * 2**20
+    assert train("free", 0).returncode == 0
+    failed = train("memory", states * 15 // 16)
+    assert failed.returncode != 0
+    assert "can't allocate memory" in failed.stderr
+    found = train("disk", states * 15 // 16, *EVERYTHING)
+    assert found.returncode == 0, found.stderr
+    assert tiny.losses("disk") == tiny.losses("free")
+
+
+def parameters_of(tiny: TinyRun, options: list[str]) -> list[nn.Parameter]:
+    from titanlite.models.registry import resolve_model
+
+    args = tiny.config(*options).model.args
+    kind, shape = resolve_model("llama3", None, args)
+    with torch.device("meta"):
+        return [*kind(shape).parameters()]
+
+
+# What is left
+
+
+@pytest.mark.usefixtures("_tiny_slices")
+def test_nothing_is_left_by_a_run_that_fails(tiny: TinyRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        assert mapped(folder(tiny))
+        raise ZeroDivisionError
+
+    monkeypatch.setattr("titanlite.metrics.MetricsRecorder.end_step", fail)
+    with pytest.raises(ZeroDivisionError):
+        train_on_this_rank(tiny.config(*EVERYTHING), 0, 1)
+    assert [*folder(tiny).iterdir()] == []
+
+
+def test_nothing_is_left_by_a_process_that_is_killed(tiny: TinyRun) -> None:
+    code = (
+        "import os, pathlib, sys, torch; from titanlite.offload import DiskTensors\n"
+        "disk = DiskTensors(pathlib.Path(sys.argv[1]))\n"
+        "tensors = disk.allocate([(torch.Size([1000]), torch.float32)])\n"
+        "tensors[0].fill_(1); disk.changed(*tensors); disk.settle(); os.kill(os.getpid(), 9)"
+    )
+    ended = subprocess.run([sys.executable, "-c", code, str(folder(tiny))], timeout=60)
+    assert ended.returncode == -signal.SIGKILL
+    assert [*folder(tiny).iterdir()] == []
+
+
+@pytest.mark.usefixtures("_tiny_slices")
+def test_runs_go_on_in_memory_and_on_disk_as_one(tiny: TinyRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    names: list[str] = []
+    monkeypatch.setattr("titanlite.checkpoint.saving._Staging.begin", lambda self, tensors: names.extend(tensors))
+    expected = trained(tiny.config("--job.name=whole", "--checkpoint.async_mode=disabled"))
+    turns: list[list[str]] = [["--checkpoint.async_mode=disabled"], EVERYTHING, MOMENTS]
+    for steps, options in zip((2, 4, 5), turns, strict=True):
+        trained(tiny.config(*options, f"--training.steps={steps}", "--checkpoint.interval=1"))
+    assert_equal(trained(tiny.config("--checkpoint.async_mode=disabled")), expected)
+    assert tiny.losses() == tiny.losses("whole")
+    assert (tiny.folder / "outputs" / "tiny" / "checkpoints" / folder_name(3)).is_dir()
+    assert names == [], "a copy of the state in memory"
+
+
+# What goes wrong
+
+
+def full(*_: Any) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.mark.usefixtures("_tiny_slices")
+def test_a_disk_that_is_full_at_the_start(tiny: TinyRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(UserError, match=r"^offload.path: there is no room in .*/tiny/offload: it needs 0.00 GiB, and "):
+        train_on_this_rank(tiny.config(*MOMENTS), 0, 1)
+
+
+def test_too_small_a_disk_is_known_before(
+    tiny: TinyRun, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    usage = shutil.disk_usage("/")._replace(free=2**20)
+    monkeypatch.setattr(shutil, "disk_usage", lambda place: usage)
+    path = f"--offload.path={tiny.folder}/fast/disk"
+    command = ["config", "check", "--config", str(tiny.toml), *MOMENTS, path]
+    assert run_command([*command, "--model.args.dim=36"]) == 0
+    assert run_command([*command, "--model.args.vocab_size=30000"]) == 2
+    error = f"error: offload.path: there is no room in {tiny.folder}/fast/disk: it needs 0.02 GiB"
+    assert error in capfd.readouterr().err
+    # Four processes of a machine share its disk, and each has a quarter of the states; replicas have all.
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert run_command([*command, "--model.args.dim=36"]) == 0
+    assert run_command([*command, "--model.args.dim=36", "--parallelism.data_parallel_replicate_degree=4"]) == 2
+
+
+@pytest.mark.usefixtures("_tiny_slices")
+def test_a_disk_that_fails_while_training(tiny: TinyRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(_: int) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    run = build_run(tiny, monkeypatch)
+    monkeypatch.setattr(os, "fdatasync", fail)
+    with pytest.raises(RunError, match=r"^offload.path: .*/tiny/offload can no longer be written: Input/output error$"):
+        run()
+
+
+def build_run(tiny: TinyRun, monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    from titanlite.job import Ranks
+    from titanlite.preflight import preflight
+    from titanlite.train import train
+
+    config, ranks, device = tiny.config(*MOMENTS), Ranks(0, 1, 0, 1), torch.device("cpu")
+    run = build(config, preflight(config, ranks, device), ranks=ranks, device=device)
+    return lambda: (train(run), None)[1]
+
+
+def test_a_failed_write_is_told_before_a_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    disk = DiskTensors(tmp_path)
+    [tensor] = disk.allocate([(torch.Size([5]), torch.float32)])
+    disk.changed(tensor)  # too little to be written at once
+    monkeypatch.setattr(os, "fdatasync", full)
+    with pytest.raises(RunError, match="can no longer be written: No space left"):
+        disk.settle()
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (["--offload.path=/tmp"], "offload.path: is for nothing: neither offload.optimizer nor offload.parameters"),
+        ([*MOMENTS, "--optimizer.name=SGD"], "offload.optimizer: disk is for AdamW, and not for SGD"),
+        ([*MOMENTS, "--optimizer.name=Muon"], "offload.optimizer: disk is for AdamW, and not for Muon"),
+        ([*MOMENTS, "--optimizer.args.amsgrad=true"], "offload.optimizer: AdamW takes no optimizer.args on disk"),
+        (["--offload.parameters=disk"], "offload.parameters: disk needs training.enable_cpu_offload = true"),
+        ([*MOMENTS, f"--offload.path={__file__}"], f"offload.path: {__file__} is not a folder"),
+        ([*MOMENTS, f"--offload.path={__file__}/x"], f"offload.path: {__file__} is not a folder"),
+        (
+            [*EVERYTHING, "--quantize.linear.float8.enable", "--quantize.linear.float8.emulate"],
+            "offload.parameters: disk does not go with quantize.linear.float8.enable_fsdp_float8_all_gather = true",
+        ),
+    ],
+)
+def test_what_does_not_go_together(tiny: TinyRun, options: list[str], expected: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        tiny.config(*options)
+    assert any(str(problem).startswith(expected) for problem in error.value.problems), error.value
+
+
+def test_groups_may_all_be_adamw(tiny: TinyRun) -> None:
+    rest = '{match = ["norm*", "layers*", "head*"], name = "%s"}'
+    both = '--optimizer.groups=[{match = ["embed*"]}, ' + rest + "]"
+    assert tiny.config(*MOMENTS, both % "AdamW").offload.is_used
+    with pytest.raises(ConfigError, match="disk is for AdamW, and not for Adam "):
+        tiny.config(*MOMENTS, both % "Adam")
+
+
+def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match=r"^offload.path: no file can be made in .*/file/x: Not a directory"):
+        DiskTensors(tmp_path / "file" / "x").allocate([(torch.Size([5]), torch.float32)])
+    assert offload.folder_of(Offload(optimizer="disk", path="~/x"), tmp_path) == Path.home() / "x"
+    assert offload.folder_of(Offload(optimizer="disk"), tmp_path) == tmp_path / "offload"
+
+
+# What is planned
+
+
+def test_states_on_disk_are_not_on_the_device() -> None:
+    memory, disk = planned("--training.enable_cpu_offload"), planned(*MOMENTS)
+    assert memory.disk == disk.host == 0
+    assert disk.disk > 0
+    assert {phase["optimizer"] for phase in disk.phases.values()} == {0}
+    most = {cause: max(phase[cause] for phase in disk.phases.values()) for cause in ("parameters", "gradients")}
+    assert memory.host == disk.disk + sum(most.values())
+    sketched = sketch(*read("--training.enable_cpu_offload", world_size=8), world_size=8, nodes_of=8, gpu=True)
+    both = read(*EVERYTHING, world_size=8)
+    found = appraise(_with_disk(sketched, both[0].offload), *both, Layout(8, find_hardware("H100"), 8))
+    assert (found.disk, found.host) == (disk.disk + most["parameters"], most["gradients"])
+    assert found.phases == memory.phases
+    assert found.time == memory.time
+
+
+def test_states_on_disk_are_not_in_memory(tiny: TinyRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The check before a run: 16 bytes of a parameter, of which 8 or 12 are on disk."""
+    config = load(tiny.toml, [])
+    count = sum(tensor.numel() for tensor in parameters_of(tiny, []))
+    assert config.training.dtype == "float32"
+    command = ["config", "check", "--config", str(tiny.toml)]
+    for options, size in (([], 16), (MOMENTS, 8), (EVERYTHING, 4)):
+        for memory, code in ((size * count, 0), (size * count - 1, 2)):
+            module = sys.modules["titanlite.parallelize.materialize"]  # the package names a function so
+            monkeypatch.setattr(module, "host_memory", lambda memory=memory: memory)
+            assert run_command([*command, *options]) == code, (options, size)

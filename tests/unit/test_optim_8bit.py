@@ -1,0 +1,198 @@
+"""Moments in 8 and 4 bits (torchao.optim): they train, and are sharded, saved and counted as what they are made of."""
+
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.distributed.test_layouts import built, trained, whole
+from tests.helpers import TinyRun, run_in_turn, run_ranks
+from tests.unit.test_plan import profiled, shapes
+from titanlite.config.schema import Config, Optimizer
+from titanlite.errors import UserError
+from titanlite.models.base import unique_parameters
+from titanlite.optim import build_optimizer, bytes_of_state, check_optimizer, set_learning_rate, state_dtypes
+from titanlite.optim.classes import find_class
+from titanlite.optim.quantized import LEAST, block_of, is_quantized, pieces
+
+pytest.importorskip("torchao.optim")
+
+KINDS = {"AdamW8bit": (256, 1 + 4 / 256), "AdamW4bit": (128, 0.5 + 4 / 128), "AdamWFp8": (256, 1 + 4 / 256)}
+"""Elements of a block, and bytes of an element of a moment."""
+SHAPE = ["--model.args.dim=128", "--model.args.n_heads=2", "--model.args.hidden_dim=128", "--model.args.n_layers=2"]
+"""Matrices that are quantized whole and in halves."""
+
+
+def named(kind: str) -> str:
+    return f"torchao.optim.{kind}"
+
+
+@pytest.fixture(autouse=True)
+def _eager() -> Any:
+    """The update as it is written, without compiling it: the same operations, and no minutes of a compiler."""
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
+def moments(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, np.ndarray]:
+    """All that is kept, whole: of quantized moments their pieces."""
+    found: dict[str, Tensor] = {}
+    for name, parameter in unique_parameters(model):
+        for key, value in optimizer.state[parameter].items():
+            quantized = pieces(value) if is_quantized(value) else {"": value}
+            found |= {f"{name}.{key}.{piece}": whole(tensor) for piece, tensor in quantized.items()}
+    return {name: tensor.float().numpy() for name, tensor in found.items()}
+
+
+def eager(rank: int, world_size: int, config: Config) -> dict[str, np.ndarray]:
+    """Weights after training."""
+    torch.compiler.set_stance("force_eager")
+    return trained(rank, world_size, config)
+
+
+def restored(rank: int, world_size: int, config: Config) -> dict[str, np.ndarray]:
+    """Moments that a start finds in a checkpoint."""
+    torch.compiler.set_stance("force_eager")
+    run = built(rank, world_size, config)
+    assert run.progress.step == 6
+    return moments(run.model, run.optimizer)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_bytes_are_counted(kind: str) -> None:
+    model = nn.Linear(512, 256)
+    expected = 2 * KINDS[kind][1] * (512 * 256 + 256)
+    config = Optimizer(name=named(kind))
+    assert check_optimizer(config, model, dtype="float32") == []
+    assert bytes_of_state(config, model, dtype="float32") == int(expected)
+    optimizer = build_optimizer(model, config, seed=0)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    kept = [piece for value in (optimizer.state[model.weight][key] for key in ("exp_avg", "exp_avg_sq"))
+            for piece in pieces(value).values()]  # fmt: skip
+    assert sum(piece.nbytes for piece in kept) == 2 * KINDS[kind][1] * 512 * 256
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_quantized_is_what_torchao_quantizes(kind: str) -> None:
+    block = KINDS[kind][0]
+    assert block_of(find_class(named(kind)), {}) == block
+    assert block_of(find_class(named(kind)), {"block_size": 64}) == 64
+    assert block_of(torch.optim.AdamW, {}) is None
+    for size in (LEAST - block, LEAST, LEAST + 1, LEAST + block):
+        weight = nn.Parameter(torch.ones(size))
+        weight.grad = torch.ones_like(weight)
+        optimizer = build_optimizer(nn.ParameterList([weight]), Optimizer(name=named(kind)), seed=0)
+        optimizer.step()
+        assert is_quantized(optimizer.state[weight]["exp_avg"]) == (size >= LEAST and size % block == 0), size
+
+
+@pytest.mark.parametrize(("kind", "codes"), [("AdamW8bit", torch.uint8), ("AdamWFp8", torch.float8_e4m3fn)])
+def test_the_types_that_a_run_tells_are_those_of_codes(kind: str, codes: torch.dtype) -> None:
+    assert state_dtypes(build_optimizer(nn.Linear(64, 64), Optimizer(name=named(kind)), seed=0)) == {codes}
+
+
+def test_the_plan_knows_what_is_kept() -> None:
+    """Codes, scales and a table for each moment of matrices; norms, and 64 x 32 of keys and values, are float32."""
+    found = profiled(f"--optimizer.name={named('AdamW8bit')}")
+    sizes = [shape.numel() for shape in shapes()]
+    assert {size >= LEAST for size in sizes} == {True, False}
+    moments = sum(size + 4 * size // 256 + 4 * 256 if size >= LEAST else 4 * size for size in sizes)
+    steps = 4 * len(sizes)
+    assert found.most("optimizer") == 2 * moments + steps
+
+
+def test_weights_in_bfloat16_must_be_rounded_stochastically() -> None:
+    model = nn.Linear(64, 64)
+    [problem] = check_optimizer(Optimizer(name=named("AdamW8bit")), model, dtype="bfloat16")
+    assert "bf16_stochastic_round = true" in problem.message
+    rounding = Optimizer(name=named("AdamW8bit"), args={"bf16_stochastic_round": True})
+    assert check_optimizer(rounding, model, dtype="bfloat16") == []
+
+
+def test_another_learning_rate_compiles_nothing_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Linear(64, 64, bias=False)
+    optimizer = build_optimizer(model, Optimizer(name=named("AdamW8bit"), lr=0.1), seed=0)
+    rates = [group["lr"] for group in optimizer.param_groups]
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    moved = []
+    with torch.compiler.set_stance("default"):
+        for step in range(4):
+            set_learning_rate(optimizer, 0.1 * step)
+            model.weight.grad = torch.ones_like(model.weight)
+            before = model.weight.detach().clone()
+            optimizer.step()
+            moved.append(float((model.weight - before).abs().mean()))
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    assert all(one is two for one, two in zip(rates, (g["lr"] for g in optimizer.param_groups), strict=True))
+    assert moved[0] == 0
+    assert 0 < 1.5 * moved[1] < 1.2 * moved[2] < moved[3]
+
+
+def test_losses_are_near_those_of_adamw(tiny: TinyRun) -> None:
+    """After 30 steps, on a text that is nearly known by heart then; and not the same, or nothing was quantized."""
+    options = [*SHAPE, "--training.steps=30", "--optimizer.lr=3e-3", "--checkpoint.enable=false"]
+    names = {"AdamW": "AdamW", "AdamW8bit": named("AdamW8bit")}
+    run_in_turn(
+        eager, 1, [tiny.config(*options, f"--job.name={it}", f"--optimizer.name={of}") for it, of in names.items()]
+    )
+    expected, found = (tiny.losses(name)[-1] for name in names)
+    assert expected < 0.5
+    assert found != expected
+    assert found == pytest.approx(expected, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("kind", "shape"),
+    [
+        ("AdamW8bit", "--model.args.dim=256"),  # 259 rows, each of one block: uneven shards
+        pytest.param("AdamW4bit", "--model.args.vocab_size=260", marks=pytest.mark.slow),
+        pytest.param("AdamWFp8", "--model.args.vocab_size=260", marks=pytest.mark.slow),
+    ],
+)
+def test_a_run_goes_on_bit_for_bit(tiny: TinyRun, kind: str, shape: str) -> None:
+    """On two shards; and its moments are the same on one."""
+    options = [*SHAPE, shape, f"--optimizer.name={named(kind)}"]
+    configs = [
+        tiny.config(*options, f"--job.name={name}", f"--training.steps={steps}", world_size=2)
+        for name, steps in (("whole", 6), ("parts", 3), ("parts", 6))
+    ]
+    expected, _, found = run_in_turn(eager, 2, configs)
+    assert tiny.losses("parts") == tiny.losses("whole")
+    for name, value in expected[0].items():
+        assert (found[0][name] == value).all(), name
+    alone = tiny.config(*options, "--job.name=parts", "--training.steps=6")
+    [on_two, _], [on_one] = run_ranks(restored, 2, configs[2]), run_ranks(restored, 1, alone)
+    assert on_one.keys() == on_two.keys()
+    assert sum(name.endswith("codes") for name in on_one) == 2 * (2 + 2 * 7)
+    for name, value in on_two.items():
+        assert value.any()
+        assert np.array_equal(on_one[name], value), name
+
+
+def refused(rank: int, world_size: int, config: Config) -> str:
+    torch.compiler.set_stance("force_eager")
+    with pytest.raises(UserError) as error:
+        built(rank, world_size, config)
+    return str(error.value)
+
+
+def test_what_shards_cannot_keep_is_refused(tiny: TinyRun) -> None:
+    """Rows that do not divide, in blocks of two rows; and a checkpoint of shards that were large enough."""
+    name = f"--optimizer.name={named('AdamW8bit')}"
+    even = [*SHAPE, name, "--model.args.vocab_size=260", "--model.args.hidden_dim=48", "--training.steps=1"]
+    run_ranks(eager, 1, tiny.config(*even))
+    configs = [
+        tiny.config(*SHAPE, name, "--job.name=uneven", world_size=2),
+        tiny.config(*even, "--training.steps=2", world_size=2),
+    ]
+    (uneven, _), (small, _) = run_in_turn(refused, 2, configs)
+    assert "tok_embeddings.weight [259, 128] cannot have quantized moments on 2 shards" in uneven
+    assert "layers.0.feed_forward.w1.weight.exp_avg.codes" in small
+    assert "with another number of shards" in small
