@@ -1,6 +1,6 @@
 """What a checkpoint costs training: saving asynchronously against waiting for it, and what the rest of a save takes.
 
-    python benchmarks/bench_checkpoint.py [--size 66MB | 1GB] [--processes 2] [--saves 10] [--memory]
+    python benchmarks/bench_checkpoint.py [--size 66MB | 1GB] [--processes 2] [--saves 10] [--memory] [--record FILE]
 
 One training run; before each save some steps without any, then, in turn, a save by each contender: synchronous (sync),
 titanlite's default (async), and PyTorch's own dcp.async_save in a thread (plain). What counts is the time from the
@@ -23,6 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from record import Better, add_record_option, ratios, record
 
 from titanlite.checkpoint.blocking import StepClock
 from titanlite.checkpoint.files import open_files
@@ -51,6 +52,7 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--saves", type=int, default=10)
     parser.add_argument("--memory", action="store_true")
+    add_record_option(parser)
     parser.add_argument("--folder", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.folder:
@@ -73,15 +75,18 @@ def measure(arguments: argparse.Namespace) -> None:
     device = pick_device(ranks)
     with process_group(ranks, device):
         run = build(config, preflight(config, ranks, device), ranks=ranks, device=device)
-        contest = Contest(run, quiet=QUIET_STEPS[arguments.size])
+        contest = Contest(run, quiet=QUIET_STEPS[arguments.size], size=arguments.size, path=arguments.record)
         contest.memory() if arguments.memory else contest.hold(arguments.saves)
     os._exit(0)
 
 
 class Contest:
-    def __init__(self, run: Run, *, quiet: int) -> None:
+    def __init__(self, run: Run, *, quiet: int, size: str, path: Path | None) -> None:
+        """Figures are recorded in `path`."""
         self.run = run
         self.quiet = quiet
+        self.size = size
+        self.path = path
         self.step_number = 0
         self.clock = StepClock(run.device)
         self.group = dist.new_group(backend="gloo")
@@ -162,12 +167,19 @@ class Contest:
             print(f"  {name:6} training held up for {medians[name] * 1e3:6.0f} ms ({spread})")
         for name in ("async", "plain"):
             print(f"  {name} / sync {medians[name] / medians['sync']:.2f}")
+            pairs = ratios(blocked[name], blocked["sync"])
+            value, low, high = medians[name] / medians["sync"], min(pairs), max(pairs)
+            better, aim = ("lower", "< 0.5") if name == "async" else ("none", "")
+            self.note(f"{name} / synchronous save", value=value, low=low, high=high, better=better, aim=aim)
         plans = [figure["planning_seconds"] for figure in self.figures["sync"]]  # nothing trains beside it
         print(f"  planning, first and then: {plans[0] * 1e3:.0f} and {statistics.median(plans[1:]) * 1e3:.1f} ms")
         print(f"  second plan / first plan {statistics.median(plans[1:]) / plans[0]:.3f}")
+        self.note("second plan / first plan", values=[plan / plans[0] for plan in plans[1:]], aim="< 0.2")
         written = self.figures["async"][-1]["bytes"]
         whole = sum(t.numel() * t.element_size() for t in flat(self.state()).values())
         print(f"  bytes of state {whole:,}, written / state {written / whole:.4f}")
+        shares = [figure["bytes"] / whole for figure in self.figures["async"]]
+        self.note("bytes written / bytes of state", values=shares, aim="< 1.02")
         for name, figures in self.figures.items():
             parts = [key for key in figures[0] if key.endswith("seconds") and key != "blocking_seconds"]
             usual = {key: round(statistics.median(figure[key] for figure in figures[1:]), 3) for key in parts}
@@ -185,6 +197,16 @@ class Contest:
         if dist.get_rank() == 0:
             print(f"  host memory after save 3 {after[3] / 2**20:.0f} MiB, after save 20 {after[20] / 2**20:.0f} MiB")
             print(f"  after save 20 / after save 3 {after[20] / after[3]:.3f}")
+            late = [after[save] for save in range(16, 21)]  # the spread is that of the last five saves
+            value, low, high = (size / after[3] for size in (after[20], min(late), max(late)))
+            self.note("host memory after save 20 / after save 3", value=value, low=low, high=high, aim="< 1.05")
+            value, low, high = (size / 2**20 for size in (after[20], min(late), max(late)))
+            self.note("host memory after save 20", value=value, low=low, high=high, unit="MiB")
+
+    def note(self, name: str, *, better: Better = "lower", **figure: Any) -> None:
+        """Record what one rank has printed."""
+        case = f"{self.size}, {dist.get_world_size()} process(es)"
+        record(self.path, name=f"{name}, {case}", better=better, **figure)
 
 
 def resident() -> int:

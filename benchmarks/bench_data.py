@@ -1,13 +1,14 @@
 """Data: how fast text becomes tokens, and tokens batches.
 
     python benchmarks/bench_data.py prepare [--runs 5] [--mib 48]     against the raw tokenizer and datasets.map
-    python benchmarks/bench_data.py loader                            tokens/s of one rank's loader
+    python benchmarks/bench_data.py loader [--runs 5]                 tokens/s of one rank's loader
     python benchmarks/bench_data.py wait [--section.key=value ...]    share of the debug run's steps spent waiting
 
 `prepare` makes JSON lines of the Python files of this environment and turns them into tokens with the shipped BPE:
 plain tiktoken in one process (text already in memory: nothing read, parsed or written), `titanlite data prepare` with 1
 and 2 workers, and `datasets.map` of the same tokenizer with 1 and 2 processes, its cache written as it does. Contenders
-take turns, each in a process of its own, timed from after its imports; medians over the runs.
+take turns, each in a process of its own, timed from after its imports; medians over the runs. --record FILE.jsonl
+appends the figures to a file.
 """
 
 import argparse
@@ -25,6 +26,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 import numpy as np
+from record import add_record_option, record
 
 TOKENIZER = "python-2k"
 NEEDED = 70_000 * 8
@@ -36,28 +38,31 @@ def main() -> None:
     parser.add_argument("what", choices=("prepare", "loader", "wait"))
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--mib", type=int, default=48)
+    add_record_option(parser)
     arguments, options = parser.parse_known_args()
+    path: Path | None = arguments.record
     with tempfile.TemporaryDirectory() as folder:
         if arguments.what == "prepare":
-            bench_prepare(Path(folder), arguments.runs, arguments.mib)
+            bench_prepare(Path(folder), arguments.runs, arguments.mib, path)
         elif arguments.what == "loader":
-            bench_loader(Path(folder))
+            bench_loader(Path(folder), arguments.runs, path)
         else:
-            bench_wait(Path(folder), options)
+            bench_wait(Path(folder), options, path)
 
 
 # Text -> tokens
 
 
-def bench_prepare(folder: Path, runs: int, mib: int) -> None:
+def bench_prepare(folder: Path, runs: int, mib: int, path: Path | None) -> None:
     corpus = write_corpus(folder / "corpus.jsonl", mib * 2**20)
     seconds: dict[str, list[float]] = {name: [] for name in CONTENDERS}
     tokens: dict[str, int] = {}
-    memory: dict[str, float] = {}  # MiB, most of the largest process
+    memory: dict[str, list[float]] = {name: [] for name in CONTENDERS}  # MiB, most of the largest process
     for _ in range(runs):
         for name in CONTENDERS:
-            took, tokens[name], memory[name] = in_a_process(name, corpus, folder / "out")
+            took, tokens[name], size = in_a_process(name, corpus, folder / "out")
             seconds[name].append(took)
+            memory[name].append(size)
             print(f"  {name:<28} {took:6.2f} s", file=sys.stderr)
     differ = max(tokens.values()) - min(tokens.values())
     assert differ <= 1e-6 * max(tokens.values()), tokens  # titanlite cuts lines of more than 256 KiB
@@ -65,12 +70,28 @@ def bench_prepare(folder: Path, runs: int, mib: int) -> None:
     for name, times in seconds.items():
         rate = next(iter(tokens.values())) / medians[name] / 1e6
         spread = f"({min(times):.2f} to {max(times):.2f})"
-        print(f"{name:<28} {medians[name]:6.2f} s {spread}  {rate:.2f} M tokens/s, {memory[name]:,.0f} MiB")
+        print(f"{name:<28} {medians[name]:6.2f} s {spread}  {rate:.2f} M tokens/s, {memory[name][-1]:,.0f} MiB")
     raw, one, two = medians["raw tiktoken"], medians["prepare, 1 worker"], medians["prepare, 2 workers"]
     print(f"prepare, 1 worker / raw tokenizer: {raw / one:.3f}   2 workers / 1 worker: {one / two:.3f}")
     for processes, ours in ((1, one), (2, two)):
         theirs = medians[f"datasets.map, {processes} process(es)"]
         print(f"prepare / datasets.map, {processes} process(es): {theirs / ours:.3f}")
+    note_prepare(path, seconds, memory, f"{mib} MiB of text")
+
+
+def note_prepare(path: Path | None, seconds: dict[str, list[float]], memory: dict[str, list[float]], case: str) -> None:
+    raw, one, two = (seconds[name] for name in ("raw tiktoken", "prepare, 1 worker", "prepare, 2 workers"))
+    what = "text to tokens, data prepare"
+    record(path, name=f"{what}, raw tokenizer / 1 worker, {case}", pairs=(raw, one), better="higher", aim=">= 0.9")
+    record(path, name=f"{what}, 1 worker / 2 workers, {case}", pairs=(one, two), better="higher", aim="near 2")
+    for processes, ours in ((1, one), (2, two)):
+        theirs = seconds[f"datasets.map, {processes} process(es)"]
+        name = f"{what}, datasets.map / it, {processes} process(es), {case}"
+        record(path, name=name, pairs=(theirs, ours), better="higher", aim="> 1")
+    for name, sizes in memory.items():
+        better, aim = ("lower", "bounded") if name.startswith("prepare") else ("none", "")
+        largest = f"memory of the largest process, {name}, {case}"
+        record(path, name=largest, values=sizes, unit="MiB", better=better, aim=aim)
 
 
 def write_corpus(path: Path, size: int) -> Path:
@@ -182,7 +203,7 @@ CONTENDERS = {
 # Tokens -> batches
 
 
-def bench_loader(folder: Path) -> None:
+def bench_loader(folder: Path, runs: int, path: Path | None) -> None:
     import torch
 
     from titanlite.data.loader import MicroBatches, build_loader
@@ -213,7 +234,7 @@ def bench_loader(folder: Path) -> None:
                 for _ in islice(loader, 50):
                     pass
                 rates = []
-                for _ in range(5):
+                for _ in range(runs):
                     started = time.perf_counter()
                     for _ in islice(loader, 400):
                         pass
@@ -224,9 +245,13 @@ def bench_loader(folder: Path) -> None:
                     f"{packing:<8} document mask {mask!s:<5} {workers} worker(s): {rate / 1e6:6.1f} M tokens/s, "
                     f"{rate / NEEDED:5.1f} x the {NEEDED:,} that 8 GPUs need"
                 )
+                name = f"one rank's loader, {packing}, document mask {mask}, {workers} worker(s)"
+                rates = [rate / 1e6 for rate in rates]
+                aim = f"{NEEDED / 1e6} feed 8 GPUs"
+                record(path, name=name, values=rates, unit="M tokens/s", better="higher", aim=aim)
 
 
-def bench_wait(folder: Path, options: list[str]) -> None:
+def bench_wait(folder: Path, options: list[str], path: Path | None) -> None:
     from titanlite.cli import run
 
     config = Path(__file__).parents[1] / "train_configs" / "debug.toml"
@@ -238,6 +263,10 @@ def bench_wait(folder: Path, options: list[str]) -> None:
         records = [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
         shares = [record["data_wait_seconds"] / record["step_seconds"] for record in records if record["step"] > 1]
         print(f"{workers} worker(s): {statistics.median(shares):.3%} of a step (to {max(shares):.3%}) waiting for data")
+        record(
+            path, name=" ".join([f"share of a debug step spent waiting for data, {workers} worker(s)", *options]),
+            values=[100 * share for share in shares], unit="%", better="lower", aim="< 1 %",
+        )  # fmt: skip
 
 
 if __name__ == "__main__":

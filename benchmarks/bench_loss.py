@@ -1,6 +1,6 @@
 """What the loss over a vocabulary costs: titanlite's chunked one against plain cross entropy on whole logits.
 
-    python benchmarks/bench_loss.py [--runs 5] [--tokens 2048] [--dim 256] [--dtype float32]
+    python benchmarks/bench_loss.py [--runs 5] [--tokens 2048] [--dim 256] [--dtype float32] [--record FILE]
 
 Memory: the most that forward and backward hold beside hidden states, weight and their gradients, each size in a process
 of its own. Time: forward and backward at a vocabulary of 32,768, the two by turns in one process. Above 1, the chunked
@@ -16,6 +16,7 @@ import sys
 import time
 
 import torch
+from record import add_record_option, record
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -32,6 +33,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=2048)
     parser.add_argument("--dim", type=int, default=256)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    add_record_option(parser)
     parser.add_argument("--measure", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.measure:
@@ -39,11 +41,13 @@ def main() -> None:
         print(json.dumps(peak(name, options.tokens, options.dim, int(vocabulary), options.dtype)))
         return
     print(f"{options.tokens} tokens, dim {options.dim}, {options.dtype}, torch {torch.__version__}")
+    sizes_of: dict[str, list[float]] = {name: [] for name in LOSSES}
     for vocabulary in VOCABULARIES:
         found = {}
         for name in LOSSES:
             command = [sys.executable, __file__, *sys.argv[1:], "--measure", name, str(vocabulary)]
             found[name] = json.loads(subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout)
+            sizes_of[name].append(found[name])
         sizes = ", ".join(f"{name} {size:,.0f} MiB" for name, size in found.items())
         print(f"  vocabulary {vocabulary:>7,}: {sizes}", flush=True)
     keep_freed_memory()
@@ -58,6 +62,25 @@ def main() -> None:
         print(f"  {name:<8} {1000 * median:,.0f} ms at a vocabulary of {TIMED:,}")
     ratio = medians["plain"] / medians["chunked"]
     print(f"  plain / chunked: {ratio:.3f} (pairs {min(pairs):.3f} to {max(pairs):.3f})")
+    note(options, sizes_of, {name: times[1:] for name, times in seconds.items()})
+
+
+def note(options: argparse.Namespace, sizes: dict[str, list[float]], seconds: dict[str, list[float]]) -> None:
+    case = f"{options.tokens} tokens, dim {options.dim}, {options.dtype}"
+    range_of = f"vocabulary {VOCABULARIES[0]:,} to {VOCABULARIES[-1]:,}, {case}"
+    for name, values in sizes.items():
+        better, aim = ("lower", "flat") if name == "chunked" else ("none", "")
+        what = f"memory of the {name} loss beside weight and gradients, {range_of}"
+        record(options.record, name=what, values=values, unit="MiB", better=better, aim=aim)
+    first, *larger = sizes["chunked"]
+    what = f"memory of the chunked loss, larger vocabularies / smallest, {range_of}"
+    record(options.record, name=what, values=[size / first for size in larger], better="lower", aim="near 1")
+    least, most = min(sizes["chunked"]), max(sizes["chunked"])  # vocabularies are its repeats: it is to be flat
+    for vocabulary, plain, chunked in zip(VOCABULARIES, sizes["plain"], sizes["chunked"], strict=True):
+        what = f"plain / chunked loss, memory, vocabulary {vocabulary:,}, {case}"
+        record(options.record, name=what, value=plain / chunked, low=plain / most, high=plain / least, better="higher")
+    what = f"plain / chunked loss, time, vocabulary {TIMED:,}, {case}"
+    record(options.record, name=what, pairs=(seconds["plain"], seconds["chunked"]), better="higher", aim=">= 0.98")
 
 
 def plain(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:

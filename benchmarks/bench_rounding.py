@@ -1,6 +1,6 @@
 """What bfloat16 weights and moments cost in loss, rounded stochastically (as titanlite does) and to the nearest.
 
-    python benchmarks/bench_rounding.py [--steps 300] [--only NAME]
+    python benchmarks/bench_rounding.py [--steps 300] [--only NAME] [--record FILE.jsonl]
     python benchmarks/bench_rounding.py --time      # seconds of the optimizer's step alone, of the debug model
 
 Trains the debug model at a tenth of its size on the standard library, and prints the loss on held-out files. Runs have
@@ -15,6 +15,7 @@ import time
 from pathlib import Path
 
 import torch
+from record import add_record_option, record
 from torch import Tensor
 
 from titanlite.config.load import load
@@ -39,6 +40,8 @@ VARIANTS: dict[str, tuple[list[str], bool]] = {
     "beta2 0.999: moments, nearest": ([SLOW, MOMENTS], True),
 }
 """Options, and whether values are rounded to the nearest."""
+NOISE = 0.001
+"""Of the loss: what rounding alone moves it by (docs/numerics.md)."""
 
 OPTIONS = [
     *(f"model.args.{size}" for size in ("dim=128", "n_layers=4", "n_heads=4", "n_kv_heads=2", "hidden_dim=352")),
@@ -52,13 +55,15 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--only", default="")
     parser.add_argument("--time", action="store_true")
+    add_record_option(parser)
     arguments = parser.parse_args()
     if arguments.time:
-        time_optimizer()
+        time_optimizer(arguments.record)
         return
     ranks = read_ranks({})
     device = pick_device(ranks)
     stochastically = rounding.round_stochastically
+    losses: dict[str, float] = {}
     steps = f"training.steps={arguments.steps}", f"validation.freq={arguments.steps}"
     with tempfile.TemporaryDirectory() as folder, process_group(ranks, device):
         for number, (name, (options, nearest)) in enumerate(VARIANTS.items()):
@@ -70,12 +75,27 @@ def main() -> None:
             config = load(ROOT / "train_configs" / "debug.toml", overrides)
             run = build(config, preflight(config, ranks, device), ranks=ranks, device=device)
             finish(run, train(run))
-            loss = json.loads((run.folder.validation).read_text())["loss"]
-            print(f"{name:<34} {loss:.4f}", flush=True)
+            losses[name] = json.loads((run.folder.validation).read_text())["loss"]
+            print(f"{name:<34} {losses[name]:.4f}", flush=True)
+    note(arguments, losses)
 
 
-def time_optimizer() -> None:
+def note(arguments: argparse.Namespace, losses: dict[str, float]) -> None:
+    """Losses against float32's of the same beta2, where both were trained."""
+    for name, loss in losses.items():
+        base = "beta2 0.999: float32" if name.startswith("beta2") else "float32"
+        if name != base and base in losses:
+            more = loss - losses[base]
+            record(
+                arguments.record, name=f"held-out loss against float32, {arguments.steps} steps, bfloat16 {name}",
+                value=more, low=more - NOISE, high=more + NOISE, better="none" if "nearest" in name else "lower",
+                aim="" if "nearest" in name else "docs/numerics.md",
+            )  # fmt: skip
+
+
+def time_optimizer(path: Path | None) -> None:
     keep_freed_memory()
+    taken: dict[str, list[float]] = {}
     for weights, moments in (("float32", "float32"), ("float32", "bfloat16"), ("bfloat16", "bfloat16")):
         model, args = resolve_model("llama3", "debug", {})
         built = model(args).to(getattr(torch, weights))
@@ -87,7 +107,14 @@ def time_optimizer() -> None:
             started = time.perf_counter()
             optimizer.step()
             seconds.append(time.perf_counter() - started)
-        print(f"weights {weights}, moments {moments}: {1000 * statistics.median(seconds[1:]):.0f} ms")
+        name = f"weights {weights}, moments {moments}"
+        print(f"{name}: {1000 * statistics.median(seconds[1:]):.0f} ms")
+        taken[name] = [1000 * each for each in seconds[1:]]
+        what = "the optimizer's step of the debug model"
+        record(path, name=f"{what}, {name}", values=taken[name], unit="ms", better="lower")
+        base, *others = taken
+        if others:
+            record(path, name=f"{what}, {name} / float32", pairs=(taken[name], taken[base]), better="lower")
 
 
 def to_nearest(values: Tensor, bits: Tensor) -> Tensor:

@@ -1,10 +1,12 @@
-"""What titanlite costs: steps of debug.toml through its whole loop, against a plain PyTorch loop written by hand.
+"""What titanlite costs: steps through its whole loop, against a plain PyTorch loop written by hand (plain_llama.py).
 
-    python benchmarks/bench_step.py [--processes 2] [--runs 5] [--section.key=value ...]
+    python benchmarks/bench_step.py [--processes 2] [--runs 5] [--dtype bfloat16] [--section.key=value ...]
 
-Both train the same model on batches of the same size. Runs of the two alternate, each in a process of its own, so that
-they meet the same noise and neither profits from the other's settings. On several processes the plain loop uses FSDP2
-as its documentation shows. Prints the medians, and the ratio plain / titanlite: above 1, titanlite is faster.
+Both train a Llama of 5.5 M parameters on 8 sequences of 256 tokens. Runs of the two alternate, each in processes of its
+own, so that they meet the same noise and neither profits from the other's settings. On several processes the plain loop
+uses FSDP2 as its documentation shows it, and in bfloat16 on one process autocast. Options are titanlite's alone:
+--compile.enable=true, --parallelism.data_parallel_replicate_degree=2. Prints medians, and the ratio plain / titanlite:
+above 1, titanlite is faster.
 """
 
 import argparse
@@ -16,30 +18,35 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.nn import functional as F
+from record import add_record_option, record
 
 from titanlite.checkpoint.manager import Progress
 from titanlite.config.load import load
 from titanlite.config.schema import Config
 from titanlite.console import start_logging
 from titanlite.data.prepare import open_tokens
-from titanlite.data.tokens import TokenStore
 from titanlite.job import pick_device, process_group, read_ranks
-from titanlite.preflight import Ingredients, preflight
+from titanlite.preflight import preflight
 from titanlite.train import build, train
 
 TURN, TURNS, WARM_UP = 5, 8, 2
 ROOT = Path(__file__).parents[1]
+MODEL = {"dim": 256, "n_layers": 6, "n_heads": 4, "n_kv_heads": 2, "hidden_dim": 704, "vocab_size": 2048}
+SEQ_LEN, BATCH = 256, 8
+SAME = [
+    *(f"--model.args.{name}={value}" for name, value in MODEL.items()),
+    f"--training.seq_len={SEQ_LEN}",
+    f"--training.global_batch_size={BATCH}",
+    "--validation.enable=false",
+    "--checkpoint.enable=false",
+]
 Turn = Callable[[], None]
 
 
@@ -47,141 +54,114 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--runs", type=int, default=5)
-    parser.add_argument("--contender", choices=CONTENDERS, help=argparse.SUPPRESS)
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
+    parser.add_argument("--turn", type=int, default=TURN, help="steps that are timed together")
+    parser.add_argument("--turns", type=int, default=TURNS)
+    parser.add_argument("--contender", action="store_true", help=argparse.SUPPRESS)
+    add_record_option(parser)
     arguments, options = parser.parse_known_args()
     if arguments.contender:
-        compete(arguments.contender, options)
+        compete(options, arguments.turn, arguments.turns)
         return
-    results: dict[str, list[dict[str, float]]] = {name: [] for name in CONTENDERS}
+    results: dict[str, list[dict[str, float]]] = {"plain": [], "titanlite": []}
     with tempfile.TemporaryDirectory() as folder:
-        options = [f"--job.dump_folder={folder}", "--checkpoint.enable=false", *options]
+        places = [f"--job.dump_folder={folder}"]
+        ours = [*places, *SAME, f"--training.mixed_precision_param={arguments.dtype}", *options]
+        settings = settings_of_plain(load(ROOT / "train_configs" / "debug.toml", [*places, *SAME]), arguments.dtype)
+        settings |= {"turn": arguments.turn, "turns": WARM_UP + arguments.turns}
+        lengths = [f"--turn={arguments.turn}", f"--turns={arguments.turns}"]
         for _ in range(arguments.runs):
-            for name in CONTENDERS:
-                results[name].append(run(name, arguments.processes, options))
-    report(results, arguments.processes)
+            results["plain"].append(run_plain(settings, arguments.processes))
+            results["titanlite"].append(run_titanlite(arguments.processes, [*lengths, *ours]))
+    report(results, arguments, options)
 
 
-def run(contender: str, processes: int, options: list[str]) -> dict[str, float]:
-    """One run in processes of its own."""
+def run_titanlite(processes: int, options: Sequence[str]) -> dict[str, float]:
+    """Steps of debug.toml with these options, in processes of its own."""
+    return launch([__file__, "--contender", *options], processes)
+
+
+def run_plain(settings: dict[str, Any], processes: int) -> dict[str, float]:
+    return launch([str(ROOT / "benchmarks" / "plain_llama.py"), json.dumps(settings)], processes)
+
+
+def launch(words: Sequence[str], processes: int) -> dict[str, float]:
+    """What a script prints at its end: its turns become their median, without the first."""
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
-    command = [sys.executable, *(launcher if processes > 1 else []), __file__, "--contender", contender, *options]
+    command = [sys.executable, *(launcher if processes > 1 else []), *words]
     threads = max(1, len(os.sched_getaffinity(0)) // processes)
     environment = os.environ | {"OMP_NUM_THREADS": str(threads)}
     result = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=environment, check=True)
-    return json.loads(result.stdout.splitlines()[-1])
+    found = json.loads(result.stdout.splitlines()[-1])
+    return {"seconds": statistics.median(found["turns"][WARM_UP:]), "mib": found["mib"]}
 
 
-def compete(contender: str, options: list[str]) -> None:
-    """Take turns of a few steps, and print the median seconds a step and the peak memory."""
+def settings_of_plain(config: Config, dtype: str) -> dict[str, Any]:
+    """For plain_llama.py: the same model, and the same tokens, which are prepared here."""
+    from titanlite.data.tokenizer import load_tokenizer
+
+    tokenizer = load_tokenizer(config.data.tokenizer)
+    cache = Path(config.job.dump_folder, "data_cache")
+    store = open_tokens(config.data.path, data=config.data, tokenizer=tokenizer, cache_folder=cache)
+    tokens = str(store.folder / "00000.tokens")
+    return {"model": MODEL, "seq_len": SEQ_LEN, "batch": BATCH, "tokens": tokens, "dtype": dtype}
+
+
+def compete(options: list[str], steps: int, turns: int) -> None:
+    """Take turns of a few steps, and print the seconds a step of each and the peak memory."""
     ranks = read_ranks(os.environ)
     config = load(ROOT / "train_configs" / "debug.toml", options, world_size=ranks.world_size)
-    device = pick_device(ranks)
-    ingredients = preflight(config, ranks, device)
+    turn = titanlite_turns(config, steps)
     seconds = []
-    turn = CONTENDERS[contender](config, ingredients, device)
-    for _ in range(WARM_UP + TURNS):
+    for _ in range(WARM_UP + turns):
         started = time.perf_counter()
         turn()
-        seconds.append((time.perf_counter() - started) / TURN)
+        seconds.append((time.perf_counter() - started) / steps)
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
     dist.barrier()
     if ranks.rank == 0:
-        print(json.dumps({"seconds": statistics.median(seconds[WARM_UP:]), "mib": memory}), flush=True)
+        print(json.dumps({"turns": seconds, "mib": memory}), flush=True)
     os._exit(0)
 
 
-def titanlite_turns(config: Config, ingredients: Ingredients, device: torch.device) -> Turn:
+def titanlite_turns(config: Config, steps: int) -> Turn:
     """Steps through titanlite's own loop."""
     ranks = read_ranks(os.environ)
+    device = pick_device(ranks)
+    ingredients = preflight(config, ranks, device)
     process_group(ranks, device).__enter__()
     start_logging(1)  # no lines on standard output
-    run = build(config, ingredients, ranks=ranks, device=device)
+    made = build(config, ingredients, ranks=ranks, device=device)
     progress = Progress()
 
     def turn() -> None:
         nonlocal progress
-        train(replace(run, steps=progress.step + TURN, progress=progress))
-        progress = Progress(progress.step + TURN, progress.samples + TURN * config.training.global_batch_size)
+        train(replace(made, steps=progress.step + steps, progress=progress))
+        progress = Progress(progress.step + steps, progress.samples + steps * config.training.global_batch_size)
 
     return turn
 
 
-def plain_turns(config: Config, ingredients: Ingredients, device: torch.device) -> Turn:
-    """Steps of a loop as one would write it by hand, with only the model and the tokens taken from titanlite."""
-    if "RANK" in os.environ:
-        dist.init_process_group("gloo")
-    else:
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    ranks = dist.get_world_size()
-    cache = Path(config.job.dump_folder, "data_cache")
-    tokens = open_tokens(config.data.path, data=config.data, tokenizer=ingredients.tokenizer, cache_folder=cache)
-    model = plain_model(config, ingredients, device, ranks)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=config.optimizer.lr, fused=True)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 20))
-    compute_type = getattr(torch, config.training.mixed_precision_param)
-    batch = plain_batches(config, tokens, device, ranks)
-    steps = 0
-
-    def turn() -> None:
-        nonlocal steps
-        for _ in range(TURN):
-            stretch = batch()
-            with torch.autocast(device.type, compute_type, enabled=ranks == 1 and compute_type != torch.float32):
-                logits = model(stretch[:, :-1])
-            loss = F.cross_entropy(logits.float().flatten(0, 1), stretch[:, 1:].flatten())
-            loss.backward()
-            nn.utils.clip_grad_norm_(model.parameters(), config.training.max_norm)
-            optimizer.step()
-            schedule.step()
-            optimizer.zero_grad()
-            steps += 1
-            if steps % config.metrics.log_freq == 0:
-                loss.item()
-
-    return turn
-
-
-def plain_model(config: Config, ingredients: Ingredients, device: torch.device, ranks: int) -> nn.Module:
-    torch.manual_seed(0)
-    model: Any = ingredients.model(ingredients.args)
-    for parameter in model.parameters():
-        nn.init.normal_(parameter, std=0.02) if parameter.ndim == 2 else nn.init.ones_(parameter)
-    model.init_buffers()
-    model.to(device)
-    if ranks > 1:
-        compute_type = getattr(torch, config.training.mixed_precision_param)
-        policy = MixedPrecisionPolicy(param_dtype=compute_type, reduce_dtype=torch.float32, cast_forward_inputs=False)
-        for block in model.layers:
-            fully_shard(block, mp_policy=policy)
-        fully_shard(model, mp_policy=policy)
-    return model
-
-
-def plain_batches(config: Config, tokens: TokenStore, device: torch.device, ranks: int) -> Callable[[], Tensor]:
-    seq_len, count = config.training.seq_len, config.training.global_batch_size // ranks
-    flat = np.memmap(tokens.folder / "00000.tokens", dtype=np.uint16, mode="r")
-    random = np.random.default_rng(dist.get_rank())
-
-    def batch() -> Tensor:
-        starts = random.integers(0, len(flat) - seq_len - 1, count)
-        return torch.from_numpy(np.stack([flat[s : s + seq_len + 1] for s in starts]).astype(np.int64)).to(device)
-
-    return batch
-
-
-CONTENDERS = {"plain": plain_turns, "titanlite": titanlite_turns}
-
-
-def report(results: dict[str, list[dict[str, float]]], processes: int) -> None:
-    print(f"{processes} process(es), torch {torch.__version__}, {len(results['plain'])} runs each")
+def report(results: dict[str, list[dict[str, float]]], arguments: argparse.Namespace, options: list[str]) -> None:
+    how = " ".join([f"{arguments.processes} process(es), {arguments.dtype}", *options])
+    print(f"{how}; torch {torch.__version__}, {arguments.runs} runs each")
     for name, runs in results.items():
         times = sorted(1000 * run["seconds"] for run in runs)
         memory = statistics.median(run["mib"] for run in runs)
         spread = f"({times[0]:.1f} to {times[-1]:.1f})"
         print(f"  {name:<10} {statistics.median(times):7.1f} ms/step {spread}, {memory:.0f} MiB")
-    pairs = [p["seconds"] / t["seconds"] for p, t in zip(results["plain"], results["titanlite"], strict=True)]
-    plain, ours = (statistics.median(run["seconds"] for run in runs) for runs in results.values())
-    print(f"  plain / titanlite: {plain / ours:.3f} (pair by pair {min(pairs):.3f} to {max(pairs):.3f})")
+    aim_of_time = AIMS.get((arguments.processes, arguments.dtype), "")
+    for what, key, aim in (("time of a step", "seconds", aim_of_time), ("peak memory", "mib", ">= 1")):
+        plain, ours = ([run[key] for run in runs] for runs in results.values())
+        pairs = [a / b for a, b in zip(plain, ours, strict=True)]
+        ratio = statistics.median(plain) / statistics.median(ours)
+        print(f"  plain / titanlite, {what}: {ratio:.3f} (pair by pair {min(pairs):.3f} to {max(pairs):.3f})")
+        record(
+            arguments.record, name=f"plain / titanlite, {what}, {how}", pairs=(plain, ours), better="higher", aim=aim
+        )
+
+
+AIMS = {(1, "float32"): ">= 1.00", (1, "bfloat16"): ">= 1.00", (2, "float32"): ">= 1.05"}
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """A run that finished exits 0, always: many short 4-process runs in a row, and how each ended.
 
-python benchmarks/exit_storm.py [--runs 50]
+python benchmarks/exit_storm.py [--runs 50] [--record FILE.jsonl]
 """
 
 import argparse
@@ -11,17 +11,22 @@ import sys
 import tempfile
 from pathlib import Path
 
+from record import add_record_option, record
+
 ROOT = Path(__file__).parents[1]
 OPTIONS = [
     "--config", "debug.toml", "--training.steps=3", "--model.args.n_layers=2", "--model.args.dim=96",
     "--model.args.hidden_dim=64", "--parallelism.data_parallel_replicate_degree=2", "--metrics.log_freq=1",
 ]  # fmt: skip
+GOOD = "exit 0, finished True, aborts in the output False"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=50)
-    runs = parser.parse_args().runs
+    add_record_option(parser)
+    arguments = parser.parse_args()
+    runs: int = arguments.runs
     endings: collections.Counter[str] = collections.Counter()
     with tempfile.TemporaryDirectory() as folder:
         for index in range(runs):
@@ -35,6 +40,10 @@ def main() -> None:
             noise = "terminate called" in result.stderr or "SIGABRT" in result.stderr
             endings[f"exit {result.returncode}, finished {finished}, aborts in the output {noise}"] += 1
             print(f"{index + 1}/{runs}", dict(endings), flush=True)
+    record(
+        arguments.record, name="finished 4-process runs that did not exit with 0", value=runs - endings[GOOD],
+        unit=f"of {runs}", better="lower", aim="0",
+    )  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -1,0 +1,132 @@
+"""What states on disk cost in time and save in memory: seconds of a step, and the most memory a process takes.
+
+    python benchmarks/bench_offload.py [--dim 512] [--layers 8] [--steps 6] [--path FOLDER] [--only NAME]
+
+Trains a model on the CPU, each variant in a process of its own. Anonymous memory is what the process cannot do without;
+pages of files are what the system could take back at any time. Bytes are those that the disk has read and written, as
+Linux counts them. The states' files are in FOLDER: it should be on the disk that is to be measured.
+"""
+
+import argparse
+import json
+import multiprocessing
+import statistics
+import tempfile
+import threading
+import time
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from titanlite.config.load import load
+
+ROOT = Path(__file__).parents[1]
+DISK = ["offload.optimizer=disk"]
+RESHARD = ["parallelism.fsdp_reshard_after_forward=always"]
+VARIANTS: dict[str, list[str]] = {
+    "memory": RESHARD,
+    "CPU offload": [*RESHARD, "training.enable_cpu_offload=true"],
+    "moments on disk": [*RESHARD, *DISK],
+    "moments on disk, bfloat16": [*RESHARD, *DISK, "optimizer.state_dtype=bfloat16"],
+    "moments and parameters on disk": [
+        *RESHARD, *DISK, "offload.parameters=disk", "training.enable_cpu_offload=true"
+    ],
+}  # fmt: skip
+SIZES = ["training.seq_len=64", "training.global_batch_size=1", "metrics.log_freq=1"]
+NOT_MEASURED = ["checkpoint.enable=false", "validation.enable=false", "metrics.enable_tensorboard=false"]
+MIB = 2**20
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--dim", type=int, default=512)
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--path", default=None)
+    parser.add_argument("--only", default="")
+    arguments = parser.parse_args()
+    width = {"dim": arguments.dim, "hidden_dim": 4 * arguments.dim, "n_heads": 8, "n_kv_heads": 4}
+    model = {**width, "n_layers": arguments.layers, "vocab_size": 8192}
+    context = multiprocessing.get_context("spawn")
+    print("| | step, s | anonymous, MiB | of files, MiB | read a step, MiB | written a step, MiB | last loss |")
+    print("|---|---|---|---|---|---|---|")
+    with tempfile.TemporaryDirectory(dir=arguments.path) as folder:
+        for number, (name, options) in enumerate(VARIANTS.items()):
+            if arguments.only not in name:
+                continue
+            places = [f"job.dump_folder={folder}", f"job.name=run-{number}", f"training.steps={arguments.steps}"]
+            shape = [f"model.args.{key}={value}" for key, value in model.items()]
+            words = [f"--{option}" for option in (*SIZES, *NOT_MEASURED, *shape, *places, *options)]
+            with context.Pool(1) as pool:
+                print(f"| {name} | " + " | ".join(pool.apply(measure, (words,))) + " |", flush=True)
+
+
+def measure(words: list[str]) -> list[str]:
+    """The figures of one run. The first step does not count for time: it also takes memory."""
+    import titanlite.train as training
+    from titanlite.job import pick_device, process_group, read_ranks
+    from titanlite.preflight import preflight
+
+    ranks = read_ranks({})
+    device = pick_device(ranks)
+    moments: list[tuple[float, dict[str, int]]] = []
+    make_step = training.train_step
+
+    def train_step(*args: Any, **kwargs: Any) -> Any:
+        moments.append((time.perf_counter(), disk_bytes()))
+        return make_step(*args, **kwargs)
+
+    training.train_step = train_step
+    config = load(ROOT / "train_configs" / "debug.toml", words)
+    with process_group(ranks, device):
+        run = training.build(config, preflight(config, ranks, device), ranks=ranks, device=device)
+        with Peaks() as peaks:
+            training.train(run)
+            moments.append((time.perf_counter(), disk_bytes()))
+        training.finish(run)
+    steps = list(pairwise(moments[1:]))
+    seconds = statistics.median(after[0] - start[0] for start, after in steps)
+    counts = ([after[1][key] - start[1][key] for start, after in steps] for key in ("read_bytes", "write_bytes"))
+    read, written = map(statistics.median, counts)
+    last = json.loads(run.folder.metrics.read_text().splitlines()[-1])["loss"]
+    return [
+        f"{seconds:.2f}", f"{peaks.most['RssAnon'] / MIB:,.0f}", f"{peaks.most['RssFile'] / MIB:,.0f}",
+        f"{read / MIB:,.0f}", f"{written / MIB:,.0f}", f"{last:.6f}",
+    ]  # fmt: skip
+
+
+def memory() -> dict[str, int]:
+    """Resident bytes of this process."""
+    lines = [line.split() for line in Path("/proc/self/status").read_text().splitlines()]
+    return {words[0].rstrip(":"): int(words[1]) * 1024 for words in lines if words[0] in ("RssAnon:", "RssFile:")}
+
+
+def disk_bytes() -> dict[str, int]:
+    """That this process has had read and written so far."""
+    pairs = [line.split(": ") for line in Path("/proc/self/io").read_text().splitlines()]
+    return {name: int(value) for name, value in pairs}
+
+
+class Peaks(threading.Thread):
+    """The most of each kind of memory, looked at every 20 ms."""
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self.most = memory()
+        self._ended = threading.Event()
+
+    def run(self) -> None:
+        while not self._ended.wait(0.02):
+            self.most = {name: max(size, self.most[name]) for name, size in memory().items()}
+
+    def __enter__(self) -> "Peaks":
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self.join()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,112 @@
+"""What ways to keep the optimizer's memory small cost and gain, side by side, on one CPU process.
+
+    python benchmarks/bench_optimizer_memory.py
+    python benchmarks/bench_optimizer_memory.py --only AdamW --model.args.dim=512 --training.global_batch_size=8
+
+State: bytes of moments a parameter. Peak: most that PyTorch's allocator has given out at once, after the first step.
+Plan: the same, as `titanlite plan` predicts it. First: seconds of the first step, with compiling what is not in the
+compiler's cache. Step: the median CPU time of the next ones, by one thread. Further options are the config's.
+"""
+
+import argparse
+import multiprocessing
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+from measured_memory import measure, train  # scripts beside this one
+from plan_accuracy import DEBUG, planned
+
+from titanlite.config.load import load
+from titanlite.config.schema import Config
+from titanlite.hardware import find_hardware
+from titanlite.models.base import unique_parameters
+from titanlite.plan.planning import model_of
+
+MIB = 2**20
+SIZES = [
+    "--training.seq_len=128", "--training.global_batch_size=1", "--training.mixed_precision_param=float32",
+    "--training.max_norm=0", "--model.args.dim=256", "--model.args.n_layers=12", "--model.args.n_heads=4",
+    "--model.args.n_kv_heads=4", "--model.args.hidden_dim=768", "--model.args.vocab_size=2048",
+]  # fmt: skip
+IN_BACKWARD = "--optimizer.in_backward=true"
+VARIANTS = {
+    "AdamW": [],
+    "AdamW, bfloat16 moments": ["--optimizer.state_dtype=bfloat16"],
+    "AdamW8bit": ["--optimizer.name=torchao.optim.AdamW8bit"],
+    "AdamW4bit": ["--optimizer.name=torchao.optim.AdamW4bit"],
+    "AdamW, in backward": [IN_BACKWARD],
+    "AdamW8bit, in backward": ["--optimizer.name=torchao.optim.AdamW8bit", IN_BACKWARD],
+}
+
+
+class Clock:
+    """Times steps, where `measured_memory.train` would have their memory recorded."""
+
+    def __init__(self) -> None:
+        self.seconds: list[tuple[float, float]] = []
+        """Of the clock on the wall, and of this process on CPUs."""
+
+    @contextmanager
+    def span(self, name: str) -> Iterator[None]:
+        started = time.perf_counter(), time.process_time()
+        yield
+        self.seconds.append((time.perf_counter() - started[0], time.process_time() - started[1]))
+
+
+def seconds_of_steps(config: Config, steps: int) -> list[tuple[float, float]]:
+    """In a process of its own, of one thread."""
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=0, world_size=1)
+        clock = Clock()
+        train(config, clock, 0, 1, steps)  # pyright: ignore[reportArgumentType]
+        dist.destroy_process_group()
+    return clock.seconds
+
+
+def predicted_peak(config: Config) -> int:
+    """In a process of its own."""
+    torch.set_num_threads(1)
+    return planned(config, 1, replace(find_hardware("H100"), measured=True), 1).peak
+
+
+def row(name: str, config: Config, steps: int) -> str:
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, spawn, max_tasks_per_child=1) as pool:
+        first, *seconds = pool.submit(seconds_of_steps, config, steps).result()
+        plan = pool.submit(predicted_peak, config).result()
+    [measured] = measure(config, processes=1)
+    kind, args = model_of(config)
+    with torch.device("meta"):
+        parameters = sum(parameter.numel() for _, parameter in unique_parameters(kind(args)))
+    figures = [
+        f"{measured.breakdown['optimizer'] / parameters:.2f}",
+        f"{measured.peak / MIB:.1f}",
+        f"{plan / MIB:.1f}",
+        f"{first[0]:.1f}",
+        f"{1000 * statistics.median(cpu for _, cpu in seconds):.0f}",
+    ]
+    return f"| {name} | {' | '.join(figures)} |"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help="variants whose name contains this")
+    parser.add_argument("--steps", type=int, default=8)
+    arguments, overrides = parser.parse_known_args()
+    print("| | state, bytes a parameter | peak, MiB | plan, MiB | first, s | step, CPU ms |")
+    print("|---|---|---|---|---|---|", flush=True)
+    for name, options in VARIANTS.items():
+        if arguments.only in name:
+            print(row(name, load(DEBUG, [*SIZES, *options, *overrides], world_size=1), arguments.steps), flush=True)
+
+
+if __name__ == "__main__":
+    main()
