@@ -116,7 +116,8 @@ def stepper(settings: dict[str, Any], rank: int, ranks: int) -> Callable[[], Non
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.02) if parameter.ndim == 2 else nn.init.ones_(parameter)
     if ranks > 1:
-        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+        mixed = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+        policy = MixedPrecisionPolicy() if dtype == torch.float32 else mixed
         for block in model.layers:
             fully_shard(block, mp_policy=policy)
         fully_shard(model, mp_policy=policy)

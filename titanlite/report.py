@@ -66,7 +66,7 @@ def types_of(model: Model, optimizer: torch.optim.Optimizer) -> dict[str, str]:
     weights = [parameter.dtype for parameter in model.parameters()]
     types: dict[str, list[torch.dtype | None]] = {
         "weights": [*weights],
-        "compute": [policy.param_dtype for policy in policies],
+        "compute": [policy.param_dtype or dtype for policy in policies for dtype in weights],
         "reduction": [policy.reduce_dtype for policy in policies],
         "moments": [*state_dtypes(optimizer)],
     }

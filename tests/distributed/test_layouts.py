@@ -252,7 +252,8 @@ COLLECTIVES = [
 
 def test_collectives_of_a_step(tiny: TinyRun) -> None:
     """One all-gather a unit in forward and one more in backward except for the head; one reduce-scatter a unit and
-    backward, also of the head, whose chunked loss uses its weight many times; replicas are reduced once a step."""
+    backward, also of the head, whose chunked loss uses its weight many times; replicas are reduced once a step. On
+    gloo a reduce-scatter is an exchange of parts."""
     named = {"tied": "--model.args.tied_head"}
     configs = [
         tiny.config(
@@ -269,10 +270,10 @@ def test_collectives_of_a_step(tiny: TinyRun) -> None:
         for counts, in_forward, _ in ranks:
             assert in_forward["allgather_base"] == forward * accumulation, option
             assert counts["allgather_base"] == (forward + backward) * accumulation, option
-            assert counts["reduce_scatter_base"] == (units * accumulation if shard > 1 else 0)
+            assert counts["alltoall_base"] == (units * accumulation if shard > 1 else 0)
             # One more all-reduce counts the tokens, and one is of loss and norm.
             assert counts["allreduce"] == (units if replicate > 1 else 0) + 2
-            assert not counts.keys() - {"allgather_base", "reduce_scatter_base", "allreduce"}
+            assert not counts.keys() - {"allgather_base", "alltoall_base", "allreduce"}
 
 
 def seen_dtypes(rank: int, world_size: int, config: Config) -> tuple[set[tuple[str, str]], dict[str, str]]:
@@ -326,7 +327,7 @@ def test_types_are_the_same_on_every_layout(tiny: TinyRun, types: str) -> None:
                 ("moment", f"torch.{moment}"),
             }
             if shard > 1:
-                expected |= {("allgather_base", "torch.bfloat16"), ("reduce_scatter_base", f"torch.{reduction}")}
+                expected |= {("allgather_base", "torch.bfloat16"), ("alltoall_base", f"torch.{reduction}")}
             if replicate > 1:
                 expected |= {("allreduce", f"torch.{reduction}")}
             assert seen == expected, (replicate, shard)

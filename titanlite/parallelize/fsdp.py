@@ -5,6 +5,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
@@ -31,10 +32,12 @@ def shard(
         pin_memory: with CPU offload to a GPU: FSDP copies parameters to memory that is pinned.
     """
     on_gpu = mesh.device_type == "cuda"
+    has_right_type = training.dtype == training.mixed_precision_param
     options: dict[str, Any] = {
         "mesh": sharding_mesh(mesh),
         "mp_policy": MixedPrecisionPolicy(
-            param_dtype=DTYPES[training.mixed_precision_param],
+            # Weights that are of it already are not to be copied on their way.
+            param_dtype=None if has_right_type else DTYPES[training.mixed_precision_param],
             reduce_dtype=DTYPES[training.mixed_precision_reduce],
             cast_forward_inputs=False,
         ),
@@ -49,13 +52,13 @@ def shard(
         fully_shard(together, reshard_after_forward=False if keeps else reshard, **options)
     fully_shard(model, reshard_after_forward=reshard, **options)
     _prefetch([unit[0] for unit in units], parallelism)
-    has_right_type = training.dtype == training.mixed_precision_param
     for module in model.modules():
         if isinstance(module, FSDPModule):
             if isinstance(module, nn.Embedding) and [module] in units:
                 module.set_unshard_in_backward(False)  # the gradient of a lookup does not need the table
-            if mesh["shard"].size() == 1 and not on_gpu:
-                module.set_custom_reduce_scatter(NothingToScatter())  # pyright: ignore[reportArgumentType]
+            if not on_gpu:
+                reduce_scatter = NothingToScatter() if mesh["shard"].size() == 1 else ExchangeOfParts()
+                module.set_custom_reduce_scatter(reduce_scatter)  # pyright: ignore[reportArgumentType]
             if mesh["shard"].size() == 1 and has_right_type and not training.enable_cpu_offload:
                 _gather_in_place(module)
 
@@ -80,11 +83,29 @@ class NothingToScatter:
         raise AssertionError("FSDP does not reduce-scatter over one process")
 
 
+class ExchangeOfParts:
+    """Reduce-scatter for gloo, whose own is an all-reduce: it sends twice the bytes that it needs to. Here each rank
+    sends every other its part, and averages what it gets, in the order of ranks."""
+
+    def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
+    ) -> None:
+        assert op == dist.ReduceOp.AVG, op
+        assert not async_op
+        parts = torch.empty_like(input_tensor)
+        dist.all_to_all_single(parts, input_tensor, group=group)
+        torch.mean(parts.view(group.size(), -1), dim=0, out=output_tensor)
+
+
 def _gather_in_place(module: FSDPModule) -> None:
     """At shard degree 1, weights that are of the type of compute already are what a gathering of them would give. So
     FSDP is told that its gathered parameters lie where the sharded ones do: nothing is copied, and nothing freed."""
     for group in module._get_fsdp_state()._fsdp_param_groups:
-        for parameter in group.fsdp_params:
+        parameters: Any = group.fsdp_params
+        for parameter in parameters:
             parameter.init_all_gather_outputs = partial(_use_sharded, parameter)
             parameter.free_unsharded_param = lambda: None
 

@@ -27,8 +27,9 @@ def as_on_gpu(*, fused_norm: bool) -> Iterator[None]:
         stack.enter_context(patch("titanlite.models.layers.has_norm_kernel", lambda device: True))
         # Documents are packed, without a mask.
         stack.enter_context(patch("titanlite.models.layers.has_packed_kernel", _has_packed_kernel))
-        # What a reduce-scatter takes and what it gives are never one buffer.
-        stack.enter_context(patch("titanlite.parallelize.fsdp.NothingToScatter", DefaultReduceScatter))
+        # What a reduce-scatter takes and what it gives are never one buffer, and NCCL's own is as it should be.
+        for name in ("NothingToScatter", "ExchangeOfParts"):
+            stack.enter_context(patch(f"titanlite.parallelize.fsdp.{name}", DefaultReduceScatter))
         if fused_norm:
             stack.enter_context(patch("torch.nn.functional.rms_norm", _rms_norm))
         yield

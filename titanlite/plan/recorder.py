@@ -231,6 +231,8 @@ class Recorder(TorchDispatchMode):
         group = next((leaf for leaf in args if isinstance(leaf, torch.ScriptObject) and _is_group(leaf)), None)
         if group is None or collective is None:
             return
+        if self._unit and str(func._overloadpacket) == "c10d.alltoall_base_":
+            collective = "reduce_scatter"  # on gloo; optimizers exchange for other reasons, and in no unit
         size = max((tensor.numel() * tensor.element_size() for _, tensor in inputs), default=0)
         unboxed = dist.ProcessGroup.unbox(group)
         if unboxed.group_name not in self._groups:

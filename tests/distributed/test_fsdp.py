@@ -1,0 +1,80 @@
+"""What FSDP is given for CPUs, and for a shard degree of 1."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
+
+from tests.distributed.test_layouts import built, degrees, one_step
+from tests.helpers import TinyRun, run_ranks
+from titanlite.config.schema import Config
+from titanlite.parallelize.fsdp import ExchangeOfParts
+
+
+def exchanged(rank: int, world_size: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """(what this rank gets, what it should get)"""
+    wholes = [torch.randn(5 * world_size, generator=torch.Generator().manual_seed(it)) for it in range(world_size)]
+    wholes = [whole.to(dtype) for whole in wholes]
+    group = dist.group.WORLD
+    assert group is not None
+    comm = ExchangeOfParts()
+    out = comm.allocate([5], dtype=dtype, device=torch.device("cpu"))
+    comm(out, wholes[rank], group, dist.ReduceOp.AVG)
+    return out, torch.stack(wholes).mean(dim=0).chunk(world_size)[rank]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_exchange_of_parts_is_a_reduce_scatter(dtype: torch.dtype) -> None:
+    for out, expected in run_ranks(exchanged, 3, dtype):
+        assert out.dtype == dtype
+        assert torch.equal(out, expected)
+
+
+def gathered_in_place(rank: int, world_size: int, config: Config) -> list[bool]:
+    """Of each parameter, after a step: whether compute used the memory of its shard."""
+    run = built(rank, world_size, config)
+    one_step(run)
+    states = [module._get_fsdp_state() for module in run.model.modules() if isinstance(module, FSDPModule)]
+    parameters = [it for state in states for group in state._fsdp_param_groups for it in group.fsdp_params]
+    assert len(parameters) == len(list(run.model.parameters()))
+    return [it._unsharded_param.data_ptr() == it._sharded_param_data.data_ptr() for it in parameters]
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ([], True),
+        (["--parallelism.fsdp_reshard_after_forward=always"], True),
+        (["--training.mixed_precision_param=bfloat16"], False),
+        (["--training.enable_cpu_offload=true"], False),
+    ],
+    ids=["float32", "freed in between", "bfloat16", "offloaded"],
+)
+def test_one_shard_is_gathered_in_place(tiny: TinyRun, options: list[str], expected: bool) -> None:
+    [found] = run_ranks(gathered_in_place, 1, tiny.config(*options))
+    assert set(found) == {expected}
+
+
+def test_replicas_are_gathered_in_place_and_shards_are_not(tiny: TinyRun) -> None:
+    for layout, expected in ((degrees(2, 1), True), (degrees(1, 2), False)):
+        for found in run_ranks(gathered_in_place, 2, tiny.config(*layout, world_size=2)):
+            assert set(found) == {expected}
+
+
+def zeroed(rank: int, world_size: int, config: Config) -> tuple[float, float]:
+    """Logits' mean square, before and after all weights become zero."""
+    run = built(rank, world_size, config)
+    tokens = torch.arange(32).view(1, 32)
+    with torch.no_grad():
+        before = run.model(tokens).square().mean().item()
+        for group in run.optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.to_local().mul_(0)
+        after = run.model(tokens).square().mean().item()
+    return before, after
+
+
+def test_new_values_are_used_at_once(tiny: TinyRun) -> None:
+    [(before, after)] = run_ranks(zeroed, 1, tiny.config())
+    assert before > 0
+    assert after == 0
