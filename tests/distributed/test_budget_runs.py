@@ -60,7 +60,7 @@ def measured(rank: int, world_size: int, config: Config, every: list[Levels]) ->
     return peaks
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_measured_peaks_are_in_the_order_of_the_predicted(tiny: TinyRun, between: Chosen) -> None:
     blocks = len(between.levels)
     config = tiny.config(*SIZES, *within(between.budget / GIB), world_size=2)
@@ -73,7 +73,7 @@ def test_measured_peaks_are_in_the_order_of_the_predicted(tiny: TinyRun, between
         assert share == pytest.approx((predicted[1] - predicted[2]) / (predicted[0] - predicted[2]), abs=0.05)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_budget_changes_no_loss(tiny: TinyRun, between: Chosen) -> None:
     """Shards are uneven: what is rehearsed as rank 0 must not stay with rank 1."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]

@@ -188,7 +188,7 @@ def hashes(log: list[Path]) -> dict[int, list[str]]:
     return {step: sorted(digests) for step, digests in found.items()}
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_ten_kills_on_random_rank_counts_change_nothing_of_what_is_read(tiny: TinyRun) -> None:
     draw = random.Random(1)
     context = multiprocessing.get_context("forkserver")

@@ -140,7 +140,7 @@ def test_what_only_trades_memory_for_time_changes_no_bit(tiny: TinyRun) -> None:
     "options",
     [
         pytest.param([], id="fp32"),
-        pytest.param(["--training.mixed_precision_reduce=bfloat16"], id="bf16 reduce", marks=pytest.mark.slow),
+        pytest.param(["--training.mixed_precision_reduce=bfloat16"], id="bf16 reduce", marks=pytest.mark.nightly),
     ],
 )
 def test_accumulation_gives_the_same_losses(tiny: TinyRun, options: list[str]) -> None:

@@ -100,7 +100,7 @@ def compiled_graphs(rank: int, world_size: int, config: Config) -> tuple[int, li
     return torch._dynamo.utils.counters["stats"]["unique_graphs"], losses
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("family", "mode"), [("qwen3", "full"), ("qwen3_moe", "selective"), ("outside the package", "none")]
 )

@@ -178,7 +178,7 @@ def log_of(tiny: TinyRun, name: str) -> list[str]:
     return [line.partition(" WARNING ")[2] for line in lines if " WARNING memory: " in line]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_run_is_warned_once_of_a_device_that_is_too_small(tiny: TinyRun, code: Path) -> None:
     small = 2_400_000
     results = {}

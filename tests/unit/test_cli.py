@@ -352,7 +352,7 @@ def test_run_train_on_four_processes(tiny: TinyRun) -> None:
     assert sorted(path.name for path in logs.iterdir()) == [f"rank-{rank}.log" for rank in range(4)]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_run_train_on_two_nodes(tiny: TinyRun) -> None:
     """Two machines that share a folder: here both are this one, each with a launcher of its own."""
     with socket.socket() as listener:

@@ -43,8 +43,8 @@ def moments(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, np.
     for name, parameter in unique_parameters(model):
         for key, value in optimizer.state[parameter].items():
             quantized = pieces(value) if is_quantized(value) else {"": value}
-            found |= {f"{name}.{key}.{piece}": whole(tensor) for piece, tensor in quantized.items()}
-    return {name: tensor.float().numpy() for name, tensor in found.items()}
+            found |= {f"{name}.{key}.{piece}": whole(tensor.float()) for piece, tensor in quantized.items()}
+    return {name: tensor.numpy() for name, tensor in found.items()}
 
 
 def eager(rank: int, world_size: int, config: Config) -> dict[str, np.ndarray]:

@@ -62,7 +62,7 @@ def test_verdicts(losses: list[float | None], exact: bool, holds: bool, differen
     assert not compare(Curve([2.0, 1.0], [1.0, 1.1]), reference, exact=True, tolerance=1e-5).holds
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_command_trains_compares_and_exits_with_the_verdict(
     tiny: TinyRun, capfd: pytest.CaptureFixture[str]
 ) -> None:

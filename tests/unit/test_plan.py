@@ -122,7 +122,7 @@ MODES = ("full", "selective", "none")
 NEVER = "--parallelism.fsdp_reshard_after_forward=never"
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @settings(max_examples=3, deadline=None)
 @given(
     shard=st.sampled_from([1, 2, 4]),

@@ -147,7 +147,7 @@ def test_offload_time() -> None:
     assert offload_time(25e9, 10e9, accumulation=2) == pytest.approx(2 * 3 + 1.75)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_search_on_small_devices(toml: Path) -> None:
     """So that memory decides: what was expected of a candidate is what its plan says. What is written is the best."""
     hardware = replace(find_hardware("H100"), memory=int(0.02 * 2**30))

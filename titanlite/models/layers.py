@@ -121,6 +121,8 @@ def rope_at(table_LH: Tensor, seq_len: int, documents: Documents | None) -> Tens
 def apply_rope(x_BNLH: Tensor, cos_LH: Tensor, sin_LH: Tensor) -> Tensor:
     """Rotate the pairs (i, i + H/2) of each head, in real arithmetic (so that it compiles); keeps x's dtype. cos and
     sin are as `rope_at` gives them."""
+    if torch.compiler.is_compiling():  # it finds a backward of its own, and caches nothing of ours
+        return _rotate(x_BNLH, cos_LH, sin_LH)
     return _Rotation.apply(x_BNLH, cos_LH, sin_LH)
 
 
@@ -139,6 +141,9 @@ class _Rotation(torch.autograd.Function):
 
 
 def _rotate(x_BNLH: Tensor, cos_LH: Tensor, sin_LH: Tensor) -> Tensor:
+    if torch.compiler.is_compiling():
+        x1, x2 = x_BNLH.chunk(2, dim=-1)
+        return (x_BNLH * cos_LH + torch.cat((-x2, x1), dim=-1) * sin_LH).type_as(x_BNLH)
     half = x_BNLH.shape[-1] // 2
     out_BNLH = x_BNLH * cos_LH
     out_BNLH[..., :half].addcmul_(x_BNLH[..., half:], sin_LH[..., :half], value=-1)
@@ -151,7 +156,12 @@ def product_type(x: Tensor) -> torch.dtype:
     long for it, float32. Sums are in float32 either way."""
     if x.dtype != torch.bfloat16 or x.device.type != "cpu":
         return x.dtype
-    return x.dtype if torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported() else torch.float32
+    return x.dtype if _has_bfloat16_units() else torch.float32
+
+
+@torch.compiler.assume_constant_result
+def _has_bfloat16_units() -> bool:
+    return torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
 
 
 class Linear(nn.Linear):
@@ -161,9 +171,11 @@ class Linear(nn.Linear):
         super().__init__(in_features, out_features, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        if (wide := product_type(x)) != x.dtype:
-            return _WideProduct.apply(x, self.weight, wide)
-        return super().forward(x)
+        if (wide := product_type(x)) == x.dtype:
+            return super().forward(x)
+        if torch.compiler.is_compiling():
+            return F.linear(x.to(wide), self.weight.to(wide)).type_as(x)
+        return _WideProduct.apply(x, self.weight, wide)
 
 
 class _WideProduct(torch.autograd.Function):
@@ -188,7 +200,7 @@ class RMSNorm(nn.RMSNorm):
     """x / sqrt(mean(x^2) + eps) * weight (arXiv:1910.07467), computed in float32."""
 
     def forward(self, x: Tensor) -> Tensor:
-        if has_norm_kernel(x.device):
+        if has_norm_kernel(x.device) or torch.compiler.is_compiling():
             return super().forward(x)
         return _RMSNorm.apply(x, self.weight, self.eps)
 
