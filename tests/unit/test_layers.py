@@ -73,8 +73,7 @@ def test_norm_keeps_little_on_a_cpu_and_is_one_kernel_elsewhere(monkeypatch: pyt
 
 
 def test_products_of_bfloat16_on_a_cpu_without_units_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
-    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
+    monkeypatch.setattr(layers, "HAS_BFLOAT16_UNITS", False)
     linear = Linear(D, 6).to(torch.bfloat16)
     x = torch.randn(B, L, D, dtype=torch.bfloat16, requires_grad=True)
     ours = linear(x)
@@ -87,10 +86,32 @@ def test_products_of_bfloat16_on_a_cpu_without_units_for_it(monkeypatch: pytest.
 
 def test_products_are_of_their_own_type_where_there_are_units(monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.ones(1, dtype=torch.bfloat16)
-    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True)
+    monkeypatch.setattr(layers, "HAS_BFLOAT16_UNITS", True)
     assert layers.product_type(x) == torch.bfloat16
     assert layers.product_type(x.float()) == torch.float32
-    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
-    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+    monkeypatch.setattr(layers, "HAS_BFLOAT16_UNITS", False)
     assert layers.product_type(x) == torch.float32
     assert layers.product_type(torch.ones(1, dtype=torch.bfloat16, device="meta")) == torch.bfloat16
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_compiler_takes_it_all_as_one_graph(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And finds no autograd function, whose graph it would not cache."""
+    monkeypatch.setattr(layers, "HAS_BFLOAT16_UNITS", False)
+    linear, norm = Linear(H, H).to(dtype), RMSNorm(H, eps=1e-3).to(dtype)
+    cos, sin = rope_cos_sin(H, L, 100.0)
+    graphs: list[torch.fx.GraphModule] = []
+
+    def keep(graph: torch.fx.GraphModule, _: object) -> torch.fx.GraphModule:
+        graphs.append(graph)
+        return graph
+
+    def all_of_them(x: torch.Tensor) -> torch.Tensor:
+        return apply_rope(norm(linear(x)), cos, sin)
+
+    x = torch.randn(B, N, L, H, dtype=dtype, requires_grad=True)
+    compiled = torch.compile(all_of_them, fullgraph=True, backend=keep)(x)
+    torch.testing.assert_close(compiled, all_of_them(x))
+    torch.compiler.reset()
+    [graph] = graphs
+    assert not [node for node in graph.graph.nodes if "autograd_function" in str(node.target)]

@@ -37,6 +37,9 @@ class Boundaries(NamedTuple):
     offsets: Tensor
 
 
+HAS_BFLOAT16_UNITS = torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
+"""Of this CPU. The compiler could not ask."""
+
 AttentionMask = Tensor | Boundaries
 """What holds attention within documents. A tensor [B, 1, L, L] is added to the scores: 0, or -inf where the key is of
 another document or of a later token."""
@@ -156,12 +159,7 @@ def product_type(x: Tensor) -> torch.dtype:
     long for it, float32. Sums are in float32 either way."""
     if x.dtype != torch.bfloat16 or x.device.type != "cpu":
         return x.dtype
-    return x.dtype if _has_bfloat16_units() else torch.float32
-
-
-@torch.compiler.assume_constant_result
-def _has_bfloat16_units() -> bool:
-    return torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
+    return x.dtype if HAS_BFLOAT16_UNITS else torch.float32
 
 
 class Linear(nn.Linear):
