@@ -1,7 +1,7 @@
 """Where figures go beside the console and metrics.jsonl: TensorBoard, and what `metrics.loggers` names."""
 
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 
 class Logger(Protocol):
@@ -24,14 +24,21 @@ class Logger(Protocol):
 
 
 class TensorBoard:
-    def __init__(self, folder: Path, *, step: int) -> None:
-        from torch.utils.tensorboard import SummaryWriter
+    """Is imported and made after the first line of figures is on the console: it takes a third of a second."""
 
-        self._writer = SummaryWriter(str(folder / "tensorboard"), purge_step=step + 1)
+    def __init__(self, folder: Path, *, step: int) -> None:
+        self._folder = folder / "tensorboard"
+        self._purge_step = step + 1
+        self._writer: Any = None
 
     def log(self, figures: dict[str, float], *, step: int) -> None:
+        if self._writer is None:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._writer = SummaryWriter(str(self._folder), purge_step=self._purge_step)
         for name, value in figures.items():
             self._writer.add_scalar(name, value, step)
 
     def close(self) -> None:
-        self._writer.close()
+        if self._writer is not None:
+            self._writer.close()
