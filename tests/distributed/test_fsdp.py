@@ -35,7 +35,8 @@ def gathered_in_place(rank: int, world_size: int, config: Config) -> list[bool]:
     run = built(rank, world_size, config)
     one_step(run)
     states = [module._get_fsdp_state() for module in run.model.modules() if isinstance(module, FSDPModule)]
-    parameters = [it for state in states for group in state._fsdp_param_groups for it in group.fsdp_params]
+    units = [state._fsdp_param_group for state in states]
+    parameters = [it for unit in units if unit for it in unit.fsdp_params]
     assert len(parameters) == len(list(run.model.parameters()))
     return [it._unsharded_param.data_ptr() == it._sharded_param_data.data_ptr() for it in parameters]
 

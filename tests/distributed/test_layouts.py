@@ -139,7 +139,7 @@ def test_what_only_trades_memory_for_time_changes_no_bit(tiny: TinyRun) -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        pytest.param([], id="fp32"),
+        pytest.param([], id="fp32", marks=pytest.mark.slow),
         pytest.param(["--training.mixed_precision_reduce=bfloat16"], id="bf16 reduce", marks=pytest.mark.nightly),
     ],
 )

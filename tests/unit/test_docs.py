@@ -84,6 +84,7 @@ def test_a_model_outside_the_package_trains_by_the_commands_of_its_guide(tmp_pat
     assert losses(tmp_path, "sharded") == pytest.approx(losses(tmp_path, "gpt2"), rel=1e-5)
 
 
+@pytest.mark.slow
 def test_examples_of_own_parts(tmp_path: Path) -> None:
     for source in blocks("extend.md", "python"):
         name = source.splitlines()[0].removeprefix("# ")

@@ -135,6 +135,7 @@ def test_another_learning_rate_compiles_nothing_anew(monkeypatch: pytest.MonkeyP
     assert 0 < 1.5 * moved[1] < 1.2 * moved[2] < moved[3]
 
 
+@pytest.mark.slow
 def test_losses_are_near_those_of_adamw(tiny: TinyRun) -> None:
     """After 30 steps, on a text that is nearly known by heart then; and not the same, or nothing was quantized."""
     options = [*SHAPE, "--training.steps=30", "--optimizer.lr=3e-3", "--checkpoint.enable=false"]
@@ -151,7 +152,8 @@ def test_losses_are_near_those_of_adamw(tiny: TinyRun) -> None:
 @pytest.mark.parametrize(
     ("kind", "shape"),
     [
-        ("AdamW8bit", "--model.args.dim=256"),  # 259 rows, each of one block: uneven shards
+        # 259 rows, each of one block: uneven shards
+        pytest.param("AdamW8bit", "--model.args.dim=256", marks=pytest.mark.slow),
         pytest.param("AdamW4bit", "--model.args.vocab_size=260", marks=pytest.mark.slow),
         pytest.param("AdamWFp8", "--model.args.vocab_size=260", marks=pytest.mark.slow),
     ],

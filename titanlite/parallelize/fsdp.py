@@ -103,11 +103,11 @@ class ExchangeOfParts:
 def _gather_in_place(module: FSDPModule) -> None:
     """At shard degree 1, weights that are of the type of compute already are what a gathering of them would give. So
     FSDP is told that its gathered parameters lie where the sharded ones do: nothing is copied, and nothing freed."""
-    for group in module._get_fsdp_state()._fsdp_param_groups:
-        parameters: Any = group.fsdp_params
-        for parameter in parameters:
-            parameter.init_all_gather_outputs = partial(_use_sharded, parameter)
-            parameter.free_unsharded_param = lambda: None
+    unit = module._get_fsdp_state()._fsdp_param_group
+    parameters: Any = unit.fsdp_params if unit else []
+    for parameter in parameters:
+        parameter.init_all_gather_outputs = partial(_use_sharded, parameter)
+        parameter.free_unsharded_param = lambda: None
 
 
 def _use_sharded(parameter: Any, *_: Any) -> None:
