@@ -155,7 +155,7 @@ def _rotate(x_BNLH: Tensor, cos_LH: Tensor, sin_LH: Tensor) -> Tensor:
 
 
 def product_type(x: Tensor) -> torch.dtype:
-    """Of the operands of matrix products: x's own, but on CPUs without units for bfloat16, which take 10 to 50 times as
+    """Of the operands of matrix products: x's own, but on CPUs without units for bfloat16, which take 3 to 50 times as
     long for it, float32. Sums are in float32 either way."""
     if x.dtype != torch.bfloat16 or x.device.type != "cpu":
         return x.dtype
