@@ -1,14 +1,18 @@
 """What FSDP is given for CPUs, and for a shard degree of 1."""
 
+from types import SimpleNamespace
+from typing import Any, cast
+from unittest.mock import patch
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
 from tests.distributed.test_layouts import built, degrees, one_step
-from tests.helpers import TinyRun, run_ranks
+from tests.helpers import TinyRun, run_ranks, train_on_this_rank
 from titanlite.config.schema import Config
-from titanlite.parallelize.fsdp import ExchangeOfParts
+from titanlite.parallelize.gloo import ExchangeOfParts
 
 
 def exchanged(rank: int, world_size: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
@@ -17,7 +21,7 @@ def exchanged(rank: int, world_size: int, dtype: torch.dtype) -> tuple[torch.Ten
     wholes = [whole.to(dtype) for whole in wholes]
     group = dist.group.WORLD
     assert group is not None
-    comm = ExchangeOfParts()
+    comm = ExchangeOfParts(cast(Any, None), in_flight=None)
     out = comm.allocate([5], dtype=dtype, device=torch.device("cpu"))
     comm(out, wholes[rank], group, dist.ReduceOp.AVG)
     return out, torch.stack(wholes).mean(dim=0).chunk(world_size)[rank]
@@ -28,6 +32,50 @@ def test_an_exchange_of_parts_is_a_reduce_scatter(dtype: torch.dtype) -> None:
     for out, expected in run_ranks(exchanged, 3, dtype):
         assert out.dtype == dtype
         assert torch.equal(out, expected)
+
+
+def starts_and_waits(rank: int, world_size: int, config: Config) -> list[str]:
+    """Of the exchanges of a step: "start 0", "wait 0", ... in the order of events."""
+    exchange: Any = dist.all_to_all_single
+    events: list[str] = []
+
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        number = len([event for event in events if event.startswith("start")])
+        events.append(f"start {number}")
+        work = exchange(*args, **kwargs)
+        return SimpleNamespace(wait=lambda: (events.append(f"wait {number}"), work.wait()))
+
+    with patch("torch.distributed.all_to_all_single", noted):
+        train_on_this_rank(config, rank, world_size)
+    return events
+
+
+def of_a_micro_batch(first: int, late: bool) -> list[str]:
+    """Five units exchange: the head, three blocks, the embedding."""
+    numbers = range(first, first + 5)
+    if not late:
+        return [f"{what} {number}" for number in numbers for what in ("start", "wait")]
+    between = [event for number in numbers[1:] for event in (f"start {number}", f"wait {number - 1}")]
+    return [f"start {first}", *between, f"wait {numbers[-1]}"]
+
+
+@pytest.mark.parametrize(
+    ("options", "late"),
+    [
+        ([], [True]),
+        (["--training.global_batch_size=8", "--training.local_batch_size=2"], [True, False]),
+        (["--optimizer.in_backward=true", "--training.max_norm=0"], [False]),
+        (["--training.mixed_precision_reduce=bfloat16"], [False]),
+    ],
+    ids=["as it is", "added to earlier gradients", "used in backward", "converted"],
+)
+def test_backward_goes_on_beside_an_exchange_unless_it_reads_the_result(
+    tiny: TinyRun, options: list[str], late: list[bool]
+) -> None:
+    expected = [event for index, is_late in enumerate(late) for event in of_a_micro_batch(5 * index, is_late)]
+    config = tiny.config(*degrees(1, 2), "--training.steps=1", *options, world_size=2)
+    for events in run_ranks(starts_and_waits, 2, config):
+        assert events == expected
 
 
 def gathered_in_place(rank: int, world_size: int, config: Config) -> list[bool]:

@@ -1,12 +1,10 @@
 """FSDP2 / HSDP: shard every block, and the embedding and the head, as units of their own (arXiv:2304.11277)."""
 
-from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -18,6 +16,7 @@ from torch.distributed.fsdp import (
 
 from titanlite.config.schema import Parallelism, Training
 from titanlite.models.base import Model
+from titanlite.parallelize.gloo import suit_gloo
 from titanlite.parallelize.mesh import sharding_mesh
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -51,53 +50,16 @@ def shard(
         together = unit if len(unit) > 1 else unit[0]
         fully_shard(together, reshard_after_forward=False if keeps else reshard, **options)
     fully_shard(model, reshard_after_forward=reshard, **options)
-    _prefetch([unit[0] for unit in units], parallelism)
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            if isinstance(module, nn.Embedding) and [module] in units:
-                module.set_unshard_in_backward(False)  # the gradient of a lookup does not need the table
-            if not on_gpu:
-                reduce_scatter = NothingToScatter() if mesh["shard"].size() == 1 else ExchangeOfParts()
-                module.set_custom_reduce_scatter(reduce_scatter)  # pyright: ignore[reportArgumentType]
-            if mesh["shard"].size() == 1 and has_right_type and not training.enable_cpu_offload:
-                _gather_in_place(module)
-
-
-class NothingToScatter:
-    """At shard degree 1 the reduce-scatter's output is its input, so FSDP is given one buffer for both, and what would
-    be a copy of all gradients is none. FSDP allocates the input and then the output of each unit. On the CPU only: a
-    GPU allocates the two on different streams, and one buffer could be given away while the other stream reads it."""
-
-    def __init__(self) -> None:
-        self._buffer: Tensor | None = None
-
-    def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        if self._buffer is None:
-            self._buffer = torch.empty(*size, dtype=dtype, device=device)
-            return self._buffer
-        buffer, self._buffer = self._buffer, None
-        assert buffer.shape == torch.Size(size)
-        return buffer
-
-    def __call__(self, *args: Any, **kwargs: Any) -> None:
-        raise AssertionError("FSDP does not reduce-scatter over one process")
-
-
-class ExchangeOfParts:
-    """Reduce-scatter for gloo, whose own is an all-reduce: it sends twice the bytes that it needs to. Here each rank
-    sends every other its part, and averages what it gets, in the order of ranks."""
-
-    def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
-
-    def __call__(
-        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
-    ) -> None:
-        assert op == dist.ReduceOp.AVG, op
-        assert not async_op
-        parts = torch.empty_like(input_tensor)
-        dist.all_to_all_single(parts, input_tensor, group=group)
-        torch.mean(parts.view(group.size(), -1), dim=0, out=output_tensor)
+    fsdp_units: list[FSDPModule] = [it for it in (*(unit[0] for unit in units), model) if isinstance(it, FSDPModule)]
+    if not on_gpu:
+        reduces_at_once = mesh["replicate"].size() > 1 or training.dtype != training.mixed_precision_reduce
+        suit_gloo(fsdp_units, shard_degree=mesh["shard"].size(), reduces_at_once=reduces_at_once)
+    _prefetch(fsdp_units[:-1], parallelism)
+    for unit in fsdp_units:
+        if isinstance(unit, nn.Embedding) and [unit] in units:
+            unit.set_unshard_in_backward(False)  # the gradient of a lookup does not need the table
+        if mesh["shard"].size() == 1 and has_right_type and not training.enable_cpu_offload:
+            _gather_in_place(unit)
 
 
 def _gather_in_place(module: FSDPModule) -> None:
@@ -145,11 +107,10 @@ def _reshard_after_forward(parallelism: Parallelism, *, shard_degree: int) -> bo
     return policy != "never" and (shard_degree > 1 or policy == "always")
 
 
-def _prefetch(units: list[nn.Module], parallelism: Parallelism) -> None:
+def _prefetch(units: list[FSDPModule], parallelism: Parallelism) -> None:
     forward, backward = parallelism.fsdp_forward_prefetch, parallelism.fsdp_backward_prefetch
-    fsdp_units: list[FSDPModule] = [unit for unit in units if isinstance(unit, FSDPModule)]
-    for index, unit in enumerate(fsdp_units):
+    for index, unit in enumerate(units):
         if forward:
-            unit.set_modules_to_forward_prefetch(fsdp_units[index + 1 : index + 1 + forward])
+            unit.set_modules_to_forward_prefetch(units[index + 1 : index + 1 + forward])
         if backward:
-            unit.set_modules_to_backward_prefetch(fsdp_units[max(0, index - backward) : index][::-1])
+            unit.set_modules_to_backward_prefetch(units[max(0, index - backward) : index][::-1])
