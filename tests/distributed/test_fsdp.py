@@ -55,7 +55,7 @@ def of_a_micro_batch(first: int, late: bool) -> list[str]:
     numbers = range(first, first + 5)
     if not late:
         return [f"{what} {number}" for number in numbers for what in ("start", "wait")]
-    between = [event for number in numbers[1:] for event in (f"start {number}", f"wait {number - 1}")]
+    between = [event for number in numbers[1:] for event in (f"wait {number - 1}", f"start {number}")]
     return [f"start {first}", *between, f"wait {numbers[-1]}"]
 
 

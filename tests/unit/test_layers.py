@@ -5,7 +5,7 @@ import torch
 from torch.nn import functional as F
 
 from titanlite.models import layers
-from titanlite.models.layers import Linear, RMSNorm, apply_rope, rope_cos_sin
+from titanlite.models.layers import Linear, RMSNorm, apply_rope, rope_cos_sin, swiglu
 
 B, L, N, H, D = 2, 5, 3, 8, 24
 
@@ -115,3 +115,15 @@ def test_the_compiler_takes_it_all_as_one_graph(dtype: torch.dtype, monkeypatch:
     torch.compiler.reset()
     [graph] = graphs
     assert not [node for node in graph.graph.nodes if "autograd_function" in str(node.target)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_swiglu_is_the_formula_and_keeps_two_tensors(dtype: torch.dtype) -> None:
+    gate, up = (torch.randn(B, L, D, dtype=dtype, requires_grad=True) for _ in range(2))
+    kept: list[torch.Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda it: kept.append(it) or it, lambda it: it):
+        ours = swiglu(gate, up)
+    assert [it.data_ptr() for it in kept] == [gate.data_ptr(), up.data_ptr()]
+    plain = F.silu(gate) * up
+    torch.testing.assert_close(ours, plain, rtol=0, atol=0)
+    torch.testing.assert_close(gradients(ours, gate, up), gradients(plain, gate, up), rtol=0, atol=0)

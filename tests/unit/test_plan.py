@@ -11,10 +11,12 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import functional as F
 
 from titanlite.config.load import load
 from titanlite.config.schema import Config
 from titanlite.hardware import find_hardware
+from titanlite.models import layers
 from titanlite.models.base import Model, ModelArgs
 from titanlite.plan.memory import Profile, profile
 from titanlite.plan.planning import Layout, Plan, model_of, plan, sketch
@@ -282,15 +284,19 @@ def test_documents_have_no_mask_on_a_gpu() -> None:
     assert masked == pytest.approx(plain, rel=0.03)  # positions, and a RoPE table for each row; a mask takes a fifth
 
 
-def test_compiled_blocks_keep_less() -> None:
+def test_compiled_blocks_keep_less_than_plain_formulas_and_as_much_as_ours(monkeypatch: pytest.MonkeyPatch) -> None:
     def kept(found: Profile) -> int:
         """By one block."""
         last, before = (found.phases[f"forward layers.{block}"]["activations"] for block in (2, 1))
         return last - before
 
     eager, compiled = (profiled(f"--compile.enable={on}", world_size=2, gpu=True) for on in ("false", "true"))
-    assert 0 < kept(compiled) < 0.9 * kept(eager)
+    assert 0 < kept(compiled) == kept(eager)
     assert compiled.most("parameters") == eager.most("parameters")
+    monkeypatch.setattr(layers, "swiglu", lambda gate, up: F.silu(gate) * up)
+    monkeypatch.setattr(f"{__name__}.rehearsed", rehearsed.__wrapped__)  # not what is cached
+    eager, compiled = (profiled(f"--compile.enable={on}", world_size=2, gpu=True) for on in ("false", "true"))
+    assert 0 < kept(compiled) < 0.9 * kept(eager)
 
 
 @pytest.mark.slow

@@ -257,6 +257,29 @@ class Attention(nn.Module):
         return self.wo(out_BNLH.transpose(1, 2).reshape(B, L, -1))
 
 
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate) * up (arXiv:2002.05202)."""
+    if torch.compiler.is_compiling():  # it makes the same of the formula
+        return F.silu(gate) * up
+    return _SwiGLU.apply(gate, up)
+
+
+class _SwiGLU(torch.autograd.Function):
+    """Of three tensors that autograd would keep, backward makes silu(gate) anew: one pass over memory."""
+
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        return F.silu(gate).mul_(up)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
+        gate, up = ctx.saved_tensors
+        d_gate = gradients[0] * up
+        torch.ops.aten.silu_backward.grad_input(d_gate, gate, grad_input=d_gate)
+        return d_gate, F.silu(gate).mul_(gradients[0])
+
+
 class FeedForward(nn.Module):
     """SwiGLU (arXiv:2002.05202): w2(silu(w1 x) * w3 x)."""
 
@@ -267,7 +290,7 @@ class FeedForward(nn.Module):
         self.w3 = Linear(dim, hidden_dim)
 
     def forward(self, x_BLD: Tensor) -> Tensor:
-        return self.w2(F.silu(self.w1(x_BLD)) * self.w3(x_BLD))
+        return self.w2(swiglu(self.w1(x_BLD), self.w3(x_BLD)))
 
 
 class Head(nn.Module):

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from titanlite.models.base import ModelArgs
 from titanlite.models.grouped import grouped_mm
+from titanlite.models.layers import swiglu
 from titanlite.models.qwen3 import Qwen3, Qwen3Args
 
 
@@ -66,7 +67,7 @@ class Experts(nn.Module):
             # With activation checkpointing a block counts twice, which changes no expert's share.
             self.load_E.add_(ends_E.diff(prepend=ends_E.new_zeros(1)))
         x_SD = x_TD.index_select(0, order_S // self.n_active)
-        hidden_SF = F.silu(grouped_mm(x_SD, self.w1, ends_E)) * grouped_mm(x_SD, self.w3, ends_E)
+        hidden_SF = swiglu(grouped_mm(x_SD, self.w1, ends_E), grouped_mm(x_SD, self.w3, ends_E))
         out_SD = grouped_mm(hidden_SF, self.w2, ends_E)
         out_TKD = torch.empty_like(out_SD).index_copy(0, order_S, out_SD).unflatten(0, chosen_TK.shape)
         return torch.bmm(weights_TK.to(x_TD.dtype).unsqueeze(1), out_TKD).view_as(x_BLD)

@@ -56,8 +56,8 @@ class InFlight:
         self._finish: Callable[[], None] | None = None
 
     def start(self, finish: Callable[[], None]) -> None:
-        """Within backward. `finish` is called before the next one starts, or at the end."""
-        self.wait()
+        """Within backward. `finish` is called when the next one is about to start, or at the end."""
+        assert self._finish is None
         self._finish = finish
         Variable._execution_engine.queue_callback(self.wait)
 
@@ -88,6 +88,8 @@ class ExchangeOfParts:
     ) -> None:
         assert op == dist.ReduceOp.AVG, op
         assert not async_op
+        if self._in_flight:
+            self._in_flight.wait()  # before its memory is needed again
         parts = torch.empty_like(input_tensor)
         work = dist.all_to_all_single(parts, input_tensor, group=group, async_op=True)
         assert work is not None
