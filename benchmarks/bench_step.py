@@ -2,29 +2,29 @@
 
     python benchmarks/bench_step.py [--processes 2] [--runs 5] [--dtype bfloat16] [--section.key=value ...]
 
-Both train a Llama of 5.5 M parameters on 8 sequences of 256 tokens. Runs of the two alternate, each in processes of its
-own, so that they meet the same noise and neither profits from the other's settings. On several processes the plain loop
-uses FSDP2 as its documentation shows it, and in bfloat16 on one process autocast. Options are titanlite's alone:
---compile.enable=true, --parallelism.data_parallel_replicate_degree=2. Prints medians, and the ratio plain / titanlite:
-above 1, titanlite is faster.
+Both train a Llama of 5.5 M parameters on 8 sequences of 256 tokens. Each is in processes of its own, so that neither
+profits from the other's settings, and they take turns of a few steps, so that they meet the same noise. On several
+processes the plain loop uses FSDP2 as its documentation shows it, and in bfloat16 on one process autocast. Options are
+titanlite's alone: --compile.enable=true, --parallelism.data_parallel_replicate_degree=2. Prints the medians of all
+runs, and the ratio plain / titanlite: above 1, titanlite is faster.
 """
 
 import argparse
 import json
 import os
-import resource
 import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
-import torch.distributed as dist
+from plain_llama import take_turns
 from record import add_record_option, record
 
 from titanlite.checkpoint.manager import Progress
@@ -36,7 +36,7 @@ from titanlite.job import pick_device, process_group, read_ranks
 from titanlite.preflight import preflight
 from titanlite.train import build, train
 
-TURN, TURNS, WARM_UP = 5, 8, 2
+TURN, TURNS, WARM_UP = 5, 6, 2
 ROOT = Path(__file__).parents[1]
 MODEL = {"dim": 256, "n_layers": 6, "n_heads": 4, "n_kv_heads": 2, "hidden_dim": 704, "vocab_size": 2048}
 SEQ_LEN, BATCH = 256, 8
@@ -56,7 +56,7 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--turn", type=int, default=TURN, help="steps that are timed together")
-    parser.add_argument("--turns", type=int, default=TURNS)
+    parser.add_argument("--turns", type=int, default=TURNS, help="in a run, beside those that warm up")
     parser.add_argument("--contender", action="store_true", help=argparse.SUPPRESS)
     add_record_option(parser)
     arguments, options = parser.parse_known_args()
@@ -70,30 +70,65 @@ def main() -> None:
         settings = settings_of_plain(load(ROOT / "train_configs" / "debug.toml", [*places, *SAME]), arguments.dtype)
         settings |= {"turn": arguments.turn, "turns": WARM_UP + arguments.turns}
         lengths = [f"--turn={arguments.turn}", f"--turns={arguments.turns}"]
+        words = {"plain": plain_words(settings), "titanlite": titanlite_words([*lengths, *ours])}
         for _ in range(arguments.runs):
-            results["plain"].append(run_plain(settings, arguments.processes))
-            results["titanlite"].append(run_titanlite(arguments.processes, [*lengths, *ours]))
+            for name, figures in alternate(words, arguments.processes, arguments.turns).items():
+                results[name].append(figures)
     report(results, arguments, options)
 
 
 def run_titanlite(processes: int, options: Sequence[str]) -> dict[str, float]:
     """Steps of debug.toml with these options, in processes of its own."""
-    return launch([__file__, "--contender", *options], processes)
+    return alternate({"titanlite": titanlite_words(options)}, processes, TURNS)["titanlite"]
 
 
-def run_plain(settings: dict[str, Any], processes: int) -> dict[str, float]:
-    return launch([str(ROOT / "benchmarks" / "plain_llama.py"), json.dumps(settings)], processes)
+def titanlite_words(options: Sequence[str]) -> list[str]:
+    return [__file__, "--contender", *options]
 
 
-def launch(words: Sequence[str], processes: int) -> dict[str, float]:
-    """What a script prints at its end: its turns become their median, without the first."""
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
-    command = [sys.executable, *(launcher if processes > 1 else []), *words]
-    threads = max(1, len(os.sched_getaffinity(0)) // processes)
-    environment = os.environ | {"OMP_NUM_THREADS": str(threads)}
-    result = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=environment, check=True)
-    found = json.loads(result.stdout.splitlines()[-1])
-    return {"seconds": statistics.median(found["turns"][WARM_UP:]), "mib": found["mib"]}
+def plain_words(settings: dict[str, Any]) -> list[str]:
+    return [str(ROOT / "benchmarks" / "plain_llama.py"), json.dumps(settings)]
+
+
+def alternate(words: dict[str, list[str]], processes: int, turns: int) -> dict[str, dict[str, float]]:
+    """Start each contender, and let them take turns: median seconds of a step, and peak memory in MiB."""
+    contenders = {name: Contender(command, processes) for name, command in words.items()}
+    answers: dict[str, list[dict[str, float]]] = {name: [] for name in words}
+    for index in range(WARM_UP + turns):
+        for name in sorted(words, reverse=index % 2 == 1):
+            answers[name].append(contenders[name].turn())
+    for contender in contenders.values():
+        contender.process.wait()
+    return {
+        name: {"seconds": statistics.median(it["seconds"] for it in found[WARM_UP:]), "mib": found[-1]["mib"]}
+        for name, found in answers.items()
+    }
+
+
+class Contender:
+    """Processes that have taken the first step, and take a turn whenever they are told to."""
+
+    def __init__(self, words: Sequence[str], processes: int) -> None:
+        launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
+        command = [sys.executable, *(launcher if processes > 1 else []), *words]
+        threads = max(1, len(os.sched_getaffinity(0)) // processes)
+        environment = os.environ | {"OMP_NUM_THREADS": str(threads)}
+        pipe = subprocess.PIPE
+        self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=environment)
+        self._answer()
+
+    def turn(self) -> dict[str, float]:
+        assert self.process.stdin is not None
+        self.process.stdin.write("\n")
+        self.process.stdin.flush()
+        return self._answer()
+
+    def _answer(self) -> dict[str, float]:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        if not line:
+            raise SystemExit(f"a contender ended with exit code {self.process.wait()}")
+        return json.loads(line)
 
 
 def settings_of_plain(config: Config, dtype: str) -> dict[str, Any]:
@@ -108,20 +143,13 @@ def settings_of_plain(config: Config, dtype: str) -> dict[str, Any]:
 
 
 def compete(options: list[str], steps: int, turns: int) -> None:
-    """Take turns of a few steps, and print the seconds a step of each and the peak memory."""
     ranks = read_ranks(os.environ)
     config = load(ROOT / "train_configs" / "debug.toml", options, world_size=ranks.world_size)
     turn = titanlite_turns(config, steps)
-    seconds = []
-    for _ in range(WARM_UP + turns):
-        started = time.perf_counter()
-        turn()
-        seconds.append((time.perf_counter() - started) / steps)
-    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
-    dist.barrier()
+    turn()
     if ranks.rank == 0:
-        print(json.dumps({"turns": seconds, "mib": memory}), flush=True)
-    os._exit(0)
+        print("{}", flush=True)
+    take_turns(turn, WARM_UP + turns, steps, ranks.rank, ranks.world_size)
 
 
 def titanlite_turns(config: Config, steps: int) -> Turn:
@@ -136,7 +164,9 @@ def titanlite_turns(config: Config, steps: int) -> Turn:
 
     def turn() -> None:
         nonlocal progress
-        train(replace(made, steps=progress.step + steps, progress=progress))
+        said_once = patch("titanlite.train.report_start") if progress.step else nullcontext()
+        with said_once:
+            train(replace(made, steps=progress.step + steps, progress=progress))
         progress = Progress(progress.step + steps, progress.samples + steps * config.training.global_batch_size)
 
     return turn

@@ -86,7 +86,7 @@ class PlainLlama(nn.Module):
 
 
 def main() -> None:
-    """Train by the settings given as JSON, and print seconds of turns of steps, of the first step, and peak memory."""
+    """Train by the settings given as JSON. Print the seconds to the end of the first step, then `take_turns`."""
     started = float(os.environ.get("STARTED", time.time()))
     settings: dict[str, Any] = json.loads(sys.argv[1])
     rank, ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
@@ -94,18 +94,32 @@ def main() -> None:
         dist.init_process_group("gloo")
     step = stepper(settings, rank, ranks)
     step()
-    first = time.time() - started
-    seconds = []
-    for _ in range(settings["turns"]):
-        before = time.perf_counter()
+    if rank == 0:
+        print(json.dumps({"first": time.time() - started}), flush=True)
+
+    def turn() -> None:
         for _ in range(settings["turn"]):
             step()
-        seconds.append((time.perf_counter() - before) / settings["turn"])
-    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
+
+    take_turns(turn, settings["turns"], settings["turn"], rank, ranks)
+
+
+def take_turns(turn: Callable[[], None], count: int, steps: int, rank: int, ranks: int) -> None:
+    """Wait for a line before each turn of so many steps, so that contenders can alternate. Print the seconds of a step
+    and the peak memory in MiB. Ends the process."""
+    for _ in range(count):
+        if rank == 0:
+            sys.stdin.readline()
+        if ranks > 1:
+            dist.barrier()
+        before = time.perf_counter()
+        turn()
+        seconds = (time.perf_counter() - before) / steps
+        memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
+        if rank == 0:
+            print(json.dumps({"seconds": seconds, "mib": memory}), flush=True)
     if ranks > 1:
         dist.barrier()
-    if rank == 0:
-        print(json.dumps({"turns": seconds, "first": first, "mib": memory}), flush=True)
     os._exit(0)
 
 

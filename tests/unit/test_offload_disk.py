@@ -27,6 +27,7 @@ from titanlite.hardware import find_hardware
 from titanlite.offload import DiskTensors
 from titanlite.optim import SlicedAdamW
 from titanlite.parallelize.materialize import in_place_of
+from titanlite.plan.command import lines, record
 from titanlite.plan.planning import Layout, _with_disk, appraise, sketch
 from titanlite.train import build
 
@@ -377,6 +378,10 @@ def test_states_on_disk_are_not_on_the_device() -> None:
     assert (found.disk, found.host) == (disk.disk + most["parameters"], most["gradients"])
     assert found.phases == memory.phases
     assert found.time == memory.time
+    [line] = [line for line in lines(found, both[0]) if "on disk" in line]
+    assert f"{found.disk / 2**30:.2f} GiB" in line
+    assert not any("on disk" in line for line in lines(memory, both[0]))
+    assert record(found)["memory"]["disk"] == found.disk
 
 
 def test_states_on_disk_are_not_in_memory(tiny: TinyRun, monkeypatch: pytest.MonkeyPatch) -> None:

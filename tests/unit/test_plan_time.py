@@ -183,17 +183,6 @@ def test_messages_that_nothing_hides() -> None:
 
 
 @pytest.mark.usefixtures("ideal")
-def test_without_prefetch_gathers_wait_for_the_unit_before() -> None:
-    units = layers(4, gather=0.5)
-    found = step_time(units, update=(), hardware=GPU, nodes_of=8, accumulation=1, prefetch=False)
-    assert found.total == pytest.approx(12 + 7 * 0.5)
-    # A reduction that was issued before goes before.
-    units = layers(2, gather=0.5, reduce=0.25)
-    found = step_time(units, update=(), hardware=GPU, nodes_of=8, accumulation=1, prefetch=False)
-    assert found.total == pytest.approx((0.5 + 1 + 0.5 + 1) + 2 + (0.25 + 0.5) + 2 + 0.25)
-
-
-@pytest.mark.usefixtures("ideal")
 def test_the_last_unit_gathers_again_after_its_forward() -> None:
     units = [Unit("head", takes(1), takes(2), gather=sends(3), gather_again=sends(3))]
     assert step_time(units, update=(), hardware=GPU, nodes_of=8, accumulation=1).total == pytest.approx(3 + 1 + 3 + 2)
@@ -296,11 +285,11 @@ RATES = ["bf16_flops", "fp8_flops", "fp32_flops", "memory_bandwidth", "link_band
 
 
 @settings(max_examples=100, deadline=None)
-@given(UNITS, st.sampled_from([*HARDWARE, GPU, CPU]), st.integers(1, 4), st.booleans())
-def test_bounds(units: list[Unit], hardware: Hardware, accumulation: int, prefetch: bool) -> None:
+@given(UNITS, st.sampled_from([*HARDWARE, GPU, CPU]), st.integers(1, 4))
+def test_bounds(units: list[Unit], hardware: Hardware, accumulation: int) -> None:
     """The device and the link each work for so long, and always one of them does."""
     found = step_time(
-        units, update=units[0].forward, hardware=hardware, nodes_of=8, accumulation=accumulation, prefetch=prefetch
+        units, update=units[0].forward, hardware=hardware, nodes_of=8, accumulation=accumulation
     )
     worked = found.total - found.update
     slack = 1e-9 * found.total
@@ -311,26 +300,16 @@ def test_bounds(units: list[Unit], hardware: Hardware, accumulation: int, prefet
 
 
 @settings(max_examples=100, deadline=None)
-@given(UNITS, st.sampled_from([GPU, NOT_GPU]), st.sampled_from(RATES), st.floats(0.1, 1), st.booleans())
+@given(UNITS, st.sampled_from([GPU, NOT_GPU]), st.sampled_from(RATES), st.floats(0.1, 1))
 def test_no_step_is_faster_on_a_slower_device(
-    units: list[Unit], hardware: Hardware, rate: str, factor: float, prefetch: bool
+    units: list[Unit], hardware: Hardware, rate: str, factor: float
 ) -> None:
     slower = replace(hardware, **{rate: factor * getattr(hardware, rate)})
     fast, slow = (
-        step_time(units, update=(), hardware=device, nodes_of=8, accumulation=2, prefetch=prefetch).total
+        step_time(units, update=(), hardware=device, nodes_of=8, accumulation=2).total
         for device in (hardware, slower)
     )
     assert slow >= fast * (1 - 1e-12)
-
-
-@settings(max_examples=100, deadline=None)
-@given(UNITS)
-def test_prefetching_never_costs_time(units: list[Unit]) -> None:
-    ahead, after = (
-        step_time(units, update=(), hardware=GPU, nodes_of=8, accumulation=2, prefetch=prefetch).total
-        for prefetch in (True, False)
-    )
-    assert ahead <= after * (1 + 1e-12)
 
 
 @pytest.mark.parametrize("hardware", [GPU, CPU], ids=["gpu", "cpu"])

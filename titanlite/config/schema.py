@@ -169,7 +169,7 @@ class Parallelism(Section):
     never = kept for backward (ZeRO-2); a number k = a 1/k shard is kept (ZeRO++ hpZ); default = always, but for the
     head, which backward needs at once, and for a shard degree of 1, where nothing is gathered."""
     fsdp_forward_prefetch: Count = 0
-    """Blocks to gather ahead in forward; 0 leaves it to FSDP2, which gathers one ahead where the device has streams."""
+    """Blocks to gather ahead in forward; 0 leaves it to FSDP2, which gathers one ahead."""
     fsdp_backward_prefetch: Count = 0
     """Blocks to gather ahead in backward; 0 leaves it to FSDP2, which gathers one ahead."""
 

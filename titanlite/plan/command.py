@@ -121,6 +121,8 @@ def lines(planned: Plan, config: Config) -> Iterator[str]:
             yield f"           {cause:15s}{size / GIB:8.2f} GiB{size / planned.peak:7.0%}"
     if planned.host:
         yield f"           in host memory {planned.host / GIB:8.2f} GiB: parameters, gradients, optimizer"
+    if planned.disk:
+        yield f"           on disk        {planned.disk / GIB:8.2f} GiB, and no time for it is in what follows"
     for name, phase in _highlights(planned):
         yield f"           at {said(name)}: {sum(phase.values()) / GIB:.1f} GiB"
     yield (
@@ -185,6 +187,7 @@ def record(planned: Plan) -> dict[str, Any]:
             "by_cause": planned.breakdown,
             "by_phase": planned.phases,
             "host": planned.host,
+            "disk": planned.disk,
         },
         "flops_of_all_ranks": planned.flops,
         "model_flops_of_all_ranks": planned.model_flops,

@@ -153,7 +153,6 @@ def step_time(
     hardware: Hardware,
     nodes_of: int,
     accumulation: int,
-    prefetch: bool = True,
 ) -> StepTime:
     """Of one optimizer step, as FSDP2 schedules it on a GPU: kernels one after the other, messages beside them.
 
@@ -168,11 +167,10 @@ def step_time(
         update: kernels of clipping and the optimizer.
         nodes_of: GPUs in a node.
         accumulation: micro-batches in a step.
-        prefetch: False: a gather is issued when the unit before is done.
     """
     assert units
     assert accumulation > 0
-    passes = _passes(units, hardware, nodes_of=nodes_of, prefetch=prefetch)
+    passes = _passes(units, hardware, nodes_of=nodes_of)
     compute = accumulation * sum(work.compute for work in passes)
     communication = accumulation * sum(work.gather + work.reduce for work in passes)
     communication += sum(work.all_reduce for work in passes)
@@ -206,7 +204,7 @@ class _Pass(NamedTuple):
     """The gather is issued when the pass before begins, and not when it is done."""
 
 
-def _passes(units: Sequence[Unit], hardware: Hardware, *, nodes_of: int, prefetch: bool) -> list[_Pass]:
+def _passes(units: Sequence[Unit], hardware: Hardware, *, nodes_of: int) -> list[_Pass]:
     """Of a micro-batch, in order. The last unit still has its parameters when its backward would prefetch them."""
 
     def compute(kernels: Sequence[Kernel]) -> float:
@@ -215,14 +213,14 @@ def _passes(units: Sequence[Unit], hardware: Hardware, *, nodes_of: int, prefetc
     def send(messages: Sequence[Message]) -> float:
         return sum(message_time(message, hardware, nodes_of) for message in messages)
 
-    forward = [_Pass(compute(unit.forward), send(unit.gather), ahead=prefetch) for unit in units]
+    forward = [_Pass(compute(unit.forward), send(unit.gather)) for unit in units]
     backward = [
         _Pass(
             compute(unit.backward),
             send(unit.gather_again),
             send(unit.reduce),
             send(unit.all_reduce),
-            ahead=prefetch and index > 0,
+            ahead=index > 0,
         )
         for index, unit in enumerate(reversed(units))
     ]
