@@ -18,6 +18,7 @@ from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from itertools import islice
+from pathlib import Path
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -39,6 +40,7 @@ from titanlite.job import seed_step
 from titanlite.loss import build_loss
 from titanlite.models.base import Model
 from titanlite.models.registry import resolve_model
+from titanlite.offload import open_disk
 from titanlite.optim import build_optimizer
 from titanlite.optim.in_backward import InBackward
 from titanlite.optim.quantized import is_quantized, pieces
@@ -198,8 +200,12 @@ def train(config: Config, record: AllocationRecord, rank: int, ranks: int, steps
         model, mesh=mesh, parallelism=config.parallelism, training=training, compile=config.compile,
         activation_checkpoint=config.activation_checkpoint, float8=config.quantize.linear.float8,
     )  # fmt: skip
-    materialize(model, device=device, offload=training.enable_cpu_offload, dtype=DTYPES[training.dtype], seed=seed)
-    optimizer = build_optimizer(model, config.optimizer, seed=seed)
+    disk = open_disk(config.offload, Path(config.job.dump_folder))
+    materialize(
+        model, device=device, offload=training.enable_cpu_offload, dtype=DTYPES[training.dtype], seed=seed,
+        disk=disk if disk and disk.holds_parameters else None,
+    )  # fmt: skip
+    optimizer = build_optimizer(model, config.optimizer, seed=seed, disk=disk)
     guard = StepGuard(config.guard, device=device, step=0, state={})
     in_backward = InBackward(model, optimizer, forbids=guard.forbids) if config.optimizer.in_backward else None
     micro_batch_size, accumulation = training.batch_split(ranks)

@@ -1,5 +1,6 @@
 """Training: `build` makes every part in order, `train` is the loop."""
 
+import gc
 import logging
 from collections.abc import Generator
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from titanlite.job import (
     open_run_folder,
     record_start,
     seed_step,
+    set_objects_apart,
     settings_of_meaning,
 )
 from titanlite.loss import LossFunction, build_loss
@@ -210,6 +212,8 @@ def train(run: Run, forecast: Forecast | None = None) -> StoppedByGuard | None:
                 in_backward=run.in_backward,
             )
             scale_weights()
+            if step == run.progress.step + 1:
+                set_objects_apart()
             samples += config.training.global_batch_size
             last = step == steps
             metrics.end_step(
@@ -244,6 +248,7 @@ def _progress(run: Run, step: int) -> Progress:
 
 def finish(run: Run, stopped: StoppedByGuard | None = None) -> None:
     """Close what is open, and say where everything is."""
+    gc.unfreeze()
     run.batches.close()
     run.metrics.record_saves(run.checkpoints.finish())
     run.metrics.close()

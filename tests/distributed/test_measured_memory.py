@@ -1,5 +1,7 @@
 """What `benchmarks/measured_memory.py` measures is what there is."""
 
+import sys
+
 import pytest
 import torch
 
@@ -74,6 +76,14 @@ def test_states_are_those_of_the_objects(tiny: TinyRun, processes: int, options:
         # Gradients are there with the states, and no optimizer states in the first step's backward.
         assert measured.phases["update"] >= states + parameters
         assert states < measured.peak_first < measured.peak
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")
+def test_states_on_disk_are_not_in_memory(tiny: TinyRun) -> None:
+    options = ["--model.args.vocab_size=2000", "--offload.optimizer=disk", "--offload.parameters=disk"]
+    for measured in measure(tiny.config(*options, "--training.enable_cpu_offload", world_size=2), processes=2):
+        # The last rank's uneven parts stay, and scalars.
+        assert measured.states < 0.1 * (measured.breakdown["parameters"] + measured.breakdown["optimizer"])
 
 
 def test_there_must_be_a_steady_state(tiny: TinyRun) -> None:

@@ -56,7 +56,9 @@ def techniques_of(tiny: TinyRun, options: list[str]) -> list[Config]:
     return [tiny.config(*options, *more, f"--job.name={i}", world_size=2) for i, more in enumerate(every)]
 
 
-@families
+@pytest.mark.parametrize(
+    "family", ["qwen3", *(pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES if name != "qwen3")]
+)
 def test_techniques_change_no_bit(tiny: TinyRun, family: str) -> None:
     found = run_in_turn(trained, 2, techniques_of(tiny, FAMILIES[family]))
     reference = found[0][0]

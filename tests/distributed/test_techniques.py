@@ -81,7 +81,10 @@ def test_float8_that_would_do_nothing_is_an_error() -> None:
             check_float8(Float8(enable=True))
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "rowwise_with_gw_hp"])
+@pytest.mark.parametrize(
+    "recipe",
+    ["tensorwise", *(pytest.param(it, marks=pytest.mark.slow) for it in ("rowwise", "rowwise_with_gw_hp"))],
+)
 def test_float8_trains(tiny: TinyRun, recipe: str) -> None:
     sizes = [
         "--model.args.dim=48",

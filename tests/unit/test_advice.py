@@ -87,6 +87,7 @@ def test_what_fits_is_before_what_is_cheaper(tiny: TinyRun) -> None:
     assert SELECTIVE in [way.options for way in ways if not way.fits]
 
 
+@pytest.mark.slow
 def test_what_a_config_cannot_take_is_not_offered(tiny: TinyRun) -> None:
     options = [
         "--optimizer.name=SGD",

@@ -288,9 +288,7 @@ RATES = ["bf16_flops", "fp8_flops", "fp32_flops", "memory_bandwidth", "link_band
 @given(UNITS, st.sampled_from([*HARDWARE, GPU, CPU]), st.integers(1, 4))
 def test_bounds(units: list[Unit], hardware: Hardware, accumulation: int) -> None:
     """The device and the link each work for so long, and always one of them does."""
-    found = step_time(
-        units, update=units[0].forward, hardware=hardware, nodes_of=8, accumulation=accumulation
-    )
+    found = step_time(units, update=units[0].forward, hardware=hardware, nodes_of=8, accumulation=accumulation)
     worked = found.total - found.update
     slack = 1e-9 * found.total
     assert max(found.compute, found.communication) <= worked + slack
@@ -301,13 +299,10 @@ def test_bounds(units: list[Unit], hardware: Hardware, accumulation: int) -> Non
 
 @settings(max_examples=100, deadline=None)
 @given(UNITS, st.sampled_from([GPU, NOT_GPU]), st.sampled_from(RATES), st.floats(0.1, 1))
-def test_no_step_is_faster_on_a_slower_device(
-    units: list[Unit], hardware: Hardware, rate: str, factor: float
-) -> None:
+def test_no_step_is_faster_on_a_slower_device(units: list[Unit], hardware: Hardware, rate: str, factor: float) -> None:
     slower = replace(hardware, **{rate: factor * getattr(hardware, rate)})
     fast, slow = (
-        step_time(units, update=(), hardware=device, nodes_of=8, accumulation=2).total
-        for device in (hardware, slower)
+        step_time(units, update=(), hardware=device, nodes_of=8, accumulation=2).total for device in (hardware, slower)
     )
     assert slow >= fast * (1 - 1e-12)
 
