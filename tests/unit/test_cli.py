@@ -223,6 +223,7 @@ def test_world_size_that_does_not_divide_the_batch(
     ]
 
 
+@pytest.mark.slow
 def test_checkpoint_of_another_model(tiny: TinyRun) -> None:
     command = ("train", "--config", str(tiny.toml), "--training.steps=1")
     assert titanlite(*command)[0] == 0

@@ -42,9 +42,10 @@ def test_what_is_generated_is_current(path: str, command: str) -> None:
 def test_every_option_is_in_the_reference_and_in_the_help() -> None:
     known = {option.key.replace(".N.", ".") for table in tables() for option in table.options}
     assert known == {"base", *dotted_keys(inside_lists=True)}
+    in_help, in_reference = options_help(), reference().replace("\n  ", " ")
     for option in [option for table in tables() if table.header for option in table.options]:
-        assert f"  --{option.key}  {option.type}; {option.default}\n" in options_help()
-        assert f"- **`{option.name}`** (`{option.type}`;" in reference().replace("\n  ", " ")
+        assert f"  --{option.key}  {option.type}; {option.default}\n" in in_help
+        assert f"- **`{option.name}`** (`{option.type}`;" in in_reference
 
 
 def test_options_are_described_in_words() -> None:

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tests.helpers import TinyRun, run_ranks, train_on_this_rank
+from titanlite import train
 from titanlite.config.schema import Config
 from titanlite.models.layers import FeedForward
 
@@ -43,6 +44,23 @@ def test_random_draws_are_never_shifted(tiny: TinyRun, monkeypatch: pytest.Monke
     for what, state in states.items():
         for name, weight in states["nothing"].items():
             assert torch.equal(state[name], weight), (what, name)
+
+
+@pytest.mark.usefixtures("single_process_group")
+def test_the_garbage_collector_leaves_a_run_alone_until_its_end(tiny: TinyRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    set_apart, plain = [], train.train_step
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        set_apart.append(gc.get_freeze_count())
+        return plain(*args, **kwargs)
+
+    monkeypatch.setattr(train, "train_step", counted)
+    train_on_this_rank(tiny.config("--training.steps=3"), 0, 1)
+    first, second, third = set_apart
+    assert first == 0
+    assert second > 100_000
+    assert third == pytest.approx(second, rel=0.01)
+    assert gc.get_freeze_count() == 0
 
 
 def final_state(config: Config) -> dict[str, Tensor]:

@@ -142,7 +142,8 @@ SHALLOW = ("--model.args.n_layers=10", "--training.seq_len=8", "--model.args.voc
 BLOCK, REST = 43_136, 2 * 8_192 + 64
 
 
-@pytest.mark.parametrize(("replicate", "shard"), [(1, 4), pytest.param(2, 2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("replicate", "shard"), [(1, 4), (2, 2)])
 def test_the_plan_shows_gradients_of_two_units_at_most(replicate: int, shard: int) -> None:
     """As a unit is reduced, FSDP may still hold what it reduced before."""
     ranks = replicate * shard
