@@ -25,8 +25,9 @@ def suit_gloo(units: Sequence[FSDPModule], *, shard_degree: int, reduces_at_once
             continue
         late = None if reduces_at_once else in_flight
         unit.set_custom_reduce_scatter(ExchangeOfParts(unit, late))  # pyright: ignore[reportArgumentType]
-        unit._set_unshard_async_op(True)
-        unit.set_modules_to_forward_prefetch([*units[index + 1 : -1][:1]])  # as a GPU does by itself
+        if not reduces_at_once:  # with replicas, gathering ahead takes 3 % of memory more than is planned
+            unit._set_unshard_async_op(True)
+            unit.set_modules_to_forward_prefetch([*units[index + 1 : -1][:1]])  # as a GPU does by itself
 
 
 class NothingToScatter:
