@@ -20,7 +20,8 @@ from torch import Tensor
 
 from titanlite.config.load import load
 from titanlite.config.schema import Optimizer
-from titanlite.job import keep_freed_memory, pick_device, process_group, read_ranks
+from titanlite.host import keep_freed_memory
+from titanlite.job import pick_device, process_group, read_ranks
 from titanlite.models.registry import resolve_model
 from titanlite.optim import build_optimizer, rounding
 from titanlite.preflight import preflight

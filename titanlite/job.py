@@ -1,8 +1,6 @@
 """What surrounds training: ranks, device, process group, seeds, and the folder of the run."""
 
-import ctypes
 import fcntl
-import gc
 import hashlib
 import json
 import os
@@ -27,6 +25,7 @@ from titanlite.config.schema import Config, Data
 from titanlite.config.schema import Job as JobConfig
 from titanlite.console import log_to_file
 from titanlite.errors import UserError, whole_number
+from titanlite.host import cores, keep_freed_memory, multiply_by_onednn
 
 LOCK_PATIENCE = 15.0  # seconds
 
@@ -70,12 +69,13 @@ def process_group(ranks: Ranks, device: torch.device, *, deterministic: bool = F
     After an error nobody waits: the others may never come.
     """
     if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(max(1, _cores() // ranks.local_world_size))
+        torch.set_num_threads(max(1, cores() // ranks.local_world_size))
     if deterministic:
         use_deterministic_kernels()
     backend = "gloo"
     if device.type == "cpu":
         keep_freed_memory()
+        multiply_by_onednn()
     else:
         torch.cuda.set_device(device)
         backend = "cuda:nccl,cpu:gloo"
@@ -97,31 +97,6 @@ def use_deterministic_kernels() -> None:
     # Filling memory that nobody has written to would find mistakes, at the price of much writing.
     torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue]
     torch.backends.cudnn.benchmark = False  # it picks kernels by timing them
-
-
-def keep_freed_memory() -> None:
-    """Tell glibc to keep freed memory instead of giving it back: every step frees and allocates the same tens of
-    megabytes, and each page that comes anew from the kernel costs a fault. And to keep one heap for all threads: what
-    one thread's heap keeps is of no use to another. Elsewhere than on Linux, do nothing."""
-    if sys.platform == "linux" and platform.libc_ver()[0] == "glibc":
-        m_trim_threshold, m_mmap_max, m_arena_max = -1, -4, -8  # malloc.h
-        libc = ctypes.CDLL(None)
-        libc.mallopt(m_trim_threshold, -1)
-        libc.mallopt(m_mmap_max, 0)
-        libc.mallopt(m_arena_max, 1)
-
-
-def set_objects_apart() -> None:
-    """To be called when all is there that lives as long as the run, until `gc.unfreeze`. Python's garbage collector
-    looks at everything now and then, of which there are 300,000 objects: 0.2 s in the middle of a step, and in another
-    one on each rank. From here on, it looks at what is younger."""
-    if not gc.get_freeze_count():
-        gc.collect()
-        gc.freeze()
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def seed_step(seed: int, step: int, rank: int) -> None:

@@ -17,6 +17,7 @@ from titanlite.data.loader import MicroBatches, build_loader
 from titanlite.data.samples import Batch, Samples
 from titanlite.data.sources import open_data
 from titanlite.guard import StepGuard, StoppedByGuard
+from titanlite.host import set_objects_apart
 from titanlite.job import (
     Ranks,
     RunFolder,
@@ -25,7 +26,6 @@ from titanlite.job import (
     open_run_folder,
     record_start,
     seed_step,
-    set_objects_apart,
     settings_of_meaning,
 )
 from titanlite.loss import LossFunction, build_loss
