@@ -16,6 +16,7 @@ from torch import Tensor
 from titanlite.config.schema import Training
 from titanlite.data.packing import IGNORE
 from titanlite.extend import find_object
+from titanlite.models.layers import product_type
 
 __all__ = ["IGNORE", "LossFunction", "TokenLoss", "build_loss", "token_loss"]
 
@@ -79,8 +80,9 @@ class _ChunkedLoss(torch.autograd.Function):
         chunk: int,
         wants_gradients: bool,
     ) -> tuple[Tensor, Tensor]:
-        wide = operand_type(hidden_TD)
+        wide, narrow = operand_type(hidden_TD), product_type(hidden_TD)
         operand_VD = weight_VD.to(wide)
+        narrow_VD = operand_VD if narrow == wide else weight_VD.to(narrow)
         d_hidden_TD = torch.empty_like(hidden_TD) if wants_gradients else None
         d_weight_VD: Tensor | None = None
         total, cross_entropy = torch.zeros((), device=hidden_TD.device), torch.zeros((), device=hidden_TD.device)
@@ -101,8 +103,8 @@ class _ChunkedLoss(torch.autograd.Function):
             # d(nats) = softmax - onehot, d(log_z^2) = 2 log_z softmax.
             valid_C1 = valid_C.unsqueeze(1)
             buffer_CV.mul_(valid_C1 * (1 + 2 * z_loss * log_z_C1) / sum_C1).scatter_add_(1, index_C1, -valid_C1)
-            d_logits_CV = buffer_CV.to(wide)
-            d_hidden_TD[start : start + chunk] = _product(d_logits_CV, operand_VD)
+            d_logits_CV, x_CD = buffer_CV.to(narrow), x_CD.to(narrow)
+            d_hidden_TD[start : start + chunk] = _product(d_logits_CV, narrow_VD)
             if d_weight_VD is None:
                 d_weight_VD = _product(d_logits_CV.t(), x_CD)
             else:
@@ -121,15 +123,20 @@ class _ChunkedLoss(torch.autograd.Function):
 
 
 def operand_type(hidden_TD: Tensor) -> torch.dtype:
-    """Of what is multiplied. CPUs cannot make float32 of bfloat16 operands."""
+    """Of what makes the logits. CPUs make no float32 of bfloat16 operands, and rounded logits show in the loss."""
     return hidden_TD.dtype if hidden_TD.is_cuda else torch.float32
+
+
+def gives_float32(device: torch.device) -> bool:
+    """Whether products of bfloat16 operands can be had as the float32 that they are summed up in."""
+    return device.type == "cuda" and not torch.version.hip
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
     """a @ b in float32: from bfloat16 operands without a rounding in between, where the device can do that."""
     if a.dtype == torch.float32:
         return a @ b
-    return torch.mm(a, b, out_dtype=torch.float32) if not torch.version.hip else (a @ b).float()
+    return torch.mm(a, b, out_dtype=torch.float32) if gives_float32(a.device) else (a @ b).float()
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:

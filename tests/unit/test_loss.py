@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 from titanlite import loss as loss_module
 from titanlite.loss import IGNORE, TokenLoss, token_loss
+from titanlite.models import layers
 
 VOCABULARY, TOKENS, DIM = 301, 66, 48
 
@@ -34,9 +35,14 @@ def plain(hidden: Tensor, weight: Tensor, labels: Tensor, z_loss: float) -> Toke
 
 @pytest.mark.parametrize("chunk", [1, 7, 66, 1000])
 @pytest.mark.parametrize("z_loss", [0.0, 1e-2])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_it_is_cross_entropy(monkeypatch: pytest.MonkeyPatch, chunk: int, z_loss: float, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "has_units"), [(torch.float32, False), (torch.bfloat16, False), (torch.bfloat16, True)]
+)
+def test_it_is_cross_entropy(
+    monkeypatch: pytest.MonkeyPatch, chunk: int, z_loss: float, dtype: torch.dtype, has_units: bool
+) -> None:
     monkeypatch.setattr(loss_module, "CHUNK_BYTES", 4 * VOCABULARY * chunk)
+    monkeypatch.setattr(layers, "HAS_BFLOAT16_UNITS", has_units)
     hidden, weight, labels = inputs(dtype)
     expected = plain(hidden, weight, labels, z_loss)
     expected_gradients = torch.autograd.grad(0.1 * expected.total, [hidden, weight])

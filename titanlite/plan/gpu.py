@@ -10,6 +10,8 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
+PRODUCTS = ("loss", "models.layers", "models.grouped")
+
 
 @contextmanager
 def as_on_gpu(*, fused_norm: bool) -> Iterator[None]:
@@ -21,8 +23,9 @@ def as_on_gpu(*, fused_norm: bool) -> Iterator[None]:
     """
     with ExitStack() as stack:
         # Products take operands of the compute type, and not float32.
-        for name in ("loss.operand_type", "models.layers.product_type", "models.grouped.product_type"):
+        for name in ("loss.operand_type", *(f"{user}.product_type" for user in PRODUCTS)):
             stack.enter_context(patch(f"titanlite.{name}", lambda x: x.dtype))
+        stack.enter_context(patch("titanlite.loss.gives_float32", lambda device: True))
         stack.enter_context(patch("titanlite.models.layers.has_norm_kernel", lambda device: True))
         # Documents are packed, without a mask.
         stack.enter_context(patch("titanlite.models.layers.has_packed_kernel", _has_packed_kernel))
