@@ -103,7 +103,7 @@ def on_disk(options: list[str]) -> bool:
 def step_time(options: list[str]) -> float:
     with tempfile.TemporaryDirectory() as folder:
         places = [f"--job.dump_folder={folder}", "--checkpoint.enable=false", "--validation.enable=false"]
-        return bench_step.run_titanlite(PROCESSES, [*places, *SMALL, *options])["seconds"]
+        return bench_step.seconds_of_titanlite(PROCESSES, [*places, *SMALL, *options])
 
 
 def plan_of_8b(options: list[str]) -> str:

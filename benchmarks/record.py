@@ -160,8 +160,10 @@ def processor() -> str:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         lines = []
-    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(named, "") or platform.processor() or platform.machine()
+    about = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+    vectors = next((it for it in ("avx512_bf16", "avx512f", "avx2") if it in about.get("flags", "").split()), "")
+    name = about.get("model name", "") or platform.processor() or platform.machine()
+    return f"{name} ({vectors})" if vectors else name
 
 
 @cache

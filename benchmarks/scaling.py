@@ -336,7 +336,7 @@ def processes(path: Path | None, runs: int) -> None:
         options = [f"--job.dump_folder={folder}", "--checkpoint.enable=false", "--validation.enable=false"]
         for _ in range(runs):
             for count, found in speeds.items():
-                found.append(tokens / bench_step.run_titanlite(count, options)["seconds"])
+                found.append(tokens / bench_step.seconds_of_titanlite(count, options))
     print(f"{cores} cores    tokens/s (least to most)   ratio to 1 process")
     alone = statistics.median(speeds[1])
     for count, found in speeds.items():
