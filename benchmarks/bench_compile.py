@@ -17,6 +17,8 @@ import tempfile
 import time
 from pathlib import Path
 
+from record import add_record_option, ratios, record
+
 DEBUG = str(Path(__file__).parents[1] / "train_configs" / "debug.toml")
 STARTS = ("eager", "cold", "warm")
 
@@ -46,7 +48,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="What compiling costs a start.")
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--config", default=DEBUG)
+    add_record_option(parser)
     arguments, options = parser.parse_known_args()
+    words = " ".join(options)
     found: dict[str, list[tuple[float, float]]] = {name: [] for name in STARTS}
     with tempfile.TemporaryDirectory() as folder:
         options.append(f"--data.cache_folder={folder}/data")
@@ -59,8 +63,16 @@ def main() -> None:
     for name, runs in found.items():
         compiling, first = (statistics.median(figures) for figures in zip(*runs, strict=True))
         print(f"{name:8}{compiling:9.2f}{first:11.2f}")
-    ratios = [warm[0] / cold[0] for warm, cold in zip(found["warm"], found["cold"], strict=True)]
-    print(f"compile, warm / cold: {statistics.median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f})")
+    compiling, to_first = ({name: [run[at] for run in runs] for name, runs in found.items()} for at in (0, 1))
+    what = f"of {Path(arguments.config).name}{' ' * bool(words)}{words}"
+    for name, found_ratios, aim in (
+        ("compile seconds, warm / cold cache", ratios(compiling["warm"], compiling["cold"]), "< 0.30"),
+        ("to the first step, warm cache / eager", ratios(to_first["warm"], to_first["eager"]), ""),
+        ("to the first step, cold cache / eager", ratios(to_first["cold"], to_first["eager"]), ""),
+    ):
+        spread = f"{min(found_ratios):.3f} to {max(found_ratios):.3f}"
+        print(f"{name}: {statistics.median(found_ratios):.3f} ({spread})")
+        record(arguments.record, name=f"{name}, {what}", values=found_ratios, better="lower", aim=aim)
 
 
 if __name__ == "__main__":

@@ -14,9 +14,12 @@ import statistics
 import tempfile
 import threading
 import time
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+
+from record import add_record_option, record
 
 from titanlite.config.load import load
 
@@ -44,10 +47,12 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--path", default=None)
     parser.add_argument("--only", default="")
+    add_record_option(parser)
     arguments = parser.parse_args()
     width = {"dim": arguments.dim, "hidden_dim": 4 * arguments.dim, "n_heads": 8, "n_kv_heads": 4}
     model = {**width, "n_layers": arguments.layers, "vocab_size": 8192}
     context = multiprocessing.get_context("spawn")
+    first: Made | None = None
     print("| | step, s | anonymous, MiB | of files, MiB | read a step, MiB | written a step, MiB | last loss |")
     print("|---|---|---|---|---|---|---|")
     with tempfile.TemporaryDirectory(dir=arguments.path) as folder:
@@ -58,11 +63,39 @@ def main() -> None:
             shape = [f"model.args.{key}={value}" for key, value in model.items()]
             words = [f"--{option}" for option in (*SIZES, *NOT_MEASURED, *shape, *places, *options)]
             with context.Pool(1) as pool:
-                print(f"| {name} | " + " | ".join(pool.apply(measure, (words,))) + " |", flush=True)
+                made = pool.apply(measure, (words,))
+            print(
+                f"| {name} | {statistics.median(made.seconds):.2f} | {made.anonymous / MIB:,.0f} "
+                f"| {made.of_files / MIB:,.0f} | {made.read / MIB:,.0f} | {made.written / MIB:,.0f} "
+                f"| {made.last_loss:.6f} |",
+                flush=True,
+            )
+            first = first or made
+            case = f"{name}, dim {arguments.dim}, {arguments.layers} layers"
+            relative = [seconds / statistics.median(first.seconds) for seconds in made.seconds]
+            path = arguments.record
+            record(path, name=f"time of a step / all in memory, {case}", values=relative, better="lower")
+            memory_saved = made.anonymous / first.anonymous
+            record(path, name=f"anonymous memory / all in memory, {case}", value=memory_saved, better="lower")
+            record(
+                path, name=f"last loss - all in memory, {case}", value=made.last_loss - first.last_loss, better="none"
+            )
 
 
-def measure(words: list[str]) -> list[str]:
-    """The figures of one run. The first step does not count for time: it also takes memory."""
+@dataclass
+class Made:
+    """By one run; sizes in bytes, what is read and written for a step."""
+
+    seconds: list[float]
+    anonymous: int
+    of_files: int
+    read: float
+    written: float
+    last_loss: float
+
+
+def measure(words: list[str]) -> Made:
+    """One run. The first step does not count for time: it also takes memory."""
     import titanlite.train as training
     from titanlite.job import pick_device, process_group, read_ranks
     from titanlite.preflight import preflight
@@ -85,14 +118,11 @@ def measure(words: list[str]) -> list[str]:
             moments.append((time.perf_counter(), disk_bytes()))
         training.finish(run)
     steps = list(pairwise(moments[1:]))
-    seconds = statistics.median(after[0] - start[0] for start, after in steps)
+    seconds = [after[0] - start[0] for start, after in steps]
     counts = ([after[1][key] - start[1][key] for start, after in steps] for key in ("read_bytes", "write_bytes"))
     read, written = map(statistics.median, counts)
     last = json.loads(run.folder.metrics.read_text().splitlines()[-1])["loss"]
-    return [
-        f"{seconds:.2f}", f"{peaks.most['RssAnon'] / MIB:,.0f}", f"{peaks.most['RssFile'] / MIB:,.0f}",
-        f"{read / MIB:,.0f}", f"{written / MIB:,.0f}", f"{last:.6f}",
-    ]  # fmt: skip
+    return Made(seconds, peaks.most["RssAnon"], peaks.most["RssFile"], read, written, last)
 
 
 def memory() -> dict[str, int]:

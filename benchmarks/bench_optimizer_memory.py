@@ -16,12 +16,13 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
 from measured_memory import measure, train  # scripts beside this one
 from plan_accuracy import DEBUG, planned
+from record import add_record_option, record
 
 from titanlite.config.load import load
 from titanlite.config.schema import Config
@@ -77,35 +78,56 @@ def predicted_peak(config: Config) -> int:
     return planned(config, 1, replace(find_hardware("H100"), measured=True), 1).peak
 
 
-def row(name: str, config: Config, steps: int) -> str:
+@dataclass
+class Made:
+    """By one way; bytes and seconds."""
+
+    state: float
+    """A parameter."""
+    peak: int
+    planned: int
+    first: float
+    steps: list[float]
+    """CPU time."""
+
+
+def measured(config: Config, steps: int) -> Made:
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, spawn, max_tasks_per_child=1) as pool:
         first, *seconds = pool.submit(seconds_of_steps, config, steps).result()
         plan = pool.submit(predicted_peak, config).result()
-    [measured] = measure(config, processes=1)
+    [found] = measure(config, processes=1)
     kind, args = model_of(config)
     with torch.device("meta"):
         parameters = sum(parameter.numel() for _, parameter in unique_parameters(kind(args)))
-    figures = [
-        f"{measured.breakdown['optimizer'] / parameters:.2f}",
-        f"{measured.peak / MIB:.1f}",
-        f"{plan / MIB:.1f}",
-        f"{first[0]:.1f}",
-        f"{1000 * statistics.median(cpu for _, cpu in seconds):.0f}",
-    ]
-    return f"| {name} | {' | '.join(figures)} |"
+    return Made(found.breakdown["optimizer"] / parameters, found.peak, plan, first[0], [cpu for _, cpu in seconds])
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="variants whose name contains this")
     parser.add_argument("--steps", type=int, default=8)
+    add_record_option(parser)
     arguments, overrides = parser.parse_known_args()
     print("| | state, bytes a parameter | peak, MiB | plan, MiB | first, s | step, CPU ms |")
     print("|---|---|---|---|---|---|", flush=True)
+    base: Made | None = None
     for name, options in VARIANTS.items():
-        if arguments.only in name:
-            print(row(name, load(DEBUG, [*SIZES, *options, *overrides], world_size=1), arguments.steps), flush=True)
+        if arguments.only not in name:
+            continue
+        made = measured(load(DEBUG, [*SIZES, *options, *overrides], world_size=1), arguments.steps)
+        print(
+            f"| {name} | {made.state:.2f} | {made.peak / MIB:.1f} | {made.planned / MIB:.1f} | {made.first:.1f} "
+            f"| {1000 * statistics.median(made.steps):.0f} |",
+            flush=True,
+        )
+        base = base or made
+        case = " ".join([name, *overrides])
+        times = [seconds / statistics.median(base.steps) for seconds in made.steps]
+        record(arguments.record, name=f"peak memory / AdamW, {case}", value=made.peak / base.peak, better="lower")
+        record(arguments.record, name=f"CPU time of a step / AdamW, {case}", values=times, better="lower")
+        accuracy = made.planned / made.peak
+        record(arguments.record, name=f"planned / measured peak, {case}", value=accuracy, better="none", aim="1 +- 0.1")
 
 
 if __name__ == "__main__":

@@ -3,7 +3,8 @@
     python benchmarks/memory_ladder.py [--runs 3] [--only bfloat16] [--record FILE.jsonl]
 
 Measured: the most that PyTorch's allocator has given out at once on one of 2 CPU processes that train a small Llama
-(measured_memory.py), and the time of a step (titanlite's contender of bench_step.py), each against the first rung.
+(measured_memory.py), and the time of a step (titanlite's contender of bench_step.py, the two by turns), each against
+the first rung.
 Planned: the device's peak for Llama 3 8B on 8 H100s, sequences of 8,192, one a GPU. Rungs are not added up but for the
 last.
 """
@@ -55,7 +56,7 @@ WHOLE_LOGITS = "whole logits (not titanlite's loss)"
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--runs", type=int, default=3, help="of each rung, in turns with the first")
+    parser.add_argument("--runs", type=int, default=3, help="of each rung")
     parser.add_argument("--only", default="", help="rungs whose name contains this")
     add_record_option(parser)
     arguments = parser.parse_args()
@@ -75,17 +76,12 @@ def rows(runs: int, only: str, path: Path | None) -> Iterator[str]:
             continue
         measured = peak(options)
         share = measured / lowest
-        times = [(step_time(options), step_time(base)) for _ in range(runs)]
-        own, others = [pair[0] for pair in times], [pair[1] for pair in times]
-        cost = statistics.median(own) / statistics.median(others) if times else float("nan")
+        times = [step_ratio(options, base) for _ in range(runs)]
+        cost = statistics.median(times) if times else float("nan")
         yield f"| {name} | {measured / MIB:.1f} | {share:.2f} | {cost:.2f} | {plan_of_8b(options)} |"
         record(path, name=f"memory ladder, peak of {name} / {first}", value=share, better="lower")
         if times:
-            spread = ratios(own, others)
-            record(
-                path, name=f"memory ladder, step of {name} / {first}", value=cost, low=min(spread), high=max(spread),
-                better="lower",
-            )  # fmt: skip
+            record(path, name=f"memory ladder, step of {name} / {first}", values=times, better="lower")
 
 
 def peak(options: list[str]) -> int:
@@ -100,10 +96,16 @@ def on_disk(options: list[str]) -> bool:
     return any(option.startswith("--offload") for option in options)
 
 
-def step_time(options: list[str]) -> float:
+def step_ratio(options: list[str], base: list[str]) -> float:
+    """Of the time of a step: both are there at once, and take turns."""
     with tempfile.TemporaryDirectory() as folder:
-        places = [f"--job.dump_folder={folder}", "--checkpoint.enable=false", "--validation.enable=false"]
-        return bench_step.seconds_of_titanlite(PROCESSES, [*places, *SMALL, *options])
+        places = ["--checkpoint.enable=false", "--validation.enable=false", f"--data.cache_folder={folder}/data"]
+        words = {
+            name: bench_step.titanlite_words(["--turn=3", f"--job.dump_folder={folder}/{name}", *places, *SMALL, *rung])
+            for name, rung in (("rung", options), ("base", base))
+        }
+        found = bench_step.alternate(words, PROCESSES, bench_step.TURNS)
+        return statistics.median(ratios(found["rung"].seconds, found["base"].seconds))
 
 
 def plan_of_8b(options: list[str]) -> str:
