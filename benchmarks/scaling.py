@@ -43,10 +43,10 @@ from titanlite.config.schema import Config
 from titanlite.console import start_logging
 from titanlite.job import Ranks, process_group, read_ranks
 from titanlite.optim import build_optimizer
-from titanlite.parallelize import build_mesh, parallelize
 from titanlite.parallelize.materialize import allocate
 from titanlite.parallelize.mesh import data_parallel_group
 from titanlite.plan.planning import model_of
+from titanlite.plan.rehearsal import parallelized
 from titanlite.preflight import preflight
 from titanlite.step import StepResult, train_step
 from titanlite.train import Run, build, train
@@ -265,19 +265,7 @@ def the_step(options: list[str], world_size: int) -> Callable[[int], None]:
     """The real step on fake tensors: no arithmetic, and more of the host's time an operator than with real ones."""
     config = load(ROOT / "train_configs" / "debug.toml", options, world_size=world_size)
     start(world_size)
-    kind, args = model_of(config)
-    with torch.device("meta"):
-        model = kind(args)
-    mesh = build_mesh(config.parallelism, world_size=world_size, device_type="cpu")
-    parallelize(
-        model,
-        mesh=mesh,
-        parallelism=config.parallelism,
-        training=config.training,
-        activation_checkpoint=config.activation_checkpoint,
-        compile=config.compile,
-        float8=config.quantize.linear.float8,
-    )
+    model, mesh = parallelized(config, *model_of(config), world_size=world_size)
     FakeTensorMode(allow_non_fake_inputs=True).__enter__()
     cpu = torch.device("cpu")
     allocate(model, cpu, cpu)

@@ -84,22 +84,35 @@ def rehearse(
             stack.enter_context(as_on_gpu(fused_norm=not config.compile.enable))
         if config.compile.enable:
             stack.enter_context(_compile_shapes_only())
-        with torch.device("meta"):
-            model = kind(args)
-        mesh = build_mesh(config.parallelism, world_size=world_size, device_type="cpu")
-        parallelize(
-            model,
-            mesh=mesh,
-            parallelism=config.parallelism,
-            training=config.training,
-            activation_checkpoint=config.activation_checkpoint,
-            compile=config.compile,
-            float8=config.quantize.linear.float8,
-            levels=levels,
-        )
+        model, mesh = parallelized(config, kind, args, world_size=world_size, levels=levels)
         recorder = _record(config, model, mesh, steps)
     micro_batches = min(MICRO_BATCHES, config.training.batch_split(world_size)[1])
     return Rehearsal(recorder, len(model.layers), micro_batches)
+
+
+def parallelized(
+    config: Config,
+    kind: type[Model],
+    args: ModelArgs,
+    *,
+    world_size: int,
+    levels: Sequence[Level] | None = None,
+) -> tuple[Model, DeviceMesh]:
+    """The model, its tensors still on the meta device, on a mesh of CPUs."""
+    with torch.device("meta"):
+        model = kind(args)
+    mesh = build_mesh(config.parallelism, world_size=world_size, device_type="cpu")
+    parallelize(
+        model,
+        mesh=mesh,
+        parallelism=config.parallelism,
+        training=config.training,
+        activation_checkpoint=config.activation_checkpoint,
+        compile=config.compile,
+        float8=config.quantize.linear.float8,
+        levels=levels,
+    )
+    return model, mesh
 
 
 def _record(config: Config, model: Model, mesh: DeviceMesh, steps: int) -> Recorder:
