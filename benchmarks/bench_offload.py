@@ -70,7 +70,9 @@ def main() -> None:
                 f"| {made.last_loss:.6f} |",
                 flush=True,
             )
-            first = first or made
+            first = made if name == "memory" else first
+            if not first:
+                continue
             case = f"{name}, dim {arguments.dim}, {arguments.layers} layers"
             relative = [seconds / statistics.median(first.seconds) for seconds in made.seconds]
             path = arguments.record
