@@ -59,7 +59,8 @@ def _multiply_by_onednn() -> torch.library.Library:
     linear, product_into = torch.ops.mkldnn._linear_pointwise.default, torch.ops.aten.mm.out
 
     def mm(a: Tensor, b: Tensor) -> Tensor:
-        if a.dtype == torch.float32 and a.is_contiguous() and a.numel() and b.numel():
+        suits = a.dtype == b.dtype == torch.float32 and a.is_contiguous() and a.shape[1:] == b.shape[:1]
+        if suits and a.numel() and b.numel():
             return linear(a, b.t(), None, "none", [], "")
         return product_into(a, b, out=a.new_empty(a.shape[0], b.shape[1]))  # PyTorch's own way
 
