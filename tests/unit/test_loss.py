@@ -58,6 +58,28 @@ def test_it_is_cross_entropy(
         assert (gradient - other).norm() < (1e-6 if dtype == torch.float32 else 2**-8) * other.norm()
 
 
+class TypesOfProducts(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[torch.dtype] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.mm.default:
+            self.seen.append(args[0].dtype)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("has_units", [False, True])
+def test_logits_are_of_float32_and_their_gradients_multiplied_in_what_the_cpu_has_units_for(
+    monkeypatch: pytest.MonkeyPatch, has_units: bool
+) -> None:
+    monkeypatch.setattr(layers, "HAS_BFLOAT16_UNITS", has_units)
+    hidden, weight, labels = inputs(torch.bfloat16)
+    with TypesOfProducts() as products:
+        token_loss(hidden, weight, labels_BL=labels)
+    assert products.seen == [torch.float32, *[torch.bfloat16 if has_units else torch.float32] * 2]
+
+
 def test_without_gradients_none_are_computed() -> None:
     hidden, weight, labels = inputs()
     with torch.no_grad(), LargestTensor() as seen:
