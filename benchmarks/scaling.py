@@ -9,10 +9,12 @@ and reduces its gradient once; backward has no need of the embedding, and finds 
 (HSDP) all-reduces its shards of the gradients once more.
 
 `host` makes steps as one rank of many, without a network and without arithmetic: what is left is what the host does,
-and that must not grow with ranks. Its CPU time is measured and not the clock, so that a busy machine matters little.
+and that must not grow with ranks. Its calls of functions are counted, which no busy machine changes, and its CPU time is
+measured, which hardly any does.
 """
 
 import argparse
+import cProfile
 import json
 import os
 import statistics
@@ -222,43 +224,47 @@ def host(path: Path | None, steps: int) -> None:
         ),
     ]
     for title, aim, rows in tables:
-        print(f"{title:<32} step ms    ratio to the first  rest of the loop ms    ratio")
+        print(f"{title:<32} step calls    ratio           ms    ratio   loop calls    ratio           ms    ratio")
         firsts: dict[str, float] = {}
         for value, ranks, options in rows:
             found = run(1, "host-rank", f"--steps={steps}", f"--ranks={ranks}", *options)
-            line = f"{value:>31,}"
-            for what, times in found.items():
-                median = statistics.median(times)
+            line = f"{value:>30,}"
+            for what, figures in found.items():
+                median = statistics.median(figures)
                 first = firsts.setdefault(what, median)
-                line += f" {median:8.2f} {median / first:20.2f}"
-                name = f"host's CPU time, {what}, {title}: {value:,} / {rows[0][0]:,}"
-                ratios = [time / first for time in times]
-                record(path, name=name, values=ratios, better="lower", aim=aim if what == "step" else "flat")
+                line += f" {median:12,.{0 if 'calls' in what else 2}f} {median / first:8.3f}"
+                name = f"host's {what}, {title}: {value:,} / {rows[0][0]:,}"
+                ratios = [figure / first for figure in figures]
+                record(path, name=name, values=ratios, better="lower", aim=aim if "step" in what else "flat")
             print(line, flush=True)
 
 
 def host_of_rank_0(steps: int, options: list[str]) -> None:
-    """CPU milliseconds as rank 0 of many, five times `steps` steps: of the step, and of the loop around it."""
+    """As rank 0 of many, of the step, and of the loop around it: calls of functions, and CPU milliseconds of five times
+    `steps` steps."""
     torch.set_num_threads(1)
     [world_size] = [int(option.partition("=")[2]) for option in options if option.startswith("--ranks=")]
     options = [option for option in options if not option.startswith("--ranks=")]
     with tempfile.TemporaryDirectory() as folder:
         options = [*SMALL, f"--training.global_batch_size={world_size}", f"--job.dump_folder={folder}", *options]
-        found = {"loop": milliseconds(the_loop(options, world_size), steps)}
+        loop = costs("loop", the_loop(options, world_size), steps)
         dist.destroy_process_group()
-        found = {"step": milliseconds(the_step(options, world_size), steps), **found}
+        found = costs("step", the_step(options, world_size), steps) | loop
     print(json.dumps(found), flush=True)
     os._exit(0)
 
 
-def milliseconds(work: Callable[[int], None], steps: int) -> list[float]:
+def costs(what: str, work: Callable[[int], None], steps: int) -> dict[str, list[float]]:
     work(3)
     times = []
     for _ in range(5):
         before = time.process_time()
         work(steps)
         times.append(1000 * (time.process_time() - before) / steps)
-    return times
+    with cProfile.Profile() as profile:
+        work(steps)
+    calls = sum(entry.callcount for entry in profile.getstats())
+    return {f"function calls, {what}": [calls / steps], f"CPU time, {what}": times}
 
 
 def the_step(options: list[str], world_size: int) -> Callable[[int], None]:
