@@ -67,7 +67,7 @@ def seconds_of_steps(config: Config, steps: int) -> list[tuple[float, float]]:
     with tempfile.TemporaryDirectory() as folder:
         dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=0, world_size=1)
         clock = Clock()
-        train(config, clock, 0, 1, steps)  # pyright: ignore[reportArgumentType]
+        train(config, clock, 0, 1, 1 + steps)  # pyright: ignore[reportArgumentType]
         dist.destroy_process_group()
     return clock.seconds
 
@@ -106,7 +106,7 @@ def measured(config: Config, steps: int) -> Made:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="variants whose name contains this")
-    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=8, help="after the first")
     add_record_option(parser)
     arguments, overrides = parser.parse_known_args()
     print("| | state, bytes a parameter | peak, MiB | plan, MiB | first, s | step, CPU ms |")

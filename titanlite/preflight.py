@@ -22,7 +22,7 @@ from titanlite.job import Ranks
 from titanlite.models.base import Model, ModelArgs
 from titanlite.models.registry import resolve_model
 from titanlite.offload import check_room, folder_of
-from titanlite.optim import bytes_of_state, check_optimizer
+from titanlite.optim import bytes_of_state, check_optimizer, compiles_updates
 from titanlite.parallelize import Level
 from titanlite.parallelize.float8 import check_float8
 from titanlite.parallelize.materialize import check_memory, largest_shard
@@ -90,6 +90,8 @@ def examine(
     checked = report.attempt(
         "optimizer", ["optimizer", "training.dtype"], lambda: _check_optimizer(config.optimizer, shapes, training.dtype)
     )
+    if checked and compiles_updates(config.optimizer):
+        report.attempt("optimizer.name", [], lambda: check_compiler(device))
     if not resolved:
         return None, report.problems
     model, args = resolved

@@ -185,6 +185,10 @@ def test_compiling_needs_a_compiler(
             "error: compile.enable: compiling for the CPU needs a C++ compiler, and there is no /no/such/c++ (the "
             "environment variable CXX says) (command line)"
         ]
+        assert refusal(capfd, *command, "--optimizer.name=torchao.optim.AdamW8bit") == [
+            "error: optimizer.name: compiling for the CPU needs a C++ compiler, and there is no /no/such/c++ (the "
+            "environment variable CXX says) (command line)"
+        ]
     assert cli.run([*command]) == 0
     monkeypatch.setenv("CXX", sys.executable)
     check_compiler(torch.device("cpu"))

@@ -11,7 +11,15 @@ from titanlite.config.schema import Optimizer
 from titanlite.errors import UserError
 from titanlite.models.base import unique_parameters
 from titanlite.offload import DiskTensors
-from titanlite.optim.classes import bytes_of_state, check_optimizer, dtype_of_codes, find_class, options_of, takes
+from titanlite.optim.classes import (
+    bytes_of_state,
+    check_optimizer,
+    compiles_updates,
+    dtype_of_codes,
+    find_class,
+    options_of,
+    takes,
+)
 from titanlite.optim.groups import Group, plan_groups, table
 from titanlite.optim.quantized import block_of, check_shards
 from titanlite.optim.rounding import SlicedAdamW
@@ -21,6 +29,7 @@ __all__ = [
     "build_optimizer",
     "bytes_of_state",
     "check_optimizer",
+    "compiles_updates",
     "plan_groups",
     "set_learning_rate",
     "state_dtypes",

@@ -231,6 +231,12 @@ def dtype_of_codes(kind: type[torch.optim.Optimizer]) -> torch.dtype | None:
     return pieces(kept[0])["codes"].dtype if kept else None
 
 
+def compiles_updates(config: Optimizer) -> bool:
+    """Whether an optimizer hands its update to torch.compile, whatever [compile] says: those of torchao.optim do."""
+    names = {config.name, *(group.name for group in config.groups if group.name)}
+    return any(block_of(find_class(name), {}) is not None for name in names)
+
+
 def _width(value: Tensor, *, at_most: int) -> float:
     """Bytes of an element."""
     if is_quantized(value):
