@@ -301,6 +301,12 @@ def test_compiled_blocks_keep_less_than_plain_formulas_and_as_much_as_ours(monke
     assert 0 < kept(compiled) < 0.9 * kept(eager)
 
 
+def test_compiled_blocks_are_recorded_any_number_of_times() -> None:
+    made = rehearsed("--compile.enable=true", world_size=2, gpu=True, steps=4)
+    begun = [name for _, name in made.recorder.phases if name.startswith("forward layers")]
+    assert begun == 4 * [f"forward layers.{block}" for block in range(3)]
+
+
 @pytest.mark.slow
 def test_float8_gathers_half() -> None:
     pytest.importorskip("torchao")

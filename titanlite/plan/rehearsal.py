@@ -13,7 +13,7 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -253,6 +253,10 @@ def observe(model: Model, recorder: Recorder) -> Iterator[None]:
         with recorder.cause("all-gather"), recorder.unit(names[self.modules[0]]):
             return gather(self, *args, **kwargs)
 
+    @torch.compiler.disable  # which would compile it for each of the first phases, and warn of that
+    def begin_forward(module: nn.Module, _: Any) -> None:
+        recorder.phase(f"forward {names[module]}")
+
     def pre_backward(self: fsdp.FSDPParamGroup, *args: Any) -> Any:
         recorder.phase(f"backward {names[self.modules[0]]}")
         return before(self, *args)
@@ -277,8 +281,5 @@ def observe(model: Model, recorder: Recorder) -> Iterator[None]:
         stack.enter_context(patch.object(group, "pre_backward", pre_backward))
         stack.enter_context(patch.object(group, "post_backward", post_backward))
         for unit in sharding_units(model):
-            hook = unit[0].register_forward_pre_hook(
-                lambda module, _: recorder.phase(f"forward {names[module]}"), prepend=True
-            )
-            stack.callback(hook.remove)
+            stack.callback(unit[0].register_forward_pre_hook(begin_forward, prepend=True).remove)
         yield
