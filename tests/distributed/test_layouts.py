@@ -136,11 +136,12 @@ def test_what_only_trades_memory_for_time_changes_no_bit(tiny: TinyRun) -> None:
             assert (value == reference[parameter]).all(), (options, parameter)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "options",
     [
-        pytest.param([], id="fp32", marks=pytest.mark.slow),
-        pytest.param(["--training.mixed_precision_reduce=bfloat16"], id="bf16 reduce", marks=pytest.mark.nightly),
+        pytest.param([], id="fp32"),
+        pytest.param(["--training.mixed_precision_reduce=bfloat16"], id="bf16 reduce"),
     ],
 )
 def test_accumulation_gives_the_same_losses(tiny: TinyRun, options: list[str]) -> None:
@@ -312,7 +313,9 @@ TYPES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("types", TYPES)
+@pytest.mark.parametrize(
+    "types", ["full", *(pytest.param(name, marks=pytest.mark.slow) for name in ("default", "moments"))]
+)
 def test_types_are_the_same_on_every_layout(tiny: TinyRun, types: str) -> None:
     """bfloat16 compute with float32 weights, moments and reduction, unless configured."""
     options, weight, moment, reduction = TYPES[types]

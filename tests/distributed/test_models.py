@@ -32,12 +32,12 @@ TECHNIQUES = [
 ]
 
 families = pytest.mark.parametrize("family", FAMILIES)
-most_are_slow = pytest.mark.parametrize(
-    "family", ["qwen3_moe", *(pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES if name != "qwen3_moe")]
+
+
+@pytest.mark.parametrize(
+    "family",
+    ["qwen3_moe", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("qwen3", "outside the package"))],
 )
-
-
-@most_are_slow
 def test_losses_are_equal_on_every_layout(tiny: TinyRun, family: str) -> None:
     on_every_layout(trained, tiny, *FAMILIES[family], "--training.steps=10")
     reference = tiny.losses("run-1-1")
@@ -57,7 +57,12 @@ def techniques_of(tiny: TinyRun, options: list[str]) -> list[Config]:
 
 
 @pytest.mark.parametrize(
-    "family", ["qwen3", *(pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES if name != "qwen3")]
+    "family",
+    [
+        pytest.param("qwen3", marks=pytest.mark.slow),
+        pytest.param("qwen3_moe", marks=pytest.mark.slow),
+        pytest.param("outside the package", marks=pytest.mark.nightly),
+    ],
 )
 def test_techniques_change_no_bit(tiny: TinyRun, family: str) -> None:
     found = run_in_turn(trained, 2, techniques_of(tiny, FAMILIES[family]))

@@ -9,11 +9,15 @@ from benchmarks.plan_accuracy import CPU_CASES, DEBUG, planned
 from titanlite.config.load import load
 from titanlite.hardware import find_hardware
 
-QUICK = ("FSDP, 2, recompute op",)
-ALSO = ("HSDP, 2 x 2, 2 micro-batches", "HSDP, 2 x 2, updates in backward")
 
-
-@pytest.mark.parametrize("name", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in ALSO)])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "FSDP, 2, recompute op",
+        pytest.param("HSDP, 2 x 2, updates in backward", marks=pytest.mark.slow),
+        pytest.param("HSDP, 2 x 2, 2 micro-batches", marks=pytest.mark.nightly),
+    ],
+)
 def test_predicted_peak_is_the_measured_one(name: str) -> None:
     processes, overrides = next((processes, overrides) for case, processes, overrides in CPU_CASES if case == name)
     config = load(DEBUG, overrides, world_size=processes)

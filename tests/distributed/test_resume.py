@@ -36,8 +36,13 @@ def owner(tiny: TinyRun) -> str:
     return json.loads((tiny.folder / "outputs" / "tiny" / "run.json").read_text())["id"]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("replicate", "shard"), LAYOUTS)
+@pytest.mark.parametrize(
+    ("replicate", "shard"),
+    [
+        pytest.param(*layout, marks=pytest.mark.slow if layout in [(1, 4), (4, 1)] else pytest.mark.nightly)
+        for layout in LAYOUTS
+    ],
+)
 def test_saved_on_one_layout_loads_on_each(tiny: TinyRun, replicate: int, shard: int) -> None:
     outputs = tiny.folder / "outputs"
     ranks, layout = replicate * shard, degrees(replicate, shard)

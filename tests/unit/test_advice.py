@@ -55,7 +55,7 @@ def advice(config: Config, layout: Layout) -> list[Way]:
     return ways_out(config, kind, args, layout)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_three_ways_that_fit_are_enough_and_the_cheapest_is_first(tiny: TinyRun) -> None:
     config, layout = tiny.config(), layout_of(2**30)
     ways = advice(config, layout)

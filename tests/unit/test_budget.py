@@ -70,7 +70,7 @@ def within(known: dict[Any, Sketch], monkeypatch: pytest.MonkeyPatch) -> Callabl
     return lambda size, *options, **sizes: choose(config_of(*options, gib=size / GIB, **sizes))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_larger_budget_never_computes_more(within: Callable[..., Chosen]) -> None:
     free = within(10**12)
     assert free.levels == ("none",) * BLOCKS

@@ -157,7 +157,7 @@ def test_nothing_is_compiled_after_the_first_step(
     assert not [line for line in log() if "recompiles" in line]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_next_start_finds_what_was_compiled(tiny: TinyRun) -> None:
     """By the real compiler, in processes of their own, that know the folder by the option only."""
     variables = {key: value for key, value in os.environ.items() if key != PLACE}

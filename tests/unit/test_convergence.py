@@ -70,16 +70,15 @@ def matrices_drawn_at_unit_scale(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return []
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("single_process_group")
 @pytest.mark.parametrize(
     "mutation",
     [
-        no_mutation,
-        mask_that_lets_one_token_too_many_through,
-        labels_shifted_by_one_more,
-        no_warmup,
-        matrices_drawn_at_unit_scale,
+        pytest.param(no_mutation, marks=pytest.mark.slow),
+        pytest.param(labels_shifted_by_one_more, marks=pytest.mark.slow),
+        pytest.param(mask_that_lets_one_token_too_many_through, marks=pytest.mark.nightly),
+        pytest.param(no_warmup, marks=pytest.mark.nightly),
+        pytest.param(matrices_drawn_at_unit_scale, marks=pytest.mark.nightly),
     ],
 )
 def test_only_the_right_training_reaches_the_bar(

@@ -56,7 +56,14 @@ def mapped(folder: Path) -> list[str]:
 
 
 @pytest.mark.usefixtures("_tiny_slices")
-@pytest.mark.parametrize("types", [[], BFLOAT16[:1], BFLOAT16], ids=["float32", "bfloat16 moments", "bfloat16"])
+@pytest.mark.parametrize(
+    "types",
+    [
+        pytest.param([], id="float32"),
+        pytest.param(BFLOAT16[:1], id="bfloat16 moments"),
+        pytest.param(BFLOAT16, id="bfloat16", marks=pytest.mark.slow),
+    ],
+)
 def test_the_same_bits_from_disk(tiny: TinyRun, types: list[str]) -> None:
     expected = trained(tiny.config("--job.name=memory", *types))
     for options in (MOMENTS, EVERYTHING[1:], EVERYTHING):

@@ -154,8 +154,8 @@ def test_losses_are_near_those_of_adamw(tiny: TinyRun) -> None:
     [
         # 259 rows, each of one block: uneven shards
         pytest.param("AdamW8bit", "--model.args.dim=256", marks=pytest.mark.slow),
-        pytest.param("AdamW4bit", "--model.args.vocab_size=260", marks=pytest.mark.slow),
-        pytest.param("AdamWFp8", "--model.args.vocab_size=260", marks=pytest.mark.slow),
+        pytest.param("AdamW4bit", "--model.args.vocab_size=260", marks=pytest.mark.nightly),
+        pytest.param("AdamWFp8", "--model.args.vocab_size=260", marks=pytest.mark.nightly),
     ],
 )
 def test_a_run_goes_on_bit_for_bit(tiny: TinyRun, kind: str, shape: str) -> None:
