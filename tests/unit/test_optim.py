@@ -8,6 +8,7 @@ import pytest
 import tomli
 import torch
 from torch import nn
+from torch._functorch import config as functorch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.distributed.test_layouts import on_every_layout, trained, whole
@@ -198,6 +199,20 @@ def planned(text: str) -> list[tuple[str, str, float, float, list[str]]]:
 
 
 WEIGHTS, BIASES, EXPERTS = "layers.*.weight x3", "layers.*.bias x3", "layers.0.experts"
+
+
+def test_an_update_that_compiles_itself_is_not_of_the_cache() -> None:
+    """torch's cache on disk takes shards that differ for the same: tests/unit/test_optim_8bit.py."""
+    seen = []
+
+    class Own(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:
+            seen.append(functorch.enable_autograd_cache)
+
+    before = functorch.enable_autograd_cache
+    update(Own([nn.Parameter(torch.ones(2))]), skip=torch.tensor(False))
+    assert seen == [False]
+    assert functorch.enable_autograd_cache == before
 
 
 def test_default_groups() -> None:

@@ -1,12 +1,14 @@
 """Moments in 8 and 4 bits (torchao.optim): they train, and are sharded, saved and counted as what they are made of."""
 
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 
 from tests.distributed.test_layouts import built, trained, whole
 from tests.helpers import TinyRun, run_in_turn, run_ranks
@@ -14,7 +16,7 @@ from tests.unit.test_plan import profiled, shapes
 from titanlite.config.schema import Config, Optimizer
 from titanlite.errors import UserError
 from titanlite.models.base import unique_parameters
-from titanlite.optim import build_optimizer, bytes_of_state, check_optimizer, set_learning_rate, state_dtypes
+from titanlite.optim import build_optimizer, bytes_of_state, check_optimizer, set_learning_rate, state_dtypes, update
 from titanlite.optim.classes import find_class
 from titanlite.optim.quantized import LEAST, block_of, is_quantized, pieces
 
@@ -133,6 +135,31 @@ def test_another_learning_rate_compiles_nothing_anew(monkeypatch: pytest.MonkeyP
     assert all(one is two for one, two in zip(rates, (g["lr"] for g in optimizer.param_groups), strict=True))
     assert moved[0] == 0
     assert 0 < 1.5 * moved[1] < 1.2 * moved[2] < moved[3]
+
+
+def updated(kind: str) -> Tensor:
+    """A sharded weight, after two steps of moments that are quantized."""
+    torch.manual_seed(0)
+    model = nn.Linear(64, 128, bias=False)
+    fully_shard(model)
+    optimizer = build_optimizer(model, Optimizer(name=named(kind), lr=0.1), seed=0)
+    for _ in range(2):
+        model.weight.grad = torch.randn_like(model.weight)
+        update(optimizer, skip=torch.tensor(False))
+    assert is_quantized(optimizer.state[model.weight]["exp_avg"])
+    return whole(model.weight)
+
+
+@pytest.mark.nightly
+@pytest.mark.usefixtures("single_process_group")
+def test_compiled_code_of_one_kind_is_not_taken_for_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the real compiler. Its cache of traced code takes DTensors of the same shape for the same."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    for kind in ("AdamW8bit", "AdamW4bit"):
+        expected = updated(kind)
+        torch._dynamo.reset()
+        with torch.compiler.set_stance("default"):
+            assert torch.allclose(updated(kind), expected, rtol=1e-3, atol=1e-3), kind
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._functorch import config as functorch
 
 from titanlite.config.schema import Optimizer
 from titanlite.errors import UserError
@@ -111,7 +112,10 @@ def update(optimizer: torch.optim.Optimizer, *, skip: Tensor) -> None:
         optimizer.step()
         del told.grad_scale, told.found_inf
     elif not skip:
-        optimizer.step()
+        # An update that compiles itself, as torchao's: the cache of traced code knows of a DTensor the whole's shape,
+        # but neither this rank's part nor what that is made of, and gives moments in 4 bits the code for 8.
+        with functorch.patch(enable_autograd_cache=False):
+            optimizer.step()
 
 
 def parts_of(optimizer: torch.optim.Optimizer) -> Sequence[torch.optim.Optimizer]:
