@@ -4,6 +4,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, NoReturn
 
@@ -80,8 +81,9 @@ def main() -> NoReturn:
     work is done. Everything that must be flushed or closed is, before.
     """
     code = run(sys.argv[1:])
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(BrokenPipeError):
+            stream.flush()
     os._exit(code)
 
 
@@ -141,7 +143,7 @@ def _guarded(command: Callable[[list[str]], None], arguments: list[str]) -> int:
         return 130
     except BaseException as error:
         if isinstance(error, SystemExit) and isinstance(error.__context__, BrokenPipeError):
-            return 1  # rich ends so when whoever read the output has gone: `| head`
+            return 1  # whoever read the output has gone: `| head`
         _is_first_to_fail(1)
         where = f"[rank {os.environ['RANK']}] " if "RANK" in os.environ else ""
         print("".join(where + line for line in traceback.format_exc().splitlines(True)), file=sys.stderr)

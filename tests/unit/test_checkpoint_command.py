@@ -493,6 +493,18 @@ def test_show_tensors(titanlite: Command, trained: TinyRun) -> None:
     assert "  optimizer.state.head.output.weight.step  []  torch.float32" in tensors
 
 
+def test_nobody_reads_to_the_end(
+    trained: TinyRun, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    class Gone(io.StringIO):
+        def write(self, _: str) -> int:
+            raise BrokenPipeError
+
+    monkeypatch.setattr("sys.stdout", Gone())
+    assert cli.run(["checkpoint", "show", str(trained.folder / "outputs" / "tiny")]) == 1
+    assert capfd.readouterr().err == ""
+
+
 def test_show_takes_the_newest_whole_one(titanlite: Command, trained: TinyRun, tmp_path: Path) -> None:
     run = tmp_path / "copy"
     shutil.copytree(trained.folder / "outputs" / "tiny", run)

@@ -51,6 +51,8 @@ def main(arguments: list[str]) -> None:
         act[name](**options)
     except DamagedCheckpoint as damage:
         raise UserError(str(damage)) from None
+    except BrokenPipeError:  # whoever read the output has gone: `| head`
+        raise SystemExit(1) from None
     except OSError as error:  # of a disk, or of an object store after many tries
         raise RunError(str(error)) from None
 
