@@ -28,6 +28,7 @@ from titanlite.config.load import load
 from titanlite.console import start_logging
 from titanlite.hardware import hardware_of
 from titanlite.job import pick_device, process_group, read_ranks
+from titanlite.parallelize.float8 import weight_scaler
 from titanlite.preflight import preflight
 from titanlite.step import train_step
 from titanlite.train import build
@@ -86,6 +87,7 @@ class Case:
             f"--model.flavor={self.flavor}",
             f"--training.seq_len={self.seq_len}",
             f"--training.global_batch_size={self.batch}",
+            f"--training.local_batch_size={self.batch}",
             "--model.args.vocab_size=128256",
             "--checkpoint.enable=false",
             "--metrics.enable_tensorboard=false",
@@ -187,6 +189,8 @@ def measure(options: list[str], steps: int) -> dict[str, Any]:
         ingredients = preflight(config, ranks, device)
         with process_group(ranks, device):
             made = build(config, ingredients, ranks=ranks, device=device)
+            scale_weights = weight_scaler(made.model, config.quantize.linear.float8)
+            scale_weights()
             seconds = []
             for number in range(WARM_UP + steps):
                 if number == WARM_UP:
@@ -204,6 +208,7 @@ def measure(options: list[str], steps: int) -> dict[str, Any]:
                     judge=made.guard.judge,
                     in_backward=made.in_backward,
                 )
+                scale_weights()
                 torch.cuda.synchronize(device)
                 seconds.append(time.perf_counter() - started)
             return {
