@@ -88,6 +88,22 @@ def test_what_fits_is_before_what_is_cheaper(tiny: TinyRun) -> None:
 
 
 @pytest.mark.slow
+def test_every_rung_that_takes_less_is_offered(tiny: TinyRun) -> None:
+    """Where nothing fits, all that a config can take."""
+    pytest.importorskip("torchao")
+    options = ["--training.local_batch_size=1", "--training.global_batch_size=1", "--model.args.dim=240"]
+    ways = advice(tiny.config(*options, "--activation_checkpoint.mode=full"), layout_of(1000))
+    assert [way.options for way in ways if way.cost != "together"] == [
+        MOMENTS,
+        {"optimizer.in_backward": True, "training.max_norm": 0.0},
+        {"optimizer.name": "torchao.optim.AdamW8bit"},
+        {"offload.optimizer": "disk"},
+        OFFLOAD,
+    ]
+    assert "--optimizer.in_backward=true --training.max_norm=0.0" in [way.words for way in ways]
+
+
+@pytest.mark.slow
 def test_what_a_config_cannot_take_is_not_offered(tiny: TinyRun) -> None:
     options = [
         "--optimizer.name=SGD",
@@ -266,7 +282,7 @@ def test_the_fewest_that_fit_together_are_found() -> None:
             return Way(options, peak, peak <= room, cost)
 
         ways = [Way({str(number): True}, 100 - 2**number, False, "") for number in range(6)]
-        found = _together(ways, attempt)
+        found = _together(ways, attempt, lambda options: True)
         fitting = [count for count in range(2, 7) if 100 - (2**count - 1) <= room]
         if not fitting:
             assert found is None
@@ -275,3 +291,14 @@ def test_the_fewest_that_fit_together_are_found() -> None:
             assert found is not None
             assert (len(found.options), found.cost) == (fitting[0], "together")
             assert len(tried) <= 4
+
+
+def test_what_does_not_go_with_cheaper_ways_is_left_out() -> None:
+    ways = [Way({name: True}, 0, False, "") for name in ("moments", "other moments", "batch")]
+    found = _together(
+        ways,
+        lambda options, cost: Way(options, 0, True, cost),
+        lambda options: not {"moments", "other moments"} <= options.keys(),
+    )
+    assert found is not None
+    assert found.options == {"moments": True, "batch": True}

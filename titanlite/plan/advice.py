@@ -4,6 +4,7 @@ import logging
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -42,7 +43,7 @@ class Way:
 
 
 Attempt = Callable[[Options, str], Way | None]
-"""(options, their cost) -> what comes of it, planned."""
+"""(options, their cost) -> what comes of it, planned; None if the config cannot take them."""
 
 
 def _word(value: Any) -> str:
@@ -63,14 +64,15 @@ def ways_so_far(
     Args:
         present: the plan of the config as it is.
     """
-    attempt: Attempt = partial(_attempt, config, kind, args, layout)
+    changed = partial(_changed, config, kind, args, layout.world_size)
+    attempt: Attempt = partial(_attempt, changed, kind, args, layout)
     ways: list[Way] = []
     for way in _alone(config, layout, present, attempt):
         ways += [way] if way and way.peak < present.peak else []
         yield _in_order(ways)
         if sum(way.fits for way in ways) == ENOUGH:
             break
-    if not any(way.fits for way in ways) and (joint := _together(ways, attempt)):
+    if not any(way.fits for way in ways) and (joint := _together(ways, attempt, changed)):
         ways.append(joint)
     yield _in_order(ways)
 
@@ -79,18 +81,23 @@ def _in_order(ways: list[Way]) -> list[Way]:
     return sorted(ways, key=lambda way: not way.fits)
 
 
-def _together(ways: list[Way], attempt: Attempt) -> Way | None:
-    """The fewest, from the cheapest on, that fit together."""
-    found, least, most = None, 2, len(ways)
+def _together(ways: list[Way], attempt: Attempt, taken: Callable[[Options], object]) -> Way | None:
+    """The fewest, from the cheapest on, that fit together. What does not go with cheaper ones is left out.
+
+    Args:
+        taken: whether the config takes these options.
+    """
+    unions: list[Options] = [{}]
+    for way in ways:
+        if taken(union := unions[-1] | way.options):
+            unions.append(union)
+    found, least, most = None, 2, len(unions) - 1
     count = most
     while least <= most:
-        options: Options = {}
-        for way in ways[:count]:
-            options |= way.options
-        joint = attempt(options, "together")
+        joint = attempt(unions[count], "together")
         if joint and joint.fits:
             found, most = joint, count - 1
-        elif count == len(ways):
+        elif count == len(unions) - 1:
             return None
         else:
             least = count + 1
@@ -141,21 +148,40 @@ def _candidates(config: Config, layout: Layout) -> Iterator[tuple[Options, str]]
         yield (dict(zip(degrees, (1, -1), strict=True)), "shards over all processes: messages cross nodes")
     if config.optimizer.state_dtype != "bfloat16":
         yield ({"optimizer.state_dtype": "bfloat16"}, "rounds AdamW's moments")
+    if not config.optimizer.in_backward:
+        options = {"optimizer.in_backward": True} | ({"training.max_norm": 0.0} if training.max_norm else {})
+        yield (options, "updates in backward, where gradients are freed: none is clipped")
+    if config.optimizer.name == "AdamW" and find_spec("torchao"):
+        yield ({"optimizer.name": "torchao.optim.AdamW8bit"}, "rounds AdamW's moments to 8 bits; a compiled update")
+    if config.offload.optimizer != "disk":
+        yield ({"offload.optimizer": "disk"}, "AdamW's moments on a local disk, read and written in each step")
     if is_gpu(layout) and not training.enable_cpu_offload:
         yield ({"training.enable_cpu_offload": True}, "parameters and updates in host memory: much slower steps")
 
 
-def _attempt(
-    config: Config, kind: type[Model], args: ModelArgs, layout: Layout, options: Options, cost: str
-) -> Way | None:
+def _changed(config: Config, kind: type[Model], args: ModelArgs, world_size: int, options: Options) -> Config | None:
     """None: the config cannot take these options."""
     try:
         changed = with_options(config, options)
-        if find_conflicts(changed, layout.world_size, ()):
-            return None
-        with torch.device("meta"):
-            model = kind(args)
-        if check_optimizer(changed.optimizer, model, dtype=changed.training.dtype):
+    except ValueError:
+        return None
+    if find_conflicts(changed, world_size, ()):
+        return None
+    with torch.device("meta"):
+        model = kind(args)
+    return None if check_optimizer(changed.optimizer, model, dtype=changed.training.dtype) else changed
+
+
+def _attempt(
+    change: Callable[[Options], Config | None],
+    kind: type[Model],
+    args: ModelArgs,
+    layout: Layout,
+    options: Options,
+    cost: str,
+) -> Way | None:
+    try:
+        if (changed := change(options)) is None:
             return None
         planned = plan(changed, kind, args, layout)
     except Exception:

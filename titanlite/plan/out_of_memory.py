@@ -27,7 +27,7 @@ STATES = ("parameters", "gradients", "optimizer")
 """Causes of memory that can be measured one by one."""
 SHOWN = 3
 """Ways out."""
-WAYS = "what takes less: docs/parallelism.md, When memory runs out"
+WAYS = "what takes less: docs/memory.md"
 
 
 def explain(error: torch.OutOfMemoryError, forecast: Forecast) -> str:

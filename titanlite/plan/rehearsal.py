@@ -253,9 +253,10 @@ def observe(model: Model, recorder: Recorder) -> Iterator[None]:
         with recorder.cause("all-gather"), recorder.unit(names[self.modules[0]]):
             return gather(self, *args, **kwargs)
 
-    @torch.compiler.disable  # which would compile it for each of the first phases, and warn of that
     def begin_forward(module: nn.Module, _: Any) -> None:
         recorder.phase(f"forward {names[module]}")
+
+    hook: Any = torch.compiler.disable(begin_forward)  # else it would be compiled anew for each phase
 
     def pre_backward(self: fsdp.FSDPParamGroup, *args: Any) -> Any:
         recorder.phase(f"backward {names[self.modules[0]]}")
@@ -281,5 +282,5 @@ def observe(model: Model, recorder: Recorder) -> Iterator[None]:
         stack.enter_context(patch.object(group, "pre_backward", pre_backward))
         stack.enter_context(patch.object(group, "post_backward", post_backward))
         for unit in sharding_units(model):
-            stack.callback(unit[0].register_forward_pre_hook(begin_forward, prepend=True).remove)
+            stack.callback(unit[0].register_forward_pre_hook(hook, prepend=True).remove)
         yield

@@ -7,7 +7,6 @@ those whose memory does not hold what was expected are left out.
 """
 
 import multiprocessing
-import os
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -20,6 +19,7 @@ import torch
 from titanlite.config.schema import Config
 from titanlite.errors import UserError
 from titanlite.hardware import Hardware
+from titanlite.host import cores
 from titanlite.parallelize.float8 import choose_layers
 from titanlite.plan.planning import ON_HOST, USABLE, Layout, Plan, Sketch, appraise, is_gpu, model_of, sketch
 from titanlite.plan.time import (
@@ -101,8 +101,7 @@ def search(config: Config, layout: Layout, *, count: int = 5) -> Found:
             f"training.global_batch_size: {config.training.global_batch_size} sequences cannot be split over "
             f"{layout.world_size} processes: name a multiple with --global-batch-size"
         )
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    with ProcessPoolExecutor(cores, multiprocessing.get_context("spawn"), _begin) as pool:
+    with ProcessPoolExecutor(cores(), multiprocessing.get_context("spawn"), _begin) as pool:
         return _Search(config, layout, pool, share).run(count)
 
 
@@ -120,7 +119,7 @@ def with_options(config: Config, options: Options) -> Config:
     """The config with these in it.
 
     Raises:
-        ConfigError: they do not go together.
+        ValueError: they do not go together.
     """
     tree = config.model_dump()
     for key, value in options.items():
