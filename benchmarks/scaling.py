@@ -9,8 +9,8 @@ and reduces its gradient once; backward has no need of the embedding, and finds 
 (HSDP) all-reduces its shards of the gradients once more.
 
 `host` makes steps as one rank of many, without a network and without arithmetic: what is left is what the host does,
-and that must not grow with ranks. Its calls of functions are counted, which no busy machine changes, and its CPU time
-is measured, which hardly any does.
+and that must not grow with ranks. Its calls of functions are counted, which no busy machine changes; its CPU time is
+measured as well.
 """
 
 import argparse

@@ -64,15 +64,17 @@ def ways_so_far(
     Args:
         present: the plan of the config as it is.
     """
-    changed = partial(_changed, config, kind, args, layout.world_size)
-    attempt: Attempt = partial(_attempt, changed, kind, args, layout)
+    attempt: Attempt = partial(_attempt, config, kind, args, layout)
+    taken = partial(_changed, config, kind, args, layout)
     ways: list[Way] = []
     for way in _alone(config, layout, present, attempt):
         ways += [way] if way and way.peak < present.peak else []
         yield _in_order(ways)
         if sum(way.fits for way in ways) == ENOUGH:
             break
-    if not any(way.fits for way in ways) and (joint := _together(ways, attempt, changed)):
+    if not any(way.fits for way in ways) and (
+        joint := _together(ways, attempt, partial(_changed, config, kind, args, layout))
+    ):
         ways.append(joint)
     yield _in_order(ways)
 
@@ -159,13 +161,13 @@ def _candidates(config: Config, layout: Layout) -> Iterator[tuple[Options, str]]
         yield ({"training.enable_cpu_offload": True}, "parameters and updates in host memory: much slower steps")
 
 
-def _changed(config: Config, kind: type[Model], args: ModelArgs, world_size: int, options: Options) -> Config | None:
+def _changed(config: Config, kind: type[Model], args: ModelArgs, layout: Layout, options: Options) -> Config | None:
     """None: the config cannot take these options."""
     try:
         changed = with_options(config, options)
     except ValueError:
         return None
-    if find_conflicts(changed, world_size, ()):
+    if find_conflicts(changed, layout.world_size, ()):
         return None
     with torch.device("meta"):
         model = kind(args)
@@ -173,15 +175,10 @@ def _changed(config: Config, kind: type[Model], args: ModelArgs, world_size: int
 
 
 def _attempt(
-    change: Callable[[Options], Config | None],
-    kind: type[Model],
-    args: ModelArgs,
-    layout: Layout,
-    options: Options,
-    cost: str,
+    config: Config, kind: type[Model], args: ModelArgs, layout: Layout, options: Options, cost: str
 ) -> Way | None:
     try:
-        if (changed := change(options)) is None:
+        if (changed := _changed(config, kind, args, layout, options)) is None:
             return None
         planned = plan(changed, kind, args, layout)
     except Exception:
