@@ -72,9 +72,7 @@ def ways_so_far(
         yield _in_order(ways)
         if sum(way.fits for way in ways) == ENOUGH:
             break
-    if not any(way.fits for way in ways) and (
-        joint := _together(ways, attempt, partial(_changed, config, kind, args, layout))
-    ):
+    if not any(way.fits for way in ways) and (joint := _together(ways, attempt, taken)):
         ways.append(joint)
     yield _in_order(ways)
 
