@@ -25,14 +25,14 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from record import Better, add_record_option, ratios, record
 
-from titanlite.checkpoint.blocking import StepClock
-from titanlite.checkpoint.files import open_files
 from titanlite.checkpoint.manager import CheckpointManager, Progress
+from titanlite.checkpoint.save_overhead import StepClock
 from titanlite.checkpoint.state import flat, state_of
+from titanlite.checkpoint.storage import open_storage
 from titanlite.config.load import load
-from titanlite.job import pick_device, process_group, read_ranks
-from titanlite.parallelize.mesh import local
 from titanlite.preflight import preflight
+from titanlite.runtime.dtensor import local
+from titanlite.runtime.process_group import pick_device, process_group, read_ranks
 from titanlite.step import train_step
 from titanlite.train import Run, build
 
@@ -104,7 +104,7 @@ class Contest:
     def manager(self, name: str, mode: str) -> CheckpointManager:
         section = self.run.config.checkpoint.model_copy(update={"async_mode": mode, "keep_latest_k": 1})
         return CheckpointManager(
-            section, files=open_files(str(self.folder / name), owner=name), model=self.run.model,
+            section, files=open_storage(str(self.folder / name), owner=name), model=self.run.model,
             optimizer=self.run.optimizer, mesh=self.run.checkpoints.mesh, device=self.run.device, settings={},
             config_hash="",
         )  # fmt: skip

@@ -20,7 +20,7 @@ from record import add_record_option, record
 from torch import Tensor
 from torch.nn import functional as F
 
-from titanlite.host import keep_freed_memory
+from titanlite.cpu.settings import keep_freed_memory
 from titanlite.loss import IGNORE, token_loss
 
 VOCABULARIES = (32_768, 65_536, 131_072, 262_144)

@@ -99,8 +99,8 @@ class Made:
 def measure(words: list[str]) -> Made:
     """One run. The first step does not count for time: it also takes memory."""
     import titanlite.train as training
-    from titanlite.job import pick_device, process_group, read_ranks
     from titanlite.preflight import preflight
+    from titanlite.runtime.process_group import pick_device, process_group, read_ranks
 
     ranks = read_ranks({})
     device = pick_device(ranks)

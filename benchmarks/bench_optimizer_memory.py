@@ -26,9 +26,9 @@ from record import add_record_option, record
 
 from titanlite.config.load import load
 from titanlite.config.schema import Config
-from titanlite.hardware import find_hardware
 from titanlite.models.base import unique_parameters
-from titanlite.plan.planning import model_of
+from titanlite.plan.estimate import model_of
+from titanlite.runtime.hardware import find_hardware
 
 MIB = 2**20
 SIZES = [

@@ -20,11 +20,11 @@ from torch import Tensor
 
 from titanlite.config.load import load
 from titanlite.config.schema import Optimizer
-from titanlite.host import keep_freed_memory
-from titanlite.job import pick_device, process_group, read_ranks
+from titanlite.cpu.settings import keep_freed_memory
 from titanlite.models.registry import resolve_model
 from titanlite.optim import build_optimizer, rounding
 from titanlite.preflight import preflight
+from titanlite.runtime.process_group import pick_device, process_group, read_ranks
 from titanlite.train import build, finish, train
 
 ROOT = Path(__file__).parents[1]

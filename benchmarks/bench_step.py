@@ -31,10 +31,10 @@ from record import add_record_option, ratios, record
 from titanlite.checkpoint.manager import Progress
 from titanlite.config.load import load
 from titanlite.config.schema import Config
-from titanlite.console import start_logging
-from titanlite.data.prepare import open_tokens
-from titanlite.job import pick_device, process_group, read_ranks
+from titanlite.ingest.prepare import open_tokens
 from titanlite.preflight import preflight
+from titanlite.runtime.console import start_logging
+from titanlite.runtime.process_group import pick_device, process_group, read_ranks
 from titanlite.train import build, train
 
 TURN, TURNS, WARM_UP = 5, 6, 2
@@ -164,10 +164,10 @@ def titanlite_turns(config: Config, steps: int) -> Turn:
     """Steps through titanlite's own loop."""
     ranks = read_ranks(os.environ)
     device = pick_device(ranks)
-    ingredients = preflight(config, ranks, device)
+    resolved = preflight(config, ranks, device)
     process_group(ranks, device).__enter__()
     start_logging(1)  # no lines on standard output
-    made = build(config, ingredients, ranks=ranks, device=device)
+    made = build(config, resolved, ranks=ranks, device=device)
     progress = Progress()
 
     def turn() -> None:

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from record import Figure, number, read, with_unit
 
-from titanlite.errors import UserError
+from titanlite.runtime.errors import UserError
 
 ROUNDING = 1e-9
 """Relative; so much is no change."""
@@ -30,7 +30,7 @@ class Row(NamedTuple):
     new: str
     change: str
     """In percent of the old value."""
-    verdict: str
+    skip_reason: str
 
 
 def main() -> int:
@@ -48,9 +48,9 @@ def main() -> int:
             print(f"{which}: {line}")
     rows = list(compare(old, new))
     print("\n" + "\n".join(aligned([Row("name", "old", "new", "change", "verdict"), *rows])) + "\n")
-    flagged = [row for row in rows if row.verdict in FLAGGED]
+    flagged = [row for row in rows if row.skip_reason in FLAGGED]
     for row in flagged:
-        print(f"{row.verdict}: {row.name}: {row.old} -> {row.new}")
+        print(f"{row.skip_reason}: {row.name}: {row.old} -> {row.new}")
     print(f"{len(flagged)} of {len(rows)} figures flagged")
     return 1 if flagged else 0
 
@@ -73,13 +73,13 @@ def compare(old: dict[str, Figure], new: dict[str, Figure]) -> Iterator[Row]:
         after = new[name]
         change = after.value - before.value
         percent = f"{change / abs(before.value):+.1%}" if before.value and before.unit == after.unit else ""
-        yield Row(name, shown(before), shown(after), percent, verdict(before, after))
+        yield Row(name, shown(before), shown(after), percent, skip_reason(before, after))
     for name, figure in new.items():
         if name not in old:
             yield Row(name, "-", shown(figure), "", "new")
 
 
-def verdict(old: Figure, new: Figure) -> str:
+def skip_reason(old: Figure, new: Figure) -> str:
     if old.unit != new.unit:
         return "OTHER UNIT"
     if new.better == "none":

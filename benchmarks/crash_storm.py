@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[1]
 def main() -> None:
     sys.path.insert(0, str(ROOT))
     from tests.crash import CrashRun
-    from titanlite.checkpoint.storage import DamagedCheckpoint
+    from titanlite.runtime.errors import DamagedCheckpoint
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=50)

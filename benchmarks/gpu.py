@@ -25,11 +25,11 @@ import torch
 from record import add_record_option, record
 
 from titanlite.config.load import load
-from titanlite.console import start_logging
-from titanlite.hardware import hardware_of
-from titanlite.job import pick_device, process_group, read_ranks
 from titanlite.parallelize.float8 import weight_scaler
 from titanlite.preflight import preflight
+from titanlite.runtime.console import start_logging
+from titanlite.runtime.hardware import hardware_of
+from titanlite.runtime.process_group import pick_device, process_group, read_ranks
 from titanlite.step import train_step
 from titanlite.train import build
 
@@ -186,9 +186,9 @@ def measure(options: list[str], steps: int) -> dict[str, Any]:
         options = [f"--job.dump_folder={folder}", *options]
         config = load(ROOT / "train_configs" / "llama3_8b.toml", options, world_size=1)
         start_logging(1)
-        ingredients = preflight(config, ranks, device)
+        resolved = preflight(config, ranks, device)
         with process_group(ranks, device):
-            made = build(config, ingredients, ranks=ranks, device=device)
+            made = build(config, resolved, ranks=ranks, device=device)
             scale_weights = weight_scaler(made.model, config.quantize.linear.float8)
             scale_weights()
             seconds = []

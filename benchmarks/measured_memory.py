@@ -34,18 +34,19 @@ from titanlite.config.load import load
 from titanlite.config.schema import Config
 from titanlite.data.packing import Row
 from titanlite.data.samples import Batch, as_batch
-from titanlite.errors import UserError
 from titanlite.guard import StepGuard
-from titanlite.job import seed_step
 from titanlite.loss import build_loss
 from titanlite.models.base import Model
 from titanlite.models.registry import resolve_model
-from titanlite.offload import open_disk
 from titanlite.optim import build_optimizer
 from titanlite.optim.in_backward import InBackward
 from titanlite.optim.quantized import is_quantized, pieces
 from titanlite.parallelize import DTYPES, build_mesh, materialize, parallelize
-from titanlite.parallelize.mesh import data_parallel_group, local
+from titanlite.parallelize.mesh import data_parallel_group
+from titanlite.runtime.disk import open_disk
+from titanlite.runtime.dtensor import local
+from titanlite.runtime.errors import UserError
+from titanlite.runtime.process_group import seed_step
 from titanlite.step import train_step
 
 SPAN, OPTIMIZER_STEP = "measured: ", "Optimizer.step#"

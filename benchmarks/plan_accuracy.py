@@ -23,13 +23,13 @@ from torch.nn import functional as F
 
 from titanlite.config.load import load
 from titanlite.config.schema import Config
-from titanlite.hardware import Hardware, find_hardware, hardware_of
-from titanlite.job import process_group, read_ranks
 from titanlite.loss import IGNORE, TokenLoss, build_loss
 from titanlite.optim import build_optimizer
 from titanlite.parallelize import DTYPES, build_mesh, materialize, parallelize
 from titanlite.parallelize.mesh import data_parallel_group
-from titanlite.plan.planning import Layout, Plan, model_of, plan
+from titanlite.plan.estimate import Layout, Plan, model_of, plan
+from titanlite.runtime.hardware import Hardware, find_hardware, hardware_of
+from titanlite.runtime.process_group import process_group, read_ranks
 from titanlite.step import train_step
 
 Ratios = dict[str, list[float]]
@@ -145,8 +145,8 @@ def row(*cells: object) -> str:
     return f"| {' | '.join(map(str, cells))} |"
 
 
-def planned(config: Config, world_size: int, hardware: Hardware, nodes_of: int) -> Plan:
-    return plan(config, *model_of(config), Layout(world_size, hardware, nodes_of))
+def planned(config: Config, world_size: int, hardware: Hardware, gpus_per_node: int) -> Plan:
+    return plan(config, *model_of(config), Layout(world_size, hardware, gpus_per_node))
 
 
 def on_cpu(only: str, found: Ratios) -> Iterator[str]:

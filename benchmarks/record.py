@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 import titanlite
-from titanlite.errors import UserError
+from titanlite.runtime.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[1]
 PLACES = ("--record", "--folder")

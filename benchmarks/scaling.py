@@ -42,14 +42,14 @@ from titanlite import train as train_module
 from titanlite.checkpoint.manager import Progress
 from titanlite.config.load import load
 from titanlite.config.schema import Config
-from titanlite.console import start_logging
-from titanlite.job import Ranks, process_group, read_ranks
 from titanlite.optim import build_optimizer
 from titanlite.parallelize.materialize import allocate
 from titanlite.parallelize.mesh import data_parallel_group
-from titanlite.plan.planning import model_of
-from titanlite.plan.rehearsal import parallelized
+from titanlite.plan.estimate import model_of
+from titanlite.plan.trace import parallelized
 from titanlite.preflight import preflight
+from titanlite.runtime.console import start_logging
+from titanlite.runtime.process_group import Ranks, process_group, read_ranks
 from titanlite.step import StepResult, train_step
 from titanlite.train import Run, build, train
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from record import Figure, number, read, with_unit
 
-from titanlite.errors import UserError
+from titanlite.runtime.errors import UserError
 
 HEADER = ("what", "figure (least to most)", "aim", "command", "date", "machine", "versions")
 

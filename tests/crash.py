@@ -20,8 +20,8 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from tests.helpers import TinyRun, _free_port
 from titanlite import cli
-from titanlite.checkpoint import storage
-from titanlite.checkpoint.files import Local
+from titanlite.checkpoint import manifest as manifests
+from titanlite.checkpoint.storage import Local
 
 MOMENTS = ("save", "any", "save", "start", "save", "any")
 SIGNS = (".staging-", "__", ".metadata", "checksums.json", "manifest.json", ".deleted-")
@@ -70,7 +70,7 @@ class CrashRun:
         last, outputs, records, states = self.newest + 3, self.tiny.folder / "outputs", [], []
         owner = json.loads((outputs / "tiny" / "run.json").read_text())["id"]
         for what in ("staging", "deleted"):  # as a kill may leave them; of a step that is not saved again
-            (self.files.root / f".{what}-{storage.folder_name(0)}-{owner}").mkdir(parents=True)
+            (self.files.root / f".{what}-{manifests.folder_name(0)}-{owner}").mkdir(parents=True)
         for name in ("whole", "tiny"):
             with self._started(name, last) as (ranks, output):
                 for rank in ranks:
@@ -108,7 +108,7 @@ class CrashRun:
     def _is_time(self, moment: str, skip: int, pid: int, output: Path) -> bool:
         if moment == "start":  # to sweep, to load, to open metrics.jsonl
             return f"process {pid} " in (self.tiny.folder / "outputs" / "tiny" / ".lock").read_text()
-        saves = max(storage.committed_steps(self.files.list()), default=0) - self.newest
+        saves = max(manifests.committed_steps(self.files.list()), default=0) - self.newest
         if moment == "any":
             return saves > skip
         # Before it says where it goes on, what is staged can be of the start before. Some signs are hard to catch.
@@ -120,9 +120,9 @@ class CrashRun:
         what = f"resumed at {resumed_at}, {self.newest} was the newest: {output.read_text()}"
         assert resumed_at == self.newest or (resumed_at is None and may_be_silent), what
         listing = self.files.list()
-        steps = storage.committed_steps(listing)
-        for folder in map(storage.folder_name, steps):
-            storage.verify(self.files, folder, listing[folder])
+        steps = manifests.committed_steps(listing)
+        for folder in map(manifests.folder_name, steps):
+            manifests.verify(self.files, folder, listing[folder])
         assert max(steps, default=0) >= self.newest, f"{self.newest} was there, now there are {steps}"
         self.newest = max(steps, default=0)
 
@@ -152,6 +152,6 @@ def _resumed_at(output: Path) -> int | None:
 
 def _state(run: Path, step: int) -> dict[str, torch.Tensor]:
     """Every tensor of a checkpoint, read by PyTorch alone."""
-    dcp_to_torch_save(run / "checkpoints" / storage.folder_name(step), run / "state.pt")
+    dcp_to_torch_save(run / "checkpoints" / manifests.folder_name(step), run / "state.pt")
     parts = torch.load(run / "state.pt", weights_only=True)
     return {f"{part}.{name}": tensor for part in parts for name, tensor in parts[part].items()}

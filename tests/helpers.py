@@ -73,8 +73,8 @@ def train_on_this_rank(config: Config, rank: int, world_size: int) -> Any:
     """Train in the process group that is there already; returns the run."""
     import torch
 
-    from titanlite.job import Ranks
     from titanlite.preflight import preflight
+    from titanlite.runtime.process_group import Ranks
     from titanlite.train import build, finish, train
 
     ranks, device = Ranks(rank, world_size, rank, world_size), torch.device("cpu")
@@ -89,7 +89,7 @@ def run_ranks(
 ) -> list[Any]:
     """Call function(rank, world_size, *args) on each of world_size processes of a process group.
 
-    Returns what each rank returned. The verdict is taken from results that the ranks write, not from how the processes
+    Returns what each rank returned. What counts is the results that the ranks write, not how the processes
     ended. A rank that raises, or that is not done in time, fails the test with its traceback.
     """
     context = multiprocessing.get_context("forkserver")

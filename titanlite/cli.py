@@ -9,16 +9,16 @@ from difflib import get_close_matches
 from typing import TYPE_CHECKING, NoReturn
 
 from titanlite import __version__
-from titanlite.errors import ConfigError, Problem, RunError, UserError, whole_number
+from titanlite.runtime.errors import ConfigError, Problem, RunError, UserError, whole_number
 
 if TYPE_CHECKING:
     import torch
 
     from titanlite.config.schema import Config
-    from titanlite.job import Ranks
-    from titanlite.preflight import Ingredients
+    from titanlite.preflight import ResolvedConfig
+    from titanlite.runtime.process_group import Ranks
 
-    Examined = tuple[Config, Ingredients, Ranks, torch.device]
+    Examined = tuple[Config, ResolvedConfig, Ranks, torch.device]
 
 USAGE = """\
 titanlite: pretrain language models from one TOML file
@@ -31,7 +31,7 @@ titanlite: pretrain language models from one TOML file
                                                                   a config of torchtitan -> one of titanlite
   titanlite parity --config FILE.toml [--steps N] [--processes N] [--tolerance X] [--only NAME] [...]
                                                                   the same losses in every layout? trains and compares
-  titanlite plan --config FILE.toml --world-size N --gpu NAME|--gpu-file GPU.toml [--nodes-of 8] [--json] [...]
+  titanlite plan --config FILE.toml --world-size N --gpu NAME|--gpu-file GPU.toml [--gpus-per-node 8] [--json] [...]
       [--search [--global-batch-size B] [--apply OUT.toml]]       will it fit, how fast is it, which layout is best?
   titanlite checkpoint list [PATH]                                checkpoints with age, size and state
   titanlite checkpoint verify PATH                                read every byte, and compare checksums
@@ -157,16 +157,16 @@ def _print_errors(lines: Iterable[object]) -> None:
 
 
 def _train(arguments: list[str]) -> None:
-    config, ingredients, ranks, device = _within_budget(_examine(arguments, log=True))
-    from titanlite.job import process_group
+    config, resolved, ranks, device = _within_budget(_examine(arguments, log=True))
     from titanlite.plan.forecast import forecasting
+    from titanlite.runtime.process_group import process_group
     from titanlite.train import build, finish, train
 
     with (
         forecasting(config, ranks, device) as forecast,
         process_group(ranks, device, deterministic=config.debug.deterministic),
     ):
-        run = build(config, ingredients, ranks=ranks, device=device)
+        run = build(config, resolved, ranks=ranks, device=device)
         forecast.start()
         stopped = train(run, forecast)
         finish(run, stopped)
@@ -180,12 +180,12 @@ def _check(arguments: list[str]) -> None:
 
 def _within_budget(found: "Examined") -> "Examined":
     """Also what each block computes again, where a budget of memory says so."""
-    config, ingredients, ranks, device = found
+    config, resolved, ranks, device = found
     if config.activation_checkpoint.mode != "budget":
         return found
     from titanlite.plan.budget import with_levels
 
-    return config, with_levels(config, ingredients, world_size=ranks.world_size, device=device), ranks, device
+    return config, with_levels(config, resolved, world_size=ranks.world_size, device=device), ranks, device
 
 
 def _examine(arguments: list[str], *, log: bool = False) -> "Examined":
@@ -205,10 +205,10 @@ def _examine(arguments: list[str], *, log: bool = False) -> "Examined":
         draft.settle()  # nothing can be known of the rest: no need to wait for torch
     if "RANK" not in os.environ:
         _print_errors(draft.tell())  # at once; what else is wrong is known when torch is imported, seconds later
-    from titanlite.console import start_logging
-    from titanlite.job import pick_device, read_ranks
     from titanlite.parallelize.compile import use_cache
     from titanlite.preflight import examine
+    from titanlite.runtime.console import start_logging
+    from titanlite.runtime.process_group import pick_device, read_ranks
 
     ranks = read_ranks(os.environ)
     if log:
@@ -219,11 +219,11 @@ def _examine(arguments: list[str], *, log: bool = False) -> "Examined":
     except UserError as error:
         draft.add([Problem("", str(error))])
         raise ConfigError(draft.tell()) from None
-    ingredients, problems = examine(draft.config, ranks, device, draft.bad_keys)
+    resolved, problems = examine(draft.config, ranks, device, draft.bad_keys)
     draft.add(problems)
     config = draft.settle()
-    assert ingredients is not None
-    return config, ingredients, ranks, device
+    assert resolved is not None
+    return config, resolved, ranks, device
 
 
 def _show(arguments: list[str]) -> None:
@@ -242,13 +242,13 @@ def _schema(_: list[str]) -> None:
 
 
 def _migrate(arguments: list[str]) -> None:
-    from titanlite.config.migrate import main
+    from titanlite.migrate.command import main
 
     main(arguments)
 
 
 def _parity(arguments: list[str]) -> None:
-    from titanlite.parity import main
+    from titanlite.report.parity import main
 
     path, rest = _split_config(arguments)
     main(path, rest)
@@ -268,7 +268,7 @@ def _checkpoint(arguments: list[str]) -> None:
 
 
 def _data(arguments: list[str]) -> None:
-    from titanlite.data.command import main
+    from titanlite.ingest.command import main
 
     main(arguments)
 

@@ -18,20 +18,20 @@ import torch.distributed as dist
 from torch import Tensor
 
 from titanlite.config.schema import Guard
-from titanlite.errors import RunStopped
+from titanlite.runtime.errors import RunStopped
 from titanlite.step import StepResult
 
 logger = logging.getLogger(__name__)
 
 
-class Verdict(IntEnum):
+class SkipReason(IntEnum):
     TAKEN = 0
     NONFINITE = 1
     SPIKE = 2
     AFTER_STOP = 3
 
 
-REASONS = {Verdict.NONFINITE: "loss or gradient is not finite", Verdict.SPIKE: "loss or gradient spike"}
+REASONS = {SkipReason.NONFINITE: "loss or gradient is not finite", SkipReason.SPIKE: "loss or gradient spike"}
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ class StepGuard:
         return ~self._began
 
     def judge(self, loss: Tensor, grad_norm: Tensor) -> Tensor:
-        """On the device: the verdict, as a scalar.
+        """On the device: the skip_reason, as a scalar.
 
         Args:
             loss, grad_norm: of the global batch; the same bits on all ranks.
@@ -106,14 +106,14 @@ class StepGuard:
         finite = figures.isfinite().all()
         self._in_part = self._in_part | (self._began & ~finite)
         spike = self._is_spike(figures, finite) if self.config.spike_sigma else torch.zeros_like(finite)
-        verdict = torch.where(finite, spike * Verdict.SPIKE, Verdict.NONFINITE)
-        verdict = torch.where(self._stopped, Verdict.AFTER_STOP, verdict)
-        in_a_row = torch.where(verdict == Verdict.TAKEN, 0, self._in_a_row + 1)
+        skip_reason = torch.where(finite, spike * SkipReason.SPIKE, SkipReason.NONFINITE)
+        skip_reason = torch.where(self._stopped, SkipReason.AFTER_STOP, skip_reason)
+        in_a_row = torch.where(skip_reason == SkipReason.TAKEN, 0, self._in_a_row + 1)
         self._in_a_row = torch.where(self._stopped, self._in_a_row, in_a_row)
         self._stopped = self._stopped | (self._in_a_row >= self.config.max_consecutive_skips)
         if self.config.nonfinite == "stop":
             self._stopped = self._stopped | ~finite
-        return verdict
+        return skip_reason
 
     def _is_spike(self, figures: Tensor, finite: Tensor) -> Tensor:
         """OLMo-core's rule: more than sigma standard deviations above the mean of the window. The window moves on with
@@ -133,7 +133,7 @@ class StepGuard:
         self._since_look.append((step, result))
 
     def look(self, group: dist.ProcessGroup) -> list[SkippedStep]:
-        """Wait for the device, and read the verdicts since the last look. On every rank at the same steps.
+        """Wait for the device, and read the skip_reasons since the last look. On every rank at the same steps.
 
         Raises:
             StoppedByGuard: the run must stop.
@@ -141,14 +141,14 @@ class StepGuard:
         steps, self._since_look = self._since_look, []
         if not steps:
             return []
-        verdicts = torch.stack([result.verdict for _, result in steps]).tolist()
+        skip_reasons = torch.stack([result.skip_reason for _, result in steps]).tolist()
         skipped: list[SkippedStep] = []
         in_part = bool(self._in_part)
-        for (step, result), verdict in zip(steps, verdicts, strict=True):
-            if verdict == Verdict.TAKEN:
+        for (step, result), skip_reason in zip(steps, skip_reasons, strict=True):
+            if skip_reason == SkipReason.TAKEN:
                 self._taken = step
-            elif verdict in REASONS:
-                skipped.append(_describe(step, result, REASONS[Verdict(verdict)], group))
+            elif skip_reason in REASONS:
+                skipped.append(_describe(step, result, REASONS[SkipReason(skip_reason)], group))
                 if dist.get_rank(group) == 0:
                     how = "was taken in part" if in_part else "was left out"
                     logger.warning(f"step {step} {how}: {skipped[-1].reason} ({_figures(skipped[-1])})")

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from titanlite.config.schema import Training
 from titanlite.data.packing import IGNORE
-from titanlite.extend import find_object
-from titanlite.models.layers import product_type
+from titanlite.models.layers import matmul_dtype
+from titanlite.runtime.user_code import find_object
 
 __all__ = ["IGNORE", "LossFunction", "TokenLoss", "build_loss", "token_loss"]
 
@@ -80,7 +80,7 @@ class _ChunkedLoss(torch.autograd.Function):
         chunk: int,
         wants_gradients: bool,
     ) -> tuple[Tensor, Tensor]:
-        wide, narrow = operand_type(hidden_TD), product_type(hidden_TD)
+        wide, narrow = logits_operand_dtype(hidden_TD), matmul_dtype(hidden_TD)
         operand_VD = weight_VD.to(wide)
         narrow_VD = operand_VD if narrow == wide else weight_VD.to(narrow)
         d_hidden_TD = torch.empty_like(hidden_TD) if wants_gradients else None
@@ -122,7 +122,7 @@ class _ChunkedLoss(torch.autograd.Function):
         return d_hidden_TD.mul_(gradients[0]), d_weight_VD.mul_(gradients[0]), None, None, None, None
 
 
-def operand_type(hidden_TD: Tensor) -> torch.dtype:
+def logits_operand_dtype(hidden_TD: Tensor) -> torch.dtype:
     """Of what makes the logits. CPUs make no float32 of bfloat16 operands, and rounded logits show in the loss."""
     return hidden_TD.dtype if hidden_TD.is_cuda else torch.float32
 

@@ -14,18 +14,18 @@ import torch
 
 from titanlite.config.checks import are_right
 from titanlite.config.schema import Config, Data, Optimizer, Validation
-from titanlite.data.prepare import find_inputs
 from titanlite.data.tokenizer import Tokenizer, load_tokenizer
-from titanlite.errors import ConfigError, Problem, UserError
-from titanlite.extend import find_object
-from titanlite.job import Ranks
+from titanlite.ingest.prepare import find_inputs
 from titanlite.models.base import Model, ModelArgs
 from titanlite.models.registry import resolve_model
-from titanlite.offload import check_room, folder_of
 from titanlite.optim import bytes_of_state, check_optimizer, compiles_updates
-from titanlite.parallelize import Level
+from titanlite.parallelize import RecomputePolicy
 from titanlite.parallelize.float8 import check_float8
 from titanlite.parallelize.materialize import check_memory, largest_shard
+from titanlite.runtime.disk import check_room, folder_of
+from titanlite.runtime.errors import ConfigError, Problem, UserError
+from titanlite.runtime.process_group import Ranks
+from titanlite.runtime.user_code import find_object
 
 SIZES = {"bfloat16": 2, "float32": 4}
 
@@ -33,13 +33,13 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Ingredients:
+class ResolvedConfig:
     """What the config's names stand for."""
 
     model: type[Model]
     args: ModelArgs
     tokenizer: Tokenizer
-    levels: tuple[Level, ...] | None = None
+    levels: tuple[RecomputePolicy, ...] | None = None
     """What each block computes again in backward. None: as the config says. See `titanlite.plan.budget`."""
 
     def build_model(self) -> Model:
@@ -47,22 +47,22 @@ class Ingredients:
         return _on_meta(self.model, self.args)
 
 
-def preflight(config: Config, ranks: Ranks, device: torch.device) -> Ingredients:
+def preflight(config: Config, ranks: Ranks, device: torch.device) -> ResolvedConfig:
     """Resolve the model, the tokenizer and the data by name, and check that they fit together and fit in memory.
 
     Raises:
         ConfigError: with everything that does not.
     """
-    ingredients, problems = examine(config, ranks, device)
+    resolved, problems = examine(config, ranks, device)
     if problems:
         raise ConfigError(problems)
-    assert ingredients is not None
-    return ingredients
+    assert resolved is not None
+    return resolved
 
 
 def examine(
     config: Config, ranks: Ranks, device: torch.device, bad_keys: Collection[str] = ()
-) -> tuple[Ingredients | None, list[Problem]]:
+) -> tuple[ResolvedConfig | None, list[Problem]]:
     """As `preflight`, of a config that may have mistakes: all further problems, and what could be found all the same.
 
     Args:
@@ -104,7 +104,7 @@ def examine(
         if config.offload.is_used:
             report.attempt("offload.path", [*sizes, "job"], lambda: _check_disk(shapes, config, ranks))
     args = replace(args, max_seq_len=training.seq_len)
-    return (Ingredients(model, args, tokenizer) if tokenizer else None), report.problems
+    return (ResolvedConfig(model, args, tokenizer) if tokenizer else None), report.problems
 
 
 class _Report:

@@ -3,7 +3,7 @@
 import math
 
 from titanlite.config.schema import LRScheduler, Training
-from titanlite.errors import UserError
+from titanlite.runtime.errors import UserError
 
 
 def count_steps(training: Training, *, step: int, samples: int, limit: int | None) -> int:

@@ -16,7 +16,8 @@ from titanlite.models.layers import Documents
 from titanlite.optim import update
 from titanlite.optim.in_backward import InBackward
 from titanlite.optim.norm import norms_of
-from titanlite.parallelize.mesh import count_copies, local
+from titanlite.parallelize.mesh import count_replicas
+from titanlite.runtime.dtensor import local
 
 
 @dataclass(frozen=True)
@@ -29,13 +30,13 @@ class StepResult:
     """Global: what is minimized beyond that."""
     grad_norm: Tensor
     """Global: L2 norm of the gradients before clipping."""
-    verdict: Tensor
+    skip_reason: Tensor
     """Global: 0 if the step was taken; see `guard`."""
     micro_losses: Tensor
     """[micro-batches], this rank's: loss sum / valid tokens of the global batch."""
     shard_grad_norm: Tensor
     """This rank's: norm of its part of the gradients."""
-    of_model: dict[str, Tensor] = field(default_factory=dict)
+    model_metrics: dict[str, Tensor] = field(default_factory=dict)
     """Global: what the model tells of the step."""
 
 
@@ -83,24 +84,24 @@ def train_step(
     micro_losses, totals = torch.stack(losses, dim=1)
     gradients = [local(parameter.grad) for parameter in model.parameters() if parameter.grad is not None]
     square = sum_of_squares(gradients, in_backward).to(valid_tokens.device)
-    copies = count_copies(next(model.parameters()), group)
+    copies = count_replicas(next(model.parameters()), group)
     # One message with all that the ranks must agree on, to the last bit.
-    tallies = model.tallies()
+    counters = model.counters()
     figures = torch.cat(
-        [torch.stack([micro_losses.sum(), totals.sum(), square / copies]), *(tally.flatten() for tally in tallies)]
+        [torch.stack([micro_losses.sum(), totals.sum(), square / copies]), *(counter.flatten() for counter in counters)]
     )
     dist.all_reduce(figures, group=group)
     loss, total, norm = figures[0], figures[1], figures[2].sqrt()
-    for tally, whole in zip(tallies, figures[3:].split([tally.numel() for tally in tallies]), strict=True):
-        tally.copy_(whole.view_as(tally))
+    for counter, whole in zip(counters, figures[3:].split([counter.numel() for counter in counters]), strict=True):
+        counter.copy_(whole.view_as(counter))
     if max_norm > 0:
         clip(gradients, norm=norm, max_norm=max_norm)
-    verdict = judge(loss, norm)
+    skip_reason = judge(loss, norm)
     if not in_backward:
-        update(optimizer, skip=verdict != 0)
+        update(optimizer, skip=skip_reason != 0)
         optimizer.zero_grad()
-    figures_of_model = model.end_step(verdict == 0)
-    return StepResult(loss, total - loss, norm, verdict, micro_losses, square.sqrt(), figures_of_model)
+    figures_of_model = model.end_step(skip_reason == 0)
+    return StepResult(loss, total - loss, norm, skip_reason, micro_losses, square.sqrt(), figures_of_model)
 
 
 def documents_of(batch: Batch) -> Documents | None:

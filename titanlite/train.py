@@ -10,36 +10,30 @@ from itertools import islice
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from titanlite.checkpoint.files import open_files
+from titanlite.checkpoint.fingerprint import resume_settings
 from titanlite.checkpoint.manager import CheckpointManager, Progress
+from titanlite.checkpoint.storage import open_storage
+from titanlite.config.load import config_hash
 from titanlite.config.schema import Config
 from titanlite.data.loader import MicroBatches, build_loader
 from titanlite.data.samples import Batch, Samples
 from titanlite.data.sources import open_data
 from titanlite.guard import StepGuard, StoppedByGuard
-from titanlite.host import set_objects_apart
-from titanlite.job import (
-    Ranks,
-    RunFolder,
-    check_same_everywhere,
-    config_hash,
-    open_run_folder,
-    record_start,
-    seed_step,
-    settings_of_meaning,
-)
 from titanlite.loss import LossFunction, build_loss
-from titanlite.metrics import MetricsRecorder
+from titanlite.metrics.recorder import MetricsRecorder
+from titanlite.metrics.run_summary import report_end, report_start
 from titanlite.models.base import Model
-from titanlite.offload import DiskTensors, open_disk
 from titanlite.optim import build_optimizer, set_learning_rate
 from titanlite.optim.in_backward import InBackward
 from titanlite.parallelize import DTYPES, build_mesh, materialize, parallelize
 from titanlite.parallelize.float8 import weight_scaler
 from titanlite.parallelize.mesh import data_parallel_group, data_parallel_rank
 from titanlite.plan.forecast import Forecast
-from titanlite.preflight import Ingredients
-from titanlite.report import report_end, report_start
+from titanlite.preflight import ResolvedConfig
+from titanlite.runtime.disk import DiskTensors, open_disk
+from titanlite.runtime.process_group import Ranks, freeze_garbage_collector, seed_step
+from titanlite.runtime.ranks import check_same_everywhere
+from titanlite.runtime.run_folder import RunFolder, open_run_folder, record_start
 from titanlite.schedule import count_steps, learning_rate
 from titanlite.step import train_step
 from titanlite.validation import Validator
@@ -72,7 +66,7 @@ class Run:
     progress: Progress
 
 
-def build(config: Config, ingredients: Ingredients, *, ranks: Ranks, device: torch.device) -> Run:
+def build(config: Config, resolved: ResolvedConfig, *, ranks: Ranks, device: torch.device) -> Run:
     """Every part of a run, in the order in which data flows; goes on from the run's newest checkpoint."""
     training = config.training
     mesh = build_mesh(config.parallelism, world_size=ranks.world_size, device_type=device.type)
@@ -83,27 +77,27 @@ def build(config: Config, ingredients: Ingredients, *, ranks: Ranks, device: tor
         config.validation,
         seq_len=training.seq_len,
         seed=config.debug.seed,
-        tokenizer=ingredients.tokenizer,
+        tokenizer=resolved.tokenizer,
         cache_folder=folder.data_cache,
         group=group,
     )
     check_same_everywhere(str(samples.meaning), "the training data", group=group)
-    model, optimizer, disk = _build_states(config, ingredients, mesh=mesh, device=device, folder=folder)
+    model, optimizer, disk = _build_states(config, resolved, mesh=mesh, device=device, folder=folder)
     checkpoints = CheckpointManager(
         config.checkpoint,
-        files=open_files(config.checkpoint.folder or str(folder.checkpoints), owner=folder.run_id),
+        files=open_storage(config.checkpoint.folder or str(folder.checkpoints), owner=folder.run_id),
         model=model,
         optimizer=optimizer,
         mesh=mesh,
         device=device,
-        settings=settings_of_meaning(config, model_args=ingredients.args, data=samples.meaning),
+        settings=resume_settings(config, model_args=resolved.args, data=samples.meaning),
         may_change=["data.*"] if config.data.on_change != "error" else [],
         config_hash=config_hash(config),
         settle=disk.settle if disk else None,
     )
     progress = checkpoints.load(has_saved=folder.has_saved)
     if progress.step:
-        samples = samples.going_on(progress.data, progress.samples, config.data.on_change)
+        samples = samples.resumed(progress.data, progress.samples, config.data.on_change)
     steps = count_steps(training, step=progress.step, samples=progress.samples, limit=samples.limit(training.epochs))
     record_start(folder, config, ranks=ranks, device=device, mesh=mesh)
 
@@ -133,7 +127,7 @@ def build(config: Config, ingredients: Ingredients, *, ranks: Ranks, device: tor
         config.validation,
         validation_sources,
         batch_size=micro_batch_size,
-        token_bytes=ingredients.tokenizer.token_bytes(),
+        token_bytes=resolved.tokenizer.token_bytes(),
         document_mask=config.data.document_mask,
         device=device,
         mesh=mesh,
@@ -145,12 +139,12 @@ def build(config: Config, ingredients: Ingredients, *, ranks: Ranks, device: tor
 
 
 def _build_states(
-    config: Config, ingredients: Ingredients, *, mesh: DeviceMesh, device: torch.device, folder: RunFolder
+    config: Config, resolved: ResolvedConfig, *, mesh: DeviceMesh, device: torch.device, folder: RunFolder
 ) -> tuple[Model, torch.optim.Optimizer, DiskTensors | None]:
     """The model: on the meta device, made parallel, and then with memory and values. Its optimizer. The disk that they
     are on, if it is one."""
     disk = open_disk(config.offload, folder.path)
-    model = ingredients.build_model()
+    model = resolved.build_model()
     parallelize(
         model,
         mesh=mesh,
@@ -159,7 +153,7 @@ def _build_states(
         activation_checkpoint=config.activation_checkpoint,
         compile=config.compile,
         float8=config.quantize.linear.float8,
-        levels=ingredients.levels,
+        levels=resolved.levels,
         pin_memory=not (disk and disk.holds_parameters),
     )
     materialize(
@@ -213,7 +207,7 @@ def train(run: Run, forecast: Forecast | None = None) -> StoppedByGuard | None:
             )
             scale_weights()
             if step == run.progress.step + 1:
-                set_objects_apart()
+                freeze_garbage_collector()
             samples += config.training.global_batch_size
             last = step == steps
             metrics.end_step(

@@ -12,14 +12,14 @@ from benchmarks.measured_memory import AllocationRecord
 from tests.distributed.test_layouts import one_step, trained
 from tests.helpers import TinyRun, run_ranks
 from titanlite.config.schema import Config
-from titanlite.job import Ranks
 from titanlite.models.registry import resolve_model
-from titanlite.parallelize import Level
+from titanlite.parallelize import RecomputePolicy
 from titanlite.plan.budget import GIB, Chosen, choose_levels
 from titanlite.preflight import preflight
+from titanlite.runtime.process_group import Ranks
 from titanlite.train import build
 
-Levels = tuple[Level, ...]
+Levels = tuple[RecomputePolicy, ...]
 SIZES = ["--model.args.dim=48", "--model.args.hidden_dim=144", "--training.seq_len=128", "--training.steps=3"]
 KEY = "activation_checkpoint.memory_budget_gib"
 
@@ -31,7 +31,7 @@ def within(gib: float) -> list[str]:
 def choose(config: Config) -> Chosen:
     kind, args = resolve_model("llama3", "debug", config.model.args)
     args = replace(args, max_seq_len=config.training.seq_len)
-    return choose_levels(config, kind, args, world_size=2, nodes_of=2, gpu=False)
+    return choose_levels(config, kind, args, world_size=2, gpus_per_node=2, gpu=False)
 
 
 @pytest.fixture(scope="module")
@@ -51,8 +51,8 @@ def measured(rank: int, world_size: int, config: Config, every: list[Levels]) ->
     ranks, device = Ranks(rank, world_size, rank, world_size), torch.device("cpu")
     for number, levels in enumerate(every):
         named = config.model_copy(update={"job": config.job.model_copy(update={"name": f"measured-{number}"})})
-        ingredients = replace(preflight(named, ranks, device), levels=levels)
-        run = build(named, ingredients, ranks=ranks, device=device)
+        resolved = replace(preflight(named, ranks, device), levels=levels)
+        run = build(named, resolved, ranks=ranks, device=device)
         one_step(run)
         with AllocationRecord() as record, record.span("step"):
             one_step(run)

@@ -13,14 +13,15 @@ import torch
 
 from tests.distributed.test_layouts import degrees, trained, whole
 from tests.helpers import TinyRun, run_ranks, train_on_this_rank
-from titanlite.checkpoint import saving, storage
-from titanlite.checkpoint.files import Local, open_files
+from titanlite.checkpoint import manifest as manifests
+from titanlite.checkpoint import save as saving
+from titanlite.checkpoint.dcp import ShardWriter
 from titanlite.checkpoint.manager import CheckpointManager
-from titanlite.checkpoint.shards import ShardWriter
-from titanlite.checkpoint.storage import folder_name
+from titanlite.checkpoint.manifest import folder_name
+from titanlite.checkpoint.storage import Local, open_storage
 from titanlite.config.schema import Config
-from titanlite.errors import RunError
-from titanlite.metrics import MetricsRecorder
+from titanlite.metrics.recorder import MetricsRecorder
+from titanlite.runtime.errors import RunError
 
 
 def checkpoints(tiny: TinyRun, name: str = "tiny") -> Local:
@@ -28,7 +29,7 @@ def checkpoints(tiny: TinyRun, name: str = "tiny") -> Local:
 
 
 def steps(tiny: TinyRun, name: str = "tiny") -> list[int]:
-    return storage.committed_steps(checkpoints(tiny, name).list())
+    return manifests.committed_steps(checkpoints(tiny, name).list())
 
 
 # Each spoils the save of step 4, on one rank. What comes back is a part of the message that every rank must give.
@@ -270,10 +271,10 @@ def test_a_run_whose_checkpoints_are_on_an_s3_server(tiny: TinyRun, s3: str) -> 
     assert tiny.losses() == tiny.losses("whole")
     for name, value in expected.items():
         assert (value == final[name]).all(), name
-    files = open_files(place)
+    files = open_storage(place)
     listing = files.list()
     assert [*listing] == [folder_name(6)]
-    storage.verify(files, folder_name(6), listing[folder_name(6)])
+    manifests.verify(files, folder_name(6), listing[folder_name(6)])
     # Another layout reads it, too.
     run_ranks(trained_there, 1, tiny.config("--training.steps=7", *store), environment)
     assert len(tiny.losses()) == 7

@@ -18,12 +18,12 @@ from torch import nn
 
 from tests.distributed.test_layouts import built, trained
 from tests.helpers import TinyRun, _free_port, run_in_turn, run_ranks, train_on_this_rank
-from titanlite.checkpoint import storage
-from titanlite.checkpoint.files import Local
+from titanlite.checkpoint import manifest as manifests
+from titanlite.checkpoint.storage import Local
 from titanlite.config.schema import Config
-from titanlite.console import start_logging
 from titanlite.data.samples import Batch
-from titanlite.errors import UserError
+from titanlite.runtime.console import start_logging
+from titanlite.runtime.errors import UserError
 from titanlite.train import finish, train
 from titanlite.validation import Validator
 
@@ -59,8 +59,8 @@ def test_finite_data_ends_for_all_ranks_and_validates_the_whole_set(tiny: TinyRu
         run_ranks(trained_and_logged, ranks, config)
         assert [record["step"] for record in tiny.records(f"on-{ranks}")] == [1, 5], "1003 // 200"
         saved = Local(f"{tiny.folder}/outputs/on-{ranks}/checkpoints", "")
-        assert storage.committed_steps(saved.list()) == [5]
-        assert storage.read_manifest(saved, storage.folder_name(5)).samples == 1000
+        assert manifests.committed_steps(saved.list()) == [5]
+        assert manifests.read_manifest(saved, manifests.folder_name(5)).samples == 1000
         log = (tiny.folder / f"outputs/on-{ranks}/logs/rank-0.log").read_text()
         assert "the last 3 sequences do not fill a batch of 200: left out" in log
         figures[ranks] = validation_records(tiny, f"on-{ranks}")

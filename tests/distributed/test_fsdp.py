@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 from tests.distributed.test_layouts import built, degrees, one_step
 from tests.helpers import TinyRun, run_ranks, train_on_this_rank
 from titanlite.config.schema import Config
-from titanlite.parallelize.gloo import ExchangeOfParts
+from titanlite.cpu.collectives import ExchangeOfParts
 
 
 def exchanged(rank: int, world_size: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:

@@ -13,11 +13,11 @@ import torch
 
 from tests.distributed.test_layouts import degrees, whole
 from tests.helpers import TinyRun, run_in_turn, run_ranks
-from titanlite.checkpoint.storage import Manifest
+from titanlite.checkpoint.manifest import Manifest
 from titanlite.config.schema import Config
-from titanlite.job import Ranks
 from titanlite.loss import TokenLoss
 from titanlite.preflight import preflight
+from titanlite.runtime.process_group import Ranks
 from titanlite.train import Run, build, finish, train
 
 BAD_STEP, BAD_SAMPLE = 3, 21

@@ -12,7 +12,7 @@ from titanlite.config.schema import Config
 from titanlite.guard import StoppedByGuard
 from titanlite.loss import TokenLoss
 from titanlite.models.base import unique_parameters
-from titanlite.parallelize.mesh import local
+from titanlite.runtime.dtensor import local
 from titanlite.train import finish, train
 
 ON = "--optimizer.in_backward=true"

@@ -15,10 +15,10 @@ from torch.utils._pytree import tree_leaves
 from tests.helpers import TinyRun, run_in_turn, train_on_this_rank
 from titanlite import loss as loss_module
 from titanlite.config.schema import Config
-from titanlite.job import Ranks
 from titanlite.loss import IGNORE
+from titanlite.metrics.run_summary import types_of
 from titanlite.preflight import preflight
-from titanlite.report import types_of
+from titanlite.runtime.process_group import Ranks
 from titanlite.step import StepResult, train_step
 from titanlite.train import Run, build
 

@@ -8,7 +8,7 @@ import torch
 from benchmarks.measured_memory import AllocationRecord, Change, add_up, measure
 from tests.distributed.test_layouts import degrees
 from tests.helpers import TinyRun
-from titanlite.errors import UserError
+from titanlite.runtime.errors import UserError
 
 MB = 10**6
 

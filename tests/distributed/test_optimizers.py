@@ -15,10 +15,11 @@ from tests.distributed.test_layouts import degrees, trained, whole
 from tests.distributed.test_resume import optimizer_moments
 from tests.helpers import TinyRun, run_ranks
 from titanlite.config.schema import Config, Parallelism
-from titanlite.errors import UserError
 from titanlite.optim import muon, update
 from titanlite.parallelize.fsdp import fully_shard
-from titanlite.parallelize.mesh import build_mesh, local, sharding_mesh
+from titanlite.parallelize.mesh import build_mesh, sharding_mesh
+from titanlite.runtime.dtensor import local
+from titanlite.runtime.errors import UserError
 
 SHAPES = [(7, 10), (10, 7), (3, 8), (9, 9), (9, 9), (1, 4), (6, 5, 8), (3, 4, 4)]
 """Rows that do not divide by 4, fewer rows than ranks, and stacks of matrices, one of fewer than there are ranks."""

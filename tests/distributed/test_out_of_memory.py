@@ -152,9 +152,9 @@ def train_beside_a_forecast(rank: int, world_size: int, config: Config, memory: 
     """Planners that are there while it trains, and after."""
     import torch
 
-    from titanlite.job import Ranks
     from titanlite.plan.forecast import Forecast
     from titanlite.preflight import preflight
+    from titanlite.runtime.process_group import Ranks
     from titanlite.train import build, finish, train
 
     os.chdir(folder)
@@ -208,7 +208,7 @@ def test_a_planner_ends_with_a_process_that_is_killed(tiny: TinyRun) -> None:
 import os, signal, sys, torch
 from pathlib import Path
 from titanlite.config.load import load
-from titanlite.job import Ranks
+from titanlite.runtime.job import Ranks
 from titanlite.plan.forecast import Forecast
 forecast = Forecast(load({str(tiny.toml)!r}), Ranks(0, 1, 0, 1), torch.device("cpu"), memory=10**6)
 forecast.folder.mkdir(parents=True)

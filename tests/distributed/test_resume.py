@@ -13,8 +13,8 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from tests.distributed.test_layouts import LAYOUTS, built, degrees, trained, whole
 from tests.helpers import TinyRun, run_in_turn, run_ranks
-from titanlite.checkpoint import storage
-from titanlite.checkpoint.files import MANIFEST, Local
+from titanlite.checkpoint import manifest as manifests
+from titanlite.checkpoint.storage import MANIFEST, Local
 from titanlite.config.schema import Config
 
 
@@ -29,7 +29,7 @@ def optimizer_moments(rank: int, world_size: int, config: Config) -> dict[str, A
 
 
 def committed(tiny: TinyRun, name: str = "tiny") -> list[int]:
-    return storage.committed_steps(Local(f"{tiny.folder}/outputs/{name}/checkpoints", "").list())
+    return manifests.committed_steps(Local(f"{tiny.folder}/outputs/{name}/checkpoints", "").list())
 
 
 def owner(tiny: TinyRun) -> str:
@@ -49,7 +49,7 @@ def test_saved_on_one_layout_loads_on_each(tiny: TinyRun, replicate: int, shard:
     config = tiny.config("--job.name=whole", "--checkpoint.interval=3", *layout, world_size=ranks)
     whole_run = run_ranks(trained, ranks, config)[0]
     shutil.copytree(outputs / "whole", outputs / "half")
-    shutil.rmtree(outputs / "half" / "checkpoints" / storage.folder_name(6))
+    shutil.rmtree(outputs / "half" / "checkpoints" / manifests.folder_name(6))
     names = {other: f"on-{other[0]}-{other[1]}" for other in LAYOUTS}
     for name in names.values():
         shutil.copytree(outputs / "half", outputs / name)
@@ -84,7 +84,7 @@ def test_tied_model_resumes_and_is_stored_once(tiny: TinyRun) -> None:
     run_ranks(trained, 2, tiny.config("--training.steps=3", *tied, world_size=2))
     run_ranks(trained, 2, tiny.config(*tied, world_size=2))
     assert tiny.losses() == tiny.losses("whole")
-    checkpoint = tiny.folder / "outputs" / "tiny" / "checkpoints" / storage.folder_name(6)
+    checkpoint = tiny.folder / "outputs" / "tiny" / "checkpoints" / manifests.folder_name(6)
     stored = FileSystemReader(checkpoint).read_metadata().state_dict_metadata
     assert "model.tok_embeddings.weight" in stored
     assert "model.head.output.weight" not in stored
@@ -97,7 +97,7 @@ def test_float8_run_goes_on_without_float8(tiny: TinyRun) -> None:
     float8 = [f"--quantize.linear.float8.{option}" for option in ("enable", "emulate", "skip_small=false")]
     whole = tiny.config("--job.name=whole", "--training.steps=3", *sizes, *float8, world_size=2)
     expected = run_ranks(trained, 2, whole)[0]
-    checkpoint = tiny.folder / "outputs" / "whole" / "checkpoints" / storage.folder_name(3)
+    checkpoint = tiny.folder / "outputs" / "whole" / "checkpoints" / manifests.folder_name(3)
     code = (
         "import sys; from torch.distributed.checkpoint.format_utils import dcp_to_torch_save as save; "
         "save(sys.argv[1], sys.argv[2]); assert 'torchao' not in sys.modules"
@@ -124,8 +124,8 @@ def test_killed_before_commit_resumes_from_the_one_before(tiny: TinyRun) -> None
     run_ranks(trained, 1, tiny.config("--checkpoint.interval=2"))
     checkpoints = tiny.folder / "outputs" / "tiny" / "checkpoints"
     # As a kill in the middle of the save of step 6 leaves it.
-    staging = checkpoints / f".staging-{storage.folder_name(6)}-{owner(tiny)}"
-    (checkpoints / storage.folder_name(6)).rename(staging)
+    staging = checkpoints / f".staging-{manifests.folder_name(6)}-{owner(tiny)}"
+    (checkpoints / manifests.folder_name(6)).rename(staging)
     (staging / MANIFEST).unlink()
     assert committed(tiny) == [2, 4]
     run_ranks(trained, 1, tiny.config("--checkpoint.interval=2"))
@@ -137,7 +137,7 @@ def test_killed_before_commit_resumes_from_the_one_before(tiny: TinyRun) -> None
 
 def test_dcp_reads_a_checkpoint_by_itself(tiny: TinyRun) -> None:
     weights = run_ranks(trained, 4, tiny.config(world_size=4))[0]
-    checkpoint = tiny.folder / "outputs" / "tiny" / "checkpoints" / storage.folder_name(6)
+    checkpoint = tiny.folder / "outputs" / "tiny" / "checkpoints" / manifests.folder_name(6)
     dcp_to_torch_save(checkpoint, tiny.folder / "whole.pt")
     stored = torch.load(tiny.folder / "whole.pt", weights_only=True)
     assert stored["model"].keys() == weights.keys()

@@ -235,15 +235,15 @@ def steps_without_waiting(rank: int, world_size: int, config: Any) -> list[int]:
 
     import torch
 
-    from titanlite.job import Ranks
-    from titanlite.parallelize.mesh import local
     from titanlite.preflight import preflight
+    from titanlite.runtime.dtensor import local
+    from titanlite.runtime.process_group import Ranks
     from titanlite.step import train_step
     from titanlite.train import build
 
     ranks, device = Ranks(0, 1, 0, 1), torch.device("cuda", 0)
     run = build(config, preflight(config, ranks, device), ranks=ranks, device=device)
-    verdicts = []
+    skip_reasons = []
     for number in range(4):
         batches = list(islice(run.batches, run.accumulation))
         if number == 2:
@@ -255,8 +255,8 @@ def steps_without_waiting(rank: int, world_size: int, config: Any) -> list[int]:
             run.model, batches, optimizer=run.optimizer, group=run.metrics.group, max_norm=1.0, judge=run.guard.judge
         )
         torch.cuda.set_sync_debug_mode("default")
-        verdicts.append(result.verdict)
-    return [int(verdict) for verdict in verdicts]
+        skip_reasons.append(result.skip_reason)
+    return [int(skip_reason) for skip_reason in skip_reasons]
 
 
 @pytest.mark.parametrize("state_dtype", ["float32", "bfloat16"])
@@ -264,8 +264,8 @@ def test_no_step_waits_for_the_gpu(tiny: TinyRun, state_dtype: str) -> None:
     from tests.helpers import run_ranks
 
     config = tiny.config(*SIZES, f"--optimizer.state_dtype={state_dtype}")
-    [verdicts] = run_ranks(steps_without_waiting, 1, config, backend="cuda:nccl,cpu:gloo")
-    assert verdicts == [0, 0, 1, 3]
+    [skip_reasons] = run_ranks(steps_without_waiting, 1, config, backend="cuda:nccl,cpu:gloo")
+    assert skip_reasons == [0, 0, 1, 3]
 
 
 def test_two_deterministic_runs_are_equal_bit_by_bit(tiny: TinyRun) -> None:

@@ -12,7 +12,7 @@ def test_predicted_memory_and_time_are_near(name: str) -> None:
 
     from benchmarks.plan_accuracy import GPU_CASES, LLAMA_8B, planned, trained
     from titanlite.config.load import load
-    from titanlite.hardware import hardware_of
+    from titanlite.runtime.hardware import hardware_of
 
     device = torch.device("cuda", 0)
     hardware = hardware_of(device)

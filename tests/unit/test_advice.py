@@ -14,17 +14,17 @@ import torch.distributed as dist
 
 from tests.helpers import TinyRun
 from titanlite.config.schema import Config
-from titanlite.hardware import find_hardware
-from titanlite.job import Ranks
 from titanlite.loss import token_loss
 from titanlite.models.registry import resolve_model
 from titanlite.plan import forecast as forecasts
 from titanlite.plan import out_of_memory
-from titanlite.plan.advice import Way, _together, ways_out
+from titanlite.plan.estimate import Layout, Plan, plan
 from titanlite.plan.forecast import Forecast, forecasting, warning_of
 from titanlite.plan.out_of_memory import measure, phase_of
-from titanlite.plan.planning import Layout, Plan, plan
 from titanlite.plan.search import with_options
+from titanlite.plan.suggestions import Suggestion, _together, suggestions
+from titanlite.runtime.hardware import find_hardware
+from titanlite.runtime.process_group import Ranks
 from titanlite.step import train_step
 
 BATCH = {"training.local_batch_size": 4}
@@ -50,9 +50,9 @@ def model_of(config: Config) -> Any:
     return kind, replace(args, max_seq_len=config.training.seq_len)
 
 
-def advice(config: Config, layout: Layout) -> list[Way]:
+def advice(config: Config, layout: Layout) -> list[Suggestion]:
     kind, args = model_of(config)
-    return ways_out(config, kind, args, layout)
+    return suggestions(config, kind, args, layout)
 
 
 @pytest.mark.nightly
@@ -276,12 +276,12 @@ def test_the_fewest_that_fit_together_are_found() -> None:
     for room in (99, 98, 97, 90, 69, 50, 37, 36):
         tried: list[int] = []
 
-        def attempt(options: dict[str, Any], cost: str, room: int = room, tried: list[int] = tried) -> Way:
+        def attempt(options: dict[str, Any], cost: str, room: int = room, tried: list[int] = tried) -> Suggestion:
             peak = 100 - sum(2 ** int(key) for key in options)
             tried.append(len(options))
-            return Way(options, peak, peak <= room, cost)
+            return Suggestion(options, peak, peak <= room, cost)
 
-        ways = [Way({str(number): True}, 100 - 2**number, False, "") for number in range(6)]
+        ways = [Suggestion({str(number): True}, 100 - 2**number, False, "") for number in range(6)]
         found = _together(ways, attempt, lambda options: True)
         fitting = [count for count in range(2, 7) if 100 - (2**count - 1) <= room]
         if not fitting:
@@ -294,10 +294,10 @@ def test_the_fewest_that_fit_together_are_found() -> None:
 
 
 def test_what_does_not_go_with_cheaper_ways_is_left_out() -> None:
-    ways = [Way({name: True}, 0, False, "") for name in ("moments", "other moments", "batch")]
+    ways = [Suggestion({name: True}, 0, False, "") for name in ("moments", "other moments", "batch")]
     found = _together(
         ways,
-        lambda options, cost: Way(options, 0, True, cost),
+        lambda options, cost: Suggestion(options, 0, True, cost),
         lambda options: not {"moments", "other moments"} <= options.keys(),
     )
     assert found is not None

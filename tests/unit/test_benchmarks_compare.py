@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from benchmarks.record import Figure, command, read, record
-from titanlite.errors import UserError
+from titanlite.runtime.errors import UserError
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 RATIO: dict[str, Any] = {
@@ -40,7 +40,7 @@ def written(path: Path, *figures: dict[str, Any]) -> Path:
     return path
 
 
-def verdicts(folder: Path, old: list[dict[str, Any]], new: list[dict[str, Any]]) -> tuple[int, dict[str, str]]:
+def skip_reasons(folder: Path, old: list[dict[str, Any]], new: list[dict[str, Any]]) -> tuple[int, dict[str, str]]:
     """The exit code, and the rest of the line of each figure."""
     names = {figure["name"] for figure in (*old, *new)}
     run = script("compare.py", written(folder / "old.jsonl", *old), written(folder / "new.jsonl", *new))
@@ -82,7 +82,7 @@ def verdicts(folder: Path, old: list[dict[str, Any]], new: list[dict[str, Any]])
     ],
 )  # fmt: skip
 def test_verdict(tmp_path: Path, old: dict[str, Any], new: dict[str, Any], code: int, line: str) -> None:
-    assert verdicts(tmp_path, [old], [{**old, **new}]) == (code, {old["name"]: line})
+    assert skip_reasons(tmp_path, [old], [{**old, **new}]) == (code, {old["name"]: line})
 
 
 def test_where_both_come_from_is_told(tmp_path: Path) -> None:
@@ -98,18 +98,18 @@ def test_where_both_come_from_is_told(tmp_path: Path) -> None:
 
 
 def test_a_missing_figure_is_flagged_and_a_new_one_is_not(tmp_path: Path) -> None:
-    assert verdicts(tmp_path, [RATIO, SECONDS], [RATIO]) == (
+    assert skip_reasons(tmp_path, [RATIO, SECONDS], [RATIO]) == (
         1, {"plain / ours": "1 1 +0.0% same", "start": "2 s - MISSING"},
     )  # fmt: skip
-    assert verdicts(tmp_path, [RATIO], [RATIO, SECONDS]) == (
+    assert skip_reasons(tmp_path, [RATIO], [RATIO, SECONDS]) == (
         0, {"plain / ours": "1 1 +0.0% same", "start": "- 2 s new"},
     )  # fmt: skip
 
 
 def test_of_the_same_name_the_last_counts(tmp_path: Path) -> None:
     bad = {**RATIO, "value": 0.5, "low": 0.5}
-    assert verdicts(tmp_path, [RATIO], [bad, RATIO])[0] == 0
-    assert verdicts(tmp_path, [RATIO], [RATIO, bad])[0] == 1
+    assert skip_reasons(tmp_path, [RATIO], [bad, RATIO])[0] == 0
+    assert skip_reasons(tmp_path, [RATIO], [RATIO, bad])[0] == 1
 
 
 @pytest.mark.parametrize(

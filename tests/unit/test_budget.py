@@ -9,15 +9,15 @@ import pytest
 
 from titanlite.config.load import load
 from titanlite.config.schema import ActivationCheckpoint, Config
-from titanlite.errors import ConfigError, UserError
 from titanlite.models.registry import resolve_model
-from titanlite.parallelize import Level
+from titanlite.parallelize import RecomputePolicy
 from titanlite.parallelize.activation_checkpoint import levels_of
 from titanlite.plan import budget as module
 from titanlite.plan.budget import GIB, Chosen, choose_levels
+from titanlite.plan.estimate import Trace, sketch
 from titanlite.plan.memory import profile
-from titanlite.plan.planning import Sketch, sketch
-from titanlite.plan.rehearsal import rehearse
+from titanlite.plan.trace import trace_step
+from titanlite.runtime.errors import ConfigError, UserError
 
 BLOCKS = 3
 SIZES = [
@@ -34,7 +34,7 @@ def config_of(*options: str, blocks: int = BLOCKS, gib: float = 100.0) -> Config
 
 
 def choose(config: Config, *, gpu: bool = False) -> Chosen:
-    return choose_levels(config, *model_of(config), world_size=2, nodes_of=2, gpu=gpu)
+    return choose_levels(config, *model_of(config), world_size=2, gpus_per_node=2, gpu=gpu)
 
 
 def model_of(config: Config) -> Any:
@@ -42,23 +42,23 @@ def model_of(config: Config) -> Any:
     return kind, replace(args, max_seq_len=config.training.seq_len)
 
 
-def peak_of(config: Config, levels: Sequence[Level]) -> int:
+def peak_of(config: Config, levels: Sequence[RecomputePolicy]) -> int:
     """Bytes, of a rehearsal of the whole model."""
-    rehearsal = rehearse(config, *model_of(config), world_size=2, gpu=False, levels=levels)
+    rehearsal = trace_step(config, *model_of(config), world_size=2, gpu=False, levels=levels)
     return profile(rehearsal.recorder, rehearsal.blocks).peak
 
 
 @pytest.fixture(scope="module")
-def known() -> dict[Any, Sketch]:
+def known() -> dict[Any, Trace]:
     """Sketches by what they are of."""
     return {}
 
 
 @pytest.fixture
-def within(known: dict[Any, Sketch], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Chosen]:
+def within(known: dict[Any, Trace], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Chosen]:
     """The choice for so many bytes and some options. Each sketch is made once."""
 
-    def once(config: Config, *, levels: Sequence[Level] | None = None, **options: Any) -> Sketch:
+    def once(config: Config, *, levels: Sequence[RecomputePolicy] | None = None, **options: Any) -> Trace:
         no_budget = config.model_copy(update={"activation_checkpoint": ActivationCheckpoint()})
         levels = levels or levels_of(config.activation_checkpoint, config.model.args["n_layers"])
         key = no_budget.model_dump_json(), tuple(levels)
@@ -169,5 +169,5 @@ def test_the_budget_belongs_to_its_mode(options: list[str], message: str) -> Non
         ({"mode": "selective", "selective_ac_option": 3}, ["full", "none", "none", "full"]),
     ],
 )
-def test_modes_are_levels(options: dict[str, Any], levels: list[Level]) -> None:
+def test_modes_are_levels(options: dict[str, Any], levels: list[RecomputePolicy]) -> None:
     assert levels_of(ActivationCheckpoint(**options), 4) == levels

@@ -20,8 +20,8 @@ from rich.console import Console
 from tests.helpers import TinyRun
 from titanlite import cli
 from titanlite.checkpoint import command
-from titanlite.checkpoint.files import MANIFEST, Local, Remote, open_files
-from titanlite.checkpoint.storage import FileRecord, Manifest, committed_steps, folder_name
+from titanlite.checkpoint.manifest import FileRecord, Manifest, committed_steps, folder_name
+from titanlite.checkpoint.storage import MANIFEST, Local, Remote, open_storage
 
 CONTENTS = {"__0_0.distcp": b"x" * 3_000_000, ".metadata": b"67"}
 
@@ -41,7 +41,7 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
 def save(
     place: str, step: int, *, age: float = 200, contents: dict[str, bytes] = CONTENTS, publish: bool = True
 ) -> None:
-    files = open_files(place, owner="me")
+    files = open_storage(place, owner="me")
     folder = files.begin(folder_name(step))
     for name, content in contents.items():
         with files.create(f"{folder}/{name}") as file:
@@ -65,12 +65,12 @@ def save(
 
 def change(place: str, name: str, content: bytes) -> None:
     """What no titanlite does: change a file of a checkpoint."""
-    with open_files(place).create(name) as file:
+    with open_storage(place).create(name) as file:
         file.write(content)
 
 
 def steps(place: str) -> list[int]:
-    return committed_steps(open_files(place).list())
+    return committed_steps(open_storage(place).list())
 
 
 class Command:
@@ -115,8 +115,8 @@ def test_list_tells_each_state(titanlite: Command, tmp_path: Path) -> None:
     (folders[2] / ".metadata").write_bytes(b"6")
     (folders[3] / MANIFEST).write_bytes(b"{")
     (folders[4] / MANIFEST).unlink()
-    open_files(place).withdraw(folder_name(5), "damaged")
-    open_files(place).withdraw(folder_name(6), "superseded")
+    open_storage(place).withdraw(folder_name(5), "damaged")
+    open_storage(place).withdraw(folder_name(6), "superseded")
     folders[7].rename(Path(place, ".deleted-step-00000007-me"))
     save(place, 8, publish=False)
     Path(place, "notes").mkdir()
@@ -144,7 +144,7 @@ def test_list_of_an_object_store(titanlite: Command) -> None:
         save(place, 2)
         save(place, 4)
         save(place, 12, publish=False)
-        open_files(place).withdraw(folder_name(2), "superseded")
+        open_storage(place).withdraw(folder_name(2), "superseded")
         change(place, f"{folder_name(4)}/.metadata", b"")
         change(place, f"{folder_name(9)}/{command.MARK}", b"{}")  # of a verification that a deletion overtook
         assert titanlite.table(place + "/") == [
@@ -189,14 +189,14 @@ def test_what_a_run_deletes_between_listing_and_reading_is_skipped(
 ) -> None:
     for step in (1, 2, 3):
         save(place, step)
-    kind = type(open_files(place))
+    kind = type(open_storage(place))
     look, listings = kind.list, []
 
     def list_and_lose(files: Any) -> Any:
         listings.append(look(files))
         listing = listings[-1]
         if len(listings) == 1:
-            open_files(place, owner="me").delete(folder_name(2))
+            open_storage(place, owner="me").delete(folder_name(2))
             save(place, 3, contents={"__0_0.distcp": b"other"})
         return listing
 
@@ -213,12 +213,12 @@ def test_what_a_run_deletes_while_it_is_read_is_not_damaged(
 ) -> None:
     save(place, 1)
     save(place, 2)
-    kind = type(open_files(place))
+    kind = type(open_storage(place))
     read = kind.read
 
     def lose_and_read(files: Any, name: str, *args: Any) -> bytes:
         if name.startswith(folder_name(1)) and 1 in steps(place):
-            open_files(place, owner="me").delete(folder_name(1))
+            open_storage(place, owner="me").delete(folder_name(1))
         return read(files, name, *args)
 
     monkeypatch.setattr(kind, "read", lose_and_read)
@@ -244,7 +244,7 @@ def test_half_deleted_is_neither_damaged_nor_marked(titanlite: Command, monkeypa
     try:
         monkeypatch.setattr(Remote, "read", lose_and_read)
         assert titanlite("verify", place)[1:] == ["step 1: being written"]
-        assert sorted(open_files(place).list()[folder_name(1)]) == [".metadata", ".owner-me"]
+        assert sorted(open_storage(place).list()[folder_name(1)]) == [".metadata", ".owner-me"]
     finally:
         fsspec.filesystem("memory").rm("/half", recursive=True)
 
@@ -274,7 +274,7 @@ def test_verify_leaves_a_mark(titanlite: Command, place: str) -> None:
     save(place, 100)
     save(place, 200)
     assert titanlite("verify", place) == [
-        open_files(place).url, "step 100: whole, 2 files, 2.9 MiB", "step 200: whole, 2 files, 2.9 MiB",
+        open_storage(place).url, "step 100: whole, 2 files, 2.9 MiB", "step 200: whole, 2 files, 2.9 MiB",
     ]  # fmt: skip
     assert titanlite.table(place) == [
         [str(step), "3 min", "2.9 MiB", "whole", "checksums, 0 s ago"] for step in (100, 200)
@@ -300,7 +300,7 @@ def test_verify_names_what_is_damaged(titanlite: Command, place: str) -> None:
         "step 3: damaged: .metadata has 0 bytes, its manifest states 2",
         "step 4: damaged: manifest.json: Expecting value: line 1 column 1 (char 0)",
     ]
-    url = open_files(place).url
+    url = open_storage(place).url
     assert titanlite.errors == [
         f"error: {url}/{flipped}: its checksum is not that of the manifest",
         f"error: {url}/step-00000003/.metadata has 0 bytes, its manifest states 2",
@@ -358,7 +358,7 @@ def test_prune_keeps_the_newest(titanlite: Command, place: str) -> None:
     assert titanlite("prune", place, "--keep-latest-k", "2", "--keep-every=2") == [
         "deleted step 1, 2.9 MiB", "deleted step 3, 2.9 MiB",
     ]  # fmt: skip
-    assert sorted(open_files(place).list()) == [folder_name(step) for step in (2, 4, 5, 12)]
+    assert sorted(open_storage(place).list()) == [folder_name(step) for step in (2, 4, 5, 12)]
     assert len(titanlite("prune", place, "--keep-latest-k=1")) == 3
     assert titanlite("prune", place, "--keep-latest-k=1") == []
     assert titanlite("verify", place)[1:] == ["step 12: whole, 2 files, 2.9 MiB"]
@@ -368,7 +368,7 @@ def test_prune_refuses_if_the_newest_is_damaged(titanlite: Command, place: str) 
     for step in (1, 2, 3):
         save(place, step)
     change(place, f"{folder_name(3)}/.metadata", b"")
-    url = open_files(place).url
+    url = open_storage(place).url
     assert titanlite.refusal("prune", place, "--keep-latest-k=1", "--set-aside") == (
         f"error: nothing is deleted: the newest, {url}/step-00000003, is not whole: "
         "damaged: .metadata has 0 bytes, its manifest states 2"
@@ -380,7 +380,7 @@ def test_prune_of_what_is_set_aside(titanlite: Command, place: str) -> None:
     for step in (1, 2, 3, 9):
         save(place, step)
     save(place, 10, publish=False)
-    files = open_files(place)
+    files = open_storage(place)
     files.withdraw(folder_name(2), "damaged")
     files.withdraw(folder_name(9), "superseded")
     assert titanlite("prune", place, "--keep-latest-k=1", "--dry-run") == ["would delete step 1, 2.9 MiB"]
@@ -404,7 +404,7 @@ def test_prune_lets_hidden_folders_be(titanlite: Command, tmp_path: Path) -> Non
             tmp_path / name
         )
     assert titanlite("prune", str(tmp_path), "--keep-latest-k=1", "--set-aside") == ["deleted step 1, 2.9 MiB"]
-    assert sorted(open_files(str(tmp_path)).list()) == [*hidden, folder_name(2)]
+    assert sorted(open_storage(str(tmp_path)).list()) == [*hidden, folder_name(2)]
 
 
 def test_the_run_sweeps_what_a_killed_prune_leaves(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -426,9 +426,9 @@ def test_the_run_sweeps_what_a_killed_prune_leaves(place: str, monkeypatch: pyte
             patch.setattr(shutil, "rmtree", lambda path, **_: killed() if Path(path).exists() else None)
         assert cli.run(["checkpoint", "prune", place, "--keep-latest-k=1"]) == 130
     assert steps(place) == [2]
-    assert len(open_files(place).list()) == 2
-    open_files(place, owner="me").sweep()
-    assert [*open_files(place).list()] == [folder_name(2)]
+    assert len(open_storage(place).list()) == 2
+    open_storage(place, owner="me").sweep()
+    assert [*open_storage(place).list()] == [folder_name(2)]
 
 
 def test_prune_beside_a_run_that_is_faster(titanlite: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -526,7 +526,7 @@ def test_show_of_many_files_names_ten(titanlite: Command, tmp_path: Path, monkey
             self.metadata = self
             self.state_dict_metadata = {}
 
-    monkeypatch.setattr("titanlite.checkpoint.shards.ShardReader", Reader)
+    monkeypatch.setattr("titanlite.checkpoint.dcp.ShardReader", Reader)
     lines = titanlite("show", str(tmp_path))
     shown = lines.index("files     64, 0.0 MiB")
     assert lines[shown + 1] == "  __0_0.distcp  0 bytes"

@@ -11,8 +11,8 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 from torch.utils.serialization import config as serialization
 
-from titanlite.checkpoint.files import open_files
-from titanlite.checkpoint.shards import Frames, ShardWriter
+from titanlite.checkpoint.dcp import Frames, ShardWriter
+from titanlite.checkpoint.storage import open_storage
 
 TENSORS = {
     "a scalar": torch.tensor(3.5),
@@ -32,7 +32,7 @@ TENSORS = {
 
 @pytest.mark.parametrize("same_frames", [True, False])
 def test_shards_are_what_torch_save_writes(tmp_path: Path, same_frames: bool) -> None:
-    files, frames = open_files(str(tmp_path), owner="me"), Frames()
+    files, frames = open_storage(str(tmp_path), owner="me"), Frames()
     staging = files.begin("step-00000001")
     items = [WriteItem(index=MetadataIndex(name), type=WriteItemType.TENSOR) for name in TENSORS]
     writer, results = ShardWriter(files, staging, rank=3, frames=frames, read=lambda item: TENSORS[item.index.fqn]), []

@@ -12,29 +12,29 @@ from typing import Any
 import pytest
 
 from tests.object_stores import Flaky
-from titanlite.checkpoint import storage
-from titanlite.checkpoint.files import MANIFEST, Files, Local, Remote, open_files
-from titanlite.checkpoint.storage import DamagedCheckpoint, FileRecord, Manifest, folder_name
-from titanlite.errors import UserError
+from titanlite.checkpoint import manifest as manifests
+from titanlite.checkpoint.manifest import FileRecord, Manifest, folder_name
+from titanlite.checkpoint.storage import MANIFEST, Files, Local, Remote, open_storage
+from titanlite.runtime.errors import DamagedCheckpoint, UserError
 
 
 @pytest.fixture(params=["disk", "flaky memory", "s3"])
 def files(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Files]:
     """A place for checkpoints, of each kind."""
     if request.param == "disk":
-        yield open_files(str(tmp_path / "run"), owner="me")
+        yield open_storage(str(tmp_path / "run"), owner="me")
     elif request.param == "flaky memory":
         Flaky.register()
-        files = open_files("flaky://bucket/run", owner="me")
+        files = open_storage("flaky://bucket/run", owner="me")
         yield files
         assert Flaky.failures > 0
         Flaky.store.clear()
     else:
-        yield open_files(f"{request.getfixturevalue('s3')}/{tmp_path.name}/run", owner="me")
+        yield open_storage(f"{request.getfixturevalue('s3')}/{tmp_path.name}/run", owner="me")
 
 
 def manifest_of(step: int, contents: dict[str, bytes]) -> Manifest:
-    records = {name: FileRecord(len(content), storage._crc32(content)) for name, content in contents.items()}
+    records = {name: FileRecord(len(content), manifests._crc32(content)) for name, content in contents.items()}
     return Manifest(
         step=step,
         samples=8 * step,
@@ -71,26 +71,26 @@ def save(files: Files, step: int, contents: dict[str, bytes] | None = None) -> M
 
 
 def steps(files: Files) -> list[int]:
-    return storage.committed_steps(files.list())
+    return manifests.committed_steps(files.list())
 
 
 def test_only_what_is_published_counts(files: Files) -> None:
     assert steps(files) == []
     for step in (20, 3, 123456789):
         manifest = save(files, step)
-        assert storage.read_manifest(files, folder_name(step)) == manifest
+        assert manifests.read_manifest(files, folder_name(step)) == manifest
     stage(files, 30, {"__0_0.distcp": b"1"})
     assert steps(files) == [3, 20, 123456789]
     sizes = files.list()[folder_name(20)]
     assert sizes["__0_0.distcp"] == 5
-    assert storage.verify(files, folder_name(20), sizes).size == 7
+    assert manifests.verify(files, folder_name(20), sizes).size == 7
     assert files.read("step-00000020/__0_0.distcp", 1, 3) == b"234"
 
 
 def test_a_sweep_takes_what_a_killed_process_of_this_run_left_and_nothing_else(files: Files) -> None:
     save(files, 1)
     stage(files, 2, {"__0_0.distcp": b"1"})
-    other = open_files(files.url, owner="other")
+    other = open_storage(files.url, owner="other")
     theirs = stage(other, 3, {"__0_0.distcp": b"2"})
     files.sweep()
     assert steps(files) == [1]
@@ -106,7 +106,7 @@ def test_saving_a_step_again_replaces_it(files: Files) -> None:
     files.withdraw(folder_name(1), "damaged")
     assert steps(files) == []
     manifest = save(files, 1, {"__0_0.distcp": b"other"})
-    assert storage.read_manifest(files, folder_name(1)) == manifest
+    assert manifests.read_manifest(files, folder_name(1)) == manifest
     assert [name for name in files.list()[folder_name(1)] if not name.startswith(".owner")] == [
         "__0_0.distcp",
         MANIFEST,
@@ -162,7 +162,7 @@ def test_damage_of_a_file_is_named(files: Files, damage: str) -> None:
     change, message = DAMAGE[damage]
     replace(files, "step-00000001/__0_0.distcp", change(b"12345") if change else None)
     with pytest.raises(DamagedCheckpoint, match=f"{re.escape(files.url)}/step-00000001/{message}"):
-        storage.verify(files, folder_name(1), files.list()[folder_name(1)])
+        manifests.verify(files, folder_name(1), files.list()[folder_name(1)])
 
 
 def replace(files: Files, name: str, content: bytes | None) -> None:
@@ -187,25 +187,25 @@ def replace(files: Files, name: str, content: bytes | None) -> None:
     ],
 )
 def test_damage_of_a_manifest_is_named(tmp_path: Path, change: Any, message: str) -> None:
-    files = open_files(str(tmp_path), owner="me")
+    files = open_storage(str(tmp_path), owner="me")
     save(files, 1)
     path = tmp_path / "step-00000001" / MANIFEST
     path.write_bytes(change(path.read_bytes()))
     with pytest.raises(DamagedCheckpoint, match=f"step-00000001/{MANIFEST}.*({message})"):
-        storage.read_manifest(files, folder_name(1))
+        manifests.read_manifest(files, folder_name(1))
 
 
 def test_another_format_is_named(tmp_path: Path) -> None:
-    files = open_files(str(tmp_path), owner="me")
+    files = open_storage(str(tmp_path), owner="me")
     save(files, 1)
     path = tmp_path / "step-00000001" / MANIFEST
     path.write_text(json.dumps({"step": 1, "format": 1}))  # as titanlite wrote it before there were checksums
     with pytest.raises(UserError, match=r"manifest\.json has format 1, this version of titanlite reads format 2"):
-        storage.read_manifest(files, folder_name(1))
+        manifests.read_manifest(files, folder_name(1))
 
 
 def test_files_are_synced_before_a_checkpoint_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    files, order = open_files(str(tmp_path / "run"), owner="me"), []
+    files, order = open_storage(str(tmp_path / "run"), owner="me"), []
     sync, rename = os.fsync, os.rename
 
     def record_sync(descriptor: int) -> None:
@@ -239,24 +239,24 @@ def test_an_attempt_that_takes_long_is_followed_by_others(monkeypatch: pytest.Mo
             raise ConnectionError
         return "done"
 
-    assert open_files("memory://bucket/run").retrying(upload, "x") == "done"
+    assert open_storage("memory://bucket/run").retrying(upload, "x") == "done"
 
 
 @pytest.mark.parametrize("name", ["../../victim", "/etc", "a/b", ""])
 def test_names_in_a_manifest_cannot_lead_elsewhere(tmp_path: Path, name: str) -> None:
-    files = open_files(str(tmp_path), owner="me")
+    files = open_storage(str(tmp_path), owner="me")
     good = manifest_of(1, {})
     bad = [replace_fields(good, run_id=name)] if name else []
     for manifest in [*bad, replace_fields(good, files={name or "..": FileRecord(0, "00000000")})]:
         stage(files, 1, {})
         files.publish(folder_name(1), manifest.to_json())
         with pytest.raises(DamagedCheckpoint, match="is not a name"):
-            storage.read_manifest(files, folder_name(1))
+            manifests.read_manifest(files, folder_name(1))
 
 
 def test_one_listing_call_of_an_object_store() -> None:
     Flaky.register()
-    files = open_files("flaky://bucket/listed", owner="me")
+    files = open_storage("flaky://bucket/listed", owner="me")
     for step in (1, 2, 3):
         save(files, step)
     Flaky.chance, Flaky.calls["find"] = 0.0, 0
@@ -271,7 +271,7 @@ def test_one_listing_call_of_an_object_store() -> None:
 
 def test_an_object_store_that_stays_away_is_named_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     Flaky.register()
-    files = open_files("flaky://bucket/run", owner="me")
+    files = open_storage("flaky://bucket/run", owner="me")
     monkeypatch.setattr(Remote, "PATIENCE", 0.3)
     monkeypatch.setattr(Flaky, "chance", 1.0)
     with pytest.raises(OSError, match=r"flaky://bucket/run/: .*injected into find.* for 0 s"):
@@ -291,5 +291,5 @@ def test_an_object_store_that_stays_away_is_named_in_time(monkeypatch: pytest.Mo
 )
 def test_retention(keep_latest_k: int, keep_every: int, deleted: list[int]) -> None:
     steps = [50, 10, 30, 20, 40]
-    assert storage.to_delete(steps, keep_latest_k=keep_latest_k, keep_every=keep_every) == deleted
-    assert storage.to_delete([], keep_latest_k=keep_latest_k, keep_every=keep_every) == []
+    assert manifests.to_delete(steps, keep_latest_k=keep_latest_k, keep_every=keep_every) == deleted
+    assert manifests.to_delete([], keep_latest_k=keep_latest_k, keep_every=keep_every) == []

@@ -21,14 +21,15 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 from tests.distributed.test_layouts import whole
 from tests.helpers import TinyRun, train_on_this_rank
 from tests.object_stores import Flaky
-from titanlite.checkpoint import saving, storage
-from titanlite.checkpoint.blocking import StepClock
-from titanlite.checkpoint.files import MANIFEST, Local, Remote, open_files
-from titanlite.checkpoint.saving import _Staging
-from titanlite.checkpoint.shards import UnsafeCheckpoint
-from titanlite.checkpoint.storage import DAMAGED, SUPERSEDED, FileRecord, folder_name
+from titanlite.checkpoint import manifest as manifests
+from titanlite.checkpoint import save as saving
+from titanlite.checkpoint.dcp import UnsafeCheckpoint
+from titanlite.checkpoint.manifest import DAMAGED, METADATA, SUPERSEDED, FileRecord, folder_name
+from titanlite.checkpoint.save import _Staging
+from titanlite.checkpoint.save_overhead import StepClock
+from titanlite.checkpoint.storage import MANIFEST, Local, Remote, open_storage
 from titanlite.config.schema import Config
-from titanlite.errors import RunError, UserError
+from titanlite.runtime.errors import RunError, UserError
 
 pytestmark = pytest.mark.usefixtures("single_process_group", "_unlocked")
 
@@ -36,7 +37,7 @@ pytestmark = pytest.mark.usefixtures("single_process_group", "_unlocked")
 @pytest.fixture
 def _unlocked(monkeypatch: pytest.MonkeyPatch) -> None:
     """A run that failed in this process would hold its folder as long as pytest holds the error."""
-    monkeypatch.setattr("titanlite.job._lock", lambda path: None)
+    monkeypatch.setattr("titanlite.runtime.run_folder._lock", lambda path: None)
 
 
 @pytest.fixture
@@ -72,7 +73,7 @@ def folder(tiny: TinyRun, name: str = "tiny") -> Path:
 
 
 def steps(tiny: TinyRun, name: str = "tiny") -> list[int]:
-    return storage.committed_steps(Local(str(folder(tiny, name)), "").list())
+    return manifests.committed_steps(Local(str(folder(tiny, name)), "").list())
 
 
 def checkpoint(tiny: TinyRun, step: int, name: str = "tiny") -> Path:
@@ -108,8 +109,8 @@ def test_a_checkpoint_holds_the_state_of_its_step_while_training_goes_on(
     happened = slow(monkeypatch, 0.3)
     steps_done: list[int] = []
     watch = threading.current_thread()
-    end_step = "titanlite.metrics.MetricsRecorder.end_step"
-    from titanlite.metrics import MetricsRecorder
+    end_step = "titanlite.metrics.recorder.MetricsRecorder.end_step"
+    from titanlite.metrics.recorder import MetricsRecorder
 
     original = MetricsRecorder.end_step
 
@@ -177,7 +178,7 @@ def test_every_save_leaves_its_figures(tiny: TinyRun) -> None:
     records = [json.loads(line) for line in lines]
     assert [record["step"] for record in records] == [2, 4, 6]
     for record in records:
-        manifest = storage.read_manifest(Local(str(folder(tiny)), ""), folder_name(record["step"]))
+        manifest = manifests.read_manifest(Local(str(folder(tiny)), ""), folder_name(record["step"]))
         assert record["bytes"] == manifest.size
         parts = [record[f"{part}_seconds"] for part in ("staging", "planning", "writing")]
         assert min(parts) > 0
@@ -314,7 +315,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(
     assert tiny.losses() == losses  # steps 3 and 4 were done again
     assert [record["step"] for record in tiny.records()] == [1, 2, 3, 4]
     assert steps(tiny) == [2, 4]
-    storage.verify(Local(str(folder(tiny)), ""), folder_name(4), Local(str(folder(tiny)), "").list()[folder_name(4)])
+    manifests.verify(Local(str(folder(tiny)), ""), folder_name(4), Local(str(folder(tiny)), "").list()[folder_name(4)])
 
 
 def test_a_damaged_checkpoint_that_was_asked_for_is_an_error(tiny: TinyRun) -> None:
@@ -350,7 +351,7 @@ def test_sizes_alone_do_not_find_a_flipped_byte(tiny: TinyRun, warnings: Callabl
 
 def test_checksums_need_no_second_reading(tiny: TinyRun, monkeypatch: pytest.MonkeyPatch) -> None:
     trained(tiny.config("--training.steps=2"))
-    size = storage.read_manifest(Local(str(folder(tiny)), ""), folder_name(2)).size
+    size = manifests.read_manifest(Local(str(folder(tiny)), ""), folder_name(2)).size
     read, data_read = Local.read, []
 
     def counted(self: Local, name: str, start: int = 0, size: int | None = None) -> bytes:
@@ -450,8 +451,8 @@ def test_changed_settings_need_a_word(tiny: TinyRun) -> None:
 
 def test_two_jobs_in_one_folder_are_refused(tiny: TinyRun, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
-    monkeypatch.setattr("titanlite.job.LOCK_PATIENCE", 0.2)
-    from titanlite.job import open_run_folder
+    monkeypatch.setattr("titanlite.runtime.run_folder.LOCK_TIMEOUT", 0.2)
+    from titanlite.runtime.run_folder import open_run_folder
 
     config = tiny.config()
     first = open_run_folder(config.job, config.data, rank=0)
@@ -543,7 +544,7 @@ class Payload:
 def forge(checkpoint: Path, changes: dict[str, bytes]) -> None:
     """Change files of a checkpoint as an attacker would: with checksums and sizes that fit."""
     files = Local(str(checkpoint.parent), "")
-    manifest = storage.read_manifest(files, checkpoint.name)
+    manifest = manifests.read_manifest(files, checkpoint.name)
     for name, data in changes.items():
         (checkpoint / name).write_bytes(data)
         manifest.files[name] = FileRecord(len(data), f"{zlib.crc32(data):08x}")
@@ -565,7 +566,7 @@ def forged_shard(checkpoint: Path, tensor: bytes) -> dict[str, bytes]:
         ends.append([end, f"{zlib.crc32(shards[:end]):08x}"])
     checksums = json.dumps({info.relative_path: ends}).encode()
     return {
-        info.relative_path: shards, storage.CHECKSUMS: checksums, storage.METADATA: pickle.dumps(metadata)
+        info.relative_path: shards, manifests.CHECKSUMS: checksums, METADATA: pickle.dumps(metadata)
     }  # fmt: skip
 
 
@@ -579,19 +580,19 @@ def torch_save(value: Any, **options: Any) -> bytes:
 
 PAYLOADS: dict[str, tuple[Callable[[str, Path], dict[str, bytes]], str]] = {
     "os.system in .metadata": (
-        lambda touch, _: {storage.METADATA: pickle.dumps(Payload(os.system, touch))}, "names posix.system"),
+        lambda touch, _: {METADATA: pickle.dumps(Payload(os.system, touch))}, "names posix.system"),
     "eval in .metadata": (
-        lambda touch, _: {storage.METADATA: pickle.dumps(Payload(eval, f"__import__('os').system({touch!r})"))},
+        lambda touch, _: {METADATA: pickle.dumps(Payload(eval, f"__import__('os').system({touch!r})"))},
         "names builtins.eval"),
     "a call inside good metadata": (
-        lambda touch, path: {storage.METADATA: pickle.dumps(_with(path, planner_data=Payload(os.system, touch)))},
+        lambda touch, path: {METADATA: pickle.dumps(_with(path, planner_data=Payload(os.system, touch)))},
         "names posix.system"),
     "torch.load in .metadata": (
-        lambda touch, _: {storage.METADATA: pickle.dumps(Payload(torch.load, "x"))}, "names torch.serialization.load"),
+        lambda touch, _: {METADATA: pickle.dumps(Payload(torch.load, "x"))}, "names torch.serialization.load"),
     "an old protocol": (
-        lambda touch, _: {storage.METADATA: b"cposix\nsystem\n(S'" + touch.encode() + b"'\ntR."}, "names posix.system"),
-    "not a pickle": (lambda *_: {storage.METADATA: b"#!/bin/sh"}, "is not the metadata of a checkpoint"),
-    "no metadata": (lambda *_: {storage.METADATA: pickle.dumps([1])}, "is not the metadata of a checkpoint"),
+        lambda touch, _: {METADATA: b"cposix\nsystem\n(S'" + touch.encode() + b"'\ntR."}, "names posix.system"),
+    "not a pickle": (lambda *_: {METADATA: b"#!/bin/sh"}, "is not the metadata of a checkpoint"),
+    "no metadata": (lambda *_: {METADATA: pickle.dumps([1])}, "is not the metadata of a checkpoint"),
     "a call in a shard": (
         lambda touch, path: forged_shard(path, torch_save(Payload(os.system, touch))), "is not a tensor"),
     "a call in a shard of the old format": (
@@ -601,11 +602,11 @@ PAYLOADS: dict[str, tuple[Callable[[str, Path], dict[str, bytes]], str]] = {
         lambda touch, path: forged_shard(path, pickle.dumps(Payload(os.system, touch))), "is not a tensor"),
     "a bytes entry": (lambda touch, path: _bytes_entry(touch, path), "is not a tensor"),
     "a file elsewhere": (
-        lambda _, path: {storage.METADATA: pickle.dumps(_elsewhere(path))}, "names ../../../etc/passwd"),
+        lambda _, path: {METADATA: pickle.dumps(_elsewhere(path))}, "names ../../../etc/passwd"),
     "a tensor without its data": (
-        lambda _, path: {storage.METADATA: pickle.dumps(_without_chunks(path))}, "tok_embeddings.weight is not there"),
+        lambda _, path: {METADATA: pickle.dumps(_without_chunks(path))}, "tok_embeddings.weight is not there"),
     "a place outside of its file": (
-        lambda _, path: {storage.METADATA: pickle.dumps(_far_away(path))}, "lies outside of __0_0.distcp"),
+        lambda _, path: {METADATA: pickle.dumps(_far_away(path))}, "lies outside of __0_0.distcp"),
 }  # fmt: skip
 
 
@@ -631,10 +632,10 @@ def _with(checkpoint: Path, **fields: Any) -> Any:
 
 def _bytes_entry(touch: str, checkpoint: Path) -> dict[str, bytes]:
     changes = forged_shard(checkpoint, torch_save(Payload(os.system, touch)))
-    metadata = pickle.loads(changes[storage.METADATA])
+    metadata = pickle.loads(changes[METADATA])
     index = min(metadata.storage_data, key=lambda index: metadata.storage_data[index].offset)
     metadata.state_dict_metadata[index.fqn] = BytesStorageMetadata()
-    return changes | {storage.METADATA: pickle.dumps(metadata)}
+    return changes | {METADATA: pickle.dumps(metadata)}
 
 
 def _elsewhere(checkpoint: Path) -> Any:
@@ -690,11 +691,11 @@ def test_a_run_whose_checkpoints_are_in_a_store_that_fails_now_and_then(tiny: Ti
         for until in (2, 4, 6):
             final = trained(tiny.config(f"--training.steps={until}", *store))
         assert_equal(final, expected)
-        files = open_files("flaky://bucket/run")
+        files = open_storage("flaky://bucket/run")
         listing = files.list()
-        assert storage.committed_steps(listing) == [5, 6]
+        assert manifests.committed_steps(listing) == [5, 6]
         assert {*listing} == {folder_name(5), folder_name(6)}
-        storage.verify(files, folder_name(6), listing[folder_name(6)])
+        manifests.verify(files, folder_name(6), listing[folder_name(6)])
         assert Flaky.failures > 3
     finally:
         Flaky.store.clear()

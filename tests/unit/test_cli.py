@@ -175,8 +175,8 @@ def test_what_depends_on_a_mistake_is_not_reported_too(tiny: TinyRun, capfd: pyt
 def test_compiling_needs_a_compiler(
     tiny: TinyRun, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from titanlite.errors import UserError
     from titanlite.preflight import check_compiler
+    from titanlite.runtime.errors import UserError
 
     command = ("config", "check", "--config", str(tiny.toml))
     monkeypatch.setenv("CXX", "/no/such/c++")

@@ -68,10 +68,10 @@ def test_where_compiled_code_is_kept(
 @pytest.mark.usefixtures("single_process_group")
 def test_compiling_is_no_step_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now, compiling = [100.0], [7.0]
-    monkeypatch.setattr("titanlite.metrics.time.perf_counter", lambda: now[0])
+    monkeypatch.setattr("titanlite.metrics.recorder.time.perf_counter", lambda: now[0])
     monkeypatch.setattr("titanlite.parallelize.compile._seconds", lambda: compiling[0])
     lines: list[str] = []
-    monkeypatch.setattr("titanlite.metrics.logger.info", lines.append)
+    monkeypatch.setattr("titanlite.metrics.recorder.logger.info", lines.append)
     metrics = recorder(tmp_path, log_freq=1)
 
     def takes(seconds: float, of_compiler: float = 0.0) -> None:

@@ -8,7 +8,7 @@ from pydantic import BaseModel
 from titanlite.config.keys import dotted_keys
 from titanlite.config.load import dump, load, read
 from titanlite.config.schema import Config, Parallelism, Training
-from titanlite.errors import ConfigError
+from titanlite.runtime.errors import ConfigError
 
 CONFIGS = sorted(Path("train_configs").glob("*.toml"))
 WORLD_SIZES = {"llama3_70b": 64, "llama3_405b": 512, "debug": 2}

@@ -20,7 +20,7 @@ from pydantic import BaseModel
 from titanlite.config.keys import dotted_keys
 from titanlite.config.load import dump, read
 from titanlite.config.schema import Config
-from titanlite.errors import ConfigError
+from titanlite.runtime.errors import ConfigError
 
 TEXTS = {path.name: path.read_text() for path in sorted(Path("train_configs").glob("*.toml"))}
 TEXTS["rich.toml"] = """\

@@ -18,7 +18,7 @@ from titanlite.data.samples import Samples, Source
 from titanlite.data.sources import open_sources
 from titanlite.data.tokenizer import ByteTokenizer
 from titanlite.data.tokens import TokenStore, TokenWriter, unigram_entropy
-from titanlite.errors import UserError
+from titanlite.runtime.errors import UserError
 
 CPU = torch.device("cpu")
 

@@ -73,7 +73,7 @@ def final_state(config: Config) -> dict[str, Tensor]:
 
 
 def deterministically(rank: int, world_size: int, config: Config) -> dict[str, Any]:
-    from titanlite.job import use_deterministic_kernels
+    from titanlite.runtime.process_group import use_deterministic_kernels
 
     use_deterministic_kernels()
     with pytest.raises(RuntimeError, match="does not have a deterministic implementation"):

@@ -170,9 +170,9 @@ def test_attention_knows_distances_only() -> None:
     are read, and how far into them. That positions are used at all shows when distances change."""
     model, tokens, where = built(GROUPED), tokens_for(ROWS), documents(ROWS)
     logits = model(tokens, documents=where)
-    going_on = where._replace(positions_BL=torch.arange(16).expand(2, -1))
+    resumed = where._replace(positions_BL=torch.arange(16).expand(2, -1))
     doubled = where._replace(positions_BL=2 * where.positions_BL)
-    assert close(model(tokens, documents=going_on), logits)
+    assert close(model(tokens, documents=resumed), logits)
     assert not close(model(tokens, documents=doubled), logits, 0.01)
 
 

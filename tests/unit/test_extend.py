@@ -12,11 +12,11 @@ import torch
 from tests.helpers import TinyRun, train_on_this_rank
 from titanlite.config.load import load
 from titanlite.data.custom import CustomRows
-from titanlite.errors import ConfigError, UserError
-from titanlite.extend import find_object, load_module
-from titanlite.job import Ranks
 from titanlite.models.registry import resolve_model
 from titanlite.preflight import preflight
+from titanlite.runtime.errors import ConfigError, UserError
+from titanlite.runtime.process_group import Ranks
+from titanlite.runtime.user_code import find_object, load_module
 
 MODEL = """
 from dataclasses import dataclass

@@ -8,11 +8,11 @@ import torch
 import torch.distributed as dist
 
 from titanlite.config.schema import Guard
-from titanlite.guard import StepGuard, StoppedByGuard, Verdict
+from titanlite.guard import SkipReason, StepGuard, StoppedByGuard
 from titanlite.step import StepResult
 
 NAN, INF = math.nan, math.inf
-TAKEN, NONFINITE, SPIKE, AFTER_STOP = Verdict
+TAKEN, NONFINITE, SPIKE, AFTER_STOP = SkipReason
 
 
 def guard_of(state: dict[str, object] | None = None, *, step: int = 0, **options: object) -> StepGuard:
@@ -20,13 +20,13 @@ def guard_of(state: dict[str, object] | None = None, *, step: int = 0, **options
     return StepGuard(config, device=torch.device("cpu"), step=step, state=dict(state or {}))
 
 
-def verdicts(guard: StepGuard, figures: Sequence[tuple[float, float]], *, first: int = 1) -> list[int]:
+def skip_reasons(guard: StepGuard, figures: Sequence[tuple[float, float]], *, first: int = 1) -> list[int]:
     found = []
     for step, (loss, norm) in enumerate(figures, first):
         pair = torch.tensor(loss), torch.tensor(norm)
-        verdict = guard.judge(*pair)
-        found.append(int(verdict))
-        guard.keep(step, StepResult(pair[0], torch.zeros(()), pair[1], verdict, pair[0][None], pair[1]))
+        skip_reason = guard.judge(*pair)
+        found.append(int(skip_reason))
+        guard.keep(step, StepResult(pair[0], torch.zeros(()), pair[1], skip_reason, pair[0][None], pair[1]))
     return found
 
 
@@ -37,27 +37,27 @@ def world() -> dist.ProcessGroup:
 
 def test_after_a_stop_no_step_is_taken() -> None:
     figures = [(3, 1), (NAN, 1), (2, 1), (NAN, NAN)]
-    assert verdicts(guard_of(nonfinite="stop"), figures) == [TAKEN, NONFINITE, AFTER_STOP, AFTER_STOP]
+    assert skip_reasons(guard_of(nonfinite="stop"), figures) == [TAKEN, NONFINITE, AFTER_STOP, AFTER_STOP]
 
 
 @pytest.mark.parametrize("bad", [(NAN, 1), (INF, 1), (3, NAN), (3, INF)])
 def test_skipping_goes_on(bad: tuple[float, float]) -> None:
     guard = guard_of(nonfinite="skip", max_consecutive_skips=3)
     figures = [(3, 1), bad, bad, (3, 1), bad, bad, bad, (3, 1)]
-    assert verdicts(guard, figures) == [TAKEN, 1, 1, TAKEN, 1, 1, 1, AFTER_STOP]
+    assert skip_reasons(guard, figures) == [TAKEN, 1, 1, TAKEN, 1, 1, 1, AFTER_STOP]
 
 
 @pytest.mark.usefixtures("single_process_group")
 def test_a_look_tells_what_was_left_out() -> None:
     guard = guard_of(nonfinite="skip", max_consecutive_skips=3)
-    verdicts(guard, [(3, 1), (NAN, 2), (3, 1)])
+    skip_reasons(guard, [(3, 1), (NAN, 2), (3, 1)])
     [skipped] = guard.look(world())
     assert (skipped.step, skipped.reason, skipped.grad_norm) == (2, "loss or gradient is not finite", 2)
     assert math.isnan(skipped.loss)
     assert math.isnan(skipped.micro_losses[0][0])
     assert skipped.shard_grad_norms == [2]
     assert guard.look(world()) == []
-    verdicts(guard, [(INF, 1), (INF, 1), (INF, 1), (3, 1)], first=4)
+    skip_reasons(guard, [(INF, 1), (INF, 1), (INF, 1), (3, 1)], first=4)
     with pytest.raises(StoppedByGuard, match=r"step 6: .* \(loss inf, grad_norm 1\); 3 steps in a row") as stopped:
         guard.look(world())
     assert stopped.value.taken == 3
@@ -70,9 +70,9 @@ def test_spikes() -> None:
     guard = guard_of(spike_sigma=4, spike_window=8)
     calm = [(3 + 0.1 * (-1) ** i, 1 + 0.1 * (-1) ** i) for i in range(8)]
     deviation = 0.1 * math.sqrt(8 / 7)
-    assert verdicts(guard, [(3, 1), (9, 1), (3, 1)]) == [TAKEN] * 3  # too early
+    assert skip_reasons(guard, [(3, 1), (9, 1), (3, 1)]) == [TAKEN] * 3  # too early
     guard = guard_of(spike_sigma=4, spike_window=8)
-    assert verdicts(guard, calm) == [TAKEN] * 8
+    assert skip_reasons(guard, calm) == [TAKEN] * 8
     state = guard.state()
     for figures, expected in {
         (3 + 3.99 * deviation, 1): TAKEN,
@@ -83,12 +83,12 @@ def test_spikes() -> None:
         (NAN, 1): NONFINITE,
     }.items():
         again = guard_of(state, spike_sigma=4, spike_window=8, nonfinite="skip")
-        assert verdicts(again, [figures]) == [expected], figures
+        assert skip_reasons(again, [figures]) == [expected], figures
 
 
 def test_a_lasting_change_of_level_is_no_spike_for_long() -> None:
     guard = guard_of(spike_sigma=6, spike_window=8, max_consecutive_skips=5)
-    found = verdicts(guard, [(3 + 0.01 * (-1) ** i, 1) for i in range(8)] + [(4, 1)] * 8)
+    found = skip_reasons(guard, [(3 + 0.01 * (-1) ** i, 1) for i in range(8)] + [(4, 1)] * 8)
     assert found[8] == SPIKE
     assert found[-1] == TAKEN
     assert AFTER_STOP not in found
@@ -100,11 +100,11 @@ def test_what_follows_is_the_same_after_a_resume() -> None:
     figures = [(float(3 + torch.randn((), generator=random)), 1.0) for _ in range(60)]
     figures[28:31] = [(NAN, 1.0)] * 3  # the run stops and goes on between them
     whole = guard_of(None, **options)
-    expected = verdicts(whole, figures)
+    expected = skip_reasons(whole, figures)
     assert SPIKE in expected[:30]
     assert SPIKE in expected[31:]
     first = guard_of(None, **options)
-    verdicts(first, figures[:30])
+    skip_reasons(first, figures[:30])
     second = guard_of(first.state(), step=30, **options)
-    assert verdicts(second, figures[30:]) == expected[30:]
+    assert skip_reasons(second, figures[30:]) == expected[30:]
     assert second.state() == whole.state()

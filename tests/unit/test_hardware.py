@@ -7,10 +7,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from titanlite import hardware as module
-from titanlite.errors import UserError
-from titanlite.hardware import HARDWARE, Hardware, find_hardware, hardware_of, host_memory, load_hardware
-from titanlite.hardware import _product_rate as product_rate
+from titanlite.runtime import hardware as module
+from titanlite.runtime.errors import UserError
+from titanlite.runtime.hardware import HARDWARE, Hardware, find_hardware, hardware_of, host_memory, load_hardware
+from titanlite.runtime.hardware import _product_rate as product_rate
 
 WHOLE = """
 memory_gib = 80

@@ -11,11 +11,11 @@ from tests.distributed.test_layouts import degrees
 from tests.helpers import TinyRun
 from tests.unit.test_plan import profiled
 from titanlite.config.schema import Guard, Optimizer
-from titanlite.errors import ConfigError
 from titanlite.guard import StepGuard, StoppedByGuard
 from titanlite.optim import build_optimizer
 from titanlite.optim.in_backward import InBackward
 from titanlite.optim.norm import norms_of
+from titanlite.runtime.errors import ConfigError
 from titanlite.step import StepResult
 
 ON = ("--optimizer.in_backward=true", "--training.max_norm=0")
@@ -127,8 +127,10 @@ def test_the_guard_tells_what_is_whole() -> None:
         for step, (loss, norm) in enumerate([(3.0, 1.0), bad, (3.0, 1.0)], start=1):
             figures = torch.tensor(loss), torch.tensor(norm)
             forbidden.append(bool(guard.forbids(figures[0])))
-            verdict = guard.judge(*figures)
-            guard.keep(step, StepResult(figures[0], torch.zeros(()), figures[1], verdict, figures[0][None], figures[1]))
+            skip_reason = guard.judge(*figures)
+            guard.keep(
+                step, StepResult(figures[0], torch.zeros(()), figures[1], skip_reason, figures[0][None], figures[1])
+            )
         assert forbidden == [False, not in_part, True]
         with pytest.raises(StoppedByGuard, match="step 2: loss or gradient is not finite") as stopped:
             guard.look(world())

@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from titanlite.data.inspect import document_lengths, inspect
 from titanlite.data.tokenizer import ByteTokenizer
 from titanlite.data.tokens import INDEX, TokenStore, TokenWriter
-from titanlite.errors import UserError
+from titanlite.ingest.inspect import document_lengths, inspect
+from titanlite.runtime.errors import UserError
 
 BOS, EOS = ByteTokenizer.bos_id, ByteTokenizer.eos_id
 

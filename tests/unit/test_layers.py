@@ -87,11 +87,11 @@ def test_products_of_bfloat16_on_a_cpu_without_units_for_it(monkeypatch: pytest.
 def test_products_are_of_their_own_type_where_there_are_units(monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.ones(1, dtype=torch.bfloat16)
     monkeypatch.setattr(layers, "HAS_BFLOAT16_UNITS", True)
-    assert layers.product_type(x) == torch.bfloat16
-    assert layers.product_type(x.float()) == torch.float32
+    assert layers.matmul_dtype(x) == torch.bfloat16
+    assert layers.matmul_dtype(x.float()) == torch.float32
     monkeypatch.setattr(layers, "HAS_BFLOAT16_UNITS", False)
-    assert layers.product_type(x) == torch.float32
-    assert layers.product_type(torch.ones(1, dtype=torch.bfloat16, device="meta")) == torch.bfloat16
+    assert layers.matmul_dtype(x) == torch.float32
+    assert layers.matmul_dtype(torch.ones(1, dtype=torch.bfloat16, device="meta")) == torch.bfloat16
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -11,12 +11,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from titanlite.config.schema import LRScheduler, Optimizer
-from titanlite.errors import ConfigError
 from titanlite.loss import token_loss
 from titanlite.models.base import Model, parameter_generator
 from titanlite.models.llama3 import Llama3, Llama3Args
 from titanlite.models.registry import MODELS, resolve_model
 from titanlite.optim import build_optimizer, set_learning_rate
+from titanlite.runtime.errors import ConfigError
 from titanlite.schedule import learning_rate
 from titanlite.step import train_step
 

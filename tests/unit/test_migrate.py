@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from titanlite import cli
 from titanlite.config.keys import dotted_keys
 from titanlite.config.load import load
-from titanlite.config.migrate import migrate
-from titanlite.config.torchtitan import DROPS, LOSES, RULES
-from titanlite.config.translate import SHAPES
-from titanlite.errors import ConfigError, UserError
+from titanlite.migrate.command import migrate
+from titanlite.migrate.rules import DROPS, LOSES, RULES
+from titanlite.migrate.translate import SHAPES
+from titanlite.runtime.errors import ConfigError, UserError
 
 ROOT = Path(__file__).parents[2]
 DATA = ROOT / "tests/data/torchtitan"

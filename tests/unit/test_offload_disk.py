@@ -17,18 +17,18 @@ from torch import nn
 from tests.helpers import TinyRun, train_on_this_rank
 from tests.unit.test_checkpoints import assert_equal, trained
 from tests.unit.test_plan import planned, read
-from titanlite import offload
-from titanlite.checkpoint.storage import folder_name
+from titanlite.checkpoint.manifest import folder_name
 from titanlite.cli import run as run_command
 from titanlite.config.load import load
 from titanlite.config.schema import Offload
-from titanlite.errors import ConfigError, RunError, UserError
-from titanlite.hardware import find_hardware
-from titanlite.offload import DiskTensors
 from titanlite.optim import SlicedAdamW
-from titanlite.parallelize.materialize import in_place_of
 from titanlite.plan.command import lines, record
-from titanlite.plan.planning import Layout, _with_disk, appraise, sketch
+from titanlite.plan.estimate import Layout, _with_disk, appraise, sketch
+from titanlite.runtime import disk as offload
+from titanlite.runtime.disk import DiskTensors
+from titanlite.runtime.dtensor import in_place_of
+from titanlite.runtime.errors import ConfigError, RunError, UserError
+from titanlite.runtime.hardware import find_hardware
 from titanlite.train import build
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="files are mapped, and dropped, as Linux does it")
@@ -42,8 +42,8 @@ BFLOAT16 = ["--optimizer.state_dtype=bfloat16", "--training.dtype=bfloat16"]
 def _tiny_slices(monkeypatch: pytest.MonkeyPatch, single_process_group: None) -> None:
     """Many in each parameter, and several writes a step. A run that failed does not hold its folder."""
     monkeypatch.setattr("titanlite.optim.rounding.DISK_SLICE", 512)
-    monkeypatch.setattr("titanlite.offload.WINDOW", 2**17)
-    monkeypatch.setattr("titanlite.job._lock", lambda path: None)
+    monkeypatch.setattr("titanlite.runtime.disk.WINDOW", 2**17)
+    monkeypatch.setattr("titanlite.runtime.run_folder._lock", lambda path: None)
 
 
 def folder(tiny: TinyRun, name: str = "tiny") -> Path:
@@ -142,7 +142,7 @@ def resident_of_files() -> int:
 def test_few_pages_of_files_are_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, drops: bool) -> None:
     """96 MiB of moments, of which a few slices of 2 x 1 MiB are. Without dropping them, all are."""
     monkeypatch.setattr("titanlite.optim.rounding.DISK_SLICE", 2**18)
-    monkeypatch.setattr("titanlite.offload.WINDOW", 2**21)
+    monkeypatch.setattr("titanlite.runtime.disk.WINDOW", 2**21)
     if not drops:
         monkeypatch.setattr(offload, "_drop", lambda part: None)
     most: list[int] = []
@@ -179,7 +179,7 @@ from pathlib import Path
 import torch
 torch.set_num_threads(1)
 from titanlite.config.load import load
-from titanlite.job import pick_device, process_group, read_ranks
+from titanlite.runtime.job import pick_device, process_group, read_ranks
 from titanlite.preflight import preflight
 from titanlite.train import build, finish, train
 toml, room, *options = sys.argv[1:]
@@ -237,7 +237,7 @@ def test_nothing_is_left_by_a_run_that_fails(tiny: TinyRun, monkeypatch: pytest.
         assert mapped(folder(tiny))
         raise ZeroDivisionError
 
-    monkeypatch.setattr("titanlite.metrics.MetricsRecorder.end_step", fail)
+    monkeypatch.setattr("titanlite.metrics.recorder.MetricsRecorder.end_step", fail)
     with pytest.raises(ZeroDivisionError):
         train_on_this_rank(tiny.config(*EVERYTHING), 0, 1)
     assert [*folder(tiny).iterdir()] == []
@@ -245,7 +245,7 @@ def test_nothing_is_left_by_a_run_that_fails(tiny: TinyRun, monkeypatch: pytest.
 
 def test_nothing_is_left_by_a_process_that_is_killed(tiny: TinyRun) -> None:
     code = (
-        "import os, pathlib, sys, torch; from titanlite.offload import DiskTensors\n"
+        "import os, pathlib, sys, torch; from titanlite.runtime.disk import DiskTensors\n"
         "disk = DiskTensors(pathlib.Path(sys.argv[1]))\n"
         "tensors = disk.allocate([(torch.Size([1000]), torch.float32)])\n"
         "tensors[0].fill_(1); disk.changed(*tensors); disk.settle(); os.kill(os.getpid(), 9)"
@@ -258,7 +258,7 @@ def test_nothing_is_left_by_a_process_that_is_killed(tiny: TinyRun) -> None:
 @pytest.mark.usefixtures("_tiny_slices")
 def test_runs_go_on_in_memory_and_on_disk_as_one(tiny: TinyRun, monkeypatch: pytest.MonkeyPatch) -> None:
     names: list[str] = []
-    monkeypatch.setattr("titanlite.checkpoint.saving._Staging.begin", lambda self, tensors: names.extend(tensors))
+    monkeypatch.setattr("titanlite.checkpoint.save._Staging.begin", lambda self, tensors: names.extend(tensors))
     expected = trained(tiny.config("--job.name=whole", "--checkpoint.async_mode=disabled"))
     turns: list[list[str]] = [["--checkpoint.async_mode=disabled"], EVERYTHING, MOMENTS]
     for steps, options in zip((2, 4, 5), turns, strict=True):
@@ -313,8 +313,8 @@ def test_a_disk_that_fails_while_training(tiny: TinyRun, monkeypatch: pytest.Mon
 
 
 def build_run(tiny: TinyRun, monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    from titanlite.job import Ranks
     from titanlite.preflight import preflight
+    from titanlite.runtime.process_group import Ranks
     from titanlite.train import train
 
     config, ranks, device = tiny.config(*MOMENTS), Ranks(0, 1, 0, 1), torch.device("cpu")
@@ -379,7 +379,7 @@ def test_states_on_disk_are_not_on_the_device() -> None:
     assert {phase["optimizer"] for phase in disk.phases.values()} == {0}
     most = {cause: max(phase[cause] for phase in disk.phases.values()) for cause in ("parameters", "gradients")}
     assert memory.host == disk.disk + sum(most.values())
-    sketched = sketch(*read("--training.enable_cpu_offload", world_size=8), world_size=8, nodes_of=8, gpu=True)
+    sketched = sketch(*read("--training.enable_cpu_offload", world_size=8), world_size=8, gpus_per_node=8, gpu=True)
     both = read(*EVERYTHING, world_size=8)
     found = appraise(_with_disk(sketched, both[0].offload), *both, Layout(8, find_hardware("H100"), 8))
     assert (found.disk, found.host) == (disk.disk + most["parameters"], most["gradients"])

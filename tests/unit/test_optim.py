@@ -15,8 +15,6 @@ from tests.distributed.test_layouts import on_every_layout, trained, whole
 from tests.helpers import TinyRun, run_ranks, train_on_this_rank
 from titanlite.checkpoint.state import complete_optimizer_state
 from titanlite.config.schema import Optimizer
-from titanlite.errors import ConfigError
-from titanlite.job import Ranks
 from titanlite.models.llama3 import Llama3
 from titanlite.optim import (
     SlicedAdamW,
@@ -33,6 +31,8 @@ from titanlite.optim.groups import collapse
 from titanlite.optim.muon import Muon, _newton_schulz_in_float32, _zeropower_via_newtonschulz
 from titanlite.optim.rounding import _hash, round_stochastically
 from titanlite.preflight import preflight
+from titanlite.runtime.errors import ConfigError
+from titanlite.runtime.process_group import Ranks
 from titanlite.train import build, finish, train
 
 STEPS = 5

@@ -14,11 +14,11 @@ from tests.distributed.test_layouts import built, trained, whole
 from tests.helpers import TinyRun, run_in_turn, run_ranks
 from tests.unit.test_plan import profiled, shapes
 from titanlite.config.schema import Config, Optimizer
-from titanlite.errors import UserError
 from titanlite.models.base import unique_parameters
 from titanlite.optim import build_optimizer, bytes_of_state, check_optimizer, set_learning_rate, state_dtypes, update
 from titanlite.optim.classes import find_class
 from titanlite.optim.quantized import LEAST, block_of, is_quantized, pieces
+from titanlite.runtime.errors import UserError
 
 pytest.importorskip("torchao.optim")
 

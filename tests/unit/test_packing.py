@@ -20,7 +20,7 @@ from titanlite import loss
 from titanlite.data import packing
 from titanlite.data.packing import IGNORE, PADDING, BestFit, Row, Stream, best_fit_decreasing
 from titanlite.data.tokens import TokenStore, TokenWriter
-from titanlite.errors import RunError
+from titanlite.runtime.errors import RunError
 
 LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=12)
 FEW = settings(max_examples=30, deadline=None, derandomize=True, database=None)
@@ -51,7 +51,7 @@ def test_ignore_is_that_of_the_loss() -> None:
 
 
 def test_reading_needs_no_torch() -> None:
-    modules = "titanlite.data.packing, titanlite.data.remote, titanlite.data.inspect"
+    modules = "titanlite.data.packing, titanlite.data.remote, titanlite.ingest.inspect"
     code = f"import sys, {modules}; assert 'torch' not in sys.modules, 'torch'"
     subprocess.run([sys.executable, "-c", code], check=True)
 

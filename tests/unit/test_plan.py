@@ -15,13 +15,13 @@ from torch.nn import functional as F
 
 from titanlite.config.load import load
 from titanlite.config.schema import Config
-from titanlite.hardware import find_hardware
 from titanlite.models import layers
 from titanlite.models.base import Model, ModelArgs
+from titanlite.plan.estimate import Layout, Plan, model_of, plan, sketch
 from titanlite.plan.memory import Profile, profile
-from titanlite.plan.planning import Layout, Plan, model_of, plan, sketch
 from titanlite.plan.recorder import Recorder
-from titanlite.plan.rehearsal import Rehearsal, rehearse
+from titanlite.plan.trace import StepTrace, trace_step
+from titanlite.runtime.hardware import find_hardware
 
 SMALL = (
     "--model.args.dim=64",
@@ -42,8 +42,8 @@ def read(*overrides: str, world_size: int = 1) -> tuple[Config, type[Model], Mod
 
 
 @cache
-def rehearsed(*overrides: str, world_size: int = 1, gpu: bool = False, steps: int = 1) -> Rehearsal:
-    return rehearse(*read(*overrides, world_size=world_size), world_size=world_size, gpu=gpu, steps=steps)
+def rehearsed(*overrides: str, world_size: int = 1, gpu: bool = False, steps: int = 1) -> StepTrace:
+    return trace_step(*read(*overrides, world_size=world_size), world_size=world_size, gpu=gpu, steps=steps)
 
 
 def profiled(*overrides: str, world_size: int = 1, gpu: bool = False) -> Profile:
@@ -51,8 +51,8 @@ def profiled(*overrides: str, world_size: int = 1, gpu: bool = False) -> Profile
     return profile(rehearsal.recorder, rehearsal.blocks)
 
 
-def planned(*overrides: str, world_size: int = 8, gpu: str = "H100", nodes_of: int = 8) -> Plan:
-    return plan(*read(*overrides, world_size=world_size), Layout(world_size, find_hardware(gpu), nodes_of))
+def planned(*overrides: str, world_size: int = 8, gpu: str = "H100", gpus_per_node: int = 8) -> Plan:
+    return plan(*read(*overrides, world_size=world_size), Layout(world_size, find_hardware(gpu), gpus_per_node))
 
 
 def shapes() -> list[torch.Size]:
@@ -174,9 +174,9 @@ def test_memory_goes_the_way_it_must(shard: int, mode: int, batch: int, reshard:
 )
 def test_a_model_of_many_blocks_from_two_of_few(overrides: list[str], gpu: bool) -> None:
     config, kind, args = read(*overrides, "--model.args.n_layers=12", world_size=4)
-    found = sketch(config, kind, args, world_size=4, nodes_of=4, gpu=gpu)
+    found = sketch(config, kind, args, world_size=4, gpus_per_node=4, gpu=gpu)
     assert "backward layers.5" not in found.profile.phases  # it was not all made
-    whole = rehearse(config, kind, args, world_size=4, gpu=gpu)
+    whole = trace_step(config, kind, args, world_size=4, gpu=gpu)
     exact = profile(whole.recorder, 12)
     assert found.profile.peak == exact.peak
     assert found.profile.peak_phase == exact.peak_phase
@@ -204,7 +204,7 @@ def test_blocks_that_differ_are_all_made(tmp_path: Any) -> None:
         "        self.layers[3].extra = nn.Linear(8, 8, bias=False)\n"
     )
     config, kind, args = read(f"--model.file={own}", '--model.name="Odd"', "--model.args.n_layers=8")
-    found = sketch(config, kind, args, world_size=1, nodes_of=1, gpu=False)
+    found = sketch(config, kind, args, world_size=1, gpus_per_node=1, gpu=False)
     assert "forward layers.3" in found.profile.phases
     assert "forward layers.4" in found.profile.phases
 
@@ -260,7 +260,7 @@ def test_recomputation_costs_a_forward() -> None:
 
 def test_what_a_gpu_does_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layers, "HAS_BFLOAT16_UNITS", False)  # whatever this CPU has
-    cpu = rehearse(*read(world_size=2), world_size=2, gpu=False)
+    cpu = trace_step(*read(world_size=2), world_size=2, gpu=False)
     gpu = rehearsed(world_size=2, gpu=True)
     norms = [it for it in gpu.recorder.operators if it.name.startswith("titanlite_plan.rms_norm")]
     assert len(norms) == 2 * (2 * 3 + 1)  # forward and backward of two a block and one of the head
@@ -314,13 +314,13 @@ def test_float8_gathers_half() -> None:
     eighth = rehearsed(*options, world_size=2, gpu=True)
     assert "float8" in {it.dtype for it in eighth.recorder.operators if it.kind == "matmul"}
 
-    def gathered(made: Rehearsal) -> int:
+    def gathered(made: StepTrace) -> int:
         return sum(it.bytes for it in made.recorder.sent if it.unit == "layers.1" and it.collective == "all_gather")
 
     plain = gathered(rehearsed("--compile.enable=true", world_size=2, gpu=True))
     assert gathered(eighth) == pytest.approx(plain / 2, rel=0.02)
 
-    def scalings(made: Rehearsal) -> int:
+    def scalings(made: StepTrace) -> int:
         return sum(it.name == "_c10d_functional.all_reduce.default" for it in made.recorder.operators)
 
     apart = "--quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp=false"

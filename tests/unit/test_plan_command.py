@@ -8,12 +8,12 @@ import pytest
 
 from titanlite.cli import run
 from titanlite.config.load import load
-from titanlite.errors import UserError
-from titanlite.hardware import find_hardware
 from titanlite.plan.command import to_paste, toml_of, write_best
-from titanlite.plan.planning import USABLE, Layout
+from titanlite.plan.estimate import USABLE, Layout
 from titanlite.plan.search import search, with_options
 from titanlite.plan.time import offload_time
+from titanlite.runtime.errors import UserError
+from titanlite.runtime.hardware import find_hardware
 
 TOML = """\
 # what stays

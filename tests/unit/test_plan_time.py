@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from titanlite.hardware import HARDWARE, Hardware, find_hardware
 from titanlite.plan import time as module
 from titanlite.plan.time import Group, Kernel, Message, Unit, kernel_time, lasting, message_time, step_time
+from titanlite.runtime.hardware import HARDWARE, Hardware, find_hardware
 
 GPU = Hardware(
     name="round",
@@ -160,7 +160,9 @@ def test_groups_fit_into_nodes() -> None:
 @pytest.mark.usefixtures("ideal")
 def test_hidden_messages() -> None:
     """All that can be seen is the first gather and the last reduction."""
-    found = step_time(layers(4, gather=0.5, reduce=0.75), update=takes(0.125), hardware=GPU, nodes_of=8, accumulation=1)
+    found = step_time(
+        layers(4, gather=0.5, reduce=0.75), update=takes(0.125), hardware=GPU, gpus_per_node=8, accumulation=1
+    )
     assert found.compute == pytest.approx(12)
     assert found.update == pytest.approx(0.125)
     assert found.total == pytest.approx(12 + 0.5 + 0.75 + 0.125)
@@ -171,7 +173,7 @@ def test_hidden_messages() -> None:
 @pytest.mark.usefixtures("ideal")
 def test_messages_that_nothing_hides() -> None:
     """Gathers of 10: each unit computes 10 after the one before, beside the next gather; the last backward has none."""
-    found = step_time(layers(3, gather=10, reduce=5), update=(), hardware=GPU, nodes_of=8, accumulation=1)
+    found = step_time(layers(3, gather=10, reduce=5), update=(), hardware=GPU, gpus_per_node=8, accumulation=1)
     # Forward: gathers end at 10, 20 and 30, the last unit is done at 31 and begins backward at once. The next gather is
     # issued at 31 and arrives at 41, then the reduction of what was done at 33 goes, until 46. The next gather is
     # issued at 41, goes from 46 to 56; the reduction of what was done at 43 until 61; backward from 56 to 58; the last
@@ -185,14 +187,16 @@ def test_messages_that_nothing_hides() -> None:
 @pytest.mark.usefixtures("ideal")
 def test_the_last_unit_gathers_again_after_its_forward() -> None:
     units = [Unit("head", takes(1), takes(2), gather=sends(3), gather_again=sends(3))]
-    assert step_time(units, update=(), hardware=GPU, nodes_of=8, accumulation=1).total == pytest.approx(3 + 1 + 3 + 2)
+    assert step_time(units, update=(), hardware=GPU, gpus_per_node=8, accumulation=1).total == pytest.approx(
+        3 + 1 + 3 + 2
+    )
 
 
 @pytest.mark.usefixtures("ideal")
 def test_units_may_be_the_same_object() -> None:
     """Two gathers are seen: the first of all, and that of the last unit's backward."""
     units = [Unit("layer", takes(1), takes(2), gather=sends(1), gather_again=sends(1))] * 3
-    found = step_time(units, update=(), hardware=GPU, nodes_of=8, accumulation=1)
+    found = step_time(units, update=(), hardware=GPU, gpus_per_node=8, accumulation=1)
     assert found.total == pytest.approx(1 + 3 * 1 + 1 + 3 * 2)
 
 
@@ -200,7 +204,7 @@ def test_units_may_be_the_same_object() -> None:
 def test_a_unit_without_messages_waits_for_none() -> None:
     """A backward that needs no gather runs beside the reduction of the one before."""
     units = [Unit("embedding", takes(1), takes(4)), Unit("head", takes(1), takes(1), reduce=sends(3, "reduce_scatter"))]
-    assert step_time(units, update=(), hardware=GPU, nodes_of=8, accumulation=1).total == pytest.approx(7)
+    assert step_time(units, update=(), hardware=GPU, gpus_per_node=8, accumulation=1).total == pytest.approx(7)
 
 
 @pytest.mark.usefixtures("ideal")
@@ -208,7 +212,8 @@ def test_exposed_messages_take_half_as_long_on_a_link_twice_as_fast() -> None:
     units = [Unit("layer", (), (), gather=sends(4), reduce=sends(2, "reduce_scatter"))] * 3
     fast = replace(GPU, link_bandwidth=2 * GPU.link_bandwidth)
     slow_total, fast_total = (
-        step_time(units, update=(), hardware=hardware, nodes_of=8, accumulation=1).total for hardware in (GPU, fast)
+        step_time(units, update=(), hardware=hardware, gpus_per_node=8, accumulation=1).total
+        for hardware in (GPU, fast)
     )
     assert slow_total == pytest.approx(3 * 4 + 3 * 2)
     assert fast_total == pytest.approx(slow_total / 2)
@@ -220,10 +225,10 @@ def test_every_micro_batch_is_reduced_and_the_last_is_all_reduced() -> None:
         replace(unit, all_reduce=sends(8, "all_reduce")) for unit in layers(2, gather=0.5, reduce=0.25, forward=0.5)
     ]
     one, three = (
-        step_time(units, update=takes(0.125), hardware=GPU, nodes_of=8, accumulation=count) for count in (1, 3)
+        step_time(units, update=takes(0.125), hardware=GPU, gpus_per_node=8, accumulation=count) for count in (1, 3)
     )
     alone = step_time(
-        [replace(unit, all_reduce=()) for unit in units], update=(), hardware=GPU, nodes_of=8, accumulation=1
+        [replace(unit, all_reduce=()) for unit in units], update=(), hardware=GPU, gpus_per_node=8, accumulation=1
     )
     # Backward of the last unit is done at 3.5, of the first at 5.5; the link is busy until 11.75 and 20.
     assert one.total == pytest.approx(20 + 0.125)
@@ -235,7 +240,9 @@ def test_every_micro_batch_is_reduced_and_the_last_is_all_reduced() -> None:
 
 @pytest.mark.usefixtures("ideal")
 def test_nothing_overlaps_on_a_cpu() -> None:
-    found = step_time(layers(4, gather=0.5, reduce=0.75), update=takes(1), hardware=CPU, nodes_of=8, accumulation=2)
+    found = step_time(
+        layers(4, gather=0.5, reduce=0.75), update=takes(1), hardware=CPU, gpus_per_node=8, accumulation=2
+    )
     assert found.total == pytest.approx(2 * (12 + 7 * 0.5 + 4 * 0.75) + 1)
     assert found.exposed == pytest.approx(found.communication)
 
@@ -244,7 +251,7 @@ def test_a_block_of_llama_on_a_real_table() -> None:
     """8B on one H100, batch 1 of 8192 tokens: 6 FLOPs a parameter and token at 0.62 of the peak."""
     flops = 2 * 8.03e9 * 8192
     units = [Unit("model", (Kernel("matmul", flops, 0, "bfloat16"),), (Kernel("matmul", 2 * flops, 0, "bfloat16"),))]
-    found = step_time(units, update=(), hardware=find_hardware("H100"), nodes_of=8, accumulation=1)
+    found = step_time(units, update=(), hardware=find_hardware("H100"), gpus_per_node=8, accumulation=1)
     assert found.total == pytest.approx(6 * 8.03e9 * 8192 / (0.62 * 989e12)) == pytest.approx(0.644, abs=5e-4)
 
 
@@ -288,7 +295,7 @@ RATES = ["bf16_flops", "fp8_flops", "fp32_flops", "memory_bandwidth", "link_band
 @given(UNITS, st.sampled_from([*HARDWARE, GPU, CPU]), st.integers(1, 4))
 def test_bounds(units: list[Unit], hardware: Hardware, accumulation: int) -> None:
     """The device and the link each work for so long, and always one of them does."""
-    found = step_time(units, update=units[0].forward, hardware=hardware, nodes_of=8, accumulation=accumulation)
+    found = step_time(units, update=units[0].forward, hardware=hardware, gpus_per_node=8, accumulation=accumulation)
     worked = found.total - found.update
     slack = 1e-9 * found.total
     assert max(found.compute, found.communication) <= worked + slack
@@ -302,7 +309,8 @@ def test_bounds(units: list[Unit], hardware: Hardware, accumulation: int) -> Non
 def test_no_step_is_faster_on_a_slower_device(units: list[Unit], hardware: Hardware, rate: str, factor: float) -> None:
     slower = replace(hardware, **{rate: factor * getattr(hardware, rate)})
     fast, slow = (
-        step_time(units, update=(), hardware=device, nodes_of=8, accumulation=2).total for device in (hardware, slower)
+        step_time(units, update=(), hardware=device, gpus_per_node=8, accumulation=2).total
+        for device in (hardware, slower)
     )
     assert slow >= fast * (1 - 1e-12)
 

@@ -28,14 +28,14 @@ from rich.console import Console
 
 from titanlite import cli
 from titanlite.config.schema import Data
-from titanlite.data import prepare as prepare_module
-from titanlite.data import reading as reading_module
-from titanlite.data.encoding import Encoder, Options, encode_chunks
-from titanlite.data.inputs import find_files
-from titanlite.data.prepare import find_inputs, open_tokens, prepare
 from titanlite.data.tokenizer import PIECE_BYTES, ByteTokenizer
 from titanlite.data.tokens import TokenStore
-from titanlite.errors import RunError, UserError
+from titanlite.ingest import prepare as prepare_module
+from titanlite.ingest import reading as reading_module
+from titanlite.ingest.encoding import Encoder, Options, encode_chunks
+from titanlite.ingest.inputs import find_files
+from titanlite.ingest.prepare import find_inputs, open_tokens, prepare
+from titanlite.runtime.errors import RunError, UserError
 
 BOS, EOS = 256, 257
 TEXTS = ["plain", "Ünïcödé: 日本語 👩‍👩‍👧‍👦", "two\nlines\r\n", "", "\ufeff\t\x07 " * 50, "last"]
@@ -530,15 +530,16 @@ def test_workers_change_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_little_input_starts_no_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr("titanlite.data.encoding.ProcessPoolExecutor")
+    monkeypatch.delattr("titanlite.ingest.encoding.ProcessPoolExecutor")
     assert tokens_of(make(write(tmp_path / "a.txt", "a"), tmp_path / "out", workers=8)) == [BOS, 97, EOS]
 
 
 SLOW = """
 import json, signal, sys, time
 from pathlib import Path
-from titanlite.data import prepare, tokens
-from titanlite.data.encoding import Options
+from titanlite.data import tokens
+from titanlite.ingest import prepare
+from titanlite.ingest.encoding import Options
 from titanlite.data.tokenizer import load_tokenizer
 prepare.WORKER_BYTES = 1
 end_chunk = tokens.TokenWriter.end_chunk
@@ -841,5 +842,5 @@ def test_tokenizers_are_trained_and_tokens_inspected(
 
 
 def test_preparing_imports_no_torch() -> None:
-    code = "import sys, titanlite.data.prepare, titanlite.data.command; print('torch' in sys.modules)"
+    code = "import sys, titanlite.ingest.prepare, titanlite.ingest.command; print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout == b"False\n"

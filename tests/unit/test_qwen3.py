@@ -203,15 +203,15 @@ def test_experts_become_equally_busy() -> None:
         end_step = model.end_step
 
         def watch(taken: Tensor, model: Qwen3Moe = model, loads: list[float] = loads, then: Any = end_step) -> Any:
-            assert all(load.sum() == 4 * 32 * 2 for load in model.tallies())
-            loads.append(max(float(load.max() / load.mean()) for load in model.tallies()))
+            assert all(load.sum() == 4 * 32 * 2 for load in model.counters())
+            loads.append(max(float(load.max() / load.mean()) for load in model.counters()))
             return then(taken)
 
         model.end_step = watch
         for batch in tokens:
             step = {"tokens": batch[:, :-1], "labels": batch[:, 1:]}
             train_step(model, [step], optimizer=optimizer, group=group, max_norm=1.0)
-        assert all(load.sum() == 0 for load in model.tallies())
+        assert all(load.sum() == 0 for load in model.counters())
         busiest[rate] = sum(loads[-10:]) / 10
     assert busiest[0.0] > 3.5
     assert busiest[0.3] < 1.8

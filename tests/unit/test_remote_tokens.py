@@ -16,11 +16,11 @@ from fsspec.implementations.memory import MemoryFileSystem
 from fsspec.registry import _registry, known_implementations
 
 from tests.object_stores import Flaky
-from titanlite.checkpoint.files import Remote
+from titanlite.checkpoint.storage import Remote
 from titanlite.data import remote
 from titanlite.data.remote import localize
 from titanlite.data.tokens import INDEX, TokenStore, TokenWriter
-from titanlite.errors import RunError, UserError
+from titanlite.runtime.errors import RunError, UserError
 
 URL = "flaky://bucket/corpora/my.tokens"
 FILES = [f"{shard:05d}.{kind}" for shard in range(4) for kind in ("documents", "tokens")]

@@ -16,7 +16,7 @@ from titanlite.data.loader import MicroBatches, build_loader
 from titanlite.data.mixture import MOST_PERIOD, Mixture
 from titanlite.data.packing import Row
 from titanlite.data.samples import Samples, Source, as_batch
-from titanlite.errors import UserError
+from titanlite.runtime.errors import UserError
 from titanlite.schedule import count_steps
 
 CPU = torch.device("cpu")
@@ -204,23 +204,23 @@ def saved(samples: Samples, count: int) -> dict[str, Any]:
 
 def test_unchanged_data_goes_on_where_it_was() -> None:
     samples = mixed((37, 0.6), (11, 0.4))
-    again = mixed((37, 0.6), (11, 0.4)).going_on(saved(samples, 100), 100, "error")
+    again = mixed((37, 0.6), (11, 0.4)).resumed(saved(samples, 100), 100, "error")
     assert read(again, 100, 200) == read(samples, 100, 200)
 
 
 def test_a_changed_mixture_goes_on_in_each_source_that_is_still_the_same() -> None:
     first = mixed((40, 0.5), (40, 0.5))
-    second = mixed((40, 0.2), (40, 0.7), (40, 0.1)).going_on(saved(first, 60), 60, "continue")
+    second = mixed((40, 0.2), (40, 0.7), (40, 0.1)).resumed(saved(first, 60), 60, "continue")
     seen = read(first, 0, 60) + read(second, 60, 73)
     for source in (0, 1):
         rows = [token for token in seen if token // 10**6 == source]
         assert len(set(rows)) == len(rows), "nothing is read again before the epoch is over"
     assert second.consumed(60) == [30, 30, 0]
     assert np.diff([second.consumed(60), second.consumed(160)], axis=0).tolist() == [[20, 70, 10]]
-    third = mixed((40, 0.2), (40, 0.7), (40, 0.1)).going_on(saved(second, 100), 100, "error")
+    third = mixed((40, 0.2), (40, 0.7), (40, 0.1)).resumed(saved(second, 100), 100, "error")
     assert read(third, 100, 200) == read(second, 100, 200), "and the next start knows it too"
-    without = mixed((40, 1.0)).going_on(saved(second, 100), 100, "continue")
-    back = mixed((40, 0.5), (40, 0.5)).going_on(saved(without, 110), 110, "continue")
+    without = mixed((40, 1.0)).resumed(saved(second, 100), 100, "continue")
+    back = mixed((40, 0.5), (40, 0.5)).resumed(saved(without, 110), 110, "continue")
     assert back.consumed(110) == [48, 58], "a source that was left out for a while is not forgotten"
 
 
@@ -230,10 +230,10 @@ def test_the_smallest_change_of_a_weight_is_a_change() -> None:
 
 def test_a_changed_mixture_can_begin_anew() -> None:
     first = mixed((40, 1.0))
-    second = mixed((40, 0.5), (40, 0.5)).going_on(saved(first, 60), 60, "restart")
+    second = mixed((40, 0.5), (40, 0.5)).resumed(saved(first, 60), 60, "restart")
     assert read(second, 60, 90) == read(mixed((40, 0.5), (40, 0.5)), 0, 30)
     assert second.limit(1) == 60 + 80
-    assert mixed((40, 1.0)).going_on({}, 60, "continue").consumed(60) == [0], "of a checkpoint that says nothing"
+    assert mixed((40, 1.0)).resumed({}, 60, "continue").consumed(60) == [0], "of a checkpoint that says nothing"
 
 
 # Batches

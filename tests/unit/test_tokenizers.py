@@ -18,7 +18,6 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as FastTokenizer
 
 from titanlite.data import tokenizer as tokenizer_module
-from titanlite.data.bpe import train_bpe, write_bpe
 from titanlite.data.tokenizer import (
     LLAMA3_SPECIAL_TOKENS,
     PIECE_BYTES,
@@ -31,7 +30,8 @@ from titanlite.data.tokenizer import (
     load_tokenizer,
     pieces,
 )
-from titanlite.errors import UserError
+from titanlite.ingest.bpe import train_bpe, write_bpe
+from titanlite.runtime.errors import UserError
 
 HARD_TEXTS = [
     "",
@@ -420,7 +420,7 @@ def test_without_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_nothing_heavy_is_imported() -> None:
-    code = "import sys, titanlite.data.tokenizer, titanlite.data.bpe; print(*sys.modules)"
+    code = "import sys, titanlite.data.tokenizer, titanlite.ingest.bpe; print(*sys.modules)"
     modules = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     assert not {"torch", "tokenizers", "tiktoken"} & set(modules)
 

@@ -13,12 +13,13 @@ import torch.distributed as dist
 from torch.nn import functional as F
 
 from titanlite.config.schema import LRScheduler, Metrics, Optimizer, Training
-from titanlite.hardware import peak_flops
-from titanlite.job import RunFolder, read_ranks, seed_step
 from titanlite.loss import IGNORE, TokenLoss, token_loss
-from titanlite.metrics import MetricsRecorder
+from titanlite.metrics.recorder import MetricsRecorder
 from titanlite.models.llama3 import Llama3, Llama3Args
 from titanlite.optim import build_optimizer
+from titanlite.runtime.hardware import peak_flops
+from titanlite.runtime.process_group import read_ranks, seed_step
+from titanlite.runtime.run_folder import RunFolder
 from titanlite.schedule import learning_rate
 from titanlite.step import StepResult, clip, train_step
 
@@ -191,7 +192,7 @@ def records(folder: Path) -> list[dict[str, Any]]:
 @pytest.mark.usefixtures("single_process_group")
 def test_times_are_what_they_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
-    monkeypatch.setattr("titanlite.metrics.time.perf_counter", lambda: now[0])
+    monkeypatch.setattr("titanlite.metrics.recorder.time.perf_counter", lambda: now[0])
     metrics = recorder(tmp_path)
     result = result_of(3.5, 0.25)
     for step in (1, 2, 3, 4):

@@ -13,11 +13,11 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Column, Table
 
-from titanlite.checkpoint import storage
-from titanlite.checkpoint.files import MANIFEST, Files, open_files
-from titanlite.checkpoint.storage import DAMAGED, SUPERSEDED, DamagedCheckpoint, Manifest, folder_name
-from titanlite.console import progress_console
-from titanlite.errors import RunError, UserError
+from titanlite.checkpoint import manifest as manifests
+from titanlite.checkpoint.manifest import DAMAGED, SUPERSEDED, Manifest, folder_name
+from titanlite.checkpoint.storage import MANIFEST, Files, open_storage
+from titanlite.runtime.console import progress_console
+from titanlite.runtime.errors import DamagedCheckpoint, RunError, UserError
 
 MARK = "verified.json"
 FOLDER = re.compile(r"(?:(\.staging|\.deleted)-)?step-(\d{8,})(?(1)-.*)")
@@ -104,7 +104,7 @@ def show(path: str, *, tensors: bool) -> None:
     found = next((found for found in reversed(founds) if found.manifest), founds[-1])
     if (manifest := found.manifest) is None:
         raise UserError(f"{files.where(found.folder)} is not whole: {found.state}")
-    from titanlite.checkpoint.shards import ShardReader
+    from titanlite.checkpoint.dcp import ShardReader
 
     entries: Any = ShardReader(files, found.folder, manifest, checksums=False).metadata.state_dict_metadata
     model = [entry.size.numel() for name, entry in entries.items() if name.startswith("model.")]
@@ -128,9 +128,9 @@ def prune(path: str, *, keep_latest_k: int, keep_every: int, set_aside: bool, dr
     founds = [found for found in every if MANIFEST in found.sizes and found.folder == folder_name(found.step)]
     if (newest := (founds or every)[-1]).manifest is None:
         raise UserError(f"nothing is deleted: the newest, {files.where(newest.folder)}, is not whole: {newest.state}")
-    old = storage.to_delete([found.step for found in founds], keep_latest_k=keep_latest_k, keep_every=keep_every)
+    old = manifests.to_delete([found.step for found in founds], keep_latest_k=keep_latest_k, keep_every=keep_every)
     aside = [found for found in every if set_aside and found.state in ASIDE.values()]
-    files = open_files(files.url, owner=newest.manifest.run_id)  # whose sweep deletes what a killed prune leaves
+    files = open_storage(files.url, owner=newest.manifest.run_id)  # whose sweep deletes what a killed prune leaves
     for found in [found for found in founds if found.step in old] + aside:
         if not dry_run:
             with suppress(FileNotFoundError):  # the run was faster
@@ -141,7 +141,7 @@ def prune(path: str, *, keep_latest_k: int, keep_every: int, set_aside: bool, dr
 def _find(path: str, *, counting: bool = False, single: bool = False) -> list[tuple[Files, list[Found]]]:
     """What is at a path or below it: of each run, by step; or only what counts; or only of a single run."""
     above, _, name = path.rstrip("/").rpartition("/")
-    is_one, is_local = storage.step_of(name) is not None, "://" not in path
+    is_one, is_local = manifests.step_of(name) is not None, "://" not in path
     if is_local and not os.path.isdir(path):
         raise UserError(f"no folder {path}")
     places = [above or "."] if is_one else [path]
@@ -150,11 +150,11 @@ def _find(path: str, *, counting: bool = False, single: bool = False) -> list[tu
     runs = []
     for place in places:
         try:
-            files = open_files(place)
+            files = open_storage(place)
         except (ValueError, ImportError) as error:  # of fsspec
             raise UserError(f"{path}: {error}") from None
         listing = files.list()
-        folders = map(folder_name, storage.committed_steps(listing)) if counting else listing
+        folders = map(folder_name, manifests.committed_steps(listing)) if counting else listing
         looks = [_look(files, folder, listing[folder]) for folder in folders if folder == name or not is_one]
         if founds := sorted(filter(None, looks), key=lambda found: found[:2]):
             runs.append((files, founds))
@@ -168,8 +168,8 @@ def _find(path: str, *, counting: bool = False, single: bool = False) -> list[tu
 def _check(files: Files, folder: str, sizes: dict[str, int]) -> Manifest:
     if MANIFEST not in sizes:
         raise DamagedCheckpoint(f"{files.where(folder)}/{MANIFEST} is missing")
-    manifest = storage.read_manifest(files, folder)
-    storage.check_sizes(files, folder, manifest, sizes)
+    manifest = manifests.read_manifest(files, folder)
+    manifests.check_sizes(files, folder, manifest, sizes)
     if damage := _mark(files, folder, sizes, manifest).get("damage"):
         raise DamagedCheckpoint(damage)
     return manifest
@@ -193,7 +193,7 @@ def _look(files: Files, folder: str, sizes: dict[str, int], *, check: Check = _c
 def _read_all(files: Files, folder: str, sizes: dict[str, int]) -> Manifest:
     with Progress(console=progress_console(), transient=True) as progress:
         task = progress.add_task(folder, total=sum(sizes.values()))
-        return storage.verify(files, folder, sizes, told=lambda read: progress.advance(task, read))
+        return manifests.verify(files, folder, sizes, told=lambda read: progress.advance(task, read))
 
 
 def _mark(files: Files, folder: str, sizes: dict[str, int], manifest: Manifest) -> dict[str, Any]:

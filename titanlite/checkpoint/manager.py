@@ -16,16 +16,16 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import titanlite
-from titanlite.checkpoint import storage
-from titanlite.checkpoint.blocking import Blocking, StepClock
-from titanlite.checkpoint.files import Files
-from titanlite.checkpoint.loading import Loader
-from titanlite.checkpoint.ranks import on_rank_0
-from titanlite.checkpoint.saving import Saved, Saver
+from titanlite.checkpoint import manifest as manifests
+from titanlite.checkpoint.load import Loader
+from titanlite.checkpoint.manifest import FileRecord, Manifest, folder_name
+from titanlite.checkpoint.save import Saved, Saver
+from titanlite.checkpoint.save_overhead import SaveOverhead, StepClock
 from titanlite.checkpoint.state import complete_optimizer_state, put_back_numbers, state_of
-from titanlite.checkpoint.storage import DamagedCheckpoint, FileRecord, Manifest, folder_name
+from titanlite.checkpoint.storage import Files
 from titanlite.config.schema import Checkpoint
-from titanlite.errors import RunError, UserError
+from titanlite.runtime.errors import DamagedCheckpoint, RunError, UserError
+from titanlite.runtime.ranks import on_rank_0
 
 logger = logging.getLogger(__name__)
 
@@ -90,7 +90,7 @@ class CheckpointManager:
         self._group = group
         self._clock = StepClock(device)
         self._save: tuple[int, Future[Saved]] | None = None
-        self._ended: list[tuple[int, Saved, Blocking]] = []
+        self._ended: list[tuple[int, Saved, SaveOverhead]] = []
         self._last_save = time.monotonic()
         self._newest = 0
         """Step that was loaded, or saved last and whole."""
@@ -247,13 +247,13 @@ class CheckpointManager:
         """Delete what is no longer wanted. The newest must be that of this step, and whole, or nothing is deleted."""
         try:
             listing = self.files.list()
-            steps = storage.committed_steps(listing)
+            steps = manifests.committed_steps(listing)
             newest = folder_name(steps[-1])
             if steps[-1] != step:
                 logger.warning(f"old checkpoints are not deleted: {newest} is not of this start")
                 return
-            storage.check_sizes(self.files, newest, storage.read_manifest(self.files, newest), listing[newest])
-            old = storage.to_delete(steps, keep_latest_k=self.config.keep_latest_k, keep_every=self.config.keep_every)
+            manifests.check_sizes(self.files, newest, manifests.read_manifest(self.files, newest), listing[newest])
+            old = manifests.to_delete(steps, keep_latest_k=self.config.keep_latest_k, keep_every=self.config.keep_every)
             for unwanted in old:
                 self.files.delete(folder_name(unwanted))
         except Exception as error:

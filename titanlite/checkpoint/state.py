@@ -11,9 +11,9 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.tensor import DTensor
 
-from titanlite.errors import UserError
 from titanlite.models.base import unique_parameters
 from titanlite.optim.quantized import is_quantized, pieces
+from titanlite.runtime.errors import UserError
 
 State = dict[str, dict[str, Tensor]]
 

@@ -1,186 +1,265 @@
-"""What a checkpoint is, and which of them count. The commit protocol is in files.py. No torch here.
+"""Where checkpoints lie: a folder on disk, or a place in an object store behind fsspec. No torch here.
 
-A checkpoint is a folder step-00000100 of DCP files, checksums.json and manifest.json. It is whole if its manifest is:
-the manifest comes last, states the size and checksum of every other file, and its own checksum.
+Names are below that place, with slashes: step-00000100/manifest.json. A checkpoint is a folder of files; what makes it
+count is its manifest, published last: on disk by renaming the folder; in an object store, which cannot, by writing the
+manifest.
 """
 
-import json
-import re
-import zlib
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
-from typing import Any
+import contextlib
+import logging
+import os
+import random
+import shutil
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, BinaryIO, TypeVar
 
-from titanlite.checkpoint.files import MANIFEST, Files
-from titanlite.errors import UserError
+logger = logging.getLogger(__name__)
 
-CHECKSUMS = "checksums.json"
-METADATA = ".metadata"
-FORMAT = 2
-DAMAGED, SUPERSEDED = "damaged", "superseded"  # why a checkpoint was left aside
-CHUNK = 1 << 24  # bytes to read at once
-
-
-class DamagedCheckpoint(ValueError):
-    """A file of a checkpoint is not as it was written; the message names it."""
+T = TypeVar("T")
+MANIFEST = "manifest.json"
+PERMANENT = (FileNotFoundError, FileExistsError, PermissionError, NotADirectoryError, IsADirectoryError)
 
 
-@dataclass(frozen=True)
-class FileRecord:
-    size: int
-    """Bytes."""
-    crc32: str
-    """Of the whole file, in hexadecimal."""
+class Files(ABC):
+    """The place of a run's checkpoints.
+
+    Args:
+        owner: id of the run: only its own unfinished folders are ever swept.
+    """
+
+    def __init__(self, url: str, owner: str) -> None:
+        self.url = url
+        self.owner = owner
+
+    def where(self, name: str) -> str:
+        """What messages call a file."""
+        return f"{self.url}/{name}"
+
+    @abstractmethod
+    def list(self) -> dict[str, dict[str, int]]:
+        """{folder: {file: size in bytes}}, unfinished and hidden folders too; one listing of an object store."""
+
+    @abstractmethod
+    def read(self, name: str, start: int = 0, size: int | None = None) -> bytes: ...
+
+    @abstractmethod
+    def create(self, name: str) -> contextlib.AbstractContextManager[BinaryIO]:
+        """A new file to write. It is durable when the context ends without an error."""
+
+    @abstractmethod
+    def begin(self, folder: str) -> str:
+        """The empty folder in which `folder` is written until it is published."""
+
+    @abstractmethod
+    def publish(self, folder: str, manifest: bytes) -> None:
+        """Make a folder count whose other files are all there, and durable."""
+
+    @abstractmethod
+    def discard(self, folder: str) -> None:
+        """Delete what was begun and cannot be published."""
+
+    @abstractmethod
+    def withdraw(self, folder: str, why: str) -> None:
+        """Make a folder not count any longer; its manifest stays as manifest.json.<why>."""
+
+    @abstractmethod
+    def delete(self, folder: str) -> None:
+        """A process killed in the middle leaves nothing that counts; `sweep` deletes the rest."""
+
+    @abstractmethod
+    def sweep(self) -> None:
+        """Delete what killed processes of this run have left. No process of the run may be saving."""
+
+    def retrying(self, act: Callable[[], T], what: str) -> T:
+        """Disks are not asked twice; see Remote."""
+        return act()
 
 
-@dataclass(frozen=True)
-class Manifest:
-    """What a checkpoint says of itself."""
+class Local(Files):
+    """A folder on a file system that all nodes share."""
 
-    step: int
-    samples: int
-    """Sequences that the run has consumed: the position in the data."""
-    run_id: str
-    settings: dict[str, Any]
-    """What gives the state its meaning: the model's shape, the data, sequence length, batch, seed."""
-    config_hash: str
-    """SHA-256 of the resolved config."""
-    mesh: dict[str, int]
-    versions: dict[str, str]
-    saved_at: float
-    """Seconds since 1970."""
-    elapsed_seconds: float
-    """From the start of the save to the commit."""
-    load_step: int | None
-    """checkpoint.load_step of the process that saved it."""
-    files: dict[str, FileRecord]
-    data: dict[str, Any] = field(default_factory=dict)
-    """What the position in the data means, where the data was changed on the way."""
-    guard: dict[str, Any] = field(default_factory=dict)
-    """What skips of steps depend on, of the steps before."""
-    format: int = FORMAT
+    def __init__(self, url: str, owner: str) -> None:
+        self.root = Path(url).expanduser()
+        super().__init__(str(self.root), owner)
+
+    def list(self) -> dict[str, dict[str, int]]:
+        found: dict[str, dict[str, int]] = {}
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            for folder in os.scandir(self.root):
+                with contextlib.suppress(FileNotFoundError, NotADirectoryError):  # deleted meanwhile
+                    if folder.is_dir():
+                        entries = [entry for entry in os.scandir(folder) if entry.is_file()]
+                        found[folder.name] = {entry.name: entry.stat().st_size for entry in entries}
+        return found
+
+    def read(self, name: str, start: int = 0, size: int | None = None) -> bytes:
+        with _naming(self.root / name), open(self.root / name, "rb", buffering=0) as file:
+            file.seek(start)
+            return file.read() if size is None else _read_all(file, size)
+
+    @contextlib.contextmanager
+    def create(self, name: str) -> Iterator[BinaryIO]:
+        with _naming(self.root / name), open(self.root / name, "wb", buffering=0) as file:
+            yield file
+            os.fsync(file.fileno())
+
+    def begin(self, folder: str) -> str:
+        staging = f".staging-{folder}-{self.owner}"
+        shutil.rmtree(self.root / staging, ignore_errors=True)
+        (self.root / staging).mkdir(parents=True)
+        return staging
+
+    def publish(self, folder: str, manifest: bytes) -> None:
+        staging, final = self.root / f".staging-{folder}-{self.owner}", self.root / folder
+        with self.create(f"{staging.name}/{MANIFEST}") as file:
+            file.write(manifest)
+        _sync_folder(staging)
+        if final.exists():  # withdrawn, or about to be
+            self.delete(folder)
+        os.rename(staging, final)
+        _sync_folder(self.root)
+
+    def discard(self, folder: str) -> None:
+        shutil.rmtree(self.root / f".staging-{folder}-{self.owner}", ignore_errors=True)
+
+    def withdraw(self, folder: str, why: str) -> None:
+        os.rename(self.root / folder / MANIFEST, self.root / folder / f"{MANIFEST}.{why}")
+
+    def delete(self, folder: str) -> None:
+        hidden = self.root / f".deleted-{folder}-{self.owner}"
+        shutil.rmtree(hidden, ignore_errors=True)
+        os.rename(self.root / folder, hidden)
+        shutil.rmtree(hidden, ignore_errors=True)
+
+    def sweep(self) -> None:
+        for folder in self.list():
+            if folder.startswith((".staging-", ".deleted-")) and folder.endswith(f"-{self.owner}"):
+                shutil.rmtree(self.root / folder, ignore_errors=True)
+
+
+class Remote(Files):
+    """An object store. What fails is tried again, for half a minute; then the error names the file."""
+
+    PATIENCE = 30.0
+
+    def __init__(self, url: str, owner: str) -> None:
+        import fsspec
+
+        super().__init__(url.rstrip("/"), owner)
+        self.fs, root = fsspec.url_to_fs(url)
+        self.root = root.rstrip("/")
+
+    def list(self) -> dict[str, dict[str, int]]:
+        def find() -> dict[str, Any]:
+            self.fs.invalidate_cache()
+            try:
+                return self.fs.find(self.root, detail=True)
+            except FileNotFoundError:
+                return {}
+
+        found: dict[str, dict[str, int]] = {}
+        for path, info in self.retrying(find, "").items():
+            folder, _, name = path[len(self.root) + 1 :].partition("/")
+            if name:
+                found.setdefault(folder, {})[name] = info["size"]
+        return found
+
+    def read(self, name: str, start: int = 0, size: int | None = None) -> bytes:
+        end = None if size is None else start + size
+        return self.retrying(lambda: self.fs.cat_file(f"{self.root}/{name}", start=start, end=end), name)
+
+    def create(self, name: str) -> contextlib.AbstractContextManager[BinaryIO]:
+        return self.fs.open(f"{self.root}/{name}", "wb")
+
+    def begin(self, folder: str) -> str:
+        if self.list().get(folder):
+            self.delete(folder)
+        self._put(f"{folder}/{self._mark}", b"")
+        return folder
+
+    def publish(self, folder: str, manifest: bytes) -> None:
+        self._put(f"{folder}/{MANIFEST}", manifest)
+
+    def discard(self, folder: str) -> None:
+        if not any(name.startswith(MANIFEST) for name in self.list().get(folder, {})):  # it may have been published
+            self.delete(folder)
+
+    def withdraw(self, folder: str, why: str) -> None:
+        self._put(f"{folder}/{MANIFEST}.{why}", self.read(f"{folder}/{MANIFEST}"))
+        self._remove(folder, [MANIFEST])
+
+    def delete(self, folder: str) -> None:
+        names = [*self.list().get(folder, {})]
+        first = [name for name in names if name.startswith(MANIFEST)]
+        self._remove(folder, first)
+        self._remove(folder, [name for name in names if name not in (*first, self._mark)])
+        self._remove(folder, [self._mark])  # last: half deleted, it is still known as this run's
+
+    def sweep(self) -> None:
+        for folder, files in self.list().items():
+            if self._mark in files and not any(name.startswith(MANIFEST) for name in files):
+                self.delete(folder)
+
+    def retrying(self, act: Callable[[], T], what: str) -> T:
+        """Do it until it succeeds; waits are doubled, with some chance in them so that ranks do not come together."""
+        waited, wait = 0.0, 0.05
+        while True:
+            try:
+                return act()
+            except PERMANENT as error:
+                raise type(error)(f"{self.where(what)}: {error}") from error
+            except Exception as error:  # each kind of store has errors of its own
+                if waited + wait > self.PATIENCE:  # whatever the attempts took: a large file takes long
+                    raise OSError(f"{self.where(what)}: {error!r} for {self.PATIENCE:.0f} s") from error
+                if wait > 0.3:  # not a hiccup
+                    logger.warning(f"{self.where(what)}: {error!r}; trying again")
+            time.sleep(wait * random.Random().uniform(0.5, 1.5))
+            waited, wait = waited + wait, 2 * wait
 
     @property
-    def size(self) -> int:
-        """Bytes of all files."""
-        return sum(record.size for record in self.files.values())
+    def _mark(self) -> str:
+        return f".owner-{self.owner}"
 
-    def to_json(self) -> bytes:
-        body = json.dumps(asdict(self), indent=1)
-        return f'{body[:-2]},\n "crc32": "{_crc32(body.encode())}"\n}}\n'.encode()
+    def _put(self, name: str, data: bytes) -> None:
+        self.retrying(lambda: self.fs.pipe_file(f"{self.root}/{name}", data), name)
 
-    @staticmethod
-    def from_json(text: bytes) -> "Manifest":
-        """Raises:
-        ValueError: it is not as it was written.
-        UserError: it has another format.
-        """
-        fields: dict[str, Any] = json.loads(text)
-        if not isinstance(fields, dict):
-            raise ValueError("not a manifest")
-        checksum = fields.pop("crc32", None)
-        if checksum is not None and checksum != _crc32(json.dumps(fields, indent=1).encode()):
-            raise ValueError("its own checksum does not fit")
-        if fields.get("format") != FORMAT:
-            raise UserError(f"has format {fields.get('format')}, this version of titanlite reads format {FORMAT}")
-        fields["files"] = {name: FileRecord(**record) for name, record in fields["files"].items()}
-        for name in (fields["run_id"], *fields["files"]):
-            if not re.fullmatch(r"[\w.-]*", name) or ".." in name:  # they become parts of paths
-                raise ValueError(f"{name!r} is not a name")
-        return Manifest(**fields)
+    def _remove(self, folder: str, names: "list[str]") -> None:
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):
+                self.retrying(lambda path=f"{self.root}/{folder}/{name}": self.fs.rm_file(path), f"{folder}/{name}")
 
 
-def folder_name(step: int) -> str:
-    return f"step-{step:08d}"
-
-
-def step_of(folder: str) -> int | None:
-    match = re.fullmatch(r"step-(\d{8,})", folder)
-    return int(match[1]) if match else None
-
-
-def committed_steps(listing: dict[str, dict[str, int]]) -> list[int]:
-    """Steps of the checkpoints that count, oldest first."""
-    steps = [step_of(folder) for folder, files in listing.items() if MANIFEST in files]
-    return sorted(step for step in steps if step is not None)
-
-
-def read_manifest(files: Files, folder: str) -> Manifest:
+def open_storage(url: str, *, owner: str = "") -> Files:
     """Raises:
-    DamagedCheckpoint: the manifest is not as it was written, or not of this folder.
-    UserError: it has another format.
+    ValueError, ImportError: the kind of URL is unknown, or the package for it is not installed.
     """
-    name = f"{folder}/{MANIFEST}"
+    return Remote(url, owner) if "://" in url else Local(url, owner)
+
+
+@contextlib.contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Errors of reading and writing do not say of which file."""
     try:
-        manifest = Manifest.from_json(files.read(name))
-    except UserError as error:
-        raise UserError(f"{files.where(name)} {error}") from None
-    except (ValueError, TypeError, KeyError, AttributeError, FileNotFoundError) as error:
-        raise DamagedCheckpoint(f"{files.where(name)}: {error}") from None
-    if manifest.step != step_of(folder):
-        raise DamagedCheckpoint(f"{files.where(name)} is the manifest of step {manifest.step}")
-    return manifest
+        yield
+    except OSError as error:
+        if error.errno is None or error.filename is not None:
+            raise
+        raise type(error)(error.errno, error.strerror, str(path)) from error
 
 
-def check_sizes(files: Files, folder: str, manifest: Manifest, sizes: dict[str, int]) -> None:
-    """Raises:
-    DamagedCheckpoint: a file is missing, or does not have the size that the manifest states.
-    """
-    for name, record in manifest.files.items():
-        if name not in sizes:
-            raise DamagedCheckpoint(f"{files.where(f'{folder}/{name}')} is missing")
-        if sizes[name] != record.size:
-            raise DamagedCheckpoint(
-                f"{files.where(f'{folder}/{name}')} has {sizes[name]} bytes, its manifest states {record.size}"
-            )
-
-
-def read_checked(files: Files, folder: str, name: str, manifest: Manifest) -> bytes:
-    """A small file, whole.
-
-    Raises:
-        DamagedCheckpoint: it is not as it was written.
-    """
-    data = files.read(f"{folder}/{name}")
-    if name not in manifest.files or _crc32(data) != manifest.files[name].crc32:
-        raise DamagedCheckpoint(f"{files.where(f'{folder}/{name}')}: its checksum is not that of the manifest")
+def _read_all(file: Any, size: int) -> bytes:
+    data = file.read(size)
+    while len(data) < size and (more := file.read(size - len(data))):  # one read gives 2 GiB at most
+        data += more
     return data
 
 
-def verify(
-    files: Files, folder: str, sizes: dict[str, int], *, told: Callable[[int], None] = lambda read: None
-) -> Manifest:
-    """Read all of a checkpoint, and check it.
-
-    Args:
-        told: how many bytes more have been read, now and then.
-
-    Raises:
-        DamagedCheckpoint: naming the first file that is not as it was written.
-    """
-    manifest = read_manifest(files, folder)
-    check_sizes(files, folder, manifest, sizes)
-    for name, record in manifest.files.items():
-        crc32 = 0
-        for start in range(0, record.size, CHUNK):
-            data = files.read(f"{folder}/{name}", start, min(CHUNK, record.size - start))
-            crc32 = zlib.crc32(data, crc32)
-            told(len(data))
-        if f"{crc32:08x}" != record.crc32:
-            raise DamagedCheckpoint(f"{files.where(f'{folder}/{name}')}: its checksum is not that of the manifest")
-    return manifest
-
-
-def to_delete(steps: list[int], *, keep_latest_k: int, keep_every: int) -> list[int]:
-    """Which of the checkpoints that count are no longer wanted. The newest always is.
-
-    Args:
-        keep_latest_k: so many of the newest stay; 0 keeps all.
-        keep_every: steps that are a multiple of it stay, too; 0 for none.
-    """
-    older = sorted(steps)[: -max(keep_latest_k, 1)] if keep_latest_k else []
-    return [step for step in older if not keep_every or step % keep_every]
-
-
-def _crc32(data: bytes) -> str:
-    return f"{zlib.crc32(data):08x}"
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 
 from titanlite.config.schema import ActivationCheckpoint, Config, Data, Validation
-from titanlite.errors import UserError
+from titanlite.runtime.errors import UserError
 
 Conflict = tuple[str, str]  # dotted key, what is wrong
 

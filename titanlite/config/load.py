@@ -1,5 +1,6 @@
 """TOML and command line -> Config, or every problem at once with the place it was written at. Never imports torch."""
 
+import hashlib
 import json
 import re
 from collections.abc import Iterable, Sequence
@@ -16,7 +17,7 @@ from titanlite.config.checks import find_conflicts
 from titanlite.config.keys import nearest_key
 from titanlite.config.schema import Config
 from titanlite.config.source import Key, Source, Tree, read_source
-from titanlite.errors import DEFAULT_PLACE, ConfigError, Place, Problem
+from titanlite.runtime.errors import DEFAULT_PLACE, ConfigError, Place, Problem
 
 
 @dataclass
@@ -101,6 +102,11 @@ def dump(config: Config) -> str:
     import tomlkit
 
     return tomlkit.dumps(config.model_dump(exclude_none=True))
+
+
+def config_hash(config: Config) -> str:
+    """Return the SHA-256 of the resolved config, in hexadecimal."""
+    return hashlib.sha256(dump(config).encode()).hexdigest()
 
 
 # Validation

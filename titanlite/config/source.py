@@ -13,7 +13,7 @@ from typing import Any
 import tomli
 
 from titanlite.config.keys import expects_list
-from titanlite.errors import Place, Problem
+from titanlite.runtime.errors import Place, Problem
 
 CODE = [
     tuple(key.split("."))

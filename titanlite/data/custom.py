@@ -6,8 +6,8 @@ from typing import Any, Protocol
 import numpy as np
 
 from titanlite.data.packing import Row
-from titanlite.errors import UserError
-from titanlite.extend import find_object
+from titanlite.runtime.errors import UserError
+from titanlite.runtime.user_code import find_object
 
 PREFIX = "python://"
 

@@ -19,7 +19,7 @@ import numpy as np
 
 from titanlite.data.remote import locked
 from titanlite.data.tokens import TokenStore
-from titanlite.errors import RunError
+from titanlite.runtime.errors import RunError
 
 logger = logging.getLogger(__name__)
 

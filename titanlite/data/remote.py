@@ -26,10 +26,10 @@ from typing import NamedTuple, TypeVar
 
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-from titanlite.checkpoint.files import PERMANENT, Remote
-from titanlite.console import progress_console
+from titanlite.checkpoint.storage import PERMANENT, Remote
 from titanlite.data.tokens import FORMAT, INDEX
-from titanlite.errors import RunError, UserError
+from titanlite.runtime.console import progress_console
+from titanlite.runtime.errors import RunError, UserError
 
 logger = logging.getLogger(__name__)
 

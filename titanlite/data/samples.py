@@ -18,7 +18,7 @@ from torch.utils.data import Dataset
 from titanlite.data.mixture import Mixture
 from titanlite.data.order import Order
 from titanlite.data.packing import Row
-from titanlite.errors import UserError
+from titanlite.runtime.errors import UserError
 
 logger = logging.getLogger(__name__)
 
@@ -144,7 +144,7 @@ class Samples(Dataset[Batch]):
             "consumed": {**self.origin.consumed, **dict(consumed)},
         }
 
-    def going_on(
+    def resumed(
         self, state: dict[str, Any], samples: int, on_change: Literal["error", "continue", "restart"]
     ) -> "Samples":
         """The samples of a run that has consumed some.

@@ -4,15 +4,15 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from titanlite.checkpoint.ranks import on_all
 from titanlite.config.schema import Data, DataSource, Validation
 from titanlite.data.custom import PREFIX, CustomRows
 from titanlite.data.packing import BestFit, Stream
-from titanlite.data.prepare import open_tokens
 from titanlite.data.samples import Samples, Source
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.data.tokens import TokenStore
-from titanlite.errors import UserError
+from titanlite.ingest.prepare import open_tokens
+from titanlite.runtime.errors import UserError
+from titanlite.runtime.ranks import on_all
 
 
 def open_data(

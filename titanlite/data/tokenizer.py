@@ -12,7 +12,7 @@ from typing import Protocol
 
 import numpy as np
 
-from titanlite.errors import UserError
+from titanlite.runtime.errors import UserError
 
 LLAMA3_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|"

@@ -19,7 +19,7 @@ from typing import IO, Any, Self
 
 import numpy as np
 
-from titanlite.errors import UserError
+from titanlite.runtime.errors import UserError
 
 FORMAT = 2
 INDEX = "index.json"

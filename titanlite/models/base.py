@@ -52,14 +52,14 @@ class Model(nn.Module):
         """Give all buffers their first values, on the current default device. A checkpoint brings those of persistent
         ones."""
 
-    def tallies(self) -> list[Tensor]:
+    def counters(self) -> list[Tensor]:
         """Buffers, float32, that forward adds to in training, and that mean something as sums over the global batch:
         tokens of each expert, say. `step` sums them over all ranks, in a message that it sends anyway."""
         return []
 
     def end_step(self, taken: Tensor) -> dict[str, Tensor]:
-        """After the optimizer's step, when `tallies` are those sums: to act on them. A model that has tallies must set
-        them to zero here.
+        """After the optimizer's step, when `counters` are those sums: to act on them. A model that has counters must
+        set them to zero here.
 
         Args:
             taken: bool on the device, whether the step was made. It is not where the guard leaves one out.

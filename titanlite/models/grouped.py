@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.flop_counter import register_flop_formula
 
-from titanlite.models.layers import product_type
+from titanlite.models.layers import matmul_dtype
 
 
 def grouped_mm(x_TD: Tensor, weights_EDF: Tensor, ends_E: Tensor) -> Tensor:
@@ -27,7 +27,7 @@ def grouped_mm(x_TD: Tensor, weights_EDF: Tensor, ends_E: Tensor) -> Tensor:
 
 @torch.library.custom_op("titanlite::grouped_mm", mutates_args=())
 def _one_by_one(x_TD: Tensor, weights_EDF: Tensor, ends_E: Tensor) -> Tensor:
-    out_TF, wide = x_TD.new_empty(len(x_TD), weights_EDF.shape[2]), product_type(x_TD)
+    out_TF, wide = x_TD.new_empty(len(x_TD), weights_EDF.shape[2]), matmul_dtype(x_TD)
     for (begin, end), weight_DF in zip(_groups(ends_E), weights_EDF, strict=True):
         out_TF[begin:end] = torch.mm(x_TD[begin:end].to(wide), weight_DF.to(wide))
     return out_TF
@@ -35,7 +35,7 @@ def _one_by_one(x_TD: Tensor, weights_EDF: Tensor, ends_E: Tensor) -> Tensor:
 
 @torch.library.custom_op("titanlite::grouped_mm_weights", mutates_args=())
 def _gradient_of_weights(x_TD: Tensor, gradient_TF: Tensor, ends_E: Tensor) -> Tensor:
-    out_EDF, wide = x_TD.new_empty(len(ends_E), x_TD.shape[1], gradient_TF.shape[1]), product_type(x_TD)
+    out_EDF, wide = x_TD.new_empty(len(ends_E), x_TD.shape[1], gradient_TF.shape[1]), matmul_dtype(x_TD)
     for (begin, end), out_DF in zip(_groups(ends_E), out_EDF, strict=True):
         out_DF.copy_(torch.mm(x_TD[begin:end].t().to(wide), gradient_TF[begin:end].to(wide)))
     return out_EDF

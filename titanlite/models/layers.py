@@ -154,7 +154,7 @@ def _rotate(x_BNLH: Tensor, cos_LH: Tensor, sin_LH: Tensor) -> Tensor:
     return out_BNLH.type_as(x_BNLH)
 
 
-def product_type(x: Tensor) -> torch.dtype:
+def matmul_dtype(x: Tensor) -> torch.dtype:
     """Of the operands of matrix products: x's own, but on CPUs without units for bfloat16, which take 3 to 50 times as
     long for it, float32. Sums are in float32 either way."""
     if x.dtype != torch.bfloat16 or x.device.type != "cpu":
@@ -169,7 +169,7 @@ class Linear(nn.Linear):
         super().__init__(in_features, out_features, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        if (wide := product_type(x)) == x.dtype:
+        if (wide := matmul_dtype(x)) == x.dtype:
             return super().forward(x)
         if torch.compiler.is_compiling():
             return F.linear(x.to(wide), self.weight.to(wide)).type_as(x)

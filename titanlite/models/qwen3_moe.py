@@ -108,7 +108,7 @@ class Qwen3Moe(Qwen3):
         layers = (block.feed_forward for block in self.layers)
         return [layer for layer in layers if isinstance(layer, Experts)]
 
-    def tallies(self) -> list[Tensor]:
+    def counters(self) -> list[Tensor]:
         return [experts.load_E for experts in self.experts()]
 
     @torch.no_grad()

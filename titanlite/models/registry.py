@@ -5,12 +5,12 @@ from difflib import get_close_matches
 from types import UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
-from titanlite.errors import ConfigError, Problem, UserError
-from titanlite.extend import load_module
 from titanlite.models.base import Model, ModelArgs
 from titanlite.models.llama3 import Llama3
 from titanlite.models.qwen3 import Qwen3
 from titanlite.models.qwen3_moe import Qwen3Moe
+from titanlite.runtime.errors import ConfigError, Problem, UserError
+from titanlite.runtime.user_code import load_module
 
 MODELS: dict[str, type[Model]] = {"llama3": Llama3, "qwen3": Qwen3, "qwen3_moe": Qwen3Moe}
 """The built-in model families by `[model] name`."""

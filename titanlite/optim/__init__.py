@@ -9,9 +9,7 @@ from torch import Tensor, nn
 from torch._functorch import config as functorch
 
 from titanlite.config.schema import Optimizer
-from titanlite.errors import UserError
 from titanlite.models.base import unique_parameters
-from titanlite.offload import DiskTensors
 from titanlite.optim.classes import (
     bytes_of_state,
     check_optimizer,
@@ -24,6 +22,8 @@ from titanlite.optim.classes import (
 from titanlite.optim.groups import Group, plan_groups, table
 from titanlite.optim.quantized import block_of, check_shards
 from titanlite.optim.rounding import SlicedAdamW
+from titanlite.runtime.disk import DiskTensors
+from titanlite.runtime.errors import UserError
 
 __all__ = [
     "SlicedAdamW",

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from titanlite.config.schema import Optimizer, OptimizerGroup
-from titanlite.errors import ConfigError, Problem, UserError
-from titanlite.extend import find_object
 from titanlite.optim.groups import plan_groups
 from titanlite.optim.muon import Muon
 from titanlite.optim.quantized import block_of, is_quantized, pieces
+from titanlite.runtime.errors import ConfigError, Problem, UserError
+from titanlite.runtime.user_code import find_object
 
 REFUSED = {
     "LBFGS": "computes the loss several times a step",

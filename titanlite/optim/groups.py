@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from titanlite.config.schema import Optimizer
-from titanlite.errors import ConfigError, Problem
+from titanlite.runtime.errors import ConfigError, Problem
 
 
 @dataclass(frozen=True)

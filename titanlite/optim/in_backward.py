@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from titanlite.optim import update
 from titanlite.optim.norm import norms_of
-from titanlite.parallelize.mesh import local
+from titanlite.runtime.dtensor import local
 
 
 def is_not_finite(figures: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ from torch.optim._muon import (
     _zeropower_via_newtonschulz,
 )
 
-from titanlite.parallelize.mesh import local
+from titanlite.runtime.dtensor import local
 
 
 class Muon(torch.optim.Optimizer):

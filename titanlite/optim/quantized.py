@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from titanlite.errors import UserError
-from titanlite.parallelize.mesh import local
+from titanlite.runtime.dtensor import local
+from titanlite.runtime.errors import UserError
 
 LEAST = 4096
 """Elements of a shard below which torchao keeps moments in float32."""

@@ -9,9 +9,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from titanlite.offload import DiskTensors
-from titanlite.parallelize.materialize import in_place_of
-from titanlite.parallelize.mesh import local
+from titanlite.runtime.disk import DiskTensors
+from titanlite.runtime.dtensor import in_place_of, local
 
 SLICE = 2**24
 """Elements that `SlicedAdamW` works on at a time: what it holds beside the state is a few times this."""

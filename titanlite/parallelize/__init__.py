@@ -12,14 +12,14 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from titanlite.config.schema import ActivationCheckpoint, Compile, Float8, Parallelism, Training
 from titanlite.models.base import Model
-from titanlite.parallelize.activation_checkpoint import Level, apply_activation_checkpoint, levels_of
+from titanlite.parallelize.activation_checkpoint import RecomputePolicy, apply_activation_checkpoint, levels_of
 from titanlite.parallelize.compile import compile_blocks
 from titanlite.parallelize.float8 import convert_to_float8
 from titanlite.parallelize.fsdp import DTYPES, shard
 from titanlite.parallelize.materialize import materialize, set_dtype
 from titanlite.parallelize.mesh import build_mesh
 
-__all__ = ["DTYPES", "Level", "build_mesh", "materialize", "parallelize"]
+__all__ = ["DTYPES", "RecomputePolicy", "build_mesh", "materialize", "parallelize"]
 
 
 def parallelize(
@@ -31,7 +31,7 @@ def parallelize(
     activation_checkpoint: ActivationCheckpoint,
     compile: Compile,
     float8: Float8,
-    levels: Sequence[Level] | None = None,
+    levels: Sequence[RecomputePolicy] | None = None,
     pin_memory: bool = True,
 ) -> None:
     """Apply every technique that the config asks for, in place. `materialize` then gives the model its memory.

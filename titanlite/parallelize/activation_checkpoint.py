@@ -10,7 +10,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from titanlite.config.schema import ActivationCheckpoint
 from titanlite.models.base import Model
 
-Level = Literal["none", "op", "full"]
+RecomputePolicy = Literal["none", "op", "full"]
 """What a block computes again. none: nothing. op: what is not dear. full: all, from its input."""
 
 aten = torch.ops.aten
@@ -25,7 +25,7 @@ VARLEN_ATTENTION = "torch_attn::_varlen_attn"
 MATMUL_OPS = {"aten::mm", "aten::_scaled_mm", "aten::_grouped_mm", "titanlite::grouped_mm"}
 
 
-def levels_of(config: ActivationCheckpoint, blocks: int) -> list[Level]:
+def levels_of(config: ActivationCheckpoint, blocks: int) -> list[RecomputePolicy]:
     """Of each block, in the order of the model. Of mode budget, `titanlite.plan.budget` knows them."""
     assert config.mode != "budget"
     every_nth = config.selective_ac_option
@@ -36,7 +36,7 @@ def levels_of(config: ActivationCheckpoint, blocks: int) -> list[Level]:
     return ["none" if index % every_nth else "full" for index in range(blocks)]
 
 
-def apply_activation_checkpoint(model: Model, levels: Sequence[Level]) -> None:
+def apply_activation_checkpoint(model: Model, levels: Sequence[RecomputePolicy]) -> None:
     """Checkpoint the blocks, in place, each by its level."""
     for block, level in zip(model.layers, levels, strict=True):
         if level == "full":

@@ -13,8 +13,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from titanlite.config.schema import Float8
-from titanlite.errors import UserError
 from titanlite.models.base import Model
+from titanlite.runtime.errors import UserError
 
 logger = logging.getLogger(__name__)
 

@@ -15,8 +15,8 @@ from torch.distributed.fsdp import (
 )
 
 from titanlite.config.schema import Parallelism, Training
+from titanlite.cpu.collectives import suit_gloo
 from titanlite.models.base import Model
-from titanlite.parallelize.gloo import suit_gloo
 from titanlite.parallelize.mesh import sharding_mesh
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}

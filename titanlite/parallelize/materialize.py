@@ -7,11 +7,11 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from titanlite.errors import UserError
-from titanlite.hardware import host_memory
 from titanlite.models.base import Model, parameter_generator, unique_parameters
-from titanlite.offload import DiskTensors
-from titanlite.parallelize.mesh import local
+from titanlite.runtime.disk import DiskTensors
+from titanlite.runtime.dtensor import in_place_of, local
+from titanlite.runtime.errors import UserError
+from titanlite.runtime.hardware import host_memory
 
 
 def set_dtype(model: Model, dtype: torch.dtype) -> None:
@@ -75,14 +75,6 @@ def _on_disk(model: Model, disk: DiskTensors) -> dict[Tensor, Tensor]:
     parameters = [parameter for _, parameter in unique_parameters(model)]
     parts = disk.allocate([(local(parameter).shape, parameter.dtype) for parameter in parameters])
     return {p: in_place_of(p, part) for p, part in zip(parameters, parts, strict=True)}
-
-
-def in_place_of(tensor: Tensor, part: Tensor) -> Tensor:
-    """A tensor that is sharded as another one is, with this as its part on this rank."""
-    if not isinstance(tensor, DTensor):
-        return part
-    mesh, placements = tensor.device_mesh, tensor.placements
-    return DTensor.from_local(part, mesh, placements, run_check=False, shape=tensor.shape, stride=tensor.stride())
 
 
 def _drop_after_use(model: Model, disk: DiskTensors) -> None:

@@ -41,13 +41,7 @@ def data_parallel_group(mesh: DeviceMesh) -> dist.ProcessGroup:
     return group
 
 
-def local(tensor: Tensor) -> Tensor:
-    """This rank's part of a tensor, sharded or not. `to_local()` would also make a way back for gradients, which takes
-    longer than writing a small tensor."""
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-
-
-def count_copies(tensor: Tensor, group: dist.ProcessGroup) -> int:
+def count_replicas(tensor: Tensor, group: dist.ProcessGroup) -> int:
     """How many ranks of the group hold the same part of the tensor."""
     if not isinstance(tensor, DTensor):
         return group.size()

@@ -22,18 +22,18 @@ import numpy as np
 import torch
 
 from titanlite.config.schema import ActivationCheckpoint, Config
-from titanlite.errors import UserError
-from titanlite.hardware import find_hardware
 from titanlite.models.base import Model, ModelArgs
-from titanlite.parallelize import Level
+from titanlite.parallelize import RecomputePolicy
+from titanlite.plan.estimate import ON_HOST, Trace, model_of, sketch
 from titanlite.plan.memory import Profile, block_of
-from titanlite.plan.planning import ON_HOST, Sketch, model_of, sketch
 from titanlite.plan.time import Kernel, kernel_time
-from titanlite.preflight import Ingredients
+from titanlite.preflight import ResolvedConfig
+from titanlite.runtime.errors import UserError
+from titanlite.runtime.hardware import find_hardware
 
 logger = logging.getLogger(__name__)
 
-LEVELS: tuple[Level, ...] = get_args(Level)
+LEVELS: tuple[RecomputePolicy, ...] = get_args(RecomputePolicy)
 MODES = {
     "none": ActivationCheckpoint(mode="none"),
     "op": ActivationCheckpoint(mode="selective", selective_ac_option="op"),
@@ -54,7 +54,7 @@ Counts = tuple[int, int, int]
 class Chosen:
     """What blocks compute again. Memory in bytes, of the rank with the largest shards."""
 
-    levels: tuple[Level, ...]
+    levels: tuple[RecomputePolicy, ...]
     peak: int
     budget: int
     peak_none: int
@@ -63,7 +63,7 @@ class Chosen:
     """If all blocks kept their input only. No choice takes less."""
     recomputed: float
     """Time that is computed again, as a share of forward's, both by the reference's rates."""
-    sketch: Sketch = field(repr=False)
+    sketch: Trace = field(repr=False)
 
     def __str__(self) -> str:
         kept = {"none": "everything", "op": "attention and every other product", "full": "their input"}
@@ -76,7 +76,7 @@ class Chosen:
         )
 
 
-def with_levels(config: Config, ingredients: Ingredients, *, world_size: int, device: torch.device) -> Ingredients:
+def with_levels(config: Config, resolved: ResolvedConfig, *, world_size: int, device: torch.device) -> ResolvedConfig:
     """With the choice of `choose_levels`, which is told on the console.
 
     A process of its own makes it. PyTorch remembers which part of a tensor this rank has, for meshes that look alike,
@@ -85,7 +85,7 @@ def with_levels(config: Config, ingredients: Ingredients, *, world_size: int, de
     with ProcessPoolExecutor(1, get_context("spawn"), _begin) as pool:
         chosen = pool.submit(_choose, config, world_size, device.type == "cuda").result()
     logger.info(str(chosen))
-    return replace(ingredients, levels=chosen.levels)
+    return replace(resolved, levels=chosen.levels)
 
 
 def _begin() -> None:
@@ -94,18 +94,18 @@ def _begin() -> None:
 
 
 def _choose(config: Config, world_size: int, gpu: bool) -> Chosen:
-    return choose_levels(config, *model_of(config), world_size=world_size, nodes_of=world_size, gpu=gpu)
+    return choose_levels(config, *model_of(config), world_size=world_size, gpus_per_node=world_size, gpu=gpu)
 
 
 def choose_levels(
-    config: Config, kind: type[Model], args: ModelArgs, *, world_size: int, nodes_of: int, gpu: bool
+    config: Config, kind: type[Model], args: ModelArgs, *, world_size: int, gpus_per_node: int, gpu: bool
 ) -> Chosen:
     """The levels with the least recomputation that fit. The same on every rank; no process group, and no training in
     this process afterwards: see `with_levels`.
 
     Args:
         config: of mode budget.
-        nodes_of: ranks in a node. Only the sketch depends on it.
+        gpus_per_node: ranks in a node. Only the sketch depends on it.
         gpu: as an NVIDIA GPU would do it, else as this machine's CPU.
 
     Raises:
@@ -115,8 +115,8 @@ def choose_levels(
     assert gib is not None
     budget = int(gib * GIB)
     hidden = ON_HOST if gpu and config.training.enable_cpu_offload else ()
-    sketched = partial(sketch, kind=kind, args=args, world_size=world_size, nodes_of=nodes_of, gpu=gpu)
-    uniform: dict[Level, Sketch] = {}
+    sketched = partial(sketch, kind=kind, args=args, world_size=world_size, gpus_per_node=gpus_per_node, gpu=gpu)
+    uniform: dict[RecomputePolicy, Trace] = {}
     for level in LEVELS:
         uniform[level] = sketched(config.model_copy(update={"activation_checkpoint": MODES[level]}))
     peaks = {level: _peak(it.profile, hidden) for level, it in uniform.items()}
@@ -153,7 +153,7 @@ def _bytes(profile: Profile, phase: str, hidden: Sequence[str]) -> int:
     return sum(size for cause, size in profile.phases[phase].items() if cause not in hidden)
 
 
-def _in_order(counts: Counts) -> tuple[Level, ...]:
+def _in_order(counts: Counts) -> tuple[RecomputePolicy, ...]:
     """Those that compute most again come first."""
     by_level = zip(reversed(LEVELS), reversed(counts), strict=True)
     return tuple(level for level, count in by_level for _ in range(count))
@@ -162,7 +162,7 @@ def _in_order(counts: Counts) -> tuple[Level, ...]:
 class _Mixes:
     """Peak and cost of blocks that are not all of one level, from sketches of those that are."""
 
-    def __init__(self, sketches: dict[Level, Sketch], hidden: Sequence[str]) -> None:
+    def __init__(self, sketches: dict[RecomputePolicy, Trace], hidden: Sequence[str]) -> None:
         self.blocks = sketches["none"].profile.blocks
         self._forward = sum(_seconds(unit.forward) for unit in sketches["none"].work.units)
         seconds = {level: _seconds_of_blocks(it) for level, it in sketches.items()}
@@ -181,14 +181,14 @@ class _Mixes:
         }
         """At the peaks of all other phases."""
 
-    def peak(self, levels: Sequence[Level]) -> int:
+    def peak(self, levels: Sequence[RecomputePolicy]) -> int:
         """Bytes. Each block adds to a phase outside of the blocks as much as it does where all are of its level."""
         own = np.choose([LEVELS.index(level) for level in levels], [self._own[level] for level in LEVELS])
         kept = np.cumsum([0.0, *(self._kept[level] for level in levels)])[:-1]
         others = sum(self._others[level] * (levels.count(level) / self.blocks) for level in LEVELS)
         return ceil(max(np.max(own + kept), np.max(others)))
 
-    def recomputed(self, levels: Sequence[Level]) -> float:
+    def recomputed(self, levels: Sequence[RecomputePolicy]) -> float:
         return sum(self._added[level] for level in levels) / self._forward
 
     def cheapest_first(self) -> Iterator[Counts]:
@@ -202,7 +202,7 @@ class _Mixes:
         yield from sorted(every, key=lambda counts: (counts[1] * added["op"] + counts[2] * added["full"], -counts[0]))
 
 
-def _seconds_of_blocks(sketched: Sketch) -> float:
+def _seconds_of_blocks(sketched: Trace) -> float:
     units = [unit for unit in sketched.work.units if unit.name.startswith("layers.")]
     return sum(_seconds((*unit.forward, *unit.backward)) for unit in units)
 

@@ -14,12 +14,12 @@ import torch
 
 from titanlite.config.load import dump, load
 from titanlite.config.schema import Config
-from titanlite.errors import ConfigError, UserError
-from titanlite.hardware import Hardware, find_hardware, load_hardware
-from titanlite.job import write_atomically
+from titanlite.plan.estimate import USABLE, Layout, Plan, model_of, plan
 from titanlite.plan.memory import Breakdown
-from titanlite.plan.planning import USABLE, Layout, Plan, model_of, plan
 from titanlite.plan.search import Found, Options, search, with_options
+from titanlite.runtime.errors import ConfigError, UserError
+from titanlite.runtime.files import write_atomically
+from titanlite.runtime.hardware import Hardware, find_hardware, load_hardware
 
 GIB = 2**30
 
@@ -55,14 +55,14 @@ def _parse(arguments: list[str]) -> tuple[Namespace, list[str]]:
     parser.add_argument("--world-size", type=int, required=True, metavar="N")
     parser.add_argument("--gpu", metavar="NAME")
     parser.add_argument("--gpu-file", metavar="FILE")
-    parser.add_argument("--nodes-of", type=int, default=8, metavar="N")
+    parser.add_argument("--gpus-per-node", type=int, default=8, metavar="N")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--search", action="store_true")
     parser.add_argument("--global-batch-size", type=int, metavar="B")
     parser.add_argument("--apply", metavar="OUT.toml")
     options, overrides = parser.parse_known_args(arguments)
-    if options.world_size < 1 or options.nodes_of < 1:
-        refuse("--world-size and --nodes-of must be at least 1")
+    if options.world_size < 1 or options.gpus_per_node < 1:
+        refuse("--world-size and --gpus-per-node must be at least 1")
     if bool(options.gpu) == bool(options.gpu_file):
         refuse("name the device: --gpu NAME, or --gpu-file FILE.toml with its figures (--gpu cpu: this machine)")
     if options.apply and not options.search:
@@ -78,8 +78,8 @@ def _read(path: str, options: Namespace, overrides: list[str]) -> tuple[Config, 
     hardware = load_hardware(Path(options.gpu_file)) if options.gpu_file else find_hardware(options.gpu)
     world_size = options.world_size
     if hardware.measured:
-        hardware = _share(hardware, min(world_size, options.nodes_of))
-    layout = Layout(world_size, hardware, options.nodes_of)
+        hardware = _share(hardware, min(world_size, options.gpus_per_node))
+    layout = Layout(world_size, hardware, options.gpus_per_node)
     # What a search is to find need not go with the number of processes yet.
     return load(path, overrides, world_size=None if options.search else world_size), layout
 
@@ -108,12 +108,12 @@ def lines(planned: Plan, config: Config) -> Iterator[str]:
     replicate, shard = planned.degrees
     yield (
         f"{config.job.name}: {planned.parameters:,} parameters on {layout.world_size:,} x {hardware.name} "
-        f"({layout.nodes_of} in a node), replicate {replicate} x shard {shard}, {planned.micro_batch_size} x "
+        f"({layout.gpus_per_node} in a node), replicate {replicate} x shard {shard}, {planned.micro_batch_size} x "
         f"{config.training.seq_len:,} tokens in a forward pass, {planned.accumulation} of those in a step"
     )
-    verdict = "fits" if planned.fits else "does not fit"
+    skip_reason = "fits" if planned.fits else "does not fit"
     yield (
-        f"memory   {verdict}: peak {planned.peak / GIB:.1f} GiB ({said(planned.peak_phase)}), usable "
+        f"memory   {skip_reason}: peak {planned.peak / GIB:.1f} GiB ({said(planned.peak_phase)}), usable "
         f"{usable / GIB:.1f} ({hardware.memory / GIB:.1f} less {1 - USABLE:.0%} for CUDA, NCCL and gaps)"
     )
     for cause, size in sorted(planned.breakdown.items(), key=lambda item: -item[1]):
@@ -173,7 +173,7 @@ def record(planned: Plan) -> dict[str, Any]:
     return {
         "hardware": asdict(layout.hardware),
         "world_size": layout.world_size,
-        "nodes_of": layout.nodes_of,
+        "nodes_of": layout.gpus_per_node,
         "replicate": planned.degrees[0],
         "shard": planned.degrees[1],
         "parameters": planned.parameters,
@@ -207,7 +207,7 @@ def record(planned: Plan) -> dict[str, Any]:
 def _search_lines(found: Found, config: Config, layout: Layout, *, seconds: float) -> Iterator[str]:
     hardware = layout.hardware
     yield (
-        f"{config.job.name} on {layout.world_size:,} x {hardware.name} ({layout.nodes_of} in a node), "
+        f"{config.job.name} on {layout.world_size:,} x {hardware.name} ({layout.gpus_per_node} in a node), "
         f"{config.training.global_batch_size} sequences of {config.training.seq_len:,} tokens a step: "
         f"{found.tried} layouts in {seconds:.0f} s"
     )

@@ -17,13 +17,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from titanlite.errors import RunError
+from titanlite.runtime.errors import RunError
 
 if TYPE_CHECKING:  # the child reads its request before it imports torch
     import torch
 
     from titanlite.config.schema import Config
-    from titanlite.job import Ranks
+    from titanlite.runtime.process_group import Ranks
 
 logger = logging.getLogger(__name__)
 
@@ -34,8 +34,9 @@ OF_RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR
 
 Forecasted = dict[str, Any]
 """plan.json. `of`: what was planned (a hash). `memory`: bytes of the device. Then either `failed`, a text, or bytes:
-`peak`, `breakdown` by cause, `usable` of the memory; `phase`, its name; `fits`; and `ways_out` with `options`, `peak`,
-`fits` and `cost` of each. They are None as long as nobody asked for them, and not `whole` as long as more may come."""
+`peak`, `breakdown` by cause, `usable` of the memory; `phase`, its name; `fits`; and `suggestions` with `options`,
+`peak`, `fits` and `cost` of each. They are None as long as nobody asked for them,
+and not `whole` as long as more may come."""
 
 
 class Forecast:
@@ -152,7 +153,7 @@ class Forecast:
         return found if found.get("of") == self._of() else None
 
     def _of(self) -> str:
-        from titanlite.job import config_hash
+        from titanlite.config.load import config_hash
 
         return f"{config_hash(self.config)} {self.ranks.world_size} {self._bytes()} {self.device.type}"
 
@@ -161,7 +162,7 @@ class Forecast:
             return self._memory
         import torch
 
-        from titanlite.hardware import host_memory
+        from titanlite.runtime.hardware import host_memory
 
         if self.device.type == "cpu":
             return host_memory() // self.ranks.local_world_size
@@ -235,7 +236,7 @@ def _end_with_parent() -> None:
 
 
 def _write(request: dict[str, Any], found: Forecasted) -> None:
-    from titanlite.job import write_atomically
+    from titanlite.runtime.files import write_atomically
 
     known = {"of": request["of"], "memory": request["memory"]}
     write_atomically(Path(request["path"]), json.dumps(known | found, indent=1))
@@ -247,9 +248,9 @@ def _plan(request: dict[str, Any]) -> Iterator[Forecasted]:
     import torch
 
     from titanlite.config.schema import Config
-    from titanlite.hardware import find_hardware
-    from titanlite.plan.advice import ways_so_far
-    from titanlite.plan.planning import USABLE, Layout, model_of, plan
+    from titanlite.plan.estimate import USABLE, Layout, model_of, plan
+    from titanlite.plan.suggestions import suggestions_so_far
+    from titanlite.runtime.hardware import find_hardware
 
     torch.set_num_threads(1)
     config = Config.model_validate(tomli.loads(request["config"]))
@@ -269,7 +270,7 @@ def _plan(request: dict[str, Any]) -> Iterator[Forecasted]:
     }
     yield found
     if request["advise"] or not present.fits:
-        for ways in ways_so_far(config, kind, args, layout, present):
+        for ways in suggestions_so_far(config, kind, args, layout, present):
             found["ways_out"] = [way.record() for way in ways]
             yield found
         yield found | {"whole": True}

@@ -8,10 +8,10 @@ that is not a block is taken from the larger of the two.
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from titanlite.plan.recorder import CAUSES, Recorder
+from titanlite.plan.recorder import CATEGORIES, Recorder
 
 Breakdown = dict[str, int]
-"""Bytes by cause: `recorder.CAUSES`."""
+"""Bytes by cause: `recorder.CATEGORIES`."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ def profile(recorder: Recorder, blocks: int) -> Profile:
     """Of the recorded steps; what was before the first does not count."""
     phases: dict[str, Breakdown] = {}
     highest: dict[str, int] = {}
-    now: Breakdown = dict.fromkeys(CAUSES, 0)
+    now: Breakdown = dict.fromkeys(CATEGORIES, 0)
     total = 0
     for phase, changes in _changes(recorder):
         highest[phase] = max(highest.get(phase, 0), total)
@@ -99,7 +99,7 @@ def extend(small: Profile, large: Profile, blocks: int, edge: int) -> Profile:
             continue
         below, factor = small.phases[at_small], (blocks - small.blocks) / (large.blocks - small.blocks)
         phases[at_blocks] = {
-            cause: max(0, round(below[cause] + (above[cause] - below[cause]) * factor)) for cause in CAUSES
+            cause: max(0, round(below[cause] + (above[cause] - below[cause]) * factor)) for cause in CATEGORIES
         }
     return Profile(phases, blocks)
 

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 import titanlite
 from titanlite.models.base import Model, unique_parameters
-from titanlite.parallelize.mesh import local
 from titanlite.plan.forecast import PATIENCE, Forecast, Forecasted, gib
+from titanlite.runtime.dtensor import local
 
 logger = logging.getLogger(__name__)
 

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import flop_registry
 
 aten = torch.ops.aten
-CAUSES: tuple[str, ...] = (
+CATEGORIES: tuple[str, ...] = (
     "parameters",
     "gradients",
     "optimizer",

@@ -17,11 +17,9 @@ from typing import Any
 import torch
 
 from titanlite.config.schema import Config
-from titanlite.errors import UserError
-from titanlite.hardware import Hardware
-from titanlite.host import cores
+from titanlite.cpu.settings import cores
 from titanlite.parallelize.float8 import choose_layers
-from titanlite.plan.planning import ON_HOST, USABLE, Layout, Plan, Sketch, appraise, is_gpu, model_of, sketch
+from titanlite.plan.estimate import ON_HOST, USABLE, Layout, Plan, Trace, appraise, is_gpu, model_of, sketch
 from titanlite.plan.time import (
     Group,
     Kernel,
@@ -33,6 +31,8 @@ from titanlite.plan.time import (
     offload_time,
     step_time,
 )
+from titanlite.runtime.errors import UserError
+from titanlite.runtime.hardware import Hardware
 
 MODES = ("none", "selective", "full")
 LARGEST_BATCH = 16
@@ -42,7 +42,7 @@ WORTH = 1.005
 
 Options = dict[str, Any]
 """Dotted key -> value, as in the TOML file."""
-Sketches = dict[tuple[str, bool, int], Sketch]
+Sketches = dict[tuple[str, bool, int], Trace]
 """By recomputation, float8 and local batch; fully sharded."""
 
 
@@ -131,9 +131,9 @@ def with_options(config: Config, options: Options) -> Config:
     return Config.model_validate(tree)
 
 
-def _sketch(config: Config, world_size: int, nodes_of: int, gpu: bool) -> Sketch:
+def _sketch(config: Config, world_size: int, gpus_per_node: int, gpu: bool) -> Trace:
     """In a process of its own."""
-    return sketch(config, *model_of(config), world_size=world_size, nodes_of=nodes_of, gpu=gpu)
+    return sketch(config, *model_of(config), world_size=world_size, gpus_per_node=gpus_per_node, gpu=gpu)
 
 
 class _Search:
@@ -213,10 +213,10 @@ class _Search:
             units,
             update=update,
             hardware=hardware,
-            nodes_of=self.layout.nodes_of,
+            gpus_per_node=self.layout.gpus_per_node,
             accumulation=self.share // it.batch,
         )
-        waiting = sum(message_time(message, hardware, self.layout.nodes_of) for message in one.work.whole)
+        waiting = sum(message_time(message, hardware, self.layout.gpus_per_node) for message in one.work.whole)
         total = time.total + waiting
         if it.offload:
             parameters = one.profile.most("parameters") * world // it.shard
@@ -251,19 +251,19 @@ class _Search:
     def _plan(self, chosen: Sequence[Candidate], sketches: Sketches) -> list[Plan]:
         """Side by side; what was rehearsed already is not again."""
         configs = [with_options(self.config, it.options) for it in chosen]
-        futures: list[Sketch | Future[Sketch]] = []
+        futures: list[Trace | Future[Trace]] = []
         for it, config in zip(chosen, configs, strict=True):
             is_known = (it.shard, it.reshard, it.offload) == (self.layout.world_size, "default", False)
             known = sketches.get((it.mode, it.float8, it.batch)) if is_known else None
             futures.append(known or self._submit(config))
         plans = []
         for it, config in zip(futures, configs, strict=True):
-            sketched = it if isinstance(it, Sketch) else it.result()
+            sketched = it if isinstance(it, Trace) else it.result()
             plans.append(appraise(sketched, config, *model_of(config), self.layout))
         return plans
 
-    def _submit(self, config: Config) -> Future[Sketch]:
-        return self.pool.submit(_sketch, config, self.layout.world_size, self.layout.nodes_of, is_gpu(self.layout))
+    def _submit(self, config: Config) -> Future[Trace]:
+        return self.pool.submit(_sketch, config, self.layout.world_size, self.layout.gpus_per_node, is_gpu(self.layout))
 
 
 def _is_no_better(it: Candidate, other: Candidate) -> bool:
@@ -299,9 +299,9 @@ def _grown(one: Unit, two: Unit, further: float, hardware: Hardware) -> Unit:
 
 def _laid_out(unit: Unit, it: Candidate, layout: Layout) -> Unit:
     """The unit with the messages of another layout, from those of full sharding."""
-    world, nodes_of = layout.world_size, layout.nodes_of
-    shards = Group(it.shard, min(it.shard, nodes_of))
-    replicas = Group(it.replicate, max(1, min(it.replicate, nodes_of // it.shard)))
+    world, gpus_per_node = layout.world_size, layout.gpus_per_node
+    shards = Group(it.shard, min(it.shard, gpus_per_node))
+    replicas = Group(it.replicate, max(1, min(it.replicate, gpus_per_node // it.shard)))
     if world == 1:
         return unit
 

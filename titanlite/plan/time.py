@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal, NamedTuple
 
-from titanlite.hardware import Hardware
+from titanlite.runtime.hardware import Hardware
 
 MEMORY_EFFICIENCY = 0.85
 """Of the memory bandwidth, for kernels that read and write long vectors."""
@@ -121,7 +121,7 @@ def _bandwidth(hardware: Hardware) -> float:
     return hardware.memory_bandwidth * (1 if hardware.measured else MEMORY_EFFICIENCY)
 
 
-def message_time(message: Message, hardware: Hardware, nodes_of: int) -> float:
+def message_time(message: Message, hardware: Hardware, gpus_per_node: int) -> float:
     """Seconds. Each byte of a ring passes every member; members that share a node share the work of its network cards,
     one a GPU, so a group with 8 in each node has 8 cards and a group with 1 in each node has one.
 
@@ -129,10 +129,10 @@ def message_time(message: Message, hardware: Hardware, nodes_of: int) -> float:
     has both twice, but goes between nodes along a tree.
 
     Args:
-        nodes_of: GPUs in a node.
+        gpus_per_node: GPUs in a node.
     """
     size, per_node = message.group
-    assert 1 <= per_node <= min(size, nodes_of), f"{message.group} in nodes of {nodes_of}"
+    assert 1 <= per_node <= min(size, gpus_per_node), f"{message.group} in nodes of {gpus_per_node}"
     if size == 1:
         return 0.0
     nodes = -(-size // per_node)
@@ -151,7 +151,7 @@ def step_time(
     *,
     update: Sequence[Kernel],
     hardware: Hardware,
-    nodes_of: int,
+    gpus_per_node: int,
     accumulation: int,
 ) -> StepTime:
     """Of one optimizer step, as FSDP2 schedules it on a GPU: kernels one after the other, messages beside them.
@@ -165,12 +165,12 @@ def step_time(
     Args:
         units: in the order of forward.
         update: kernels of clipping and the optimizer.
-        nodes_of: GPUs in a node.
+        gpus_per_node: GPUs in a node.
         accumulation: micro-batches in a step.
     """
     assert units
     assert accumulation > 0
-    passes = _passes(units, hardware, nodes_of=nodes_of)
+    passes = _passes(units, hardware, gpus_per_node=gpus_per_node)
     compute = accumulation * sum(work.compute for work in passes)
     communication = accumulation * sum(work.gather + work.reduce for work in passes)
     communication += sum(work.all_reduce for work in passes)
@@ -204,14 +204,14 @@ class _Pass(NamedTuple):
     """The gather is issued when the pass before begins, and not when it is done."""
 
 
-def _passes(units: Sequence[Unit], hardware: Hardware, *, nodes_of: int) -> list[_Pass]:
+def _passes(units: Sequence[Unit], hardware: Hardware, *, gpus_per_node: int) -> list[_Pass]:
     """Of a micro-batch, in order. The last unit still has its parameters when its backward would prefetch them."""
 
     def compute(kernels: Sequence[Kernel]) -> float:
         return sum(kernel_time(kernel, hardware) for kernel in kernels)
 
     def send(messages: Sequence[Message]) -> float:
-        return sum(message_time(message, hardware, nodes_of) for message in messages)
+        return sum(message_time(message, hardware, gpus_per_node) for message in messages)
 
     forward = [_Pass(compute(unit.forward), send(unit.gather)) for unit in units]
     backward = [

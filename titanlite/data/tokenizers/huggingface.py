@@ -11,7 +11,7 @@ import numpy as np
 from tokenizers import Tokenizer as FastTokenizer
 
 from titanlite.data.tokenizer import CUT_RULE, joined, pieces
-from titanlite.errors import UserError
+from titanlite.runtime.errors import UserError
 
 BOS_NAMES = ("<|begin_of_text|>", "<s>", "<bos>", "<|startoftext|>", "<｜begin▁of▁sentence｜>")  # noqa: RUF001
 EOS_NAMES = ("<|end_of_text|>", "<|endoftext|>", "</s>", "<eos>", "<｜end▁of▁sentence｜>", "<|im_end|>")  # noqa: RUF001

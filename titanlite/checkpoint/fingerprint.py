@@ -1,0 +1,24 @@
+"""Settings that must match when a run resumes from a checkpoint."""
+
+from dataclasses import asdict
+from typing import Any
+
+from titanlite.config.schema import Config
+
+
+def resume_settings(config: Config, *, model_args: Any, data: dict[str, Any]) -> dict[str, Any]:
+    """What gives a checkpoint its meaning: with anything of this changed, going on would be something else.
+
+    Args:
+        model_args: dataclass of the model's shape.
+        data: what gives sample indices their meaning.
+    """
+    args = {f"model.args.{name}": value for name, value in asdict(model_args).items() if name != "max_seq_len"}
+    return {
+        "model.name": config.model.title,
+        **args,
+        **data,
+        "training.seq_len": config.training.seq_len,
+        "training.global_batch_size": config.training.global_batch_size,
+        "debug.seed": config.debug.seed,
+    }

@@ -1,0 +1,210 @@
+"""Finds the checkpoint that a run goes on from, checks it, and loads it in place."""
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+
+from titanlite.checkpoint import manifest as manifests
+from titanlite.checkpoint.dcp import ShardReader
+from titanlite.checkpoint.manifest import DAMAGED, SUPERSEDED, Manifest, folder_name
+from titanlite.checkpoint.state import State, check_settings, difference, flat, selected
+from titanlite.checkpoint.storage import MANIFEST, Files, open_storage
+from titanlite.config.schema import Checkpoint
+from titanlite.runtime.errors import DamagedCheckpoint, UserError
+from titanlite.runtime.ranks import cause, on_all, on_rank_0
+
+logger = logging.getLogger(__name__)
+
+
+class Loader:
+    """Rank 0 looks and decides for all: a network file system may show others an older list, and at many ranks the
+    same checks on each would be a storm.
+
+    Args:
+        settings: what gives the state its meaning.
+        may_change: settings that may be others than the checkpoint's, as globs.
+    """
+
+    def __init__(
+        self,
+        config: Checkpoint,
+        files: Files,
+        *,
+        group: dist.ProcessGroup,
+        settings: dict[str, Any],
+        may_change: Sequence[str],
+    ) -> None:
+        self.config = config
+        self.may_change = may_change
+        self.files = files
+        self.group = group
+        self.settings = settings
+
+    def find(self) -> Manifest | None:
+        """The checkpoint to go on from: the newest that is whole. Damaged ones on the way are left aside, with a
+        warning.
+
+        Raises:
+            UserError: there is none, but there were; or the one that load_step names is damaged; or settings changed.
+        """
+        return on_rank_0(self.group, self._find)
+
+    def load(self, manifest: Manifest, state: State) -> None:
+        """Load all of a state, in place, on every rank.
+
+        Raises:
+            DamagedCheckpoint: what was read is not as it was written. The state is undefined then.
+            UserError: it is of another model, or not safe to load.
+        """
+        where = self.files.where(folder_name(manifest.step))
+        reader = self._open(self.files, folder_name(manifest.step), manifest)
+        if wrong := difference(flat(state), reader.metadata, ["*"]):
+            what = "model" if wrong.without(missing=["optimizer"], unexpected=["optimizer"]) else "optimizer"
+            hint = ""
+            if any(name.endswith(".codes") for name in wrong.missing | wrong.unexpected):
+                hint = (
+                    "\n(Moments with codes are quantized. Those of small shards are not: with another number of "
+                    "shards, the same optimizer may keep them otherwise. Then go on with as many as before.)"
+                )
+            raise UserError(
+                f"{where} is of another {what}:\n{wrong}{hint}\nRestore [{what}], or give the new run another job.name"
+            )
+        self._read(reader, state)
+        if self.config.load_step is not None:
+            on_rank_0(self.group, lambda: self._leave_newer_aside(manifest.step))
+
+    def leave_aside(self, manifest: Manifest, damage: DamagedCheckpoint) -> None:
+        """After `load` has found damage: make `find` find the one before."""
+        on_rank_0(self.group, lambda: self._leave_aside(manifest.step, damage))
+
+    def load_initial(self, state: State) -> None:
+        """Load what `initial_load` names from `initial_load_path`, by name and shape.
+
+        Raises:
+            UserError: there is no good checkpoint, or names differ that are not allowed to.
+        """
+        path, wanted = str(self.config.initial_load_path), self.config.initial_load
+        files, folder, manifest = on_rank_0(self.group, lambda: _find_initial(path))
+        files = open_storage(files)
+        where = files.where(folder)
+        reader = self._open(files, folder, manifest)
+        names = flat(state)
+        if nothing := [pattern for pattern in wanted if not any(selected(name, [pattern]) for name in names)]:
+            raise UserError(f"checkpoint.initial_load: nothing here is called {', '.join(nothing)}")
+        chosen = {name: tensor for name, tensor in names.items() if selected(name, wanted)}
+        found = difference(chosen, reader.metadata, wanted)
+        unexpected = [*self.config.allow_unexpected, *found.missing]  # of another shape: told once
+        if wrong := found.without(missing=self.config.allow_missing, unexpected=unexpected):
+            raise UserError(
+                f"{where} does not fit this model:\n{wrong}\n"
+                "Accept by name: checkpoint.allow_missing, checkpoint.allow_unexpected"
+            )
+        if found:
+            logger.warning(f"from {where} are not loaded, as allowed:\n{found}")
+        try:
+            self._read(reader, {"": {name: tensor for name, tensor in chosen.items() if name not in found.missing}})
+        except DamagedCheckpoint as damage:
+            raise UserError(f"checkpoint.initial_load_path: {damage}") from None
+        logger.info(f"initial {', '.join(wanted)} from {where}")
+
+    def _find(self) -> Manifest | None:
+        listing = self.files.list()
+        steps = manifests.committed_steps(listing)
+        aside = [folder for folder, names in listing.items() if f"{MANIFEST}.{DAMAGED}" in names]
+        if self.config.load_step is not None:
+            steps = self._of_branch(steps, self.config.load_step)
+        for step in reversed(steps):
+            folder = folder_name(step)
+            try:
+                manifest = manifests.read_manifest(self.files, folder)
+                if self.config.verify != "off":
+                    manifests.check_sizes(self.files, folder, manifest, listing[folder])
+            except DamagedCheckpoint as damage:
+                self._leave_aside(step, damage)
+                aside.append(folder)
+                continue
+            where = self.files.where(folder)
+            check_settings(self.settings, manifest.settings, self.may_change, where)
+            if manifest.run_id != self.files.owner:
+                logger.warning(f"{where} was saved by another run (id {manifest.run_id}); this one goes on from it")
+            return manifest
+        if aside:
+            raise UserError(
+                f"no good checkpoint is left in {self.files.url} (damaged: {', '.join(sorted(aside))}). Restore one, "
+                "or begin anew under another job.name"
+            )
+        return None
+
+    def _of_branch(self, steps: list[int], load_step: int) -> list[int]:
+        """What counts if load_step is set: that step, or what this very setting has saved since. So the same command
+        can be started again and again."""
+        since = [step for step in steps if step > load_step and self._load_step_of(step) == load_step]
+        if load_step not in steps and not since:
+            there = ", ".join(map(str, steps)) or "none"
+            raise UserError(
+                f"checkpoint.load_step: {self.files.url} has no checkpoint of step {load_step} (has: {there})"
+            )
+        return [step for step in steps if step == load_step or step in since]
+
+    def _load_step_of(self, step: int) -> int | None:
+        try:
+            return manifests.read_manifest(self.files, folder_name(step)).load_step
+        except DamagedCheckpoint:
+            return None
+
+    def _leave_newer_aside(self, step: int) -> None:
+        for newer in manifests.committed_steps(self.files.list()):
+            if newer > step:
+                self.files.withdraw(folder_name(newer), SUPERSEDED)
+                logger.warning(f"going on from step {step}: {self.files.where(folder_name(newer))} no longer counts")
+
+    def _leave_aside(self, step: int, damage: DamagedCheckpoint) -> None:
+        if step == self.config.load_step:
+            raise UserError(f"checkpoint.load_step names a damaged checkpoint: {damage}")
+        logger.warning(f"damaged checkpoint: {damage}. It no longer counts; going on from the one before")
+        self.files.withdraw(folder_name(step), DAMAGED)
+
+    def _open(self, files: Files, folder: str, manifest: Manifest) -> ShardReader:
+        opened: list[ShardReader] = []
+        checksums = self.config.verify == "checksum"
+        on_all(self.group, lambda: opened.append(ShardReader(files, folder, manifest, checksums=checksums)))
+        return opened[0]
+
+    def _read(self, reader: ShardReader, state: State) -> None:
+        planner = DefaultLoadPlanner(allow_partial_load=False)
+        try:
+            dcp.load(_nested(state), storage_reader=reader, planner=planner, process_group=self.group)
+        except CheckpointException as error:
+            raise cause(error) from None
+
+
+def _nested(state: State) -> dict[str, Any]:
+    return dict(state[""]) if "" in state else {part: dict(tensors) for part, tensors in state.items()}
+
+
+def _find_initial(path: str) -> tuple[str, str, Manifest]:
+    """(place, folder, manifest) of the checkpoint that a path names: one, or the newest good one of a run's folder."""
+    place, _, folder = path.rstrip("/").rpartition("/")
+    if manifests.step_of(folder) is not None:
+        files, candidates = open_storage(place or "."), [folder]
+    else:
+        files = open_storage(path)
+        candidates = [folder_name(step) for step in manifests.committed_steps(files.list())][::-1]
+        if not candidates and "://" not in path:
+            files = open_storage(f"{path}/checkpoints")
+            candidates = [folder_name(step) for step in manifests.committed_steps(files.list())][::-1]
+    listing = files.list()
+    for candidate in candidates:
+        try:
+            manifest = manifests.read_manifest(files, candidate)
+            manifests.check_sizes(files, candidate, manifest, listing.get(candidate, {}))
+        except DamagedCheckpoint as damage:
+            logger.warning(f"checkpoint.initial_load_path: damaged checkpoint: {damage}")
+            continue
+        return files.url, candidate, manifest
+    raise UserError(f"checkpoint.initial_load_path: no good checkpoint in {path}")

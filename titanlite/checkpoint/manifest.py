@@ -1,0 +1,182 @@
+"""What a checkpoint is, and which of them count. The commit protocol is in files.py. No torch here.
+
+A checkpoint is a folder step-00000100 of DCP files, checksums.json and manifest.json. It is whole if its manifest is:
+the manifest comes last, states the size and checksum of every other file, and its own checksum.
+"""
+
+import json
+import re
+import zlib
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from titanlite.checkpoint.storage import MANIFEST, Files
+from titanlite.runtime.errors import DamagedCheckpoint, UserError
+
+CHECKSUMS = "checksums.json"
+METADATA = ".metadata"
+FORMAT = 2
+DAMAGED, SUPERSEDED = "damaged", "superseded"  # why a checkpoint was left aside
+CHUNK = 1 << 24  # bytes to read at once
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    size: int
+    """Bytes."""
+    crc32: str
+    """Of the whole file, in hexadecimal."""
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a checkpoint says of itself."""
+
+    step: int
+    samples: int
+    """Sequences that the run has consumed: the position in the data."""
+    run_id: str
+    settings: dict[str, Any]
+    """What gives the state its meaning: the model's shape, the data, sequence length, batch, seed."""
+    config_hash: str
+    """SHA-256 of the resolved config."""
+    mesh: dict[str, int]
+    versions: dict[str, str]
+    saved_at: float
+    """Seconds since 1970."""
+    elapsed_seconds: float
+    """From the start of the save to the commit."""
+    load_step: int | None
+    """checkpoint.load_step of the process that saved it."""
+    files: dict[str, FileRecord]
+    data: dict[str, Any] = field(default_factory=dict)
+    """What the position in the data means, where the data was changed on the way."""
+    guard: dict[str, Any] = field(default_factory=dict)
+    """What skips of steps depend on, of the steps before."""
+    format: int = FORMAT
+
+    @property
+    def size(self) -> int:
+        """Bytes of all files."""
+        return sum(record.size for record in self.files.values())
+
+    def to_json(self) -> bytes:
+        body = json.dumps(asdict(self), indent=1)
+        return f'{body[:-2]},\n "crc32": "{_crc32(body.encode())}"\n}}\n'.encode()
+
+    @staticmethod
+    def from_json(text: bytes) -> "Manifest":
+        """Raises:
+        ValueError: it is not as it was written.
+        UserError: it has another format.
+        """
+        fields: dict[str, Any] = json.loads(text)
+        if not isinstance(fields, dict):
+            raise ValueError("not a manifest")
+        checksum = fields.pop("crc32", None)
+        if checksum is not None and checksum != _crc32(json.dumps(fields, indent=1).encode()):
+            raise ValueError("its own checksum does not fit")
+        if fields.get("format") != FORMAT:
+            raise UserError(f"has format {fields.get('format')}, this version of titanlite reads format {FORMAT}")
+        fields["files"] = {name: FileRecord(**record) for name, record in fields["files"].items()}
+        for name in (fields["run_id"], *fields["files"]):
+            if not re.fullmatch(r"[\w.-]*", name) or ".." in name:  # they become parts of paths
+                raise ValueError(f"{name!r} is not a name")
+        return Manifest(**fields)
+
+
+def folder_name(step: int) -> str:
+    return f"step-{step:08d}"
+
+
+def step_of(folder: str) -> int | None:
+    match = re.fullmatch(r"step-(\d{8,})", folder)
+    return int(match[1]) if match else None
+
+
+def committed_steps(listing: dict[str, dict[str, int]]) -> list[int]:
+    """Steps of the checkpoints that count, oldest first."""
+    steps = [step_of(folder) for folder, files in listing.items() if MANIFEST in files]
+    return sorted(step for step in steps if step is not None)
+
+
+def read_manifest(files: Files, folder: str) -> Manifest:
+    """Raises:
+    DamagedCheckpoint: the manifest is not as it was written, or not of this folder.
+    UserError: it has another format.
+    """
+    name = f"{folder}/{MANIFEST}"
+    try:
+        manifest = Manifest.from_json(files.read(name))
+    except UserError as error:
+        raise UserError(f"{files.where(name)} {error}") from None
+    except (ValueError, TypeError, KeyError, AttributeError, FileNotFoundError) as error:
+        raise DamagedCheckpoint(f"{files.where(name)}: {error}") from None
+    if manifest.step != step_of(folder):
+        raise DamagedCheckpoint(f"{files.where(name)} is the manifest of step {manifest.step}")
+    return manifest
+
+
+def check_sizes(files: Files, folder: str, manifest: Manifest, sizes: dict[str, int]) -> None:
+    """Raises:
+    DamagedCheckpoint: a file is missing, or does not have the size that the manifest states.
+    """
+    for name, record in manifest.files.items():
+        if name not in sizes:
+            raise DamagedCheckpoint(f"{files.where(f'{folder}/{name}')} is missing")
+        if sizes[name] != record.size:
+            raise DamagedCheckpoint(
+                f"{files.where(f'{folder}/{name}')} has {sizes[name]} bytes, its manifest states {record.size}"
+            )
+
+
+def read_checked(files: Files, folder: str, name: str, manifest: Manifest) -> bytes:
+    """A small file, whole.
+
+    Raises:
+        DamagedCheckpoint: it is not as it was written.
+    """
+    data = files.read(f"{folder}/{name}")
+    if name not in manifest.files or _crc32(data) != manifest.files[name].crc32:
+        raise DamagedCheckpoint(f"{files.where(f'{folder}/{name}')}: its checksum is not that of the manifest")
+    return data
+
+
+def verify(
+    files: Files, folder: str, sizes: dict[str, int], *, told: Callable[[int], None] = lambda read: None
+) -> Manifest:
+    """Read all of a checkpoint, and check it.
+
+    Args:
+        told: how many bytes more have been read, now and then.
+
+    Raises:
+        DamagedCheckpoint: naming the first file that is not as it was written.
+    """
+    manifest = read_manifest(files, folder)
+    check_sizes(files, folder, manifest, sizes)
+    for name, record in manifest.files.items():
+        crc32 = 0
+        for start in range(0, record.size, CHUNK):
+            data = files.read(f"{folder}/{name}", start, min(CHUNK, record.size - start))
+            crc32 = zlib.crc32(data, crc32)
+            told(len(data))
+        if f"{crc32:08x}" != record.crc32:
+            raise DamagedCheckpoint(f"{files.where(f'{folder}/{name}')}: its checksum is not that of the manifest")
+    return manifest
+
+
+def to_delete(steps: list[int], *, keep_latest_k: int, keep_every: int) -> list[int]:
+    """Which of the checkpoints that count are no longer wanted. The newest always is.
+
+    Args:
+        keep_latest_k: so many of the newest stay; 0 keeps all.
+        keep_every: steps that are a multiple of it stay, too; 0 for none.
+    """
+    older = sorted(steps)[: -max(keep_latest_k, 1)] if keep_latest_k else []
+    return [step for step in older if not keep_every or step % keep_every]
+
+
+def _crc32(data: bytes) -> str:
+    return f"{zlib.crc32(data):08x}"

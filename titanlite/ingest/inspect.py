@@ -1,0 +1,281 @@
+"""What is in a folder of prepared tokens: figures, samples as text, and whether every file is as it was written."""
+
+import hashlib
+import random
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from itertools import groupby
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.table import Column, Table
+
+from titanlite.data.tokenizer import Tokenizer, load_tokenizer
+from titanlite.data.tokens import INDEX, TokenStore
+from titanlite.runtime.console import progress_console
+from titanlite.runtime.errors import RunError, UserError
+
+HEAD, TAIL = 256, 128
+"""Tokens shown of the beginning and end of a long document."""
+INPUT_FIGURES = ("files", "documents", "tokens", "bytes", "empty", "left_out", "errors")
+MOST_INPUTS = 20
+BAR_WIDTH = 40
+EIGHTHS = " ▏▎▍▌▋▊▉"
+BLOCK = 2**24
+CONTROLS = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"} | dict.fromkeys(range(127, 160), "�")
+"""Documents can hold what a terminal would obey."""
+
+
+def inspect(
+    folder: Path, *, sample: int = 0, seed: int = 0, checksums: bool = True, tokenizer_name: str | None = None
+) -> None:
+    """Print what a folder of prepared tokens holds.
+
+    Args:
+        sample: how many documents to show; which ones depends on the seed alone.
+        checksums: also read every byte and compare it with what was written.
+        tokenizer_name: as data.tokenizer, to show documents as text. Default: the one that the index names.
+
+    Raises:
+        UserError: the folder is not complete, or files are damaged; all of those are named.
+        RunError: a file cannot be read.
+    """
+    store = TokenStore(folder)
+    wide = None if sys.stdout.isatty() else 1000  # in a pipe, lines are not wrapped
+    console = Console(width=wide, soft_wrap=True, markup=False, emoji=False, highlight=False)
+    lengths = document_lengths(store)
+    console.print(str(store.folder))
+    for name, value in _facts(store, lengths).items():
+        console.print(f"  {name:<17} {value}")
+    _print_inputs(console, store.index)
+    if len(store):
+        console.print("", *_histogram(lengths), sep="\n")
+    if sample > 0:
+        _print_samples(console, store, lengths, sample, seed, tokenizer_name)
+    if checksums:
+        console.print(f"\nchecksums: all {_check_files(store)} files are as they were written")
+
+
+# Figures
+
+
+class Lengths(NamedTuple):
+    """How long documents are. Never longer than there are different lengths."""
+
+    values: np.ndarray
+    """The lengths there are, ascending, in tokens."""
+    counts: np.ndarray
+    """How many documents have them; those without a token are left out."""
+    in_shards: list[int]
+    """How many documents begin in each shard."""
+
+    def quantile(self, percent: int) -> int:
+        """The smallest length that so many of the documents do not exceed."""
+        rank = -(-int(self.counts.sum()) * percent // 100)
+        return int(self.values[np.searchsorted(np.cumsum(self.counts), rank)])
+
+
+def document_lengths(store: TokenStore) -> Lengths:
+    """Shard by shard; a document ends where the next begins, in whatever shard."""
+    values, counts, in_shards = np.empty(0, np.int64), np.empty(0, np.int64), []
+    shard_begin = last_start = 0
+    for shard in store.index["shards"]:
+        starts = store.document_starts(shard_begin, shard["tokens"])
+        in_shards.append(len(starts))
+        shard_begin += shard["tokens"]
+        if len(starts):
+            values, counts = _add_lengths(values, counts, np.diff(starts, prepend=last_start))
+            last_start = int(starts[-1])
+    values, counts = _add_lengths(values, counts, np.array([len(store) - last_start]))
+    return Lengths(values, counts, in_shards)
+
+
+def _add_lengths(values: np.ndarray, counts: np.ndarray, more: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    new, new_counts = np.unique(more[more > 0], return_counts=True)
+    both, where = np.unique(np.concatenate([values, new]), return_inverse=True)
+    total = np.zeros(len(both), dtype=np.int64)
+    np.add.at(total, where, np.concatenate([counts, new_counts]))
+    return both, total
+
+
+def _facts(store: TokenStore, lengths: Lengths) -> dict[str, str]:
+    index, tokenizer = store.index, store.index["tokenizer"]
+    facts = {
+        "documents": f"{index['documents']:,}",
+        "tokens": f"{len(store):,}",
+        "shards": f"{len(index['shards']):,}, {np.dtype(index['dtype']).name}",
+    }
+    if "text_bytes" in index and len(store):
+        facts["text"] = f"{index['text_bytes']:,} bytes, {index['text_bytes'] / len(store):.3f} a token"
+    if len(store):
+        mean = len(store) / lengths.counts.sum()
+        facts["tokens a document"] = (
+            f"mean {mean:,.1f}, median {lengths.quantile(50):,}, 90 % have at most {lengths.quantile(90):,}, "
+            f"the longest has {lengths.values[-1]:,}"
+        )
+    name = f"{tokenizer['name']}, " if tokenizer.get("name") else ""
+    facts["tokenizer"] = f"{name}vocabulary {tokenizer['vocab_size']:,}, fingerprint {tokenizer['fingerprint']}"
+    adds = [words for kind, words in {"bos": "begin with bos", "eos": "end with eos"}.items() if index[kind]]
+    facts["boundaries"] = f"documents {' and '.join(adds)}" if adds else "no tokens mark where documents begin or end"
+    left_out = _count_not_learned(store)
+    share = f"{left_out:,} tokens ({left_out / len(store):.2%}) do not count" if left_out else "all tokens count"
+    facts["loss"] = share
+    facts["unigram entropy"] = f"{index['unigram_entropy']:.4f} nats a token"
+    facts["fingerprint"] = store.fingerprint
+    return facts
+
+
+def _count_not_learned(store: TokenStore) -> int:
+    count = begin = 0
+    for shard in store.index["shards"]:
+        if "mask" in shard["sha256"]:
+            for at in range(0, shard["tokens"], BLOCK):
+                size = min(BLOCK, shard["tokens"] - at)
+                count += size - int(np.count_nonzero(store.read_mask(begin + at, size)))
+        begin += shard["tokens"]
+    return count
+
+
+def _print_inputs(console: Console, index: dict[str, Any]) -> None:
+    if inputs := index.get("inputs"):
+        figures = [name for name in INPUT_FIGURES if any(name in entry for entry in inputs)]
+        columns = [Column(name.replace("_", " "), justify="right") for name in figures]
+        table = Table(*columns, "input", box=None, pad_edge=False, padding=(0, 2, 0, 0))
+        for entry in inputs[:MOST_INPUTS]:
+            table.add_row(*(f"{entry.get(name, 0):,}" for name in figures), str(entry["path"]).translate(CONTROLS))
+        console.print("", table, sep="\n")
+        if len(inputs) > MOST_INPUTS:
+            console.print(f"and {len(inputs) - MOST_INPUTS:,} more inputs, which {INDEX} lists")
+    for name, what in {"empty": "empty texts", "left_out": "binary files", "errors": "not readable"}.items():
+        if index.get(name):
+            reasons = index.get("errors_by_reason", {}) if name == "errors" else {}
+            console.print(
+                f"left out: {index[name]:,} {what}", *(f"{n:,} {why}" for why, n in reasons.items()), sep=", "
+            )
+            for first in index.get(f"first_{name}", []):
+                console.print(f"  {str(first).translate(CONTROLS)}")
+
+
+def _histogram(lengths: Lengths) -> list[str]:
+    """One line a power of two."""
+    powers = np.frexp(lengths.values)[1] - 1
+    counts = np.bincount(powers, weights=lengths.counts).astype(np.int64)
+    lines = [f"{'tokens':>23} {'documents':>13}"]
+    for power in range(int(powers.min()), len(counts)):
+        eighths = -(-8 * BAR_WIDTH * int(counts[power]) // int(counts.max()))
+        bar = "█" * (eighths // 8) + EIGHTHS[eighths % 8].strip()
+        stretch = f"{2**power:,} to {2 ** (power + 1) - 1:,}" if power else "1"
+        lines.append(f"{stretch:>23} {counts[power]:>13,}  {bar}".rstrip())
+    return lines
+
+
+# Samples
+
+
+def _print_samples(
+    console: Console, store: TokenStore, lengths: Lengths, sample: int, seed: int, tokenizer_name: str | None
+) -> None:
+    tokenizer, why_not = _load_tokenizer(tokenizer_name, store.index["tokenizer"])
+    if why_not:
+        console.print(f"\nsamples are token ids: {why_not}")
+    if store.has_mask:
+        console.print("\n⟦what stands in such brackets⟧ does not count in the loss")
+    total = sum(lengths.in_shards)
+    for number in sorted(random.Random(seed).sample(range(total), min(sample, total))):
+        start, end = _locate(store, lengths.in_shards, number)
+        console.print(
+            f"\ndocument {number + 1:,} of {total:,}: {end - start:,} tokens from number {start:,} of the stream on"
+        )
+        if end - start <= HEAD + TAIL:
+            stretches = [_show(store, start, end, tokenizer)]
+        else:
+            left_out = f"[... {end - start - HEAD - TAIL:,} tokens ...]"
+            head, tail = _show(store, start, start + HEAD, tokenizer), _show(store, end - TAIL, end, tokenizer)
+            stretches = [head, left_out, tail]
+        for line in "\n".join(stretches).split("\n"):
+            console.print(f"  | {line}")
+
+
+def _load_tokenizer(name: str | None, made_by: dict[str, Any]) -> tuple[Tokenizer | None, str]:
+    """The tokenizer of the tokens, or why not."""
+    name = name or made_by.get("name") or ("bytes" if made_by["fingerprint"] == "bytes" else None)
+    if name is None:
+        return None, f"they were made with {made_by['fingerprint']}; name it with --tokenizer"
+    try:
+        tokenizer = load_tokenizer(name)
+    except (UserError, OSError) as error:
+        return None, f"{error} (--tokenizer names another)"
+    if tokenizer.fingerprint != made_by["fingerprint"]:
+        return None, f"{name} is {tokenizer.fingerprint}, they were made with {made_by['fingerprint']}"
+    return tokenizer, ""
+
+
+def _locate(store: TokenStore, in_shards: list[int], number: int) -> tuple[int, int]:
+    """Where a document begins and ends in the stream."""
+    begin, found = 0, []
+    for shard, documents in zip(store.index["shards"], in_shards, strict=True):
+        if number < documents:
+            starts = store.document_starts(begin, shard["tokens"])
+            found += starts[number : number + 2 - len(found)].tolist()
+        if len(found) == 2:
+            break
+        number = max(0, number - documents)
+        begin += shard["tokens"]
+    return found[0], (*found, len(store))[1]
+
+
+def _show(store: TokenStore, start: int, end: int, tokenizer: Tokenizer | None) -> str:
+    """Tokens as text, with what does not count in the loss in brackets."""
+    ids, learned = store.read(start, end - start).tolist(), store.read_mask(start, end - start).tolist()
+    texts = []
+    for counts, run in groupby(range(len(ids)), key=learned.__getitem__):
+        text = _decode([ids[i] for i in run], tokenizer)
+        texts.append(text if counts else f"⟦{text}⟧")
+    return ("" if tokenizer else " ").join(texts).translate(CONTROLS)
+
+
+def _decode(ids: list[int], tokenizer: Tokenizer | None) -> str:
+    if tokenizer is None:
+        return " ".join(map(str, ids))
+    marks = {tokenizer.eos_id: "<eos>", tokenizer.bos_id: "<bos>"}
+    if tokenizer.bos_id == tokenizer.eos_id:
+        marks = {tokenizer.eos_id: "<bos/eos>"}
+    texts = []
+    for mark, run in groupby(ids, key=marks.get):
+        part = list(run)
+        texts.append(mark * len(part) if mark else tokenizer.decode(np.array(part)))
+    return "".join(texts)
+
+
+# Checksums
+
+
+def _check_files(store: TokenStore) -> int:
+    """Read every file; returns how many there are."""
+    files = list(store.files())
+    columns = (TextColumn("checksums"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=progress_console(), transient=True) as progress:
+        task = progress.add_task("", total=sum(size for _, size, _ in files))
+
+        def checksum(path: Path) -> str:
+            digest = hashlib.sha256()
+            try:
+                with open(path, "rb", buffering=0) as file:
+                    while block := file.read(BLOCK):
+                        digest.update(block)
+                        progress.advance(task, len(block))
+            except OSError as error:
+                raise RunError(f"{path} cannot be read: {error}") from error
+            return digest.hexdigest()
+
+        with ThreadPoolExecutor(4) as pool:
+            found = pool.map(checksum, [path for path, _, _ in files])
+            damaged = [path for (path, _, stated), checksum in zip(files, found, strict=True) if checksum != stated]
+    if damaged:
+        raise UserError(
+            "\n".join(f"data.path: {path} is damaged: its SHA-256 is not what {INDEX} states" for path in damaged)
+        )
+    return len(files)

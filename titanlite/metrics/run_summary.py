@@ -1,0 +1,129 @@
+"""What a run says of itself when it starts, and where everything is when it ends."""
+
+import logging
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+
+from titanlite.checkpoint import manifest as manifests
+from titanlite.checkpoint.manager import Progress
+from titanlite.checkpoint.storage import Files
+from titanlite.config.schema import Config
+from titanlite.data.packing import BestFit
+from titanlite.data.samples import Samples, Source
+from titanlite.data.sources import store_of
+from titanlite.guard import StoppedByGuard
+from titanlite.models.base import Model, unique_parameters
+from titanlite.optim import plan_groups, state_dtypes, table
+from titanlite.runtime.run_folder import RunFolder
+
+logger = logging.getLogger(__name__)
+
+
+def report_start(
+    config: Config,
+    *,
+    model: Model,
+    optimizer: torch.optim.Optimizer,
+    mesh: DeviceMesh,
+    samples: Samples,
+    progress: Progress,
+    accumulation: int,
+    steps: int,
+) -> None:
+    training = config.training
+    parameters = sum(parameter.numel() for _, parameter in unique_parameters(model))
+    share = training.global_batch_size // mesh.size()
+    logger.info(f"model    {config.model.title} {config.model.flavor or ''}".rstrip() + f", {parameters:,} parameters")
+    logger.info("types    " + ", ".join(f"{what} {name}" for what, name in types_of(model, optimizer).items()))
+    logger.info(
+        f"mesh     replicate {mesh['replicate'].size()} x shard {mesh['shard'].size()} on {mesh.device_type}; "
+        f"global batch {training.global_batch_size} = {mesh.size()} processes x {accumulation} micro-batches x "
+        f"{share // accumulation} sequences of {training.seq_len} tokens"
+    )
+    trained = {name: parameter for name, parameter in unique_parameters(model) if parameter.requires_grad}
+    for number, line in enumerate(table(plan_groups(config.optimizer, trained))):
+        logger.info(("         " if number else "updates  ") + line)
+    for source in samples.sources:
+        _report_source(source, share=source.weight / sum(other.weight for other in samples.sources))
+    total = progress.samples + (steps - progress.step) * training.global_batch_size
+    passes = [f"{passes:.2f} of {name}" for name, passes in samples.passes(total).items()]
+    logger.info(f"length   {steps:,} steps, {total:,} sequences; passes over the data: {', '.join(passes)}")
+    if training.epochs is not None and (limit := samples.limit(training.epochs)) is not None:
+        rest = limit - total
+        logger.info(f"         the last {rest} sequences do not fill a batch of {training.global_batch_size}: left out")
+    if progress.step >= steps:
+        logger.info(f"this run is complete at step {progress.step}; to go on, raise training.steps")
+    elif progress.step:
+        logger.info(f"resuming after step {progress.step}, {progress.samples:,} sequences into the data")
+
+
+def types_of(model: Model, optimizer: torch.optim.Optimizer) -> dict[str, str]:
+    """As they are, not as the config wants them."""
+    units = [module._get_fsdp_state()._fsdp_param_group for module in model.modules() if isinstance(module, FSDPModule)]
+    policies = [unit.mp_policy for unit in units if unit is not None]
+    weights = [parameter.dtype for parameter in model.parameters()]
+    types: dict[str, list[torch.dtype | None]] = {
+        "weights": [*weights],
+        "compute": [policy.param_dtype or dtype for policy in policies for dtype in weights],
+        "reduction": [policy.reduce_dtype for policy in policies],
+        "moments": [*state_dtypes(optimizer)],
+    }
+    return {what: "/".join(sorted({str(dtype).removeprefix("torch.") for dtype in of})) for what, of in types.items()}
+
+
+def _report_source(source: Source, *, share: float) -> None:
+    if (store := store_of(source)) is None:
+        logger.info(f"data     {source.name}: {share:.2%} of the sequences; {len(source.rows):,} sequences of its own")
+        return
+    index = store.index
+    fill = source.rows.fill if isinstance(source.rows, BestFit) else 1
+    packed = "" if fill == 1 else f", packed to {fill:.1%}"
+    logger.info(
+        f"data     {source.name}: {share:.2%} of the sequences; {index['tokens']:,} tokens in {index['documents']:,} "
+        f"documents{packed} ({store.folder}); unigram entropy {index['unigram_entropy']:.4f} nats, the loss of a model "
+        "that knows nothing of order"
+    )
+
+
+def report_end(
+    config: Config,
+    *,
+    steps: int,
+    folder: RunFolder,
+    checkpoints: Files,
+    resumed_at: int,
+    stopped: StoppedByGuard | None,
+) -> None:
+    if stopped:
+        logger.info(f"stopped: the steps that were left out are in {folder.skipped}, with the sequences in question")
+        logger.info(f"  the last step taken is {stopped.taken}")
+        if done := manifests.committed_steps(checkpoints.list()):
+            logger.info(f"  checkpoints  {checkpoints.url} ({', '.join(map(str, done))})")
+        if config.guard.nonfinite == "stop" and done and not config.optimizer.in_backward:
+            logger.info("  to leave such steps out, and go on: the same command with --guard.nonfinite=skip")
+        return
+    steps = max(steps, resumed_at)
+    more = (
+        f"--training.steps={2 * steps}"
+        if config.training.epochs is None
+        else f"--training.epochs={2 * config.training.epochs}"
+    )
+    done = manifests.committed_steps(checkpoints.list())
+    again = "./run_train.sh --config FILE.toml"
+    lines = [
+        "",
+        f"{config.job.name}: {steps} steps done" + (f", from step {resumed_at} on" if resumed_at else ""),
+        f"  checkpoints  {checkpoints.url} ({', '.join(map(str, done))})" if done else "  no checkpoint was asked for",
+        f"  metrics      {folder.metrics}",
+        f"  config       {folder.path / 'config.toml'}, versions and commit in run.json beside it",
+        "What next?",
+        f"  go on          the same command with {more}",
+        f"  another run    add --job.name=second, and change any option: --optimizer.lr={config.optimizer.lr / 2:g}",
+        f"  another model  {again} with a file of train_configs/",
+    ]
+    if config.metrics.enable_tensorboard:
+        lines.append(f"  curves         tensorboard --logdir {folder.path.parent}")
+    for line in lines:
+        logger.info(line)

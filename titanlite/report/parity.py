@@ -1,0 +1,249 @@
+"""`titanlite parity`: train the same config in many ways, and compare losses and gradient norms step by step.
+
+Every variant is a run of its own, started as a user starts one. What only trades memory or time must not change a bit;
+what takes sums in another order may differ by rounding.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from argparse import ArgumentParser, Namespace
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from titanlite.config.load import load
+from titanlite.runtime.errors import ConfigError, RunError, UserError
+
+ONE = "1 process"
+
+
+@dataclass(frozen=True)
+class Variant:
+    name: str
+    processes: int
+    options: tuple[str, ...]
+    reference: str = ONE
+    exact: bool = False
+    """Whether it must be equal to the reference bit by bit."""
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Of each step; None where it is not finite."""
+
+    losses: list[float | None]
+    grad_norms: list[float | None]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Of a variant with its reference."""
+
+    loss: float
+    """Largest relative difference of a step."""
+    grad_norm: float
+    holds: bool
+
+
+def variants(global_batch_size: int, processes: int, *, on_gpu: bool) -> list[Variant]:
+    """All that make sense, references before what is compared with them."""
+    found = [
+        Variant(ONE, 1, ()),
+        Variant("the same again", 1, (), exact=True),
+        Variant("activation checkpoint: full", 1, ("activation_checkpoint.mode=full",), exact=True),
+        Variant("activation checkpoint: op", 1, _selective("op"), exact=True),
+        Variant("activation checkpoint: every 2nd", 1, _selective("2"), exact=True),
+        Variant("2 data workers", 1, ("data.num_workers=2",), exact=True),
+        *_accumulated("2 micro-batches", global_batch_size, 1, ()),
+        Variant("compile", 1, ("compile.enable=true",)),
+    ]
+    if processes == 1:
+        return found
+    ddp, fsdp, hsdp = (f"{name} {mesh}" for name, mesh in (
+        ("DDP", f"{processes} x 1"), ("FSDP", f"1 x {processes}"), ("HSDP", f"2 x {processes // 2}")
+    ))  # fmt: skip
+    found += [Variant(ddp, processes, _degrees(processes)), Variant(fsdp, processes, _degrees(1))]
+    policies = ["always", "never", *(["2"] if processes % 2 == 0 else [])]
+    for name, option in (
+        *((f"reshard {policy}", f"parallelism.fsdp_reshard_after_forward={policy}") for policy in policies),
+        ("forward prefetch 2", "parallelism.fsdp_forward_prefetch=2"),
+        ("backward prefetch 2", "parallelism.fsdp_backward_prefetch=2"),
+        ("activation checkpoint: full", "activation_checkpoint.mode=full"),
+        ("CPU offload", "training.enable_cpu_offload=true"),
+    ):
+        same_kernels = not (on_gpu and "offload" in option)  # the optimizer is another one there
+        found.append(Variant(f"FSDP, {name}", processes, (*_degrees(1), option), fsdp, same_kernels))
+    if processes % 2 == 0 and processes > 2:
+        found += [
+            Variant(hsdp, processes, _degrees(2)),
+            *_accumulated(f"{hsdp}, 2 micro-batches", global_batch_size, processes, _degrees(2)),
+        ]
+    return found
+
+
+def _degrees(replicate: int) -> tuple[str, ...]:
+    names = "parallelism.data_parallel_replicate_degree", "parallelism.data_parallel_shard_degree"
+    return f"{names[0]}={replicate}", f"{names[1]}=-1"
+
+
+def _selective(option: str) -> tuple[str, ...]:
+    return "activation_checkpoint.mode=selective", f"activation_checkpoint.selective_ac_option={option}"
+
+
+def _accumulated(name: str, global_batch_size: int, processes: int, options: tuple[str, ...]) -> list[Variant]:
+    """None where a rank's share of the batch has no half."""
+    share = global_batch_size // processes
+    return [] if share % 2 else [Variant(name, processes, (*options, f"training.local_batch_size={share // 2}"))]
+
+
+def compare(curve: Curve, reference: Curve, *, exact: bool, tolerance: float) -> Comparison:
+    """Steps of one against steps of the other. Only losses have a tolerance: gradient norms are small differences of
+    large sums, and differ by more."""
+    same_length = len(curve.losses) == len(reference.losses)
+    loss = _difference(curve.losses, reference.losses) if same_length else float("inf")
+    grad_norm = _difference(curve.grad_norms, reference.grad_norms) if same_length else float("inf")
+    holds = curve == reference if exact else loss < tolerance
+    return Comparison(loss, grad_norm, holds)
+
+
+def _difference(values: list[float | None], others: list[float | None]) -> float:
+    """Infinite where one of a pair is not finite."""
+    pairs = zip(values, others, strict=True)
+    relative = [abs(a - b) / abs(b) if b and a is not None and b is not None else float("inf") for a, b in pairs]
+    return max(relative, default=float("inf"))
+
+
+def main(path: str, arguments: list[str]) -> None:
+    """`titanlite parity --config path ...`: run and compare all variants, and print the table.
+
+    Raises:
+        UserError: the config or an argument is wrong.
+        RunError: a variant failed, or differs by too much.
+    """
+    options, overrides = _parse(arguments)
+    config = load(path, overrides)
+    import torch  # not before: it takes seconds, and telling of a wrong config should not
+
+    gpus = torch.cuda.device_count()
+    processes = options.processes or gpus or 4
+    if rest := config.training.global_batch_size % processes:
+        raise UserError(f"{processes} processes leave {rest} sequences of training.global_batch_size: see --processes")
+    folder = Path(config.job.dump_folder, f"{config.job.name}-parity")
+    chosen = variants(config.training.global_batch_size, processes, on_gpu=gpus > 0)
+    if not any(options.only in variant.name for variant in chosen):
+        raise UserError(f"--only: no variant is called so; there are: {', '.join(variant.name for variant in chosen)}")
+    wanted = {ONE, *(name for v in chosen if options.only in v.name for name in (v.name, v.reference))}
+    chosen = [variant for variant in chosen if variant.name in wanted]
+    base = [
+        *_base_options(options.steps, warmup_steps=config.lr_scheduler.warmup_steps),
+        f"data.cache_folder={config.data.cache_folder or Path(config.job.dump_folder, 'data_cache')}",
+        f"job.dump_folder={folder}",
+    ]
+    commands = {variant.name: _command(path, base, overrides, variant) for variant in chosen}
+
+    device = "GPU" if gpus else "CPU"
+    print(" ".join([f"{path}: {options.steps} steps, torch {torch.__version__}, {device}", *overrides]))
+    print(_row("variant", "loss, first", "loss, last", "norm, last", "loss differs", "norm differs", "must be", ""))
+    print(_row(*["---"] * 8))
+    curves: dict[str, Curve] = {}
+    failed = []
+    for variant in chosen:
+        curve = _run(commands[variant.name], variant.processes, folder / _slug(variant.name))
+        if isinstance(curve, str):
+            failed.append(variant.name)
+            print(_row(variant.name, *[""] * 6, f"FAILED: {curve}"), flush=True)
+            continue
+        curves[variant.name] = curve
+        ends = [_figure(value) for value in (curve.losses[0], curve.losses[-1], curve.grad_norms[-1])]
+        if variant.name == ONE:
+            print(_row(variant.name, *ends, *[""] * 4), flush=True)
+            continue
+        reference = curves.get(variant.reference, Curve([], []))
+        found = compare(curve, reference, exact=variant.exact, tolerance=options.tolerance)
+        must = f"equal to {variant.reference}" if variant.exact else f"within {options.tolerance:g}"
+        failed += [] if found.holds else [variant.name]
+        differences = f"{found.loss:.1e}", f"{found.grad_norm:.1e}"
+        print(_row(variant.name, *ends, *differences, must, "yes" if found.holds else "NO"), flush=True)
+    (folder / "parity.json").write_text(json.dumps({name: vars(curve) for name, curve in curves.items()}, indent=1))
+    print(f"every step of every variant: {folder / 'parity.json'}")
+    if failed:
+        raise RunError(f"not equal: {', '.join(failed)}")
+
+
+def _parse(arguments: list[str]) -> tuple[Namespace, list[str]]:
+    parser = ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--processes", type=int, default=0)
+    parser.add_argument("--tolerance", type=float, default=1e-5)
+    parser.add_argument("--only", default="")
+
+    def refuse(message: str) -> NoReturn:
+        raise UserError(f"titanlite parity: {message}")
+
+    parser.error = refuse
+    options, overrides = parser.parse_known_args(arguments)
+    if options.steps < 1 or options.processes < 0:
+        refuse("--steps must be at least 1, --processes too")
+    return options, overrides
+
+
+def _base_options(steps: int, *, warmup_steps: int) -> list[str]:
+    """What all variants have in common, unless the user says otherwise: few steps in float32, every step logged."""
+    return [
+        f"training.steps={steps}",
+        "training.mixed_precision_param=float32",
+        f"lr_scheduler.warmup_steps={min(warmup_steps, steps // 2)}",
+        "debug.deterministic=true",
+        "metrics.log_freq=1",
+        "metrics.enable_tensorboard=false",
+        "checkpoint.enable=false",
+        "validation.enable=false",
+    ]
+
+
+def _command(path: str, base: list[str], overrides: list[str], variant: Variant) -> list[str]:
+    """Raises:
+    UserError: the config does not go with the variant.
+    """
+    layout = [*_degrees(1), "parallelism.fsdp_reshard_after_forward=default"]  # whatever the config says
+    options = [f"--{option}" for option in base] + overrides
+    options += [f"--{option}" for option in (*layout, *variant.options)]
+    options += [f"--{option}" for option in base if option.startswith("job.")] + [f"--job.name={_slug(variant.name)}"]
+    try:
+        load(path, options, world_size=variant.processes)
+    except ConfigError as error:
+        raise UserError("\n".join(f"{variant.name}: {problem}" for problem in error.problems)) from None
+    return ["train", "--config", path, *options]
+
+
+def _row(*cells: str) -> str:
+    widths = (36, 11, 10, 10, 12, 12, 21, 3)
+    return "| " + " | ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)) + " |"
+
+
+def _figure(value: float | None) -> str:
+    return "not finite" if value is None else f"{value:.6f}"
+
+
+def _slug(name: str) -> str:
+    return "".join(letter if letter.isalnum() else "-" for letter in name).strip("-")
+
+
+def _run(command: list[str], processes: int, run: Path) -> Curve | str:
+    """Train anew in the folder `run`. Returns losses and norms, or the first line of what went wrong."""
+    shutil.rmtree(run, ignore_errors=True)
+    run.parent.mkdir(parents=True, exist_ok=True)
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
+    log = run.with_suffix(".log")
+    with log.open("w") as output:
+        arguments = [sys.executable, *(launcher if processes > 1 else []), "-m", "titanlite", *command]
+        environment = {name: value for name, value in os.environ.items() if name != "TITANLITE_EXIT_FILE"}
+        result = subprocess.run(arguments, stdout=output, stderr=output, env=environment, check=False)
+    if result.returncode:
+        errors = [line for line in log.read_text().splitlines() if "rror" in line]
+        return f"{errors[0] if errors else f'exit code {result.returncode}'} ({log})"
+    records: list[dict[str, Any]] = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return Curve([record["loss"] for record in records], [record["grad_norm"] for record in records])

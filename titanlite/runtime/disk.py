@@ -1,0 +1,205 @@
+"""Tensors in files on a local disk, for states that are larger than memory.
+
+A file is mapped into memory: its pages come when they are touched, and go when the system wants memory. They are not
+left to the system alone, which would keep as many as it can: what a step has changed is written back in a thread, and
+leaves memory at once. Files have no name: they vanish with the process, however it ends.
+"""
+
+import errno
+import logging
+import mmap
+import os
+import shutil
+import tempfile
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+import torch
+from torch import Tensor
+
+from titanlite.config.schema import Offload
+from titanlite.runtime.errors import RunError, UserError
+
+logger = logging.getLogger(__name__)
+
+WINDOW = 2**24
+"""Bytes that are written back at a time: few of them are in memory."""
+AHEAD = 2
+"""So many of them wait for the disk before the step does."""
+ALIGNMENT = 64
+"""Bytes: a line of the cache, as in PyTorch's own memory."""
+GIB = 2**30
+
+
+def folder_of(offload: Offload, run: Path) -> Path:
+    """Where a run's files are, if it has any."""
+    return Path(os.path.expanduser(offload.path)) if offload.path else run / "offload"
+
+
+def open_disk(offload: Offload, run: Path) -> "DiskTensors | None":
+    """Of a run; None where everything is in memory."""
+    if not offload.is_used:
+        return None
+    parameters, moments = offload.parameters == "disk", offload.optimizer == "disk"
+    return DiskTensors(folder_of(offload, run), parameters=parameters, moments=moments)
+
+
+def check_room(folder: Path, needed: float) -> None:
+    """Of what is not there yet.
+
+    Args:
+        needed: bytes, of all processes of this machine.
+
+    Raises:
+        UserError: the disk has less.
+    """
+    there = next(place for place in (folder, *folder.absolute().parents) if os.path.exists(place))
+    free = shutil.disk_usage(there).free
+    if needed > free:
+        raise _no_room(folder, needed, free)
+
+
+def _no_room(folder: Path, needed: float, free: float) -> UserError:
+    sizes = f"needs {needed / GIB:,.2f} GiB, and {free / GIB:,.2f} GiB are free"
+    return UserError(f"offload.path: there is no room in {folder}: it {sizes}. Name a folder on a larger disk")
+
+
+@dataclass(frozen=True)
+class _File:
+    file: IO[bytes]
+    map: mmap.mmap
+    address: int
+    """Where it begins in memory."""
+
+
+Range = tuple[_File, int, int]
+"""Bytes [from, to) of a file, in whole pages."""
+
+
+class DiskTensors:
+    """Gives tensors whose memory is a file, and takes them out of memory when they are not needed.
+
+    Args:
+        folder: is made if it is not there.
+        parameters: these are to be in files.
+        moments: and these, of the optimizer.
+    """
+
+    def __init__(self, folder: Path, *, parameters: bool = True, moments: bool = True) -> None:
+        self.folder = folder
+        self.holds_parameters = parameters
+        self.holds_moments = moments
+        self._files: list[_File] = []
+        self._thread = ThreadPoolExecutor(1, "offload")
+        self._changed: list[Range] = []
+        self._writing: deque[Future[None]] = deque()
+
+    def allocate(self, shapes: Sequence[tuple[torch.Size, torch.dtype]]) -> list[Tensor]:
+        """Tensors of zeros, in one file, one after the other. All of their disk space is taken now.
+
+        Raises:
+            UserError: there is not enough, or no file can be made.
+        """
+        offsets, size = [], 0
+        for shape, dtype in shapes:
+            offsets.append(size)
+            size += -(-shape.numel() * dtype.itemsize // ALIGNMENT) * ALIGNMENT
+        if size == 0:
+            return [torch.empty(shape, dtype=dtype) for shape, dtype in shapes]
+        map = self._new_file(size).map
+        return [
+            torch.frombuffer(map, dtype=dtype, count=shape.numel(), offset=offset).view(shape)
+            if shape.numel()
+            else torch.empty(shape, dtype=dtype)
+            for (shape, dtype), offset in zip(shapes, offsets, strict=True)
+        ]
+
+    def changed(self, *tensors: Tensor) -> None:
+        """Contiguous tensors have new values, and are not needed soon: they are written back and leave memory. Those
+        that are in no file stay. Waits if the disk is slower than what changes them.
+
+        Raises:
+            RunError: something that changed before could not be written.
+        """
+        self._changed += self._ranges(tensors)
+        if sum(end - start for _, start, end in self._changed) >= WINDOW:
+            self._start_writing()
+        while self._writing and (self._writing[0].done() or len(self._writing) > AHEAD):
+            self._finish_writing()
+
+    def drop(self, *tensors: Tensor) -> None:
+        """Contiguous tensors were read, and are not needed soon: they leave memory."""
+        for part in self._ranges(tensors):
+            _drop(part)
+
+    def settle(self) -> None:
+        """Wait until all that has changed is written.
+
+        Raises:
+            RunError: it cannot be.
+        """
+        self._start_writing()
+        while self._writing:
+            self._finish_writing()
+
+    def _start_writing(self) -> None:
+        if self._changed:
+            self._writing.append(self._thread.submit(_write_back, self._changed))
+            self._changed = []
+
+    def _finish_writing(self) -> None:
+        try:
+            self._writing.popleft().result()
+        except OSError as error:
+            raise RunError(f"offload.path: {self.folder} can no longer be written: {error.strerror}") from error
+
+    def _ranges(self, tensors: Sequence[Tensor]) -> list[Range]:
+        ranges = []
+        for tensor in tensors:
+            for file in self._files:
+                start = tensor.data_ptr() - file.address
+                if 0 <= start < len(file.map) and tensor.numel():
+                    end = min(len(file.map), -(-(start + tensor.nbytes) // mmap.PAGESIZE) * mmap.PAGESIZE)
+                    ranges.append((file, start // mmap.PAGESIZE * mmap.PAGESIZE, end))
+        return ranges
+
+    def _new_file(self, size: int) -> _File:
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            file = tempfile.TemporaryFile(dir=self.folder)  # noqa: SIM115 (open as long as the tensors)
+        except OSError as error:
+            raise UserError(f"offload.path: no file can be made in {self.folder}: {error.strerror}") from error
+        try:
+            # Without it, a full disk would be found when a page is written to, and end the process by a signal.
+            os.posix_fallocate(file.fileno(), 0, size)
+        except OSError as error:
+            file.close()
+            if error.errno == errno.ENOSPC:
+                raise _no_room(self.folder, size, shutil.disk_usage(self.folder).free) from error
+            raise UserError(f"offload.path: {size:,} bytes in {self.folder}: {error.strerror}") from error
+        map = mmap.mmap(file.fileno(), size)
+        logger.info(f"{size / GIB:,.2f} GiB of states are in a file in {self.folder}")
+        self._files.append(_File(file, map, torch.frombuffer(map, dtype=torch.uint8, count=1).data_ptr()))
+        return self._files[-1]
+
+
+def _write_back(ranges: Sequence[Range]) -> None:
+    """Raises:
+    OSError: the disk failed.
+    """
+    for descriptor in {file.file.fileno() for file, _, _ in ranges}:
+        os.fdatasync(descriptor)
+    for part in ranges:
+        _drop(part)
+
+
+def _drop(part: Range) -> None:
+    """From this process's memory, and then from the system's, which keeps what is mapped or not written yet. Nothing
+    is lost: what is touched again is read again."""
+    file, start, end = part
+    file.map.madvise(mmap.MADV_DONTNEED, start, end - start)
+    os.posix_fadvise(file.file.fileno(), start, end - start, os.POSIX_FADV_DONTNEED)

@@ -1,0 +1,70 @@
+"""Atomic writes and file locks."""
+
+import fcntl
+import math
+import os
+import platform
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO
+
+
+class FileLocked(Exception):
+    """Another process holds the lock of a file.
+
+    Args:
+        holder: that process and its host, as it wrote them.
+    """
+
+    def __init__(self, holder: str) -> None:
+        super().__init__(f"locked by {holder}")
+        self.holder = holder
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Write a file so that it holds the old text or the new text, never a part."""
+    staging = path.with_name(f".{path.name}.staging")
+    staging.write_text(text)
+    os.replace(staging, path)
+
+
+def lock_file(
+    path: Path, *, timeout: float = math.inf, on_wait: Callable[[str], None] = lambda holder: None
+) -> IO[str]:
+    """Lock a file for this process, and create it if necessary.
+
+    Args:
+        timeout: seconds to wait for another process.
+        on_wait: called once with the holder, when the lock has to be waited for.
+
+    Returns:
+        the open file. Closing it releases the lock; so does the end of the process, however it ends.
+
+    Raises:
+        FileLocked: another process still holds the lock after `timeout`.
+        OSError: the file cannot be created, or the file system has no locks.
+    """
+    file = open(path, "a+")  # noqa: SIM115 (returned open)
+    deadline = time.monotonic() + timeout
+    waited = False
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            holder = file.read().strip() or "another process"
+            if time.monotonic() > deadline:
+                file.close()
+                raise FileLocked(holder) from None
+            if not waited:
+                on_wait(holder)
+                waited = True
+            time.sleep(0.1)
+        except BaseException:
+            file.close()
+            raise
+        else:
+            file.truncate(0)
+            print(f"process {os.getpid()} on {platform.node()}", file=file, flush=True)
+            return file

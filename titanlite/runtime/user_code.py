@@ -1,0 +1,65 @@
+"""What users add, found by name: `package.module:Name`, `package.module.Name` or `folder/file.py:Name`."""
+
+import importlib
+import os
+import sys
+import traceback
+from difflib import get_close_matches
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from titanlite.runtime.errors import UserError
+
+
+def load_module(place: str) -> ModuleType:
+    """Import `package.module` or `folder/file.py`. Beside the usual places it may be in the current folder, and a file
+    may import those beside it.
+
+    Raises:
+        UserError: it cannot be imported: why, and in which line.
+    """
+    path = Path(place).expanduser().resolve() if place.endswith(".py") else None
+    if path and not path.is_file():
+        raise UserError(f"no file {place}")
+    name = path.stem if path else place
+    folder = str(path.parent) if path else os.getcwd()
+    if folder not in sys.path:
+        # Worker processes are given these paths as well; a module under a made-up name they would not find.
+        sys.path.insert(0 if path else len(sys.path), folder)
+    try:
+        module = importlib.import_module(name)
+    except Exception as error:  # the user's file may raise anything
+        raise UserError(f"cannot import {place}: {_where(error)}{type(error).__name__}: {error}") from error
+    if path and (module.__file__ is None or Path(module.__file__).resolve() != path):
+        raise UserError(f"cannot import {place}: there is another module called {name}; give the file another name")
+    return module
+
+
+def find_object(name: str) -> Any:
+    """What a name stands for.
+
+    Raises:
+        UserError: there is no such thing; the nearest right name.
+    """
+    if ":" in name:
+        place, _, attribute = name.rpartition(":")
+    else:
+        place, _, attribute = name.rpartition(".")
+    if not place or not attribute or (":" not in name and name.endswith(".py")):
+        raise UserError(f"expected package.module:Name or file.py:Name, got {name!r}")
+    module = load_module(place)
+    if not hasattr(module, attribute):
+        near = get_close_matches(attribute, vars(module), n=1)
+        raise UserError(f"{place} has no {attribute}" + (f", did you mean {near[0]}?" if near else ""))
+    return getattr(module, attribute)
+
+
+def _where(error: BaseException) -> str:
+    """The last line outside of Python's own import machinery that the error came through."""
+    if isinstance(error, SyntaxError):
+        return f"line {error.lineno}: "
+    ours = (__file__, importlib.__file__)
+    frames = traceback.extract_tb(error.__traceback__)
+    frames = [frame for frame in frames if frame.filename not in ours and not frame.filename.startswith("<")]
+    return f"{Path(frames[-1].filename).name}:{frames[-1].lineno}: " if frames else ""
