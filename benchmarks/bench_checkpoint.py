@@ -31,7 +31,7 @@ from titanlite.checkpoint.state import flat, state_of
 from titanlite.checkpoint.storage import open_storage
 from titanlite.config.load import load
 from titanlite.preflight import preflight
-from titanlite.runtime.dtensor import local
+from titanlite.runtime.private_torch import local_tensor
 from titanlite.runtime.process_group import pick_device, process_group, read_ranks
 from titanlite.step import train_step
 from titanlite.train import Run, build
@@ -129,7 +129,7 @@ class Contest:
                 seconds = self.clock.end_save().seconds()
                 if turn and seconds is not None:  # the first save takes memory and makes plans
                     blocked[name].append(seconds)
-        state = sum(local(t).numel() * local(t).element_size() for t in flat(self.state()).values())
+        state = sum(local_tensor(t).numel() * local_tensor(t).element_size() for t in flat(self.state()).values())
         self.report(blocked, managers, state)
 
     def save(self, manager: CheckpointManager) -> Callable[[], bool]:

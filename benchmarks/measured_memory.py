@@ -44,8 +44,8 @@ from titanlite.optim.quantized import is_quantized, pieces
 from titanlite.parallelize import DTYPES, build_mesh, materialize, parallelize
 from titanlite.parallelize.mesh import data_parallel_group
 from titanlite.runtime.disk import open_disk
-from titanlite.runtime.dtensor import local
 from titanlite.runtime.errors import UserError
+from titanlite.runtime.private_torch import local_tensor
 from titanlite.runtime.process_group import seed_step
 from titanlite.step import train_step
 
@@ -262,7 +262,7 @@ def bytes_of(values: Iterable[Any]) -> int:
     """Of the memory behind this rank's parts of all tensors among the values; what is shared counts once."""
     tensors = [value for value in values if isinstance(value, Tensor)]
     plain = [piece for it in tensors for piece in (pieces(it).values() if is_quantized(it) else [it])]
-    storages = [local(tensor).untyped_storage() for tensor in plain]
+    storages = [local_tensor(tensor).untyped_storage() for tensor in plain]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 

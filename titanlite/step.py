@@ -17,7 +17,7 @@ from titanlite.optim import update
 from titanlite.optim.in_backward import InBackward
 from titanlite.optim.norm import norms_of
 from titanlite.parallelize.mesh import count_replicas
-from titanlite.runtime.dtensor import local
+from titanlite.runtime.private_torch import local_tensor
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ def train_step(
         # FSDP averages gradients over the group; they are to be summed.
         (loss.total * (group.size() / valid_tokens)).backward()
     micro_losses, totals = torch.stack(losses, dim=1)
-    gradients = [local(parameter.grad) for parameter in model.parameters() if parameter.grad is not None]
+    gradients = [local_tensor(parameter.grad) for parameter in model.parameters() if parameter.grad is not None]
     square = sum_of_squares(gradients, in_backward).to(valid_tokens.device)
     copies = count_replicas(next(model.parameters()), group)
     # One message with all that the ranks must agree on, to the last bit.

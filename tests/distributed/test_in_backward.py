@@ -12,7 +12,7 @@ from titanlite.config.schema import Config
 from titanlite.guard import StoppedByGuard
 from titanlite.loss import TokenLoss
 from titanlite.models.base import unique_parameters
-from titanlite.runtime.dtensor import local
+from titanlite.runtime.private_torch import local_tensor
 from titanlite.train import finish, train
 
 ON = "--optimizer.in_backward=true"
@@ -76,14 +76,14 @@ def stopped(rank: int, world_size: int, config: Config) -> dict[str, Any]:
 
     def remember(*_: Any) -> None:
         if calls[0] == BAD_STEP and not before:
-            before.update({name: local(it).detach().clone() for name, it in unique_parameters(run.model)})
+            before.update({name: local_tensor(it).detach().clone() for name, it in unique_parameters(run.model)})
 
     run.optimizer.register_step_pre_hook(remember)
     ended = train(replace(run, loss_function=loss_of))
     finish(run, ended)
     assert isinstance(ended, StoppedByGuard)
-    moved = [name for name, it in unique_parameters(run.model) if not torch.equal(before[name], local(it))]
-    finite = all(bool(local(it).isfinite().all()) for it in run.model.parameters())
+    moved = [name for name, it in unique_parameters(run.model) if not torch.equal(before[name], local_tensor(it))]
+    finite = all(bool(local_tensor(it).isfinite().all()) for it in run.model.parameters())
     return {"moved": moved, "finite": finite, "told": (str(ended), ended.taken, ended.in_part, ended.exit_code)}
 
 

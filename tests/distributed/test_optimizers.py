@@ -18,8 +18,8 @@ from titanlite.config.schema import Config, Parallelism
 from titanlite.optim import muon, update
 from titanlite.parallelize.fsdp import fully_shard
 from titanlite.parallelize.mesh import build_mesh, sharding_mesh
-from titanlite.runtime.dtensor import local
 from titanlite.runtime.errors import UserError
+from titanlite.runtime.private_torch import local_tensor
 
 SHAPES = [(7, 10), (10, 7), (3, 8), (9, 9), (9, 9), (1, 4), (6, 5, 8), (3, 4, 4)]
 """Rows that do not divide by 4, fewer rows than ranks, and stacks of matrices, one of fewer than there are ranks."""
@@ -98,7 +98,7 @@ def worked(mesh: DeviceMesh, options: dict[str, Any]) -> Worked:
         assert isinstance(parameter, DTensor)
         buffer = optimizer.state[parameter]["momentum_buffer"]
         assert buffer.placements == parameter.placements
-        assert local(buffer).shape == local(parameter).shape
+        assert local_tensor(buffer).shape == local_tensor(parameter).shape
     assert set(sent) <= {torch.float32 if "ns_dtype" in options else torch.bfloat16}
     assert all(count % STEPS == 0 for count in seen.values())
     in_a_step = Counter({shape: count // STEPS for shape, count in seen.items()})

@@ -236,7 +236,7 @@ def steps_without_waiting(rank: int, world_size: int, config: Any) -> list[int]:
     import torch
 
     from titanlite.preflight import preflight
-    from titanlite.runtime.dtensor import local
+    from titanlite.runtime.private_torch import local_tensor
     from titanlite.runtime.process_group import Ranks
     from titanlite.step import train_step
     from titanlite.train import build
@@ -248,7 +248,7 @@ def steps_without_waiting(rank: int, world_size: int, config: Any) -> list[int]:
         batches = list(islice(run.batches, run.accumulation))
         if number == 2:
             with torch.no_grad():
-                local(next(run.model.parameters())).mul_(torch.nan)
+                local_tensor(next(run.model.parameters())).mul_(torch.nan)
         torch.cuda.synchronize()
         torch.cuda.set_sync_debug_mode("error" if number else "default")  # the first step allocates
         result = train_step(

@@ -34,7 +34,7 @@ from titanlite.checkpoint.dcp import Frames, ShardWriter, Written, checksums_jso
 from titanlite.checkpoint.manifest import FileRecord, Manifest
 from titanlite.checkpoint.state import State, flat
 from titanlite.checkpoint.storage import Files
-from titanlite.runtime.dtensor import local
+from titanlite.runtime.private_torch import local_tensor
 from titanlite.runtime.ranks import cause, on_all, on_rank_0
 
 NICE = 10
@@ -133,7 +133,7 @@ class Saver:
                 on_rank_0(self.group, lambda: self.files.begin(folder)),
                 rank=dist.get_rank(self.group),
                 frames=self.frames,
-                read=lambda item: local(tensors[item.index.fqn]).cpu(),
+                read=lambda item: local_tensor(tensors[item.index.fqn]).cpu(),
             )
             planning = time.perf_counter()
             try:
@@ -204,7 +204,7 @@ class _Staging:
     def begin(self, tensors: dict[str, Tensor]) -> None:
         """A copy of these, as they are now, is to come; on a GPU, as they are when the work queued so far is done."""
         self._is_due, self._error = True, None
-        sources = {name: local(tensor) for name, tensor in tensors.items()}
+        sources = {name: local_tensor(tensor) for name, tensor in tensors.items()}
         try:
             self._buffers = {name: self._buffer(name, source) for name, source in sources.items()}
         except Exception as error:  # no memory: `copy` tells it, and all ranks hear of it

@@ -88,3 +88,9 @@ def parameter_generator(seed: int, name: str, device: torch.device) -> torch.Gen
     """A generator that depends on (seed, name) alone, so that a parameter's values do not depend on the layout."""
     digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
     return torch.Generator(device).manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+
+
+def build_on_meta(model_cls: type[Model], args: ModelArgs) -> Model:
+    """Return a model on the meta device: shapes without memory."""
+    with torch.device("meta"):
+        return model_cls(args)

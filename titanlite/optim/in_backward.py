@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from titanlite.optim import update
 from titanlite.optim.norm import norms_of
-from titanlite.runtime.dtensor import local
+from titanlite.runtime.private_torch import local_tensor
 
 
 def is_not_finite(figures: Tensor) -> Tensor:
@@ -74,7 +74,7 @@ class InBackward:
         assert self._skip is not None, "backward without `begin`"
         assert parameter not in self._norms, "a gradient came in parts"
         self._free_reduced()
-        [norm] = norms_of([local(parameter.grad)])
+        [norm] = norms_of([local_tensor(parameter.grad)])
         self._norms[parameter] = norm
         update(self._optimizer, skip=self._skip.to(norm.device) | ~norm.isfinite().all())
         parameter.grad = None

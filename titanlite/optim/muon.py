@@ -26,7 +26,7 @@ from torch.optim._muon import (
     _zeropower_via_newtonschulz,
 )
 
-from titanlite.runtime.dtensor import local
+from titanlite.runtime.private_torch import local_tensor
 
 
 class Muon(torch.optim.Optimizer):
@@ -108,7 +108,7 @@ class Muon(torch.optim.Optimizer):
         state, skip = self.state[parameter], getattr(self, "found_inf", None)
         if not state:
             state["momentum_buffer"] = torch.zeros_like(parameter.grad)
-        buffer, gradient = local(state["momentum_buffer"]), local(parameter.grad)
+        buffer, gradient = local_tensor(state["momentum_buffer"]), local_tensor(parameter.grad)
         if skip is not None:
             gradient = torch.where(skip != 0, buffer, gradient)  # the mean of the buffer and itself: unchanged
         buffer.lerp_(gradient, 1 - group["momentum"])
@@ -118,7 +118,7 @@ class Muon(torch.optim.Optimizer):
         return update.to(place, getattr(torch, group["ns_dtype"]), copy=True)  # it is overwritten
 
     def _apply(self, parameter: nn.Parameter, update: Tensor, group: dict[str, Any]) -> None:
-        weight, skip = local(parameter), getattr(self, "found_inf", None)
+        weight, skip = local_tensor(parameter), getattr(self, "found_inf", None)
         lr = _adjust_lr(group["lr"], group["adjust_lr_fn"], parameter.shape[-2:])
         new = weight * (1 - group["lr"] * group["weight_decay"])
         new.add_(update.to(weight.device), alpha=-lr)

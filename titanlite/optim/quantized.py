@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from titanlite.runtime.dtensor import local
 from titanlite.runtime.errors import UserError
+from titanlite.runtime.private_torch import local_tensor
 
 LEAST = 4096
 """Elements of a shard below which torchao keeps moments in float32."""
@@ -20,12 +20,12 @@ TABLES = ("qmap",)
 
 
 def is_quantized(value: Any) -> bool:
-    return isinstance(value, Tensor) and is_traceable_wrapper_subclass(local(value))
+    return isinstance(value, Tensor) and is_traceable_wrapper_subclass(local_tensor(value))
 
 
 def pieces(value: Tensor) -> dict[str, Tensor]:
     """Plain tensors that make up a quantized one, by name. They are sharded as it is, and share its memory."""
-    part = local(value)
+    part = local_tensor(value)
     names: list[str] = part.__tensor_flatten__()[0]  # pyright: ignore[reportAttributeAccessIssue]
     return {name: _sharded(getattr(part, name), value) for name in names if name not in TABLES}
 
@@ -33,7 +33,7 @@ def pieces(value: Tensor) -> dict[str, Tensor]:
 def _sharded(piece: Tensor, value: Tensor) -> Tensor:
     """As a part of a whole tensor: of the value's shape; or with one element for several of the value's, in order. If
     those end with rows, it is sharded by rows, and shards need not be even."""
-    part = local(value)
+    part = local_tensor(value)
     shape, each, row = value.shape, part.numel() // piece.numel(), value.shape[1:].numel()
     if each != 1 and row % each == 0:
         shape = torch.Size([shape[0], row // each])

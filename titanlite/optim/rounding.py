@@ -10,7 +10,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from titanlite.runtime.disk import DiskTensors
-from titanlite.runtime.dtensor import in_place_of, local
+from titanlite.runtime.dtensor import in_place_of
+from titanlite.runtime.private_torch import local_tensor
 
 SLICE = 2**24
 """Elements that `SlicedAdamW` works on at a time: what it holds beside the state is a few times this."""
@@ -51,7 +52,9 @@ class SlicedAdamW(torch.optim.Optimizer):
         self._origins = {p: (_salt(f"{seed}/{name}"), _first_place(p)) for name, p in parameters.items()}
         self._disk = disk
         if disk and disk.holds_moments:
-            moments = iter(disk.allocate([(local(p).shape, state_dtype) for p in parameters.values() for _ in "12"]))
+            moments = iter(
+                disk.allocate([(local_tensor(p).shape, state_dtype) for p in parameters.values() for _ in "12"])
+            )
             for parameter in parameters.values():
                 self._begin(parameter, in_place_of(parameter, next(moments)), in_place_of(parameter, next(moments)))
 
@@ -64,7 +67,7 @@ class SlicedAdamW(torch.optim.Optimizer):
                     self._update(parameter, group)
 
     def _begin(self, parameter: nn.Parameter, mean: Tensor, square: Tensor) -> None:
-        step = torch.zeros((), device=local(parameter).device)
+        step = torch.zeros((), device=local_tensor(parameter).device)
         self.state[parameter] = {"step": step, "exp_avg": mean, "exp_avg_sq": square}
 
     def _update(self, parameter: nn.Parameter, group: dict[str, Any]) -> None:
@@ -76,7 +79,7 @@ class SlicedAdamW(torch.optim.Optimizer):
         state["step"] += 1
         assert parameter.grad is not None
         tensors = (parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"])
-        flat = [local(tensor).view(-1) for tensor in tensors]
+        flat = [local_tensor(tensor).view(-1) for tensor in tensors]
         salt, place = self._origins[parameter]
         size = DISK_SLICE if self._disk else SLICE
         for start in range(0, len(flat[0]), size):

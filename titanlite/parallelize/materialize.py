@@ -9,9 +9,10 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from titanlite.models.base import Model, parameter_generator, unique_parameters
 from titanlite.runtime.disk import DiskTensors
-from titanlite.runtime.dtensor import in_place_of, local
+from titanlite.runtime.dtensor import in_place_of
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.hardware import host_memory
+from titanlite.runtime.private_torch import local_tensor
 
 
 def set_dtype(model: Model, dtype: torch.dtype) -> None:
@@ -44,7 +45,7 @@ def materialize(
     for name, parameter in unique_parameters(model):
         _fill(model, name, parameter, device=device, seed=seed)
         if disk:
-            disk.changed(local(parameter))
+            disk.changed(local_tensor(parameter))
     if disk:
         _drop_after_use(model, disk)
     _check_complete(model, parameter_device, device, dtype)
@@ -73,7 +74,7 @@ def _on_disk(model: Model, disk: DiskTensors) -> dict[Tensor, Tensor]:
     """What each parameter becomes. Where rows do not divide evenly, FSDP copies the last rank's part, to pad it: that
     one goes to memory."""
     parameters = [parameter for _, parameter in unique_parameters(model)]
-    parts = disk.allocate([(local(parameter).shape, parameter.dtype) for parameter in parameters])
+    parts = disk.allocate([(local_tensor(parameter).shape, parameter.dtype) for parameter in parameters])
     return {p: in_place_of(p, part) for p, part in zip(parameters, parts, strict=True)}
 
 
@@ -82,7 +83,7 @@ def _drop_after_use(model: Model, disk: DiskTensors) -> None:
     gradients are reduced."""
     units = [unit for unit in model.modules() if isinstance(unit, FSDPModule) and unit is not model]
     parts: dict[nn.Module, list[Tensor]] = {
-        unit: [local(parameter) for parameter in unit.parameters()] for unit in units
+        unit: [local_tensor(parameter) for parameter in unit.parameters()] for unit in units
     }
 
     def after_forward(unit: nn.Module, *_: Any) -> None:
@@ -92,7 +93,7 @@ def _drop_after_use(model: Model, disk: DiskTensors) -> None:
     for unit in units:
         unit.register_forward_hook(after_forward)
     for parameter in model.parameters():
-        parameter.register_post_accumulate_grad_hook(lambda parameter: disk.drop(local(parameter)))
+        parameter.register_post_accumulate_grad_hook(lambda parameter: disk.drop(local_tensor(parameter)))
 
 
 @torch.no_grad()
@@ -101,7 +102,7 @@ def _fill(model: Model, name: str, parameter: nn.Parameter, *, device: torch.dev
     model.init_weight(name, whole, parameter_generator(seed, name, device))
     if not torch.isfinite(whole).all():
         raise ValueError(f"{type(model).__name__}.init_weight leaves values of {name} undefined")
-    local(parameter).copy_(_slice_like(whole, parameter))
+    local_tensor(parameter).copy_(_slice_like(whole, parameter))
 
 
 def _slice_like(whole: Tensor, parameter: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 import titanlite
 from titanlite.models.base import Model, unique_parameters
 from titanlite.plan.forecast import PATIENCE, Forecast, Forecasted, gib
-from titanlite.runtime.dtensor import local
+from titanlite.runtime.private_torch import local_tensor
 
 logger = logging.getLogger(__name__)
 
@@ -120,7 +120,7 @@ def measure(frames: Iterable[FrameType], device: torch.device) -> dict[str, int]
 
 
 def _bytes(tensors: Iterable[Tensor], device: torch.device) -> int:
-    return sum(tensor.nbytes for tensor in map(local, tensors) if tensor.device.type == device.type)
+    return sum(tensor.nbytes for tensor in map(local_tensor, tensors) if tensor.device.type == device.type)
 
 
 def _rows(planned: dict[str, int], measured: dict[str, int]) -> list[str]:

@@ -1,13 +1,7 @@
-"""Helpers for DTensors: this rank's part of a tensor, and tensors sharded like another one."""
+"""Helpers for DTensors: tensors that are sharded like another one."""
 
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-
-
-def local(tensor: Tensor) -> Tensor:
-    """This rank's part of a tensor, sharded or not. `to_local()` would also make a way back for gradients, which takes
-    longer than writing a small tensor."""
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def in_place_of(tensor: Tensor, part: Tensor) -> Tensor:
