@@ -20,8 +20,9 @@ from record import add_record_option, record
 from torch import Tensor
 from torch.nn import functional as F
 
+from titanlite.batch import IGNORE
 from titanlite.cpu.settings import keep_freed_memory
-from titanlite.loss import IGNORE, token_loss
+from titanlite.loss import token_loss
 
 VOCABULARIES = (32_768, 65_536, 131_072, 262_144)
 TIMED = 32_768

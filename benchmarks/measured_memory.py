@@ -30,10 +30,11 @@ from torch._C._profiler import _EventType
 from torch.optim import Optimizer
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from titanlite.batch import Batch
 from titanlite.config.load import load
 from titanlite.config.schema import Config
 from titanlite.data.packing import Row
-from titanlite.data.samples import Batch, as_batch
+from titanlite.data.samples import as_batch
 from titanlite.guard import StepGuard
 from titanlite.loss import build_loss
 from titanlite.models.base import Model

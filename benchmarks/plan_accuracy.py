@@ -21,9 +21,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from titanlite.batch import IGNORE
 from titanlite.config.load import load
 from titanlite.config.schema import Config
-from titanlite.loss import IGNORE, TokenLoss, build_loss
+from titanlite.loss import TokenLoss, build_loss
 from titanlite.optim import build_optimizer
 from titanlite.parallelize import DTYPES, build_mesh, materialize, parallelize
 from titanlite.parallelize.mesh import data_parallel_group

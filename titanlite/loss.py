@@ -13,12 +13,10 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from titanlite.batch import IGNORE
 from titanlite.config.schema import Training
-from titanlite.data.packing import IGNORE
 from titanlite.models.layers import matmul_dtype
 from titanlite.runtime.user_code import find_object
-
-__all__ = ["IGNORE", "LossFunction", "TokenLoss", "build_loss", "token_loss"]
 
 CHUNK_BYTES = 2**28
 """Of float32 logits at a time: 512 tokens of a vocabulary of 131,072."""

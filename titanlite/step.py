@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
-from titanlite.data.loader import Batch
-from titanlite.loss import IGNORE, LossFunction, token_loss
+from titanlite.batch import IGNORE, Batch
+from titanlite.loss import LossFunction, token_loss
 from titanlite.models.base import Model
 from titanlite.models.layers import Documents
 from titanlite.optim import update

@@ -10,13 +10,14 @@ from itertools import islice
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from titanlite.batch import Batch
 from titanlite.checkpoint.fingerprint import resume_settings
 from titanlite.checkpoint.manager import CheckpointManager, Progress
 from titanlite.checkpoint.storage import open_storage
 from titanlite.config.load import config_hash
 from titanlite.config.schema import Config
 from titanlite.data.loader import MicroBatches, build_loader
-from titanlite.data.samples import Batch, Samples
+from titanlite.data.samples import Samples
 from titanlite.data.sources import open_data
 from titanlite.guard import StepGuard, StoppedByGuard
 from titanlite.loss import LossFunction, build_loss

@@ -12,11 +12,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
+from titanlite.batch import IGNORE, Batch
 from titanlite.config.schema import Validation
 from titanlite.data.loader import to_device
 from titanlite.data.order import permute
-from titanlite.data.samples import Batch, Source, as_batch
-from titanlite.loss import IGNORE, token_loss
+from titanlite.data.samples import Source, as_batch
+from titanlite.loss import token_loss
 from titanlite.parallelize.mesh import data_parallel_group, data_parallel_rank
 from titanlite.step import documents_of
 

@@ -18,10 +18,10 @@ from torch import nn
 
 from tests.distributed.test_layouts import built, trained
 from tests.helpers import TinyRun, _free_port, run_in_turn, run_ranks, train_on_this_rank
+from titanlite.batch import Batch
 from titanlite.checkpoint import manifest as manifests
 from titanlite.checkpoint.storage import Local
 from titanlite.config.schema import Config
-from titanlite.data.samples import Batch
 from titanlite.runtime.console import start_logging
 from titanlite.runtime.errors import UserError
 from titanlite.train import finish, train

@@ -14,8 +14,8 @@ from torch.utils._pytree import tree_leaves
 
 from tests.helpers import TinyRun, run_in_turn, train_on_this_rank
 from titanlite import loss as loss_module
+from titanlite.batch import IGNORE
 from titanlite.config.schema import Config
-from titanlite.loss import IGNORE
 from titanlite.metrics.run_summary import types_of
 from titanlite.preflight import preflight
 from titanlite.runtime.process_group import Ranks

@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tests.helpers import train_on_this_rank
+from titanlite.batch import IGNORE, Batch
 from titanlite.config.load import load
-from titanlite.data.samples import Batch, as_batch
-from titanlite.loss import IGNORE
+from titanlite.data.samples import as_batch
 from titanlite.models.llama3 import Llama3
 
 BAR = 5.60

@@ -17,8 +17,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tests.unit.test_llama3 import SMALL, built, oracle
+from titanlite.batch import IGNORE
 from titanlite.config.schema import ActivationCheckpoint, Compile, Float8, Parallelism, Training
-from titanlite.loss import IGNORE, token_loss
+from titanlite.loss import token_loss
 from titanlite.models import decoder, layers
 from titanlite.models.layers import Boundaries, Documents, attention_mask, has_packed_kernel, rope_at
 from titanlite.models.llama3 import Llama3, Llama3Args

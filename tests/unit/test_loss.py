@@ -10,7 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from titanlite import loss as loss_module
-from titanlite.loss import IGNORE, TokenLoss, token_loss
+from titanlite.batch import IGNORE
+from titanlite.loss import TokenLoss, token_loss
 from titanlite.models import layers
 
 VOCABULARY, TOKENS, DIM = 301, 66, 48

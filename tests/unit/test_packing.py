@@ -16,9 +16,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from titanlite import loss
+from titanlite.batch import IGNORE
 from titanlite.data import packing
-from titanlite.data.packing import IGNORE, PADDING, BestFit, Row, Stream, best_fit_decreasing
+from titanlite.data.packing import PADDING, BestFit, Row, Stream, best_fit_decreasing
 from titanlite.data.tokens import TokenStore, TokenWriter
 from titanlite.runtime.errors import RunError
 
@@ -44,10 +44,6 @@ def write(folder: Path, lengths: list[int], *, masked: set[int] | None = None, s
 def as_lists(row: Row) -> tuple[list[int], list[int], list[int]]:
     assert row.tokens.dtype == row.labels.dtype == row.starts.dtype == np.int64
     return row.tokens.tolist(), row.labels.tolist(), row.starts.tolist()
-
-
-def test_ignore_is_that_of_the_loss() -> None:
-    assert IGNORE == loss.IGNORE
 
 
 def test_reading_needs_no_torch() -> None:

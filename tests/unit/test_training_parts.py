@@ -12,8 +12,9 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional as F
 
+from titanlite.batch import IGNORE
 from titanlite.config.schema import LRScheduler, Metrics, Optimizer, Training
-from titanlite.loss import IGNORE, TokenLoss, token_loss
+from titanlite.loss import TokenLoss, token_loss
 from titanlite.metrics.recorder import MetricsRecorder
 from titanlite.models.llama3 import Llama3, Llama3Args
 from titanlite.optim import build_optimizer

@@ -8,10 +8,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from titanlite.batch import IGNORE
 from titanlite.config.schema import Parallelism, Validation
 from titanlite.data.packing import Row
 from titanlite.data.samples import Source
-from titanlite.loss import IGNORE
 from titanlite.models.llama3 import Llama3, Llama3Args
 from titanlite.parallelize import build_mesh
 from titanlite.validation import Validator

@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import Dataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from titanlite.data.samples import Batch
+from titanlite.batch import Batch
 
 
 class MicroBatches:

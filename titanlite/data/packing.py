@@ -17,14 +17,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from titanlite.batch import IGNORE
 from titanlite.data.remote import locked
 from titanlite.data.tokens import TokenStore
 from titanlite.runtime.errors import RunError
 
 logger = logging.getLogger(__name__)
 
-IGNORE = -100
-"""A label that does not count."""
 PADDING = 0
 VERSION = 1
 """Of plans: another one means other rows for the same documents."""

@@ -12,18 +12,15 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
-from torch import Tensor
 from torch.utils.data import Dataset
 
+from titanlite.batch import Batch
 from titanlite.data.mixture import Mixture
 from titanlite.data.order import Order
 from titanlite.data.packing import Row
 from titanlite.runtime.errors import UserError
 
 logger = logging.getLogger(__name__)
-
-Batch = dict[str, Tensor]
-"""tokens and labels [B, L] int64; with a document mask also what `as_batch` says."""
 
 
 class Rows(Protocol):

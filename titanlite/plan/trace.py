@@ -25,8 +25,8 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param_group as fsdp
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from titanlite import step
+from titanlite.batch import Batch
 from titanlite.config.schema import Config
-from titanlite.data.loader import Batch
 from titanlite.loss import build_loss
 from titanlite.models.base import Model, ModelArgs, unique_parameters
 from titanlite.optim import build_optimizer, check_optimizer, in_backward

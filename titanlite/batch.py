@@ -1,0 +1,22 @@
+"""The format of a batch: what data/ makes, and what step, loss and validation read. Imports no torch."""
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+IGNORE = -100
+"""Label of a token that does not count in the loss."""
+
+Batch = dict[str, "Tensor"]
+"""Tensors of B sequences of L tokens, by name:
+
+- `tokens` [B, L] int64: token ids.
+- `labels` [B, L] int64: for each token the next one of its document, or IGNORE.
+
+Only with a document mask (`data.document_mask = true`):
+
+- `positions` [B, L] int64: position of each token in its document, from 0.
+- `documents` [B, L] int32: number of the token's document within its sequence, ascending from 0.
+- `boundaries` [documents + 1] int32: start of each document among the B * L tokens, then B * L.
+"""
