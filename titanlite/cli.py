@@ -5,11 +5,11 @@ import sys
 import traceback
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from difflib import get_close_matches
 from typing import TYPE_CHECKING, NoReturn
 
 from titanlite import __version__
 from titanlite.runtime.errors import ConfigError, Problem, RunError, UserError, whole_number
+from titanlite.runtime.nearest import nearest_name
 
 if TYPE_CHECKING:
     import torch
@@ -124,8 +124,8 @@ def run(arguments: list[str]) -> int:
         case ["data", "prepare" | "inspect" | "tokenizer", *_]:
             return _guarded(_data, arguments[1:])
     words = " ".join(arguments[:2])
-    near = get_close_matches(words, NAMES.split(", "), n=1)
-    hint = f"did you mean {near[0]!r}?\n" if near else ""
+    near = nearest_name(words, NAMES.split(", "))
+    hint = f"did you mean {near!r}?\n" if near else ""
     print(f"titanlite: unknown command {words!r}\n{hint}\n{USAGE}", file=sys.stderr, end="")
     return 2
 

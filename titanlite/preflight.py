@@ -17,7 +17,7 @@ from titanlite.config.schema import Config, Data, Optimizer, Validation
 from titanlite.data.tokenizer import Tokenizer, load_tokenizer
 from titanlite.ingest.prepare import find_inputs
 from titanlite.models.base import Model, ModelArgs
-from titanlite.models.registry import resolve_model
+from titanlite.models.registry import ModelSpec, resolve_model
 from titanlite.optim import bytes_of_state, check_optimizer, compiles_updates
 from titanlite.parallelize import RecomputePolicy
 from titanlite.parallelize.float8 import check_float8
@@ -34,17 +34,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class ResolvedConfig:
-    """What the config's names stand for."""
+    """The model and the tokenizer that a config names."""
 
-    model: type[Model]
-    args: ModelArgs
+    model: ModelSpec
     tokenizer: Tokenizer
     levels: tuple[RecomputePolicy, ...] | None = None
     """What each block computes again in backward. None: as the config says. See `titanlite.plan.budget`."""
-
-    def build_model(self) -> Model:
-        """The model on the meta device: shapes without memory."""
-        return _on_meta(self.model, self.args)
 
 
 def preflight(config: Config, ranks: Ranks, device: torch.device) -> ResolvedConfig:
@@ -72,7 +67,7 @@ def examine(
     report = _Report(bad_keys)
     training, float8 = config.training, config.quantize.linear.float8
     selected = config.model
-    resolved = report.attempt(
+    spec = report.attempt(
         "model",
         ["model.name", "model.file", "model.flavor", "model.args"],
         lambda: resolve_model(selected.name, selected.flavor, selected.args, selected.file),
@@ -86,25 +81,25 @@ def examine(
             report.attempt(key, [key], partial(_check_callable, name))
     if config.compile.enable:
         report.attempt("compile.enable", ["compile"], lambda: check_compiler(device))
-    shapes = _on_meta(*resolved) if resolved else None
+    model = spec.build() if spec else None
     checked = report.attempt(
-        "optimizer", ["optimizer", "training.dtype"], lambda: _check_optimizer(config.optimizer, shapes, training.dtype)
+        "optimizer", ["optimizer", "training.dtype"], lambda: _check_optimizer(config.optimizer, model, training.dtype)
     )
     if checked and compiles_updates(config.optimizer):
         report.attempt("optimizer.name", [], lambda: check_compiler(device))
-    if not resolved:
+    if spec is None or model is None:
         return None, report.problems
-    model, args = resolved
+    args = spec.args
     report.attempt("training.seq_len", ["training.seq_len"], lambda: _check_seq_len(training.seq_len, args))
     if tokenizer:
         report.attempt("data.tokenizer", [], lambda: _check_vocabulary(tokenizer, args))
-    if shapes and checked:
+    if checked:
         sizes = ["training", "parallelism", "offload"]
-        report.attempt("model.flavor", sizes, lambda: _check_memory(shapes, config, ranks, device))
+        report.attempt("model.flavor", sizes, lambda: _check_memory(model, config, ranks, device))
         if config.offload.is_used:
-            report.attempt("offload.path", [*sizes, "job"], lambda: _check_disk(shapes, config, ranks))
-    args = replace(args, max_seq_len=training.seq_len)
-    return (ResolvedConfig(model, args, tokenizer) if tokenizer else None), report.problems
+            report.attempt("offload.path", [*sizes, "job"], lambda: _check_disk(model, config, ranks))
+    spec = spec._replace(args=replace(args, max_seq_len=training.seq_len))
+    return (ResolvedConfig(spec, tokenizer) if tokenizer else None), report.problems
 
 
 class _Report:
@@ -167,22 +162,17 @@ def _check_vocabulary(tokenizer: Tokenizer, args: ModelArgs) -> None:
         raise UserError(f"has {tokenizer.vocab_size} tokens, the model only {args.vocab_size} (model.args.vocab_size)")
 
 
-def _check_optimizer(config: Optimizer, shapes: Model | None, dtype: str) -> bool:
+def _check_optimizer(config: Optimizer, model: Model | None, dtype: str) -> bool:
     """Also what does not depend on the model, where that is not known."""
-    if problems := check_optimizer(config, shapes, dtype=dtype):
+    if problems := check_optimizer(config, model, dtype=dtype):
         raise ConfigError(problems)
     return True
 
 
-def _on_meta(model: type[Model], args: ModelArgs) -> Model:
-    with torch.device("meta"):
-        return model(args)
-
-
-def _check_memory(shapes: Model, config: Config, ranks: Ranks, device: torch.device) -> None:
-    in_memory, _ = _bytes_per_parameter(shapes, config)
+def _check_memory(model: Model, config: Config, ranks: Ranks, device: torch.device) -> None:
+    in_memory, _ = _bytes_per_parameter(model, config)
     check_memory(
-        shapes,
+        model,
         bytes_per_parameter=in_memory,
         shard_degree=config.parallelism.degrees(ranks.world_size)[1],
         local_world_size=ranks.local_world_size,
@@ -191,18 +181,18 @@ def _check_memory(shapes: Model, config: Config, ranks: Ranks, device: torch.dev
     )
 
 
-def _check_disk(shapes: Model, config: Config, ranks: Ranks) -> None:
-    _, on_disk = _bytes_per_parameter(shapes, config)
-    of_a_rank = on_disk * largest_shard(shapes, config.parallelism.degrees(ranks.world_size)[1])
+def _check_disk(model: Model, config: Config, ranks: Ranks) -> None:
+    _, on_disk = _bytes_per_parameter(model, config)
+    of_a_rank = on_disk * largest_shard(model, config.parallelism.degrees(ranks.world_size)[1])
     folder = folder_of(config.offload, Path(config.job.dump_folder, str(config.job.name)))
     check_room(folder, of_a_rank * ranks.local_world_size)
 
 
-def _bytes_per_parameter(shapes: Model, config: Config) -> tuple[float, float]:
+def _bytes_per_parameter(model: Model, config: Config) -> tuple[float, float]:
     """(in memory, on disk): itself, its gradient (a part at a time, with updates in backward) and its states."""
     weight = SIZES[config.training.dtype]
     gradient = 0 if config.optimizer.in_backward else weight
-    states = bytes_of_state(config.optimizer, shapes, dtype=config.training.dtype)
-    moments = states / sum(p.numel() for p in shapes.parameters())
+    states = bytes_of_state(config.optimizer, model, dtype=config.training.dtype)
+    moments = states / sum(p.numel() for p in model.parameters())
     on_disk = weight * (config.offload.parameters == "disk") + moments * (config.offload.optimizer == "disk")
     return weight + gradient + moments - on_disk, on_disk

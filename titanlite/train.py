@@ -91,7 +91,7 @@ def build(config: Config, resolved: ResolvedConfig, *, ranks: Ranks, device: tor
         optimizer=optimizer,
         mesh=mesh,
         device=device,
-        settings=resume_settings(config, model_args=resolved.args, data=samples.meaning),
+        settings=resume_settings(config, model_args=resolved.model.args, data=samples.meaning),
         may_change=["data.*"] if config.data.on_change != "error" else [],
         config_hash=config_hash(config),
         settle=disk.settle if disk else None,
@@ -145,7 +145,7 @@ def _build_states(
     """The model: on the meta device, made parallel, and then with memory and values. Its optimizer. The disk that they
     are on, if it is one."""
     disk = open_disk(config.offload, folder.path)
-    model = resolved.build_model()
+    model = resolved.model.build()
     parallelize(
         model,
         mesh=mesh,

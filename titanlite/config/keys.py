@@ -1,13 +1,13 @@
 """The names of all options, read off the schema: which there are, which one was meant."""
 
 from collections.abc import Iterator
-from difflib import get_close_matches
 from types import UnionType
 from typing import Annotated, Any, Union, get_args, get_origin
 
 from pydantic import BaseModel
 
 from titanlite.config.schema import Config
+from titanlite.runtime.nearest import nearest_name
 
 
 def dotted_keys(model: type[BaseModel] = Config, prefix: str = "", *, inside_lists: bool = False) -> Iterator[str]:
@@ -56,12 +56,11 @@ def nearest_key(dotted: str) -> str | None:
     leaf = dotted.rpartition(".")[2]
     same_leaf = [name for name in options if name.rpartition(".")[2] == leaf]
     inside = [name for name in same_leaf if name.endswith(f".{dotted}")]  # float8.enable
-    namesakes = inside or get_close_matches(dotted, same_leaf, n=1, cutoff=0.6 if len(same_leaf) > 1 else 0)
+    namesake = inside[0] if inside else nearest_name(dotted, same_leaf, cutoff=0.6 if len(same_leaf) > 1 else 0)
     of_same_depth = [name for name in options + sections if name.count(".") == dotted.count(".")]
-    near = get_close_matches(dotted, [name for name in of_same_depth if _is_like(leaf, name)], n=1, cutoff=0.8)
+    near = nearest_name(dotted, [name for name in of_same_depth if _is_like(leaf, name)], cutoff=0.8)
     leaves = {option.rpartition(".")[2]: option for option in reversed(options)}
-    near_leaf = get_close_matches(leaf, leaves, n=1, cutoff=0.8)
-    found = (namesakes or near or [leaves[name] for name in near_leaf] or [None])[0]
+    found = namesake or near or leaves.get(nearest_name(leaf, leaves, cutoff=0.8) or "")
     if found and found.rpartition(".")[0] == dotted.rpartition(".")[0]:
         return f"{numbered.rpartition('.')[0]}.{found.rpartition('.')[2]}".lstrip(".")  # of the same entry of a list
     return found
@@ -69,7 +68,7 @@ def nearest_key(dotted: str) -> str | None:
 
 def _is_like(leaf: str, name: str) -> bool:
     """Whether the last part is like a name's: in the same section, all keys are alike as wholes."""
-    return bool(get_close_matches(leaf, [name.rpartition(".")[2]], cutoff=0.6))
+    return nearest_name(leaf, [name.rpartition(".")[2]]) is not None
 
 
 def _branches(kind: Any) -> Iterator[Any]:

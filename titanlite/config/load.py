@@ -5,7 +5,6 @@ import json
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from titanlite.config.keys import nearest_key
 from titanlite.config.schema import Config
 from titanlite.config.source import Key, Source, Tree, read_source
 from titanlite.runtime.errors import DEFAULT_PLACE, ConfigError, Place, Problem
+from titanlite.runtime.nearest import did_you_mean
 
 
 @dataclass
@@ -233,9 +233,8 @@ def _nearest_value(value: Any, details: list[ErrorDetails]) -> str:
     if not isinstance(value, str):
         return ""
     words = [word for error in details for word in re.findall(r"'([^']*)'", error.get("ctx", {}).get("expected", ""))]
-    near = get_close_matches(value.lower(), words, n=1)
     is_truth = details[0]["type"] == "bool_type" and value.lower() in ("true", "false")
-    return f", did you mean {value.lower() if is_truth else near[0]}?" if near or is_truth else ""
+    return did_you_mean(value, ["true", "false"] if is_truth else words)
 
 
 def _as_toml(value: Any) -> str:

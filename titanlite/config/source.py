@@ -4,7 +4,6 @@ every key in it. Mistakes are collected, and reading goes on where it can."""
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from math import inf
 from os.path import relpath
 from pathlib import Path
@@ -14,6 +13,7 @@ import tomli
 
 from titanlite.config.keys import expects_list
 from titanlite.runtime.errors import Place, Problem
+from titanlite.runtime.nearest import nearest_name
 
 CODE = [
     tuple(key.split("."))
@@ -126,8 +126,8 @@ def _anchor(node: Any, key: Key, folder: Path) -> None:
 
 def _nearest_file(path: Path) -> str:
     names = sorted(p.name for p in path.parent.glob("*.toml")) if path.parent.is_dir() else []
-    near = get_close_matches(path.name, names, n=1)
-    return f", did you mean {path.parent / near[0]}?" if near else ""
+    near = nearest_name(path.name, names)
+    return f", did you mean {path.parent / near}?" if near else ""
 
 
 def _syntax_problem(name: str, rank: int, text: str, message: str) -> Problem:

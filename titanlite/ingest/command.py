@@ -2,12 +2,12 @@
 
 import os
 from argparse import ArgumentParser, ArgumentTypeError
-from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
 from titanlite.runtime.errors import UserError
+from titanlite.runtime.nearest import did_you_mean
 
 
 def main(arguments: list[str]) -> None:
@@ -17,8 +17,8 @@ def main(arguments: list[str]) -> None:
 
     def refuse(message: str) -> NoReturn:
         wrong = message.partition("unrecognized arguments: ")[2].split("=")[0].split(" ")[0]
-        near = get_close_matches(wrong, parser._option_string_actions, n=1)
-        raise UserError(f"titanlite data {name}: {message}" + (f", did you mean {near[0]}?" if near else ""))
+        hint = did_you_mean(wrong, parser._option_string_actions)
+        raise UserError(f"titanlite data {name}: {message}{hint}")
 
     parser.error = refuse
     {"prepare": _prepare, "inspect": _inspect, "tokenizer": _tokenizer}[name](parser, rest)

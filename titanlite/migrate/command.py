@@ -9,7 +9,6 @@ import sys
 from argparse import ArgumentParser
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NoReturn
@@ -26,6 +25,7 @@ from titanlite.config.source import read_source
 from titanlite.migrate.rules import ONLY_IN, RULES
 from titanlite.migrate.translate import FLOAT8, OPTIMIZERS, Old
 from titanlite.runtime.errors import ConfigError, Problem, RunError, UserError
+from titanlite.runtime.nearest import nearest_name
 
 SECTIONS = {"float8": FLOAT8[1]}
 """Where comments go whose section has another name here."""
@@ -289,9 +289,9 @@ def _migrate_key(line: Line, old: Old, migration: Migration) -> None:
 
 def _hint(key: str) -> str:
     leaves = {name.rpartition(".")[2]: name for name in RULES}
-    near = get_close_matches(key, RULES, n=1, cutoff=0.8)
-    near = near or [leaves[leaf] for leaf in get_close_matches(key.rpartition(".")[2], leaves, n=1, cutoff=0.8)]
-    return f", did you mean {near[0]}?" if near else ""
+    near = nearest_name(key, RULES, cutoff=0.8)
+    near = near or leaves.get(nearest_name(key.rpartition(".")[2], leaves, cutoff=0.8) or "")
+    return f", did you mean {near}?" if near else ""
 
 
 def _write_defaults(old: Old, migration: Migration) -> None:

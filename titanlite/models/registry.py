@@ -1,25 +1,36 @@
 """How `[model]` finds a model by its name."""
 
 from dataclasses import fields, replace
-from difflib import get_close_matches
 from types import UnionType
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from typing import Any, NamedTuple, Union, get_args, get_origin, get_type_hints
 
-from titanlite.models.base import Model, ModelArgs
+from titanlite.models.base import Model, ModelArgs, build_on_meta
 from titanlite.models.llama3 import Llama3
 from titanlite.models.qwen3 import Qwen3
 from titanlite.models.qwen3_moe import Qwen3Moe
 from titanlite.runtime.errors import ConfigError, Problem, UserError
+from titanlite.runtime.nearest import did_you_mean
 from titanlite.runtime.user_code import load_module
 
 MODELS: dict[str, type[Model]] = {"llama3": Llama3, "qwen3": Qwen3, "qwen3_moe": Qwen3Moe}
 """The built-in model families by `[model] name`."""
 
 
+class ModelSpec(NamedTuple):
+    """Which model a config names."""
+
+    model_cls: type[Model]
+    args: ModelArgs
+
+    def build(self) -> Model:
+        """Return the model on the meta device: shapes without memory."""
+        return build_on_meta(self.model_cls, self.args)
+
+
 def resolve_model(
     name: str | None, flavor: str | None, overrides: dict[str, Any], file: str | None = None
-) -> tuple[type[Model], ModelArgs]:
-    """The class and its arguments for `[model]`.
+) -> ModelSpec:
+    """Find the class and the shape that `[model]` names.
 
     Args:
         name: a built-in family, or a class of the file; None for llama3, or the only class.
@@ -49,7 +60,7 @@ def resolve_model(
     if problems:
         raise ConfigError(problems)
     try:
-        return model, replace(args, **overrides)
+        return ModelSpec(model, replace(args, **overrides))
     except ValueError as error:
         raise ConfigError([Problem("model.args", str(error))]) from error
 
@@ -61,7 +72,7 @@ def _models_of(file: str) -> dict[str, type[Model]]:
     except UserError as error:
         raise ConfigError([Problem("model.file", str(error))]) from error
     own = [it for it in vars(module).values() if isinstance(it, type) and it.__module__ == module.__name__]
-    found = {kind.__name__: kind for kind in own if issubclass(kind, Model)}
+    found = {model_cls.__name__: model_cls for model_cls in own if issubclass(model_cls, Model)}
     if not found:
         raise ConfigError([Problem("model.file", f"{file} defines no subclass of titanlite.models.base.Model")])
     return found
@@ -69,7 +80,7 @@ def _models_of(file: str) -> dict[str, type[Model]]:
 
 def _fits(value: Any, expected: Any) -> bool:
     if isinstance(expected, UnionType) or get_origin(expected) is Union:
-        return any(_fits(value, kind) for kind in get_args(expected))
+        return any(_fits(value, branch) for branch in get_args(expected))
     if expected is float:
         return isinstance(value, int | float) and not isinstance(value, bool)
     if expected in (int, bool, str):
@@ -78,7 +89,4 @@ def _fits(value: Any, expected: Any) -> bool:
 
 
 def _unknown(key: str, name: str, known: dict[str, Any], what: str = "value") -> Problem:
-    by_lower_case = {option.lower(): option for option in known}
-    near = get_close_matches(name.lower(), by_lower_case, n=1)
-    hint = f", did you mean {by_lower_case[near[0]]}?" if near else ""
-    return Problem(key, f"unknown {what} {name!r}{hint} (known: {', '.join(known)})")
+    return Problem(key, f"unknown {what} {name!r}{did_you_mean(name, known)} (known: {', '.join(known)})")

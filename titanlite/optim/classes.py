@@ -2,7 +2,6 @@
 
 import inspect
 from collections.abc import Mapping
-from difflib import get_close_matches
 from typing import Any
 
 import torch
@@ -13,6 +12,7 @@ from titanlite.optim.groups import plan_groups
 from titanlite.optim.muon import Muon
 from titanlite.optim.quantized import block_of, is_quantized, pieces
 from titanlite.runtime.errors import ConfigError, Problem, UserError
+from titanlite.runtime.nearest import did_you_mean
 from titanlite.runtime.user_code import find_object
 
 REFUSED = {
@@ -43,8 +43,7 @@ def find_class(name: str) -> type[torch.optim.Optimizer]:
         del known["optimizer"]
         found = known.get(name.lower())
         if found is None or found.__name__ != name:
-            near = get_close_matches(name.lower(), known, n=1)
-            hint = f", did you mean {known[near[0]].__name__}?" if near else ""
+            hint = did_you_mean(name, [known_cls.__name__ for known_cls in known.values()])
             names = ", ".join(sorted({kind.__name__ for kind in known.values()} - REFUSED.keys() | {"Muon"}))
             raise UserError(f"unknown value {name!r}{hint} (known: {names}; or package.module.Class)")
     if found.__module__.startswith("torch.optim") and found.__name__ in REFUSED:
@@ -120,9 +119,7 @@ def _check_args(
         if name in ours:
             problems.append(Problem(f"{key}.args.{name}", f"is set by {SET_BY[name]} of [optimizer]"))
         elif name not in known and not takes_any:
-            near = get_close_matches(name, known, n=1)
-            hint = f", did you mean {near[0]}?" if near else ""
-            message = f"unknown key {name!r}{hint} ({kind.__name__} takes {', '.join(known)})"
+            message = f"unknown key {name!r}{did_you_mean(name, known)} ({kind.__name__} takes {', '.join(known)})"
             problems.append(Problem(f"{key}.args.{name}", message))
     return problems
 

@@ -4,11 +4,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
-
 from titanlite.config.schema import Config, Offload
-from titanlite.models.base import Model, ModelArgs
-from titanlite.models.registry import resolve_model
+from titanlite.models.base import Model, ModelArgs, build_on_meta
+from titanlite.models.registry import ModelSpec, resolve_model
 from titanlite.parallelize import RecomputePolicy
 from titanlite.plan.memory import Profile, extend, profile
 from titanlite.plan.recorder import Recorder
@@ -90,7 +88,7 @@ class Plan(Profile):
         return self.days * 24 * self.layout.world_size
 
 
-def model_of(config: Config) -> tuple[type[Model], ModelArgs]:
+def model_of(config: Config) -> ModelSpec:
     """The model of a config, for its sequences.
 
     Raises:
@@ -98,7 +96,7 @@ def model_of(config: Config) -> tuple[type[Model], ModelArgs]:
     """
     selected = config.model
     kind, args = resolve_model(selected.name, selected.flavor, selected.args, selected.file)
-    return kind, replace(args, max_seq_len=config.training.seq_len)
+    return ModelSpec(kind, replace(args, max_seq_len=config.training.seq_len))
 
 
 def plan(config: Config, kind: type[Model], args: ModelArgs, layout: Layout) -> Plan:
@@ -139,7 +137,7 @@ def sketch(
         from titanlite.plan.budget import choose_levels  # which begins with sketches of the other modes
 
         return choose_levels(config, kind, args, world_size=world_size, gpus_per_node=gpus_per_node, gpu=gpu).sketch
-    depth = whole_depth = len(_on_meta(kind, args).layers)
+    depth = whole_depth = len(build_on_meta(kind, args).layers)
     period = _period(config)
     edge = max(2, period)
     few = 2 * edge + (depth - 2 * edge) % period
@@ -177,7 +175,7 @@ def _with_disk(sketched: Trace, offload: Offload) -> Trace:
 def appraise(sketched: Trace, config: Config, kind: type[Model], args: ModelArgs, layout: Layout) -> Plan:
     """What a sketch means on this hardware."""
     training, hardware = config.training, layout.hardware
-    model, work = _on_meta(kind, args), sketched.work
+    model, work = build_on_meta(kind, args), sketched.work
     micro_batch_size, accumulation = training.batch_split(layout.world_size)
     time = step_time(
         work.units,
@@ -221,11 +219,6 @@ def _kernels(units: Iterable[Unit]) -> Iterable[Kernel]:
     return (kernel for unit in units for kernel in (*unit.forward, *unit.backward))
 
 
-def _on_meta(kind: type[Model], args: ModelArgs) -> Model:
-    with torch.device("meta"):
-        return kind(args)
-
-
 def _period(config: Config) -> int:
     """After so many blocks, activation checkpointing begins anew."""
     options = config.activation_checkpoint
@@ -236,7 +229,7 @@ def _period(config: Config) -> int:
 def _can_vary(kind: type[Model], args: Any) -> bool:
     """Whether the number of blocks can be changed, and all blocks have the same parameters."""
     blocks = getattr(args, "n_layers", None)
-    layers = _on_meta(kind, args).layers
+    layers = build_on_meta(kind, args).layers
     if blocks != len(layers):
         return False
     shapes = [[(name, p.shape) for name, p in block.named_parameters()] for block in layers]

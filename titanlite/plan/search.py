@@ -106,9 +106,7 @@ def search(config: Config, layout: Layout, *, count: int = 5) -> Found:
 
 
 def _has_layers_for_float8(config: Config) -> bool:
-    kind, args = model_of(config)
-    with torch.device("meta"):
-        return bool(choose_layers(kind(args), config.quantize.linear.float8)[0])
+    return bool(choose_layers(model_of(config).build(), config.quantize.linear.float8)[0])
 
 
 def _begin() -> None:

@@ -7,11 +7,9 @@ from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
-import torch
-
 from titanlite.config.checks import find_conflicts
 from titanlite.config.schema import Config
-from titanlite.models.base import Model, ModelArgs
+from titanlite.models.base import Model, ModelArgs, build_on_meta
 from titanlite.optim import check_optimizer
 from titanlite.plan.estimate import USABLE, Layout, Plan, is_gpu, plan
 from titanlite.plan.search import Options, with_options
@@ -167,8 +165,7 @@ def _changed(config: Config, kind: type[Model], args: ModelArgs, layout: Layout,
         return None
     if find_conflicts(changed, layout.world_size, ()):
         return None
-    with torch.device("meta"):
-        model = kind(args)
+    model = build_on_meta(kind, args)
     return None if check_optimizer(changed.optimizer, model, dtype=changed.training.dtype) else changed
 
 

@@ -28,7 +28,7 @@ from titanlite import step
 from titanlite.batch import Batch
 from titanlite.config.schema import Config
 from titanlite.loss import build_loss
-from titanlite.models.base import Model, ModelArgs, unique_parameters
+from titanlite.models.base import Model, ModelArgs, build_on_meta, unique_parameters
 from titanlite.optim import build_optimizer, check_optimizer, in_backward
 from titanlite.parallelize import RecomputePolicy, build_mesh, parallelize
 from titanlite.parallelize.compile import compile_blocks
@@ -99,8 +99,7 @@ def parallelized(
     levels: Sequence[RecomputePolicy] | None = None,
 ) -> tuple[Model, DeviceMesh]:
     """The model, its tensors still on the meta device, on a mesh of CPUs."""
-    with torch.device("meta"):
-        model = kind(args)
+    model = build_on_meta(kind, args)
     mesh = build_mesh(config.parallelism, world_size=world_size, device_type="cpu")
     parallelize(
         model,

@@ -12,7 +12,6 @@ import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ import tomli
 import torch
 
 from titanlite.runtime.errors import ConfigError, Place, Problem, UserError
+from titanlite.runtime.nearest import did_you_mean, nearest_name
 
 
 @dataclass(frozen=True)
@@ -158,7 +158,8 @@ def find_hardware(name: str) -> Hardware:
     if wanted in names:
         return names[wanted]
     longer = [known.name for known in HARDWARE if wanted and _plain(known.name).startswith(wanted)]
-    near = longer or [names[alias].name for alias in get_close_matches(wanted, names, n=1)]
+    nearest = nearest_name(wanted, names)
+    near = longer or ([names[nearest].name] if nearest else [])
     hint = f", did you mean {' or '.join(near)}?" if near else "."
     raise UserError(
         f"no figures for a GPU named {name!r}{hint} Known are {', '.join(known.name for known in HARDWARE)} and cpu; "
@@ -223,8 +224,7 @@ def _problem_of(key: str, value: Any) -> str | None:
     if key in TEXTS:
         return None if isinstance(value, str) and value else f"expected a text, got {value!r}"
     if key not in NUMBERS:
-        near = get_close_matches(key, (*NUMBERS, *TEXTS), n=1)
-        return "unknown key" + (f", did you mean {near[0]}?" if near else "")
+        return f"unknown key{did_you_mean(key, (*NUMBERS, *TEXTS))}"
     if isinstance(value, bool) or not isinstance(value, int | float):
         return f"expected a number, got {value!r}"
     if not math.isfinite(value) or value <= 0:

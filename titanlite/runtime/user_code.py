@@ -4,12 +4,12 @@ import importlib
 import os
 import sys
 import traceback
-from difflib import get_close_matches
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from titanlite.runtime.errors import UserError
+from titanlite.runtime.nearest import did_you_mean
 
 
 def load_module(place: str) -> ModuleType:
@@ -50,8 +50,7 @@ def find_object(name: str) -> Any:
         raise UserError(f"expected package.module:Name or file.py:Name, got {name!r}")
     module = load_module(place)
     if not hasattr(module, attribute):
-        near = get_close_matches(attribute, vars(module), n=1)
-        raise UserError(f"{place} has no {attribute}" + (f", did you mean {near[0]}?" if near else ""))
+        raise UserError(f"{place} has no {attribute}{did_you_mean(attribute, vars(module))}")
     return getattr(module, attribute)
 
 
