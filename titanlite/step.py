@@ -16,7 +16,7 @@ from titanlite.models.layers import Documents
 from titanlite.optim import update
 from titanlite.optim.in_backward import InBackward
 from titanlite.optim.norm import norms_of
-from titanlite.parallelize.mesh import count_replicas
+from titanlite.runtime.dtensor import count_replicas
 from titanlite.runtime.private_torch import local_tensor
 
 

@@ -26,7 +26,7 @@ from titanlite.plan.command import lines, record
 from titanlite.plan.estimate import Layout, _with_disk, appraise, sketch
 from titanlite.runtime import disk as offload
 from titanlite.runtime.disk import DiskTensors
-from titanlite.runtime.dtensor import in_place_of
+from titanlite.runtime.dtensor import from_local_like
 from titanlite.runtime.errors import ConfigError, RunError, UserError
 from titanlite.runtime.hardware import find_hardware
 from titanlite.train import build
@@ -129,7 +129,7 @@ def test_tensors_of_a_file(tmp_path: Path) -> None:
     disk.drop(*tensors)
     assert [tensor.float().sum().item() for tensor in tensors] == [15, 0, 3, 4000]
     assert disk.allocate([(torch.Size([0]), torch.float32)])[0].shape == (0,)
-    assert in_place_of(torch.ones(3), tensors[2]) is tensors[2]
+    assert from_local_like(tensors[2], torch.ones(3)) is tensors[2]
 
 
 def resident_of_files() -> int:

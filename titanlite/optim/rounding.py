@@ -6,11 +6,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from titanlite.runtime.disk import DiskTensors
-from titanlite.runtime.dtensor import in_place_of
+from titanlite.runtime.dtensor import GlobalIndices, from_local_like
 from titanlite.runtime.private_torch import local_tensor
 
 SLICE = 2**24
@@ -49,14 +47,15 @@ class SlicedAdamW(torch.optim.Optimizer):
     ) -> None:
         super().__init__(groups, options)
         self.state_dtype = state_dtype
-        self._origins = {p: (_salt(f"{seed}/{name}"), _first_place(p)) for name, p in parameters.items()}
+        self._origins = {p: (_salt(f"{seed}/{name}"), GlobalIndices(p)) for name, p in parameters.items()}
         self._disk = disk
         if disk and disk.holds_moments:
             moments = iter(
                 disk.allocate([(local_tensor(p).shape, state_dtype) for p in parameters.values() for _ in "12"])
             )
             for parameter in parameters.values():
-                self._begin(parameter, in_place_of(parameter, next(moments)), in_place_of(parameter, next(moments)))
+                mean, square = (from_local_like(next(moments), parameter) for _ in "12")
+                self._begin(parameter, mean, square)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -80,7 +79,7 @@ class SlicedAdamW(torch.optim.Optimizer):
         assert parameter.grad is not None
         tensors = (parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"])
         flat = [local_tensor(tensor).view(-1) for tensor in tensors]
-        salt, place = self._origins[parameter]
+        salt, indices = self._origins[parameter]
         size = DISK_SLICE if self._disk else SLICE
         for start in range(0, len(flat[0]), size):
             parts = [tensor[start : start + size] for tensor in flat]
@@ -92,7 +91,7 @@ class SlicedAdamW(torch.optim.Optimizer):
             )  # fmt: skip
             pairs = [(parts[0], weight), (parts[2], mean), (parts[3], square)]
             rounds = any(part.dtype != torch.float32 for part, _ in pairs)
-            bits = _hash(state["step"].long() + salt, place + start, len(weight)) if rounds else None
+            bits = _hash(state["step"].long() + salt, indices(start, len(weight), weight.device)) if rounds else None
             for number, (part, new) in enumerate(pairs):
                 if bits is not None and part.dtype != torch.float32:
                     part.copy_(round_stochastically(new, bits >> (16 * number)))
@@ -116,9 +115,9 @@ def round_stochastically(values: Tensor, bits: Tensor) -> Tensor:
     return torch.where(values.isfinite(), rounded, values).to(torch.bfloat16)
 
 
-def _hash(salt: Tensor, first: int, count: int) -> Tensor:
-    """48 random bits for each of `count` places from `first` on: int64 (splitmix64's finalizer, which wraps around)."""
-    x = torch.arange(first, first + count, device=salt.device) * -7046029254386353131 + salt
+def _hash(salt: Tensor, indices: Tensor) -> Tensor:
+    """48 random bits for each index: int64 (splitmix64's finalizer, which wraps around)."""
+    x = indices * -7046029254386353131 + salt
     for shift, factor in ((30, -4658895280553007687), (27, -7723592293110705685)):
         x = (x ^ ((x >> shift) & ((1 << (64 - shift)) - 1))) * factor
     return (x >> 16) & 0xFFFFFFFFFFFF
@@ -126,13 +125,3 @@ def _hash(salt: Tensor, first: int, count: int) -> Tensor:
 
 def _salt(text: str) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little", signed=True) >> 1
-
-
-def _first_place(parameter: Tensor) -> int:
-    """Where this rank's part begins in the whole tensor; parts are runs of whole rows."""
-    if not isinstance(parameter, DTensor):
-        return 0
-    shape, mesh, placements = parameter.shape, parameter.device_mesh, parameter.placements
-    _, (row, *columns) = compute_local_shape_and_global_offset(shape, mesh, placements)
-    assert not any(columns), "sharded by another dim than the first"
-    return row * shape[1:].numel()

@@ -5,11 +5,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, distribute_tensor
 
 from titanlite.models.base import Model, parameter_generator, unique_parameters
 from titanlite.runtime.disk import DiskTensors
-from titanlite.runtime.dtensor import in_place_of
+from titanlite.runtime.dtensor import from_local_like, slice_like
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.hardware import host_memory
 from titanlite.runtime.private_torch import local_tensor
@@ -75,7 +74,7 @@ def _on_disk(model: Model, disk: DiskTensors) -> dict[Tensor, Tensor]:
     one goes to memory."""
     parameters = [parameter for _, parameter in unique_parameters(model)]
     parts = disk.allocate([(local_tensor(parameter).shape, parameter.dtype) for parameter in parameters])
-    return {p: in_place_of(p, part) for p, part in zip(parameters, parts, strict=True)}
+    return {p: from_local_like(part, p) for p, part in zip(parameters, parts, strict=True)}
 
 
 def _drop_after_use(model: Model, disk: DiskTensors) -> None:
@@ -102,14 +101,7 @@ def _fill(model: Model, name: str, parameter: nn.Parameter, *, device: torch.dev
     model.init_weight(name, whole, parameter_generator(seed, name, device))
     if not torch.isfinite(whole).all():
         raise ValueError(f"{type(model).__name__}.init_weight leaves values of {name} undefined")
-    local_tensor(parameter).copy_(_slice_like(whole, parameter))
-
-
-def _slice_like(whole: Tensor, parameter: Tensor) -> Tensor:
-    if not isinstance(parameter, DTensor):
-        return whole
-    mesh, placements = parameter.device_mesh, parameter.placements
-    return distribute_tensor(whole, mesh, placements, src_data_rank=None).to_local()
+    local_tensor(parameter).copy_(slice_like(whole, parameter))
 
 
 def _check_complete(model: Model, parameter_device: torch.device, device: torch.device, dtype: torch.dtype) -> None:

@@ -1,11 +1,7 @@
 """Degrees -> DeviceMesh, and what follows from it. The only place that knows the axes by name and order."""
 
-import math
-
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor
 
 from titanlite.config.schema import Parallelism
 
@@ -39,11 +35,3 @@ def data_parallel_group(mesh: DeviceMesh) -> dist.ProcessGroup:
     assert group is not None
     assert mesh.size() == group.size()
     return group
-
-
-def count_replicas(tensor: Tensor, group: dist.ProcessGroup) -> int:
-    """How many ranks of the group hold the same part of the tensor."""
-    if not isinstance(tensor, DTensor):
-        return group.size()
-    axes = zip(tensor.placements, tensor.device_mesh.shape, strict=True)
-    return group.size() // math.prod(size for placement, size in axes if placement.is_shard())

@@ -1,12 +1,102 @@
-"""Helpers for DTensors: tensors that are sharded like another one."""
+"""Helpers for DTensors on any mesh: parts, replicas, and the place of a part in the whole tensor."""
 
+import math
+
+import torch
+import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.distributed.tensor.placement_types import Placement
 
 
-def in_place_of(tensor: Tensor, part: Tensor) -> Tensor:
-    """A tensor that is sharded as another one is, with this as its part on this rank."""
+def sharded_dim(placement: Placement) -> int | None:
+    """Return the tensor dimension that a placement shards, or None for replicas.
+
+    `Placement.is_shard()` is false for FSDP on top of tensor parallelism, which has a placement class of its own.
+
+    Raises:
+        ValueError: the ranks hold partial sums.
+    """
+    if placement.is_partial():
+        raise ValueError("a tensor of partial sums has no shards: reduce it first")
+    return None if placement.is_replicate() else placement.dim  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def sharded_axes(tensor: Tensor) -> dict[int, int]:
+    """Return the mesh axes that shard a tensor, each with the tensor dimension. Axes of one rank shard nothing."""
+    if not isinstance(tensor, DTensor):
+        return {}
+    dims = {axis: sharded_dim(placement) for axis, placement in enumerate(tensor.placements)}
+    return {axis: dim for axis, dim in dims.items() if dim is not None and tensor.device_mesh.size(axis) > 1}
+
+
+def count_replicas(tensor: Tensor, group: dist.ProcessGroup) -> int:
+    """Count the ranks of a group that hold the same part of a tensor.
+
+    Args:
+        group: spans every mesh axis that shards the tensor.
+    """
+    axes = sharded_axes(tensor)
+    shards = math.prod(tensor.device_mesh.size(axis) for axis in axes) if isinstance(tensor, DTensor) else 1
+    assert group.size() % shards == 0, "the group does not span all shards"
+    return group.size() // shards
+
+
+def from_local_like(part: Tensor, tensor: Tensor) -> Tensor:
+    """Return a tensor that is sharded like another one, of the same shape, and has `part` on this rank."""
     if not isinstance(tensor, DTensor):
         return part
     mesh, placements = tensor.device_mesh, tensor.placements
     return DTensor.from_local(part, mesh, placements, run_check=False, shape=tensor.shape, stride=tensor.stride())
+
+
+def slice_like(whole: Tensor, tensor: Tensor) -> Tensor:
+    """Return this rank's part of `whole` if that were sharded like another tensor. Nothing is sent.
+
+    Args:
+        whole: the same values on every rank.
+    """
+    if not isinstance(tensor, DTensor):
+        return whole
+    return distribute_tensor(whole, tensor.device_mesh, tensor.placements, src_data_rank=None).to_local()
+
+
+class GlobalIndices:
+    """Index in the whole tensor of each element of this rank's part. Both are counted in row-major order.
+
+    A value that depends on this index alone is the same on every layout.
+
+    Args:
+        tensor: sharded by any dimensions over any axes of its mesh, or not sharded.
+    """
+
+    def __init__(self, tensor: Tensor) -> None:
+        rows, *others = [_indices_along(tensor, dim) for dim in range(tensor.ndim)] or [torch.zeros(1).long()]
+        strides = [math.prod(tensor.shape[dim + 1 :]) for dim in range(tensor.ndim)] or [1]
+        self._by_dim = [index * stride for index, stride in zip([rows, *others], strides, strict=True)]
+        are_whole = all(len(index) == size for index, size in zip(others, tensor.shape[1:], strict=True))
+        first = int(rows[0]) if len(rows) else 0
+        is_run = are_whole and torch.equal(rows, torch.arange(first, first + len(rows), device=rows.device))
+        self._first = first * strides[0] if is_run else None
+        """Index of the first element, where the part is one run of elements: sharded by rows, or whole."""
+
+    def __call__(self, start: int, count: int, device: torch.device) -> Tensor:
+        """Return int64 [count]: the indices of the elements [start, start + count) of this rank's part."""
+        if self._first is not None:
+            return torch.arange(self._first + start, self._first + start + count, device=device)
+        local = torch.arange(start, start + count, device=device)
+        indices = torch.zeros_like(local)
+        for along_dim in reversed(self._by_dim):
+            indices += along_dim.to(device)[local % len(along_dim)]
+            local //= len(along_dim)
+        return indices
+
+
+def _indices_along(tensor: Tensor, dim: int) -> Tensor:
+    """Indices that this rank's part has along one dimension of the whole tensor."""
+    indices = torch.arange(tensor.shape[dim])
+    if not isinstance(tensor, DTensor):
+        return indices
+    placements = [it if sharded_dim(it) == dim else Replicate() for it in tensor.placements]
+    shaped = indices.view([-1 if other == dim else 1 for other in range(tensor.ndim)])
+    return distribute_tensor(shaped, tensor.device_mesh, placements, src_data_rank=None).to_local().flatten()
