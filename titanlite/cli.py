@@ -158,18 +158,20 @@ def _print_errors(lines: Iterable[object]) -> None:
 
 def _train(arguments: list[str]) -> None:
     config, resolved, ranks, device = _within_budget(_examine(arguments, log=True))
-    from titanlite.plan.forecast import forecasting
+    import torch
+
     from titanlite.runtime.process_group import process_group
     from titanlite.train import build, finish, train
 
-    with (
-        forecasting(config, ranks, device) as forecast,
-        process_group(ranks, device, deterministic=config.debug.deterministic),
-    ):
-        run = build(config, resolved, ranks=ranks, device=device)
-        forecast.start()
-        stopped = train(run, forecast)
-        finish(run, stopped)
+    try:
+        with process_group(ranks, device, deterministic=config.debug.deterministic):
+            run = build(config, resolved, ranks=ranks, device=device)
+            stopped = train(run)
+            finish(run, stopped)
+    except torch.OutOfMemoryError as error:
+        from titanlite.plan.out_of_memory import explain
+
+        raise RunError(explain(error, config, ranks, device)) from error
     if stopped:
         raise stopped
 

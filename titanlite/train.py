@@ -29,7 +29,6 @@ from titanlite.optim.in_backward import InBackward
 from titanlite.parallelize import DTYPES, build_mesh, materialize, parallelize
 from titanlite.parallelize.float8 import weight_scaler
 from titanlite.parallelize.mesh import data_parallel_group, data_parallel_rank
-from titanlite.plan.forecast import Forecast
 from titanlite.preflight import ResolvedConfig
 from titanlite.runtime.disk import DiskTensors, open_disk
 from titanlite.runtime.process_group import Ranks, freeze_garbage_collector, seed_step
@@ -168,12 +167,8 @@ def _build_states(
     return model, build_optimizer(model, config.optimizer, seed=config.debug.seed, disk=disk), disk
 
 
-def train(run: Run, forecast: Forecast | None = None) -> StoppedByGuard | None:
-    """From the run's progress to its last step; or to where a rule of the config ends it, which is returned then.
-
-    Args:
-        forecast: is looked after at log steps.
-    """
+def train(run: Run) -> StoppedByGuard | None:
+    """From the run's progress to its last step; or to where a rule of the config ends it, which is returned then."""
     report_start(
         run.config,
         model=run.model,
@@ -215,8 +210,6 @@ def train(run: Run, forecast: Forecast | None = None) -> StoppedByGuard | None:
                 step, result, lr=lr, samples=samples, shares=partial(run.samples.shares, samples), last=last
             )
             metrics.record_saves(checkpoints.watch())
-            if forecast and metrics.is_due(step, last=last):
-                forecast.poll()
             run.guard.keep(step, result)
             saves = checkpoints.is_due(step, last=last)
             if saves or metrics.is_due(step, last=last):
@@ -232,6 +225,9 @@ def train(run: Run, forecast: Forecast | None = None) -> StoppedByGuard | None:
         if not stopped.in_part:
             checkpoints.save_if_newer(_progress(run, stopped.taken))
         return stopped
+    except torch.OutOfMemoryError as error:
+        error.add_note(f"step {step}")
+        raise
     return None
 
 

@@ -90,16 +90,11 @@ def test_a_batch_that_is_too_large_is_explained_and_the_advice_is_good(tiny: Tin
     failed = run()
     assert failed.returncode == 1
     lines = [line.removeprefix("error: ") for line in failed.stderr.splitlines() if line.startswith("error: ")]
-    assert lines[0].startswith("step 1: out of memory on rank 0, forward ")
+    assert lines[0].startswith("out of memory on rank 0, step 1")
     assert "CUDA out of memory. Tried to allocate" in lines[0]
-    plan = json.loads((tiny.folder / "outputs" / "tiny" / "plan.json").read_text())
-    assert plan["peak"] > plan["memory"]
-    rows = {line[:26].strip(): line[26:].split() for line in lines}
-    assert rows["parameters"][0] == rows["parameters"][1]
-    assert any(line.startswith("the GPU has ") for line in lines)
-    first = lines[lines.index("what takes less, cheapest first:") + 1].split()[0]
-    assert plan["ways_out"][0]["fits"]
-    assert first == plan["ways_out"][0]["options"]
+    assert lines[1].startswith("PyTorch has allocated ")
+    assert lines[2].startswith("The plan's peak is ")
+    first = lines[lines.index("Suggestions, cheapest first:") + 1].split()[0]
     cured = run(first)
     assert cured.returncode == 0, cured.stderr
     assert tiny.losses() == [pytest.approx(5.6, abs=0.3)]

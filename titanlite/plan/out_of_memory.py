@@ -1,206 +1,123 @@
-"""What is told after an out-of-memory error: where it happened, what was planned and what is there, what would fit.
+"""Explain an out-of-memory error: PyTorch's numbers, the planned peak beside them, and options that need less memory.
 
-Nothing of this costs training anything: where it happened is read from the functions that were running.
+The plan is made after the error, in a child process with a time limit: it needs a process group of its own.
 """
 
-import fcntl
 import logging
-import time
-import traceback
-from collections.abc import Iterable, Sequence
-from functools import partial
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+from multiprocessing import get_context
 from pathlib import Path
-from types import FrameType
-from typing import IO, Any
 
 import torch
-from torch import Tensor, nn
 
-import titanlite
-from titanlite.models.base import Model, unique_parameters
-from titanlite.plan.forecast import PATIENCE, Forecast, Forecasted, gib
-from titanlite.runtime.private_torch import local_tensor
+from titanlite.config.schema import Config
+from titanlite.plan.estimate import Layout, Plan, model_of, plan
+from titanlite.plan.suggestions import Suggestion, suggest
+from titanlite.runtime.files import FileLocked, lock_file
+from titanlite.runtime.hardware import find_hardware, host_memory
+from titanlite.runtime.process_group import Ranks
 
 logger = logging.getLogger(__name__)
 
-STATES = ("parameters", "gradients", "optimizer")
-"""Causes of memory that can be measured one by one."""
+PLAN_SECONDS = 60.0
+"""Time limit of the plan, and again of the suggestions."""
+WAIT_SECONDS = 3 * PLAN_SECONDS
+"""Longest wait of a rank for the rank that explains."""
 SHOWN = 3
-"""Ways out."""
-WAYS = "what takes less: docs/memory.md"
+"""Suggestions that are printed."""
 
 
-def explain(error: torch.OutOfMemoryError, forecast: Forecast) -> str:
-    """Lines: where it happened, the plan beside what is measured, and ways out. Of several ranks one explains, and the
-    others wait: the first to end ends all.
+def explain(error: torch.OutOfMemoryError, config: Config, ranks: Ranks, device: torch.device) -> str:
+    """Return the lines to print for an out-of-memory error of this rank.
+
+    Several ranks can run out of memory at once, and torchrun ends all of them when the first one exits. So one rank
+    explains. The others wait for it, for at most `WAIT_SECONDS`, and return the first line only.
     """
-    message = str(error).partition(" If reserved")[0].partition("\n")[0]
-    head = f"{where(error, forecast.ranks.rank)}: {message}"
-    forecast.lock = _lock(forecast.folder)
-    if forecast.lock is None:
+    reason = str(error).partition(" If reserved")[0].partition("\n")[0]
+    phase = ", ".join(reversed(getattr(error, "__notes__", ["start"])))
+    head = f"out of memory on rank {ranks.rank}, {phase}: {reason}"
+    if not _is_first(Path(config.job.dump_folder) / str(config.job.name)):
         return head
-    logger.warning(f"out of memory: what was planned, and what would fit, takes up to {3 * PATIENCE:.0f} s to find out")
-    measured = measure(_frames(error), forecast.device)
-    found = forecast.advised()
-    lines = [head]
-    if found is None or "failed" in found:
-        why = "none was made in time" if found is None else found["failed"]
-        lines.append(f"there is no plan of memory to compare with ({why}); GiB as measured now:")
-        return "\n".join([*lines, *_rows({}, measured), *_device_lines(forecast.device), WAYS])
-    lines.append(f"GiB at the highest moment that the plan has ({found['phase']}), and as measured now:")
-    lines += _rows(found["breakdown"], measured) + _device_lines(forecast.device)
-    if found["fits"] and forecast.device.type == "cuda":
-        lines.append(
-            "by its plan this config fits. Is another process on this GPU, does code of your own keep tensors, or is "
-            "memory in pieces (PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True)?"
-        )
-    return "\n".join(lines + _way_lines(found))
+    logger.warning(f"out of memory: planning what would fit, for at most {2 * PLAN_SECONDS:.0f} s")
+    hardware = replace(find_hardware("H100"), memory=_device_memory(ranks, device), measured=device.type == "cpu")
+    layout = Layout(ranks.world_size, hardware, ranks.local_world_size)  # the speed of the device does not matter
+    return "\n".join([head, *_allocator_lines(device), *_plan_lines(config, layout)])
 
 
-def where(error: BaseException, rank: int) -> str:
-    """In words: step, rank, phase, and the innermost line that is not PyTorch's."""
-    stack = [*traceback.walk_tb(error.__traceback__)]
-    frames = _frames(error)
-    steps = [frame.f_locals["step"] for frame in frames if _is(frame, "train.py", "train") and "step" in frame.f_locals]
-    own = [(frame, line) for frame, line in stack if not frame.f_code.co_filename.startswith(_folder(torch))]
-    place = f", {Path(own[-1][0].f_code.co_filename).name}:{own[-1][1]}" if own else ""
-    return (f"step {steps[-1]}: " if steps else "") + f"out of memory on rank {rank}, {phase_of(frames)}{place}"
+def _is_first(run_folder: Path) -> bool:
+    """Whether no other rank is explaining. Otherwise, return after that rank has ended or had its time."""
+    holders: list[str] = []
+    try:
+        lock = lock_file(run_folder / ".out-of-memory.lock", timeout=WAIT_SECONDS, on_wait=holders.append)
+    except FileLocked:
+        return False
+    except OSError:  # no run folder yet, or a file system without locks
+        return True
+    os.dup(lock.fileno())  # never closed: the lock is held until the process ends
+    return not holders
 
 
-def phase_of(frames: Sequence[FrameType]) -> str:
-    """What a step was doing, by the functions that were running, outermost first: forward or backward (and of which
-    unit, where a frame shows it), loss, update, ..."""
-    if any(_is(frame, "checkpoint/", "load") for frame in frames):
-        return "loading a checkpoint"
-    if any(_is(frame, "checkpoint/") for frame in frames):
-        return "saving a checkpoint"
-    if any(_is(frame, "validation.py") for frame in frames):
-        return "validation"
-    step = next((place for place, frame in enumerate(frames) if _is(frame, "step.py", "train_step")), None)
-    if step is None:
-        return "the start" if any(_is(frame, "train.py", "build") for frame in frames) else "between steps"
-    model, loss_function = (frames[step].f_locals.get(name) for name in ("model", "loss_function"))
-    inner = frames[step + 1 :]
-    if any(_is(frame, "optim/") or _is(frame, "step.py", "clip", "sum_of_squares") for frame in inner):
-        return "update (optimizer)"
-    phase = "forward"
-    if any(frame.f_code.co_name == "backward" and frame.f_code.co_filename.endswith("_tensor.py") for frame in inner):
-        phase = "backward"
-    elif any(_is(frame, "loss.py") or frame.f_code is _code(loss_function) for frame in inner):
-        return "loss"
-    units = {id(module): name for name, module in model.named_children()} if isinstance(model, nn.Module) else {}
-    if isinstance(model, Model):
-        units |= {id(block): f"layers.{number}" for number, block in enumerate(model.layers)}
-    met = [units[id(frame.f_locals["self"])] for frame in inner if id(frame.f_locals.get("self")) in units]
-    return " ".join([phase, *met[-1:]])
+def _device_memory(ranks: Ranks, device: torch.device) -> int:
+    if device.type == "cpu":
+        return host_memory() // ranks.local_world_size
+    return torch.cuda.get_device_properties(device).total_memory
 
 
-def measure(frames: Iterable[FrameType], device: torch.device) -> dict[str, int]:
-    """Bytes on the device of what is alive and known: by cause, as in a plan; on a GPU with `rest`, the highest that
-    was allocated beyond that."""
-    named = [frame.f_locals for frame in frames if frame.f_code.co_filename.startswith(_folder(titanlite))]
-    models = [names["model"] for names in named if isinstance(names.get("model"), Model)]
-    optimizers = [names["optimizer"] for names in named if isinstance(names.get("optimizer"), torch.optim.Optimizer)]
-    for run in [names["run"] for names in named if "run" in names]:
-        models.append(run.model)
-        optimizers.append(run.optimizer)
-    found: dict[str, int] = {}
-    if models or optimizers:
-        # A model that is just computing has gathered parameters in place of its own; the optimizer always has these.
-        groups = [group["params"] for group in optimizers[0].param_groups] if optimizers else []
-        parameters = [p for group in groups for p in group] or [p for _, p in unique_parameters(models[0])]
-        found["parameters"] = _bytes(parameters, device)
-        found["gradients"] = _bytes((p.grad for p in parameters if p.grad is not None), device)
-    if optimizers:
-        values = (value for state in optimizers[0].state.values() for value in state.values())
-        found["optimizer"] = _bytes((value for value in values if isinstance(value, Tensor)), device)
-    if device.type == "cuda" and found:
-        found["rest"] = max(0, torch.cuda.max_memory_allocated(device) - sum(found.values()))
-    return found
-
-
-def _bytes(tensors: Iterable[Tensor], device: torch.device) -> int:
-    return sum(tensor.nbytes for tensor in map(local_tensor, tensors) if tensor.device.type == device.type)
-
-
-def _rows(planned: dict[str, int], measured: dict[str, int]) -> list[str]:
-    """A table, GiB. What cannot be measured by cause stands in one line, as the rest."""
-    rows = [(cause, planned.get(cause), measured.get(cause)) for cause in dict.fromkeys([*STATES, *planned])]
-    if "rest" in measured:
-        rest = sum(size for cause, size in planned.items() if cause not in STATES)
-        rows.append(("all but the first three", rest if planned else None, measured["rest"]))
-    total = sum(measured.values()) if "rest" in measured else None
-    rows.append(("total", sum(planned.values()) if planned else None, total))
-    return [f"  {'':24} {'planned':>10} {'measured':>10}"] + [
-        f"  {name:24} {gib(first):>10} {gib(second):>10}" for name, first, second in rows
-    ]
-
-
-def _device_lines(device: torch.device) -> list[str]:
+def _allocator_lines(device: torch.device) -> Iterator[str]:
     if device.type != "cuda":
-        return []
+        return
     stats = torch.cuda.memory_stats(device)
     free, total = torch.cuda.mem_get_info(device)
-    allocated, peak, reserved = (
-        stats[f"{kind}.all.{which}"]
-        for kind, which in (
-            ("allocated_bytes", "current"),
-            ("allocated_bytes", "peak"),
-            ("reserved_bytes", "current"),
-        )
+    allocated, reserved = (stats[f"{name}_bytes.all.current"] for name in ("allocated", "reserved"))
+    peak = stats["allocated_bytes.all.peak"]
+    yield (
+        f"PyTorch has allocated {gib(allocated)} (peak {gib(peak)}) and reserved {gib(reserved)}. The GPU has "
+        f"{gib(free)} free of {gib(total)}; {gib(total - free - reserved)} are used outside PyTorch (CUDA context, "
+        "NCCL, other processes)."
     )
-    return [
-        f"the GPU has {gib(total)} GiB. PyTorch has reserved {gib(reserved)}, allocated {gib(allocated)}, at most "
-        f"{gib(peak)}; outside of PyTorch (CUDA context, NCCL, other processes) are {gib(total - free - reserved)}"
-    ]
 
 
-def _way_lines(found: Forecasted) -> list[str]:
-    ways = found["ways_out"]
-    if ways is None:
-        return [WAYS]
-    if not ways:
-        return ["no option takes less: use more processes, and a higher shard degree"]
-    fit = "what takes less, cheapest first:" if found["fits"] or ways[0]["fits"] else "nothing fits; what takes less:"
-    shown = ways[:SHOWN]
-    width = max(len(way["options"]) for way in shown)
-    return [fit] + [f"  {way['options']:{width}}  {gib(way['peak'])} GiB  {way['cost']}" for way in shown]
+def _plan_lines(config: Config, layout: Layout) -> Iterator[str]:
+    try:
+        with get_context("spawn").Pool(1, _begin) as pool:  # its end kills the child
+            planned = pool.apply_async(_plan, (config, layout)).get(PLAN_SECONDS)
+            yield f"The plan's peak is {gib(planned.peak)}, at {planned.peak_phase}:"
+            yield from (f"  {name:16}{gib(size):>12}" for name, size in planned.breakdown.items() if size)
+            if planned.fits and not layout.hardware.measured:
+                yield (
+                    "By the plan this config fits. Check for another process on the GPU, for tensors that code of your "
+                    "own keeps, and for fragmentation (PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True)."
+                )
+            found = pool.apply_async(_suggest, (config, layout, planned)).get(2 * PLAN_SECONDS)
+            yield from _suggestion_lines(found)
+    except Exception as error:
+        yield f"No plan to compare with ({type(error).__name__}: {error}). What needs less memory: docs/memory.md"
 
 
-def _lock(folder: Path) -> IO[str] | None:
-    """To be kept until the process ends. None: another rank was explaining, and has ended or had its time."""
-    lock = open(folder / ".explaining", "a")  # noqa: SIM115 (the caller keeps it)
-    end = time.monotonic() + 3 * PATIENCE + 10
-    is_first = True
-    while time.monotonic() < end:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            is_first = False
-            time.sleep(0.2)
-        except OSError:  # a file system without locks
-            return lock
-        else:
-            return lock if is_first else None
-    return None
+def _suggestion_lines(found: list[Suggestion]) -> Iterator[str]:
+    if not found:
+        yield "No option needs less memory: use more processes and a higher shard degree."
+        return
+    yield "Suggestions, cheapest first:" if found[0].fits else "No single option fits. These need less memory:"
+    width = max(len(suggestion.text) for suggestion in found[:SHOWN])
+    for it in found[:SHOWN]:
+        yield f"  {it.text:{width}}  {gib(it.peak):>10}  {it.cost}"
 
 
-def _frames(error: BaseException) -> list[FrameType]:
-    return [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+def gib(size: float) -> str:
+    return f"{size / 2**30:,.1f} GiB" if size >= 2**30 else f"{size / 2**30:.3g} GiB"
 
 
-def _is(frame: FrameType, file: str, *functions: str) -> bool:
-    """Whether it runs one of these functions of a file of titanlite, or of a folder's; no function means any."""
-    path = frame.f_code.co_filename.removeprefix(_folder(titanlite))
-    is_file = path.startswith(file) if file.endswith("/") else path == file
-    return is_file and (not functions or frame.f_code.co_name in functions)
+def _begin() -> None:
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    torch.set_num_threads(1)
 
 
-def _folder(module: Any) -> str:
-    return f"{Path(module.__file__).parent}/"
+def _plan(config: Config, layout: Layout) -> Plan:
+    return plan(config, *model_of(config), layout)
 
 
-def _code(function: Any) -> Any:
-    while isinstance(function, partial):
-        function = function.func
-    return getattr(function, "__code__", getattr(type(function).__call__, "__code__", None))
+def _suggest(config: Config, layout: Layout, planned: Plan) -> list[Suggestion]:
+    return suggest(config, *model_of(config), layout, planned, seconds=PLAN_SECONDS)

@@ -1,0 +1,193 @@
+"""Which options make a config smaller, and what an out-of-memory error prints."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.helpers import TinyRun
+from titanlite.config.schema import Config
+from titanlite.models.registry import resolve_model
+from titanlite.plan import out_of_memory
+from titanlite.plan.estimate import Layout, Plan, plan
+from titanlite.plan.search import with_options
+from titanlite.plan.suggestions import Suggestion, _together, suggest
+from titanlite.runtime.files import lock_file
+from titanlite.runtime.hardware import find_hardware
+
+BATCH = {"training.local_batch_size": 4}
+SELECTIVE = {"activation_checkpoint.mode": "selective"}
+FULL = {"activation_checkpoint.mode": "full"}
+ALWAYS = {"parallelism.fsdp_reshard_after_forward": "always"}
+MOMENTS = {"optimizer.state_dtype": "bfloat16"}
+OFFLOAD = {"training.enable_cpu_offload": True}
+
+
+def layout_of(memory: float, world_size: int = 1) -> Layout:
+    """Of GPUs with so many bytes."""
+    return Layout(world_size, replace(find_hardware("H100"), memory=int(memory)), 8)
+
+
+def planned(config: Config, layout: Layout) -> Plan:
+    return plan(config, *model_of(config), layout)
+
+
+def model_of(config: Config) -> tuple[Any, Any]:
+    model_cls, args = resolve_model("llama3", None, config.model.args)
+    return model_cls, replace(args, max_seq_len=config.training.seq_len)
+
+
+def suggestions_for(config: Config, layout: Layout) -> list[Suggestion]:
+    return suggest(config, *model_of(config), layout, planned(config, layout))
+
+
+@pytest.mark.nightly
+def test_three_ways_that_fit_are_enough_and_the_cheapest_is_first(tiny: TinyRun) -> None:
+    config, layout = tiny.config(), layout_of(2**30)
+    found = suggestions_for(config, layout)
+    assert [it.options for it in found] == [BATCH, SELECTIVE, FULL]
+    assert all(it.fits for it in found)
+    assert [it.peak for it in found] == [planned(with_options(config, it.options), layout).peak for it in found]
+    assert max(it.peak for it in found) < planned(config, layout).peak
+    assert found[0].text == "--training.local_batch_size=4"
+    assert found[0].cost == "same results, by more and smaller forward passes"
+
+
+@pytest.mark.slow
+def test_what_fits_is_before_what_is_cheaper(tiny: TinyRun) -> None:
+    """Of batch sizes the half does not do here, and a quarter does."""
+    config = tiny.config("--model.args.n_layers=2")
+    quarter, half, full = (
+        planned(with_options(config, options), layout_of(2**30)).peak
+        for options in ({"training.local_batch_size": 2}, BATCH, FULL)
+    )
+    assert quarter < full < half
+    found = suggestions_for(config, layout_of(full / 0.93 + 1))
+    fitting = [it.options for it in found if it.fits]
+    assert fitting[:2] == [{"training.local_batch_size": 2}, FULL]
+    assert [it.fits for it in found] == sorted((it.fits for it in found), reverse=True)
+    assert SELECTIVE in [it.options for it in found if not it.fits]
+
+
+@pytest.mark.slow
+def test_every_rung_that_takes_less_is_offered(tiny: TinyRun) -> None:
+    """Where nothing fits, all that a config can take."""
+    pytest.importorskip("torchao")
+    options = ["--training.local_batch_size=1", "--training.global_batch_size=1", "--model.args.dim=240"]
+    found = suggestions_for(tiny.config(*options, "--activation_checkpoint.mode=full"), layout_of(1000))
+    assert [it.options for it in found if it.cost != "together"] == [
+        MOMENTS,
+        {"optimizer.in_backward": True, "training.max_norm": 0.0},
+        {"optimizer.name": "torchao.optim.AdamW8bit"},
+        {"offload.optimizer": "disk"},
+        OFFLOAD,
+    ]
+    assert "--optimizer.in_backward=true --training.max_norm=0.0" in [it.text for it in found]
+
+
+@pytest.mark.slow
+def test_what_a_config_cannot_take_is_not_offered(tiny: TinyRun) -> None:
+    options = [
+        "--optimizer.name=SGD",
+        "--training.local_batch_size=1",
+        "--activation_checkpoint.mode=full",
+        "--parallelism.data_parallel_replicate_degree=2",
+    ]
+    config = tiny.config(*options, "--model.args.n_layers=2", world_size=4)
+    found = suggestions_for(config, layout_of(1000, world_size=4))
+    assert not any(it.fits for it in found)
+    alone = {key for it in found if it.cost != "together" for key in it.options}
+    assert "parallelism.data_parallel_replicate_degree" in alone
+    assert alone <= {
+        "parallelism.data_parallel_replicate_degree",
+        "parallelism.data_parallel_shard_degree",
+        *ALWAYS,
+        *OFFLOAD,
+    }
+    [fewer] = [it for it in found if "parallelism.data_parallel_replicate_degree" in it.options]
+    assert fewer.text == "--parallelism.data_parallel_replicate_degree=1 --parallelism.data_parallel_shard_degree=-1"
+    assert [it.text for it in found if "training.enable_cpu_offload" in it.options] == [
+        "--training.enable_cpu_offload=true"
+    ]
+
+
+def test_allocator_numbers_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    gib = 2**30
+    stats = {"allocated_bytes.all.current": 70 * gib, "allocated_bytes.all.peak": 75 * gib}
+    stats |= {"reserved_bytes.all.current": 76 * gib}
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda _: stats)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (gib, 79 * gib))
+    assert [*out_of_memory._allocator_lines(torch.device("cuda"))] == [
+        "PyTorch has allocated 70.0 GiB (peak 75.0 GiB) and reserved 76.0 GiB. The GPU has 1.0 GiB free of 79.0 GiB; "
+        "2.0 GiB are used outside PyTorch (CUDA context, NCCL, other processes)."
+    ]
+
+
+def test_suggestions_are_printed_with_their_peaks() -> None:
+    fits = Suggestion({"activation_checkpoint.mode": "full"}, 58 * 2**30, True, "recomputes forward")
+    larger = Suggestion({"optimizer.in_backward": True}, 2**29, False, "no clipping")
+    assert [*out_of_memory._suggestion_lines([fits, larger])] == [
+        "Suggestions, cheapest first:",
+        "  --activation_checkpoint.mode=full    58.0 GiB  recomputes forward",
+        "  --optimizer.in_backward=true          0.5 GiB  no clipping",
+    ]
+    [first, *_] = out_of_memory._suggestion_lines([larger])
+    assert first == "No single option fits. These need less memory:"
+    [only] = out_of_memory._suggestion_lines([])
+    assert "more processes" in only
+
+
+def test_another_rank_explains_once_and_its_time_is_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(out_of_memory, "WAIT_SECONDS", 0.2)
+    ours = tmp_path / "ours"
+    ours.mkdir()
+    assert out_of_memory._is_first(ours)
+    assert not out_of_memory._is_first(ours), "the first one holds the lock until its process ends"
+    theirs = tmp_path / "theirs"
+    theirs.mkdir()
+    with lock_file(theirs / ".out-of-memory.lock"):
+        assert not out_of_memory._is_first(theirs)
+    assert out_of_memory._is_first(tmp_path / "no such folder")
+
+
+@pytest.mark.slow
+def test_no_option_is_planned_after_the_time_limit(tiny: TinyRun) -> None:
+    config, layout = tiny.config("--model.args.n_layers=2"), layout_of(1000)
+    model_cls, args = model_of(config)
+    found = suggest(config, model_cls, args, layout, planned(config, layout), seconds=0)
+    assert [it.options for it in found] == [{"training.local_batch_size": 1}]
+
+
+def test_the_fewest_that_fit_together_are_found() -> None:
+    """Of found that save 1, 2, 4, ... of 100: as many from the first on as it takes."""
+    for room in (99, 98, 97, 90, 69, 50, 37, 36):
+        tried: list[int] = []
+
+        def attempt(options: dict[str, Any], cost: str, room: int = room, tried: list[int] = tried) -> Suggestion:
+            peak = 100 - sum(2 ** int(key) for key in options)
+            tried.append(len(options))
+            return Suggestion(options, peak, peak <= room, cost)
+
+        found = [Suggestion({str(number): True}, 100 - 2**number, False, "") for number in range(6)]
+        found = _together(found, attempt, lambda options: True)
+        fitting = [count for count in range(2, 7) if 100 - (2**count - 1) <= room]
+        if not fitting:
+            assert found is None
+            assert tried == [6]
+        else:
+            assert found is not None
+            assert (len(found.options), found.cost) == (fitting[0], "together")
+            assert len(tried) <= 4
+
+
+def test_what_does_not_go_with_cheaper_ways_is_left_out() -> None:
+    found = [Suggestion({name: True}, 0, False, "") for name in ("moments", "other moments", "batch")]
+    found = _together(
+        found,
+        lambda options, cost: Suggestion(options, 0, True, cost),
+        lambda options: not {"moments", "other moments"} <= options.keys(),
+    )
+    assert found is not None
+    assert found.options == {"moments": True, "batch": True}
