@@ -68,7 +68,10 @@ def test_models_know_nothing_of_ranks_and_meshes(path: Path) -> None:
 def test_only_orchestrators_take_the_whole_config() -> None:
     """A stage is given its own section."""
     config = {"config/load.py", "config/checks.py", "config/describe.py"}
-    plans = {f"plan/{name}.py" for name in ("trace", "estimate", "search", "budget", "suggestions", "command")}
+    plans = {
+        f"plan/{name}.py"
+        for name in ("trace", "estimate", "search", "budget", "suggestions", "out_of_memory", "command")
+    }
     whole = {*config, *plans, "cli.py", "preflight.py", "train.py"}
     whole |= {"runtime/run_folder.py", "metrics/run_summary.py", "checkpoint/fingerprint.py"}
     takers = set()
