@@ -1,0 +1,121 @@
+"""The words of the house (tests/words.py): its rules on examples, and a count by folder that may only fall."""
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from tests.words import ROOT, docstring_problems, everything, hits_in
+
+LIMITS = {
+    "titanlite": 1170,
+    "docs": 246,
+    "tests": 440,
+    "benchmarks": 184,
+    "examples": 1,
+    ".": 41,
+}
+"""Hits in each folder; "." stands for the files beside them. Lower a limit when its count has fallen; the aim is 0."""
+
+
+def rules(tmp_path: Path, name: str, text: str, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Rules that a file with this text would break."""
+    monkeypatch.setattr("tests.words.ROOT", tmp_path)
+    (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / name).write_text(text)
+    return [hit.rule for hit in hits_in(tmp_path / name)]
+
+
+def test_counts_fall() -> None:
+    hits = [hit for path in everything() for hit in hits_in(path)]
+    counts = Counter(hit.path.split("/")[0] if "/" in hit.path else "." for hit in hits)
+    risen = {folder: count for folder, count in counts.items() if count > LIMITS.get(folder, 0)}
+    shown = [
+        f"{hit.path}:{hit.line}: [{hit.rule}] {hit.text}" for hit in hits if LIMITS.get(hit.path.split("/")[0]) == 0
+    ]
+    assert not risen, "\n".join([f"{risen} against {LIMITS}; `python -m tests.words` lists them", *shown])
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Return the newest checkpoint.",
+        "Bytes of all files.",
+        "A folder that is a checkpoint.\n\nArgs:\n    path: of the folder.",
+        "tokens and labels [B, L] int64.",
+        "(source, count) of each sample.",
+        "Equality of two names.",
+        "Muon, as in\nhttps://kellerjordan.github.io/posts/muon/",
+        "Print the steps:\n\n    step 1\n    step 2",
+    ],
+)
+def test_docstrings_that_are_sentences(text: str) -> None:
+    assert docstring_problems(text) == []
+
+
+@pytest.mark.parametrize("first", ["Of", "What", "Whose", "In which", "Equal", "Also", "That", "To", "If", "Its"])
+def test_openings_that_are_fragments(first: str) -> None:
+    [problem] = docstring_problems(f"{first} the operands.")
+    assert problem == f"begins with {first.split()[0]!r}: begin with a verb or a noun"
+
+
+def test_a_docstring_ends_as_a_sentence() -> None:
+    assert docstring_problems("Bytes of all files") == ["ends with 'of all files': end the sentence"]
+
+
+@pytest.mark.parametrize(
+    ("text", "rule"),
+    [
+        ("A run that goes\non later.", "go on"),
+        ("Scales travel in one message.", "message"),
+        ("The matrix products of a layer.", "product"),
+        ("No CPU units for bfloat16.", "units for bfloat16"),
+        ("At any moment it is killed.", "moment"),
+        ("Two sharded copies.", "copies"),
+        ("The plan rehearses it.", "rehearse"),
+        ("Four ways out are named.", "ways out"),
+        ("`--nodes-of 8`", "nodes-of"),
+        ("The table says more.", "tell, say"),
+        ("A damaged one is left aside.", "leave aside"),
+        ("See the figures below.", "figure"),
+        ("It computes more again.", "compute again"),
+        ("From cheap to dear.", "dear"),
+    ],
+)
+def test_words_of_no_field(text: str, rule: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert rules(tmp_path, "docs/page.md", text, monkeypatch) == [rule]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Adam keeps a first and a second moment; moments are float32.",
+        "The error message names the key.",
+        "A commit's message begins with a verb.",
+        "The product of the degrees is the world size.",
+        "`F.scaled_dot_product_attention` on the dot product.",
+        "What tells two tokenizers apart.",
+        "Figure 3 shows it.",
+        "It copies the weights.",
+    ],
+)
+def test_the_same_words_used_rightly(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert rules(tmp_path, "docs/page.md", text, monkeypatch) == []
+
+
+def test_python_is_read_by_its_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = '''"""Of files."""
+# the one that we
+# leave aside
+def settle(figures: int, messages: list[str]) -> str:
+    """Return text."""
+    return f"{figures} is told, file.tell()" + "settled" + "product"
+'''
+    found = rules(tmp_path, "titanlite/part.py", source, monkeypatch)
+    assert found == ["docstring", "leave aside", "figure", "settle", "figure", "settle", "tell, say"]
+    assert rules(tmp_path, "tests/part.py", source, monkeypatch) == found[1:], "docstrings of tests are free"
+
+
+def test_everything_is_looked_at() -> None:
+    found = {str(path.relative_to(ROOT)) for path in everything()}
+    assert {"README.md", "titanlite/train.py", "docs/data.md", "tests/helpers.py", "train_configs/debug.toml"} <= found
