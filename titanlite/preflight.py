@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
+from inspect import signature
 from pathlib import Path
 from typing import TypeVar
 
@@ -90,6 +91,7 @@ def examine(
     if spec is None or model is None:
         return None, report.problems
     args = spec.args
+    report.attempt("data.document_mask", ["data.document_mask"], lambda: _check_documents(model, config.data))
     report.attempt("training.seq_len", ["training.seq_len"], lambda: _check_seq_len(training.seq_len, args))
     if tokenizer:
         report.attempt("data.tokenizer", [], lambda: _check_vocabulary(tokenizer, args))
@@ -150,6 +152,15 @@ def _paths(section: Data | Validation, name: str) -> Iterator[tuple[str, str | l
 def _check_callable(name: str) -> None:
     if not callable(find_object(name)):
         raise UserError(f"{name} is not a function or class")
+
+
+def _check_documents(model: Model, data: Data) -> None:
+    parameters = signature(model.forward).parameters.values()
+    if data.document_mask and not any(it.name == "documents" or it.kind is it.VAR_KEYWORD for it in parameters):
+        raise UserError(
+            f"true needs a model whose forward takes `documents`, and {type(model).__name__}.forward does not: add the "
+            "argument and mask attention by it (docs/add_a_model.md), or set data.document_mask = false"
+        )
 
 
 def _check_seq_len(seq_len: int, args: ModelArgs) -> None:

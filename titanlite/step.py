@@ -58,7 +58,7 @@ def train_step(
     """Train on this rank's micro-batches of one global batch.
 
     Args:
-        batches: tokens and labels [B, L] on the device, and with a document mask what `documents_of` reads.
+        batches: tokens and labels [B, L] on the device, and with a document mask what `document_arguments` reads.
         group: every process that reads other data.
         max_norm: largest global norm of the gradients; 0 leaves them.
         judge: (loss, grad_norm) -> 0 if the optimizer is to make its step.
@@ -74,7 +74,7 @@ def train_step(
         loss = model(
             batch["tokens"],
             loss=partial(loss_function, labels_BL=batch["labels"]),
-            documents=documents_of(batch),
+            **document_arguments(batch),
         )
         losses.append(torch.stack([loss.cross_entropy.detach(), loss.total.detach()]) / valid_tokens)
         if in_backward:
@@ -104,11 +104,11 @@ def train_step(
     return StepResult(loss, total - loss, norm, skip_reason, micro_losses, square.sqrt(), figures_of_model)
 
 
-def documents_of(batch: Batch) -> Documents | None:
-    """Where documents are, if the batch says so: then attention stays within them."""
+def document_arguments(batch: Batch) -> dict[str, Documents]:
+    """Return the argument `documents` of the model's forward for a batch with a document mask, else nothing."""
     if "boundaries" not in batch:
-        return None
-    return Documents(batch["positions"], batch["documents"], batch["boundaries"])
+        return {}
+    return {"documents": Documents(batch["positions"], batch["documents"], batch["boundaries"])}
 
 
 def count_valid_tokens(batches: Sequence[Batch], group: dist.ProcessGroup) -> Tensor:

@@ -19,7 +19,7 @@ from titanlite.data.order import permute
 from titanlite.data.samples import Source, as_batch
 from titanlite.loss import token_loss
 from titanlite.parallelize.mesh import data_parallel_group, data_parallel_rank
-from titanlite.step import documents_of
+from titanlite.step import document_arguments
 
 ORDER_KEY = 0
 """The sequences that are taken do not depend on the seed: runs that differ in it can be compared."""
@@ -99,7 +99,7 @@ class Validator:
     def _measure(self, model: nn.Module, batch: Batch) -> Tensor:
         """Nats, tokens and bytes of text, float64 [3]."""
         labels = batch["labels"]
-        loss = model(batch["tokens"], loss=partial(token_loss, labels_BL=labels), documents=documents_of(batch))
+        loss = model(batch["tokens"], loss=partial(token_loss, labels_BL=labels), **document_arguments(batch))
         counts = labels != IGNORE
         text_bytes = (self.token_bytes[labels.clamp(min=0)] * counts).sum()
         return torch.stack([loss.cross_entropy.double(), counts.sum().double(), text_bytes.double()])

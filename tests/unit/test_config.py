@@ -438,3 +438,20 @@ path = "missing.jsonl"
         "data.sources.1.path: Protocol not known: s9 (run.toml:6)",
         "validation.path: no file or folder missing.jsonl (run.toml:9)",
     ]
+
+
+def test_validation_sources_take_no_weight_and_no_epochs(tmp_path: Path) -> None:
+    text = """\
+[[validation.sources]]
+path = "stdlib://validation"
+weight = 0.5
+epochs = 2
+[validation]
+enable = true
+"""
+    assert problems(tmp_path, text) == [
+        "validation.sources.0.weight: has no effect in validation, which reads each source once: remove it "
+        "(run.toml:3)",
+        "validation.sources.0.epochs: has no effect in validation, which reads each source once: remove it "
+        "(run.toml:4)",
+    ]

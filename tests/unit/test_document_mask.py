@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 
+from tests.helpers import TinyRun, train_on_this_rank
 from tests.unit.test_llama3 import SMALL, built, oracle
 from titanlite.batch import IGNORE
 from titanlite.config.schema import ActivationCheckpoint, Compile, Float8, Parallelism, Training
@@ -25,7 +26,10 @@ from titanlite.models.layers import Boundaries, Documents, attention_mask, has_p
 from titanlite.models.llama3 import Llama3, Llama3Args
 from titanlite.parallelize import build_mesh, parallelize
 from titanlite.parallelize.activation_checkpoint import apply_activation_checkpoint, levels_of
-from titanlite.step import documents_of, train_step
+from titanlite.preflight import preflight
+from titanlite.runtime.errors import ConfigError
+from titanlite.runtime.process_group import Ranks
+from titanlite.step import document_arguments, train_step
 
 GROUPED = SMALL
 ALL_HEADS = replace(SMALL, n_kv_heads=4)
@@ -194,7 +198,7 @@ def test_without_documents_attention_is_plain(monkeypatch: pytest.MonkeyPatch) -
     model(tokens_for(ROWS))
     assert calls == [{"attn_mask": None, "is_causal": True, "enable_gqa": True}] * 2
     assert rope_at(model.rope_cos, 16, None).data_ptr() == model.rope_cos.data_ptr()
-    assert documents_of({"tokens": tokens_for(ROWS), "labels": labels_for(ROWS)}) is None
+    assert document_arguments({"tokens": tokens_for(ROWS), "labels": labels_for(ROWS)}) == {}
 
 
 def test_the_mask_is_made_once_and_equals_a_boolean_one() -> None:
@@ -489,3 +493,31 @@ def test_another_torch_has_the_mask_instead(monkeypatch: pytest.MonkeyPatch) -> 
     assert not has_packed_kernel(CUDA, BF16, 64)
     monkeypatch.setitem(sys.modules, "torch.nn.attention.varlen", None)
     assert not has_packed_kernel(CUDA, BF16, 64)
+
+
+# Models without the argument
+
+
+MASKLESS = """
+from titanlite.models.llama3 import Llama3
+
+class Maskless(Llama3):
+    def forward(self, tokens, loss=None):
+        return super().forward(tokens, loss)
+"""
+
+
+@pytest.mark.usefixtures("single_process_group")
+def test_a_model_without_documents_trains_unmasked_and_is_refused_with_a_mask(tiny: TinyRun) -> None:
+    (tiny.folder / "maskless.py").write_text(MASKLESS)
+    model = f"--model.file={tiny.folder}/maskless.py"
+    ranks, device = Ranks(0, 1, 0, 1), torch.device("cpu")
+    with pytest.raises(ConfigError) as error:
+        preflight(tiny.config(model, "--data.document_mask=true"), ranks, device)
+    assert str(error.value) == (
+        "data.document_mask: true needs a model whose forward takes `documents`, and Maskless.forward does not: add "
+        "the argument and mask attention by it (docs/add_a_model.md), or set data.document_mask = false"
+    )
+    train_on_this_rank(tiny.config("--training.steps=2"), 0, 1)
+    train_on_this_rank(tiny.config(model, "--training.steps=2", "--job.name=maskless"), 0, 1)
+    assert tiny.losses("maskless") == tiny.losses()

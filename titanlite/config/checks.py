@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 
-from titanlite.config.schema import ActivationCheckpoint, Config, Data, Validation
+from titanlite.config.schema import ActivationCheckpoint, Config, Data, DataSource, Validation
 from titanlite.runtime.errors import UserError
 
 Conflict = tuple[str, str]  # dotted key, what is wrong
@@ -125,6 +125,9 @@ def _sources(section: Data | Validation, name: str) -> Iterator[Conflict]:
             yield f"{key}.name", f"another source is called {source.title!r} as well: give them names"
         if source.path == []:
             yield f"{key}.path", "names nothing"
+        for option in ("weight", "epochs") if isinstance(section, Validation) else ():
+            if getattr(source, option) != DataSource.model_fields[option].default:
+                yield f"{key}.{option}", "has no effect in validation, which reads each source once: remove it"
         for path in [source.path] if isinstance(source.path, str) else source.path:
             if "://" in path:
                 if path.partition("://")[0] not in ("stdlib", "hf", "python"):

@@ -349,7 +349,7 @@ class Validation(Section):
     path: Name | list[Name] | None = None
     """What to validate on, as data.path."""
     sources: list[DataSource] = Field(default_factory=list)
-    """Several of these, instead of path. Each has a loss of its own; weights and epochs mean nothing here."""
+    """Several of these, instead of path. Each has a loss of its own. They take no weight and no epochs."""
     sequences: Count = 256
     """Sequences of each source, the same ones each time; 0 takes all there are."""
 
