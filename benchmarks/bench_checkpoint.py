@@ -104,7 +104,7 @@ class Contest:
     def manager(self, name: str, mode: str) -> CheckpointManager:
         section = self.run.config.checkpoint.model_copy(update={"async_mode": mode, "keep_latest_k": 1})
         return CheckpointManager(
-            section, files=open_storage(str(self.folder / name), owner=name), model=self.run.model,
+            section, storage=open_storage(str(self.folder / name), owner=name), model=self.run.model,
             optimizer=self.run.optimizer, mesh=self.run.checkpoints.mesh, device=self.run.device, settings={},
             config_hash="",
         )  # fmt: skip

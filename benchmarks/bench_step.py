@@ -175,7 +175,7 @@ def titanlite_turns(config: Config, steps: int) -> Turn:
         said_once = patch("titanlite.train.report_start") if progress.step else nullcontext()
         with said_once:
             train(replace(made, steps=progress.step + steps, progress=progress))
-        progress = Progress(progress.step + steps, progress.samples + steps * config.training.global_batch_size)
+        progress = Progress(progress.step + steps, progress.samples_seen + steps * config.training.global_batch_size)
 
     return turn
 

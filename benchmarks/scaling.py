@@ -300,7 +300,7 @@ def the_loop(options: list[str], world_size: int) -> Callable[[int], None]:
     def work(count: int) -> None:
         nonlocal progress
         train(replace(made, steps=progress.step + count, progress=progress))
-        progress = Progress(progress.step + count, progress.samples + count * world_size)
+        progress = Progress(progress.step + count, progress.samples_seen + count * world_size)
 
     return work
 

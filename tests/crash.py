@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from tests.helpers import TinyRun, _free_port
 from titanlite import cli
 from titanlite.checkpoint import manifest as manifests
-from titanlite.checkpoint.storage import Local
+from titanlite.checkpoint.storage import LocalStorage
 
 MOMENTS = ("save", "any", "save", "start", "save", "any")
 SIGNS = (".staging-", "__", ".metadata", "checksums.json", "manifest.json", ".deleted-")
@@ -40,7 +40,7 @@ class CrashRun:
         self.random = random.Random(seed)
         self.context: Any = multiprocessing.get_context(method)
         self.context.set_forkserver_preload(["tests.preload"])
-        self.files = Local(f"{folder}/outputs/tiny/checkpoints", "")
+        self.storage = LocalStorage(f"{folder}/outputs/tiny/checkpoints", "")
         self.starts = self.newest = 0  # newest: the last step that was committed when the last start ended
 
     def kill(self) -> str:
@@ -70,7 +70,7 @@ class CrashRun:
         last, outputs, records, states = self.newest + 3, self.tiny.folder / "outputs", [], []
         owner = json.loads((outputs / "tiny" / "run.json").read_text())["id"]
         for what in ("staging", "deleted"):  # as a kill may leave them; of a step that is not saved again
-            (self.files.root / f".{what}-{manifests.folder_name(0)}-{owner}").mkdir(parents=True)
+            (self.storage.root / f".{what}-{manifests.folder_name(0)}-{owner}").mkdir(parents=True)
         for name in ("whole", "tiny"):
             with self._started(name, last) as (ranks, output):
                 for rank in ranks:
@@ -108,7 +108,7 @@ class CrashRun:
     def _is_time(self, moment: str, skip: int, pid: int, output: Path) -> bool:
         if moment == "start":  # to sweep, to load, to open metrics.jsonl
             return f"process {pid} " in (self.tiny.folder / "outputs" / "tiny" / ".lock").read_text()
-        saves = max(manifests.committed_steps(self.files.list()), default=0) - self.newest
+        saves = max(manifests.committed_steps(self.storage.list()), default=0) - self.newest
         if moment == "any":
             return saves > skip
         # Before it says where it goes on, what is staged can be of the start before. Some signs are hard to catch.
@@ -119,15 +119,15 @@ class CrashRun:
         resumed_at = _resumed_at(output)
         what = f"resumed at {resumed_at}, {self.newest} was the newest: {output.read_text()}"
         assert resumed_at == self.newest or (resumed_at is None and may_be_silent), what
-        listing = self.files.list()
+        listing = self.storage.list()
         steps = manifests.committed_steps(listing)
         for folder in map(manifests.folder_name, steps):
-            manifests.verify(self.files, folder, listing[folder])
+            manifests.verify(self.storage, folder, listing[folder])
         assert max(steps, default=0) >= self.newest, f"{self.newest} was there, now there are {steps}"
         self.newest = max(steps, default=0)
 
     def _shows(self, sign: str) -> bool:
-        folders = self.files.list()
+        folders = self.storage.list()
         staged = [name for folder in folders if folder.startswith(".staging-") for name in folders[folder]]
         return any(name.startswith(sign) for name in [*folders, *staged])
 

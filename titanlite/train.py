@@ -85,7 +85,7 @@ def build(config: Config, resolved: ResolvedConfig, *, ranks: Ranks, device: tor
     model, optimizer, disk = _build_states(config, resolved, mesh=mesh, device=device, folder=folder)
     checkpoints = CheckpointManager(
         config.checkpoint,
-        files=open_storage(config.checkpoint.folder or str(folder.checkpoints), owner=folder.run_id),
+        storage=open_storage(config.checkpoint.folder or str(folder.checkpoints), owner=folder.run_id),
         model=model,
         optimizer=optimizer,
         mesh=mesh,
@@ -97,13 +97,15 @@ def build(config: Config, resolved: ResolvedConfig, *, ranks: Ranks, device: tor
     )
     progress = checkpoints.load(has_saved=folder.has_saved)
     if progress.step:
-        samples = samples.resumed(progress.data, progress.samples, config.data.on_change)
-    steps = count_steps(training, step=progress.step, samples=progress.samples, limit=samples.limit(training.epochs))
+        samples = samples.resumed(progress.data, progress.samples_seen, config.data.on_change)
+    steps = count_steps(
+        training, step=progress.step, samples=progress.samples_seen, limit=samples.limit(training.epochs)
+    )
     record_start(folder, config, ranks=ranks, device=device, mesh=mesh)
 
     micro_batch_size, accumulation = training.batch_split(data_ranks)
     micro_batches = MicroBatches(
-        progress.samples,
+        progress.samples_seen,
         global_batch_size=training.global_batch_size,
         micro_batch_size=micro_batch_size,
         rank=data_rank,
@@ -180,7 +182,7 @@ def train(run: Run) -> StoppedByGuard | None:
         steps=run.steps,
     )
     config, metrics, checkpoints = run.config, run.metrics, run.checkpoints
-    steps, step, samples = run.steps, run.progress.step, run.progress.samples
+    steps, step, samples = run.steps, run.progress.step, run.progress.samples_seen
     scale_weights = weight_scaler(run.model, config.quantize.linear.float8)
     try:
         scale_weights()
@@ -233,7 +235,7 @@ def train(run: Run) -> StoppedByGuard | None:
 
 def _progress(run: Run, step: int) -> Progress:
     """Of a step of this start."""
-    samples = run.progress.samples + (step - run.progress.step) * run.config.training.global_batch_size
+    samples = run.progress.samples_seen + (step - run.progress.step) * run.config.training.global_batch_size
     return Progress(step, samples, run.samples.state(samples), run.guard.state())
 
 
@@ -247,7 +249,7 @@ def finish(run: Run, stopped: StoppedByGuard | None = None) -> None:
         run.config,
         steps=run.steps,
         folder=run.folder,
-        checkpoints=run.checkpoints.files,
+        checkpoints=run.checkpoints.storage,
         resumed_at=run.progress.step,
         stopped=stopped,
     )

@@ -18,14 +18,14 @@ from titanlite.checkpoint import save as saving
 from titanlite.checkpoint.dcp import ShardWriter
 from titanlite.checkpoint.manager import CheckpointManager
 from titanlite.checkpoint.manifest import folder_name
-from titanlite.checkpoint.storage import Local, open_storage
+from titanlite.checkpoint.storage import LocalStorage, open_storage
 from titanlite.config.schema import Config
 from titanlite.metrics.recorder import MetricsRecorder
 from titanlite.runtime.errors import RunError
 
 
-def checkpoints(tiny: TinyRun, name: str = "tiny") -> Local:
-    return Local(f"{tiny.folder}/outputs/{name}/checkpoints", "")
+def checkpoints(tiny: TinyRun, name: str = "tiny") -> LocalStorage:
+    return LocalStorage(f"{tiny.folder}/outputs/{name}/checkpoints", "")
 
 
 def steps(tiny: TinyRun, name: str = "tiny") -> list[int]:
@@ -36,12 +36,12 @@ def steps(tiny: TinyRun, name: str = "tiny") -> list[int]:
 
 
 def disk_full(run_folder: Path) -> None:
-    create = Local.create
+    create = LocalStorage.create
 
-    def into_nothing(self: Local, name: str) -> Any:
+    def into_nothing(self: LocalStorage, name: str) -> Any:
         return create(self, "/dev/full") if name.endswith("__1_0.distcp") else create(self, name)
 
-    Local.create = into_nothing  # type: ignore[method-assign]
+    LocalStorage.create = into_nothing  # type: ignore[method-assign]
 
 
 def folder_lost(run_folder: Path) -> None:
@@ -271,10 +271,10 @@ def test_a_run_whose_checkpoints_are_on_an_s3_server(tiny: TinyRun, s3: str) -> 
     assert tiny.losses() == tiny.losses("whole")
     for name, value in expected.items():
         assert (value == final[name]).all(), name
-    files = open_storage(place)
-    listing = files.list()
+    storage = open_storage(place)
+    listing = storage.list()
     assert [*listing] == [folder_name(6)]
-    manifests.verify(files, folder_name(6), listing[folder_name(6)])
+    manifests.verify(storage, folder_name(6), listing[folder_name(6)])
     # Another layout reads it, too.
     run_ranks(trained_there, 1, tiny.config("--training.steps=7", *store), environment)
     assert len(tiny.losses()) == 7

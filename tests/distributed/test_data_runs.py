@@ -20,7 +20,7 @@ from tests.distributed.test_layouts import built, trained
 from tests.helpers import TinyRun, _free_port, run_in_turn, run_ranks, train_on_this_rank
 from titanlite.batch import Batch
 from titanlite.checkpoint import manifest as manifests
-from titanlite.checkpoint.storage import Local
+from titanlite.checkpoint.storage import LocalStorage
 from titanlite.config.schema import Config
 from titanlite.runtime.console import start_logging
 from titanlite.runtime.errors import UserError
@@ -58,7 +58,7 @@ def test_finite_data_ends_for_all_ranks_and_validates_the_whole_set(tiny: TinyRu
         config = tiny.config(f"--job.name=on-{ranks}", *options, world_size=ranks)
         run_ranks(trained_and_logged, ranks, config)
         assert [record["step"] for record in tiny.records(f"on-{ranks}")] == [1, 5], "1003 // 200"
-        saved = Local(f"{tiny.folder}/outputs/on-{ranks}/checkpoints", "")
+        saved = LocalStorage(f"{tiny.folder}/outputs/on-{ranks}/checkpoints", "")
         assert manifests.committed_steps(saved.list()) == [5]
         assert manifests.read_manifest(saved, manifests.folder_name(5)).samples == 1000
         log = (tiny.folder / f"outputs/on-{ranks}/logs/rank-0.log").read_text()

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from tests.distributed.test_layouts import LAYOUTS, built, degrees, trained, whole
 from tests.helpers import TinyRun, run_in_turn, run_ranks
 from titanlite.checkpoint import manifest as manifests
-from titanlite.checkpoint.storage import MANIFEST, Local
+from titanlite.checkpoint.storage import MANIFEST, LocalStorage
 from titanlite.config.schema import Config
 
 
@@ -29,7 +29,7 @@ def optimizer_moments(rank: int, world_size: int, config: Config) -> dict[str, A
 
 
 def committed(tiny: TinyRun, name: str = "tiny") -> list[int]:
-    return manifests.committed_steps(Local(f"{tiny.folder}/outputs/{name}/checkpoints", "").list())
+    return manifests.committed_steps(LocalStorage(f"{tiny.folder}/outputs/{name}/checkpoints", "").list())
 
 
 def owner(tiny: TinyRun) -> str:

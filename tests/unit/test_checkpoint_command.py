@@ -21,7 +21,7 @@ from tests.helpers import TinyRun
 from titanlite import cli
 from titanlite.checkpoint import command
 from titanlite.checkpoint.manifest import FileRecord, Manifest, committed_steps, folder_name
-from titanlite.checkpoint.storage import MANIFEST, Local, Remote, open_storage
+from titanlite.checkpoint.storage import MANIFEST, LocalStorage, ObjectStorage, open_storage
 
 CONTENTS = {"__0_0.distcp": b"x" * 3_000_000, ".metadata": b"67"}
 
@@ -41,10 +41,10 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
 def save(
     place: str, step: int, *, age: float = 200, contents: dict[str, bytes] = CONTENTS, publish: bool = True
 ) -> None:
-    files = open_storage(place, owner="me")
-    folder = files.begin(folder_name(step))
+    storage = open_storage(place, owner="me")
+    folder = storage.begin(folder_name(step))
     for name, content in contents.items():
-        with files.create(f"{folder}/{name}") as file:
+        with storage.create(f"{folder}/{name}") as file:
             file.write(content)
     manifest = Manifest(
         step=step,
@@ -60,7 +60,7 @@ def save(
         files={name: FileRecord(len(data), f"{zlib.crc32(data):08x}") for name, data in contents.items()},
     )
     if publish:
-        files.publish(folder_name(step), manifest.to_json())
+        storage.publish(folder_name(step), manifest.to_json())
 
 
 def change(place: str, name: str, content: bytes) -> None:
@@ -115,8 +115,8 @@ def test_list_tells_each_state(titanlite: Command, tmp_path: Path) -> None:
     (folders[2] / ".metadata").write_bytes(b"6")
     (folders[3] / MANIFEST).write_bytes(b"{")
     (folders[4] / MANIFEST).unlink()
-    open_storage(place).withdraw(folder_name(5), "damaged")
-    open_storage(place).withdraw(folder_name(6), "superseded")
+    open_storage(place).quarantine(folder_name(5), "damaged")
+    open_storage(place).quarantine(folder_name(6), "superseded")
     folders[7].rename(Path(place, ".deleted-step-00000007-me"))
     save(place, 8, publish=False)
     Path(place, "notes").mkdir()
@@ -144,7 +144,7 @@ def test_list_of_an_object_store(titanlite: Command) -> None:
         save(place, 2)
         save(place, 4)
         save(place, 12, publish=False)
-        open_storage(place).withdraw(folder_name(2), "superseded")
+        open_storage(place).quarantine(folder_name(2), "superseded")
         change(place, f"{folder_name(4)}/.metadata", b"")
         change(place, f"{folder_name(9)}/{command.MARK}", b"{}")  # of a verification that a deletion overtook
         assert titanlite.table(place + "/") == [
@@ -192,8 +192,8 @@ def test_what_a_run_deletes_between_listing_and_reading_is_skipped(
     kind = type(open_storage(place))
     look, listings = kind.list, []
 
-    def list_and_lose(files: Any) -> Any:
-        listings.append(look(files))
+    def list_and_lose(storage: Any) -> Any:
+        listings.append(look(storage))
         listing = listings[-1]
         if len(listings) == 1:
             open_storage(place, owner="me").delete(folder_name(2))
@@ -216,10 +216,10 @@ def test_what_a_run_deletes_while_it_is_read_is_not_damaged(
     kind = type(open_storage(place))
     read = kind.read
 
-    def lose_and_read(files: Any, name: str, *args: Any) -> bytes:
+    def lose_and_read(storage: Any, name: str, *args: Any) -> bytes:
         if name.startswith(folder_name(1)) and 1 in steps(place):
             open_storage(place, owner="me").delete(folder_name(1))
-        return read(files, name, *args)
+        return read(storage, name, *args)
 
     monkeypatch.setattr(kind, "read", lose_and_read)
     lines = titanlite(what, place)
@@ -234,15 +234,15 @@ def test_what_a_run_deletes_while_it_is_read_is_not_damaged(
 def test_half_deleted_is_neither_damaged_nor_marked(titanlite: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     place = "memory://half/run"
     save(place, 1)
-    read = Remote.read
+    read = ObjectStorage.read
 
-    def lose_and_read(files: Remote, name: str, *args: Any) -> bytes:
+    def lose_and_read(storage: ObjectStorage, name: str, *args: Any) -> bytes:
         if name.endswith(".distcp"):
-            files._remove(folder_name(1), [MANIFEST, "__0_0.distcp"])
-        return read(files, name, *args)
+            storage._remove(folder_name(1), [MANIFEST, "__0_0.distcp"])
+        return read(storage, name, *args)
 
     try:
-        monkeypatch.setattr(Remote, "read", lose_and_read)
+        monkeypatch.setattr(ObjectStorage, "read", lose_and_read)
         assert titanlite("verify", place)[1:] == ["step 1: being written"]
         assert sorted(open_storage(place).list()[folder_name(1)]) == [".metadata", ".owner-me"]
     finally:
@@ -321,7 +321,7 @@ def test_verify_where_nothing_can_be_written(
     def refuse(*_: Any) -> None:
         raise PermissionError("read-only")
 
-    monkeypatch.setattr(Local, "create", refuse)
+    monkeypatch.setattr(LocalStorage, "create", refuse)
     assert titanlite("verify", str(tmp_path))[1:] == ["step 1: whole, 2 files, 2.9 MiB"]
     assert titanlite.table(str(tmp_path))[0][-1] == "sizes"
 
@@ -380,19 +380,19 @@ def test_prune_of_what_is_set_aside(titanlite: Command, place: str) -> None:
     for step in (1, 2, 3, 9):
         save(place, step)
     save(place, 10, publish=False)
-    files = open_storage(place)
-    files.withdraw(folder_name(2), "damaged")
-    files.withdraw(folder_name(9), "superseded")
+    storage = open_storage(place)
+    storage.quarantine(folder_name(2), "damaged")
+    storage.quarantine(folder_name(9), "superseded")
     assert titanlite("prune", place, "--keep-latest-k=1", "--dry-run") == ["would delete step 1, 2.9 MiB"]
     everything = ("prune", place, "--keep-latest-k=1", "--set-aside")
     assert titanlite(*everything) == [f"deleted step {step}, 2.9 MiB" for step in (1, 2, 9)]
-    left = files.list()
+    left = storage.list()
     assert steps(place) == [3]
     assert [folder for folder in left if folder_name(10) in folder], "what a run is writing stays"
     assert len(left) == 2
-    files.withdraw(folder_name(3), "superseded")
+    storage.quarantine(folder_name(3), "superseded")
     assert titanlite.refusal(*everything).startswith("error: nothing is deleted: the newest, ")
-    assert len(files.list()) == 2
+    assert len(storage.list()) == 2
 
 
 def test_prune_lets_hidden_folders_be(titanlite: Command, tmp_path: Path) -> None:
@@ -416,11 +416,11 @@ def test_the_run_sweeps_what_a_killed_prune_leaves(place: str, monkeypatch: pyte
 
     with monkeypatch.context() as patch:
         if "://" in place:
-            remove = Remote._remove
+            remove = ObjectStorage._remove
             patch.setattr(
-                Remote,
+                ObjectStorage,
                 "_remove",
-                lambda files, folder, names: remove(files, folder, names[:1]) if MANIFEST in names else killed(),
+                lambda storage, folder, names: remove(storage, folder, names[:1]) if MANIFEST in names else killed(),
             )
         else:
             patch.setattr(shutil, "rmtree", lambda path, **_: killed() if Path(path).exists() else None)
@@ -434,8 +434,8 @@ def test_the_run_sweeps_what_a_killed_prune_leaves(place: str, monkeypatch: pyte
 def test_prune_beside_a_run_that_is_faster(titanlite: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for step in (1, 2, 3):
         save(str(tmp_path), step)
-    delete = Local.delete
-    monkeypatch.setattr(Local, "delete", lambda files, folder: [delete(files, folder) for _ in range(2)])
+    delete = LocalStorage.delete
+    monkeypatch.setattr(LocalStorage, "delete", lambda storage, folder: [delete(storage, folder) for _ in range(2)])
     assert titanlite("prune", str(tmp_path), "--keep-latest-k=1") == [
         "deleted step 1, 2.9 MiB",
         "deleted step 2, 2.9 MiB",
@@ -572,7 +572,7 @@ def test_a_disk_that_fails_is_no_mistake_of_the_user(
     def fail(*_: Any) -> None:
         raise OSError(5, "Input/output error", "disk")
 
-    monkeypatch.setattr(Local, "list", fail)
+    monkeypatch.setattr(LocalStorage, "list", fail)
     assert titanlite("list", f"{tmp_path}/", code=2) == []  # nothing to look into
     (tmp_path / folder_name(1)).mkdir()
     titanlite("list", str(tmp_path), code=1)

@@ -32,12 +32,13 @@ TENSORS = {
 
 @pytest.mark.parametrize("same_frames", [True, False])
 def test_shards_are_what_torch_save_writes(tmp_path: Path, same_frames: bool) -> None:
-    files, frames = open_storage(str(tmp_path), owner="me"), Frames()
-    staging = files.begin("step-00000001")
+    storage, frames = open_storage(str(tmp_path), owner="me"), Frames()
+    staging = storage.begin("step-00000001")
     items = [WriteItem(index=MetadataIndex(name), type=WriteItemType.TENSOR) for name in TENSORS]
-    writer, results = ShardWriter(files, staging, rank=3, frames=frames, read=lambda item: TENSORS[item.index.fqn]), []
+    writer = ShardWriter(storage, staging, rank=3, frames=frames, read=lambda item: TENSORS[item.index.fqn])
+    results = []
     for _ in range(2):
-        writer = ShardWriter(files, staging, rank=3, frames=frames, read=lambda item: TENSORS[item.index.fqn])
+        writer = ShardWriter(storage, staging, rank=3, frames=frames, read=lambda item: TENSORS[item.index.fqn])
         results = writer._write(items)
         if not same_frames:
             frames = Frames()

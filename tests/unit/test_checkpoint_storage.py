@@ -14,19 +14,19 @@ import pytest
 from tests.object_stores import Flaky
 from titanlite.checkpoint import manifest as manifests
 from titanlite.checkpoint.manifest import FileRecord, Manifest, folder_name
-from titanlite.checkpoint.storage import MANIFEST, Files, Local, Remote, open_storage
+from titanlite.checkpoint.storage import MANIFEST, LocalStorage, ObjectStorage, Storage, open_storage
 from titanlite.runtime.errors import DamagedCheckpoint, UserError
 
 
 @pytest.fixture(params=["disk", "flaky memory", "s3"])
-def files(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Files]:
+def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Storage]:
     """A place for checkpoints, of each kind."""
     if request.param == "disk":
         yield open_storage(str(tmp_path / "run"), owner="me")
     elif request.param == "flaky memory":
         Flaky.register()
-        files = open_storage("flaky://bucket/run", owner="me")
-        yield files
+        storage = open_storage("flaky://bucket/run", owner="me")
+        yield storage
         assert Flaky.failures > 0
         Flaky.store.clear()
     else:
@@ -50,100 +50,100 @@ def manifest_of(step: int, contents: dict[str, bytes]) -> Manifest:
     )
 
 
-def stage(files: Files, step: int, contents: dict[str, bytes]) -> str:
-    staging = files.begin(folder_name(step))
+def stage(storage: Storage, step: int, contents: dict[str, bytes]) -> str:
+    staging = storage.begin(folder_name(step))
     for name, content in contents.items():
 
         def write(name: str = name, content: bytes = content) -> None:
-            with files.create(f"{staging}/{name}") as file:
+            with storage.create(f"{staging}/{name}") as file:
                 file.write(content)
 
-        files.retrying(write, name)
+        storage.retry(write, name)
     return staging
 
 
-def save(files: Files, step: int, contents: dict[str, bytes] | None = None) -> Manifest:
+def save(storage: Storage, step: int, contents: dict[str, bytes] | None = None) -> Manifest:
     contents = {"__0_0.distcp": b"12345", ".metadata": b"67"} if contents is None else contents
-    stage(files, step, contents)
+    stage(storage, step, contents)
     manifest = manifest_of(step, contents)
-    files.publish(folder_name(step), manifest.to_json())
+    storage.publish(folder_name(step), manifest.to_json())
     return manifest
 
 
-def steps(files: Files) -> list[int]:
-    return manifests.committed_steps(files.list())
+def steps(storage: Storage) -> list[int]:
+    return manifests.committed_steps(storage.list())
 
 
-def test_only_what_is_published_counts(files: Files) -> None:
-    assert steps(files) == []
+def test_only_what_is_published_counts(storage: Storage) -> None:
+    assert steps(storage) == []
     for step in (20, 3, 123456789):
-        manifest = save(files, step)
-        assert manifests.read_manifest(files, folder_name(step)) == manifest
-    stage(files, 30, {"__0_0.distcp": b"1"})
-    assert steps(files) == [3, 20, 123456789]
-    sizes = files.list()[folder_name(20)]
+        manifest = save(storage, step)
+        assert manifests.read_manifest(storage, folder_name(step)) == manifest
+    stage(storage, 30, {"__0_0.distcp": b"1"})
+    assert steps(storage) == [3, 20, 123456789]
+    sizes = storage.list()[folder_name(20)]
     assert sizes["__0_0.distcp"] == 5
-    assert manifests.verify(files, folder_name(20), sizes).size == 7
-    assert files.read("step-00000020/__0_0.distcp", 1, 3) == b"234"
+    assert manifests.verify(storage, folder_name(20), sizes).size == 7
+    assert storage.read("step-00000020/__0_0.distcp", 1, 3) == b"234"
 
 
-def test_a_sweep_takes_what_a_killed_process_of_this_run_left_and_nothing_else(files: Files) -> None:
-    save(files, 1)
-    stage(files, 2, {"__0_0.distcp": b"1"})
-    other = open_storage(files.url, owner="other")
+def test_a_sweep_takes_what_a_killed_process_of_this_run_left_and_nothing_else(storage: Storage) -> None:
+    save(storage, 1)
+    stage(storage, 2, {"__0_0.distcp": b"1"})
+    other = open_storage(storage.url, owner="other")
     theirs = stage(other, 3, {"__0_0.distcp": b"2"})
-    files.sweep()
-    assert steps(files) == [1]
-    left = files.list()
+    storage.sweep()
+    assert steps(storage) == [1]
+    left = storage.list()
     assert {name: size for name, size in left[theirs].items() if name.startswith("__")} == {"__0_0.distcp": 1}
     assert not [folder for folder in left if "step-00000002" in folder]
     other.sweep()
-    assert [*files.list()] == ["step-00000001"]
+    assert [*storage.list()] == ["step-00000001"]
 
 
-def test_saving_a_step_again_replaces_it(files: Files) -> None:
-    save(files, 1)
-    files.withdraw(folder_name(1), "damaged")
-    assert steps(files) == []
-    manifest = save(files, 1, {"__0_0.distcp": b"other"})
-    assert manifests.read_manifest(files, folder_name(1)) == manifest
-    assert [name for name in files.list()[folder_name(1)] if not name.startswith(".owner")] == [
+def test_saving_a_step_again_replaces_it(storage: Storage) -> None:
+    save(storage, 1)
+    storage.quarantine(folder_name(1), "damaged")
+    assert steps(storage) == []
+    manifest = save(storage, 1, {"__0_0.distcp": b"other"})
+    assert manifests.read_manifest(storage, folder_name(1)) == manifest
+    assert [name for name in storage.list()[folder_name(1)] if not name.startswith(".owner")] == [
         "__0_0.distcp",
         MANIFEST,
     ]
 
 
-def test_a_withdrawn_checkpoint_is_not_swept(files: Files) -> None:
-    save(files, 1)
-    files.withdraw(folder_name(1), "damaged")
-    files.sweep()
-    assert files.list()[folder_name(1)]["__0_0.distcp"] == 5
+def test_a_withdrawn_checkpoint_is_not_swept(storage: Storage) -> None:
+    save(storage, 1)
+    storage.quarantine(folder_name(1), "damaged")
+    storage.sweep()
+    assert storage.list()[folder_name(1)]["__0_0.distcp"] == 5
 
 
-def test_deletion_killed_half_way_leaves_nothing_that_counts(files: Files, monkeypatch: pytest.MonkeyPatch) -> None:
-    save(files, 1)
-    save(files, 2)
+def test_deletion_killed_half_way_leaves_nothing_that_counts(storage: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(storage, 1)
+    save(storage, 2)
 
     def killed(*args: Any, **kwargs: Any) -> None:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        if isinstance(files, Remote):
-            remove = files._remove
+        if isinstance(storage, ObjectStorage):
+            remove = storage._remove
 
             def remove_some(folder: str, names: list[str]) -> None:
                 remove(folder, names[:1])
                 if not names or not names[0].startswith(MANIFEST):
                     killed()
 
-            patch.setattr(files, "_remove", remove_some)
+            patch.setattr(storage, "_remove", remove_some)
         else:
             patch.setattr("shutil.rmtree", lambda path, **_: killed() if Path(path).exists() else None)
         with pytest.raises(KeyboardInterrupt):
-            files.delete(folder_name(1))
-    assert steps(files) == [2]
-    files.sweep()
-    assert [*files.list()] == ["step-00000002"]
+            storage.delete(folder_name(1))
+    assert steps(storage) == [2]
+    storage.sweep()
+    assert [*storage.list()] == ["step-00000002"]
 
 
 DAMAGE = {
@@ -157,22 +157,22 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_damage_of_a_file_is_named(files: Files, damage: str) -> None:
-    save(files, 1)
+def test_damage_of_a_file_is_named(storage: Storage, damage: str) -> None:
+    save(storage, 1)
     change, message = DAMAGE[damage]
-    replace(files, "step-00000001/__0_0.distcp", change(b"12345") if change else None)
-    with pytest.raises(DamagedCheckpoint, match=f"{re.escape(files.url)}/step-00000001/{message}"):
-        manifests.verify(files, folder_name(1), files.list()[folder_name(1)])
+    replace(storage, "step-00000001/__0_0.distcp", change(b"12345") if change else None)
+    with pytest.raises(DamagedCheckpoint, match=f"{re.escape(storage.url)}/step-00000001/{message}"):
+        manifests.verify(storage, folder_name(1), storage.list()[folder_name(1)])
 
 
-def replace(files: Files, name: str, content: bytes | None) -> None:
+def replace(storage: Storage, name: str, content: bytes | None) -> None:
     """What no titanlite does: change a file of a checkpoint."""
-    if isinstance(files, Local):
-        path = files.root / name
+    if isinstance(storage, LocalStorage):
+        path = storage.root / name
         path.unlink() if content is None else path.write_bytes(content)
-    elif isinstance(files, Remote):
+    elif isinstance(storage, ObjectStorage):
         folder, file = name.split("/")
-        files._remove(folder, [file]) if content is None else files._put(name, content)
+        storage._remove(folder, [file]) if content is None else storage._put(name, content)
 
 
 @pytest.mark.parametrize(
@@ -187,25 +187,25 @@ def replace(files: Files, name: str, content: bytes | None) -> None:
     ],
 )
 def test_damage_of_a_manifest_is_named(tmp_path: Path, change: Any, message: str) -> None:
-    files = open_storage(str(tmp_path), owner="me")
-    save(files, 1)
+    storage = open_storage(str(tmp_path), owner="me")
+    save(storage, 1)
     path = tmp_path / "step-00000001" / MANIFEST
     path.write_bytes(change(path.read_bytes()))
     with pytest.raises(DamagedCheckpoint, match=f"step-00000001/{MANIFEST}.*({message})"):
-        manifests.read_manifest(files, folder_name(1))
+        manifests.read_manifest(storage, folder_name(1))
 
 
 def test_another_format_is_named(tmp_path: Path) -> None:
-    files = open_storage(str(tmp_path), owner="me")
-    save(files, 1)
+    storage = open_storage(str(tmp_path), owner="me")
+    save(storage, 1)
     path = tmp_path / "step-00000001" / MANIFEST
     path.write_text(json.dumps({"step": 1, "format": 1}))  # as titanlite wrote it before there were checksums
     with pytest.raises(UserError, match=r"manifest\.json has format 1, this version of titanlite reads format 2"):
-        manifests.read_manifest(files, folder_name(1))
+        manifests.read_manifest(storage, folder_name(1))
 
 
 def test_files_are_synced_before_a_checkpoint_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    files, order = open_storage(str(tmp_path / "run"), owner="me"), []
+    storage, order = open_storage(str(tmp_path / "run"), owner="me"), []
     sync, rename = os.fsync, os.rename
 
     def record_sync(descriptor: int) -> None:
@@ -214,23 +214,23 @@ def test_files_are_synced_before_a_checkpoint_counts(tmp_path: Path, monkeypatch
 
     monkeypatch.setattr(os, "fsync", record_sync)
     monkeypatch.setattr(os, "rename", lambda a, b: (order.append("rename"), rename(a, b)))
-    save(files, 1)
+    save(storage, 1)
     staging = ".staging-step-00000001-me"
     assert order == ["__0_0.distcp", ".metadata", MANIFEST, staging, "rename", "run"]
 
 
-def test_what_counts_is_not_discarded(files: Files) -> None:
+def test_what_counts_is_not_discarded(storage: Storage) -> None:
     """As when another rank is lost right after rank 0 has published."""
-    save(files, 1)
-    files.discard(folder_name(1))
-    assert steps(files) == [1]
-    stage(files, 2, {"__0_0.distcp": b"1"})
-    files.discard(folder_name(2))
-    assert [*files.list()] == ["step-00000001"]
+    save(storage, 1)
+    storage.discard(folder_name(1))
+    assert steps(storage) == [1]
+    stage(storage, 2, {"__0_0.distcp": b"1"})
+    storage.discard(folder_name(2))
+    assert [*storage.list()] == ["step-00000001"]
 
 
 def test_an_attempt_that_takes_long_is_followed_by_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Remote, "PATIENCE", 0.2)
+    monkeypatch.setattr(ObjectStorage, "PATIENCE", 0.2)
     attempts = []
 
     def upload() -> str:
@@ -239,29 +239,29 @@ def test_an_attempt_that_takes_long_is_followed_by_others(monkeypatch: pytest.Mo
             raise ConnectionError
         return "done"
 
-    assert open_storage("memory://bucket/run").retrying(upload, "x") == "done"
+    assert open_storage("memory://bucket/run").retry(upload, "x") == "done"
 
 
 @pytest.mark.parametrize("name", ["../../victim", "/etc", "a/b", ""])
 def test_names_in_a_manifest_cannot_lead_elsewhere(tmp_path: Path, name: str) -> None:
-    files = open_storage(str(tmp_path), owner="me")
+    storage = open_storage(str(tmp_path), owner="me")
     good = manifest_of(1, {})
     bad = [replace_fields(good, run_id=name)] if name else []
     for manifest in [*bad, replace_fields(good, files={name or "..": FileRecord(0, "00000000")})]:
-        stage(files, 1, {})
-        files.publish(folder_name(1), manifest.to_json())
+        stage(storage, 1, {})
+        storage.publish(folder_name(1), manifest.to_json())
         with pytest.raises(DamagedCheckpoint, match="is not a name"):
-            manifests.read_manifest(files, folder_name(1))
+            manifests.read_manifest(storage, folder_name(1))
 
 
 def test_one_listing_call_of_an_object_store() -> None:
     Flaky.register()
-    files = open_storage("flaky://bucket/listed", owner="me")
+    storage = open_storage("flaky://bucket/listed", owner="me")
     for step in (1, 2, 3):
-        save(files, step)
+        save(storage, step)
     Flaky.chance, Flaky.calls["find"] = 0.0, 0
     try:
-        assert steps(files) == [1, 2, 3]
+        assert steps(storage) == [1, 2, 3]
     finally:
         Flaky.chance = Flaky.CHANCE
         Flaky.store.clear()
@@ -271,11 +271,11 @@ def test_one_listing_call_of_an_object_store() -> None:
 
 def test_an_object_store_that_stays_away_is_named_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     Flaky.register()
-    files = open_storage("flaky://bucket/run", owner="me")
-    monkeypatch.setattr(Remote, "PATIENCE", 0.3)
+    storage = open_storage("flaky://bucket/run", owner="me")
+    monkeypatch.setattr(ObjectStorage, "PATIENCE", 0.3)
     monkeypatch.setattr(Flaky, "chance", 1.0)
     with pytest.raises(OSError, match=r"flaky://bucket/run/: .*injected into find.* for 0 s"):
-        files.begin(folder_name(1))
+        storage.begin(folder_name(1))
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ from titanlite.checkpoint.dcp import UnsafeCheckpoint
 from titanlite.checkpoint.manifest import DAMAGED, METADATA, SUPERSEDED, FileRecord, folder_name
 from titanlite.checkpoint.save import _Staging
 from titanlite.checkpoint.save_overhead import StepClock
-from titanlite.checkpoint.storage import MANIFEST, Local, Remote, open_storage
+from titanlite.checkpoint.storage import MANIFEST, LocalStorage, ObjectStorage, open_storage
 from titanlite.config.schema import Config
 from titanlite.runtime.errors import RunError, UserError
 
@@ -73,7 +73,7 @@ def folder(tiny: TinyRun, name: str = "tiny") -> Path:
 
 
 def steps(tiny: TinyRun, name: str = "tiny") -> list[int]:
-    return manifests.committed_steps(Local(str(folder(tiny, name)), "").list())
+    return manifests.committed_steps(LocalStorage(str(folder(tiny, name)), "").list())
 
 
 def checkpoint(tiny: TinyRun, step: int, name: str = "tiny") -> Path:
@@ -86,19 +86,19 @@ def checkpoint(tiny: TinyRun, step: int, name: str = "tiny") -> Path:
 def slow(monkeypatch: pytest.MonkeyPatch, seconds: float) -> list[str]:
     """Makes writing take time; returns what begins and ends."""
     happened: list[str] = []
-    begin, publish = Local.begin, Local.publish
+    begin, publish = LocalStorage.begin, LocalStorage.publish
 
-    def slow_begin(self: Local, folder: str) -> str:
+    def slow_begin(self: LocalStorage, folder: str) -> str:
         happened.append(f"begin {folder}")
         time.sleep(seconds)
         return begin(self, folder)
 
-    def recorded_publish(self: Local, folder: str, manifest: bytes) -> None:
+    def recorded_publish(self: LocalStorage, folder: str, manifest: bytes) -> None:
         publish(self, folder, manifest)
         happened.append(f"end {folder}")
 
-    monkeypatch.setattr(Local, "begin", slow_begin)
-    monkeypatch.setattr(Local, "publish", recorded_publish)
+    monkeypatch.setattr(LocalStorage, "begin", slow_begin)
+    monkeypatch.setattr(LocalStorage, "publish", recorded_publish)
     return happened
 
 
@@ -178,7 +178,7 @@ def test_every_save_leaves_its_figures(tiny: TinyRun) -> None:
     records = [json.loads(line) for line in lines]
     assert [record["step"] for record in records] == [2, 4, 6]
     for record in records:
-        manifest = manifests.read_manifest(Local(str(folder(tiny)), ""), folder_name(record["step"]))
+        manifest = manifests.read_manifest(LocalStorage(str(folder(tiny)), ""), folder_name(record["step"]))
         assert record["bytes"] == manifest.size
         parts = [record[f"{part}_seconds"] for part in ("staging", "planning", "writing")]
         assert min(parts) > 0
@@ -245,14 +245,14 @@ def test_retention(tiny: TinyRun) -> None:
 def test_nothing_is_deleted_while_the_newest_is_damaged(
     tiny: TinyRun, monkeypatch: pytest.MonkeyPatch, warnings: Callable[[], list[str]]
 ) -> None:
-    publish = Local.publish
+    publish = LocalStorage.publish
 
-    def publish_and_lose(self: Local, folder: str, manifest: bytes) -> None:
+    def publish_and_lose(self: LocalStorage, folder: str, manifest: bytes) -> None:
         publish(self, folder, manifest)
         (self.root / folder / "__0_0.distcp").unlink()
 
     trained(tiny.config("--training.steps=2", "--checkpoint.interval=1"))
-    monkeypatch.setattr(Local, "publish", publish_and_lose)
+    monkeypatch.setattr(LocalStorage, "publish", publish_and_lose)
     trained(tiny.config("--training.steps=3", "--checkpoint.keep_latest_k=1"))
     assert steps(tiny) == [1, 2, 3]
     assert warnings() == [f"old checkpoints could not be deleted: {checkpoint(tiny, 3)}/__0_0.distcp is missing"]
@@ -315,7 +315,9 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(
     assert tiny.losses() == losses  # steps 3 and 4 were done again
     assert [record["step"] for record in tiny.records()] == [1, 2, 3, 4]
     assert steps(tiny) == [2, 4]
-    manifests.verify(Local(str(folder(tiny)), ""), folder_name(4), Local(str(folder(tiny)), "").list()[folder_name(4)])
+    manifests.verify(
+        LocalStorage(str(folder(tiny)), ""), folder_name(4), LocalStorage(str(folder(tiny)), "").list()[folder_name(4)]
+    )
 
 
 def test_a_damaged_checkpoint_that_was_asked_for_is_an_error(tiny: TinyRun) -> None:
@@ -351,15 +353,15 @@ def test_sizes_alone_do_not_find_a_flipped_byte(tiny: TinyRun, warnings: Callabl
 
 def test_checksums_need_no_second_reading(tiny: TinyRun, monkeypatch: pytest.MonkeyPatch) -> None:
     trained(tiny.config("--training.steps=2"))
-    size = manifests.read_manifest(Local(str(folder(tiny)), ""), folder_name(2)).size
-    read, data_read = Local.read, []
+    size = manifests.read_manifest(LocalStorage(str(folder(tiny)), ""), folder_name(2)).size
+    read, data_read = LocalStorage.read, []
 
-    def counted(self: Local, name: str, start: int = 0, size: int | None = None) -> bytes:
+    def counted(self: LocalStorage, name: str, start: int = 0, size: int | None = None) -> bytes:
         data = read(self, name, start, size)
         data_read.append(len(data))
         return data
 
-    monkeypatch.setattr(Local, "read", counted)
+    monkeypatch.setattr(LocalStorage, "read", counted)
     trained(tiny.config("--training.steps=2"))
     assert size * 0.99 < sum(data_read) < size * 1.01
 
@@ -543,8 +545,8 @@ class Payload:
 
 def forge(checkpoint: Path, changes: dict[str, bytes]) -> None:
     """Change files of a checkpoint as an attacker would: with checksums and sizes that fit."""
-    files = Local(str(checkpoint.parent), "")
-    manifest = manifests.read_manifest(files, checkpoint.name)
+    storage = LocalStorage(str(checkpoint.parent), "")
+    manifest = manifests.read_manifest(storage, checkpoint.name)
     for name, data in changes.items():
         (checkpoint / name).write_bytes(data)
         manifest.files[name] = FileRecord(len(data), f"{zlib.crc32(data):08x}")
@@ -691,11 +693,11 @@ def test_a_run_whose_checkpoints_are_in_a_store_that_fails_now_and_then(tiny: Ti
         for until in (2, 4, 6):
             final = trained(tiny.config(f"--training.steps={until}", *store))
         assert_equal(final, expected)
-        files = open_storage("flaky://bucket/run")
-        listing = files.list()
+        storage = open_storage("flaky://bucket/run")
+        listing = storage.list()
         assert manifests.committed_steps(listing) == [5, 6]
         assert {*listing} == {folder_name(5), folder_name(6)}
-        manifests.verify(files, folder_name(6), listing[folder_name(6)])
+        manifests.verify(storage, folder_name(6), listing[folder_name(6)])
         assert Flaky.failures > 3
     finally:
         Flaky.store.clear()
@@ -703,7 +705,7 @@ def test_a_run_whose_checkpoints_are_in_a_store_that_fails_now_and_then(tiny: Ti
 
 def test_a_store_that_stays_away_ends_the_run(tiny: TinyRun, monkeypatch: pytest.MonkeyPatch) -> None:
     Flaky.register()
-    monkeypatch.setattr(Remote, "PATIENCE", 0.2)
+    monkeypatch.setattr(ObjectStorage, "PATIENCE", 0.2)
     monkeypatch.setattr(Flaky, "chance", 1.0)
     with pytest.raises((RunError, OSError), match="flaky://bucket/run"):
         trained(tiny.config("--checkpoint.folder=flaky://bucket/run"))

@@ -16,7 +16,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from fsspec.registry import _registry, known_implementations
 
 from tests.object_stores import Flaky
-from titanlite.checkpoint.storage import Remote
+from titanlite.checkpoint.storage import ObjectStorage
 from titanlite.data import remote
 from titanlite.data.remote import localize
 from titanlite.data.tokens import INDEX, TokenStore, TokenWriter
@@ -35,9 +35,9 @@ def write(folder: Path, *, add: int = 0) -> Path:
 
 
 def upload(folder: Path, url: str) -> None:
-    place = Remote(url, owner="")
+    place = ObjectStorage(url, owner="")
     for path in folder.iterdir():
-        place.retrying(lambda path=path: place.fs.pipe_file(f"{place.root}/{path.name}", path.read_bytes()), path.name)
+        place.retry(lambda path=path: place.fs.pipe_file(f"{place.root}/{path.name}", path.read_bytes()), path.name)
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -117,7 +117,7 @@ def test_a_copy_from_an_s3_server(s3: str, prepared: Path, tmp_path: Path) -> No
     assert contents(localize(url, tmp_path / "cache")) == contents(prepared)
     with pytest.raises(UserError, match=f"^data.path: {url}-none/index.json: there is no such file$"):
         localize(f"{url}-none", tmp_path / "cache")
-    Remote(url, owner="").fs.rm_file(f"{url}/00002.tokens")
+    ObjectStorage(url, owner="").fs.rm_file(f"{url}/00002.tokens")
     with pytest.raises(UserError, match=f"^data.path: {url}/00002.tokens: there is no such file$"):
         localize(url, tmp_path / "cache2")
 

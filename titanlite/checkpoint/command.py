@@ -15,7 +15,7 @@ from rich.table import Column, Table
 
 from titanlite.checkpoint import manifest as manifests
 from titanlite.checkpoint.manifest import DAMAGED, SUPERSEDED, Manifest, folder_name
-from titanlite.checkpoint.storage import MANIFEST, Files, open_storage
+from titanlite.checkpoint.storage import MANIFEST, Storage, open_storage
 from titanlite.runtime.console import progress_console
 from titanlite.runtime.errors import DamagedCheckpoint, RunError, UserError
 
@@ -23,7 +23,7 @@ MARK = "verified.json"
 FOLDER = re.compile(r"(?:(\.staging|\.deleted)-)?step-(\d{8,})(?(1)-.*)")
 ASIDE = {f"{MANIFEST}.{DAMAGED}": "damaged: set aside earlier", f"{MANIFEST}.{SUPERSEDED}": "superseded"}
 UNFINISHED = {".staging": "being written", ".owner": "being written", ".deleted": "being deleted"}
-Check = Callable[[Files, str, dict[str, int]], Manifest]
+Check = Callable[[Storage, str, dict[str, int]], Manifest]
 
 
 def main(arguments: list[str]) -> None:
@@ -69,30 +69,30 @@ class Found(NamedTuple):
 
 def list_checkpoints(path: str) -> None:
     console = Console(width=None if os.isatty(1) else 1000, markup=False, emoji=False, highlight=False)
-    for files, founds in _find(path):
+    for storage, founds in _find(path):
         numbers = [Column(name, justify="right", no_wrap=True) for name in ("step", "age", "size")]
         table = Table(*numbers, "state", "verified", box=None, pad_edge=False, padding=(0, 2, 0, 0))
         for step, folder, sizes, state, manifest in founds:
             age = verified = ""
             if manifest:
-                age, mark = _age(manifest.saved_at), _mark(files, folder, sizes, manifest)
+                age, mark = _age(manifest.saved_at), _mark(storage, folder, sizes, manifest)
                 verified = f"checksums, {_age(mark['verified_at'])} ago" if mark else "sizes"
             table.add_row(str(step), age, _size(*sizes.values()), state, verified)
-        console.print(files.url, table, sep="\n")  # in a pipe, lines are not wrapped
+        console.print(storage.url, table, sep="\n")  # in a pipe, lines are not wrapped
 
 
 def verify(path: str) -> None:
     """Read every byte. Raises UserError with all that is damaged."""
     wrong = []
-    for files, founds in _find(path, counting=True):
-        print(files.url)
-        for found in filter(None, (_look(files, it.folder, it.sizes, check=_read_all) for it in founds)):
+    for storage, founds in _find(path, counting=True):
+        print(storage.url)
+        for found in filter(None, (_look(storage, it.folder, it.sizes, check=_read_all) for it in founds)):
             about = f", {len(found.manifest.files)} files, {_size(found.manifest.size)}" if found.manifest else ""
             print(f"step {found.step}: {found.state}{about}", flush=True)
             if MANIFEST in found.sizes:  # or it has been deleted meanwhile
                 damage = "" if found.manifest else found.state.removeprefix("damaged: ")
-                wrong += [f"{files.where(found.folder)}/{damage}"] if damage else []
-                with suppress(Exception), files.create(f"{found.folder}/{MARK}") as file:  # it may be read-only
+                wrong += [f"{storage.url_of(found.folder)}/{damage}"] if damage else []
+                with suppress(Exception), storage.create(f"{found.folder}/{MARK}") as file:  # it may be read-only
                     file.write(json.dumps({"verified_at": time.time(), "damage": damage}).encode())
     if wrong:
         raise UserError("\n".join(wrong))
@@ -100,17 +100,17 @@ def verify(path: str) -> None:
 
 def show(path: str, *, tensors: bool) -> None:
     """Print what a checkpoint says of itself; of several, the newest whole one."""
-    [(files, founds)] = _find(path, counting=True, single=True)
+    [(storage, founds)] = _find(path, counting=True, single=True)
     found = next((found for found in reversed(founds) if found.manifest), founds[-1])
     if (manifest := found.manifest) is None:
-        raise UserError(f"{files.where(found.folder)} is not whole: {found.state}")
+        raise UserError(f"{storage.url_of(found.folder)} is not whole: {found.state}")
     from titanlite.checkpoint.dcp import ShardReader
 
-    entries: Any = ShardReader(files, found.folder, manifest, checksums=False).metadata.state_dict_metadata
+    entries: Any = ShardReader(storage, found.folder, manifest, checksums=False).metadata.state_dict_metadata
     model = [entry.size.numel() for name, entry in entries.items() if name.startswith("model.")]
     saved_at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(manifest.saved_at))
     lines = [f"  {name}  {record.size:,} bytes" for name, record in manifest.files.items()]
-    print(files.where(found.folder))
+    print(storage.url_of(found.folder))
     print(f"step      {manifest.step}\nsamples   {manifest.samples:,}\nrun id    {manifest.run_id}")
     print(f"saved at  {saved_at}, {_age(manifest.saved_at)} ago; took {manifest.elapsed_seconds:.2f} s")
     print("mesh     ", " x ".join(f"{axis} {degree}" for axis, degree in manifest.mesh.items()))
@@ -124,21 +124,23 @@ def show(path: str, *, tensors: bool) -> None:
 
 def prune(path: str, *, keep_latest_k: int, keep_every: int, set_aside: bool, dry_run: bool) -> None:
     """Raises UserError if the newest checkpoint is not whole; nothing is deleted then."""
-    [(files, every)] = _find(path, single=True)
+    [(storage, every)] = _find(path, single=True)
     founds = [found for found in every if MANIFEST in found.sizes and found.folder == folder_name(found.step)]
     if (newest := (founds or every)[-1]).manifest is None:
-        raise UserError(f"nothing is deleted: the newest, {files.where(newest.folder)}, is not whole: {newest.state}")
+        raise UserError(
+            f"nothing is deleted: the newest, {storage.url_of(newest.folder)}, is not whole: {newest.state}"
+        )
     old = manifests.to_delete([found.step for found in founds], keep_latest_k=keep_latest_k, keep_every=keep_every)
     aside = [found for found in every if set_aside and found.state in ASIDE.values()]
-    files = open_storage(files.url, owner=newest.manifest.run_id)  # whose sweep deletes what a killed prune leaves
+    storage = open_storage(storage.url, owner=newest.manifest.run_id)  # whose sweep deletes what a killed prune leaves
     for found in [found for found in founds if found.step in old] + aside:
         if not dry_run:
             with suppress(FileNotFoundError):  # the run was faster
-                files.delete(found.folder)
+                storage.delete(found.folder)
         print(f"{'would delete' if dry_run else 'deleted'} step {found.step}, {_size(*found.sizes.values())}")
 
 
-def _find(path: str, *, counting: bool = False, single: bool = False) -> list[tuple[Files, list[Found]]]:
+def _find(path: str, *, counting: bool = False, single: bool = False) -> list[tuple[Storage, list[Found]]]:
     """What is at a path or below it: of each run, by step; or only what counts; or only of a single run."""
     above, _, name = path.rstrip("/").rpartition("/")
     is_one, is_local = manifests.step_of(name) is not None, "://" not in path
@@ -150,56 +152,56 @@ def _find(path: str, *, counting: bool = False, single: bool = False) -> list[tu
     runs = []
     for place in places:
         try:
-            files = open_storage(place)
+            storage = open_storage(place)
         except (ValueError, ImportError) as error:  # of fsspec
             raise UserError(f"{path}: {error}") from None
-        listing = files.list()
+        listing = storage.list()
         folders = map(folder_name, manifests.committed_steps(listing)) if counting else listing
-        looks = [_look(files, folder, listing[folder]) for folder in folders if folder == name or not is_one]
+        looks = [_look(storage, folder, listing[folder]) for folder in folders if folder == name or not is_one]
         if founds := sorted(filter(None, looks), key=lambda found: found[:2]):
-            runs.append((files, founds))
+            runs.append((storage, founds))
     if not runs:
         raise UserError(f"no checkpoint {'that counts ' if counting else ''}in {path}")
     if single and len(runs) > 1:
-        raise UserError(f"{path} holds {len(runs)} runs, name one: {', '.join(files.url for files, _ in runs)}")
+        raise UserError(f"{path} holds {len(runs)} runs, name one: {', '.join(storage.url for storage, _ in runs)}")
     return runs
 
 
-def _check(files: Files, folder: str, sizes: dict[str, int]) -> Manifest:
+def _check(storage: Storage, folder: str, sizes: dict[str, int]) -> Manifest:
     if MANIFEST not in sizes:
-        raise DamagedCheckpoint(f"{files.where(folder)}/{MANIFEST} is missing")
-    manifest = manifests.read_manifest(files, folder)
-    manifests.check_sizes(files, folder, manifest, sizes)
-    if damage := _mark(files, folder, sizes, manifest).get("damage"):
+        raise DamagedCheckpoint(f"{storage.url_of(folder)}/{MANIFEST} is missing")
+    manifest = manifests.read_manifest(storage, folder)
+    manifests.check_sizes(storage, folder, manifest, sizes)
+    if damage := _mark(storage, folder, sizes, manifest).get("damage"):
         raise DamagedCheckpoint(damage)
     return manifest
 
 
-def _look(files: Files, folder: str, sizes: dict[str, int], *, check: Check = _check) -> Found | None:
+def _look(storage: Storage, folder: str, sizes: dict[str, int], *, check: Check = _check) -> Found | None:
     """Runs may go on: what was deleted or saved anew after it was listed is looked at again. Returns None if gone."""
     if (match := FOLDER.fullmatch(folder)) is None or sizes.keys() == {MARK}:  # written while it was being deleted
         return None
     signs = [match[1]] if match[1] else [name.partition("-")[0] for name in sizes if MANIFEST not in sizes]
     state, manifest = next((state for sign, state in (ASIDE | UNFINISHED).items() if sign in signs), ""), None
     try:
-        manifest = None if state else check(files, folder, sizes)
+        manifest = None if state else check(storage, folder, sizes)
     except (DamagedCheckpoint, UserError, FileNotFoundError) as error:
-        if (now := files.list().get(folder, {})) != sizes:
-            return _look(files, folder, now, check=check) if now else None
-        state = f"damaged: {str(error).removeprefix(f'{files.where(folder)}/')}"
+        if (now := storage.list().get(folder, {})) != sizes:
+            return _look(storage, folder, now, check=check) if now else None
+        state = f"damaged: {str(error).removeprefix(f'{storage.url_of(folder)}/')}"
     return Found(int(match[2]), folder, sizes, state or "whole", manifest)
 
 
-def _read_all(files: Files, folder: str, sizes: dict[str, int]) -> Manifest:
+def _read_all(storage: Storage, folder: str, sizes: dict[str, int]) -> Manifest:
     with Progress(console=progress_console(), transient=True) as progress:
         task = progress.add_task(folder, total=sum(sizes.values()))
-        return manifests.verify(files, folder, sizes, told=lambda read: progress.advance(task, read))
+        return manifests.verify(storage, folder, sizes, told=lambda read: progress.advance(task, read))
 
 
-def _mark(files: Files, folder: str, sizes: dict[str, int], manifest: Manifest) -> dict[str, Any]:
+def _mark(storage: Storage, folder: str, sizes: dict[str, int], manifest: Manifest) -> dict[str, Any]:
     """What `verify` has left; nothing if the checkpoint is newer."""
     with suppress(OSError, ValueError, TypeError, KeyError):
-        mark = json.loads(files.read(f"{folder}/{MARK}")) if MARK in sizes else {}
+        mark = json.loads(storage.read(f"{folder}/{MARK}")) if MARK in sizes else {}
         return mark if mark["verified_at"] >= manifest.saved_at else {}
     return {}
 

@@ -34,7 +34,7 @@ from torch.utils.serialization import config as serialization
 
 from titanlite.checkpoint import manifest as manifests
 from titanlite.checkpoint.manifest import FileRecord, Manifest
-from titanlite.checkpoint.storage import Files
+from titanlite.checkpoint.storage import Storage
 from titanlite.checkpoint.unpickle import Forbidden, MetadataUnpickler
 from titanlite.runtime.errors import DamagedCheckpoint, RunError, UserError
 
@@ -125,10 +125,10 @@ class ShardWriter(StorageWriter):
     """
 
     def __init__(
-        self, files: Files, folder: str, *, rank: int, frames: "Frames", read: Callable[[WriteItem], Tensor]
+        self, storage: Storage, folder: str, *, rank: int, frames: "Frames", read: Callable[[WriteItem], Tensor]
     ) -> None:
         self.frames = frames
-        self.files = files
+        self.storage = storage
         self.folder = folder
         self.read = read
         self.name = f"__{rank}_0.distcp"
@@ -138,13 +138,13 @@ class ShardWriter(StorageWriter):
         results: Future[list[WriteResult]] = Future()
         name = f"{self.folder}/{self.name}"
         # Tried again, a file is written anew from its first byte: the state is still there.
-        results.set_result(self.files.retrying(lambda: self._write(plan.items), name) if plan.items else [])
+        results.set_result(self.storage.retry(lambda: self._write(plan.items), name) if plan.items else [])
         return results
 
     def _write(self, items: list[WriteItem]) -> list[WriteResult]:
         results = []
         no_other_checksums = serialization.patch("save.compute_crc32", False)  # pyright: ignore
-        with no_other_checksums, self.files.create(f"{self.folder}/{self.name}") as file:
+        with no_other_checksums, self.storage.create(f"{self.folder}/{self.name}") as file:
             raw = _ChecksumStream(file)
             stream = io.BufferedWriter(cast(io.RawIOBase, raw), BUFFER)
             written = raw.written
@@ -177,10 +177,10 @@ class ShardWriter(StorageWriter):
         """A small file, durable on return."""
 
         def write() -> None:
-            with self.files.create(f"{self.folder}/{name}") as file:
+            with self.storage.create(f"{self.folder}/{name}") as file:
                 file.write(data)
 
-        self.files.retrying(write, f"{self.folder}/{name}")
+        self.storage.retry(write, f"{self.folder}/{name}")
         self.written[name] = Written(len(data), zlib.crc32(data))
 
     def reset(self, checkpoint_id: Any = None) -> None: ...
@@ -206,8 +206,8 @@ class ShardReader(StorageReader):
         UnsafeCheckpoint: it holds something else than tensors.
     """
 
-    def __init__(self, files: Files, folder: str, manifest: Manifest, *, checksums: bool) -> None:
-        self.files = files
+    def __init__(self, storage: Storage, folder: str, manifest: Manifest, *, checksums: bool) -> None:
+        self.storage = storage
         self.folder = folder
         self.manifest = manifest
         self.metadata = self._read_metadata()
@@ -220,7 +220,7 @@ class ShardReader(StorageReader):
 
     def _read_metadata(self) -> Metadata:
         data = self._read_small(manifests.METADATA)
-        where = self.files.where(f"{self.folder}/{manifests.METADATA}")
+        where = self.storage.url_of(f"{self.folder}/{manifests.METADATA}")
         try:
             found = MetadataUnpickler(io.BytesIO(data)).load()
         except Forbidden as error:
@@ -254,7 +254,7 @@ class ShardReader(StorageReader):
             self.chunks |= chunks
 
     def _read_small(self, name: str) -> bytes:
-        return manifests.read_checked(self.files, self.folder, name, self.manifest)
+        return manifests.read_checked(self.storage, self.folder, name, self.manifest)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         return self.metadata
@@ -275,9 +275,9 @@ class ShardReader(StorageReader):
 
     def _read_tensor(self, item: ReadItem, info: Any) -> Tensor:
         name = f"{self.folder}/{info.relative_path}"
-        where = f"{self.files.where(name)} ({item.storage_index.fqn})"
+        where = f"{self.storage.url_of(name)} ({item.storage_index.fqn})"
         try:
-            data = self.files.read(name, info.offset, info.length)
+            data = self.storage.read(name, info.offset, info.length)
         except FileNotFoundError:
             raise DamagedCheckpoint(f"{where} is missing") from None
         if self.ends is not None:

@@ -13,7 +13,7 @@ from titanlite.checkpoint import manifest as manifests
 from titanlite.checkpoint.dcp import ShardReader
 from titanlite.checkpoint.manifest import DAMAGED, SUPERSEDED, Manifest, folder_name
 from titanlite.checkpoint.state import State, check_settings, difference, flat, selected
-from titanlite.checkpoint.storage import MANIFEST, Files, open_storage
+from titanlite.checkpoint.storage import MANIFEST, Storage, open_storage
 from titanlite.config.schema import Checkpoint
 from titanlite.runtime.errors import DamagedCheckpoint, UserError
 from titanlite.runtime.ranks import cause, on_all, on_rank_0
@@ -33,7 +33,7 @@ class Loader:
     def __init__(
         self,
         config: Checkpoint,
-        files: Files,
+        storage: Storage,
         *,
         group: dist.ProcessGroup,
         settings: dict[str, Any],
@@ -41,7 +41,7 @@ class Loader:
     ) -> None:
         self.config = config
         self.may_change = may_change
-        self.files = files
+        self.storage = storage
         self.group = group
         self.settings = settings
 
@@ -61,8 +61,8 @@ class Loader:
             DamagedCheckpoint: what was read is not as it was written. The state is undefined then.
             UserError: it is of another model, or not safe to load.
         """
-        where = self.files.where(folder_name(manifest.step))
-        reader = self._open(self.files, folder_name(manifest.step), manifest)
+        where = self.storage.url_of(folder_name(manifest.step))
+        reader = self._open(self.storage, folder_name(manifest.step), manifest)
         if wrong := difference(flat(state), reader.metadata, ["*"]):
             what = "model" if wrong.without(missing=["optimizer"], unexpected=["optimizer"]) else "optimizer"
             hint = ""
@@ -89,10 +89,10 @@ class Loader:
             UserError: there is no good checkpoint, or names differ that are not allowed to.
         """
         path, wanted = str(self.config.initial_load_path), self.config.initial_load
-        files, folder, manifest = on_rank_0(self.group, lambda: _find_initial(path))
-        files = open_storage(files)
-        where = files.where(folder)
-        reader = self._open(files, folder, manifest)
+        url, folder, manifest = on_rank_0(self.group, lambda: _find_initial(path))
+        storage = open_storage(url)
+        where = storage.url_of(folder)
+        reader = self._open(storage, folder, manifest)
         names = flat(state)
         if nothing := [pattern for pattern in wanted if not any(selected(name, [pattern]) for name in names)]:
             raise UserError(f"checkpoint.initial_load: nothing here is called {', '.join(nothing)}")
@@ -113,7 +113,7 @@ class Loader:
         logger.info(f"initial {', '.join(wanted)} from {where}")
 
     def _find(self) -> Manifest | None:
-        listing = self.files.list()
+        listing = self.storage.list()
         steps = manifests.committed_steps(listing)
         aside = [folder for folder, names in listing.items() if f"{MANIFEST}.{DAMAGED}" in names]
         if self.config.load_step is not None:
@@ -121,21 +121,21 @@ class Loader:
         for step in reversed(steps):
             folder = folder_name(step)
             try:
-                manifest = manifests.read_manifest(self.files, folder)
+                manifest = manifests.read_manifest(self.storage, folder)
                 if self.config.verify != "off":
-                    manifests.check_sizes(self.files, folder, manifest, listing[folder])
+                    manifests.check_sizes(self.storage, folder, manifest, listing[folder])
             except DamagedCheckpoint as damage:
                 self._leave_aside(step, damage)
                 aside.append(folder)
                 continue
-            where = self.files.where(folder)
+            where = self.storage.url_of(folder)
             check_settings(self.settings, manifest.settings, self.may_change, where)
-            if manifest.run_id != self.files.owner:
+            if manifest.run_id != self.storage.owner:
                 logger.warning(f"{where} was saved by another run (id {manifest.run_id}); this one goes on from it")
             return manifest
         if aside:
             raise UserError(
-                f"no good checkpoint is left in {self.files.url} (damaged: {', '.join(sorted(aside))}). Restore one, "
+                f"no good checkpoint is left in {self.storage.url} (damaged: {', '.join(sorted(aside))}). Restore one, "
                 "or begin anew under another job.name"
             )
         return None
@@ -147,32 +147,32 @@ class Loader:
         if load_step not in steps and not since:
             there = ", ".join(map(str, steps)) or "none"
             raise UserError(
-                f"checkpoint.load_step: {self.files.url} has no checkpoint of step {load_step} (has: {there})"
+                f"checkpoint.load_step: {self.storage.url} has no checkpoint of step {load_step} (has: {there})"
             )
         return [step for step in steps if step == load_step or step in since]
 
     def _load_step_of(self, step: int) -> int | None:
         try:
-            return manifests.read_manifest(self.files, folder_name(step)).load_step
+            return manifests.read_manifest(self.storage, folder_name(step)).load_step
         except DamagedCheckpoint:
             return None
 
     def _leave_newer_aside(self, step: int) -> None:
-        for newer in manifests.committed_steps(self.files.list()):
+        for newer in manifests.committed_steps(self.storage.list()):
             if newer > step:
-                self.files.withdraw(folder_name(newer), SUPERSEDED)
-                logger.warning(f"going on from step {step}: {self.files.where(folder_name(newer))} no longer counts")
+                self.storage.quarantine(folder_name(newer), SUPERSEDED)
+                logger.warning(f"going on from step {step}: {self.storage.url_of(folder_name(newer))} no longer counts")
 
     def _leave_aside(self, step: int, damage: DamagedCheckpoint) -> None:
         if step == self.config.load_step:
             raise UserError(f"checkpoint.load_step names a damaged checkpoint: {damage}")
         logger.warning(f"damaged checkpoint: {damage}. It no longer counts; going on from the one before")
-        self.files.withdraw(folder_name(step), DAMAGED)
+        self.storage.quarantine(folder_name(step), DAMAGED)
 
-    def _open(self, files: Files, folder: str, manifest: Manifest) -> ShardReader:
+    def _open(self, storage: Storage, folder: str, manifest: Manifest) -> ShardReader:
         opened: list[ShardReader] = []
         checksums = self.config.verify == "checksum"
-        on_all(self.group, lambda: opened.append(ShardReader(files, folder, manifest, checksums=checksums)))
+        on_all(self.group, lambda: opened.append(ShardReader(storage, folder, manifest, checksums=checksums)))
         return opened[0]
 
     def _read(self, reader: ShardReader, state: State) -> None:
@@ -191,20 +191,20 @@ def _find_initial(path: str) -> tuple[str, str, Manifest]:
     """(place, folder, manifest) of the checkpoint that a path names: one, or the newest good one of a run's folder."""
     place, _, folder = path.rstrip("/").rpartition("/")
     if manifests.step_of(folder) is not None:
-        files, candidates = open_storage(place or "."), [folder]
+        storage, candidates = open_storage(place or "."), [folder]
     else:
-        files = open_storage(path)
-        candidates = [folder_name(step) for step in manifests.committed_steps(files.list())][::-1]
+        storage = open_storage(path)
+        candidates = [folder_name(step) for step in manifests.committed_steps(storage.list())][::-1]
         if not candidates and "://" not in path:
-            files = open_storage(f"{path}/checkpoints")
-            candidates = [folder_name(step) for step in manifests.committed_steps(files.list())][::-1]
-    listing = files.list()
+            storage = open_storage(f"{path}/checkpoints")
+            candidates = [folder_name(step) for step in manifests.committed_steps(storage.list())][::-1]
+    listing = storage.list()
     for candidate in candidates:
         try:
-            manifest = manifests.read_manifest(files, candidate)
-            manifests.check_sizes(files, candidate, manifest, listing.get(candidate, {}))
+            manifest = manifests.read_manifest(storage, candidate)
+            manifests.check_sizes(storage, candidate, manifest, listing.get(candidate, {}))
         except DamagedCheckpoint as damage:
             logger.warning(f"checkpoint.initial_load_path: damaged checkpoint: {damage}")
             continue
-        return files.url, candidate, manifest
+        return storage.url, candidate, manifest
     raise UserError(f"checkpoint.initial_load_path: no good checkpoint in {path}")

@@ -22,7 +22,7 @@ from titanlite.checkpoint.manifest import FileRecord, Manifest, folder_name
 from titanlite.checkpoint.save import Saved, Saver
 from titanlite.checkpoint.save_overhead import SaveOverhead, StepClock
 from titanlite.checkpoint.state import complete_optimizer_state, put_back_numbers, state_of
-from titanlite.checkpoint.storage import Files
+from titanlite.checkpoint.storage import Storage
 from titanlite.config.schema import Checkpoint
 from titanlite.runtime.errors import DamagedCheckpoint, RunError, UserError
 from titanlite.runtime.ranks import on_rank_0
@@ -35,7 +35,8 @@ class Progress:
     """How far a run is."""
 
     step: int = 0
-    samples: int = 0
+    samples_seen: int = 0
+    """Sequences consumed: the position in the data."""
     data: dict[str, Any] = field(default_factory=dict)
     """`Samples.state`."""
     guard: dict[str, Any] = field(default_factory=dict)
@@ -46,7 +47,7 @@ class CheckpointManager:
     """Saves and loads the parameters and optimizer states of a run, sharded: every rank its own part.
 
     Args:
-        files: where the run's checkpoints are.
+        storage: where the run's checkpoints are.
         settings: what gives the state its meaning; a run goes on only where they are the same.
         may_change: settings of which that is not asked, as globs.
         config_hash: of the whole config, for the record.
@@ -58,7 +59,7 @@ class CheckpointManager:
         self,
         config: Checkpoint,
         *,
-        files: Files,
+        storage: Storage,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         mesh: DeviceMesh,
@@ -69,7 +70,7 @@ class CheckpointManager:
         settle: Callable[[], None] | None = None,
     ) -> None:
         self.config = config
-        self.files = files
+        self.storage = storage
         self.model = model
         self.optimizer = optimizer
         self.mesh = mesh
@@ -84,9 +85,9 @@ class CheckpointManager:
         pin = self.is_background and config.async_mode == "async_with_pinned_mem"
         if pin and device.type == "cpu":
             logger.info("checkpoint.async_mode: nothing to pin memory for without a GPU; async is used")
-        self._saver = Saver(files, group=group, device=device, pin=pin and device.type != "cpu")
+        self._saver = Saver(storage, group=group, device=device, pin=pin and device.type != "cpu")
         may_change = [*config.allow_changes, *may_change]
-        self._loader = Loader(config, files, group=group, settings=self.settings, may_change=may_change)
+        self._loader = Loader(config, storage, group=group, settings=self.settings, may_change=may_change)
         self._group = group
         self._clock = StepClock(device)
         self._save: tuple[int, Future[Saved]] | None = None
@@ -108,7 +109,7 @@ class CheckpointManager:
             UserError: there is none to go on from that fits.
         """
         if self.config.enable:
-            on_rank_0(self._group, self.files.sweep)
+            on_rank_0(self._group, self.storage.sweep)
             while (manifest := self._loader.find()) is not None:
                 complete_optimizer_state(self.model, self.optimizer)
                 state = state_of(self.model, self.optimizer)
@@ -122,8 +123,8 @@ class CheckpointManager:
                 return Progress(manifest.step, manifest.samples, manifest.data, manifest.guard)
             if on_rank_0(self._group, lambda: has_saved):
                 raise UserError(
-                    f"this run has saved checkpoints, and none is in {self.files.url}: is that the right place, and is "
-                    "it there? To begin anew, give another job.name, or delete the run's folder"
+                    f"this run has saved checkpoints, and none is in {self.storage.url}. Is that the right place, and "
+                    "is it mounted? To begin anew, give another job.name, or delete the run's folder"
                 )
         if self.config.initial_load_path is not None:
             if any(name.startswith("optimizer") for name in self.config.initial_load):
@@ -180,10 +181,10 @@ class CheckpointManager:
         def manifest(files: dict[str, FileRecord]) -> Manifest:
             return Manifest(
                 step=progress.step,
-                samples=progress.samples,
+                samples=progress.samples_seen,
                 data=progress.data,
                 guard=progress.guard,
-                run_id=self.files.owner,
+                run_id=self.storage.owner,
                 settings=self.settings,
                 config_hash=self.config_hash,
                 mesh=mesh,
@@ -246,16 +247,16 @@ class CheckpointManager:
     def _retain(self, step: int) -> None:
         """Delete what is no longer wanted. The newest must be that of this step, and whole, or nothing is deleted."""
         try:
-            listing = self.files.list()
+            listing = self.storage.list()
             steps = manifests.committed_steps(listing)
             newest = folder_name(steps[-1])
             if steps[-1] != step:
                 logger.warning(f"old checkpoints are not deleted: {newest} is not of this start")
                 return
-            manifests.check_sizes(self.files, newest, manifests.read_manifest(self.files, newest), listing[newest])
+            manifests.check_sizes(self.storage, newest, manifests.read_manifest(self.storage, newest), listing[newest])
             old = manifests.to_delete(steps, keep_latest_k=self.config.keep_latest_k, keep_every=self.config.keep_every)
             for unwanted in old:
-                self.files.delete(folder_name(unwanted))
+                self.storage.delete(folder_name(unwanted))
         except Exception as error:
             logger.warning(f"old checkpoints could not be deleted: {error}")
 

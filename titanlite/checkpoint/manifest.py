@@ -1,4 +1,4 @@
-"""What a checkpoint is, and which of them count. The commit protocol is in files.py. No torch here.
+"""What a checkpoint is, and which of them count. The commit protocol is in storage.py. No torch here.
 
 A checkpoint is a folder step-00000100 of DCP files, checksums.json and manifest.json. It is whole if its manifest is:
 the manifest comes last, states the size and checksum of every other file, and its own checksum.
@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from titanlite.checkpoint.storage import MANIFEST, Files
+from titanlite.checkpoint.storage import MANIFEST, Storage
 from titanlite.runtime.errors import DamagedCheckpoint, UserError
 
 CHECKSUMS = "checksums.json"
@@ -101,50 +101,54 @@ def committed_steps(listing: dict[str, dict[str, int]]) -> list[int]:
     return sorted(step for step in steps if step is not None)
 
 
-def read_manifest(files: Files, folder: str) -> Manifest:
+def read_manifest(storage: Storage, folder: str) -> Manifest:
     """Raises:
     DamagedCheckpoint: the manifest is not as it was written, or not of this folder.
     UserError: it has another format.
     """
     name = f"{folder}/{MANIFEST}"
     try:
-        manifest = Manifest.from_json(files.read(name))
+        text = storage.read(name)
+    except FileNotFoundError as error:
+        raise DamagedCheckpoint(f"{storage.url_of(name)}: {error}") from None
+    try:
+        manifest = Manifest.from_json(text)
     except UserError as error:
-        raise UserError(f"{files.where(name)} {error}") from None
-    except (ValueError, TypeError, KeyError, AttributeError, FileNotFoundError) as error:
-        raise DamagedCheckpoint(f"{files.where(name)}: {error}") from None
+        raise UserError(f"{storage.url_of(name)} {error}") from None
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise DamagedCheckpoint(f"{storage.url_of(name)}: {error}") from None
     if manifest.step != step_of(folder):
-        raise DamagedCheckpoint(f"{files.where(name)} is the manifest of step {manifest.step}")
+        raise DamagedCheckpoint(f"{storage.url_of(name)} is the manifest of step {manifest.step}")
     return manifest
 
 
-def check_sizes(files: Files, folder: str, manifest: Manifest, sizes: dict[str, int]) -> None:
+def check_sizes(storage: Storage, folder: str, manifest: Manifest, sizes: dict[str, int]) -> None:
     """Raises:
     DamagedCheckpoint: a file is missing, or does not have the size that the manifest states.
     """
     for name, record in manifest.files.items():
         if name not in sizes:
-            raise DamagedCheckpoint(f"{files.where(f'{folder}/{name}')} is missing")
+            raise DamagedCheckpoint(f"{storage.url_of(f'{folder}/{name}')} is missing")
         if sizes[name] != record.size:
             raise DamagedCheckpoint(
-                f"{files.where(f'{folder}/{name}')} has {sizes[name]} bytes, its manifest states {record.size}"
+                f"{storage.url_of(f'{folder}/{name}')} has {sizes[name]} bytes, its manifest states {record.size}"
             )
 
 
-def read_checked(files: Files, folder: str, name: str, manifest: Manifest) -> bytes:
+def read_checked(storage: Storage, folder: str, name: str, manifest: Manifest) -> bytes:
     """A small file, whole.
 
     Raises:
         DamagedCheckpoint: it is not as it was written.
     """
-    data = files.read(f"{folder}/{name}")
+    data = storage.read(f"{folder}/{name}")
     if name not in manifest.files or _crc32(data) != manifest.files[name].crc32:
-        raise DamagedCheckpoint(f"{files.where(f'{folder}/{name}')}: its checksum is not that of the manifest")
+        raise DamagedCheckpoint(f"{storage.url_of(f'{folder}/{name}')}: its checksum is not that of the manifest")
     return data
 
 
 def verify(
-    files: Files, folder: str, sizes: dict[str, int], *, told: Callable[[int], None] = lambda read: None
+    storage: Storage, folder: str, sizes: dict[str, int], *, told: Callable[[int], None] = lambda read: None
 ) -> Manifest:
     """Read all of a checkpoint, and check it.
 
@@ -154,16 +158,16 @@ def verify(
     Raises:
         DamagedCheckpoint: naming the first file that is not as it was written.
     """
-    manifest = read_manifest(files, folder)
-    check_sizes(files, folder, manifest, sizes)
+    manifest = read_manifest(storage, folder)
+    check_sizes(storage, folder, manifest, sizes)
     for name, record in manifest.files.items():
         crc32 = 0
         for start in range(0, record.size, CHUNK):
-            data = files.read(f"{folder}/{name}", start, min(CHUNK, record.size - start))
+            data = storage.read(f"{folder}/{name}", start, min(CHUNK, record.size - start))
             crc32 = zlib.crc32(data, crc32)
             told(len(data))
         if f"{crc32:08x}" != record.crc32:
-            raise DamagedCheckpoint(f"{files.where(f'{folder}/{name}')}: its checksum is not that of the manifest")
+            raise DamagedCheckpoint(f"{storage.url_of(f'{folder}/{name}')}: its checksum is not that of the manifest")
     return manifest
 
 

@@ -33,7 +33,7 @@ from titanlite.checkpoint import manifest as manifests
 from titanlite.checkpoint.dcp import Frames, ShardWriter, Written, checksums_json
 from titanlite.checkpoint.manifest import FileRecord, Manifest
 from titanlite.checkpoint.state import State, flat
-from titanlite.checkpoint.storage import Files
+from titanlite.checkpoint.storage import Storage
 from titanlite.runtime.private_torch import local_tensor
 from titanlite.runtime.ranks import cause, on_all, on_rank_0
 
@@ -62,8 +62,8 @@ class Saver:
         pin: stage to pinned memory, from which a GPU copies faster and without waiting.
     """
 
-    def __init__(self, files: Files, *, group: dist.ProcessGroup, device: torch.device, pin: bool) -> None:
-        self.files = files
+    def __init__(self, storage: Storage, *, group: dist.ProcessGroup, device: torch.device, pin: bool) -> None:
+        self.storage = storage
         self.group = group
         self.device = device
         self.frames = Frames()
@@ -129,8 +129,8 @@ class Saver:
             tensors = flat(state) if staging is None else on_all_mine(self.group, staging.copy)
             staged = time.perf_counter()
             writer = _TimedWriter(
-                self.files,
-                on_rank_0(self.group, lambda: self.files.begin(folder)),
+                self.storage,
+                on_rank_0(self.group, lambda: self.storage.begin(folder)),
                 rank=dist.get_rank(self.group),
                 frames=self.frames,
                 read=lambda item: local_tensor(tensors[item.index.fqn]).cpu(),
@@ -155,7 +155,7 @@ class Saver:
         except Exception:
             if dist.get_rank(self.group) == 0:
                 with contextlib.suppress(Exception):
-                    self.files.discard(folder)
+                    self.storage.discard(folder)
             raise
 
     def _commit(
@@ -170,15 +170,15 @@ class Saver:
         written = {name: file for _, files in of_ranks for name, file in files.items()}
         writer.write_file(manifests.CHECKSUMS, checksums_json(written))
         written |= writer.written
-        there = self.files.list().get(writer.folder, {})
+        there = self.storage.list().get(writer.folder, {})
         for name, file in written.items():
             if there.get(name) != file.size:
-                where = self.files.where(f"{writer.folder}/{name}")
+                where = self.storage.url_of(f"{writer.folder}/{name}")
                 what = "is missing" if name not in there else f"has {there[name]} bytes instead of {file.size}"
                 raise OSError(f"{where} {what}. All nodes must share the folder of checkpoints")
         staging, planning, writing = (max(column) for column in zip(*(times for times, _ in of_ranks), strict=True))
         record = manifest({name: file.record() for name, file in sorted(written.items())})
-        self.files.publish(folder, record.to_json())
+        self.storage.publish(folder, record.to_json())
         return Saved(staging, planning, writing, time.perf_counter() - started, record.size)
 
 

@@ -1,84 +1,81 @@
-"""Where checkpoints lie: a folder on disk, or a place in an object store behind fsspec. No torch here.
+"""Storage of checkpoints: a folder on a file system, or a URL of an object store (by fsspec). Imports no torch.
 
-Names are below that place, with slashes: step-00000100/manifest.json. A checkpoint is a folder of files; what makes it
-count is its manifest, published last: on disk by renaming the folder; in an object store, which cannot, by writing the
-manifest.
+Names are relative to the storage, with slashes: step-00000100/manifest.json. A checkpoint is a folder of files. Its
+manifest, published last, makes it count: on a file system by renaming the folder, in an object store, which cannot
+rename, by writing the manifest.
 """
 
 import contextlib
-import logging
 import os
-import random
 import shutil
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
-logger = logging.getLogger(__name__)
+from titanlite.runtime import retry
 
 T = TypeVar("T")
 MANIFEST = "manifest.json"
-PERMANENT = (FileNotFoundError, FileExistsError, PermissionError, NotADirectoryError, IsADirectoryError)
 
 
-class Files(ABC):
-    """The place of a run's checkpoints.
+class Storage(ABC):
+    """Storage of a run's checkpoints.
 
     Args:
-        owner: id of the run: only its own unfinished folders are ever swept.
+        owner: id of the run. `sweep` deletes only unfinished folders of this id.
     """
 
     def __init__(self, url: str, owner: str) -> None:
         self.url = url
         self.owner = owner
 
-    def where(self, name: str) -> str:
-        """What messages call a file."""
+    def url_of(self, name: str) -> str:
+        """Path or URL of a file, for messages."""
         return f"{self.url}/{name}"
 
     @abstractmethod
     def list(self) -> dict[str, dict[str, int]]:
-        """{folder: {file: size in bytes}}, unfinished and hidden folders too; one listing of an object store."""
+        """Return {folder: {file: bytes}}, with unfinished and hidden folders. An object store is listed once."""
 
     @abstractmethod
-    def read(self, name: str, start: int = 0, size: int | None = None) -> bytes: ...
+    def read(self, name: str, start: int = 0, size: int | None = None) -> bytes:
+        """Return `size` bytes of a file from `start` on; all of them by default."""
 
     @abstractmethod
     def create(self, name: str) -> contextlib.AbstractContextManager[BinaryIO]:
-        """A new file to write. It is durable when the context ends without an error."""
+        """Open a new file for writing. The file is durable when the context ends without an error."""
 
     @abstractmethod
     def begin(self, folder: str) -> str:
-        """The empty folder in which `folder` is written until it is published."""
+        """Return the name of the empty folder in which `folder` is written until it is published."""
 
     @abstractmethod
     def publish(self, folder: str, manifest: bytes) -> None:
-        """Make a folder count whose other files are all there, and durable."""
+        """Commit a folder whose other files are complete and durable."""
 
     @abstractmethod
     def discard(self, folder: str) -> None:
-        """Delete what was begun and cannot be published."""
+        """Delete a folder that was begun and cannot be published."""
 
     @abstractmethod
-    def withdraw(self, folder: str, why: str) -> None:
-        """Make a folder not count any longer; its manifest stays as manifest.json.<why>."""
+    def quarantine(self, folder: str, reason: str) -> None:
+        """Make a folder no longer count. Its manifest is renamed to manifest.json.<reason>."""
 
     @abstractmethod
     def delete(self, folder: str) -> None:
-        """A process killed in the middle leaves nothing that counts; `sweep` deletes the rest."""
+        """Delete a folder. If the process is killed halfway, the rest does not count, and `sweep` deletes it."""
 
     @abstractmethod
     def sweep(self) -> None:
-        """Delete what killed processes of this run have left. No process of the run may be saving."""
+        """Delete the remains of killed processes of this run. No process of the run may be saving."""
 
-    def retrying(self, act: Callable[[], T], what: str) -> T:
-        """Disks are not asked twice; see Remote."""
-        return act()
+    def retry(self, call: Callable[[], T], name: str) -> T:
+        """Return `call()`. Object stores repeat it while it fails; file systems do not."""
+        return call()
 
 
-class Local(Files):
+class LocalStorage(Storage):
     """A folder on a file system that all nodes share."""
 
     def __init__(self, url: str, owner: str) -> None:
@@ -107,26 +104,26 @@ class Local(Files):
             os.fsync(file.fileno())
 
     def begin(self, folder: str) -> str:
-        staging = f".staging-{folder}-{self.owner}"
-        shutil.rmtree(self.root / staging, ignore_errors=True)
-        (self.root / staging).mkdir(parents=True)
-        return staging
+        staging = self._staging(folder)
+        shutil.rmtree(staging, ignore_errors=True)
+        staging.mkdir(parents=True)
+        return staging.name
 
     def publish(self, folder: str, manifest: bytes) -> None:
-        staging, final = self.root / f".staging-{folder}-{self.owner}", self.root / folder
+        staging, final = self._staging(folder), self.root / folder
         with self.create(f"{staging.name}/{MANIFEST}") as file:
             file.write(manifest)
         _sync_folder(staging)
-        if final.exists():  # withdrawn, or about to be
+        if final.exists():  # quarantined, or saved again
             self.delete(folder)
         os.rename(staging, final)
         _sync_folder(self.root)
 
     def discard(self, folder: str) -> None:
-        shutil.rmtree(self.root / f".staging-{folder}-{self.owner}", ignore_errors=True)
+        shutil.rmtree(self._staging(folder), ignore_errors=True)
 
-    def withdraw(self, folder: str, why: str) -> None:
-        os.rename(self.root / folder / MANIFEST, self.root / folder / f"{MANIFEST}.{why}")
+    def quarantine(self, folder: str, reason: str) -> None:
+        os.rename(self.root / folder / MANIFEST, self.root / folder / f"{MANIFEST}.{reason}")
 
     def delete(self, folder: str) -> None:
         hidden = self.root / f".deleted-{folder}-{self.owner}"
@@ -139,11 +136,14 @@ class Local(Files):
             if folder.startswith((".staging-", ".deleted-")) and folder.endswith(f"-{self.owner}"):
                 shutil.rmtree(self.root / folder, ignore_errors=True)
 
+    def _staging(self, folder: str) -> Path:
+        return self.root / f".staging-{folder}-{self.owner}"
 
-class Remote(Files):
-    """An object store. What fails is tried again, for half a minute; then the error names the file."""
 
-    PATIENCE = 30.0
+class ObjectStorage(Storage):
+    """An object store. Calls that fail are repeated for half a minute; then the error names the file."""
+
+    PATIENCE = retry.PATIENCE
 
     def __init__(self, url: str, owner: str) -> None:
         import fsspec
@@ -161,7 +161,7 @@ class Remote(Files):
                 return {}
 
         found: dict[str, dict[str, int]] = {}
-        for path, info in self.retrying(find, "").items():
+        for path, info in self.retry(find, "").items():
             folder, _, name = path[len(self.root) + 1 :].partition("/")
             if name:
                 found.setdefault(folder, {})[name] = info["size"]
@@ -169,7 +169,7 @@ class Remote(Files):
 
     def read(self, name: str, start: int = 0, size: int | None = None) -> bytes:
         end = None if size is None else start + size
-        return self.retrying(lambda: self.fs.cat_file(f"{self.root}/{name}", start=start, end=end), name)
+        return self.retry(lambda: self.fs.cat_file(f"{self.root}/{name}", start=start, end=end), name)
 
     def create(self, name: str) -> contextlib.AbstractContextManager[BinaryIO]:
         return self.fs.open(f"{self.root}/{name}", "wb")
@@ -184,11 +184,11 @@ class Remote(Files):
         self._put(f"{folder}/{MANIFEST}", manifest)
 
     def discard(self, folder: str) -> None:
-        if not any(name.startswith(MANIFEST) for name in self.list().get(folder, {})):  # it may have been published
+        if not any(name.startswith(MANIFEST) for name in self.list().get(folder, {})):  # perhaps published already
             self.delete(folder)
 
-    def withdraw(self, folder: str, why: str) -> None:
-        self._put(f"{folder}/{MANIFEST}.{why}", self.read(f"{folder}/{MANIFEST}"))
+    def quarantine(self, folder: str, reason: str) -> None:
+        self._put(f"{folder}/{MANIFEST}.{reason}", self.read(f"{folder}/{MANIFEST}"))
         self._remove(folder, [MANIFEST])
 
     def delete(self, folder: str) -> None:
@@ -196,52 +196,42 @@ class Remote(Files):
         first = [name for name in names if name.startswith(MANIFEST)]
         self._remove(folder, first)
         self._remove(folder, [name for name in names if name not in (*first, self._mark)])
-        self._remove(folder, [self._mark])  # last: half deleted, it is still known as this run's
+        self._remove(folder, [self._mark])  # last: half deleted, the folder still belongs to this run
 
     def sweep(self) -> None:
         for folder, files in self.list().items():
             if self._mark in files and not any(name.startswith(MANIFEST) for name in files):
                 self.delete(folder)
 
-    def retrying(self, act: Callable[[], T], what: str) -> T:
-        """Do it until it succeeds; waits are doubled, with some chance in them so that ranks do not come together."""
-        waited, wait = 0.0, 0.05
-        while True:
-            try:
-                return act()
-            except PERMANENT as error:
-                raise type(error)(f"{self.where(what)}: {error}") from error
-            except Exception as error:  # each kind of store has errors of its own
-                if waited + wait > self.PATIENCE:  # whatever the attempts took: a large file takes long
-                    raise OSError(f"{self.where(what)}: {error!r} for {self.PATIENCE:.0f} s") from error
-                if wait > 0.3:  # not a hiccup
-                    logger.warning(f"{self.where(what)}: {error!r}; trying again")
-            time.sleep(wait * random.Random().uniform(0.5, 1.5))
-            waited, wait = waited + wait, 2 * wait
+    def retry(self, call: Callable[[], T], name: str) -> T:
+        return retry.retry(call, name=self.url_of(name), patience=self.PATIENCE)
 
     @property
     def _mark(self) -> str:
         return f".owner-{self.owner}"
 
     def _put(self, name: str, data: bytes) -> None:
-        self.retrying(lambda: self.fs.pipe_file(f"{self.root}/{name}", data), name)
+        self.retry(lambda: self.fs.pipe_file(f"{self.root}/{name}", data), name)
 
     def _remove(self, folder: str, names: "list[str]") -> None:
         for name in names:
             with contextlib.suppress(FileNotFoundError):
-                self.retrying(lambda path=f"{self.root}/{folder}/{name}": self.fs.rm_file(path), f"{folder}/{name}")
+                self.retry(lambda path=f"{self.root}/{folder}/{name}": self.fs.rm_file(path), f"{folder}/{name}")
 
 
-def open_storage(url: str, *, owner: str = "") -> Files:
-    """Raises:
-    ValueError, ImportError: the kind of URL is unknown, or the package for it is not installed.
+def open_storage(url: str, *, owner: str = "") -> Storage:
+    """Return the storage at a path or URL.
+
+    Raises:
+        ValueError: the protocol of the URL is unknown.
+        ImportError: the package for the protocol is not installed.
     """
-    return Remote(url, owner) if "://" in url else Local(url, owner)
+    return ObjectStorage(url, owner) if "://" in url else LocalStorage(url, owner)
 
 
 @contextlib.contextmanager
 def _naming(path: Path) -> Iterator[None]:
-    """Errors of reading and writing do not say of which file."""
+    """Add the path to errors of reading and writing, which lack it."""
     try:
         yield
     except OSError as error:
@@ -252,7 +242,7 @@ def _naming(path: Path) -> Iterator[None]:
 
 def _read_all(file: Any, size: int) -> bytes:
     data = file.read(size)
-    while len(data) < size and (more := file.read(size - len(data))):  # one read gives 2 GiB at most
+    while len(data) < size and (more := file.read(size - len(data))):  # one read returns 2 GiB at most
         data += more
     return data
 

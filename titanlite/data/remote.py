@@ -11,10 +11,8 @@ import json
 import logging
 import os
 import platform
-import random
 import re
 import shutil
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import contextmanager
@@ -26,10 +24,11 @@ from typing import NamedTuple, TypeVar
 
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-from titanlite.checkpoint.storage import PERMANENT, Remote
+from titanlite.checkpoint.storage import ObjectStorage
 from titanlite.data.tokens import FORMAT, INDEX
 from titanlite.runtime.console import progress_console
 from titanlite.runtime.errors import RunError, UserError
+from titanlite.runtime.retry import PERMANENT, AccessDenied, RetriesExhausted, retry
 
 logger = logging.getLogger(__name__)
 
@@ -54,8 +53,8 @@ def localize(url: str, cache_folder: Path) -> Path:
     place = _open(url)
     if isinstance(place.fs, LocalFileSystem):
         return Path(place.root)
-    index = _retrying(lambda: place.fs.cat_file(f"{place.root}/{INDEX}"), place.where(INDEX))
-    files = _stated_files(index, place.where(INDEX))
+    index = _retrying(lambda: place.fs.cat_file(f"{place.root}/{INDEX}"), place.url_of(INDEX))
+    files = _stated_files(index, place.url_of(INDEX))
     name = re.sub(r"[^\w-]+", "_", place.root.rpartition("/")[2], flags=re.ASCII)
     folder = cache_folder / f"{name}-{hashlib.sha256(index).hexdigest()[:16]}"
     try:
@@ -79,9 +78,9 @@ def locked(path: Path) -> Iterator[None]:
 # Reading
 
 
-def _open(url: str) -> Remote:
+def _open(url: str) -> ObjectStorage:
     try:
-        return Remote(url, owner="")
+        return ObjectStorage(url, owner="")
     except ImportError as error:  # a kind of URL that fsspec knows, without its package
         extra = EXTRAS.get(url.partition("://")[0])
         hint = f" (pip install 'titanlite[{extra}]')" if extra else ""
@@ -91,23 +90,20 @@ def _open(url: str) -> Remote:
 
 
 def _retrying(act: Callable[[], T], where: str, stop: Event | None = None) -> T:
-    """As Remote.retrying, but by the clock: a place that lets each attempt wait has no more time than one that refuses.
-    What is read here at once is small."""
-    stop = stop or Event()
-    began, pause = time.monotonic(), 0.05
-    while True:
-        try:
-            return act()
-        except PERMANENT as error:
-            what = "there is no such file" if isinstance(error, FileNotFoundError) else str(error)
-            raise UserError(f"data.path: {where}: {what}") from error
-        except Exception as error:  # each kind of store has errors of its own
-            if stop.is_set() or time.monotonic() + pause - began > PATIENCE:
-                raise RunError(f"{where}: {error!r}, for {time.monotonic() - began:.0f} s") from error
-            if pause > 0.3:  # not a hiccup
-                logger.warning(f"{where}: {error!r}; trying again")
-        stop.wait(pause * random.Random().uniform(0.5, 1.5))  # so that nodes do not come together
-        pause *= 2
+    """Return `act()`, repeated for PATIENCE seconds by the clock: one call reads little.
+
+    Raises:
+        UserError: the file is missing, or access is denied.
+        RunError: the object store does not answer.
+    """
+    try:
+        return retry(act, name=where, patience=PATIENCE, counts_calls=True, stop=stop)
+    except FileNotFoundError as error:
+        raise UserError(f"data.path: {where}: there is no such file") from error
+    except (AccessDenied, *PERMANENT) as error:
+        raise UserError(f"data.path: {error}") from error
+    except RetriesExhausted as error:
+        raise RunError(str(error)) from error
 
 
 class _File(NamedTuple):
@@ -142,7 +138,7 @@ def _stated_files(index: bytes, where: str) -> list[_File]:
 # Copying
 
 
-def _copy(place: Remote, index: bytes, files: list[_File], folder: Path) -> None:
+def _copy(place: ObjectStorage, index: bytes, files: list[_File], folder: Path) -> None:
     staging = folder.with_name(f".{folder.name}.partial-{platform.node()}")
     staging.mkdir(exist_ok=True)
     missing = [file for file in files if not (staging / file.name).is_file()]
@@ -175,7 +171,7 @@ def _copy(place: Remote, index: bytes, files: list[_File], folder: Path) -> None
 class _Copy:
     """What the threads of one copy share."""
 
-    place: Remote
+    place: ObjectStorage
     staging: Path
     told: Callable[[int], None]
     """Gets the count of bytes that have come, below 0 of those that must come again."""
@@ -183,7 +179,7 @@ class _Copy:
 
     def file(self, file: _File) -> None:
         """Its name in the staging folder is for a file that is whole and right."""
-        where, path, remote = self.place.where(file.name), self.staging / file.name, f"{self.place.root}/{file.name}"
+        where, path, remote = self.place.url_of(file.name), self.staging / file.name, f"{self.place.root}/{file.name}"
         size = _retrying(lambda: self.place.fs.info(remote)["size"], where, self.stop)
         if size not in (file.size, None):
             raise UserError(f"data.path: {where} is damaged: it has {size:,} bytes, {INDEX} states {file.size:,}")
@@ -192,7 +188,7 @@ class _Copy:
         raise UserError(f"data.path: {where} is damaged: it does not have the SHA-256 that {INDEX} states")
 
     def _fetch(self, file: _File, path: Path) -> bool:
-        where, remote, part = self.place.where(file.name), f"{self.place.root}/{file.name}", Path(f"{path}.part")
+        where, remote, part = self.place.url_of(file.name), f"{self.place.root}/{file.name}", Path(f"{path}.part")
         digest, done = hashlib.sha256(), 0
         with open(part, "wb") as out:
             while done < file.size and not self.stop.is_set():

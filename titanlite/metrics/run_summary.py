@@ -8,7 +8,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from titanlite.checkpoint import manifest as manifests
 from titanlite.checkpoint.manager import Progress
-from titanlite.checkpoint.storage import Files
+from titanlite.checkpoint.storage import Storage
 from titanlite.config.schema import Config
 from titanlite.data.packing import BestFit
 from titanlite.data.samples import Samples, Source
@@ -47,7 +47,7 @@ def report_start(
         logger.info(("         " if number else "updates  ") + line)
     for source in samples.sources:
         _report_source(source, share=source.weight / sum(other.weight for other in samples.sources))
-    total = progress.samples + (steps - progress.step) * training.global_batch_size
+    total = progress.samples_seen + (steps - progress.step) * training.global_batch_size
     passes = [f"{passes:.2f} of {name}" for name, passes in samples.passes(total).items()]
     logger.info(f"length   {steps:,} steps, {total:,} sequences; passes over the data: {', '.join(passes)}")
     if training.epochs is not None and (limit := samples.limit(training.epochs)) is not None:
@@ -56,7 +56,7 @@ def report_start(
     if progress.step >= steps:
         logger.info(f"this run is complete at step {progress.step}; to go on, raise training.steps")
     elif progress.step:
-        logger.info(f"resuming after step {progress.step}, {progress.samples:,} sequences into the data")
+        logger.info(f"resuming after step {progress.step}, {progress.samples_seen:,} sequences into the data")
 
 
 def types_of(model: Model, optimizer: torch.optim.Optimizer) -> dict[str, str]:
@@ -92,7 +92,7 @@ def report_end(
     *,
     steps: int,
     folder: RunFolder,
-    checkpoints: Files,
+    checkpoints: Storage,
     resumed_at: int,
     stopped: StoppedByGuard | None,
 ) -> None:
