@@ -95,7 +95,7 @@ class Contest:
     def step(self) -> None:
         batches = list(islice(self.run.batches, self.run.accumulation))
         train_step(
-            self.run.model, batches, optimizer=self.run.optimizer, group=self.run.metrics.group, max_norm=1.0,
+            self.run.model, batches, optimizer=self.run.optimizer, group=self.run.group, max_norm=1.0,
             judge=self.run.guard.judge,
         )  # fmt: skip
         self.step_number += 1

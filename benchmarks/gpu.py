@@ -202,7 +202,7 @@ def measure(options: list[str], steps: int) -> dict[str, Any]:
                     made.model,
                     batches,
                     optimizer=made.optimizer,
-                    group=made.metrics.group,
+                    group=made.group,
                     max_norm=config.training.max_norm,
                     loss_function=made.loss_function,
                     judge=made.guard.judge,

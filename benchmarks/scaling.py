@@ -188,7 +188,7 @@ def one_step(made: Run) -> None:
         made.model,
         list(islice(made.batches, made.accumulation)),
         optimizer=made.optimizer,
-        group=made.metrics.group,
+        group=made.group,
         max_norm=1.0,
         loss_function=made.loss_function,
         judge=made.guard.judge,

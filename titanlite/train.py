@@ -8,6 +8,7 @@ from functools import partial
 from itertools import islice
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from titanlite.batch import Batch
@@ -50,6 +51,8 @@ class Run:
     folder: RunFolder
     device: torch.device
     mesh: DeviceMesh
+    group: dist.ProcessGroup
+    """All ranks that read data."""
     model: Model
     optimizer: torch.optim.Optimizer
     samples: Samples
@@ -96,16 +99,14 @@ def build(config: Config, resolved: ResolvedConfig, *, ranks: Ranks, device: tor
         settle=disk.settle if disk else None,
     )
     progress = checkpoints.load(has_saved=folder.has_saved)
+    seen = progress.samples_seen
     if progress.step:
-        samples = samples.resumed(progress.data, progress.samples_seen, config.data.on_change)
-    steps = count_steps(
-        training, step=progress.step, samples=progress.samples_seen, limit=samples.limit(training.epochs)
-    )
+        samples = samples.resumed(progress.data, seen, config.data.on_change)
+    steps = count_steps(training, step=progress.step, samples=seen, limit=samples.limit(training.epochs))
     record_start(folder, config, ranks=ranks, device=device, mesh=mesh)
-
     micro_batch_size, accumulation = training.batch_split(data_ranks)
     micro_batches = MicroBatches(
-        progress.samples_seen,
+        seen,
         global_batch_size=training.global_batch_size,
         micro_batch_size=micro_batch_size,
         rank=data_rank,
@@ -135,7 +136,7 @@ def build(config: Config, resolved: ResolvedConfig, *, ranks: Ranks, device: tor
         mesh=mesh,
     )
     return Run(
-        config, ranks, folder, device, mesh, model, optimizer, samples, micro_batches, batches, accumulation,
+        config, ranks, folder, device, mesh, group, model, optimizer, samples, micro_batches, batches, accumulation,
         build_loss(training), guard, in_backward, steps, validator, checkpoints, metrics, progress,
     )  # fmt: skip
 
@@ -197,7 +198,7 @@ def train(run: Run) -> StoppedByGuard | None:
                 run.model,
                 batches,
                 optimizer=run.optimizer,
-                group=metrics.group,
+                group=run.group,
                 max_norm=config.training.max_norm,
                 loss_function=run.loss_function,
                 judge=run.guard.judge,
@@ -215,7 +216,7 @@ def train(run: Run) -> StoppedByGuard | None:
             run.guard.keep(step, result)
             saves = checkpoints.is_due(step, last=last)
             if saves or metrics.is_due(step, last=last):
-                metrics.record_skipped(run.guard.look(metrics.group), run.micro_batches, run.samples)
+                metrics.record_skipped(run.guard.look(run.group), run.micro_batches, run.samples)
             if run.validator.is_due(step, last=last):
                 with metrics.not_training(waits_for_device=True), checkpoints.not_training():
                     metrics.record_validation(step, run.validator.run(run.model))

@@ -48,7 +48,7 @@ def one_step(run: Run) -> StepResult:
         run.model,
         batches,
         optimizer=run.optimizer,
-        group=run.metrics.group,
+        group=run.group,
         max_norm=1.0,
         loss_function=run.loss_function,
         judge=run.guard.judge,
@@ -173,7 +173,7 @@ def accumulated_gradients(rank: int, world_size: int, config: Config) -> dict[st
             kept[name] = whole(parameter.grad).numpy()
 
     run.optimizer.register_step_pre_hook(keep)
-    step = train_step(run.model, batches, optimizer=run.optimizer, group=run.metrics.group, max_norm=0.0)
+    step = train_step(run.model, batches, optimizer=run.optimizer, group=run.group, max_norm=0.0)
     return {"loss": np.array(float(step.loss)), "grad_norm": np.array(float(step.grad_norm)), **kept}
 
 

@@ -247,7 +247,7 @@ def steps_without_waiting(rank: int, world_size: int, config: Any) -> list[int]:
         torch.cuda.synchronize()
         torch.cuda.set_sync_debug_mode("error" if number else "default")  # the first step allocates
         result = train_step(
-            run.model, batches, optimizer=run.optimizer, group=run.metrics.group, max_norm=1.0, judge=run.guard.judge
+            run.model, batches, optimizer=run.optimizer, group=run.group, max_norm=1.0, judge=run.guard.judge
         )
         torch.cuda.set_sync_debug_mode("default")
         skip_reasons.append(result.skip_reason)

@@ -78,7 +78,8 @@ def _is_denied(error: Exception) -> bool:
     if botocore is None:
         return False
     if isinstance(error, botocore.ClientError):
-        return error.response.get("ResponseMetadata", {}).get("HTTPStatusCode") in (401, 403)
+        response: dict[str, Any] = vars(error)["response"]
+        return response.get("ResponseMetadata", {}).get("HTTPStatusCode") in (401, 403)
     return isinstance(
         error,
         botocore.NoCredentialsError | botocore.PartialCredentialsError | botocore.ProfileNotFound,

@@ -1,0 +1,96 @@
+"""Retries of calls to object stores: what is repeated, for how long, and what is permanent."""
+
+import time
+from typing import Any
+
+import pytest
+from botocore.exceptions import ClientError, NoCredentialsError, PartialCredentialsError, ProfileNotFound
+
+from titanlite import cli
+from titanlite.checkpoint.storage import open_storage
+from titanlite.runtime.retry import AccessDenied, RetriesExhausted, retry
+
+
+def client_error(code: str, status: int) -> ClientError:
+    return ClientError({"Error": {"Code": code}, "ResponseMetadata": {"HTTPStatusCode": status}}, "GetObject")  # pyright: ignore
+
+
+class Calls:
+    """A call that raises each of these errors once, and then returns."""
+
+    def __init__(self, *errors: Exception, seconds: float = 0.0) -> None:
+        self.errors = [*errors]
+        self.seconds = seconds
+        self.count = 0
+
+    def __call__(self) -> str:
+        self.count += 1
+        time.sleep(self.seconds)
+        if self.errors:
+            raise self.errors.pop(0)
+        return "done"
+
+
+def test_a_call_is_repeated_until_it_succeeds() -> None:
+    call = Calls(ConnectionError(), client_error("SlowDown", 503))
+    assert retry(call, name="x") == "done"
+    assert call.count == 3
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        NoCredentialsError(),
+        PartialCredentialsError(provider="env", cred_var="AWS_SECRET_ACCESS_KEY"),
+        ProfileNotFound(profile="nobody"),
+        client_error("InvalidAccessKeyId", 403),
+        PermissionError("Access Denied"),
+    ],
+)
+def test_credentials_that_are_missing_or_wrong_are_not_tried_again(error: Exception) -> None:
+    call = Calls(error)
+    with pytest.raises(AccessDenied, match=r"^s3://bucket/x: access denied: .*Check the credentials"):
+        retry(call, name="s3://bucket/x")
+    assert call.count == 1
+    assert AccessDenied.exit_code == 2
+
+
+@pytest.mark.parametrize("error", [FileNotFoundError, FileExistsError, NotADirectoryError, IsADirectoryError])
+def test_errors_of_a_name_are_permanent(error: type[OSError]) -> None:
+    call = Calls(error("of the store"))
+    with pytest.raises(error, match=r"^s3://bucket/x: of the store$"):
+        retry(call, name="s3://bucket/x")
+    assert call.count == 1
+
+
+def test_the_time_of_calls_counts_only_if_asked_for() -> None:
+    with pytest.raises(RetriesExhausted, match=r"^x: ConnectionError\(\), for 0 s$"):
+        retry(Calls(ConnectionError(), seconds=0.2), name="x", patience=0.2, counts_calls=True)
+    assert retry(Calls(ConnectionError(), seconds=0.2), name="x", patience=0.2) == "done"
+
+
+def test_a_command_without_credentials_is_one_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """s3:// finds no credentials anywhere: not in the environment, not in files, not of the machine."""
+    import s3fs
+
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_PROFILE"):
+        monkeypatch.delenv(name, raising=False)
+    settings: dict[str, Any] = {
+        "AWS_EC2_METADATA_DISABLED": "true",
+        "AWS_SHARED_CREDENTIALS_FILE": "/nonexistent",
+        "AWS_CONFIG_FILE": "/nonexistent",
+        "AWS_DEFAULT_REGION": "us-east-1",
+    }
+    for name, value in settings.items():
+        monkeypatch.setenv(name, value)
+    s3fs.S3FileSystem.clear_instance_cache()
+    try:
+        with pytest.raises(AccessDenied):
+            open_storage("s3://no-such-bucket/run").list()
+        assert cli.run(["checkpoint", "list", "s3://no-such-bucket/run"]) == 2
+    finally:
+        s3fs.S3FileSystem.clear_instance_cache()
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: s3://no-such-bucket/run/: access denied: Unable to locate credentials. Check")
