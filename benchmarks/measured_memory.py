@@ -41,7 +41,7 @@ from titanlite.models.base import Model
 from titanlite.models.registry import resolve_model
 from titanlite.optim import build_optimizer
 from titanlite.optim.in_backward import InBackward
-from titanlite.optim.quantized import is_quantized, pieces
+from titanlite.optim.quantized import inner_tensors, is_quantized
 from titanlite.parallelize import DTYPES, build_mesh, materialize, parallelize
 from titanlite.parallelize.mesh import data_parallel_group
 from titanlite.runtime.disk import open_disk
@@ -262,7 +262,7 @@ def read_off(record: AllocationRecord, model: Model, optimizer: Optimizer, steps
 def bytes_of(values: Iterable[Any]) -> int:
     """Of the memory behind this rank's parts of all tensors among the values; what is shared counts once."""
     tensors = [value for value in values if isinstance(value, Tensor)]
-    plain = [piece for it in tensors for piece in (pieces(it).values() if is_quantized(it) else [it])]
+    plain = [piece for it in tensors for piece in (inner_tensors(it).values() if is_quantized(it) else [it])]
     storages = [local_tensor(tensor).untyped_storage() for tensor in plain]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 

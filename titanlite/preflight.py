@@ -19,7 +19,9 @@ from titanlite.data.tokenizer import Tokenizer, load_tokenizer
 from titanlite.ingest.prepare import find_inputs
 from titanlite.models.base import Model, ModelArgs
 from titanlite.models.registry import ModelSpec, resolve_model
-from titanlite.optim import bytes_of_state, check_optimizer, compiles_updates
+from titanlite.optim import check_optimizer
+from titanlite.optim.registry import compiles_updates
+from titanlite.optim.state_size import state_bytes
 from titanlite.parallelize import RecomputePolicy
 from titanlite.parallelize.float8 import check_float8
 from titanlite.parallelize.materialize import check_memory, largest_shard
@@ -203,7 +205,7 @@ def _bytes_per_parameter(model: Model, config: Config) -> tuple[float, float]:
     """(in memory, on disk): itself, its gradient (a part at a time, with updates in backward) and its states."""
     weight = SIZES[config.training.dtype]
     gradient = 0 if config.optimizer.in_backward else weight
-    states = bytes_of_state(config.optimizer, model, dtype=config.training.dtype)
+    states = state_bytes(config.optimizer, model, dtype=config.training.dtype)
     moments = states / sum(p.numel() for p in model.parameters())
     on_disk = weight * (config.offload.parameters == "disk") + moments * (config.offload.optimizer == "disk")
     return weight + gradient + moments - on_disk, on_disk

@@ -15,7 +15,7 @@ from titanlite.models.base import Model
 from titanlite.models.layers import Documents
 from titanlite.optim import update
 from titanlite.optim.in_backward import InBackward
-from titanlite.optim.norm import norms_of
+from titanlite.optim.norm import gradient_norms
 from titanlite.runtime.dtensor import count_replicas
 from titanlite.runtime.private_torch import local_tensor
 
@@ -120,7 +120,7 @@ def count_valid_tokens(batches: Sequence[Batch], group: dist.ProcessGroup) -> Te
 
 def sum_of_squares(gradients: Sequence[Tensor], in_backward: InBackward | None) -> Tensor:
     """Of all elements, accurate to float32."""
-    norms = in_backward.end() if in_backward else norms_of(gradients)
+    norms = [*in_backward.end().values()] if in_backward else gradient_norms(gradients)
     return torch.cat([norm.flatten() for norm in norms]).square().sum()
 
 

@@ -115,7 +115,7 @@ def build(config: Config, resolved: ResolvedConfig, *, ranks: Ranks, device: tor
     )
     batches = build_loader(samples, micro_batches, num_workers=config.data.num_workers, device=device)
     guard = StepGuard(config.guard, device=device, step=progress.step, state=progress.guard)
-    in_backward = InBackward(model, optimizer, forbids=guard.forbids) if config.optimizer.in_backward else None
+    in_backward = InBackward(model, optimizer, should_skip=guard.forbids) if config.optimizer.in_backward else None
     metrics = MetricsRecorder(
         config.metrics,
         folder=folder,

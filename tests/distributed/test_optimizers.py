@@ -71,8 +71,7 @@ def worked(mesh: DeviceMesh, options: dict[str, Any]) -> Worked:
     fully_shard(model, mesh=sharding_mesh(mesh))
     parameters = [*model.parameters()]
     optimizer = muon.Muon(parameters, **options)
-    name = "_newton_schulz_in_float32" if "ns_dtype" in options else "_zeropower_via_newtonschulz"
-    compute, send = getattr(muon, name), dist.all_to_all_single
+    compute, send = muon.newton_schulz, dist.all_to_all_single
 
     def counted(matrix: torch.Tensor, **settings: Any) -> torch.Tensor:
         seen[tuple(matrix.shape)] += 1
@@ -83,7 +82,7 @@ def worked(mesh: DeviceMesh, options: dict[str, Any]) -> Worked:
         send(out, rows, back, to, group=group)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(muon, name, counted)
+        patch.setattr(muon, "newton_schulz", counted)
         patch.setattr(dist, "all_to_all_single", measured)
         for step in range(STEPS):
             for parameter, gradient in zip(parameters, draw(1, step), strict=True):

@@ -10,7 +10,16 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from titanlite.runtime.dtensor import GlobalIndices, count_replicas, from_local_like, sharded_axes, slice_like
+from titanlite.runtime.dtensor import (
+    GlobalIndices,
+    chunk_sizes,
+    count_replicas,
+    count_shards,
+    from_local_like,
+    local_sizes,
+    sharded_axes,
+    slice_like,
+)
 from titanlite.runtime.private_torch import local_tensor
 
 CPU = torch.device("cpu")
@@ -45,7 +54,7 @@ def test_indices_and_replicas(
 ) -> None:
     """The values of a tensor that counts its elements are their indices; every element is somewhere."""
     whole = torch.arange(torch.Size(shape).numel()).view(shape)
-    seen = torch.zeros(whole.numel(), dtype=torch.int64)
+    seen, sizes, expected_sizes = torch.zeros(whole.numel(), dtype=torch.int64), set(), set()
     for rank in range(4):
         with fake_mesh(rank, degrees) as mesh:
             tensor = distribute_tensor(whole, mesh, placements, src_data_rank=None)
@@ -60,8 +69,12 @@ def test_indices_and_replicas(
             assert local_tensor(again).data_ptr() == local_tensor(tensor).data_ptr()
             assert dist.group.WORLD is not None
             assert count_replicas(tensor, dist.group.WORLD) == replicas
+            assert count_shards(tensor) == 4 // replicas
+            expected_sizes = local_sizes(tensor)
+            sizes.add(len(expected))
             seen[expected] += 1
     assert torch.equal(seen, torch.full_like(seen, replicas))
+    assert sizes == expected_sizes
 
 
 def test_a_plain_tensor_is_whole_on_every_rank() -> None:
@@ -70,10 +83,18 @@ def test_a_plain_tensor_is_whole_on_every_rank() -> None:
         assert dist.group.WORLD is not None
         assert count_replicas(whole, dist.group.WORLD) == 4
     assert sharded_axes(whole) == {}
+    assert local_sizes(whole) == {6}
+    assert count_shards(whole) == 1
     assert GlobalIndices(whole)(1, 3, CPU).tolist() == [1, 2, 3]
     assert GlobalIndices(torch.tensor(1.0))(0, 1, CPU).tolist() == [0]
     assert slice_like(whole, whole) is whole
     assert from_local_like(whole, whole) is whole
+
+
+def test_chunks_are_those_of_torch() -> None:
+    for size in range(1, 12):
+        expected = [len(chunk) for chunk in torch.arange(size).chunk(4)]
+        assert chunk_sizes(size, 4) == expected + [0] * (4 - len(expected))
 
 
 def test_partial_sums_have_no_shards() -> None:

@@ -14,7 +14,7 @@ from titanlite.config.schema import Guard, Optimizer
 from titanlite.guard import StepGuard, StoppedByGuard
 from titanlite.optim import build_optimizer
 from titanlite.optim.in_backward import InBackward
-from titanlite.optim.norm import norms_of
+from titanlite.optim.norm import gradient_norms
 from titanlite.runtime.errors import ConfigError
 from titanlite.step import StepResult
 
@@ -87,7 +87,7 @@ def test_each_parameter_is_updated_once_by_its_whole_gradient(kind: str) -> None
         assert all(parameter.grad is None for parameter in parts.parameters())
         found = in_backward.end()
         assert len(found) == 3
-        assert all(map(torch.equal, found, norms_of(gradients)))
+        assert all(map(torch.equal, found.values(), gradient_norms(gradients)))
         ordinary.step()
         ordinary.zero_grad()
         assert all(map(torch.equal, states(parts, within), states(whole, ordinary)))

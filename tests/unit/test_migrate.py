@@ -335,7 +335,7 @@ def test_weight_decay_is_of_all_parameters(text: str, decay: float, tmp_path: Pa
     import torch
 
     from titanlite.models.registry import resolve_model
-    from titanlite.optim.groups import plan_groups
+    from titanlite.optim.groups import parameter_groups
 
     (tmp_path / "data").mkdir()
     old = f"{text}[model]\ntokenizer_path = 'bytes'\n[training]\ndataset_path = '{tmp_path}/data'\n"
@@ -347,7 +347,7 @@ def test_weight_decay_is_of_all_parameters(text: str, decay: float, tmp_path: Pa
     kind, args = resolve_model(config.model.name, config.model.flavor, config.model.args)
     with torch.device("meta"):
         parameters = dict(kind(args).named_parameters())
-    [group] = plan_groups(config.optimizer, parameters)
+    [group] = parameter_groups(config.optimizer, parameters)
     assert (group.weight_decay, group.lr, group.name) == (decay, 8e-4, "AdamW")
     assert group.parameters.keys() == parameters.keys()
     assert any(parameter.ndim == 1 for parameter in parameters.values())

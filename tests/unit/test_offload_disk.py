@@ -21,7 +21,7 @@ from titanlite.checkpoint.manifest import folder_name
 from titanlite.cli import run as run_command
 from titanlite.config.load import load
 from titanlite.config.schema import Offload
-from titanlite.optim import SlicedAdamW
+from titanlite.optim.rounding import SlicedAdamW
 from titanlite.plan.command import lines, record
 from titanlite.plan.estimate import Layout, _with_disk, appraise, sketch
 from titanlite.runtime import disk as offload

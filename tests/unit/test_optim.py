@@ -1,5 +1,6 @@
 """AdamW that rounds stochastically, against PyTorch's; which optimizer updates what; what is told by a tensor."""
 
+import inspect
 import re
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ import tomli
 import torch
 from torch import nn
 from torch._functorch import config as functorch
+from torch.optim._muon import _zeropower_via_newtonschulz
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.distributed.test_layouts import on_every_layout, trained, whole
@@ -16,20 +18,13 @@ from tests.helpers import TinyRun, run_ranks, train_on_this_rank
 from titanlite.checkpoint.state import complete_optimizer_state
 from titanlite.config.schema import Optimizer
 from titanlite.models.llama3 import Llama3
-from titanlite.optim import (
-    SlicedAdamW,
-    build_optimizer,
-    bytes_of_state,
-    check_optimizer,
-    parts_of,
-    plan_groups,
-    table,
-    update,
-)
-from titanlite.optim.classes import options_of
-from titanlite.optim.groups import collapse
-from titanlite.optim.muon import Muon, _newton_schulz_in_float32, _zeropower_via_newtonschulz
-from titanlite.optim.rounding import _hash, round_stochastically
+from titanlite.optim import build_optimizer, check_optimizer, update
+from titanlite.optim.combined import optimizers_in
+from titanlite.optim.groups import collapse_names, format_groups, parameter_groups
+from titanlite.optim.muon import Muon, newton_schulz
+from titanlite.optim.registry import constructor_options
+from titanlite.optim.rounding import SlicedAdamW, _hash, round_stochastically
+from titanlite.optim.state_size import state_bytes
 from titanlite.preflight import preflight
 from titanlite.runtime.errors import ConfigError
 from titanlite.runtime.process_group import Ranks
@@ -127,7 +122,7 @@ def test_a_step_that_is_skipped_leaves_everything(kind: str) -> None:
     text, parts = KINDS[kind]
     model = toy(torch.bfloat16 if kind == "rounding" else torch.float32)
     optimizer = build_optimizer(model, section(f"lr = 0.1\n{text}"), seed=0)
-    assert [type(part) for part in parts_of(optimizer)] == parts
+    assert [type(part) for part in optimizers_in(optimizer)] == parts
 
     def everything() -> list[torch.Tensor]:
         states = [value for parameter in model.parameters() for value in optimizer.state[parameter].values()]
@@ -149,18 +144,24 @@ def test_a_step_that_is_skipped_leaves_everything(kind: str) -> None:
 
 
 @pytest.mark.parametrize("shape", [(6, 20), (20, 6), (8, 8)])
-def test_newton_schulz_in_float32(shape: tuple[int, int]) -> None:
-    """A polynomial of the singular values; torch's is the same in bfloat16."""
+def test_newton_schulz(shape: tuple[int, int]) -> None:
+    """A polynomial of the singular values; in bfloat16 the bits are those of torch."""
     matrix = torch.randn(shape, generator=torch.Generator().manual_seed(0))
-    options: dict[str, Any] = {"ns_coefficients": (3.4445, -4.7750, 2.0315), "ns_steps": 5, "eps": 1e-7}
-    found = _newton_schulz_in_float32(matrix, **options)
+    coefficients = (3.4445, -4.7750, 2.0315)
+    found = newton_schulz(matrix.clone(), coefficients=coefficients, steps=5, eps=1e-7)
     left, values, right = torch.linalg.svd(matrix.double(), full_matrices=False)
     values = values / values.square().sum().sqrt()
     for _ in range(5):
         values = 3.4445 * values - 4.7750 * values**3 + 2.0315 * values**5
     assert (found - left @ values.diag() @ right).abs().max() < 1e-5
-    theirs = _zeropower_via_newtonschulz(matrix, **options)
+    theirs = _zeropower_via_newtonschulz(matrix, coefficients, 5, 1e-7)
+    assert torch.equal(newton_schulz(matrix.bfloat16(), coefficients=coefficients, steps=5, eps=1e-7), theirs)
     assert (found - theirs).abs().max() < 0.05
+
+
+def test_defaults_of_muon_are_those_of_torch() -> None:
+    ours, theirs = (inspect.signature(it).parameters for it in (Muon, torch.optim.Muon))
+    assert {name for name, it in ours.items() if it.default != theirs.get(name, it).default} == {"adjust_lr_fn"}
 
 
 class Waits(TorchDispatchMode):
@@ -194,8 +195,8 @@ class Parts(nn.Module):
 
 
 def planned(text: str) -> list[tuple[str, str, float, float, list[str]]]:
-    groups = plan_groups(section(text), dict(Parts().named_parameters()))
-    return [(it.label, it.name, it.lr, it.weight_decay, collapse(it.parameters)) for it in groups]
+    groups = parameter_groups(section(text), dict(Parts().named_parameters()))
+    return [(it.label, it.name, it.lr, it.weight_decay, collapse_names(it.parameters)) for it in groups]
 
 
 WEIGHTS, BIASES, EXPERTS = "layers.*.weight x3", "layers.*.bias x3", "layers.0.experts"
@@ -250,13 +251,13 @@ def test_groups_and_their_table() -> None:
     assert planned(GROUPS.replace("lr = 0.1", "weight_decay = 0.4"))[0] == (
         "groups.0", "AdamW", 0.5, 0.4, [WEIGHTS, BIASES, EXPERTS]
     )  # fmt: skip
-    assert table(plan_groups(section(GROUPS), dict(Parts().named_parameters()))) == [
+    assert format_groups(parameter_groups(section(GROUPS), dict(Parts().named_parameters()))) == [
         "group               optimizer   lr  weight decay  tensors  parameters  for example",
         "groups.0: matrices  AdamW      0.1           0.1        4          84  layers.*.weight x3, layers.0.experts",
         "groups.0: vectors   AdamW      0.1             0        3          15  layers.*.bias x3",
         "groups.1            SGD        0.5           0.3        1          36  embedding.weight",
     ]
-    adamw, sgd = parts_of(build_optimizer(Parts(), section(GROUPS), seed=0))
+    adamw, sgd = optimizers_in(build_optimizer(Parts(), section(GROUPS), seed=0))
     first, second, third = [*adamw.param_groups, *sgd.param_groups]
     assert (first["lr"], first["weight_decay"], first["amsgrad"], first["fused"]) == (0.1, 0.1, True, True)
     assert (second["lr"], second["weight_decay"]) == (0.1, 0.0)
@@ -308,7 +309,7 @@ def test_each_parameter_is_in_exactly_one_group() -> None:
         ('name = "torch.optim.Rprop"', "optimizer.name: Rprop of PyTorch cannot update sharded parameters: choose "),
         ('name = "torch.optim.Muon"', "optimizer.name: Muon of PyTorch cannot update sharded parameters"),
         ('name = "Muon"\nargs.ns_coefficients = ["a", "b", "c"]', "optimizer.args: Muon: "),
-        ('name = "SGD"\nargs = {fused = true, momentum = 0.9}', "optimizer.args.fused: PyTorch's fused SGD begins"),
+        ('name = "SGD"\nargs = {fused = true, momentum = 0.9}', "optimizer.args.fused: PyTorch's fused SGD starts"),
         ('name = "no.such:Thing"', "optimizer.name: cannot import no.such: "),
         (
             'name = "collections.Counter"',
@@ -359,11 +360,11 @@ def test_what_the_guide_shows_is_right() -> None:
 
 def test_adams_settings_go_to_its_kind_only() -> None:
     text = "lr = 0.5\nbeta1 = 0.8\neps = 1e-5\n"
-    assert options_of(torch.optim.NAdam, section(text), {"momentum_decay": 0.1}) == {
+    assert constructor_options(torch.optim.NAdam, section(text), {"momentum_decay": 0.1}) == {
         "lr": 0.5, "weight_decay": 0.1, "betas": (0.8, 0.95), "eps": 1e-5, "momentum_decay": 0.1,
     }  # fmt: skip
-    assert options_of(torch.optim.Adadelta, section(text), {}) == {"lr": 0.5, "weight_decay": 0.1}
-    assert options_of(torch.optim.AdamW, section(""), {"fused": False})["fused"] is False
+    assert constructor_options(torch.optim.Adadelta, section(text), {}) == {"lr": 0.5, "weight_decay": 0.1}
+    assert constructor_options(torch.optim.AdamW, section(""), {"fused": False})["fused"] is False
 
 
 OWN = """
@@ -422,7 +423,7 @@ def test_memory_of_states() -> None:
         'name = "SGD"\nargs.momentum = 0.9': 4 * 135,
         'name = "Muon"': 4 * 84 + 8 * 51,
     }.items():
-        assert bytes_of_state(section(text), Parts(), dtype="float32") == expected, text
+        assert state_bytes(section(text), Parts(), dtype="float32") == expected, text
 
 
 LOW = ["--training.dtype=bfloat16", "--optimizer.state_dtype=bfloat16", "--training.mixed_precision_param=bfloat16"]

@@ -15,9 +15,10 @@ from tests.helpers import TinyRun, run_in_turn, run_ranks
 from tests.unit.test_plan import profiled, shapes
 from titanlite.config.schema import Config, Optimizer
 from titanlite.models.base import unique_parameters
-from titanlite.optim import build_optimizer, bytes_of_state, check_optimizer, set_learning_rate, state_dtypes, update
-from titanlite.optim.classes import find_class
-from titanlite.optim.quantized import LEAST, block_of, is_quantized, pieces
+from titanlite.optim import build_optimizer, check_optimizer, set_learning_rate, update
+from titanlite.optim.quantized import MIN_ELEMENTS, block_size_of, inner_tensors, is_quantized
+from titanlite.optim.registry import find_optimizer_cls
+from titanlite.optim.state_size import state_bytes, state_dtypes
 from titanlite.runtime.errors import UserError
 
 pytest.importorskip("torchao.optim")
@@ -44,7 +45,7 @@ def moments(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, np.
     found: dict[str, Tensor] = {}
     for name, parameter in unique_parameters(model):
         for key, value in optimizer.state[parameter].items():
-            quantized = pieces(value) if is_quantized(value) else {"": value}
+            quantized = inner_tensors(value) if is_quantized(value) else {"": value}
             found |= {f"{name}.{key}.{piece}": whole(tensor.float()) for piece, tensor in quantized.items()}
     return {name: tensor.numpy() for name, tensor in found.items()}
 
@@ -69,28 +70,28 @@ def test_bytes_are_counted(kind: str) -> None:
     expected = 2 * KINDS[kind][1] * (512 * 256 + 256)
     config = Optimizer(name=named(kind))
     assert check_optimizer(config, model, dtype="float32") == []
-    assert bytes_of_state(config, model, dtype="float32") == int(expected)
+    assert state_bytes(config, model, dtype="float32") == int(expected)
     optimizer = build_optimizer(model, config, seed=0)
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
     kept = [piece for value in (optimizer.state[model.weight][key] for key in ("exp_avg", "exp_avg_sq"))
-            for piece in pieces(value).values()]  # fmt: skip
+            for piece in inner_tensors(value).values()]  # fmt: skip
     assert sum(piece.nbytes for piece in kept) == 2 * KINDS[kind][1] * 512 * 256
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_quantized_is_what_torchao_quantizes(kind: str) -> None:
     block = KINDS[kind][0]
-    assert block_of(find_class(named(kind)), {}) == block
-    assert block_of(find_class(named(kind)), {"block_size": 64}) == 64
-    assert block_of(torch.optim.AdamW, {}) is None
-    for size in (LEAST - block, LEAST, LEAST + 1, LEAST + block):
+    assert block_size_of(find_optimizer_cls(named(kind)), {}) == block
+    assert block_size_of(find_optimizer_cls(named(kind)), {"block_size": 64}) == 64
+    assert block_size_of(torch.optim.AdamW, {}) is None
+    for size in (MIN_ELEMENTS - block, MIN_ELEMENTS, MIN_ELEMENTS + 1, MIN_ELEMENTS + block):
         weight = nn.Parameter(torch.ones(size))
         weight.grad = torch.ones_like(weight)
         optimizer = build_optimizer(nn.ParameterList([weight]), Optimizer(name=named(kind)), seed=0)
         optimizer.step()
-        assert is_quantized(optimizer.state[weight]["exp_avg"]) == (size >= LEAST and size % block == 0), size
+        assert is_quantized(optimizer.state[weight]["exp_avg"]) == (size >= MIN_ELEMENTS and size % block == 0), size
 
 
 @pytest.mark.parametrize(("kind", "codes"), [("AdamW8bit", torch.uint8), ("AdamWFp8", torch.float8_e4m3fn)])
@@ -102,8 +103,8 @@ def test_the_plan_knows_what_is_kept() -> None:
     """Codes, scales and a table for each moment of matrices; norms, and 64 x 32 of keys and values, are float32."""
     found = profiled(f"--optimizer.name={named('AdamW8bit')}")
     sizes = [shape.numel() for shape in shapes()]
-    assert {size >= LEAST for size in sizes} == {True, False}
-    moments = sum(size + 4 * size // 256 + 4 * 256 if size >= LEAST else 4 * size for size in sizes)
+    assert {size >= MIN_ELEMENTS for size in sizes} == {True, False}
+    moments = sum(size + 4 * size // 256 + 4 * 256 if size >= MIN_ELEMENTS else 4 * size for size in sizes)
     steps = 4 * len(sizes)
     assert found.most("optimizer") == 2 * moments + steps
 

@@ -2,10 +2,23 @@
 
 import pytest
 import torch
+from torch import Tensor, nn
+from torch._functorch import config as functorch_config
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
+from torch.testing._internal.two_tensor import TwoTensor
 
-from titanlite.runtime.private_torch import local_tensor
+from titanlite.runtime.private_torch import (
+    foreach_norms,
+    fsdp_param_group,
+    fused_adamw_,
+    local_tensor,
+    reads_found_inf,
+    release_all_reduce_input,
+    without_autograd_cache,
+    wrapped_tensors,
+)
 
 
 @pytest.mark.usefixtures("single_process_group")
@@ -15,3 +28,88 @@ def test_local_tensor() -> None:
     assert torch.equal(local_tensor(sharded), whole)
     assert local_tensor(sharded) is sharded._local_tensor
     assert local_tensor(whole) is whole
+
+
+def test_wrapped_tensors() -> None:
+    first, second = torch.ones(2), torch.zeros(2)
+    assert wrapped_tensors(first) == {}
+    found = wrapped_tensors(TwoTensor(first, second))
+    assert list(found) == ["a", "b"]
+    assert found["a"] is first
+    assert found["b"] is second
+
+
+def test_foreach_norms() -> None:
+    tensors = [torch.tensor([3.0, 4.0], dtype=torch.bfloat16), torch.full((2, 8), 0.5)]
+    found = foreach_norms(tensors, dtype=torch.float32)
+    assert [norm.dtype for norm in found] == [torch.float32] * 2
+    assert torch.stack(found).tolist() == [5.0, 2.0]
+
+
+def test_only_fused_optimizers_read_found_inf() -> None:
+    weight = nn.Parameter(torch.ones(4))
+    fused = torch.optim.AdamW([weight], fused=True)
+    assert reads_found_inf(fused)
+    assert not reads_found_inf(torch.optim.AdamW([weight]))
+    weight.grad = torch.ones(4)
+    fused.grad_scale, fused.found_inf = None, torch.ones(())  # pyright: ignore[reportAttributeAccessIssue]
+    fused.step()
+    assert torch.equal(weight, torch.ones(4))
+
+
+def test_fused_adamw() -> None:
+    """Two steps are those of the public optimizer; one with `found_inf` changes nothing."""
+    generator = torch.Generator().manual_seed(0)
+    theirs = nn.Parameter(torch.randn(50, generator=generator))
+    ours = [theirs.detach().clone(), torch.zeros(50), torch.zeros(50)]
+    optimizer = torch.optim.AdamW([theirs], lr=0.1, betas=(0.8, 0.9), eps=1e-5, weight_decay=0.2, fused=True)
+    for step in (1.0, 2.0):
+        theirs.grad = torch.randn(50, generator=generator)
+        optimizer.step()
+        weight, mean, square = ours
+        for found_inf in (torch.ones(()), None):
+            before = [tensor.clone() for tensor in ours]
+            fused_adamw_(
+                weight, theirs.grad.clone(), mean, square, step=torch.tensor(step), lr=0.1, betas=(0.8, 0.9), eps=1e-5,
+                weight_decay=0.2, found_inf=found_inf,
+            )  # fmt: skip
+            assert all(map(torch.equal, before, ours)) == (found_inf is not None)
+    state = optimizer.state[theirs]
+    assert all(map(torch.equal, ours, (theirs, state["exp_avg"], state["exp_avg_sq"])))
+
+
+class Reduced:
+    """Stands for FSDP's record of an all-reduce."""
+
+    all_reduce_input: Tensor = torch.ones(2)
+
+
+@pytest.mark.usefixtures("single_process_group")
+def test_param_groups_of_fsdp() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    fully_shard(model[0])
+    fully_shard(model)
+    groups = [fsdp_param_group(module) for module in (model, model[0])]  # pyright: ignore[reportArgumentType]
+    assert [[it.sharded_param for it in group.fsdp_params] for group in groups] == [
+        [*model[1].parameters()],
+        [*model[0].parameters()],
+    ]
+    assert groups[0]._all_reduce_state is None
+    release_all_reduce_input(groups[0])
+    groups[0]._all_reduce_state = Reduced()
+    release_all_reduce_input(groups[0])
+    assert groups[0]._all_reduce_state is None
+
+
+def test_fsdp_keeps_what_it_reduced_over_replicas() -> None:
+    """Names that `release_all_reduce_input` needs; tests/distributed/test_in_backward.py runs it."""
+    from torch.distributed.fsdp._fully_shard import _fsdp_param_group
+
+    assert "all_reduce_input" in _fsdp_param_group.AllReduceState._fields
+
+
+def test_without_autograd_cache() -> None:
+    before = functorch_config.enable_autograd_cache
+    with without_autograd_cache():
+        assert functorch_config.enable_autograd_cache is False
+    assert functorch_config.enable_autograd_cache == before

@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.tensor import DTensor
 
 from titanlite.models.base import unique_parameters
-from titanlite.optim.quantized import is_quantized, pieces
+from titanlite.optim.quantized import inner_tensors, is_quantized
 from titanlite.runtime.errors import UserError
 
 State = dict[str, dict[str, Tensor]]
@@ -42,7 +42,7 @@ def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> State:
     for name, value in [*moments.items()]:
         if is_quantized(value):
             del moments[name]
-            moments |= {f"{name}.{piece}": tensor for piece, tensor in pieces(value).items()}
+            moments |= {f"{name}.{piece}": tensor for piece, tensor in inner_tensors(value).items()}
         elif not isinstance(value, Tensor | int | float):
             kinds = f"{type(optimizer).__name__} keeps {name} as {type(value).__name__}"
             raise UserError(f"{kinds}: only tensors and numbers can be saved")

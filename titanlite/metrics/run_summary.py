@@ -15,7 +15,9 @@ from titanlite.data.samples import Samples, Source
 from titanlite.data.sources import store_of
 from titanlite.guard import StoppedByGuard
 from titanlite.models.base import Model, unique_parameters
-from titanlite.optim import plan_groups, state_dtypes, table
+from titanlite.optim.groups import format_groups, parameter_groups
+from titanlite.optim.state_size import state_dtypes
+from titanlite.runtime.private_torch import fsdp_param_group
 from titanlite.runtime.run_folder import RunFolder
 
 logger = logging.getLogger(__name__)
@@ -43,7 +45,7 @@ def report_start(
         f"{share // accumulation} sequences of {training.seq_len} tokens"
     )
     trained = {name: parameter for name, parameter in unique_parameters(model) if parameter.requires_grad}
-    for number, line in enumerate(table(plan_groups(config.optimizer, trained))):
+    for number, line in enumerate(format_groups(parameter_groups(config.optimizer, trained))):
         logger.info(("         " if number else "updates  ") + line)
     for source in samples.sources:
         _report_source(source, share=source.weight / sum(other.weight for other in samples.sources))
@@ -61,7 +63,7 @@ def report_start(
 
 def types_of(model: Model, optimizer: torch.optim.Optimizer) -> dict[str, str]:
     """As they are, not as the config wants them."""
-    units = [module._get_fsdp_state()._fsdp_param_group for module in model.modules() if isinstance(module, FSDPModule)]
+    units = [fsdp_param_group(module) for module in model.modules() if isinstance(module, FSDPModule)]
     policies = [unit.mp_policy for unit in units if unit is not None]
     weights = [parameter.dtype for parameter in model.parameters()]
     types: dict[str, list[torch.dtype | None]] = {

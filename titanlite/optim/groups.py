@@ -1,4 +1,4 @@
-"""Which parameters are updated how: `[[optimizer.groups]]`, or the defaults where there are none."""
+"""Parameter groups: [[optimizer.groups]], or the defaults where there are none."""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -8,50 +8,51 @@ from typing import Any
 
 from torch import nn
 
-from titanlite.config.schema import Optimizer
+from titanlite.config.schema import Optimizer, OptimizerGroup
 from titanlite.runtime.errors import ConfigError, Problem
 
 
 @dataclass(frozen=True)
-class Group:
-    """Parameters that are updated alike."""
+class ParameterGroup:
+    """Parameters that share an optimizer class, its arguments, a learning rate and a weight decay."""
 
     label: str
     name: str
-    """Of the optimizer."""
+    """Name of the optimizer class."""
     lr: float
-    """Peak of the learning rate."""
+    """Peak learning rate."""
     weight_decay: float
     args: dict[str, Any]
     parameters: dict[str, nn.Parameter]
 
 
-def plan_groups(config: Optimizer, parameters: Mapping[str, nn.Parameter]) -> list[Group]:
-    """Every parameter in exactly one group. What has fewer than two dimensions is a group of its own without weight
-    decay, unless the decay was set for its group.
+def parameter_groups(config: Optimizer, parameters: Mapping[str, nn.Parameter]) -> list[ParameterGroup]:
+    """Put every parameter into exactly one group.
+
+    Parameters with fewer than two dimensions become a group without weight decay, unless their group sets the decay.
 
     Args:
-        parameters: by name; they may be on the meta device.
+        parameters: by name; may be on the meta device.
 
     Raises:
-        ConfigError: parameters are in no group or in several, or a group has none.
+        ConfigError: a parameter is in no group or in several, or a group has none.
     """
     parameters = dict(parameters)
     if config.groups:
-        return _configured(config, parameters)
-    everything = Group("", config.name, config.lr, config.weight_decay, config.args, parameters)
+        return _configured_groups(config, parameters)
+    everything = ParameterGroup("", config.name, config.lr, config.weight_decay, config.args, parameters)
     if config.name != "Muon":
-        return _vectors_apart(everything)
+        return _split_vectors(everything)
     inside = {name: p for name, p in parameters.items() if name.startswith("layers.") and p.ndim in (2, 3)}
     rest = {name: p for name, p in parameters.items() if name not in inside}
     return [
         replace(everything, label="matrices in layers", parameters=inside),
-        *_vectors_apart(replace(everything, label="other ", name="AdamW", args={}, parameters=rest)),
+        *_split_vectors(replace(everything, label="other ", name="AdamW", args={}, parameters=rest)),
     ]
 
 
-def _configured(config: Optimizer, parameters: dict[str, nn.Parameter]) -> list[Group]:
-    numbers_of = {
+def _configured_groups(config: Optimizer, parameters: dict[str, nn.Parameter]) -> list[ParameterGroup]:
+    numbers_by_name = {
         name: tuple(
             number
             for number, group in enumerate(config.groups)
@@ -59,37 +60,53 @@ def _configured(config: Optimizer, parameters: dict[str, nn.Parameter]) -> list[
         )
         for name in parameters
     }
+    problems = _check_unique(numbers_by_name)
+    found = []
+    for number, group in enumerate(config.groups):
+        members = {name: parameter for name, parameter in parameters.items() if number in numbers_by_name[name]}
+        label, class_name = f"groups.{number}", group.name or config.name
+        if not members:
+            known = ", ".join(collapse_names(parameters))
+            problems.append(Problem(f"optimizer.{label}.match", f"matches no parameter; there are {known}"))
+        vectors = collapse_names(name for name, parameter in members.items() if parameter.ndim not in (2, 3))
+        if class_name == "Muon" and vectors:
+            message = f"Muon is for matrices; give these a group with another optimizer: {', '.join(vectors)}"
+            problems.append(Problem(f"optimizer.{label}.name", message))
+        found += _configured_group(config, group, label, members)
+    if problems:
+        raise ConfigError(problems)
+    return found
+
+
+def _check_unique(numbers_by_name: Mapping[str, tuple[int, ...]]) -> list[Problem]:
+    """Find parameters that no group or several groups match.
+
+    Args:
+        numbers_by_name: numbers of the groups that match each parameter.
+    """
     problems = []
-    for numbers in sorted(set(numbers_of.values())):
-        names = ", ".join(collapse(name for name, found in numbers_of.items() if found == numbers))
+    for numbers in sorted(set(numbers_by_name.values())):
+        names = ", ".join(collapse_names(name for name, found in numbers_by_name.items() if found == numbers))
         if not numbers:
             problems.append(Problem("optimizer.groups", f"no group matches {names}"))
         elif len(numbers) > 1:
             groups = " and ".join(map(str, numbers))
             problems.append(Problem("optimizer.groups", f"groups {groups} match the same: {names}"))
-    planned = []
-    for number, group in enumerate(config.groups):
-        name, label = group.name or config.name, f"groups.{number}"
-        members = {key: parameter for key, parameter in parameters.items() if number in numbers_of[key]}
-        vectors = collapse(key for key, parameter in members.items() if parameter.ndim not in (2, 3))
-        if not members:
-            there = ", ".join(collapse(parameters))
-            problems.append(Problem(f"optimizer.{label}.match", f"matches no parameter; there are {there}"))
-        if name == "Muon" and vectors:
-            message = f"is for matrices; give these a group with another optimizer: {', '.join(vectors)}"
-            problems.append(Problem(f"optimizer.{label}.name", f"Muon {message}"))
-        args = (config.args if name == config.name else {}) | group.args
-        lr = config.lr if group.lr is None else group.lr
-        decay = config.weight_decay if group.weight_decay is None else group.weight_decay
-        whole = Group(label, name, lr, decay, args, members)
-        is_split = group.weight_decay is None
-        planned += _vectors_apart(replace(whole, label=f"{label}: ")) if is_split else [whole]
-    if problems:
-        raise ConfigError(problems)
-    return planned
+    return problems
 
 
-def _vectors_apart(group: Group) -> list[Group]:
+def _configured_group(
+    config: Optimizer, group: OptimizerGroup, label: str, members: dict[str, nn.Parameter]
+) -> list[ParameterGroup]:
+    name = group.name or config.name
+    args = (config.args if name == config.name else {}) | group.args
+    lr = config.lr if group.lr is None else group.lr
+    if group.weight_decay is not None:
+        return [ParameterGroup(label, name, lr, group.weight_decay, args, members)]
+    return _split_vectors(ParameterGroup(f"{label}: ", name, lr, config.weight_decay, args, members))
+
+
+def _split_vectors(group: ParameterGroup) -> list[ParameterGroup]:
     matrices = {name: p for name, p in group.parameters.items() if p.ndim >= 2}
     vectors = {name: p for name, p in group.parameters.items() if p.ndim < 2}
     groups = [
@@ -99,26 +116,26 @@ def _vectors_apart(group: Group) -> list[Group]:
     return [group for group in groups if group.parameters]
 
 
-def collapse(names: Iterable[str]) -> list[str]:
-    """Names of which those that differ in numbers only are one: layers.*.norm.weight x32."""
+def collapse_names(names: Iterable[str]) -> list[str]:
+    """Return one name for all that differ in numbers only, with their count: layers.*.norm.weight x32."""
     alike: dict[str, list[str]] = {}
     for name in names:
         alike.setdefault(re.sub(r"\.\d+(?=\.|$)", ".*", name), []).append(name)
     return [f"{form} x{len(found)}" if len(found) > 1 else found[0] for form, found in alike.items()]
 
 
-def table(groups: Iterable[Group]) -> list[str]:
-    """Lines that show what is updated how, in columns."""
-    rows = [["group", "optimizer", "lr", "weight decay", "tensors", "parameters", "for example"]]
+def format_groups(groups: Iterable[ParameterGroup]) -> list[str]:
+    """Return the lines of a table with one group a line."""
+    lines = [["group", "optimizer", "lr", "weight decay", "tensors", "parameters", "for example"]]
     for group in groups:
         count = sum(parameter.numel() for parameter in group.parameters.values())
-        figures = [f"{group.lr:g}", f"{group.weight_decay:g}", f"{len(group.parameters):,}", f"{count:,}"]
-        rows.append([group.label, group.name, *figures, ", ".join(collapse(group.parameters)[:3])])
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        numbers = [f"{group.lr:g}", f"{group.weight_decay:g}", f"{len(group.parameters):,}", f"{count:,}"]
+        lines.append([group.label, group.name, *numbers, ", ".join(collapse_names(group.parameters)[:3])])
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return [
         "  ".join(
             cell.rjust(width) if 2 <= column <= 5 else cell.ljust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+            for column, (cell, width) in enumerate(zip(line, widths, strict=True))
         ).rstrip()
-        for row in rows
+        for line in lines
     ]

@@ -1,8 +1,8 @@
 """The optimizer's step within backward, parameter by parameter: gradients never exist all at once.
 
-FSDP calls a parameter's hook when the reduced gradient is in its place, on the stream that reduced it, and what comes
-after backward waits for that stream. At that moment no other parameter has a gradient, so `optimizer.step()` updates
-this one and nothing else: states, groups and learning rates are those of any other step.
+FSDP calls the hook of a parameter when its reduced gradient is in place, on the stream that reduced it, and later work
+waits for that stream. No other parameter has a gradient then, so `optimizer.step()` updates this one only. States,
+groups and learning rates are those of any other step.
 """
 
 from collections.abc import Callable
@@ -12,25 +12,25 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from titanlite.optim import update
-from titanlite.optim.norm import norms_of
-from titanlite.runtime.private_torch import local_tensor
+from titanlite.optim.combined import update
+from titanlite.optim.norm import gradient_norms
+from titanlite.runtime.private_torch import fsdp_param_group, local_tensor, release_all_reduce_input
 
 
-def is_not_finite(figures: Tensor) -> Tensor:
-    return ~figures.isfinite().all()
+def is_not_finite(losses: Tensor) -> Tensor:
+    return ~losses.isfinite().all()
 
 
 class InBackward:
-    """Updates a model in each backward pass; for one that has no other gradients, one micro-batch a step.
+    """Updates the parameters of a model in each backward pass. A step has one micro-batch.
 
-    A loss that is not finite is known before backward, to all ranks: nothing is updated. A gradient that is not finite
-    is known when others have been used already: its part on this rank is not updated, and what else is, is.
+    All ranks know before backward whether the loss is finite: if not, nothing is updated. A gradient that is not finite
+    is found when other parameters are updated already. This rank's part of it is skipped, all others are used.
 
     Args:
-        model: as it is trained: sharded, if it is to be.
-        optimizer: skips parameters without a gradient, as those of PyTorch do, and does not communicate.
-        forbids: (figures of the loss, global) -> bool on the device, whether nothing is to be updated.
+        model: as it is trained, with FSDP applied.
+        optimizer: skips parameters without a gradient, as PyTorch's do, and does not communicate.
+        should_skip: (losses, global) -> bool on the device: skip the updates of this backward pass.
     """
 
     def __init__(
@@ -38,53 +38,42 @@ class InBackward:
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         *,
-        forbids: Callable[[Tensor], Tensor] = is_not_finite,
+        should_skip: Callable[[Tensor], Tensor] = is_not_finite,
     ) -> None:
         self._optimizer = optimizer
-        self._forbids = forbids
+        self._should_skip = should_skip
         self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        units = [
-            module._get_fsdp_state()._fsdp_param_group for module in model.modules() if isinstance(module, FSDPModule)
-        ]
-        self._units = [unit for unit in units if unit is not None]
+        groups = [fsdp_param_group(module) for module in model.modules() if isinstance(module, FSDPModule)]
+        self._fsdp_groups = [group for group in groups if group is not None]
         self._skip: Tensor | None = None
         self._norms: dict[nn.Parameter, Tensor] = {}
         for parameter in self._parameters:
             parameter.register_post_accumulate_grad_hook(self._update)
 
-    def begin(self, figures: Tensor, group: dist.ProcessGroup) -> None:
-        """Between forward and backward.
+    def begin(self, losses: Tensor, group: dist.ProcessGroup) -> None:
+        """Decide between forward and backward whether to skip.
 
         Args:
-            figures: this rank's part of the loss.
+            losses: this rank's part of the loss.
             group: every process that reads other data.
         """
-        figures = figures.clone()
-        dist.all_reduce(figures, group=group)
-        self._skip = self._forbids(figures)
+        losses = losses.clone()
+        dist.all_reduce(losses, group=group)
+        self._skip = self._should_skip(losses)
 
-    def end(self) -> list[Tensor]:
-        """After backward: `norms_of` all gradients, in the order of the model's parameters."""
+    def end(self) -> dict[nn.Parameter, Tensor]:
+        """Return the `gradient_norms` of this backward pass, in the order of the model's parameters."""
         norms, self._norms, self._skip = self._norms, {}, None
-        return [norms[parameter] for parameter in self._parameters if parameter in norms]
+        return {parameter: norms[parameter] for parameter in self._parameters if parameter in norms}
 
     def _update(self, parameter: Tensor) -> None:
         assert isinstance(parameter, nn.Parameter)
         assert parameter.grad is not None
         assert self._skip is not None, "backward without `begin`"
         assert parameter not in self._norms, "a gradient came in parts"
-        self._free_reduced()
-        [norm] = norms_of([local_tensor(parameter.grad)])
+        for group in self._fsdp_groups:  # those that are done; the others have not reduced anything yet
+            release_all_reduce_input(group)
+        [norm] = gradient_norms([local_tensor(parameter.grad)])
         self._norms[parameter] = norm
         update(self._optimizer, skip=self._skip.to(norm.device) | ~norm.isfinite().all())
         parameter.grad = None
-
-    def _free_reduced(self) -> None:
-        """FSDP keeps what was reduced over replicas until the end of backward, so that it is not given away while that
-        goes on: which is all gradients. Of units that are done, a record of the stream does the same. (A unit has its
-        own when its hooks have been called.)"""
-        for unit in self._units:
-            if (state := unit._all_reduce_state) is not None:
-                if state.all_reduce_input.is_cuda:
-                    state.all_reduce_input.record_stream(torch.cuda.current_stream())
-                unit._all_reduce_state = None

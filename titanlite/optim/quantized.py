@@ -1,5 +1,4 @@
-"""Moments in 8 or 4 bits: optimizers of torchao.optim keep them as a tensor subclass, made of codes and of one scale
-for each block of elements."""
+"""Moments in 8 or 4 bits, as the optimizers of torchao.optim keep them: one scale for each block of codes."""
 
 import inspect
 from collections.abc import Mapping
@@ -8,68 +7,73 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from titanlite.runtime.dtensor import count_shards, local_sizes, sharded_axes
 from titanlite.runtime.errors import UserError
-from titanlite.runtime.private_torch import local_tensor
+from titanlite.runtime.private_torch import local_tensor, wrapped_tensors
 
-LEAST = 4096
-"""Elements of a shard below which torchao keeps moments in float32."""
-TABLES = ("qmap",)
-"""What is in such a tensor and follows from its class: the value of each code."""
+MIN_ELEMENTS = 4096
+"""Smaller shards keep float32 moments in torchao."""
+CONSTANTS = ("qmap",)
+"""Inner tensors that follow from the class of the moment: the value of each code."""
 
 
 def is_quantized(value: Any) -> bool:
-    return isinstance(value, Tensor) and is_traceable_wrapper_subclass(local_tensor(value))
+    return isinstance(value, Tensor) and bool(wrapped_tensors(local_tensor(value)))
 
 
-def pieces(value: Tensor) -> dict[str, Tensor]:
-    """Plain tensors that make up a quantized one, by name. They are sharded as it is, and share its memory."""
-    part = local_tensor(value)
-    names: list[str] = part.__tensor_flatten__()[0]  # pyright: ignore[reportAttributeAccessIssue]
-    return {name: _sharded(getattr(part, name), value) for name in names if name not in TABLES}
+def inner_tensors(moment: Tensor) -> dict[str, Tensor]:
+    """Return the plain tensors of a quantized moment, by name: codes and scales, sharded as it is, in its memory."""
+    found = wrapped_tensors(local_tensor(moment))
+    return {name: _sharded_like(inner, moment) for name, inner in found.items() if name not in CONSTANTS}
 
 
-def _sharded(piece: Tensor, value: Tensor) -> Tensor:
-    """As a part of a whole tensor: of the value's shape; or with one element for several of the value's, in order. If
-    those end with rows, it is sharded by rows, and shards need not be even."""
-    part = local_tensor(value)
-    shape, each, row = value.shape, part.numel() // piece.numel(), value.shape[1:].numel()
-    if each != 1 and row % each == 0:
-        shape = torch.Size([shape[0], row // each])
-    elif each != 1:
-        shape = torch.Size([value.numel() // each])
-    piece = piece.view(-1, *shape[1:])
-    if not isinstance(value, DTensor):
-        return piece
+def _sharded_like(inner: Tensor, moment: Tensor) -> Tensor:
+    """Return the local tensor `inner` as the part of a whole one.
+
+    That has the moment's shape if there is one element for each of the moment's. With one element for each block, it
+    has the moment's rows where blocks end with rows, so that shards may be uneven; else it has one dimension.
+    """
+    shape, block_size = moment.shape, local_tensor(moment).numel() // inner.numel()
+    row = shape[1:].numel()
+    if block_size != 1 and row % block_size == 0:
+        shape = torch.Size([shape[0], row // block_size])
+    elif block_size != 1:
+        shape = torch.Size([moment.numel() // block_size])
+    inner = inner.view(-1, *shape[1:])
+    if not isinstance(moment, DTensor):
+        return inner
     stride = torch.empty(shape, device="meta").stride()
-    return DTensor.from_local(piece, value.device_mesh, value.placements, run_check=False, shape=shape, stride=stride)
+    return DTensor.from_local(inner, moment.device_mesh, moment.placements, run_check=False, shape=shape, stride=stride)
 
 
-def block_of(kind: type[torch.optim.Optimizer], args: Mapping[str, Any]) -> int | None:
-    """Elements that have a scale together, of a class of torchao.optim; None of others."""
-    parameter = inspect.signature(kind).parameters.get("block_size")
-    if parameter is None or not kind.__module__.startswith("torchao.optim"):
+def block_size_of(optimizer_cls: type[torch.optim.Optimizer], args: Mapping[str, Any]) -> int | None:
+    """Return the elements that share a scale in a class of torchao.optim; None for other classes."""
+    parameter = inspect.signature(optimizer_cls).parameters.get("block_size")
+    if parameter is None or not optimizer_cls.__module__.startswith("torchao.optim"):
         return None
     return args.get("block_size", parameter.default)
 
 
-def check_shards(name: str, parameter: Tensor, block: int) -> None:
-    """Raises:
-    UserError: ranks would keep the moments of a parameter in different ways, or have parts of the same block.
+def check_shards(name: str, parameter: Tensor, block_size: int) -> None:
+    """Refuse a sharding under which quantized moments cannot be saved.
+
+    Raises:
+        UserError: blocks would not be whole in every shard, or only some ranks would quantize.
     """
-    if not isinstance(parameter, DTensor):
-        return
-    shards = 1
-    for placement, size in zip(parameter.placements, parameter.device_mesh.shape, strict=True):
-        shards *= size if placement.is_shard() else 1
-    rows, row = parameter.shape[0], parameter.shape[1:].numel()
-    largest = -(-rows // shards)
-    sizes = {max(0, min(largest, rows - largest * rank)) * row for rank in range(shards)}
-    kept = {size >= LEAST and size % block == 0 for size in sizes}
-    if len(sizes) > 1 and (len(kept) > 1 or (kept == {True} and row % block)):
+    dims, sizes = {*sharded_axes(parameter).values()}, local_sizes(parameter)
+    are_quantized = {size >= MIN_ELEMENTS and size % block_size == 0 for size in sizes}
+    advice = "Give it an [[optimizer.groups]] with another optimizer, or change the number of shards"
+    what = f"{name} {[*parameter.shape]} cannot have quantized moments on {count_shards(parameter)} shards"
+    if dims - {0} and True in are_quantized:
+        raise UserError(f"{what}: it is sharded by dimension {max(dims)}, and blocks are parts of rows. {advice}")
+    if len(are_quantized) > 1:
         raise UserError(
-            f"{name} {[*parameter.shape]} cannot have quantized moments on {shards} shards: {rows} rows do not divide "
-            f"evenly, and shards would not be whole blocks of {block} elements. Give it an [[optimizer.groups]] with "
-            "another optimizer, or change the number of shards"
+            f"{what}: shards have {min(sizes):,} to {max(sizes):,} elements, and torchao quantizes only those with at "
+            f"least {MIN_ELEMENTS:,} elements in whole blocks of {block_size}. {advice}"
+        )
+    if len(sizes) > 1 and are_quantized == {True} and parameter.shape[1:].numel() % block_size:
+        raise UserError(
+            f"{what}: {parameter.shape[0]} rows do not divide evenly, and rows are not whole blocks of {block_size} "
+            f"elements. {advice}"
         )

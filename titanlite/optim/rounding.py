@@ -1,4 +1,4 @@
-"""AdamW (arXiv:1711.05101) slice by slice: of weights and moments in float32 or bfloat16, in memory or on disk."""
+"""AdamW (arXiv:1711.05101) slice by slice: weights and moments in float32 or bfloat16, in memory or on disk."""
 
 import hashlib
 from collections.abc import Callable, Mapping
@@ -9,31 +9,31 @@ from torch import Tensor, nn
 
 from titanlite.runtime.disk import DiskTensors
 from titanlite.runtime.dtensor import GlobalIndices, from_local_like
-from titanlite.runtime.private_torch import local_tensor
+from titanlite.runtime.private_torch import fused_adamw_, local_tensor
 
 SLICE = 2**24
-"""Elements that `SlicedAdamW` works on at a time: what it holds beside the state is a few times this."""
+"""Elements that `SlicedAdamW` updates at a time. Its memory beside the state is a few times this."""
 DISK_SLICE = 2**21
-"""The same, with a disk: so little of each moment is in memory. A multiple of what a kernel computes at once, so that
-results do not depend on it."""
+"""The same with a disk, so that little of each moment is in memory. A multiple of what a kernel computes at once, so
+that results do not depend on it."""
 
 
 class SlicedAdamW(torch.optim.Optimizer):
-    """AdamW on weights and moments that may be bfloat16, or elsewhere than the gradients: computed in float32 where the
-    gradient is, a slice at a time, and rounded stochastically where anything is bfloat16.
+    """AdamW on weights and moments that may be bfloat16, or on another device than the gradients.
 
-    Rounding to the nearest loses every update below 1/512 of a value; rounded up with the probability of what would be
-    lost, updates are right on average (arXiv:2010.06192). The random bits are a hash of (seed, name, step, place in the
-    whole tensor), so that they are the same on every layout and after a resume.
+    It computes a slice at a time, in float32 where the gradient is, and rounds bfloat16 results stochastically.
+    Rounding to nearest would lose every update below 1/512 of a value. Rounding up with the probability of what would
+    be lost keeps updates right on average (arXiv:2010.06192). The random bits are a hash of (seed, name, step, index
+    in the whole tensor): the same on every layout and after a resume.
 
     Args:
-        parameters: all of them, by name.
-        state_dtype: of the two moments.
-        disk: where weights or moments are; moments on disk are made at once, others at the first step. None: all are in
-            memory.
+        parameters: all of them, by name; sharded in any way.
+        state_dtype: dtype of the two moments.
+        disk: holds weights or moments. Moments on disk are allocated at once, others at the first step. None: all are
+            in memory.
     """
 
-    _step_supports_amp_scaling = True  # reads found_inf
+    _step_supports_amp_scaling = True  # `reads_found_inf`
 
     def __init__(
         self,
@@ -47,34 +47,35 @@ class SlicedAdamW(torch.optim.Optimizer):
     ) -> None:
         super().__init__(groups, options)
         self.state_dtype = state_dtype
+        self.round = round_stochastically
+        """Rounding of float32 values to bfloat16, given random bits."""
         self._origins = {p: (_salt(f"{seed}/{name}"), GlobalIndices(p)) for name, p in parameters.items()}
         self._disk = disk
         if disk and disk.holds_moments:
-            moments = iter(
-                disk.allocate([(local_tensor(p).shape, state_dtype) for p in parameters.values() for _ in "12"])
-            )
+            shapes = [(local_tensor(p).shape, state_dtype) for p in parameters.values() for _ in range(2)]
+            moments = iter(disk.allocate(shapes))
             for parameter in parameters.values():
-                mean, square = (from_local_like(next(moments), parameter) for _ in "12")
-                self._begin(parameter, mean, square)
+                mean, square = (from_local_like(next(moments), parameter) for _ in range(2))
+                self._set_state(parameter, mean, square)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         assert closure is None
+        skip = getattr(self, "found_inf", None)
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    self._update(parameter, group)
+                    self._update(parameter, group, skip)
 
-    def _begin(self, parameter: nn.Parameter, mean: Tensor, square: Tensor) -> None:
+    def _set_state(self, parameter: nn.Parameter, mean: Tensor, square: Tensor) -> None:
         step = torch.zeros((), device=local_tensor(parameter).device)
         self.state[parameter] = {"step": step, "exp_avg": mean, "exp_avg_sq": square}
 
-    def _update(self, parameter: nn.Parameter, group: dict[str, Any]) -> None:
+    def _update(self, parameter: nn.Parameter, group: dict[str, Any], skip: Tensor | None) -> None:
         if not self.state[parameter]:
-            mean, square = (torch.zeros_like(parameter, dtype=self.state_dtype) for _ in "12")
-            self._begin(parameter, mean, square)
+            mean, square = (torch.zeros_like(parameter, dtype=self.state_dtype) for _ in range(2))
+            self._set_state(parameter, mean, square)
         state = self.state[parameter]
-        skip = getattr(self, "found_inf", None)
         state["step"] += 1
         assert parameter.grad is not None
         tensors = (parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"])
@@ -82,32 +83,32 @@ class SlicedAdamW(torch.optim.Optimizer):
         salt, indices = self._origins[parameter]
         size = DISK_SLICE if self._disk else SLICE
         for start in range(0, len(flat[0]), size):
-            parts = [tensor[start : start + size] for tensor in flat]
-            weight, gradient, mean, square = (part.to(parts[1].device).float() for part in parts)
-            torch._fused_adamw_(
-                [weight], [gradient], [mean], [square], [], [state["step"]],
-                lr=group["lr"], beta1=group["betas"][0], beta2=group["betas"][1], weight_decay=group["weight_decay"],
-                eps=group["eps"], amsgrad=False, maximize=False, grad_scale=None, found_inf=skip,
+            weight, gradient, mean, square = kept = [tensor[start : start + size] for tensor in flat]
+            on_device = [part.to(gradient.device).float() for part in kept]
+            fused_adamw_(
+                *on_device, step=state["step"], lr=group["lr"], betas=group["betas"], eps=group["eps"],
+                weight_decay=group["weight_decay"], found_inf=skip,
             )  # fmt: skip
-            pairs = [(parts[0], weight), (parts[2], mean), (parts[3], square)]
-            rounds = any(part.dtype != torch.float32 for part, _ in pairs)
-            bits = _hash(state["step"].long() + salt, indices(start, len(weight), weight.device)) if rounds else None
-            for number, (part, new) in enumerate(pairs):
+            del on_device[1]
+            rounds = any(part.dtype != torch.float32 for part in (weight, mean, square))
+            here = indices(start, len(gradient), gradient.device) if rounds else None
+            bits = None if here is None else _hash(state["step"].long() + salt, here)
+            for number, (part, new) in enumerate(zip((weight, mean, square), on_device, strict=True)):
                 if bits is not None and part.dtype != torch.float32:
-                    part.copy_(round_stochastically(new, bits >> (16 * number)))
+                    part.copy_(self.round(new, bits >> (16 * number)))
                 elif part is not new:  # it is on another device
                     part.copy_(new)
             if self._disk:
-                self._disk.changed(parts[0], *parts[2:])
+                self._disk.changed(weight, mean, square)
         if skip is not None:
             state["step"] -= skip
 
 
 def round_stochastically(values: Tensor, bits: Tensor) -> Tensor:
-    """float32 -> bfloat16: the neighbour away from zero with the probability of how near it is.
+    """Round float32 to bfloat16: to a neighbour with the probability of how near it is.
 
     Args:
-        bits: int64 of which the lowest 16 bits are random.
+        bits: int64; the lowest 16 bits are random.
     """
     # bfloat16 is the upper half of float32. A random number added to the lower half carries over as often as it should.
     raised = values.view(torch.int32) + (bits & 0xFFFF).to(torch.int32)

@@ -1,6 +1,7 @@
 """Helpers for DTensors on any mesh: parts, replicas, and the place of a part in the whole tensor."""
 
 import math
+from itertools import product
 
 import torch
 import torch.distributed as dist
@@ -30,16 +31,38 @@ def sharded_axes(tensor: Tensor) -> dict[int, int]:
     return {axis: dim for axis, dim in dims.items() if dim is not None and tensor.device_mesh.size(axis) > 1}
 
 
+def count_shards(tensor: Tensor) -> int:
+    """Count the different parts into which a tensor is sharded."""
+    return (
+        math.prod(tensor.device_mesh.size(axis) for axis in sharded_axes(tensor)) if isinstance(tensor, DTensor) else 1
+    )
+
+
 def count_replicas(tensor: Tensor, group: dist.ProcessGroup) -> int:
     """Count the ranks of a group that hold the same part of a tensor.
 
     Args:
         group: spans every mesh axis that shards the tensor.
     """
-    axes = sharded_axes(tensor)
-    shards = math.prod(tensor.device_mesh.size(axis) for axis in axes) if isinstance(tensor, DTensor) else 1
+    shards = count_shards(tensor)
     assert group.size() % shards == 0, "the group does not span all shards"
     return group.size() // shards
+
+
+def chunk_sizes(size: int, chunks: int) -> list[int]:
+    """Return how many of `size` elements `Shard` gives each of some ranks: as `torch.chunk`, then none."""
+    largest = -(-size // chunks)
+    return [min(largest, max(0, size - rank * largest)) for rank in range(chunks)]
+
+
+def local_sizes(tensor: Tensor) -> set[int]:
+    """Return the numbers of elements that parts of a tensor have on any rank."""
+    by_dim = [{size} for size in tensor.shape]
+    if isinstance(tensor, DTensor):
+        for axis, dim in sharded_axes(tensor).items():
+            ranks = tensor.device_mesh.size(axis)
+            by_dim[dim] = {part for size in by_dim[dim] for part in chunk_sizes(size, ranks)}
+    return {math.prod(sizes) for sizes in product(*by_dim)}
 
 
 def from_local_like(part: Tensor, tensor: Tensor) -> Tensor:

@@ -4,10 +4,18 @@ Nothing else below titanlite/ uses a private name of PyTorch. Each function here
 tests/unit/test_private_torch.py that fails when PyTorch changes what it relies on.
 """
 
-from torch import Tensor
-from torch.distributed.tensor import DTensor
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any
 
-# DTensor
+import torch
+from torch import Tensor
+from torch._functorch import config as functorch_config
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+# Tensors
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
@@ -18,13 +26,87 @@ def local_tensor(tensor: Tensor) -> Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
+def wrapped_tensors(tensor: Tensor) -> dict[str, Tensor]:
+    """Return the tensors that a tensor subclass consists of, by the names of its attributes.
+
+    A plain tensor has none.
+    """
+    if not is_traceable_wrapper_subclass(tensor):
+        return {}
+    names, _ = tensor.__tensor_flatten__()
+    return {name: getattr(tensor, name) for name in names}
+
+
+def foreach_norms(tensors: Sequence[Tensor], *, dtype: torch.dtype) -> list[Tensor]:
+    """Return the L2 norm of each tensor, in a few kernels for all."""
+    return [*torch._foreach_norm(list(tensors), dtype=dtype)]
+
+
+# Optimizers
+
+
+def reads_found_inf(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether `optimizer.step()` skips itself where the tensor `optimizer.found_inf` is not 0.
+
+    Gradient scalers ask the same. PyTorch's fused optimizers do.
+    """
+    return getattr(optimizer, "_step_supports_amp_scaling", False)
+
+
+def fused_adamw_(
+    weight: Tensor,
+    gradient: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    *,
+    step: Tensor,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    found_inf: Tensor | None,
+) -> None:
+    """Update one tensor and its moments in place by PyTorch's fused AdamW kernel.
+
+    Args:
+        step: number of this step, from 1; the public `torch.optim.adamw.adamw` would increase it.
+        found_inf: nothing is changed where it is not 0.
+    """
+    torch._fused_adamw_(
+        [weight], [gradient], [exp_avg], [exp_avg_sq], [], [step], lr=lr, beta1=betas[0], beta2=betas[1],
+        weight_decay=weight_decay, eps=eps, amsgrad=False, maximize=False, grad_scale=None, found_inf=found_inf,
+    )  # fmt: skip
+
+
 # FSDP2
+
+
+def fsdp_param_group(module: FSDPModule) -> Any:
+    """Return FSDP's record of the parameters that a module gathers together; None if it has none of its own."""
+    return module._get_fsdp_state()._fsdp_param_group
+
+
+def release_all_reduce_input(param_group: Any) -> None:
+    """Let go of the gradients that a group of parameters reduced last over replicas.
+
+    FSDP holds them until the end of backward, so that their memory is not used again while the all-reduce runs.
+    Recording the stream does the same.
+    """
+    if (state := param_group._all_reduce_state) is not None:
+        if state.all_reduce_input.is_cuda:
+            state.all_reduce_input.record_stream(torch.cuda.current_stream())
+        param_group._all_reduce_state = None
 
 
 # Checkpoints (DCP)
 
 
 # Compiler
+
+
+def without_autograd_cache() -> AbstractContextManager[None]:
+    """Compile without torch.compile's cache of traced code (AOTAutograd)."""
+    return functorch_config.patch(enable_autograd_cache=False)
 
 
 # Fake tensors and fake process groups

@@ -1,0 +1,55 @@
+"""The step of an optimizer, which may be skipped on the device, and several optimizers that step as one."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from titanlite.runtime.private_torch import reads_found_inf, without_autograd_cache
+
+
+def update(optimizer: torch.optim.Optimizer, *, skip: Tensor) -> None:
+    """Make one optimizer step, or none where `skip` (a bool on the device) is true.
+
+    Fused optimizers read a tensor, `found_inf`, which gradient scalers set for them. For others the host waits for the
+    value of `skip`.
+    """
+    if reads_found_inf(optimizer):
+        device = optimizer.param_groups[0]["params"][0].device  # the CPU, with offload
+        optimizer.grad_scale, optimizer.found_inf = None, skip.float().to(device)  # pyright: ignore[reportAttributeAccessIssue]
+        optimizer.step()
+        del optimizer.grad_scale, optimizer.found_inf  # pyright: ignore[reportAttributeAccessIssue]
+    elif not skip:
+        # torchao's optimizers compile their update. PyTorch's cache of traced code identifies a DTensor by its whole
+        # shape, not by its local tensor: it would run the code of 8-bit moments on 4-bit moments.
+        with without_autograd_cache():
+            optimizer.step()
+
+
+def optimizers_in(optimizer: torch.optim.Optimizer) -> Sequence[torch.optim.Optimizer]:
+    return optimizer.optimizers if isinstance(optimizer, CombinedOptimizer) else [optimizer]
+
+
+class CombinedOptimizer(torch.optim.Optimizer):
+    """Several optimizers of different parameters as one, which shares their groups and states.
+
+    Each one skips a step by itself, so that the host waits only for those that cannot read `found_inf`.
+    """
+
+    _step_supports_amp_scaling = True  # `reads_found_inf`
+
+    def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        super().__init__([group for optimizer in optimizers for group in optimizer.param_groups], {})
+        self.optimizers = optimizers
+        for optimizer in optimizers:
+            self.state.update(optimizer.state)  # some classes fill it in their constructor
+            optimizer.state = self.state
+
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        assert closure is None
+        skip = getattr(self, "found_inf", None)
+        for optimizer in self.optimizers:
+            if skip is None:
+                optimizer.step()
+            else:
+                update(optimizer, skip=skip != 0)
