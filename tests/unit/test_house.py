@@ -1,44 +1,154 @@
-"""Rules of the house that a reader would otherwise have to take on trust."""
+"""Rules of the house, kept by tests: what imports what, what is private, and how large things are."""
 
 import ast
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-FILES = sorted(Path("titanlite").rglob("*.py"))
+PACKAGE = Path("titanlite")
+FILES = sorted(PACKAGE.rglob("*.py"))
+TREES = {path: ast.parse(path.read_text()) for path in FILES}
 
 
-def modules_after(statement: str) -> set[str]:
-    code = f"{statement}\nimport sys\nprint('MODULES', *sys.modules)"
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    return set(result.stdout.rpartition("MODULES")[2].split())
+def short(path: Path) -> str:
+    return str(path.relative_to(PACKAGE))
 
 
-@pytest.mark.parametrize(
-    "statement",
-    [
-        "import titanlite",
-        "import titanlite.cli",
-        "import titanlite.config.schema",
-        "from titanlite.config.load import load, dump; dump(load('train_configs/debug.toml'))",
-        "from titanlite.cli import run; run(['--help'])",
-        "from titanlite.cli import run; run(['train', '--help'])",
-        "from titanlite.cli import run; run(['config', 'schema'])",
-        "from titanlite.cli import run; run(['config', 'show', '--diff', '--config', 'train_configs/debug.toml'])",
-        "from titanlite.cli import run; run(['config', 'migrate', '/no/such.toml'])",
-        "import titanlite.migrate.command",
-        "import titanlite.checkpoint.manifest",
-    ],
-)
-def test_no_torch_is_imported(statement: str) -> None:
-    assert "torch" not in modules_after(statement)
+def module_name(path: Path) -> str:
+    return ".".join(path.with_suffix("").parts).removesuffix(".__init__")
 
 
-@pytest.mark.parametrize("path", FILES, ids=str)
+MODULES = {module_name(path): path for path in FILES}
+
+
+def without_type_checking(node: ast.AST) -> Iterator[ast.AST]:
+    """Yield a node and all below it, but for blocks under `if TYPE_CHECKING`."""
+    yield node
+    for child in ast.iter_child_nodes(node):
+        if not (isinstance(child, ast.If) and ast.unparse(child.test).endswith("TYPE_CHECKING")):
+            yield from without_type_checking(child)
+
+
+def imports(tree: ast.Module) -> set[str]:
+    """Names that a file imports, also inside functions: modules, and what it takes from them."""
+    found: set[str] = set()
+    for node in without_type_checking(tree):
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found.update(f"{node.module}.{alias.name}" for alias in node.names)
+    return found
+
+
+def imported_modules(path: Path) -> set[str]:
+    """Modules of titanlite that a file imports, also inside functions."""
+    names = imports(TREES[path])
+    return {name for name in (*names, *(name.rpartition(".")[0] for name in names)) if name in MODULES} - (
+        # `from titanlite.data import loader` takes the module loader, and nothing of the package's own file.
+        {name.rpartition(".")[0] for name in names if name in MODULES}
+    )
+
+
+IMPORTS = {name: imported_modules(path) for name, path in MODULES.items()}
+
+# What trains, and what serves
+
+WINGS = ("ingest", "plan", "convert", "report", "migrate", "cli")
+
+
+def test_training_imports_no_wing() -> None:
+    """Walk the imports from train.py; each way into a wing is shown as a chain."""
+    chains = {"titanlite.train": ["titanlite.train"]}
+    wings = {
+        name for name in MODULES if name.split(".")[1:2] in [[wing] for wing in WINGS] or name.endswith(".command")
+    }
+    waiting = ["titanlite.train"]
+    while waiting:
+        name = waiting.pop()
+        for other in sorted(IMPORTS[name] - chains.keys()):
+            chains[other] = [*chains[name], other]
+            waiting.append(other)
+    entered = {" > ".join(chain) for name, chain in chains.items() if name in wings and wings.isdisjoint(chain[:-1])}
+    known = {"titanlite.train > titanlite.preflight > titanlite.ingest.prepare"}
+    assert len(chains) > 50, "the walk reaches what trains"
+    assert entered <= known
+
+
+def test_no_circles_of_imports() -> None:
+    """A module that imports another is never imported by it, directly or through others; blocks for types aside."""
+    reached = {name: set(others) for name, others in IMPORTS.items()}
+    for middle in reached:
+        for others in reached.values():
+            if middle in others:
+                others |= reached[middle]
+    known = {
+        *("titanlite.data.tokenizer", "titanlite.data.tokenizers.huggingface"),
+        *("titanlite.plan.budget", "titanlite.plan.estimate"),
+    }
+    assert {name for name, others in reached.items() if name in others} <= known
+
+
+@pytest.mark.parametrize("path", sorted((PACKAGE / "models").glob("*.py")), ids=short)
+def test_models_know_nothing_of_ranks_and_meshes(path: Path) -> None:
+    roots = ("torch.distributed", "titanlite.parallelize", "titanlite.train", "titanlite.data")
+    forbidden = (*roots, "titanlite.runtime.process_group", "titanlite.runtime.ranks")
+    assert not [name for name in imports(TREES[path]) if name.startswith(forbidden)]
+
+
+def test_only_orchestrators_take_the_whole_config() -> None:
+    """A stage is given its own section."""
+    whole = {"cli.py", "preflight.py", "train.py", "runtime/run_folder.py", "metrics/run_summary.py"}
+    whole |= {"checkpoint/fingerprint.py"}
+    takers = set()
+    for path, tree in TREES.items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.arg) and isinstance(node.annotation, ast.Name) and node.annotation.id == "Config":
+                takers.add(short(path))
+    assert {taker for taker in takers if not taker.startswith(("config/", "plan/"))} <= whole
+
+
+# Without torch
+
+LIGHT_IMPORTS = [
+    "import titanlite",
+    "import titanlite.cli",
+    "import titanlite.config.schema",
+    "import titanlite.migrate.command",
+    "import titanlite.checkpoint.manifest",
+]
+LIGHT_COMMANDS = [
+    "from titanlite.config.load import load, dump; dump(load('train_configs/debug.toml'))",
+    "from titanlite.cli import run; run(['--help'])",
+    "from titanlite.cli import run; run(['train', '--help'])",
+    "from titanlite.cli import run; run(['config', 'schema'])",
+    "from titanlite.cli import run; run(['config', 'show', '--diff', '--config', 'train_configs/debug.toml'])",
+    "from titanlite.cli import run; run(['config', 'migrate', '/no/such.toml'])",
+]
+
+
+@pytest.mark.parametrize("statements", [LIGHT_IMPORTS, LIGHT_COMMANDS], ids=["imports", "commands"])
+def test_no_torch_is_imported(statements: list[str]) -> None:
+    """One process for all statements: it prints each one after which torch is there."""
+    report = [f"if 'torch' in sys.modules: print('TORCH', {statement!r})" for statement in statements]
+    code = [line for pair in zip(statements, report, strict=True) for line in pair]
+    result = subprocess.run(
+        [sys.executable, "-c", "\n".join(["import sys", *code, "print('END')"])],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert [line for line in result.stdout.splitlines() if line.startswith(("TORCH", "END"))] == ["END"], result.stdout
+
+
+# State, patches, and what is private
+
+
+@pytest.mark.parametrize("path", FILES, ids=short)
 def test_no_module_level_state(path: Path) -> None:
-    tree = ast.parse(path.read_text())
+    tree = TREES[path]
     assert not [node for node in ast.walk(tree) if isinstance(node, ast.Global)]
     for node in tree.body:
         targets = node.targets if isinstance(node, ast.Assign) else []
@@ -48,42 +158,144 @@ def test_no_module_level_state(path: Path) -> None:
             assert is_constant or is_type_alias or name in ("logger", "aten"), f"{path}: {name}"
 
 
-def imports(path: Path) -> set[str]:
-    found: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            found.update(alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            found.update({node.module, *(f"{node.module}.{alias.name}" for alias in node.names)})
-    return found
+def root_of(node: ast.expr) -> str:
+    """Return the first name of a dotted expression: torch of torch.nn.Module."""
+    while isinstance(node, ast.Attribute | ast.Call | ast.Subscript):
+        node = node.func if isinstance(node, ast.Call) else node.value
+    return node.id if isinstance(node, ast.Name) else ""
 
 
-@pytest.mark.parametrize("path", sorted(Path("titanlite/models").glob("*.py")), ids=str)
-def test_models_know_nothing_of_ranks_and_meshes(path: Path) -> None:
-    roots = ("torch.distributed", "titanlite.parallelize", "titanlite.train", "titanlite.data")
-    forbidden = (*roots, "titanlite.runtime.process_group", "titanlite.runtime.ranks")
-    assert not [name for name in imports(path) if name.startswith(forbidden)]
+def patches(tree: ast.Module) -> Iterator[str]:
+    """Yield what replaces parts of other modules, or reads another function's variables."""
+    imported = {alias.asname or alias.name.split(".")[0] for node in ast.walk(tree)
+                if isinstance(node, ast.Import | ast.ImportFrom) for alias in node.names}  # fmt: skip
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            yield from (name for name in imports(ast.Module([node], [])) if name.startswith("unittest"))
+        elif isinstance(node, ast.Attribute) and node.attr in ("f_locals", "_getframe", "tb_frame"):
+            yield node.attr
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) == "setattr":
+            yield ast.unparse(node)
+        elif isinstance(node, ast.Assign):
+            changed = [target for target in node.targets if isinstance(target, ast.Attribute)]
+            yield from (ast.unparse(target) for target in changed if root_of(target) in imported)
 
 
-def test_only_orchestrators_take_the_whole_config() -> None:
-    """A stage is given its own section."""
-    config = {"config/load.py", "config/checks.py", "config/describe.py"}
-    plans = {
-        f"plan/{name}.py"
-        for name in ("trace", "estimate", "search", "budget", "suggestions", "out_of_memory", "command")
+def test_nothing_is_patched() -> None:
+    """No mocks, no attribute replaced by its name, no variables read out of frames."""
+    known = {
+        "parallelize/materialize.py": {"setattr(model.get_submodule(module), attribute, model.get_parameter(first))"},
+        # Settings that PyTorch documents as attributes.
+        "runtime/process_group.py": {
+            "torch.backends.cudnn.benchmark",
+            "torch.utils.deterministic.fill_uninitialized_memory",
+        },
+        "plan/recorder.py": {"torch.UntypedStorage.resize_"},
+        "plan/gpu_kernels.py": {"unittest.mock.patch"},
+        "plan/trace.py": {"unittest.mock.patch"},
     }
-    whole = {*config, *plans, "cli.py", "preflight.py", "train.py"}
-    whole |= {"runtime/run_folder.py", "metrics/run_summary.py", "checkpoint/fingerprint.py"}
-    takers = set()
-    for path in FILES:
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.arg) and isinstance(node.annotation, ast.Name) and node.annotation.id == "Config":
-                takers.add(str(path.relative_to("titanlite")))
-    assert takers <= whole
+    found = {short(path): set(patches(tree)) - known.get(short(path), set()) for path, tree in TREES.items()}
+    assert {path: names for path, names in found.items() if names} == {}
 
 
-@pytest.mark.parametrize("path", ["titanlite/train.py", "titanlite/parallelize/__init__.py"])
-def test_orchestrators_fit_on_a_screen(path: str) -> None:
-    for node in ast.walk(ast.parse(Path(path).read_text())):
-        if isinstance(node, ast.FunctionDef):
-            assert (node.end_lineno or 0) - node.lineno < 70, node.name
+DOCUMENTED = {"os._exit", "_replace", "_asdict", "_fields", "_fields_"}
+"""Names with an underscore that Python documents."""
+
+
+def is_private(name: str) -> bool:
+    return any(part.startswith("_") and not part.startswith("__") for part in name.split("."))
+
+
+def private_uses(tree: ast.Module) -> Iterator[str]:
+    """Yield names with a leading underscore that another package has, as imports and as attributes."""
+    own = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    for node in ast.walk(tree):
+        targets = node.targets if isinstance(node, ast.Assign) else []
+        targets = [node.target] if isinstance(node, ast.AnnAssign | ast.AugAssign) else targets
+        own |= {name.attr for target in targets for name in ast.walk(target) if isinstance(name, ast.Attribute)
+                if root_of(name) == "self"}  # fmt: skip
+        own |= {name.id for target in targets for name in ast.walk(target) if isinstance(name, ast.Name)}
+    for name in imports(tree):
+        if is_private(name):
+            yield name
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and is_private(node.attr) and node.attr not in own:
+            name = ast.unparse(node)
+            if name not in DOCUMENTED and node.attr not in DOCUMENTED:
+                yield name
+
+
+def test_what_the_rules_find() -> None:
+    source = """
+from unittest import mock
+import torch
+from torch.optim import _muon
+from torch.distributed import fsdp
+class A:
+    def __init__(self): self._mine = {}
+    def f(self, other, frame):
+        fsdp.fully_shard = self._mine
+        setattr(other, "f", frame.f_locals)
+        return other._mine, other._theirs, torch._C.g, other._replace(), os._exit(0)
+"""
+    tree = ast.parse(source)
+    found = {"unittest.mock", "fsdp.fully_shard", "setattr(other, 'f', frame.f_locals)", "f_locals"}
+    assert set(patches(tree)) == found
+    assert set(private_uses(tree)) == {"torch.optim._muon", "other._theirs", "torch._C"}
+
+
+PRIVATE_USES = {
+    "checkpoint/dcp.py": 1,
+    "checkpoint/save.py": 5,
+    "checkpoint/state.py": 2,
+    "checkpoint/unpickle.py": 2,
+    "cpu/collectives.py": 5,
+    "ingest/command.py": 1,
+    "ingest/encoding.py": 1,
+    "metrics/run_summary.py": 2,
+    "models/layers.py": 3,
+    "optim/__init__.py": 1,
+    "optim/in_backward.py": 3,
+    "optim/muon.py": 7,
+    "optim/norm.py": 1,
+    "optim/quantized.py": 1,
+    "optim/rounding.py": 1,
+    "parallelize/activation_checkpoint.py": 4,
+    "parallelize/float8.py": 1,
+    "parallelize/fsdp.py": 4,
+    "parallelize/materialize.py": 1,
+    "plan/recorder.py": 11,
+    "plan/trace.py": 6,
+    "runtime/ranks.py": 1,
+    "step.py": 1,
+}
+"""Uses left by file; runtime/private_torch.py is where they belong."""
+
+
+def test_private_names_of_pytorch_are_in_one_file() -> None:
+    found = {short(path): sorted(set(private_uses(tree))) for path, tree in TREES.items()}
+    del found["runtime/private_torch.py"]
+    assert {path: names for path, names in found.items() if len(names) > PRIVATE_USES.get(path, 0)} == {}
+
+
+# Sizes
+
+LARGE_FILES = {"config/schema.py": 400, "migrate/command.py": 360, "checkpoint/dcp.py": 322}
+"""Lines of files that are larger than the guide: the schema is a list of all options."""
+
+LONG_FUNCTIONS = {"train.py:build", "train.py:train"}
+
+
+@pytest.mark.parametrize("path", FILES, ids=short)
+def test_files_are_short(path: Path) -> None:
+    assert len(path.read_text().splitlines()) <= LARGE_FILES.get(short(path), 320)
+
+
+def test_functions_are_short() -> None:
+    long = {
+        f"{short(path)}:{node.name}"
+        for path, tree in TREES.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef) and (node.end_lineno or 0) - node.lineno >= 60
+    }
+    assert long <= LONG_FUNCTIONS
