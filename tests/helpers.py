@@ -9,7 +9,8 @@ import socket
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,17 @@ enable_tensorboard = false
 interval = 100
 """
 """No dimension divides by 4, so that uneven shards are the rule."""
+
+
+@contextmanager
+def closed_stdout() -> Iterator[None]:
+    """Make standard output a pipe whose reader has ended, as `| head` leaves it."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "w", buffering=1) as stream, open(os.devnull, "w") as nowhere:
+        with redirect_stdout(stream):
+            yield
+        os.dup2(nowhere.fileno(), writer)  # closing writes what is left
 
 
 class TinyRun:

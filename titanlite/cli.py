@@ -1,15 +1,23 @@
-"""The `titanlite` command. Subcommands import what they need when they run, so that --help answers at once."""
+"""The `titanlite` command: its subcommands, and how they end. What a subcommand needs is imported when it runs."""
 
 import os
+import select
 import sys
 import traceback
+from argparse import Namespace
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import TYPE_CHECKING, NoReturn
 
 from titanlite import __version__
+from titanlite.checkpoint import arguments as checkpoint
+from titanlite.config.shipped import find_config
+from titanlite.ingest import arguments as ingest
+from titanlite.migrate import arguments as migrate
+from titanlite.plan import arguments as plan
+from titanlite.report import arguments as report
+from titanlite.runtime.arguments import Parser
 from titanlite.runtime.errors import ConfigError, Problem, RunError, UserError, whole_number
-from titanlite.runtime.nearest import nearest_name
 
 if TYPE_CHECKING:
     import torch
@@ -18,66 +26,83 @@ if TYPE_CHECKING:
     from titanlite.preflight import ResolvedConfig
     from titanlite.runtime.process_group import Ranks
 
-    Examined = tuple[Config, ResolvedConfig, Ranks, torch.device]
+    Checked = tuple[Config, ResolvedConfig, Ranks, torch.device]
 
-USAGE = """\
-titanlite: pretrain language models from one TOML file
-
-  titanlite train --config FILE.toml [--section.key=value ...]    train, or go on with a run
-  titanlite config check --config FILE.toml [...]                 report everything wrong with a config, start nothing
-  titanlite config show --config FILE.toml [--diff] [...]         print the resolved config, or what is no default in it
-  titanlite config schema                                         JSON schema of the config, for editors
-  titanlite config migrate OLD.toml [--out NEW.toml] [--world-size N] [--from 0.1|0.2]
-                                                                  a config of torchtitan -> one of titanlite
-  titanlite parity --config FILE.toml [--steps N] [--processes N] [--tolerance X] [--only NAME] [...]
-                                                                  the same losses in every layout? trains and compares
-  titanlite plan --config FILE.toml --world-size N --gpu NAME|--gpu-file GPU.toml [--gpus-per-node 8] [--json] [...]
-      [--search [--global-batch-size B] [--apply OUT.toml]]       will it fit, how fast is it, which layout is best?
-  titanlite checkpoint list [PATH]                                checkpoints with age, size and state
-  titanlite checkpoint verify PATH                                read every byte, and compare checksums
-  titanlite checkpoint show PATH [--tensors]                      what a checkpoint says of itself
-  titanlite checkpoint prune PATH --keep-latest-k K [--keep-every N] [--set-aside] [--dry-run]
-                                                                  delete older ones than the newest K
-  titanlite data prepare INPUT... --out DIR --tokenizer T         text -> tokens; again after a kill: goes on
-      [--text-field F] [--on-error stop|skip] [--no-bos] [--no-eos] [--workers N] [--shard-tokens N]
-  titanlite data inspect DIR [--sample N] [--seed N] [--quick] [--tokenizer T]
-                                                                  figures of tokens, samples of them, checksums
-  titanlite data tokenizer INPUT... --out DIR --vocab-size N [--text-field F]
-                                                                  train a byte-level BPE
-
-One process: python -m titanlite train --config FILE.toml. Many: torchrun --nproc_per_node N -m titanlite train ...
-./run_train.sh does either, and finds FILE.toml in train_configs/. A run is its folder, outputs/<name>: the same command
-again goes on from its newest checkpoint. Every option can be set from the command line, the value read as TOML:
---training.steps=500 --compile.enable=true. `titanlite train --help` lists them all, docs/config.md explains them.
-
-PATH is the folder of a run, of its checkpoints (or their URL: s3://...), of several runs, or one checkpoint; list looks
-in outputs by default. Of several, show takes the newest whole one. prune leaves steps that N divides, and deletes what
-was set aside as damaged or superseded only if told to. Runs may go on meanwhile.
-
-INPUT is a file of text or JSON lines (also .gz or .zst), a .parquet file, a folder or glob of such files, a dataset
-that Hugging Face's save_to_disk wrote, hf://NAME[:CONFIG][:SPLIT], or stdlib:// (stdlib://train, stdlib://validation).
-DIR is then a data.path. T is bytes, the name of a tokenizer that titanlite ships, or a path, as data.tokenizer.
-
-Exit codes: 0 done, 1 failed, 2 wrong config or input, 3 stopped by a rule of the config (a loss that is not finite).
+TRAIN = """\
+A run is its folder, outputs/<name>: the same command again resumes from its newest checkpoint. One process:
+titanlite train. Several: torchrun --nproc_per_node N -m titanlite train. ./run_train.sh does either.
+"""
+TRAIN_OPTIONS = """
+Every option of the config can be set here. The value is read as TOML, text needs no quotes, and --section.key alone
+means true. N is the number of an entry in a list; the next number makes a new entry.
+"""
+EXIT_CODES = """\
+exit codes: 0 done, 1 failed, 2 wrong config or input, 3 stopped by a rule of the config (a loss that is not finite)
 """
 
-TRAIN_USAGE = """\
-titanlite train --config FILE.toml [--section.key=value ...]
 
-Trains, or goes on with a run. Every option of FILE.toml can be set here too: the value is read as TOML, text needs no
-quotes, --section.key alone means true. N is the number of an entry in a list; the next number makes a new one.
-"""
+def make_parser() -> Parser:
+    """Return the parser of the whole command."""
+    titanlite = Parser(prog="titanlite", description="Pretrain language models from one TOML file.", epilog=EXIT_CODES)
+    titanlite.add_argument("--version", action="version", version=__version__)
+    parser = titanlite.add_command(
+        "train",
+        "train, or resume a run",
+        _train,
+        details=TRAIN.rstrip(),
+        example="train llama3_8b --training.steps=500",
+    )
+    parser.add_config(default="debug")
+    parser.further_help = _options_help
+    parser = titanlite.add_command(
+        "init",
+        "write a commented config to start from",
+        _init,
+        example="init my_run\ninit my_run --from llama3_8b",
+    )
+    parser.add_argument("name", metavar="NAME", help="name of the run; NAME.toml is written, and must not exist")
+    parser.add_argument("--from", dest="origin", metavar="CONFIG", default="debug", help="its settings; default: debug")
+    _add_check(titanlite, "check")
+    plan.add_commands(titanlite)
+    report.add_commands(titanlite)
+    ingest.add_commands(titanlite)
+    checkpoint.add_commands(titanlite)
+    _add_config_commands(titanlite.add_command("config", "check, show and translate configs"))
+    return titanlite
 
-NAMES = (
-    "train, config check, config show, config schema, config migrate, parity, plan, checkpoint list, "
-    "checkpoint verify, checkpoint show, checkpoint prune, data prepare, data inspect, data tokenizer"
-)
+
+def _add_config_commands(group: Parser) -> None:
+    _add_check(group, "config check")
+    parser = group.add_command(
+        "show",
+        "print the resolved config as TOML",
+        _show,
+        details="The output is a config with every option and its description; it loads to the same config.",
+        example="config show llama3_8b --diff",
+    )
+    parser.add_config(default="debug")
+    parser.add_argument("--diff", action="store_true", help="only options that differ from their defaults")
+    group.add_command(
+        "schema", "print the JSON schema of the config, for editors", _schema, example="config schema > schema.json"
+    )
+    migrate.add_commands(group)
+
+
+def _add_check(group: Parser, name: str) -> None:
+    parser = group.add_command(
+        "check",
+        "report every mistake of a config, and start nothing",
+        _check,
+        details="The number of processes is taken from the environment variable WORLD_SIZE; default: 1.",
+        example=f"{name} my.toml --training.steps=500",
+    )
+    parser.add_config(default="debug")
 
 
 def main() -> NoReturn:
     """Run a subcommand and end the process.
 
-    Ends without Python's own shutdown: threads of process groups that are still around then can abort a process whose
+    The process ends without Python's own shutdown: threads of process groups that still run could abort a process whose
     work is done. Everything that must be flushed or closed is, before.
     """
     code = run(sys.argv[1:])
@@ -87,68 +112,75 @@ def main() -> NoReturn:
     os._exit(code)
 
 
-def run(arguments: list[str]) -> int:
-    """Run a subcommand; returns its exit code."""
-    wants_help = "-h" in arguments or "--help" in arguments
-    match arguments:
-        case ["train", *_] if wants_help:
-            from titanlite.config.describe import options_help
-
-            print(TRAIN_USAGE + options_help(), end="")
-            return 0
-        case ["-h" | "--help" | "config" | "checkpoint" | "data" | "parity" | "plan", *_] if wants_help:
-            print(USAGE, end="")
-            return 0
-        case []:
-            print(USAGE, end="")
-            return 0
-        case ["--version"]:
-            print(__version__)
-            return 0
-        case ["train", *rest]:
-            return _guarded(_train, rest)
-        case ["config", "check", *rest]:
-            return _guarded(_check, rest)
-        case ["config", "show", *rest]:
-            return _guarded(_show, rest)
-        case ["config", "schema", *_]:
-            return _guarded(_schema, [])
-        case ["config", "migrate", *rest]:
-            return _guarded(_migrate, rest)
-        case ["parity", *rest]:
-            return _guarded(_parity, rest)
-        case ["plan", *rest]:
-            return _guarded(_plan, rest)
-        case ["checkpoint", "list" | "verify" | "show" | "prune", *_]:
-            return _guarded(_checkpoint, arguments[1:])
-        case ["data", "prepare" | "inspect" | "tokenizer", *_]:
-            return _guarded(_data, arguments[1:])
-    words = " ".join(arguments[:2])
-    near = nearest_name(words, NAMES.split(", "))
-    hint = f"did you mean {near!r}?\n" if near else ""
-    print(f"titanlite: unknown command {words!r}\n{hint}\n{USAGE}", file=sys.stderr, end="")
-    return 2
+def run(words: list[str]) -> int:
+    """Run a subcommand and return its exit code."""
+    return report_errors(lambda: _run(words))
 
 
-def _guarded(command: Callable[[list[str]], None], arguments: list[str]) -> int:
-    """Run a command; the user's mistakes become lines on standard error, everything else a traceback."""
+def _run(words: list[str]) -> None:
+    parser = make_parser()
+    if not words:
+        parser.print_help()
+        return
+    options = parser.parse(words)
+    if getattr(options, "config", None):
+        options.config = str(find_config(options.config))
+    options.run(options)
+
+
+def report_errors(command: Callable[[], None]) -> int:
+    """Run a command and return its exit code.
+
+    The user's mistakes become lines on standard error, other exceptions a traceback. The end of whoever reads the
+    output (`| head`) is neither.
+    """
     try:
-        command(arguments)
+        command()
     except (UserError, RunError) as error:
-        code = error.exit_code
-        if _is_first_to_fail(code):
+        if _leave_exit_code(error.exit_code):
             _print_errors(str(error).splitlines())
-        return code
+        return error.exit_code
     except KeyboardInterrupt:
         return 130
     except BaseException as error:
-        if isinstance(error, SystemExit) and isinstance(error.__context__, BrokenPipeError):
-            return 1  # whoever read the output has gone: `| head`
-        _is_first_to_fail(1)
+        if isinstance(error, SystemExit) and error.code in (None, 0):
+            return 0  # --help, --version
+        if _is_closed_output(error):
+            return 1
+        _leave_exit_code(1)
         where = f"[rank {os.environ['RANK']}] " if "RANK" in os.environ else ""
         print("".join(where + line for line in traceback.format_exc().splitlines(True)), file=sys.stderr)
         return 1
     return 0
+
+
+def _is_closed_output(error: BaseException) -> bool:
+    """Return whether an exception is from writing to standard output after its reader has ended."""
+    if isinstance(error, SystemExit):
+        return isinstance(error.__context__, BrokenPipeError)  # rich has met it
+    if not isinstance(error, BrokenPipeError):
+        return False
+    poll = select.poll()  # sockets break too
+    poll.register(sys.stdout.fileno(), 0)
+    return any(event & select.POLLERR for _, event in poll.poll(0))
+
+
+def _leave_exit_code(code: int) -> bool:
+    """Write the exit code to the file that run_train.sh reads, because torchrun turns every code into 1.
+
+    Returns:
+        whether this process reports its error. Of the processes of a machine, the first to fail does: the others
+        fail for the same reason, and torchrun may end them before they can report. Without the file, each reports.
+    """
+    path = os.environ.get("TITANLITE_EXIT_FILE")
+    if path is None:
+        return True
+    try:
+        with open(path, "x") as file:
+            file.write(str(code))
+    except FileExistsError:
+        return False
+    return True
 
 
 def _print_errors(lines: Iterable[object]) -> None:
@@ -156,8 +188,11 @@ def _print_errors(lines: Iterable[object]) -> None:
         print(f"error: {line}", file=sys.stderr, flush=True)
 
 
-def _train(arguments: list[str]) -> None:
-    config, resolved, ranks, device = _within_budget(_examine(arguments, log=True))
+# Subcommands
+
+
+def _train(options: Namespace) -> None:
+    config, resolved, ranks, device = _within_budget(_checked(options, log=True))
     import torch
 
     from titanlite.runtime.process_group import process_group
@@ -176,12 +211,12 @@ def _train(arguments: list[str]) -> None:
         raise stopped
 
 
-def _check(arguments: list[str]) -> None:
-    _within_budget(_examine(arguments))
+def _check(options: Namespace) -> None:
+    _within_budget(_checked(options))
 
 
-def _within_budget(found: "Examined") -> "Examined":
-    """Also what each block computes again, where a budget of memory says so."""
+def _within_budget(found: "Checked") -> "Checked":
+    """Add the recompute policy of each block, where a memory budget decides it."""
     config, resolved, ranks, device = found
     if config.activation_checkpoint.mode != "budget":
         return found
@@ -190,23 +225,22 @@ def _within_budget(found: "Examined") -> "Examined":
     return config, with_levels(config, resolved, world_size=ranks.world_size, device=device), ranks, device
 
 
-def _examine(arguments: list[str], *, log: bool = False) -> "Examined":
-    """Everything wrong with the config in one report: what it says, and how it goes with this machine.
+def _checked(options: Namespace, *, log: bool = False) -> "Checked":
+    """Read a config and check it, by itself and against this machine, with one report of all mistakes.
 
     Args:
-        log: on the console from here on.
+        log: start the log on the console.
 
     Raises:
-        ConfigError: something is.
+        ConfigError: something is wrong.
     """
     from titanlite.config.load import read
 
-    path, overrides = _split_config(arguments)
-    draft = read(path, overrides, world_size=whole_number(os.environ, "WORLD_SIZE", 1))
+    draft = read(options.config, options.overrides, world_size=whole_number(os.environ, "WORLD_SIZE", 1))
     if "" in draft.bad_keys:
-        draft.settle()  # nothing can be known of the rest: no need to wait for torch
+        draft.settle()  # no file could be read: no need to wait for torch
     if "RANK" not in os.environ:
-        _print_errors(draft.tell())  # at once; what else is wrong is known when torch is imported, seconds later
+        _print_errors(draft.tell())  # at once: importing torch for the other checks takes seconds
     from titanlite.parallelize.compile import use_cache
     from titanlite.preflight import examine
     from titanlite.runtime.console import start_logging
@@ -228,73 +262,26 @@ def _examine(arguments: list[str], *, log: bool = False) -> "Examined":
     return config, resolved, ranks, device
 
 
-def _show(arguments: list[str]) -> None:
+def _init(options: Namespace) -> None:
+    from titanlite.config.starter import write_config
+
+    write_config(options.name, origin=find_config(options.origin))
+
+
+def _show(options: Namespace) -> None:
     from titanlite.config.describe import show
     from titanlite.config.load import load
 
-    rest = [word for word in arguments if word != "--diff"]
-    path, overrides = _split_config(rest)
-    print(show(load(path, overrides), only_changes="--diff" in arguments), end="")
+    print(show(load(options.config, options.overrides), only_changes=options.diff), end="")
 
 
-def _schema(_: list[str]) -> None:
+def _schema(options: Namespace) -> None:
     from titanlite.config.describe import json_schema_text
 
     print(json_schema_text(), end="")
 
 
-def _migrate(arguments: list[str]) -> None:
-    from titanlite.migrate.command import main
+def _options_help() -> str:
+    from titanlite.config.describe import options_help
 
-    main(arguments)
-
-
-def _parity(arguments: list[str]) -> None:
-    from titanlite.report.parity import main
-
-    path, rest = _split_config(arguments)
-    main(path, rest)
-
-
-def _plan(arguments: list[str]) -> None:
-    from titanlite.plan.command import main
-
-    path, rest = _split_config(arguments)
-    main(path, rest)
-
-
-def _checkpoint(arguments: list[str]) -> None:
-    from titanlite.checkpoint.command import main
-
-    main(arguments)
-
-
-def _data(arguments: list[str]) -> None:
-    from titanlite.ingest.command import main
-
-    main(arguments)
-
-
-def _split_config(arguments: list[str]) -> tuple[str, list[str]]:
-    """The value of --config, and everything else."""
-    match [i for i, word in enumerate(arguments) if word == "--config" or word.startswith("--config=")]:
-        case [i] if "=" in arguments[i]:
-            return arguments[i].partition("=")[2], arguments[:i] + arguments[i + 1 :]
-        case [i] if i + 1 < len(arguments):
-            return arguments[i + 1], arguments[:i] + arguments[i + 2 :]
-    raise UserError("name one config file: --config FILE.toml")
-
-
-def _is_first_to_fail(code: int) -> bool:
-    """Leave the exit code for run_train.sh (torchrun turns every code into 1), and tell whether this process of the
-    machine was the first to: it speaks for those that meet the same mistake, and that torchrun may end before they can.
-    Without run_train.sh, every process speaks for itself."""
-    path = os.environ.get("TITANLITE_EXIT_FILE")
-    if path is None:
-        return True
-    try:
-        with open(path, "x") as file:
-            file.write(str(code))
-    except FileExistsError:
-        return False
-    return True
+    return TRAIN_OPTIONS + options_help()

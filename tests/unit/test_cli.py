@@ -2,17 +2,20 @@
 
 import json
 import os
+import shlex
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.helpers import TinyRun
+from tests.helpers import TinyRun, closed_stdout
 from titanlite import cli
+from titanlite.runtime.arguments import Parser
 
 
 def titanlite(*arguments: str, **environ: str) -> tuple[int, list[str], list[str]]:
@@ -257,18 +260,57 @@ def test_a_model_that_cannot_fit_is_refused_before_anything_is_allocated(
     assert "this machine (it has no GPU) has" in line
 
 
-def test_commands_that_do_not_exist(capfd: pytest.CaptureFixture[str]) -> None:
-    assert refusal(capfd, "trian")[0] == "titanlite: unknown command 'trian'"
-    assert refusal(capfd, "train") == ["error: name one config file: --config FILE.toml"]
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("trian", "titanlite: unknown command 'trian', did you mean 'train'?"),
+        ("verify outputs", "titanlite: unknown command 'verify', did you mean 'checkpoint verify'?"),
+        ("xyzzy", "titanlite: unknown command 'xyzzy'"),
+        ("config", "titanlite config: name a command: check, show, schema, migrate"),
+        ("--verbose", "titanlite: unknown option --verbose"),
+        ("train --steps=3", "titanlite train: unknown option --steps, did you mean --training.steps?"),
+        ("train --confg debug", "titanlite train: unknown option --confg, did you mean --config?"),
+        ("train debug qwen3_8b", "titanlite train: unexpected argument 'qwen3_8b'"),
+        ("train debug --config=tiny", "titanlite train: two configs, debug and --config tiny: name one"),
+        ("train --config", "titanlite train: argument --config: expected one argument"),
+        ("config show --dif", "titanlite config show: unknown option --dif, did you mean --diff?"),
+        ("check llama3_8", "no config file llama3_8, did you mean llama3_8b?"),
+        ("check configs/debgu.toml", "no config file configs/debgu.toml, did you mean debug?"),
+        ("check titanlite", "titanlite is a folder: name a TOML file"),
+        ("parity", "titanlite parity: no config: name a TOML file, or one that titanlite ships, for example titanlite "
+         "parity debug"),
+    ],
+)  # fmt: skip
+def test_a_wrong_command_line_is_one_line(words: str, message: str, capfd: pytest.CaptureFixture[str]) -> None:
+    assert refusal(capfd, *words.split()) == [f"error: {message}"]
 
 
 def test_other_errors_keep_their_traceback_and_name_the_rank(
-    tiny: TinyRun, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RANK", "3")
-    monkeypatch.setattr(cli, "_check", lambda _: 1 / 0)
-    assert cli.run(["config", "check"]) == 1
+    assert cli.report_errors(lambda: print(1 / 0)) == 1
     assert "[rank 3] ZeroDivisionError: division by zero" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(("words", "code"), [("train --help", 0), ("config show", 1), ("config schema", 1)])
+def test_output_into_a_closed_pipe_has_no_traceback(words: str, code: int, capfd: pytest.CaptureFixture[str]) -> None:
+    with closed_stdout():
+        assert cli.run(words.split()) == code
+    assert capfd.readouterr().err == ""
+
+
+def test_a_run_continues_after_the_reader_of_its_log(tiny: TinyRun, capfd: pytest.CaptureFixture[str]) -> None:
+    with closed_stdout():
+        assert cli.run(["train", str(tiny.toml), "--training.steps=2"]) == 0
+    assert capfd.readouterr().err == ""
+    assert len(tiny.losses()) == 2
+
+
+def test_an_error_beside_a_closed_pipe_keeps_its_traceback(capfd: pytest.CaptureFixture[str]) -> None:
+    with closed_stdout():
+        assert cli.report_errors(lambda: print(1 / 0)) == 1
+    assert "ZeroDivisionError" in capfd.readouterr().err
 
 
 def test_the_first_rank_to_fail_speaks_for_all(
@@ -278,12 +320,11 @@ def test_the_first_rank_to_fail_speaks_for_all(
     record = tiny.folder / "code"
     monkeypatch.setenv("TITANLITE_EXIT_FILE", str(record))
     monkeypatch.setenv("LOCAL_RANK", "1")
-    assert len(refusal(capfd, "train")) == 1
+    assert len(refusal(capfd, "train", "no_such_config")) == 1
     assert record.read_text() == "2"
     monkeypatch.setenv("LOCAL_RANK", "0")
-    assert refusal(capfd, "train") == []
-    monkeypatch.setattr(cli, "_check", lambda _: 1 / 0)
-    assert cli.run(["config", "check"]) == 1
+    assert refusal(capfd, "train", "no_such_config") == []
+    assert cli.report_errors(lambda: print(1 / 0)) == 1
     assert record.read_text() == "2", "what follows from the first failure does not hide it"
 
 
@@ -313,13 +354,46 @@ def test_config_schema_is_json(capfd: pytest.CaptureFixture[str]) -> None:
     assert json.loads(capfd.readouterr().out)["properties"]["training"] == {"$ref": "#/$defs/Training"}
 
 
-def test_help_answers(capfd: pytest.CaptureFixture[str]) -> None:
-    for name in ["", *cli.NAMES.split(", ")]:
-        for flag in ("--help", "-h"):
-            assert cli.run([*name.split(), flag]) == 0
-            assert f"titanlite {name or 'train'} " in capfd.readouterr().out
-    assert cli.run([]) == 0
-    assert len(capfd.readouterr().out.splitlines()) < 50
+def commands(parser: Parser) -> Iterator[tuple[str, Parser]]:
+    """Every command that runs, with its parser."""
+    for name, command in parser.commands.items():
+        below = dict(commands(command))
+        yield from {f"{name} {inner}": it for inner, it in below.items()}.items() if below else [(name, command)]
+
+
+COMMANDS = dict(commands(cli.make_parser()))
+
+
+def test_every_command_is_there() -> None:
+    assert list(COMMANDS) == [
+        "train", "init", "check", "plan", "parity", "data prepare", "data inspect", "data tokenizer",
+        "checkpoint list", "checkpoint verify", "checkpoint show", "checkpoint prune",
+        "config check", "config show", "config schema", "config migrate",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_explains_each_flag_and_shows_an_example(name: str, capfd: pytest.CaptureFixture[str]) -> None:
+    parser = COMMANDS[name]
+    assert [action.dest for action in parser._actions if not action.help] == []
+    for flag in ("--help", "-h"):
+        assert cli.run([*name.split(), flag]) == 0
+        text = capfd.readouterr().out
+        assert text.startswith(f"usage: titanlite {name} [-h]")
+        assert f"\nexample:\n  titanlite {name}" in text
+    examples = text.partition("\nexample:\n")[2].partition("\n\n")[0].splitlines()
+    for example in examples:
+        cli.make_parser().parse(shlex.split(example.partition(" > ")[0])[1:])
+
+
+@pytest.mark.parametrize("words", [[], ["--help"], ["-h"]])
+def test_help_lists_the_commands(words: list[str], capfd: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(words) == 0
+    lines = capfd.readouterr().out.splitlines()
+    assert lines[0] == "usage: titanlite [-h] [--version] COMMAND ..."
+    assert [line.split()[0] for line in lines if line.startswith("    ") and line[4] != " "] == [
+        "train", "init", "check", "plan", "parity", "data", "checkpoint", "config"
+    ]  # fmt: skip
 
 
 def test_the_help_of_train_lists_every_option(capfd: pytest.CaptureFixture[str]) -> None:

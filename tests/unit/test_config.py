@@ -202,7 +202,7 @@ def test_circles_of_bases_are_reported(tmp_path: Path) -> None:
         ("'sub/deep.toml'", "base: no config file {folder}/sub/gone/x.toml (sub/deep.toml:2)"),
         (
             "'sub'",
-            "base: cannot read config file '{folder}/sub': [Errno 21] Is a directory: '{folder}/sub' (run.toml:3)",
+            "base: {folder}/sub is a folder: name a TOML file (run.toml:3)",
         ),
         ("'sub/bad.toml'", "sub/bad.toml is not valid TOML: Cannot overwrite a value, in steps = 2 (sub/bad.toml:3)"),
     ],

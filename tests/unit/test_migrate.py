@@ -558,7 +558,7 @@ def test_nothing_is_overwritten(target: str, tmp_path: Path, capsys: pytest.Capt
     (tmp_path / "other.toml").write_text("precious")
     before = (tmp_path / target).read_text()
     assert command(tmp_path / "old.toml", "--out", tmp_path / target) == 2
-    assert "exists, and is not overwritten" in capsys.readouterr().err
+    assert "exists; name a new file" in capsys.readouterr().err
     assert (tmp_path / target).read_text() == before
 
 
@@ -567,7 +567,7 @@ def test_nothing_is_overwritten(target: str, tmp_path: Path, capsys: pytest.Capt
     [
         ([], "the following arguments are required: OLD.toml"),
         (["nowhere.toml"], "cannot read nowhere.toml"),
-        (["old.toml", "--world-size", "0"], "--world-size must be at least 1, got 0"),
+        (["old.toml", "--world-size", "0"], "argument --world-size: expected a number of at least 1, got '0'"),
         (["old.toml", "--from", "0.3"], "invalid choice: '0.3'"),
         (["old.toml", "--out", "no/folder/new.toml"], "cannot write no/folder/new.toml"),
     ],

@@ -105,10 +105,10 @@ def test_a_config_of_many_processes_can_be_compared(tiny: TinyRun, monkeypatch: 
 def test_mistakes_are_told_before_anything_is_trained(tiny: TinyRun, capfd: pytest.CaptureFixture[str]) -> None:
     cases = {
         "--training.stepss=3": "error: training.stepss: unknown key, did you mean training.steps? (command line)",
-        "--steps=0": "error: titanlite parity: --steps must be at least 1, --processes too",
-        "--steps=x": "error: titanlite parity: argument --steps: invalid int value: 'x'",
-        "--only=hsdp": "error: --only: no variant is called so; there are: 1 process, the same again, activation",
-        "--processes=3": "error: 3 processes leave 2 sequences of training.global_batch_size: see --processes",
+        "--steps=0": "error: titanlite parity: argument --steps: expected a number of at least 1, got '0'",
+        "--steps=x": "error: titanlite parity: argument --steps: expected a number of at least 1, got 'x'",
+        "--only=hsdp": "error: --only: no variant's name contains 'hsdp'; there are: 1 process, the same again",
+        "--processes=3": "error: --processes: 8 (training.global_batch_size) is not a multiple of 3",
     }
     for argument, message in cases.items():
         assert cli.run(["parity", "--config", str(tiny.toml), argument]) == 2

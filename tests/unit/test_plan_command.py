@@ -99,13 +99,16 @@ def test_the_cpu_of_this_machine(toml: Path, capsys: pytest.CaptureFixture[str])
     ("arguments", "says"),
     [
         (["--world-size", "8", "--gpu", "H1000"], "did you mean H100"),
-        (["--world-size", "8"], "name the device"),
-        (["--world-size", "8", "--gpu", "H100", "--gpu-file", "x.toml"], "name the device"),
-        (["--gpu", "H100"], "--world-size"),
+        (["--world-size", "8"], "missing: --gpu NAME or --gpu-file FILE.toml"),
+        (["--world-size", "8", "--gpu", "H100", "--gpu-file", "x.toml"], "name the device once"),
+        (["--gpu", "H100"], "missing: --world-size N;"),
         (["--world-size", "0", "--gpu", "H100"], "at least 1"),
-        (["--world-size", "eight", "--gpu", "H100"], "invalid int value: 'eight'"),
+        (["--world-size", "eight", "--gpu", "H100"], "expected a number of at least 1, got 'eight'"),
         (["--world-size", "8", "--gpu-file", "/no/such.toml"], "/no/such.toml"),
-        (["--world-size", "8", "--gpu", "H100", "--apply", "x.toml"], "--apply writes what --search finds"),
+        (
+            ["--world-size", "8", "--gpu", "H100", "--apply", "x.toml"],
+            "--apply writes the result of --search: add --search",
+        ),
         (["--world-size", "8", "--gpu", "H100", "--training.stepss=3"], "did you mean training.steps?"),
         (["--world-size", "8", "--gpu", "H100", "--parallelism.data_parallel_shard_degree=3"], "8"),
         (["--world-size", "5", "--gpu", "H100"], "16 is not a multiple of the 5 processes"),
@@ -118,6 +121,14 @@ def test_mistakes(toml: Path, capsys: pytest.CaptureFixture[str], arguments: lis
     error = capsys.readouterr().err
     assert says in error
     assert "Traceback" not in error
+
+
+def test_a_plan_of_nothing_lists_what_is_missing(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["plan"]) == 2
+    assert capsys.readouterr().err == (
+        "error: titanlite plan: missing: a config (my.toml, llama3_8b), --world-size N, "
+        "--gpu NAME or --gpu-file FILE.toml; see titanlite plan --help\n"
+    )
 
 
 def test_code_that_asks_for_values_is_named(toml: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,10 +4,9 @@ import json
 import os
 import re
 import time
-from argparse import ArgumentParser
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 from rich.console import Console
 from rich.progress import Progress
@@ -26,33 +25,15 @@ UNFINISHED = {".staging": "being written", ".owner": "being written", ".deleted"
 Check = Callable[[Storage, str, dict[str, int]], Manifest]
 
 
-def main(arguments: list[str]) -> None:
-    """`titanlite checkpoint NAME ...`, where NAME is one of the four below."""
-
-    def refuse(message: str) -> NoReturn:
-        raise UserError(f"titanlite checkpoint {name}: {message}")
-
-    name, *rest = arguments
-    parser = ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.error = refuse
-    parser.add_argument("path", metavar="PATH", nargs="?" if name == "list" else None, default="outputs")
-    if name == "show":
-        parser.add_argument("--tensors", action="store_true")
-    if name == "prune":
-        parser.add_argument("--keep-latest-k", type=int, required=True)
-        parser.add_argument("--keep-every", type=int, default=0)
-        parser.add_argument("--set-aside", action="store_true")
-        parser.add_argument("--dry-run", action="store_true")
-    options = vars(parser.parse_args(rest))
-    if options.get("keep_latest_k", 1) < 1 or options.get("keep_every", 0) < 0:
-        refuse("--keep-latest-k must be at least 1, --keep-every at least 0")
+def main(name: str, **options: Any) -> None:
+    """Run `titanlite checkpoint NAME` with the options of its parser."""
     act = {"list": list_checkpoints, "verify": verify, "show": show, "prune": prune}
     try:
         act[name](**options)
     except DamagedCheckpoint as damage:
         raise UserError(str(damage)) from None
-    except BrokenPipeError:  # whoever read the output has gone: `| head`
-        raise SystemExit(1) from None
+    except BrokenPipeError:
+        raise  # the reader of the output ended: `| head`
     except OSError as error:  # of a disk, or of an object store after many tries
         raise RunError(str(error)) from None
 

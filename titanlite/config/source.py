@@ -12,8 +12,8 @@ from typing import Any
 import tomli
 
 from titanlite.config.keys import expects_list
+from titanlite.config.shipped import find_config, nearest_config
 from titanlite.runtime.errors import Place, Problem
-from titanlite.runtime.nearest import nearest_name
 
 CODE = [
     tuple(key.split("."))
@@ -84,7 +84,11 @@ def _read_file(
         text = path.read_bytes().decode("utf-8-sig").replace("\r\n", "\n")
         tree = tomli.loads(text)
     except FileNotFoundError:
-        return give_up(Problem(key, f"no config file {path}{_nearest_file(path)}", named_at))
+        near = nearest_config(path)
+        hint = f", did you mean {near}?" if near else ""
+        return give_up(Problem(key, f"no config file {path}{hint}", named_at))
+    except IsADirectoryError:
+        return give_up(Problem(key, f"{path} is a folder: name a TOML file", named_at))
     except (tomli.TOMLDecodeError, RecursionError) as error:
         return give_up(_syntax_problem(name, rank, text, str(error)))
     except (OSError, ValueError) as error:
@@ -101,7 +105,9 @@ def _read_file(
         give_up(Problem("base", message, place))
         return tree, places
     below = (*below, path.resolve())
-    base_tree, base_places = _read_file(path.parent / base, source, folder=folder, below=below, named_at=place)
+    base_tree, base_places = _read_file(
+        find_config(base, path.parent), source, folder=folder, below=below, named_at=place
+    )
     still_there = {key: place for key, place in base_places.items() if not _is_replaced(key, tree)}
     return _merge(base_tree, tree), still_there | places
 
@@ -122,12 +128,6 @@ def _anchor(node: Any, key: Key, folder: Path) -> None:
         match = CODE_FILE.fullmatch(value) if isinstance(value, str) else None
         if match and bool(match["scheme"]) == (part == "path"):
             node[place] = f"{match['scheme']}{(folder / match['file']).resolve()}{match['name']}"
-
-
-def _nearest_file(path: Path) -> str:
-    names = sorted(p.name for p in path.parent.glob("*.toml")) if path.parent.is_dir() else []
-    near = nearest_name(path.name, names)
-    return f", did you mean {path.parent / near}?" if near else ""
 
 
 def _syntax_problem(name: str, rank: int, text: str, message: str) -> Problem:

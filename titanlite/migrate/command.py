@@ -6,12 +6,11 @@ so that training stays the same. What has no counterpart stays as a comment if i
 """
 
 import sys
-from argparse import ArgumentParser
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, NoReturn
+from typing import Any
 
 import tomlkit
 from tomlkit.container import Container
@@ -97,45 +96,37 @@ class Migration:
         return "\n\n".join(filter(None, blocks)) + "\n"
 
 
-def main(arguments: list[str]) -> None:
-    """`titanlite config migrate OLD.toml [--out NEW.toml] [--world-size N] [--from 0.1|0.2]`.
+def main(path: Path, *, out: Path | None, world_size: int | None, version: str | None) -> None:
+    """Run `titanlite config migrate`.
+
+    Args:
+        path: config of torchtitan.
+        out: file for the new config; None prints it.
+        world_size, version: as `migrate`.
 
     Raises:
-        UserError: wrong arguments, or not a config of torchtitan.
-        TrainingChanges: after all is written: the new config does not train as the old one.
+        UserError: `path` is no config of torchtitan, or `out` cannot be written.
+        TrainingChanges: everything is written, and the new config does not train as the old one.
     """
-    parser = ArgumentParser(add_help=False, allow_abbrev=False)
-
-    def refuse(message: str) -> NoReturn:
-        raise UserError(f"titanlite config migrate: {message}")
-
-    parser.error = refuse
-    parser.add_argument("old", metavar="OLD.toml", type=Path)
-    parser.add_argument("--out", metavar="NEW.toml", type=Path)
-    parser.add_argument("--world-size", metavar="N", type=int)
-    parser.add_argument("--from", dest="version", choices=("0.1", "0.2"))
-    options = parser.parse_args(arguments)
-    if options.world_size is not None and options.world_size < 1:
-        refuse(f"--world-size must be at least 1, got {options.world_size}")
     try:
-        old = options.old.read_text(encoding="utf-8")
+        old = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"cannot read {options.old}: {error}") from None
-    migration = migrate(old, options.old.name, version=options.version, world_size=options.world_size)
+        raise UserError(f"cannot read {path}: {error}") from None
+    migration = migrate(old, path.name, version=version, world_size=world_size)
     new = migration.text()
-    for problem in _problems(new, options.out.name if options.out else "new.toml", options.world_size):
+    for problem in _problems(new, out.name if out else "new.toml", world_size):
         migration.say("to mend", problem)
-    if options.out:
+    if out:
         try:
-            with options.out.open("x", encoding="utf-8") as file:
+            with out.open("x", encoding="utf-8") as file:
                 file.write(new)
         except FileExistsError:
-            refuse(f"{options.out} exists, and is not overwritten")
+            raise UserError(f"--out: {out} exists; name a new file") from None
         except OSError as error:
-            raise UserError(f"cannot write {options.out}: {error}") from None
+            raise UserError(f"cannot write {out}: {error}") from None
     else:
         print(new, end="", flush=True)
-    print("\n".join(migration.report), file=sys.stdout if options.out else sys.stderr)
+    print("\n".join(migration.report), file=sys.stdout if out else sys.stderr)
     if migration.losses:
         raise TrainingChanges(f"the new config does not train as the old one did: {', '.join(migration.losses)}")
 

@@ -3,11 +3,11 @@
 import json
 import sys
 import time
-from argparse import ArgumentParser, Namespace
+from argparse import Namespace
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import tomlkit
 import torch
@@ -17,18 +17,17 @@ from titanlite.config.schema import Config
 from titanlite.plan.estimate import USABLE, Layout, Plan, model_of, plan
 from titanlite.plan.memory import Breakdown
 from titanlite.plan.search import Found, Options, search, with_options
-from titanlite.runtime.errors import ConfigError, UserError
+from titanlite.runtime.errors import ConfigError
 from titanlite.runtime.files import write_atomically
 from titanlite.runtime.hardware import Hardware, find_hardware, load_hardware
 
 GIB = 2**30
 
 
-def main(path: str, arguments: list[str]) -> None:
-    """`titanlite plan --config PATH ...`."""
-    options, overrides = _parse(arguments)
+def main(path: str, options: Namespace) -> None:
+    """Run `titanlite plan PATH` with the options of its parser."""
     began = time.perf_counter()
-    config, layout = _read(path, options, overrides)
+    config, layout = _read(path, options)
     if options.search:
         found = search(config, layout)
         if options.json:
@@ -46,42 +45,14 @@ def main(path: str, arguments: list[str]) -> None:
             print("\n".join(lines(planned, config)))
 
 
-def _parse(arguments: list[str]) -> tuple[Namespace, list[str]]:
-    def refuse(message: str) -> NoReturn:
-        raise UserError(f"titanlite plan: {message}")
-
-    parser = ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.error = refuse
-    parser.add_argument("--world-size", type=int, required=True, metavar="N")
-    parser.add_argument("--gpu", metavar="NAME")
-    parser.add_argument("--gpu-file", metavar="FILE")
-    parser.add_argument("--gpus-per-node", type=int, default=8, metavar="N")
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--search", action="store_true")
-    parser.add_argument("--global-batch-size", type=int, metavar="B")
-    parser.add_argument("--apply", metavar="OUT.toml")
-    options, overrides = parser.parse_known_args(arguments)
-    if options.world_size < 1 or options.gpus_per_node < 1:
-        refuse("--world-size and --gpus-per-node must be at least 1")
-    if bool(options.gpu) == bool(options.gpu_file):
-        refuse("name the device: --gpu NAME, or --gpu-file FILE.toml with its figures (--gpu cpu: this machine)")
-    if options.apply and not options.search:
-        refuse("--apply writes what --search finds")
-    if options.apply and Path(options.apply).exists():
-        refuse(f"--apply: {options.apply} exists; name a new file")
-    if options.global_batch_size is not None:
-        overrides.append(f"--training.global_batch_size={options.global_batch_size}")
-    return options, overrides
-
-
-def _read(path: str, options: Namespace, overrides: list[str]) -> tuple[Config, Layout]:
+def _read(path: str, options: Namespace) -> tuple[Config, Layout]:
     hardware = load_hardware(Path(options.gpu_file)) if options.gpu_file else find_hardware(options.gpu)
     world_size = options.world_size
     if hardware.measured:
         hardware = _share(hardware, min(world_size, options.gpus_per_node))
     layout = Layout(world_size, hardware, options.gpus_per_node)
     # What a search is to find need not go with the number of processes yet.
-    return load(path, overrides, world_size=None if options.search else world_size), layout
+    return load(path, options.overrides, world_size=None if options.search else world_size), layout
 
 
 def _share(machine: Hardware, processes: int) -> Hardware:

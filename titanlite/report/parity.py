@@ -9,10 +9,9 @@ import os
 import shutil
 import subprocess
 import sys
-from argparse import ArgumentParser, Namespace
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from titanlite.config.load import load
 from titanlite.runtime.errors import ConfigError, RunError, UserError
@@ -116,36 +115,42 @@ def _difference(values: list[float | None], others: list[float | None]) -> float
     return max(relative, default=float("inf"))
 
 
-def main(path: str, arguments: list[str]) -> None:
-    """`titanlite parity --config path ...`: run and compare all variants, and print the table.
+def main(path: str, overrides: list[str], *, steps: int, processes: int | None, tolerance: float, only: str) -> None:
+    """Run and compare all variants of a config, and print the table.
+
+    Args:
+        processes: of the sharded variants; None takes one for each GPU, else 4.
+        tolerance: largest relative difference of a loss, for variants that need not be exact.
+        only: part of the names of the variants to run; "" runs all.
 
     Raises:
         UserError: the config or an argument is wrong.
         RunError: a variant failed, or differs by too much.
     """
-    options, overrides = _parse(arguments)
     config = load(path, overrides)
-    import torch  # not before: it takes seconds, and telling of a wrong config should not
+    import torch  # not before: the import takes seconds, and mistakes of the config are reported at once
 
     gpus = torch.cuda.device_count()
-    processes = options.processes or gpus or 4
-    if rest := config.training.global_batch_size % processes:
-        raise UserError(f"{processes} processes leave {rest} sequences of training.global_batch_size: see --processes")
+    processes = processes or gpus or 4
+    if (batch := config.training.global_batch_size) % processes:
+        raise UserError(f"--processes: {batch} (training.global_batch_size) is not a multiple of {processes}")
     folder = Path(config.job.dump_folder, f"{config.job.name}-parity")
-    chosen = variants(config.training.global_batch_size, processes, on_gpu=gpus > 0)
-    if not any(options.only in variant.name for variant in chosen):
-        raise UserError(f"--only: no variant is called so; there are: {', '.join(variant.name for variant in chosen)}")
-    wanted = {ONE, *(name for v in chosen if options.only in v.name for name in (v.name, v.reference))}
+    chosen = variants(batch, processes, on_gpu=gpus > 0)
+    if not any(only in variant.name for variant in chosen):
+        raise UserError(
+            f"--only: no variant's name contains {only!r}; there are: {', '.join(variant.name for variant in chosen)}"
+        )
+    wanted = {ONE, *(name for v in chosen if only in v.name for name in (v.name, v.reference))}
     chosen = [variant for variant in chosen if variant.name in wanted]
     base = [
-        *_base_options(options.steps, warmup_steps=config.lr_scheduler.warmup_steps),
+        *_base_options(steps, warmup_steps=config.lr_scheduler.warmup_steps),
         f"data.cache_folder={config.data.cache_folder or Path(config.job.dump_folder, 'data_cache')}",
         f"job.dump_folder={folder}",
     ]
     commands = {variant.name: _command(path, base, overrides, variant) for variant in chosen}
 
     device = "GPU" if gpus else "CPU"
-    print(" ".join([f"{path}: {options.steps} steps, torch {torch.__version__}, {device}", *overrides]))
+    print(" ".join([f"{path}: {steps} steps, torch {torch.__version__}, {device}", *overrides]))
     print(_row("variant", "loss, first", "loss, last", "norm, last", "loss differs", "norm differs", "must be", ""))
     print(_row(*["---"] * 8))
     curves: dict[str, Curve] = {}
@@ -162,8 +167,8 @@ def main(path: str, arguments: list[str]) -> None:
             print(_row(variant.name, *ends, *[""] * 4), flush=True)
             continue
         reference = curves.get(variant.reference, Curve([], []))
-        found = compare(curve, reference, exact=variant.exact, tolerance=options.tolerance)
-        must = f"equal to {variant.reference}" if variant.exact else f"within {options.tolerance:g}"
+        found = compare(curve, reference, exact=variant.exact, tolerance=tolerance)
+        must = f"equal to {variant.reference}" if variant.exact else f"within {tolerance:g}"
         failed += [] if found.holds else [variant.name]
         differences = f"{found.loss:.1e}", f"{found.grad_norm:.1e}"
         print(_row(variant.name, *ends, *differences, must, "yes" if found.holds else "NO"), flush=True)
@@ -171,23 +176,6 @@ def main(path: str, arguments: list[str]) -> None:
     print(f"every step of every variant: {folder / 'parity.json'}")
     if failed:
         raise RunError(f"not equal: {', '.join(failed)}")
-
-
-def _parse(arguments: list[str]) -> tuple[Namespace, list[str]]:
-    parser = ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--processes", type=int, default=0)
-    parser.add_argument("--tolerance", type=float, default=1e-5)
-    parser.add_argument("--only", default="")
-
-    def refuse(message: str) -> NoReturn:
-        raise UserError(f"titanlite parity: {message}")
-
-    parser.error = refuse
-    options, overrides = parser.parse_known_args(arguments)
-    if options.steps < 1 or options.processes < 0:
-        refuse("--steps must be at least 1, --processes too")
-    return options, overrides
 
 
 def _base_options(steps: int, *, warmup_steps: int) -> list[str]:

@@ -14,9 +14,18 @@ def progress_console() -> Console:
     return Console(stderr=True, quiet=not sys.stderr.isatty())
 
 
+class ConsoleHandler(logging.StreamHandler):
+    """Writes lines to standard output. A run continues without them after the end of whoever read them (`| head`)."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        """Ignore a closed pipe, and report other errors as `logging` does."""
+        if not isinstance(sys.exc_info()[1], BrokenPipeError):
+            super().handleError(record)
+
+
 def start_logging(rank: int) -> None:
     """Rank 0's lines go to standard output; of the other ranks, warnings only."""
-    handler = logging.StreamHandler(sys.stdout)
+    handler = ConsoleHandler(sys.stdout)
     handler.setLevel(logging.INFO if rank == 0 else logging.WARNING)
     prefix = "" if rank == 0 else f"[rank {rank}] "
     handler.setFormatter(logging.Formatter(f"{prefix}%(message)s"))

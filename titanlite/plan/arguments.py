@@ -1,0 +1,56 @@
+"""Arguments of `titanlite plan`."""
+
+from argparse import Namespace
+from pathlib import Path
+
+from titanlite.runtime.arguments import Parser, positive_int
+
+
+def add_commands(titanlite: Parser) -> None:
+    """Add `plan`."""
+    parser = titanlite.add_command(
+        "plan",
+        "predict memory, communication and step time of a config, without a GPU",
+        lambda options: _run(parser, options),
+        details="With --search, also find the fastest layout that fits.",
+        example=(
+            "plan llama3_8b --world-size 64 --gpu H100\n"
+            "plan my.toml --world-size 64 --gpu H100 --search --apply best.toml"
+        ),
+    )
+    parser.add_config()
+    parser.add_argument("--world-size", metavar="N", type=positive_int, help="processes (GPUs); required")
+    parser.add_argument(
+        "--gpu",
+        metavar="NAME",
+        help="device, for example H100, or cpu for this machine; this or --gpu-file is required",
+    )
+    parser.add_argument("--gpu-file", metavar="FILE", help="TOML file that describes the device (docs/plan.md)")
+    parser.add_argument(
+        "--gpus-per-node", metavar="N", type=positive_int, default=8, help="devices in each node; default: 8"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--search", action="store_true", help="search for the fastest layout that fits")
+    parser.add_argument(
+        "--global-batch-size", metavar="B", type=positive_int, help="short for --training.global_batch_size=B"
+    )
+    parser.add_argument("--apply", metavar="OUT.toml", help="with --search: write the config with the layout found")
+
+
+def _run(parser: Parser, options: Namespace) -> None:
+    missing = [] if options.config else ["a config (my.toml, llama3_8b)"]
+    missing += [] if options.world_size else ["--world-size N"]
+    missing += [] if options.gpu or options.gpu_file else ["--gpu NAME or --gpu-file FILE.toml"]
+    if missing:
+        parser.error(f"missing: {', '.join(missing)}; see titanlite plan --help")
+    if options.gpu and options.gpu_file:
+        parser.error("name the device once: --gpu NAME or --gpu-file FILE.toml")
+    if options.apply and not options.search:
+        parser.error("--apply writes the result of --search: add --search")
+    if options.apply and Path(options.apply).exists():
+        parser.error(f"--apply: {options.apply} exists; name a new file")
+    if options.global_batch_size is not None:
+        options.overrides.append(f"--training.global_batch_size={options.global_batch_size}")
+    from titanlite.plan.command import main
+
+    main(options.config, options)
