@@ -1,4 +1,4 @@
-"""`titanlite parity`: what it compares, how it judges, and what it says."""
+"""`titanlite parity`: the variants, the comparison and the table."""
 
 import json
 import math
@@ -43,7 +43,7 @@ def test_it_covers_every_technique() -> None:
 
 
 @pytest.mark.parametrize(
-    ("losses", "exact", "holds", "difference"),
+    ("losses", "exact", "is_equal", "difference"),
     [
         ([2.0, 1.0], True, True, 0),
         ([2.0, 1.0 + 1e-15], True, False, 1e-15),
@@ -53,17 +53,17 @@ def test_it_covers_every_technique() -> None:
         ([2.0, None], False, False, math.inf),  # not finite
     ],
 )
-def test_verdicts(losses: list[float | None], exact: bool, holds: bool, difference: float) -> None:
+def test_equal_or_not(losses: list[float | None], exact: bool, is_equal: bool, difference: float) -> None:
     reference = Curve([2.0, 1.0], [1.0, 1.0])
     norms: list[float | None] = [1.0] * len(losses)
     found = compare(Curve(losses, norms), reference, exact=exact, tolerance=1e-5)
-    assert found.holds == holds
+    assert found.is_equal == is_equal
     assert found.loss == pytest.approx(difference, rel=0.2)
-    assert not compare(Curve([2.0, 1.0], [1.0, 1.1]), reference, exact=True, tolerance=1e-5).holds
+    assert not compare(Curve([2.0, 1.0], [1.0, 1.1]), reference, exact=True, tolerance=1e-5).is_equal
 
 
 @pytest.mark.nightly
-def test_the_command_trains_compares_and_exits_with_the_verdict(
+def test_the_command_trains_compares_and_exits_with_the_result(
     tiny: TinyRun, capfd: pytest.CaptureFixture[str]
 ) -> None:
     arguments = ["parity", "--config", str(tiny.toml), "--steps=4", "--processes", "2", "--only"]
@@ -84,7 +84,7 @@ def test_the_command_trains_compares_and_exits_with_the_verdict(
 
 
 def test_a_config_of_many_processes_can_be_compared(tiny: TinyRun, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its own layout is left aside; a variant that is not finite is no end of all others."""
+    """Its own layout is replaced, and after a variant that is not finite the others run."""
     ran = []
 
     def run(command: list[str], processes: int, folder: object) -> Curve:
@@ -102,7 +102,7 @@ def test_a_config_of_many_processes_can_be_compared(tiny: TinyRun, monkeypatch: 
     assert len(ran) == 19
 
 
-def test_mistakes_are_told_before_anything_is_trained(tiny: TinyRun, capfd: pytest.CaptureFixture[str]) -> None:
+def test_mistakes_are_reported_before_anything_is_trained(tiny: TinyRun, capfd: pytest.CaptureFixture[str]) -> None:
     cases = {
         "--training.stepss=3": "error: training.stepss: unknown key, did you mean training.steps? (command line)",
         "--steps=0": "error: titanlite parity: argument --steps: expected a number of at least 1, got '0'",

@@ -1,7 +1,7 @@
-"""`titanlite parity`: train the same config in many ways, and compare losses and gradient norms step by step.
+"""`titanlite parity`: train one config in many variants, and compare losses and gradient norms step by step.
 
-Every variant is a run of its own, started as a user starts one. What only trades memory or time must not change a bit;
-what takes sums in another order may differ by rounding.
+Every variant is a run of its own, started as a user starts one. A variant that only trades memory or time must give
+the same bits. A variant that sums in another order may differ by rounding.
 """
 
 import json
@@ -21,17 +21,24 @@ ONE = "1 process"
 
 @dataclass(frozen=True)
 class Variant:
+    """A way to train the config.
+
+    Attributes:
+        options: overrides, without the leading dashes.
+        reference: name of the variant to compare with.
+        exact: it must equal its reference bit by bit.
+    """
+
     name: str
     processes: int
     options: tuple[str, ...]
     reference: str = ONE
     exact: bool = False
-    """Whether it must be equal to the reference bit by bit."""
 
 
 @dataclass(frozen=True)
 class Curve:
-    """Of each step; None where it is not finite."""
+    """Losses and gradient norms by step; None where a value is not finite."""
 
     losses: list[float | None]
     grad_norms: list[float | None]
@@ -39,16 +46,15 @@ class Curve:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Of a variant with its reference."""
+    """Largest relative differences from the reference at any step, and whether they are allowed."""
 
     loss: float
-    """Largest relative difference of a step."""
     grad_norm: float
-    holds: bool
+    is_equal: bool
 
 
 def variants(global_batch_size: int, processes: int, *, on_gpu: bool) -> list[Variant]:
-    """All that make sense, references before what is compared with them."""
+    """Return all variants that the batch and the processes allow, each after its reference."""
     found = [
         Variant(ONE, 1, ()),
         Variant("the same again", 1, (), exact=True),
@@ -93,23 +99,24 @@ def _selective(option: str) -> tuple[str, ...]:
 
 
 def _accumulated(name: str, global_batch_size: int, processes: int, options: tuple[str, ...]) -> list[Variant]:
-    """None where a rank's share of the batch has no half."""
+    """Return a variant of two micro-batches, or no variant if a rank's share of the batch is odd."""
     share = global_batch_size // processes
     return [] if share % 2 else [Variant(name, processes, (*options, f"training.local_batch_size={share // 2}"))]
 
 
 def compare(curve: Curve, reference: Curve, *, exact: bool, tolerance: float) -> Comparison:
-    """Steps of one against steps of the other. Only losses have a tolerance: gradient norms are small differences of
-    large sums, and differ by more."""
+    """Compare two curves step by step.
+
+    Only losses have a tolerance: gradient norms are small differences of large sums, and differ by more.
+    """
     same_length = len(curve.losses) == len(reference.losses)
     loss = _difference(curve.losses, reference.losses) if same_length else float("inf")
     grad_norm = _difference(curve.grad_norms, reference.grad_norms) if same_length else float("inf")
-    holds = curve == reference if exact else loss < tolerance
-    return Comparison(loss, grad_norm, holds)
+    return Comparison(loss, grad_norm, is_equal=curve == reference if exact else loss < tolerance)
 
 
 def _difference(values: list[float | None], others: list[float | None]) -> float:
-    """Infinite where one of a pair is not finite."""
+    """Return the largest relative difference; infinity where one of a pair is not finite."""
     pairs = zip(values, others, strict=True)
     relative = [abs(a - b) / abs(b) if b and a is not None and b is not None else float("inf") for a, b in pairs]
     return max(relative, default=float("inf"))
@@ -134,23 +141,44 @@ def main(path: str, overrides: list[str], *, steps: int, processes: int | None, 
     processes = processes or gpus or 4
     if (batch := config.training.global_batch_size) % processes:
         raise UserError(f"--processes: {batch} (training.global_batch_size) is not a multiple of {processes}")
+    chosen = _select(variants(batch, processes, on_gpu=gpus > 0), only)
     folder = Path(config.job.dump_folder, f"{config.job.name}-parity")
-    chosen = variants(batch, processes, on_gpu=gpus > 0)
-    if not any(only in variant.name for variant in chosen):
-        raise UserError(
-            f"--only: no variant's name contains {only!r}; there are: {', '.join(variant.name for variant in chosen)}"
-        )
-    wanted = {ONE, *(name for v in chosen if only in v.name for name in (v.name, v.reference))}
-    chosen = [variant for variant in chosen if variant.name in wanted]
     base = [
         *_base_options(steps, warmup_steps=config.lr_scheduler.warmup_steps),
         f"data.cache_folder={config.data.cache_folder or Path(config.job.dump_folder, 'data_cache')}",
         f"job.dump_folder={folder}",
     ]
     commands = {variant.name: _command(path, base, overrides, variant) for variant in chosen}
-
     device = "GPU" if gpus else "CPU"
     print(" ".join([f"{path}: {steps} steps, torch {torch.__version__}, {device}", *overrides]))
+    curves, failed = _run_all(chosen, commands, folder, tolerance)
+    (folder / "parity.json").write_text(json.dumps({name: vars(curve) for name, curve in curves.items()}, indent=1))
+    print(f"every step of every variant: {folder / 'parity.json'}")
+    if failed:
+        raise RunError(f"not equal: {', '.join(failed)}")
+
+
+def _select(found: list[Variant], only: str) -> list[Variant]:
+    """Return the variants whose names contain a text, with their references.
+
+    Raises:
+        UserError: there are none.
+    """
+    if not any(only in variant.name for variant in found):
+        names = ", ".join(variant.name for variant in found)
+        raise UserError(f"--only: no variant's name contains {only!r}; there are: {names}")
+    wanted = {ONE, *(name for v in found if only in v.name for name in (v.name, v.reference))}
+    return [variant for variant in found if variant.name in wanted]
+
+
+def _run_all(
+    chosen: list[Variant], commands: dict[str, list[str]], folder: Path, tolerance: float
+) -> tuple[dict[str, Curve], list[str]]:
+    """Run variants one by one, with a row of the table for each.
+
+    Returns:
+        (curves by variant, names of variants that failed or differ).
+    """
     print(_row("variant", "loss, first", "loss, last", "norm, last", "loss differs", "norm differs", "must be", ""))
     print(_row(*["---"] * 8))
     curves: dict[str, Curve] = {}
@@ -162,24 +190,21 @@ def main(path: str, overrides: list[str], *, steps: int, processes: int | None, 
             print(_row(variant.name, *[""] * 6, f"FAILED: {curve}"), flush=True)
             continue
         curves[variant.name] = curve
-        ends = [_figure(value) for value in (curve.losses[0], curve.losses[-1], curve.grad_norms[-1])]
+        ends = [_as_text(value) for value in (curve.losses[0], curve.losses[-1], curve.grad_norms[-1])]
         if variant.name == ONE:
             print(_row(variant.name, *ends, *[""] * 4), flush=True)
             continue
         reference = curves.get(variant.reference, Curve([], []))
         found = compare(curve, reference, exact=variant.exact, tolerance=tolerance)
         must = f"equal to {variant.reference}" if variant.exact else f"within {tolerance:g}"
-        failed += [] if found.holds else [variant.name]
+        failed += [] if found.is_equal else [variant.name]
         differences = f"{found.loss:.1e}", f"{found.grad_norm:.1e}"
-        print(_row(variant.name, *ends, *differences, must, "yes" if found.holds else "NO"), flush=True)
-    (folder / "parity.json").write_text(json.dumps({name: vars(curve) for name, curve in curves.items()}, indent=1))
-    print(f"every step of every variant: {folder / 'parity.json'}")
-    if failed:
-        raise RunError(f"not equal: {', '.join(failed)}")
+        print(_row(variant.name, *ends, *differences, must, "yes" if found.is_equal else "NO"), flush=True)
+    return curves, failed
 
 
 def _base_options(steps: int, *, warmup_steps: int) -> list[str]:
-    """What all variants have in common, unless the user says otherwise: few steps in float32, every step logged."""
+    """Return options of all variants, before those of the user: few steps in float32, every step logged."""
     return [
         f"training.steps={steps}",
         "training.mixed_precision_param=float32",
@@ -193,10 +218,12 @@ def _base_options(steps: int, *, warmup_steps: int) -> list[str]:
 
 
 def _command(path: str, base: list[str], overrides: list[str], variant: Variant) -> list[str]:
-    """Raises:
-    UserError: the config does not go with the variant.
+    """Return the words of `titanlite` that train a variant.
+
+    Raises:
+        UserError: the config and the variant exclude each other.
     """
-    layout = [*_degrees(1), "parallelism.fsdp_reshard_after_forward=default"]  # whatever the config says
+    layout = [*_degrees(1), "parallelism.fsdp_reshard_after_forward=default"]  # instead of the layout of the config
     options = [f"--{option}" for option in base] + overrides
     options += [f"--{option}" for option in (*layout, *variant.options)]
     options += [f"--{option}" for option in base if option.startswith("job.")] + [f"--job.name={_slug(variant.name)}"]
@@ -212,7 +239,7 @@ def _row(*cells: str) -> str:
     return "| " + " | ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)) + " |"
 
 
-def _figure(value: float | None) -> str:
+def _as_text(value: float | None) -> str:
     return "not finite" if value is None else f"{value:.6f}"
 
 
@@ -221,7 +248,7 @@ def _slug(name: str) -> str:
 
 
 def _run(command: list[str], processes: int, run: Path) -> Curve | str:
-    """Train anew in the folder `run`. Returns losses and norms, or the first line of what went wrong."""
+    """Train from the start in the folder `run`. Return losses and norms, or the first line of an error."""
     shutil.rmtree(run, ignore_errors=True)
     run.parent.mkdir(parents=True, exist_ok=True)
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]

@@ -1,5 +1,6 @@
 """Parsers of command lines: one for each subcommand, built without heavy imports, with errors of one line."""
 
+import re
 from argparse import ArgumentParser, ArgumentTypeError, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
@@ -115,7 +116,7 @@ class Parser(ArgumentParser):
         if not word.startswith("-"):
             self.error(f"unexpected argument {word!r}")
         name = word.partition("=")[0]
-        near = nearest_name(name, self._option_string_actions, cutoff=0.75)
+        near = nearest_name(name, re.findall(r"--[\w-]+", self.format_usage()), cutoff=0.75)
         if near is None and self._takes_overrides:
             from titanlite.config.keys import nearest_key
 
