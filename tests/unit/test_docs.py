@@ -1,4 +1,4 @@
-"""The guides say what is so: their commands are run here as they stand."""
+"""Commands and examples of the guides, run as they stand."""
 
 import json
 import os
@@ -22,7 +22,7 @@ def commands(guide: str, heading: str) -> list[str]:
 
 
 def run(command: str, folder: Path) -> str:
-    """What a command of a guide prints, in a folder."""
+    """Run a command of a guide in a folder; return what it prints."""
     environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
     result = subprocess.run(
         ["bash", "-c", command], cwd=folder, env=environment, capture_output=True, text=True, timeout=200
