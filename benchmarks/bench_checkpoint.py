@@ -30,6 +30,7 @@ from titanlite.checkpoint.save_overhead import StepClock
 from titanlite.checkpoint.state import flat, state_of
 from titanlite.checkpoint.storage import open_storage
 from titanlite.config.load import load
+from titanlite.ingest.prepare import prepare_text
 from titanlite.preflight import preflight
 from titanlite.runtime.private_torch import local_tensor
 from titanlite.runtime.process_group import pick_device, process_group, read_ranks
@@ -74,7 +75,7 @@ def measure(arguments: argparse.Namespace) -> None:
     config = load(ROOT / "train_configs" / "debug.toml", options, world_size=ranks.world_size)
     device = pick_device(ranks)
     with process_group(ranks, device):
-        run = build(config, preflight(config, ranks, device), ranks=ranks, device=device)
+        run = build(config, preflight(config, ranks, device), ranks=ranks, device=device, prepare_text=prepare_text)
         contest = Contest(run, quiet=QUIET_STEPS[arguments.size], size=arguments.size, path=arguments.record)
         contest.memory() if arguments.memory else contest.hold(arguments.saves)
     os._exit(0)

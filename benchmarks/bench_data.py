@@ -210,7 +210,8 @@ def bench_loader(folder: Path, runs: int, path: Path | None) -> None:
     from titanlite.data.loader import MicroBatches, build_loader
     from titanlite.data.packing import BestFit, Stream
     from titanlite.data.samples import Samples, Source
-    from titanlite.data.tokens import TokenStore, TokenWriter
+    from titanlite.data.tokens import TokenStore
+    from titanlite.ingest.token_writer import TokenWriter
 
     torch.set_num_threads(1)
     random = np.random.default_rng(0)

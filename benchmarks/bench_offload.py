@@ -99,6 +99,7 @@ class Made:
 def measure(words: list[str]) -> Made:
     """One run. The first step does not count for time: it also takes memory."""
     import titanlite.train as training
+    from titanlite.ingest.prepare import prepare_text
     from titanlite.preflight import preflight
     from titanlite.runtime.process_group import pick_device, process_group, read_ranks
 
@@ -114,7 +115,9 @@ def measure(words: list[str]) -> Made:
     training.train_step = train_step
     config = load(ROOT / "train_configs" / "debug.toml", words)
     with process_group(ranks, device):
-        run = training.build(config, preflight(config, ranks, device), ranks=ranks, device=device)
+        run = training.build(
+            config, preflight(config, ranks, device), ranks=ranks, device=device, prepare_text=prepare_text
+        )
         with Peaks() as peaks:
             training.train(run)
             moments.append((time.perf_counter(), disk_bytes()))

@@ -21,6 +21,7 @@ from torch import Tensor
 from titanlite.config.load import load
 from titanlite.config.schema import Optimizer
 from titanlite.cpu.settings import keep_freed_memory
+from titanlite.ingest.prepare import prepare_text
 from titanlite.models.registry import resolve_model
 from titanlite.optim import build_optimizer, rounding
 from titanlite.preflight import preflight
@@ -74,7 +75,7 @@ def main() -> None:
             places = f"job.dump_folder={folder}", f"job.name=run-{number}"
             overrides = [f"--{option}" for option in (*OPTIONS, *steps, *places, *options)]
             config = load(ROOT / "train_configs" / "debug.toml", overrides)
-            run = build(config, preflight(config, ranks, device), ranks=ranks, device=device)
+            run = build(config, preflight(config, ranks, device), ranks=ranks, device=device, prepare_text=prepare_text)
             finish(run, train(run))
             losses[name] = json.loads((run.folder.validation).read_text())["loss"]
             print(f"{name:<34} {losses[name]:.4f}", flush=True)

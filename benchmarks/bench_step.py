@@ -31,7 +31,8 @@ from record import add_record_option, ratios, record
 from titanlite.checkpoint.manager import Progress
 from titanlite.config.load import load
 from titanlite.config.schema import Config
-from titanlite.ingest.prepare import open_tokens
+from titanlite.data.sources import open_tokens
+from titanlite.ingest.prepare import prepare_text
 from titanlite.preflight import preflight
 from titanlite.runtime.console import start_logging
 from titanlite.runtime.process_group import pick_device, process_group, read_ranks
@@ -145,7 +146,9 @@ def settings_of_plain(config: Config, dtype: str) -> dict[str, Any]:
 
     tokenizer = load_tokenizer(config.data.tokenizer)
     cache = Path(config.job.dump_folder, "data_cache")
-    store = open_tokens(config.data.path, data=config.data, tokenizer=tokenizer, cache_folder=cache)
+    store = open_tokens(
+        config.data.path, data=config.data, tokenizer=tokenizer, cache_folder=cache, prepare_text=prepare_text
+    )
     tokens = str(store.folder / "00000.tokens")
     return {"model": MODEL, "seq_len": SEQ_LEN, "batch": BATCH, "tokens": tokens, "dtype": dtype}
 
@@ -167,7 +170,7 @@ def titanlite_turns(config: Config, steps: int) -> Turn:
     resolved = preflight(config, ranks, device)
     process_group(ranks, device).__enter__()
     start_logging(1)  # no lines on standard output
-    made = build(config, resolved, ranks=ranks, device=device)
+    made = build(config, resolved, ranks=ranks, device=device, prepare_text=prepare_text)
     progress = Progress()
 
     def turn() -> None:

@@ -25,6 +25,7 @@ import torch
 from record import add_record_option, record
 
 from titanlite.config.load import load
+from titanlite.ingest.prepare import prepare_text
 from titanlite.parallelize.float8 import weight_scaler
 from titanlite.preflight import preflight
 from titanlite.runtime.console import start_logging
@@ -188,7 +189,7 @@ def measure(options: list[str], steps: int) -> dict[str, Any]:
         start_logging(1)
         resolved = preflight(config, ranks, device)
         with process_group(ranks, device):
-            made = build(config, resolved, ranks=ranks, device=device)
+            made = build(config, resolved, ranks=ranks, device=device, prepare_text=prepare_text)
             scale_weights = weight_scaler(made.model, config.quantize.linear.float8)
             scale_weights()
             seconds = []

@@ -42,6 +42,7 @@ from titanlite import train as train_module
 from titanlite.checkpoint.manager import Progress
 from titanlite.config.load import load
 from titanlite.config.schema import Config
+from titanlite.ingest.prepare import prepare_text
 from titanlite.optim import build_optimizer
 from titanlite.parallelize.materialize import allocate
 from titanlite.parallelize.mesh import data_parallel_group
@@ -180,7 +181,7 @@ def build_run(options: list[str], ranks: Ranks) -> Run:
     if not dist.is_initialized():
         process_group(ranks, device).__enter__()
     start_logging(1)  # no lines on standard output
-    return build(config, preflight(config, ranks, device), ranks=ranks, device=device)
+    return build(config, preflight(config, ranks, device), ranks=ranks, device=device, prepare_text=prepare_text)
 
 
 def one_step(made: Run) -> None:

@@ -195,12 +195,13 @@ def _train(options: Namespace) -> None:
     config, resolved, ranks, device = _within_budget(_checked(options, log=True))
     import torch
 
+    from titanlite.ingest.prepare import prepare_text
     from titanlite.runtime.process_group import process_group
     from titanlite.train import build, finish, train
 
     try:
         with process_group(ranks, device, deterministic=config.debug.deterministic):
-            run = build(config, resolved, ranks=ranks, device=device)
+            run = build(config, resolved, ranks=ranks, device=device, prepare_text=prepare_text)
             stopped = train(run)
             finish(run, stopped)
     except torch.OutOfMemoryError as error:
@@ -241,6 +242,7 @@ def _checked(options: Namespace, *, log: bool = False) -> "Checked":
         draft.settle()  # no file could be read: no need to wait for torch
     if "RANK" not in os.environ:
         _print_errors(draft.tell())  # at once: importing torch for the other checks takes seconds
+    from titanlite.ingest.inputs import find_files
     from titanlite.parallelize.compile import use_cache
     from titanlite.preflight import examine
     from titanlite.runtime.console import start_logging
@@ -255,7 +257,7 @@ def _checked(options: Namespace, *, log: bool = False) -> "Checked":
     except UserError as error:
         draft.add([Problem("", str(error))])
         raise ConfigError(draft.tell()) from None
-    resolved, problems = examine(draft.config, ranks, device, draft.bad_keys)
+    resolved, problems = examine(draft.config, ranks, device, draft.bad_keys, find_text=find_files)
     draft.add(problems)
     config = draft.settle()
     assert resolved is not None

@@ -15,8 +15,8 @@ import torch
 
 from titanlite.config.checks import are_right
 from titanlite.config.schema import Config, Data, Optimizer, Validation
+from titanlite.data.sources import FindText, check_path
 from titanlite.data.tokenizer import Tokenizer, load_tokenizer
-from titanlite.ingest.prepare import find_inputs
 from titanlite.models.base import Model, ModelArgs
 from titanlite.models.registry import ModelSpec, resolve_model
 from titanlite.optim import check_optimizer
@@ -45,13 +45,15 @@ class ResolvedConfig:
     """What each block computes again in backward. None: as the config says. See `titanlite.plan.budget`."""
 
 
-def preflight(config: Config, ranks: Ranks, device: torch.device) -> ResolvedConfig:
+def preflight(
+    config: Config, ranks: Ranks, device: torch.device, *, find_text: FindText | None = None
+) -> ResolvedConfig:
     """Resolve the model, the tokenizer and the data by name, and check that they fit together and fit in memory.
 
     Raises:
         ConfigError: with everything that does not.
     """
-    resolved, problems = examine(config, ranks, device)
+    resolved, problems = examine(config, ranks, device, find_text=find_text)
     if problems:
         raise ConfigError(problems)
     assert resolved is not None
@@ -59,13 +61,19 @@ def preflight(config: Config, ranks: Ranks, device: torch.device) -> ResolvedCon
 
 
 def examine(
-    config: Config, ranks: Ranks, device: torch.device, bad_keys: Collection[str] = ()
+    config: Config,
+    ranks: Ranks,
+    device: torch.device,
+    bad_keys: Collection[str] = (),
+    *,
+    find_text: FindText | None = None,
 ) -> tuple[ResolvedConfig | None, list[Problem]]:
     """As `preflight`, of a config that may have mistakes: all further problems, and what could be found all the same.
 
     Args:
         config: with defaults in place of the options in bad_keys.
         bad_keys: options that were reported already; a check that would read one is left out.
+        find_text: checks sources that are text, which are not checked without it.
     """
     report = _Report(bad_keys)
     training, float8 = config.training, config.quantize.linear.float8
@@ -77,7 +85,7 @@ def examine(
     )
     tokenizer = report.attempt("data.tokenizer", ["data.tokenizer"], lambda: load_tokenizer(config.data.tokenizer))
     for key, path in [*_paths(config.data, "data"), *_paths(config.validation, "validation")]:
-        report.attempt(key, [key], partial(find_inputs, path))
+        report.attempt(key, [key], partial(check_path, path, find_text))
     report.attempt("quantize.linear.float8.enable", ["quantize"], lambda: check_float8(float8))
     for key, names in (("training.loss", [training.loss]), ("metrics.loggers", config.metrics.loggers)):
         for name in filter(None, names):

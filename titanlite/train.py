@@ -19,7 +19,7 @@ from titanlite.config.load import config_hash
 from titanlite.config.schema import Config
 from titanlite.data.loader import MicroBatches, build_loader
 from titanlite.data.samples import Samples
-from titanlite.data.sources import open_data
+from titanlite.data.sources import PrepareText, open_data
 from titanlite.guard import StepGuard, StoppedByGuard
 from titanlite.loss import LossFunction, build_loss
 from titanlite.metrics.recorder import MetricsRecorder
@@ -69,8 +69,19 @@ class Run:
     progress: Progress
 
 
-def build(config: Config, resolved: ResolvedConfig, *, ranks: Ranks, device: torch.device) -> Run:
-    """Every part of a run, in the order in which data flows; goes on from the run's newest checkpoint."""
+def build(
+    config: Config,
+    resolved: ResolvedConfig,
+    *,
+    ranks: Ranks,
+    device: torch.device,
+    prepare_text: PrepareText | None = None,
+) -> Run:
+    """Every part of a run, in the order in which data flows; goes on from the run's newest checkpoint.
+
+    Args:
+        prepare_text: makes tokens of data that is text. Without it, text is refused.
+    """
     training = config.training
     mesh = build_mesh(config.parallelism, world_size=ranks.world_size, device_type=device.type)
     group, (data_rank, data_ranks) = data_parallel_group(mesh), data_parallel_rank(mesh)
@@ -83,6 +94,7 @@ def build(config: Config, resolved: ResolvedConfig, *, ranks: Ranks, device: tor
         tokenizer=resolved.tokenizer,
         cache_folder=folder.data_cache,
         group=group,
+        prepare_text=prepare_text,
     )
     check_same_everywhere(str(samples.meaning), "the training data", group=group)
     model, optimizer, disk = _build_states(config, resolved, mesh=mesh, device=device, folder=folder)

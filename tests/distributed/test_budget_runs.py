@@ -12,6 +12,7 @@ from benchmarks.measured_memory import AllocationRecord
 from tests.distributed.test_layouts import one_step, trained
 from tests.helpers import TinyRun, run_ranks
 from titanlite.config.schema import Config
+from titanlite.ingest.prepare import prepare_text
 from titanlite.models.registry import resolve_model
 from titanlite.parallelize import RecomputePolicy
 from titanlite.plan.budget import GIB, Chosen, choose_levels
@@ -52,7 +53,7 @@ def measured(rank: int, world_size: int, config: Config, every: list[Levels]) ->
     for number, levels in enumerate(every):
         named = config.model_copy(update={"job": config.job.model_copy(update={"name": f"measured-{number}"})})
         resolved = replace(preflight(named, ranks, device), levels=levels)
-        run = build(named, resolved, ranks=ranks, device=device)
+        run = build(named, resolved, ranks=ranks, device=device, prepare_text=prepare_text)
         one_step(run)
         with AllocationRecord() as record, record.span("step"):
             one_step(run)

@@ -15,6 +15,7 @@ from tests.distributed.test_layouts import degrees, whole
 from tests.helpers import TinyRun, run_in_turn, run_ranks
 from titanlite.checkpoint.manifest import Manifest
 from titanlite.config.schema import Config
+from titanlite.ingest.prepare import prepare_text
 from titanlite.loss import TokenLoss
 from titanlite.preflight import preflight
 from titanlite.runtime.process_group import Ranks
@@ -41,7 +42,7 @@ def poisoned(rank: int, world_size: int, config: Config) -> dict[str, Any]:
     """Train; the loss of one micro-batch of one rank is NaN, in step 3 (or each from there on, if the run's name says
     so)."""
     ranks, device = Ranks(rank, world_size, rank, world_size), torch.device("cpu")
-    run = build(config, preflight(config, ranks, device), ranks=ranks, device=device)
+    run = build(config, preflight(config, ranks, device), ranks=ranks, device=device, prepare_text=prepare_text)
     before: list[Snapshot] = []
     calls = [0]
     micro_batches = run.accumulation

@@ -16,6 +16,7 @@ from tests.helpers import TinyRun, run_in_turn, train_on_this_rank
 from titanlite import loss as loss_module
 from titanlite.batch import IGNORE
 from titanlite.config.schema import Config
+from titanlite.ingest.prepare import prepare_text
 from titanlite.metrics.run_summary import types_of
 from titanlite.preflight import preflight
 from titanlite.runtime.process_group import Ranks
@@ -39,7 +40,7 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 
 def built(rank: int, world_size: int, config: Config) -> Run:
     ranks, device = Ranks(rank, world_size, rank, world_size), torch.device("cpu")
-    return build(config, preflight(config, ranks, device), ranks=ranks, device=device)
+    return build(config, preflight(config, ranks, device), ranks=ranks, device=device, prepare_text=prepare_text)
 
 
 def one_step(run: Run) -> StepResult:

@@ -230,6 +230,7 @@ def steps_without_waiting(rank: int, world_size: int, config: Any) -> list[int]:
 
     import torch
 
+    from titanlite.ingest.prepare import prepare_text
     from titanlite.preflight import preflight
     from titanlite.runtime.private_torch import local_tensor
     from titanlite.runtime.process_group import Ranks
@@ -237,7 +238,7 @@ def steps_without_waiting(rank: int, world_size: int, config: Any) -> list[int]:
     from titanlite.train import build
 
     ranks, device = Ranks(0, 1, 0, 1), torch.device("cuda", 0)
-    run = build(config, preflight(config, ranks, device), ranks=ranks, device=device)
+    run = build(config, preflight(config, ranks, device), ranks=ranks, device=device, prepare_text=prepare_text)
     skip_reasons = []
     for number in range(4):
         batches = list(islice(run.batches, run.accumulation))

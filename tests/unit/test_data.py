@@ -17,7 +17,8 @@ from titanlite.data.packing import Stream
 from titanlite.data.samples import Samples, Source
 from titanlite.data.sources import open_sources
 from titanlite.data.tokenizer import ByteTokenizer
-from titanlite.data.tokens import TokenStore, TokenWriter, unigram_entropy
+from titanlite.data.tokens import TokenStore
+from titanlite.ingest.token_writer import TokenWriter, unigram_entropy
 from titanlite.runtime.errors import UserError
 
 CPU = torch.device("cpu")

@@ -180,6 +180,7 @@ import torch
 torch.set_num_threads(1)
 from titanlite.config.load import load
 from titanlite.runtime.job import pick_device, process_group, read_ranks
+from titanlite.ingest.prepare import prepare_text
 from titanlite.preflight import preflight
 from titanlite.train import build, finish, train
 toml, room, *options = sys.argv[1:]
@@ -190,7 +191,7 @@ with process_group(ranks, device):
     taken = int(re.search(r"VmData:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) * 1024
     if int(room):
         resource.setrlimit(resource.RLIMIT_DATA, (taken + int(room), taken + int(room)))
-    run = build(config, preflight(config, ranks, device), ranks=ranks, device=device)
+    run = build(config, preflight(config, ranks, device), ranks=ranks, device=device, prepare_text=prepare_text)
     train(run)
     finish(run)
 """
@@ -313,12 +314,13 @@ def test_a_disk_that_fails_while_training(tiny: TinyRun, monkeypatch: pytest.Mon
 
 
 def build_run(tiny: TinyRun, monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    from titanlite.ingest.prepare import prepare_text
     from titanlite.preflight import preflight
     from titanlite.runtime.process_group import Ranks
     from titanlite.train import train
 
     config, ranks, device = tiny.config(*MOMENTS), Ranks(0, 1, 0, 1), torch.device("cpu")
-    run = build(config, preflight(config, ranks, device), ranks=ranks, device=device)
+    run = build(config, preflight(config, ranks, device), ranks=ranks, device=device, prepare_text=prepare_text)
     return lambda: (train(run), None)[1]
 
 

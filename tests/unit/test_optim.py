@@ -17,6 +17,7 @@ from tests.distributed.test_layouts import on_every_layout, trained, whole
 from tests.helpers import TinyRun, run_ranks, train_on_this_rank
 from titanlite.checkpoint.state import complete_optimizer_state
 from titanlite.config.schema import Optimizer
+from titanlite.ingest.prepare import prepare_text
 from titanlite.models.llama3 import Llama3
 from titanlite.optim import build_optimizer, check_optimizer, update
 from titanlite.optim.combined import optimizers_in
@@ -269,7 +270,7 @@ def test_rates_of_groups_follow_the_schedule_in_proportion(tiny: TinyRun, capfd:
     groups = '[{match = ["layers.*"], lr = 0.004}, {match = ["tok*"], lr = 0.0, name = "SGD"}, {match = ["head*"]}]'
     config = tiny.config(f"--optimizer.groups={groups}", "--lr_scheduler.decay_ratio=0.5", "--checkpoint.enable=false")
     ranks, device = Ranks(0, 1, 0, 1), torch.device("cpu")
-    run = build(config, preflight(config, ranks, device), ranks=ranks, device=device)
+    run = build(config, preflight(config, ranks, device), ranks=ranks, device=device, prepare_text=prepare_text)
     rates: list[list[float]] = []
     run.optimizer.register_step_pre_hook(lambda *_: rates.append([it["lr"] for it in run.optimizer.param_groups]))
     embedding = run.model.get_parameter("tok_embeddings.weight")

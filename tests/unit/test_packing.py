@@ -19,7 +19,8 @@ from hypothesis import strategies as st
 from titanlite.batch import IGNORE
 from titanlite.data import packing
 from titanlite.data.packing import PADDING, BestFit, Row, Stream, best_fit_decreasing
-from titanlite.data.tokens import TokenStore, TokenWriter
+from titanlite.data.tokens import TokenStore
+from titanlite.ingest.token_writer import TokenWriter
 from titanlite.runtime.errors import RunError
 
 LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=12)

@@ -28,13 +28,14 @@ from rich.console import Console
 
 from titanlite import cli
 from titanlite.config.schema import Data
-from titanlite.data.tokenizer import PIECE_BYTES, ByteTokenizer
-from titanlite.data.tokens import TokenStore
+from titanlite.data.sources import check_path, open_tokens
+from titanlite.data.tokenizer import PIECE_BYTES, ByteTokenizer, Tokenizer, load_tokenizer
+from titanlite.data.tokens import INDEX, TokenStore
 from titanlite.ingest import prepare as prepare_module
 from titanlite.ingest import reading as reading_module
 from titanlite.ingest.encoding import Encoder, Options, encode_chunks
 from titanlite.ingest.inputs import find_files
-from titanlite.ingest.prepare import find_inputs, open_tokens, prepare
+from titanlite.ingest.prepare import prepare, prepare_text
 from titanlite.runtime.errors import RunError, UserError
 
 BOS, EOS = 256, 257
@@ -130,7 +131,13 @@ def test_raw_text_in_a_config_gives_the_same_tokens(tmp_path: Path) -> None:
         path = INPUTS[name](tmp_path)
         for bos, eos in ((True, True), (False, True)):
             data = Data(path=str(path), add_bos=bos, add_eos=eos)
-            cached = open_tokens(data.path, data=data, tokenizer=ByteTokenizer(), cache_folder=tmp_path / "cache")
+            cached = open_tokens(
+                data.path or [],
+                data=data,
+                tokenizer=ByteTokenizer(),
+                cache_folder=tmp_path / "cache",
+                prepare_text=prepare_text,
+            )
             made = make(path, tmp_path / f"{name}-{bos}", bos=bos, eos=eos)
             again = open_tokens(str(made.folder), data=data, tokenizer=ByteTokenizer(), cache_folder=tmp_path / "no")
             assert tokens_of(cached) == tokens_of(again) == [token for token in TOKENS if bos or token != BOS]
@@ -246,7 +253,7 @@ def test_the_standard_library(tmp_path: Path) -> None:
     assert sorted(train + validation) == sorted(every)
     assert validation == every[15::16]
     with pytest.raises(UserError, match="stdlib://tests is none of stdlib://, stdlib://train and stdlib://validation"):
-        find_inputs("stdlib://tests")
+        check_path("stdlib://tests", find_files)
 
 
 @pytest.mark.parametrize(
@@ -265,7 +272,7 @@ def test_the_standard_library(tmp_path: Path) -> None:
 def test_what_cannot_be_read_is_refused_with_a_way_out(name: str, content: bytes, message: str, tmp_path: Path) -> None:
     path = write(tmp_path / "in" / name, content)
     with pytest.raises(UserError, match=message):
-        find_inputs(str(tmp_path / "in" if name.startswith(".") else path))
+        check_path(str(tmp_path / "in" if name.startswith(".") else path), find_files)
 
 
 def test_paths_that_name_nothing_or_twice(tmp_path: Path) -> None:
@@ -278,12 +285,12 @@ def test_paths_that_name_nothing_or_twice(tmp_path: Path) -> None:
         (["s3://bucket/a.txt", "b"], "s3://bucket/a.txt can be read only if it is a folder of prepared tokens, alone"),
     ):
         with pytest.raises(UserError, match=message):
-            find_inputs(paths)
-    find_inputs("s3://bucket/tokens")
+            check_path(paths, find_files)
+    check_path("s3://bucket/tokens", find_files)
     tokens = make(tmp_path / "a.txt", tmp_path / "tokens").folder
-    find_inputs(str(tokens))
+    check_path(str(tokens), find_files)
     with pytest.raises(UserError, match="tokens holds prepared tokens, which cannot stand together with text"):
-        find_inputs([str(tokens), str(tmp_path / "a.txt")])
+        check_path([str(tokens), str(tmp_path / "a.txt")], find_files)
     with pytest.raises(UserError, match="tokens holds prepared tokens, not text"):
         make(tokens, tmp_path / "again")
     assert tokens_of(make(tmp_path, tmp_path / "beside")) == [BOS, 97, EOS], "tokens below are not text"
@@ -293,9 +300,9 @@ def test_missing_packages_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     for name, package in (("a.jsonl.zst", "zstandard"), ("a.parquet", "pyarrow")):
         with pytest.raises(UserError, match=rf"package {package}: pip install 'titanlite\[data\]'"):
-            find_inputs(str(write(tmp_path / name, b"")))
+            check_path(str(write(tmp_path / name, b"")), find_files)
     with pytest.raises(UserError, match="package datasets: pip install datasets"):
-        find_inputs("hf://me/mine")
+        check_path("hf://me/mine", find_files)
 
 
 # Bad input
@@ -490,7 +497,7 @@ def test_tokens_that_a_tokenizer_does_not_have(tmp_path: Path, monkeypatch: pyte
     ):
         make(tmp_path / "a.txt", tmp_path / "out")
     assert tokens_of(make(tmp_path / "a.txt", tmp_path / "out", bos=False)) == [97, EOS]
-    with pytest.raises(UserError, match=r"data\.add_bos: .*out was made with bos = false, the config says true"):
+    with pytest.raises(UserError, match=r"data\.add_bos: .*out was made with bos = false, the config has true"):
         open_tokens(str(tmp_path / "out"), data=Data(), tokenizer=ByteTokenizer(), cache_folder=tmp_path)
 
 
@@ -529,6 +536,13 @@ def test_workers_change_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         make(paths, tmp_path / "stopped", workers=2, **SMALL | {"on_error": "stop"})
 
 
+def test_workers_are_as_many_as_cores_where_affinity_is_unknown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(os, "sched_getaffinity", raising=False)  # as on macOS
+    assert tokens_of(make(write(tmp_path / "a.txt", "a"), tmp_path / "out", workers=None)) == [BOS, 97, EOS]
+
+
 def test_little_input_starts_no_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr("titanlite.ingest.encoding.ProcessPoolExecutor")
     assert tokens_of(make(write(tmp_path / "a.txt", "a"), tmp_path / "out", workers=8)) == [BOS, 97, EOS]
@@ -537,7 +551,7 @@ def test_little_input_starts_no_process(tmp_path: Path, monkeypatch: pytest.Monk
 SLOW = """
 import json, signal, sys, time
 from pathlib import Path
-from titanlite.data import tokens
+from titanlite.ingest import token_writer as tokens
 from titanlite.ingest import prepare
 from titanlite.ingest.encoding import Options
 from titanlite.data.tokenizer import load_tokenizer
@@ -719,7 +733,15 @@ def test_text_is_prepared_once_and_again_when_it_changes(tmp_path: Path, monkeyp
 
     def open_it() -> None:
         data = Data(path=[str(folder / "*.txt")])
-        stores.append(open_tokens(data.path, data=data, tokenizer=ByteTokenizer(), cache_folder=tmp_path / "cache"))
+        stores.append(
+            open_tokens(
+                data.path or [],
+                data=data,
+                tokenizer=ByteTokenizer(),
+                cache_folder=tmp_path / "cache",
+                prepare_text=prepare_text,
+            )
+        )
 
     threads = [threading.Thread(target=open_it) for _ in range(4)]  # the ranks of a node
     for thread in threads:
@@ -742,14 +764,53 @@ def test_text_is_prepared_once_and_again_when_it_changes(tmp_path: Path, monkeyp
     assert stores[-1].index["unigram_entropy"] == pytest.approx(-(frequencies * np.log(frequencies)).sum())
 
 
-def test_prepared_folders_are_those_of_the_tokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = str(make(write(tmp_path / "a.txt", "a"), tmp_path / "out").folder)
-    monkeypatch.setattr(ByteTokenizer, "fingerprint", "another")
-    with pytest.raises(UserError, match="out was made with bytes, the config names another"):
-        open_tokens(folder, data=Data(), tokenizer=ByteTokenizer(), cache_folder=tmp_path)
+def test_text_is_not_prepared_without_a_function_that_does(tmp_path: Path) -> None:
+    path = str(write(tmp_path / "a.txt", "a"))
+    with pytest.raises(UserError) as error:
+        open_tokens(path, data=Data(), tokenizer=ByteTokenizer(), cache_folder=tmp_path)
+    assert str(error.value) == (
+        f"data.path: {path} is text: make tokens of it with `titanlite data prepare {path} --out DIR --tokenizer "
+        "bytes`, and set data.path to DIR"
+    )
+    check_path("no/such")  # nobody looks at text either
+    with pytest.raises(UserError, match="no file or folder no/such"):
+        check_path("no/such", find_files)
+
+
+def test_tokens_of_another_tokenizer_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = make(write(tmp_path / "a.txt", "a"), tmp_path / "out").folder
+    made_with = json.loads((folder / INDEX).read_text())["tokenizer"]
+    assert made_with == {"fingerprint": "bytes", "vocab_size": 258, "name": "bytes"}
+    other = load_tokenizer("python-2k")
+
+    def refusal(tokenizer: Tokenizer) -> str:
+        with pytest.raises(UserError) as error:
+            open_tokens(str(folder), data=Data(), tokenizer=tokenizer, cache_folder=tmp_path)
+        return str(error.value)
+
+    assert refusal(other) == (
+        f"data.tokenizer: {folder} was made with bytes (258 tokens), and the config names python-2k (2,048 tokens): "
+        'set data.tokenizer = "bytes", or prepare the text again'
+    )
+    with monkeypatch.context() as patch:
+        patch.setattr(ByteTokenizer, "fingerprint", "another")
+        assert refusal(ByteTokenizer()) == (
+            f"data.tokenizer: {folder} was made with bytes, and that tokenizer has changed since: restore it, or "
+            "prepare the text again"
+        )
+    index = json.loads((folder / INDEX).read_text())
+    del index["tokenizer"]["name"]  # as older versions wrote it
+    (folder / INDEX).write_text(json.dumps(index))
+    assert refusal(other) == (
+        f"data.tokenizer: {folder} was made with a tokenizer with 258 tokens, and the config names python-2k (2,048 "
+        "tokens): set data.tokenizer to that tokenizer, or prepare the text again"
+    )
+
+
+def test_a_url_is_copied_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = make(write(tmp_path / "a.txt", "a"), tmp_path / "out").folder
     localized: list[Any] = []
-    monkeypatch.setattr(ByteTokenizer, "fingerprint", "bytes")
-    monkeypatch.setattr("titanlite.data.remote.localize", lambda *a: (localized.append(a), Path(folder))[1])
+    monkeypatch.setattr("titanlite.data.remote.localize", lambda *a: (localized.append(a), folder)[1])
     store = open_tokens("s3://b/out", data=Data(), tokenizer=ByteTokenizer(), cache_folder=tmp_path)
     assert (localized, tokens_of(store)) == ([("s3://b/out", tmp_path)], [BOS, 97, EOS])
 

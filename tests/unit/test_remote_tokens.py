@@ -19,7 +19,8 @@ from tests.object_stores import Flaky
 from titanlite.checkpoint.storage import ObjectStorage
 from titanlite.data import remote
 from titanlite.data.remote import localize
-from titanlite.data.tokens import INDEX, TokenStore, TokenWriter
+from titanlite.data.tokens import INDEX, TokenStore
+from titanlite.ingest.token_writer import TokenWriter
 from titanlite.runtime.errors import RunError, UserError
 
 URL = "flaky://bucket/corpora/my.tokens"

@@ -5,7 +5,6 @@ other tokens at the same URL become another copy. Files are checked while they a
 place and renamed when it is whole; killed halfway, the next attempt goes on with the files that are already there.
 """
 
-import fcntl
 import hashlib
 import json
 import logging
@@ -13,9 +12,8 @@ import os
 import platform
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -28,6 +26,7 @@ from titanlite.checkpoint.storage import ObjectStorage
 from titanlite.data.tokens import FORMAT, INDEX
 from titanlite.runtime.console import progress_console
 from titanlite.runtime.errors import RunError, UserError
+from titanlite.runtime.files import lock_file
 from titanlite.runtime.retry import PERMANENT, AccessDenied, RetriesExhausted, retry
 
 logger = logging.getLogger(__name__)
@@ -59,20 +58,12 @@ def localize(url: str, cache_folder: Path) -> Path:
     folder = cache_folder / f"{name}-{hashlib.sha256(index).hexdigest()[:16]}"
     try:
         cache_folder.mkdir(parents=True, exist_ok=True)
-        with locked(cache_folder / f"{folder.name}.lock"):
+        with lock_file(cache_folder / f"{folder.name}.lock"):
             if not (folder / INDEX).is_file():
                 _copy(place, index, files, folder)
     except OSError as error:  # what reading raises is no OSError by now
         raise RunError(f"{folder} cannot be written: {error}") from error
     return folder
-
-
-@contextmanager
-def locked(path: Path) -> Iterator[None]:
-    """Hold a file lock; it goes with the process, whatever ends it."""
-    with open(path, "w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 # Reading

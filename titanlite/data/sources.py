@@ -1,18 +1,31 @@
 """What `[data]` and `[validation]` name, opened: prepared if need be, and cut or packed into sequences."""
 
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Protocol
 
 import torch.distributed as dist
 
 from titanlite.config.schema import Data, DataSource, Validation
 from titanlite.data.custom import PREFIX, CustomRows
 from titanlite.data.packing import BestFit, Stream
+from titanlite.data.prepared import open_prepared, prepared_tokens
 from titanlite.data.samples import Samples, Source
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.data.tokens import TokenStore
-from titanlite.ingest.prepare import open_tokens
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.ranks import on_all
+from titanlite.runtime.user_code import find_object
+
+FindText = Callable[[Sequence[str]], object]
+"""Check that paths name text that can be read, without reading it: `titanlite.ingest.inputs.find_files`.
+Raises UserError."""
+
+
+class PrepareText(Protocol):
+    """Make token shards of text, in the cache folder unless they are there: `titanlite.ingest.prepare.prepare_text`."""
+
+    def __call__(self, paths: Sequence[str], *, data: Data, tokenizer: Tokenizer, cache_folder: Path) -> TokenStore: ...
 
 
 def open_data(
@@ -24,13 +37,29 @@ def open_data(
     tokenizer: Tokenizer,
     cache_folder: Path,
     group: dist.ProcessGroup,
+    prepare_text: PrepareText | None = None,
 ) -> tuple[Samples, list[Source]]:
-    """The samples to train on, and the sources to validate on. What fails on one rank fails on all."""
+    """Return the samples to train on, and the sources to validate on. An error of one rank is raised on all.
+
+    Args:
+        group: all ranks; each opens the same.
+
+    Other arguments and errors: see `open_sources`.
+    """
     opened: list[list[Source]] = []
 
     def open_on_this_rank() -> None:
         for section in (data, validation):
-            opened.append(open_sources(section, data, tokenizer=tokenizer, seq_len=seq_len, cache_folder=cache_folder))
+            opened.append(
+                open_sources(
+                    section,
+                    data,
+                    tokenizer=tokenizer,
+                    seq_len=seq_len,
+                    cache_folder=cache_folder,
+                    prepare_text=prepare_text,
+                )
+            )
 
     on_all(group, open_on_this_rank)
     sources, validation_sources = opened
@@ -39,27 +68,92 @@ def open_data(
 
 
 def open_sources(
-    section: Data | Validation, data: Data, *, tokenizer: Tokenizer, seq_len: int, cache_folder: Path
+    section: Data | Validation,
+    data: Data,
+    *,
+    tokenizer: Tokenizer,
+    seq_len: int,
+    cache_folder: Path,
+    prepare_text: PrepareText | None = None,
 ) -> list[Source]:
-    """The sources that a section names, one after the other.
+    """Open the sources that a section names, in their order.
 
     Args:
-        data: how documents become sequences, in training and in validation.
-        cache_folder: for what is prepared or copied on the way.
+        data: packing, document mask and options of tokens, in training and in validation.
+        seq_len: tokens of a sequence.
+        cache_folder: for tokens made of text, copies of remote tokens, and packing plans.
+        prepare_text: makes tokens of sources that are text. Without it they are refused.
 
     Raises:
-        UserError: one cannot be read, is not complete or is too short.
+        UserError: a source cannot be read, is not complete or is too short.
+        RunError: the cache cannot be written.
     """
-    return [_open(source, data, tokenizer, seq_len, cache_folder) for source in section.all_sources()]
+
+    def tokens(path: str | list[str]) -> TokenStore:
+        return open_tokens(path, data=data, tokenizer=tokenizer, cache_folder=cache_folder, prepare_text=prepare_text)
+
+    return [_open(source, data, tokenizer, seq_len, cache_folder, tokens) for source in section.all_sources()]
 
 
-def _open(source: DataSource, data: Data, tokenizer: Tokenizer, seq_len: int, cache_folder: Path) -> Source:
+def open_tokens(
+    path: str | list[str],
+    *,
+    data: Data,
+    tokenizer: Tokenizer,
+    cache_folder: Path,
+    prepare_text: PrepareText | None = None,
+) -> TokenStore:
+    """Open the tokens of `data.path`: prepared ones as they are, text through `prepare_text`.
+
+    Arguments and errors: see `open_sources`.
+    """
+    paths = _as_list(path)
+    if place := prepared_tokens(paths):
+        return open_prepared(place, data=data, tokenizer=tokenizer, cache_folder=cache_folder)
+    if prepare_text is None:
+        raise UserError(
+            f"data.path: {paths[0]} is text: make tokens of it with `titanlite data prepare {paths[0]} --out DIR "
+            f"--tokenizer {tokenizer.name}`, and set data.path to DIR"
+        )
+    return prepare_text(paths, data=data, tokenizer=tokenizer, cache_folder=cache_folder)
+
+
+def check_path(path: str | list[str], find_text: FindText | None = None) -> None:
+    """Check that `data.path` names something, without reading it.
+
+    Args:
+        find_text: checks paths of text. Without it they are not checked.
+
+    Raises:
+        UserError: there is nothing, or something that cannot be read.
+    """
+    paths = _as_list(path)
+    if len(paths) == 1 and paths[0].startswith(PREFIX):
+        find_object(paths[0].removeprefix(PREFIX))
+    elif prepared_tokens(paths) is None and find_text:
+        find_text(paths)
+
+
+def _as_list(path: str | list[str]) -> list[str]:
+    if not path:
+        raise UserError("an empty list of paths names nothing to read")
+    return [path] if isinstance(path, str) else path
+
+
+def _open(
+    source: DataSource,
+    data: Data,
+    tokenizer: Tokenizer,
+    seq_len: int,
+    cache_folder: Path,
+    tokens: Callable[[str | list[str]], TokenStore],
+) -> Source:
     if isinstance(source.path, str) and source.path.startswith(PREFIX):
         rows = CustomRows(source.path, seq_len=seq_len, vocab_size=tokenizer.vocab_size)
         if len(rows) == 0:
             raise UserError(f"data.path: {source.path} has no sequences of {seq_len}")
         return Source(source.title, rows, rows.fingerprint, source.weight, source.epochs)
-    store = open_tokens(source.path, data=data, tokenizer=tokenizer, cache_folder=cache_folder)
+    store = tokens(source.path)
     if data.packing == "best_fit":
         rows = BestFit(store, seq_len=seq_len, plan_folder=cache_folder / "packing")
     else:

@@ -7,15 +7,10 @@ a token, 0 for those). The folder is written beside its place and renamed when i
 
 import hashlib
 import json
-import math
-import os
-import platform
-import shutil
 from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
-from types import TracebackType
-from typing import IO, Any, Self
+from typing import Any, Self
 
 import numpy as np
 
@@ -23,8 +18,6 @@ from titanlite.runtime.errors import UserError
 
 FORMAT = 2
 INDEX = "index.json"
-PROGRESS = "progress.json"
-SHARD_TOKENS = 2**27
 MOST_OPEN_SHARDS = 1024
 """Of tens of thousands of shards not all can be mapped at once (vm.max_map_count)."""
 
@@ -64,6 +57,13 @@ class TokenStore:
         checksums = [shard["sha256"][kind] for shard in self.index["shards"] for kind in sorted(shard["sha256"])]
         parts = [self.index["tokenizer"]["fingerprint"], *checksums]
         return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
+
+    @property
+    def tokenizer_name(self) -> str:
+        """Tokenizer of the tokens: the name that its user gave. Folders of older versions have no name."""
+        made_with = self.index["tokenizer"]
+        size = f"{made_with['vocab_size']:,} tokens"
+        return f"{made_with['name']} ({size})" if made_with.get("name") else f"a tokenizer with {size}"
 
     @property
     def has_mask(self) -> bool:
@@ -118,187 +118,3 @@ class TokenStore:
         if path.stat().st_size == 0:
             return np.empty(0, dtype=self._dtypes[kind])
         return np.memmap(path, dtype=self._dtypes[kind], mode="r").view(np.ndarray)  # a plain array is read faster
-
-
-class TokenWriter:
-    """Writes documents to a folder that appears, whole, when the `with` block ends without an error.
-
-    Until then they are in a folder beside it, with what is needed to go on after a kill from the last finished shard.
-
-    Args:
-        bos, eos: whether documents begin and end with a token that says so; for the record.
-        key: of all that the result depends on. What an earlier attempt with the same key left is gone on from: see
-            `position`. Without a key there is no going on.
-    """
-
-    def __init__(
-        self,
-        folder: Path,
-        *,
-        vocab_size: int,
-        tokenizer: str,
-        bos: bool = True,
-        eos: bool = True,
-        shard_tokens: int = SHARD_TOKENS,
-        key: str = "",
-    ) -> None:
-        self.folder = folder
-        self.position: Any = None
-        """What `end_chunk` was told last, of what is kept; None where nothing is."""
-        self.notes: dict[str, Any] = {}
-        """Figures of the caller: kept with the position, and added to the index."""
-        self._staging = folder.with_name(f".{folder.name}.partial-{platform.node()}")
-        self._about = {"dtype": "<u2" if vocab_size <= 2**16 else "<u4", "bos": bos, "eos": eos}
-        self._tokenizer = {"fingerprint": tokenizer, "vocab_size": vocab_size}
-        self._shard_tokens = shard_tokens
-        self._key = key
-        self._counts = np.zeros(vocab_size, dtype=np.int64)
-        self._shards: list[dict[str, Any]] = []
-        self._shard: _Shard | None = None
-
-    @property
-    def tokens(self) -> int:
-        """Written so far."""
-        return int(self._counts.sum())
-
-    def __enter__(self) -> Self:
-        if not self._go_on():
-            shutil.rmtree(self._staging, ignore_errors=True)
-            self._staging.mkdir(parents=True)
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        if kind is None:
-            self._commit()
-            return
-        if self._shard:
-            self._shard.close()
-        if not self._key or not self._shards:
-            shutil.rmtree(self._staging, ignore_errors=True)
-
-    def add(self, tokens: np.ndarray, starts: np.ndarray | None = None, mask: np.ndarray | None = None) -> None:
-        """Add tokens of documents.
-
-        Args:
-            starts: where in `tokens` documents begin. What is before the first goes on with the one before. Default:
-                all is one document.
-            mask: which tokens count in the loss; default: all.
-        """
-        if self._shard is None:
-            self._shard = _Shard(self._staging, f"{len(self._shards):05d}", np.dtype(self._about["dtype"]))
-        self._shard.add(tokens, np.zeros(1, dtype=np.int64) if starts is None else starts, mask)
-        self._counts += np.bincount(tokens, minlength=len(self._counts))
-        if not self._key:
-            self.end_chunk(None)
-
-    def end_chunk(self, position: Any) -> None:
-        """Say where reading would go on after what was added (anything that JSON can hold). The shard is closed here if
-        it is full, and then nothing before this position is ever done again."""
-        if self._shard and self._shard.tokens >= self._shard_tokens:
-            self._close_shard()
-            self.position = position
-            if self._key:
-                self._keep()
-
-    def _close_shard(self) -> None:
-        if self._shard:
-            self._shards.append(self._shard.close())
-            self._shard = None
-
-    def _keep(self) -> None:
-        counts = self._staging / f"counts-{len(self._shards)}.npy"
-        np.save(counts, self._counts)
-        state = {"key": self._key, "shards": self._shards, "position": self.position, "notes": self.notes}
-        staging = self._staging / f".{PROGRESS}"
-        staging.write_text(json.dumps(state))
-        os.replace(staging, self._staging / PROGRESS)
-        for old in self._staging.glob("counts-*.npy"):
-            if old != counts:
-                old.unlink()
-
-    def _go_on(self) -> bool:
-        try:
-            state = json.loads((self._staging / PROGRESS).read_text())
-            if not self._key or state["key"] != self._key:
-                return False
-            self._counts = np.load(self._staging / f"counts-{len(state['shards'])}.npy")
-        except (OSError, ValueError):
-            return False
-        self._shards, self.position, self.notes = state["shards"], state["position"], state["notes"]
-        return True
-
-    def _commit(self) -> None:
-        self._close_shard()
-        index = {
-            "format": FORMAT,
-            **self._about,
-            "tokenizer": self._tokenizer,
-            "tokens": self.tokens,
-            "documents": sum(shard["documents"] for shard in self._shards),
-            "unigram_entropy": unigram_entropy(self._counts),
-            **self.notes,
-            "shards": self._shards,
-        }
-        with open(self._staging / INDEX, "w") as file:
-            json.dump(index, file, indent=1)
-            file.flush()
-            os.fsync(file.fileno())
-        try:
-            os.rename(self._staging, self.folder)
-        except OSError:  # another machine was faster; others may read its folder already
-            shutil.rmtree(self._staging)
-            if not (self.folder / INDEX).is_file():
-                raise
-        for left_over in (*self.folder.glob("counts-*.npy"), self.folder / PROGRESS):  # wanted until here
-            left_over.unlink(missing_ok=True)
-
-
-class _Shard:
-    """The files of one shard, while they are written."""
-
-    def __init__(self, folder: Path, name: str, dtype: np.dtype) -> None:
-        self.tokens = 0
-        self._folder = folder
-        self._name = name
-        self._dtype = dtype
-        self._starts: list[np.ndarray] = []
-        self._files: dict[str, IO[bytes]] = {}
-        self._hashes: dict[str, Any] = {}
-
-    def add(self, tokens: np.ndarray, starts: np.ndarray, mask: np.ndarray | None) -> None:
-        self._starts.append(starts + self.tokens)
-        if mask is not None and "mask" not in self._files and not mask.all():
-            self._write("mask", np.ones(self.tokens, dtype=np.uint8))
-        if "mask" in self._files:
-            self._write("mask", np.ones(len(tokens), dtype=np.uint8) if mask is None else mask.astype(np.uint8))
-        self._write("tokens", tokens.astype(self._dtype, copy=False))
-        self.tokens += len(tokens)
-
-    def close(self) -> dict[str, Any]:
-        """Returns the shard's record in the index."""
-        starts = np.concatenate(self._starts).astype("<u8")
-        self._write("documents", starts)
-        for file in self._files.values():
-            file.flush()
-            os.fsync(file.fileno())
-            file.close()
-        checksums = {kind: digest.hexdigest() for kind, digest in sorted(self._hashes.items())}
-        return {"name": self._name, "tokens": self.tokens, "documents": len(starts), "sha256": checksums}
-
-    def _write(self, kind: str, values: np.ndarray) -> None:
-        if kind not in self._files:
-            self._files[kind] = open(self._folder / f"{self._name}.{kind}", "wb")  # noqa: SIM115 (open until close())
-            self._hashes[kind] = hashlib.sha256()
-        data = np.ascontiguousarray(values).data
-        if len(values):
-            self._files[kind].write(data)
-            self._hashes[kind].update(data)
-
-
-def unigram_entropy(counts: np.ndarray) -> float:
-    """Nats a token: the loss of a model that knows how often each token occurs, and nothing of their order."""
-    total = counts.sum()
-    if total == 0:
-        return 0.0
-    shares = counts[counts > 0] / total
-    return float(math.fsum(-shares * np.log(shares)))

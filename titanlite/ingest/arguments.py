@@ -48,9 +48,9 @@ def _add_prepare(group: Parser) -> None:
 
 def _prepare(options: Namespace) -> None:
     from titanlite.data.tokenizer import load_tokenizer
-    from titanlite.data.tokens import SHARD_TOKENS
     from titanlite.ingest.encoding import Options
     from titanlite.ingest.prepare import prepare
+    from titanlite.ingest.token_writer import SHARD_TOKENS
 
     prepare(
         options.inputs,

@@ -17,9 +17,9 @@ from functools import lru_cache
 import numpy as np
 
 from titanlite.data.tokenizer import Tokenizer, load_tokenizer
-from titanlite.data.tokens import SHARD_TOKENS
 from titanlite.ingest.documents import Bad, Segment, read_documents
 from titanlite.ingest.reading import CHUNK_BYTES, Chunk, Part
+from titanlite.ingest.token_writer import SHARD_TOKENS
 from titanlite.runtime.errors import RunError, UserError
 
 FIRST = 10

@@ -13,17 +13,15 @@ import sysconfig
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, NoReturn
 
-from titanlite.data.tokens import INDEX
+from titanlite.data.prepared import HUGGING_FACE, STDLIB, is_token_folder
 from titanlite.ingest.streams import PACKINGS, Stream
 from titanlite.runtime.errors import UserError
 
 logger = logging.getLogger(__name__)
 
-STDLIB = "stdlib://"
 STDLIB_LEAVES_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 STDLIB_VALIDATION = 16
 """Each file whose number is a multiple of this is for validation."""
-HUGGING_FACE = "hf://"
 KINDS = {".jsonl": "lines", ".ndjson": "lines", ".jsonlines": "lines", ".json": "json", ".parquet": "parquet"}
 UNREADABLE = {
     **dict.fromkeys((".xz", ".bz2", ".lz4", ".br"), "pack it with gzip or zstd instead"),
@@ -50,14 +48,6 @@ class File(NamedTuple):
     mtime_ns: int = 0
     identity: Any = None
     """Equal for two names of one file."""
-
-
-def prepared_tokens(paths: Sequence[str]) -> str | None:
-    """The folder or URL of prepared tokens that the paths name, if that is what they name."""
-    if len(paths) != 1 or paths[0].startswith((STDLIB, HUGGING_FACE)):
-        return None
-    path = os.path.expanduser(paths[0])
-    return path if "://" in path or (os.path.isdir(path) and _are_tokens(os.listdir(path))) else None
 
 
 def find_files(paths: Sequence[str]) -> list[File]:
@@ -140,7 +130,7 @@ def _walk(root: str, source: int) -> Iterator[File]:
         folders[:] = sorted(name for name in folders if not name.startswith(".") and name != "__pycache__")
         if identity in visited:
             folders.clear()
-        elif _are_tokens(names):
+        elif is_token_folder(names):
             if folder == root:
                 raise UserError(f"{folder} holds prepared tokens, which cannot stand together with text")
             logger.warning("%s holds prepared tokens, not text, and is left out", folder)
@@ -195,10 +185,6 @@ def _file(path: str, source: int, *, named: bool) -> File:
 
 def _identity(stats: os.stat_result) -> tuple[int, int]:
     return stats.st_dev, stats.st_ino
-
-
-def _are_tokens(names: Sequence[str]) -> bool:
-    return INDEX in names and any(name.endswith(".tokens") for name in names)
 
 
 def _check_packages(file: File) -> None:

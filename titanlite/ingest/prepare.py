@@ -4,14 +4,12 @@ One process reads, `encoding` tokenizes in as many as there are, and what is wri
 the same command goes on from the last shard that was finished.
 """
 
-import fcntl
 import hashlib
 import json
 import logging
 import os
-import platform
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import astuple, dataclass, replace
 from functools import cached_property, lru_cache
@@ -21,16 +19,18 @@ from typing import Literal
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
 from titanlite.config.schema import Data
-from titanlite.data.custom import PREFIX
+from titanlite.cpu.settings import cores
+from titanlite.data.prepared import prepared_tokens
 from titanlite.data.tokenizer import Tokenizer
-from titanlite.data.tokens import FORMAT, INDEX, TokenStore, TokenWriter
+from titanlite.data.tokens import FORMAT, INDEX, TokenStore
 from titanlite.ingest.encoding import Encoder, Options, encode_chunks
-from titanlite.ingest.inputs import STDLIB, File, find_files, prepared_tokens
+from titanlite.ingest.inputs import File, find_files
 from titanlite.ingest.outcome import left_out, new_notes, note, report
 from titanlite.ingest.reading import open_dataset, read_chunks
+from titanlite.ingest.token_writer import TokenWriter
 from titanlite.runtime.console import progress_console
 from titanlite.runtime.errors import RunError, UserError
-from titanlite.runtime.user_code import find_object
+from titanlite.runtime.files import lock_file
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +38,6 @@ VERSION = 1
 """Of reading: another one means other tokens of the same files."""
 WORKER_BYTES = 2**24
 """Input that makes another process worth its start."""
-Paths = str | list[str] | None
 Say = Callable[[str], None]
 
 
@@ -65,42 +64,19 @@ class _Task:
         return hashlib.sha256(json.dumps(about).encode()).hexdigest()[:16]
 
 
-def find_inputs(path: Paths) -> None:
-    """Look for what `[data] path` names, without reading it.
-
-    Raises:
-        UserError: something is not there, or cannot be read.
-    """
-    paths = _as_list(path)
-    if len(paths) == 1 and paths[0].startswith(PREFIX):
-        find_object(paths[0].removeprefix(PREFIX))
-    elif prepared_tokens(paths) is None:
-        find_files(paths)
-
-
-def open_tokens(path: Paths, *, data: Data, tokenizer: Tokenizer, cache_folder: Path) -> TokenStore:
-    """The tokens of what a path names; text is prepared into the cache by whichever process comes first.
+def prepare_text(paths: Sequence[str], *, data: Data, tokenizer: Tokenizer, cache_folder: Path) -> TokenStore:
+    """Make tokens of text in the cache folder, unless they are there; whichever process comes first makes them.
 
     Args:
-        path: as data.path.
-        data: where the text of documents is, and what stands before and after them.
+        paths: text files, folders, globs, datasets; see `ingest.inputs`.
+        data: `text_field`, `add_bos` and `add_eos`.
 
     Raises:
-        UserError: nothing to read, text that cannot be read, or tokens that were made in another way.
+        UserError: there is nothing to read, or text that cannot be read.
         RunError: the cache cannot be written.
     """
-    paths = _as_list(path)
-    if prepared := prepared_tokens(paths):
-        folder = Path(prepared)
-        if "://" in prepared:
-            from titanlite.data.remote import localize
-
-            folder = localize(prepared, cache_folder)
-        store = TokenStore(folder)
-        _check_prepared(store, data, tokenizer)
-        return store
     options = Options(text_field=data.text_field, bos=data.add_bos, eos=data.add_eos)
-    task = _Task(paths=paths, tokenizer=tokenizer, options=options, files=_find(paths))
+    task = _Task(paths=[*paths], tokenizer=tokenizer, options=options, files=_find(paths))
     return _made(replace(task, folder=cache_folder / task.key))
 
 
@@ -142,13 +118,7 @@ def prepare(
     return store or _made(task)
 
 
-def _as_list(path: Paths) -> list[str]:
-    if path == []:
-        raise UserError("an empty list of paths names nothing to read")
-    return [path] if isinstance(path, str) else path or [STDLIB]
-
-
-def _find(paths: list[str]) -> list[File]:
+def _find(paths: Sequence[str]) -> list[File]:
     """With the size of datasets that have to be loaded to know it."""
     files = find_files(paths)
     for number, file in enumerate(files):
@@ -159,23 +129,12 @@ def _find(paths: list[str]) -> list[File]:
     return files
 
 
-def _check_prepared(store: TokenStore, data: Data, tokenizer: Tokenizer) -> None:
-    made_by = store.index["tokenizer"]["fingerprint"]
-    if made_by != tokenizer.fingerprint:
-        raise UserError(
-            f"data.tokenizer: {store.folder} was made with {made_by}, the config names {tokenizer.fingerprint}"
-        )
-    for name, wanted in (("bos", data.add_bos), ("eos", data.add_eos)):
-        if store.index[name] != wanted:
-            had, wants = (str(value).lower() for value in (store.index[name], wanted))
-            raise UserError(f"data.add_{name}: {store.folder} was made with {name} = {had}, the config says {wants}")
-
-
 def _made(task: _Task) -> TokenStore:
     """The tokens of a task: made now, unless they are there."""
     try:
         task.folder.parent.mkdir(parents=True, exist_ok=True)
-        with _locked(task):
+        lock = task.folder.with_name(f".{task.folder.name}.lock")
+        with lock_file(lock, on_wait=lambda holder: task.say(f"waiting for {holder}, which prepares {task.folder}")):
             if (store := _existing(task)) is None:
                 _write(task)
         return store or TokenStore(task.folder)
@@ -186,22 +145,6 @@ def _made(task: _Task) -> TokenStore:
         raise RunError(
             f"{task.folder} cannot be written: {error}; finished shards are kept, and the same command goes on"
         ) from error
-
-
-@contextmanager
-def _locked(task: _Task) -> Iterator[None]:
-    """Hold a lock on the folder; it goes with the process, whatever ends it."""
-    with open(task.folder.with_name(f".{task.folder.name}.lock"), "a+") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            file.seek(0)
-            task.say(f"waiting for {file.read() or 'another process'}, which prepares {task.folder}")
-            fcntl.flock(file, fcntl.LOCK_EX)
-        file.truncate(0)
-        file.write(f"process {os.getpid()} on {platform.node()}")
-        file.flush()
-        yield
 
 
 def _existing(task: _Task) -> TokenStore | None:
@@ -272,7 +215,7 @@ def _write(task: _Task) -> None:
 
 
 def _workers(task: _Task) -> int:
-    most = task.workers or len(os.sched_getaffinity(0))
+    most = task.workers or cores()
     return min(most, 1 + sum(file.size for file in task.files) // WORKER_BYTES)
 
 

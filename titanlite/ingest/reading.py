@@ -12,8 +12,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Any, NamedTuple
 
+from titanlite.data.prepared import HUGGING_FACE
 from titanlite.data.tokenizer import PIECE_BYTES, cut
-from titanlite.ingest.inputs import HUGGING_FACE, File, first_object
+from titanlite.ingest.inputs import File, first_object
 from titanlite.ingest.streams import Stream
 from titanlite.runtime.errors import UserError
 

@@ -1,0 +1,68 @@
+"""Find and open prepared tokens: the local folder or URL that `data.path` names, instead of text."""
+
+import os
+from collections.abc import Collection, Sequence
+from pathlib import Path
+
+from titanlite.config.schema import Data
+from titanlite.data.tokenizer import Tokenizer
+from titanlite.data.tokens import INDEX, TokenStore
+from titanlite.runtime.errors import UserError
+
+STDLIB = "stdlib://"
+HUGGING_FACE = "hf://"
+
+
+def prepared_tokens(paths: Sequence[str]) -> str | None:
+    """Return the folder or URL of prepared tokens that the paths name, or None if they name text."""
+    if len(paths) != 1 or paths[0].startswith((STDLIB, HUGGING_FACE)):
+        return None
+    path = os.path.expanduser(paths[0])
+    return path if "://" in path or (os.path.isdir(path) and is_token_folder(os.listdir(path))) else None
+
+
+def is_token_folder(names: Collection[str]) -> bool:
+    """Whether a folder that holds files of these names is one of prepared tokens."""
+    return INDEX in names and any(name.endswith(".tokens") for name in names)
+
+
+def open_prepared(place: str, *, data: Data, tokenizer: Tokenizer, cache_folder: Path) -> TokenStore:
+    """Open prepared tokens, and check that they were made with this tokenizer and these options.
+
+    Args:
+        place: local folder or URL, see `prepared_tokens`.
+        cache_folder: for the local copy of tokens at a URL.
+
+    Raises:
+        UserError: the tokens are not complete, or were made with other options or another tokenizer.
+        RunError: the URL cannot be read, or the cache cannot be written.
+    """
+    folder = Path(place)
+    if "://" in place:
+        from titanlite.data.remote import localize
+
+        folder = localize(place, cache_folder)
+    store = TokenStore(folder)
+    _check_tokenizer(store, tokenizer)
+    for name, wanted in (("bos", data.add_bos), ("eos", data.add_eos)):
+        if store.index[name] != wanted:
+            had, wants = (str(value).lower() for value in (store.index[name], wanted))
+            raise UserError(f"data.add_{name}: {store.folder} was made with {name} = {had}, the config has {wants}")
+    return store
+
+
+def _check_tokenizer(store: TokenStore, tokenizer: Tokenizer) -> None:
+    made_with = store.index["tokenizer"]
+    if made_with["fingerprint"] == tokenizer.fingerprint:
+        return
+    name = made_with.get("name")
+    if name == tokenizer.name:
+        raise UserError(
+            f"data.tokenizer: {store.folder} was made with {name}, and that tokenizer has changed since: restore it, "
+            "or prepare the text again"
+        )
+    fix = f'set data.tokenizer = "{name}"' if name else "set data.tokenizer to that tokenizer"
+    raise UserError(
+        f"data.tokenizer: {store.folder} was made with {store.tokenizer_name}, and the config names {tokenizer.name} "
+        f"({tokenizer.vocab_size:,} tokens): {fix}, or prepare the text again"
+    )
