@@ -147,7 +147,11 @@ def settings_of_plain(config: Config, dtype: str) -> dict[str, Any]:
     tokenizer = load_tokenizer(config.data.tokenizer)
     cache = Path(config.job.dump_folder, "data_cache")
     store = open_tokens(
-        config.data.path, data=config.data, tokenizer=tokenizer, cache_folder=cache, prepare_text=prepare_text
+        config.data.path or "stdlib://",
+        data=config.data,
+        tokenizer=tokenizer,
+        cache_folder=cache,
+        prepare_text=prepare_text,
     )
     tokens = str(store.folder / "00000.tokens")
     return {"model": MODEL, "seq_len": SEQ_LEN, "batch": BATCH, "tokens": tokens, "dtype": dtype}

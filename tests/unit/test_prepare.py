@@ -61,6 +61,11 @@ def make(paths: list[Any] | Path, out: Path, **options: Any) -> TokenStore:
     return prepare(list(map(str, paths)), out, tokenizer=ByteTokenizer(), options=Options(**options), **arguments)
 
 
+def open_cached(data: Data, cache_folder: Path) -> TokenStore:
+    options: dict[str, Any] = {"tokenizer": ByteTokenizer(), "cache_folder": cache_folder}
+    return open_tokens(data.path or [], data=data, prepare_text=prepare_text, **options)
+
+
 def tokens_of(store: TokenStore) -> list[int]:
     return store.read(0, len(store)).tolist()
 
@@ -131,13 +136,7 @@ def test_raw_text_in_a_config_gives_the_same_tokens(tmp_path: Path) -> None:
         path = INPUTS[name](tmp_path)
         for bos, eos in ((True, True), (False, True)):
             data = Data(path=str(path), add_bos=bos, add_eos=eos)
-            cached = open_tokens(
-                data.path or [],
-                data=data,
-                tokenizer=ByteTokenizer(),
-                cache_folder=tmp_path / "cache",
-                prepare_text=prepare_text,
-            )
+            cached = open_cached(data, tmp_path / "cache")
             made = make(path, tmp_path / f"{name}-{bos}", bos=bos, eos=eos)
             again = open_tokens(str(made.folder), data=data, tokenizer=ByteTokenizer(), cache_folder=tmp_path / "no")
             assert tokens_of(cached) == tokens_of(again) == [token for token in TOKENS if bos or token != BOS]
@@ -733,15 +732,7 @@ def test_text_is_prepared_once_and_again_when_it_changes(tmp_path: Path, monkeyp
 
     def open_it() -> None:
         data = Data(path=[str(folder / "*.txt")])
-        stores.append(
-            open_tokens(
-                data.path or [],
-                data=data,
-                tokenizer=ByteTokenizer(),
-                cache_folder=tmp_path / "cache",
-                prepare_text=prepare_text,
-            )
-        )
+        stores.append(open_cached(data, tmp_path / "cache"))
 
     threads = [threading.Thread(target=open_it) for _ in range(4)]  # the ranks of a node
     for thread in threads:
