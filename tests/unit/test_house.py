@@ -72,9 +72,8 @@ def test_training_imports_no_wing() -> None:
             chains[other] = [*chains[name], other]
             waiting.append(other)
     entered = {" > ".join(chain) for name, chain in chains.items() if name in wings and wings.isdisjoint(chain[:-1])}
-    known = {"titanlite.train > titanlite.preflight > titanlite.ingest.prepare"}
     assert len(chains) > 50, "the walk reaches what trains"
-    assert entered <= known
+    assert entered == set()
 
 
 def test_no_circles_of_imports() -> None:
@@ -250,7 +249,6 @@ PRIVATE_USES = {
     "checkpoint/state.py": 2,
     "checkpoint/unpickle.py": 2,
     "cpu/collectives.py": 5,
-    "ingest/command.py": 1,
     "ingest/encoding.py": 1,
     "metrics/run_summary.py": 2,
     "models/layers.py": 3,
