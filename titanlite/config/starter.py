@@ -57,7 +57,7 @@ def starter_text(settings: dict[str, Any], *, run: str, origin: str) -> str:
     """
     lines = [
         f"# {run}: a config of titanlite, from {origin}. Check it: titanlite check {run}.toml",
-        f"# Train it: titanlite train {run}.toml. Lines without # differ from the defaults.",
+        f"# Train it: titanlite train {run}.toml. Options behind a # show their defaults.",
         "# All options: titanlite train --help",
     ]
     for table in tables():
@@ -76,7 +76,7 @@ def starter_text(settings: dict[str, Any], *, run: str, origin: str) -> str:
                 first_sentence(option.description), 118, initial_indent="# ", subsequent_indent="# "
             )
             default = option.default.removeprefix("default ") if option.default.startswith("default ") else "..."
-            section.append(f"# {option.name} = {default}" if is_default else f"{option.name} = {shown}")
+            section.append(f"#{option.name} = {default}" if is_default else f"{option.name} = {shown}")
         if section:
             lines += ["", table.header, *section]
     return "\n".join(lines) + "\n"
