@@ -15,7 +15,7 @@ from tests.distributed.test_layouts import degrees, trained, whole
 from tests.helpers import TinyRun, run_ranks, train_on_this_rank
 from titanlite.checkpoint import manifest as manifests
 from titanlite.checkpoint import save as saving
-from titanlite.checkpoint.dcp import ShardWriter
+from titanlite.checkpoint.dcp_write import ShardWriter
 from titanlite.checkpoint.manager import CheckpointManager
 from titanlite.checkpoint.manifest import folder_name
 from titanlite.checkpoint.storage import LocalStorage, open_storage

@@ -520,7 +520,7 @@ def test_show_of_many_files_names_ten(titanlite: Command, tmp_path: Path, monkey
             self.metadata = self
             self.state_dict_metadata = {}
 
-    monkeypatch.setattr("titanlite.checkpoint.dcp.ShardReader", Reader)
+    monkeypatch.setattr("titanlite.checkpoint.dcp_read.ShardReader", Reader)
     lines = titanlite("show", str(tmp_path))
     shown = lines.index("files     64, 0.0 MiB")
     assert lines[shown + 1] == "  __0_0.distcp  0 bytes"

@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 from torch.utils.serialization import config as serialization
 
-from titanlite.checkpoint.dcp import Frames, ShardWriter
+from titanlite.checkpoint.dcp_write import ArchiveFrames, ShardWriter
 from titanlite.checkpoint.storage import open_storage
 
 TENSORS = {
@@ -32,7 +32,7 @@ TENSORS = {
 
 @pytest.mark.parametrize("same_frames", [True, False])
 def test_shards_are_what_torch_save_writes(tmp_path: Path, same_frames: bool) -> None:
-    storage, frames = open_storage(str(tmp_path), owner="me"), Frames()
+    storage, frames = open_storage(str(tmp_path), owner="me"), ArchiveFrames()
     staging = storage.begin("step-00000001")
     items = [WriteItem(index=MetadataIndex(name), type=WriteItemType.TENSOR) for name in TENSORS]
     writer = ShardWriter(storage, staging, rank=3, frames=frames, read=lambda item: TENSORS[item.index.fqn])
@@ -41,7 +41,7 @@ def test_shards_are_what_torch_save_writes(tmp_path: Path, same_frames: bool) ->
         writer = ShardWriter(storage, staging, rank=3, frames=frames, read=lambda item: TENSORS[item.index.fqn])
         results = writer._write(items)
         if not same_frames:
-            frames = Frames()
+            frames = ArchiveFrames()
     data = (tmp_path / staging / "__3_0.distcp").read_bytes()
     written = writer.written["__3_0.distcp"]
     assert (written.size, written.crc32) == (len(data), zlib.crc32(data))
@@ -62,7 +62,7 @@ def torch_save(tensor: Tensor) -> bytes:
 
 
 def test_small_tensors_are_framed_and_not_saved_one_by_one() -> None:
-    frames = Frames()
+    frames = ArchiveFrames()
     with serialization.patch("save.compute_crc32", False):  # pyright: ignore
         framed = [name for name, tensor in TENSORS.items() if frames.around(tensor) is not None]
     assert framed == [name for name in TENSORS if name not in ("empty", "not contiguous", "large")]

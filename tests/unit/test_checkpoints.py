@@ -22,11 +22,11 @@ from tests.distributed.test_layouts import whole
 from tests.helpers import TinyRun, train_on_this_rank
 from tests.object_stores import Flaky
 from titanlite.checkpoint import manifest as manifests
-from titanlite.checkpoint import save as saving
-from titanlite.checkpoint.dcp import UnsafeCheckpoint
+from titanlite.checkpoint import staging as staging_module
+from titanlite.checkpoint.dcp_read import UnsafeCheckpoint
 from titanlite.checkpoint.manifest import DAMAGED, METADATA, SUPERSEDED, FileRecord, folder_name
-from titanlite.checkpoint.save import _Staging
 from titanlite.checkpoint.save_overhead import StepClock
+from titanlite.checkpoint.staging import Staging
 from titanlite.checkpoint.storage import MANIFEST, LocalStorage, ObjectStorage, open_storage
 from titanlite.config.schema import Config
 from titanlite.runtime.errors import RunError, UserError
@@ -134,15 +134,15 @@ def test_a_checkpoint_holds_the_state_of_its_step_while_training_goes_on(
 
 def test_the_optimizer_waits_until_the_state_is_copied(tiny: TinyRun, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = trained(tiny.config("--job.name=until-2", "--training.steps=2"))
-    copy = saving._copy
-    monkeypatch.setattr(saving, "_copy", lambda target, source: (time.sleep(0.01), copy(target, source)))
+    copy = staging_module._copy
+    monkeypatch.setattr(staging_module, "_copy", lambda target, source: (time.sleep(0.01), copy(target, source)))
     trained(tiny.config("--checkpoint.interval=2", "--training.steps=3"))
     shutil.copytree(checkpoint(tiny, 2), checkpoint(tiny, 2, "copy"))
     assert_equal(trained(tiny.config("--job.name=copy", "--training.steps=2")), expected)
 
 
 def test_staging_takes_its_memory_once() -> None:
-    staging = _Staging(torch.device("cpu"), pin=False)
+    staging = Staging(torch.device("cpu"), pin=False)
     state = {"a": torch.randn(100, 3), "b": torch.randn(()), "c": torch.randn(4, 6).t().bfloat16(), "d": torch.empty(0)}
     staging.begin(state)
     first = dict(staging.copy())
@@ -281,13 +281,16 @@ def truncate(path: Path) -> None:
 
 
 DAMAGE: dict[str, tuple[Callable[[Path, Path], Any], str]] = {
-    "a flipped byte": (lambda new, _: flip(new / "__0_0.distcp", 5000), "__0_0.distcp (model.*): its checksum"),
+    "a flipped byte": (lambda new, _: flip(new / "__0_0.distcp", 5000), "__0_0.distcp (model.*): wrong checksum"),
     "a flipped byte of metadata": (lambda new, _: flip(new / ".metadata"), ".metadata: its checksum is not"),
     "a flipped byte of checksums": (lambda new, _: flip(new / "checksums.json"), "checksums.json: its checksum is not"),
     "a flipped byte of the manifest": (lambda new, _: flip(new / MANIFEST), "manifest.json: "),
     "truncated": (lambda new, _: truncate(new / "__0_0.distcp"), "bytes, its manifest states"),
     "deleted": (lambda new, _: (new / "__0_0.distcp").unlink(), "__0_0.distcp is missing"),
-    "an older file": (lambda new, old: shutil.copy(old / "__0_0.distcp", new), "__0_0.distcp (model.*): its checksum"),
+    "an older file": (
+        lambda new, old: shutil.copy(old / "__0_0.distcp", new),
+        "__0_0.distcp (model.*): wrong checksum",
+    ),
     "an older manifest": (lambda new, old: shutil.copy(old / MANIFEST, new), "is the manifest of step 2"),
     "no manifest": (lambda new, _: (new / MANIFEST).unlink(), ""),
 }
@@ -606,7 +609,7 @@ PAYLOADS: dict[str, tuple[Callable[[str, Path], dict[str, bytes]], str]] = {
     "a file elsewhere": (
         lambda _, path: {METADATA: pickle.dumps(_elsewhere(path))}, "names ../../../etc/passwd"),
     "a tensor without its data": (
-        lambda _, path: {METADATA: pickle.dumps(_without_chunks(path))}, "tok_embeddings.weight is not there"),
+        lambda _, path: {METADATA: pickle.dumps(_without_chunks(path))}, "tok_embeddings.weight is not complete"),
     "a place outside of its file": (
         lambda _, path: {METADATA: pickle.dumps(_far_away(path))}, "lies outside of __0_0.distcp"),
 }  # fmt: skip

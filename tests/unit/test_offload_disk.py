@@ -259,7 +259,7 @@ def test_nothing_is_left_by_a_process_that_is_killed(tiny: TinyRun) -> None:
 @pytest.mark.usefixtures("_tiny_slices")
 def test_runs_go_on_in_memory_and_on_disk_as_one(tiny: TinyRun, monkeypatch: pytest.MonkeyPatch) -> None:
     names: list[str] = []
-    monkeypatch.setattr("titanlite.checkpoint.save._Staging.begin", lambda self, tensors: names.extend(tensors))
+    monkeypatch.setattr("titanlite.checkpoint.staging.Staging.begin", lambda self, tensors: names.extend(tensors))
     expected = trained(tiny.config("--job.name=whole", "--checkpoint.async_mode=disabled"))
     turns: list[list[str]] = [["--checkpoint.async_mode=disabled"], EVERYTHING, MOMENTS]
     for steps, options in zip((2, 4, 5), turns, strict=True):

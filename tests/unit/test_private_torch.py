@@ -1,21 +1,40 @@
 """PyTorch's private API does what titanlite/runtime/private_torch.py relies on."""
 
+import pickle
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch._functorch import config as functorch_config
+from torch.distributed.checkpoint import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.testing._internal.two_tensor import TwoTensor
 
 from titanlite.runtime.private_torch import (
+    MemoryFormat,
+    StorageInfo,
+    compile_seconds,
+    compiled_graphs,
     foreach_norms,
+    forget_cached_plans,
     fsdp_param_group,
     fused_adamw_,
+    has_cached_plan,
+    last_recompile_reason,
     local_tensor,
+    non_persistent_buffers,
     reads_found_inf,
     release_all_reduce_input,
+    run_on_all_ranks,
+    run_on_rank_0,
+    set_plan_cache_key,
     without_autograd_cache,
     wrapped_tensors,
 )
@@ -113,3 +132,78 @@ def test_without_autograd_cache() -> None:
     with without_autograd_cache():
         assert functorch_config.enable_autograd_cache is False
     assert functorch_config.enable_autograd_cache == before
+
+
+def test_non_persistent_buffers() -> None:
+    module = nn.Module()
+    module.register_buffer("kept", torch.zeros(1))
+    module.register_buffer("made_anew", torch.zeros(1), persistent=False)
+    assert non_persistent_buffers(module) == {"made_anew"}
+    assert [*module.state_dict()] == ["kept"]
+
+
+def test_torchaos_float8_weights_are_wrapped_tensors() -> None:
+    fsdp_utils = pytest.importorskip("torchao.float8.fsdp_utils")
+    plain = torch.ones(2, 2)
+    config = pytest.importorskip("torchao.float8.float8_training_tensor").LinearMMConfig()
+    wrapped = fsdp_utils.WeightWithDynamicFloat8CastTensor(plain, config, torch.float8_e4m3fn)
+    assert wrapped_tensors(wrapped)["_tensor"] is plain
+
+
+def checkpoint(folder: Path) -> Any:
+    """Save a checkpoint by plain DCP in this process, and return its metadata."""
+    dcp.save({"a": torch.ones(3)}, storage_writer=dcp.FileSystemWriter(folder), no_dist=True)
+    return pickle.loads((folder / ".metadata").read_bytes())
+
+
+def test_classes_of_a_checkpoints_metadata(tmp_path: Path) -> None:
+    metadata = checkpoint(tmp_path)
+    [info] = metadata.storage_data.values()
+    assert type(info) is StorageInfo
+    assert StorageInfo("file", 1, 2) == StorageInfo(relative_path="file", offset=1, length=2)
+    assert (info.offset, info.transform_descriptors) == (0, None)
+    properties = metadata.state_dict_metadata["a"].properties.__getstate__()
+    assert [part for part in properties if isinstance(part, MemoryFormat)] == [MemoryFormat.TORCH_CONTIGUOUS_FORMAT]
+
+
+@pytest.mark.usefixtures("single_process_group")
+def test_work_on_ranks() -> None:
+    group: Any = dist.group.WORLD
+    assert run_on_rank_0(group, lambda: 3) == 3
+    assert run_on_all_ranks(group, lambda: 3, sum) == 3
+    error = ValueError("of a rank")
+
+    def fail() -> None:
+        raise error
+
+    for run in (lambda: run_on_rank_0(group, fail), lambda: run_on_all_ranks(group, fail, len)):
+        with pytest.raises(CheckpointException) as raised:
+            run()
+        assert repr(raised.value.failures[0][0]) == repr(error)
+
+
+@pytest.mark.usefixtures("single_process_group")
+def test_cached_plans(tmp_path: Path) -> None:
+    planner = DefaultSavePlanner(enable_plan_caching=True)
+    set_plan_cache_key(planner, "mine")
+    assert not has_cached_plan("mine")
+    dcp.save({"a": torch.ones(3)}, storage_writer=dcp.FileSystemWriter(tmp_path), planner=planner)
+    assert has_cached_plan("mine")
+    forget_cached_plans("mine")
+    caches = [cache for name, cache in vars(dcp.planner.SavePlanner).items() if name.startswith("_cached_")]
+    assert len(caches) >= 5
+    assert not [cache for cache in caches if "mine" in cache]
+
+
+def test_counters_of_the_compiler() -> None:
+    def double(x: Tensor) -> Tensor:
+        return x * 2
+
+    graphs, seconds = compiled_graphs(), compile_seconds()
+    compiled = torch.compile(double, backend="eager", dynamic=False)
+    compiled(torch.ones(2))
+    assert compiled_graphs() == graphs + 1
+    assert compile_seconds() > seconds
+    compiled(torch.ones(3))
+    assert compiled_graphs() == graphs + 2
+    assert "size mismatch" in last_recompile_reason()

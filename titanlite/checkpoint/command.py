@@ -85,7 +85,7 @@ def show(path: str, *, tensors: bool) -> None:
     found = next((found for found in reversed(founds) if found.manifest), founds[-1])
     if (manifest := found.manifest) is None:
         raise UserError(f"{storage.url_of(found.folder)} is not whole: {found.state}")
-    from titanlite.checkpoint.dcp import ShardReader
+    from titanlite.checkpoint.dcp_read import ShardReader
 
     entries: Any = ShardReader(storage, found.folder, manifest, checksums=False).metadata.state_dict_metadata
     model = [entry.size.numel() for name, entry in entries.items() if name.startswith("model.")]

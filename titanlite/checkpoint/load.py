@@ -10,13 +10,13 @@ from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
 from titanlite.checkpoint import manifest as manifests
-from titanlite.checkpoint.dcp import ShardReader
+from titanlite.checkpoint.dcp_read import ShardReader
 from titanlite.checkpoint.manifest import DAMAGED, SUPERSEDED, Manifest, folder_name
 from titanlite.checkpoint.state import State, check_settings, difference, flat, selected
 from titanlite.checkpoint.storage import MANIFEST, Storage, open_storage
 from titanlite.config.schema import Checkpoint
 from titanlite.runtime.errors import DamagedCheckpoint, UserError
-from titanlite.runtime.ranks import cause, on_all, on_rank_0
+from titanlite.runtime.ranks import error_of_ranks, on_all, on_rank_0
 
 logger = logging.getLogger(__name__)
 
@@ -180,7 +180,7 @@ class Loader:
         try:
             dcp.load(_nested(state), storage_reader=reader, planner=planner, process_group=self.group)
         except CheckpointException as error:
-            raise cause(error) from None
+            raise error_of_ranks(error) from None
 
 
 def _nested(state: State) -> dict[str, Any]:

@@ -13,7 +13,9 @@ from torch.distributed.tensor import DTensor
 
 from titanlite.models.base import unique_parameters
 from titanlite.optim.quantized import inner_tensors, is_quantized
+from titanlite.runtime.dtensor import from_local_like
 from titanlite.runtime.errors import UserError
+from titanlite.runtime.private_torch import local_tensor, non_persistent_buffers, wrapped_tensors
 
 State = dict[str, dict[str, Tensor]]
 
@@ -31,7 +33,7 @@ def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> State:
         f"{prefix}.{name}" if prefix else name: buffer
         for prefix, module in model.named_modules()
         for name, buffer in module.named_buffers(recurse=False)
-        if name not in module._non_persistent_buffers_set
+        if name not in non_persistent_buffers(module)
     }
     moments = {
         f"state.{name}.{key}": value
@@ -161,8 +163,5 @@ def _as_tensor(value: Tensor | int | float) -> Tensor:
 def _plain(tensor: Any) -> Any:
     """The same memory without float8's tensor subclass around a local shard: a checkpoint must load without torchao."""
     tensor = tensor.detach() if isinstance(tensor, Tensor) else tensor
-    inner = getattr(tensor._local_tensor, "_tensor", None) if isinstance(tensor, DTensor) else None
-    if inner is None or not isinstance(tensor, DTensor):
-        return tensor
-    mesh, placements = tensor.device_mesh, tensor.placements
-    return DTensor.from_local(inner, mesh, placements, run_check=False, shape=tensor.shape, stride=tensor.stride())
+    inner = wrapped_tensors(local_tensor(tensor)).get("_tensor") if isinstance(tensor, DTensor) else None
+    return tensor if inner is None else from_local_like(inner, tensor)

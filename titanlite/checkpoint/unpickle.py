@@ -1,21 +1,23 @@
-"""Reads DCP's .metadata, a pickle, without letting it call anything but what such metadata consists of."""
+"""A restricted unpickler for DCP's .metadata, which is a pickle: an unpickler calls what a pickle names."""
 
 import pathlib
 import pickle
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint import filesystem, metadata
+from torch.distributed.checkpoint import metadata
+
+from titanlite.runtime.private_torch import MemoryFormat, StorageInfo
 
 
 class Forbidden(pickle.UnpicklingError):
-    pass
+    """A pickle names something that is no part of DCP's metadata."""
 
 
 class MetadataUnpickler(pickle.Unpickler):
-    """Knows the names that DCP's metadata consists of, and no other: an unpickler calls what a pickle names."""
+    """Unpickler that knows the names of which DCP's metadata consists, and no other."""
 
-    PLAIN = (
+    CLASSES = (
         metadata.Metadata,
         metadata.MetadataIndex,
         metadata.StorageMeta,
@@ -23,12 +25,12 @@ class MetadataUnpickler(pickle.Unpickler):
         metadata.BytesStorageMetadata,
         metadata.ChunkStorageMetadata,
         metadata.TensorProperties,
-        metadata._MEM_FORMAT_ENCODING,
-        filesystem._StorageInfo,
+        MemoryFormat,
+        StorageInfo,
     )
 
     def find_class(self, module_name: str, global_name: str) -> Any:
-        for known in self.PLAIN:
+        for known in self.CLASSES:
             if (module_name, global_name) == (known.__module__, known.__name__):
                 return known
         match module_name, global_name:

@@ -4,16 +4,25 @@ Nothing else below titanlite/ uses a private name of PyTorch. Each function here
 tests/unit/test_private_torch.py that fails when PyTorch changes what it relies on.
 """
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch._functorch import config as functorch_config
+from torch.distributed.checkpoint import filesystem, metadata
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.planner import SavePlanner
+from torch.distributed.checkpoint.utils import _DistWrapper
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+T = TypeVar("T")
+S = TypeVar("S")
 
 # Tensors
 
@@ -40,6 +49,14 @@ def wrapped_tensors(tensor: Tensor) -> dict[str, Tensor]:
 def foreach_norms(tensors: Sequence[Tensor], *, dtype: torch.dtype) -> list[Tensor]:
     """Return the L2 norm of each tensor, in a few kernels for all."""
     return [*torch._foreach_norm(list(tensors), dtype=dtype)]
+
+
+# Modules
+
+
+def non_persistent_buffers(module: nn.Module) -> set[str]:
+    """Return the names of a module's own buffers that do not belong in a checkpoint."""
+    return module._non_persistent_buffers_set
 
 
 # Optimizers
@@ -100,6 +117,52 @@ def release_all_reduce_input(param_group: Any) -> None:
 
 # Checkpoints (DCP)
 
+StorageInfo = filesystem._StorageInfo
+"""Place of a tensor in a checkpoint: file, offset and length in bytes."""
+
+MemoryFormat = metadata._MEM_FORMAT_ENCODING
+"""Memory format of a tensor, in a checkpoint's metadata."""
+
+
+def run_on_rank_0(group: dist.ProcessGroup, act: Callable[[], T]) -> T:
+    """Return the result of rank 0 on every rank.
+
+    Raises:
+        CheckpointException: on every rank, if rank 0 fails.
+    """
+    return _DistWrapper(group, True, 0).broadcast("", act)
+
+
+def run_on_all_ranks(group: dist.ProcessGroup, act: Callable[[], T], then: Callable[[list[T]], S]) -> S:
+    """Call `act` on every rank, and `then` on rank 0 with all results. Return the result of `then` on every rank.
+
+    Raises:
+        CheckpointException: on every rank, if any rank fails.
+    """
+    return _DistWrapper(group, True, 0).all_reduce("", act, then)
+
+
+def set_plan_cache_key(planner: DefaultSavePlanner, key: str) -> None:
+    """Give a planner its own entry in DCP's cache of plans, which belongs to the class."""
+    planner._cached_plans_key = key
+
+
+def has_cached_plan(key: str) -> bool:
+    return key in SavePlanner._cached_save_plan
+
+
+def forget_cached_plans(key: str) -> None:
+    """Delete what a planner has left in DCP's cache of plans."""
+    caches: list[dict[str, Any]] = [
+        SavePlanner._cached_save_plan,
+        SavePlanner._cached_final_save_plan,
+        SavePlanner._cached_all_plans,
+        SavePlanner._cached_global_plan,
+        SavePlanner._cached_metadata,
+    ]
+    for cache in caches:
+        cache.pop(key, None)
+
 
 # Compiler
 
@@ -107,6 +170,26 @@ def release_all_reduce_input(param_group: Any) -> None:
 def without_autograd_cache() -> AbstractContextManager[None]:
     """Compile without torch.compile's cache of traced code (AOTAutograd)."""
     return functorch_config.patch(enable_autograd_cache=False)
+
+
+def compiled_graphs() -> int:
+    """Return the number of graphs that torch.compile has compiled in this process. Does not import the compiler."""
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    return dynamo.counters["stats"]["unique_graphs"] if dynamo else 0
+
+
+def compile_seconds() -> float:
+    """Return the wall time that torch.compile has spent in this process. Does not import the compiler."""
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    return dynamo.calculate_time_spent()["total_wall_time"] if dynamo else 0.0
+
+
+def last_recompile_reason() -> str:
+    """Return the failed guard of the newest recompile, as the compiler reports it; "" if there is none."""
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    metrics = dynamo.get_compilation_metrics() if dynamo else []
+    reasons = [one.recompile_reason for one in metrics if one.recompile_reason]
+    return " ".join(reasons[-1].split()) if reasons else ""
 
 
 # Fake tensors and fake process groups

@@ -1,49 +1,58 @@
-"""What ranks do together: an error of one is the same error on all. The work is done by DCP's own wrapper."""
+"""Work that ranks do together: an error on one rank is raised on all of them."""
 
 from collections.abc import Callable
 from typing import TypeVar
 
 import torch.distributed as dist
 from torch.distributed.checkpoint import CheckpointException
-from torch.distributed.checkpoint.utils import _DistWrapper
 
 from titanlite.runtime.errors import DamagedCheckpoint, RunError, UserError
+from titanlite.runtime.private_torch import run_on_all_ranks, run_on_rank_0
 
 T = TypeVar("T")
 S = TypeVar("S")
 
 
 def on_rank_0(group: dist.ProcessGroup, act: Callable[[], T]) -> T:
-    """What rank 0 finds, on every rank."""
-    return _told(lambda: _DistWrapper(group, True, 0).broadcast("", act))
+    """Call a function on rank 0, and return its result on every rank.
+
+    Raises:
+        UserError, DamagedCheckpoint, RunError: the same on every rank, see `error_of_ranks`.
+    """
+    try:
+        return run_on_rank_0(group, act)
+    except CheckpointException as error:
+        raise error_of_ranks(error) from None
 
 
 def on_all(group: dist.ProcessGroup, act: Callable[[], T], then: Callable[[list[T]], S] = lambda _: None) -> S:
-    """Do it on every rank, and then something on rank 0 with what each returned; what that returns, on every rank."""
-    return _told(lambda: _DistWrapper(group, True, 0).all_reduce("", act, then))
+    """Call a function on every rank, and another on rank 0 with all results. Return its result on every rank.
 
-
-def _told(act: Callable[[], T]) -> T:
+    Raises:
+        UserError, DamagedCheckpoint, RunError: the same on every rank, see `error_of_ranks`.
+    """
     try:
-        return act()
+        return run_on_all_ranks(group, act, then)
     except CheckpointException as error:
-        raise cause(error) from None
+        raise error_of_ranks(error) from None
 
 
-def cause(error: CheckpointException) -> Exception:
-    """Of what failed on some ranks, what all should know."""
+def error_of_ranks(error: CheckpointException) -> Exception:
+    """Choose the error that every rank raises: a user's mistake, damage, or the failure of the lowest rank."""
     failures = {rank: failure[0] for rank, failure in sorted(error.failures.items())}
-    for kind in (UserError, DamagedCheckpoint):
+    for first in (UserError, DamagedCheckpoint):
         for failure in failures.values():
-            if isinstance(failure, kind):
+            if isinstance(failure, first):
                 return failure
     rank, failure = next(iter(failures.items()))
     return RunError(f"rank {rank}: {failure}" if isinstance(failure, OSError) else f"rank {rank}: {failure!r}")
 
 
 def check_same_everywhere(value: str, what: str, *, group: dist.ProcessGroup) -> None:
-    """Raises:
-    UserError: the value is not the same on all ranks (files that differ from node to node, say).
+    """Check that a value is the same on all ranks; files may differ from node to node.
+
+    Raises:
+        UserError: the value differs.
     """
     values: list[str] = [""] * group.size()
     dist.all_gather_object(values, value, group=group)
