@@ -1,6 +1,7 @@
 """What tests build on: tiny runs, and functions that run on several gloo processes."""
 
 import json
+import math
 import multiprocessing
 import os
 import pickle
@@ -12,10 +13,13 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from titanlite.config.load import load
 from titanlite.config.schema import Config
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 TINY_TOML = """
 [model.args]
@@ -122,6 +126,20 @@ def run_ranks(
     failures = [f"rank {rank}:\n{error}" for rank, (error, _) in enumerate(results) if error]
     assert not failures, "\n".join(failures)
     return [value for _, value in results]
+
+
+@contextmanager
+def fake_mesh(rank: int, degrees: tuple[int, ...]) -> Iterator["DeviceMesh"]:
+    """A mesh on which this process is one of the ranks, and the others are not there."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=math.prod(degrees))
+    try:
+        yield init_device_mesh("cpu", degrees)
+    finally:
+        dist.destroy_process_group()
 
 
 def run_in_turn(function: Callable[..., Any], world_size: int, configs: Sequence[Config], **options: Any) -> list[Any]:

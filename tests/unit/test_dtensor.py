@@ -1,15 +1,11 @@
 """Helpers for DTensors, on every rank of meshes whose other ranks are not there."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard, distribute_tensor
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from tests.helpers import fake_mesh
 from titanlite.runtime.dtensor import (
     GlobalIndices,
     chunk_sizes,
@@ -36,15 +32,6 @@ LAYOUTS: list[tuple[tuple[int, ...], list[Placement], int]] = [
     ((2, 1, 2), [Shard(1), Shard(0), Shard(1)], 1),
 ]
 """Degrees of a mesh of four ranks, placements, and replicas of each part."""
-
-
-@contextmanager
-def fake_mesh(rank: int, degrees: tuple[int, ...]) -> Iterator[DeviceMesh]:
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=4)
-    try:
-        yield init_device_mesh("cpu", degrees)
-    finally:
-        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize(("degrees", "placements", "replicas"), LAYOUTS)

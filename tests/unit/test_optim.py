@@ -1,4 +1,4 @@
-"""AdamW that rounds stochastically, against PyTorch's; which optimizer updates what; what is told by a tensor."""
+"""AdamW with stochastic rounding against PyTorch's, parameter groups, checks of [optimizer], steps that are skipped."""
 
 import inspect
 import re
@@ -65,7 +65,7 @@ def test_in_float32_it_is_adamw(monkeypatch: pytest.MonkeyPatch, size: int) -> N
 
 
 def test_bfloat16_follows_float32_on_average() -> None:
-    """Steps of which each is below half of bfloat16's resolution: rounded to the nearest, nothing would ever move."""
+    """Each step is below half of bfloat16's resolution: rounded to nearest, nothing would ever move."""
     count, steps = 20_000, 200
     weight = nn.Parameter(torch.ones(count, 1, dtype=torch.bfloat16))
     optimizer = SlicedAdamW(
@@ -93,7 +93,7 @@ def test_rounding_is_right_on_average_and_exact_where_it_can_be() -> None:
     assert round_stochastically(exact, bits[:5]).float().nan_to_num(5).tolist() == exact.nan_to_num(5).tolist()
 
 
-def test_random_bits_are_of_the_place_in_the_whole_tensor() -> None:
+def test_random_bits_depend_on_the_index_in_the_whole_tensor() -> None:
     whole = _hash(torch.tensor(3), torch.arange(1000))
     assert torch.equal(_hash(torch.tensor(3), torch.arange(400, 450)), whole[400:450])
     assert not torch.equal(_hash(torch.tensor(4), torch.arange(1000)), whole)
@@ -105,7 +105,7 @@ def test_random_bits_are_of_the_place_in_the_whole_tensor() -> None:
 
 MATRIX_BY_MUON = '{match = ["weight"], name = "Muon"}'
 BIAS_BY_SGD = '{match = ["bias"], name = "SGD", args.momentum = 0.9}'
-KINDS = {
+OPTIMIZERS = {
     "fused": ("", [torch.optim.AdamW]),
     "rounding": ('state_dtype = "bfloat16"', [SlicedAdamW]),
     "plain": ('name = "SGD"\nargs.momentum = 0.9', [torch.optim.SGD]),
@@ -118,12 +118,12 @@ def section(text: str) -> Optimizer:
     return Optimizer.model_validate(tomli.loads(text))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_step_that_is_skipped_leaves_everything(kind: str) -> None:
-    text, parts = KINDS[kind]
-    model = toy(torch.bfloat16 if kind == "rounding" else torch.float32)
+@pytest.mark.parametrize("case", OPTIMIZERS)
+def test_a_skipped_step_changes_nothing(case: str) -> None:
+    text, classes = OPTIMIZERS[case]
+    model = toy(torch.bfloat16 if case == "rounding" else torch.float32)
     optimizer = build_optimizer(model, section(f"lr = 0.1\n{text}"), seed=0)
-    assert [type(part) for part in optimizers_in(optimizer)] == parts
+    assert [type(it) for it in optimizers_in(optimizer)] == classes
 
     def everything() -> list[torch.Tensor]:
         states = [value for parameter in model.parameters() for value in optimizer.state[parameter].values()]
@@ -165,8 +165,8 @@ def test_defaults_of_muon_are_those_of_torch() -> None:
     assert {name for name, it in ours.items() if it.default != theirs.get(name, it).default} == {"adjust_lr_fn"}
 
 
-class Waits(TorchDispatchMode):
-    """Counts how often the host asks for the value of a tensor."""
+class CountWaits(TorchDispatchMode):
+    """Count how often the host asks for the value of a tensor."""
 
     count = 0
 
@@ -175,18 +175,18 @@ class Waits(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize(("kind", "expected"), [("fused", 0), ("Muon and AdamW", 0), ("Muon and SGD", 1), ("plain", 1)])
-def test_an_update_waits_for_no_value_unless_it_must(kind: str, expected: int) -> None:
+@pytest.mark.parametrize(("case", "expected"), [("fused", 0), ("Muon and AdamW", 0), ("Muon and SGD", 1), ("plain", 1)])
+def test_an_update_waits_for_no_value_unless_it_must(case: str, expected: int) -> None:
     model = toy()
-    optimizer = build_optimizer(model, section(KINDS[kind][0]), seed=0)
+    optimizer = build_optimizer(model, section(OPTIMIZERS[case][0]), seed=0)
     gradients(model, 0)
-    with Waits() as waits:
+    with CountWaits() as waits:
         update(optimizer, skip=torch.tensor(False))
     assert waits.count == expected
 
 
-class Parts(nn.Module):
-    """Of every kind: matrices in layers and outside, a stack of matrices, vectors."""
+class Shapes(nn.Module):
+    """Matrices in layers and outside, a stack of matrices, vectors."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -196,15 +196,15 @@ class Parts(nn.Module):
 
 
 def planned(text: str) -> list[tuple[str, str, float, float, list[str]]]:
-    groups = parameter_groups(section(text), dict(Parts().named_parameters()))
+    groups = parameter_groups(section(text), dict(Shapes().named_parameters()))
     return [(it.label, it.name, it.lr, it.weight_decay, collapse_names(it.parameters)) for it in groups]
 
 
 WEIGHTS, BIASES, EXPERTS = "layers.*.weight x3", "layers.*.bias x3", "layers.0.experts"
 
 
-def test_an_update_that_compiles_itself_is_not_of_the_cache() -> None:
-    """torch's cache on disk takes shards that differ for the same: tests/unit/test_optim_8bit.py."""
+def test_an_update_that_compiles_itself_does_not_use_the_cache() -> None:
+    """PyTorch's cache on disk confuses shards: see tests/unit/test_optim_8bit.py."""
     seen = []
 
     class Own(torch.optim.SGD):
@@ -252,13 +252,13 @@ def test_groups_and_their_table() -> None:
     assert planned(GROUPS.replace("lr = 0.1", "weight_decay = 0.4"))[0] == (
         "groups.0", "AdamW", 0.5, 0.4, [WEIGHTS, BIASES, EXPERTS]
     )  # fmt: skip
-    assert format_groups(parameter_groups(section(GROUPS), dict(Parts().named_parameters()))) == [
+    assert format_groups(parameter_groups(section(GROUPS), dict(Shapes().named_parameters()))) == [
         "group               optimizer   lr  weight decay  tensors  parameters  for example",
         "groups.0: matrices  AdamW      0.1           0.1        4          84  layers.*.weight x3, layers.0.experts",
         "groups.0: vectors   AdamW      0.1             0        3          15  layers.*.bias x3",
         "groups.1            SGD        0.5           0.3        1          36  embedding.weight",
     ]
-    adamw, sgd = optimizers_in(build_optimizer(Parts(), section(GROUPS), seed=0))
+    adamw, sgd = optimizers_in(build_optimizer(Shapes(), section(GROUPS), seed=0))
     first, second, third = [*adamw.param_groups, *sgd.param_groups]
     assert (first["lr"], first["weight_decay"], first["amsgrad"], first["fused"]) == (0.1, 0.1, True, True)
     assert (second["lr"], second["weight_decay"]) == (0.1, 0.0)
@@ -284,7 +284,7 @@ def test_rates_of_groups_follow_the_schedule_in_proportion(tiny: TinyRun, capfd:
 
 
 def problems(text: str, dtype: str = "float32") -> list[str]:
-    return [str(problem) for problem in check_optimizer(section(text), Parts(), dtype=dtype)]
+    return [str(problem) for problem in check_optimizer(section(text), Shapes(), dtype=dtype)]
 
 
 def test_each_parameter_is_in_exactly_one_group() -> None:
@@ -299,7 +299,7 @@ def test_each_parameter_is_in_exactly_one_group() -> None:
         "optimizer.groups.0.name: Muon is for matrices; give these a group with another optimizer: layers.*.bias x3",
     ]
     with pytest.raises(ConfigError, match="no group matches embedding"):
-        build_optimizer(Parts(), section('groups = [{match = ["layers.*"]}]'), seed=0)
+        build_optimizer(Shapes(), section('groups = [{match = ["layers.*"]}]'), seed=0)
 
 
 @pytest.mark.parametrize(
@@ -334,7 +334,7 @@ def test_each_parameter_is_in_exactly_one_group() -> None:
         ('lr = 0.0\ngroups = [{match = ["*"], lr = 0.1}]', "optimizer.groups.0.lr: is scheduled in proportion to "),
     ],
 )
-def test_what_is_wrong_is_told(text: str, expected: str) -> None:
+def test_problems(text: str, expected: str) -> None:
     [found] = problems(text)
     assert found.startswith(expected)
 
@@ -349,7 +349,7 @@ def test_bfloat16_weights_need_an_optimizer_that_rounds() -> None:
     ]
 
 
-def test_what_the_guide_shows_is_right() -> None:
+def test_examples_of_the_guide_are_valid() -> None:
     examples = re.findall(r"```toml\n(.*?)```", Path("docs/optimizers.md").read_text(), re.DOTALL)
     assert len(examples) == 4
     with torch.device("meta"):
@@ -359,7 +359,7 @@ def test_what_the_guide_shows_is_right() -> None:
         assert check_optimizer(optimizer, model, dtype="float32") == []
 
 
-def test_adams_settings_go_to_its_kind_only() -> None:
+def test_betas_are_given_to_classes_like_adam_only() -> None:
     text = "lr = 0.5\nbeta1 = 0.8\neps = 1e-5\n"
     assert constructor_options(torch.optim.NAdam, section(text), {"momentum_decay": 0.1}) == {
         "lr": 0.5, "weight_decay": 0.1, "betas": (0.8, 0.95), "eps": 1e-5, "momentum_decay": 0.1,
@@ -390,8 +390,8 @@ class Signs(torch.optim.Optimizer):
 
 
 @pytest.mark.usefixtures("single_process_group")
-def test_a_class_of_ones_own_trains_and_resumes(tiny: TinyRun, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It keeps numbers, which are saved as tensors and come back as numbers."""
+def test_a_user_class_trains_and_resumes(tiny: TinyRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The class keeps numbers, which are saved as tensors and loaded as numbers."""
     (tiny.folder / "my_optimizers.py").write_text(OWN)
     monkeypatch.syspath_prepend(str(tiny.folder))
     assert problems('name = "my_optimizers:Signs"\nargs.beta = 0.9') == []
@@ -415,7 +415,7 @@ def test_a_class_of_ones_own_trains_and_resumes(tiny: TinyRun, monkeypatch: pyte
 
 
 def test_memory_of_states() -> None:
-    """Of 36 elements in the embedding, 84 in matrices of layers, 15 in vectors."""
+    """36 elements in the embedding, 84 in matrices of layers, 15 in vectors."""
     for text, expected in {
         "": 8 * 135,
         'state_dtype = "bfloat16"': 4 * 135,
@@ -424,7 +424,7 @@ def test_memory_of_states() -> None:
         'name = "SGD"\nargs.momentum = 0.9': 4 * 135,
         'name = "Muon"': 4 * 84 + 8 * 51,
     }.items():
-        assert state_bytes(section(text), Parts(), dtype="float32") == expected, text
+        assert state_bytes(section(text), Shapes(), dtype="float32") == expected, text
 
 
 LOW = ["--training.dtype=bfloat16", "--optimizer.state_dtype=bfloat16", "--training.mixed_precision_param=bfloat16"]
@@ -443,8 +443,8 @@ def test_bfloat16_runs_are_equal_on_every_layout_and_after_a_resume(tiny: TinyRu
     assert all((resumed[name] == value).all() for name, value in whole.items())
 
 
-class FromTheStart(torch.optim.SGD):
-    """Has its state before the first step."""
+class StateFromStart(torch.optim.SGD):
+    """SGD that has state before the first step."""
 
     def __init__(self, params: Any, lr: float = 1e-3) -> None:
         super().__init__(params, lr)
@@ -461,7 +461,7 @@ class FromTheStart(torch.optim.SGD):
 
 def test_states_that_are_there_from_the_start_are_kept_and_the_others_are_completed() -> None:
     model = toy()
-    text = f'groups = [{{match = ["weight"]}}, {{match = ["bias"], name = "{__name__}.FromTheStart"}}]'
+    text = f'groups = [{{match = ["weight"]}}, {{match = ["bias"], name = "{__name__}.StateFromStart"}}]'
     optimizer = build_optimizer(model, section(text), seed=0)
     before = [parameter.detach().clone() for parameter in model.parameters()]
     complete_optimizer_state(model, optimizer)

@@ -1,4 +1,4 @@
-"""Moments in 8 and 4 bits (torchao.optim): they train, and are sharded, saved and counted as what they are made of."""
+"""Moments in 8 and 4 bits (torchao.optim): training, sharding, saving, and their bytes."""
 
 from functools import partial
 from pathlib import Path
@@ -9,39 +9,40 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
 
 from tests.distributed.test_layouts import built, trained, whole
-from tests.helpers import TinyRun, run_in_turn, run_ranks
+from tests.helpers import TinyRun, fake_mesh, run_in_turn, run_ranks
 from tests.unit.test_plan import profiled, shapes
 from titanlite.config.schema import Config, Optimizer
 from titanlite.models.base import unique_parameters
 from titanlite.optim import build_optimizer, check_optimizer, set_learning_rate, update
-from titanlite.optim.quantized import MIN_ELEMENTS, block_size_of, inner_tensors, is_quantized
+from titanlite.optim.quantized import MIN_ELEMENTS, block_size_of, check_shards, inner_tensors, is_quantized
 from titanlite.optim.registry import find_optimizer_cls
 from titanlite.optim.state_size import state_bytes, state_dtypes
 from titanlite.runtime.errors import UserError
 
 pytest.importorskip("torchao.optim")
 
-KINDS = {"AdamW8bit": (256, 1 + 4 / 256), "AdamW4bit": (128, 0.5 + 4 / 128), "AdamWFp8": (256, 1 + 4 / 256)}
-"""Elements of a block, and bytes of an element of a moment."""
+CLASSES = {"AdamW8bit": (256, 1 + 4 / 256), "AdamW4bit": (128, 0.5 + 4 / 128), "AdamWFp8": (256, 1 + 4 / 256)}
+"""Elements of a block, and bytes of one element of a moment, by class."""
 SHAPE = ["--model.args.dim=128", "--model.args.n_heads=2", "--model.args.hidden_dim=128", "--model.args.n_layers=2"]
-"""Matrices that are quantized whole and in halves."""
+"""Sizes whose matrices are quantized whole and in halves."""
 
 
-def named(kind: str) -> str:
-    return f"torchao.optim.{kind}"
+def named(class_name: str) -> str:
+    return f"torchao.optim.{class_name}"
 
 
 @pytest.fixture(autouse=True)
 def _eager() -> Any:
-    """The update as it is written, without compiling it: the same operations, and no minutes of a compiler."""
+    """Run updates without the compiler, which takes minutes: the operations are the same."""
     with torch.compiler.set_stance("force_eager"):
         yield
 
 
 def moments(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, np.ndarray]:
-    """All that is kept, whole: of quantized moments their pieces."""
+    """Return all state, gathered; of quantized moments their inner tensors."""
     found: dict[str, Tensor] = {}
     for name, parameter in unique_parameters(model):
         for key, value in optimizer.state[parameter].items():
@@ -51,24 +52,24 @@ def moments(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, np.
 
 
 def eager(rank: int, world_size: int, config: Config) -> dict[str, np.ndarray]:
-    """Weights after training."""
+    """Train without the compiler, and return the weights."""
     torch.compiler.set_stance("force_eager")
     return trained(rank, world_size, config)
 
 
 def restored(rank: int, world_size: int, config: Config) -> dict[str, np.ndarray]:
-    """Moments that a start finds in a checkpoint."""
+    """Return the moments that a start loads from a checkpoint."""
     torch.compiler.set_stance("force_eager")
     run = built(rank, world_size, config)
     assert run.progress.step == 6
     return moments(run.model, run.optimizer)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_bytes_are_counted(kind: str) -> None:
+@pytest.mark.parametrize("class_name", CLASSES)
+def test_bytes_are_counted(class_name: str) -> None:
     model = nn.Linear(512, 256)
-    expected = 2 * KINDS[kind][1] * (512 * 256 + 256)
-    config = Optimizer(name=named(kind))
+    expected = 2 * CLASSES[class_name][1] * (512 * 256 + 256)
+    config = Optimizer(name=named(class_name))
     assert check_optimizer(config, model, dtype="float32") == []
     assert state_bytes(config, model, dtype="float32") == int(expected)
     optimizer = build_optimizer(model, config, seed=0)
@@ -77,30 +78,30 @@ def test_bytes_are_counted(kind: str) -> None:
     optimizer.step()
     kept = [piece for value in (optimizer.state[model.weight][key] for key in ("exp_avg", "exp_avg_sq"))
             for piece in inner_tensors(value).values()]  # fmt: skip
-    assert sum(piece.nbytes for piece in kept) == 2 * KINDS[kind][1] * 512 * 256
+    assert sum(piece.nbytes for piece in kept) == 2 * CLASSES[class_name][1] * 512 * 256
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_what_is_quantized_is_what_torchao_quantizes(kind: str) -> None:
-    block = KINDS[kind][0]
-    assert block_size_of(find_optimizer_cls(named(kind)), {}) == block
-    assert block_size_of(find_optimizer_cls(named(kind)), {"block_size": 64}) == 64
+@pytest.mark.parametrize("class_name", CLASSES)
+def test_minimum_and_block_size_are_those_of_torchao(class_name: str) -> None:
+    block = CLASSES[class_name][0]
+    assert block_size_of(find_optimizer_cls(named(class_name)), {}) == block
+    assert block_size_of(find_optimizer_cls(named(class_name)), {"block_size": 64}) == 64
     assert block_size_of(torch.optim.AdamW, {}) is None
     for size in (MIN_ELEMENTS - block, MIN_ELEMENTS, MIN_ELEMENTS + 1, MIN_ELEMENTS + block):
         weight = nn.Parameter(torch.ones(size))
         weight.grad = torch.ones_like(weight)
-        optimizer = build_optimizer(nn.ParameterList([weight]), Optimizer(name=named(kind)), seed=0)
+        optimizer = build_optimizer(nn.ParameterList([weight]), Optimizer(name=named(class_name)), seed=0)
         optimizer.step()
         assert is_quantized(optimizer.state[weight]["exp_avg"]) == (size >= MIN_ELEMENTS and size % block == 0), size
 
 
-@pytest.mark.parametrize(("kind", "codes"), [("AdamW8bit", torch.uint8), ("AdamWFp8", torch.float8_e4m3fn)])
-def test_the_types_that_a_run_tells_are_those_of_codes(kind: str, codes: torch.dtype) -> None:
-    assert state_dtypes(build_optimizer(nn.Linear(64, 64), Optimizer(name=named(kind)), seed=0)) == {codes}
+@pytest.mark.parametrize(("class_name", "codes"), [("AdamW8bit", torch.uint8), ("AdamWFp8", torch.float8_e4m3fn)])
+def test_state_dtypes_are_those_of_codes(class_name: str, codes: torch.dtype) -> None:
+    assert state_dtypes(build_optimizer(nn.Linear(64, 64), Optimizer(name=named(class_name)), seed=0)) == {codes}
 
 
-def test_the_plan_knows_what_is_kept() -> None:
-    """Codes, scales and a table for each moment of matrices; norms, and 64 x 32 of keys and values, are float32."""
+def test_the_plan_counts_inner_tensors() -> None:
+    """Matrices have codes, scales and a table; norms, and 64 x 32 of keys and values, have float32 moments."""
     found = profiled(f"--optimizer.name={named('AdamW8bit')}")
     sizes = [shape.numel() for shape in shapes()]
     assert {size >= MIN_ELEMENTS for size in sizes} == {True, False}
@@ -117,7 +118,7 @@ def test_weights_in_bfloat16_must_be_rounded_stochastically() -> None:
     assert check_optimizer(rounding, model, dtype="bfloat16") == []
 
 
-def test_another_learning_rate_compiles_nothing_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_learning_rate_does_not_recompile(monkeypatch: pytest.MonkeyPatch) -> None:
     model = nn.Linear(64, 64, bias=False)
     optimizer = build_optimizer(model, Optimizer(name=named("AdamW8bit"), lr=0.1), seed=0)
     rates = [group["lr"] for group in optimizer.param_groups]
@@ -138,12 +139,12 @@ def test_another_learning_rate_compiles_nothing_anew(monkeypatch: pytest.MonkeyP
     assert 0 < 1.5 * moved[1] < 1.2 * moved[2] < moved[3]
 
 
-def updated(kind: str) -> Tensor:
-    """A sharded weight, after two steps of moments that are quantized."""
+def updated(class_name: str) -> Tensor:
+    """Return a sharded weight after two steps with quantized moments."""
     torch.manual_seed(0)
     model = nn.Linear(64, 128, bias=False)
     fully_shard(model)
-    optimizer = build_optimizer(model, Optimizer(name=named(kind), lr=0.1), seed=0)
+    optimizer = build_optimizer(model, Optimizer(name=named(class_name), lr=0.1), seed=0)
     for _ in range(2):
         model.weight.grad = torch.randn_like(model.weight)
         update(optimizer, skip=torch.tensor(False))
@@ -153,14 +154,14 @@ def updated(kind: str) -> Tensor:
 
 @pytest.mark.nightly
 @pytest.mark.usefixtures("single_process_group")
-def test_compiled_code_of_one_kind_is_not_taken_for_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the real compiler. Its cache of traced code takes DTensors of the same shape for the same."""
+def test_compiled_code_of_one_class_is_not_used_for_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Uses the real compiler. Its cache of traced code confuses DTensors of the same shape."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    for kind in ("AdamW8bit", "AdamW4bit"):
-        expected = updated(kind)
+    for class_name in ("AdamW8bit", "AdamW4bit"):
+        expected = updated(class_name)
         torch._dynamo.reset()
         with torch.compiler.set_stance("default"):
-            assert torch.allclose(updated(kind), expected, rtol=1e-3, atol=1e-3), kind
+            assert torch.allclose(updated(class_name), expected, rtol=1e-3, atol=1e-3), class_name
 
 
 @pytest.mark.slow
@@ -178,7 +179,7 @@ def test_losses_are_near_those_of_adamw(tiny: TinyRun) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "shape"),
+    ("class_name", "shape"),
     [
         # 259 rows, each of one block: uneven shards
         pytest.param("AdamW8bit", "--model.args.dim=256", marks=pytest.mark.slow),
@@ -186,9 +187,9 @@ def test_losses_are_near_those_of_adamw(tiny: TinyRun) -> None:
         pytest.param("AdamWFp8", "--model.args.vocab_size=260", marks=pytest.mark.nightly),
     ],
 )
-def test_a_run_goes_on_bit_for_bit(tiny: TinyRun, kind: str, shape: str) -> None:
-    """On two shards; and its moments are the same on one."""
-    options = [*SHAPE, shape, f"--optimizer.name={named(kind)}"]
+def test_a_run_resumes_bit_for_bit(tiny: TinyRun, class_name: str, shape: str) -> None:
+    """A run on two shards resumes there bit for bit; its moments are the same on one shard."""
+    options = [*SHAPE, shape, f"--optimizer.name={named(class_name)}"]
     configs = [
         tiny.config(*options, f"--job.name={name}", f"--training.steps={steps}", world_size=2)
         for name, steps in (("whole", 6), ("parts", 3), ("parts", 6))
@@ -206,6 +207,35 @@ def test_a_run_goes_on_bit_for_bit(tiny: TinyRun, kind: str, shape: str) -> None
         assert np.array_equal(on_one[name], value), name
 
 
+REFUSED: dict[str, tuple[tuple[int, ...], list[Placement]]] = {
+    "[64, 256] cannot have quantized moments on 4 shards: it is sharded by dimension 1, and": ((64, 256), [Shard(1)]),
+    "on 4 shards: shards have 3,840 to 4,096 elements, and torchao quantizes only those with at least 4,096": (
+        (63, 256), [Shard(0)]
+    ),
+    "on 4 shards: 62 rows do not divide evenly, and rows are not whole blocks of 256 elements": (
+        (62, 384), [Shard(0)]
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_other_shards_are_refused(message: str) -> None:
+    shape, placements = REFUSED[message]
+    with fake_mesh(0, (4,)) as mesh:
+        weight = distribute_tensor(torch.ones(shape), mesh, placements, src_data_rank=None)
+        with pytest.raises(UserError) as error:
+            check_shards("weight", weight, 256)
+    assert message in str(error.value)
+    assert str(error.value).startswith(f"weight {[*shape]} cannot have quantized moments")
+
+
+@pytest.mark.parametrize(("shape", "placement"), [((63, 64), Shard(1)), ((256, 256), Replicate()), ((3, 8), Shard(0))])
+def test_shards_that_are_alike_are_not_refused(shape: tuple[int, ...], placement: Placement) -> None:
+    with fake_mesh(0, (4,)) as mesh:
+        check_shards("weight", distribute_tensor(torch.ones(shape), mesh, [placement], src_data_rank=None), 256)
+    check_shards("weight", torch.ones(shape), 256)
+
+
 def refused(rank: int, world_size: int, config: Config) -> str:
     torch.compiler.set_stance("force_eager")
     with pytest.raises(UserError) as error:
@@ -213,8 +243,8 @@ def refused(rank: int, world_size: int, config: Config) -> str:
     return str(error.value)
 
 
-def test_what_shards_cannot_keep_is_refused(tiny: TinyRun) -> None:
-    """Rows that do not divide, in blocks of two rows; and a checkpoint of shards that were large enough."""
+def test_a_run_and_a_checkpoint_with_other_shards_are_refused(tiny: TinyRun) -> None:
+    """Rows do not divide, or shards of a checkpoint were large enough for blocks."""
     name = f"--optimizer.name={named('AdamW8bit')}"
     even = [*SHAPE, name, "--model.args.vocab_size=260", "--model.args.hidden_dim=48", "--training.steps=1"]
     run_ranks(eager, 1, tiny.config(*even))

@@ -1,0 +1,130 @@
+"""Optimizers on tensors that are sharded in ways FSDP alone does not: the weights are those of one process."""
+
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+
+from tests.helpers import run_ranks
+from titanlite.config.schema import Optimizer
+from titanlite.optim import build_optimizer, update
+from titanlite.optim.muon import Muon
+from titanlite.optim.quantized import inner_tensors
+from titanlite.optim.rounding import SlicedAdamW
+from titanlite.runtime.dtensor import GlobalIndices, count_replicas, from_local_like, slice_like
+from titanlite.runtime.private_torch import local_tensor
+
+SHAPES = [(16, 32), (32, 16), (8, 16, 32)]
+"""Parts have whole vectors of the CPU's AdamW kernel, which rounds the rest of a tensor in another way."""
+STEPS = 4
+LAYOUTS: list[tuple[tuple[int, ...], list[Placement]]] = [
+    ((4,), [Shard(1)]),
+    ((2, 2), [Shard(0), Shard(0)]),
+    ((2, 2), [Shard(0), Shard(1)]),
+    ((2, 2), [Replicate(), Shard(1)]),
+    ((2, 2), [Shard(1), Replicate()]),
+    ((1, 4), [Shard(1), Shard(0)]),
+]
+OPTIMIZERS: dict[str, Callable[[dict[str, nn.Parameter]], torch.optim.Optimizer]] = {
+    "Muon": lambda parameters: Muon(parameters.values(), lr=0.05, ns_dtype="float32"),
+    "Muon, bfloat16": lambda parameters: Muon(parameters.values(), lr=0.05),
+    "SlicedAdamW": lambda parameters: SlicedAdamW(
+        [{"params": [*parameters.values()]}], parameters, state_dtype=torch.bfloat16, seed=1,
+        lr=0.01, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1,
+    ),
+}  # fmt: skip
+
+
+def draw(step: int) -> Iterator[Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    return (torch.randn(shape, generator=generator) for shape in SHAPES)
+
+
+def trained(name: str, parameters: list[nn.Parameter]) -> list[np.ndarray]:
+    """Weights after some steps with given gradients, whole."""
+    if name == "SlicedAdamW":
+        parameters = [nn.Parameter(parameter.detach().bfloat16()) for parameter in parameters]
+    optimizer = OPTIMIZERS[name]({f"weight{number}": parameter for number, parameter in enumerate(parameters)})
+    for step in range(1, STEPS):
+        for parameter, gradient in zip(parameters, draw(step), strict=True):
+            part = slice_like(gradient, parameter).to(parameter.dtype)
+            parameter.grad = from_local_like(part.contiguous(), parameter)
+        update(optimizer, skip=torch.tensor(step == 2))
+    wholes = [it.full_tensor() if isinstance(it, DTensor) else it for it in parameters]
+    return [whole.detach().float().numpy() for whole in wholes]
+
+
+def placed(degrees: tuple[int, ...], placements: list[Placement]) -> list[nn.Parameter]:
+    mesh = init_device_mesh("cpu", degrees)
+    return [nn.Parameter(distribute_tensor(whole, mesh, placements, src_data_rank=None)) for whole in draw(0)]
+
+
+def tensor_parallel(dim: int) -> list[nn.Parameter]:
+    """Parameters that tensor parallelism shards by one dimension, and FSDP shards the parts by rows."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tensor"))
+    model, tensor_mesh = nn.Module(), mesh["tensor"]
+    for number, whole in enumerate(draw(0)):
+        sharded = distribute_tensor(whole, tensor_mesh, [Shard(dim)], src_data_rank=None)
+        model.register_parameter(f"weight{number}", nn.Parameter(sharded))
+    fully_shard(model, mesh=mesh["shard"])
+    return [*model.parameters()]
+
+
+def quantized_moment(parameter: Tensor, gradient: Tensor, name: str) -> dict[str, Tensor]:
+    """Inner tensors of the first moment after one step."""
+    weight = nn.Parameter(parameter)
+    weight.grad = from_local_like(slice_like(gradient, weight), weight)
+    optimizer = build_optimizer(nn.ParameterList([weight]), Optimizer(name=name), seed=0)
+    with torch.compiler.set_stance("force_eager"):
+        optimizer.step()
+    return inner_tensors(optimizer.state[weight]["exp_avg"])
+
+
+def check_blocks_over_several_axes() -> None:
+    """Codes and scales of a part are that part of the whole's; blocks are shorter and longer than rows."""
+    mesh = init_device_mesh("cpu", (2, 2))
+    for name in ("torchao.optim.AdamW8bit", "torchao.optim.AdamW4bit", "torchao.optim.AdamWFp8"):
+        for shape in [(256, 64), (4, 64, 256), (260, 256)]:
+            ones, gradient = torch.ones(shape), torch.randn(shape, generator=torch.Generator().manual_seed(0))
+            expected = quantized_moment(ones.clone(), gradient, name)
+            placed = distribute_tensor(ones, mesh, [Shard(0), Shard(0)], src_data_rank=None)
+            found = quantized_moment(placed, gradient, name)
+            assert found.keys() == expected.keys() == {"codes", "scale"}
+            for key, tensor in found.items():
+                assert tensor.shape == expected[key].shape
+                assert torch.equal(local_tensor(tensor), slice_like(expected[key], tensor)), (name, shape, key)
+
+
+def on_four(rank: int, world_size: int) -> list[dict[str, list[np.ndarray]]]:
+    found = []
+    if find_spec("torchao"):
+        check_blocks_over_several_axes()
+    ways = [lambda it=it: placed(*it) for it in LAYOUTS] + [lambda dim=dim: tensor_parallel(dim) for dim in (0, 1)]
+    for parameters in ways:
+        for parameter, whole in zip(parameters(), draw(0), strict=True):
+            part = local_tensor(parameter).flatten()
+            indices = GlobalIndices(parameter)(0, len(part), torch.device("cpu"))
+            assert torch.equal(part, whole.flatten()[indices])
+        found.append({name: trained(name, parameters()) for name in OPTIMIZERS})
+    for parameter in tensor_parallel(0):
+        assert torch.distributed.group.WORLD is not None
+        assert count_replicas(parameter, torch.distributed.group.WORLD) == 1
+    return found
+
+
+def test_weights_are_those_of_one_process_however_they_are_sharded() -> None:
+    expected = {name: trained(name, [nn.Parameter(whole) for whole in draw(0)]) for name in OPTIMIZERS}
+    for number, rank in enumerate(run_ranks(on_four, 4)):
+        assert len(rank) == len(LAYOUTS) + 2
+        for layout, found in enumerate(rank):
+            for name, weights in found.items():
+                for mine, alone, first in zip(weights, expected[name], draw(0), strict=True):
+                    case = f"rank {number}, layout {layout}, {name} {mine.shape}"
+                    assert abs(alone - first.numpy()).max() > 0.01, case
+                    assert mine == pytest.approx(alone, abs=0 if name == "SlicedAdamW" else 1e-5), case
