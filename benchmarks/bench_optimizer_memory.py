@@ -1,11 +1,11 @@
-"""What ways to keep the optimizer's memory small cost and gain, side by side, on one CPU process.
+"""Memory and time of ways to keep the optimizer small, side by side, in one CPU process.
 
     python benchmarks/bench_optimizer_memory.py
     python benchmarks/bench_optimizer_memory.py --only AdamW --model.args.dim=512 --training.global_batch_size=8
 
-State: bytes of moments a parameter. Peak: most that PyTorch's allocator has given out at once, after the first step.
-Plan: the same, as `titanlite plan` predicts it. First: seconds of the first step, with compiling what is not in the
-compiler's cache. Step: the median CPU time of the next ones, by one thread. Further options are the config's.
+State: bytes of moments for each parameter. Peak: peak memory of PyTorch's allocator after the first step. Plan: the
+same, as `titanlite plan` predicts it. First: seconds of the first step, including compilation unless it is cached.
+Step: median CPU time of later steps, in one thread. Further options are the config's.
 """
 
 import argparse
@@ -48,11 +48,11 @@ VARIANTS = {
 
 
 class Clock:
-    """Times steps, where `measured_memory.train` would have their memory recorded."""
+    """Clock of steps, in the place of the recorder that `measured_memory.train` takes."""
 
     def __init__(self) -> None:
         self.seconds: list[tuple[float, float]] = []
-        """Of the clock on the wall, and of this process on CPUs."""
+        """Wall time and CPU time of each step."""
 
     @contextmanager
     def span(self, name: str) -> Iterator[None]:
@@ -62,7 +62,7 @@ class Clock:
 
 
 def seconds_of_steps(config: Config, steps: int) -> list[tuple[float, float]]:
-    """In a process of its own, of one thread."""
+    """Time steps. Call it in a process of its own: it sets one thread."""
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=0, world_size=1)
@@ -73,17 +73,17 @@ def seconds_of_steps(config: Config, steps: int) -> list[tuple[float, float]]:
 
 
 def predicted_peak(config: Config) -> int:
-    """In a process of its own."""
+    """Plan the peak memory. Call it in a process of its own: it sets one thread."""
     torch.set_num_threads(1)
     return planned(config, 1, replace(find_hardware("H100"), measured=True), 1).peak
 
 
 @dataclass
-class Made:
-    """By one way; bytes and seconds."""
+class Measured:
+    """Bytes and seconds of one variant."""
 
     state: float
-    """A parameter."""
+    """Bytes for each parameter."""
     peak: int
     planned: int
     first: float
@@ -91,16 +91,16 @@ class Made:
     """CPU time."""
 
 
-def measured(config: Config, steps: int) -> Made:
+def measured(config: Config, steps: int) -> Measured:
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, spawn, max_tasks_per_child=1) as pool:
         first, *seconds = pool.submit(seconds_of_steps, config, steps).result()
         plan = pool.submit(predicted_peak, config).result()
     [found] = measure(config, processes=1)
-    kind, args = model_of(config)
+    model_cls, args = model_of(config)
     with torch.device("meta"):
-        parameters = sum(parameter.numel() for _, parameter in unique_parameters(kind(args)))
-    return Made(found.breakdown["optimizer"] / parameters, found.peak, plan, first[0], [cpu for _, cpu in seconds])
+        parameters = sum(parameter.numel() for _, parameter in unique_parameters(model_cls(args)))
+    return Measured(found.breakdown["optimizer"] / parameters, found.peak, plan, first[0], [cpu for _, cpu in seconds])
 
 
 def main() -> None:
@@ -111,23 +111,23 @@ def main() -> None:
     arguments, overrides = parser.parse_known_args()
     print("| | state, bytes a parameter | peak, MiB | plan, MiB | first, s | step, CPU ms |")
     print("|---|---|---|---|---|---|", flush=True)
-    base: Made | None = None
+    base: Measured | None = None
     for name, options in VARIANTS.items():
         if arguments.only not in name:
             continue
-        made = measured(load(DEBUG, [*SIZES, *options, *overrides], world_size=1), arguments.steps)
+        result = measured(load(DEBUG, [*SIZES, *options, *overrides], world_size=1), arguments.steps)
         print(
-            f"| {name} | {made.state:.2f} | {made.peak / MIB:.1f} | {made.planned / MIB:.1f} | {made.first:.1f} "
-            f"| {1000 * statistics.median(made.steps):.0f} |",
+            f"| {name} | {result.state:.2f} | {result.peak / MIB:.1f} | {result.planned / MIB:.1f} "
+            f"| {result.first:.1f} | {1000 * statistics.median(result.steps):.0f} |",
             flush=True,
         )
-        base = made if name == "AdamW" else base
+        base = result if name == "AdamW" else base
         case = " ".join([name, *overrides])
         if base:
-            times = [seconds / statistics.median(base.steps) for seconds in made.steps]
-            record(arguments.record, name=f"peak memory / AdamW, {case}", value=made.peak / base.peak, better="lower")
+            times = [seconds / statistics.median(base.steps) for seconds in result.steps]
+            record(arguments.record, name=f"peak memory / AdamW, {case}", value=result.peak / base.peak, better="lower")
             record(arguments.record, name=f"CPU time of a step / AdamW, {case}", values=times, better="lower")
-        accuracy = made.planned / made.peak
+        accuracy = result.planned / result.peak
         record(arguments.record, name=f"planned / measured peak, {case}", value=accuracy, better="none", aim="1 +- 0.1")
 
 

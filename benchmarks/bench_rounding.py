@@ -1,10 +1,10 @@
-"""What bfloat16 weights and moments cost in loss, rounded stochastically (as titanlite does) and to the nearest.
+"""Loss with bfloat16 weights and moments, rounded stochastically (as titanlite does) and to nearest.
 
     python benchmarks/bench_rounding.py [--steps 300] [--only NAME] [--record FILE.jsonl]
     python benchmarks/bench_rounding.py --time      # seconds of the optimizer's step alone, of the debug model
 
 Trains the debug model at a tenth of its size on the standard library, and prints the loss on held-out files. Runs have
-the same seed, data and schedule; only types and rounding differ.
+the same seed, data and schedule; only dtypes and rounding differ.
 """
 
 import argparse
@@ -23,7 +23,8 @@ from titanlite.config.schema import Optimizer
 from titanlite.cpu.settings import keep_freed_memory
 from titanlite.ingest.prepare import prepare_text
 from titanlite.models.registry import resolve_model
-from titanlite.optim import build_optimizer, rounding
+from titanlite.optim import build_optimizer
+from titanlite.optim.rounding import SlicedAdamW
 from titanlite.preflight import preflight
 from titanlite.runtime.process_group import pick_device, process_group, read_ranks
 from titanlite.train import build, finish, train
@@ -41,9 +42,9 @@ VARIANTS: dict[str, tuple[list[str], bool]] = {
     "beta2 0.999: moments, stochastic": ([SLOW, MOMENTS], False),
     "beta2 0.999: moments, nearest": ([SLOW, MOMENTS], True),
 }
-"""Options, and whether values are rounded to the nearest."""
+"""Options, and whether values are rounded to nearest, by name."""
 NOISE = 0.001
-"""Of the loss: what rounding alone moves it by (docs/numerics.md)."""
+"""Change of the loss by float32 rounding alone (docs/numerics.md)."""
 
 OPTIONS = [
     *(f"model.args.{size}" for size in ("dim=128", "n_layers=4", "n_heads=4", "n_kv_heads=2", "hidden_dim=352")),
@@ -64,18 +65,19 @@ def main() -> None:
         return
     ranks = read_ranks({})
     device = pick_device(ranks)
-    stochastically = rounding.round_stochastically
     losses: dict[str, float] = {}
     steps = f"training.steps={arguments.steps}", f"validation.freq={arguments.steps}"
     with tempfile.TemporaryDirectory() as folder, process_group(ranks, device):
         for number, (name, (options, nearest)) in enumerate(VARIANTS.items()):
             if arguments.only not in name:
                 continue
-            rounding.round_stochastically = to_nearest if nearest else stochastically
             places = f"job.dump_folder={folder}", f"job.name=run-{number}"
             overrides = [f"--{option}" for option in (*OPTIONS, *steps, *places, *options)]
             config = load(ROOT / "train_configs" / "debug.toml", overrides)
             run = build(config, preflight(config, ranks, device), ranks=ranks, device=device, prepare_text=prepare_text)
+            if nearest:
+                assert isinstance(run.optimizer, SlicedAdamW)
+                run.optimizer.round = to_nearest
             finish(run, train(run))
             losses[name] = json.loads((run.folder.validation).read_text())["loss"]
             print(f"{name:<34} {losses[name]:.4f}", flush=True)
@@ -83,7 +85,7 @@ def main() -> None:
 
 
 def note(arguments: argparse.Namespace, losses: dict[str, float]) -> None:
-    """Losses against float32's of the same beta2, where both were trained."""
+    """Record losses relative to float32 with the same beta2, where both were trained."""
     for name, loss in losses.items():
         base = "beta2 0.999: float32" if name.startswith("beta2") else "float32"
         if name != base and base in losses:

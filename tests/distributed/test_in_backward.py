@@ -30,7 +30,7 @@ CASES = {
 
 
 def configs_of(tiny: TinyRun, options: list[str], name: str, world_size: int) -> list[Config]:
-    """The same run without and with it."""
+    """Return configs of the same run, without and with in_backward."""
     return [
         tiny.config(*options, NO_CLIPPING, f"--job.name={name}-{on}", *on_or_off, world_size=world_size)
         for on, on_or_off in (("off", []), ("on", [ON]))
@@ -38,19 +38,19 @@ def configs_of(tiny: TinyRun, options: list[str], name: str, world_size: int) ->
 
 
 def check_equal(tiny: TinyRun, name: str, off: list[dict[str, Any]], on: list[dict[str, Any]]) -> None:
-    """Weights of every rank, losses and gradient norms of every step."""
+    """Compare weights of every rank, losses and gradient norms of every step."""
     for expected, found in zip(off, on, strict=True):
         assert found.keys() == expected.keys()
         for parameter, value in expected.items():
             assert (found[parameter] == value).all(), (name, parameter)
     records = [tiny.records(f"{name}-{on}") for on in ("off", "on")]
     assert len(records[0]) == 6
-    for figure in ("loss", "grad_norm", "lr"):
-        assert [record[figure] for record in records[1]] == [record[figure] for record in records[0]], (name, figure)
+    for metric in ("loss", "grad_norm", "lr"):
+        assert [record[metric] for record in records[1]] == [record[metric] for record in records[0]], (name, metric)
 
 
 def test_weights_are_those_of_updates_after_backward(tiny: TinyRun) -> None:
-    """Six steps of a warm-up; also where a unit has two children, and where optimizers are several."""
+    """Six steps of warm-up, on FSDP and HSDP, with a tied head and with several optimizers."""
     configs = [config for name, options in CASES.items() for config in configs_of(tiny, options, name, 2)]
     results = run_in_turn(trained, 2, configs)
     for number, name in enumerate(CASES):
@@ -58,8 +58,8 @@ def test_weights_are_those_of_updates_after_backward(tiny: TinyRun) -> None:
 
 
 def stopped(rank: int, world_size: int, config: Config) -> dict[str, Any]:
-    """Train until something in step 3 is not finite on rank 1: the loss, or (if the run's name says so) the gradients
-    of all that is below the head."""
+    """Train until step 3 has a nonfinite loss on rank 1. If the name of the run has "gradient": nonfinite gradients of
+    all below the head."""
     run = built(rank, world_size, config)
     calls = [0]
 
@@ -84,11 +84,11 @@ def stopped(rank: int, world_size: int, config: Config) -> dict[str, Any]:
     assert isinstance(ended, StoppedByGuard)
     moved = [name for name, it in unique_parameters(run.model) if not torch.equal(before[name], local_tensor(it))]
     finite = all(bool(local_tensor(it).isfinite().all()) for it in run.model.parameters())
-    return {"moved": moved, "finite": finite, "told": (str(ended), ended.taken, ended.in_part, ended.exit_code)}
+    return {"moved": moved, "finite": finite, "stop": (str(ended), ended.taken, ended.in_part, ended.exit_code)}
 
 
 def test_all_ranks_stop_alike(tiny: TinyRun) -> None:
-    """A loss that is not finite leaves a state that is saved. A gradient does not: the run goes on from before."""
+    """The state is saved after a nonfinite loss. After a nonfinite gradient the last checkpoint is resumed."""
     options = [ON, NO_CLIPPING, "--metrics.log_freq=5", "--checkpoint.interval=2"]
     names = "loss", "gradient"
     configs = [tiny.config(*options, f"--job.name={name}", world_size=2) for name in names]
@@ -96,15 +96,15 @@ def test_all_ranks_stop_alike(tiny: TinyRun) -> None:
     loss, gradient = run_in_turn(stopped, 2, configs)
     for rank in loss:
         assert rank["moved"] == []
-        assert rank["told"][1:] == (2, False, 3)
+        assert rank["stop"][1:] == (2, False, 3)
     for rank in gradient:
         # Each shard decides by its own part: of embeddings, those of tokens that are not in the batch are finite.
         assert {*rank["moved"]} - {"tok_embeddings.weight"} == {"head.output.weight"}
         assert rank["finite"]
-        assert rank["told"][1:] == (2, True, 3)
-        assert "go on from the last checkpoint" in rank["told"][0]
+        assert rank["stop"][1:] == (2, True, 3)
+        assert "go on from the last checkpoint" in rank["stop"][0]
     for ranks in (loss, gradient):
-        assert ranks[0]["told"] == ranks[1]["told"]
+        assert ranks[0]["stop"] == ranks[1]["stop"]
     checkpoints = [sorted((tiny.folder / "outputs" / name / "checkpoints").glob("step-*")) for name in names]
     assert [[path.name for path in paths] for paths in checkpoints] == [["step-00000002"]] * 2
     run_in_turn(trained, 2, [again])

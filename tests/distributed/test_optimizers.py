@@ -1,4 +1,4 @@
-"""Optimizers on sharded parameters: the same weights as one process gives them, and the same after a resume."""
+"""Optimizers on sharded parameters: the weights are those of one process, also after a resume."""
 
 from collections import Counter
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ from titanlite.runtime.errors import UserError
 from titanlite.runtime.private_torch import local_tensor
 
 SHAPES = [(7, 10), (10, 7), (3, 8), (9, 9), (9, 9), (1, 4), (6, 5, 8), (3, 4, 4)]
-"""Rows that do not divide by 4, fewer rows than ranks, and stacks of matrices, one of fewer than there are ranks."""
+"""Rows that do not divide by 4, fewer rows than ranks, and stacks of matrices, one of them smaller than the ranks."""
 STEPS, SKIPPED = 6, 3
 LAYOUTS = [(1, 4), (2, 2), (4, 1)]
 OPTIONS: list[dict[str, Any]] = [
@@ -32,8 +32,8 @@ OPTIONS: list[dict[str, Any]] = [
 ]
 
 
-def draw(kind: int, step: int) -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(100 * kind + step)
+def draw(seed: int, step: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(100 * seed + step)
     return [torch.randn(shape, generator=generator) for shape in SHAPES]
 
 
@@ -48,8 +48,8 @@ def everything(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 
 @dataclass(frozen=True)
-class Worked:
-    """On one rank: its weights after some steps with given gradients, and what it did for them in each step."""
+class Updates:
+    """Weights after some steps with given gradients, and the work of one rank in each step."""
 
     weights: list[np.ndarray]
     orthogonalized: Counter[tuple[int, ...]]
@@ -59,14 +59,14 @@ class Worked:
 
 
 @dataclass(frozen=True)
-class OfFour:
-    """What was trained on four ranks, and where."""
+class OnFour:
+    """Results of everything that runs on four ranks."""
 
     tiny: TinyRun
-    by_rank: list[tuple[list[Worked], list[dict[str, Any]]]]
+    by_rank: list[tuple[list[Updates], list[dict[str, Any]]]]
 
 
-def worked(mesh: DeviceMesh, options: dict[str, Any]) -> Worked:
+def updated(mesh: DeviceMesh, options: dict[str, Any]) -> Updates:
     model, seen, sent = Matrices(), Counter[tuple[int, ...]](), Counter[torch.dtype]()
     fully_shard(model, mesh=sharding_mesh(mesh))
     parameters = [*model.parameters()]
@@ -101,20 +101,20 @@ def worked(mesh: DeviceMesh, options: dict[str, Any]) -> Worked:
     assert set(sent) <= {torch.float32 if "ns_dtype" in options else torch.bfloat16}
     assert all(count % STEPS == 0 for count in seen.values())
     in_a_step = Counter({shape: count // STEPS for shape, count in seen.items()})
-    return Worked([whole(parameter).numpy() for parameter in parameters], in_a_step, sent.total() // STEPS)
+    return Updates([whole(parameter).numpy() for parameter in parameters], in_a_step, sent.total() // STEPS)
 
 
-def muon_on_each_layout() -> list[Worked]:
+def muon_on_each_layout() -> list[Updates]:
     meshes = [
         build_mesh(Parallelism(data_parallel_replicate_degree=replicate), world_size=4, device_type="cpu")
         for replicate, _ in LAYOUTS
     ]
-    return [worked(mesh, options) for mesh in meshes for options in OPTIONS]
+    return [updated(mesh, options) for mesh in meshes for options in OPTIONS]
 
 
 def of_one_process(options: dict[str, Any]) -> list[torch.Tensor]:
-    """Weights by torch.optim.Muon; the matrices of stacks are parameters of their own. In float32, which it cannot,
-    by ours on plain tensors."""
+    """Return the weights by torch.optim.Muon, to which each matrix of a stack is a parameter. In float32, which it
+    lacks, they are by ours on plain tensors."""
     wholes = draw(0, 0)
     matrices = [m for tensor in wholes for m in (tensor if tensor.ndim == 3 else [tensor])]
     parameters = [torch.nn.Parameter(matrix.clone()) for matrix in matrices]
@@ -128,7 +128,7 @@ def of_one_process(options: dict[str, Any]) -> list[torch.Tensor]:
     return [torch.stack([next(left) for _ in it]) if it.ndim == 3 else next(left) for it in wholes]
 
 
-def test_muon_is_that_of_torch_on_every_layout(of_four: OfFour) -> None:
+def test_muon_is_that_of_torch_on_every_layout(of_four: OnFour) -> None:
     by_rank = [matrices for matrices, _ in of_four.by_rank]
     cases = [(layout, options) for layout in LAYOUTS for options in OPTIONS]
     matrices = Counter(shape[-2:] for shape in SHAPES for _ in range(shape[0] if len(shape) == 3 else 1))
@@ -139,9 +139,9 @@ def test_muon_is_that_of_torch_on_every_layout(of_four: OfFour) -> None:
                 theirs = theirs.detach()
                 assert abs(mine - theirs.numpy()).max() <= 1e-5 * theirs.abs().max()
                 assert (theirs - first).abs().max() > 0.01
-        for copy in range(replicate):
-            seen = [ranks[copy * shard + member].orthogonalized for member in range(shard)]
-            assert sum(seen, Counter()) == matrices, "each matrix once in each copy of the model"
+        for replica in range(replicate):
+            seen = [ranks[replica * shard + member].orthogonalized for member in range(shard)]
+            assert sum(seen, Counter()) == matrices, "each matrix once in each replica of the model"
         if shard == 4:  # 6 single matrices: each rank computes one or two, of stacks those that are its own
             stacked = {(5, 8), (4, 4)}
             single = [sum(n for it, n in rank.orthogonalized.items() if it not in stacked) for rank in ranks]
@@ -152,8 +152,7 @@ def test_muon_is_that_of_torch_on_every_layout(of_four: OfFour) -> None:
 
 
 def total_sent() -> int:
-    """Elements that cross between 4 ranks in a step, both ways: of each matrix all but the owner's own rows go to the
-    owner; no owner sends back to itself what it keeps."""
+    """Count the elements that 4 ranks send in a step, both ways: all rows of each matrix but those of its owner."""
     owners = sorted((shape for shape in SHAPES if len(shape) == 2), key=lambda s: (s[0] * s[1], *s))
     total = 0
     for number, (rows, columns) in enumerate(owners):
@@ -177,12 +176,12 @@ HALFWAY = "--checkpoint.load_step=3"
 RUNS: dict[str, list[str]] = {"mix": [MIX], "SGD": MOMENTUM}
 
 
-def config_of(tiny: TinyRun, kind: str, layout: tuple[int, int], *options: str) -> Config:
-    all_options = (f"--job.name={kind}", *RUNS[kind], *degrees(*layout), *options)
+def config_of(tiny: TinyRun, name: str, layout: tuple[int, int], *options: str) -> Config:
+    all_options = (f"--job.name={name}", *RUNS[name], *degrees(*layout), *options)
     return tiny.config(*all_options, world_size=layout[0] * layout[1])
 
 
-def on_four(rank: int, world_size: int, tiny: TinyRun) -> tuple[list[Worked], list[dict[str, Any]]]:
+def on_four(rank: int, world_size: int, tiny: TinyRun) -> tuple[list[Updates], list[dict[str, Any]]]:
     runs = [
         trained(rank, world_size, config_of(tiny, "mix", (1, 4), "--checkpoint.interval=3")),
         trained(rank, world_size, config_of(tiny, "mix", (1, 4), HALFWAY)),
@@ -194,14 +193,14 @@ def on_four(rank: int, world_size: int, tiny: TinyRun) -> tuple[list[Worked], li
 
 
 @pytest.fixture(scope="module")
-def of_four(tmp_path_factory: pytest.TempPathFactory) -> OfFour:
-    """All that is done on four ranks: starting them takes longer than that."""
+def of_four(tmp_path_factory: pytest.TempPathFactory) -> OnFour:
+    """Everything that runs on four ranks, together: to start them takes longer."""
     tiny = TinyRun(tmp_path_factory.mktemp("four"))
-    return OfFour(tiny, run_ranks(on_four, 4, tiny))
+    return OnFour(tiny, run_ranks(on_four, 4, tiny))
 
 
 @pytest.mark.usefixtures("single_process_group")
-def test_runs_are_equal_on_every_layout_and_after_a_resume(of_four: OfFour) -> None:
+def test_runs_are_equal_on_every_layout_and_after_a_resume(of_four: OnFour) -> None:
     tiny, (_, (unbroken, resumed, *moments, _)) = of_four.tiny, of_four.by_rank[0]
     for name, value in unbroken.items():
         assert (resumed[name] == value).all(), name
@@ -221,7 +220,7 @@ def test_runs_are_equal_on_every_layout_and_after_a_resume(of_four: OfFour) -> N
 
 
 @pytest.mark.usefixtures("single_process_group")
-def test_sgd_trains_the_same_on_every_layout(of_four: OfFour) -> None:
+def test_sgd_trains_the_same_on_every_layout(of_four: OnFour) -> None:
     tiny, (*_, on_four_ranks) = of_four.tiny, of_four.by_rank[0][1]
     alone = trained(0, 1, config_of(tiny, "SGD", (1, 1), f"--job.dump_folder={tiny.folder}/alone"))
     assert tiny.losses("SGD", "alone") == pytest.approx(tiny.losses("SGD"), rel=1e-5)
@@ -231,8 +230,8 @@ def test_sgd_trains_the_same_on_every_layout(of_four: OfFour) -> None:
 
 
 @pytest.mark.usefixtures("single_process_group")
-def test_another_optimizer_does_not_go_on(of_four: OfFour) -> None:
-    with pytest.raises(UserError, match="is of another optimizer") as told:
+def test_another_optimizer_does_not_resume(of_four: OnFour) -> None:
+    with pytest.raises(UserError, match="is of another optimizer") as error:
         trained(0, 1, of_four.tiny.config("--job.name=mix"))
-    assert "missing     optimizer.state.layers.0.attention.wq.weight.exp_avg [42, 42]" in str(told.value)
-    assert "Restore [optimizer], or give the new run another job.name" in str(told.value)
+    assert "missing     optimizer.state.layers.0.attention.wq.weight.exp_avg [42, 42]" in str(error.value)
+    assert "Restore [optimizer], or give the new run another job.name" in str(error.value)

@@ -1,4 +1,4 @@
-"""Updates within backward: what a config may ask for, what stops them, what the plan shows."""
+"""Updates within backward: configs that are refused, steps that are skipped, and the plan."""
 
 import math
 
@@ -33,7 +33,7 @@ NAN = math.nan
         (["--training.local_batch_size=2"], "a step has 2 of 2 sequences on each of the 2 processes"),
     ],
 )
-def test_what_it_cannot_have_is_refused(tiny: TinyRun, options: list[str], words: str) -> None:
+def test_options_that_exclude_it_are_refused(tiny: TinyRun, options: list[str], words: str) -> None:
     with pytest.raises(ConfigError) as error:
         tiny.config(*ON, *options, world_size=2)
     [problem] = error.value.problems
@@ -41,7 +41,7 @@ def test_what_it_cannot_have_is_refused(tiny: TinyRun, options: list[str], words
     assert words in problem.message
 
 
-def test_what_it_can_have_is_not(tiny: TinyRun) -> None:
+def test_other_options_are_not_refused(tiny: TinyRun) -> None:
     groups = '--optimizer.groups=[{match=["*"], name="SGD"}]'
     assert tiny.config(*ON, "--optimizer.name=Muon", groups, world_size=2).optimizer.in_backward
     tiny.config("--guard.nonfinite=skip", "--optimizer.name=Muon", "--training.local_batch_size=1", world_size=2)
@@ -71,9 +71,9 @@ def states(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
 
 
 @pytest.mark.usefixtures("single_process_group")
-@pytest.mark.parametrize("kind", ["AdamW", "SGD"])
-def test_each_parameter_is_updated_once_by_its_whole_gradient(kind: str) -> None:
-    config = Optimizer(name=kind, lr=0.1, args={"momentum": 0.9} if kind == "SGD" else {})
+@pytest.mark.parametrize("name", ["AdamW", "SGD"])
+def test_each_parameter_is_updated_once_by_its_whole_gradient(name: str) -> None:
+    config = Optimizer(name=name, lr=0.1, args={"momentum": 0.9} if name == "SGD" else {})
     whole, parts = Tied(), Tied()
     ordinary, within = (build_optimizer(model, config, seed=0) for model in (whole, parts))
     in_backward = InBackward(parts, within)
@@ -94,18 +94,18 @@ def test_each_parameter_is_updated_once_by_its_whole_gradient(kind: str) -> None
 
 
 @pytest.mark.usefixtures("single_process_group")
-@pytest.mark.parametrize("kind", ["AdamW", "SGD"])
-def test_what_is_not_finite_is_not_used(kind: str) -> None:
-    """A loss: nothing is updated. A gradient of one parameter: all others are."""
+@pytest.mark.parametrize("name", ["AdamW", "SGD"])
+def test_nonfinite_losses_and_gradients_are_not_used(name: str) -> None:
+    """After a nonfinite loss nothing is updated; a nonfinite gradient skips its own parameter only."""
     model = Tied()
-    optimizer = build_optimizer(model, Optimizer(name=kind, lr=0.1), seed=0)
+    optimizer = build_optimizer(model, Optimizer(name=name, lr=0.1), seed=0)
     in_backward = InBackward(model, optimizer)
     poison = False
     model.last.bias.register_hook(lambda gradient: gradient * NAN if poison else None)
 
-    def moved(figure: float) -> list[bool]:
+    def moved(loss: float) -> list[bool]:
         before = [parameter.detach().clone() for parameter in model.parameters()]
-        in_backward.begin(torch.tensor(figure), world())
+        in_backward.begin(torch.tensor(loss), world())
         model(torch.ones(2, 8)).backward()
         assert len(in_backward.end()) == 3
         assert all(parameter.isfinite().all() for parameter in model.parameters())
@@ -119,19 +119,17 @@ def test_what_is_not_finite_is_not_used(kind: str) -> None:
 
 
 @pytest.mark.usefixtures("single_process_group")
-def test_the_guard_tells_what_is_whole() -> None:
-    """A stop for the loss leaves a state that can be saved, one for a gradient does not; and nothing comes after."""
+def test_the_guard_knows_whether_the_state_is_whole() -> None:
+    """A stop for the loss leaves a state that can be saved, one for a gradient does not. No later step is taken."""
     for bad, in_part in (((NAN, NAN), False), ((3.0, NAN), True)):
         guard = StepGuard(Guard(), device=torch.device("cpu"), step=0, state={})
-        forbidden = []
+        skips = []
         for step, (loss, norm) in enumerate([(3.0, 1.0), bad, (3.0, 1.0)], start=1):
-            figures = torch.tensor(loss), torch.tensor(norm)
-            forbidden.append(bool(guard.forbids(figures[0])))
-            skip_reason = guard.judge(*figures)
-            guard.keep(
-                step, StepResult(figures[0], torch.zeros(()), figures[1], skip_reason, figures[0][None], figures[1])
-            )
-        assert forbidden == [False, not in_part, True]
+            values = torch.tensor(loss), torch.tensor(norm)
+            skips.append(bool(guard.forbids(values[0])))
+            skip_reason = guard.judge(*values)
+            guard.keep(step, StepResult(values[0], torch.zeros(()), values[1], skip_reason, values[0][None], values[1]))
+        assert skips == [False, not in_part, True]
         with pytest.raises(StoppedByGuard, match="step 2: loss or gradient is not finite") as stopped:
             guard.look(world())
         assert stopped.value.taken == 1
@@ -140,14 +138,14 @@ def test_the_guard_tells_what_is_whole() -> None:
 
 
 SHALLOW = ("--model.args.n_layers=10", "--training.seq_len=8", "--model.args.vocab_size=128")
-"""Little else than weights: ten blocks of 43,136 weights, embedding and head of 8,192, and a norm."""
+"""Sizes with little else than weights: ten blocks of 43,136 weights, embedding and head of 8,192, and a norm."""
 BLOCK, REST = 43_136, 2 * 8_192 + 64
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("replicate", "shard"), [(1, 4), (2, 2)])
-def test_the_plan_shows_gradients_of_two_units_at_most(replicate: int, shard: int) -> None:
-    """As a unit is reduced, FSDP may still hold what it reduced before."""
+def test_the_plan_has_gradients_of_two_units_at_most(replicate: int, shard: int) -> None:
+    """While an FSDP unit is reduced, FSDP may still hold the gradients of the previous one."""
     ranks = replicate * shard
     options = [*SHALLOW, *degrees(replicate, shard), "--training.max_norm=0", f"--training.global_batch_size={ranks}"]
     without, found = (profiled(*options, *on, world_size=ranks) for on in ((), ON))
