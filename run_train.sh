@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Train:  ./run_train.sh [--config NAME.toml] [--section.key=value ...]
 #
-# Without arguments it trains train_configs/debug.toml: a small Llama, on any machine. A bare name is looked up in
-# train_configs/. From the environment:
+# Without arguments it trains debug.toml: a small Llama, on any machine. A name without a folder is that of a file here,
+# or of a shipped config (train_configs/). All arguments are those of `titanlite train`. From the environment:
 #   NPROC          processes on this machine (default: one for each GPU, else 1)
 #   NNODES         machines (default 1); then also
 #   RDZV_ENDPOINT  host:port of the first machine, the same on all
@@ -14,20 +14,6 @@ source "$(dirname "${BASH_SOURCE[0]}")/scripts/environment.sh"
 if [[ ${1:-} == -h || ${1:-} == --help ]]; then
     sed -n '2,/^set /{/^set /d; s/^# \{0,1\}//; p}' "${BASH_SOURCE[0]}"
     exit 0
-fi
-
-config=$ROOT/train_configs/debug.toml
-rest=()
-while (($#)); do
-    case $1 in
-        --config) (($# > 1)) || die "--config needs a file"; config=$2; shift ;;
-        --config=*) config=${1#--config=} ;;
-        *) rest+=("$1") ;;
-    esac
-    shift
-done
-if [[ $config != */* && ! -f $config ]]; then
-    config=$ROOT/train_configs/${config%.toml}.toml
 fi
 
 find_python ""
@@ -46,7 +32,7 @@ nnodes=${NNODES:-1}
 [[ $nnodes =~ ^[1-9][0-9]*$ ]] || die "NNODES: expected a number of machines, got $nnodes"
 
 if ((nproc_here * nnodes == 1)); then
-    exec "$PYTHON" -m titanlite train --config "$config" ${rest[@]+"${rest[@]}"}
+    exec "$PYTHON" -m titanlite train "$@"
 fi
 if ((nnodes > 1)) && [[ -z ${RDZV_ENDPOINT:-} ]]; then
     die "with NNODES > 1, set RDZV_ENDPOINT to host:port of the first machine, the same on all"
@@ -54,7 +40,7 @@ fi
 
 # Mistakes are reported once and at once, not by every process.
 WORLD_SIZE=$((nproc_here * nnodes)) LOCAL_WORLD_SIZE=$nproc_here \
-    "$PYTHON" -m titanlite config check --config "$config" ${rest[@]+"${rest[@]}"}
+    "$PYTHON" -m titanlite check "$@"
 
 if [[ -z ${OMP_NUM_THREADS:-} ]]; then
     cores=$("$PYTHON" -c 'import os; print(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count())')
@@ -68,7 +54,7 @@ export TITANLITE_EXIT_FILE=$exit_codes/code
 
 "$PYTHON" -m torch.distributed.run --nnodes "$nnodes" --nproc_per_node "$nproc_here" \
     --rdzv_backend c10d --rdzv_endpoint "${RDZV_ENDPOINT:-localhost:0}" \
-    -m titanlite train --config "$config" ${rest[@]+"${rest[@]}"} &
+    -m titanlite train "$@" &
 torchrun=$!
 trap 'kill -TERM "$torchrun" 2>/dev/null' TERM INT
 code=0

@@ -27,7 +27,7 @@ def titanlite(*arguments: str, **environ: str) -> tuple[int, list[str], list[str
 
 
 def refusal(capfd: pytest.CaptureFixture[str], *arguments: str) -> list[str]:
-    """What the command says when it refuses."""
+    """Lines of standard error of a command that exits with 2."""
     assert cli.run(list(arguments)) == 2
     return capfd.readouterr().err.splitlines()
 
@@ -57,7 +57,7 @@ def test_a_run_from_start_to_resume(tiny: TinyRun) -> None:
     assert "this run is complete at step 5; to go on, raise training.steps" in out
 
 
-def test_a_run_folder_tells_how_it_was_made(tiny: TinyRun) -> None:
+def test_a_run_folder_records_how_it_was_made(tiny: TinyRun) -> None:
     from titanlite.config.load import load
 
     assert titanlite("train", "--config", str(tiny.toml), "--training.steps=2")[0] == 0
@@ -101,7 +101,7 @@ def test_bad_input_is_one_line(
 
 
 def test_everything_wrong_is_in_one_report(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """What is wrong with the config as such, and what only the model, the tokenizer and the machine tell."""
+    """What is wrong with the config as such, and what depends on the model, the tokenizer and the machine."""
     (tmp_path / "base.toml").write_text("[training]\nseq_len = 10000\n[model]\nargs.n_layer = 3\n")
     text = """\
 base = "base.toml"
@@ -157,7 +157,7 @@ name = "Moun"
     assert lines[3].endswith("(base.toml:2)")
 
 
-def test_mistakes_of_the_options_are_told_before_torch_is_imported(tiny: TinyRun) -> None:
+def test_mistakes_of_the_options_are_reported_before_torch_is_imported(tiny: TinyRun) -> None:
     code = "import sys; sys.modules['torch'] = None; from titanlite.cli import main; main()"
     command = [sys.executable, "-c", code, "config", "check", "--config", str(tiny.toml), "--training.stepss=1"]
     result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
@@ -313,10 +313,10 @@ def test_an_error_beside_a_closed_pipe_keeps_its_traceback(capfd: pytest.Capture
     assert "ZeroDivisionError" in capfd.readouterr().err
 
 
-def test_the_first_rank_to_fail_speaks_for_all(
+def test_the_first_rank_to_fail_reports_for_all(
     tiny: TinyRun, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """torchrun ends the other ranks at once: if only rank 0 spoke, the message could be lost."""
+    """torchrun ends the other ranks at once: if only rank 0 reported, its error could be lost."""
     record = tiny.folder / "code"
     monkeypatch.setenv("TITANLITE_EXIT_FILE", str(record))
     monkeypatch.setenv("LOCAL_RANK", "1")
@@ -471,7 +471,7 @@ def test_run_train_passes_on_the_exit_code_of_a_rank(tiny: TinyRun) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_that_stops_itself_says_so_and_exits_with_3(tiny: TinyRun) -> None:
+def test_a_run_that_stops_itself_reports_why_and_exits_with_3(tiny: TinyRun) -> None:
     """Weights that overflow: from the user's side, on two processes."""
     result = run_train("--config", str(tiny.toml), "--optimizer.lr=1e36", cwd=tiny.folder, NPROC="2")
     assert result.returncode == 3, result.stderr
@@ -489,6 +489,5 @@ def test_a_run_that_stops_itself_says_so_and_exits_with_3(tiny: TinyRun) -> None
 def test_run_train_finds_bare_names(tmp_path: Path) -> None:
     result = run_train("--config", "debgu.toml", cwd=tmp_path)
     assert result.returncode == 2
-    assert "did you mean" in result.stderr
-    assert "train_configs/debug.toml?" in result.stderr
+    assert result.stderr == "error: no config file debgu.toml, did you mean debug?\n"
     assert "Train:" in run_train("--help", cwd=tmp_path).stdout
