@@ -1,12 +1,12 @@
-"""Whether benchmarks got worse: the figures of two files, one beside the other.
+"""Comparison of benchmarks: the measurements of two files, side by side, and what got worse.
 
     python benchmarks/compare.py OLD.jsonl NEW.jsonl
 
-The files are those of --record. A figure got worse if NEW is worse than OLD by more than half the spread of either, the
-wider one. Times, sizes and rates are judged only where both come from machines of the same description. A figure that
-NEW lacks, or has in another unit, is told as well.
+The files are those of --record. A measurement got worse if NEW is worse than OLD by more than half the spread of
+either, the wider one. Times, sizes and rates are compared only where both come from machines of the same description. A
+measurement that NEW lacks, or has in another unit, is flagged as well.
 
-Exit codes: 0 nothing is worse, 1 something is, or cannot be told, 2 a file cannot be read.
+Exit codes: 0 nothing is worse, 1 something is flagged, 2 a file cannot be read.
 """
 
 import argparse
@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from record import Figure, number, read, with_unit
+from record import Measurement, number, read, with_unit
 
 from titanlite.runtime.errors import UserError
 
@@ -43,28 +43,28 @@ def main() -> int:
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
-    for which, figures in (("old", old), ("new", new)):
-        for line in origins(figures.values()):
+    for which, measurements in (("old", old), ("new", new)):
+        for line in origins(measurements.values()):
             print(f"{which}: {line}")
     rows = list(compare(old, new))
-    print("\n" + "\n".join(aligned([Row("name", "old", "new", "change", "verdict"), *rows])) + "\n")
+    print("\n" + "\n".join(aligned([Row("name", "old", "new", "change", "result"), *rows])) + "\n")
     flagged = [row for row in rows if row.skip_reason in FLAGGED]
     for row in flagged:
         print(f"{row.skip_reason}: {row.name}: {row.old} -> {row.new}")
-    print(f"{len(flagged)} of {len(rows)} figures flagged")
+    print(f"{len(flagged)} of {len(rows)} measurements flagged")
     return 1 if flagged else 0
 
 
-def origins(figures: Iterable[Figure]) -> list[str]:
+def origins(measurements: Iterable[Measurement]) -> list[str]:
     """Machines, versions and commits of a file, each once."""
-    return sorted({f"{it.machine}; {versions(it)}; commit {it.commit or 'unknown'}" for it in figures})
+    return sorted({f"{it.machine}; {versions(it)}; commit {it.commit or 'unknown'}" for it in measurements})
 
 
-def versions(figure: Figure) -> str:
-    return ", ".join(f"{name} {version}" for name, version in figure.versions.items() if version)
+def versions(measurement: Measurement) -> str:
+    return ", ".join(f"{name} {version}" for name, version in measurement.versions.items() if version)
 
 
-def compare(old: dict[str, Figure], new: dict[str, Figure]) -> Iterator[Row]:
+def compare(old: dict[str, Measurement], new: dict[str, Measurement]) -> Iterator[Row]:
     """A row for each name, those of `old` first."""
     for name, before in old.items():
         if name not in new:
@@ -74,16 +74,16 @@ def compare(old: dict[str, Figure], new: dict[str, Figure]) -> Iterator[Row]:
         change = after.value - before.value
         percent = f"{change / abs(before.value):+.1%}" if before.value and before.unit == after.unit else ""
         yield Row(name, shown(before), shown(after), percent, skip_reason(before, after))
-    for name, figure in new.items():
+    for name, measurement in new.items():
         if name not in old:
-            yield Row(name, "-", shown(figure), "", "new")
+            yield Row(name, "-", shown(measurement), "", "new")
 
 
-def skip_reason(old: Figure, new: Figure) -> str:
+def skip_reason(old: Measurement, new: Measurement) -> str:
     if old.unit != new.unit:
         return "OTHER UNIT"
     if new.better == "none":
-        return "not judged"
+        return "not compared"
     if not new.is_portable and old.machine != new.machine:
         return "other machine"
     gain = (new.value - old.value) * (1 if new.better == "higher" else -1)
@@ -91,12 +91,12 @@ def skip_reason(old: Figure, new: Figure) -> str:
     return "WORSE" if gain < -margin else "better" if gain > margin else "same"
 
 
-def shown(figure: Figure) -> str:
-    return with_unit(number(figure.value), figure.unit)
+def shown(measurement: Measurement) -> str:
+    return with_unit(number(measurement.value), measurement.unit)
 
 
 def aligned(rows: list[Row]) -> Iterator[str]:
-    """Words to the left, figures to the right."""
+    """Words to the left, measurements to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         cells = [cell.rjust(width) if 1 <= at <= 3 else cell.ljust(width)

@@ -1,12 +1,12 @@
-"""Figures of benchmarks in a file, one JSON object a line, with what one needs to take them again or to doubt them.
+"""Measurements of benchmarks in a file, one JSON object a line, with all that is needed to repeat or to doubt them.
 
     from record import add_record_option, record
 
     add_record_option(parser)          # --record FILE.jsonl
     record(options.record, name="plain / ours, seconds of a step", pairs=(plain, ours), better="higher", aim=">= 0.97")
 
-A name says what was measured, down to each option that changes the figure: compare.py and table.py know figures by
-their names. Imports no torch: scripts that need none stay as quick as they are.
+A name holds what was measured, down to each option that changes the value: compare.py and table.py know measurements
+by their names. Imports no torch: scripts that need none stay as quick as they are.
 """
 
 import argparse
@@ -31,12 +31,12 @@ from titanlite.runtime.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[1]
 PLACES = ("--record", "--folder")
-"""Options that say where files are put: no part of what is measured, so they are left out of the command."""
+"""Options that choose where files are put: no part of what is measured, so they are left out of the command."""
 Better = Literal["higher", "lower", "none"]
 
 
 @dataclass(frozen=True)
-class Figure:
+class Measurement:
     """One result, and where it comes from. `low` and `high` enclose `value`: the least and the most of its repeats."""
 
     name: str
@@ -69,12 +69,12 @@ class Figure:
 
 def add_record_option(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--record", type=writable_file, metavar="FILE.jsonl", help="append the figures to this file (record.py)"
+        "--record", type=writable_file, metavar="FILE.jsonl", help="append the measurements to this file (record.py)"
     )
 
 
 def writable_file(text: str) -> Path:
-    """The path, if one can write there: told before the benchmark runs, not after."""
+    """Return the path, if it can be written: an error comes before the benchmark runs, not after."""
     path = Path(text)
     if path.is_dir() or not path.parent.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
         raise argparse.ArgumentTypeError(f"cannot write to {text}: no folder {path.parent}, or no right to")
@@ -94,10 +94,10 @@ def record(
     better: Better = "none",
     aim: str = "",
 ) -> None:
-    """Append one figure to a file. Without a path it does nothing, so scripts call it always.
+    """Append one measurement to a file. Without a path it does nothing, so scripts call it always.
 
     Args:
-        value: the figure, with `low` and `high` if it has a spread. Or else:
+        value: the measurement, with `low` and `high` if it has a spread. Or else:
         values: repeats; recorded are their median, least and most. Or else:
         pairs: repeats of two contenders that took turns; recorded are the ratio of their medians, first / second, and
             the least and the most of the ratios pair by pair.
@@ -112,13 +112,13 @@ def record(
     assert value is not None
     around = [value, *(values or ()), *(bound for bound in (low, high) if bound is not None)]
     assert all(map(math.isfinite, around)), f"{name}: {around}"
-    figure = Figure(
+    measurement = Measurement(
         name=name, value=value, low=min(around), high=max(around), unit=unit, better=better, aim=aim,
         command=command(sys.argv), date=datetime.now(UTC).isoformat(timespec="seconds"), machine=machine(),
         versions=versions(), commit=commit(),
     )  # fmt: skip
     with open(path, "a") as file:
-        file.write(json.dumps(asdict(figure)) + "\n")
+        file.write(json.dumps(asdict(measurement)) + "\n")
 
 
 def ratios(numerators: Iterable[float], denominators: Iterable[float]) -> list[float]:
@@ -126,7 +126,7 @@ def ratios(numerators: Iterable[float], denominators: Iterable[float]) -> list[f
     return [a / b for a, b in zip(numerators, denominators, strict=False)]
 
 
-# Where a figure comes from
+# Where a measurement comes from
 
 
 def command(argv: Sequence[str]) -> str:
@@ -177,7 +177,7 @@ def versions() -> dict[str, str]:
 
 @cache
 def commit() -> str:
-    """Files of figures do not count as a difference: this one grows while benchmarks run."""
+    """Files of measurements do not count as a difference: this one grows while benchmarks run."""
     try:
         found = git("rev-parse", "--short", "HEAD")
         return found + "+" * bool(git("status", "--porcelain", "--", ".", ":(exclude)*.jsonl"))
@@ -194,46 +194,46 @@ def git(*words: str) -> str:
 # Reading
 
 
-def read(path: Path | str) -> dict[str, Figure]:
-    """Figures of a file by their names. Of two with the same name the later counts, at the place of the first.
+def read(path: Path | str) -> dict[str, Measurement]:
+    """Measurements of a file by their names. Of two with the same name the later counts, at the place of the first.
 
     Raises:
-        UserError: there is no such file, a line is no figure, or there is none.
+        UserError: there is no such file, a line is no measurement, or there is none.
     """
     try:
         lines = Path(path).read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
-    found = [figure_of(line, f"{path}:{number}") for number, line in enumerate(lines, 1) if line.strip()]
+    found = [measurement_of(line, f"{path}:{number}") for number, line in enumerate(lines, 1) if line.strip()]
     if not found:
-        raise UserError(f"{path}: has no figures")
-    return {figure.name: figure for figure in found}
+        raise UserError(f"{path}: has no measurements")
+    return {measurement.name: measurement for measurement in found}
 
 
-def figure_of(line: str, where: str) -> Figure:
-    """What one line says. Fields that are not known are left out: a newer record.py may write more.
+def measurement_of(line: str, where: str) -> Measurement:
+    """Return the measurement of one line. Fields that are not known are left out: a newer record.py may write more.
 
     Raises:
-        UserError: it is no JSON, or not a figure.
+        UserError: it is no JSON, or not a measurement.
     """
     try:
         entry = json.loads(line)
     except ValueError as error:
         raise UserError(f"{where}: not JSON: {error}") from error
     if not isinstance(entry, dict):
-        raise UserError(f"{where}: not a figure: expected an object, got {line[:40]!r}")
+        raise UserError(f"{where}: not a measurement: expected an object, got {line[:40]!r}")
     known = {}
-    for field in fields(Figure):
+    for field in fields(Measurement):
         given = entry.get(field.name, MISSING)
         if given is MISSING:
-            raise UserError(f"{where}: not a figure: {field.name} is missing")
+            raise UserError(f"{where}: not a measurement: {field.name} is missing")
         if not is_of(field.type, given):
-            raise UserError(f"{where}: not a figure: {field.name} is {given!r}")
+            raise UserError(f"{where}: not a measurement: {field.name} is {given!r}")
         known[field.name] = given
-    figure = Figure(**known)
-    if not figure.low <= figure.value <= figure.high:
-        raise UserError(f"{where}: {figure.value} is not between {figure.low} and {figure.high}")
-    return figure
+    measurement = Measurement(**known)
+    if not measurement.low <= measurement.value <= measurement.high:
+        raise UserError(f"{where}: {measurement.value} is not between {measurement.low} and {measurement.high}")
+    return measurement
 
 
 def is_of(kind: Any, given: Any) -> bool:

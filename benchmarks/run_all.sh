@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # Run every benchmark that this machine can run, one after the other:  benchmarks/run_all.sh [OUT.jsonl]
 #
-# Figures are appended to OUT.jsonl (default: figures-DATE.jsonl in this folder), for table.py and compare.py.
+# Measurements are appended to OUT.jsonl (default: measurements-DATE.jsonl in this folder), for table.py and compare.py.
 # From the environment:
-#   QUICK=1  least repeats, to see that everything runs; the figures mean little
-#   DRY=1    say what would run, and run nothing
+#   QUICK=1  least repeats, to see that everything runs; the measurements mean little
+#   DRY=1    print what would run, and run nothing
 # A benchmark that fails does not stop the others. Exit codes: 0 all ran, 1 some failed, 2 wrong call.
 set -uo pipefail
 # shellcheck source=../scripts/environment.sh
@@ -14,11 +14,11 @@ if [[ ${1:-} == -h || ${1:-} == --help ]]; then
     sed -n '2,/^set /{/^set /d; s/^# \{0,1\}//; p}' "${BASH_SOURCE[0]}"
     exit 0
 fi
-(($# > 1)) && die "expected one file for the figures, got $# arguments: $*"
-OUT=${1:-figures-$(date -u +%Y-%m-%d-%H%M%S).jsonl}
+(($# > 1)) && die "expected one file for the measurements, got $# arguments: $*"
+OUT=${1:-measurements-$(date -u +%Y-%m-%d-%H%M%S).jsonl}
 [[ $OUT == -* ]] && die "unknown option $OUT; see --help"
 [[ $OUT == /* ]] || OUT=$PWD/$OUT
-[[ -d $(dirname "$OUT") && ! -d $OUT ]] || die "cannot write figures to $OUT"
+[[ -d $(dirname "$OUT") && ! -d $OUT ]] || die "cannot write measurements to $OUT"
 quick=${QUICK:-} dry=${DRY:-}
 [[ $quick == 0 ]] && quick=
 [[ $dry == 0 ]] && dry=
@@ -113,7 +113,7 @@ fi
 if [[ -n $dry ]]; then
     exit 0
 fi
-echo "figures: $OUT"
+echo "measurements: $OUT"
 if ((${#failed[@]})); then
     printf 'FAILED: %s\n' "${failed[@]}"
     exit 1

@@ -1,4 +1,4 @@
-"""What benchmarks/record.py writes, compare.py judges and table.py shows, on files made by hand."""
+"""Files that benchmarks/record.py writes, compare.py compares and table.py shows, made by hand."""
 
 import json
 import subprocess
@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.record import Figure, command, read, record
+from benchmarks.record import Measurement, command, read, record
 from titanlite.runtime.errors import UserError
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
@@ -35,14 +35,14 @@ def script(name: str, *words: object) -> subprocess.CompletedProcess[str]:
     )
 
 
-def written(path: Path, *figures: dict[str, Any]) -> Path:
-    path.write_text("".join(json.dumps(figure) + "\n" for figure in figures))
+def written(path: Path, *measurements: dict[str, Any]) -> Path:
+    path.write_text("".join(json.dumps(measurement) + "\n" for measurement in measurements))
     return path
 
 
 def skip_reasons(folder: Path, old: list[dict[str, Any]], new: list[dict[str, Any]]) -> tuple[int, dict[str, str]]:
-    """The exit code, and the rest of the line of each figure."""
-    names = {figure["name"] for figure in (*old, *new)}
+    """The exit code, and the rest of the line of each measurement."""
+    names = {measurement["name"] for measurement in (*old, *new)}
     run = script("compare.py", written(folder / "old.jsonl", *old), written(folder / "new.jsonl", *new))
     assert run.stderr == ""
     found = {}
@@ -64,7 +64,7 @@ def skip_reasons(folder: Path, old: list[dict[str, Any]], new: list[dict[str, An
         pytest.param(SECONDS, {"value": 2.5, "high": 2.6, "low": 2.4}, 1, "2 s 2.5 s +25.0% WORSE", id="slower"),
         pytest.param(SECONDS, {"value": 1.5, "low": 1.4, "high": 1.6}, 0, "2 s 1.5 s -25.0% better", id="quicker"),
         pytest.param(
-            {**RATIO, "better": "none"}, {"value": 0.1, "low": 0.1}, 0, "1 0.1 -90.0% not judged", id="no direction"
+            {**RATIO, "better": "none"}, {"value": 0.1, "low": 0.1}, 0, "1 0.1 -90.0% not compared", id="no direction"
         ),
         pytest.param(
             SECONDS, {"value": 9, "high": 9, "machine": "EPYC, 4 cores, 24 GiB"}, 0, "2 s 9 s +350.0% other machine",
@@ -81,11 +81,11 @@ def skip_reasons(folder: Path, old: list[dict[str, Any]], new: list[dict[str, An
         pytest.param(SECONDS, {"unit": "ms"}, 1, "2 s 2 ms OTHER UNIT", id="other unit"),
     ],
 )  # fmt: skip
-def test_verdict(tmp_path: Path, old: dict[str, Any], new: dict[str, Any], code: int, line: str) -> None:
+def test_result(tmp_path: Path, old: dict[str, Any], new: dict[str, Any], code: int, line: str) -> None:
     assert skip_reasons(tmp_path, [old], [{**old, **new}]) == (code, {old["name"]: line})
 
 
-def test_where_both_come_from_is_told(tmp_path: Path) -> None:
+def test_where_both_come_from_is_printed(tmp_path: Path) -> None:
     old = written(tmp_path / "old.jsonl", RATIO, SECONDS)
     new = written(tmp_path / "new.jsonl", {**RATIO, "commit": "c88f508+"}, {**SECONDS, "machine": "H100", "commit": ""})
     versions = "python 3.11.7, torch 2.13.0, titanlite 0.1.0"
@@ -97,7 +97,7 @@ def test_where_both_come_from_is_told(tmp_path: Path) -> None:
     ]
 
 
-def test_a_missing_figure_is_flagged_and_a_new_one_is_not(tmp_path: Path) -> None:
+def test_a_missing_measurement_is_flagged_and_a_new_one_is_not(tmp_path: Path) -> None:
     assert skip_reasons(tmp_path, [RATIO, SECONDS], [RATIO]) == (
         1, {"plain / ours": "1 1 +0.0% same", "start": "2 s - MISSING"},
     )  # fmt: skip
@@ -116,16 +116,16 @@ def test_of_the_same_name_the_last_counts(tmp_path: Path) -> None:
     ("line", "message"),
     [
         ("{", "not JSON: "),
-        ("[1]", "not a figure: expected an object, got '[1]'"),
-        ('{"name": "x"}', "not a figure: value is missing"),
-        (json.dumps({**RATIO, "value": "1"}), "not a figure: value is '1'"),
-        (json.dumps({**RATIO, "value": float("nan")}), "not a figure: value is nan"),
-        (json.dumps({**RATIO, "better": "more"}), "not a figure: better is 'more'"),
-        (json.dumps({**RATIO, "versions": ["3.11"]}), "not a figure: versions is ['3.11']"),
+        ("[1]", "not a measurement: expected an object, got '[1]'"),
+        ('{"name": "x"}', "not a measurement: value is missing"),
+        (json.dumps({**RATIO, "value": "1"}), "not a measurement: value is '1'"),
+        (json.dumps({**RATIO, "value": float("nan")}), "not a measurement: value is nan"),
+        (json.dumps({**RATIO, "better": "more"}), "not a measurement: better is 'more'"),
+        (json.dumps({**RATIO, "versions": ["3.11"]}), "not a measurement: versions is ['3.11']"),
         (json.dumps({**RATIO, "low": 2}), "1.0 is not between 2 and 1.05"),
     ],
 )
-def test_a_bad_line_is_told_with_its_place(tmp_path: Path, line: str, message: str) -> None:
+def test_a_bad_line_is_named_with_its_place(tmp_path: Path, line: str, message: str) -> None:
     path = tmp_path / "bad.jsonl"
     path.write_text(f"{json.dumps(RATIO)}\n\n{line}\n")
     with pytest.raises(UserError) as caught:
@@ -140,10 +140,10 @@ def test_what_cannot_be_read_is_one_line_and_exit_code_2(tmp_path: Path, name: s
         tmp_path / "bad.jsonl",
         written(tmp_path / "empty.jsonl"),
     )
-    bad.write_text("figures\n")
+    bad.write_text("measurements\n")
     problems = {
         bad: f"{bad}:1: not JSON: Expecting value: line 1 column 1 (char 0)",
-        empty: f"{empty}: has no figures",
+        empty: f"{empty}: has no measurements",
         tmp_path / "none.jsonl": f"{tmp_path / 'none.jsonl'}: cannot be read: No such file or directory",
     }
     for path, problem in problems.items():
@@ -152,12 +152,12 @@ def test_what_cannot_be_read_is_one_line_and_exit_code_2(tmp_path: Path, name: s
 
 
 def test_record_of_values_pairs_and_one_value(tmp_path: Path) -> None:
-    path = tmp_path / "figures.jsonl"
+    path = tmp_path / "measurements.jsonl"
     record(path, name="values", values=[3.0, 1.0, 2.5], unit="s", better="lower", aim="< 4 s")
     record(path, name="pairs", pairs=([2.0, 4.0, 9.0], [1.0, 8.0, 3.0]))
     record(path, name="value", value=0.5, low=0.25)
     found = read(path)
-    spreads = {name: (figure.value, figure.low, figure.high) for name, figure in found.items()}
+    spreads = {name: (measurement.value, measurement.low, measurement.high) for name, measurement in found.items()}
     assert spreads == {"values": (2.5, 1.0, 3.0), "pairs": (4 / 3, 0.5, 3.0), "value": (0.5, 0.25, 0.5)}
     first = found["values"]
     assert (first.unit, first.better, first.aim, first.half_spread) == ("s", "lower", "< 4 s", 1.0)
@@ -181,7 +181,7 @@ def test_the_command_has_no_places_in_it() -> None:
 
 
 @pytest.mark.parametrize("place", ["no/such/folder/x.jsonl", "."])
-def test_where_one_cannot_write_is_told_before_anything_runs(tmp_path: Path, place: str) -> None:
+def test_where_one_cannot_write_is_reported_before_anything_runs(tmp_path: Path, place: str) -> None:
     run = script("bench_startup.py", "--record", tmp_path / place)
     assert run.returncode == 2
     assert f"--record: cannot write to {tmp_path / place}" in run.stderr
@@ -194,13 +194,13 @@ def test_table(tmp_path: Path) -> None:
     where = "| `python benchmarks/bench_step.py --runs 7` | 2026-11-22 | EPYC, 2 cores, 24 GiB"
     versions = "python 3.11.7, torch 2.13.0, titanlite 0.1.0"
     assert run.stdout.splitlines() == [
-        "| what | figure (least to most) | aim | command | date | machine | versions |",
+        "| what | measurement (least to most) | aim | command | date | machine | versions |",
         "| --- | --- | --- | --- | --- | --- | --- |",
         f"| plain / ours | 1.01 (0.95 to 1.05) | >= 0.97 {where} | {versions} |",
         f"| a\\|b | 12,346 MiB |  {where} | {versions}, a2426e7 |",
     ]
 
 
-def test_figures_of_before_can_be_read(tmp_path: Path) -> None:
+def test_measurements_of_before_can_be_read(tmp_path: Path) -> None:
     """A field that a newer record.py adds does not matter to this one."""
-    assert read(written(tmp_path / "x.jsonl", {**RATIO, "runs": 7})) == {"plain / ours": Figure(**RATIO)}
+    assert read(written(tmp_path / "x.jsonl", {**RATIO, "runs": 7})) == {"plain / ours": Measurement(**RATIO)}
