@@ -50,7 +50,7 @@ def plan(toml: Path, *arguments: str) -> int:
     return run(["plan", "--config", str(toml), *arguments])
 
 
-def test_table_and_json_say_the_same(toml: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_table_and_json_agree(toml: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ("--world-size", "16", "--gpu", "h100", "--parallelism.data_parallel_replicate_degree=2")
     assert plan(toml, *arguments) == 0
     table = capsys.readouterr().out
@@ -96,7 +96,7 @@ def test_the_cpu_of_this_machine(toml: Path, capsys: pytest.CaptureFixture[str])
 
 
 @pytest.mark.parametrize(
-    ("arguments", "says"),
+    ("arguments", "text"),
     [
         (["--world-size", "8", "--gpu", "H1000"], "did you mean H100"),
         (["--world-size", "8"], "missing: --gpu NAME or --gpu-file FILE.toml"),
@@ -116,10 +116,10 @@ def test_the_cpu_of_this_machine(toml: Path, capsys: pytest.CaptureFixture[str])
         (["--world-size", "8", "--gpu", "H100", "--model.flavor=9B"], "9B"),
     ],
 )
-def test_mistakes(toml: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], says: str) -> None:
+def test_mistakes(toml: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], text: str) -> None:
     assert plan(toml, *arguments) == 2
     error = capsys.readouterr().err
-    assert says in error
+    assert text in error
     assert "Traceback" not in error
 
 
