@@ -94,14 +94,16 @@ class GlobalIndices:
     """
 
     def __init__(self, tensor: Tensor) -> None:
-        rows, *others = [_indices_along(tensor, dim) for dim in range(tensor.ndim)] or [torch.zeros(1).long()]
+        by_dim = [_indices_along(tensor, dim) for dim in range(tensor.ndim)] or [torch.zeros(1).long()]
         strides = [math.prod(tensor.shape[dim + 1 :]) for dim in range(tensor.ndim)] or [1]
-        self._by_dim = [index * stride for index, stride in zip([rows, *others], strides, strict=True)]
+        rows, others = by_dim[0], by_dim[1:]
         are_whole = all(len(index) == size for index, size in zip(others, tensor.shape[1:], strict=True))
         first = int(rows[0]) if len(rows) else 0
         is_run = are_whole and torch.equal(rows, torch.arange(first, first + len(rows), device=rows.device))
         self._first = first * strides[0] if is_run else None
         """Index of the first element, where the part is one run of elements: sharded by rows, or whole."""
+        self._by_dim = [] if is_run else [index * stride for index, stride in zip(by_dim, strides, strict=True)]
+        """Elsewhere, what each position along each dimension adds to the index."""
 
     def __call__(self, start: int, count: int, device: torch.device) -> Tensor:
         """Return int64 [count]: the indices of the elements [start, start + count) of this rank's part."""
