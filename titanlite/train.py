@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from titanlite.batch import Batch
 from titanlite.checkpoint.fingerprint import resume_settings
+from titanlite.checkpoint.load import saved_run_id
 from titanlite.checkpoint.manager import CheckpointManager, Progress
 from titanlite.checkpoint.storage import open_storage
 from titanlite.config.load import config_hash
@@ -85,7 +86,9 @@ def build(
     training = config.training
     mesh = build_mesh(config.parallelism, world_size=ranks.world_size, device_type=device.type)
     group, (data_rank, data_ranks) = data_parallel_group(mesh), data_parallel_rank(mesh)
-    folder = open_run_folder(config.job, config.data, rank=ranks.rank)
+    folder = open_run_folder(
+        config.job, config.data, rank=ranks.rank, saved_run_id=partial(saved_run_id, config.checkpoint)
+    )
     samples, validation_sources = open_data(
         config.data,
         config.validation,

@@ -2,6 +2,8 @@
 
 import logging
 from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -181,6 +183,19 @@ class Loader:
             dcp.load(_nested(state), storage_reader=reader, planner=planner, process_group=self.group)
         except CheckpointException as error:
             raise error_of_ranks(error) from None
+
+
+def saved_run_id(config: Checkpoint, run: Path) -> str | None:
+    """Return the run id in the newest checkpoint whose manifest is not damaged; None if there is none.
+
+    Args:
+        run: folder of the run.
+    """
+    storage = open_storage(config.folder or str(run / "checkpoints"))
+    for step in reversed(manifests.committed_steps(storage.list())):
+        with suppress(DamagedCheckpoint):
+            return manifests.read_manifest(storage, folder_name(step)).run_id
+    return None
 
 
 def _nested(state: State) -> dict[str, Any]:

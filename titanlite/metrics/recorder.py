@@ -3,7 +3,6 @@
 Time spent on checkpoints and on compiling is not step time. The device is waited for at log steps only.
 """
 
-import json
 import logging
 import math
 import resource
@@ -12,7 +11,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,6 +21,7 @@ from titanlite.data.loader import MicroBatches
 from titanlite.data.samples import Samples
 from titanlite.guard import SkippedStep
 from titanlite.metrics.loggers import Logger, TensorBoard
+from titanlite.metrics.records import reopen_records, write_record
 from titanlite.parallelize.compile import CompileWatch
 from titanlite.runtime.hardware import peak_flops
 from titanlite.runtime.run_folder import RunFolder
@@ -69,9 +68,9 @@ class MetricsRecorder:
         self._validation = None
         self._skipped = None
         if self.writes:
-            self._jsonl = _reopen(folder.metrics, step)
-            self._saves = _reopen(folder.saves, step)
-            self._validation = _reopen(folder.validation, step) if folder.validation.exists() else None
+            self._jsonl = reopen_records(folder.metrics, step)
+            self._saves = reopen_records(folder.saves, step)
+            self._validation = reopen_records(folder.validation, step) if folder.validation.exists() else None
         loggers: list[type[Logger]] = [TensorBoard] if config.enable_tensorboard else []
         loggers += [find_object(name) for name in config.loggers]
         self._loggers: list[Logger] = []
@@ -171,7 +170,7 @@ class MetricsRecorder:
         """Write a record of each checkpoint that was saved."""
         for record in saves:
             if self._saves:
-                print(json.dumps(record), file=self._saves, flush=True)
+                write_record(self._saves, record)
             self._draw(record, "checkpoint/")
 
     def record_validation(self, step: int, record: dict[str, Any]) -> None:
@@ -180,7 +179,7 @@ class MetricsRecorder:
         if self.writes:
             logger.info(_validation_line(record))
             self._validation = self._validation or self._folder.validation.open("a")
-            print(json.dumps(_finite(record)), file=self._validation, flush=True)
+            write_record(self._validation, record)
         self._draw(record, "validation/")
 
     def record_skipped(self, steps: Iterable[SkippedStep], batches: MicroBatches, samples: Samples) -> None:
@@ -200,7 +199,7 @@ class MetricsRecorder:
                 "sequences": [[samples.sources[source].name, epoch, index] for source, epoch, index in located],
             }
             self._skipped = self._skipped or self._folder.skipped.open("a")
-            print(json.dumps(_finite(record)), file=self._skipped, flush=True)
+            write_record(self._skipped, record)
 
     def _largest(self, *figures: float) -> list[float]:
         """The largest of each figure over all ranks."""
@@ -213,7 +212,7 @@ class MetricsRecorder:
             return
         logger.info(_line(record))
         if self._jsonl:
-            print(json.dumps(_finite(record)), file=self._jsonl, flush=True)
+            write_record(self._jsonl, record)
         self._draw(record, "")
 
     def _draw(self, record: dict[str, Any], prefix: str) -> None:
@@ -246,15 +245,6 @@ def _flat(record: dict[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
             yield prefix + name, value
 
 
-def _finite(value: Any) -> Any:
-    """JSON knows no NaN and no infinity."""
-    if isinstance(value, dict):
-        return {name: _finite(part) for name, part in value.items()}
-    if isinstance(value, list):
-        return [_finite(part) for part in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
 def _line(record: dict[str, Any]) -> str:
     mfu = f"{record['mfu']:.1%}" if record["mfu"] is not None else "n/a"
     compiling = f"  compile {record['compile_seconds']:.1f} s" if "compile_seconds" in record else ""
@@ -280,18 +270,3 @@ def peak_memory(device: torch.device) -> float:
         return torch.cuda.max_memory_reserved(device) / 2**30
     unit = 1 if sys.platform == "darwin" else 2**10
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
-
-
-def _reopen(path: Path, step: int) -> Any:
-    """Open metrics.jsonl to append, without records of later steps and without a line that was cut off."""
-    kept = []
-    for line in path.read_text().splitlines() if path.exists() else []:
-        try:
-            if json.loads(line)["step"] <= step:
-                kept.append(line + "\n")
-        except ValueError:
-            continue
-    staging = path.with_name(f".{path.name}.staging")
-    staging.write_text("".join(kept))
-    staging.replace(path)
-    return path.open("a")

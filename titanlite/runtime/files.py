@@ -1,6 +1,7 @@
-"""Atomic writes and file locks."""
+"""Atomic writes, file locks, and quarantine of damaged files."""
 
 import fcntl
+import itertools
 import math
 import os
 import platform
@@ -27,6 +28,12 @@ def write_atomically(path: Path, text: str) -> None:
     staging = path.with_name(f".{path.name}.staging")
     staging.write_text(text)
     os.replace(staging, path)
+
+
+def quarantine_path(path: Path) -> Path:
+    """Return the first free name among <name>.damaged-1, <name>.damaged-2, ... beside a file."""
+    names = (path.with_name(f"{path.name}.damaged-{number}") for number in itertools.count(1))
+    return next(name for name in names if not os.path.lexists(name))
 
 
 def lock_file(

@@ -1,11 +1,16 @@
 """The run folder, outputs/<run>/: its files, its lock, and the record of each start."""
 
+import errno
 import json
+import logging
 import platform
+import re
 import subprocess
 import sys
+import tempfile
 import time
 import uuid
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -20,8 +25,10 @@ from titanlite.config.schema import Config, Data
 from titanlite.config.schema import Job as JobConfig
 from titanlite.runtime.console import log_to_file
 from titanlite.runtime.errors import UserError
-from titanlite.runtime.files import FileLocked, lock_file, write_atomically
+from titanlite.runtime.files import FileLocked, lock_file, quarantine_path, write_atomically
 from titanlite.runtime.process_group import Ranks
+
+logger = logging.getLogger(__name__)
 
 LOCK_TIMEOUT = 15.0
 """Seconds to wait for the lock of a run folder: a killed job may need them to end."""
@@ -29,13 +36,13 @@ LOCK_TIMEOUT = 15.0
 
 @dataclass(frozen=True)
 class RunFolder:
-    """outputs/<run>/: everything that a run leaves."""
+    """Folder of a run, outputs/<run>/, with everything that the run leaves."""
 
     path: Path
     run_id: str
     data_cache: Path
     lock: IO[str] | None = None
-    """Held by rank 0 as long as the process lives, or the object."""
+    """Lock of the run, held by rank 0 until the process ends or the object is deleted."""
 
     @property
     def checkpoints(self) -> Path:
@@ -67,26 +74,66 @@ class RunFolder:
         return self.path / "logs"
 
 
-def open_run_folder(job: JobConfig, data: Data, *, rank: int) -> RunFolder:
-    """Create the folder of the run, or open it again; start a log file for each rank."""
+def open_run_folder(
+    job: JobConfig,
+    data: Data,
+    *,
+    rank: int,
+    saved_run_id: Callable[[Path], str | None] = lambda path: None,
+) -> RunFolder:
+    """Create the folder of the run, or open it again. Start a log file for each rank.
+
+    Args:
+        saved_run_id: returns the run's id from its newest checkpoint, for a run whose run.json is damaged.
+
+    Raises:
+        UserError: the folder cannot be created or written, or another job trains in it.
+    """
     outputs = Path(job.dump_folder)
     path = outputs / str(job.name)
-    path.mkdir(parents=True, exist_ok=True)
     lock = None
-    told: list[Any] = [None]
+    shared: list[Any] = [None]
     if rank == 0:
         try:
+            _make_folder(path, job)
             lock = _lock(path)
-            told = [_read_run(path)["id"]]
+            shared = [_read_run(path, saved_run_id)["id"]]
         except UserError as error:
-            told = [error]
-    dist.broadcast_object_list(told)
-    if isinstance(told[0], UserError):
-        raise told[0]
+            shared = [error]
+    dist.broadcast_object_list(shared)
+    if isinstance(shared[0], UserError):
+        raise shared[0]
     data_cache = Path(data.cache_folder or outputs / "data_cache")
-    folder = RunFolder(path, run_id=str(told[0]), data_cache=data_cache, lock=lock)
+    folder = RunFolder(path, run_id=str(shared[0]), data_cache=data_cache, lock=lock)
+    _make_folder(folder.logs, job)
     log_to_file(folder.logs, rank)
     return folder
+
+
+def _make_folder(path: Path, job: JobConfig) -> None:
+    """Create a folder that can be written.
+
+    Raises:
+        UserError: naming the option that makes it impossible, and what to do.
+    """
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path):
+            pass
+    except OSError as error:
+        raise UserError(_folder_problem(error, path, job)) from None
+
+
+def _folder_problem(error: OSError, path: Path, job: JobConfig) -> str:
+    if error.errno == errno.ENAMETOOLONG:
+        return f"job.name: its {len(str(job.name)):,} characters are too long for the file system: give a shorter name"
+    files = [str(place) for place in (path, *path.parents) if place.is_file()]
+    if files:
+        option = "job.name" if Path(files[0]) == Path(job.dump_folder, str(job.name)) else "job.dump_folder"
+        return f"{option}: {files[0]} is a file, and a run needs a folder there: give another {option}"
+    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+        return f"job.dump_folder: {path} cannot be written ({error.strerror}): name a folder that you may write to"
+    return f"job.dump_folder: {path}: {error.strerror}. Free the disk, or name another folder"
 
 
 def _lock(path: Path) -> IO[str] | None:
@@ -101,7 +148,7 @@ def _lock(path: Path) -> IO[str] | None:
     try:
         return lock_file(path / ".lock", timeout=LOCK_TIMEOUT)
     except FileLocked as error:
-        message = f"job.name: {path} is being trained by {error.holder}. Stop that, or give this run another name"
+        message = f"job.name: {path} is being trained by {error.holder}. Stop that job, or give this run another name"
         raise UserError(message) from None
     except OSError:
         return None
@@ -132,9 +179,28 @@ def record_start(folder: RunFolder, config: Config, *, ranks: Ranks, device: tor
     write_atomically(folder.path / "run.json", json.dumps(run, indent=1))
 
 
-def _read_run(path: Path) -> dict[str, Any]:
+def _read_run(path: Path, saved_run_id: Callable[[Path], str | None] = lambda path: None) -> dict[str, Any]:
+    """Return run.json, or what a new run.json begins with. A damaged one is renamed, and keeps no run from resuming."""
     record = path / "run.json"
-    return json.loads(record.read_text()) if record.exists() else {"id": uuid.uuid4().hex, "starts": []}
+    try:
+        run = json.loads(record.read_bytes())
+    except FileNotFoundError:
+        return {"id": uuid.uuid4().hex, "starts": []}
+    except (ValueError, RecursionError):
+        run = None
+    if not isinstance(run, dict):
+        run = {}
+    run_id = run.get("id")
+    has_id = isinstance(run_id, str) and re.fullmatch(r"\w+", run_id, re.ASCII)  # it becomes part of paths
+    if has_id and isinstance(run.get("starts"), list):
+        return run
+    damaged = quarantine_path(record)
+    record.rename(damaged)
+    run_id = (run_id if has_id else saved_run_id(path)) or uuid.uuid4().hex
+    logger.warning(f"{record} is damaged: it is now {damaged.name}, and the run continues with id {run_id}")
+    run = {"id": run_id, "starts": []}
+    write_atomically(record, json.dumps(run, indent=1))
+    return run
 
 
 def _git_commit() -> str | None:

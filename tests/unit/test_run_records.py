@@ -1,0 +1,157 @@
+"""Records of a run never keep it from resuming; a run folder that cannot be made is one line."""
+
+import json
+import logging
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from tests.helpers import TinyRun, train_on_this_rank
+from titanlite import cli
+from titanlite.checkpoint.manifest import folder_name
+from titanlite.runtime.errors import UserError
+from titanlite.runtime.run_folder import open_run_folder
+
+VALIDATION = "--validation.enable=true --validation.freq=1 --validation.path={}"
+DAMAGE: dict[str, Callable[[bytes], bytes]] = {
+    "garbage": lambda text: text[:30] + b"\xff\xfe\x00" + text[33:],
+    "empty": lambda text: b"",
+    "another JSON": lambda text: b"[1, 2]",
+    "no id": lambda text: b'{"starts": []}',
+    "an id that is a path": lambda text: json.dumps({**json.loads(text), "id": "../../victim"}).encode(),
+    "an id that is no text": lambda text: json.dumps({**json.loads(text), "id": 7}).encode(),
+    "no list of starts": lambda text: json.dumps({**json.loads(text), "starts": 3}).encode(),
+    "deep": lambda text: b"[" * 100_000,
+}
+
+
+@pytest.fixture
+def warnings(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[str]]:
+    monkeypatch.setattr(logging.getLogger("titanlite"), "propagate", True)
+    return lambda: [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+@pytest.fixture
+def _no_group_after() -> Iterator[None]:
+    """A run that fails leaves its process group, as the end of a process would."""
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def train(tiny: TinyRun, *options: str) -> Path:
+    """Train, and return the folder of the run, which is not locked any more."""
+    run = train_on_this_rank(
+        tiny.config("--checkpoint.interval=1", *VALIDATION.format(tiny.text).split(), *options), 0, 1
+    )
+    assert run.folder.lock is not None
+    run.folder.lock.close()
+    return run.folder.path
+
+
+@pytest.mark.usefixtures("single_process_group")
+def test_damaged_run_json_is_renamed_and_the_run_resumes_with_its_id(
+    tiny: TinyRun, warnings: Callable[[], list[str]]
+) -> None:
+    folder = train(tiny, "--training.steps=1")
+    record = folder / "run.json"
+    run_id = json.loads(record.read_bytes())["id"]
+    for number, (name, damage) in enumerate(DAMAGE.items(), 1):
+        damaged = damage(record.read_bytes())
+        record.write_bytes(damaged)
+        opened = open_run_folder(
+            tiny.config().job, tiny.config().data, rank=0, saved_run_id=lambda path: run_id if path == folder else None
+        )
+        assert opened.run_id == run_id, name
+        assert opened.lock is not None
+        opened.lock.close()
+        assert (folder / f"run.json.damaged-{number}").read_bytes() == damaged
+        assert json.loads(record.read_bytes()) == {"id": run_id, "starts": []}
+        assert warnings()[-1] == (
+            f"{record} is damaged: it is now run.json.damaged-{number}, and the run continues with id {run_id}"
+        )
+    record.write_bytes(b"")
+    train(tiny, "--training.steps=2")
+    run = json.loads(record.read_bytes())
+    assert (run["id"], len(run["starts"])) == (run_id, 1)
+    assert sorted(os.listdir(folder / "checkpoints")) == [folder_name(1), folder_name(2)]
+    assert not [text for text in warnings() if "another run" in text]
+
+
+@pytest.mark.usefixtures("single_process_group")
+def test_without_checkpoints_damaged_run_json_gives_a_new_id(tiny: TinyRun, warnings: Callable[[], list[str]]) -> None:
+    folder = tiny.folder / "outputs" / "tiny"
+    folder.mkdir(parents=True)
+    (folder / "run.json").write_text('{"id": ""}')
+    train(tiny, "--training.steps=1")
+    run = json.loads((folder / "run.json").read_bytes())
+    assert len(run["id"]) == 32
+    assert len(run["starts"]) == 1
+    assert len(warnings()) == 1
+
+
+@pytest.mark.usefixtures("single_process_group")
+@pytest.mark.parametrize("name", ["metrics.jsonl", "checkpoints.jsonl", "validation.jsonl"])
+def test_damaged_lines_move_to_a_file_of_their_own(name: str, tiny: TinyRun, warnings: Callable[[], list[str]]) -> None:
+    folder = train(tiny, "--training.steps=2")
+    record = folder / name
+    good = record.read_bytes().splitlines(keepends=True)
+    bad = [b"\xff\x00garbage\n", b"[1, 2]\n", b'{"loss": 1.0}\n', b'{"step": "2"}\n', b"null\n", b'{"step": 2, "lo']
+    record.write_bytes(b"".join([bad[0], *good, *bad[1:]]))
+    train(tiny, "--training.steps=3")
+    assert (folder / f"{name}.damaged-1").read_bytes() == b"".join(bad) + b"\n"
+    lines = record.read_bytes().splitlines(keepends=True)
+    assert lines[: len(good)] == good
+    assert [json.loads(line)["step"] for line in lines[len(good) :]] == [3]
+    assert f"{record}: 6 damaged lines are now in {name}.damaged-1; the run continues" in warnings()
+
+
+# Folders that cannot be made
+
+
+@pytest.mark.usefixtures("_no_group_after")
+def test_a_name_too_long_is_one_line(tiny: TinyRun, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["train", f"--config={tiny.toml}", f"--job.name={'x' * 5000}"]) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: job.name: ")
+    assert "too long" in line
+
+
+@pytest.mark.usefixtures("_no_group_after")
+@pytest.mark.parametrize("place", ["file", "file/below"])
+def test_a_dump_folder_that_is_a_file_is_one_line(
+    tiny: TinyRun, capsys: pytest.CaptureFixture[str], place: str
+) -> None:
+    (tiny.folder / "file").write_text("")
+    assert cli.run(["train", f"--config={tiny.toml}", f"--job.dump_folder={tiny.folder / place}"]) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"error: job.dump_folder: {tiny.folder / 'file'} is a file")
+
+
+@pytest.mark.usefixtures("single_process_group")
+def test_what_open_run_folder_reports(tiny: TinyRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The check of the config comes first; these are mistakes that it cannot see, or on another machine."""
+    (tiny.folder / "file").write_text("")
+    (tiny.folder / "outputs").mkdir()
+    (tiny.folder / "outputs" / "taken").write_text("")
+    cases = {
+        f"--job.name={'x' * 300}": r"^job\.name: its 300 characters are too long .*: give a shorter name$",
+        f"--job.dump_folder={tiny.folder}/file": r"^job\.dump_folder: .*/file is a file, .*: give another",
+        f"--job.dump_folder={tiny.folder}/file/x": r"^job\.dump_folder: .*/file is a file, ",
+        "--job.name=taken": r"^job\.name: .*/outputs/taken is a file, .*: give another job.name$",
+        "--job.dump_folder=/sys/titanlite": r"^job\.dump_folder: /sys/titanlite/tiny(/\w+)? ?(cannot be written|: )",
+    }
+    for option, message in cases.items():
+        config = tiny.config(option)
+        with pytest.raises(UserError, match=message):
+            open_run_folder(config.job, config.data, rank=0)
+
+    def is_read_only(*args: object, **kwargs: object) -> None:
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr("tempfile.TemporaryFile", is_read_only)
+    with pytest.raises(UserError, match=r"tiny cannot be written \(Read-only file system\): name a folder"):
+        open_run_folder(tiny.config().job, tiny.config().data, rank=0)
