@@ -17,6 +17,7 @@ from titanlite.checkpoint.manifest import DAMAGED, SUPERSEDED, Manifest, folder_
 from titanlite.checkpoint.state import State, check_settings, difference, flat, selected
 from titanlite.checkpoint.storage import MANIFEST, Storage, open_storage
 from titanlite.config.schema import Checkpoint
+from titanlite.optim.quantized import MIN_ELEMENTS
 from titanlite.runtime.errors import DamagedCheckpoint, UserError
 from titanlite.runtime.ranks import error_of_ranks, on_all, on_rank_0
 
@@ -66,15 +67,18 @@ class Loader:
         where = self.storage.url_of(folder_name(manifest.step))
         reader = self._open(self.storage, folder_name(manifest.step), manifest)
         if wrong := difference(flat(state), reader.metadata, ["*"]):
-            what = "model" if wrong.without(missing=["optimizer"], unexpected=["optimizer"]) else "optimizer"
-            hint = ""
-            if any(name.endswith(".codes") for name in wrong.missing | wrong.unexpected):
-                hint = (
-                    "\n(Moments with codes are quantized. Those of small shards are not: with another number of "
-                    "shards, the same optimizer may keep them otherwise. Then go on with as many as before.)"
+            if wrong.is_of_quantization():
+                mesh = " x ".join(f"{axis} {degree}" for axis, degree in manifest.mesh.items())
+                raise UserError(
+                    f"{where} keeps moments that this layout keeps in another format:\n{wrong}\n"
+                    f"Shards below {MIN_ELEMENTS:,} elements keep float32 moments, larger ones quantized moments, so "
+                    "the state of the same optimizer differs with another number of shards. Use the number that saved "
+                    f"it ({mesh}), or begin a new run with another optimizer for these parameters in "
+                    "[[optimizer.groups]]"
                 )
+            section = "model" if wrong.without(missing=["optimizer"], unexpected=["optimizer"]) else "optimizer"
             raise UserError(
-                f"{where} is of another {what}:\n{wrong}{hint}\nRestore [{what}], or give the new run another job.name"
+                f"{where} is of another {section}:\n{wrong}\nRestore [{section}], or give the new run another job.name"
             )
         self._read(reader, state)
         if self.config.load_step is not None:

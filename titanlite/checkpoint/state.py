@@ -105,6 +105,13 @@ class Difference:
             {name: text for name, text in self.unexpected.items() if not selected(name, unexpected)},
         )
 
+    def is_of_quantization(self) -> bool:
+        """Return whether the only difference is that one side quantizes a moment and the other does not."""
+        names = self.missing | self.unexpected
+        quantized = {name.rpartition(".")[0] for name in names if name.endswith((".codes", ".scale"))}
+        plain = {name for name in names if not name.endswith((".codes", ".scale"))}
+        return bool(quantized) and quantized == plain
+
     def __str__(self) -> str:
         lines = [f"  missing     {text}" for text in self.missing.values()]
         lines += [f"  unexpected  {text}" for text in self.unexpected.values()]
