@@ -147,7 +147,7 @@ def row(*cells: object) -> str:
 
 
 def planned(config: Config, world_size: int, hardware: Hardware, gpus_per_node: int) -> Plan:
-    return plan(config, *model_of(config), Layout(world_size, hardware, gpus_per_node))
+    return plan(config, Layout(world_size, hardware, gpus_per_node))
 
 
 def on_cpu(only: str, found: Ratios) -> Iterator[str]:

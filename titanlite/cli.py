@@ -192,7 +192,7 @@ def _print_errors(lines: Iterable[object]) -> None:
 
 
 def _train(options: Namespace) -> None:
-    config, resolved, ranks, device = _within_budget(_checked(options, log=True))
+    config, resolved, ranks, device = _checked(options, log=True)
     import torch
 
     from titanlite.ingest.prepare import prepare_text
@@ -213,17 +213,7 @@ def _train(options: Namespace) -> None:
 
 
 def _check(options: Namespace) -> None:
-    _within_budget(_checked(options))
-
-
-def _within_budget(found: "Checked") -> "Checked":
-    """Add the recompute policy of each block, where a memory budget decides it."""
-    config, resolved, ranks, device = found
-    if config.activation_checkpoint.mode != "budget":
-        return found
-    from titanlite.plan.budget import with_levels
-
-    return config, with_levels(config, resolved, world_size=ranks.world_size, device=device), ranks, device
+    _checked(options)
 
 
 def _checked(options: Namespace, *, log: bool = False) -> "Checked":

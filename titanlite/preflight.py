@@ -22,7 +22,7 @@ from titanlite.models.registry import ModelSpec, resolve_model
 from titanlite.optim import check_optimizer
 from titanlite.optim.registry import compiles_updates
 from titanlite.optim.state_size import state_bytes
-from titanlite.parallelize import RecomputePolicy
+from titanlite.parallelize.activation_checkpoint import recompute_policies
 from titanlite.parallelize.float8 import check_float8
 from titanlite.parallelize.materialize import check_memory, largest_shard
 from titanlite.runtime.disk import check_room, folder_of
@@ -41,8 +41,6 @@ class ResolvedConfig:
 
     model: ModelSpec
     tokenizer: Tokenizer
-    levels: tuple[RecomputePolicy, ...] | None = None
-    """What each block computes again in backward. None: as the config says. See `titanlite.plan.budget`."""
 
 
 def preflight(
@@ -100,7 +98,9 @@ def examine(
         report.attempt("optimizer.name", [], lambda: check_compiler(device))
     if spec is None or model is None:
         return None, report.problems
-    args = spec.args
+    args, recompute = spec.args, config.activation_checkpoint
+    key = "activation_checkpoint.per_block"
+    report.attempt(key, ["activation_checkpoint"], lambda: recompute_policies(recompute, len(model.layers)))
     report.attempt("data.document_mask", ["data.document_mask"], lambda: _check_documents(model, config.data))
     report.attempt("training.seq_len", ["training.seq_len"], lambda: _check_seq_len(training.seq_len, args))
     if tokenizer:

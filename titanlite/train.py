@@ -171,7 +171,6 @@ def _build_states(
         activation_checkpoint=config.activation_checkpoint,
         compile=config.compile,
         float8=config.quantize.linear.float8,
-        levels=resolved.levels,
         pin_memory=not (disk and disk.holds_parameters),
     )
     materialize(

@@ -10,7 +10,7 @@ import pytest
 
 from tests.helpers import TinyRun
 from titanlite.config.schema import Config
-from titanlite.plan.estimate import Layout, Plan, model_of, plan
+from titanlite.plan.estimate import Layout, Plan, plan
 from titanlite.plan.out_of_memory import gib
 from titanlite.runtime.hardware import find_hardware
 
@@ -81,7 +81,7 @@ def train(tiny: TinyRun, *options: str, processes: int = 1) -> tuple[int, list[s
 def planned(config: Config, world_size: int) -> Plan:
     """The plan for processes of this machine, with memory enough."""
     layout = Layout(world_size, find_hardware("cpu"), world_size)
-    return plan(config, *model_of(config), layout)
+    return plan(config, layout)
 
 
 @pytest.mark.slow

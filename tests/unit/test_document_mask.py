@@ -25,7 +25,7 @@ from titanlite.models import decoder, layers
 from titanlite.models.layers import Boundaries, Documents, attention_mask, has_packed_kernel, rope_at
 from titanlite.models.llama3 import Llama3, Llama3Args
 from titanlite.parallelize import build_mesh, parallelize
-from titanlite.parallelize.activation_checkpoint import apply_activation_checkpoint, levels_of
+from titanlite.parallelize.activation_checkpoint import apply_activation_checkpoint, recompute_policies
 from titanlite.preflight import preflight
 from titanlite.runtime.errors import ConfigError
 from titanlite.runtime.process_group import Ranks
@@ -233,7 +233,7 @@ def test_checkpointing_changes_no_bit(mode: ActivationCheckpoint) -> None:
     inputs = tokens_for(ROWS), labels_for(ROWS), documents(ROWS)
     loss, gradients = loss_and_gradients(built(GROUPED), *inputs)
     model = built(GROUPED)
-    apply_activation_checkpoint(model, levels_of(mode, len(model.layers)))
+    apply_activation_checkpoint(model, recompute_policies(mode, len(model.layers)))
     other_loss, others = loss_and_gradients(model, *inputs)
     assert torch.equal(other_loss, loss)
     for name, gradient in gradients.items():
@@ -248,7 +248,7 @@ def compiled(args: Llama3Args, mode: ActivationCheckpoint | None = None) -> tupl
     counter = CompileCounterWithBackend("aot_eager")
     model = built(args)
     if mode is not None:
-        apply_activation_checkpoint(model, levels_of(mode, len(model.layers)))
+        apply_activation_checkpoint(model, recompute_policies(mode, len(model.layers)))
     for block in model.layers:
         block.compile(fullgraph=True, backend=counter)
     return model, counter
@@ -420,7 +420,7 @@ def test_checkpointing_by_operations_keeps_the_kernels_output(
     loss, gradients = loss_and_gradients(built(GROUPED), *inputs)
     kernel_calls.clear()
     model = built(GROUPED)
-    apply_activation_checkpoint(model, levels_of(MODES[mode], len(model.layers)))
+    apply_activation_checkpoint(model, recompute_policies(MODES[mode], len(model.layers)))
     other_loss, others = loss_and_gradients(model, *inputs)
     assert kernel_calls == {"forward": forwards, "backward": 2}
     assert torch.equal(other_loss, loss)

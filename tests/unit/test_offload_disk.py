@@ -16,19 +16,18 @@ from torch import nn
 
 from tests.helpers import TinyRun, train_on_this_rank
 from tests.unit.test_checkpoints import assert_equal, trained
-from tests.unit.test_plan import planned, read
+from tests.unit.test_plan import layout_of, planned, read
 from titanlite.checkpoint.manifest import folder_name
 from titanlite.cli import run as run_command
 from titanlite.config.load import load
 from titanlite.config.schema import Offload
 from titanlite.optim.rounding import SlicedAdamW
-from titanlite.plan.command import lines, record
-from titanlite.plan.estimate import Layout, _with_disk, appraise, sketch
+from titanlite.plan.estimate import _with_disk, estimate, trace
+from titanlite.plan.output import plan_lines, plan_record
 from titanlite.runtime import disk as offload
 from titanlite.runtime.disk import DiskTensors
 from titanlite.runtime.dtensor import from_local_like
 from titanlite.runtime.errors import ConfigError, RunError, UserError
-from titanlite.runtime.hardware import find_hardware
 from titanlite.train import build
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="files are mapped, and dropped, as Linux does it")
@@ -379,18 +378,18 @@ def test_states_on_disk_are_not_on_the_device() -> None:
     assert memory.disk == disk.host == 0
     assert disk.disk > 0
     assert {phase["optimizer"] for phase in disk.phases.values()} == {0}
-    most = {cause: max(phase[cause] for phase in disk.phases.values()) for cause in ("parameters", "gradients")}
+    most = {name: max(phase[name] for phase in disk.phases.values()) for name in ("parameters", "gradients")}
     assert memory.host == disk.disk + sum(most.values())
-    sketched = sketch(*read("--training.enable_cpu_offload", world_size=8), world_size=8, gpus_per_node=8, gpu=True)
-    both = read(*EVERYTHING, world_size=8)
-    found = appraise(_with_disk(sketched, both[0].offload), *both, Layout(8, find_hardware("H100"), 8))
+    config, layout = read(*EVERYTHING, world_size=8), layout_of(8)
+    traced = trace(read("--training.enable_cpu_offload", world_size=8), layout)
+    found = estimate(_with_disk(traced, config.offload), config, layout)
     assert (found.disk, found.host) == (disk.disk + most["parameters"], most["gradients"])
     assert found.phases == memory.phases
     assert found.time == memory.time
-    [line] = [line for line in lines(found, both[0]) if "on disk" in line]
+    [line] = [line for line in plan_lines(found, config) if "on disk" in line]
     assert f"{found.disk / 2**30:.2f} GiB" in line
-    assert not any("on disk" in line for line in lines(memory, both[0]))
-    assert record(found)["memory"]["disk"] == found.disk
+    assert not any("on disk" in line for line in plan_lines(memory, config))
+    assert plan_record(found)["memory"]["disk"] == found.disk
 
 
 def test_states_on_disk_are_not_in_memory(tiny: TinyRun, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,8 +16,7 @@ from torch.nn import functional as F
 from titanlite.config.load import load
 from titanlite.config.schema import Config
 from titanlite.models import layers
-from titanlite.models.base import Model, ModelArgs
-from titanlite.plan.estimate import Layout, Plan, model_of, plan, sketch
+from titanlite.plan.estimate import Layout, Plan, model_of, plan, trace
 from titanlite.plan.memory import Profile, profile
 from titanlite.plan.recorder import Recorder
 from titanlite.plan.trace import StepTrace, trace_step
@@ -36,29 +35,31 @@ SMALL = (
 )
 
 
-def read(*overrides: str, world_size: int = 1) -> tuple[Config, type[Model], ModelArgs]:
-    config = load("train_configs/debug.toml", [*SMALL, *overrides], world_size=world_size)
-    return config, *model_of(config)
+def read(*overrides: str, world_size: int = 1) -> Config:
+    return load("train_configs/debug.toml", [*SMALL, *overrides], world_size=world_size)
+
+
+def layout_of(world_size: int, *, gpu: bool = True, gpus_per_node: int = 8) -> Layout:
+    return Layout(world_size, replace(find_hardware("H100"), measured=not gpu), gpus_per_node)
 
 
 @cache
-def rehearsed(*overrides: str, world_size: int = 1, gpu: bool = False, steps: int = 1) -> StepTrace:
-    return trace_step(*read(*overrides, world_size=world_size), world_size=world_size, gpu=gpu, steps=steps)
+def traced(*overrides: str, world_size: int = 1, gpu: bool = False, steps: int = 1) -> StepTrace:
+    config = read(*overrides, world_size=world_size)
+    return trace_step(config, *model_of(config), world_size=world_size, gpu=gpu, steps=steps)
 
 
 def profiled(*overrides: str, world_size: int = 1, gpu: bool = False) -> Profile:
-    rehearsal = rehearsed(*overrides, world_size=world_size, gpu=gpu)
-    return profile(rehearsal.recorder, rehearsal.blocks)
+    found = traced(*overrides, world_size=world_size, gpu=gpu)
+    return profile(found.recorder, found.blocks)
 
 
 def planned(*overrides: str, world_size: int = 8, gpu: str = "H100", gpus_per_node: int = 8) -> Plan:
-    return plan(*read(*overrides, world_size=world_size), Layout(world_size, find_hardware(gpu), gpus_per_node))
+    return plan(read(*overrides, world_size=world_size), Layout(world_size, find_hardware(gpu), gpus_per_node))
 
 
 def shapes() -> list[torch.Size]:
-    _, kind, args = read()
-    with torch.device("meta"):
-        return [parameter.shape for parameter in kind(args).parameters()]
+    return [parameter.shape for parameter in model_of(read()).build().parameters()]
 
 
 @pytest.fixture(autouse=True)
@@ -86,7 +87,10 @@ def test_recorder_knows_what_is_alive() -> None:
             d = torch.ones(50, dtype=torch.bfloat16)
             recorder.phase("end")
     phases = profile(recorder, 0).phases
-    assert {cause: size for cause, size in phases["step"].items() if size} == {"all-gather": 4000, "gradients": 4000}
+    assert {category: size for category, size in phases["step"].items() if size} == {
+        "all-gather": 4000,
+        "gradients": 4000,
+    }
     assert sum(phases["later"].values()) == 8000
     assert len(recorder.storages) == 3
     assert d.shape == (50,)
@@ -173,22 +177,22 @@ def test_memory_goes_the_way_it_must(shard: int, mode: int, batch: int, reshard:
     ids=str,
 )
 def test_a_model_of_many_blocks_from_two_of_few(overrides: list[str], gpu: bool) -> None:
-    config, kind, args = read(*overrides, "--model.args.n_layers=12", world_size=4)
-    found = sketch(config, kind, args, world_size=4, gpus_per_node=4, gpu=gpu)
+    config = read(*overrides, "--model.args.n_layers=12", world_size=4)
+    found = trace(config, layout_of(4, gpu=gpu, gpus_per_node=4))
     assert "backward layers.5" not in found.profile.phases  # it was not all made
-    whole = trace_step(config, kind, args, world_size=4, gpu=gpu)
+    whole = trace_step(config, *model_of(config), world_size=4, gpu=gpu)
     exact = profile(whole.recorder, 12)
     assert found.profile.peak == exact.peak
     assert found.profile.peak_phase == exact.peak_phase
     assert found.profile.breakdown == exact.breakdown
     made = sum(it.bytes for it in whole.recorder.sent if it.unit)
-    assert sum(found.sent.values()) - made == sum(it.bytes for it in whole.recorder.sent if not it.unit)
-    assert [unit.name for unit in found.work.units] == [
+    assert sum(found.traffic.values()) - made == sum(it.bytes for it in whole.recorder.sent if not it.unit)
+    assert [unit.name for unit in found.workload.units] == [
         "tok_embeddings",
         *(f"layers.{i}" for i in range(12)),
         "head",
     ]
-    in_work = sum(kernel.flops for unit in found.work.units for kernel in (*unit.forward, *unit.backward))
+    in_work = sum(kernel.flops for unit in found.workload.units for kernel in (*unit.forward, *unit.backward))
     assert in_work * whole.micro_batches == sum(operator.flops for operator in whole.recorder.operators)
 
 
@@ -203,25 +207,23 @@ def test_blocks_that_differ_are_all_made(tmp_path: Any) -> None:
         "        super().__init__(args)\n"
         "        self.layers[3].extra = nn.Linear(8, 8, bias=False)\n"
     )
-    config, kind, args = read(f"--model.file={own}", '--model.name="Odd"', "--model.args.n_layers=8")
-    found = sketch(config, kind, args, world_size=1, gpus_per_node=1, gpu=False)
+    config = read(f"--model.file={own}", '--model.name="Odd"', "--model.args.n_layers=8")
+    found = trace(config, layout_of(1, gpu=False))
     assert "forward layers.3" in found.profile.phases
     assert "forward layers.4" in found.profile.phases
 
 
 def test_one_step_is_like_the_next() -> None:
-    once, twice = (profile(rehearsed(world_size=2, steps=steps).recorder, 3) for steps in (1, 2))
+    once, twice = (profile(traced(world_size=2, steps=steps).recorder, 3) for steps in (1, 2))
     assert once.phases == twice.phases
 
 
-def test_messages_are_those_of_the_layout() -> None:
+def test_collectives_are_those_of_the_layout() -> None:
     """Two all-gathers a block (one for embedding and head), and one reduce-scatter, for each micro-batch; one
     all-reduce over replicas a step."""
-    rehearsal = rehearsed(
-        "--parallelism.data_parallel_replicate_degree=2", "--training.local_batch_size=2", world_size=4
-    )
-    assert rehearsal.micro_batches == 2
-    sent = [it for it in rehearsal.recorder.sent if it.unit]
+    found = traced("--parallelism.data_parallel_replicate_degree=2", "--training.local_batch_size=2", world_size=4)
+    assert found.micro_batches == 2
+    sent = [it for it in found.recorder.sent if it.unit]
     counts = {
         name: [(it.collective, it.axis) for it in sent if it.unit == name]
         for name in ("layers.1", "tok_embeddings", "head")
@@ -230,7 +232,7 @@ def test_messages_are_those_of_the_layout() -> None:
         assert counts[name].count(("all_gather", "shard")) == gathers
         assert counts[name].count(("reduce_scatter", "shard")) == 2
         assert counts[name].count(("all_reduce", "replicate")) == 1
-    block = sum(p.numel() for p in read()[1](read()[2]).layers[0].parameters())
+    block = sum(p.numel() for p in model_of(read()).build().layers[0].parameters())
     gathered = {it.bytes for it in sent if it.unit == "layers.1" and it.collective == "all_gather"}
     reduced = {it.bytes for it in sent if it.unit == "layers.1" and it.collective == "reduce_scatter"}
     assert gathered == {2 * block}  # bfloat16
@@ -239,16 +241,15 @@ def test_messages_are_those_of_the_layout() -> None:
 
 
 def test_flops_are_those_of_the_model() -> None:
-    config, kind, args = read()
-    with torch.device("meta"):
-        model = kind(args)
+    config = read()
+    model = model_of(config).build()
     tokens = config.training.global_batch_size * config.training.seq_len
-    products = sum(it.flops for it in rehearsed().recorder.operators if it.kind == "matmul")
+    matmuls = sum(it.flops for it in traced().recorder.operators if it.kind == "matmul")
     weights = sum(p.numel() for name, p in model.named_parameters() if p.dim() == 2 and "tok_emb" not in name)
-    assert products == 6 * weights * tokens
-    attention = sum(it.flops for it in rehearsed().recorder.operators if it.kind == "attention")
+    assert matmuls == 6 * weights * tokens
+    attention = sum(it.flops for it in traced().recorder.operators if it.kind == "attention")
     whole = (model.flops_per_token(config.training.seq_len) - 6 * weights) * tokens
-    # Half of it, as it is causal; but backward makes one product of five again to save memory.
+    # Half of it, as it is causal; but backward repeats one matmul of five to save memory.
     assert attention == pytest.approx(whole / 2 * 7 / 6)
 
 
@@ -260,8 +261,9 @@ def test_recomputation_costs_a_forward() -> None:
 
 def test_what_a_gpu_does_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layers, "HAS_BFLOAT16_UNITS", False)  # whatever this CPU has
-    cpu = trace_step(*read(world_size=2), world_size=2, gpu=False)
-    gpu = rehearsed(world_size=2, gpu=True)
+    config = read(world_size=2)
+    cpu = trace_step(config, *model_of(config), world_size=2, gpu=False)
+    gpu = traced(world_size=2, gpu=True)
     norms = [it for it in gpu.recorder.operators if it.name.startswith("titanlite_plan.rms_norm")]
     assert len(norms) == 2 * (2 * 3 + 1)  # forward and backward of two a block and one of the head
     assert not any("rms_norm" in it.name for it in cpu.recorder.operators)
@@ -275,7 +277,7 @@ def test_what_a_gpu_does_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
     ]
     assert types == [{"float32"}, {"bfloat16"}]
     activations = [profile(it.recorder, it.blocks).most("activations") for it in (gpu, cpu)]
-    assert activations[0] < activations[1]  # operands of products in float32
+    assert activations[0] < activations[1]  # operands of matmuls in float32
 
 
 def test_documents_have_no_mask_on_a_gpu() -> None:
@@ -296,13 +298,13 @@ def test_compiled_blocks_keep_less_than_plain_formulas_and_as_much_as_ours(monke
     assert 0 < kept(compiled) == kept(eager)
     assert compiled.most("parameters") == eager.most("parameters")
     monkeypatch.setattr(layers, "swiglu", lambda gate, up: F.silu(gate) * up)
-    monkeypatch.setattr(f"{__name__}.rehearsed", rehearsed.__wrapped__)  # not what is cached
+    monkeypatch.setattr(f"{__name__}.traced", traced.__wrapped__)  # not what is cached
     eager, compiled = (profiled(f"--compile.enable={on}", world_size=2, gpu=True) for on in ("false", "true"))
     assert 0 < kept(compiled) < 0.9 * kept(eager)
 
 
 def test_compiled_blocks_are_recorded_any_number_of_times() -> None:
-    made = rehearsed("--compile.enable=true", world_size=2, gpu=True, steps=4)
+    made = traced("--compile.enable=true", world_size=2, gpu=True, steps=4)
     begun = [name for _, name in made.recorder.phases if name.startswith("forward layers")]
     assert begun == 4 * [f"forward layers.{block}" for block in range(3)]
 
@@ -311,13 +313,13 @@ def test_compiled_blocks_are_recorded_any_number_of_times() -> None:
 def test_float8_gathers_half() -> None:
     pytest.importorskip("torchao")
     options = ("--compile.enable=true", *(f"--quantize.linear.float8.{it}" for it in ("enable", "skip_small=false")))
-    eighth = rehearsed(*options, world_size=2, gpu=True)
+    eighth = traced(*options, world_size=2, gpu=True)
     assert "float8" in {it.dtype for it in eighth.recorder.operators if it.kind == "matmul"}
 
     def gathered(made: StepTrace) -> int:
         return sum(it.bytes for it in made.recorder.sent if it.unit == "layers.1" and it.collective == "all_gather")
 
-    plain = gathered(rehearsed("--compile.enable=true", world_size=2, gpu=True))
+    plain = gathered(traced("--compile.enable=true", world_size=2, gpu=True))
     assert gathered(eighth) == pytest.approx(plain / 2, rel=0.02)
 
     def scalings(made: StepTrace) -> int:
@@ -325,7 +327,7 @@ def test_float8_gathers_half() -> None:
 
     apart = "--quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp=false"
     assert scalings(eighth) == 1
-    assert scalings(rehearsed(*options, apart, world_size=2, gpu=True)) == 2 * 3 * 7, "7 layers in 3 blocks, both ways"
+    assert scalings(traced(*options, apart, world_size=2, gpu=True)) == 2 * 3 * 7, "7 layers in 3 blocks, both ways"
     # Wrapped weights are still counted as parameters.
     assert profile(eighth.recorder, 3).most("parameters") == profiled(world_size=2).most("parameters")
 
@@ -333,7 +335,7 @@ def test_float8_gathers_half() -> None:
 def test_offload_moves_states_to_the_host() -> None:
     on, off = (planned(f"--training.enable_cpu_offload={on}") for on in ("true", "false"))
     assert off.host == 0
-    on_device = [max(phase[cause] for phase in off.phases.values()) for cause in STATES]
+    on_device = [max(phase[category] for phase in off.phases.values()) for category in STATES]
     assert on.host == sum(on_device)
     assert all(size > 0 for size in on_device)
     assert on.breakdown["parameters"] == on.breakdown["optimizer"] == 0
@@ -341,7 +343,7 @@ def test_offload_moves_states_to_the_host() -> None:
     assert on.time.total > off.time.total
 
 
-def test_figures_follow_from_each_other() -> None:
+def test_metrics_are_consistent() -> None:
     found = planned("--training.steps=1000", "--training.local_batch_size=1", world_size=8)
     assert (found.degrees, found.micro_batch_size, found.accumulation) == ((1, 8), 1, 2)
     assert found.tokens == 16 * 64
@@ -354,10 +356,10 @@ def test_figures_follow_from_each_other() -> None:
 
 
 def test_a_faster_network_makes_it_no_slower() -> None:
-    config, kind, args = read(world_size=16)
+    config = read(world_size=16)
     slow = find_hardware("H100")
     fast = replace(slow, network_bandwidth=10 * slow.network_bandwidth)
-    times = [plan(config, kind, args, Layout(16, hardware, 8)).time.total for hardware in (slow, fast)]
+    times = [plan(config, Layout(16, hardware, 8)).time.total for hardware in (slow, fast)]
     assert times[1] <= times[0]
 
 
@@ -367,7 +369,7 @@ def test_a_world_of_4096() -> None:
     found = planned(
         "--training.global_batch_size=4096", "--parallelism.data_parallel_replicate_degree=4", world_size=world_size
     )
-    states = sum(max(phase[cause] for phase in found.phases.values()) for cause in STATES)
+    states = sum(max(phase[category] for phase in found.phases.values()) for category in STATES)
     assert states == 16 * sum(-(-shape[0] // 1024) * shape[1:].numel() for shape in shapes()) + 4 * len(shapes())
-    assert found.sent["all_reduce", "replicate"] * 1024 == found.sent["reduce_scatter", "shard"]
-    assert found.time.exposed > 0.5 * found.time.communication, "nothing hides messages of a model so small"
+    assert found.traffic["all_reduce", "replicate"] * 1024 == found.traffic["reduce_scatter", "shard"]
+    assert found.time.exposed > 0.5 * found.time.communication, "nothing hides the collectives of a model so small"

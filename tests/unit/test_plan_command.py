@@ -8,8 +8,9 @@ import pytest
 
 from titanlite.cli import run
 from titanlite.config.load import load
-from titanlite.plan.command import to_paste, toml_of, write_best
+from titanlite.plan.command import write_config
 from titanlite.plan.estimate import USABLE, Layout
+from titanlite.plan.output import options_to_paste, toml_of
 from titanlite.plan.search import search, with_options
 from titanlite.plan.time import offload_time
 from titanlite.runtime.errors import UserError
@@ -61,19 +62,19 @@ def test_table_and_json_agree(toml: Path, capsys: pytest.CaptureFixture[str]) ->
     )
     memory = record["memory"]
     assert (
-        sum(memory["by_cause"].values())
+        sum(memory["by_category"].values())
         == memory["peak"]
         == max(sum(it.values()) for it in memory["by_phase"].values())
     )
-    assert memory["by_phase"][memory["at"]] == memory["by_cause"]
+    assert memory["by_phase"][memory["at"]] == memory["by_category"]
     assert memory["usable"] == round(USABLE * record["hardware"]["memory"])
     assert record["fits"] is True
     assert "fits: peak" in table
     assert f"step     {record['time']['total']:.3f} s" in table
     assert f"MFU {record['mfu']:.1%}" in table
     assert record["tokens"] == 100 * 16 * 256
-    sent = {(it["collective"], it["axis"]): it["bytes"] for it in record["sent"]}
-    assert sent["reduce_scatter", "shard"] == 8 * sent["all_reduce", "replicate"] > 0
+    traffic = {(it["collective"], it["axis"]): it["bytes"] for it in record["traffic"]}
+    assert traffic["reduce_scatter", "shard"] == 8 * traffic["all_reduce", "replicate"] > 0
     assert record["gpu_hours"] == pytest.approx(16 * record["steps"] * record["time"]["total"] / 3600)
 
 
@@ -92,7 +93,7 @@ def test_the_cpu_of_this_machine(toml: Path, capsys: pytest.CaptureFixture[str])
     assert record["time"]["total"] == pytest.approx(
         record["time"]["compute"] + record["time"]["communication"] + record["time"]["update"], rel=0.2
     )
-    assert record["memory"]["by_cause"]["parameters"] * 2 == pytest.approx(4 * record["parameters"], rel=0.01)
+    assert record["memory"]["by_category"]["parameters"] * 2 == pytest.approx(4 * record["parameters"], rel=0.01)
 
 
 @pytest.mark.parametrize(
@@ -105,10 +106,10 @@ def test_the_cpu_of_this_machine(toml: Path, capsys: pytest.CaptureFixture[str])
         (["--world-size", "0", "--gpu", "H100"], "at least 1"),
         (["--world-size", "eight", "--gpu", "H100"], "expected a number of at least 1, got 'eight'"),
         (["--world-size", "8", "--gpu-file", "/no/such.toml"], "/no/such.toml"),
-        (
-            ["--world-size", "8", "--gpu", "H100", "--apply", "x.toml"],
-            "--apply writes the result of --search: add --search",
-        ),
+        (["--world-size", "8", "--gpu", "H100", "--apply", "x.toml"], "--apply writes the result of --search"),
+        (["--world-size", "8", "--gpu", "H100", "--memory-budget-gib", "0"], "a number above 0"),
+        (["--world-size", "8", "--gpu", "H100", "--memory-budget-gib", "1", "--search"], "exclude each other"),
+        (["--world-size", "8", "--gpu", "H100", "--memory-budget-gib", "0.0001"], "at least"),
         (["--world-size", "8", "--gpu", "H100", "--training.stepss=3"], "did you mean training.steps?"),
         (["--world-size", "8", "--gpu", "H100", "--parallelism.data_parallel_shard_degree=3"], "8"),
         (["--world-size", "5", "--gpu", "H100"], "16 is not a multiple of the 5 processes"),
@@ -148,6 +149,27 @@ def test_code_that_asks_for_values_is_named(toml: Path, capsys: pytest.CaptureFi
     assert plan(toml, "--world-size", "1", "--gpu", "H100") == 0, "nothing of the failure stays"
 
 
+def test_a_memory_budget_is_written_as_policies(toml: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ("--world-size", "2", "--gpu", "H100")
+    peaks = {}
+    for mode in ("none", "full"):
+        assert plan(toml, *arguments, "--json", f"--activation_checkpoint.mode={mode}") == 0
+        peaks[mode] = json.loads(capsys.readouterr().out)["memory"]["peak"]
+    budget = (peaks["none"] + peaks["full"]) / 2
+    out = toml.parent / "within.toml"
+    budgeted = (*arguments, "--memory-budget-gib", repr(budget / 2**30))
+    assert plan(toml, *budgeted, "--json", "--apply", str(out)) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert peaks["full"] < record["memory"]["peak"] <= budget
+    written = load(out, world_size=2)
+    assert written.activation_checkpoint.mode == "per_block"
+    assert written.activation_checkpoint.per_block == record["options"]["activation_checkpoint.per_block"]
+    assert len(written.activation_checkpoint.block_policies()) == 3
+    assert "# what stays" in out.read_text()
+    assert plan(out, *arguments, "--json") == 0
+    assert json.loads(capsys.readouterr().out)["memory"] == record["memory"]
+
+
 def test_nothing_is_overwritten(toml: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert plan(toml, "--world-size", "4", "--gpu", "H100", "--search", "--apply", str(toml)) == 2
     assert "exists" in capsys.readouterr().err
@@ -176,7 +198,7 @@ def test_search_on_small_devices(toml: Path) -> None:
     assert any("does not fit" in reason for _, reason in found.losers)
 
     out, options = toml.parent / "best.toml", found.best[0][0].options
-    write_best(out, str(toml), config, options)
+    write_config(out, str(toml), config, options)
     text = out.read_text()
     assert "# what stays" in text
     assert "seq_len = 256  # tokens" in text
@@ -185,7 +207,7 @@ def test_search_on_small_devices(toml: Path) -> None:
     assert written.training.global_batch_size == 32
     assert with_options(config, options | {"job.name": "best"}) == written
     pasted = toml.parent / "pasted.toml"
-    pasted.write_text(toml_of(to_paste(options, config)))
+    pasted.write_text(toml_of(options_to_paste(options, config)))
     assert load(pasted).parallelism == written.parallelism
     assert load(pasted).activation_checkpoint.mode == written.activation_checkpoint.mode
 

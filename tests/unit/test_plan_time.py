@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from titanlite.plan import time as module
-from titanlite.plan.time import Group, Kernel, Message, Unit, kernel_time, lasting, message_time, step_time
+from titanlite.plan.time import Collective, Group, Kernel, Unit, collective_time, kernel_time, lasting, step_time
 from titanlite.runtime.hardware import HARDWARE, Hardware, find_hardware
 
 GPU = Hardware(
@@ -45,10 +45,10 @@ def takes(seconds: float) -> tuple[Kernel, ...]:
 
 def sends(
     seconds: float, collective: Literal["all_gather", "reduce_scatter", "all_reduce"] = "all_gather"
-) -> tuple[Message, ...]:
-    """A message within a node that takes so long on `GPU`, if ideal."""
+) -> tuple[Collective, ...]:
+    """A collective within a node that takes so long on `GPU`, if ideal."""
     count = 2 if collective == "all_reduce" else 1
-    return (Message(collective, round(seconds * 1e11 * 8 / 7 / count), NODE),)
+    return (Collective(collective, round(seconds * 1e11 * 8 / 7 / count), NODE),)
 
 
 def layers(
@@ -100,17 +100,19 @@ def test_a_cpu_reaches_what_was_measured_and_launches_by_itself() -> None:
     assert kernel_time(Kernel("attention", 1e15, 0, "bfloat16"), slow) == pytest.approx(4 + 5e-6, rel=1e-9)
 
 
-# Messages
+# Collectives
 
 
 @pytest.mark.usefixtures("ideal")
 def test_rings() -> None:
     bytes = 8 * 10**11
-    assert message_time(Message("all_gather", bytes, NODE), GPU, 8) == pytest.approx(7)
-    assert message_time(Message("reduce_scatter", bytes, NODE), GPU, 8) == pytest.approx(7)
-    assert message_time(Message("all_reduce", bytes, NODE), GPU, 8) == pytest.approx(14)
-    assert message_time(Message("all_gather", bytes, NODE), replace(GPU, link_bandwidth=2e11), 8) == pytest.approx(3.5)
-    assert message_time(Message("all_reduce", bytes, Group(1, 1)), GPU, 8) == 0
+    assert collective_time(Collective("all_gather", bytes, NODE), GPU, 8) == pytest.approx(7)
+    assert collective_time(Collective("reduce_scatter", bytes, NODE), GPU, 8) == pytest.approx(7)
+    assert collective_time(Collective("all_reduce", bytes, NODE), GPU, 8) == pytest.approx(14)
+    assert collective_time(
+        Collective("all_gather", bytes, NODE), replace(GPU, link_bandwidth=2e11), 8
+    ) == pytest.approx(3.5)
+    assert collective_time(Collective("all_reduce", bytes, Group(1, 1)), GPU, 8) == 0
 
 
 @pytest.mark.usefixtures("ideal")
@@ -119,7 +121,7 @@ def test_members_of_a_node_drive_their_network_cards_together() -> None:
     bytes = 16 * 10**10
 
     def seconds(per_node: int, hardware: Hardware = GPU) -> float:
-        return message_time(Message("all_gather", bytes, Group(16, per_node)), hardware, 8)
+        return collective_time(Collective("all_gather", bytes, Group(16, per_node)), hardware, 8)
 
     assert [seconds(1), seconds(4), seconds(8)] == pytest.approx([15, 15 / 4, 15 / 8])
     # With faster cards the link is the limit of those that share a node.
@@ -127,9 +129,9 @@ def test_members_of_a_node_drive_their_network_cards_together() -> None:
     assert [seconds(1, fast), seconds(4, fast), seconds(8, fast)] == pytest.approx([3, 1.5, 1.5])
 
 
-def test_what_messages_reach() -> None:
-    message = Message("all_gather", 8 * 10**11, NODE)
-    assert message_time(message, GPU, 8) == pytest.approx(7 / 0.8 + 7 * 2e-6, rel=1e-9)
+def test_the_bandwidth_of_collectives() -> None:
+    gather = Collective("all_gather", 8 * 10**11, NODE)
+    assert collective_time(gather, GPU, 8) == pytest.approx(7 / 0.8 + 7 * 2e-6, rel=1e-9)
 
 
 @pytest.mark.parametrize(
@@ -146,19 +148,19 @@ def test_what_messages_reach() -> None:
     ],
 )
 def test_latency(collective: Literal["all_gather", "all_reduce"], group: Group, microseconds: float) -> None:
-    assert message_time(Message(collective, 0, group), GPU, 8) == pytest.approx(microseconds * 1e-6)
+    assert collective_time(Collective(collective, 0, group), GPU, 8) == pytest.approx(microseconds * 1e-6)
 
 
 def test_groups_fit_into_nodes() -> None:
     with pytest.raises(AssertionError, match="in nodes of 4"):
-        message_time(Message("all_gather", 1, NODE), GPU, 4)
+        collective_time(Collective("all_gather", 1, NODE), GPU, 4)
 
 
 # Steps
 
 
 @pytest.mark.usefixtures("ideal")
-def test_hidden_messages() -> None:
+def test_hidden_collectives() -> None:
     """All that can be seen is the first gather and the last reduction."""
     found = step_time(
         layers(4, gather=0.5, reduce=0.75), update=takes(0.125), hardware=GPU, gpus_per_node=8, accumulation=1
@@ -171,7 +173,7 @@ def test_hidden_messages() -> None:
 
 
 @pytest.mark.usefixtures("ideal")
-def test_messages_that_nothing_hides() -> None:
+def test_collectives_that_nothing_hides() -> None:
     """Gathers of 10: each unit computes 10 after the one before, beside the next gather; the last backward has none."""
     found = step_time(layers(3, gather=10, reduce=5), update=(), hardware=GPU, gpus_per_node=8, accumulation=1)
     # Forward: gathers end at 10, 20 and 30, the last unit is done at 31 and begins backward at once. The next gather is
@@ -201,14 +203,14 @@ def test_units_may_be_the_same_object() -> None:
 
 
 @pytest.mark.usefixtures("ideal")
-def test_a_unit_without_messages_waits_for_none() -> None:
+def test_a_unit_without_collectives_waits_for_none() -> None:
     """A backward that needs no gather runs beside the reduction of the one before."""
     units = [Unit("embedding", takes(1), takes(4)), Unit("head", takes(1), takes(1), reduce=sends(3, "reduce_scatter"))]
     assert step_time(units, update=(), hardware=GPU, gpus_per_node=8, accumulation=1).total == pytest.approx(7)
 
 
 @pytest.mark.usefixtures("ideal")
-def test_exposed_messages_take_half_as_long_on_a_link_twice_as_fast() -> None:
+def test_exposed_collectives_take_half_as_long_on_a_link_twice_as_fast() -> None:
     units = [Unit("layer", (), (), gather=sends(4), reduce=sends(2, "reduce_scatter"))] * 3
     fast = replace(GPU, link_bandwidth=2 * GPU.link_bandwidth)
     slow_total, fast_total = (
@@ -268,9 +270,9 @@ KERNELS = st.builds(
 GROUPS = st.builds(lambda nodes, per_node: Group(nodes * per_node, per_node), st.integers(1, 64), st.integers(1, 8))
 
 
-def messages_of(*collectives: str) -> st.SearchStrategy[tuple[Message, ...]]:
-    message = st.builds(Message, st.sampled_from(collectives), st.integers(0, 10**10), GROUPS)
-    return st.lists(message, max_size=1).map(tuple)
+def collectives_of(*collectives: str) -> st.SearchStrategy[tuple[Collective, ...]]:
+    one = st.builds(Collective, st.sampled_from(collectives), st.integers(0, 10**10), GROUPS)
+    return st.lists(one, max_size=1).map(tuple)
 
 
 UNITS = st.lists(
@@ -279,10 +281,10 @@ UNITS = st.lists(
         name=st.just("unit"),
         forward=st.lists(KERNELS, max_size=2).map(tuple),
         backward=st.lists(KERNELS, max_size=2).map(tuple),
-        gather=messages_of("all_gather"),
-        gather_again=messages_of("all_gather"),
-        reduce=messages_of("reduce_scatter"),
-        all_reduce=messages_of("all_reduce"),
+        gather=collectives_of("all_gather"),
+        gather_again=collectives_of("all_gather"),
+        reduce=collectives_of("reduce_scatter"),
+        all_reduce=collectives_of("all_reduce"),
     ),
     min_size=1,
     max_size=6,

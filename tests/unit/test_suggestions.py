@@ -9,7 +9,6 @@ import torch
 
 from tests.helpers import TinyRun
 from titanlite.config.schema import Config
-from titanlite.models.registry import resolve_model
 from titanlite.plan import out_of_memory
 from titanlite.plan.estimate import Layout, Plan, plan
 from titanlite.plan.search import with_options
@@ -31,16 +30,11 @@ def layout_of(memory: float, world_size: int = 1) -> Layout:
 
 
 def planned(config: Config, layout: Layout) -> Plan:
-    return plan(config, *model_of(config), layout)
-
-
-def model_of(config: Config) -> tuple[Any, Any]:
-    model_cls, args = resolve_model("llama3", None, config.model.args)
-    return model_cls, replace(args, max_seq_len=config.training.seq_len)
+    return plan(config, layout)
 
 
 def suggestions_for(config: Config, layout: Layout) -> list[Suggestion]:
-    return suggest(config, *model_of(config), layout, planned(config, layout))
+    return suggest(config, layout, planned(config, layout))
 
 
 @pytest.mark.nightly
@@ -155,8 +149,7 @@ def test_another_rank_explains_once_and_its_time_is_limited(tmp_path: Path, monk
 @pytest.mark.slow
 def test_no_option_is_planned_after_the_time_limit(tiny: TinyRun) -> None:
     config, layout = tiny.config("--model.args.n_layers=2"), layout_of(1000)
-    model_cls, args = model_of(config)
-    found = suggest(config, model_cls, args, layout, planned(config, layout), seconds=0)
+    found = suggest(config, layout, planned(config, layout), seconds=0)
     assert [it.options for it in found] == [{"training.local_batch_size": 1}]
 
 

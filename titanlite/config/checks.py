@@ -33,8 +33,8 @@ def find_conflicts(config: Config, world_size: int | None, bad_keys: Collection[
         (("data.tokenizer",), lambda: _tokenizer(config)),
         (("checkpoint.folder", "checkpoint.initial_load_path"), lambda: _checkpoint_places(config)),
         (
-            ("activation_checkpoint.mode", "activation_checkpoint.memory_budget_gib"),
-            lambda: _memory_budget(config.activation_checkpoint),
+            ("activation_checkpoint.mode", "activation_checkpoint.per_block"),
+            lambda: _per_block(config.activation_checkpoint),
         ),
         (("quantize", "compile", "parallelism.fsdp_reshard_after_forward"), lambda: _float8(config)),
         (("offload", "optimizer", "training.enable_cpu_offload", "quantize"), lambda: _offload(config)),
@@ -173,10 +173,14 @@ def _url(key: str, url: str) -> Iterator[Conflict]:
         yield key, f"{error} (pip install 'titanlite[s3]' or 'titanlite[gcs]')"
 
 
-def _memory_budget(config: ActivationCheckpoint) -> Iterator[Conflict]:
-    key = "activation_checkpoint.memory_budget_gib"
-    if config.mode == "budget" and config.memory_budget_gib is None:
-        yield key, "mode budget needs it: most memory of each device, in GiB"
+def _per_block(config: ActivationCheckpoint) -> Iterator[Conflict]:
+    key = "activation_checkpoint.per_block"
+    if (config.mode == "per_block") != bool(config.per_block):
+        yield key, 'goes together with activation_checkpoint.mode = "per_block": set both or none of them'
+    try:
+        config.block_policies()
+    except ValueError as error:
+        yield key, str(error)
 
 
 def _float8(config: Config) -> Iterator[Conflict]:

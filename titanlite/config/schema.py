@@ -7,12 +7,13 @@ else on another number of processes.
 import re
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+from titanlite.runtime.nearest import did_you_mean
 
 PositiveInt = Annotated[int, Field(ge=1)]
 Count = Annotated[int, Field(ge=0)]
 NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
 Name = Annotated[str, Field(min_length=1)]
@@ -191,16 +192,45 @@ class Parallelism(Section):
         return replicate, shard
 
 
+RecomputePolicy = Literal["none", "op", "full"]
+"""What a block recomputes in backward. none: nothing. op: all but attention and every other matmul. full: all."""
+
+
 class ActivationCheckpoint(Section):
-    mode: Literal["none", "selective", "full", "budget"] = "none"
-    """Which blocks compute their activations again in backward instead of keeping them; budget: as few as
-    memory_budget_gib allows."""
+    mode: Literal["none", "selective", "full", "per_block"] = "none"
+    """Which blocks recompute their activations in backward instead of keeping them."""
     selective_ac_option: Literal["op"] | PositiveInt = "op"
-    """For mode selective: a number n checkpoints every n-th block; op keeps, in every block, what is dear to compute
-    again (attention, every other matrix product)."""
-    memory_budget_gib: Positive | None = None
-    """For mode budget: most memory of each device, in GiB, that a step may take, as titanlite predicts it. What the
-    allocator does not count is not in it: leave a tenth of the device's memory for that."""
+    """For mode selective: a number n checkpoints every n-th block; op keeps, in every block, what is expensive to
+    recompute (attention and every other matmul)."""
+    per_block: list[Name] = Field(default_factory=list)
+    """For mode per_block: the recompute policies of the blocks, in order: none, op (as above) or full, with the number
+    of blocks: ["full x 20", "op x 8", "none x 4"]. `titanlite plan --memory-budget-gib` chooses them."""
+
+    @field_validator("mode", mode="before")
+    @classmethod
+    def _budget_is_planned(cls, mode: Any) -> Any:
+        if mode == "budget":
+            command = "titanlite plan --memory-budget-gib GIB --apply OUT.toml"
+            raise ValueError(f'"budget" is now "per_block": {command} chooses the policies')
+        return mode
+
+    def block_policies(self) -> list[RecomputePolicy]:
+        """Return one policy for each block that per_block lists.
+
+        Raises:
+            ValueError: an entry is malformed, or names no policy.
+        """
+        known: dict[str, RecomputePolicy] = {"none": "none", "op": "op", "full": "full"}
+        policies: list[RecomputePolicy] = []
+        for entry in self.per_block:
+            name, x, count = (part.strip() for part in entry.partition(" x "))
+            if name not in known:
+                hint = did_you_mean(name, known) or "; expected none, op or full"
+                raise ValueError(f"{name!r} is no recompute policy{hint}")
+            if x and not (count.isdecimal() and int(count)):
+                raise ValueError(f"{entry!r}: expected a number of blocks, as in 'full x 20'")
+            policies += [known[name]] * int(count or 1)
+        return policies
 
 
 class Compile(Section):

@@ -6,20 +6,18 @@ FSDP's hooks stay outside of the compiled blocks. Sharding last, bottom up. Ever
 and no parameter's name.
 """
 
-from collections.abc import Sequence
-
 from torch.distributed.device_mesh import DeviceMesh
 
 from titanlite.config.schema import ActivationCheckpoint, Compile, Float8, Parallelism, Training
 from titanlite.models.base import Model
-from titanlite.parallelize.activation_checkpoint import RecomputePolicy, apply_activation_checkpoint, levels_of
+from titanlite.parallelize.activation_checkpoint import apply_activation_checkpoint, recompute_policies
 from titanlite.parallelize.compile import compile_blocks
 from titanlite.parallelize.float8 import convert_to_float8
 from titanlite.parallelize.fsdp import DTYPES, shard
 from titanlite.parallelize.materialize import materialize, set_dtype
 from titanlite.parallelize.mesh import build_mesh
 
-__all__ = ["DTYPES", "RecomputePolicy", "build_mesh", "materialize", "parallelize"]
+__all__ = ["DTYPES", "build_mesh", "materialize", "parallelize"]
 
 
 def parallelize(
@@ -31,21 +29,17 @@ def parallelize(
     activation_checkpoint: ActivationCheckpoint,
     compile: Compile,
     float8: Float8,
-    levels: Sequence[RecomputePolicy] | None = None,
     pin_memory: bool = True,
 ) -> None:
     """Apply every technique that the config asks for, in place. `materialize` then gives the model its memory.
 
     Args:
-        levels: what each block computes again. None: as activation_checkpoint says, whose mode is not budget then.
         pin_memory: of parameters in host memory, with a GPU.
     """
     set_dtype(model, DTYPES[training.dtype])
     if float8.enable:
         convert_to_float8(model, float8=float8, shard_degree=mesh["shard"].size())
-    apply_activation_checkpoint(
-        model, levels_of(activation_checkpoint, len(model.layers)) if levels is None else levels
-    )
+    apply_activation_checkpoint(model, recompute_policies(activation_checkpoint, len(model.layers)))
     if compile.enable:
         compile_blocks(model)
     shard(model, mesh=mesh, parallelism=parallelism, training=training, pin_memory=pin_memory)

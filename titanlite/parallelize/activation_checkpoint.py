@@ -1,17 +1,15 @@
 """Activation checkpointing (arXiv:1604.06174): compute activations again in backward instead of keeping them."""
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from titanlite.config.schema import ActivationCheckpoint
+from titanlite.config.schema import ActivationCheckpoint, RecomputePolicy
 from titanlite.models.base import Model
-
-RecomputePolicy = Literal["none", "op", "full"]
-"""What a block computes again. none: nothing. op: what is not dear. full: all, from its input."""
+from titanlite.runtime.errors import UserError
 
 aten = torch.ops.aten
 ATTENTION_OPS = {
@@ -25,9 +23,19 @@ VARLEN_ATTENTION = "torch_attn::_varlen_attn"
 MATMUL_OPS = {"aten::mm", "aten::_scaled_mm", "aten::_grouped_mm", "titanlite::grouped_mm"}
 
 
-def levels_of(config: ActivationCheckpoint, blocks: int) -> list[RecomputePolicy]:
-    """Of each block, in the order of the model. Of mode budget, `titanlite.plan.budget` knows them."""
-    assert config.mode != "budget"
+def recompute_policies(config: ActivationCheckpoint, blocks: int) -> list[RecomputePolicy]:
+    """Return the policy of each block, in the order of the model.
+
+    Raises:
+        UserError: activation_checkpoint.per_block lists another number of blocks.
+    """
+    if config.mode == "per_block":
+        policies = config.block_policies()
+        if len(policies) != blocks:
+            raise UserError(
+                f"activation_checkpoint.per_block: lists {len(policies)} blocks, and the model has {blocks}"
+            )
+        return policies
     every_nth = config.selective_ac_option
     if config.mode != "selective":
         return [config.mode] * blocks
@@ -36,12 +44,12 @@ def levels_of(config: ActivationCheckpoint, blocks: int) -> list[RecomputePolicy
     return ["none" if index % every_nth else "full" for index in range(blocks)]
 
 
-def apply_activation_checkpoint(model: Model, levels: Sequence[RecomputePolicy]) -> None:
-    """Checkpoint the blocks, in place, each by its level."""
-    for block, level in zip(model.layers, levels, strict=True):
-        if level == "full":
+def apply_activation_checkpoint(model: Model, policies: Sequence[RecomputePolicy]) -> None:
+    """Checkpoint the blocks, in place, each by its policy."""
+    for block, policy in zip(model.layers, policies, strict=True):
+        if policy == "full":
             _checkpoint(block)
-        elif level == "op":
+        elif policy == "op":
             _checkpoint(block, context_fn=_save_dear_ops)
 
 

@@ -1,6 +1,8 @@
 """Arguments of `titanlite plan`."""
 
-from argparse import Namespace
+from argparse import ArgumentTypeError, Namespace
+from contextlib import suppress
+from math import inf
 from pathlib import Path
 
 from titanlite.runtime.arguments import Parser, positive_int
@@ -12,10 +14,11 @@ def add_commands(titanlite: Parser) -> None:
         "plan",
         "predict memory, communication and step time of a config, without a GPU",
         lambda options: _run(parser, options),
-        details="With --search, also find the fastest layout that fits.",
+        details="With --search, find the fastest layout that fits. With --memory-budget-gib, find the least recomputation.",
         example=(
             "plan llama3_8b --world-size 64 --gpu H100\n"
-            "plan my.toml --world-size 64 --gpu H100 --search --apply best.toml"
+            "plan my.toml --world-size 64 --gpu H100 --search --apply best.toml\n"
+            "plan my.toml --world-size 8 --gpu H100 --memory-budget-gib 70 --apply within_70.toml"
         ),
     )
     parser.add_config()
@@ -32,9 +35,17 @@ def add_commands(titanlite: Parser) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--search", action="store_true", help="search for the fastest layout that fits")
     parser.add_argument(
+        "--memory-budget-gib",
+        metavar="GIB",
+        type=_gib,
+        help="choose the recompute policy of each block, so that the predicted peak is within this budget",
+    )
+    parser.add_argument(
         "--global-batch-size", metavar="B", type=positive_int, help="short for --training.global_batch_size=B"
     )
-    parser.add_argument("--apply", metavar="OUT.toml", help="with --search: write the config with the layout found")
+    parser.add_argument(
+        "--apply", metavar="OUT.toml", help="with --search or --memory-budget-gib: write the config with the result"
+    )
 
 
 def _run(parser: Parser, options: Namespace) -> None:
@@ -45,8 +56,10 @@ def _run(parser: Parser, options: Namespace) -> None:
         parser.error(f"missing: {', '.join(missing)}; see titanlite plan --help")
     if options.gpu and options.gpu_file:
         parser.error("name the device once: --gpu NAME or --gpu-file FILE.toml")
-    if options.apply and not options.search:
-        parser.error("--apply writes the result of --search: add --search")
+    if options.search and options.memory_budget_gib:
+        parser.error("--search and --memory-budget-gib exclude each other")
+    if options.apply and not (options.search or options.memory_budget_gib):
+        parser.error("--apply writes the result of --search or --memory-budget-gib: add one of them")
     if options.apply and Path(options.apply).exists():
         parser.error(f"--apply: {options.apply} exists; name a new file")
     if options.global_batch_size is not None:
@@ -54,3 +67,10 @@ def _run(parser: Parser, options: Namespace) -> None:
     from titanlite.plan.command import main
 
     main(options.config, options)
+
+
+def _gib(text: str) -> float:
+    with suppress(ValueError):
+        if 0 < float(text) < inf:
+            return float(text)
+    raise ArgumentTypeError(f"expected a number above 0, got {text!r}")

@@ -1,56 +1,55 @@
-"""`plan`: what a config will need and how long it will take, on so many devices of a kind."""
+"""Estimate: how much memory and time a config takes on given devices."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from titanlite.config.schema import Config, Offload
-from titanlite.models.base import Model, ModelArgs, build_on_meta
 from titanlite.models.registry import ModelSpec, resolve_model
-from titanlite.parallelize import RecomputePolicy
 from titanlite.plan.memory import Profile, extend, profile
-from titanlite.plan.recorder import Recorder
-from titanlite.plan.time import Kernel, StepTime, Unit, message_time, offload_time, step_time
+from titanlite.plan.time import Kernel, StepTime, Unit, collective_time, offload_time, step_time
 from titanlite.plan.trace import trace_step
-from titanlite.plan.workload import Work, work_of
+from titanlite.plan.workload import Traffic, Workload, extend_workload, traffic_of, workload_of
 from titanlite.runtime.hardware import Hardware
 
 USABLE = 0.93
-"""Of a GPU's memory. The rest is for what the allocator does not count: the CUDA context, buffers of NCCL (1 to 2 GiB
-together on most systems), and gaps between tensors."""
+"""Share of a GPU's memory for tensors. The rest is for fragmentation, the CUDA context and the buffers of NCCL, which
+take 1 to 2 GiB together on most systems."""
 ON_HOST = ("parameters", "gradients", "optimizer")
-"""What CPU offload keeps in host memory, unless it is on disk."""
+"""Categories that CPU offload keeps in host memory, unless they are on disk."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Where a config is to run."""
+    """The devices that a config runs on."""
 
     world_size: int
     hardware: Hardware
     gpus_per_node: int
-    """Devices in a node."""
+
+    @property
+    def is_gpu(self) -> bool:
+        return not self.hardware.measured
 
 
 @dataclass(frozen=True)
 class Trace:
-    """What rank 0 does in a step of a config, before any hardware is known."""
+    """One step of a config on rank 0, independent of the speed of the hardware."""
 
     profile: Profile
-    work: Work
-    sent: dict[tuple[str, str], int]
-    """Bytes of whole tensors in a step, by (collective, axis)."""
+    workload: Workload
+    traffic: Traffic
     on_disk: dict[str, int] = field(default_factory=dict)
-    """Bytes by cause of what is in files, and not in the profile."""
+    """Bytes by category in files. The profile does not count them."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan(Profile):
-    """Figures of one rank, the one with the largest shards, where nothing else is said. Memory is the device's."""
+    """Memory and time of one step, on the rank with the largest shards. The profile is of device memory."""
 
     layout: Layout
     parameters: int
-    """Of the whole model."""
+    """Elements of the whole model."""
     degrees: tuple[int, int]
     """(replicate, shard)."""
     micro_batch_size: int
@@ -60,16 +59,16 @@ class Plan(Profile):
     disk: int
     """Bytes in files."""
     flops: float
-    """Arithmetic that a step makes, with what is computed again; causal attention counts as half."""
+    """Executed by all ranks in a step, recomputation included; causal attention counts as half."""
     model_flops: float
-    """As MFU counts, of a step: nothing computed again, attention in full."""
-    sent: dict[tuple[str, str], int]
+    """Of a step as MFU counts them: no recomputation, attention in full."""
+    traffic: Traffic
     time: StepTime
     steps: int
     tokens: int
     """In a step, over all ranks."""
     mfu: float
-    """Of the device's peak for mixed_precision_param."""
+    """Share of the device's peak for mixed_precision_param."""
 
     @property
     def fits(self) -> bool:
@@ -89,115 +88,95 @@ class Plan(Profile):
 
 
 def model_of(config: Config) -> ModelSpec:
-    """The model of a config, for its sequences.
+    """Return the model of a config, with the sequence length of its training.
 
     Raises:
         ConfigError: there is no such model.
     """
     selected = config.model
-    kind, args = resolve_model(selected.name, selected.flavor, selected.args, selected.file)
-    return ModelSpec(kind, replace(args, max_seq_len=config.training.seq_len))
+    model_cls, args = resolve_model(selected.name, selected.flavor, selected.args, selected.file)
+    return ModelSpec(model_cls, replace(args, max_seq_len=config.training.seq_len))
 
 
-def plan(config: Config, kind: type[Model], args: ModelArgs, layout: Layout) -> Plan:
-    """A step of the real model by the real code on fake tensors, and what it means on this hardware.
-
-    Raises:
-        UserError: the degrees do not fit the number of processes, or nothing is within the budget of memory.
-    """
-    sketched = sketch(
-        config, kind, args, world_size=layout.world_size, gpus_per_node=layout.gpus_per_node, gpu=is_gpu(layout)
-    )
-    return appraise(sketched, config, kind, args, layout)
-
-
-def is_gpu(layout: Layout) -> bool:
-    return not layout.hardware.measured
-
-
-def sketch(
-    config: Config,
-    kind: type[Model],
-    args: ModelArgs,
-    *,
-    world_size: int,
-    gpus_per_node: int,
-    gpu: bool,
-    levels: Sequence[RecomputePolicy] | None = None,
-) -> Trace:
-    """Rehearse the step: of the whole model if it is small or its blocks differ, else of two with few blocks.
-
-    Args:
-        levels: what each block computes again. None: as the config says; of mode budget, they are chosen first.
+def plan(config: Config, layout: Layout) -> Plan:
+    """Trace a step of the config on fake tensors, and estimate its memory and time on this hardware.
 
     Raises:
-        UserError: nothing is within the budget.
+        UserError: the degrees do not fit the number of processes, or the step cannot be traced.
     """
-    if config.activation_checkpoint.mode == "budget" and levels is None:
-        from titanlite.plan.budget import choose_levels  # which begins with sketches of the other modes
+    return estimate(trace(config, layout), config, layout)
 
-        return choose_levels(config, kind, args, world_size=world_size, gpus_per_node=gpus_per_node, gpu=gpu).sketch
-    depth = whole_depth = len(build_on_meta(kind, args).layers)
+
+def trace(config: Config, layout: Layout) -> Trace:
+    """Trace a step: of the whole model if it is small or its blocks differ, otherwise of two models with few blocks.
+
+    Raises:
+        UserError: as `plan`.
+    """
+    spec = model_of(config)
+    whole_depth = depth = len(spec.build().layers)
     period = _period(config)
     edge = max(2, period)
     few = 2 * edge + (depth - 2 * edge) % period
-    models = [args]
-    if levels is None and depth > few + period and _can_vary(kind, args):
-        models = [replace(args, n_layers=few), replace(args, n_layers=few + period)]  # pyright: ignore[reportCallIssue]
-    profiles, works, sents = [], [], []
-    _, accumulation = config.training.batch_split(world_size)
-    for shape in models:
-        rehearsal = trace_step(config, kind, shape, world_size=world_size, gpu=gpu, levels=levels)
-        depth = rehearsal.blocks
-        profiles.append(profile(rehearsal.recorder, depth))
-        works.append(work_of(rehearsal.recorder, fuse=config.compile.enable and gpu, gpus_per_node=gpus_per_node))
-        sents.append(_sent(rehearsal.recorder, rehearsal.micro_batches, accumulation))
-    if len(models) == 1:
-        return _with_disk(Trace(profiles[0], works[0], sents[0]), config.offload)
+    shapes: list[Any] = [spec.args]
+    if config.activation_checkpoint.mode != "per_block" and depth > few + period and _can_vary(spec):
+        varied: Any = spec.args
+        shapes = [replace(varied, n_layers=few), replace(varied, n_layers=few + period)]
+    fuse = config.compile.enable and layout.is_gpu
+    _, accumulation = config.training.batch_split(layout.world_size)
+    profiles, workloads, traffics = [], [], []
+    for shape in shapes:
+        traced = trace_step(config, spec.model_cls, shape, world_size=layout.world_size, gpu=layout.is_gpu)
+        depth = traced.blocks
+        profiles.append(profile(traced.recorder, depth))
+        workloads.append(workload_of(traced.recorder, fuse=fuse, gpus_per_node=layout.gpus_per_node))
+        traffics.append(traffic_of(traced.recorder, traced=traced.micro_batches, accumulation=accumulation))
+    if len(shapes) == 1:
+        return _with_disk(Trace(profiles[0], workloads[0], traffics[0]), config.offload)
     factor = (whole_depth - depth) / period
     whole = Trace(
         extend(profiles[0], profiles[1], whole_depth, edge),
-        _extend_work(*works, blocks=whole_depth, few=depth, edge=edge, period=period),
-        {key: round(size + (size - sents[0].get(key, 0)) * factor) for key, size in sents[1].items()},
+        extend_workload(*workloads, blocks=whole_depth, few=depth, edge=edge, period=period),
+        {key: round(size + (size - traffics[0].get(key, 0)) * factor) for key, size in traffics[1].items()},
     )
     return _with_disk(whole, config.offload)
 
 
-def _with_disk(sketched: Trace, offload: Offload) -> Trace:
-    """A rehearsal makes no files: what would be in one is taken out of memory here. The few slices that an update works
-    on are not counted."""
-    causes = {"parameters": offload.parameters, "optimizer": offload.optimizer}
-    on_disk = {cause: sketched.profile.most(cause) for cause, place in causes.items() if place == "disk"}
-    phases = {name: {**there, **dict.fromkeys(on_disk, 0)} for name, there in sketched.profile.phases.items()}
-    return replace(sketched, profile=replace(sketched.profile, phases=phases), on_disk=on_disk)
+def _with_disk(traced: Trace, offload: Offload) -> Trace:
+    """Move states on disk out of the profile: a trace makes no files. The few slices that an update works on are not
+    counted."""
+    places = {"parameters": offload.parameters, "optimizer": offload.optimizer}
+    on_disk = {category: traced.profile.most(category) for category, place in places.items() if place == "disk"}
+    phases = {name: {**sizes, **dict.fromkeys(on_disk, 0)} for name, sizes in traced.profile.phases.items()}
+    return replace(traced, profile=replace(traced.profile, phases=phases), on_disk=on_disk)
 
 
-def appraise(sketched: Trace, config: Config, kind: type[Model], args: ModelArgs, layout: Layout) -> Plan:
-    """What a sketch means on this hardware."""
+def estimate(traced: Trace, config: Config, layout: Layout) -> Plan:
+    """Estimate memory and time of a traced step on this hardware."""
     training, hardware = config.training, layout.hardware
-    model, work = build_on_meta(kind, args), sketched.work
+    model, workload = model_of(config).build(), traced.workload
     micro_batch_size, accumulation = training.batch_split(layout.world_size)
     time = step_time(
-        work.units,
-        update=work.update,
+        workload.units,
+        update=workload.update,
         hardware=hardware,
         gpus_per_node=layout.gpus_per_node,
         accumulation=accumulation,
     )
-    waiting = sum(message_time(message, hardware, layout.gpus_per_node) for message in work.whole)
+    waiting = sum(collective_time(it, hardware, layout.gpus_per_node) for it in workload.whole)
     time = replace(time, total=time.total + waiting, exposed=time.exposed + waiting)
-    phases, host, disk = sketched.profile.phases, 0, sum(sketched.on_disk.values())
-    if training.enable_cpu_offload and is_gpu(layout):
-        host = sum(sketched.profile.most(cause) for cause in ON_HOST)
-        parameters = sketched.profile.most("parameters") + sketched.on_disk.get("parameters", 0)
+    phases, host, disk = traced.profile.phases, 0, sum(traced.on_disk.values())
+    if training.enable_cpu_offload and layout.is_gpu:
+        host = sum(traced.profile.most(category) for category in ON_HOST)
+        parameters = traced.profile.most("parameters") + traced.on_disk.get("parameters", 0)
         time = replace(time, total=time.total + offload_time(parameters, host + disk, accumulation=accumulation))
-        phases = {name: {**causes, **dict.fromkeys(ON_HOST, 0)} for name, causes in phases.items()}
+        phases = {name: {**sizes, **dict.fromkeys(ON_HOST, 0)} for name, sizes in phases.items()}
     tokens = training.global_batch_size * training.seq_len
     model_flops = model.flops_per_token(training.seq_len) * tokens
     peak = {"bfloat16": hardware.bf16_flops, "float32": hardware.fp32_flops}[training.mixed_precision_param]
     return Plan(
         phases=phases,
-        blocks=sketched.profile.blocks,
+        blocks=traced.profile.blocks,
         layout=layout,
         parameters=sum(p.numel() for p in model.parameters()),
         degrees=config.parallelism.degrees(layout.world_size),
@@ -205,9 +184,9 @@ def appraise(sketched: Trace, config: Config, kind: type[Model], args: ModelArgs
         accumulation=accumulation,
         host=host,
         disk=disk,
-        flops=layout.world_size * accumulation * sum(it.flops for it in _kernels(work.units)),
+        flops=layout.world_size * accumulation * sum(it.flops for it in _kernels(workload.units)),
         model_flops=model_flops,
-        sent=sketched.sent,
+        traffic=traced.traffic,
         time=time,
         steps=training.steps,
         tokens=tokens,
@@ -220,47 +199,16 @@ def _kernels(units: Iterable[Unit]) -> Iterable[Kernel]:
 
 
 def _period(config: Config) -> int:
-    """After so many blocks, activation checkpointing begins anew."""
+    """Number of blocks after which activation checkpointing repeats."""
     options = config.activation_checkpoint
     every_nth = options.selective_ac_option
     return every_nth if options.mode == "selective" and isinstance(every_nth, int) else 1
 
 
-def _can_vary(kind: type[Model], args: Any) -> bool:
+def _can_vary(spec: ModelSpec) -> bool:
     """Whether the number of blocks can be changed, and all blocks have the same parameters."""
-    blocks = getattr(args, "n_layers", None)
-    layers = build_on_meta(kind, args).layers
-    if blocks != len(layers):
+    layers = spec.build().layers
+    if getattr(spec.args, "n_layers", None) != len(layers):
         return False
     shapes = [[(name, p.shape) for name, p in block.named_parameters()] for block in layers]
     return all(shape == shapes[0] for shape in shapes)
-
-
-def _sent(recorder: Recorder, made: int, accumulation: int) -> dict[tuple[str, str], int]:
-    """Of a step with all its micro-batches."""
-    total: dict[tuple[str, str], int] = {}
-    for it in recorder.sent:
-        each_time = it.unit and it.collective != "all_reduce"
-        size = it.bytes * accumulation // made if each_time else it.bytes
-        total[it.collective, it.axis] = total.get((it.collective, it.axis), 0) + size
-    return total
-
-
-def _extend_work(small: Work, large: Work, *, blocks: int, few: int, edge: int, period: int) -> Work:
-    """The units of a model with `blocks` blocks, from those of one with `few`."""
-    place = next(index for index, unit in enumerate(large.units) if unit.name == "layers.0")
-    templates = large.units[place : place + few]
-    units = list(large.units[:place])
-    for block in range(blocks):
-        like = block if block < few - edge else few - edge + (block - (few - edge)) % period
-        if block >= blocks - edge:
-            like = block - blocks + few
-        units.append(replace(templates[like], name=f"layers.{block}"))
-    units += large.units[place + few :]
-    factor = (blocks - few) / period
-    totals = []
-    for name in ("flops", "bytes", "launches"):
-        less, more = (sum(getattr(kernel, name) for kernel in work.update) for work in (small, large))
-        totals.append(round(more + (more - less) * factor))
-    update = Kernel("memory", totals[0], totals[1], "float32", totals[2])
-    return Work(tuple(units), (update,), large.whole)

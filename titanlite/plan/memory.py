@@ -1,8 +1,8 @@
-"""From storages that come and go to the peak of each phase of a step; and from a model of few blocks to one of many.
+"""Peak memory of each phase of a step, from recorded storages; and of a model of many blocks, from models of few.
 
-Blocks are alike, so each further block adds the same to the peak of each phase: two models of few blocks, that differ
-by one (or by the period in which blocks differ), tell how much. What is true of the first and last blocks and of all
-that is not a block is taken from the larger of the two.
+Blocks are alike, so each further block adds the same to the peak of each phase. Two models of few blocks, that differ
+by one block (or by the period after which blocks repeat), give the difference. The first and last blocks, and
+everything that is not a block, are taken from the larger model.
 """
 
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from titanlite.plan.recorder import CATEGORIES, Recorder
 
 Breakdown = dict[str, int]
-"""Bytes by cause: `recorder.CATEGORIES`."""
+"""Bytes by category: `recorder.CATEGORIES`."""
 
 
 @dataclass(frozen=True)
@@ -19,8 +19,7 @@ class Profile:
     """Memory of one rank in one step."""
 
     phases: dict[str, Breakdown]
-    """What there is at the peak of each phase, in the order of time. Of a phase that comes once a micro-batch, the
-    highest."""
+    """Memory at the peak of each phase, in the order of time. Of a phase that comes once a micro-batch, the highest."""
     blocks: int
 
     @property
@@ -29,7 +28,7 @@ class Profile:
 
     @property
     def breakdown(self) -> Breakdown:
-        """At the highest moment of all."""
+        """Memory at the peak of the step."""
         return self.phases[self.peak_phase]
 
     @property
@@ -37,13 +36,13 @@ class Profile:
         """Bytes."""
         return sum(self.breakdown.values())
 
-    def most(self, cause: str) -> int:
-        """Bytes of one cause at any phase's peak: all gradients are there when little else is."""
-        return max(phase[cause] for phase in self.phases.values())
+    def most(self, category: str) -> int:
+        """Return the most bytes of one category at any phase's peak: gradients peak when little else is there."""
+        return max(phase[category] for phase in self.phases.values())
 
 
 def profile(recorder: Recorder, blocks: int) -> Profile:
-    """Of the recorded steps; what was before the first does not count."""
+    """Return the memory profile of the recorded steps, without what was recorded before the first one."""
     phases: dict[str, Breakdown] = {}
     highest: dict[str, int] = {}
     now: Breakdown = dict.fromkeys(CATEGORIES, 0)
@@ -53,8 +52,8 @@ def profile(recorder: Recorder, blocks: int) -> Profile:
         phases.setdefault(phase, dict(now))
         if total == highest[phase]:
             phases[phase] = dict(now)
-        for difference, cause in changes:
-            now[cause] += difference
+        for difference, category in changes:
+            now[category] += difference
             total += difference
             if total > highest[phase]:
                 highest[phase], phases[phase] = total, dict(now)
@@ -63,16 +62,16 @@ def profile(recorder: Recorder, blocks: int) -> Profile:
 
 
 def _changes(recorder: Recorder) -> Iterator[tuple[str, list[tuple[int, str]]]]:
-    """Each phase, with its changes of memory (bytes, cause) in the order of time."""
+    """Yield each phase, with its changes of memory (bytes, category) in the order of time."""
     events: list[tuple[int, int, str]] = []
     for storage in recorder.storages:
         before = 0
-        for moment, size in storage.sizes:
-            events.append((moment, size - before, storage.cause))
+        for time, size in storage.sizes:
+            events.append((time, size - before, storage.cause))
             before = size
     events.sort(key=lambda event: event[0])
     place = 0
-    ends = [moment for moment, _ in recorder.phases[1:]] + [recorder.moment + 1]
+    ends = [time for time, _ in recorder.phases[1:]] + [recorder.moment + 1]
     for (_, name), end in zip(recorder.phases, ends, strict=True):
         changes = []
         while place < len(events) and events[place][0] < end:
@@ -82,10 +81,10 @@ def _changes(recorder: Recorder) -> Iterator[tuple[str, list[tuple[int, str]]]]:
 
 
 def extend(small: Profile, large: Profile, blocks: int, edge: int) -> Profile:
-    """The profile of a model with `blocks` blocks, from two with fewer.
+    """Return the profile of a model with `blocks` blocks, from two models with fewer.
 
     Args:
-        edge: so many blocks at the beginning and at the end are looked at; those between are no higher than both.
+        edge: number of blocks at the beginning and at the end that are looked at. Blocks between are not higher.
     """
     phases: dict[str, Breakdown] = {}
     for name, above in large.phases.items():
@@ -99,13 +98,14 @@ def extend(small: Profile, large: Profile, blocks: int, edge: int) -> Profile:
             continue
         below, factor = small.phases[at_small], (blocks - small.blocks) / (large.blocks - small.blocks)
         phases[at_blocks] = {
-            cause: max(0, round(below[cause] + (above[cause] - below[cause]) * factor)) for cause in CATEGORIES
+            category: max(0, round(below[category] + (above[category] - below[category]) * factor))
+            for category in CATEGORIES
         }
     return Profile(phases, blocks)
 
 
 def block_of(phase: str) -> int | None:
-    """The number of the block that a phase is about."""
+    """Return the number of the block that a phase is about; None for other phases."""
     _, _, unit = phase.partition(" layers.")
     return int(unit) if unit.isdigit() else None
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from titanlite.config.schema import Config
-from titanlite.plan.estimate import Layout, Plan, model_of, plan
+from titanlite.plan.estimate import Layout, plan
 from titanlite.plan.suggestions import Suggestion, suggest
 from titanlite.runtime.files import FileLocked, lock_file
 from titanlite.runtime.hardware import find_hardware, host_memory
@@ -82,7 +82,7 @@ def _allocator_lines(device: torch.device) -> Iterator[str]:
 def _plan_lines(config: Config, layout: Layout) -> Iterator[str]:
     try:
         with get_context("spawn").Pool(1, _begin) as pool:  # its end kills the child
-            planned = pool.apply_async(_plan, (config, layout)).get(PLAN_SECONDS)
+            planned = pool.apply_async(plan, (config, layout)).get(PLAN_SECONDS)
             yield f"The plan's peak is {gib(planned.peak)}, at {planned.peak_phase}:"
             yield from (f"  {name:16}{gib(size):>12}" for name, size in planned.breakdown.items() if size)
             if planned.fits and not layout.hardware.measured:
@@ -90,7 +90,9 @@ def _plan_lines(config: Config, layout: Layout) -> Iterator[str]:
                     "By the plan this config fits. Check for another process on the GPU, for tensors that code of your "
                     "own keeps, and for fragmentation (PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True)."
                 )
-            found = pool.apply_async(_suggest, (config, layout, planned)).get(2 * PLAN_SECONDS)
+            found = pool.apply_async(suggest, (config, layout, planned), {"seconds": PLAN_SECONDS}).get(
+                2 * PLAN_SECONDS
+            )
             yield from _suggestion_lines(found)
     except Exception as error:
         yield f"No plan to compare with ({type(error).__name__}: {error}). What needs less memory: docs/memory.md"
@@ -113,11 +115,3 @@ def gib(size: float) -> str:
 def _begin() -> None:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     torch.set_num_threads(1)
-
-
-def _plan(config: Config, layout: Layout) -> Plan:
-    return plan(config, *model_of(config), layout)
-
-
-def _suggest(config: Config, layout: Layout, planned: Plan) -> list[Suggestion]:
-    return suggest(config, *model_of(config), layout, planned, seconds=PLAN_SECONDS)

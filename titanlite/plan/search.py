@@ -1,9 +1,9 @@
-"""The best layout for a config on so many GPUs: tried on fake tensors, ranked by predicted tokens a second.
+"""Search for the best layout of a config: traced on fake tensors, ranked by predicted tokens a second.
 
-Few steps are rehearsed: each way to keep activations, in float8 or not, with one and with two sequences in a forward
-pass. Memory and time grow by the same with each further sequence; and what another layout changes is known exactly:
-which messages there are, and how much of the states a rank holds. The best candidates are then planned in full, and
-those whose memory does not hold what was expected are left out.
+Only a few steps are traced: each recompute mode, in float8 or not, with one and with two sequences in a forward pass.
+Memory and time grow linearly with further sequences. Another layout changes the collectives and the share of the states
+that a rank holds, and both are known exactly. The best candidates are then planned in full, and those that do not fit
+are dropped.
 """
 
 import multiprocessing
@@ -19,15 +19,15 @@ import torch
 from titanlite.config.schema import Config
 from titanlite.cpu.settings import cores
 from titanlite.parallelize.float8 import choose_layers
-from titanlite.plan.estimate import ON_HOST, USABLE, Layout, Plan, Trace, appraise, is_gpu, model_of, sketch
+from titanlite.plan.estimate import ON_HOST, USABLE, Layout, Plan, Trace, estimate, model_of, trace
 from titanlite.plan.time import (
+    Collective,
     Group,
     Kernel,
-    Message,
     Unit,
+    collective_time,
     kernel_time,
     lasting,
-    message_time,
     offload_time,
     step_time,
 )
@@ -36,19 +36,19 @@ from titanlite.runtime.hardware import Hardware
 
 MODES = ("none", "selective", "full")
 LARGEST_BATCH = 16
-"""Sequences in a forward pass that are still tried."""
+"""Most sequences in a forward pass that are tried."""
 WORTH = 1.005
-"""A candidate that needs more memory must be faster by this to be listed beside one with less."""
+"""Least speed-up for which a candidate that needs more memory is listed beside one that needs less."""
 
 Options = dict[str, Any]
 """Dotted key -> value, as in the TOML file."""
-Sketches = dict[tuple[str, bool, int], Trace]
-"""By recomputation, float8 and local batch; fully sharded."""
+Traces = dict[tuple[str, bool, int], Trace]
+"""Traces of full sharding, by (recompute mode, float8, local batch size)."""
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A way to run the config, with what it is expected to need before it is planned in full."""
+    """A way to run the config, with its expected memory and time before it is planned in full."""
 
     options: Options
     mode: str
@@ -61,11 +61,11 @@ class Candidate:
     tokens_per_second: float = 0.0
     peak: float = 0.0
     exposed: float = 0.0
-    """Seconds of a step in which devices wait for messages."""
+    """Seconds of a step in which devices wait for collectives."""
 
     @property
     def kernels(self) -> tuple[Any, ...]:
-        """What decides which work the device does."""
+        """Options that determine the work of the device."""
         return self.mode, self.batch, self.float8, self.offload
 
     @property
@@ -78,7 +78,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Found:
-    """What a search came to."""
+    """Result of a search."""
 
     best: list[tuple[Candidate, Plan]]
     """Fastest first; all fit."""
@@ -88,9 +88,11 @@ class Found:
 
 
 def search(config: Config, layout: Layout, *, count: int = 5) -> Found:
-    """Args:
-        config: its layout, recomputation, local batch, float8 and offload are what is searched; all else stays.
-        count: of the best, and of those that are told why not.
+    """Search all layouts for the fastest ones that fit.
+
+    Args:
+        config: the search sets its layout, recomputation, local batch size, float8 and offload.
+        count: number of best candidates, and of runners-up.
 
     Raises:
         UserError: nothing fits, or the global batch cannot be split over the processes.
@@ -114,10 +116,10 @@ def _begin() -> None:
 
 
 def with_options(config: Config, options: Options) -> Config:
-    """The config with these in it.
+    """Return the config with these options.
 
     Raises:
-        ValueError: they do not go together.
+        ValueError: the options conflict.
     """
     tree = config.model_dump()
     for key, value in options.items():
@@ -127,11 +129,6 @@ def with_options(config: Config, options: Options) -> Config:
             section = section[name]
         section[last] = value
     return Config.model_validate(tree)
-
-
-def _sketch(config: Config, world_size: int, gpus_per_node: int, gpu: bool) -> Trace:
-    """In a process of its own."""
-    return sketch(config, *model_of(config), world_size=world_size, gpus_per_node=gpus_per_node, gpu=gpu)
 
 
 class _Search:
@@ -145,13 +142,13 @@ class _Search:
         self.float8 = [False, True] if can_float8 else [False]
 
     def run(self, count: int) -> Found:
-        sketches = self._rehearse()
-        candidates = [self._expect(it, sketches) for it in self._candidates(offload=False)]
+        traces = self._trace_all()
+        candidates = [self._expect(it, traces) for it in self._candidates(offload=False)]
         room = USABLE * self.layout.hardware.memory
         if not any(it.peak <= room for it in candidates):
-            candidates += [self._expect(it, sketches) for it in self._candidates(offload=True)]
+            candidates += [self._expect(it, traces) for it in self._candidates(offload=True)]
         candidates.sort(key=lambda it: (-it.tokens_per_second, it.peak))
-        found = self._confirm(candidates, sketches, room, count)
+        found = self._confirm(candidates, traces, room, count)
         if not found.best:
             least = min(candidates, key=lambda it: it.peak)
             raise UserError(
@@ -160,7 +157,7 @@ class _Search:
             )
         return found
 
-    def _rehearse(self) -> Sketches:
+    def _trace_all(self) -> Traces:
         keys = list(product(MODES, self.float8, self.batches[:2]))
         futures = {}
         for mode, float8, batch in keys:
@@ -177,6 +174,7 @@ class _Search:
             "parallelism.fsdp_reshard_after_forward": reshard,
             "activation_checkpoint.mode": mode,
             "activation_checkpoint.selective_ac_option": "op",
+            "activation_checkpoint.per_block": [],
             "training.local_batch_size": batch,
             "training.enable_cpu_offload": offload,
             "quantize.linear.float8.enable": float8,
@@ -190,23 +188,23 @@ class _Search:
                 options = self._options(mode, float8, batch, world // shard, shard, reshard, offload=offload)
                 yield Candidate(options, mode, batch, float8, offload, world // shard, shard, reshard)
 
-    def _expect(self, it: Candidate, sketches: Sketches) -> Candidate:
-        """The candidate with its expected memory and time."""
-        one = sketches[it.mode, it.float8, self.batches[0]]
-        two = sketches[it.mode, it.float8, self.batches[:2][-1]]
+    def _expect(self, it: Candidate, traces: Traces) -> Candidate:
+        """Return the candidate with its expected memory and time."""
+        one = traces[it.mode, it.float8, self.batches[0]]
+        two = traces[it.mode, it.float8, self.batches[:2][-1]]
         world, hardware = self.layout.world_size, self.layout.hardware
         further = (it.batch - self.batches[0]) / max(1, self.batches[:2][-1] - self.batches[0])
         peak = one.profile.peak + further * (two.profile.peak - one.profile.peak)
-        states = sum(one.profile.most(cause) for cause in ON_HOST)
-        gathered = sum(message.bytes for unit in one.work.units for message in unit.gather)
+        states = sum(one.profile.most(category) for category in ON_HOST)
+        gathered = sum(it.bytes for unit in one.workload.units for it in unit.gather)
         peak += -states if it.offload else states * (world / it.shard - 1)
         if world > 1 and (it.reshard == "never" or it.shard == 1):
             peak += gathered
         units = [
             _laid_out(_grown(of_one, of_two, further, hardware), it, self.layout)
-            for of_one, of_two in zip(one.work.units, two.work.units, strict=True)
+            for of_one, of_two in zip(one.workload.units, two.workload.units, strict=True)
         ]
-        update = [kernel._replace(bytes=kernel.bytes * world // it.shard) for kernel in one.work.update]
+        update = [kernel._replace(bytes=kernel.bytes * world // it.shard) for kernel in one.workload.update]
         time = step_time(
             units,
             update=update,
@@ -214,7 +212,7 @@ class _Search:
             gpus_per_node=self.layout.gpus_per_node,
             accumulation=self.share // it.batch,
         )
-        waiting = sum(message_time(message, hardware, self.layout.gpus_per_node) for message in one.work.whole)
+        waiting = sum(collective_time(whole, hardware, self.layout.gpus_per_node) for whole in one.workload.whole)
         total = time.total + waiting
         if it.offload:
             parameters = one.profile.most("parameters") * world // it.shard
@@ -222,8 +220,8 @@ class _Search:
         tokens = self.config.training.global_batch_size * self.config.training.seq_len
         return replace(it, tokens_per_second=tokens / total, peak=peak, exposed=time.exposed + waiting)
 
-    def _confirm(self, candidates: Sequence[Candidate], sketches: Sketches, room: float, count: int) -> Found:
-        """Plan the best in full."""
+    def _confirm(self, candidates: Sequence[Candidate], traces: Traces, room: float, count: int) -> Found:
+        """Plan the best candidates in full."""
         best: list[tuple[Candidate, Plan]] = []
         losers: dict[tuple[Any, ...], tuple[Candidate, str]] = {}
         rest = deque(candidates)
@@ -235,7 +233,7 @@ class _Search:
                     losers.setdefault(it.kernels, (it, _too_large(it.peak)))
                 elif not any(_is_no_better(it, other) for other in (*(one for one, _ in best), *chosen)):
                     chosen.append(it)
-            for it, plan in zip(chosen, self._plan(chosen, sketches), strict=True):
+            for it, plan in zip(chosen, self._plan(chosen, traces), strict=True):
                 if plan.fits:
                     best.append((it, plan))
                 else:
@@ -246,26 +244,25 @@ class _Search:
                 losers.setdefault(it.kernels, (it, _slower(it, best[0][0])))
         return Found(best, list(losers.values())[:count], len(candidates))
 
-    def _plan(self, chosen: Sequence[Candidate], sketches: Sketches) -> list[Plan]:
-        """Side by side; what was rehearsed already is not again."""
+    def _plan(self, chosen: Sequence[Candidate], traces: Traces) -> list[Plan]:
+        """Plan the candidates side by side, from known traces where there are any."""
         configs = [with_options(self.config, it.options) for it in chosen]
         futures: list[Trace | Future[Trace]] = []
         for it, config in zip(chosen, configs, strict=True):
             is_known = (it.shard, it.reshard, it.offload) == (self.layout.world_size, "default", False)
-            known = sketches.get((it.mode, it.float8, it.batch)) if is_known else None
+            known = traces.get((it.mode, it.float8, it.batch)) if is_known else None
             futures.append(known or self._submit(config))
         plans = []
         for it, config in zip(futures, configs, strict=True):
-            sketched = it if isinstance(it, Trace) else it.result()
-            plans.append(appraise(sketched, config, *model_of(config), self.layout))
+            plans.append(estimate(it if isinstance(it, Trace) else it.result(), config, self.layout))
         return plans
 
     def _submit(self, config: Config) -> Future[Trace]:
-        return self.pool.submit(_sketch, config, self.layout.world_size, self.layout.gpus_per_node, is_gpu(self.layout))
+        return self.pool.submit(trace, config, self.layout)
 
 
 def _is_no_better(it: Candidate, other: Candidate) -> bool:
-    """The same kernels, no faster worth the name, in no less memory."""
+    """Whether a candidate has the same kernels, is not noticeably faster, and needs no less memory."""
     faster = it.tokens_per_second > other.tokens_per_second * WORTH
     return it.kernels == other.kernels and not faster and it.peak >= other.peak
 
@@ -277,16 +274,16 @@ def _too_large(peak: float) -> str:
 def _slower(it: Candidate, best: Candidate) -> str:
     reason = f"{1 - it.tokens_per_second / best.tokens_per_second:.1%} slower than the best"
     if it.exposed > best.exposed * 1.5:
-        reason += f": {it.exposed:.2f} s of each step wait for messages, instead of {best.exposed:.2f}"
+        reason += f": {it.exposed:.2f} s of each step wait for collectives, instead of {best.exposed:.2f}"
     elif MODES.index(it.mode) > MODES.index(best.mode):
-        reason += ": computes more of forward again"
+        reason += ": recomputes more of forward"
     elif it.batch < best.batch:
-        reason += ": smaller kernels, and messages for each of more micro-batches"
+        reason += ": smaller kernels, and collectives for more micro-batches"
     return reason
 
 
 def _grown(one: Unit, two: Unit, further: float, hardware: Hardware) -> Unit:
-    """The unit with more sequences: its time grows by the same with each."""
+    """Return the unit with more sequences. Its time grows linearly."""
 
     def grown(first: Iterable[Kernel], second: Iterable[Kernel]) -> tuple[Kernel, ...]:
         least, more = (sum(kernel_time(kernel, hardware) for kernel in it) for it in (first, second))
@@ -296,17 +293,17 @@ def _grown(one: Unit, two: Unit, further: float, hardware: Hardware) -> Unit:
 
 
 def _laid_out(unit: Unit, it: Candidate, layout: Layout) -> Unit:
-    """The unit with the messages of another layout, from those of full sharding."""
+    """Return the unit with the collectives of another layout, from those of full sharding."""
     world, gpus_per_node = layout.world_size, layout.gpus_per_node
     shards = Group(it.shard, min(it.shard, gpus_per_node))
     replicas = Group(it.replicate, max(1, min(it.replicate, gpus_per_node // it.shard)))
     if world == 1:
         return unit
 
-    def over_shards(messages: Iterable[Message]) -> tuple[Message, ...]:
-        return tuple(message._replace(group=shards) for message in messages) if it.shard > 1 else ()
+    def over_shards(collectives: Iterable[Collective]) -> tuple[Collective, ...]:
+        return tuple(each._replace(group=shards) for each in collectives) if it.shard > 1 else ()
 
-    all_reduce = tuple(Message("all_reduce", message.bytes // it.shard, replicas) for message in unit.reduce)
+    all_reduce = tuple(Collective("all_reduce", each.bytes // it.shard, replicas) for each in unit.reduce)
     return replace(
         unit,
         gather=over_shards(unit.gather),

@@ -11,9 +11,8 @@ from typing import Any
 
 from titanlite.config.checks import find_conflicts
 from titanlite.config.schema import Config
-from titanlite.models.base import Model, ModelArgs, build_on_meta
 from titanlite.optim import check_optimizer
-from titanlite.plan.estimate import USABLE, Layout, Plan, is_gpu, plan
+from titanlite.plan.estimate import USABLE, Layout, Plan, model_of, plan
 from titanlite.plan.search import Options, with_options
 
 logger = logging.getLogger(__name__)
@@ -47,15 +46,7 @@ def _argument(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def suggest(
-    config: Config,
-    model_cls: type[Model],
-    args: ModelArgs,
-    layout: Layout,
-    present: Plan,
-    *,
-    seconds: float = inf,
-) -> list[Suggestion]:
+def suggest(config: Config, layout: Layout, present: Plan, *, seconds: float = inf) -> list[Suggestion]:
     """Return options that lower the peak: those that fit first, each group from cheap to expensive.
 
     Every suggestion is planned in full. Where no option fits alone, the last suggestion combines several, if that fits.
@@ -65,14 +56,14 @@ def suggest(
         seconds: time after which no further option is planned.
     """
     deadline = time.monotonic() + seconds
-    attempt: Attempt = partial(_attempt, config, model_cls, args, layout)
+    attempt: Attempt = partial(_attempt, config, layout)
     found: list[Suggestion] = []
     for suggestion in _single(config, layout, present, attempt):
         found += [suggestion] if suggestion and suggestion.peak < present.peak else []
         if sum(it.fits for it in found) == ENOUGH or time.monotonic() > deadline:
             break
     if not any(it.fits for it in found) and time.monotonic() <= deadline:
-        accepts = partial(_changed, config, model_cls, args, layout)
+        accepts = partial(_changed, config, layout)
         joint = _together(found, attempt, accepts)
         found += [joint] if joint else []
     return sorted(found, key=lambda it: not it.fits)
@@ -138,10 +129,11 @@ def _smaller_batch(config: Config, layout: Layout, present: Plan, attempt: Attem
 def _candidates(config: Config, layout: Layout) -> Iterator[tuple[Options, str]]:
     """Yield (options, cost) of all options but the local batch size."""
     training, parallelism, mode = config.training, config.parallelism, config.activation_checkpoint.mode
+    no_list: Options = {"activation_checkpoint.per_block": []} if mode == "per_block" else {}
     if mode == "none":
         yield ({"activation_checkpoint.mode": "selective"}, "recomputes in backward what is cheap")
     if mode != "full":
-        yield ({"activation_checkpoint.mode": "full"}, "recomputes forward: about a third more arithmetic")
+        yield ({"activation_checkpoint.mode": "full"} | no_list, "recomputes forward: about a third more arithmetic")
     if parallelism.fsdp_reshard_after_forward != "always":
         options: Options = {"parallelism.fsdp_reshard_after_forward": "always"}
         yield (options, "gathers parameters again for backward: more communication")
@@ -157,13 +149,11 @@ def _candidates(config: Config, layout: Layout) -> Iterator[tuple[Options, str]]
         yield ({"optimizer.name": "torchao.optim.AdamW8bit"}, "rounds AdamW's moments to 8 bits; a compiled update")
     if config.offload.optimizer != "disk":
         yield ({"offload.optimizer": "disk"}, "AdamW's moments on a local disk, read and written in each step")
-    if is_gpu(layout) and not training.enable_cpu_offload:
+    if layout.is_gpu and not training.enable_cpu_offload:
         yield ({"training.enable_cpu_offload": True}, "parameters and updates in host memory: much slower steps")
 
 
-def _changed(
-    config: Config, model_cls: type[Model], args: ModelArgs, layout: Layout, options: Options
-) -> Config | None:
+def _changed(config: Config, layout: Layout, options: Options) -> Config | None:
     """Return the config with the options, or None if it does not accept them."""
     try:
         changed = with_options(config, options)
@@ -171,17 +161,15 @@ def _changed(
         return None
     if find_conflicts(changed, layout.world_size, ()):
         return None
-    model = build_on_meta(model_cls, args)
+    model = model_of(changed).build()
     return None if check_optimizer(changed.optimizer, model, dtype=changed.training.dtype) else changed
 
 
-def _attempt(
-    config: Config, model_cls: type[Model], args: ModelArgs, layout: Layout, options: Options, cost: str
-) -> Suggestion | None:
+def _attempt(config: Config, layout: Layout, options: Options, cost: str) -> Suggestion | None:
     try:
-        if (changed := _changed(config, model_cls, args, layout, options)) is None:
+        if (changed := _changed(config, layout, options)) is None:
             return None
-        planned = plan(changed, model_cls, args, layout)
+        planned = plan(changed, layout)
     except Exception:
         logger.debug(f"{options} cannot be planned", exc_info=True)
         return None

@@ -3,7 +3,7 @@ memory and values are not there."""
 
 import traceback
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -30,7 +30,7 @@ from titanlite.config.schema import Config
 from titanlite.loss import build_loss
 from titanlite.models.base import Model, ModelArgs, build_on_meta, unique_parameters
 from titanlite.optim import build_optimizer, check_optimizer, in_backward
-from titanlite.parallelize import RecomputePolicy, build_mesh, parallelize
+from titanlite.parallelize import build_mesh, parallelize
 from titanlite.parallelize.compile import compile_blocks
 from titanlite.parallelize.float8 import weight_scaler
 from titanlite.parallelize.fsdp import sharding_units
@@ -62,14 +62,12 @@ def trace_step(
     world_size: int,
     gpu: bool,
     steps: int = 1,
-    levels: Sequence[RecomputePolicy] | None = None,
 ) -> StepTrace:
     """Make a step with the optimizer's states in place already.
 
     Args:
         gpu: as an NVIDIA GPU would do it, else as this machine's CPU.
         steps: recorded steps; one is like the other.
-        levels: what each block computes again. None: as the config says.
 
     Raises:
         UserError: the model, the loss or the optimizer asks for values, and there are none.
@@ -84,7 +82,7 @@ def trace_step(
             stack.enter_context(as_on_gpu(fused_norm=not config.compile.enable))
         if config.compile.enable:
             stack.enter_context(_compile_shapes_only())
-        model, mesh = parallelized(config, kind, args, world_size=world_size, levels=levels)
+        model, mesh = parallelized(config, kind, args, world_size=world_size)
         recorder = _record(config, model, mesh, steps)
     micro_batches = min(MICRO_BATCHES, config.training.batch_split(world_size)[1])
     return StepTrace(recorder, len(model.layers), micro_batches)
@@ -96,7 +94,6 @@ def parallelized(
     args: ModelArgs,
     *,
     world_size: int,
-    levels: Sequence[RecomputePolicy] | None = None,
 ) -> tuple[Model, DeviceMesh]:
     """The model, its tensors still on the meta device, on a mesh of CPUs."""
     model = build_on_meta(kind, args)
@@ -109,7 +106,6 @@ def parallelized(
         activation_checkpoint=config.activation_checkpoint,
         compile=config.compile,
         float8=config.quantize.linear.float8,
-        levels=levels,
     )
     return model, mesh
 

@@ -1,29 +1,34 @@
-"""From operators and messages to the work of each unit: what the time model takes."""
+"""Workload of each FSDP unit: kernels and collectives, from the operators of a traced step."""
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from titanlite.plan.recorder import Operator, Recorder, Sent
-from titanlite.plan.time import Group, Kernel, Message, Unit
+from titanlite.plan.time import Collective, Group, Kernel, Unit
+
+Traffic = dict[tuple[str, str], int]
+"""Bytes of whole tensors in a step, by (collective, mesh axis)."""
 
 
 @dataclass(frozen=True)
-class Work:
-    """Of rank 0 in a step."""
+class Workload:
+    """Work of rank 0 in a step."""
 
     units: tuple[Unit, ...]
-    """In the order of forward, with what a micro-batch costs them."""
+    """In the order of forward, with the cost of one micro-batch."""
     update: tuple[Kernel, ...]
     """Clipping and the optimizer."""
-    whole: tuple[Message, ...]
-    """Messages that are about no unit."""
+    whole: tuple[Collective, ...]
+    """Collectives that belong to no unit."""
 
 
-def work_of(recorder: Recorder, *, fuse: bool, gpus_per_node: int) -> Work:
-    """Args:
-    fuse: as the compiler does it within blocks: what lies between two products is one kernel.
-    gpus_per_node: ranks in a node.
+def workload_of(recorder: Recorder, *, fuse: bool, gpus_per_node: int) -> Workload:
+    """Return the workload of the recorded step.
+
+    Args:
+        fuse: whether all operators between two matmuls of a block are one kernel, as a compiler makes it.
+        gpus_per_node: ranks in a node.
     """
     last_read = {number: operator.moment for operator in recorder.operators for number, _ in operator.reads}
     firsts = set(_first_of_each_name(recorder))
@@ -32,44 +37,86 @@ def work_of(recorder: Recorder, *, fuse: bool, gpus_per_node: int) -> Work:
         if operator.phase in firsts:
             operators[recorder.phases[operator.phase][1]].append(operator)
     sent: dict[str, list[Sent]] = defaultdict(list)
-    for message in recorder.sent:
-        if message.phase in firsts or message.collective == "all_reduce":
-            sent[message.unit].append(message)
+    for it in recorder.sent:
+        if it.phase in firsts or it.collective == "all_reduce":
+            sent[it.unit].append(it)
 
-    def kernels(kind: str, unit: str) -> tuple[Kernel, ...]:
-        found = operators[f"{kind} {unit}"]
+    def kernels(direction: str, unit: str) -> tuple[Kernel, ...]:
+        found = operators[f"{direction} {unit}"]
         return tuple(_fused(found, last_read) if fuse and unit.startswith("layers.") else map(_kernel, found))
 
-    def messages(unit: str, collective: str, *, forward: bool) -> tuple[Message, ...]:
+    def collectives(unit: str, op: str, *, forward: bool) -> tuple[Collective, ...]:
         return tuple(
-            _message(it, gpus_per_node)
+            _collective(it, gpus_per_node)
             for it in sent[unit]
-            if it.collective == collective and recorder.phases[it.phase][1].startswith("forward") == forward
+            if it.collective == op and recorder.phases[it.phase][1].startswith("forward") == forward
         )
 
     units = []
     for _, phase in recorder.phases:
-        kind, _, name = phase.partition(" ")
-        if kind != "forward" or any(unit.name == name for unit in units):
+        direction, _, name = phase.partition(" ")
+        if direction != "forward" or any(unit.name == name for unit in units):
             continue
         units.append(
             Unit(
                 name,
                 forward=kernels("forward", name),
                 backward=kernels("backward", name) + tuple(map(_kernel, operators[f"reduce {name}"])),
-                gather=messages(name, "all_gather", forward=True),
-                gather_again=messages(name, "all_gather", forward=False),
-                reduce=messages(name, "reduce_scatter", forward=False),
-                all_reduce=messages(name, "all_reduce", forward=False),
+                gather=collectives(name, "all_gather", forward=True),
+                gather_again=collectives(name, "all_gather", forward=False),
+                reduce=collectives(name, "reduce_scatter", forward=False),
+                all_reduce=collectives(name, "all_reduce", forward=False),
             )
         )
-    return Work(
-        tuple(units), tuple(map(_kernel, operators["update"])), tuple(_message(it, gpus_per_node) for it in sent[""])
-    )
+    update = tuple(map(_kernel, operators["update"]))
+    return Workload(tuple(units), update, tuple(_collective(it, gpus_per_node) for it in sent[""]))
+
+
+def traffic_of(recorder: Recorder, *, traced: int, accumulation: int) -> Traffic:
+    """Return the bytes of a step with all its micro-batches.
+
+    Args:
+        traced: number of micro-batches that were recorded.
+        accumulation: number of micro-batches in the step.
+    """
+    total: Traffic = {}
+    for it in recorder.sent:
+        each_micro_batch = it.unit and it.collective != "all_reduce"
+        size = it.bytes * accumulation // traced if each_micro_batch else it.bytes
+        total[it.collective, it.axis] = total.get((it.collective, it.axis), 0) + size
+    return total
+
+
+def extend_workload(small: Workload, large: Workload, *, blocks: int, few: int, edge: int, period: int) -> Workload:
+    """Return the workload of a model with `blocks` blocks.
+
+    Args:
+        small: of a model with few - period blocks.
+        large: of a model with `few` blocks.
+        few: blocks of the larger model.
+        edge: blocks at the beginning and at the end that are kept as they are.
+        period: number of blocks after which blocks repeat.
+    """
+    place = next(index for index, unit in enumerate(large.units) if unit.name == "layers.0")
+    templates = large.units[place : place + few]
+    units = list(large.units[:place])
+    for block in range(blocks):
+        like = block if block < few - edge else few - edge + (block - (few - edge)) % period
+        if block >= blocks - edge:
+            like = block - blocks + few
+        units.append(replace(templates[like], name=f"layers.{block}"))
+    units += large.units[place + few :]
+    factor = (blocks - few) / period
+    totals = []
+    for name in ("flops", "bytes", "launches"):
+        less, more = (sum(getattr(kernel, name) for kernel in workload.update) for workload in (small, large))
+        totals.append(round(more + (more - less) * factor))
+    update = Kernel("memory", totals[0], totals[1], "float32", totals[2])
+    return Workload(tuple(units), (update,), large.whole)
 
 
 def _first_of_each_name(recorder: Recorder) -> Iterator[int]:
-    """Numbers of the phases of the first micro-batch, and of those that come once."""
+    """Yield the numbers of the phases of the first micro-batch, and of phases that come once."""
     seen: Counter[str] = Counter()
     for number, (_, name) in enumerate(recorder.phases):
         if not seen[name]:
@@ -83,7 +130,7 @@ def _kernel(operator: Operator) -> Kernel:
 
 
 def _fused(operators: Sequence[Operator], last_read: dict[int, int]) -> Iterator[Kernel]:
-    """Products as they are; of what lies between two of them only what comes in and what is needed later."""
+    """Yield matmuls as they are, and one kernel for each run of operators between them."""
     run: list[Operator] = []
     for operator in operators:
         if operator.kind == "memory":
@@ -96,19 +143,20 @@ def _fused(operators: Sequence[Operator], last_read: dict[int, int]) -> Iterator
 
 
 def _one_kernel(run: Sequence[Operator], last_read: dict[int, int]) -> Iterable[Kernel]:
+    """Yield a kernel that reads what the run does not make itself, and writes what is read later."""
     if not run:
         return
     written: dict[int, int] = {}
-    comes_in: dict[int, int] = {}
+    inputs: dict[int, int] = {}
     for operator in run:
         for number, size in operator.reads:
             if number not in written:
-                comes_in[number] = max(size, comes_in.get(number, 0))
+                inputs[number] = max(size, inputs.get(number, 0))
         written.update(dict(operator.writes))
-    needed = sum(size for number, size in written.items() if last_read.get(number, 0) > run[-1].moment)
-    yield Kernel("memory", 0, sum(comes_in.values()) + needed, run[0].dtype)
+    outputs = sum(size for number, size in written.items() if last_read.get(number, 0) > run[-1].moment)
+    yield Kernel("memory", 0, sum(inputs.values()) + outputs, run[0].dtype)
 
 
-def _message(sent: Sent, gpus_per_node: int) -> Message:
+def _collective(sent: Sent, gpus_per_node: int) -> Collective:
     on_first_node = sum(rank < gpus_per_node for rank in sent.ranks)
-    return Message(sent.collective, sent.bytes, Group(len(sent.ranks), on_first_node))
+    return Collective(sent.collective, sent.bytes, Group(len(sent.ranks), on_first_node))
