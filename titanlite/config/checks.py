@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 
+from titanlite.config.recompute import parse_policies
 from titanlite.config.schema import ActivationCheckpoint, Config, Data, DataSource, Validation
 from titanlite.runtime.errors import UserError
 
@@ -178,7 +179,7 @@ def _per_block(config: ActivationCheckpoint) -> Iterator[Conflict]:
     if (config.mode == "per_block") != bool(config.per_block):
         yield key, 'goes together with activation_checkpoint.mode = "per_block": set both or none of them'
     try:
-        config.block_policies()
+        parse_policies(config.per_block)
     except ValueError as error:
         yield key, str(error)
 

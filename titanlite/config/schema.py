@@ -7,9 +7,7 @@ else on another number of processes.
 import re
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
-
-from titanlite.runtime.nearest import did_you_mean
+from pydantic import BaseModel, ConfigDict, Field
 
 PositiveInt = Annotated[int, Field(ge=1)]
 Count = Annotated[int, Field(ge=0)]
@@ -192,10 +190,6 @@ class Parallelism(Section):
         return replicate, shard
 
 
-RecomputePolicy = Literal["none", "op", "full"]
-"""What a block recomputes in backward. none: nothing. op: all but attention and every other matmul. full: all."""
-
-
 class ActivationCheckpoint(Section):
     mode: Literal["none", "selective", "full", "per_block"] = "none"
     """Which blocks recompute their activations in backward instead of keeping them."""
@@ -205,32 +199,6 @@ class ActivationCheckpoint(Section):
     per_block: list[Name] = Field(default_factory=list)
     """For mode per_block: the recompute policies of the blocks, in order: none, op (as above) or full, with the number
     of blocks: ["full x 20", "op x 8", "none x 4"]. `titanlite plan --memory-budget-gib` chooses them."""
-
-    @field_validator("mode", mode="before")
-    @classmethod
-    def _budget_is_planned(cls, mode: Any) -> Any:
-        if mode == "budget":
-            command = "titanlite plan --memory-budget-gib GIB --apply OUT.toml"
-            raise ValueError(f'"budget" is now "per_block": {command} chooses the policies')
-        return mode
-
-    def block_policies(self) -> list[RecomputePolicy]:
-        """Return one policy for each block that per_block lists.
-
-        Raises:
-            ValueError: an entry is malformed, or names no policy.
-        """
-        known: dict[str, RecomputePolicy] = {"none": "none", "op": "op", "full": "full"}
-        policies: list[RecomputePolicy] = []
-        for entry in self.per_block:
-            name, x, count = (part.strip() for part in entry.partition(" x "))
-            if name not in known:
-                hint = did_you_mean(name, known) or "; expected none, op or full"
-                raise ValueError(f"{name!r} is no recompute policy{hint}")
-            if x and not (count.isdecimal() and int(count)):
-                raise ValueError(f"{entry!r}: expected a number of blocks, as in 'full x 20'")
-            policies += [known[name]] * int(count or 1)
-        return policies
 
 
 class Compile(Section):

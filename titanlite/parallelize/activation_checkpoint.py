@@ -7,7 +7,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from titanlite.config.schema import ActivationCheckpoint, RecomputePolicy
+from titanlite.config.recompute import RecomputePolicy, parse_policies
+from titanlite.config.schema import ActivationCheckpoint
 from titanlite.models.base import Model
 from titanlite.runtime.errors import UserError
 
@@ -30,7 +31,7 @@ def recompute_policies(config: ActivationCheckpoint, blocks: int) -> list[Recomp
         UserError: activation_checkpoint.per_block lists another number of blocks.
     """
     if config.mode == "per_block":
-        policies = config.block_policies()
+        policies = parse_policies(config.per_block)
         if len(policies) != blocks:
             raise UserError(
                 f"activation_checkpoint.per_block: lists {len(policies)} blocks, and the model has {blocks}"

@@ -14,7 +14,9 @@ def add_commands(titanlite: Parser) -> None:
         "plan",
         "predict memory, communication and step time of a config, without a GPU",
         lambda options: _run(parser, options),
-        details="With --search, find the fastest layout that fits. With --memory-budget-gib, find the least recomputation.",
+        details=(
+            "With --search, find the fastest layout that fits. With --memory-budget-gib, find the least recomputation."
+        ),
         example=(
             "plan llama3_8b --world-size 64 --gpu H100\n"
             "plan my.toml --world-size 64 --gpu H100 --search --apply best.toml\n"

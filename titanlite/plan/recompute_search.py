@@ -15,7 +15,8 @@ from typing import get_args
 
 import numpy as np
 
-from titanlite.config.schema import ActivationCheckpoint, Config, RecomputePolicy
+from titanlite.config.recompute import RecomputePolicy
+from titanlite.config.schema import ActivationCheckpoint, Config
 from titanlite.plan.estimate import ON_HOST, Layout, Trace, trace
 from titanlite.plan.memory import Profile, block_of
 from titanlite.plan.time import Kernel, kernel_time
