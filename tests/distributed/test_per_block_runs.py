@@ -7,6 +7,7 @@ from benchmarks.measured_memory import AllocationRecord
 from tests.distributed.test_layouts import one_step, trained
 from tests.helpers import TinyRun, run_in_turn, run_ranks
 from titanlite.config.schema import Config
+from titanlite.ingest.prepare import prepare_text
 from titanlite.plan.estimate import Layout
 from titanlite.plan.recompute_search import PolicyChoice, choose_policies
 from titanlite.preflight import preflight
@@ -38,7 +39,7 @@ def written(chosen: PolicyChoice) -> list[str]:
 def measured(rank: int, world_size: int, config: Config) -> int:
     """Most bytes that a step has held, beside the bytes before it."""
     ranks, device = Ranks(rank, world_size, rank, world_size), torch.device("cpu")
-    run = build(config, preflight(config, ranks, device), ranks=ranks, device=device)
+    run = build(config, preflight(config, ranks, device), ranks=ranks, device=device, prepare_text=prepare_text)
     one_step(run)
     with AllocationRecord() as record, record.span("step"):
         one_step(run)

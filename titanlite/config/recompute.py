@@ -24,5 +24,5 @@ def parse_policies(entries: Sequence[str]) -> list[RecomputePolicy]:
             raise ValueError(f"{name!r} is no recompute policy{hint}")
         if x and not (count.isdecimal() and int(count)):
             raise ValueError(f"{entry!r}: expected a number of blocks, as in 'full x 20'")
-        policies += [known[name]] * int(count or 1)
+        policies.extend([known[name]] * int(count or 1))
     return policies
