@@ -19,10 +19,11 @@ def parse_policies(entries: Sequence[str]) -> list[RecomputePolicy]:
     policies: list[RecomputePolicy] = []
     for entry in entries:
         name, x, count = (part.strip() for part in entry.partition(" x "))
-        if name not in known:
+        policy = known.get(name)
+        if policy is None:
             hint = did_you_mean(name, known) or "; expected none, op or full"
             raise ValueError(f"{name!r} is no recompute policy{hint}")
         if x and not (count.isdecimal() and int(count)):
             raise ValueError(f"{entry!r}: expected a number of blocks, as in 'full x 20'")
-        policies.extend([known[name]] * int(count or 1))
+        policies += [policy] * int(count or 1)
     return policies
