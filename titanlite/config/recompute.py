@@ -25,5 +25,5 @@ def parse_policies(entries: Sequence[str]) -> list[RecomputePolicy]:
             raise ValueError(f"{name!r} is no recompute policy{hint}")
         if x and not (count.isdecimal() and int(count)):
             raise ValueError(f"{entry!r}: expected a number of blocks, as in 'full x 20'")
-        policies += [policy] * int(count or 1)
+        policies.extend(policy for _ in range(int(count or 1)))
     return policies
