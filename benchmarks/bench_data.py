@@ -160,8 +160,8 @@ def hugging_face(processes: int, corpus: Path, out: Path) -> tuple[float, int]:
     assert isinstance(data, datasets.Dataset)
     encoding = load_tokenizer(TOKENIZER)._encoding  # type: ignore[attr-defined]
 
-    def tokenize(rows: dict[str, list[str]]) -> dict[str, list[list[int]]]:
-        ids = [encoding.encode_ordinary(text) for text in rows["text"]]
+    def tokenize(batch: dict[str, list[str]]) -> dict[str, list[list[int]]]:
+        ids = [encoding.encode_ordinary(text) for text in batch["text"]]
         return {"ids": [[encoding.n_vocab, *row, encoding.n_vocab] for row in ids]}
 
     started = time.perf_counter()
@@ -225,12 +225,12 @@ def bench_loader(folder: Path, runs: int, path: Path | None) -> None:
     for packing in ("stream", "best_fit"):
         for mask in (False, True):
             for workers in (0, 1):
-                rows = (
+                sequences = (
                     Stream(store, seq_len=8192, document_mask=mask)
                     if packing == "stream"
                     else BestFit(store, seq_len=8192, plan_folder=folder / "plans")
                 )
-                samples = Samples([Source("random", rows, "f")], seed=0, document_mask=mask)
+                samples = Samples([Source("random", sequences, "f")], seed=0, document_mask=mask)
                 batches = MicroBatches(start=0, global_batch_size=2, micro_batch_size=2, rank=0, ranks=1)
                 loader = build_loader(samples, batches, num_workers=workers, device=torch.device("cpu"))
                 for _ in islice(loader, 50):

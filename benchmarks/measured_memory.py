@@ -33,7 +33,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from titanlite.batch import Batch
 from titanlite.config.load import load
 from titanlite.config.schema import Config
-from titanlite.data.packing import Row
+from titanlite.data.packing import TokenSequence
 from titanlite.data.samples import as_batch
 from titanlite.guard import StepGuard
 from titanlite.loss import build_loss
@@ -234,7 +234,7 @@ def random_batches(config: Config, size: int, vocab_size: int, *, seed: int) -> 
     starts = np.unique([0, seq_len // 2])
     while True:
         stretches = random.integers(0, vocab_size, (size, seq_len + 1))
-        rows = [Row(stretch[:-1], stretch[1:], starts) for stretch in stretches]
+        rows = [TokenSequence(stretch[:-1], stretch[1:], starts) for stretch in stretches]
         batch = as_batch(rows, document_mask=config.data.document_mask)
         yield {name: tensor.clone() for name, tensor in batch.items()}
 

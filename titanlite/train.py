@@ -99,7 +99,7 @@ def build(
         group=group,
         prepare_text=prepare_text,
     )
-    check_same_everywhere(str(samples.meaning), "the training data", group=group)
+    check_same_everywhere(str(samples.settings), "the training data", group=group)
     model, optimizer, disk = _build_states(config, resolved, mesh=mesh, device=device, folder=folder)
     checkpoints = CheckpointManager(
         config.checkpoint,
@@ -108,7 +108,7 @@ def build(
         optimizer=optimizer,
         mesh=mesh,
         device=device,
-        settings=resume_settings(config, model_args=resolved.model.args, data=samples.meaning),
+        settings=resume_settings(config, model_args=resolved.model.args, data=samples.settings),
         may_change=["data.*"] if config.data.on_change != "error" else [],
         config_hash=config_hash(config),
         settle=disk.settle if disk else None,
@@ -116,7 +116,7 @@ def build(
     progress = checkpoints.load(has_saved=folder.has_saved)
     seen = progress.samples_seen
     if progress.step:
-        samples = samples.resumed(progress.data, seen, config.data.on_change)
+        samples = samples.resume(progress.data, seen, config.data.on_change)
     steps = count_steps(training, step=progress.step, samples=seen, limit=samples.limit(training.epochs))
     record_start(folder, config, ranks=ranks, device=device, mesh=mesh)
     micro_batch_size, accumulation = training.batch_split(data_ranks)

@@ -83,18 +83,20 @@ class Validator:
         return record
 
     def _count(self, source: Source) -> int:
-        return min(self.config.sequences or len(source.rows), len(source.rows))
+        return min(self.config.sequences or len(source.sequences), len(source.sequences))
 
     def _batches(self, source: Source) -> Iterator[Batch]:
-        """This rank's. Every rank has as many, of the same shape: where sequences have run out, labels do not count."""
+        """Yield this rank's batches: as many on every rank, of the same shape. Labels past the end are IGNORE."""
         count = self._count(source)
         for start in range(0, count, self.ranks * self.batch_size):
             first = start + self.rank * self.batch_size
-            rows = []
+            sequences = []
             for number in range(first, first + self.batch_size):
-                row = source.rows.read(permute(min(number, count - 1), len(source.rows), key=ORDER_KEY))
-                rows.append(row if number < count else row._replace(labels=np.full_like(row.labels, IGNORE)))
-            yield as_batch(rows, document_mask=self.document_mask)
+                sequence = source.sequences.read(permute(min(number, count - 1), len(source.sequences), key=ORDER_KEY))
+                if number >= count:
+                    sequence = sequence._replace(labels=np.full_like(sequence.labels, IGNORE))
+                sequences.append(sequence)
+            yield as_batch(sequences, document_mask=self.document_mask)
 
     def _measure(self, model: nn.Module, batch: Batch) -> Tensor:
         """Nats, tokens and bytes of text, float64 [3]."""

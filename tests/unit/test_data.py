@@ -215,4 +215,4 @@ def test_too_little_data_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="holds 8 tokens, less than one sequence of 8"):
         open_sources(data, data, seq_len=8, **options)
     [source] = open_sources(data, data, seq_len=7, **options)
-    assert len(source.rows) == 1
+    assert len(source.sequences) == 1

@@ -11,7 +11,7 @@ import torch
 
 from tests.helpers import TinyRun, train_on_this_rank
 from titanlite.config.load import load
-from titanlite.data.custom import CustomRows
+from titanlite.data.custom import CustomSequences
 from titanlite.models.registry import resolve_model
 from titanlite.preflight import preflight
 from titanlite.runtime.errors import ConfigError, UserError
@@ -142,33 +142,37 @@ def test_wrong_names_are_among_the_problems_of_the_config(tiny: TinyRun) -> None
     ]
 
 
-def test_rows_of_the_users_own(tmp_path: Path) -> None:
+def test_sequences_of_the_users_own(tmp_path: Path) -> None:
     file = tmp_path / "own_rows.py"
     file.write_text(
-        "class Rows:\n"
+        "class Mine:\n"
         "    def __init__(self, seq_len): self.seq_len = seq_len\n"
         "    def __len__(self): return 10\n"
         "    def __getitem__(self, i): return [i + j for j in range(self.seq_len + 1)]\n"
-        "class Short(Rows):\n"
+        "class Short(Mine):\n"
         "    def __getitem__(self, i): return [1] * self.seq_len\n"
-        "class Floats(Rows):\n"
+        "class Floats(Mine):\n"
         "    def __getitem__(self, i): return [1.0] * (self.seq_len + 1)\n"
-        "class Negative(Rows):\n"
+        "class Negative(Mine):\n"
         "    def __getitem__(self, i): return [-1] * (self.seq_len + 1)\n"
-        "class Large(Rows):\n"
+        "class Large(Mine):\n"
         "    def __getitem__(self, i): return [20] * (self.seq_len + 1)\n"
-        "class Raising(Rows):\n"
+        "class Raising(Mine):\n"
         "    def __getitem__(self, i): raise KeyError('gone')\n"
-        "class Unmade(Rows):\n"
+        "class Unmade(Mine):\n"
         "    def __init__(self, seq_len): raise FileNotFoundError('no corpus')\n"
-        "class Other(Rows):\n"
+        "class Other(Mine):\n"
         "    def __getitem__(self, i): return [i + j + (i == 5) for j in range(self.seq_len + 1)]\n"
     )
-    rows = CustomRows(f"python://{file}:Rows", seq_len=4, vocab_size=20)
-    assert (len(rows), rows.read(3).tokens.tolist(), rows.read(3).labels.tolist()) == (10, [3, 4, 5, 6], [4, 5, 6, 7])
-    assert rows.fingerprint == CustomRows(f"python://{file}:Rows", seq_len=4, vocab_size=20).fingerprint
-    other = CustomRows(f"python://{file}:Other", seq_len=4, vocab_size=20)
-    assert other.fingerprint != rows.fingerprint
+    sequences = CustomSequences(f"python://{file}:Mine", seq_len=4, vocab_size=20)
+    assert (len(sequences), sequences.read(3).tokens.tolist(), sequences.read(3).labels.tolist()) == (
+        10,
+        [3, 4, 5, 6],
+        [4, 5, 6, 7],
+    )
+    assert sequences.fingerprint == CustomSequences(f"python://{file}:Mine", seq_len=4, vocab_size=20).fingerprint
+    other = CustomSequences(f"python://{file}:Other", seq_len=4, vocab_size=20)
+    assert other.fingerprint != sequences.fingerprint
     for name, message in (
         ("Short", r"should be 5 token ids \(seq_len \+ 1\), and is of shape \(4,\) and type int64"),
         ("Floats", r"is of shape \(5,\) and type float64"),
@@ -178,7 +182,7 @@ def test_rows_of_the_users_own(tmp_path: Path) -> None:
         ("Unmade", r"Unmade: FileNotFoundError: no corpus"),
     ):
         with pytest.raises(UserError, match=message):
-            CustomRows(f"python://{file}:{name}", seq_len=4, vocab_size=20).read(0)
+            CustomSequences(f"python://{file}:{name}", seq_len=4, vocab_size=20).read(0)
 
 
 @pytest.mark.usefixtures("single_process_group")

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from titanlite.batch import IGNORE
 from titanlite.data import packing
-from titanlite.data.packing import PADDING, BestFit, Row, Stream, best_fit_decreasing
+from titanlite.data.packing import PADDING, BestFit, Stream, TokenSequence, best_fit_decreasing
 from titanlite.data.tokens import TokenStore
 from titanlite.ingest.token_writer import TokenWriter
 from titanlite.runtime.errors import RunError
@@ -42,9 +42,9 @@ def write(folder: Path, lengths: list[int], *, masked: set[int] | None = None, s
     return TokenStore(folder)
 
 
-def as_lists(row: Row) -> tuple[list[int], list[int], list[int]]:
-    assert row.tokens.dtype == row.labels.dtype == row.starts.dtype == np.int64
-    return row.tokens.tolist(), row.labels.tolist(), row.starts.tolist()
+def as_lists(sequence: TokenSequence) -> tuple[list[int], list[int], list[int]]:
+    assert sequence.tokens.dtype == sequence.labels.dtype == sequence.starts.dtype == np.int64
+    return sequence.tokens.tolist(), sequence.labels.tolist(), sequence.starts.tolist()
 
 
 def test_reading_needs_no_torch() -> None:
@@ -57,10 +57,10 @@ def test_reading_needs_no_torch() -> None:
 
 
 def test_stream_cuts_wherever_a_row_is_full(tmp_path: Path) -> None:
-    rows = Stream(write(tmp_path / "a", [3, 5, 1, 4]), seq_len=4, document_mask=False)
-    assert len(rows) == 3
-    assert as_lists(rows.read(0)) == ([1, 2, 3, 4], [2, 3, 4, 5], [0])
-    assert as_lists(rows.read(2)) == ([9, 10, 11, 12], [10, 11, 12, 13], [0])
+    sequences = Stream(write(tmp_path / "a", [3, 5, 1, 4]), seq_len=4, document_mask=False)
+    assert len(sequences) == 3
+    assert as_lists(sequences.read(0)) == ([1, 2, 3, 4], [2, 3, 4, 5], [0])
+    assert as_lists(sequences.read(2)) == ([9, 10, 11, 12], [10, 11, 12, 13], [0])
     assert [len(Stream(write(tmp_path / "b", [n]), seq_len=4, document_mask=False)) for n in (1, 4, 5, 9)] == [
         0,
         0,
@@ -70,10 +70,10 @@ def test_stream_cuts_wherever_a_row_is_full(tmp_path: Path) -> None:
 
 
 def test_stream_with_a_document_mask(tmp_path: Path) -> None:
-    rows = Stream(write(tmp_path / "a", [3, 5, 1, 4], masked={6}), seq_len=4, document_mask=True)
-    assert as_lists(rows.read(0)) == ([1, 2, 3, 4], [2, 3, IGNORE, 5], [0, 3])
-    assert as_lists(rows.read(1)) == ([5, 6, 7, 8], [6, IGNORE, 8, IGNORE], [0])
-    assert as_lists(rows.read(2)) == ([9, 10, 11, 12], [IGNORE, 11, 12, 13], [0, 1])
+    sequences = Stream(write(tmp_path / "a", [3, 5, 1, 4], masked={6}), seq_len=4, document_mask=True)
+    assert as_lists(sequences.read(0)) == ([1, 2, 3, 4], [2, 3, IGNORE, 5], [0, 3])
+    assert as_lists(sequences.read(1)) == ([5, 6, 7, 8], [6, IGNORE, 8, IGNORE], [0])
+    assert as_lists(sequences.read(2)) == ([9, 10, 11, 12], [IGNORE, 11, 12, 13], [0, 1])
 
 
 def test_documents_without_a_token_do_not_show(tmp_path: Path) -> None:
@@ -81,8 +81,8 @@ def test_documents_without_a_token_do_not_show(tmp_path: Path) -> None:
         for document in ([], [1, 2], [], [3], []):
             writer.add(np.array(document, dtype=np.int64))
         writer.add(np.array([4, 5]), starts=np.array([], dtype=np.int64))
-    row = Stream(TokenStore(tmp_path / "a"), seq_len=4, document_mask=True).read(0)
-    assert as_lists(row) == ([1, 2, 3, 4], [2, IGNORE, IGNORE, 5], [0, 2, 3])
+    sequence = Stream(TokenStore(tmp_path / "a"), seq_len=4, document_mask=True).read(0)
+    assert as_lists(sequence) == ([1, 2, 3, 4], [2, IGNORE, IGNORE, 5], [0, 2, 3])
 
 
 @FEW
@@ -90,12 +90,12 @@ def test_documents_without_a_token_do_not_show(tmp_path: Path) -> None:
 def test_stream_is_what_plain_code_gives(lengths: list[int], seq_len: int, masked: set[int], apart: bool) -> None:
     with tempfile.TemporaryDirectory() as folder:
         masked = {place for place in masked if place < sum(lengths)}
-        rows = Stream(write(Path(folder) / "a", lengths, masked=masked), seq_len=seq_len, document_mask=apart)
-        assert len(rows) == (sum(lengths) - 1) // seq_len
+        sequences = Stream(write(Path(folder) / "a", lengths, masked=masked), seq_len=seq_len, document_mask=apart)
+        assert len(sequences) == (sum(lengths) - 1) // seq_len
         document = documents_of(lengths) if apart else [0] * sum(lengths)
-        for i in range(len(rows)):
+        for i in range(len(sequences)):
             tokens = list(range(i * seq_len + 1, (i + 1) * seq_len + 1))
-            assert as_lists(rows.read(i)) == (tokens, *expected(tokens, document, masked))
+            assert as_lists(sequences.read(i)) == (tokens, *expected(tokens, document, masked))
 
 
 def documents_of(lengths: list[int]) -> list[int]:
@@ -104,7 +104,7 @@ def documents_of(lengths: list[int]) -> list[int]:
 
 
 def expected(tokens: list[int], document: list[int], masked: set[int]) -> tuple[list[int], list[int]]:
-    """(labels, starts) of a row, token by token; token t is at place t - 1 of the stream."""
+    """(labels, starts) of a sequence, token by token; token t is at place t - 1 of the stream."""
     labels = []
     for t in tokens:
         goes_on = t != PADDING and t < len(document) and document[t] == document[t - 1]
@@ -117,22 +117,22 @@ def expected(tokens: list[int], document: list[int], masked: set[int]) -> tuple[
 
 
 def test_best_fit_puts_whole_documents_together(tmp_path: Path) -> None:
-    rows = BestFit(write(tmp_path / "a", [3, 10, 1, 2], masked={4}), seq_len=4, plan_folder=tmp_path / "plans")
-    assert (len(rows), rows.cut_documents, rows.fill) == (4, 1, 1.0)
-    assert as_lists(rows.read(0)) == ([1, 2, 3, 14], [2, 3, IGNORE, IGNORE], [0, 3])
-    assert as_lists(rows.read(1)) == ([4, 5, 6, 7], [IGNORE, 6, 7, 8], [0])
-    assert as_lists(rows.read(2)) == ([8, 9, 10, 11], [9, 10, 11, 12], [0])
-    assert as_lists(rows.read(3)) == ([12, 13, 15, 16], [13, IGNORE, 16, IGNORE], [0, 2])
+    sequences = BestFit(write(tmp_path / "a", [3, 10, 1, 2], masked={4}), seq_len=4, plan_folder=tmp_path / "plans")
+    assert (len(sequences), sequences.cut_documents, sequences.fill) == (4, 1, 1.0)
+    assert as_lists(sequences.read(0)) == ([1, 2, 3, 14], [2, 3, IGNORE, IGNORE], [0, 3])
+    assert as_lists(sequences.read(1)) == ([4, 5, 6, 7], [IGNORE, 6, 7, 8], [0])
+    assert as_lists(sequences.read(2)) == ([8, 9, 10, 11], [9, 10, 11, 12], [0])
+    assert as_lists(sequences.read(3)) == ([12, 13, 15, 16], [13, IGNORE, 16, IGNORE], [0, 2])
 
 
 def test_what_stays_empty_is_padding_and_counts_as_a_document_of_its_own(tmp_path: Path) -> None:
-    rows = BestFit(write(tmp_path / "a", [3, 2, 5]), seq_len=5, plan_folder=tmp_path / "plans")
-    assert (len(rows), rows.cut_documents, rows.fill) == (2, 0, 1.0)
-    rows = BestFit(write(tmp_path / "b", [4, 2, 5]), seq_len=5, plan_folder=tmp_path / "plans")
-    assert (len(rows), rows.cut_documents, rows.fill) == (3, 0, 11 / 15)
-    assert as_lists(rows.read(0)) == ([1, 2, 3, 4, PADDING], [2, 3, 4, IGNORE, IGNORE], [0, 4])
-    assert as_lists(rows.read(1)) == ([5, 6, PADDING, PADDING, PADDING], [6, *[IGNORE] * 4], [0, 2])
-    assert as_lists(rows.read(2)) == ([7, 8, 9, 10, 11], [8, 9, 10, 11, IGNORE], [0])
+    sequences = BestFit(write(tmp_path / "a", [3, 2, 5]), seq_len=5, plan_folder=tmp_path / "plans")
+    assert (len(sequences), sequences.cut_documents, sequences.fill) == (2, 0, 1.0)
+    sequences = BestFit(write(tmp_path / "b", [4, 2, 5]), seq_len=5, plan_folder=tmp_path / "plans")
+    assert (len(sequences), sequences.cut_documents, sequences.fill) == (3, 0, 11 / 15)
+    assert as_lists(sequences.read(0)) == ([1, 2, 3, 4, PADDING], [2, 3, 4, IGNORE, IGNORE], [0, 4])
+    assert as_lists(sequences.read(1)) == ([5, 6, PADDING, PADDING, PADDING], [6, *[IGNORE] * 4], [0, 2])
+    assert as_lists(sequences.read(2)) == ([7, 8, 9, 10, 11], [8, 9, 10, 11, IGNORE], [0])
 
 
 @FEW
@@ -143,22 +143,22 @@ def test_every_token_is_in_one_row_and_only_long_documents_are_cut(
     with tempfile.TemporaryDirectory() as folder:
         masked = {place for place in masked if place < sum(lengths)}
         store = write(Path(folder) / "a", lengths, masked=masked)
-        rows = BestFit(store, seq_len=seq_len, plan_folder=Path(folder) / "plans")
+        sequences = BestFit(store, seq_len=seq_len, plan_folder=Path(folder) / "plans")
         document = documents_of(lengths)
         seen: Counter[int] = Counter()
         in_rows: dict[int, set[int]] = {}
-        for i in range(len(rows)):
-            row = rows.read(i)
-            assert as_lists(row)[1:] == expected(row.tokens.tolist(), document, masked)
-            held = [t for t in row.tokens.tolist() if t != PADDING]
+        for i in range(len(sequences)):
+            sequence = sequences.read(i)
+            assert as_lists(sequence)[1:] == expected(sequence.tokens.tolist(), document, masked)
+            held = [t for t in sequence.tokens.tolist() if t != PADDING]
             seen.update(held)
             for t in held:
                 in_rows.setdefault(document[t - 1], set()).add(i)
         assert seen == Counter(range(1, len(store) + 1))
         assert [len(in_rows[n]) for n in range(len(lengths))] == [-(-length // seq_len) for length in lengths]
-        assert rows.cut_documents == sum(length > seq_len for length in lengths)
-        assert rows.fill == len(store) / (len(rows) * seq_len)
-        assert len(rows) >= -(-len(store) // seq_len)
+        assert sequences.cut_documents == sum(length > seq_len for length in lengths)
+        assert sequences.fill == len(store) / (len(sequences) * seq_len)
+        assert len(sequences) >= -(-len(store) // seq_len)
 
 
 def naive_best_fit_decreasing(lengths: list[int], capacity: int) -> list[int]:
@@ -213,8 +213,8 @@ def test_a_plan_is_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(packing, "plan_best_fit", counted)
     with ThreadPoolExecutor(4) as pool:
         plans = [pool.submit(BestFit, store, seq_len=4, plan_folder=tmp_path / "plans") for _ in range(4)]
-        rows = [as_lists(future.result().read(3)) for future in plans]
-    assert rows == [([12, 13, 15, 16], [13, IGNORE, 16, IGNORE], [0, 2])] * 4
+        sequences = [as_lists(future.result().read(3)) for future in plans]
+    assert sequences == [([12, 13, 15, 16], [13, IGNORE, 16, IGNORE], [0, 2])] * 4
     assert made == [4]
     BestFit(store, seq_len=5, plan_folder=tmp_path / "plans")
     BestFit(write(tmp_path / "b", [3, 9, 2, 2]), seq_len=4, plan_folder=tmp_path / "plans")
@@ -239,12 +239,14 @@ def test_a_plan_that_cannot_be_kept_is_said(tmp_path: Path) -> None:
 
 
 def test_worker_processes_get_paths_and_no_arrays(tmp_path: Path) -> None:
-    rows = BestFit(write(tmp_path / "a", [7] * 3000, shard_tokens=2**20), seq_len=16, plan_folder=tmp_path / "plans")
-    data = pickle.dumps(rows)
+    sequences = BestFit(
+        write(tmp_path / "a", [7] * 3000, shard_tokens=2**20), seq_len=16, plan_folder=tmp_path / "plans"
+    )
+    data = pickle.dumps(sequences)
     assert len(data) < 1000
     copy = pickle.loads(data)
     assert (len(copy), copy.cut_documents, copy.fill) == (1500, 0, 14 / 16)
-    assert as_lists(copy.read(1499)) == as_lists(rows.read(1499))
+    assert as_lists(copy.read(1499)) == as_lists(sequences.read(1499))
 
 
 def test_a_store_without_a_token_has_no_rows(tmp_path: Path) -> None:

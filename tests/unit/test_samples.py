@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from titanlite.config.schema import DataSource, Training
 from titanlite.data.loader import MicroBatches, build_loader
 from titanlite.data.mixture import MOST_PERIOD, Mixture
-from titanlite.data.packing import Row
+from titanlite.data.packing import TokenSequence
 from titanlite.data.samples import Samples, Source, as_batch
 from titanlite.runtime.errors import UserError
 from titanlite.schedule import count_steps
@@ -23,25 +23,25 @@ CPU = torch.device("cpu")
 
 
 class Numbered:
-    """Rows of which each token says which source and which row it is of."""
+    """Sequences of which each token says which source and which sequence it is of."""
 
-    def __init__(self, source: int, rows: int, seq_len: int = 2) -> None:
-        self.source, self.rows, self.seq_len = source, rows, seq_len
+    def __init__(self, source: int, sequences: int, seq_len: int = 2) -> None:
+        self.source, self.sequences, self.seq_len = source, sequences, seq_len
 
     def __len__(self) -> int:
-        return self.rows
+        return self.sequences
 
-    def read(self, index: int) -> Row:
-        assert 0 <= index < self.rows
+    def read(self, index: int) -> TokenSequence:
+        assert 0 <= index < self.sequences
         tokens = np.full(self.seq_len, self.source * 10**6 + index)
-        return Row(tokens, tokens + 1, np.array([0]))
+        return TokenSequence(tokens, tokens + 1, np.array([0]))
 
 
 def mixed(*sources: tuple[int, float], seed: int = 0, epochs: int | None = None, **options: Any) -> Samples:
-    """Samples of sources given as (rows, weight)."""
+    """Samples of sources given as (sequences, weight)."""
     parts = [
-        Source(f"s{i}", Numbered(i, rows), f"fingerprint{i}", weight, epochs)
-        for i, (rows, weight) in enumerate(sources)
+        Source(f"s{i}", Numbered(i, sequences), f"fingerprint{i}", weight, epochs)
+        for i, (sequences, weight) in enumerate(sources)
     ]
     return Samples(parts, seed=seed, **options)
 
@@ -101,12 +101,12 @@ def test_simple_weights_have_a_short_period() -> None:
 def test_each_source_is_read_once_an_epoch(sources: list[tuple[int, float]], seed: int, start: int) -> None:
     samples = mixed(*sources, seed=seed)
     located = [samples.locate(sample) for sample in range(400)]
-    assert read(samples, start, start + 20) == [s * 10**6 + row for s, _, row in located[start : start + 20]]
-    for i, (rows, _) in enumerate(sources):
-        mine = [(epoch, row) for source, epoch, row in located if source == i]
-        assert [epoch for epoch, _ in mine] == [k // rows for k in range(len(mine))]
-        for epoch in range(len(mine) // rows):
-            assert sorted(row for e, row in mine if e == epoch) == list(range(rows)), "a permutation"
+    assert read(samples, start, start + 20) == [s * 10**6 + sequence for s, _, sequence in located[start : start + 20]]
+    for i, (sequences, _) in enumerate(sources):
+        mine = [(epoch, sequence) for source, epoch, sequence in located if source == i]
+        assert [epoch for epoch, _ in mine] == [k // sequences for k in range(len(mine))]
+        for epoch in range(len(mine) // sequences):
+            assert sorted(sequence for e, sequence in mine if e == epoch) == list(range(sequences)), "a permutation"
         assert samples.consumed(400)[i] == len(mine)
 
 
@@ -115,7 +115,7 @@ def test_epochs_have_orders_of_their_own() -> None:
     epochs = [read(samples, 50 * epoch, 50 * (epoch + 1)) for epoch in range(20)]
     assert len({tuple(epoch) for epoch in epochs}) == 20
     follows = Counter((epoch[i], epoch[i + 1]) for epoch in epochs for i in range(49))
-    assert max(follows.values()) <= 5, "which row follows which is not handed on from epoch to epoch"
+    assert max(follows.values()) <= 5, "which sequence follows which is not handed on from epoch to epoch"
 
 
 def test_without_shuffling_rows_come_in_their_order() -> None:
@@ -204,44 +204,44 @@ def saved(samples: Samples, count: int) -> dict[str, Any]:
 
 def test_unchanged_data_goes_on_where_it_was() -> None:
     samples = mixed((37, 0.6), (11, 0.4))
-    again = mixed((37, 0.6), (11, 0.4)).resumed(saved(samples, 100), 100, "error")
+    again = mixed((37, 0.6), (11, 0.4)).resume(saved(samples, 100), 100, "error")
     assert read(again, 100, 200) == read(samples, 100, 200)
 
 
 def test_a_changed_mixture_goes_on_in_each_source_that_is_still_the_same() -> None:
     first = mixed((40, 0.5), (40, 0.5))
-    second = mixed((40, 0.2), (40, 0.7), (40, 0.1)).resumed(saved(first, 60), 60, "continue")
+    second = mixed((40, 0.2), (40, 0.7), (40, 0.1)).resume(saved(first, 60), 60, "continue")
     seen = read(first, 0, 60) + read(second, 60, 73)
     for source in (0, 1):
-        rows = [token for token in seen if token // 10**6 == source]
-        assert len(set(rows)) == len(rows), "nothing is read again before the epoch is over"
+        sequences = [token for token in seen if token // 10**6 == source]
+        assert len(set(sequences)) == len(sequences), "nothing is read again before the epoch is over"
     assert second.consumed(60) == [30, 30, 0]
     assert np.diff([second.consumed(60), second.consumed(160)], axis=0).tolist() == [[20, 70, 10]]
-    third = mixed((40, 0.2), (40, 0.7), (40, 0.1)).resumed(saved(second, 100), 100, "error")
+    third = mixed((40, 0.2), (40, 0.7), (40, 0.1)).resume(saved(second, 100), 100, "error")
     assert read(third, 100, 200) == read(second, 100, 200), "and the next start knows it too"
-    without = mixed((40, 1.0)).resumed(saved(second, 100), 100, "continue")
-    back = mixed((40, 0.5), (40, 0.5)).resumed(saved(without, 110), 110, "continue")
+    without = mixed((40, 1.0)).resume(saved(second, 100), 100, "continue")
+    back = mixed((40, 0.5), (40, 0.5)).resume(saved(without, 110), 110, "continue")
     assert back.consumed(110) == [48, 58], "a source that was left out for a while is not forgotten"
 
 
 def test_the_smallest_change_of_a_weight_is_a_change() -> None:
-    assert mixed((9, 0.1234567), (9, 1.0)).meaning != mixed((9, 0.1234568), (9, 1.0)).meaning
+    assert mixed((9, 0.1234567), (9, 1.0)).settings != mixed((9, 0.1234568), (9, 1.0)).settings
 
 
 def test_a_changed_mixture_can_begin_anew() -> None:
     first = mixed((40, 1.0))
-    second = mixed((40, 0.5), (40, 0.5)).resumed(saved(first, 60), 60, "restart")
+    second = mixed((40, 0.5), (40, 0.5)).resume(saved(first, 60), 60, "restart")
     assert read(second, 60, 90) == read(mixed((40, 0.5), (40, 0.5)), 0, 30)
     assert second.limit(1) == 60 + 80
-    assert mixed((40, 1.0)).resumed({}, 60, "continue").consumed(60) == [0], "of a checkpoint that says nothing"
+    assert mixed((40, 1.0)).resume({}, 60, "continue").consumed(60) == [0], "of a checkpoint that says nothing"
 
 
 # Batches
 
 
 def test_batches_know_their_documents() -> None:
-    one = Row(np.arange(6), np.arange(6) + 1, np.array([0, 2, 5]))
-    two = Row(np.arange(6), np.arange(6) + 1, np.array([0]))
+    one = TokenSequence(np.arange(6), np.arange(6) + 1, np.array([0, 2, 5]))
+    two = TokenSequence(np.arange(6), np.arange(6) + 1, np.array([0]))
     batch = as_batch([one, two], document_mask=True)
     assert batch["positions"].tolist() == [[0, 1, 0, 1, 2, 0], [0, 1, 2, 3, 4, 5]]
     assert batch["documents"].tolist() == [[0, 0, 1, 1, 1, 2], [0] * 6]

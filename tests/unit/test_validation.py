@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from titanlite.batch import IGNORE
 from titanlite.config.schema import Parallelism, Validation
-from titanlite.data.packing import Row
+from titanlite.data.packing import TokenSequence
 from titanlite.data.samples import Source
 from titanlite.models.llama3 import Llama3, Llama3Args
 from titanlite.parallelize import build_mesh
@@ -20,18 +20,18 @@ VOCAB, SEQ_LEN = 50, 8
 TOKEN_BYTES = np.array([0] * 5 + [1] * 25 + [3] * 20)
 
 
-class RandomRows:
-    def __init__(self, rows: int, seed: int, masked: float = 0.0) -> None:
+class RandomSequences:
+    def __init__(self, sequences: int, seed: int, masked: float = 0.0) -> None:
         random = np.random.default_rng(seed)
-        tokens = random.integers(0, VOCAB, size=(rows, SEQ_LEN + 1))
+        tokens = random.integers(0, VOCAB, size=(sequences, SEQ_LEN + 1))
         self.tokens, self.labels = tokens[:, :-1], tokens[:, 1:].copy()
         self.labels[random.random(self.labels.shape) < masked] = IGNORE
 
     def __len__(self) -> int:
         return len(self.tokens)
 
-    def read(self, index: int) -> Row:
-        return Row(self.tokens[index], self.labels[index], np.array([0, 3]))
+    def read(self, index: int) -> TokenSequence:
+        return TokenSequence(self.tokens[index], self.labels[index], np.array([0, 3]))
 
 
 @pytest.fixture
@@ -46,12 +46,12 @@ def model() -> Llama3:
 
 
 def validate(
-    model: Llama3, *rows: RandomRows, batch_size: int = 3, mask: bool = False, **options: Any
+    model: Llama3, *sequences: RandomSequences, batch_size: int = 3, mask: bool = False, **options: Any
 ) -> dict[str, Any]:
     mesh = build_mesh(Parallelism(), world_size=1, device_type="cpu")
     validator = Validator(
         Validation(enable=True, path="x", **options),
-        [Source(f"s{i}", part, f"f{i}") for i, part in enumerate(rows)],
+        [Source(f"s{i}", part, f"f{i}") for i, part in enumerate(sequences)],
         batch_size=batch_size,
         token_bytes=TOKEN_BYTES,
         document_mask=mask,
@@ -61,22 +61,22 @@ def validate(
     return validator.run(model)
 
 
-def by_hand(model: Llama3, rows: RandomRows) -> tuple[float, int, int]:
+def by_hand(model: Llama3, sequences: RandomSequences) -> tuple[float, int, int]:
     """Nats, tokens, bytes."""
-    labels = torch.from_numpy(rows.labels)
+    labels = torch.from_numpy(sequences.labels)
     with torch.no_grad():
-        logits = model(torch.from_numpy(rows.tokens)).double()
+        logits = model(torch.from_numpy(sequences.tokens)).double()
     nats = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum", ignore_index=IGNORE)
-    kept = rows.labels[rows.labels != IGNORE]
+    kept = sequences.labels[sequences.labels != IGNORE]
     return float(nats), len(kept), int(TOKEN_BYTES[kept].sum())
 
 
 @pytest.mark.usefixtures("single_process_group")
 def test_figures_are_those_computed_by_hand(model: Llama3) -> None:
-    rows = [RandomRows(7, 0), RandomRows(10, 1, masked=0.4)]
-    record = validate(model, *rows, sequences=0)
+    sequences = [RandomSequences(7, 0), RandomSequences(10, 1, masked=0.4)]
+    record = validate(model, *sequences, sequences=0)
     totals = np.zeros(2)
-    for part, figures in zip(rows, record["sources"].values(), strict=True):
+    for part, figures in zip(sequences, record["sources"].values(), strict=True):
         nats, tokens, text_bytes = by_hand(model, part)
         assert figures["loss"] == pytest.approx(nats / tokens, rel=1e-6)
         assert figures["bits_per_byte"] == pytest.approx(nats / math.log(2) / text_bytes, rel=1e-6)
@@ -88,21 +88,21 @@ def test_figures_are_those_computed_by_hand(model: Llama3) -> None:
 
 @pytest.mark.usefixtures("single_process_group")
 def test_a_part_is_the_same_part_each_time_whatever_the_batch(model: Llama3) -> None:
-    rows = RandomRows(20, 0)
-    first = validate(model, rows, sequences=7, batch_size=7)
+    sequences = RandomSequences(20, 0)
+    first = validate(model, sequences, sequences=7, batch_size=7)
     assert first["sources"]["s0"]["sequences"] == 7
     assert first["sources"]["s0"]["tokens"] == 7 * SEQ_LEN
     for batch_size in (1, 2, 5, 16):
-        again = validate(model, rows, sequences=7, batch_size=batch_size)
+        again = validate(model, sequences, sequences=7, batch_size=batch_size)
         assert again["loss"] == pytest.approx(first["loss"], rel=1e-6)
-    assert validate(model, rows, sequences=0)["loss"] != pytest.approx(first["loss"], rel=1e-6)
-    assert validate(model, rows, sequences=1000)["sources"]["s0"]["sequences"] == 20
+    assert validate(model, sequences, sequences=0)["loss"] != pytest.approx(first["loss"], rel=1e-6)
+    assert validate(model, sequences, sequences=1000)["sources"]["s0"]["sequences"] == 20
 
 
 @pytest.mark.usefixtures("single_process_group")
 def test_documents_are_masked_as_in_training(model: Llama3) -> None:
-    rows = RandomRows(5, 0)
-    plain, masked = validate(model, rows), validate(model, rows, mask=True)
+    sequences = RandomSequences(5, 0)
+    plain, masked = validate(model, sequences), validate(model, sequences, mask=True)
     assert abs(plain["loss"] - masked["loss"]) > 1e-4
 
 
@@ -110,7 +110,7 @@ def test_documents_are_masked_as_in_training(model: Llama3) -> None:
 def test_validation_leaves_no_trace(model: Llama3) -> None:
     torch.manual_seed(3)
     before = torch.get_rng_state()
-    record = validate(model, RandomRows(5, 0, masked=1.0))
+    record = validate(model, RandomSequences(5, 0, masked=1.0))
     assert torch.equal(torch.get_rng_state(), before)
     assert model.training
     assert all(parameter.grad is None for parameter in model.parameters())

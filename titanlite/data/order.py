@@ -13,14 +13,14 @@ ROUNDS = 8
 
 @dataclass(frozen=True)
 class Order:
-    """The order in which `sequences` sequences are read, a function of the seed alone; without `shuffle`, theirs."""
+    """Order in which `sequences` sequences are read: a function of the seed, or without `shuffle` their own order."""
 
     sequences: int
     seed: int
     shuffle: bool = True
 
     def locate(self, sample: int) -> tuple[int, int]:
-        """(epoch, sequence) of a global sample index."""
+        """Return (epoch, sequence) of a global sample index."""
         epoch, position = divmod(sample, self.sequences)
         if not self.shuffle:
             return epoch, position
@@ -28,7 +28,7 @@ class Order:
 
 
 def permute(index: int, size: int, *, key: int) -> int:
-    """Where a pseudo-random permutation of range(size), chosen by key, sends index."""
+    """Return the image of `index` under a pseudo-random permutation of range(size), which `key` chooses."""
     assert 0 <= index < size
     half_bits = max(1, ((size - 1).bit_length() + 1) // 2)
     round_keys = _round_keys(key)

@@ -1,8 +1,8 @@
-"""How the documents of a token store become sequences: cut from one long stream, or packed whole.
+"""Sequences made of the documents of a token store: cut from one long stream, or packed whole.
 
-`Stream` has the next seq_len tokens of the stream in each row, and so cuts documents wherever a row is full. `BestFit`
-packs whole documents ("Fewer truncations improve language modeling", Ding et al., 2024, arXiv:2404.10830): only those
-longer than a row are cut, and what stays empty is padding. No torch here: worker processes read rows.
+`Stream` cuts the stream of tokens every seq_len tokens, wherever documents end. `BestFit` packs whole documents ("Fewer
+truncations improve language modeling", Ding et al., 2024, arXiv:2404.10830): only documents longer than a sequence are
+cut, and the rest of a sequence is padding. Imports no torch, so that worker processes start fast.
 """
 
 import json
@@ -26,28 +26,28 @@ logger = logging.getLogger(__name__)
 
 PADDING = 0
 VERSION = 1
-"""Of plans: another one means other rows for the same documents."""
+"""Version of packing plans: another version makes other sequences of the same documents."""
 PIECE = np.dtype([("start", "<i8"), ("length", "<i4"), ("labels", "<i4")])
-"""Where in the stream a piece begins, and how many of its tokens there are and have a next one to predict."""
+"""Piece of a document: its start in the stream, its number of tokens, and how many of them have a next token."""
 
 
-class Row(NamedTuple):
-    """One sequence of L tokens."""
+class TokenSequence(NamedTuple):
+    """A sequence of L tokens."""
 
     tokens: np.ndarray
     """[L], int64."""
     labels: np.ndarray
-    """[L], int64: the token that follows, or IGNORE."""
+    """[L], int64: the next token, or IGNORE."""
     starts: np.ndarray
-    """int64, ascending: where in the row documents, and its padding, begin; 0 is always there."""
+    """int64, ascending from 0: positions at which documents, and the padding, begin."""
 
 
 class Stream:
-    """Row i is tokens [i * seq_len, (i + 1) * seq_len) of the stream.
+    """Reader that cuts the stream: sequence i is tokens [i * seq_len, (i + 1) * seq_len).
 
     Args:
-        document_mask: whether rows say where documents begin, and the last token of a document predicts nothing.
-            Without, it predicts the first of the next, and each row is as one document.
+        document_mask: give the start of each document, and let its last token predict nothing. Otherwise the last
+            token predicts the first of the next document, and a sequence counts as one document.
     """
 
     def __init__(self, store: TokenStore, *, seq_len: int, document_mask: bool) -> None:
@@ -59,30 +59,30 @@ class Stream:
     def __len__(self) -> int:
         return max(0, (len(self.store) - 1) // self.seq_len)
 
-    def read(self, index: int) -> Row:
+    def read(self, index: int) -> TokenSequence:
         begin, length = index * self.seq_len, self.seq_len
         stretch = self.store.read(begin, length + 1)
-        row = Row(stretch[:-1], stretch[1:], np.zeros(1, dtype=np.int64))
+        sequence = TokenSequence(stretch[:-1], stretch[1:], np.zeros(1, dtype=np.int64))
         if self._has_mask or self.document_mask:
-            row = row._replace(labels=row.labels.copy())  # tokens and labels share memory
+            sequence = sequence._replace(labels=sequence.labels.copy())  # tokens and labels share memory
         if self._has_mask:
-            row.labels[~self.store.read_mask(begin + 1, length)] = IGNORE
+            sequence.labels[~self.store.read_mask(begin + 1, length)] = IGNORE
         if self.document_mask:
             firsts = self.store.document_starts(begin + 1, length) - begin
-            row.labels[firsts - 1] = IGNORE
-            row = row._replace(starts=_not_empty(firsts, length)[0])
-        return row
+            sequence.labels[firsts - 1] = IGNORE
+            sequence = sequence._replace(starts=_not_empty(firsts, length)[0])
+        return sequence
 
 
 class BestFit:
-    """Rows of whole documents, padded at the end.
+    """Reader that packs whole documents into sequences, padded at the end.
 
-    Documents longer than a row are cut into whole rows, and their rest is packed as others are. The last token of such
-    a row still predicts the next of its document, the last one of a document predicts nothing. Rows are in the order in
-    which the longest piece of each is in the stream.
+    A document longer than a sequence is cut: its first parts fill sequences, its rest is packed like other documents.
+    The last token of such a part predicts the next token of its document. The last token of a document predicts
+    nothing. Sequences are in the order in which their longest pieces are in the stream.
 
     Args:
-        plan_folder: keeps which pieces are in which row, for all processes and for the next start.
+        plan_folder: keeps the packing plan, for all processes and for the next start.
 
     Raises:
         RunError: the plan cannot be written.
@@ -98,27 +98,27 @@ class BestFit:
         except OSError as error:
             raise RunError(f"{plan_folder} cannot be written: {error}") from error
         self._pieces = np.load(plan / "pieces.npy", mmap_mode="r")
-        self._rows = np.load(plan / "rows.npy", mmap_mode="r")
+        self._first_pieces = np.load(plan / "rows.npy", mmap_mode="r")
         self.cut_documents: int = json.loads((plan / "plan.json").read_text())["cut_documents"]
 
     def __reduce__(self) -> Any:
-        """A worker process maps the plan anew."""
+        """Pickle the arguments only: a worker process maps the plan again."""
         return partial(type(self), seq_len=self.seq_len, plan_folder=self.plan_folder), (self.store,)
 
     def __len__(self) -> int:
-        return len(self._rows) - 1
+        return len(self._first_pieces) - 1
 
     @property
     def fill(self) -> float:
-        """Share of the rows that is tokens and not padding."""
+        """Share of tokens in the sequences, from 0 to 1; the rest is padding."""
         return len(self.store) / (len(self) * self.seq_len) if len(self) else 1.0
 
-    def read(self, index: int) -> Row:
+    def read(self, index: int) -> TokenSequence:
         tokens = np.full(self.seq_len, PADDING, dtype=np.int64)
         labels = np.full(self.seq_len, IGNORE, dtype=np.int64)
         starts = []
         at = 0
-        begin, end = self._rows[index : index + 2].tolist()
+        begin, end = self._first_pieces[index : index + 2].tolist()
         for start, length, predicted in self._pieces[begin:end].tolist():
             stretch = self.store.read(start, max(length, predicted + 1))
             tokens[at : at + length] = stretch[:length]
@@ -129,11 +129,11 @@ class BestFit:
             at += length
         if at < self.seq_len:
             starts.append(at)
-        return Row(tokens, labels, np.array(starts, dtype=np.int64))
+        return TokenSequence(tokens, labels, np.array(starts, dtype=np.int64))
 
 
 def _plan_once(store: TokenStore, seq_len: int, plan_folder: Path) -> Path:
-    """Where the plan is; it is made by whichever process comes first."""
+    """Return the folder of the plan, which the first process to arrive makes."""
     folder = plan_folder / f"best-fit-{VERSION}-{store.fingerprint}-{seq_len}"
     if folder.is_dir():
         return folder
@@ -142,11 +142,11 @@ def _plan_once(store: TokenStore, seq_len: int, plan_folder: Path) -> Path:
         if folder.is_dir():
             return folder
         logger.info(f"packing {store.index['documents']:,} documents of {store.folder} into sequences of {seq_len}")
-        pieces, rows, cut_documents = plan_best_fit(store, seq_len)
+        pieces, first_pieces, cut_documents = plan_best_fit(store, seq_len)
         staging = plan_folder / f".{folder.name}.partial-{platform.node()}"
         shutil.rmtree(staging, ignore_errors=True)
         staging.mkdir()
-        for name, values in {"pieces.npy": pieces, "rows.npy": rows}.items():
+        for name, values in {"pieces.npy": pieces, "rows.npy": first_pieces}.items():
             with open(staging / name, "wb") as file:
                 np.save(file, values)
                 file.flush()
@@ -162,9 +162,11 @@ def _plan_once(store: TokenStore, seq_len: int, plan_folder: Path) -> Path:
 
 
 def plan_best_fit(store: TokenStore, seq_len: int) -> tuple[np.ndarray, np.ndarray, int]:
-    """Returns:
-    All pieces, row by row, in a row as in the stream; where among them each row begins, and their number; how many
-    documents were cut.
+    """Pack documents into sequences.
+
+    Returns:
+        the pieces of all sequences in order, in a sequence as in the stream [pieces] PIECE; the index of each
+        sequence's first piece, and the number of pieces [sequences + 1] int64; the number of documents that were cut.
     """
     firsts, lengths = _not_empty(store.document_starts(0, len(store)), len(store))
     counts = -(-lengths // seq_len)
@@ -176,27 +178,27 @@ def plan_best_fit(store: TokenStore, seq_len: int) -> tuple[np.ndarray, np.ndarr
     pieces["labels"] = np.minimum(left - 1, seq_len)
     openers = best_fit_decreasing(pieces["length"], seq_len)
     order = np.argsort(openers, kind="stable")
-    rows = np.flatnonzero(np.diff(openers[order], prepend=-1))
-    return pieces[order], np.append(rows, len(pieces)), int((counts > 1).sum())
+    first_pieces = np.flatnonzero(np.diff(openers[order], prepend=-1))
+    return pieces[order], np.append(first_pieces, len(pieces)), int((counts > 1).sum())
 
 
 def _not_empty(starts: np.ndarray, end: int) -> tuple[np.ndarray, np.ndarray]:
-    """(starts, lengths) of the documents before `end` that have tokens; the first begins at 0, whatever `starts` says.
-    np.unique would take ten times as long."""
+    """Return (starts, lengths) of the documents before `end` that have tokens. One begins at 0, also if `starts` lacks
+    it. np.unique would take ten times as long."""
     starts = np.append(np.zeros(1, dtype=np.int64), starts)
     lengths = np.diff(starts, append=end)
     return starts[lengths > 0], lengths[lengths > 0]
 
 
 def best_fit_decreasing(lengths: np.ndarray, capacity: int) -> np.ndarray:
-    """Put the longest piece first, and each into the fullest bin that still has room, else into a new one.
+    """Put each piece, the longest first, into the fullest bin that still has room, else into a new bin.
 
     Bins with equal room are alike. So all pieces of one length are put into all bins of one room at once, and as many
     into each bin as fit: a bin that has just got one of them is the fullest that fits. Room that is used up like this
     is more than halved, so that there are O(capacity log capacity) turns, whatever the number of pieces.
 
     Returns:
-        The bin of each piece, called by the index of the piece that it was opened for; int64.
+        the bin of each piece [pieces] int64: the index of the first piece of the bin.
     """
     smallest_type = np.min_scalar_type(capacity)  # up to 16 bits, numpy sorts in linear time
     order = np.argsort((capacity - lengths).astype(smallest_type), kind="stable")
@@ -224,7 +226,7 @@ def best_fit_decreasing(lengths: np.ndarray, capacity: int) -> np.ndarray:
 
 
 class _Rooms:
-    """Bins by the room that they have left."""
+    """Bins, by the room that is left in them."""
 
     def __init__(self) -> None:
         self._rooms: list[int] = []
@@ -239,7 +241,7 @@ class _Rooms:
         self._bins[room].append(bins)
 
     def take(self, least: int) -> tuple[int, np.ndarray | None]:
-        """Bins of the smallest room that is enough."""
+        """Return bins of the smallest room that is enough, and that room."""
         at = bisect_left(self._rooms, least)
         if at == len(self._rooms):
             return 0, None

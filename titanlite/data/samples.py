@@ -1,8 +1,8 @@
-"""The samples of a run: global sample index -> one sequence, whatever reads it.
+"""The samples of a run: global sample index -> one sequence, on any number of ranks and workers.
 
-Samples are numbered 0, 1, 2, ... over the whole run. The mixture tells of which source a sample is and which of that
-source's it is; the source's order tells the epoch and the sequence. The position of a run is the number of samples that
-it has consumed, and, if its data was changed on the way, since when the data is what it is now.
+Samples are numbered 0, 1, 2, ... over the whole run. The mixture maps a sample to a source and to a number within it,
+and the source's order maps that number to an epoch and a sequence. The position of a run is the number of samples that
+it has consumed and, if its data was changed, the origin of the present data.
 """
 
 import logging
@@ -17,49 +17,52 @@ from torch.utils.data import Dataset
 from titanlite.batch import Batch
 from titanlite.data.mixture import Mixture
 from titanlite.data.order import Order
-from titanlite.data.packing import Row
+from titanlite.data.packing import TokenSequence
 from titanlite.runtime.errors import UserError
 
 logger = logging.getLogger(__name__)
 
 
-class Rows(Protocol):
-    """Documents cut or packed into sequences."""
+class SequenceReader(Protocol):
+    """Random access to the sequences of a source."""
 
     def __len__(self) -> int: ...
 
-    def read(self, index: int) -> Row: ...
+    def read(self, index: int) -> TokenSequence: ...
 
 
 @dataclass(frozen=True)
 class Source:
-    """One of the sources of a mixture."""
+    """Source of a mixture."""
 
     name: str
-    rows: Rows
+    sequences: SequenceReader
     fingerprint: str
-    """Equal where the rows are."""
+    """Hash of all that the sequences depend on."""
     weight: float = 1.0
     epochs: int | None = None
-    """Most passes over it."""
+    """Maximum of passes over the source; None for no limit."""
 
 
 @dataclass(frozen=True)
 class Origin:
-    """Since when the data is what it is: the sample with which this mixture began, and how many samples of each source
-    (by fingerprint) had been read before it."""
+    """Start of the present data: the sample with which its mixture began, and the number of samples of each source, by
+    fingerprint, that were read before it."""
 
     since: int = 0
     consumed: dict[str, int] = field(default_factory=dict)
 
 
 class Samples(Dataset[Batch]):
-    """Args:
-    origin: for a run whose data was changed.
-    document_mask: whether batches tell which document each token is of.
+    """All samples of a run.
+
+    Args:
+        shuffle: read each epoch in another order.
+        document_mask: give batches positions, document numbers and boundaries.
+        origin: start of the present data, in a run whose data was changed.
 
     Raises:
-        UserError: a source has not one whole sequence, or two are the same.
+        UserError: two sources hold the same tokens.
     """
 
     def __init__(
@@ -71,13 +74,13 @@ class Samples(Dataset[Batch]):
         document_mask: bool = False,
         origin: Origin | None = None,
     ) -> None:
-        self.sources = sorted(sources, key=lambda source: source.name)  # their order in the config means nothing
+        self.sources = sorted(sources, key=lambda source: source.name)  # their order in the config does not matter
         self.seed = seed
         self.shuffle = shuffle
         self.document_mask = document_mask
         self.origin = origin or Origin()
         self.mixture = Mixture([source.weight for source in self.sources])
-        self.orders = [Order(len(source.rows), seed, shuffle) for source in self.sources]
+        self.orders = [Order(len(source.sequences), seed, shuffle) for source in self.sources]
         self._before = [self.origin.consumed.get(source.fingerprint, 0) for source in self.sources]
         names = {source.fingerprint: source.name for source in sources}
         if twice := next((s for s in sources if names[s.fingerprint] != s.name), None):
@@ -87,101 +90,102 @@ class Samples(Dataset[Batch]):
             )
 
     def locate(self, sample: int) -> tuple[int, int, int]:
-        """(source, epoch, sequence) of a global sample index."""
+        """Return (source, epoch, sequence) of a global sample index."""
         source, number = self.mixture.locate(sample - self.origin.since)
         return source, *self.orders[source].locate(self._before[source] + number)
 
     def __getitems__(self, samples: list[int]) -> Batch:
+        """Return the batch of these samples, by global sample index."""
         located = [self.locate(sample) for sample in samples]
-        rows = [self.sources[source].rows.read(sequence) for source, _, sequence in located]
-        return as_batch(rows, document_mask=self.document_mask)
+        sequences = [self.sources[source].sequences.read(sequence) for source, _, sequence in located]
+        return as_batch(sequences, document_mask=self.document_mask)
 
-    def consumed(self, samples: int) -> list[int]:
-        """How many samples of each source are among the first `samples` of the run."""
-        counts = self.mixture.counts(samples - self.origin.since)
+    def consumed(self, samples_seen: int) -> list[int]:
+        """Count the samples of each source among the first `samples_seen` of the run."""
+        counts = self.mixture.counts(samples_seen - self.origin.since)
         return [before + count for before, count in zip(self._before, counts, strict=True)]
 
-    def shares(self, samples: int) -> dict[str, float]:
-        """Each source's part of the first `samples` samples of the run, all of which have the same length."""
+    def shares(self, samples_seen: int) -> dict[str, float]:
+        """Return each source's share, from 0 to 1, of the first `samples_seen` samples of the run."""
         names = [source.name for source in self.sources]
-        return {name: count / samples for name, count in zip(names, self.consumed(samples), strict=True)}
+        return {name: count / samples_seen for name, count in zip(names, self.consumed(samples_seen), strict=True)}
 
-    def passes(self, samples: int) -> dict[str, float]:
-        """How often the first `samples` samples of the run read each source."""
-        consumed = zip(self.sources, self.consumed(samples), strict=True)
-        return {source.name: count / len(source.rows) for source, count in consumed}
+    def passes(self, samples_seen: int) -> dict[str, float]:
+        """Return the passes over each source in the first `samples_seen` samples of the run."""
+        consumed = zip(self.sources, self.consumed(samples_seen), strict=True)
+        return {source.name: count / len(source.sequences) for source, count in consumed}
 
     def limit(self, epochs: int | None = None) -> int | None:
-        """How many samples the run can have before a source is read more often than it may be.
+        """Return the largest number of samples of the run that reads no source more often than allowed; None for no
+        limit.
 
         Args:
-            epochs: for sources that have no limit of their own.
+            epochs: maximum of passes over sources that have no limit of their own.
         """
         limits = []
         for i, source in enumerate(self.sources):
             if passes := source.epochs or epochs:
-                left = max(0, passes * len(source.rows) - self._before[i])
+                left = max(0, passes * len(source.sequences) - self._before[i])
                 limits.append(self.origin.since + self.mixture.index(i, left))
         return min(limits, default=None)
 
-    # Going on
+    # Resuming
 
     @property
-    def meaning(self) -> dict[str, Any]:
-        """Equal where, with the same seed and origin, every sample index means the same tokens."""
+    def settings(self) -> dict[str, Any]:
+        """Settings that must match on resume: with them, seed and origin give the tokens of every sample index."""
         sources = {f"data.sources.{s.name}": f"{s.fingerprint} x {s.weight!r}" for s in self.sources}
         return {**sources, "data.shuffle": self.shuffle}
 
-    def state(self, samples: int) -> dict[str, Any]:
-        """What a checkpoint keeps, beside the number of samples (anything that JSON can hold)."""
-        consumed = zip([source.fingerprint for source in self.sources], self.consumed(samples), strict=True)
+    def state(self, samples_seen: int) -> dict[str, Any]:
+        """Return the entry `data` of a checkpoint's manifest, in types of JSON."""
+        consumed = zip([source.fingerprint for source in self.sources], self.consumed(samples_seen), strict=True)
         return {
-            "meaning": self.meaning,
+            "meaning": self.settings,
             "origin": asdict(self.origin),
             "consumed": {**self.origin.consumed, **dict(consumed)},
         }
 
-    def resumed(
-        self, state: dict[str, Any], samples: int, on_change: Literal["error", "continue", "restart"]
+    def resume(
+        self, state: dict[str, Any], samples_seen: int, on_change: Literal["error", "continue", "restart"]
     ) -> "Samples":
-        """The samples of a run that has consumed some.
+        """Return the samples of a run that resumes.
 
         Args:
-            state: that of the checkpoint.
-            on_change: what to do if the data is not what it was then.
+            state: entry of the checkpoint, see `state`.
+            samples_seen: samples that the run has consumed.
+            on_change: `data.on_change`, for data that differs from the checkpoint's.
         """
-        if state.get("meaning") == self.meaning:
+        if state.get("meaning") == self.settings:
             origin = Origin(**state["origin"])
         else:
-            # With "error" the loader has refused to come this far, unless checkpoint.allow_changes names the data.
-            origin = Origin(samples, {} if on_change == "restart" else dict(state.get("consumed", {})))
+            # With "error", loading the checkpoint has failed before, unless checkpoint.allow_changes names the data.
+            origin = Origin(samples_seen, {} if on_change == "restart" else dict(state.get("consumed", {})))
             for source in self.sources:
                 at = origin.consumed.get(source.fingerprint, 0)
-                logger.info(f"data changed: {source.name} goes on after {at:,} of its sequences (data.on_change)")
+                logger.info(f"data changed: {source.name} continues after {at:,} of its sequences (data.on_change)")
         return Samples(
             self.sources, seed=self.seed, shuffle=self.shuffle, document_mask=self.document_mask, origin=origin
         )
 
 
-def as_batch(rows: Sequence[Row], *, document_mask: bool) -> Batch:
-    """Rows -> tokens and labels [B, L] int64. With document_mask also `positions` [B, L] int64, which start anew with
-    each document; `documents` [B, L] int32, its number in the row; and `boundaries` [n + 1] int32: where in the B * L
-    tokens documents begin, and B * L."""
+def as_batch(sequences: Sequence[TokenSequence], *, document_mask: bool) -> Batch:
+    """Stack B sequences into a batch, see `titanlite.batch`."""
     batch = {
-        "tokens": torch.from_numpy(np.stack([row.tokens for row in rows])),
-        "labels": torch.from_numpy(np.stack([row.labels for row in rows])),
+        "tokens": torch.from_numpy(np.stack([sequence.tokens for sequence in sequences])),
+        "labels": torch.from_numpy(np.stack([sequence.labels for sequence in sequences])),
     }
     if not document_mask:
         return batch
-    seq_len = len(rows[0].tokens)
-    positions = np.empty((len(rows), seq_len), dtype=np.int64)
-    documents = np.empty((len(rows), seq_len), dtype=np.int32)
-    for i, row in enumerate(rows):
-        lengths = np.diff(row.starts, append=seq_len)
-        positions[i] = np.arange(seq_len) - np.repeat(row.starts, lengths)
+    seq_len = len(sequences[0].tokens)
+    positions = np.empty((len(sequences), seq_len), dtype=np.int64)
+    documents = np.empty((len(sequences), seq_len), dtype=np.int32)
+    for i, sequence in enumerate(sequences):
+        lengths = np.diff(sequence.starts, append=seq_len)
+        positions[i] = np.arange(seq_len) - np.repeat(sequence.starts, lengths)
         documents[i] = np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)
-    ends = [len(rows) * seq_len]
-    boundaries = np.concatenate([row.starts + i * seq_len for i, row in enumerate(rows)] + [ends]).astype(np.int32)
+    starts = [sequence.starts + i * seq_len for i, sequence in enumerate(sequences)]
+    boundaries = np.concatenate([*starts, [len(sequences) * seq_len]]).astype(np.int32)
     return batch | {
         "positions": torch.from_numpy(positions),
         "documents": torch.from_numpy(documents),

@@ -1,4 +1,4 @@
-"""What `[data]` and `[validation]` name, opened: prepared if need be, and cut or packed into sequences."""
+"""Open the sources that `[data]` and `[validation]` name, and cut or pack their documents into sequences."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -7,7 +7,7 @@ from typing import Protocol
 import torch.distributed as dist
 
 from titanlite.config.schema import Data, DataSource, Validation
-from titanlite.data.custom import PREFIX, CustomRows
+from titanlite.data.custom import PREFIX, CustomSequences
 from titanlite.data.packing import BestFit, Stream
 from titanlite.data.prepared import open_prepared, prepared_tokens
 from titanlite.data.samples import Samples, Source
@@ -149,24 +149,24 @@ def _open(
     tokens: Callable[[str | list[str]], TokenStore],
 ) -> Source:
     if isinstance(source.path, str) and source.path.startswith(PREFIX):
-        rows = CustomRows(source.path, seq_len=seq_len, vocab_size=tokenizer.vocab_size)
-        if len(rows) == 0:
+        sequences = CustomSequences(source.path, seq_len=seq_len, vocab_size=tokenizer.vocab_size)
+        if len(sequences) == 0:
             raise UserError(f"data.path: {source.path} has no sequences of {seq_len}")
-        return Source(source.title, rows, rows.fingerprint, source.weight, source.epochs)
+        return Source(source.title, sequences, sequences.fingerprint, source.weight, source.epochs)
     store = tokens(source.path)
     if data.packing == "best_fit":
-        rows = BestFit(store, seq_len=seq_len, plan_folder=cache_folder / "packing")
+        sequences = BestFit(store, seq_len=seq_len, plan_folder=cache_folder / "packing")
     else:
-        rows = Stream(store, seq_len=seq_len, document_mask=data.document_mask)
-    if len(rows) == 0:
+        sequences = Stream(store, seq_len=seq_len, document_mask=data.document_mask)
+    if len(sequences) == 0:
         raise UserError(
             f"data.path: {store.folder} holds {len(store)} tokens, less than one sequence of {seq_len} (and the token "
             "after it)"
         )
     fingerprint = f"{store.fingerprint}-{data.packing}-{seq_len}"
-    return Source(source.title, rows, fingerprint, source.weight, source.epochs)
+    return Source(source.title, sequences, fingerprint, source.weight, source.epochs)
 
 
 def store_of(source: Source) -> TokenStore | None:
-    """Where its tokens are, if it has a place."""
-    return source.rows.store if isinstance(source.rows, Stream | BestFit) else None
+    """Return the token store of a source, or None for a user's own sequences."""
+    return source.sequences.store if isinstance(source.sequences, Stream | BestFit) else None

@@ -77,10 +77,11 @@ def types_of(model: Model, optimizer: torch.optim.Optimizer) -> dict[str, str]:
 
 def _report_source(source: Source, *, share: float) -> None:
     if (store := store_of(source)) is None:
-        logger.info(f"data     {source.name}: {share:.2%} of the sequences; {len(source.rows):,} sequences of its own")
+        own = f"{len(source.sequences):,} sequences of its own"
+        logger.info(f"data     {source.name}: {share:.2%} of the sequences; {own}")
         return
     index = store.index
-    fill = source.rows.fill if isinstance(source.rows, BestFit) else 1
+    fill = source.sequences.fill if isinstance(source.sequences, BestFit) else 1
     packed = "" if fill == 1 else f", packed to {fill:.1%}"
     logger.info(
         f"data     {source.name}: {share:.2%} of the sequences; {index['tokens']:,} tokens in {index['documents']:,} "
