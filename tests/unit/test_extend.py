@@ -174,10 +174,10 @@ def test_sequences_of_the_users_own(tmp_path: Path) -> None:
     other = CustomSequences(f"python://{file}:Other", seq_len=4, vocab_size=20)
     assert other.fingerprint != sequences.fingerprint
     for name, message in (
-        ("Short", r"should be 5 token ids \(seq_len \+ 1\), and is of shape \(4,\) and type int64"),
+        ("Short", r"should be 5 token ids \(seq_len \+ 1\), but it has shape \(4,\) and type int64"),
         ("Floats", r"is of shape \(5,\) and type float64"),
-        ("Negative", r"has token ids from -1 to -1, and the tokenizer 20 tokens"),
-        ("Large", r"has token ids from 20 to 20, and the tokenizer 20 tokens"),
+        ("Negative", r"has token ids from -1 to -1, and the tokenizer has 20 tokens"),
+        ("Large", r"has token ids from 20 to 20, and the tokenizer has 20 tokens"),
         ("Raising", r"Raising\[0\]: KeyError: 'gone'"),
         ("Unmade", r"Unmade: FileNotFoundError: no corpus"),
     ):
