@@ -175,7 +175,7 @@ def test_sequences_of_the_users_own(tmp_path: Path) -> None:
     assert other.fingerprint != sequences.fingerprint
     for name, message in (
         ("Short", r"should be 5 token ids \(seq_len \+ 1\), but it has shape \(4,\) and type int64"),
-        ("Floats", r"is of shape \(5,\) and type float64"),
+        ("Floats", r"has shape \(5,\) and type float64"),
         ("Negative", r"has token ids from -1 to -1, and the tokenizer has 20 tokens"),
         ("Large", r"has token ids from 20 to 20, and the tokenizer has 20 tokens"),
         ("Raising", r"Raising\[0\]: KeyError: 'gone'"),
