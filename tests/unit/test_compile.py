@@ -14,7 +14,8 @@ import torch
 from tests.helpers import TinyRun, train_on_this_rank
 from tests.unit.test_training_parts import recorder, records, result_of
 from titanlite.config.schema import Compile
-from titanlite.parallelize.compile import CompileWatch, compile_blocks, use_cache
+from titanlite.metrics.compile_watch import CompileWatch
+from titanlite.parallelize.compile import compile_blocks, use_cache
 
 PLACE = "TORCHINDUCTOR_CACHE_DIR"
 
@@ -68,8 +69,8 @@ def test_where_compiled_code_is_kept(
 @pytest.mark.usefixtures("single_process_group")
 def test_compiling_is_no_step_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now, compiling = [100.0], [7.0]
-    monkeypatch.setattr("titanlite.metrics.recorder.time.perf_counter", lambda: now[0])
-    monkeypatch.setattr("titanlite.parallelize.compile._seconds", lambda: compiling[0])
+    monkeypatch.setattr("titanlite.metrics.timer.time.perf_counter", lambda: now[0])
+    monkeypatch.setattr("titanlite.metrics.compile_watch.compile_seconds", lambda: compiling[0])
     lines: list[str] = []
     monkeypatch.setattr("titanlite.metrics.recorder.logger.info", lines.append)
     metrics = recorder(tmp_path, log_freq=1)
@@ -93,7 +94,7 @@ def test_without_a_compiler_nothing_is_imported(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.delitem(sys.modules, "torch._dynamo.utils", raising=False)
     watch = CompileWatch()
     watch.end_step()
-    with watch.apart():
+    with watch.outside_steps():
         assert (watch.take_seconds(), watch.recompiles) == (0.0, 0)
     assert "torch._dynamo.utils" not in sys.modules
 
@@ -113,7 +114,7 @@ def test_what_compiles_again_is_warned_of_with_its_reason(log: Callable[[], list
     assert watch.take_seconds() > 0
     step(3)
     assert watch.take_seconds() == 0
-    with watch.apart():
+    with watch.outside_steps():
         compiled(torch.ones(4))  # the first validation
     step(2)
     assert log() == []
@@ -123,7 +124,7 @@ def test_what_compiles_again_is_warned_of_with_its_reason(log: Callable[[], list
     assert warning.startswith("compile: 1 recompiles since step 2 of this start: ")
     assert "size mismatch" in warning
     step(5)
-    with watch.apart():
+    with watch.outside_steps():
         compiled(torch.ones(6))  # a later one should find all compiled
     step(5)
     assert len(log()) == 2

@@ -204,5 +204,5 @@ def test_a_logger_that_fails_does_not_end_the_run(
     assert len(tiny.losses()) == 6
     [made] = load_module(f"{tiny.folder}/own_logger.py").Fails.made
     assert made.steps == [(step, pytest.approx(loss, abs=1e-6)) for step, loss in enumerate(tiny.losses()[:3], 1)]
-    assert "Fails failed, and gets no more figures" in caplog.text
+    assert "Fails failed, and gets no more metrics" in caplog.text
     assert "the network is away" in caplog.text

@@ -193,7 +193,7 @@ def records(folder: Path) -> list[dict[str, Any]]:
 @pytest.mark.usefixtures("single_process_group")
 def test_times_are_what_they_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
-    monkeypatch.setattr("titanlite.metrics.recorder.time.perf_counter", lambda: now[0])
+    monkeypatch.setattr("titanlite.metrics.timer.time.perf_counter", lambda: now[0])
     metrics = recorder(tmp_path)
     result = result_of(3.5, 0.25)
     for step in (1, 2, 3, 4):
