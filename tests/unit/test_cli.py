@@ -285,6 +285,27 @@ def test_a_wrong_command_line_is_one_line(words: str, message: str, capfd: pytes
     assert refusal(capfd, *words.split()) == [f"error: {message}"]
 
 
+@pytest.mark.parametrize(
+    ("words", "config", "overrides"),
+    [
+        ("train", "debug", []),
+        ("train my.toml", "my.toml", []),
+        ("train --config=my.toml --compile.enable --data.path t/", "my.toml", ["--compile.enable", "--data.path", "t/"]),
+        ("train --compile.enable --training.steps=3 my.toml", "my.toml", ["--compile.enable", "--training.steps=3"]),
+        ("train --compile.enable my.toml", "debug", ["--compile.enable", "my.toml"]),  # as in any other place
+        ("plan --json my.toml --optimizer.lr -1 --gpu H100", "my.toml", ["--optimizer.lr", "-1"]),
+    ],
+)  # fmt: skip
+def test_overrides_pass_the_parser_untouched(words: str, config: str, overrides: list[str]) -> None:
+    options = cli.make_parser().parse(words.split())
+    assert (options.config, options.overrides) == (config, overrides)
+
+
+def test_inputs_may_stand_between_flags() -> None:
+    options = cli.make_parser().parse(["data", "prepare", "a", "--out", "o", "b", "--tokenizer", "bytes", "c"])
+    assert (options.inputs, options.out, options.tokenizer) == (["a", "b", "c"], "o", "bytes")
+
+
 def test_other_errors_keep_their_traceback_and_name_the_rank(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
