@@ -290,7 +290,7 @@ def test_a_wrong_command_line_is_one_line(words: str, message: str, capfd: pytes
     [
         ("train", "debug", []),
         ("train my.toml", "my.toml", []),
-        ("train --config=my.toml --compile.enable --data.path t/", "my.toml", ["--compile.enable", "--data.path", "t/"]),
+        ("train --config=m.toml --compile.enable --data.path t/", "m.toml", ["--compile.enable", "--data.path", "t/"]),
         ("train --compile.enable --training.steps=3 my.toml", "my.toml", ["--compile.enable", "--training.steps=3"]),
         ("train --compile.enable my.toml", "debug", ["--compile.enable", "my.toml"]),  # as in any other place
         ("plan --json my.toml --optimizer.lr -1 --gpu H100", "my.toml", ["--optimizer.lr", "-1"]),
