@@ -41,7 +41,7 @@ def test_a_known_sequence_has_exactly_its_peak() -> None:
     assert record.held(nothing[1]).tensors == c.nbytes + view.untyped_storage().nbytes() == 7 * MB
 
 
-def test_copies_of_a_collective_end_with_it() -> None:
+def test_buffers_of_a_collective_end_with_it() -> None:
     """Also where nobody saw it."""
     changes = [
         Change(0, 1, 100, False),

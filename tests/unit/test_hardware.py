@@ -10,7 +10,7 @@ import torch
 from titanlite.runtime import hardware as module
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.hardware import HARDWARE, Hardware, find_hardware, hardware_of, host_memory, load_hardware
-from titanlite.runtime.hardware import _product_rate as product_rate
+from titanlite.runtime.hardware import _matmul_rate as matmul_rate
 
 WHOLE = """
 memory_gib = 80
@@ -46,7 +46,7 @@ def test_every_name_stands_for_one_device() -> None:
 
 
 @pytest.mark.parametrize("hardware", HARDWARE, ids=lambda hardware: hardware.name)
-def test_figures_are_of_the_right_size(hardware: Hardware) -> None:
+def test_values_are_of_the_right_size(hardware: Hardware) -> None:
     """A factor of 1,000 or of two (sparsity) would be seen."""
     assert 20 * 2**30 < hardware.memory < 200 * 2**30
     assert hardware.fp32_flops < hardware.bf16_flops
@@ -62,7 +62,7 @@ def test_figures_are_of_the_right_size(hardware: Hardware) -> None:
     assert hardware.overlaps
 
 
-def test_published_figures() -> None:
+def test_published_values() -> None:
     a100, h100, h200, b200 = (find_hardware(name) for name in ("A100-80", "H100", "H200", "B200"))
     assert [gpu.bf16_flops for gpu in (a100, h100, h200, b200)] == [312e12, 989e12, 989e12, 2250e12]
     assert [gpu.memory_bandwidth for gpu in (a100, h100, h200, b200)] == [2.039e12, 3.35e12, 4.8e12, 7.7e12]
@@ -108,7 +108,7 @@ def test_a_gpu_of_this_machine_has_the_memory_that_it_has(monkeypatch: pytest.Mo
 # Files
 
 
-def test_a_file_that_says_all(tmp_path: Path) -> None:
+def test_a_complete_file(tmp_path: Path) -> None:
     assert load_hardware(file_of(tmp_path, WHOLE)) == Hardware(
         name="mine",
         driver_names=(),
@@ -158,13 +158,13 @@ sources = ""
 @pytest.mark.parametrize("key", WHOLE.split()[::3])
 def test_without_a_base_nothing_may_be_missing(tmp_path: Path, key: str) -> None:
     text = "\n".join(line for line in WHOLE.splitlines() if not line.startswith(key))
-    said = "memory" if key == "memory_gib" else key
-    assert problems_of(tmp_path, text) == [f"{said}: missing, and there is no base (mine.toml)"]
+    missing = "memory" if key == "memory_gib" else key
+    assert problems_of(tmp_path, text) == [f"{missing}: missing, and there is no base (mine.toml)"]
 
 
 def test_other_problems_of_files(tmp_path: Path) -> None:
     [problem] = problems_of(tmp_path, 'base = "H1000"\nmemory_gib = 3')
-    assert problem.startswith("base: no figures for a GPU named 'H1000', did you mean H100?")
+    assert problem.startswith("base: there is no GPU named 'H1000' in the table, did you mean H100?")
     assert problems_of(tmp_path, "base = 100") == ["base: expected a text, got 100 (mine.toml)"]
     [problem] = problems_of(tmp_path, WHOLE + "memory = 80e9")
     assert problem == "memory: stands beside memory_gib; one of them is enough (mine.toml)"
@@ -186,13 +186,13 @@ def test_other_problems_of_files(tmp_path: Path) -> None:
 
 
 def clock(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
-    """By which each product and each copy takes so long."""
+    """Make each matmul and each copy take this time."""
     ticks = iter(range(10**6))
     monkeypatch.setattr(module.time, "perf_counter", lambda: seconds * next(ticks))
 
 
 def test_a_cpu_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Products of 256 that take 20 ms are not followed by larger ones."""
+    """Matmuls of 256 that take 20 ms are not followed by larger ones."""
     clock(monkeypatch, 0.02)
     found = find_hardware("CPU")
     assert (found.name, found.driver_names, found.memory, found.fp8_flops) == ("cpu", (), host_memory(), None)
@@ -203,6 +203,6 @@ def test_a_cpu_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not found.overlaps
 
 
-def test_the_best_size_of_product_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_best_size_of_matmul_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     clock(monkeypatch, 0.008)
-    assert product_rate(torch.float32) == pytest.approx(2 * 1024**3 / 0.008)
+    assert matmul_rate(torch.float32) == pytest.approx(2 * 1024**3 / 0.008)

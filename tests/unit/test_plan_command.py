@@ -183,7 +183,7 @@ def test_offload_time() -> None:
 
 @pytest.mark.nightly
 def test_search_on_small_devices(toml: Path) -> None:
-    """So that memory decides: what was expected of a candidate is what its plan says. What is written is the best."""
+    """So that memory decides: the expected memory of a candidate is that of its plan. The best one is written."""
     hardware = replace(find_hardware("H100"), memory=int(0.02 * 2**30))
     config = load(toml, ["--training.global_batch_size=32"])
     found = search(config, Layout(4, hardware, 2), count=3)

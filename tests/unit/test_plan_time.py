@@ -1,4 +1,4 @@
-"""Step times by hand, on hardware with round figures, and what must hold of any."""
+"""Step times by hand, on hardware with round numbers, and properties of any step time."""
 
 from dataclasses import replace
 from typing import Literal
@@ -39,14 +39,14 @@ def ideal(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def takes(seconds: float) -> tuple[Kernel, ...]:
-    """A product that takes so long on `GPU`, if ideal."""
+    """A matmul that takes this time on an ideal `GPU`."""
     return (Kernel("matmul", seconds * 1e15, 0, "bfloat16"),)
 
 
 def sends(
     seconds: float, collective: Literal["all_gather", "reduce_scatter", "all_reduce"] = "all_gather"
 ) -> tuple[Collective, ...]:
-    """A collective within a node that takes so long on `GPU`, if ideal."""
+    """A collective within a node that takes this time on an ideal `GPU`."""
     count = 2 if collective == "all_reduce" else 1
     return (Collective(collective, round(seconds * 1e11 * 8 / 7 / count), NODE),)
 
@@ -318,5 +318,5 @@ def test_no_step_is_faster_on_a_slower_device(units: list[Unit], hardware: Hardw
 
 
 @pytest.mark.parametrize("hardware", [GPU, CPU], ids=["gpu", "cpu"])
-def test_a_kernel_lasts_as_long_as_it_is_told(hardware: Hardware) -> None:
+def test_a_kernel_of_a_given_time(hardware: Hardware) -> None:
     assert kernel_time(lasting(0.25, hardware), hardware) == pytest.approx(0.25)

@@ -6,7 +6,7 @@ from typing import Literal
 from titanlite.runtime.nearest import did_you_mean
 
 RecomputePolicy = Literal["none", "op", "full"]
-"""What a block recomputes in backward. none: nothing. op: all but attention and every other matmul. full: all."""
+"""Part of a block that backward recomputes: nothing; all but attention and every other matmul; or all."""
 
 
 def parse_policies(entries: Sequence[str]) -> list[RecomputePolicy]:

@@ -61,12 +61,12 @@ class Plan(Profile):
     flops: float
     """Executed by all ranks in a step, recomputation included; causal attention counts as half."""
     model_flops: float
-    """Of a step as MFU counts them: no recomputation, attention in full."""
+    """FLOPs of a step as MFU counts them: no recomputation, attention in full."""
     traffic: Traffic
     time: StepTime
     steps: int
     tokens: int
-    """In a step, over all ranks."""
+    """Tokens of a step, over all ranks."""
     mfu: float
     """Share of the device's peak for mixed_precision_param."""
 
@@ -206,7 +206,7 @@ def _period(config: Config) -> int:
 
 
 def _can_vary(spec: ModelSpec) -> bool:
-    """Whether the number of blocks can be changed, and all blocks have the same parameters."""
+    """Return True if the number of blocks can be changed, and all blocks have the same parameters."""
     layers = spec.build().layers
     if getattr(spec.args, "n_layers", None) != len(layers):
         return False

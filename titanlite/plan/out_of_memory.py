@@ -47,7 +47,7 @@ def explain(error: torch.OutOfMemoryError, config: Config, ranks: Ranks, device:
 
 
 def _is_first(run_folder: Path) -> bool:
-    """Whether no other rank is explaining. Otherwise, return after that rank has ended or had its time."""
+    """Return True if no other rank explains; otherwise False, after that rank has ended or had its time."""
     holders: list[str] = []
     try:
         lock = lock_file(run_folder / ".out-of-memory.lock", timeout=WAIT_SECONDS, on_wait=holders.append)

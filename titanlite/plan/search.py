@@ -262,7 +262,7 @@ class _Search:
 
 
 def _is_no_better(it: Candidate, other: Candidate) -> bool:
-    """Whether a candidate has the same kernels, is not noticeably faster, and needs no less memory."""
+    """Return True if a candidate has the same kernels, is not noticeably faster, and needs no less memory."""
     faster = it.tokens_per_second > other.tokens_per_second * WORTH
     return it.kernels == other.kernels and not faster and it.peak >= other.peak
 

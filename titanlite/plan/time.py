@@ -65,15 +65,15 @@ class Unit:
     name: str
     forward: tuple[Kernel, ...]
     backward: tuple[Kernel, ...]
-    """With the recomputation of activation checkpointing."""
+    """Kernels of backward, and the recomputation of activation checkpointing."""
     gather: tuple[Collective, ...] = ()
-    """Before forward."""
+    """All-gathers before forward."""
     gather_again: tuple[Collective, ...] = ()
-    """Before backward."""
+    """All-gathers before backward."""
     reduce: tuple[Collective, ...] = ()
-    """After backward of every micro-batch."""
+    """Reduce-scatters after backward of every micro-batch."""
     all_reduce: tuple[Collective, ...] = ()
-    """After backward of the last micro-batch."""
+    """All-reduces after backward of the last micro-batch."""
 
 
 @dataclass(frozen=True)
@@ -196,7 +196,7 @@ class _Pass(NamedTuple):
     reduce: float = 0.0
     all_reduce: float = 0.0
     ahead: bool = True
-    """Whether the gather is issued when the pass before begins, and not when it ends."""
+    """The gather is issued when the pass before begins, and not when it ends."""
 
 
 def _passes(units: Sequence[Unit], hardware: Hardware, *, gpus_per_node: int) -> list[_Pass]:

@@ -16,7 +16,7 @@ class Workload:
     """Work of rank 0 in a step."""
 
     units: tuple[Unit, ...]
-    """In the order of forward, with the cost of one micro-batch."""
+    """Units in the order of forward, with the cost of one micro-batch."""
     update: tuple[Kernel, ...]
     """Clipping and the optimizer."""
     whole: tuple[Collective, ...]

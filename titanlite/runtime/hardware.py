@@ -1,9 +1,9 @@
-"""What devices can do: one table, for the share of peak rates that training reaches (MFU) and for `titanlite plan`.
+"""Hardware: peak rates and memory of devices, for MFU (the share of the peak that training reaches) and `titanlite plan`.
 
-Peak rates are dense, with float32 accumulation, as the vendors' data sheets state them; where a sheet has only the
-figure "with sparsity", half of that. No TF32. A device that is not here has no MFU: a guess would be worse.
+Peak rates are dense, with float32 accumulation, from the vendors' data sheets. Where a sheet has only the rate "with
+sparsity", the table has half of that. No TF32. A device that is not in the table has no MFU.
 
-Memory is what PyTorch reports as the device's total, rounded down: drivers differ by some tenths of a GiB.
+Memory is the total that PyTorch reports, rounded down: drivers differ by some tenths of a GiB.
 """
 
 import math
@@ -24,38 +24,38 @@ from titanlite.runtime.nearest import did_you_mean, nearest_name
 
 @dataclass(frozen=True)
 class Hardware:
-    """A kind of device and the usual server around it. Bandwidths are in bytes a second."""
+    """A device and the usual server around it. Bandwidths are in bytes a second."""
 
     name: str
-    """What --gpu takes."""
+    """Name for --gpu."""
     driver_names: tuple[str, ...]
-    """Whole names, as the driver gives them: parts of a GPU (MIG) and its variants for laptops have longer ones."""
+    """Full names, as the driver reports them. Parts of a GPU (MIG) and variants for laptops have longer names."""
     memory: int
     """Bytes that PyTorch reports as the device's total."""
     bf16_flops: float
-    """Peak of dense matrix products, in FLOP/s."""
+    """Peak of dense matmuls, in FLOP/s."""
     fp8_flops: float | None
     """None: the device has no float8."""
     fp32_flops: float
-    """Of products of float32 matrices, without TF32."""
+    """Peak of float32 matmuls, without TF32."""
     memory_bandwidth: float
     link_bandwidth: float
     """Per direction, from one GPU to the others of its node."""
     network_bandwidth: float
-    """Per direction and GPU, between nodes. An assumption: it is the server's, and not the GPU's."""
+    """Per direction and GPU, between nodes. An assumption: it depends on the server, not on the GPU."""
     sources: str
-    """Where the figures are from, and which are assumptions."""
+    """Sources of the values, and which of them are assumptions."""
     matmul_efficiency: float = 0.62
-    """Of its peak, that large products reach. An assumption, as the next: data-centre GPUs from Hopper on reach 0.55 to
-    0.75, since the clock falls under their load; A100s 0.75 to 0.85."""
+    """Share of the peak that large matmuls reach. An assumption: GPUs from Hopper on reach 0.55 to 0.75, since their
+    clock falls under load; A100s reach 0.75 to 0.85."""
     attention_efficiency: float = 0.33
-    """The same of flash attention, forward and backward together: there is a softmax between its products."""
+    """The same for flash attention, forward and backward together. An assumption."""
     measured: bool = False
-    """This machine's CPU: rates are what products and copies reach, and not peaks."""
+    """The device is this machine's CPU, and its rates are measured instead of peaks."""
 
     @property
     def overlaps(self) -> bool:
-        """Whether the device communicates while it computes."""
+        """The device communicates while it computes."""
         return not self.measured
 
 
@@ -72,12 +72,12 @@ def _gpu(
     sources: str,
     efficiency: tuple[float, float] = (0.62, 0.33),
 ) -> Hardware:
-    """A row of the table.
+    """Return a row of the table.
 
     Args:
         tflops: bfloat16, float8 (0: it has none), float32.
         gigabytes: a second: memory, link, network.
-        efficiency: of products and of attention.
+        efficiency: of matmuls and of attention.
     """
     bf16, fp8, fp32 = (rate * 1e12 for rate in tflops)
     memory, link, network = (rate * 1e9 for rate in gigabytes)
@@ -87,7 +87,7 @@ def _gpu(
 
 
 A100 = 0.8, 0.55
-"""Efficiencies: its clock holds."""
+"""Efficiencies of A100s, whose clock holds."""
 
 # fmt: off
 HARDWARE = (
@@ -127,13 +127,13 @@ HARDWARE = (
 
 
 def peak_flops(device: torch.device, compute_type: str) -> float | None:
-    """The device's dense bfloat16 rate in FLOP/s; None where it is not known for certain."""
+    """Return the device's dense bfloat16 rate in FLOP/s; None if it is not known for certain."""
     hardware = _known(device) if compute_type == "bfloat16" else None
     return hardware.bf16_flops if hardware else None
 
 
 def hardware_of(device: torch.device) -> Hardware | None:
-    """What the table says of a GPU, with the memory that it really has; None for what is not in the table."""
+    """Return the table's row of a GPU, with the memory of this device; None if the GPU is not in the table."""
     hardware = _known(device)
     return hardware and replace(hardware, memory=torch.cuda.get_device_properties(device).total_memory)
 
@@ -146,10 +146,12 @@ def _known(device: torch.device) -> Hardware | None:
 
 
 def find_hardware(name: str) -> Hardware:
-    """By the name in the table or the driver's; case, "-", "_" and spaces do not count. "cpu" is measured.
+    """Return a device by its name in the table or its driver's name; "cpu" is measured.
+
+    Case, "-", "_" and spaces do not count.
 
     Raises:
-        UserError: there is no such device; the nearest name and all of them.
+        UserError: there is no such device. The error names the nearest device and all others.
     """
     names = {_plain(alias): hardware for hardware in HARDWARE for alias in (hardware.name, *hardware.driver_names)}
     wanted = _plain(name)
@@ -162,7 +164,7 @@ def find_hardware(name: str) -> Hardware:
     near = longer or ([names[nearest].name] if nearest else [])
     hint = f", did you mean {' or '.join(near)}?" if near else "."
     raise UserError(
-        f"no figures for a GPU named {name!r}{hint} Known are {', '.join(known.name for known in HARDWARE)} and cpu; "
+        f"there is no GPU named {name!r} in the table{hint} Known are {', '.join(known.name for known in HARDWARE)} and cpu; "
         "any other can be described in a file, for --gpu-file"
     )
 
@@ -178,11 +180,12 @@ TEXTS = ("base", "name", "sources")
 
 
 def load_hardware(path: Path) -> Hardware:
-    """A device that a TOML file describes: the fields of `Hardware`, and for people `memory_gib` instead of `memory`.
-    `base = "H100"` takes from the table what the file does not say.
+    """Return the device that a TOML file describes, by the fields of `Hardware`.
+
+    `memory_gib` can stand for `memory`. `base = "H100"` takes all missing fields from the table.
 
     Raises:
-        ConfigError: all that is wrong with the file.
+        ConfigError: every mistake in the file.
     """
     values = _read(path)
     problems = {key: problem for key, value in values.items() if (problem := _problem_of(key, value))}
@@ -220,7 +223,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _problem_of(key: str, value: Any) -> str | None:
-    """What is wrong with an entry of the file, if something is."""
+    """Return the mistake in an entry of the file, or None."""
     if key in TEXTS:
         return None if isinstance(value, str) and value else f"expected a text, got {value!r}"
     if key not in NUMBERS:
@@ -237,7 +240,7 @@ def _problem_of(key: str, value: Any) -> str | None:
 
 
 def host_memory() -> int:
-    """Bytes of memory: what the machine has, or what the container is allowed (cgroup v2)."""
+    """Return the bytes of memory of the machine, or of its container (cgroup v2)."""
     physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     limit = Path("/sys/fs/cgroup/memory.max")
     allowed = limit.read_text().strip() if limit.is_file() else "max"
@@ -245,16 +248,16 @@ def host_memory() -> int:
 
 
 def this_cpu() -> Hardware:
-    """This machine, measured for about half a second with PyTorch's present number of threads."""
+    """Return this machine, measured for about half a second with PyTorch's present number of threads."""
     source, target = torch.ones(2**25), torch.zeros(2**25)  # 128 MiB each: more than most caches hold
     bandwidth = 2 * source.nbytes / min(_durations(lambda: target.copy_(source)))
     return Hardware(
         name="cpu",
         driver_names=(),
         memory=host_memory(),
-        bf16_flops=_product_rate(torch.bfloat16),
+        bf16_flops=_matmul_rate(torch.bfloat16),
         fp8_flops=None,
-        fp32_flops=_product_rate(torch.float32),
+        fp32_flops=_matmul_rate(torch.float32),
         memory_bandwidth=bandwidth,
         link_bandwidth=bandwidth / 2,
         network_bandwidth=1.25e9,
@@ -264,8 +267,11 @@ def this_cpu() -> Hardware:
     )
 
 
-def _product_rate(dtype: torch.dtype) -> float:
-    """FLOP/s of square products, of the best size. Small ones first: a CPU without bfloat16 takes seconds for 1024."""
+def _matmul_rate(dtype: torch.dtype) -> float:
+    """Return the FLOP/s of square matmuls of the best size.
+
+    Small sizes come first: a CPU without hardware bfloat16 takes seconds for 1024.
+    """
     best = 0.0
     for size in (256, 512, 1024):
         a, b = torch.ones(size, size, dtype=dtype), torch.ones(size, size, dtype=dtype)
@@ -277,7 +283,7 @@ def _product_rate(dtype: torch.dtype) -> float:
 
 
 def _durations(work: Callable[[], object]) -> list[float]:
-    """Seconds that it takes, again and again for a twentieth of a second after a first time."""
+    """Return the seconds of repeated calls, made for a twentieth of a second after a first call."""
     work()
     durations, end = [], time.perf_counter() + 0.05
     while not durations or time.perf_counter() < end:
