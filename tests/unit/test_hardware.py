@@ -164,7 +164,7 @@ def test_without_a_base_nothing_may_be_missing(tmp_path: Path, key: str) -> None
 
 def test_other_problems_of_files(tmp_path: Path) -> None:
     [problem] = problems_of(tmp_path, 'base = "H1000"\nmemory_gib = 3')
-    assert problem.startswith("base: there is no GPU named 'H1000' in the table, did you mean H100?")
+    assert problem.startswith("base: the table has no GPU named 'H1000', did you mean H100?")
     assert problems_of(tmp_path, "base = 100") == ["base: expected a text, got 100 (mine.toml)"]
     [problem] = problems_of(tmp_path, WHOLE + "memory = 80e9")
     assert problem == "memory: stands beside memory_gib; one of them is enough (mine.toml)"

@@ -1,4 +1,4 @@
-"""Hardware: peak rates and memory of devices, for MFU (the share of the peak that training reaches) and `titanlite plan`.
+"""Peak rates and memory of devices, for MFU (the share of the peak that training reaches) and for `titanlite plan`.
 
 Peak rates are dense, with float32 accumulation, from the vendors' data sheets. Where a sheet has only the rate "with
 sparsity", the table has half of that. No TF32. A device that is not in the table has no MFU.
@@ -164,7 +164,7 @@ def find_hardware(name: str) -> Hardware:
     near = longer or ([names[nearest].name] if nearest else [])
     hint = f", did you mean {' or '.join(near)}?" if near else "."
     raise UserError(
-        f"there is no GPU named {name!r} in the table{hint} Known are {', '.join(known.name for known in HARDWARE)} and cpu; "
+        f"the table has no GPU named {name!r}{hint} Known are {', '.join(known.name for known in HARDWARE)} and cpu; "
         "any other can be described in a file, for --gpu-file"
     )
 
