@@ -1,6 +1,7 @@
 """Rules of the house, kept by tests: what imports what, what is private, and how large things are."""
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -265,6 +266,24 @@ def test_private_names_of_pytorch_are_in_one_file() -> None:
     found = {short(path): sorted(set(private_uses(tree))) for path, tree in TREES.items()}
     del found["runtime/private_torch.py"]
     assert {path: names for path, names in found.items() if len(names) > PRIVATE_USES.get(path, 0)} == {}
+
+
+# Reading
+
+
+def test_the_reading_path_is_short() -> None:
+    """docs/architecture.md promises a whole training in files that exist, and in so many lines."""
+    guide = Path("docs/architecture.md").read_text()
+    files = [Path(name) for name in re.findall(r"^\d+\. `(titanlite/\S+\.py)`:", guide, re.MULTILINE)]
+    assert len(files) == 17
+    assert set(files) <= TREES.keys()
+    assert sum(len(file.read_text().splitlines()) for file in files) <= 2400
+
+
+def test_the_picture_has_every_room() -> None:
+    rooms = {f"{path.name}/" for path in PACKAGE.iterdir() if (path / "__init__.py").exists()}
+    picture = Path("docs/architecture.md").read_text().partition("```text")[2].partition("```")[0]
+    assert {room for room in rooms if room not in picture} == set()
 
 
 # Sizes
