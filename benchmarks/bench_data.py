@@ -8,7 +8,7 @@
 plain tiktoken in one process (text already in memory: nothing read, parsed or written), `titanlite data prepare` with 1
 and 2 workers, and `datasets.map` of the same tokenizer with 1 and 2 processes, its cache written as it does. Contenders
 take turns, each in a process of its own, timed from after its imports; medians over the runs. --record FILE.jsonl
-appends the figures to a file.
+appends the measurements to a file.
 """
 
 import argparse

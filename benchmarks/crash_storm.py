@@ -1,4 +1,4 @@
-"""A killed run loses nothing: two ranks killed at random moments, many times, and what they leave is checked each time.
+"""A killed run loses nothing: two ranks killed at random times, many times, and what they leave is checked each time.
 
     python benchmarks/crash_storm.py [--kills 50] [--seed 0] [--record FILE.jsonl] [--section.key=value ...]
 

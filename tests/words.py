@@ -88,6 +88,7 @@ WORDS = {
         r"\bcopies of (a |the |each |every |its |all |one )*(parameter|weight|model|gradient|state)s?\b|"
         r"\bsharded copies\b|\b(number of|how many|\d+|two|many) copies\b",
         r"copies",
+        within="titanlite/[!c]*",
     ),
     "rehearse": Word("trace a step; step trace", r"\brehears\w*", r"rehears\w*"),
     "sketch": Word("trace", r"\bsketch\w*", r"sketch\w*"),
