@@ -61,7 +61,7 @@ def main() -> None:
                 print(f"  {name:6}{found[name][-1][0]:9.2f}{found[name][-1][1]:11.2f}", flush=True)
     print(f"{'':8}{'compile':>9}{'to step 1':>11}   seconds, median of {arguments.runs}")
     for name, runs in found.items():
-        compiling, first = (statistics.median(figures) for figures in zip(*runs, strict=True))
+        compiling, first = (statistics.median(times) for times in zip(*runs, strict=True))
         print(f"{name:8}{compiling:9.2f}{first:11.2f}")
     compiling, to_first = ({name: [run[at] for run in runs] for name, runs in found.items()} for at in (0, 1))
     what = f"of {Path(arguments.config).name}{' ' * bool(words)}{words}"

@@ -245,12 +245,6 @@ PRIVATE_USES = {
     "cpu/collectives.py": 5,
     "ingest/encoding.py": 1,
     "models/layers.py": 3,
-    "optim/__init__.py": 1,
-    "optim/in_backward.py": 3,
-    "optim/muon.py": 7,
-    "optim/norm.py": 1,
-    "optim/quantized.py": 1,
-    "optim/rounding.py": 1,
     "parallelize/activation_checkpoint.py": 4,
     "parallelize/float8.py": 1,
     "parallelize/fsdp.py": 4,
@@ -288,7 +282,7 @@ def test_the_picture_has_every_room() -> None:
 
 # Sizes
 
-LARGE_FILES = {"config/schema.py": 400, "migrate/command.py": 360}
+LARGE_FILES = {"config/schema.py": 400, "migrate/command.py": 351}
 """Lines of files that are larger than the guide: the schema is a list of all options."""
 
 LONG_FUNCTIONS = {"train.py:build", "train.py:train"}

@@ -8,12 +8,12 @@ import pytest
 from tests.words import ROOT, docstring_problems, everything, hits_in
 
 LIMITS = {
-    "titanlite": 1170,
-    "docs": 246,
-    "tests": 440,
-    "benchmarks": 184,
-    "examples": 1,
-    ".": 41,
+    "titanlite": 710,
+    "docs": 112,
+    "tests": 258,
+    "benchmarks": 57,
+    "examples": 0,
+    ".": 0,
 }
 """Hits in each folder; "." stands for the files beside them. Lower a limit when its count has fallen; the aim is 0."""
 
