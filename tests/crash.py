@@ -1,4 +1,4 @@
-"""Kills the two ranks of a training run at random moments, again and again, and checks that nothing committed is lost.
+"""Kills the two ranks of a training run at random times, again and again, and checks that nothing committed is lost.
 
 What only a loss of power would lose, because the system had not written it to disk yet, is not tried.
 """
@@ -90,7 +90,7 @@ class CrashRun:
 
     @contextmanager
     def _started(self, name: str, steps: int) -> Iterator[tuple[list[Any], Path]]:
-        """The processes of one start, and the file of what rank 0 says. None of them is left when the context ends."""
+        """The processes of one start, and the file of rank 0's output. None of them is left when the context ends."""
         self.starts += 1
         outputs = [self.tiny.folder / f"start-{self.starts}-rank-{rank}.txt" for rank in range(2)]
         args = _free_port(), [*self.command, f"--job.name={name}", f"--training.steps={steps}"]
@@ -111,11 +111,11 @@ class CrashRun:
         saves = max(manifests.committed_steps(self.storage.list()), default=0) - self.newest
         if moment == "any":
             return saves > skip
-        # Before it says where it goes on, what is staged can be of the start before. Some signs are hard to catch.
+        # Before it prints where it resumes, what is staged can be of the start before. Some signs are hard to catch.
         return _resumed_at(output) is not None and saves >= skip and (self._shows(moment) or saves > 10)
 
     def _check(self, output: Path, *, may_be_silent: bool = False) -> None:
-        """The start of this output went on from the newest checkpoint that there was, and all that count are whole."""
+        """Check that this start resumed from the newest checkpoint, and that all committed ones are complete."""
         resumed_at = _resumed_at(output)
         what = f"resumed at {resumed_at}, {self.newest} was the newest: {output.read_text()}"
         assert resumed_at == self.newest or (resumed_at is None and may_be_silent), what
@@ -145,7 +145,7 @@ def _train(rank: int, output: Path, port: int, command: list[str]) -> None:
 
 
 def _resumed_at(output: Path) -> int | None:
-    """The step that a start says it goes on from; 0 if it begins; None if it has not said yet."""
+    """Return the step that a start resumes from, by its output; 0 if it begins; None if it is not printed yet."""
     match = re.search(r"^resuming after step (\d+)|^step +1 ", output.read_text(), re.M)
     return int(match[1] or 0) if match else None
 

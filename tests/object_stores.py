@@ -83,7 +83,7 @@ class Flaky(MemoryFileSystem):
 
 @contextmanager
 def moto_server() -> Iterator[str]:
-    """s3://bucket on a server of its own process; the environment says where it is."""
+    """s3://bucket on a server of its own process; the environment has its address."""
     import s3fs
 
     with socket.socket() as listener:

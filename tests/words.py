@@ -66,7 +66,7 @@ WORDS = {
         r"products? (is|of) (the |its |all |both |two |these |mesh )*"
         r"(degrees|sizes|axes|axis|means|lengths|factors|dims|dimensions|shape|world|numbers|\w*world_size)|"
         r"degrees[^.]{0,40}product",
-        r"product|scaled_dot_product\w*|\w*dot_product\w*|SCALED_DOT_PRODUCT\w*",
+        r"product|.*(?i:dot_product).*",
     ),
     "moment": Word(
         "step, time, peak; Adam's first and second moments stay",

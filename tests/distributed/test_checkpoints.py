@@ -32,7 +32,7 @@ def steps(tiny: TinyRun, name: str = "tiny") -> list[int]:
     return manifests.committed_steps(checkpoints(tiny, name).list())
 
 
-# Each spoils the save of step 4, on one rank. What comes back is a part of the message that every rank must give.
+# Each spoils the save of step 4, on one rank. The value is a part of the error message that every rank must raise.
 
 
 def disk_full(run_folder: Path) -> None:

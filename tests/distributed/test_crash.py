@@ -1,4 +1,4 @@
-"""Killed at any moment, a run loses nothing that was committed. Long form: benchmarks/crash_storm.py."""
+"""Killed at any time, a run loses nothing that was committed. Long form: benchmarks/crash_storm.py."""
 
 from pathlib import Path
 

@@ -53,7 +53,7 @@ def test_finite_data_ends_for_all_ranks_and_validates_the_whole_set(tiny: TinyRu
         "--validation.enable", f"--validation.path={other_text}", "--validation.sequences=0", "--validation.freq=4",
         "--training.local_batch_size=25", "--metrics.log_freq=100",
     ]  # fmt: skip
-    figures = {}
+    found = {}
     for ranks in (1, 2, 4):
         config = tiny.config(f"--job.name=on-{ranks}", *options, world_size=ranks)
         run_ranks(trained_and_logged, ranks, config)
@@ -63,10 +63,10 @@ def test_finite_data_ends_for_all_ranks_and_validates_the_whole_set(tiny: TinyRu
         assert manifests.read_manifest(saved, manifests.folder_name(5)).samples == 1000
         log = (tiny.folder / f"outputs/on-{ranks}/logs/rank-0.log").read_text()
         assert "the last 3 sequences do not fill a batch of 200: left out" in log
-        figures[ranks] = validation_records(tiny, f"on-{ranks}")
-    for records in figures.values():
+        found[ranks] = validation_records(tiny, f"on-{ranks}")
+    for records in found.values():
         assert [record["step"] for record in records] == [4, 5]
-        for record, reference in zip(records, figures[1], strict=True):
+        for record, reference in zip(records, found[1], strict=True):
             assert record["loss"] == pytest.approx(reference["loss"], rel=2e-6)
             source = record["sources"]["other.txt"]
             assert (source["sequences"], source["tokens"]) == (37, 37 * 8)
@@ -126,7 +126,7 @@ weight = 0.3
 
 
 @pytest.mark.usefixtures("single_process_group")
-def test_shares_of_a_mixture_are_exact_and_a_changed_one_is_refused_or_goes_on(tiny: TinyRun) -> None:
+def test_shares_of_a_mixture_are_exact_and_a_changed_one_is_refused_or_continued(tiny: TinyRun) -> None:
     tiny.toml.write_text(tiny.toml.read_text().replace(f'path = "{tiny.text}"', "") + MIXTURE.format(tiny.text))
     train_on_this_rank(tiny.config("--training.steps=5"), 0, 1)
     last = tiny.records()[-1]

@@ -37,29 +37,29 @@ def operators_of_a_step(rank: int, world_size: int, config: Config) -> Counter[s
     return counter.counts
 
 
-# A block has 7 products with weights, the head 1; each has 1 in forward and 2 in backward.
+# A block has 7 matmuls with weights, the head 1; each has 1 in forward and 2 in backward.
 FORWARD, BACKWARD = 7 * 3 + 1, 2 * (7 * 3 + 1)
 
 
-# options, products that are computed again, attentions in all
+# options, recomputed matmuls, attentions in all
 CHECKPOINTING = [
     (["none"], 0, 3),
-    (["full"], 7 * 3 - 1 * 3, 6),  # the last product's result is not needed again
+    (["full"], 7 * 3 - 1 * 3, 6),  # the last matmul's result is not needed again
     (["selective", "2"], (7 - 1) * 2, 5),  # blocks 0 and 2
-    (["selective", "op"], 3 * 3, 3),  # 3 of the first 6 products in each block
+    (["selective", "op"], 3 * 3, 3),  # 3 of the first 6 matmuls in each block
 ]
 
 
-def test_activation_checkpointing_computes_again(tiny: TinyRun) -> None:
+def test_activation_checkpointing_recomputes(tiny: TinyRun) -> None:
     names = ["mode", "selective_ac_option"]
     configs = [
         tiny.config(*(f"--activation_checkpoint.{name}={value}" for name, value in zip(names, options, strict=False)))
         for options, _, _ in CHECKPOINTING
     ]
     results = run_in_turn(operators_of_a_step, 1, configs)
-    for (options, computed_again, attention), [counts] in zip(CHECKPOINTING, results, strict=True):
-        products = counts["aten.mm.default"] + counts["aten.addmm_.default"]  # the head adds its gradients up
-        assert products == FORWARD + BACKWARD + computed_again, options
+    for (options, recomputed, attention), [counts] in zip(CHECKPOINTING, results, strict=True):
+        matmuls = counts["aten.mm.default"] + counts["aten.addmm_.default"]  # the head adds its gradients up
+        assert matmuls == FORWARD + BACKWARD + recomputed, options
         assert counts["aten._scaled_dot_product_flash_attention_for_cpu.default"] == attention, options
 
 
@@ -94,7 +94,7 @@ def prefetched(rank: int, world_size: int, config: Config) -> dict[str, tuple[li
     return found
 
 
-def test_prefetch_reaches_as_far_as_it_is_told(tiny: TinyRun) -> None:
+def test_prefetch_depth_is_the_configured_one(tiny: TinyRun) -> None:
     options = ["--parallelism.fsdp_forward_prefetch=2", "--parallelism.fsdp_backward_prefetch=1"]
     found = run_ranks(prefetched, 2, tiny.config(*options, world_size=2))[0]
     assert found["tok_embeddings"] == (["layers.0", "layers.1"], [])

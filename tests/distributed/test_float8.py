@@ -1,4 +1,4 @@
-"""Scales of weights that are gathered in float8: one message a step, and the same training."""
+"""Scales of weights that are gathered in float8: one all-reduce a step, and the same training."""
 
 import math
 from dataclasses import replace
@@ -21,7 +21,7 @@ APART = "--quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp=false
 
 
 def messages(rank: int, world_size: int, config: Config) -> int:
-    """Train; the loss of step 3 is NaN. Returns the scales' messages, which alone are functional all-reduces."""
+    """Train; the loss of step 3 is NaN. Returns the all-reduces of scales, the only functional ones."""
     run = built(rank, world_size, config)
     calls = [run.progress.step]
 

@@ -44,7 +44,7 @@ def test_losses_are_equal_on_every_layout(tiny: TinyRun, family: str) -> None:
     assert reference[0] == pytest.approx(5.557, abs=0.2)  # ln 259
     assert reference[-1] < 4
     busiest = [record.get("busiest_expert", 0.0) for record in tiny.records("run-1-1")]
-    assert all(1 < figure <= 3 for figure in busiest) if family == "qwen3_moe" else set(busiest) == {0.0}
+    assert all(1 < share <= 3 for share in busiest) if family == "qwen3_moe" else set(busiest) == {0.0}
     for replicate, shard in LAYOUTS[1:]:
         assert tiny.losses(f"run-{replicate}-{shard}") == pytest.approx(reference, rel=1e-5)
         records = tiny.records(f"run-{replicate}-{shard}")

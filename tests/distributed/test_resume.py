@@ -1,4 +1,4 @@
-"""Save on one layout, go on with another: nothing repeated, nothing skipped, nothing lost."""
+"""Save on one layout, resume on another: nothing repeated, nothing skipped, nothing lost."""
 
 import json
 import shutil
@@ -91,7 +91,7 @@ def test_tied_model_resumes_and_is_stored_once(tiny: TinyRun) -> None:
 
 
 @pytest.mark.slow
-def test_float8_run_goes_on_without_float8(tiny: TinyRun) -> None:
+def test_float8_run_resumes_without_float8(tiny: TinyRun) -> None:
     """The checkpoint holds plain tensors: no torchao is needed to read it."""
     sizes = ["--model.args.dim=48", "--model.args.hidden_dim=64", "--optimizer.lr=1e-3", *degrees(1, 2)]
     float8 = [f"--quantize.linear.float8.{option}" for option in ("enable", "emulate", "skip_small=false")]
@@ -110,7 +110,7 @@ def test_float8_run_goes_on_without_float8(tiny: TinyRun) -> None:
     assert [record["step"] for record in tiny.records("whole")] == [1, 2, 3, 4]
 
 
-def test_finished_run_goes_on_when_steps_are_raised(tiny: TinyRun) -> None:
+def test_finished_run_continues_when_steps_are_raised(tiny: TinyRun) -> None:
     run_ranks(trained, 1, tiny.config("--training.steps=4"))
     run_ranks(trained, 1, tiny.config("--training.steps=4"))  # nothing left to do
     assert len(tiny.records()) == 4

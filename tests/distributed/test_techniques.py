@@ -56,7 +56,7 @@ def meta_model(**changes: Any) -> Llama3:
         return Llama3(Llama3Args(**{**vars(ARGS), **changes}))
 
 
-def test_float8_says_what_it_converts_and_what_it_keeps(
+def test_float8_logs_what_it_converts_and_what_it_keeps(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = meta_model()

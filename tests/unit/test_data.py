@@ -77,7 +77,7 @@ def test_a_folder_is_there_whole_or_not_at_all(tmp_path: Path) -> None:
         TokenStore(folder)
 
 
-def test_a_document_can_go_on_in_the_next_shard_and_masks_begin_anywhere(tmp_path: Path) -> None:
+def test_a_document_can_continue_in_the_next_shard_and_masks_begin_anywhere(tmp_path: Path) -> None:
     with TokenWriter(tmp_path / "a", vocab_size=10, tokenizer="test", shard_tokens=4) as writer:
         writer.add(np.array([1, 2, 3, 4, 5]))
         writer.add(np.array([6, 7, 8, 9]), starts=np.array([2]))
@@ -105,7 +105,7 @@ def write_some(writer: TokenWriter, chunks: list[list[int]], *, die_at: int | No
             writer.end_chunk(number + 1)
 
 
-def test_a_killed_writer_goes_on_after_its_last_finished_shard(tmp_path: Path) -> None:
+def test_a_killed_writer_resumes_after_its_last_finished_shard(tmp_path: Path) -> None:
     chunks = [[i, i + 1, i + 2] for i in range(9)]
     options: dict[str, Any] = {"vocab_size": 20, "tokenizer": "test", "shard_tokens": 6, "key": "k"}
     with TokenWriter(tmp_path / "whole", **options) as writer:

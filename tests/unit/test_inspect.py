@@ -1,4 +1,4 @@
-"""What `titanlite data inspect` prints, to the figure."""
+"""Output of `titanlite data inspect`, to the digit."""
 
 import json
 from pathlib import Path
@@ -29,12 +29,12 @@ def write(folder: Path, texts: list[str], *, shard_tokens: int = 2**20, notes: d
     return folder
 
 
-def test_figures_of_a_small_store(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    figures = {"files": 2, "documents": 3, "tokens": 1034, "bytes": 17, "empty": 1, "left_out": 3, "errors": 0}
+def test_counts_of_a_small_store(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    counts = {"files": 2, "documents": 3, "tokens": 1034, "bytes": 17, "empty": 1, "left_out": 3, "errors": 0}
     notes = {
         "text_bytes": 27,
         "inputs": [
-            {"path": "a/*.txt", **figures},
+            {"path": "a/*.txt", **counts},
             {"path": "b.jsonl", "files": 1, "documents": 1, "tokens": 12, "bytes": 10, "errors": 2},
             *[{"path": f"{number}.txt", "files": 0} for number in range(20)],
         ],

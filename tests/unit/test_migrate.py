@@ -178,7 +178,7 @@ def test_a_config_of_0_2_at_8_processes() -> None:
     assert new == flat(tomli.loads(re.sub(r",\n\s+", ", ", expected)))
 
 
-def test_a_config_of_0_1_says_the_same_under_new_names() -> None:
+def test_a_config_of_0_1_is_the_same_under_new_names() -> None:
     new, report, losses = run((DATA / "405b_0.1.toml").read_text(), world_size=128)
     assert losses == ["parallelism.tensor_parallel_degree"]
     assert "renamed     training.compile -> compile.enable" in report

@@ -29,7 +29,7 @@ MANY = settings(max_examples=300, deadline=None, derandomize=True, database=None
 
 
 def write(folder: Path, lengths: list[int], *, masked: set[int] | None = None, shard_tokens: int = 61) -> TokenStore:
-    """Documents of tokens 1, 2, 3, ...: each has its own. Documents go on over shard borders."""
+    """Documents of tokens 1, 2, 3, ...: each has its own. Documents continue over shard borders."""
     shutil.rmtree(folder, ignore_errors=True)
     total = sum(lengths)
     tokens, mask = np.arange(1, total + 1), np.ones(total, dtype=bool)
@@ -107,8 +107,8 @@ def expected(tokens: list[int], document: list[int], masked: set[int]) -> tuple[
     """(labels, starts) of a sequence, token by token; token t is at place t - 1 of the stream."""
     labels = []
     for t in tokens:
-        goes_on = t != PADDING and t < len(document) and document[t] == document[t - 1]
-        labels.append(t + 1 if goes_on and t not in masked else IGNORE)
+        continues = t != PADDING and t < len(document) and document[t] == document[t - 1]
+        labels.append(t + 1 if continues and t not in masked else IGNORE)
     owners = [-1 if t == PADDING else document[t - 1] for t in tokens]
     return labels, [i for i in range(len(tokens)) if i == 0 or owners[i] != owners[i - 1]]
 
@@ -232,7 +232,7 @@ def test_what_a_killed_process_left_is_no_plan(tmp_path: Path, monkeypatch: pyte
     assert len(BestFit(store, seq_len=4, plan_folder=tmp_path / "plans")) == 4
 
 
-def test_a_plan_that_cannot_be_kept_is_said(tmp_path: Path) -> None:
+def test_a_plan_that_cannot_be_kept_is_logged(tmp_path: Path) -> None:
     (tmp_path / "plans").touch()
     with pytest.raises(RunError, match=r"plans cannot be written: \[Errno 17\] File exists"):
         BestFit(write(tmp_path / "a", [3]), seq_len=4, plan_folder=tmp_path / "plans")

@@ -191,7 +191,7 @@ def records(folder: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.usefixtures("single_process_group")
-def test_times_are_what_they_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_times_are_of_what_they_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
     monkeypatch.setattr("titanlite.metrics.timer.time.perf_counter", lambda: now[0])
     metrics = recorder(tmp_path)
@@ -250,6 +250,6 @@ def test_a_loss_that_forgets_to_detach_keeps_no_graph() -> None:
     assert group is not None
     optimizer = build_optimizer(model, Optimizer(), seed=0)
     result = train_step(model, batches, optimizer=optimizer, group=group, max_norm=1.0, loss_function=careless)
-    for figure in (result.loss, result.added_loss, result.grad_norm, result.micro_losses):
-        assert not figure.requires_grad
+    for value in (result.loss, result.added_loss, result.grad_norm, result.micro_losses):
+        assert not value.requires_grad
     assert result.added_loss == pytest.approx(float(result.loss), rel=1e-5)
