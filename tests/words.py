@@ -53,6 +53,7 @@ WORDS = {
         r"\bmessages?\b",
         r"(hidden|exposed|send|collect) messages?|messages? (time|of|size|bytes)",
         r"\bMessage[\[(|:)]",
+        r"%\(message\)s|"
         rf"{ADJECTIVES}('s)? messages?|messages? (\w+ ){{0,2}}(of|in|from) (a|an|the|its) (\w+ )?{ADJECTIVES}|"
         rf"{ADJECTIVES}s?\b[^.]{{0,60}}\bmessages?\b|\bmessages?\b[^.]{{0,60}}\b(names?|lacks?|mistake|{ADJECTIVES})",
         within="*plan*",

@@ -111,7 +111,7 @@ def build(
         settings=resume_settings(config, model_args=resolved.model.args, data=samples.settings),
         may_change=["data.*"] if config.data.on_change != "error" else [],
         config_hash=config_hash(config),
-        settle=disk.settle if disk else None,
+        flush=disk.flush if disk else None,
     )
     progress = checkpoints.load(has_saved=folder.has_saved)
     seen = progress.samples_seen

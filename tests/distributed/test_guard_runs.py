@@ -149,7 +149,7 @@ def test_a_stop_waits_for_a_save_in_flight_and_makes_up_for_one_that_fails(tiny:
         saves = (tiny.folder / "outputs" / name / "checkpoints.jsonl").read_text().splitlines()
         assert [json.loads(line)["step"] for line in saves] == [2]
     log = (tiny.folder / "outputs" / "failing" / "logs" / "rank-0.log").read_text()
-    assert "the checkpoint of step 2 could not be saved: disk full. Going on without it" in log
+    assert "the checkpoint of step 2 could not be saved: disk full. Continuing without it" in log
 
 
 def test_a_stopped_run_goes_on_from_the_last_step_taken(tiny: TinyRun) -> None:

@@ -179,8 +179,8 @@ def replace(storage: Storage, name: str, content: bytes | None) -> None:
     ("change", "message"),
     [
         (lambda text: text[:-20], "Unterminated string|delimiter"),
-        (lambda text: text.replace(b'"samples": 8', b'"samples": 9'), "its own checksum does not fit"),
-        (lambda text: text.replace(b'"size": 5', b'"size": 6'), "its own checksum does not fit"),
+        (lambda text: text.replace(b'"samples": 8', b'"samples": 9'), "its own checksum is wrong"),
+        (lambda text: text.replace(b'"size": 5', b'"size": 6'), "its own checksum is wrong"),
         (lambda text: b"", "Expecting value"),
         (lambda text: b"[]", "not a manifest"),
         (lambda text: manifest_of(2, {}).to_json(), "is the manifest of step 2"),

@@ -219,7 +219,7 @@ def test_other_modes_save_the_same(
     trained(tiny.config("--training.steps=3", f"--checkpoint.async_mode={mode}"))
     assert_equal(trained(tiny.config(f"--checkpoint.async_mode={mode}")), whole_run)
     notes = [record.getMessage() for record in caplog.records if "async_mode" in record.getMessage()]
-    note = "checkpoint.async_mode: nothing to pin memory for without a GPU; async is used"
+    note = "checkpoint.async_mode: without a GPU there is nothing to pin memory for; async is used"
     assert notes == ([note, note] if mode == "async_with_pinned_mem" else [])
 
 
@@ -314,7 +314,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(
         assert warning.startswith(f"damaged checkpoint: {checkpoint(tiny, 4)}")
         assert before in warning
         assert after in warning
-        assert warning.endswith("It no longer counts; going on from the one before")
+        assert warning.endswith("It no longer counts; resuming from the one before")
     assert tiny.losses() == losses  # steps 3 and 4 were done again
     assert [record["step"] for record in tiny.records()] == [1, 2, 3, 4]
     assert steps(tiny) == [2, 4]

@@ -41,7 +41,7 @@ def test_a_run_from_start_to_resume(tiny: TinyRun) -> None:
     assert "unigram entropy" in text
     assert "step     3  loss" in text
     assert f"checkpoints  {run / 'checkpoints'} (3)" in text
-    assert "go on          the same command with --training.steps=6" in text
+    assert "continue       the same command with --training.steps=6" in text
     assert sorted(path.name for path in run.iterdir()) == [
         ".lock", "checkpoints", "checkpoints.jsonl", "config.toml", "logs", "metrics.jsonl", "run.json", "tensorboard",
     ]  # fmt: skip
@@ -54,7 +54,7 @@ def test_a_run_from_start_to_resume(tiny: TinyRun) -> None:
     assert [record["step"] for record in tiny.records()] == [1, 2, 3, 4, 5]
     code, out, _ = titanlite(*command, "--training.steps=5")
     assert code == 0
-    assert "this run is complete at step 5; to go on, raise training.steps" in out
+    assert "this run is complete at step 5; to continue it, raise training.steps" in out
 
 
 def test_a_run_folder_records_how_it_was_made(tiny: TinyRun) -> None:
@@ -238,7 +238,7 @@ def test_checkpoint_of_another_model(tiny: TinyRun) -> None:
     assert code == 2
     checkpoint = tiny.folder / "outputs" / "tiny" / "checkpoints" / "step-00000001"
     assert err == [
-        f"error: {checkpoint} was trained with other settings; going on with these would mean something else:",
+        f"error: {checkpoint} was trained with other settings, and a resumed run would be another experiment:",
         "error:   model.args.hidden_dim was 70, is 64",
         "error: Restore them, or give the new run another job.name, or accept: "
         'checkpoint.allow_changes = ["model.args.hidden_dim"]',
@@ -512,7 +512,7 @@ def test_a_run_that_stops_itself_reports_why_and_exits_with_3(tiny: TinyRun) -> 
     assert errors[0].startswith("error: step 2: loss or gradient is not finite (loss ")
     assert "types    weights float32, compute float32, reduction float32, moments float32" in result.stdout
     skipped = tiny.folder / "outputs" / "tiny" / "skipped.jsonl"
-    assert f"stopped: the steps that were left out are in {skipped}" in result.stdout
+    assert f"stopped: the skipped steps are in {skipped}" in result.stdout
     [record] = [json.loads(line) for line in skipped.read_text().splitlines()]
     assert (record["step"], record["samples"]) == (2, [*range(8, 16)])
     assert [path.name for path in (tiny.folder / "outputs" / "tiny" / "checkpoints").glob("step*")] == ["step-00000001"]

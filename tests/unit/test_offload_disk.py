@@ -124,7 +124,7 @@ def test_tensors_of_a_file(tmp_path: Path) -> None:
         assert tensor.numel() == 0 or tensor.data_ptr() % 64 == 0
         assert tensor.untyped_storage().nbytes() == tensor.nbytes, "a checkpoint would copy it first"
     disk.changed(*tensors, torch.ones(3))
-    disk.settle()
+    disk.flush()
     disk.drop(*tensors)
     assert [tensor.float().sum().item() for tensor in tensors] == [15, 0, 3, 4000]
     assert disk.allocate([(torch.Size([0]), torch.float32)])[0].shape == (0,)
@@ -162,7 +162,7 @@ def test_few_pages_of_files_are_in_memory(tmp_path: Path, monkeypatch: pytest.Mo
     before = resident_of_files()
     for _ in range(2):
         optimizer.step()
-    disk.settle()
+    disk.flush()
     assert weight.max().item() == pytest.approx(-0.2, rel=1e-4)
     assert len(most) == 2 * 12 * 2**20 // 2**18
     if drops:
@@ -248,7 +248,7 @@ def test_nothing_is_left_by_a_process_that_is_killed(tiny: TinyRun) -> None:
         "import os, pathlib, sys, torch; from titanlite.runtime.disk import DiskTensors\n"
         "disk = DiskTensors(pathlib.Path(sys.argv[1]))\n"
         "tensors = disk.allocate([(torch.Size([1000]), torch.float32)])\n"
-        "tensors[0].fill_(1); disk.changed(*tensors); disk.settle(); os.kill(os.getpid(), 9)"
+        "tensors[0].fill_(1); disk.changed(*tensors); disk.flush(); os.kill(os.getpid(), 9)"
     )
     ended = subprocess.run([sys.executable, "-c", code, str(folder(tiny))], timeout=60)
     assert ended.returncode == -signal.SIGKILL
@@ -329,7 +329,7 @@ def test_a_failed_write_is_told_before_a_save(tmp_path: Path, monkeypatch: pytes
     disk.changed(tensor)  # too little to be written at once
     monkeypatch.setattr(os, "fdatasync", full)
     with pytest.raises(RunError, match="can no longer be written: No space left"):
-        disk.settle()
+        disk.flush()
 
 
 @pytest.mark.parametrize(

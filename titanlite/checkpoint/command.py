@@ -1,4 +1,4 @@
-"""What `titanlite checkpoint` does: look at checkpoints, check them, delete them. Only `show` imports torch."""
+"""`titanlite checkpoint`: list, verify, show and prune checkpoints. Only `show` imports torch."""
 
 import json
 import os
@@ -39,7 +39,7 @@ def main(name: str, **options: Any) -> None:
 
 
 class Found(NamedTuple):
-    """A folder that is a checkpoint, will be one, or was one; with its manifest if it is whole."""
+    """A folder that is a checkpoint, will be one, or was one; with its manifest if it is complete."""
 
     step: int
     folder: str
@@ -80,7 +80,7 @@ def verify(path: str) -> None:
 
 
 def show(path: str, *, tensors: bool) -> None:
-    """Print what a checkpoint says of itself; of several, the newest whole one."""
+    """Print the manifest of a checkpoint; of several, the newest complete one."""
     [(storage, founds)] = _find(path, counting=True, single=True)
     found = next((found for found in reversed(founds) if found.manifest), founds[-1])
     if (manifest := found.manifest) is None:
@@ -122,7 +122,12 @@ def prune(path: str, *, keep_latest_k: int, keep_every: int, set_aside: bool, dr
 
 
 def _find(path: str, *, counting: bool = False, single: bool = False) -> list[tuple[Storage, list[Found]]]:
-    """What is at a path or below it: of each run, by step; or only what counts; or only of a single run."""
+    """Return the checkpoints of each run at a path or below it, by step.
+
+    Args:
+        counting: leave out what does not count.
+        single: refuse more than one run.
+    """
     above, _, name = path.rstrip("/").rpartition("/")
     is_one, is_local = manifests.step_of(name) is not None, "://" not in path
     if is_local and not os.path.isdir(path):
@@ -159,7 +164,7 @@ def _check(storage: Storage, folder: str, sizes: dict[str, int]) -> Manifest:
 
 
 def _look(storage: Storage, folder: str, sizes: dict[str, int], *, check: Check = _check) -> Found | None:
-    """Runs may go on: what was deleted or saved anew after it was listed is looked at again. Returns None if gone."""
+    """Check a folder, which a running job may change: look again if it did. Returns None if the folder is gone."""
     if (match := FOLDER.fullmatch(folder)) is None or sizes.keys() == {MARK}:  # written while it was being deleted
         return None
     signs = [match[1]] if match[1] else [name.partition("-")[0] for name in sizes if MANIFEST not in sizes]
@@ -176,11 +181,11 @@ def _look(storage: Storage, folder: str, sizes: dict[str, int], *, check: Check 
 def _read_all(storage: Storage, folder: str, sizes: dict[str, int]) -> Manifest:
     with Progress(console=progress_console(), transient=True) as progress:
         task = progress.add_task(folder, total=sum(sizes.values()))
-        return manifests.verify(storage, folder, sizes, told=lambda read: progress.advance(task, read))
+        return manifests.verify(storage, folder, sizes, on_read=lambda read: progress.advance(task, read))
 
 
 def _mark(storage: Storage, folder: str, sizes: dict[str, int], manifest: Manifest) -> dict[str, Any]:
-    """What `verify` has left; nothing if the checkpoint is newer."""
+    """Return the mark that `verify` has left; nothing if the checkpoint is newer."""
     with suppress(OSError, ValueError, TypeError, KeyError):
         mark = json.loads(storage.read(f"{folder}/{MARK}")) if MARK in sizes else {}
         return mark if mark["verified_at"] >= manifest.saved_at else {}

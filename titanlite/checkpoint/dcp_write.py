@@ -37,7 +37,7 @@ class WrittenFile:
     size: int = 0
     crc32: int = 0
     ends: list[tuple[int, int]] = field(default_factory=list)
-    """For each tensor: (offset of its end, checksum of the file up to there)."""
+    """Pairs (offset of a tensor's end, checksum of the file up to there)."""
 
     def record(self) -> FileRecord:
         return FileRecord(self.size, f"{self.crc32:08x}")

@@ -7,11 +7,11 @@ from titanlite.config.schema import Config
 
 
 def resume_settings(config: Config, *, model_args: Any, data: dict[str, Any]) -> dict[str, Any]:
-    """What gives a checkpoint its meaning: with anything of this changed, going on would be something else.
+    """Return the settings that must match: with another value, a resumed run would be another experiment.
 
     Args:
         model_args: dataclass of the model's shape.
-        data: what gives sample indices their meaning.
+        data: fingerprints of the data sources.
     """
     args = {f"model.args.{name}": value for name, value in asdict(model_args).items() if name != "max_seq_len"}
     return {

@@ -1,4 +1,4 @@
-"""Finds the checkpoint that a run goes on from, checks it, and loads it in place."""
+"""Choice of the checkpoint at which a run resumes, its checks, and loading in place."""
 
 import logging
 from collections.abc import Sequence
@@ -25,12 +25,14 @@ logger = logging.getLogger(__name__)
 
 
 class Loader:
-    """Rank 0 looks and decides for all: a network file system may show others an older list, and at many ranks the
-    same checks on each would be a storm.
+    """Loader of a run's checkpoints.
+
+    Rank 0 chooses for all: a network file system may show other ranks an older list, and checks on every rank would
+    flood it.
 
     Args:
-        settings: what gives the state its meaning.
-        may_change: settings that may be others than the checkpoint's, as globs.
+        settings: settings that must match on resume.
+        may_change: globs of settings that may differ from the checkpoint's.
     """
 
     def __init__(
@@ -49,11 +51,10 @@ class Loader:
         self.settings = settings
 
     def find(self) -> Manifest | None:
-        """The checkpoint to go on from: the newest that is whole. Damaged ones on the way are left aside, with a
-        warning.
+        """Return the newest complete checkpoint; None if there is none. Quarantine damaged ones, with a warning.
 
         Raises:
-            UserError: there is none, but there were; or the one that load_step names is damaged; or settings changed.
+            UserError: only damaged checkpoints are left, the one that load_step names is damaged, or settings changed.
         """
         return on_rank_0(self.group, self._find)
 
@@ -61,8 +62,8 @@ class Loader:
         """Load all of a state, in place, on every rank.
 
         Raises:
-            DamagedCheckpoint: what was read is not as it was written. The state is undefined then.
-            UserError: it is of another model, or not safe to load.
+            DamagedCheckpoint: a file has changed since it was written. The state is undefined then.
+            UserError: the checkpoint is of another model, or not safe to load.
         """
         where = self.storage.url_of(folder_name(manifest.step))
         reader = self._open(self.storage, folder_name(manifest.step), manifest)
@@ -82,17 +83,17 @@ class Loader:
             )
         self._read(reader, state)
         if self.config.load_step is not None:
-            on_rank_0(self.group, lambda: self._leave_newer_aside(manifest.step))
+            on_rank_0(self.group, lambda: self._quarantine_newer(manifest.step))
 
-    def leave_aside(self, manifest: Manifest, damage: DamagedCheckpoint) -> None:
-        """After `load` has found damage: make `find` find the one before."""
-        on_rank_0(self.group, lambda: self._leave_aside(manifest.step, damage))
+    def quarantine(self, manifest: Manifest, damage: DamagedCheckpoint) -> None:
+        """Quarantine a checkpoint in which `load` has found damage, so that `find` returns the one before."""
+        on_rank_0(self.group, lambda: self._quarantine(manifest.step, damage))
 
     def load_initial(self, state: State) -> None:
-        """Load what `initial_load` names from `initial_load_path`, by name and shape.
+        """Load the tensors that `initial_load` selects from `initial_load_path`, by name and shape.
 
         Raises:
-            UserError: there is no good checkpoint, or names differ that are not allowed to.
+            UserError: there is no complete checkpoint, or names differ without being allowed to.
         """
         path, wanted = str(self.config.initial_load_path), self.config.initial_load
         url, folder, manifest = on_rank_0(self.group, lambda: _find_initial(path))
@@ -104,7 +105,7 @@ class Loader:
             raise UserError(f"checkpoint.initial_load: nothing here is called {', '.join(nothing)}")
         chosen = {name: tensor for name, tensor in names.items() if selected(name, wanted)}
         found = difference(chosen, reader.metadata, wanted)
-        unexpected = [*self.config.allow_unexpected, *found.missing]  # of another shape: told once
+        unexpected = [*self.config.allow_unexpected, *found.missing]  # one of another shape is listed once
         if wrong := found.without(missing=self.config.allow_missing, unexpected=unexpected):
             raise UserError(
                 f"{where} does not fit this model:\n{wrong}\n"
@@ -131,13 +132,13 @@ class Loader:
                 if self.config.verify != "off":
                     manifests.check_sizes(self.storage, folder, manifest, listing[folder])
             except DamagedCheckpoint as damage:
-                self._leave_aside(step, damage)
+                self._quarantine(step, damage)
                 aside.append(folder)
                 continue
             where = self.storage.url_of(folder)
             check_settings(self.settings, manifest.settings, self.may_change, where)
             if manifest.run_id != self.storage.owner:
-                logger.warning(f"{where} was saved by another run (id {manifest.run_id}); this one goes on from it")
+                logger.warning(f"{where} was saved by another run (id {manifest.run_id}); this run resumes from it")
             return manifest
         if aside:
             raise UserError(
@@ -147,8 +148,10 @@ class Loader:
         return None
 
     def _of_branch(self, steps: list[int], load_step: int) -> list[int]:
-        """What counts if load_step is set: that step, or what this very setting has saved since. So the same command
-        can be started again and again."""
+        """Return the steps that count if load_step is set: that step, and what this setting has saved since.
+
+        So the same command can be started again and again.
+        """
         since = [step for step in steps if step > load_step and self._load_step_of(step) == load_step]
         if load_step not in steps and not since:
             there = ", ".join(map(str, steps)) or "none"
@@ -163,16 +166,16 @@ class Loader:
         except DamagedCheckpoint:
             return None
 
-    def _leave_newer_aside(self, step: int) -> None:
+    def _quarantine_newer(self, step: int) -> None:
         for newer in manifests.committed_steps(self.storage.list()):
             if newer > step:
                 self.storage.quarantine(folder_name(newer), SUPERSEDED)
-                logger.warning(f"going on from step {step}: {self.storage.url_of(folder_name(newer))} no longer counts")
+                logger.warning(f"resuming from step {step}: {self.storage.url_of(folder_name(newer))} no longer counts")
 
-    def _leave_aside(self, step: int, damage: DamagedCheckpoint) -> None:
+    def _quarantine(self, step: int, damage: DamagedCheckpoint) -> None:
         if step == self.config.load_step:
             raise UserError(f"checkpoint.load_step names a damaged checkpoint: {damage}")
-        logger.warning(f"damaged checkpoint: {damage}. It no longer counts; going on from the one before")
+        logger.warning(f"damaged checkpoint: {damage}. It no longer counts; resuming from the one before")
         self.storage.quarantine(folder_name(step), DAMAGED)
 
     def _open(self, storage: Storage, folder: str, manifest: Manifest) -> ShardReader:
@@ -207,7 +210,7 @@ def _nested(state: State) -> dict[str, Any]:
 
 
 def _find_initial(path: str) -> tuple[str, str, Manifest]:
-    """(place, folder, manifest) of the checkpoint that a path names: one, or the newest good one of a run's folder."""
+    """Return (storage URL, folder, manifest) of a checkpoint, or of the newest complete one in a run's folder."""
     place, _, folder = path.rstrip("/").rpartition("/")
     if manifests.step_of(folder) is not None:
         storage, candidates = open_storage(place or "."), [folder]

@@ -1,4 +1,4 @@
-"""When to save, when to wait for a save, what to do when one fails, and what to go on from."""
+"""Decisions about checkpoints: when to save, when to wait for a save, what to do when one fails."""
 
 import json
 import logging
@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a run is."""
+    """Position of a run."""
 
     step: int = 0
     samples_seen: int = 0
@@ -44,15 +44,15 @@ class Progress:
 
 
 class CheckpointManager:
-    """Saves and loads the parameters and optimizer states of a run, sharded: every rank its own part.
+    """Manager of a run's checkpoints: parameters and optimizer states, every rank its own part.
 
     Args:
         storage: where the run's checkpoints are.
-        settings: what gives the state its meaning; a run goes on only where they are the same.
-        may_change: settings of which that is not asked, as globs.
+        settings: settings that must match on resume.
+        may_change: globs of settings that need not match.
         config_hash: of the whole config, for the record.
-        settle: to call before a save, where the state is on disk: too large for a copy. What is saved is the state
-            itself then, and training waits for it.
+        flush: called before a save where the state is on disk, and too large for a copy. The state itself is saved
+            then, and training waits.
     """
 
     def __init__(
@@ -67,24 +67,24 @@ class CheckpointManager:
         settings: dict[str, Any],
         may_change: Sequence[str] = (),
         config_hash: str,
-        settle: Callable[[], None] | None = None,
+        flush: Callable[[], None] | None = None,
     ) -> None:
         self.config = config
         self.storage = storage
         self.model = model
         self.optimizer = optimizer
         self.mesh = mesh
-        self.settings = json.loads(json.dumps(settings))  # as a manifest gives them back
+        self.settings = json.loads(json.dumps(settings))  # as in a manifest that was read
         self.config_hash = config_hash
-        group = dist.new_group(backend="gloo")  # a save goes on in a thread: it must not mix with training's messages
+        group = dist.new_group(backend="gloo")  # a save runs in a thread: its collectives must not mix with training's
         assert isinstance(group, dist.ProcessGroup)
-        self.is_background = config.async_mode != "disabled" and settle is None
-        self._settle = settle
-        if config.enable and config.async_mode != "disabled" and settle is not None:
+        self.is_background = config.async_mode != "disabled" and flush is None
+        self._flush = flush
+        if config.enable and config.async_mode != "disabled" and flush is not None:
             logger.info("checkpoint.async_mode: states on disk are saved as they are, and training waits for that")
         pin = self.is_background and config.async_mode == "async_with_pinned_mem"
         if pin and device.type == "cpu":
-            logger.info("checkpoint.async_mode: nothing to pin memory for without a GPU; async is used")
+            logger.info("checkpoint.async_mode: without a GPU there is nothing to pin memory for; async is used")
         self._saver = Saver(storage, group=group, device=device, pin=pin and device.type != "cpu")
         may_change = [*config.allow_changes, *may_change]
         self._loader = Loader(config, storage, group=group, settings=self.settings, may_change=may_change)
@@ -94,19 +94,18 @@ class CheckpointManager:
         self._ended: list[tuple[int, Saved, SaveOverhead]] = []
         self._last_save = time.monotonic()
         self._newest = 0
-        """Step that was loaded, or saved last and whole."""
+        """Step that was loaded, or committed last."""
         self._time_is_up = False
         optimizer.register_step_pre_hook(lambda *_: self._saver.wait_until_staged())
 
     def load(self, *, has_saved: bool) -> Progress:
-        """Load the newest whole checkpoint of the run, in place. Without one, the run is at its beginning, or where
-        `initial_load_path` lets it begin.
+        """Load the newest complete checkpoint of the run in place. Without one, load `initial_load_path` if it is set.
 
         Args:
             has_saved: the run has saved checkpoints before.
 
         Raises:
-            UserError: there is none to go on from that fits.
+            UserError: no checkpoint fits, or the run's checkpoints have disappeared.
         """
         if self.config.enable:
             on_rank_0(self._group, self.storage.sweep)
@@ -116,7 +115,7 @@ class CheckpointManager:
                 try:
                     self._loader.load(manifest, state)
                 except DamagedCheckpoint as damage:
-                    self._loader.leave_aside(manifest, damage)
+                    self._loader.quarantine(manifest, damage)
                     continue
                 put_back_numbers(self.model, self.optimizer, state)
                 self._newest = manifest.step
@@ -135,40 +134,38 @@ class CheckpointManager:
         return Progress()
 
     def watch(self) -> list[dict[str, Any]]:
-        """At the end of every step, on every rank: look after a save in flight. Returns the figures of saves that have
-        ended.
+        """Check on a save in flight. Every rank calls it at the end of every step. Returns records of finished saves.
 
         Raises:
-            RunError: on every rank at the same step, if it failed on any.
+            RunError: on every rank at the same step, if the save failed on any.
         """
         self._clock.step()
         if self._save is None and not self.config.interval_minutes:
-            return self._figures()
+            return self._records()
         save = self._save[1] if self._save else None
-        is_going_on = save is not None and not save.done()
+        is_running = save is not None and not save.done()
         has_failed = save is not None and save.done() and save.exception() is not None
         minutes = (time.monotonic() - self._last_save) / 60
         is_time = 0 < self.config.interval_minutes <= minutes and dist.get_rank() == 0
-        flags = torch.tensor([is_going_on, has_failed, is_time], dtype=torch.int32)
+        flags = torch.tensor([is_running, has_failed, is_time], dtype=torch.int32)
         dist.all_reduce(flags, op=dist.ReduceOp.MAX)  # on the CPU, and of 12 bytes
-        is_going_on, has_failed, self._time_is_up = map(bool, flags.tolist())
-        if save is not None and (not is_going_on or (has_failed and self.config.on_save_error == "stop")):
-            self._end_save(last=False, timeout=30 if is_going_on else None)
-        return self._figures()
+        is_running, has_failed, self._time_is_up = map(bool, flags.tolist())
+        if save is not None and (not is_running or (has_failed and self.config.on_save_error == "stop")):
+            self._end_save(last=False, timeout=30 if is_running else None)
+        return self._records()
 
     def not_training(self) -> AbstractContextManager[None]:
-        """What happens here is not counted as a cost of saving."""
+        """Exclude a block from the cost of saving."""
         return self._clock.not_training()
 
     def is_due(self, step: int, *, last: bool) -> bool:
         return self.config.enable and (last or step % self.config.interval == 0 or self._time_is_up)
 
     def save(self, progress: Progress, *, last: bool) -> None:
-        """Begin to save, and return; or save: with async_mode = "disabled", and at the end of the run, when there is
-        no training to go on beside.
+        """Start a save, and return; with async_mode = "disabled" and at the end of the run, wait for it.
 
         Raises:
-            RunError: on every rank, if the save before this one has failed, or this one if it is waited for.
+            RunError: on every rank, if the previous save has failed, or this one where it is waited for.
         """
         if self._save is not None:  # at most one at a time: the host holds one copy of the state
             self._end_save(last=False)
@@ -195,8 +192,8 @@ class CheckpointManager:
                 files=files,
             )
 
-        if self._settle is not None:
-            self._settle()
+        if self._flush is not None:
+            self._flush()
         state = state_of(self.model, self.optimizer)
         background = self.is_background and not last
         future = self._saver.start(state, folder_name(progress.step), manifest, background=background)
@@ -205,11 +202,12 @@ class CheckpointManager:
             self._end_save(last=last)
 
     def save_if_newer(self, progress: Progress) -> None:
-        """Save a state that the run has come back to, and wait for it; not if that step or a later one was loaded or
-        saved. A save in flight is waited for; if it fails, this one takes its place.
+        """Save an earlier step that the state is of, and wait; do nothing if that step or a later one is saved.
+
+        A save in flight is waited for. If it fails, this one takes its place.
 
         Raises:
-            RunError: it cannot be saved.
+            RunError: the save failed.
         """
         if self._save is not None:
             self._end_save(last=False, must_succeed=False)
@@ -217,15 +215,20 @@ class CheckpointManager:
             self.save(progress, last=True)
 
     def finish(self) -> list[dict[str, Any]]:
-        """Wait for what is still being deleted. Returns the figures of saves that have ended."""
+        """Wait for deletions in flight. Returns records of finished saves."""
         self._saver.close()
-        return self._figures(wait=True)
+        return self._records(wait=True)
 
     def _end_save(self, *, last: bool, timeout: float | None = None, must_succeed: bool = True) -> None:
-        """Args:
-        last: raise if it has failed, whatever on_save_error says: nothing else will save this state.
-        timeout: when another rank has failed: in a way, perhaps, that this one's thread never hears of.
-        must_succeed: where on_save_error says so.
+        """Finish the save in flight.
+
+        Args:
+            last: raise if the save has failed, whatever on_save_error is: nothing else holds this state.
+            timeout: seconds to wait after a failure of another rank, which may leave this rank's thread hanging.
+            must_succeed: raise if on_save_error is "stop".
+
+        Raises:
+            RunError: the save failed.
         """
         assert self._save is not None
         step, future = self._save
@@ -242,10 +245,12 @@ class CheckpointManager:
         text = f"the checkpoint of step {step} could not be saved: {error}"
         if last or (must_succeed and self.config.on_save_error == "stop"):
             raise RunError(text) from error
-        logger.warning(f"{text}. Going on without it" + (" (checkpoint.on_save_error = warn)" if must_succeed else ""))
+        logger.warning(
+            f"{text}. Continuing without it" + (" (checkpoint.on_save_error = warn)" if must_succeed else "")
+        )
 
     def _retain(self, step: int) -> None:
-        """Delete what is no longer wanted. The newest must be that of this step, and whole, or nothing is deleted."""
+        """Delete checkpoints by the retention rule, if the newest is that of this step, and complete."""
         try:
             listing = self.storage.list()
             steps = manifests.committed_steps(listing)
@@ -260,8 +265,8 @@ class CheckpointManager:
         except Exception as error:
             logger.warning(f"old checkpoints could not be deleted: {error}")
 
-    def _figures(self, *, wait: bool = False) -> list[dict[str, Any]]:
-        figures = []
+    def _records(self, *, wait: bool = False) -> list[dict[str, Any]]:
+        records = []
         while self._ended and (wait or self._ended[0][2].is_known()):
             step, saved, blocking = self._ended.pop(0)
             if wait and not blocking.is_known():
@@ -270,5 +275,5 @@ class CheckpointManager:
             blocked = "" if seconds is None else f", training was held up for {max(seconds, 0):.2f} s"
             size = saved.bytes / 2**20
             logger.info(f"saved checkpoint of step {step}: {size:,.0f} MiB in {saved.total_seconds:.2f} s{blocked}")
-            figures.append({"step": step, "blocking_seconds": seconds, **asdict(saved)})
-        return figures
+            records.append({"step": step, "blocking_seconds": seconds, **asdict(saved)})
+        return records

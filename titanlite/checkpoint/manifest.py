@@ -1,7 +1,7 @@
-"""What a checkpoint is, and which of them count. The commit protocol is in storage.py. No torch here.
+"""Manifest of a checkpoint, and the rule by which a checkpoint counts. Imports no torch. storage.py commits.
 
-A checkpoint is a folder step-00000100 of DCP files, checksums.json and manifest.json. It is whole if its manifest is:
-the manifest comes last, states the size and checksum of every other file, and its own checksum.
+A checkpoint is a folder step-00000100 of DCP files, checksums.json and manifest.json. It is complete if its
+manifest is: that is written last, with the size and checksum of every other file, and its own checksum.
 """
 
 import json
@@ -17,7 +17,7 @@ from titanlite.runtime.errors import DamagedCheckpoint, UserError
 CHECKSUMS = "checksums.json"
 METADATA = ".metadata"
 FORMAT = 2
-DAMAGED, SUPERSEDED = "damaged", "superseded"  # why a checkpoint was left aside
+DAMAGED, SUPERSEDED = "damaged", "superseded"  # reasons of a quarantine
 CHUNK = 1 << 24  # bytes to read at once
 
 
@@ -26,19 +26,19 @@ class FileRecord:
     size: int
     """Bytes."""
     crc32: str
-    """Of the whole file, in hexadecimal."""
+    """Checksum of the whole file, in hexadecimal."""
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint says of itself."""
+    """Description of a checkpoint, in the order of the keys of manifest.json."""
 
     step: int
     samples: int
-    """Sequences that the run has consumed: the position in the data."""
+    """Sequences that the run has consumed, `Progress.samples_seen`: the position in the data."""
     run_id: str
     settings: dict[str, Any]
-    """What gives the state its meaning: the model's shape, the data, sequence length, batch, seed."""
+    """Settings that must match on resume: the model's shape, the data, sequence length, batch, seed."""
     config_hash: str
     """SHA-256 of the resolved config."""
     mesh: dict[str, int]
@@ -46,14 +46,14 @@ class Manifest:
     saved_at: float
     """Seconds since 1970."""
     elapsed_seconds: float
-    """From the start of the save to the commit."""
+    """Time from the start of the save to the commit."""
     load_step: int | None
     """checkpoint.load_step of the process that saved it."""
     files: dict[str, FileRecord]
     data: dict[str, Any] = field(default_factory=dict)
-    """What the position in the data means, where the data was changed on the way."""
+    """`Samples.state`: where the data was changed on the way."""
     guard: dict[str, Any] = field(default_factory=dict)
-    """What skips of steps depend on, of the steps before."""
+    """`StepGuard.state`."""
     format: int = FORMAT
 
     @property
@@ -68,15 +68,15 @@ class Manifest:
     @staticmethod
     def from_json(text: bytes) -> "Manifest":
         """Raises:
-        ValueError: it is not as it was written.
-        UserError: it has another format.
+        ValueError: the text has changed since it was written.
+        UserError: the manifest has another format.
         """
         fields: dict[str, Any] = json.loads(text)
         if not isinstance(fields, dict):
             raise ValueError("not a manifest")
         checksum = fields.pop("crc32", None)
         if checksum is not None and checksum != _crc32(json.dumps(fields, indent=1).encode()):
-            raise ValueError("its own checksum does not fit")
+            raise ValueError("its own checksum is wrong")
         if fields.get("format") != FORMAT:
             raise UserError(f"has format {fields.get('format')}, this version of titanlite reads format {FORMAT}")
         fields["files"] = {name: FileRecord(**record) for name, record in fields["files"].items()}
@@ -91,20 +91,23 @@ def folder_name(step: int) -> str:
 
 
 def step_of(folder: str) -> int | None:
+    """Return the step of a folder of a checkpoint; None for other folders."""
     match = re.fullmatch(r"step-(\d{8,})", folder)
     return int(match[1]) if match else None
 
 
 def committed_steps(listing: dict[str, dict[str, int]]) -> list[int]:
-    """Steps of the checkpoints that count, oldest first."""
+    """Return the steps of the checkpoints that count, oldest first."""
     steps = [step_of(folder) for folder, files in listing.items() if MANIFEST in files]
     return sorted(step for step in steps if step is not None)
 
 
 def read_manifest(storage: Storage, folder: str) -> Manifest:
-    """Raises:
-    DamagedCheckpoint: the manifest is not as it was written, or not of this folder.
-    UserError: it has another format.
+    """Read and check a manifest.
+
+    Raises:
+        DamagedCheckpoint: the manifest has changed since it was written, or is of another folder.
+        UserError: the manifest has another format.
     """
     name = f"{folder}/{MANIFEST}"
     try:
@@ -123,8 +126,10 @@ def read_manifest(storage: Storage, folder: str) -> Manifest:
 
 
 def check_sizes(storage: Storage, folder: str, manifest: Manifest, sizes: dict[str, int]) -> None:
-    """Raises:
-    DamagedCheckpoint: a file is missing, or does not have the size that the manifest states.
+    """Check that every file is there, with its size.
+
+    Raises:
+        DamagedCheckpoint: a file is missing, or has another size than the manifest states.
     """
     for name, record in manifest.files.items():
         if name not in sizes:
@@ -136,10 +141,10 @@ def check_sizes(storage: Storage, folder: str, manifest: Manifest, sizes: dict[s
 
 
 def read_checked(storage: Storage, folder: str, name: str, manifest: Manifest) -> bytes:
-    """A small file, whole.
+    """Read a whole small file.
 
     Raises:
-        DamagedCheckpoint: it is not as it was written.
+        DamagedCheckpoint: the file has changed since it was written.
     """
     data = storage.read(f"{folder}/{name}")
     if name not in manifest.files or _crc32(data) != manifest.files[name].crc32:
@@ -148,15 +153,15 @@ def read_checked(storage: Storage, folder: str, name: str, manifest: Manifest) -
 
 
 def verify(
-    storage: Storage, folder: str, sizes: dict[str, int], *, told: Callable[[int], None] = lambda read: None
+    storage: Storage, folder: str, sizes: dict[str, int], *, on_read: Callable[[int], None] = lambda read: None
 ) -> Manifest:
     """Read all of a checkpoint, and check it.
 
     Args:
-        told: how many bytes more have been read, now and then.
+        on_read: called with the number of bytes that each read returned.
 
     Raises:
-        DamagedCheckpoint: naming the first file that is not as it was written.
+        DamagedCheckpoint: naming the first file that has changed since it was written.
     """
     manifest = read_manifest(storage, folder)
     check_sizes(storage, folder, manifest, sizes)
@@ -165,18 +170,18 @@ def verify(
         for start in range(0, record.size, CHUNK):
             data = storage.read(f"{folder}/{name}", start, min(CHUNK, record.size - start))
             crc32 = zlib.crc32(data, crc32)
-            told(len(data))
+            on_read(len(data))
         if f"{crc32:08x}" != record.crc32:
             raise DamagedCheckpoint(f"{storage.url_of(f'{folder}/{name}')}: its checksum is not that of the manifest")
     return manifest
 
 
 def to_delete(steps: list[int], *, keep_latest_k: int, keep_every: int) -> list[int]:
-    """Which of the checkpoints that count are no longer wanted. The newest always is.
+    """Return the steps whose checkpoints the retention rule deletes. The newest always stays.
 
     Args:
-        keep_latest_k: so many of the newest stay; 0 keeps all.
-        keep_every: steps that are a multiple of it stay, too; 0 for none.
+        keep_latest_k: number of the newest that stay; 0 keeps all.
+        keep_every: multiples of this step stay, too; 0 for none.
     """
     older = sorted(steps)[: -max(keep_latest_k, 1)] if keep_latest_k else []
     return [step for step in older if not keep_every or step % keep_every]

@@ -132,9 +132,9 @@ class Saver:
 
     def _copy_on_all(self, staging: Staging) -> dict[str, Tensor]:
         """Return this rank's copy; raises on every rank if it fails on any."""
-        copies: list[dict[str, Tensor]] = []
-        on_all(self.group, lambda: copies.append(staging.copy()))
-        return copies[0]
+        staged: list[dict[str, Tensor]] = []
+        on_all(self.group, lambda: staged.append(staging.copy()))
+        return staged[0]
 
     @contextlib.contextmanager
     def _discarding_on_error(self, folder: str) -> Iterator[None]:

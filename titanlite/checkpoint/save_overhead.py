@@ -1,4 +1,4 @@
-"""What a save costs training, honestly: not how long a call took, but how much longer the steps were until its end."""
+"""Save overhead: how much longer the steps took until a save ended, not how long a call took."""
 
 import time
 from collections import deque
@@ -12,7 +12,7 @@ import torch
 
 
 class StepClock:
-    """A mark at the end of each step. On a GPU the marks are events in its queue: the host waits for nothing."""
+    """Clock with a mark at the end of each step. On a GPU, marks are events in its queue: the host does not wait."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -23,7 +23,7 @@ class StepClock:
         self._gaps: list[tuple[Any, Any]] = []
 
     def step(self) -> None:
-        """A step has ended."""
+        """Mark the end of a step."""
         mark = self._mark()
         if self._begin is not None:
             self._steps += 1
@@ -33,18 +33,18 @@ class StepClock:
 
     @contextmanager
     def not_training(self) -> Iterator[None]:
-        """What happens here (a validation) is no part of any step, and nothing that a save costs."""
+        """Exclude a block (a validation) from the steps and from the overhead."""
         start = self._mark()
         yield
         self._last = self._mark()
         self._gaps.append((start, self._last))
 
     def begin_save(self) -> None:
-        """A save begins: the steps from here to `end_save` are disturbed."""
+        """Begin a save: the steps from here to `end_save` are disturbed."""
         self._begin, self._steps, self._gaps = self._last or self._mark(), 0, []
 
     def end_save(self) -> "SaveOverhead":
-        """The save has ended: during the step that ended last, or, if it was waited for, now."""
+        """End a save, which ended during the last step, or now if training waited for it."""
         self._last = self._mark()
         blocking = SaveOverhead([*self._undisturbed], self._begin, self._last, self._steps, self._gaps)
         self._begin = None
@@ -60,6 +60,8 @@ class StepClock:
 
 @dataclass(frozen=True)
 class SaveOverhead:
+    """Marks of a save, from which its overhead follows once the device has passed them."""
+
     undisturbed: list[tuple[Any, Any]]
     begin: Any
     end: Any
@@ -70,8 +72,10 @@ class SaveOverhead:
         return isinstance(self.end, float) or self.end.query()
 
     def seconds(self) -> float | None:
-        """Time from begin to end, less that of as many undisturbed steps (their median). None if there was no step to
-        compare with; below 0 is noise."""
+        """Return the time from begin to end, less that of as many undisturbed steps (their median).
+
+        Values below 0 are noise. None if there was no step to compare with.
+        """
         usual = [_between(a, b) for a, b in self.undisturbed]
         if self.steps and not usual:
             return None

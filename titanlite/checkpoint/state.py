@@ -1,4 +1,4 @@
-"""What a checkpoint holds of a model and its optimizer, by name; and how that is compared with what is wanted."""
+"""State of a model and its optimizer, by name, and its comparison with a checkpoint."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -21,12 +21,14 @@ State = dict[str, dict[str, Tensor]]
 
 
 def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> State:
-    """{model: {name: tensor}, optimizer: {state.name.moment: tensor}}: the tensors in use, so that loading into them is
-    loading, but for numbers. A shared parameter is there once. A quantized moment is there as what it is made of:
-    state.name.moment.codes, state.name.moment.scale. Learning rates and decay are not state: they come from the config.
+    """Return {model: {name: tensor}, optimizer: {state.name.moment: tensor}}.
+
+    These are the tensors in use, so that loading into them is all of loading, but for numbers. A shared parameter has
+    one entry. A quantized moment has one for each inner tensor: state.name.moment.codes, state.name.moment.scale.
+    Learning rates and decay are not state: they come from the config.
 
     Raises:
-        UserError: the optimizer keeps something else.
+        UserError: the optimizer keeps something other than tensors and numbers.
     """
     parameters = dict(unique_parameters(model))
     buffers = {
@@ -55,7 +57,7 @@ def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> State:
 
 
 def put_back_numbers(model: nn.Module, optimizer: torch.optim.Optimizer, state: State) -> None:
-    """What an optimizer keeps as numbers, from the tensors that were loaded in their place."""
+    """Set the optimizer's numbers from the tensors that were loaded in their place."""
     for name, parameter in unique_parameters(model):
         moments = optimizer.state.get(parameter, {})
         for key, value in moments.items():
@@ -64,8 +66,10 @@ def put_back_numbers(model: nn.Module, optimizer: torch.optim.Optimizer, state: 
 
 
 def complete_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Give an optimizer that has not made a step the state that it has after one, to load into. PyTorch makes a step of
-    no effect for it, which Adam counts: only for an optimizer that is then loaded."""
+    """Give an optimizer that has not made a step the state that it has after one, to load into.
+
+    PyTorch makes a step of no effect for it, which Adam counts: only for an optimizer that is then loaded.
+    """
     if not optimizer.state:
         get_optimizer_state_dict(model, optimizer)
     elif any(p.requires_grad and p not in optimizer.state for p in model.parameters()):
@@ -86,18 +90,18 @@ def flat(state: State) -> dict[str, Tensor]:
 
 
 def selected(name: str, patterns: Iterable[str]) -> bool:
-    """Whether a name is matched by a glob, or is below one: `model` selects model.head.weight."""
+    """Return whether a glob matches a name or a part before a dot: `model` selects model.head.weight."""
     return any(fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}.*") for pattern in patterns)
 
 
 @dataclass(frozen=True)
 class Difference:
-    """Names that are not the same here and in a checkpoint."""
+    """Names that differ between this model and a checkpoint."""
 
     missing: dict[str, str]
-    """Wanted, and not there in this shape."""
+    """Names of this model that the checkpoint lacks in this shape."""
     unexpected: dict[str, str]
-    """There, and not wanted."""
+    """Names of the checkpoint that this model lacks."""
 
     def without(self, *, missing: Iterable[str] = (), unexpected: Iterable[str] = ()) -> "Difference":
         return Difference(
@@ -143,10 +147,10 @@ def difference(wanted: dict[str, Tensor], there: Metadata, patterns: Iterable[st
 
 
 def check_settings(now: dict[str, Any], then: dict[str, Any], allowed: Iterable[str], where: str) -> None:
-    """Refuse to go on where that would mean something else.
+    """Refuse to resume with other settings than the checkpoint's.
 
     Raises:
-        UserError: listing every setting that changed and is not allowed to.
+        UserError: listing every setting that changed without being allowed to.
     """
     changed = [key for key in sorted(now | then) if now.get(key) != then.get(key) and not selected(key, allowed)]
     if changed:
@@ -156,7 +160,7 @@ def check_settings(now: dict[str, Any], then: dict[str, Any], allowed: Iterable[
         if any(key.startswith("data.") for key in changed):
             accept.append('data.on_change = "continue" or "restart"')
         raise UserError(
-            f"{where} was trained with other settings; going on with these would mean something else:\n{lines}\n"
+            f"{where} was trained with other settings, and a resumed run would be another experiment:\n{lines}\n"
             f"Restore them, or give the new run another job.name, or accept: {', '.join(accept)}"
         )
 
@@ -168,7 +172,7 @@ def _as_tensor(value: Tensor | int | float) -> Tensor:
 
 
 def _plain(tensor: Any) -> Any:
-    """The same memory without float8's tensor subclass around a local shard: a checkpoint must load without torchao."""
+    """Unwrap float8's tensor subclass around a local shard, same memory: a checkpoint must load without torchao."""
     tensor = tensor.detach() if isinstance(tensor, Tensor) else tensor
     inner = wrapped_tensors(local_tensor(tensor)).get("_tensor") if isinstance(tensor, DTensor) else None
     return tensor if inner is None else from_local_like(inner, tensor)

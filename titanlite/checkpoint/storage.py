@@ -31,7 +31,7 @@ class Storage(ABC):
         self.owner = owner
 
     def url_of(self, name: str) -> str:
-        """Path or URL of a file, for messages."""
+        """Path or URL of a file, for error messages."""
         return f"{self.url}/{name}"
 
     @abstractmethod

@@ -1,4 +1,4 @@
-"""What a run says of itself when it starts, and where everything is when it ends."""
+"""First and last lines of a run: its parts at the start, the places of its results at the end."""
 
 import logging
 
@@ -56,13 +56,13 @@ def report_start(
         rest = limit - total
         logger.info(f"         the last {rest} sequences do not fill a batch of {training.global_batch_size}: left out")
     if progress.step >= steps:
-        logger.info(f"this run is complete at step {progress.step}; to go on, raise training.steps")
+        logger.info(f"this run is complete at step {progress.step}; to continue it, raise training.steps")
     elif progress.step:
         logger.info(f"resuming after step {progress.step}, {progress.samples_seen:,} sequences into the data")
 
 
 def types_of(model: Model, optimizer: torch.optim.Optimizer) -> dict[str, str]:
-    """As they are, not as the config wants them."""
+    """Return the dtypes in use, read from the model and the optimizer instead of the config."""
     units = [fsdp_param_group(module) for module in model.modules() if isinstance(module, FSDPModule)]
     policies = [unit.mp_policy for unit in units if unit is not None]
     weights = [parameter.dtype for parameter in model.parameters()]
@@ -100,12 +100,12 @@ def report_end(
     stopped: StoppedByGuard | None,
 ) -> None:
     if stopped:
-        logger.info(f"stopped: the steps that were left out are in {folder.skipped}, with the sequences in question")
+        logger.info(f"stopped: the skipped steps are in {folder.skipped}, with the sequences in question")
         logger.info(f"  the last step taken is {stopped.taken}")
         if done := manifests.committed_steps(checkpoints.list()):
             logger.info(f"  checkpoints  {checkpoints.url} ({', '.join(map(str, done))})")
         if config.guard.nonfinite == "stop" and done and not config.optimizer.in_backward:
-            logger.info("  to leave such steps out, and go on: the same command with --guard.nonfinite=skip")
+            logger.info("  to skip such steps and resume: the same command with --guard.nonfinite=skip")
         return
     steps = max(steps, resumed_at)
     more = (
@@ -122,7 +122,7 @@ def report_end(
         f"  metrics      {folder.metrics}",
         f"  config       {folder.path / 'config.toml'}, versions and commit in run.json beside it",
         "What next?",
-        f"  go on          the same command with {more}",
+        f"  continue       the same command with {more}",
         f"  another run    add --job.name=second, and change any option: --optimizer.lr={config.optimizer.lr / 2:g}",
         f"  another model  {again} with a file of train_configs/",
     ]

@@ -1,4 +1,4 @@
-"""What people see: one console for progress, one logger for lines."""
+"""Output for people: one console for progress bars, one logger for lines."""
 
 import logging
 import sys
@@ -10,7 +10,7 @@ LOGGER = "titanlite"
 
 
 def progress_console() -> Console:
-    """Where progress bars are drawn: standard error, and nothing at all when that is not a terminal."""
+    """Console of progress bars: standard error, silent when it is not a terminal."""
     return Console(stderr=True, quiet=not sys.stderr.isatty())
 
 
@@ -24,7 +24,7 @@ class ConsoleHandler(logging.StreamHandler):
 
 
 def start_logging(rank: int) -> None:
-    """Rank 0's lines go to standard output; of the other ranks, warnings only."""
+    """Log to standard output: all lines of rank 0, warnings of the other ranks."""
     handler = ConsoleHandler(sys.stdout)
     handler.setLevel(logging.INFO if rank == 0 else logging.WARNING)
     prefix = "" if rank == 0 else f"[rank {rank}] "
@@ -36,7 +36,7 @@ def start_logging(rank: int) -> None:
 
 
 def log_to_file(folder: Path, rank: int) -> None:
-    """Every rank's lines, with the time, to logs/rank-N.log in the run's folder."""
+    """Log all lines of this rank, with the time, to logs/rank-N.log in the run's folder."""
     folder.mkdir(parents=True, exist_ok=True)
     handler = logging.FileHandler(folder / f"rank-{rank}.log")
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))

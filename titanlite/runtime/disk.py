@@ -29,19 +29,19 @@ logger = logging.getLogger(__name__)
 WINDOW = 2**24
 """Bytes that are written back at a time: few of them are in memory."""
 AHEAD = 2
-"""So many of them wait for the disk before the step does."""
+"""Number of windows that wait for the disk before the step does."""
 ALIGNMENT = 64
 """Bytes: a line of the cache, as in PyTorch's own memory."""
 GIB = 2**30
 
 
 def folder_of(offload: Offload, run: Path) -> Path:
-    """Where a run's files are, if it has any."""
+    """Return the folder of a run's files on disk, which `open_disk` may create."""
     return Path(os.path.expanduser(offload.path)) if offload.path else run / "offload"
 
 
 def open_disk(offload: Offload, run: Path) -> "DiskTensors | None":
-    """Of a run; None where everything is in memory."""
+    """Return the tensors on disk of a run; None where everything is in memory."""
     if not offload.is_used:
         return None
     parameters, moments = offload.parameters == "disk", offload.optimizer == "disk"
@@ -49,13 +49,13 @@ def open_disk(offload: Offload, run: Path) -> "DiskTensors | None":
 
 
 def check_room(folder: Path, needed: float) -> None:
-    """Of what is not there yet.
+    """Check the free space of a disk.
 
     Args:
         needed: bytes, of all processes of this machine.
 
     Raises:
-        UserError: the disk has less.
+        UserError: the disk has less free space.
     """
     there = next(place for place in (folder, *folder.absolute().parents) if os.path.exists(place))
     free = shutil.disk_usage(there).free
@@ -73,7 +73,7 @@ class _File:
     file: IO[bytes]
     map: mmap.mmap
     address: int
-    """Where it begins in memory."""
+    """Address of its first byte in memory."""
 
 
 Range = tuple[_File, int, int]
@@ -136,7 +136,7 @@ class DiskTensors:
         for part in self._ranges(tensors):
             _drop(part)
 
-    def settle(self) -> None:
+    def flush(self) -> None:
         """Wait until all that has changed is written.
 
         Raises:
@@ -198,8 +198,10 @@ def _write_back(ranges: Sequence[Range]) -> None:
 
 
 def _drop(part: Range) -> None:
-    """From this process's memory, and then from the system's, which keeps what is mapped or not written yet. Nothing
-    is lost: what is touched again is read again."""
+    """Drop pages from this process's memory, then from the system's, which keeps what is mapped or not written yet.
+
+    Nothing is lost: a page that is touched again is read again.
+    """
     file, start, end = part
     file.map.madvise(mmap.MADV_DONTNEED, start, end - start)
     os.posix_fadvise(file.file.fileno(), start, end - start, os.POSIX_FADV_DONTNEED)

@@ -71,7 +71,7 @@ def retry(
 
 
 def _is_denied(error: Exception) -> bool:
-    """Whether credentials are the reason, so that another attempt cannot help."""
+    """Return whether credentials are the reason, so that another attempt cannot help."""
     if isinstance(error, PermissionError):  # fsspec's error for HTTP 401 and 403
         return True
     botocore: Any = sys.modules.get("botocore.exceptions")  # loaded by whoever raised its errors

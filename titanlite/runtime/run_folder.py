@@ -66,7 +66,7 @@ class RunFolder:
 
     @property
     def has_saved(self) -> bool:
-        """Whether the run has saved a checkpoint in an earlier start."""
+        """Return whether the run has saved a checkpoint in an earlier start."""
         return self.saves.exists() and self.saves.stat().st_size > 0
 
     @property
