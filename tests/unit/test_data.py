@@ -1,5 +1,6 @@
 """Data: shards of tokens, a permutation each epoch, and batches that depend on the config alone."""
 
+import json
 import multiprocessing
 import pickle
 from itertools import islice
@@ -17,7 +18,7 @@ from titanlite.data.packing import Stream
 from titanlite.data.samples import Samples, Source
 from titanlite.data.sources import open_sources
 from titanlite.data.tokenizer import ByteTokenizer
-from titanlite.data.tokens import TokenStore
+from titanlite.data.tokens import INDEX, TokenStore
 from titanlite.ingest.token_writer import TokenWriter, unigram_entropy
 from titanlite.runtime.errors import UserError
 
@@ -206,6 +207,27 @@ def test_workers_read_the_same_and_nothing_is_drawn_from_the_global_random_state
     assert read[0] == read[1] == read[4]
     assert read[0][0] == samples.__getitems__([42, 43])["tokens"][:, 0].tolist()
     assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("name", ["/etc/00000", "../other/00000", "..", "sub/00000", ".hidden", ""])
+def test_names_of_shards_are_plain(name: str, tmp_path: Path) -> None:
+    write_tokens(tmp_path / "tokens", [[1] * 8], tokenizer="bytes", vocab_size=258)
+    index = json.loads((tmp_path / "tokens" / INDEX).read_text())
+    index["shards"][0]["name"] = name
+    (tmp_path / "tokens" / INDEX).write_text(json.dumps(index))
+    with pytest.raises(UserError, match=r"names a file .* which is no plain name of a shard's file"):
+        TokenStore(tmp_path / "tokens")
+
+
+def test_workers_send_no_state(samples: Samples) -> None:
+    """torchdata would snapshot each worker after each batch; nothing uses these states."""
+    batches = MicroBatches(start=0, global_batch_size=4, micro_batch_size=2, rank=0, ranks=1)
+    loader = build_loader(samples, batches, num_workers=1, device=CPU)
+    for _ in islice(loader, 3):
+        pass
+    assert loader.gi_frame is not None
+    assert loader.gi_frame.f_locals["loader"].snapshot_every_n_steps == 0
+    loader.close()
 
 
 def test_too_little_data_is_an_error(tmp_path: Path) -> None:

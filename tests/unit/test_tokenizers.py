@@ -291,6 +291,23 @@ def saved(folder: Path, **beside: Any) -> Path:
     return folder
 
 
+def test_tokens_that_only_the_config_lists_are_found(tmp_path: Path) -> None:
+    """The form of torchtitan's tests/assets/tokenizer: ids beyond the vocabulary, and no entry bos_token."""
+    plain = {"special": True, "normalized": False, "lstrip": False, "rstrip": False, "single_word": False}
+    ends = {"128001": {"content": "<|end_of_text|>", **plain}, "128000": {"content": "<|begin_of_text|>", **plain}}
+    folder = saved(tmp_path, tokenizer_config={"added_tokens_decoder": ends, "model_max_length": 131072})
+    spec = json.loads((folder / "tokenizer.json").read_text())
+    spec["added_tokens"] = []
+    (folder / "tokenizer.json").write_text(json.dumps(spec))
+    tokenizer = load_tokenizer(str(folder))
+    size = max(spec["model"]["vocab"].values()) + 1
+    assert (tokenizer.bos_id, tokenizer.eos_id, tokenizer.vocab_size) == (size, size + 1, size + 2)
+    ids = np.array([size, *tokenizer.encode("the <|end_of_text|>"), size + 1])
+    assert tokenizer.decode(ids).split() == ["<|begin_of_text|>", "the", "<|end_of_text|><|end_of_text|>"]
+    assert (ids[1:-1] < size).all(), "names of special tokens in a text are plain text"
+    assert tokenizer.token_bytes()[[size, size + 1]].tolist() == [0, 0]
+
+
 @pytest.mark.parametrize(
     ("beside", "bos", "eos"),
     [

@@ -70,6 +70,7 @@ def build_loader(
             samples,
             batch_sampler=batches,
             num_workers=num_workers,
+            snapshot_every_n_steps=0,  # never: no state of a worker is used, the position is a number of samples
             multiprocessing_context=context,
             collate_fn=_as_is,
             pin_memory=device.type == "cuda",

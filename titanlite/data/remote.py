@@ -23,7 +23,7 @@ from typing import NamedTuple, TypeVar
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from titanlite.checkpoint.storage import ObjectStorage
-from titanlite.data.tokens import FORMAT, INDEX
+from titanlite.data.tokens import FORMAT, INDEX, check_shard_file
 from titanlite.runtime.console import progress_console
 from titanlite.runtime.errors import RunError, UserError
 from titanlite.runtime.files import lock_file
@@ -113,12 +113,12 @@ def _stated_files(index: bytes, where: str) -> list[_File]:
         sizes = {"tokens": TOKEN_BYTES[stated["dtype"]], "documents": 8, "mask": 1}
         files: dict[str, _File] = {}
         for shard in stated["shards"]:
-            for kind, checksum in shard["sha256"].items():
-                name, count = f"{shard['name']}.{kind}", shard["documents" if kind == "documents" else "tokens"]
-                # names become paths here, and nothing but a name may
-                if not re.fullmatch(r"[\w-][\w.-]*", name, flags=re.ASCII) or name in files or count < 0:
-                    raise UserError(f"data.path: {where} states a file {name!r} of {count} items, which cannot be")
-                files[name] = _File(name, count * sizes[kind], checksum)
+            for suffix, checksum in shard["sha256"].items():
+                name = check_shard_file(shard["name"], suffix, where)
+                count = shard["documents" if suffix == "documents" else "tokens"]
+                if name in files or count < 0:
+                    raise UserError(f"data.path: {where} names a file {name!r} twice, or with {count} items")
+                files[name] = _File(name, count * sizes[suffix], checksum)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         if isinstance(error, UserError):
             raise

@@ -7,6 +7,7 @@ a token, 0 for those). The folder is written beside its place and renamed when i
 
 import hashlib
 import json
+import re
 from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
@@ -20,6 +21,21 @@ FORMAT = 2
 INDEX = "index.json"
 MOST_OPEN_SHARDS = 1024
 """Of tens of thousands of shards not all can be mapped at once (vm.max_map_count)."""
+
+
+def check_shard_file(name: object, suffix: object, index: object) -> str:
+    """Return the name of a shard's file, which becomes a path, after checking the parts that an index states.
+
+    Args:
+        index: path or URL of the index, for the message.
+
+    Raises:
+        UserError: the name is not plain (a path, "..", hidden), or the suffix is unknown.
+    """
+    file = f"{name}.{suffix}"
+    if not re.fullmatch(r"[\w-][\w.-]*", file, flags=re.ASCII) or suffix not in ("tokens", "documents", "mask"):
+        raise UserError(f"data.path: {index} names a file {file!r}, which is no plain name of a shard's file")
+    return file
 
 
 class TokenStore:
@@ -40,6 +56,9 @@ class TokenStore:
             raise UserError(f"data.path: {folder} has format {has}, this version reads {FORMAT}: prepare it again")
         self._dtypes = {"tokens": np.dtype(self.index["dtype"]), "documents": np.dtype("<u8"), "mask": np.dtype("u1")}
         self._starts = np.cumsum([0, *(shard["tokens"] for shard in self.index["shards"])])
+        for shard in self.index["shards"]:
+            for suffix in shard["sha256"]:
+                check_shard_file(shard["name"], suffix, folder / INDEX)
         for path, size, _ in self.files():
             if not path.is_file() or path.stat().st_size != size:
                 raise UserError(f"data.path: {path} is missing or does not have the size that {INDEX} states")

@@ -32,6 +32,10 @@ class HuggingFaceTokenizer:
         try:
             first = FastTokenizer.from_str(content.decode())
             vocab = first.get_vocab()
+            if missing := _missing_tokens(path, spec, vocab):
+                spec["added_tokens"] += missing
+                first = FastTokenizer.from_str(json.dumps(spec))
+                vocab = first.get_vocab()
             special = {token["content"] for token in spec["added_tokens"] if token["special"]}
             self.bos_id = _document_end("bos_token", path, vocab, [name for name in BOS_NAMES if name in special])
             self.eos_id = _document_end("eos_token", path, vocab, [name for name in EOS_NAMES if name in special])
@@ -81,6 +85,19 @@ def _read_json(path: Path) -> tuple[bytes, dict[str, Any]]:
     except (OSError, ValueError) as error:
         raise UserError(f"data.tokenizer: {path} cannot be read as JSON: {error}") from None
     return content, value
+
+
+def _missing_tokens(path: Path, spec: dict[str, Any], vocab: dict[str, int]) -> list[dict[str, Any]]:
+    """Return the tokens that only `added_tokens_decoder` of tokenizer_config.json lists, as entries of `added_tokens`.
+
+    They get the next free ids, as transformers gives them, in the order of the ids that the file states.
+    """
+    beside = path.with_name("tokenizer_config.json")
+    stated = _read_json(beside)[1].get("added_tokens_decoder") or {} if beside.is_file() else {}
+    tokens = [stated[key] for key in sorted(stated, key=int) if stated[key]["content"] not in vocab]
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized", "special"), False)
+    first = max(vocab.values()) + 1
+    return [flags | token | {"id": first + i} for i, token in enumerate(tokens)]
 
 
 def _document_end(key: str, path: Path, vocab: dict[str, int], names: list[str]) -> int | None:
