@@ -57,44 +57,46 @@ PAUSE = 2e-3  # seconds
 
 @dataclass(frozen=True)
 class Measured:
-    """Of one rank, in bytes. Steady state is every step after the first, which makes the states of the optimizer."""
+    """Memory of one rank, in bytes. Steady state: all steps after the first one, which makes the optimizer's states."""
 
     peak: int
-    """Most that was live at any moment of the steady state, without what gloo copies to and fro in a collective."""
+    """Peak of the steady state, without the buffers of gloo inside a collective."""
     peak_with_gloo: int
-    """The same with gloo's copies, which other backends do not make."""
+    """The same with the buffers of gloo, which other backends do not have."""
     peak_first: int
-    """As `peak`, of the first step."""
+    """Peak of the first step."""
     states: int
-    """Live between two steps, with no batch there."""
+    """Bytes that are live between two steps, without a batch."""
     batch: int
     """Tokens and labels of all micro-batches of a step; they are live in the whole step."""
     breakdown: dict[str, int]
-    """Of the states, from the objects themselves: parameters, optimizer, buffers."""
+    """Bytes of the states, from the objects themselves: parameters, optimizer, buffers."""
     phases: dict[str, int]
     """`peak` of each part of a step."""
 
 
 class Change(NamedTuple):
-    moment: int
+    time: int
     address: int
     size: int
-    """In bytes; less than 0 where they are given back."""
+    """Bytes; negative for a release."""
     by_collective: bool
 
 
 class Held(NamedTuple):
-    """Bytes that are live from a moment on."""
+    """Bytes that are live from a time on."""
 
-    moment: int
+    time: int
     tensors: int
-    with_copies: int
-    """Together with what a collective that runs has allocated for itself."""
+    with_buffers: int
+    """The same with the buffers of a running collective."""
 
 
 class AllocationRecord:
-    """Within `with`, records what PyTorch's CPU allocator does for this thread and for the collectives that it starts.
-    What was allocated before is not counted, nor is its release. Moments are in nanoseconds."""
+    """Records PyTorch's CPU allocator within `with`, for this thread and the collectives that it starts.
+
+    Earlier allocations and their releases are not counted. Times are in nanoseconds.
+    """
 
     def __init__(self) -> None:
         self._profile: Any = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
@@ -111,21 +113,21 @@ class AllocationRecord:
             self._read()
 
     def span(self, name: str) -> AbstractContextManager[Any]:
-        """Name what happens within, to ask for it afterwards. PyTorch itself names steps of optimizers."""
+        """Name the time within, for `find`. PyTorch itself names the steps of optimizers."""
         return record_function(SPAN + name)
 
     def find(self, name: str, *, after: int = 0) -> tuple[int, int]:
-        """Begin and end of the first span whose name begins so, at `after` or later."""
+        """Return begin and end of the first span at `after` or later whose name begins with `name`."""
         return min((begin, end) for known, begin, end in self._spans if known.startswith(name) and begin >= after)
 
-    def held(self, moment: int) -> Held:
-        before = bisect_right(self._timeline, moment, key=lambda held: held.moment)
-        return self._timeline[before - 1] if before else Held(moment, 0, 0)
+    def held(self, time: int) -> Held:
+        before = bisect_right(self._timeline, time, key=lambda held: held.time)
+        return self._timeline[before - 1] if before else Held(time, 0, 0)
 
-    def peak(self, begin: int, end: int, *, with_copies: bool = False) -> int:
-        """Most bytes that were live at any moment from begin to end."""
-        within = [self.held(begin), *(held for held in self._timeline if begin <= held.moment <= end)]
-        return max(held.with_copies if with_copies else held.tensors for held in within)
+    def peak(self, begin: int, end: int, *, with_buffers: bool = False) -> int:
+        """Return the most bytes that were live between begin and end."""
+        within = [self.held(begin), *(held for held in self._timeline if begin <= held.time <= end)]
+        return max(held.with_buffers if with_buffers else held.tensors for held in within)
 
     def _read(self) -> None:
         roots = self._profile.profiler.kineto_results.experimental_event_tree()
@@ -141,33 +143,35 @@ class AllocationRecord:
             elif event.name.startswith((SPAN, OPTIMIZER_STEP)):
                 self._spans.append((event.name.removeprefix(SPAN), event.start_time_ns, event.end_time_ns))
             todo += [(child, by_collective) for child in event.children]
-        self._timeline = list(add_up(sorted(changes, key=lambda change: change.moment)))
+        self._timeline = list(add_up(sorted(changes, key=lambda change: change.time)))
 
 
 def add_up(changes: Iterable[Change]) -> Iterator[Held]:
-    """What is live after each change.
+    """Yield the live bytes after each change.
 
-    What is released by a thread that the profiler does not know is not told (see `seen_releases`). But nobody starts a
-    collective here without waiting for it: when the next tensor is allocated, all its copies are gone. And what was at
-    an address is gone when that is given out again.
+    Releases by threads that the profiler does not know are missing (see `seen_releases`). But every collective is
+    waited for: when the next tensor is allocated, its buffers are gone. And memory at an address is gone when the
+    address is allocated again.
     """
     tensors: dict[int, int] = {}
-    copies: dict[int, int] = {}
-    held = copied = 0
-    for moment, address, size, by_collective in changes:
+    buffers: dict[int, int] = {}
+    held = buffered = 0
+    for time_ns, address, size, by_collective in changes:
         if size > 0 and not by_collective:
-            copies, copied = {}, 0
+            buffers, buffered = {}, 0
         held -= tensors.pop(address, 0)
-        copied -= copies.pop(address, 0)
+        buffered -= buffers.pop(address, 0)
         if size > 0:
-            (copies if by_collective else tensors)[address] = size
-            held, copied = (held, copied + size) if by_collective else (held + size, copied)
-        yield Held(moment, held, held + copied)
+            (buffers if by_collective else tensors)[address] = size
+            held, buffered = (held, buffered + size) if by_collective else (held + size, buffered)
+        yield Held(time_ns, held, held + buffered)
 
 
 def seen_releases() -> AbstractContextManager[Any]:
-    """Whoever waits for a collective goes on a little later. A thread of gloo still has hold of the tensors of one that
-    has just ended: if it were the last to let go of them, the profiler would not see it."""
+    """Make each wait for a collective a little longer.
+
+    A thread of gloo holds the tensors of a collective that has just ended. The profiler would not see a release by it.
+    """
     wait = dist.Work.wait
 
     def wait_longer(work: dist.Work, *args: Any) -> bool:
@@ -247,7 +251,7 @@ def read_off(record: AllocationRecord, model: Model, optimizer: Optimizer, steps
     held = {"parameters": model.parameters(), "optimizer": states, "buffers": model.buffers()}
     return Measured(
         peak=record.peak(begin, end),
-        peak_with_gloo=record.peak(begin, end, with_copies=True),
+        peak_with_gloo=record.peak(begin, end, with_buffers=True),
         peak_first=record.peak(*first),
         states=record.held(end).tensors,
         batch=batch,
@@ -278,7 +282,7 @@ def measure(config: Config, *, processes: int, steps: int = 3) -> list[Measured]
     """
     if processes < 1 or steps < 2:
         raise UserError(f"needs at least 1 process and 2 steps, got {processes} and {steps}")
-    resolve_model(config.model.name, config.model.flavor, config.model.args, config.model.file)  # or tell at once
+    resolve_model(config.model.name, config.model.flavor, config.model.args, config.model.file)  # raises at once
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["titanlite.train"])
     with tempfile.TemporaryDirectory() as folder, ProcessPoolExecutor(processes, mp_context=context) as pool:
@@ -306,10 +310,10 @@ def main() -> None:
     name = " ".join([f"peak memory of a rank, {arguments.config}, {arguments.processes} process(es)", *overrides])
     record(arguments.record, name=name, value=max(peaks), low=min(peaks), unit="MiB", better="lower")
     for rank, measured in enumerate(ranks):
-        figures = asdict(measured)
-        figures |= figures.pop("breakdown") | figures.pop("phases")
+        sizes = asdict(measured)
+        sizes |= sizes.pop("breakdown") | sizes.pop("phases")
         print(f"rank {rank}, MiB")
-        for name, size in figures.items():
+        for name, size in sizes.items():
             print(f"  {name.replace('_', ' '):<21} {size / 2**20:10,.2f}")
 
 

@@ -1,7 +1,7 @@
-"""What `titanlite plan` says against what is.
+"""Accuracy of `titanlite plan`: predicted against measured memory and time.
 
     python benchmarks/plan_accuracy.py cpu          peak memory of runs on this machine's CPU, byte by byte
-    python benchmarks/plan_accuracy.py published    figures that torchtitan published for H100s, beside the plan's
+    python benchmarks/plan_accuracy.py published    measurements that torchtitan published, beside the plan
     python benchmarks/plan_accuracy.py gpu          peak memory and step time on this machine's GPU
 
 cpu: the allocator's own record of real runs of several processes (measured_memory.py). gpu: max_memory_allocated and
@@ -100,7 +100,7 @@ PUBLISHED: list[tuple[str, Hardware, int, str, int, float | None, float]] = [
 ]
 """Llama 3 8B by torchtitan, FSDP, sequences of 8,192, selective activation checkpointing: (which, hardware, GPUs, how,
 local batch, GiB a GPU, tokens a second and GPU). H100: its benchmarks of December 2024. H200: those by Trainy of June
-2025. A100: its docs/performance.md of 2024; whether it was compiled is not said."""
+2025. A100: its docs/performance.md of 2024; it is not known whether it was compiled."""
 
 GPU_CASES: list[tuple[str, list[str]]] = [
     (f"{flavor}, {seq_len} tokens x {batch}, {mode}{', compiled' if compiled else ''}",
@@ -203,16 +203,16 @@ def on_gpu(only: str, found: Ratios) -> Iterator[str]:
     for name, overrides in GPU_CASES:
         if only in name:
             config = load(LLAMA_8B, [*overrides, "--data.tokenizer=bytes"], world_size=1)
-            said = planned(config, 1, hardware, 1)
+            predicted = planned(config, 1, hardware, 1)
             try:
                 peak, seconds = trained(config, device)
             except torch.OutOfMemoryError:
-                yield row(name, f"{said.peak / GIB:.1f}", "out of memory", "", "", "", "")
+                yield row(name, f"{predicted.peak / GIB:.1f}", "out of memory", "", "", "", "")
                 continue
-            found["measured peak memory"].append(said.peak / peak)
-            found["measured time of a step"].append(said.time.total / seconds)
-            figures = (said.peak / GIB, peak / GIB, said.peak / peak, said.time.total, seconds)
-            yield row(name, *(f"{figure:.3f}" for figure in (*figures, said.time.total / seconds)))
+            found["measured peak memory"].append(predicted.peak / peak)
+            found["measured time of a step"].append(predicted.time.total / seconds)
+            values = (predicted.peak / GIB, peak / GIB, predicted.peak / peak, predicted.time.total, seconds)
+            yield row(name, *(f"{value:.3f}" for value in (*values, predicted.time.total / seconds)))
 
 
 def trained(config: Config, device: torch.device, *, steps: int = 8) -> tuple[int, float]:

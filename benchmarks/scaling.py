@@ -4,7 +4,7 @@
     python benchmarks/scaling.py host        # the host's own seconds of a step on fake ranks, 1 to 4,096
     python benchmarks/scaling.py processes   # tokens a second on 1, 2 and 4 processes of this machine
 
-`volume` counts the messages of a real step on gloo. Theory: FSDP gathers each parameter for forward and for backward,
+`volume` counts the collectives of a real step on gloo. Theory: FSDP gathers each parameter for forward and backward,
 and reduces its gradient once; backward has no need of the embedding, and finds the head still gathered. A replica
 (HSDP) all-reduces its shards of the gradients once more.
 
@@ -119,14 +119,14 @@ class Messages(TorchDispatchMode):
         if name.startswith("c10d::") and (kind := COLLECTIVES.get(name.removeprefix("c10d::"))):
             tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)]
             size = max(tensor.nbytes for tensor in tensors)
-            if size > 1024:  # not the figures that ranks agree on
+            if size > 1024:  # not the metrics that ranks agree on
                 self.bytes[kind] += size
                 self.count[kind] += 1
         return func(*args, **(kwargs or {}))
 
 
 def volume(path: Path | None, options: list[str]) -> None:
-    print("MB of whole tensors a step   sent   theory  ratio  messages")
+    print("MB of whole tensors a step   sent   theory  ratio  collectives")
     for replicate, shard in LAYOUTS:
         degrees = [
             f"--parallelism.data_parallel_replicate_degree={replicate}",
@@ -230,12 +230,12 @@ def host(path: Path | None, steps: int) -> None:
         for value, ranks, options in rows:
             found = run(1, "host-rank", f"--steps={steps}", f"--ranks={ranks}", *options)
             line = f"{value:>30,}"
-            for what, figures in found.items():
-                median = statistics.median(figures)
+            for what, values in found.items():
+                median = statistics.median(values)
                 first = firsts.setdefault(what, median)
                 line += f" {median:12,.{0 if 'calls' in what else 2}f} {median / first:8.3f}"
                 name = f"host's {what}, {title}: {value:,} / {rows[0][0]:,}"
-                ratios = [figure / first for figure in figures]
+                ratios = [each / first for each in values]
                 record(path, name=name, values=ratios, better="lower", aim=aim if "step" in what else "flat")
             print(line, flush=True)
 
