@@ -83,7 +83,7 @@ def measure(arguments: argparse.Namespace) -> None:
 
 class Contest:
     def __init__(self, run: Run, *, quiet: int, size: str, path: Path | None) -> None:
-        """Figures are recorded in `path`."""
+        """Results are recorded in `path`."""
         self.run = run
         self.quiet = quiet
         self.size = size
@@ -118,7 +118,7 @@ class Contest:
             "plain": self.plain,
         }
         blocked: dict[str, list[float]] = {name: [] for name in contenders}
-        self.figures: dict[str, list[dict[str, Any]]] = {"sync": [], "async": []}
+        self.saves: dict[str, list[dict[str, Any]]] = {"sync": [], "async": []}
         for turn in range(saves + 1):
             for name, begin in contenders.items():
                 for _ in range(self.quiet):
@@ -138,7 +138,7 @@ class Contest:
         manager.save(Progress(self.step_number, 0), last=False)
 
         def has_ended() -> bool:
-            self.figures[name] += manager.watch()
+            self.saves[name] += manager.watch()
             return manager._save is None
 
         return has_ended
@@ -172,18 +172,18 @@ class Contest:
             value, low, high = medians[name] / medians["sync"], min(pairs), max(pairs)
             better, aim = ("lower", "< 0.5") if name == "async" else ("none", "")
             self.note(f"{name} / synchronous save", value=value, low=low, high=high, better=better, aim=aim)
-        plans = [figure["planning_seconds"] for figure in self.figures["sync"]]  # nothing trains beside it
+        plans = [one["planning_seconds"] for one in self.saves["sync"]]  # nothing trains beside it
         print(f"  planning, first and then: {plans[0] * 1e3:.0f} and {statistics.median(plans[1:]) * 1e3:.1f} ms")
         print(f"  second plan / first plan {statistics.median(plans[1:]) / plans[0]:.3f}")
         self.note("second plan / first plan", values=[plan / plans[0] for plan in plans[1:]], aim="< 0.2")
-        written = self.figures["async"][-1]["bytes"]
+        written = self.saves["async"][-1]["bytes"]
         whole = sum(t.numel() * t.element_size() for t in flat(self.state()).values())
         print(f"  bytes of state {whole:,}, written / state {written / whole:.4f}")
-        shares = [figure["bytes"] / whole for figure in self.figures["async"]]
+        shares = [one["bytes"] / whole for one in self.saves["async"]]
         self.note("bytes written / bytes of state", values=shares, aim="< 1.02")
-        for name, figures in self.figures.items():
-            parts = [key for key in figures[0] if key.endswith("seconds") and key != "blocking_seconds"]
-            usual = {key: round(statistics.median(figure[key] for figure in figures[1:]), 3) for key in parts}
+        for name, saves in self.saves.items():
+            parts = [key for key in saves[0] if key.endswith("seconds") and key != "blocking_seconds"]
+            usual = {key: round(statistics.median(one[key] for one in saves[1:]), 3) for key in parts}
             print(f"  {name:6} {usual}")
 
     def memory(self) -> None:
@@ -204,10 +204,10 @@ class Contest:
             value, low, high = (size / 2**20 for size in (after[20], min(late), max(late)))
             self.note("host memory after save 20", value=value, low=low, high=high, unit="MiB")
 
-    def note(self, name: str, *, better: Better = "lower", **figure: Any) -> None:
+    def note(self, name: str, *, better: Better = "lower", **result: Any) -> None:
         """Record what one rank has printed."""
         case = f"{self.size}, {dist.get_world_size()} process(es)"
-        record(self.path, name=f"{name}, {case}", better=better, **figure)
+        record(self.path, name=f"{name}, {case}", better=better, **result)
 
 
 def resident() -> int:

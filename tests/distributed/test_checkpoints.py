@@ -14,7 +14,7 @@ import torch
 from tests.distributed.test_layouts import degrees, trained, whole
 from tests.helpers import TinyRun, run_ranks, train_on_this_rank
 from titanlite.checkpoint import manifest as manifests
-from titanlite.checkpoint import save as saving
+from titanlite.checkpoint import staging
 from titanlite.checkpoint.dcp_write import ShardWriter
 from titanlite.checkpoint.manager import CheckpointManager
 from titanlite.checkpoint.manifest import folder_name
@@ -83,7 +83,7 @@ def no_memory_to_stage(run_folder: Path) -> None:
     def fail(*args: Any) -> Any:
         raise MemoryError("no host memory")
 
-    saving._copy = fail
+    staging._copy = fail
 
 
 TROUBLE: dict[Callable[[Path], None], tuple[int, str]] = {
@@ -210,14 +210,14 @@ def test_rank_0s_clock_decides_when_to_save(tiny: TinyRun) -> None:
 def staged_bytes(rank: int, world_size: int, config: Config) -> tuple[int, int, int]:
     """(staged by this rank for the last save, the same for the first one, the whole local state)"""
     staged: list[int] = []
-    copy = saving._Staging.copy
+    copy = staging.Staging.copy
 
     def recorded(self: Any) -> Any:
         buffers = copy(self)
         staged.append(sum(buffer.nbytes for buffer in buffers.values()))
         return buffers
 
-    saving._Staging.copy = recorded  # type: ignore[method-assign]
+    staging.Staging.copy = recorded  # type: ignore[method-assign]
     train_on_this_rank(config, rank, world_size)
     return staged[-1], staged[0], len(staged)  # the last save of a run is of the state itself
 
