@@ -26,7 +26,13 @@ STARTS = ("eager", "cold", "warm")
 def start(name: str, config: str, options: list[str], folder: Path) -> tuple[float, float]:
     """Seconds: of compiling, and from the start to the first step's line."""
     command = [sys.executable, "-u", "-m", "titanlite", "train", "--config", config, *options]
-    command += ["--training.steps=2", "--checkpoint.enable=false", f"--job.dump_folder={folder}", f"--job.name={name}"]
+    command += [
+        "--training.steps=2",
+        "--lr_scheduler.warmup_steps=0",
+        "--checkpoint.enable=false",
+        f"--job.dump_folder={folder}",
+        f"--job.name={name}",
+    ]
     if name != "eager":
         command += ["--compile.enable=true", f"--compile.cache_folder={folder / 'cache'}"]
     variables = {key: value for key, value in os.environ.items() if key != "TORCHINDUCTOR_CACHE_DIR"}

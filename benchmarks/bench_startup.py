@@ -56,7 +56,18 @@ def to_first_step(folder: str) -> dict[str, Callable[[], float]]:
         return json.loads(found.stdout)["first"]
 
     def titanlite() -> float:
-        command = [sys.executable, "-u", "-m", "titanlite", "train", "--config", CONFIG, *words, "--training.steps=1"]
+        command = [
+            sys.executable,
+            "-u",
+            "-m",
+            "titanlite",
+            "train",
+            "--config",
+            CONFIG,
+            *words,
+            "--training.steps=1",
+            "--lr_scheduler.warmup_steps=0",
+        ]
         command += [f"--job.name=run-{time.time_ns()}"]
         started = time.perf_counter()
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:

@@ -15,7 +15,8 @@ from record import add_record_option, record
 
 ROOT = Path(__file__).parents[1]
 OPTIONS = [
-    "--config", "debug.toml", "--training.steps=3", "--model.args.n_layers=2", "--model.args.dim=96",
+    "--config", "debug.toml", "--training.steps=3", "--lr_scheduler.warmup_steps=0", "--model.args.n_layers=2",
+    "--model.args.dim=96",
     "--model.args.hidden_dim=64", "--parallelism.data_parallel_replicate_degree=2", "--metrics.log_freq=1",
 ]  # fmt: skip
 GOOD = "exit 0, finished True, aborts in the output False"

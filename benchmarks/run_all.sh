@@ -74,7 +74,7 @@ fast bench_data.py prepare --runs 1 --mib 4
 full bench_data.py loader
 fast bench_data.py loader --runs 1
 full bench_data.py wait
-fast bench_data.py wait --training.steps=3
+fast bench_data.py wait --training.steps=3 --lr_scheduler.warmup_steps=0
 full bench_loss.py --runs 7
 fast bench_loss.py --runs 1 --tokens 256
 full bench_rounding.py

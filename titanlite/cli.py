@@ -229,9 +229,9 @@ def _checked(options: Namespace, *, log: bool = False) -> "Checked":
 
     draft = read(options.config, options.overrides, world_size=whole_number(os.environ, "WORLD_SIZE", 1))
     if "" in draft.bad_keys:
-        draft.settle()  # no file could be read: no need to wait for torch
+        draft.resolve()  # no file could be read: no need to wait for torch
     if "RANK" not in os.environ:
-        _print_errors(draft.tell())  # at once: importing torch for the other checks takes seconds
+        _print_errors(draft.new_problems())  # at once: importing torch for the other checks takes seconds
     from titanlite.ingest.inputs import find_files
     from titanlite.parallelize.compile import use_cache
     from titanlite.preflight import examine
@@ -246,10 +246,10 @@ def _checked(options: Namespace, *, log: bool = False) -> "Checked":
         device = pick_device(ranks)
     except UserError as error:
         draft.add([Problem("", str(error))])
-        raise ConfigError(draft.tell()) from None
+        raise ConfigError(draft.new_problems()) from None
     resolved, problems = examine(draft.config, ranks, device, draft.bad_keys, find_text=find_files)
     draft.add(problems)
-    config = draft.settle()
+    config = draft.resolve()
     assert resolved is not None
     return config, resolved, ranks, device
 

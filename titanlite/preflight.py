@@ -1,6 +1,7 @@
-"""What can be known to be wrong before any process group starts and anything is allocated."""
+"""Checks before a process group starts and memory is allocated: names, model, tokenizer, data, memory and disk."""
 
 import os
+import re
 import shutil
 import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -13,11 +14,11 @@ from typing import TypeVar
 
 import torch
 
-from titanlite.config.checks import are_right
-from titanlite.config.schema import Config, Data, Optimizer, Validation
+from titanlite.config.checks import are_right, why_not_writable
+from titanlite.config.schema import Config, Data, ModelSelection, Optimizer, Validation
 from titanlite.data.sources import FindText, check_path
 from titanlite.data.tokenizer import Tokenizer, load_tokenizer
-from titanlite.models.base import Model, ModelArgs
+from titanlite.models.base import Model, ModelArgs, fill_weight, unique_parameters
 from titanlite.models.registry import ModelSpec, resolve_model
 from titanlite.optim import check_optimizer
 from titanlite.optim.registry import compiles_updates
@@ -31,6 +32,8 @@ from titanlite.runtime.process_group import Ranks
 from titanlite.runtime.user_code import find_object
 
 SIZES = {"bfloat16": 2, "float32": 4}
+LARGE_WEIGHT = 2**22
+"""Elements above which `check_own_model` allocates no parameter."""
 
 T = TypeVar("T")
 
@@ -49,7 +52,7 @@ def preflight(
     """Resolve the model, the tokenizer and the data by name, and check that they fit together and fit in memory.
 
     Raises:
-        ConfigError: with everything that does not.
+        ConfigError: lists all problems.
     """
     resolved, problems = examine(config, ranks, device, find_text=find_text)
     if problems:
@@ -66,22 +69,25 @@ def examine(
     *,
     find_text: FindText | None = None,
 ) -> tuple[ResolvedConfig | None, list[Problem]]:
-    """As `preflight`, of a config that may have mistakes: all further problems, and what could be found all the same.
+    """Resolve a config that may have problems.
 
     Args:
         config: with defaults in place of the options in bad_keys.
-        bad_keys: options that were reported already; a check that would read one is left out.
+        bad_keys: options with a reported problem. Checks that read one of them are skipped.
         find_text: checks sources that are text, which are not checked without it.
+
+    Returns:
+        the resolved config, or None if the model or the tokenizer is unknown, and all further problems.
     """
     report = _Report(bad_keys)
     training, float8 = config.training, config.quantize.linear.float8
-    selected = config.model
+    report.attempt("job.dump_folder", ["job.dump_folder"], lambda: _check_writable(config.job.dump_folder))
+    tokenizer = report.attempt("data.tokenizer", ["data.tokenizer"], lambda: load_tokenizer(config.data.tokenizer))
     spec = report.attempt(
         "model",
         ["model.name", "model.file", "model.flavor", "model.args"],
-        lambda: resolve_model(selected.name, selected.flavor, selected.args, selected.file),
+        lambda: select_model(config.model, tokenizer),
     )
-    tokenizer = report.attempt("data.tokenizer", ["data.tokenizer"], lambda: load_tokenizer(config.data.tokenizer))
     for key, path in [*_paths(config.data, "data"), *_paths(config.validation, "validation")]:
         report.attempt(key, [key], partial(check_path, path, find_text))
     report.attempt("quantize.linear.float8.enable", ["quantize"], lambda: check_float8(float8))
@@ -91,6 +97,8 @@ def examine(
     if config.compile.enable:
         report.attempt("compile.enable", ["compile"], lambda: check_compiler(device))
     model = spec.build() if spec else None
+    if model is not None and config.model.file:
+        report.attempt("model.file", [], lambda: check_own_model(model))
     checked = report.attempt(
         "optimizer", ["optimizer", "training.dtype"], lambda: _check_optimizer(config.optimizer, model, training.dtype)
     )
@@ -114,19 +122,29 @@ def examine(
     return (ResolvedConfig(spec, tokenizer) if tokenizer else None), report.problems
 
 
+def select_model(selection: ModelSelection, tokenizer: Tokenizer | None) -> ModelSpec:
+    """Return the model of `[model]`, with a vocabulary for the tokenizer, if that is known.
+
+    Raises:
+        ConfigError: the model, its flavor or one of its arguments is unknown.
+    """
+    size = tokenizer.vocab_size if tokenizer else None
+    return resolve_model(selection.name, selection.flavor, selection.args, selection.file, tokenizer_size=size)
+
+
 class _Report:
-    """Problems of checks that run one after the other, whatever the others find."""
+    """Collector of the problems of independent checks."""
 
     def __init__(self, bad_keys: Collection[str]) -> None:
         self.problems: list[Problem] = []
         self._bad_keys = bad_keys
 
     def attempt(self, key: str, reads: Sequence[str], check: Callable[[], T]) -> T | None:
-        """What the check returns, if it can run and finds nothing.
+        """Run a check, and return its result; None if it has problems or was skipped.
 
         Args:
-            key: what to blame, if the check does not say.
-            reads: the options that it depends on.
+            key: key of the problem, if the check does not give one.
+            reads: options that the check depends on.
         """
         if not are_right(reads, self._bad_keys):
             return None
@@ -140,8 +158,10 @@ class _Report:
 
 
 def check_compiler(device: torch.device) -> None:
-    """Raises:
-    UserError: torch.compile would not find the compiler that it hands its code to.
+    """Check that torch.compile will find the compiler that it needs.
+
+    Raises:
+        UserError: the compiler is not installed.
     """
     if device.type == "cuda":
         if find_spec("triton") is None:
@@ -150,7 +170,7 @@ def check_compiler(device: torch.device) -> None:
     # As torch._inductor.config.cpp.cxx: one name, and no other is tried.
     compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
     if shutil.which(compiler) is None and not os.environ.get("TORCH_INDUCTOR_INSTALL_GXX"):
-        chosen = "the environment variable CXX says" if "CXX" in os.environ else "CXX in the environment names another"
+        chosen = "named by CXX in the environment" if "CXX" in os.environ else "CXX in the environment selects another"
         raise UserError(f"compiling for the CPU needs a C++ compiler, and there is no {compiler} ({chosen})")
 
 
@@ -164,6 +184,35 @@ def _check_callable(name: str) -> None:
         raise UserError(f"{name} is not a function or class")
 
 
+def _check_writable(folder: str) -> None:
+    if problem := why_not_writable(folder):
+        raise UserError(problem)
+
+
+def check_own_model(model: Model) -> None:
+    """Check that a model of the user's own defines all its methods and gives every parameter its initial values.
+
+    Args:
+        model: on the meta device. Of blocks that are alike, the first stands for all.
+
+    Raises:
+        UserError: a method is missing, or `init_weight` fails or leaves values undefined. For parameters of more than
+            LARGE_WEIGHT elements undefined values are not detected here; `materialize` detects them.
+    """
+    name = type(model).__name__
+    for method in ("forward", "init_weight", "flops_per_token"):
+        if getattr(type(model), method) is getattr(Model, method):
+            raise UserError(f"{name} does not define {method}: see docs/add_a_model.md")
+    alike: set[str] = set()
+    for name, parameter in unique_parameters(model):
+        pattern = re.sub(r"\blayers\.\d+\.", "layers.N.", name)
+        if f"{pattern} {parameter.shape}" in alike:
+            continue
+        alike.add(f"{pattern} {parameter.shape}")
+        device = torch.device("meta" if parameter.numel() > LARGE_WEIGHT else "cpu")
+        fill_weight(model, name, torch.full(parameter.shape, torch.nan, device=device), torch.Generator())
+
+
 def _check_documents(model: Model, data: Data) -> None:
     parameters = signature(model.forward).parameters.values()
     if data.document_mask and not any(it.name == "documents" or it.kind is it.VAR_KEYWORD for it in parameters):
@@ -175,16 +224,22 @@ def _check_documents(model: Model, data: Data) -> None:
 
 def _check_seq_len(seq_len: int, args: ModelArgs) -> None:
     if seq_len > args.max_seq_len:
-        raise UserError(f"{seq_len} is more than the {args.max_seq_len} positions of the model")
+        raise UserError(
+            f"{seq_len} is more than the {args.max_seq_len} positions of the model (lower it, or raise "
+            "model.args.max_seq_len)"
+        )
 
 
 def _check_vocabulary(tokenizer: Tokenizer, args: ModelArgs) -> None:
     if tokenizer.vocab_size > args.vocab_size:
-        raise UserError(f"has {tokenizer.vocab_size} tokens, the model only {args.vocab_size} (model.args.vocab_size)")
+        raise UserError(
+            f"has {tokenizer.vocab_size} tokens, the model only {args.vocab_size} (leave model.args.vocab_size out, so "
+            "that it follows the tokenizer, or raise it)"
+        )
 
 
 def _check_optimizer(config: Optimizer, model: Model | None, dtype: str) -> bool:
-    """Also what does not depend on the model, where that is not known."""
+    """Check the optimizer; without a model, only what does not depend on one."""
     if problems := check_optimizer(config, model, dtype=dtype):
         raise ConfigError(problems)
     return True
@@ -210,7 +265,10 @@ def _check_disk(model: Model, config: Config, ranks: Ranks) -> None:
 
 
 def _bytes_per_parameter(model: Model, config: Config) -> tuple[float, float]:
-    """(in memory, on disk): itself, its gradient (a part at a time, with updates in backward) and its states."""
+    """Return the bytes (in memory, on disk) of a parameter with its gradient and its optimizer states.
+
+    With updates in backward the gradients of one FSDP unit exist at a time, which are not counted.
+    """
     weight = SIZES[config.training.dtype]
     gradient = 0 if config.optimizer.in_backward else weight
     states = state_bytes(config.optimizer, model, dtype=config.training.dtype)

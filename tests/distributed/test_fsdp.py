@@ -73,7 +73,7 @@ def test_backward_goes_on_beside_an_exchange_unless_it_reads_the_result(
     tiny: TinyRun, options: list[str], late: list[bool]
 ) -> None:
     expected = [event for index, is_late in enumerate(late) for event in of_a_micro_batch(5 * index, is_late)]
-    config = tiny.config(*degrees(1, 2), "--training.steps=1", *options, world_size=2)
+    config = tiny.config(*degrees(1, 2), "--training.steps=1", "--lr_scheduler.warmup_steps=1", *options, world_size=2)
     for events in run_ranks(starts_and_waits, 2, config):
         assert events == expected
 

@@ -75,7 +75,16 @@ def test_a_checkpoint_is_of_its_step_whatever_the_mode(tiny: TinyRun, mode: str)
 
 def test_a_batch_that_is_too_large_is_explained_and_the_advice_is_good(tiny: TinyRun) -> None:
     """About 0.7 GiB of activations for each of 512 sequences."""
-    command = [sys.executable, "-m", "titanlite", "train", "--config", str(tiny.toml), "--training.steps=1"]
+    command = [
+        sys.executable,
+        "-m",
+        "titanlite",
+        "train",
+        "--config",
+        str(tiny.toml),
+        "--training.steps=1",
+        "--lr_scheduler.warmup_steps=1",
+    ]
     shape = {"dim": 1024, "hidden_dim": 4096, "n_layers": 8, "n_heads": 8, "n_kv_heads": 8}
     command += [f"--model.args.{name}={value}" for name, value in shape.items()]
     command += ["--training.mixed_precision_param=bfloat16", "--training.seq_len=2048"]

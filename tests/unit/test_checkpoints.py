@@ -432,7 +432,7 @@ def test_a_host_without_memory_is_not_damage(tiny: TinyRun, monkeypatch: pytest.
 
 
 def test_changed_settings_need_a_word(tiny: TinyRun) -> None:
-    trained(tiny.config("--training.steps=1"))
+    trained(tiny.config("--training.steps=1", "--lr_scheduler.warmup_steps=1"))
     other = ["--training.steps=2", "--training.seq_len=16", "--training.global_batch_size=4", "--debug.seed=1"]
     with pytest.raises(UserError) as refusal:
         trained(tiny.config(*other, "--model.args.norm_eps=1e-6", "--optimizer.lr=1e-3"))
@@ -475,7 +475,9 @@ def test_two_jobs_in_one_folder_are_refused(tiny: TinyRun, monkeypatch: pytest.M
 def test_initial_load_of_the_model_alone(tiny: TinyRun) -> None:
     expected = trained(tiny.config("--training.steps=3", "--training.seq_len=16"))
     path = f"--checkpoint.initial_load_path={folder(tiny).parent}"
-    run = tiny.config("--job.name=second", path, "--training.steps=1", "--optimizer.lr=0.0")
+    run = tiny.config(
+        "--job.name=second", path, "--training.steps=1", "--lr_scheduler.warmup_steps=1", "--optimizer.lr=0.0"
+    )
     final = trained(run)
     for name, value in final.items():
         if not name.endswith(("exp_avg", "exp_avg_sq", "step")):
@@ -492,7 +494,9 @@ def test_initial_load_of_the_optimizer_too(tiny: TinyRun) -> None:
     expected = trained(tiny.config("--training.steps=3"))
     names = '--checkpoint.initial_load=["model", "optimizer"]'
     path = f"--checkpoint.initial_load_path={checkpoint(tiny, 3)}"
-    final = trained(tiny.config("--job.name=second", path, names, "--training.steps=1"))
+    final = trained(
+        tiny.config("--job.name=second", path, names, "--training.steps=1", "--lr_scheduler.warmup_steps=1")
+    )
     assert final["layers.0.attention.wq.weight.step"] == 4
     assert not torch.equal(final["layers.0.attention.wq.weight"], expected["layers.0.attention.wq.weight"])
 
@@ -500,7 +504,7 @@ def test_initial_load_of_the_optimizer_too(tiny: TinyRun) -> None:
 def test_initial_load_lists_what_does_not_fit(tiny: TinyRun, warnings: Callable[[], list[str]]) -> None:
     source = trained(tiny.config("--training.steps=3"))
     path = f"--checkpoint.initial_load_path={folder(tiny)}"
-    deeper = ["--job.name=second", path, "--training.steps=1", "--optimizer.lr=0.0"]
+    deeper = ["--job.name=second", path, "--training.steps=1", "--lr_scheduler.warmup_steps=1", "--optimizer.lr=0.0"]
     deeper += ["--model.args.n_layers=4", "--model.args.hidden_dim=71"]
     with pytest.raises(UserError) as refusal:
         trained(tiny.config(*deeper))
@@ -514,7 +518,13 @@ def test_initial_load_lists_what_does_not_fit(tiny: TinyRun, warnings: Callable[
     assert torch.equal(final["layers.0.attention.wq.weight"], source["layers.0.attention.wq.weight"])
     assert "missing     model.layers.3.attention.wq.weight" in warnings()[-1]
 
-    shallower = ["--job.name=third", path, "--training.steps=1", "--model.args.n_layers=2"]
+    shallower = [
+        "--job.name=third",
+        path,
+        "--training.steps=1",
+        "--lr_scheduler.warmup_steps=1",
+        "--model.args.n_layers=2",
+    ]
     with pytest.raises(UserError, match=r"unexpected  model\.layers\.2\.attention"):
         trained(tiny.config(*shallower))
     trained(tiny.config(*shallower, '--checkpoint.allow_unexpected=["model.layers.2"]'))
@@ -525,7 +535,7 @@ def test_initial_load_lists_what_does_not_fit(tiny: TinyRun, warnings: Callable[
 
 
 def test_initial_load_from_nothing(tiny: TinyRun) -> None:
-    trained(tiny.config("--training.steps=1", "--job.name=source"))
+    trained(tiny.config("--training.steps=1", "--lr_scheduler.warmup_steps=1", "--job.name=source"))
     path = f"--checkpoint.initial_load_path={folder(tiny, 'source')}"
     with pytest.raises(UserError, match=r"checkpoint\.initial_load: nothing here is called modle"):
         trained(tiny.config(path, '--checkpoint.initial_load=["modle"]'))
@@ -664,7 +674,7 @@ def trained_once(tmp_path_factory: pytest.TempPathFactory) -> TinyRun:
 def test_a_malicious_checkpoint_is_refused_and_nothing_runs(payload: str, verify: str, trained_once: TinyRun) -> None:
     tiny = trained_once
     if not steps(tiny):
-        trained(tiny.config("--training.steps=1"))
+        trained(tiny.config("--training.steps=1", "--lr_scheduler.warmup_steps=1"))
     name = f"{payload}-{verify}".replace(" ", "-").replace(".", "-")
     shutil.copytree(folder(tiny), folder(tiny, name))
     touched = tiny.folder / f"touched-{name}"

@@ -85,7 +85,7 @@ def test_a_run_folder_records_how_it_was_made(tiny: TinyRun) -> None:
         (["--model.args.n_layer=3"],
          "model.args.n_layer: unknown key 'n_layer', did you mean n_layers? (known: vocab_size, max_seq_len, dim,"),
         (["--model.args.vocab_size=100"],
-         "data.tokenizer: has 258 tokens, the model only 100 (model.args.vocab_size)"),
+         "data.tokenizer: has 258 tokens, the model only 100 (leave model.args.vocab_size out,"),
         (["--checkpoint.folder=s4://bucket/run"], "checkpoint.folder: Protocol not known: s4"),
         (["--checkpoint.initial_load_path=/no/such"], "checkpoint.initial_load_path: no folder /no/such"),
         (["--training.seq_len=10000"], "training.seq_len: 10000 is more than the 8192 positions of the model"),
@@ -185,19 +185,19 @@ def test_compiling_needs_a_compiler(
     monkeypatch.setenv("CXX", "/no/such/c++")
     if not torch.cuda.is_available():
         assert refusal(capfd, *command, "--compile.enable") == [
-            "error: compile.enable: compiling for the CPU needs a C++ compiler, and there is no /no/such/c++ (the "
-            "environment variable CXX says) (command line)"
+            "error: compile.enable: compiling for the CPU needs a C++ compiler, and there is no /no/such/c++ (named "
+            "by CXX in the environment) (command line)"
         ]
         assert refusal(capfd, *command, "--optimizer.name=torchao.optim.AdamW8bit") == [
-            "error: optimizer.name: compiling for the CPU needs a C++ compiler, and there is no /no/such/c++ (the "
-            "environment variable CXX says) (command line)"
+            "error: optimizer.name: compiling for the CPU needs a C++ compiler, and there is no /no/such/c++ (named "
+            "by CXX in the environment) (command line)"
         ]
     assert cli.run([*command]) == 0
     monkeypatch.setenv("CXX", sys.executable)
     check_compiler(torch.device("cpu"))
     monkeypatch.delenv("CXX")
     monkeypatch.setenv("PATH", str(tiny.folder))
-    with pytest.raises(UserError, match=r"there is no .*\+\+ \(CXX in the environment names another\)"):
+    with pytest.raises(UserError, match=r"there is no .*\+\+ \(CXX in the environment selects another\)"):
         check_compiler(torch.device("cpu"))
     monkeypatch.setattr("titanlite.preflight.find_spec", lambda name: None)
     with pytest.raises(UserError, match="compiling for a GPU needs triton"):
@@ -232,11 +232,11 @@ def test_world_size_that_does_not_divide_the_batch(
 
 @pytest.mark.slow
 def test_checkpoint_of_another_model(tiny: TinyRun) -> None:
-    command = ("train", "--config", str(tiny.toml), "--training.steps=1")
+    command = ("train", "--config", str(tiny.toml), "--training.steps=2")
     assert titanlite(*command)[0] == 0
     code, _, err = titanlite(*command, "--model.args.hidden_dim=64")
     assert code == 2
-    checkpoint = tiny.folder / "outputs" / "tiny" / "checkpoints" / "step-00000001"
+    checkpoint = tiny.folder / "outputs" / "tiny" / "checkpoints" / "step-00000002"
     assert err == [
         f"error: {checkpoint} was trained with other settings, and a resumed run would be another experiment:",
         "error:   model.args.hidden_dim was 70, is 64",
@@ -249,7 +249,7 @@ def test_checkpoint_of_another_model(tiny: TinyRun) -> None:
 def test_a_model_that_cannot_fit_is_refused_before_anything_is_allocated(
     flavor: str, tiny: TinyRun, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    tiny.toml.write_text(f'[model]\nflavor = "{flavor}"\n')
+    tiny.toml.write_text(f'[model]\nflavor = "{flavor}"\nargs.vocab_size = 128256\n')
     if torch.cuda.is_available():
         pytest.skip("it may fit here")
     [line] = refusal(capfd, "config", "check", "--config", str(tiny.toml))
@@ -276,7 +276,7 @@ def test_a_model_that_cannot_fit_is_refused_before_anything_is_allocated(
         ("config show --dif", "titanlite config show: unknown option --dif, did you mean --diff?"),
         ("check llama3_8", "no config file llama3_8, did you mean llama3_8b?"),
         ("check configs/debgu.toml", "no config file configs/debgu.toml, did you mean debug?"),
-        ("check titanlite", "titanlite is a folder: name a TOML file"),
+        ("check titanlite", "titanlite is a folder: name a TOML file in it"),
         ("parity", "titanlite parity: no config: name a TOML file, or one that titanlite ships, for example titanlite "
          "parity debug"),
     ],
@@ -515,7 +515,7 @@ def test_a_run_that_stops_itself_reports_why_and_exits_with_3(tiny: TinyRun) -> 
     assert f"stopped: the skipped steps are in {skipped}" in result.stdout
     [record] = [json.loads(line) for line in skipped.read_text().splitlines()]
     assert (record["step"], record["samples"]) == (2, [*range(8, 16)])
-    assert [path.name for path in (tiny.folder / "outputs" / "tiny" / "checkpoints").glob("step*")] == ["step-00000001"]
+    assert [path.name for path in (tiny.folder / "outputs" / "tiny" / "checkpoints").glob("step*")] == ["step-00000002"]
 
 
 def test_run_train_finds_bare_names(tmp_path: Path) -> None:

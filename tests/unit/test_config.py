@@ -3,11 +3,14 @@
 from pathlib import Path
 
 import pytest
+import tomli
 from pydantic import BaseModel
 
 from titanlite.config.keys import dotted_keys
 from titanlite.config.load import dump, load, read
 from titanlite.config.schema import Config, Parallelism, Training
+from titanlite.config.torchtitan import FOREIGN_KEYS
+from titanlite.migrate.rules import RULES
 from titanlite.runtime.errors import ConfigError
 
 CONFIGS = sorted(Path("train_configs").glob("*.toml"))
@@ -89,7 +92,7 @@ def test_a_name_like_no_other_gets_no_suggestion(tmp_path: Path) -> None:
         (
             ["--parallelism.data_parallel_replicate_degree=3"],
             4,
-            "parallelism.data_parallel_replicate_degree: 4 processes cannot be split into 3 copies (command line)",
+            "parallelism.data_parallel_replicate_degree: 4 processes cannot be split into 3 replicas (command line)",
         ),
         (
             ["--parallelism.data_parallel_replicate_degree=2", "--parallelism.data_parallel_shard_degree=4"],
@@ -104,7 +107,7 @@ def test_a_name_like_no_other_gets_no_suggestion(tmp_path: Path) -> None:
         (
             ["--parallelism.data_parallel_replicate_degree=8"],
             4,
-            "parallelism.data_parallel_replicate_degree: 4 processes cannot be split into 8 copies (command line)",
+            "parallelism.data_parallel_replicate_degree: 4 processes cannot be split into 8 replicas (command line)",
         ),
         (
             ["--parallelism.fsdp_reshard_after_forward=3"],
@@ -115,7 +118,7 @@ def test_a_name_like_no_other_gets_no_suggestion(tmp_path: Path) -> None:
             ["--parallelism.fsdp_reshard_after_forward=2", "--compile.enable", "--quantize.linear.float8.enable"],
             4,
             "parallelism.fsdp_reshard_after_forward: FSDP2 cannot combine 2 with "
-            "quantize.linear.float8.enable_fsdp_float8_all_gather (command line)",
+            "quantize.linear.float8.enable_fsdp_float8_all_gather: set that to false (command line)",
         ),
         (
             ["--training.global_batch_size=6"],
@@ -174,11 +177,11 @@ def test_words_that_are_no_option_are_refused(tmp_path: Path) -> None:
 
 
 def test_base_is_inherited_and_problems_name_the_right_file(tmp_path: Path) -> None:
-    (tmp_path / "top.toml").write_text("[training]\nsteps = 7\nseq_len = 64\n[optimizer]\nlr = 'x'\n")
-    (tmp_path / "middle.toml").write_text("base = 'top.toml'\n[training]\nsteps = 8\n")
+    (tmp_path / "top.toml").write_text("[training]\nsteps = 700\nseq_len = 64\n[optimizer]\nlr = 'x'\n")
+    (tmp_path / "middle.toml").write_text("base = 'top.toml'\n[training]\nsteps = 800\n")
     assert problems(tmp_path, "base = 'middle.toml'\n") == ['optimizer.lr: expected a number, got "x" (top.toml:5)']
     config = good(tmp_path, "base = 'middle.toml'\n[optimizer]\nlr = 1.0\n")
-    assert (config.training.steps, config.training.seq_len, config.optimizer.lr) == (8, 64, 1.0)
+    assert (config.training.steps, config.training.seq_len, config.optimizer.lr) == (800, 64, 1.0)
 
 
 def test_circles_of_bases_are_reported(tmp_path: Path) -> None:
@@ -202,7 +205,7 @@ def test_circles_of_bases_are_reported(tmp_path: Path) -> None:
         ("'sub/deep.toml'", "base: no config file {folder}/sub/gone/x.toml (sub/deep.toml:2)"),
         (
             "'sub'",
-            "base: {folder}/sub is a folder: name a TOML file (run.toml:3)",
+            "base: {folder}/sub is a folder: name a TOML file in it (run.toml:3)",
         ),
         ("'sub/bad.toml'", "sub/bad.toml is not valid TOML: Cannot overwrite a value, in steps = 2 (sub/bad.toml:3)"),
     ],
@@ -245,7 +248,7 @@ def test_a_draft_has_defaults_in_place_of_what_is_wrong(tmp_path: Path) -> None:
     )
     assert draft.bad_keys == {"training.steps", "training.lr", "optimizer.lr", "metrics.log_freq", "data.path"}
     with pytest.raises(ConfigError) as error:
-        draft.settle()
+        draft.resolve()
     assert [problem.key for problem in error.value.problems] == [
         "training.steps", "training.lr", "data.path", "metrics.log_freq",
     ]  # fmt: skip
@@ -319,11 +322,11 @@ def test_entries_of_lists_are_made_on_the_command_line(tmp_path: Path) -> None:
 
 def test_entries_that_cannot_be_made_change_nothing(tmp_path: Path) -> None:
     assert problems(tmp_path, "", "--data.sources.1.path=a", "--data.sources.x.path=a", "--data.path=stdlib://") == [
-        "data.sources.1.path: there is no number 1 in the list, the next would be 0 (command line)",
-        "data.sources.x.path: entries of a list have numbers, the next would be 0 (command line)",
+        "data.sources.1.path: the list has no entry 1; the next is 0 (command line)",
+        "data.sources.x.path: entries of a list have numbers; the next is 0 (command line)",
     ]
     assert problems(tmp_path, "[data]\npath = 'stdlib://'\n", "--data.path.0=a") == [
-        "data.path.0: a section cannot stand inside a value (command line)"
+        "data.path.0: a value cannot contain a section (command line)"
     ]
     assert problems(tmp_path, "", "--data.sources.0.weight=2") == ["data.sources.0: path is missing (command line)"]
 
@@ -339,7 +342,7 @@ def test_a_word_is_read_whole_or_as_text(tmp_path: Path) -> None:
 
 def test_base_is_no_option(tmp_path: Path) -> None:
     assert problems(tmp_path, "", "--base=x.toml", "--=3", "--a..b=3") == [
-        "base: stands in the file only, not on the command line (command line)",
+        "base: can be set in the file only, not on the command line (command line)",
         "unexpected argument '--=3': options are --section.key=value (command line)",
         "unexpected argument '--a..b=3': options are --section.key=value (command line)",
     ]
@@ -417,8 +420,8 @@ enable = true
         "data.sources.1.weigth: unknown key, did you mean data.sources.1.weight? (run.toml:7)",
         "data.sources.2.weight: expected a number above 0, got 0 (run.toml:10)",
         "data.sources.2.epochs: expected an integer, got 1.5 (run.toml:11)",
-        "validation.path: names nothing (run.toml:12)",
-        "data.sources.7.weight: there is no number 7 in the list, the next would be 3 (command line)",
+        "validation.path: is not set: name the data to validate on, or set validation.enable = false (run.toml:12)",
+        "data.sources.7.weight: the list has no entry 7; the next is 3 (command line)",
     ]
     text = """\
 [data]
@@ -432,9 +435,9 @@ enable = true
 path = "missing.jsonl"
 """
     assert problems(tmp_path, text) == [
-        "data.sources: take the place of data.path: give one of the two (run.toml:3)",
+        "data.sources: and data.path are both set: set one of the two (run.toml:3)",
         "data.sources.0.path: no file or folder nowhere/a (run.toml:4)",
-        "data.sources.1.name: another source is called 'a' as well: give them names (run.toml:5)",
+        "data.sources.1.name: another source is called 'a' too: give each a name of its own (run.toml:5)",
         "data.sources.1.path: Protocol not known: s9 (run.toml:6)",
         "validation.path: no file or folder missing.jsonl (run.toml:9)",
     ]
@@ -450,8 +453,77 @@ epochs = 2
 enable = true
 """
     assert problems(tmp_path, text) == [
-        "validation.sources.0.weight: has no effect in validation, which reads each source once: remove it "
-        "(run.toml:3)",
-        "validation.sources.0.epochs: has no effect in validation, which reads each source once: remove it "
-        "(run.toml:4)",
+        "validation.sources.0.weight: unknown key, did you mean data.sources.weight? (run.toml:3)",
+        "validation.sources.0.epochs: unknown key, did you mean data.sources.epochs? (run.toml:4)",
     ]
+
+
+def test_the_name_of_a_run_is_never_inherited(tmp_path: Path) -> None:
+    (tmp_path / "top.toml").write_text("[job]\nname = 'first'\ndump_folder = 'runs'\n")
+    config = good(tmp_path, "base = 'top.toml'\n")
+    assert (config.job.name, config.job.dump_folder) == ("run", "runs")
+    assert good(tmp_path, "base = 'top.toml'\n[job]\nname = 'mine'\n").job.name == "mine"
+    assert all("name" not in tomli.loads(path.read_text()).get("job", {}) for path in CONFIGS)
+
+
+@pytest.mark.parametrize("name", ["a/b", ".hidden", "a\\b", "..", "", "a\x00b", "a\nb"])
+def test_the_name_of_a_run_is_a_folder_name(name: str, tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text("")
+    with pytest.raises(ConfigError) as error:
+        load(tmp_path / "run.toml", [f"--job.name={name}"])
+    assert str(error.value).startswith("job.name: expected ")
+    assert "a name without / or \\ that does not begin with a dot" in str(error.value) or not name
+
+
+def test_a_long_name_is_refused_in_one_line(tmp_path: Path) -> None:
+    expected = "job.name: has 5000 bytes, a folder name may have 200: choose a shorter name (command line)"
+    assert problems(tmp_path, "", f"--job.name={'x' * 5000}") == [expected]
+    assert problems(tmp_path, "", f"--job.name={chr(0x1F600) * 51}")[0].startswith("job.name: has 204 bytes")
+    assert good(tmp_path, "", f"--job.name={'x' * 200}").job.name == "x" * 200
+
+
+def test_a_folder_is_no_config(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=f"^{tmp_path} is a folder: name a TOML file in it$"):
+        load(tmp_path)
+
+
+def test_own_data_is_not_validated_on_the_standard_library(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    text = "[validation]\nenable = true\npath = 'stdlib://validation'\n"
+    assert problems(tmp_path, text, f"--data.path={tmp_path}/a") == [
+        "validation.path: is the source of Python's standard library, and the training data is not: name text of your "
+        "own (--validation.path=...), or turn validation off (--validation.enable=false) (run.toml:3)"
+    ]
+    good(tmp_path, text, "--data.path=stdlib://train")
+    good(tmp_path, text, f"--data.sources=[{{path = '{tmp_path}/a'}}, {{path = 'stdlib://train'}}]")
+    good(tmp_path, text, f"--data.path={tmp_path}/a", "--validation.enable=false")
+    good(tmp_path, text, f"--data.path={tmp_path}/a", f"--validation.path={tmp_path}/a")
+
+
+def test_a_warmup_longer_than_the_run_is_refused(tmp_path: Path) -> None:
+    assert problems(tmp_path, "[training]\nsteps = 100\n[lr_scheduler]\nwarmup_steps = 101\n") == [
+        "lr_scheduler.warmup_steps: a warm-up of 101 steps never reaches the peak learning rate in a run of 100 steps: "
+        "set --lr_scheduler.warmup_steps=10 or another number up to 100 (run.toml:4)"
+    ]
+    good(tmp_path, "[training]\nsteps = 100\n[lr_scheduler]\nwarmup_steps = 100\n")
+    good(tmp_path, "[training]\nsteps = 100\nepochs = 1\n[lr_scheduler]\nwarmup_steps = 101\n")
+
+
+@pytest.mark.parametrize("path", sorted(Path("tests/data/torchtitan").glob("*.toml")), ids=lambda path: path.stem)
+def test_a_config_of_torchtitan_is_recognised(path: Path) -> None:
+    with pytest.raises(ConfigError) as error:
+        load(path)
+    assert str(error.value) == (
+        f"{path} looks like a torchtitan config. Migrate it first: titanlite config migrate {path} "
+        f"--out {path.stem}_titanlite.toml --world-size N (N: the number of processes)"
+    )
+
+
+def test_keys_of_torchtitan_are_no_keys_of_titanlite(tmp_path: Path) -> None:
+    ours = set(dotted_keys())
+    theirs = {f"{section}.{key}" for section, keys in FOREIGN_KEYS.items() for key in keys.split()}
+    assert not theirs & ours
+    assert theirs <= RULES.keys()
+    assert problems(tmp_path, "[training]\ndataset = 'c4'\n") == ["training.dataset: unknown key (run.toml:2)"], (
+        "one such key alone is a mistake like any other"
+    )

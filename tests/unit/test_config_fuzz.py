@@ -77,7 +77,7 @@ def check(folder: Path, text: str, overrides: tuple[str, ...] = ()) -> None:
     path.write_bytes(text.encode())
     draft = read(path, overrides, world_size=2)
     try:
-        config = draft.settle()
+        config = draft.resolve()
     except ConfigError as error:
         check_problems(error, text, overrides)
         return
@@ -87,7 +87,7 @@ def check(folder: Path, text: str, overrides: tuple[str, ...] = ()) -> None:
         override(tree, word, config.model_dump())
     assert same(config.model_dump(exclude_none=True), meant(Config, tree)), "it is not what was written"
     path.write_text(dump(config))
-    assert same(read(path).settle().model_dump(), config.model_dump()), "dump loses something"
+    assert same(read(path).resolve().model_dump(), config.model_dump()), "dump loses something"
 
 
 def check_problems(error: ConfigError, text: str, overrides: tuple[str, ...]) -> None:

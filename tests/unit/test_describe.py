@@ -9,6 +9,7 @@ import tomli
 from jsonschema import Draft202012Validator
 from pydantic import Field
 
+from titanlite.config.data_schema import DataSource
 from titanlite.config.describe import (
     first_sentence,
     json_schema,
@@ -21,7 +22,8 @@ from titanlite.config.describe import (
 )
 from titanlite.config.keys import dotted_keys
 from titanlite.config.load import dump, load
-from titanlite.config.schema import Config, DataSource, Section
+from titanlite.config.schema import Config
+from titanlite.config.types import Section
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = sorted((ROOT / "train_configs").glob("*.toml"))
@@ -155,11 +157,11 @@ def test_what_is_shown_loads_to_the_same_config(only_changes: bool, tmp_path: Pa
 
 
 def test_every_option_is_shown_with_what_it_is_for(tmp_path: Path) -> None:
-    (tmp_path / "run.toml").write_text("[training]\nsteps = 7\n")
+    (tmp_path / "run.toml").write_text("[training]\nsteps = 700\n")
     text = show(load(tmp_path / "run.toml"))
-    assert "[training]\n# Optimizer steps of the whole run.\nsteps = 7\n" in text
-    assert "# Most sequences in one forward pass of one process.\n# local_batch_size is not set\n" in text
-    assert "# Fields of the shape to change, for example dim = 512.\n[model.args]\n" in text
+    assert "[training]\n# Optimizer steps of the whole run.\nsteps = 700\n" in text
+    assert "# Largest number of sequences in one forward pass of one process.\n# local_batch_size is not set\n" in text
+    assert "# Fields of the flavor to change, for example dim = 512.\n[model.args]\n" in text
     shown = {line.split(" ")[0] for line in text.replace("\n# ", "\n").splitlines()}
     leaves = {key.rpartition(".")[2] for key in dotted_keys()} - {"args"}
     assert leaves <= shown
@@ -168,7 +170,7 @@ def test_every_option_is_shown_with_what_it_is_for(tmp_path: Path) -> None:
 
 def test_the_diff_is_what_differs_and_from_what(tmp_path: Path) -> None:
     (tmp_path / "run.toml").write_text(
-        "[training]\nsteps = 7\nseq_len = 2048\nlocal_batch_size = 2\n[model.args]\ndim = 8\n"
+        "[training]\nsteps = 700\nseq_len = 2048\nlocal_batch_size = 2\n[model.args]\ndim = 8\n"
         "[[data.sources]]\npath = 'stdlib://'\nweight = 1.0\nepochs = 2\n[quantize.linear.float8]\nemulate = true\n"
     )
     assert show(load(tmp_path / "run.toml"), only_changes=True) == """\
@@ -183,7 +185,7 @@ path = "stdlib://"
 epochs = 2  # default: not set
 
 [training]
-steps = 7  # default: 1000
+steps = 700  # default: 1000
 local_batch_size = 2  # default: not set
 
 [quantize.linear.float8]

@@ -10,7 +10,10 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-SMALL = "--training.steps=2 --training.seq_len=64 --training.global_batch_size=4 --metrics.enable_tensorboard=false"
+SMALL = (
+    "--training.steps=2 --lr_scheduler.warmup_steps=0 --training.seq_len=64 --training.global_batch_size=4 "
+    "--metrics.enable_tensorboard=false"
+)
 
 
 def commands(guide: str, heading: str) -> list[str]:

@@ -12,7 +12,8 @@ import torch
 from tests.helpers import TinyRun, train_on_this_rank
 from titanlite.config.load import load
 from titanlite.data.custom import CustomSequences
-from titanlite.models.registry import resolve_model
+from titanlite.models.registry import resolve_model, vocab_size_for
+from titanlite.plan.estimate import model_of, with_vocab_size
 from titanlite.preflight import preflight
 from titanlite.runtime.errors import ConfigError, UserError
 from titanlite.runtime.process_group import Ranks
@@ -111,6 +112,101 @@ def test_files_without_one_model_are_explained(tmp_path: Path, monkeypatch: pyte
             resolve_model(None, None, {}, file)
         assert str(error.value) == message
     assert resolve_model("Two", None, {}, "two_models.py")[0].__name__ == "Two"
+
+
+@pytest.mark.parametrize(
+    ("tokenizer_size", "flavor_size", "expected"),
+    [
+        (128256, 128256, 128256),  # Llama 3 and its tokenizer
+        (151669, 151936, 151936),  # Qwen3 and its tokenizer
+        (50257, 50257, 50257),
+        (2048, 2048, 2048),
+        (258, 2048, 384),  # bytes
+        (2048, 128256, 2048),
+        (128256, 2048, 128256),
+        (50258, 50257, 50304),
+    ],
+)
+def test_the_vocabulary_follows_the_tokenizer(tokenizer_size: int, flavor_size: int, expected: int) -> None:
+    assert vocab_size_for(tokenizer_size, flavor_size) == expected
+
+
+def test_training_and_planning_resolve_the_same_vocabulary(tiny: TinyRun) -> None:
+    tiny.toml.write_text(f'[data]\npath = "{tiny.text}"\n[job]\ndump_folder = "{tiny.folder}/outputs"\n')
+    for options, size in (
+        ([], 384),
+        (["--data.tokenizer=python-2k"], 2048),
+        (["--model.args.vocab_size=300"], 300),
+        (["--model.flavor=8B", "--model.args.dim=64", "--model.args.n_layers=1", "--model.args.hidden_dim=8"], 384),
+    ):
+        config = tiny.config(*options)
+        resolved = preflight(config, Ranks(0, 1, 0, 1), torch.device("cpu"))
+        assert resolved.model.args.vocab_size == model_of(config).args.vocab_size == size
+        assert model_of(with_vocab_size(config)) == model_of(config) == resolved.model
+    config = tiny.config("--data.tokenizer=python-2k", "--model.args.vocab_size=300")
+    with pytest.raises(ConfigError, match=r"data.tokenizer: has 2048 tokens, the model only 300"):
+        preflight(config, Ranks(0, 1, 0, 1), torch.device("cpu"))
+
+
+OWN_MODEL = """
+import torch
+from torch import nn
+from titanlite.models.base import Model, ModelArgs
+
+class Mine(Model):
+    flavors = {"small": ModelArgs(vocab_size=258, max_seq_len=4096)}
+
+    def __init__(self, args):
+        super().__init__(args)
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+        self.head = nn.Linear(4, args.vocab_size)
+        self.wide = nn.Parameter(torch.empty(2**12, 2**11))
+
+    def forward(self, tokens, loss=None, *, documents=None): ...
+    def flops_per_token(self, seq_len, *, causal=False): return 1.0
+"""
+
+
+@pytest.mark.parametrize(
+    ("method", "message"),
+    [
+        ("", "Mine does not define init_weight: see docs/add_a_model.md"),
+        ("pass", "Mine.init_weight leaves values of parameter layers.0.weight undefined: fill it in place"),
+        (
+            "if 'layers' in name: weight.zero_()\n        elif name != 'wide': raise KeyError(name)",
+            "Mine.init_weight fails for parameter head.weight: KeyError: 'head.weight'",
+        ),
+        (
+            "if name == 'wide': raise KeyError(name)\n        weight.zero_()",
+            "Mine.init_weight fails for parameter wide: KeyError: 'wide'",
+        ),
+        (
+            "if 'bias' not in name: weight.normal_(generator=generator)",
+            "Mine.init_weight leaves values of parameter layers.0.bias undefined: fill it in place",
+        ),
+        ("weight.zero_(); weight.mul_(float(weight.sum()))", None),  # needs values, which the meta device has not
+    ],
+)
+def test_initial_values_of_an_own_model_are_checked(
+    method: str, message: str | None, tiny: TinyRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tiny.folder)
+    body = f"    def init_weight(self, name, weight, generator):\n        {method}\n" if method else ""
+    (tiny.folder / "own_weights.py").write_text(OWN_MODEL + body)
+    tiny.toml.write_text(f'[model]\nfile = "own_weights.py"\n[data]\npath = "{tiny.text}"\n')
+    if message is None:
+        preflight(tiny.config(), Ranks(0, 1, 0, 1), torch.device("cpu"))
+        return
+    with pytest.raises(ConfigError) as error:
+        preflight(tiny.config(), Ranks(0, 1, 0, 1), torch.device("cpu"))
+    assert str(error.value) == f"model.file: {message}"
+
+
+def test_a_dump_folder_that_cannot_be_written_is_found_before_the_start(tiny: TinyRun) -> None:
+    (tiny.folder / "file").write_text("")
+    with pytest.raises(ConfigError) as error:
+        preflight(tiny.config(f"--job.dump_folder={tiny.folder}/file/below"), Ranks(0, 1, 0, 1), torch.device("cpu"))
+    assert str(error.value) == f"job.dump_folder: {tiny.folder}/file is a file, not a folder: name another folder"
 
 
 def test_files_are_relative_to_the_toml_that_names_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -282,7 +282,7 @@ def test_the_picture_has_every_room() -> None:
 
 # Sizes
 
-LARGE_FILES = {"config/schema.py": 400, "migrate/command.py": 351}
+LARGE_FILES = {"config/schema.py": 340, "migrate/command.py": 351}
 """Lines of files that are larger than the guide: the schema is a list of all options."""
 
 LONG_FUNCTIONS = {"train.py:build", "train.py:train"}

@@ -246,7 +246,14 @@ def refused(rank: int, world_size: int, config: Config) -> str:
 def test_a_run_and_a_checkpoint_with_other_shards_are_refused(tiny: TinyRun) -> None:
     """Rows do not divide, or shards of a checkpoint were large enough for blocks."""
     name = f"--optimizer.name={named('AdamW8bit')}"
-    even = [*SHAPE, name, "--model.args.vocab_size=260", "--model.args.hidden_dim=48", "--training.steps=1"]
+    even = [
+        *SHAPE,
+        name,
+        "--model.args.vocab_size=260",
+        "--model.args.hidden_dim=48",
+        "--training.steps=1",
+        "--lr_scheduler.warmup_steps=1",
+    ]
     run_ranks(eager, 1, tiny.config(*even))
     configs = [
         tiny.config(*SHAPE, name, "--job.name=uneven", world_size=2),

@@ -32,6 +32,8 @@ seq_len = 256  # tokens
 global_batch_size = 16
 [activation_checkpoint]
 mode = "selective"
+[lr_scheduler]
+warmup_steps = 10
 """
 
 

@@ -42,7 +42,7 @@ SHAPES = {
     "tied": replace(DENSE, tied_head=True, norm_eps=1e-3),
     "experts": MOE,
     "all experts": replace(MOE, n_active_experts=8),
-    "one expert": replace(MOE, n_active_experts=1, tied_head=True),
+    "tied experts": replace(MOE, n_active_experts=2, tied_head=True),
 }
 
 
@@ -233,6 +233,7 @@ def test_a_step_that_is_left_out_moves_no_bias() -> None:
 def test_impossible_shapes_are_explained() -> None:
     for change, message in (
         ({"head_dim": 7}, "head_dim must be even, got 7"),
+        ({"n_active_experts": 1}, r"n_active_experts = 1 never trains the router: .* Use 2 or more"),
         ({"n_active_experts": 9}, r"n_active_experts must be between 1 and n_experts \(8\), got 9"),
         ({"n_layers": 0}, "n_layers must be at least 1, got 0"),
     ):

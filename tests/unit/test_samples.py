@@ -11,7 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from titanlite.config.schema import DataSource, Training
+from titanlite.config.data_schema import DataSource
+from titanlite.config.schema import Training
 from titanlite.data.loader import MicroBatches, build_loader
 from titanlite.data.mixture import MOST_PERIOD, Mixture
 from titanlite.data.packing import TokenSequence

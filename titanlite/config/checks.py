@@ -1,4 +1,4 @@
-"""What no single option can know: checks across options, and of the files that the config names. No torch here."""
+"""Checks across options, and checks of the files that a config names. Never imports torch."""
 
 import glob
 import importlib.util
@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 
 from titanlite.config.recompute import parse_policies
-from titanlite.config.schema import ActivationCheckpoint, Config, Data, DataSource, Validation
+from titanlite.config.schema import ActivationCheckpoint, Config, Data, Validation
 from titanlite.runtime.errors import UserError
 
 Conflict = tuple[str, str]  # dotted key, what is wrong
@@ -17,12 +17,12 @@ SHIPPED_TOKENIZERS = Path(__file__).parents[1] / "data" / "tokenizers"
 
 
 def find_conflicts(config: Config, world_size: int | None, bad_keys: Collection[str]) -> list[Conflict]:
-    """Problems of a config whose options are each of the right type.
+    """Find the problems of a config whose options all have the right type.
 
     Args:
         config: with defaults in place of the options in bad_keys.
         world_size: number of processes, if known.
-        bad_keys: options that were reported already; a check that would read one is left out.
+        bad_keys: options with a reported problem. Checks that read one of them are skipped.
     """
     checks: list[tuple[tuple[str, ...], Callable[[], Iterator[Conflict]]]] = [
         (("data.path", "data.sources"), lambda: _sources(config.data, "data")),
@@ -30,7 +30,12 @@ def find_conflicts(config: Config, world_size: int | None, bad_keys: Collection[
             ("validation.enable", "validation.path", "validation.sources"),
             lambda: _sources(config.validation, "validation"),
         ),
+        (
+            ("data.path", "data.sources", "validation.enable", "validation.path", "validation.sources"),
+            lambda: _validation_fits_data(config),
+        ),
         (("training.loss", "training.z_loss"), lambda: _loss(config)),
+        (("training.steps", "training.epochs", "lr_scheduler.warmup_steps"), lambda: _warmup(config)),
         (("data.tokenizer",), lambda: _tokenizer(config)),
         (("checkpoint.folder", "checkpoint.initial_load_path"), lambda: _checkpoint_places(config)),
         (
@@ -51,10 +56,10 @@ def find_conflicts(config: Config, world_size: int | None, bad_keys: Collection[
 
 
 def are_right(keys: Iterable[str], bad_keys: Collection[str]) -> bool:
-    """Whether nothing wrong is known of options and sections, so that a check may read them.
+    """Return True if no problem of these options and sections is known, so that a check may read them.
 
     Args:
-        bad_keys: options and sections; "" stands for all.
+        bad_keys: options and sections with a known problem; "" stands for all.
     """
     return not any(
         bad in ("", key) or bad.startswith(f"{key}.") or key.startswith(f"{bad}.") for key in keys for bad in bad_keys
@@ -89,13 +94,19 @@ def _in_backward(config: Config) -> Iterator[Conflict]:
     if not optimizer.in_backward:
         return
     if config.training.max_norm:
-        yield key, "updates before the norm of all gradients is known: set training.max_norm = 0 (no clipping)"
+        yield (
+            key,
+            "updates parameters before the norm of all gradients is known: set training.max_norm = 0 (no clipping)",
+        )
     if "Muon" in [group.name or optimizer.name for group in optimizer.groups or [optimizer]]:
-        yield key, "updates parameters one by one, and Muon matrices of all ranks together: choose one of the two"
+        yield (
+            key,
+            "updates parameters one by one, and Muon updates matrices of all ranks together: choose one of the two",
+        )
     if config.guard.nonfinite == "skip":
-        yield key, 'cannot leave out a step that has begun: set guard.nonfinite = "stop"'
+        yield key, 'cannot skip a step that has begun: set guard.nonfinite = "stop"'
     if config.guard.spike_sigma:
-        yield key, "cannot leave out a step that has begun: set guard.spike_sigma = 0"
+        yield key, "cannot skip a step that has begun: set guard.spike_sigma = 0"
 
 
 def _one_micro_batch(config: Config, world_size: int) -> Iterator[Conflict]:
@@ -103,12 +114,12 @@ def _one_micro_batch(config: Config, world_size: int) -> Iterator[Conflict]:
     try:
         micro, accumulation = training.batch_split(world_size)
     except ValueError:
-        return  # told by `_batch`
+        return  # reported by `_batch`
     if config.optimizer.in_backward and accumulation > 1:
         yield (
             "optimizer.in_backward",
-            f"updates after each forward pass, and a step has {accumulation} of {micro} sequences on each of the "
-            f"{world_size} processes: set training.global_batch_size = {micro * world_size}, or raise "
+            f"updates after each forward pass, and a step has {accumulation} forward passes of {micro} sequences on "
+            f"each of the {world_size} processes: set training.global_batch_size = {micro * world_size}, or raise "
             "training.local_batch_size",
         )
 
@@ -116,19 +127,18 @@ def _one_micro_batch(config: Config, world_size: int) -> Iterator[Conflict]:
 def _sources(section: Data | Validation, name: str) -> Iterator[Conflict]:
     sources = section.all_sources()
     if section.path and section.sources:
-        yield f"{name}.sources", f"take the place of {name}.path: give one of the two"
-    if section.path == [] or (isinstance(section, Validation) and section.enable and not sources):
-        yield f"{name}.path", "names nothing"
+        yield f"{name}.sources", f"and {name}.path are both set: set one of the two"
+    if isinstance(section, Validation) and section.enable and not sources:
+        yield f"{name}.path", f"is not set: name the data to validate on, or set {name}.enable = false"
+    elif section.path == []:
+        yield f"{name}.path", "is empty: name text or tokens"
     titles = [source.title for source in sources]
     for number, source in enumerate(sources):
         key = f"{name}.sources.{number}" if section.sources else name
         if source.title in titles[:number]:
-            yield f"{key}.name", f"another source is called {source.title!r} as well: give them names"
+            yield f"{key}.name", f"another source is called {source.title!r} too: give each a name of its own"
         if source.path == []:
-            yield f"{key}.path", "names nothing"
-        for option in ("weight", "epochs") if isinstance(section, Validation) else ():
-            if getattr(source, option) != DataSource.model_fields[option].default:
-                yield f"{key}.{option}", "has no effect in validation, which reads each source once: remove it"
+            yield f"{key}.path", "is empty: name text or tokens"
         for path in [source.path] if isinstance(source.path, str) else source.path:
             if "://" in path:
                 if path.partition("://")[0] not in ("stdlib", "hf", "python"):
@@ -137,9 +147,45 @@ def _sources(section: Data | Validation, name: str) -> Iterator[Conflict]:
                 yield f"{key}.path", f"no file or folder {path}"
 
 
+def _validation_fits_data(config: Config) -> Iterator[Conflict]:
+    """Refuse validation on the standard library's source in a run that trains on other data: that loss means nothing,
+    and the path was probably inherited from a shipped config."""
+    if any(_is_stdlib(source.path) for source in config.data.all_sources()):
+        return
+    for number, source in enumerate(config.validation.all_sources()):
+        if _is_stdlib(source.path):
+            key = f"validation.sources.{number}.path" if config.validation.sources else "validation.path"
+            yield (
+                key,
+                "is the source of Python's standard library, and the training data is not: name text of your own "
+                f"(--{key}=...), or turn validation off (--validation.enable=false)",
+            )
+
+
+def _is_stdlib(path: str | list[str]) -> bool:
+    return any(part.startswith("stdlib://") for part in ([path] if isinstance(path, str) else path))
+
+
+def _warmup(config: Config) -> Iterator[Conflict]:
+    if config.training.epochs is None:  # else the number of steps is known when the data is open
+        warmup, steps = config.lr_scheduler.warmup_steps, config.training.steps
+        if problem := why_warmup_is_too_long(warmup, steps):
+            yield "lr_scheduler.warmup_steps", problem
+
+
+def why_warmup_is_too_long(warmup: int, steps: int) -> str | None:
+    """Return the reason why a run of `steps` steps cannot have `warmup` steps of warm-up; None if it can."""
+    if warmup <= steps:
+        return None
+    return (
+        f"a warm-up of {warmup} steps never reaches the peak learning rate in a run of {steps} steps: set "
+        f"--lr_scheduler.warmup_steps={steps // 10} or another number up to {steps}"
+    )
+
+
 def _loss(config: Config) -> Iterator[Conflict]:
     if config.training.loss and config.training.z_loss:
-        yield "training.z_loss", "is part of titanlite's own loss, and training.loss names another"
+        yield "training.z_loss", "belongs to titanlite's own loss, and training.loss names another: set z_loss = 0"
 
 
 def _tokenizer(config: Config) -> Iterator[Conflict]:
@@ -194,7 +240,7 @@ def _float8(config: Config) -> Iterator[Conflict]:
     gathers_float8 = float8.enable_fsdp_float8_all_gather and float8.recipe_name == "tensorwise"
     if gathers_float8 and isinstance(keep, int) and keep > 1:
         other = "quantize.linear.float8.enable_fsdp_float8_all_gather"
-        yield "parallelism.fsdp_reshard_after_forward", f"FSDP2 cannot combine {keep} with {other}"
+        yield "parallelism.fsdp_reshard_after_forward", f"FSDP2 cannot combine {keep} with {other}: set that to false"
     if not config.compile.enable and not float8.emulate:
         yield "quantize.linear.float8.enable", "is slower than bfloat16 without compile.enable = true"
 
@@ -203,31 +249,35 @@ def _offload(config: Config) -> Iterator[Conflict]:
     offload, optimizer, float8 = config.offload, config.optimizer, config.quantize.linear.float8
     if not offload.is_used:
         if offload.path is not None:
-            yield "offload.path", 'is for nothing: neither offload.optimizer nor offload.parameters is "disk"'
+            yield (
+                "offload.path",
+                'has no effect: set offload.optimizer or offload.parameters to "disk", or leave it out',
+            )
         return
     if sys.platform != "linux":
-        yield "offload", "files instead of memory need Linux"
+        yield "offload", 'files instead of memory need Linux: set "memory"'
     key = "offload.optimizer" if offload.optimizer == "disk" else "offload.parameters"
     names = {group.name or optimizer.name for group in optimizer.groups} or {optimizer.name}
     if others := ", ".join(sorted(names - {"AdamW"})):
-        yield key, f"disk is for AdamW, and not for {others}"
+        yield key, f"disk works with AdamW only, not with {others}"
     elif optimizer.args or any(group.args for group in optimizer.groups):
-        yield key, "AdamW takes no optimizer.args on disk"
+        yield key, "AdamW takes no optimizer.args on disk: leave them out"
     if offload.parameters == "disk":
         if not config.training.enable_cpu_offload:
             yield "offload.parameters", "disk needs training.enable_cpu_offload = true"
         if float8.enable and float8.enable_fsdp_float8_all_gather and float8.recipe_name == "tensorwise":
             other = "quantize.linear.float8.enable_fsdp_float8_all_gather"
-            yield "offload.parameters", f"disk does not go with {other} = true"
-    if offload.path is not None:
-        yield from _writable("offload.path", offload.path)
+            yield "offload.parameters", f"disk cannot be combined with {other} = true"
+    if offload.path is not None and (problem := why_not_writable(offload.path)):
+        yield "offload.path", problem
 
 
-def _writable(key: str, folder: str) -> Iterator[Conflict]:
-    """That a folder is there, or can be made."""
+def why_not_writable(folder: str) -> str | None:
+    """Return the reason why files cannot be written into a folder or the folder cannot be created; None if they can."""
     path = Path(os.path.expanduser(folder)).absolute()
-    there = next(place for place in (path, *path.parents) if os.path.exists(place))
-    if not there.is_dir():
-        yield key, f"{there} is not a folder"
-    elif not os.access(there, os.W_OK | os.X_OK):
-        yield key, f"{there} cannot be written"
+    existing = next(place for place in (path, *path.parents) if os.path.exists(place))
+    if not existing.is_dir():
+        return f"{existing} is a file, not a folder: name another folder"
+    if not os.access(existing, os.W_OK | os.X_OK):
+        return f"{existing} cannot be written: name another folder, or change its permissions"
+    return None

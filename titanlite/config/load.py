@@ -1,4 +1,4 @@
-"""TOML and command line -> Config, or every problem at once with the place it was written at. Never imports torch."""
+"""TOML and command line -> Config, or all problems together, each with its place. Never imports torch."""
 
 import hashlib
 import json
@@ -16,25 +16,26 @@ from titanlite.config.checks import find_conflicts
 from titanlite.config.keys import nearest_key
 from titanlite.config.schema import Config
 from titanlite.config.source import Key, Source, Tree, read_source
+from titanlite.config.torchtitan import is_torchtitan, migration_hint
 from titanlite.runtime.errors import DEFAULT_PLACE, ConfigError, Place, Problem
 from titanlite.runtime.nearest import did_you_mean
 
 
 @dataclass
 class Draft:
-    """A config that may have mistakes. Who finds more of them (preflight) adds them, so that there is one report."""
+    """A config that may have mistakes. Later checks (preflight) add their problems, for one report."""
 
     config: Config
-    """With defaults in place of what is wrong, so that the rest can be checked too."""
+    """The config, with defaults in place of wrong options, so that all other options can be checked."""
     problems: list[Problem]
     bad_keys: set[str]
-    """Options that are reported already: what depends on one is not worth checking. "" stands for all of them."""
+    """Options with a known problem, whose dependents are not checked. "" stands for all options."""
     places: dict[Key, Place]
-    told: int = 0
-    """How many of the problems."""
+    reported: int = 0
+    """Number of problems that `new_problems` has returned already."""
 
     def place(self, key: Key) -> Place:
-        """Where a key was written. What was not written is placed where its section begins, if it does."""
+        """Return the place of a key; for a key that is not in the file, the place of its section, if that is."""
         for end in range(len(key), 0, -1):
             place = self.places.get(key[:end])
             if place and (end == len(key) or place.file != inf):
@@ -42,37 +43,39 @@ class Draft:
         return DEFAULT_PLACE
 
     def add(self, problems: Iterable[Problem]) -> None:
-        """Add problems that know their key and not their place."""
+        """Add problems, and the places of their keys."""
         for problem in problems:
             place = problem.where or (self.place(tuple(problem.key.split("."))) if problem.key else None)
             self.problems.append(Problem(problem.key, problem.message, place))
 
-    def tell(self) -> list[Problem]:
-        """The problems so far that were not told before, in the order of the file."""
-        new, self.told = self.problems[self.told :], len(self.problems)
+    def new_problems(self) -> list[Problem]:
+        """Return the problems that were not returned before, in the order of the file."""
+        new, self.reported = self.problems[self.reported :], len(self.problems)
         return sorted(new, key=lambda problem: problem.where or DEFAULT_PLACE)
 
-    def settle(self) -> Config:
-        """The config, if there is nothing wrong with it.
+    def resolve(self) -> Config:
+        """Return the config if it has no problems.
 
         Raises:
-            ConfigError: naming all problems that were not told before.
+            ConfigError: lists all problems that were not reported before.
         """
         if self.problems:
-            raise ConfigError(self.tell())
+            raise ConfigError(self.new_problems())
         return self.config
 
 
 def read(path: str | Path, overrides: Sequence[str] = (), *, world_size: int | None = None) -> Draft:
-    """Read a TOML file, apply `--section.key=value` overrides, and check all of it. Raises nothing: see `settle`.
+    """Read a TOML file, apply `--section.key=value` overrides, and check everything. Problems go into the draft.
 
     Args:
         path: TOML file. `base = "other.toml"` at its top inherits from a file beside it.
-        overrides: the command line, as strings; `--key value` and a bare `--key` (true) are read too.
-        world_size: number of processes; the checks that need it are left out when it is None.
+        overrides: words of the command line; `--key value` and a bare `--key` (true) are read too.
+        world_size: number of processes. None skips the checks that need it.
     """
     path = Path(path)
     source = read_source(path, overrides)
+    if is_torchtitan(source.tree):
+        return Draft(Config(), [Problem("", migration_hint(path))], {""}, {})
     job = source.tree.setdefault("job", {})
     if isinstance(job, dict):
         job.setdefault("name", path.stem)
@@ -89,16 +92,16 @@ def read(path: str | Path, overrides: Sequence[str] = (), *, world_size: int | N
 
 
 def load(path: str | Path, overrides: Sequence[str] = (), *, world_size: int | None = None) -> Config:
-    """As `read`, but there is nothing wrong with it.
+    """Return the config of a TOML file and overrides, as `read` does.
 
     Raises:
-        ConfigError: naming all problems.
+        ConfigError: lists all problems.
     """
-    return read(path, overrides, world_size=world_size).settle()
+    return read(path, overrides, world_size=world_size).resolve()
 
 
 def dump(config: Config) -> str:
-    """TOML text with every option, that loads to the same Config. An option that is None is left out."""
+    """Return TOML text with every option, which loads to the same Config. Options that are None are left out."""
     import tomlkit
 
     return tomlkit.dumps(config.model_dump(exclude_none=True))
@@ -113,7 +116,7 @@ def config_hash(config: Config) -> str:
 
 
 def _validate(source: Source, draft: Draft) -> None:
-    """Report all problems of names and types, and remove what is wrong from the tree."""
+    """Add all problems of names and types to the draft, and remove the wrong keys from the tree."""
     tree = source.tree
     while errors := _errors(tree):
         by_key: dict[Key, list[ErrorDetails]] = {}
@@ -143,7 +146,7 @@ def _errors(tree: Tree) -> list[ErrorDetails]:
 
 
 def _key_of(loc: tuple[int | str, ...], tree: Tree) -> Key:
-    """The part of pydantic's location that is a path in the tree (the rest names branches of a union)."""
+    """Return the part of Pydantic's location that is a path in the tree. The rest names branches of a union."""
     key: list[str] = []
     node: Any = tree
     part: Any
@@ -168,7 +171,7 @@ def _index(part: str, node: Any) -> str | int:
 
 
 def _remove(tree: Tree, key: Key) -> None:
-    """Remove a key; of something in a list, the whole list: the others keep their numbers. No key means everything."""
+    """Remove a key; for an entry of a list the whole list, so that no number changes; for no key everything."""
     node: Any = tree
     for end, part in enumerate(key):
         if part not in node:
@@ -188,7 +191,7 @@ def _wants_text(error: ErrorDetails) -> bool:
 
 
 def _explain(dotted: str, details: list[ErrorDetails]) -> tuple[str, str | None]:
-    """What is wrong, and the key that was meant, if that is the question."""
+    """Return the problem in words, and for an unknown key the key that was probably meant."""
     first = details[0]
     if first["type"] == "extra_forbidden":
         near = nearest_key(dotted)
@@ -218,15 +221,17 @@ def _expectation(error: ErrorDetails) -> str:
             return f"a number of at most {context['le']}"
         case "string_too_short":
             return "text that is not empty"
+        case "string_pattern_mismatch":  # of job.name
+            return "a name without / or \\ that does not begin with a dot"
         case "too_short":
             return "a list that is not empty"
         case "model_type" | "model_attributes_type" | "dict_type":
             return "a section"
         case "list_type":
             return "a list"
-        case kind:
+        case other:
             names = {"int": "an integer", "float": "a number", "bool": "true or false", "string": "text"}
-            return names.get(kind.removesuffix("_type"), error["msg"].removeprefix("Input should be "))
+            return names.get(other.removesuffix("_type"), error["msg"].removeprefix("Input should be "))
 
 
 def _nearest_value(value: Any, details: list[ErrorDetails]) -> str:

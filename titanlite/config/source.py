@@ -1,5 +1,7 @@
-"""What was written, before anyone asks what it means: TOML files and the command line -> one tree, and the place of
-every key in it. Mistakes are collected, and reading goes on where it can."""
+"""TOML files and the command line -> one tree, and the place of every key in it. No option is interpreted here.
+
+Problems are collected, and reading continues after them where it can.
+"""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -22,7 +24,7 @@ CODE = [
         "data.sources.*.path", "validation.path", "validation.sources.*.path",
     )
 ]  # fmt: skip
-"""Options that can name a file of the user's code."""
+"""Options that can name a file of the user's own code."""
 CODE_FILE = re.compile(r"(?P<scheme>(?:python://)?)(?P<file>[^/~:][^:]*\.py)(?P<name>(?::\w+)?)")
 
 Tree = dict[str, Any]
@@ -31,22 +33,22 @@ Key = tuple[str, ...]
 
 @dataclass
 class Source:
-    """A config as it was written."""
+    """A config as written, before validation."""
 
     tree: Tree = field(default_factory=dict)
     places: dict[Key, Place] = field(default_factory=dict)
-    """Of every key, section, and entry of a list."""
+    """Places of all keys, sections and entries of lists."""
     words: dict[Key, str] = field(default_factory=dict)
-    """What the command line says of a key, before it is read as TOML."""
+    """Text of each value from the command line, before it is read as TOML."""
     problems: list[Problem] = field(default_factory=list)
     files: list[str] = field(default_factory=list)
-    """The config file, its base, the base of that, as they are named to people."""
+    """Names of the config file, its base, the base of that, for messages."""
     is_whole: bool = True
-    """False when a file could not be read: what is not in the tree may have been written all the same."""
+    """False if a file could not be read, so that the tree may lack keys that were written."""
 
 
 def read_source(path: Path, overrides: Sequence[str]) -> Source:
-    """Read a TOML file and its bases, and set what the command line says. Raises nothing: see its problems."""
+    """Read a TOML file and its bases, and apply the command line. Raises nothing: see `Source.problems`."""
     source = Source()
     source.tree, source.places = _read_file(path, source, folder=path.parent)
     _apply_overrides(source, overrides)
@@ -59,12 +61,12 @@ def read_source(path: Path, overrides: Sequence[str]) -> Source:
 def _read_file(
     path: Path, source: Source, *, folder: Path, below: tuple[Path, ...] = (), named_at: Place | None = None
 ) -> tuple[Tree, dict[Key, Place]]:
-    """The file merged over its base, and where each key was written.
+    """Return the file merged over its base, and the place of each key.
 
     Args:
-        folder: of the config file; those it inherits from are named as seen from there.
-        below: the files that inherit from this one.
-        named_at: where `base` names this file.
+        folder: folder of the config file. Messages name base files relative to it.
+        below: files that inherit from this one.
+        named_at: place of the `base` that names this file; None for the config file itself.
     """
     name = path.name if named_at is None else Path(relpath(path, folder)).as_posix()
     rank = len(source.files)
@@ -83,12 +85,12 @@ def _read_file(
             return give_up(Problem(key, f"files inherit from each other in a circle: {chain}", named_at))
         text = path.read_bytes().decode("utf-8-sig").replace("\r\n", "\n")
         tree = tomli.loads(text)
+    except IsADirectoryError:
+        return give_up(Problem(key, f"{path} is a folder: name a TOML file in it", named_at))
     except FileNotFoundError:
         near = nearest_config(path)
         hint = f", did you mean {near}?" if near else ""
         return give_up(Problem(key, f"no config file {path}{hint}", named_at))
-    except IsADirectoryError:
-        return give_up(Problem(key, f"{path} is a folder: name a TOML file", named_at))
     except (tomli.TOMLDecodeError, RecursionError) as error:
         return give_up(_syntax_problem(name, rank, text, str(error)))
     except (OSError, ValueError) as error:
@@ -96,6 +98,9 @@ def _read_file(
     places = {key: Place(rank, line, f"{name}:{line}") for key, line in _key_lines(text).items()}
     for key in CODE:
         _anchor(tree, key, path.parent)
+    if named_at is not None and isinstance(tree.get("job"), dict):  # else the run of the base would be resumed
+        tree["job"].pop("name", None)
+        places.pop(("job", "name"), None)
     base = tree.pop("base", None)
     if base is None:
         return tree, places
@@ -113,7 +118,7 @@ def _read_file(
 
 
 def _anchor(node: Any, key: Key, folder: Path) -> None:
-    """Files of code are relative to the TOML file that names them."""
+    """Make a file of code that is named relative to its TOML file absolute."""
     part, *rest = key
     places: list[Any] = []
     if isinstance(node, list) and part == "*":
@@ -131,20 +136,23 @@ def _anchor(node: Any, key: Key, folder: Path) -> None:
 
 
 def _syntax_problem(name: str, rank: int, text: str, message: str) -> Problem:
-    """tomli's message, with the line that it speaks of instead of its number."""
+    """Return the problem of tomli's error message, with the text of the line that the message names by number."""
     lines = text.split("\n")
     line = len(lines)
     if match := re.search(r" \(at line (\d+), column \d+\)$", message):
         line = int(match[1])
     why = re.sub(r" \(at [^)]*\)$", "", message)
-    said = lines[line - 1].strip()
-    quoted = f", in {said}" if said else ""
+    statement = lines[line - 1].strip()
+    quoted = f", in {statement}" if statement else ""
     return Problem("", f"{name} is not valid TOML: {why}{quoted}", Place(rank, line, f"{name}:{line}"))
 
 
 def _key_lines(text: str) -> dict[Key, int]:
-    """The line of every key, section and entry of a list. TOML is read statement by statement with tomli itself, so
-    that quoted keys, dotted keys and values of several lines are what they are to it."""
+    """Return the line of every key, section and entry of a list.
+
+    tomli itself parses the text statement by statement, so that quoted keys, dotted keys and values of several lines
+    are read as in the whole file.
+    """
     found: dict[Key, int] = {}
     counts: dict[Key, int] = {}  # number of the newest entry of each [[list of tables]]
     table: Key = ()
@@ -172,7 +180,8 @@ def _parsed(statement: str) -> Tree | None:
 
 
 def _header(parsed: Any, counts: dict[Key, int], found: dict[Key, int], number: int) -> Key:
-    """Where the keys below a [header] or [[header]] belong. A list of tables on the way there means its newest one."""
+    """Return the key of the table that a [header] or [[header]] opens. A list of tables on the path stands for its
+    newest entry."""
     key: Key = ()
     while parsed:
         [(part, parsed)] = parsed.items()
@@ -187,7 +196,7 @@ def _header(parsed: Any, counts: dict[Key, int], found: dict[Key, int], number: 
 
 
 def _paths(value: Any, key: Key = ()) -> Iterator[Key]:
-    """The keys of all tables and the numbers of all lists in a value, at any depth."""
+    """Yield the keys of all tables and the numbers of all list entries in a value, at any depth."""
     inside = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for part, inner in inside:
         yield (*key, str(part))
@@ -203,7 +212,7 @@ def _merge(base: Tree, over: Tree) -> Tree:
 
 
 def _is_replaced(key: Key, over: Tree) -> bool:
-    """Whether another value stands where the base has this key."""
+    """Return True if the inheriting file has another value in place of this key of its base."""
     node: Any = over
     for part in key:
         if not isinstance(node, dict):
@@ -231,7 +240,7 @@ def _apply_overrides(source: Source, overrides: Sequence[str]) -> None:
         if not equals:
             value = "true" if not rest or rest[0].startswith("--") else rest.pop(0)
         if name == "base":
-            source.problems.append(Problem(name, "stands in the file only, not on the command line", place))
+            source.problems.append(Problem(name, "can be set in the file only, not on the command line", place))
             continue
         parsed = parse_value(value)
         if problem := _set(source.tree, key, parsed):
@@ -239,7 +248,7 @@ def _apply_overrides(source: Source, overrides: Sequence[str]) -> None:
             continue
         source.words[key] = value
         for other in [other for other in source.places if other[: len(key)] == key]:
-            del source.places[other]  # what stood there is gone
+            del source.places[other]  # the value there is replaced
         for end in range(1, len(key)):
             source.places.setdefault(key[:end], place)
         source.places[key] = place
@@ -248,7 +257,7 @@ def _apply_overrides(source: Source, overrides: Sequence[str]) -> None:
 
 
 def parse_value(value: str) -> Any:
-    """A word of the command line as TOML, or as the text that it is: --data.path=tok/ needs no quotes."""
+    """Return a value of the command line, read as TOML, else as text: --data.path=tok/ needs no quotes."""
     try:
         tree = tomli.loads(f"value = {value}")
         if "#" in value and _parsed(f"value = {value} ]") is not None:
@@ -259,10 +268,13 @@ def parse_value(value: str) -> Any:
 
 
 def _set(tree: Tree, key: Key, value: Any) -> str | None:
-    """Set a value; makes sections, and the next entry of a list, on the way. Returns what is wrong, if something is.
-    Then the tree is as it was."""
+    """Set a value, and create sections and the next entry of a list on the path to it.
+
+    Returns:
+        the problem, if there is one. The tree is then unchanged.
+    """
     node: Any = tree
-    made: tuple[Any, Any] | None = None  # the first thing that was made on the way
+    made: tuple[Any, Any] | None = None  # the first container and key that were created on the path
     for end, part in enumerate(key, start=1):
         place: Any = part
         if isinstance(node, list) and part.isdecimal() and len(part) < 10 and int(part) <= len(node):
@@ -289,7 +301,7 @@ def _set(tree: Tree, key: Key, value: Any) -> str | None:
 
 def _why_not(node: Any, part: str) -> str:
     if not isinstance(node, list):
-        return "a section cannot stand inside a value"
+        return "a value cannot contain a section"
     if not part.isdecimal():
-        return f"entries of a list have numbers, the next would be {len(node)}"
-    return f"there is no number {part} in the list, the next would be {len(node)}"
+        return f"entries of a list have numbers; the next is {len(node)}"
+    return f"the list has no entry {part}; the next is {len(node)}"

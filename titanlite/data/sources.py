@@ -6,7 +6,7 @@ from typing import Protocol
 
 import torch.distributed as dist
 
-from titanlite.config.schema import Data, DataSource, Validation
+from titanlite.config.data_schema import Data, DataSource, Validation, ValidationSource
 from titanlite.data.custom import PREFIX, CustomSequences
 from titanlite.data.packing import BestFit, Stream
 from titanlite.data.prepared import open_prepared, prepared_tokens
@@ -141,7 +141,7 @@ def _as_list(path: str | list[str]) -> list[str]:
 
 
 def _open(
-    source: DataSource,
+    source: ValidationSource,
     data: Data,
     tokenizer: Tokenizer,
     seq_len: int,
@@ -152,7 +152,7 @@ def _open(
         sequences = CustomSequences(source.path, seq_len=seq_len, vocab_size=tokenizer.vocab_size)
         if len(sequences) == 0:
             raise UserError(f"data.path: {source.path} has no sequences of {seq_len}")
-        return Source(source.title, sequences, sequences.fingerprint, source.weight, source.epochs)
+        return Source(source.title, sequences, sequences.fingerprint, *_shares(source))
     store = tokens(source.path)
     if data.packing == "best_fit":
         sequences = BestFit(store, seq_len=seq_len, plan_folder=cache_folder / "packing")
@@ -164,7 +164,12 @@ def _open(
             "after it)"
         )
     fingerprint = f"{store.fingerprint}-{data.packing}-{seq_len}"
-    return Source(source.title, sequences, fingerprint, source.weight, source.epochs)
+    return Source(source.title, sequences, fingerprint, *_shares(source))
+
+
+def _shares(source: ValidationSource) -> tuple[float, int | None]:
+    """Weight and largest number of passes. Validation reads each source once, by itself."""
+    return (source.weight, source.epochs) if isinstance(source, DataSource) else (1.0, None)
 
 
 def store_of(source: Source) -> TokenStore | None:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from titanlite.models.layers import Documents, Loss
+from titanlite.runtime.errors import UserError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,6 +89,26 @@ def parameter_generator(seed: int, name: str, device: torch.device) -> torch.Gen
     """A generator that depends on (seed, name) alone, so that a parameter's values do not depend on the layout."""
     digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
     return torch.Generator(device).manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+
+
+def fill_weight(model: Model, name: str, weight: Tensor, generator: torch.Generator) -> None:
+    """Give a whole parameter its initial values.
+
+    Args:
+        weight: float32, filled with NaN, so that a forgotten value shows. On the meta device only errors show.
+
+    Raises:
+        UserError: `init_weight` fails, or leaves values undefined.
+    """
+    where = f"{type(model).__name__}.init_weight"
+    try:
+        model.init_weight(name, weight, generator)
+    except Exception as error:  # code of the user's own may raise anything
+        if weight.is_meta and isinstance(error, RuntimeError):
+            return  # probably an operator that needs values
+        raise UserError(f"{where} fails for parameter {name}: {type(error).__name__}: {error}") from error
+    if not weight.is_meta and not torch.isfinite(weight).all():
+        raise UserError(f"{where} leaves values of parameter {name} undefined: fill it in place")
 
 
 def build_on_meta(model_cls: type[Model], args: ModelArgs) -> Model:

@@ -36,6 +36,11 @@ class Qwen3MoeArgs(Qwen3Args):
             raise ValueError(
                 f"n_active_experts must be between 1 and n_experts ({self.n_experts}), got {self.n_active_experts}"
             )
+        if self.n_active_experts == 1:
+            raise ValueError(
+                "n_active_experts = 1 never trains the router: a softmax over one expert is always 1, and its gradient "
+                "0. Use 2 or more"
+            )
 
 
 class Experts(nn.Module):

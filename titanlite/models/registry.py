@@ -1,4 +1,4 @@
-"""How `[model]` finds a model by its name."""
+"""Models by name: the class and the shape that `[model]` selects."""
 
 from dataclasses import fields, replace
 from types import UnionType
@@ -17,7 +17,7 @@ MODELS: dict[str, type[Model]] = {"llama3": Llama3, "qwen3": Qwen3, "qwen3_moe":
 
 
 class ModelSpec(NamedTuple):
-    """Which model a config names."""
+    """Model class and shape that a config selects."""
 
     model_cls: type[Model]
     args: ModelArgs
@@ -28,16 +28,24 @@ class ModelSpec(NamedTuple):
 
 
 def resolve_model(
-    name: str | None, flavor: str | None, overrides: dict[str, Any], file: str | None = None
+    name: str | None,
+    flavor: str | None,
+    overrides: dict[str, Any],
+    file: str | None = None,
+    *,
+    tokenizer_size: int | None = None,
 ) -> ModelSpec:
     """Find the class and the shape that `[model]` names.
 
     Args:
-        name: a built-in family, or a class of the file; None for llama3, or the only class.
-        flavor: None for debug, or else the first.
+        name: built-in family, or class in the file. None selects llama3, or the only class of the file.
+        flavor: None selects debug, or else the first flavor.
+        overrides: fields of the flavor to change.
+        file: Python file or module of the user's own model.
+        tokenizer_size: entries of the tokenizer, which vocab_size follows unless overrides has it; None if unknown.
 
     Raises:
-        ConfigError: naming every unknown name, flavor or argument, and the nearest right ones.
+        ConfigError: lists every unknown name, flavor or argument, and the nearest known ones.
     """
     known_models = MODELS if file is None else _models_of(file)
     name = name or ("llama3" if file is None else next(iter(known_models)) if len(known_models) == 1 else "")
@@ -45,7 +53,9 @@ def resolve_model(
         raise ConfigError([_unknown("model.name", name, known_models)])
     model = known_models[name]
     if not model.flavors:
-        raise ConfigError([Problem("model.name", f"{name} has no flavors: it must name at least one shape")])
+        raise ConfigError(
+            [Problem("model.name", f'{name} has no flavors: give it at least one, flavors = {{"debug": ...}}')]
+        )
     flavor = flavor or ("debug" if "debug" in model.flavors else next(iter(model.flavors)))
     args = model.flavors.get(flavor) or next(iter(model.flavors.values()))  # all have the same fields
     problems = [] if flavor in model.flavors else [_unknown("model.flavor", flavor, model.flavors)]
@@ -59,14 +69,27 @@ def resolve_model(
             problems.append(Problem(f"model.args.{key}", f"expected {expected}, got {value!r}"))
     if problems:
         raise ConfigError(problems)
+    if tokenizer_size is not None:
+        overrides = {"vocab_size": vocab_size_for(tokenizer_size, args.vocab_size), **overrides}
     try:
         return ModelSpec(model, replace(args, **overrides))
     except ValueError as error:
         raise ConfigError([Problem("model.args", str(error))]) from error
 
 
+def vocab_size_for(tokenizer_size: int, flavor_size: int) -> int:
+    """Return the vocabulary size of a model for a tokenizer.
+
+    It is the flavor's size where the tokenizer fills at least 99 % of it: released models pad their vocabulary by less.
+    Else it is the tokenizer's size rounded up to a multiple of 128, which matmuls on GPUs prefer.
+    """
+    if 0.99 * flavor_size <= tokenizer_size <= flavor_size:
+        return flavor_size
+    return -(-tokenizer_size // 128) * 128
+
+
 def _models_of(file: str) -> dict[str, type[Model]]:
-    """The models that a file of the user's defines, by class name; not those that it imports."""
+    """Return the models that a file of the user's own defines, by class name, without those that it imports."""
     try:
         module = load_module(file)
     except UserError as error:

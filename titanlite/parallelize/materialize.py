@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from titanlite.models.base import Model, parameter_generator, unique_parameters
+from titanlite.models.base import Model, fill_weight, parameter_generator, unique_parameters
 from titanlite.runtime.disk import DiskTensors
 from titanlite.runtime.dtensor import from_local_like, slice_like
 from titanlite.runtime.errors import UserError
@@ -98,19 +98,17 @@ def _drop_after_use(model: Model, disk: DiskTensors) -> None:
 @torch.no_grad()
 def _fill(model: Model, name: str, parameter: nn.Parameter, *, device: torch.device, seed: int) -> None:
     whole = torch.full(parameter.shape, torch.nan, device=device)  # float32: bfloat16 weights are those, rounded
-    model.init_weight(name, whole, parameter_generator(seed, name, device))
-    if not torch.isfinite(whole).all():
-        raise ValueError(f"{type(model).__name__}.init_weight leaves values of {name} undefined")
+    fill_weight(model, name, whole, parameter_generator(seed, name, device))
     local_tensor(parameter).copy_(slice_like(whole, parameter))
 
 
 def _check_complete(model: Model, parameter_device: torch.device, device: torch.device, dtype: torch.dtype) -> None:
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if tensor.is_meta:
-            raise ValueError(f"{name} has no memory: does {type(model).__name__}.init_buffers set it?")
+            raise UserError(f"{name} has no memory: does {type(model).__name__}.init_buffers set it?")
     for name, buffer in model.named_buffers():
         if buffer.device.type != device.type:
-            raise ValueError(f"{name} is on {buffer.device}: {type(model).__name__}.init_buffers must make it anew")
+            raise UserError(f"{name} is on {buffer.device}: {type(model).__name__}.init_buffers must make it anew")
     for name, parameter in unique_parameters(model):
         assert parameter.device.type == parameter_device.type, name
         assert parameter.dtype == dtype, f"{name} is {parameter.dtype}"

@@ -14,7 +14,7 @@ import torch
 
 from titanlite.config.load import dump, load
 from titanlite.config.schema import Config
-from titanlite.plan.estimate import Layout, estimate, plan
+from titanlite.plan.estimate import Layout, estimate, plan, with_vocab_size
 from titanlite.plan.output import indented_toml, plan_lines, plan_record, search_lines, search_record, set_key
 from titanlite.plan.recompute_search import GIB, choose_policies
 from titanlite.plan.search import Options, search, with_options
@@ -74,7 +74,7 @@ def _read(path: str, options: Namespace) -> tuple[Config, Layout]:
         hardware = _share(hardware, min(world_size, options.gpus_per_node))
     layout = Layout(world_size, hardware, options.gpus_per_node)
     # A search sets the degrees, so those of the config need not match the number of processes.
-    return load(path, options.overrides, world_size=None if options.search else world_size), layout
+    return with_vocab_size(load(path, options.overrides, world_size=None if options.search else world_size)), layout
 
 
 def _share(machine: Hardware, processes: int) -> Hardware:

@@ -5,11 +5,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from titanlite.config.schema import Config, Offload
-from titanlite.models.registry import ModelSpec, resolve_model
+from titanlite.data.tokenizer import load_tokenizer
+from titanlite.models.registry import ModelSpec
 from titanlite.plan.memory import Profile, extend, profile
 from titanlite.plan.time import Kernel, StepTime, Unit, collective_time, offload_time, step_time
 from titanlite.plan.trace import trace_step
 from titanlite.plan.workload import Traffic, Workload, extend_workload, traffic_of, workload_of
+from titanlite.preflight import select_model
 from titanlite.runtime.hardware import Hardware
 
 USABLE = 0.93
@@ -93,9 +95,15 @@ def model_of(config: Config) -> ModelSpec:
     Raises:
         ConfigError: there is no such model.
     """
-    selected = config.model
-    model_cls, args = resolve_model(selected.name, selected.flavor, selected.args, selected.file)
-    return ModelSpec(model_cls, replace(args, max_seq_len=config.training.seq_len))
+    tokenizer = None if "vocab_size" in config.model.args else load_tokenizer(config.data.tokenizer)
+    spec = select_model(config.model, tokenizer)
+    return spec._replace(args=replace(spec.args, max_seq_len=config.training.seq_len))
+
+
+def with_vocab_size(config: Config) -> Config:
+    """Return the config with its vocabulary size set, so that `model_of` need not load a tokenizer each time."""
+    args = config.model.args | {"vocab_size": model_of(config).args.vocab_size}
+    return config.model_copy(update={"model": config.model.model_copy(update={"args": args})})
 
 
 def plan(config: Config, layout: Layout) -> Plan:

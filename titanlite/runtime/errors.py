@@ -1,4 +1,4 @@
-"""Errors that are for people: the command prints one clear line each, no traceback, and exits with the error's code."""
+"""Errors for users: the command prints each as one line without a traceback, and exits with its exit code."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ class UserError(ValueError):
 
 
 class RunError(RuntimeError):
-    """The run cannot go on, and neither config nor code is to blame: a full disk, say."""
+    """A run that cannot continue for a reason outside config and code, for example a full disk."""
 
     exit_code: ClassVar[int] = 1
 
@@ -23,34 +23,34 @@ class DamagedCheckpoint(ValueError):
 
 
 class RunStopped(RunError):
-    """The run has ended itself, in good order, by a rule of its config."""
+    """A run that was ended by a rule of its config, with everything saved."""
 
     exit_code: ClassVar[int] = 3
 
 
 class Place(NamedTuple):
-    """Where something was written. Places are in order: as in the file, then as in its base, then the command line."""
+    """Place of a key. Places sort as the config file, then its base, then the command line."""
 
     file: float
     """0 is the config file, 1 its base, 2 the base of that; infinity is the command line."""
     line: float
-    """Of the file, or which word of the command line."""
+    """Line of the file, or number of the word on the command line."""
     text: str
-    """For people: run.toml:12"""
+    """Text for error messages, for example run.toml:12."""
 
     def __str__(self) -> str:
         return self.text
 
 
 DEFAULT_PLACE = Place(inf, inf, "default")
-"""Of what nobody wrote: the value is the default."""
+"""Place of options that are not set anywhere."""
 
 
 def whole_number(environ: Mapping[str, str], name: str, least: int) -> int:
-    """A variable of the environment; `least` if it is not set.
+    """Return an environment variable as a number; `least` if it is not set.
 
     Raises:
-        UserError: it is no number, or less.
+        UserError: the variable is not a number, or is less than `least`.
     """
     text = environ.get(name, str(least))
     if not text.isdecimal() or int(text) < least:
@@ -60,7 +60,7 @@ def whole_number(environ: Mapping[str, str], name: str, least: int) -> int:
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing wrong with the config: its dotted key, what is wrong, and where it was written."""
+    """One problem of a config: the dotted key, an error message, and the place of the key."""
 
     key: str
     message: str
@@ -72,7 +72,7 @@ class Problem:
 
 
 class ConfigError(UserError):
-    """Every problem found in a config, one a line."""
+    """All problems of a config, one per line."""
 
     def __init__(self, problems: list[Problem]) -> None:
         super().__init__("\n".join(map(str, problems)))

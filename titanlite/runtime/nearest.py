@@ -16,6 +16,6 @@ def nearest_name(name: str, known: Iterable[str], *, cutoff: float = 0.6) -> str
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Return ", did you mean X?" for the nearest known name, or "" if there is none. For the end of a message."""
+    """Return ", did you mean X?" for the nearest known name, or "": the end of an error message."""
     near = nearest_name(name, known)
     return f", did you mean {near}?" if near else ""

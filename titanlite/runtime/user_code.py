@@ -1,4 +1,4 @@
-"""What users add, found by name: `package.module:Name`, `package.module.Name` or `folder/file.py:Name`."""
+"""Code of the user's own, found by name: `package.module:Name`, `package.module.Name` or `folder/file.py:Name`."""
 
 import importlib
 import os
@@ -13,11 +13,12 @@ from titanlite.runtime.nearest import did_you_mean
 
 
 def load_module(place: str) -> ModuleType:
-    """Import `package.module` or `folder/file.py`. Beside the usual places it may be in the current folder, and a file
-    may import those beside it.
+    """Import `package.module` or `folder/file.py`.
+
+    A module may also be in the current folder. A file may import the files beside it.
 
     Raises:
-        UserError: it cannot be imported: why, and in which line.
+        UserError: the import fails; the message has the reason and the line.
     """
     path = Path(place).expanduser().resolve() if place.endswith(".py") else None
     if path and not path.is_file():
@@ -25,7 +26,7 @@ def load_module(place: str) -> ModuleType:
     name = path.stem if path else place
     folder = str(path.parent) if path else os.getcwd()
     if folder not in sys.path:
-        # Worker processes are given these paths as well; a module under a made-up name they would not find.
+        # Worker processes get sys.path too. They could not find a module under a made-up name.
         sys.path.insert(0 if path else len(sys.path), folder)
     try:
         module = importlib.import_module(name)
@@ -37,10 +38,10 @@ def load_module(place: str) -> ModuleType:
 
 
 def find_object(name: str) -> Any:
-    """What a name stands for.
+    """Return the object of a name.
 
     Raises:
-        UserError: there is no such thing; the nearest right name.
+        UserError: the object does not exist; the message has the nearest name.
     """
     if ":" in name:
         place, _, attribute = name.rpartition(":")
@@ -55,7 +56,7 @@ def find_object(name: str) -> Any:
 
 
 def _where(error: BaseException) -> str:
-    """The last line outside of Python's own import machinery that the error came through."""
+    """Return the innermost line of the error's traceback outside Python's import machinery."""
     if isinstance(error, SyntaxError):
         return f"line {error.lineno}: "
     ours = (__file__, importlib.__file__)
