@@ -515,7 +515,7 @@ def test_a_run_that_stops_itself_reports_why_and_exits_with_3(tiny: TinyRun) -> 
     assert f"stopped: the skipped steps are in {skipped}" in result.stdout
     [record] = [json.loads(line) for line in skipped.read_text().splitlines()]
     assert (record["step"], record["samples"]) == (2, [*range(8, 16)])
-    assert [path.name for path in (tiny.folder / "outputs" / "tiny" / "checkpoints").glob("step*")] == ["step-00000002"]
+    assert [path.name for path in (tiny.folder / "outputs" / "tiny" / "checkpoints").glob("step*")] == ["step-00000001"]
 
 
 def test_run_train_finds_bare_names(tmp_path: Path) -> None:
