@@ -1,4 +1,4 @@
-"""A loss that is not finite, from one rank: what all ranks do, what is kept, and what is told."""
+"""A loss that is not finite, from one rank: what all ranks do, what is kept, and what is reported."""
 
 import json
 import math
@@ -39,8 +39,7 @@ def snapshot(run: Run) -> Snapshot:
 
 
 def poisoned(rank: int, world_size: int, config: Config) -> dict[str, Any]:
-    """Train; the loss of one micro-batch of one rank is NaN, in step 3 (or each from there on, if the run's name says
-    so)."""
+    """Train; the loss of one micro-batch of one rank is NaN in step 3, and later if the run's name asks for it."""
     ranks, device = Ranks(rank, world_size, rank, world_size), torch.device("cpu")
     run = build(config, preflight(config, ranks, device), ranks=ranks, device=device, prepare_text=prepare_text)
     before: list[Snapshot] = []
@@ -152,8 +151,8 @@ def test_a_stop_waits_for_a_save_in_flight_and_makes_up_for_one_that_fails(tiny:
     assert "the checkpoint of step 2 could not be saved: disk full. Continuing without it" in log
 
 
-def test_a_stopped_run_goes_on_from_the_last_step_taken(tiny: TinyRun) -> None:
-    """With `skip`, as if it had been told so from the beginning."""
+def test_a_stopped_run_resumes_from_the_last_step_taken(tiny: TinyRun) -> None:
+    """With `skip`, as if that had been set from the beginning."""
     [whole_result] = run_ranks(poisoned, 1, tiny.config("--job.name=whole", "--guard.nonfinite=skip"))
     [stopped] = run_ranks(poisoned, 1, tiny.config("--job.name=halves", "--metrics.log_freq=2"))
     [result] = run_ranks(poisoned, 1, tiny.config("--job.name=halves", "--guard.nonfinite=skip"))

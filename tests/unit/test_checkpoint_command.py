@@ -1,4 +1,4 @@
-"""`titanlite checkpoint`: what it says of checkpoints in each state, also while a run changes them; what it deletes."""
+"""`titanlite checkpoint`: its output for checkpoints in each state, also while a run changes them; what it deletes."""
 
 import io
 import json
@@ -82,10 +82,10 @@ class Command:
     def __call__(self, *arguments: str, code: int = 0) -> list[str]:
         """Lines of standard output."""
         assert cli.run(["checkpoint", *arguments]) == code
-        said = self.capfd.readouterr()
-        self.errors = said.err.splitlines()
+        output = self.capfd.readouterr()
+        self.errors = output.err.splitlines()
         assert code or not self.errors
-        return said.out.splitlines()
+        return output.out.splitlines()
 
     def table(self, path: str) -> list[list[str]]:
         """Rows of `list`, without where and the head."""
@@ -107,7 +107,7 @@ def titanlite(capfd: pytest.CaptureFixture[str]) -> Command:
 # list
 
 
-def test_list_tells_each_state(titanlite: Command, tmp_path: Path) -> None:
+def test_list_shows_each_state(titanlite: Command, tmp_path: Path) -> None:
     place = str(tmp_path / "run" / "checkpoints")
     for step in range(1, 8):
         save(place, step, age=200 * step)
@@ -126,7 +126,7 @@ def test_list_tells_each_state(titanlite: Command, tmp_path: Path) -> None:
         ["3", "2.9 MiB", "damaged: manifest.json: Expecting property name enclosed in double quotes: "
          "line 1 column 2 (char 1)"],
         ["4", "2.9 MiB", "damaged: manifest.json is missing"],
-        ["5", "2.9 MiB", "damaged: set aside earlier"],
+        ["5", "2.9 MiB", "damaged: quarantined earlier"],
         ["6", "2.9 MiB", "superseded"],
         ["7", "2.9 MiB", "being deleted"],
         ["8", "2.9 MiB", "being written"],
@@ -292,7 +292,7 @@ def test_verify_names_what_is_damaged(titanlite: Command, place: str) -> None:
     change(place, flipped, b"y" + CONTENTS["__0_0.distcp"][1:])
     change(place, f"{folder_name(3)}/.metadata", b"")
     change(place, f"{folder_name(4)}/{MANIFEST}", b"")
-    assert [row[-2] for row in titanlite.table(place)][:2] == ["whole", "whole"], "sizes do not tell"
+    assert [row[-2] for row in titanlite.table(place)][:2] == ["whole", "whole"], "sizes do not show it"
     out = titanlite("verify", place, code=2)
     assert out[1:] == [
         "step 1: whole, 2 files, 2.9 MiB",
@@ -369,14 +369,14 @@ def test_prune_refuses_if_the_newest_is_damaged(titanlite: Command, place: str) 
         save(place, step)
     change(place, f"{folder_name(3)}/.metadata", b"")
     url = open_storage(place).url
-    assert titanlite.refusal("prune", place, "--keep-latest-k=1", "--set-aside") == (
+    assert titanlite.refusal("prune", place, "--keep-latest-k=1", "--quarantined") == (
         f"error: nothing is deleted: the newest, {url}/step-00000003, is not whole: "
         "damaged: .metadata has 0 bytes, its manifest states 2"
     )
     assert steps(place) == [1, 2, 3]
 
 
-def test_prune_of_what_is_set_aside(titanlite: Command, place: str) -> None:
+def test_prune_of_what_is_quarantined(titanlite: Command, place: str) -> None:
     for step in (1, 2, 3, 9):
         save(place, step)
     save(place, 10, publish=False)
@@ -384,7 +384,7 @@ def test_prune_of_what_is_set_aside(titanlite: Command, place: str) -> None:
     storage.quarantine(folder_name(2), "damaged")
     storage.quarantine(folder_name(9), "superseded")
     assert titanlite("prune", place, "--keep-latest-k=1", "--dry-run") == ["would delete step 1, 2.9 MiB"]
-    everything = ("prune", place, "--keep-latest-k=1", "--set-aside")
+    everything = ("prune", place, "--keep-latest-k=1", "--quarantined")
     assert titanlite(*everything) == [f"deleted step {step}, 2.9 MiB" for step in (1, 2, 9)]
     left = storage.list()
     assert steps(place) == [3]
@@ -403,7 +403,7 @@ def test_prune_lets_hidden_folders_be(titanlite: Command, tmp_path: Path) -> Non
         (tmp_path / name.removeprefix(".deleted-").removeprefix(".staging-").removesuffix("-me")).rename(
             tmp_path / name
         )
-    assert titanlite("prune", str(tmp_path), "--keep-latest-k=1", "--set-aside") == ["deleted step 1, 2.9 MiB"]
+    assert titanlite("prune", str(tmp_path), "--keep-latest-k=1", "--quarantined") == ["deleted step 1, 2.9 MiB"]
     assert sorted(open_storage(str(tmp_path)).list()) == [*hidden, folder_name(2)]
 
 

@@ -113,7 +113,7 @@ def test_saving_a_step_again_replaces_it(storage: Storage) -> None:
     ]
 
 
-def test_a_withdrawn_checkpoint_is_not_swept(storage: Storage) -> None:
+def test_a_quarantined_checkpoint_is_not_swept(storage: Storage) -> None:
     save(storage, 1)
     storage.quarantine(folder_name(1), "damaged")
     storage.sweep()

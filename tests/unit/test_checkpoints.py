@@ -1,4 +1,4 @@
-"""A run on one process and its checkpoints: what is saved, when, what it goes on from, and what it refuses."""
+"""A run on one process and its checkpoints: what is saved, when, what it resumes from, and what it refuses."""
 
 import json
 import logging
@@ -102,7 +102,7 @@ def slow(monkeypatch: pytest.MonkeyPatch, seconds: float) -> list[str]:
     return happened
 
 
-def test_a_checkpoint_holds_the_state_of_its_step_while_training_goes_on(
+def test_a_checkpoint_holds_the_state_of_its_step_beside_training(
     tiny: TinyRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = trained(tiny.config("--job.name=until-2", "--training.steps=2"))
@@ -172,7 +172,7 @@ def test_plans_are_made_once(tiny: TinyRun, monkeypatch: pytest.MonkeyPatch) -> 
     assert len(made) == 1
 
 
-def test_every_save_leaves_its_figures(tiny: TinyRun) -> None:
+def test_every_save_leaves_a_record(tiny: TinyRun) -> None:
     trained(tiny.config("--checkpoint.interval=2"))
     lines = (tiny.folder / "outputs" / "tiny" / "checkpoints.jsonl").read_text().splitlines()
     records = [json.loads(line) for line in lines]
@@ -258,7 +258,7 @@ def test_nothing_is_deleted_while_the_newest_is_damaged(
     assert warnings() == [f"old checkpoints could not be deleted: {checkpoint(tiny, 3)}/__0_0.distcp is missing"]
 
 
-# What a run goes on from
+# The checkpoint at which a run resumes
 
 
 def test_thirty_steps_are_three_times_ten(tiny: TinyRun) -> None:
@@ -308,9 +308,9 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(
     trained(tiny.config("--training.steps=4", interval))
     if message:
         before, _, after = message.partition("*")
-        said = warnings()
-        assert len(said) == 1, said
-        [warning] = said
+        logged = warnings()
+        assert len(logged) == 1, logged
+        [warning] = logged
         assert warning.startswith(f"damaged checkpoint: {checkpoint(tiny, 4)}")
         assert before in warning
         assert after in warning
@@ -382,12 +382,12 @@ def test_going_back_to_an_older_step(tiny: TinyRun) -> None:
     assert steps(tiny) == [2, 4]
     assert (checkpoint(tiny, 6) / f"{MANIFEST}.{SUPERSEDED}").exists()
     branch = tiny.losses()
-    trained(tiny.config(*options, *back))  # the same command again goes on; it does not go back again
+    trained(tiny.config(*options, *back))  # the same command again resumes; it does not go back again
     assert tiny.losses()[:4] == branch
     assert steps(tiny) == [2, 4, 6]
 
 
-def test_a_branch_goes_on_whatever_is_newer(tiny: TinyRun) -> None:
+def test_a_branch_resumes_whatever_is_newer(tiny: TinyRun) -> None:
     every_2 = "--checkpoint.interval=2"
     trained(tiny.config("--training.steps=6", every_2))
     trained(tiny.config("--training.steps=4", every_2, "--checkpoint.load_step=2"))
@@ -412,7 +412,7 @@ def test_a_run_whose_checkpoints_are_elsewhere_does_not_begin_anew(tiny: TinyRun
     assert len(tiny.records()) == 4
 
 
-def test_going_on_from_another_runs_checkpoint_is_told(tiny: TinyRun, warnings: Callable[[], list[str]]) -> None:
+def test_resuming_from_another_runs_checkpoint_warns(tiny: TinyRun, warnings: Callable[[], list[str]]) -> None:
     trained(tiny.config("--training.steps=2"))
     trained(tiny.config("--training.steps=3", "--job.name=b", f"--checkpoint.folder={folder(tiny)}"))
     assert "was saved by another run" in warnings()[0]
@@ -484,7 +484,7 @@ def test_initial_load_of_the_model_alone(tiny: TinyRun) -> None:
             assert torch.equal(value, expected[name]), name
     assert final["layers.0.attention.wq.weight.step"] == 1
     assert [record["samples"] for record in tiny.records("second")] == [8]
-    # Once the run has a checkpoint of its own, it goes on from that.
+    # Once the run has a checkpoint of its own, it resumes from that.
     shutil.rmtree(folder(tiny).parent)
     trained(run.model_copy(update={"training": run.training.model_copy(update={"steps": 2})}))
     assert steps(tiny, "second") == [1, 2]

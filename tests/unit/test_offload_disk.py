@@ -256,7 +256,7 @@ def test_nothing_is_left_by_a_process_that_is_killed(tiny: TinyRun) -> None:
 
 
 @pytest.mark.usefixtures("_tiny_slices")
-def test_runs_go_on_in_memory_and_on_disk_as_one(tiny: TinyRun, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_runs_resume_in_memory_and_on_disk_as_one(tiny: TinyRun, monkeypatch: pytest.MonkeyPatch) -> None:
     names: list[str] = []
     monkeypatch.setattr("titanlite.checkpoint.staging.Staging.begin", lambda self, tensors: names.extend(tensors))
     expected = trained(tiny.config("--job.name=whole", "--checkpoint.async_mode=disabled"))
@@ -323,7 +323,7 @@ def build_run(tiny: TinyRun, monkeypatch: pytest.MonkeyPatch) -> Callable[[], No
     return lambda: (train(run), None)[1]
 
 
-def test_a_failed_write_is_told_before_a_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_write_is_raised_before_a_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     disk = DiskTensors(tmp_path)
     [tensor] = disk.allocate([(torch.Size([5]), torch.float32)])
     disk.changed(tensor)  # too little to be written at once

@@ -48,12 +48,12 @@ def add_commands(titanlite: Parser) -> None:
     parser.add_argument(
         "--keep-every", metavar="N", type=non_negative_int, default=0, help="also keep steps divisible by N"
     )
-    parser.add_argument("--set-aside", action="store_true", help="also delete quarantined checkpoints")
+    parser.add_argument("--quarantined", action="store_true", help="also delete quarantined checkpoints")
     parser.add_argument("--dry-run", action="store_true", help="only print what would be deleted")
 
 
 def _run(options: Namespace) -> None:
     from titanlite.checkpoint.command import main
 
-    names = "path", "tensors", "keep_latest_k", "keep_every", "set_aside", "dry_run"
+    names = "path", "tensors", "keep_latest_k", "keep_every", "quarantined", "dry_run"
     main(options.command, **{name: value for name, value in vars(options).items() if name in names})

@@ -20,7 +20,7 @@ from titanlite.runtime.errors import DamagedCheckpoint, RunError, UserError
 
 MARK = "verified.json"
 FOLDER = re.compile(r"(?:(\.staging|\.deleted)-)?step-(\d{8,})(?(1)-.*)")
-ASIDE = {f"{MANIFEST}.{DAMAGED}": "damaged: set aside earlier", f"{MANIFEST}.{SUPERSEDED}": "superseded"}
+QUARANTINED = {f"{MANIFEST}.{DAMAGED}": "damaged: quarantined earlier", f"{MANIFEST}.{SUPERSEDED}": "superseded"}
 UNFINISHED = {".staging": "being written", ".owner": "being written", ".deleted": "being deleted"}
 Check = Callable[[Storage, str, dict[str, int]], Manifest]
 
@@ -103,7 +103,7 @@ def show(path: str, *, tensors: bool) -> None:
     print(f"tensors   {len(entries)}; of the model {len(model)}, {sum(model):,} parameters", *lines, sep="\n")
 
 
-def prune(path: str, *, keep_latest_k: int, keep_every: int, set_aside: bool, dry_run: bool) -> None:
+def prune(path: str, *, keep_latest_k: int, keep_every: int, quarantined: bool, dry_run: bool) -> None:
     """Raises UserError if the newest checkpoint is not whole; nothing is deleted then."""
     [(storage, every)] = _find(path, single=True)
     founds = [found for found in every if MANIFEST in found.sizes and found.folder == folder_name(found.step)]
@@ -112,9 +112,9 @@ def prune(path: str, *, keep_latest_k: int, keep_every: int, set_aside: bool, dr
             f"nothing is deleted: the newest, {storage.url_of(newest.folder)}, is not whole: {newest.state}"
         )
     old = manifests.to_delete([found.step for found in founds], keep_latest_k=keep_latest_k, keep_every=keep_every)
-    aside = [found for found in every if set_aside and found.state in ASIDE.values()]
+    deleted_too = [found for found in every if quarantined and found.state in QUARANTINED.values()]
     storage = open_storage(storage.url, owner=newest.manifest.run_id)  # whose sweep deletes what a killed prune leaves
-    for found in [found for found in founds if found.step in old] + aside:
+    for found in [found for found in founds if found.step in old] + deleted_too:
         if not dry_run:
             with suppress(FileNotFoundError):  # the run was faster
                 storage.delete(found.folder)
@@ -168,7 +168,7 @@ def _look(storage: Storage, folder: str, sizes: dict[str, int], *, check: Check 
     if (match := FOLDER.fullmatch(folder)) is None or sizes.keys() == {MARK}:  # written while it was being deleted
         return None
     signs = [match[1]] if match[1] else [name.partition("-")[0] for name in sizes if MANIFEST not in sizes]
-    state, manifest = next((state for sign, state in (ASIDE | UNFINISHED).items() if sign in signs), ""), None
+    state, manifest = next((state for sign, state in (QUARANTINED | UNFINISHED).items() if sign in signs), ""), None
     try:
         manifest = None if state else check(storage, folder, sizes)
     except (DamagedCheckpoint, UserError, FileNotFoundError) as error:
