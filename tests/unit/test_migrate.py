@@ -62,8 +62,8 @@ def test_every_key_of_torchtitan_has_a_rule_with_its_default(version: str) -> No
     differ_by_version = {"job.dump_folder", "model.tokenizer_path"}  # or are another name of ours
     for key in DEFAULTS[version].keys() - differ_by_version:
         rule = RULES[key]
-        if rule.kind is not None and rule.default is not None:
-            assert (rule.default, type(rule.default)) == (DEFAULTS[version][key], rule.kind), key
+        if rule.value_type is not None and rule.default is not None:
+            assert (rule.default, type(rule.default)) == (DEFAULTS[version][key], rule.value_type), key
 
 
 def test_every_rule_is_of_a_key_of_torchtitan() -> None:
@@ -614,7 +614,7 @@ CHOICES: dict[str, list[Any]] = {
 
 def value_of(key: str) -> st.SearchStrategy[Any]:
     rule = RULES[key]
-    values = CHOICES.get(key, VALUES.get(rule.kind, [True]))
+    values = CHOICES.get(key, VALUES.get(rule.value_type, [True]))
     return st.sampled_from(values + ([rule.default] if rule.default is not None else []))
 
 

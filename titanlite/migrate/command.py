@@ -27,7 +27,7 @@ from titanlite.runtime.errors import ConfigError, Problem, RunError, UserError
 from titanlite.runtime.nearest import nearest_name
 
 SECTIONS = {"float8": FLOAT8[1]}
-"""Where comments go whose section has another name here."""
+"""Sections for the comments of sections that have another name here."""
 
 
 class TrainingChanges(RunError):
@@ -53,7 +53,7 @@ class Line:
 
 @dataclass
 class Migration:
-    """The new file as it grows, and what is said about it."""
+    """The new file as it grows, and the remarks about it."""
 
     sections: dict[str, list[str]] = field(default_factory=dict)
     headers: dict[str, Line] = field(default_factory=dict)
@@ -61,7 +61,7 @@ class Migration:
     report: list[str] = field(default_factory=list)
     losses: list[str] = field(default_factory=list)
 
-    def say(self, kind: str, key: str, text: str = "") -> None:
+    def remark(self, kind: str, key: str, text: str = "") -> None:
         self.report.append(f"{kind:<12}{key}{text}")
         if kind in ("LOST", "UNKNOWN"):
             self.losses.append(key)
@@ -115,7 +115,7 @@ def main(path: Path, *, out: Path | None, world_size: int | None, version: str |
     migration = migrate(old, path.name, version=version, world_size=world_size)
     new = migration.text()
     for problem in _problems(new, out.name if out else "new.toml", world_size):
-        migration.say("to mend", problem)
+        migration.remark("to mend", problem)
     if out:
         try:
             with out.open("x", encoding="utf-8") as file:
@@ -132,11 +132,11 @@ def main(path: Path, *, out: Path | None, world_size: int | None, version: str |
 
 
 def migrate(text: str, name: str, *, version: str | None = None, world_size: int | None = None) -> Migration:
-    """What becomes of every key.
+    """Migrate every key.
 
     Args:
         text, name: a config of torchtitan, and the name of its file.
-        version: 0.1 or 0.2; None to tell it by its keys.
+        version: 0.1 or 0.2; None to find it by its keys.
         world_size: processes of the run, which torchtitan's batch sizes depend on; None if it is not known.
 
     Raises:
@@ -154,7 +154,7 @@ def migrate(text: str, name: str, *, version: str | None = None, world_size: int
     migration = Migration()
     if version is None:
         version = _version(list(given))
-        migration.say("note", f"read as a config of torchtitan {version} (--from 0.1 or 0.2 decides)")
+        migration.remark("note", f"read as a config of torchtitan {version} (--from 0.1 or 0.2 decides)")
     defaults = {key: rule.default for key, rule in RULES.items()}
     old = Old({key: value for key, value in given.items() if key in RULES}, defaults, version, world_size)
     if world_size and world_size % old.model_parallel_degree:
@@ -227,9 +227,9 @@ def _check(given: dict[str, Any], text: str, name: str) -> None:
         raise UserError(f"{name} is not a config of torchtitan 0.1 or 0.2: it has none of their keys")
     wrong = {}
     for key in known:
-        kind, value = RULES[key].kind, given[key]
-        if kind and not (type(value) is kind or (kind is float and type(value) is int)):
-            wrong[key] = f"expected {kind.__name__}, got {value!r}"
+        value_type, value = RULES[key].value_type, given[key]
+        if value_type and not (type(value) is value_type or (value_type is float and type(value) is int)):
+            wrong[key] = f"expected {value_type.__name__}, got {value!r}"
     if wrong:
         wrong |= {key: f"not a key of torchtitan{_hint(key)}" for key in given if key not in RULES}
         with TemporaryDirectory() as folder:
@@ -241,7 +241,7 @@ def _check(given: dict[str, Any], text: str, name: str) -> None:
 
 
 def _version(keys: list[str]) -> str:
-    """The version that has more keys which the other has not; 0.2 if that tells nothing."""
+    """Return the version that has more keys which the other lacks; 0.2 if both have none."""
 
     def count(version: str) -> int:
         names = ONLY_IN[version].split()
@@ -252,13 +252,13 @@ def _version(keys: list[str]) -> str:
 
 def _migrate_key(line: Line, old: Old, migration: Migration) -> None:
     if line.key not in RULES:
-        migration.say("UNKNOWN", line.key, f": not a key of torchtitan{_hint(line.key)}")
+        migration.remark("UNKNOWN", line.key, f": not a key of torchtitan{_hint(line.key)}")
         migration.keep_as_comment(line)
         return
     writes, note, lost = RULES[line.key].convert(line.value, old)
     for key, value in writes.items():
         if migration.settings.get(key, value) != value:
-            note, lost = f"another key says {key} = {_toml(migration.settings[key])}", True
+            note, lost = f"another key sets {key} = {_toml(migration.settings[key])}", True
     fresh = {key: value for key, value in writes.items() if key not in migration.settings}
     if not fresh and (lost or line.above or line.beside):
         migration.keep_as_comment(line)
@@ -275,7 +275,7 @@ def _migrate_key(line: Line, old: Old, migration: Migration) -> None:
         kind, text = "translated", f" = {was} -> {settings}"
     else:
         kind, text = ("carried", "") if line.key in writes else ("renamed", f" -> {', '.join(writes)}")
-    migration.say(kind, line.key, text + (f": {note}" if note else ""))
+    migration.remark(kind, line.key, text + (f": {note}" if note else ""))
 
 
 def _hint(key: str) -> str:
@@ -286,7 +286,7 @@ def _hint(key: str) -> str:
 
 
 def _write_defaults(old: Old, migration: Migration) -> None:
-    """What the old file leaves to torchtitan's defaults, where ours are not the same."""
+    """Set what the old file leaves to torchtitan's defaults, where ours differ."""
     ours = Config().model_dump()
     for key, rule in RULES.items():
         section = key.rpartition(".")[0]
@@ -301,15 +301,15 @@ def _write_defaults(old: Old, migration: Migration) -> None:
                 about, note = f": {note}" if note else "", ""
                 migration.put(new, value, Line(section, [], f"# torchtitan's default{about}"))
                 here = "" if default in (None, value) else f" (here: {_toml(default)})"
-                migration.say("default", new, f" = {_toml(value)} there{here}{about}")
+                migration.remark("default", new, f" = {_toml(value)} there{here}{about}")
         if outcome.lost:
             migration.keep_as_comment(Line(section, [], "# torchtitan's default", key, text=_toml(rule.default)))
-            migration.say("LOST", key, f" = {_toml(rule.default)} (default): {outcome.note}")
+            migration.remark("LOST", key, f" = {_toml(rule.default)} (default): {outcome.note}")
     migration.put("data.shuffle", False, Line("data", [], "# torchtitan reads in order"))
-    migration.say("default", "data.shuffle", " = false: torchtitan reads documents in the order of their files")
+    migration.remark("default", "data.shuffle", " = false: torchtitan reads documents in the order of their files")
     _decay_vectors(old, migration)
     if "debug.seed" not in migration.settings:
-        migration.say("note", "debug.seed: torchtitan drew a new seed for each run; it is always 0 here unless set")
+        migration.remark("note", "debug.seed: torchtitan drew a new seed for each run; it is always 0 here unless set")
 
 
 def _decay_vectors(old: Old, migration: Migration) -> None:
@@ -325,12 +325,12 @@ def _decay_vectors(old: Old, migration: Migration) -> None:
         f"weight_decay = {_toml(decay)}",
     ]
     migration.settings["optimizer.groups"] = [{"match": ["*"], "weight_decay": decay}]
-    about = "(here: only those with two or more dimensions, unless a group says so)"
-    migration.say("default", "optimizer.groups", f": weight_decay = {_toml(decay)} for all parameters there {about}")
+    about = "(here: only those with two or more dimensions, unless a group has its own)"
+    migration.remark("default", "optimizer.groups", f": weight_decay = {_toml(decay)} for all parameters there {about}")
 
 
 def _problems(text: str, name: str, world_size: int | None) -> list[str]:
-    """What `titanlite config check` would say first: the part that needs no PyTorch."""
+    """Return the problems that `titanlite check` reports first: the part that needs no PyTorch."""
     with TemporaryDirectory() as folder:
         path = Path(folder) / name
         path.write_text(text, encoding="utf-8")

@@ -11,26 +11,26 @@ from titanlite.migrate.translate import FLOAT8, Convert, Old, Outcome
 @dataclass(frozen=True)
 class Rule:
     default: Any
-    kind: type | None
-    """Of its values; None for any."""
+    value_type: type | None
+    """Type of its values; None for any."""
     convert: Convert
     to: str = ""
     """The key of titanlite."""
     note: str = ""
-    """Why there is none, and what to do instead."""
+    """Reason that there is none, and what to do instead."""
     loses: bool = False
-    """Without it training changes, unless it has its default, which does nothing."""
+    """True if training changes without the key, unless it has its default, which does nothing."""
 
 
-def _to(to: str, default: Any, convert: Convert | None = None, kind: type | None = None) -> Rule:
+def _to(to: str, default: Any, convert: Convert | None = None, value_type: type | None = None) -> Rule:
     def same(value: Any, old: Old) -> Outcome:
         return Outcome({} if value is None else {to: value})
 
-    return Rule(default, kind or type(default), convert or same, to)
+    return Rule(default, value_type or type(default), convert or same, to)
 
 
-def _part_of(to: str, default: Any, kind: type) -> Rule:
-    return Rule(default, kind, lambda value, old: Outcome({}, f"is part of {to}"), to)
+def _part_of(to: str, default: Any, value_type: type) -> Rule:
+    return Rule(default, value_type, lambda value, old: Outcome({}, f"is part of {to}"), to)
 
 
 def _lose(default: Any, note: str) -> Rule:
@@ -73,7 +73,7 @@ CONVERTED: dict[str, Rule] = {
     "model.converters": _to("quantize.linear.float8.enable", [], t.converters),
     "optimizer.name": _to("optimizer.name", "AdamW", t.optimizer),
     "lr_scheduler.warmup_steps": _to("lr_scheduler.warmup_steps", 200, t.warmup),
-    "lr_scheduler.decay_ratio": _to("lr_scheduler.decay_ratio", None, kind=float),
+    "lr_scheduler.decay_ratio": _to("lr_scheduler.decay_ratio", None, value_type=float),
     "lr_scheduler.lr_min": _to("lr_scheduler.min_lr_factor", 0.0),
     "lr_scheduler.total_steps": Rule(None, int, t.total_steps, note=t.SPAN, loses=True),
     "training.global_batch_size": _to("training.global_batch_size", -1, t.global_batch),
@@ -81,9 +81,9 @@ CONVERTED: dict[str, Rule] = {
     "training.dataset_path": _part_of("data.path", None, str),
     "training.dataloader.num_workers": _to("data.num_workers", 0),
     "training.compile": _to("compile.enable", False, t.compile_model),
-    "training.seed": _to("debug.seed", None, kind=int),
+    "training.seed": _to("debug.seed", None, value_type=int),
     "training.deterministic": _to("debug.deterministic", False),
-    "debug.seed": _to("debug.seed", None, kind=int),
+    "debug.seed": _to("debug.seed", None, value_type=int),
     "compile.enable": _to("compile.enable", False, t.compile_model),
     "compile.components": Rule(["model", "loss"], list, lambda value, old: Outcome({}, COMPONENTS), note=COMPONENTS),
     "activation_checkpoint.mode": _to("activation_checkpoint.mode", "selective", t.checkpointing),
@@ -110,7 +110,7 @@ CONVERTED: dict[str, Rule] = {
         )
         for section in FLOAT8
     },
-    **{f"{section}.recipe_name": _to(f"{FLOAT8[1]}.recipe_name", None, kind=str) for section in FLOAT8},
+    **{f"{section}.recipe_name": _to(f"{FLOAT8[1]}.recipe_name", None, value_type=str) for section in FLOAT8},
     **{f"{section}.filter_fqns": _to(f"{FLOAT8[1]}.filter_fqns", [], t.float8_filter) for section in FLOAT8},
     **{f"{section}.emulate": _to(f"{FLOAT8[1]}.emulate", False) for section in FLOAT8},
 }
@@ -130,7 +130,7 @@ LOSES: dict[str, tuple[Any, str]] = {
         False,
         "optimizer: early_step_in_backward",
     ),
-    "a run goes on with all of its checkpoint; checkpoint.initial_load takes parts of another one": (
+    "a run resumes all of its checkpoint; checkpoint.initial_load takes parts of another one": (
         [],
         "checkpoint: exclude_from_loading",
     ),
@@ -139,7 +139,7 @@ LOSES: dict[str, tuple[Any, str]] = {
         "checkpoint: initial_load_in_hf initial_load_in_hf_quantized",
     ),
     "the number of processes is fixed, and they synchronize in each step": (False, "fault_tolerance: enable"),
-    "experts are balanced by what the router says": (
+    "experts are balanced by the router's counts": (
         False,
         "debug: moe_force_load_balance; training: debug_moe_force_load_balance",
     ),
@@ -154,7 +154,7 @@ DROPS = {
     "job.name names the run; comments describe it": "job: description config_file",
     "metrics.jsonl and tensorboard/ are in the folder of the run; wandb can read the latter":
         "metrics: enable_wandb save_tb_folder save_for_all_ranks",
-    "the log says which layers are float8": "model: print_after_conversion",
+    "the log lists the float8 layers": "model: print_after_conversion",
     "is not needed here": """
         job: use_for_integration_test; metrics: disable_color_printing; optimizer: implementation;
         training: gc_freq gc_debug; parallelism: enable_compiled_autograd;
@@ -181,7 +181,7 @@ DROPS = {
         quantize.grouped_mm.mx: recipe_name fqns""",
     "PyTorch's defaults hold": """comm: init_timeout_seconds train_timeout_seconds
         trace_buf_size save_traces_folder save_traces_file_prefix mode""",
-    "has no option: titanlite plan tells what a run takes": "memory_estimation: enabled enable disable_fake_mode",
+    "has no option: titanlite plan predicts the memory of a run": "memory_estimation: enabled enable disable_fake_mode",
     "goes with fault_tolerance.enable": """checkpoint: enable_ft_dataloader_checkpoints; fault_tolerance: replica_id
         process_group process_group_timeout_ms group_size min_replica_size semi_sync_method sync_steps should_quantize
         fragment_sync_delay fragment_update_alpha module_fqns_per_model_fragment num_fragments""",
@@ -216,4 +216,4 @@ ONLY_IN = {
         lr_scheduler.min_lr_factor training.dtype checkpoint.enable memory_estimation.enable
         checkpoint.initial_load_model_only checkpoint.last_save_model_only""",
 }
-"""What tells the version of a file: keys, and sections with a dot at their end."""
+"""Keys that only one version has; sections have a dot at their end."""

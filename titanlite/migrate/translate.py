@@ -1,4 +1,4 @@
-"""How values of torchtitan become settings of titanlite, where that depends on the value or on other keys.
+"""Translation of torchtitan's values to settings of titanlite, where it depends on the value or on other keys.
 
 Some keys make sense only together: batch sizes and degrees, a dataset and its path, a section of float8 and the
 converter that uses it.
@@ -41,13 +41,13 @@ SHAPES: dict[str, tuple[str, str, dict[str, Any]]] = {
         },
     ),
 }  # fmt: skip
-"""Of torchtitan's models: the family and flavor here, and what else it takes to be the same."""
+"""Family and flavor of each of torchtitan's models, and what else is needed for the same model."""
 FAMILIES = {shape.partition("/")[0] for shape in SHAPES}
 
 
 @dataclass(frozen=True)
 class Old:
-    """What a config of torchtitan says, with torchtitan's defaults in place of what it leaves out."""
+    """Values of a config of torchtitan, with torchtitan's defaults for those that it lacks."""
 
     given: dict[str, Any]
     defaults: dict[str, Any]
@@ -75,7 +75,7 @@ class Old:
 
 
 class Outcome(NamedTuple):
-    """What becomes of a value: settings of titanlite, a remark, and whether training changes all the same."""
+    """Translation of a value: settings of titanlite, a remark, and whether training changes all the same."""
 
     writes: dict[str, Any]
     note: str = ""
@@ -129,7 +129,7 @@ def flavor(value: str, old: Old) -> Outcome:
 
 
 def _flavor_base(old: Old) -> str:
-    """Without the name of a kernel, which stands for attention within documents."""
+    """Return the flavor without the name of a kernel, which stands for attention within documents."""
     return re.sub(r"_(flex|varlen)(_attn)?$", "", old["model.flavor"])
 
 
