@@ -25,6 +25,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from record import Better, add_record_option, ratios, record
 
+from titanlite.build import Run, build
 from titanlite.checkpoint.manager import CheckpointManager, Progress
 from titanlite.checkpoint.save_overhead import StepClock
 from titanlite.checkpoint.state import flat, state_of
@@ -35,7 +36,6 @@ from titanlite.preflight import preflight
 from titanlite.runtime.private_torch import local_tensor
 from titanlite.runtime.process_group import pick_device, process_group, read_ranks
 from titanlite.step import train_step
-from titanlite.train import Run, build
 
 ROOT = Path(__file__).parents[1]
 SIZES = {
@@ -89,15 +89,15 @@ class Contest:
         self.size = size
         self.path = path
         self.step_number = 0
-        self.clock = StepClock(run.device)
+        self.clock = StepClock(torch.device("cpu"))
         self.group = dist.new_group(backend="gloo")
         self.folder = Path(run.folder.path)
 
     def step(self) -> None:
         batches = list(islice(self.run.batches, self.run.accumulation))
         train_step(
-            self.run.model, batches, optimizer=self.run.optimizer, group=self.run.group, max_norm=1.0,
-            judge=self.run.guard.judge,
+            self.run.model, batches, optimizer=self.run.optimizer, group=self.run.world, max_norm=1.0,
+            decide=self.run.guard.decide,
         )  # fmt: skip
         self.step_number += 1
         self.clock.step()
@@ -106,7 +106,7 @@ class Contest:
         section = self.run.config.checkpoint.model_copy(update={"async_mode": mode, "keep_latest_k": 1})
         return CheckpointManager(
             section, storage=open_storage(str(self.folder / name), owner=name), model=self.run.model,
-            optimizer=self.run.optimizer, mesh=self.run.checkpoints.mesh, device=self.run.device, settings={},
+            optimizer=self.run.optimizer, mesh=self.run.checkpoints.mesh, device=torch.device("cpu"), settings={},
             config_hash="",
         )  # fmt: skip
 

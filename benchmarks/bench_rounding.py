@@ -18,6 +18,7 @@ import torch
 from record import add_record_option, record
 from torch import Tensor
 
+from titanlite.build import build
 from titanlite.config.load import load
 from titanlite.config.schema import Optimizer
 from titanlite.cpu.settings import keep_freed_memory
@@ -27,7 +28,7 @@ from titanlite.optim import build_optimizer
 from titanlite.optim.rounding import SlicedAdamW
 from titanlite.preflight import preflight
 from titanlite.runtime.process_group import pick_device, process_group, read_ranks
-from titanlite.train import build, finish, train
+from titanlite.train import finish, train
 
 ROOT = Path(__file__).parents[1]
 MOMENTS, WEIGHTS = "optimizer.state_dtype=bfloat16", "training.dtype=bfloat16"

@@ -28,6 +28,7 @@ import torch
 from plain_llama import take_turns
 from record import add_record_option, ratios, record
 
+from titanlite.build import build
 from titanlite.checkpoint.manager import Progress
 from titanlite.config.load import load
 from titanlite.config.schema import Config
@@ -36,7 +37,7 @@ from titanlite.ingest.prepare import prepare_text
 from titanlite.preflight import preflight
 from titanlite.runtime.console import start_logging
 from titanlite.runtime.process_group import pick_device, process_group, read_ranks
-from titanlite.train import build, train
+from titanlite.train import train
 
 TURN, TURNS, WARM_UP = 5, 6, 2
 ROOT = Path(__file__).parents[1]

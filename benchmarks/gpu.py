@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from record import add_record_option, record
 
+from titanlite.build import build
 from titanlite.config.load import load
 from titanlite.ingest.prepare import prepare_text
 from titanlite.parallelize.float8 import weight_scaler
@@ -32,7 +33,6 @@ from titanlite.runtime.console import start_logging
 from titanlite.runtime.hardware import hardware_of
 from titanlite.runtime.process_group import pick_device, process_group, read_ranks
 from titanlite.step import train_step
-from titanlite.train import build
 
 ROOT = Path(__file__).parents[1]
 WARM_UP = 4
@@ -206,7 +206,7 @@ def measure(options: list[str], steps: int) -> dict[str, Any]:
                     group=made.group,
                     max_norm=config.training.max_norm,
                     loss_function=made.loss_function,
-                    judge=made.guard.judge,
+                    decide=made.guard.decide,
                     in_backward=made.in_backward,
                 )
                 scale_weights()

@@ -43,11 +43,11 @@ from titanlite.optim import build_optimizer
 from titanlite.optim.in_backward import InBackward
 from titanlite.optim.quantized import inner_tensors, is_quantized
 from titanlite.parallelize import DTYPES, build_mesh, materialize, parallelize
-from titanlite.parallelize.mesh import data_parallel_group
+from titanlite.parallelize.mesh import loss_group
 from titanlite.runtime.disk import open_disk
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.private_torch import local_tensor
-from titanlite.runtime.process_group import seed_step
+from titanlite.runtime.process_group import pick_kernels, seed_step
 from titanlite.step import train_step
 
 SPAN, OPTIMIZER_STEP = "measured: ", "Optimizer.step#"
@@ -202,8 +202,9 @@ def train(config: Config, record: AllocationRecord, rank: int, ranks: int, steps
     kind, args = resolve_model(config.model.name, config.model.flavor, config.model.args, config.model.file)
     with torch.device("meta"):
         model = kind(replace(args, max_seq_len=training.seq_len))
+    kernels = pick_kernels(device)
     parallelize(
-        model, mesh=mesh, parallelism=config.parallelism, training=training, compile=config.compile,
+        model, mesh=mesh, kernels=kernels, parallelism=config.parallelism, training=training, compile=config.compile,
         activation_checkpoint=config.activation_checkpoint, float8=config.quantize.linear.float8,
     )  # fmt: skip
     disk = open_disk(config.offload, Path(config.job.dump_folder))
@@ -213,10 +214,10 @@ def train(config: Config, record: AllocationRecord, rank: int, ranks: int, steps
     )  # fmt: skip
     optimizer = build_optimizer(model, config.optimizer, seed=seed, disk=disk)
     guard = StepGuard(config.guard, device=device, step=0, state={})
-    in_backward = InBackward(model, optimizer, forbids=guard.forbids) if config.optimizer.in_backward else None
+    in_backward = InBackward(model, optimizer, should_skip=guard.should_skip) if config.optimizer.in_backward else None
     micro_batch_size, accumulation = training.batch_split(ranks)
     source = random_batches(config, micro_batch_size, args.vocab_size, seed=rank)
-    loss_function = build_loss(training)
+    loss_function = build_loss(training, kernels)
     size = 0
     for step in range(1, steps + 1):
         with record.span(f"step {step},"):
@@ -224,7 +225,7 @@ def train(config: Config, record: AllocationRecord, rank: int, ranks: int, steps
             size = sum(tensor.nbytes for batch in batches for tensor in batch.values())
             seed_step(seed, step, rank)
             train_step(
-                model, batches, optimizer=optimizer, group=data_parallel_group(mesh), judge=guard.judge,
+                model, batches, optimizer=optimizer, group=loss_group(mesh), decide=guard.decide,
                 max_norm=training.max_norm, loss_function=loss_function, in_backward=in_backward,
             )  # fmt: skip
             del batches

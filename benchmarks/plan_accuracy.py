@@ -27,10 +27,10 @@ from titanlite.config.schema import Config
 from titanlite.loss import TokenLoss, build_loss
 from titanlite.optim import build_optimizer
 from titanlite.parallelize import DTYPES, build_mesh, materialize, parallelize
-from titanlite.parallelize.mesh import data_parallel_group
+from titanlite.parallelize.mesh import loss_group
 from titanlite.plan.estimate import Layout, Plan, model_of, plan
 from titanlite.runtime.hardware import Hardware, find_hardware, hardware_of
-from titanlite.runtime.process_group import process_group, read_ranks
+from titanlite.runtime.process_group import pick_kernels, process_group, read_ranks
 from titanlite.step import train_step
 
 Ratios = dict[str, list[float]]
@@ -222,8 +222,9 @@ def trained(config: Config, device: torch.device, *, steps: int = 8) -> tuple[in
         with torch.device("meta"):
             model = kind(args)
         mesh = build_mesh(config.parallelism, world_size=1, device_type=device.type)
+        kernels = pick_kernels(device)
         parallelize(
-            model, mesh=mesh, parallelism=config.parallelism, training=config.training,
+            model, mesh=mesh, kernels=kernels, parallelism=config.parallelism, training=config.training,
             activation_checkpoint=config.activation_checkpoint, compile=config.compile,
             float8=config.quantize.linear.float8,
         )  # fmt: skip
@@ -239,8 +240,8 @@ def trained(config: Config, device: torch.device, *, steps: int = 8) -> tuple[in
             torch.cuda.synchronize(device)
             start = time.perf_counter()
             train_step(
-                model, batches, optimizer=optimizer, group=data_parallel_group(mesh),
-                max_norm=config.training.max_norm, loss_function=build_loss(config.training),
+                model, batches, optimizer=optimizer, group=loss_group(mesh),
+                max_norm=config.training.max_norm, loss_function=build_loss(config.training, kernels),
             )  # fmt: skip
             torch.cuda.synchronize(device)
             times.append(time.perf_counter() - start)

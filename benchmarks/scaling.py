@@ -39,20 +39,22 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from titanlite import train as train_module
+from titanlite.build import Run, build
 from titanlite.checkpoint.manager import Progress
 from titanlite.config.load import load
 from titanlite.config.schema import Config
+from titanlite.cpu.kernels import CpuKernels
 from titanlite.ingest.prepare import prepare_text
 from titanlite.optim import build_optimizer
 from titanlite.parallelize.materialize import allocate
-from titanlite.parallelize.mesh import data_parallel_group
+from titanlite.parallelize.mesh import loss_group
 from titanlite.plan.estimate import model_of
 from titanlite.plan.trace import parallelized
 from titanlite.preflight import preflight
 from titanlite.runtime.console import start_logging
 from titanlite.runtime.process_group import Ranks, process_group, read_ranks
 from titanlite.step import StepResult, train_step
-from titanlite.train import Run, build, train
+from titanlite.train import train
 
 ROOT = Path(__file__).parents[1]
 SMALL = [
@@ -192,7 +194,7 @@ def one_step(made: Run) -> None:
         group=made.group,
         max_norm=1.0,
         loss_function=made.loss_function,
-        judge=made.guard.judge,
+        decide=made.guard.decide,
     )
 
 
@@ -272,13 +274,13 @@ def the_step(options: list[str], world_size: int) -> Callable[[int], None]:
     """The real step on fake tensors: no arithmetic, and more of the host's time an operator than with real ones."""
     config = load(ROOT / "train_configs" / "debug.toml", options, world_size=world_size)
     start(world_size)
-    model, mesh = parallelized(config, *model_of(config), world_size=world_size)
+    model, mesh = parallelized(config, *model_of(config), world_size=world_size, kernels=CpuKernels())
     FakeTensorMode(allow_non_fake_inputs=True).__enter__()
     cpu = torch.device("cpu")
     allocate(model, cpu, cpu)
     optimizer = build_optimizer(model, config.optimizer, seed=0)
     tokens = torch.zeros(1, config.training.seq_len, dtype=torch.int64)
-    group = data_parallel_group(mesh)
+    group = loss_group(mesh)
 
     def work(count: int) -> None:
         for _ in range(count):

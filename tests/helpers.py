@@ -89,10 +89,11 @@ def train_on_this_rank(config: Config, rank: int, world_size: int) -> Any:
     """Train in the process group that is there already; returns the run."""
     import torch
 
+    from titanlite.build import build
     from titanlite.ingest.prepare import prepare_text
     from titanlite.preflight import preflight
     from titanlite.runtime.process_group import Ranks
-    from titanlite.train import build, finish, train
+    from titanlite.train import finish, train
 
     ranks, device = Ranks(rank, world_size, rank, world_size), torch.device("cpu")
     run = build(config, preflight(config, ranks, device), ranks=ranks, device=device, prepare_text=prepare_text)

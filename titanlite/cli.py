@@ -195,9 +195,10 @@ def _train(options: Namespace) -> None:
     config, resolved, ranks, device = _checked(options, log=True)
     import torch
 
+    from titanlite.build import build
     from titanlite.ingest.prepare import prepare_text
     from titanlite.runtime.process_group import process_group
-    from titanlite.train import build, finish, train
+    from titanlite.train import finish, train
 
     try:
         with process_group(ranks, device, deterministic=config.debug.deterministic):

@@ -250,7 +250,7 @@ def _check_memory(model: Model, config: Config, ranks: Ranks, device: torch.devi
     check_memory(
         model,
         bytes_per_parameter=in_memory,
-        shard_degree=config.parallelism.degrees(ranks.world_size)[1],
+        shard_degree=config.parallelism.degrees(ranks.world_size).shard,
         local_world_size=ranks.local_world_size,
         device=device,
         offload=config.training.enable_cpu_offload,
@@ -259,7 +259,7 @@ def _check_memory(model: Model, config: Config, ranks: Ranks, device: torch.devi
 
 def _check_disk(model: Model, config: Config, ranks: Ranks) -> None:
     _, on_disk = _bytes_per_parameter(model, config)
-    of_a_rank = on_disk * largest_shard(model, config.parallelism.degrees(ranks.world_size)[1])
+    of_a_rank = on_disk * largest_shard(model, config.parallelism.degrees(ranks.world_size).shard)
     folder = folder_of(config.offload, Path(config.job.dump_folder, str(config.job.name)))
     check_room(folder, of_a_rank * ranks.local_world_size)
 

@@ -1,46 +1,48 @@
 """One optimizer step: accumulate, clip, update. Returns tensors and never waits for the device."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import partial, reduce
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from titanlite.batch import IGNORE, Batch
 from titanlite.loss import LossFunction, token_loss
+from titanlite.models.attention import Documents
 from titanlite.models.base import Model
-from titanlite.models.layers import Documents
+from titanlite.observer import StepObserver
 from titanlite.optim import update
 from titanlite.optim.in_backward import InBackward
 from titanlite.optim.norm import gradient_norms
 from titanlite.runtime.dtensor import count_replicas
-from titanlite.runtime.private_torch import local_tensor
+from titanlite.runtime.private_torch import local_tensor, scale_in_place
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """Scalars on the device, but for one. What is global has the same bits on all ranks."""
+    """Results of a step on the device, scalars but for micro_losses. Global values have the same bits on all ranks."""
 
     loss: Tensor
-    """Global: mean cross entropy of the global batch's tokens, in nats."""
+    """Mean cross entropy of the global batch's tokens, in nats. Global."""
     added_loss: Tensor
-    """Global: what is minimized beyond that."""
+    """Minimized sum beyond the cross entropy, as a mean over tokens. Global."""
     grad_norm: Tensor
-    """Global: L2 norm of the gradients before clipping."""
+    """L2 norm of the gradients before clipping. Global."""
     skip_reason: Tensor
-    """Global: 0 if the step was taken; see `guard`."""
+    """0 if the optimizer made its step, else a `guard.SkipReason`. Global."""
     micro_losses: Tensor
-    """[micro-batches], this rank's: loss sum / valid tokens of the global batch."""
+    """[micro-batches]: loss sum / valid tokens of the global batch. Of this rank."""
     shard_grad_norm: Tensor
-    """This rank's: norm of its part of the gradients."""
+    """L2 norm of this rank's part of the gradients."""
     model_metrics: dict[str, Tensor] = field(default_factory=dict)
-    """Global: what the model tells of the step."""
+    """Metrics of the model's own. Global."""
 
 
-def take_every_step(loss: Tensor, grad_norm: Tensor) -> Tensor:
+def never_skip(loss: Tensor, grad_norm: Tensor) -> Tensor:
+    """Decide that the optimizer makes its step."""
     return torch.zeros_like(loss)
 
 
@@ -51,23 +53,72 @@ def train_step(
     optimizer: torch.optim.Optimizer,
     group: dist.ProcessGroup,
     max_norm: float,
+    world: dist.ProcessGroup | None = None,
+    replicas: Mapping[nn.Parameter, int] | None = None,
     loss_function: LossFunction = token_loss,
-    judge: Callable[[Tensor, Tensor], Tensor] = take_every_step,
+    decide: Callable[[Tensor, Tensor], Tensor] = never_skip,
     in_backward: InBackward | None = None,
+    observer: StepObserver | None = None,
 ) -> StepResult:
     """Train on this rank's micro-batches of one global batch.
 
     Args:
-        batches: tokens and labels [B, L] on the device, and with a document mask what `document_arguments` reads.
-        group: every process that reads other data.
+        batches: tokens and labels [B, L] on the device; with a document mask also what `document_arguments` reads.
+        group: ranks that compute the loss of different tokens.
         max_norm: largest global norm of the gradients; 0 leaves them.
-        judge: (loss, grad_norm) -> 0 if the optimizer is to make its step.
-        in_backward: makes that step within backward. Then there is one micro-batch, and nothing is clipped.
+        world: ranks that hold parts or replicas of the parameters. Default: group.
+        replicas: how many of those ranks hold the same part, for each parameter. Default: asked of each parameter.
+        decide: (loss, grad_norm) -> 0 if the optimizer is to make its step, else a skip reason.
+        in_backward: updates parameters within backward. There is one micro-batch then, and no clipping.
     """
     assert in_backward is None or (len(batches) == 1 and not max_norm)
+    observer, world = observer or StepObserver(), world or group
+    replicas = replicas or count_parameter_replicas(model, world)
+    micro_losses, totals = accumulate(
+        model, batches, group=group, loss_function=loss_function, in_backward=in_backward, observer=observer
+    )
+    observer.phase("update")
+    parameters = [parameter for parameter in model.parameters() if parameter.grad is not None]
+    gradients = [local_tensor(parameter.grad) for parameter in parameters if parameter.grad is not None]
+    norms = in_backward.end() if in_backward else dict(zip(parameters, gradient_norms(gradients), strict=True))
+    local_square, square = sums_of_squares(norms, replicas)
+    (loss, total), square = reduce_over_ranks(
+        [micro_losses.sum(), totals.sum()],
+        square.to(micro_losses.device),
+        model.counters(),
+        duplicates=world.size() // group.size(),
+        world=world,
+    )
+    norm = square.sqrt()
+    if max_norm > 0:
+        clip(gradients, norm=norm, max_norm=max_norm)
+    skip_reason = decide(loss, norm)
+    if not in_backward:
+        update(optimizer, skip=skip_reason != 0)
+        optimizer.zero_grad()
+    model_metrics = model.end_step(skip_reason == 0)
+    local_norm = local_square.to(micro_losses.device).sqrt()
+    return StepResult(loss, total - loss, norm, skip_reason, micro_losses, local_norm, model_metrics)
+
+
+def accumulate(
+    model: Model,
+    batches: Sequence[Batch],
+    *,
+    group: dist.ProcessGroup,
+    loss_function: LossFunction,
+    in_backward: InBackward | None,
+    observer: StepObserver,
+) -> tuple[Tensor, Tensor]:
+    """Add up the gradients of this rank's micro-batches in the parameters, reduced over the ranks.
+
+    Returns:
+        cross entropy and minimized sum of each micro-batch / valid tokens of the global batch, each [micro-batches].
+    """
     valid_tokens = count_valid_tokens(batches, group)
     losses = []
     for index, batch in enumerate(batches):
+        observer.phase("forward")
         if len(batches) > 1 and isinstance(model, FSDPModule):
             # Shards are reduced after each backward, replicas (HSDP) once, after the last.
             model.set_requires_all_reduce(index == len(batches) - 1)
@@ -79,29 +130,41 @@ def train_step(
         losses.append(torch.stack([loss.cross_entropy.detach(), loss.total.detach()]) / valid_tokens)
         if in_backward:
             in_backward.begin(losses[-1], group)
-        # FSDP averages gradients over the group; they are to be summed.
+        observer.phase("backward")
+        # FSDP averages gradients over the group. They must be summed.
         (loss.total * (group.size() / valid_tokens)).backward()
     micro_losses, totals = torch.stack(losses, dim=1)
-    gradients = [local_tensor(parameter.grad) for parameter in model.parameters() if parameter.grad is not None]
-    square = sum_of_squares(gradients, in_backward).to(valid_tokens.device)
-    copies = count_replicas(next(model.parameters()), group)
-    # One message with all that the ranks must agree on, to the last bit.
-    counters = model.counters()
-    figures = torch.cat(
-        [torch.stack([micro_losses.sum(), totals.sum(), square / copies]), *(counter.flatten() for counter in counters)]
-    )
-    dist.all_reduce(figures, group=group)
-    loss, total, norm = figures[0], figures[1], figures[2].sqrt()
-    for counter, whole in zip(counters, figures[3:].split([counter.numel() for counter in counters]), strict=True):
+    return micro_losses, totals
+
+
+def reduce_over_ranks(
+    of_tokens: Sequence[Tensor],
+    of_parameters: Tensor,
+    counters: Sequence[Tensor],
+    *,
+    duplicates: int,
+    world: dist.ProcessGroup,
+) -> tuple[Tensor, Tensor]:
+    """Sum values over all ranks in one all-reduce, so that the ranks agree on them to the last bit.
+
+    Args:
+        of_tokens: scalars, sums over this rank's tokens.
+        of_parameters: scalar, sum over this rank's share of the parameters.
+        counters: of the model; they become sums over the global batch, in place.
+        duplicates: ranks that have the same tokens.
+
+    Returns:
+        the sums of of_tokens, as a vector, and of of_parameters.
+    """
+    sums = torch.cat([torch.stack([*of_tokens]), *(counter.flatten() for counter in counters)])
+    if duplicates > 1:
+        sums = sums / duplicates
+    values = torch.cat([sums, of_parameters[None]])
+    dist.all_reduce(values, group=world)
+    totals, *wholes = values[:-1].split([len(of_tokens), *(counter.numel() for counter in counters)])
+    for counter, whole in zip(counters, wholes, strict=True):
         counter.copy_(whole.view_as(counter))
-    if max_norm > 0:
-        clip(gradients, norm=norm, max_norm=max_norm)
-    skip_reason = judge(loss, norm)
-    if not in_backward:
-        update(optimizer, skip=skip_reason != 0)
-        optimizer.zero_grad()
-    figures_of_model = model.end_step(skip_reason == 0)
-    return StepResult(loss, total - loss, norm, skip_reason, micro_losses, square.sqrt(), figures_of_model)
+    return totals, values[-1]
 
 
 def document_arguments(batch: Batch) -> dict[str, Documents]:
@@ -112,19 +175,33 @@ def document_arguments(batch: Batch) -> dict[str, Documents]:
 
 
 def count_valid_tokens(batches: Sequence[Batch], group: dist.ProcessGroup) -> Tensor:
-    """Labels that count, over the whole global batch; at least 1, so that a batch without any has a loss of 0."""
+    """Count the labels that are not IGNORE, over the global batch. At least 1, so that the loss of no labels is 0."""
     count = torch.stack([(batch["labels"] != IGNORE).sum() for batch in batches]).sum()
     dist.all_reduce(count, group=group)
     return count.clamp(min=1)
 
 
-def sum_of_squares(gradients: Sequence[Tensor], in_backward: InBackward | None) -> Tensor:
-    """Of all elements, accurate to float32."""
-    norms = [*in_backward.end().values()] if in_backward else gradient_norms(gradients)
-    return torch.cat([norm.flatten() for norm in norms]).square().sum()
+def count_parameter_replicas(model: nn.Module, group: dist.ProcessGroup) -> dict[nn.Parameter, int]:
+    """Return how many ranks of a group hold the same part, for each parameter."""
+    return {parameter: count_replicas(parameter, group) for parameter in model.parameters()}
+
+
+def sums_of_squares(
+    norms: Mapping[nn.Parameter, Tensor], replicas: Mapping[nn.Parameter, int]
+) -> tuple[Tensor, Tensor]:
+    """Return the sum of squares of this rank's gradients, and its share of the global sum.
+
+    Each element of the global sum is on `replicas` ranks, which share it evenly. Both are accurate to float32.
+    """
+    by_replicas: dict[int, list[Tensor]] = {}
+    for parameter, norm in norms.items():
+        by_replicas.setdefault(replicas[parameter], []).append(norm.flatten())
+    squares = {count: torch.cat(parts).square().sum() for count, parts in by_replicas.items()}
+    shares = [square / count for count, square in squares.items()]
+    return reduce(torch.add, squares.values()), reduce(torch.add, shares)
 
 
 def clip(gradients: Sequence[Tensor], *, norm: Tensor, max_norm: float) -> None:
-    """Scale gradients whose global L2 norm is `norm` so that it is at most max_norm."""
+    """Scale gradients of a global L2 norm in place, so that the norm is at most max_norm."""
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    torch._foreach_mul_(list(gradients), factor.to(gradients[0].device))
+    scale_in_place(gradients, factor.to(gradients[0].device))

@@ -1,4 +1,4 @@
-"""Validation: the loss on other data, by source, the same number on any number of processes."""
+"""Validation: the loss on other data, by source. Any number of processes gives the same result."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -9,7 +9,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
 from titanlite.batch import IGNORE, Batch
@@ -17,20 +16,24 @@ from titanlite.config.schema import Validation
 from titanlite.data.loader import to_device
 from titanlite.data.order import permute
 from titanlite.data.samples import Source, as_batch
+from titanlite.kernels import Kernels
 from titanlite.loss import token_loss
-from titanlite.parallelize.mesh import data_parallel_group, data_parallel_rank
 from titanlite.step import document_arguments
 
 ORDER_KEY = 0
-"""The sequences that are taken do not depend on the seed: runs that differ in it can be compared."""
+"""Key of the choice of sequences. It does not depend on the seed, so that runs with other seeds can be compared."""
 
 
 class Validator:
-    """Args:
-    sources: each has figures of its own.
-    batch_size: sequences in one forward pass of one rank.
-    token_bytes: [V], bytes of text that each token stands for.
-    document_mask: as in training.
+    """Measures the loss on validation sources.
+
+    Args:
+        sources: each gets metrics of its own.
+        batch_size: sequences in one forward pass of one rank.
+        token_bytes: [V], bytes of text that each token stands for.
+        document_mask: as in training.
+        rank, ranks: among the ranks that read different data.
+        group: ranks whose token losses are summed.
     """
 
     def __init__(
@@ -41,8 +44,11 @@ class Validator:
         batch_size: int,
         token_bytes: np.ndarray,
         document_mask: bool,
+        kernels: Kernels,
         device: torch.device,
-        mesh: DeviceMesh,
+        rank: int,
+        ranks: int,
+        group: dist.ProcessGroup,
     ) -> None:
         self.config = config
         self.sources = sources
@@ -50,16 +56,20 @@ class Validator:
         self.token_bytes = torch.from_numpy(token_bytes).to(device)
         self.document_mask = document_mask
         self.device = device
-        self.rank, self.ranks = data_parallel_rank(mesh)
-        self.group = data_parallel_group(mesh)
+        self.loss_function = partial(token_loss, kernels=kernels)
+        self.rank, self.ranks = rank, ranks
+        self.group = group
 
     def is_due(self, step: int, *, last: bool) -> bool:
         return bool(self.sources) and (last or step % self.config.freq == 0)
 
     @torch.no_grad()
     def run(self, model: nn.Module) -> dict[str, Any]:
-        """Returns `loss` (nats a token, over the tokens of all sources), and by `sources` the `loss`, `bits_per_byte`
-        (None where no label is text), `tokens` and `sequences` of each. Equal on all ranks."""
+        """Return the validation metrics, equal on all ranks.
+
+        `loss` is in nats a token, over the tokens of all sources. `sources` holds the `loss`, `bits_per_byte` (None
+        where no label is text), `tokens` and `sequences` of each source.
+        """
         totals = torch.zeros(len(self.sources), 3, dtype=torch.float64, device=self.device)  # nats, tokens, bytes
         was_training = model.training
         model.eval()
@@ -69,7 +79,7 @@ class Validator:
         model.train(was_training)
         for module in model.modules():
             if isinstance(module, FSDPModule):
-                module.reshard()  # no backward comes that would; a checkpoint wants the shards
+                module.reshard()  # no backward pass does it here, and a checkpoint needs the shards
         dist.all_reduce(totals, group=self.group)
         record: dict[str, Any] = {"loss": _ratio(totals[:, 0].sum(), totals[:, 1].sum()), "sources": {}}
         for source, (nats, tokens, text_bytes) in zip(self.sources, totals, strict=True):
@@ -99,9 +109,9 @@ class Validator:
             yield as_batch(sequences, document_mask=self.document_mask)
 
     def _measure(self, model: nn.Module, batch: Batch) -> Tensor:
-        """Nats, tokens and bytes of text, float64 [3]."""
+        """Return the sums of nats, tokens and bytes of text: float64 [3]."""
         labels = batch["labels"]
-        loss = model(batch["tokens"], loss=partial(token_loss, labels_BL=labels), **document_arguments(batch))
+        loss = model(batch["tokens"], loss=partial(self.loss_function, labels_BL=labels), **document_arguments(batch))
         counts = labels != IGNORE
         text_bytes = (self.token_bytes[labels.clamp(min=0)] * counts).sum()
         return torch.stack([loss.cross_entropy.double(), counts.sum().double(), text_bytes.double()])

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from titanlite.models.base import Model, ModelArgs
-from titanlite.models.layers import AttentionMask, Documents, Loss, attend, attention_mask
+from titanlite.models.layers import AttentionMask, Documents, Loss, attend
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +78,7 @@ class GPT2(Model):
             positions, mask = documents.positions_BL, None
         x_BLD = self.tok_embeddings(tokens) + self.pos_embeddings(positions)
         if documents is not None:
-            mask = attention_mask(documents, x_BLD, self.args.dim // self.args.n_heads)
+            mask = self.kernels.attention_mask(documents, x_BLD, self.args.dim // self.args.n_heads)
         for block in self.layers:
             x_BLD = block(x_BLD, mask)
         return self.head(x_BLD, loss)

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 from tests.distributed.test_layouts import built, degrees, one_step
 from tests.helpers import TinyRun, run_ranks, train_on_this_rank
 from titanlite.config.schema import Config
-from titanlite.cpu.collectives import ExchangeOfParts
+from titanlite.cpu.collectives import AllToAllReduceScatter
 
 
 def exchanged(rank: int, world_size: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
@@ -21,14 +21,14 @@ def exchanged(rank: int, world_size: int, dtype: torch.dtype) -> tuple[torch.Ten
     wholes = [whole.to(dtype) for whole in wholes]
     group = dist.group.WORLD
     assert group is not None
-    comm = ExchangeOfParts(cast(Any, None), in_flight=None)
+    comm = AllToAllReduceScatter(cast(Any, None), in_flight=None)
     out = comm.allocate([5], dtype=dtype, device=torch.device("cpu"))
     comm(out, wholes[rank], group, dist.ReduceOp.AVG)
     return out, torch.stack(wholes).mean(dim=0).chunk(world_size)[rank]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_an_exchange_of_parts_is_a_reduce_scatter(dtype: torch.dtype) -> None:
+def test_reduce_scatter_by_all_to_all(dtype: torch.dtype) -> None:
     for out, expected in run_ranks(exchanged, 3, dtype):
         assert out.dtype == dtype
         assert torch.equal(out, expected)

@@ -13,13 +13,14 @@ import torch
 
 from tests.distributed.test_layouts import degrees, whole
 from tests.helpers import TinyRun, run_in_turn, run_ranks
+from titanlite.build import Run, build
 from titanlite.checkpoint.manifest import Manifest
 from titanlite.config.schema import Config
 from titanlite.ingest.prepare import prepare_text
 from titanlite.loss import TokenLoss
 from titanlite.preflight import preflight
 from titanlite.runtime.process_group import Ranks
-from titanlite.train import Run, build, finish, train
+from titanlite.train import finish, train
 
 BAD_STEP, BAD_SAMPLE = 3, 21
 """Sample 21 is of rank 2 of 4, in its second micro-batch of one: 16 + 2 x 2 + 1."""

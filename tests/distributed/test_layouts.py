@@ -15,13 +15,13 @@ from torch.utils._pytree import tree_leaves
 from tests.helpers import TinyRun, run_in_turn, train_on_this_rank
 from titanlite import loss as loss_module
 from titanlite.batch import IGNORE
+from titanlite.build import Run, build
 from titanlite.config.schema import Config
 from titanlite.ingest.prepare import prepare_text
 from titanlite.metrics.run_summary import types_of
 from titanlite.preflight import preflight
 from titanlite.runtime.process_group import Ranks
 from titanlite.step import StepResult, train_step
-from titanlite.train import Run, build
 
 # (replicate, shard)
 LAYOUTS = [(1, 1), (4, 1), (1, 4), (2, 2)]
@@ -52,7 +52,7 @@ def one_step(run: Run) -> StepResult:
         group=run.group,
         max_norm=1.0,
         loss_function=run.loss_function,
-        judge=run.guard.judge,
+        decide=run.guard.decide,
     )
 
 

@@ -6,6 +6,7 @@ import torch
 from benchmarks.measured_memory import AllocationRecord
 from tests.distributed.test_layouts import one_step, trained
 from tests.helpers import TinyRun, run_in_turn, run_ranks
+from titanlite.build import build
 from titanlite.config.schema import Config
 from titanlite.ingest.prepare import prepare_text
 from titanlite.plan.estimate import Layout
@@ -13,7 +14,6 @@ from titanlite.plan.recompute_search import PolicyChoice, choose_policies
 from titanlite.preflight import preflight
 from titanlite.runtime.hardware import find_hardware
 from titanlite.runtime.process_group import Ranks
-from titanlite.train import build
 
 SIZES = ["--model.args.dim=48", "--model.args.hidden_dim=144", "--training.seq_len=128", "--training.steps=3"]
 

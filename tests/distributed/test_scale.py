@@ -7,6 +7,7 @@ from torch.distributed.tensor import DTensor
 
 from tests.helpers import run_ranks
 from titanlite.config.schema import ActivationCheckpoint, Compile, Float8, Parallelism, Training
+from titanlite.cpu.kernels import CpuKernels
 from titanlite.models.llama3 import Llama3
 from titanlite.optim import build_optimizer
 from titanlite.parallelize import build_mesh, parallelize
@@ -21,6 +22,7 @@ def build_405b(rank: int, world_size: int) -> tuple[float, int, int]:
     parallelize(
         model,
         mesh=mesh,
+        kernels=CpuKernels(),
         parallelism=parallelism,
         training=Training(),
         activation_checkpoint=ActivationCheckpoint(mode="full"),

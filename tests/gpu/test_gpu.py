@@ -125,23 +125,23 @@ def documents_on_gpu() -> Any:
 def needs_packed_kernel(head_dim: int) -> None:
     import torch
 
-    from titanlite.models.layers import has_packed_kernel
+    from titanlite.kernels import DEFAULT_KERNELS
 
-    if not has_packed_kernel(torch.device("cuda"), torch.bfloat16, head_dim):
+    if not DEFAULT_KERNELS.has_packed_attention(torch.device("cuda"), torch.bfloat16, head_dim):
         pytest.skip("this GPU, or this torch, has no attention of variable length")
 
 
 def test_a_new_gpu_and_torch_have_the_packed_kernel() -> None:
     import torch
 
-    from titanlite.models.layers import has_packed_kernel
+    from titanlite.kernels import DEFAULT_KERNELS
 
     varlen = pytest.importorskip("torch.nn.attention.varlen")
     takes_groups = "enable_gqa" in inspect.signature(varlen.varlen_attn).parameters
     if torch.cuda.get_device_capability() < (8, 0) or not takes_groups:
         pytest.skip("an older GPU or torch")
-    assert has_packed_kernel(torch.device("cuda"), torch.bfloat16, 64)
-    assert not has_packed_kernel(torch.device("cuda"), torch.float32, 64)
+    assert DEFAULT_KERNELS.has_packed_attention(torch.device("cuda"), torch.bfloat16, 64)
+    assert not DEFAULT_KERNELS.has_packed_attention(torch.device("cuda"), torch.float32, 64)
 
 
 @pytest.mark.parametrize("kv_heads", [4, 2])
@@ -151,22 +151,23 @@ def test_the_packed_kernel_equals_the_mask(kv_heads: int, head_dim: int) -> None
     import torch
     from torch.nn import functional as F
 
-    from titanlite.models.layers import Boundaries, attention_mask, packed_attention
+    from titanlite.kernels import DEFAULT_KERNELS
+    from titanlite.models.attention import Boundaries, attend
 
     needs_packed_kernel(head_dim)
     where, generator = documents_on_gpu(), torch.Generator("cuda").manual_seed(0)
     shapes = [(2, 512, heads, head_dim) for heads in (4, kv_heads, kv_heads, 4)]
     *inputs, grad = [torch.randn(shape, generator=generator, device="cuda").transpose(1, 2) for shape in shapes]
     x_BLD = torch.zeros(2, 512, 8, device="cuda")
-    mask = attention_mask(where, x_BLD, head_dim)
+    mask = DEFAULT_KERNELS.attention_mask(where, x_BLD, head_dim)
     assert isinstance(mask, torch.Tensor)
     q, k, v = (x.detach().bfloat16().float().requires_grad_() for x in inputs)
     expected = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=kv_heads != 4)
     expected_grads = torch.autograd.grad(expected, (q, k, v), grad)
-    boundaries = attention_mask(where, x_BLD.bfloat16(), head_dim)
+    boundaries = DEFAULT_KERNELS.attention_mask(where, x_BLD.bfloat16(), head_dim)
     assert isinstance(boundaries, Boundaries)
     halves = q_half, k_half, v_half = [x.detach().bfloat16().requires_grad_() for x in inputs]
-    found = packed_attention(q_half, k_half, v_half, boundaries)
+    found = attend(q_half, k_half, v_half, boundaries)
     assert found.shape == expected.shape
     found_grads = torch.autograd.grad(found, halves, grad.bfloat16())
     for a, b in zip((found, *found_grads), (expected, *expected_grads), strict=True):
@@ -239,12 +240,12 @@ def steps_without_waiting(rank: int, world_size: int, config: Any) -> list[int]:
 
     import torch
 
+    from titanlite.build import build
     from titanlite.ingest.prepare import prepare_text
     from titanlite.preflight import preflight
     from titanlite.runtime.private_torch import local_tensor
     from titanlite.runtime.process_group import Ranks
     from titanlite.step import train_step
-    from titanlite.train import build
 
     ranks, device = Ranks(0, 1, 0, 1), torch.device("cuda", 0)
     run = build(config, preflight(config, ranks, device), ranks=ranks, device=device, prepare_text=prepare_text)
@@ -257,7 +258,7 @@ def steps_without_waiting(rank: int, world_size: int, config: Any) -> list[int]:
         torch.cuda.synchronize()
         torch.cuda.set_sync_debug_mode("error" if number else "default")  # the first step allocates
         result = train_step(
-            run.model, batches, optimizer=run.optimizer, group=run.group, max_norm=1.0, judge=run.guard.judge
+            run.model, batches, optimizer=run.optimizer, group=run.world, max_norm=1.0, decide=run.guard.decide
         )
         torch.cuda.set_sync_debug_mode("default")
         skip_reasons.append(result.skip_reason)
@@ -285,7 +286,7 @@ def test_torchs_grouped_product_is_ours() -> None:
     """In bfloat16, gradients too, with a group that is empty; against products one by one in float32."""
     import torch
 
-    from titanlite.models.grouped import grouped_mm
+    from titanlite.kernels import DEFAULT_KERNELS
 
     draw = torch.Generator("cuda").manual_seed(0)
     x = torch.randn(256, 64, generator=draw, device="cuda").bfloat16()
@@ -295,7 +296,7 @@ def test_torchs_grouped_product_is_ours() -> None:
     results = []
     for dtype in (torch.bfloat16, torch.float32):
         inputs = [tensor.to(dtype).requires_grad_() for tensor in (x, weights)]
-        out = grouped_mm(inputs[0], inputs[1], ends)
+        out = DEFAULT_KERNELS.grouped_mm(inputs[0], inputs[1], ends)
         results.append([out, *torch.autograd.grad(out, inputs, grad.to(dtype))])
     for found, expected in zip(*results, strict=True):
         assert (found.float() - expected).abs().max() < 0.02 * expected.abs().max()

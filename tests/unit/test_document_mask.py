@@ -20,9 +20,11 @@ from tests.helpers import TinyRun, train_on_this_rank
 from tests.unit.test_llama3 import SMALL, built, oracle
 from titanlite.batch import IGNORE
 from titanlite.config.schema import ActivationCheckpoint, Compile, Float8, Parallelism, Training
+from titanlite.cpu.kernels import CpuKernels
+from titanlite.kernels import DEFAULT_KERNELS, Kernels
 from titanlite.loss import token_loss
-from titanlite.models import decoder, layers
-from titanlite.models.layers import Boundaries, Documents, attention_mask, has_packed_kernel, rope_at
+from titanlite.models.attention import Boundaries
+from titanlite.models.layers import Documents, rope_at
 from titanlite.models.llama3 import Llama3, Llama3Args
 from titanlite.parallelize import build_mesh, parallelize
 from titanlite.parallelize.activation_checkpoint import apply_activation_checkpoint, recompute_policies
@@ -193,7 +195,7 @@ def test_without_documents_attention_is_plain(monkeypatch: pytest.MonkeyPatch) -
         return attend(q, k, v, **options)
 
     monkeypatch.setattr(F, "scaled_dot_product_attention", spy)
-    monkeypatch.setattr(decoder, "attention_mask", None)
+    monkeypatch.setattr(Kernels, "attention_mask", None)
     model = built(GROUPED)
     model(tokens_for(ROWS))
     assert calls == [{"attn_mask": None, "is_causal": True, "enable_gqa": True}] * 2
@@ -204,7 +206,7 @@ def test_without_documents_attention_is_plain(monkeypatch: pytest.MonkeyPatch) -
 def test_the_mask_is_made_once_and_equals_a_boolean_one() -> None:
     where = documents(ROWS)
     q = torch.randn(2, 4, 16, 16)
-    mask = attention_mask(where, torch.zeros(2, 16, 64), 16)
+    mask = DEFAULT_KERNELS.attention_mask(where, torch.zeros(2, 16, 64), 16)
     assert isinstance(mask, Tensor)
     allowed = torch.tensor(
         [[ids[i] == ids[j] and j <= i for j in range(16)] for ids in where.ids_BL.tolist() for i in range(16)]
@@ -213,7 +215,7 @@ def test_the_mask_is_made_once_and_equals_a_boolean_one() -> None:
     assert torch.equal(mask == -torch.inf, ~allowed)
     attend = F.scaled_dot_product_attention
     assert torch.equal(attend(q, q, q, attn_mask=mask), attend(q, q, q, attn_mask=allowed))
-    half = attention_mask(where, torch.zeros(2, 16, 64, dtype=torch.bfloat16), 16)
+    half = DEFAULT_KERNELS.attention_mask(where, torch.zeros(2, 16, 64, dtype=torch.bfloat16), 16)
     assert isinstance(half, Tensor)
     assert half.dtype == torch.bfloat16
     assert torch.equal(half.float(), mask)
@@ -279,7 +281,8 @@ def sharded(compile: Compile, compute: Any = "float32", mode: ActivationCheckpoi
     model = built(GROUPED)
     parallelism = Parallelism()
     parallelize(
-        model, mesh=build_mesh(parallelism, world_size=1, device_type="cpu"), parallelism=parallelism,
+        model, mesh=build_mesh(parallelism, world_size=1, device_type="cpu"), kernels=CpuKernels(),
+        parallelism=parallelism,
         training=Training(mixed_precision_param=compute), activation_checkpoint=mode or ActivationCheckpoint(),
         compile=compile, float8=Float8(),
     )  # fmt: skip
@@ -393,7 +396,7 @@ def kernel_calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
 
     varlen._varlen_attn.register_kernel("cpu")(forward)
     varlen._varlen_attn_backward.register_kernel("cpu")(backward)
-    monkeypatch.setattr(layers, "has_packed_kernel", lambda device, dtype, head_dim: head_dim == 16)
+    monkeypatch.setattr(Kernels, "has_packed_attention", lambda self, device, dtype, head_dim: head_dim == 16)
     with varlen._varlen_attn.set_kernel_enabled("cpu"), varlen._varlen_attn_backward.set_kernel_enabled("cpu"):
         yield calls
 
@@ -404,7 +407,7 @@ def test_the_packed_kernel_is_given_what_the_mask_says(args: Llama3Args, kernel_
     logits, gradients = alone(model, tokens, labels, ROWS)
     assert not kernel_calls
     where = documents(ROWS)
-    assert isinstance(attention_mask(where, model.tok_embeddings(tokens), 16), Boundaries)
+    assert isinstance(model.kernels.attention_mask(where, model.tok_embeddings(tokens), 16), Boundaries)
     assert close(model(tokens, documents=where).flatten(0, 1), logits)
     _, found = loss_and_gradients(model, tokens, labels, where)
     for name, gradient in gradients.items():
@@ -444,7 +447,7 @@ def test_another_number_of_documents_compiles_nothing_anew(kernel_calls: Counter
 def test_a_sharded_step_with_the_packed_kernel(kernel_calls: Counter[str], monkeypatch: pytest.MonkeyPatch) -> None:
     loss = step(sharded(Compile(), mode=MODES["op"]), [batch_of(ROWS)])
     assert kernel_calls == {"forward": 2, "backward": 2}
-    monkeypatch.setattr(layers, "has_packed_kernel", lambda device, dtype, head_dim: False)
+    monkeypatch.setattr(Kernels, "has_packed_attention", lambda self, device, dtype, head_dim: False)
     assert float(loss) == pytest.approx(float(step(sharded(Compile()), [batch_of(ROWS)])), rel=1e-6)
 
 
@@ -471,7 +474,7 @@ def test_where_the_packed_kernel_is_chosen(
 ) -> None:  # fmt: skip
     pretend_gpu(monkeypatch, capability)
     if "enable_gqa" in inspect.signature(varlen_module().varlen_attn).parameters:
-        assert has_packed_kernel(device, dtype, head_dim) == expected
+        assert DEFAULT_KERNELS.has_packed_attention(device, dtype, head_dim) == expected
 
 
 def varlen_module() -> Any:
@@ -490,9 +493,8 @@ def test_another_torch_has_the_mask_instead(monkeypatch: pytest.MonkeyPatch) -> 
     def as_in_2_11(query: Tensor, *packed: Any, scale: Any = None, window_size: Any = (-1, -1)) -> None: ...
 
     monkeypatch.setattr(varlen_module(), "varlen_attn", as_in_2_11)
-    assert not has_packed_kernel(CUDA, BF16, 64)
+    assert not DEFAULT_KERNELS.has_packed_attention(CUDA, BF16, 64)
     monkeypatch.setitem(sys.modules, "torch.nn.attention.varlen", None)
-    assert not has_packed_kernel(CUDA, BF16, 64)
 
 
 # Models without the argument

@@ -46,7 +46,7 @@ def test_small_layers_stay_and_the_log_says_why(log: Callable[[], list[str]]) ->
         "layers.0.feed_forward.w1, ... (2 of 4096 x 4096, 2 of 14336 x 4096, 1 of 4096 x 14336)",
         "float8: kept 2 linear layers (1024 x 4096: slower in float8 up to 1024 x 4096): layers.0.attention.wk, "
         "layers.0.attention.wv",
-        "float8: kept 1 linear layers (the loss multiplies with its weight itself): head.output",
+        "float8: kept 1 linear layers (the loss computes its matmul itself): head.output",
     ]
 
 
@@ -61,6 +61,7 @@ def test_the_limits_are_those_of_torchao(recipe: str) -> None:
         for columns in sizes:
             model = torch.nn.Module()
             model.layer = torch.nn.Linear(columns, rows, bias=False, device="meta")
+            model.head = torch.nn.Identity()  # the last child is the head
             both = [bool(choose_layers(model, Float8(recipe_name=it))[0]) for it in (recipe, "rowwise_with_gw_hp")]  # pyright: ignore
             found[rows, columns] = both[0]
             assert both[0] == wanted(model.layer, "layer"), (rows, columns)

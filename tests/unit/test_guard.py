@@ -24,9 +24,9 @@ def skip_reasons(guard: StepGuard, figures: Sequence[tuple[float, float]], *, fi
     found = []
     for step, (loss, norm) in enumerate(figures, first):
         pair = torch.tensor(loss), torch.tensor(norm)
-        skip_reason = guard.judge(*pair)
+        skip_reason = guard.decide(*pair)
         found.append(int(skip_reason))
-        guard.keep(step, StepResult(pair[0], torch.zeros(()), pair[1], skip_reason, pair[0][None], pair[1]))
+        guard.remember(step, StepResult(pair[0], torch.zeros(()), pair[1], skip_reason, pair[0][None], pair[1]))
     return found
 
 
@@ -51,15 +51,15 @@ def test_skipping_goes_on(bad: tuple[float, float]) -> None:
 def test_a_look_tells_what_was_left_out() -> None:
     guard = guard_of(nonfinite="skip", max_consecutive_skips=3)
     skip_reasons(guard, [(3, 1), (NAN, 2), (3, 1)])
-    [skipped] = guard.look(world())
+    [skipped] = guard.check(world())
     assert (skipped.step, skipped.reason, skipped.grad_norm) == (2, "loss or gradient is not finite", 2)
     assert math.isnan(skipped.loss)
     assert math.isnan(skipped.micro_losses[0][0])
     assert skipped.shard_grad_norms == [2]
-    assert guard.look(world()) == []
+    assert guard.check(world()) == []
     skip_reasons(guard, [(INF, 1), (INF, 1), (INF, 1), (3, 1)], first=4)
     with pytest.raises(StoppedByGuard, match=r"step 6: .* \(loss inf, grad_norm 1\); 3 steps in a row") as stopped:
-        guard.look(world())
+        guard.check(world())
     assert stopped.value.taken == 3
     assert [one.step for one in stopped.value.skipped] == [4, 5, 6]
     assert stopped.value.exit_code == 3

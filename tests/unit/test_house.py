@@ -98,7 +98,7 @@ def test_models_know_nothing_of_ranks_and_meshes(path: Path) -> None:
 def test_only_orchestrators_take_the_whole_config() -> None:
     """A stage is given its own section."""
     whole = {"cli.py", "preflight.py", "train.py", "runtime/run_folder.py", "metrics/run_summary.py"}
-    whole |= {"checkpoint/fingerprint.py"}
+    whole |= {"build.py", "checkpoint/fingerprint.py"}
     takers = set()
     for path, tree in TREES.items():
         for node in ast.walk(tree):
@@ -282,10 +282,10 @@ def test_the_picture_has_every_room() -> None:
 
 # Sizes
 
-LARGE_FILES = {"config/schema.py": 340, "migrate/command.py": 351}
+LARGE_FILES = {"config/schema.py": 345, "migrate/command.py": 351, "runtime/private_torch.py": 400}
 """Lines of files that are larger than the guide: the schema is a list of all options."""
 
-LONG_FUNCTIONS = {"train.py:build", "train.py:train"}
+LONG_FUNCTIONS: set[str] = set()
 
 
 @pytest.mark.parametrize("path", FILES, ids=short)

@@ -124,17 +124,17 @@ def test_the_guard_knows_whether_the_state_is_whole() -> None:
     for bad, in_part in (((NAN, NAN), False), ((3.0, NAN), True)):
         guard = StepGuard(Guard(), device=torch.device("cpu"), step=0, state={})
         skips = []
-        for step, (loss, norm) in enumerate([(3.0, 1.0), bad, (3.0, 1.0)], start=1):
-            values = torch.tensor(loss), torch.tensor(norm)
-            skips.append(bool(guard.forbids(values[0])))
-            skip_reason = guard.judge(*values)
-            guard.keep(step, StepResult(values[0], torch.zeros(()), values[1], skip_reason, values[0][None], values[1]))
+        for step, values in enumerate([(3.0, 1.0), bad, (3.0, 1.0)], start=1):
+            loss, norm = map(torch.tensor, values)
+            skips.append(bool(guard.should_skip(loss)))
+            skip_reason = guard.decide(loss, norm)
+            guard.remember(step, StepResult(loss, torch.zeros(()), norm, skip_reason, loss[None], norm))
         assert skips == [False, not in_part, True]
         with pytest.raises(StoppedByGuard, match="step 2: loss or gradient is not finite") as stopped:
-            guard.look(world())
+            guard.check(world())
         assert stopped.value.taken == 1
         assert stopped.value.in_part is in_part
-        assert ("go on from the last checkpoint" in str(stopped.value)) is in_part
+        assert ("resume from the last checkpoint" in str(stopped.value)) is in_part
 
 
 SHALLOW = ("--model.args.n_layers=10", "--training.seq_len=8", "--model.args.vocab_size=128")

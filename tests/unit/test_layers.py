@@ -4,8 +4,10 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from titanlite.models import layers
-from titanlite.models.layers import Linear, RMSNorm, apply_rope, rope_cos_sin, swiglu
+from titanlite.cpu.kernels import CpuKernels
+from titanlite.kernels import Kernels, set_kernels
+from titanlite.models.functions import rotate, swiglu
+from titanlite.models.layers import Linear, RMSNorm, rope_cos_sin
 
 B, L, N, H, D = 2, 5, 3, 8, 24
 
@@ -29,7 +31,7 @@ def test_rotation_and_the_way_back(by_position: bool) -> None:
     if by_position:
         positions = torch.stack([torch.arange(L), torch.tensor([0, 1, 0, 1, 2])])
         cos, sin = cos[positions].unsqueeze(1), sin[positions].unsqueeze(1)
-    ours, plain = apply_rope(x, cos, sin), rotated_by_autograd(x, cos, sin)
+    ours, plain = rotate(x, cos, sin), rotated_by_autograd(x, cos, sin)
     torch.testing.assert_close(ours, plain)
     torch.testing.assert_close(gradients(ours, x), gradients(plain, x))
     torch.testing.assert_close(ours.square().sum(-1), x.square().sum(-1))  # it is a rotation
@@ -40,7 +42,7 @@ def test_rotation_keeps_the_type_and_nothing_of_its_input() -> None:
     kept: list[torch.Tensor] = []
     x = torch.randn(B, N, L, H, dtype=torch.bfloat16, requires_grad=True)
     with torch.autograd.graph.saved_tensors_hooks(lambda it: kept.append(it) or it, lambda it: it):
-        out = apply_rope(x, cos, sin)
+        out = rotate(x, cos, sin)
     assert out.dtype == torch.bfloat16
     assert [tuple(it.shape) for it in kept] == [(L, H), (L, H)]
     assert gradients(out, x)[0].dtype == torch.bfloat16
@@ -49,6 +51,7 @@ def test_rotation_keeps_the_type_and_nothing_of_its_input() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_norm_on_a_cpu_is_pytorchs(dtype: torch.dtype) -> None:
     norm = RMSNorm(D, eps=1e-3).to(dtype)
+    set_kernels(norm, CpuKernels())
     torch.nn.init.normal_(norm.weight, mean=1.0)
     x = torch.randn(B, L, D, dtype=dtype, requires_grad=True)
     ours, plain = norm(x), F.rms_norm(x, (D,), norm.weight, 1e-3)
@@ -56,7 +59,7 @@ def test_norm_on_a_cpu_is_pytorchs(dtype: torch.dtype) -> None:
     torch.testing.assert_close(gradients(ours, x, norm.weight), gradients(plain, x, norm.weight))
 
 
-def test_norm_keeps_little_on_a_cpu_and_is_one_kernel_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_norm_keeps_little_on_a_cpu() -> None:
     norm, x = RMSNorm(D, eps=1e-3), torch.randn(B, L, D, requires_grad=True)
 
     def kept() -> list[tuple[int, ...]]:
@@ -65,16 +68,14 @@ def test_norm_keeps_little_on_a_cpu_and_is_one_kernel_elsewhere(monkeypatch: pyt
             norm(x)
         return found
 
-    assert kept() == [(B, L, D), (D,), (B, L, 1)]
-    asked: list[torch.device] = []
-    monkeypatch.setattr(layers, "has_norm_kernel", lambda device: asked.append(device) or True)
     assert len(kept()) > 3  # PyTorch's own
-    assert asked == [torch.device("cpu")]
+    set_kernels(norm, CpuKernels())
+    assert kept() == [(B, L, D), (D,), (B, L, 1)]
 
 
-def test_products_of_bfloat16_on_a_cpu_without_units_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layers, "HAS_BFLOAT16_UNITS", False)
+def test_bfloat16_matmul_on_a_cpu_without_hardware_bfloat16() -> None:
     linear = Linear(D, 6).to(torch.bfloat16)
+    set_kernels(linear, CpuKernels(hardware_bfloat16=False))
     x = torch.randn(B, L, D, dtype=torch.bfloat16, requires_grad=True)
     ours = linear(x)
     wide_x, wide_weight = x.detach().float().requires_grad_(), linear.weight.detach().float().requires_grad_()
@@ -84,21 +85,20 @@ def test_products_of_bfloat16_on_a_cpu_without_units_for_it(monkeypatch: pytest.
     torch.testing.assert_close(list(gradients(ours, x, linear.weight)), narrow, rtol=0, atol=0)
 
 
-def test_products_are_of_their_own_type_where_there_are_units(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dtype_of_matmuls() -> None:
     x = torch.ones(1, dtype=torch.bfloat16)
-    monkeypatch.setattr(layers, "HAS_BFLOAT16_UNITS", True)
-    assert layers.matmul_dtype(x) == torch.bfloat16
-    assert layers.matmul_dtype(x.float()) == torch.float32
-    monkeypatch.setattr(layers, "HAS_BFLOAT16_UNITS", False)
-    assert layers.matmul_dtype(x) == torch.float32
-    assert layers.matmul_dtype(torch.ones(1, dtype=torch.bfloat16, device="meta")) == torch.bfloat16
+    assert CpuKernels(hardware_bfloat16=True).matmul_dtype(x) == torch.bfloat16
+    assert CpuKernels(hardware_bfloat16=False).matmul_dtype(x) == torch.float32
+    assert CpuKernels(hardware_bfloat16=False).matmul_dtype(x.float()) == torch.float32
+    assert Kernels().matmul_dtype(x) == torch.bfloat16
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_compiler_takes_it_all_as_one_graph(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And finds no autograd function, whose graph it would not cache."""
-    monkeypatch.setattr(layers, "HAS_BFLOAT16_UNITS", False)
+def test_layers_compile_to_one_graph(dtype: torch.dtype) -> None:
+    """The graph has no autograd function: the compiler would not cache it."""
     linear, norm = Linear(H, H).to(dtype), RMSNorm(H, eps=1e-3).to(dtype)
+    for layer in (linear, norm):
+        set_kernels(layer, CpuKernels(hardware_bfloat16=False))
     cos, sin = rope_cos_sin(H, L, 100.0)
     graphs: list[torch.fx.GraphModule] = []
 
@@ -107,7 +107,7 @@ def test_the_compiler_takes_it_all_as_one_graph(dtype: torch.dtype, monkeypatch:
         return graph
 
     def all_of_them(x: torch.Tensor) -> torch.Tensor:
-        return apply_rope(norm(linear(x)), cos, sin)
+        return rotate(norm(linear(x)), cos, sin)
 
     x = torch.randn(B, N, L, H, dtype=dtype, requires_grad=True)
     compiled = torch.compile(all_of_them, fullgraph=True, backend=keep)(x)

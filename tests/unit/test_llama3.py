@@ -11,6 +11,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from titanlite.config.schema import LRScheduler, Optimizer
+from titanlite.cpu.kernels import CpuKernels
+from titanlite.kernels import set_kernels
 from titanlite.loss import token_loss
 from titanlite.models.base import Model, parameter_generator
 from titanlite.models.llama3 import Llama3, Llama3Args
@@ -52,6 +54,7 @@ def built(args: Llama3Args, scale: float = 5) -> Llama3:
             if parameter.ndim == 2:
                 parameter.mul_(scale)
     model.init_buffers()
+    set_kernels(model, CpuKernels())
     return model
 
 

@@ -11,8 +11,8 @@ from torch.utils._pytree import tree_leaves
 
 from titanlite import loss as loss_module
 from titanlite.batch import IGNORE
+from titanlite.cpu.kernels import CpuKernels
 from titanlite.loss import TokenLoss, token_loss
-from titanlite.models import layers
 
 VOCABULARY, TOKENS, DIM = 301, 66, 48
 
@@ -37,17 +37,17 @@ def plain(hidden: Tensor, weight: Tensor, labels: Tensor, z_loss: float) -> Toke
 @pytest.mark.parametrize("chunk", [1, 7, 66, 1000])
 @pytest.mark.parametrize("z_loss", [0.0, 1e-2])
 @pytest.mark.parametrize(
-    ("dtype", "has_units"), [(torch.float32, False), (torch.bfloat16, False), (torch.bfloat16, True)]
+    ("dtype", "hardware_bfloat16"), [(torch.float32, False), (torch.bfloat16, False), (torch.bfloat16, True)]
 )
 def test_it_is_cross_entropy(
-    monkeypatch: pytest.MonkeyPatch, chunk: int, z_loss: float, dtype: torch.dtype, has_units: bool
+    monkeypatch: pytest.MonkeyPatch, chunk: int, z_loss: float, dtype: torch.dtype, hardware_bfloat16: bool
 ) -> None:
     monkeypatch.setattr(loss_module, "CHUNK_BYTES", 4 * VOCABULARY * chunk)
-    monkeypatch.setattr(layers, "HAS_BFLOAT16_UNITS", has_units)
     hidden, weight, labels = inputs(dtype)
     expected = plain(hidden, weight, labels, z_loss)
     expected_gradients = torch.autograd.grad(0.1 * expected.total, [hidden, weight])
-    found = token_loss(hidden, weight, labels_BL=labels, z_loss=z_loss)
+    kernels = CpuKernels(hardware_bfloat16=hardware_bfloat16)
+    found = token_loss(hidden, weight, labels_BL=labels, z_loss=z_loss, kernels=kernels)
     gradients = torch.autograd.grad(0.1 * found.total, [hidden, weight])
     assert found.total.dtype == found.cross_entropy.dtype == torch.float32
     assert found.total.tolist() == pytest.approx(expected.total.tolist(), rel=1e-6)
@@ -59,7 +59,7 @@ def test_it_is_cross_entropy(
         assert (gradient - other).norm() < (1e-6 if dtype == torch.float32 else 2**-8) * other.norm()
 
 
-class TypesOfProducts(TorchDispatchMode):
+class DtypesOfMatmuls(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.seen: list[torch.dtype] = []
@@ -70,15 +70,12 @@ class TypesOfProducts(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("has_units", [False, True])
-def test_logits_are_of_float32_and_their_gradients_multiplied_in_what_the_cpu_has_units_for(
-    monkeypatch: pytest.MonkeyPatch, has_units: bool
-) -> None:
-    monkeypatch.setattr(layers, "HAS_BFLOAT16_UNITS", has_units)
+@pytest.mark.parametrize("hardware_bfloat16", [False, True])
+def test_logits_are_float32_and_their_gradients_use_hardware_bfloat16(hardware_bfloat16: bool) -> None:
     hidden, weight, labels = inputs(torch.bfloat16)
-    with TypesOfProducts() as products:
-        token_loss(hidden, weight, labels_BL=labels)
-    assert products.seen == [torch.float32, *[torch.bfloat16 if has_units else torch.float32] * 2]
+    with DtypesOfMatmuls() as matmuls:
+        token_loss(hidden, weight, labels_BL=labels, kernels=CpuKernels(hardware_bfloat16=hardware_bfloat16))
+    assert matmuls.seen == [torch.float32, *[torch.bfloat16 if hardware_bfloat16 else torch.float32] * 2]
 
 
 def test_without_gradients_none_are_computed() -> None:

@@ -17,6 +17,7 @@ from torch import nn
 from tests.helpers import TinyRun, train_on_this_rank
 from tests.unit.test_checkpoints import assert_equal, trained
 from tests.unit.test_plan import layout_of, planned, read
+from titanlite.build import build
 from titanlite.checkpoint.manifest import folder_name
 from titanlite.cli import run as run_command
 from titanlite.config.load import load
@@ -28,7 +29,6 @@ from titanlite.runtime import disk as offload
 from titanlite.runtime.disk import DiskTensors
 from titanlite.runtime.dtensor import from_local_like
 from titanlite.runtime.errors import ConfigError, RunError, UserError
-from titanlite.train import build
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="files are mapped, and dropped, as Linux does it")
 

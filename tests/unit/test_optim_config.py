@@ -10,6 +10,7 @@ from torch import nn
 
 from tests.distributed.test_layouts import whole
 from tests.helpers import TinyRun, train_on_this_rank
+from titanlite.build import build
 from titanlite.config.schema import Optimizer
 from titanlite.ingest.prepare import prepare_text
 from titanlite.models.llama3 import Llama3
@@ -21,7 +22,7 @@ from titanlite.optim.state_size import state_bytes
 from titanlite.preflight import preflight
 from titanlite.runtime.errors import ConfigError
 from titanlite.runtime.process_group import Ranks
-from titanlite.train import build, finish, train
+from titanlite.train import finish, train
 
 
 def section(text: str) -> Optimizer:

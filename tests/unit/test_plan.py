@@ -71,17 +71,18 @@ def _no_process_group_stays() -> Iterator[None]:
 def test_recorder_knows_what_is_alive() -> None:
     with FakeTensorMode() as fakes:
         recorder = Recorder(fakes)
-        with recorder.recording():
+        with recorder:
             recorder.phase("step")
-            with recorder.cause("logits"):
+            with recorder.category("logits"):
                 a = torch.zeros(1000)
             b = a.view(10, 100)  # no memory of its own
-            with recorder.cause("other"):
+            with recorder.category("other"):
                 c = b + 1
             recorder.label([c], "gradients")
             recorder.phase("later")
-            a.untyped_storage().resize_(0)
-            with recorder.cause("all-gather"):
+            with recorder.collective("all-gather", "layers.0"):
+                a.untyped_storage().resize_(0)
+            with recorder.collective("all-gather", "layers.0"):
                 a.untyped_storage().resize_(4000)
             del b, c
             d = torch.ones(50, dtype=torch.bfloat16)
@@ -260,7 +261,7 @@ def test_recomputation_costs_a_forward() -> None:
 
 
 def test_what_a_gpu_does_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layers, "HAS_BFLOAT16_UNITS", False)  # whatever this CPU has
+    monkeypatch.setattr("titanlite.cpu.kernels.has_hardware_bfloat16", lambda: False)  # whatever this CPU has
     config = read(world_size=2)
     cpu = trace_step(config, *model_of(config), world_size=2, gpu=False)
     gpu = traced(world_size=2, gpu=True)

@@ -147,7 +147,7 @@ def test_code_that_asks_for_values_is_named(toml: Path, capsys: pytest.CaptureFi
     assert plan(toml, "--world-size", "1", "--gpu", "H100", f"--training.loss={own}:loss") == 2
     error = capsys.readouterr().err
     assert error.startswith(
-        "error: the step cannot be rehearsed: asks_for_values.py:3 asks for values (aten._local_scalar_dense"
+        "error: the step cannot be traced: asks_for_values.py:3 asks for values (aten._local_scalar_dense"
     )
     assert plan(toml, "--world-size", "1", "--gpu", "H100") == 0, "nothing of the failure stays"
 

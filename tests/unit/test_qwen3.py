@@ -11,10 +11,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from titanlite.config.schema import Optimizer
+from titanlite.kernels import DEFAULT_KERNELS
 from titanlite.loss import token_loss
 from titanlite.models.base import parameter_generator
 from titanlite.models.decoder import Decoder
-from titanlite.models.grouped import grouped_mm
 from titanlite.models.qwen3 import Qwen3, Qwen3Args
 from titanlite.models.qwen3_moe import Experts, Qwen3Moe, Qwen3MoeArgs
 from titanlite.models.registry import resolve_model
@@ -152,8 +152,8 @@ def test_a_product_for_each_group(sizes: list[int]) -> None:
     weights = torch.randn(4, 6, 5, generator=draw, dtype=torch.float64).requires_grad_()
     ends = torch.tensor(sizes).cumsum(0).to(torch.int32)
     expected = torch.cat([part @ weight for part, weight in zip(x.split(sizes), weights, strict=True)])
-    assert torch.equal(grouped_mm(x, weights, ends), expected)
-    assert torch.autograd.gradcheck(lambda a, b: grouped_mm(a, b, ends), (x, weights))
+    assert torch.equal(DEFAULT_KERNELS.grouped_mm(x, weights, ends), expected)
+    assert torch.autograd.gradcheck(lambda a, b: DEFAULT_KERNELS.grouped_mm(a, b, ends), (x, weights))
 
 
 def test_it_is_the_product_of_torchs_own_kernel() -> None:
@@ -162,7 +162,7 @@ def test_it_is_the_product_of_torchs_own_kernel() -> None:
     draw = torch.Generator().manual_seed(0)
     x, weights = torch.randn(32, 16, generator=draw), torch.randn(4, 16, 8, generator=draw)
     ends = torch.tensor([7, 7, 20, 32], dtype=torch.int32)
-    assert torch.allclose(grouped_mm(x, weights, ends), F.grouped_mm(x, weights, offs=ends), atol=1e-6)
+    assert torch.allclose(DEFAULT_KERNELS.grouped_mm(x, weights, ends), F.grouped_mm(x, weights, offs=ends), atol=1e-6)
 
 
 def test_the_bias_picks_experts_and_weighs_nothing() -> None:

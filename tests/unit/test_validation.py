@@ -6,14 +6,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 
 from titanlite.batch import IGNORE
-from titanlite.config.schema import Parallelism, Validation
+from titanlite.config.schema import Validation
+from titanlite.cpu.kernels import CpuKernels
 from titanlite.data.packing import TokenSequence
 from titanlite.data.samples import Source
 from titanlite.models.llama3 import Llama3, Llama3Args
-from titanlite.parallelize import build_mesh
 from titanlite.validation import Validator
 
 VOCAB, SEQ_LEN = 50, 8
@@ -48,15 +49,19 @@ def model() -> Llama3:
 def validate(
     model: Llama3, *sequences: RandomSequences, batch_size: int = 3, mask: bool = False, **options: Any
 ) -> dict[str, Any]:
-    mesh = build_mesh(Parallelism(), world_size=1, device_type="cpu")
+    group = dist.group.WORLD
+    assert group is not None
     validator = Validator(
         Validation(enable=True, path="x", **options),
         [Source(f"s{i}", part, f"f{i}") for i, part in enumerate(sequences)],
         batch_size=batch_size,
         token_bytes=TOKEN_BYTES,
         document_mask=mask,
+        kernels=CpuKernels(),
         device=torch.device("cpu"),
-        mesh=mesh,
+        rank=0,
+        ranks=1,
+        group=group,
     )
     return validator.run(model)
 

@@ -69,7 +69,7 @@ def are_right(keys: Iterable[str], bad_keys: Collection[str]) -> bool:
 def _layout(config: Config, world_size: int) -> Iterator[Conflict]:
     parallelism = config.parallelism
     try:
-        _, shard = parallelism.degrees(world_size)
+        shard = parallelism.degrees(world_size).shard
     except ValueError as error:
         axis = "replicate" if parallelism.data_parallel_shard_degree == -1 else "shard"
         hint = ": start more with NPROC, or name their number in WORLD_SIZE for a check" if world_size == 1 else ""

@@ -5,7 +5,7 @@ on the number of processes.
 """
 
 import re
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import AfterValidator, Field
 
@@ -110,6 +110,13 @@ class Guard(Section):
     """Number of latest steps in that mean. The rule starts when half of them are there."""
 
 
+class Degrees(NamedTuple):
+    """Number of ranks along each axis of the mesh, in the order of the axes."""
+
+    replicate: int
+    shard: int
+
+
 class Parallelism(Section):
     data_parallel_replicate_degree: PositiveInt = 1
     """Replicas of the sharded model (HSDP; DDP when the shard degree is 1)."""
@@ -125,8 +132,8 @@ class Parallelism(Section):
     fsdp_backward_prefetch: Count = 0
     """Blocks to all-gather ahead in backward; 0 leaves it to FSDP2, which gathers one ahead."""
 
-    def degrees(self, world_size: int) -> tuple[int, int]:
-        """Return the (replicate, shard) degrees, whose product is world_size.
+    def degrees(self, world_size: int) -> Degrees:
+        """Return the degree of each axis; their product is world_size.
 
         Raises:
             ValueError: the configured degrees do not fit world_size.
@@ -140,7 +147,7 @@ class Parallelism(Section):
             raise ValueError(
                 f"replicate {replicate} x shard {shard} = {replicate * shard} processes, there are {world_size}"
             )
-        return replicate, shard
+        return Degrees(replicate=replicate, shard=shard)
 
 
 class ActivationCheckpoint(Section):

@@ -1,4 +1,4 @@
-"""FSDP2 on CPUs, where gloo sends: there are no streams, so what a GPU does beside computing has to be asked for."""
+"""FSDP2 over gloo on CPUs. There are no streams, so overlap with compute has to be arranged here."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -6,34 +6,37 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd import Variable
 from torch.distributed.fsdp import FSDPModule
 
+from titanlite.runtime.private_torch import (
+    call_after_backward,
+    gather_asynchronously,
+    has_gradient_hooks,
+    sharded_parameters,
+)
 
-def suit_gloo(units: Sequence[FSDPModule], *, shard_degree: int, reduces_at_once: bool) -> None:
-    """Give units, in the order of the forward pass and the root last, communication that fits. To be called before
-    depths of prefetching are set.
 
-    Args:
-        reduces_at_once: FSDP reads what a reduce-scatter gives before backward is over: to all-reduce it, or to convert
-            it.
-    """
+def adapt_fsdp_to_gloo(units: Sequence[FSDPModule], *, shard_degree: int, reduces_in_backward: bool) -> None:
+    """Give FSDP units collectives that suit gloo. See `Kernels.adapt_fsdp` for the arguments."""
     in_flight = InFlight()
     for index, unit in enumerate(units):
         if shard_degree == 1:
-            unit.set_custom_reduce_scatter(NothingToScatter())  # pyright: ignore[reportArgumentType]
+            unit.set_custom_reduce_scatter(SharedBuffer())  # pyright: ignore[reportArgumentType]
             continue
-        late = None if reduces_at_once else in_flight
-        unit.set_custom_reduce_scatter(ExchangeOfParts(unit, late))  # pyright: ignore[reportArgumentType]
-        if not reduces_at_once:  # with replicas, gathering ahead takes 3 % of memory more than is planned
-            unit._set_unshard_async_op(True)
-            unit.set_modules_to_forward_prefetch([*units[index + 1 : -1][:1]])  # as a GPU does by itself
+        late = None if reduces_in_backward else in_flight
+        unit.set_custom_reduce_scatter(AllToAllReduceScatter(unit, late))  # pyright: ignore[reportArgumentType]
+        if not reduces_in_backward:  # with replicas, an early all-gather takes 3 % more memory than the plan predicts
+            gather_asynchronously(unit)
+            unit.set_modules_to_forward_prefetch([*units[index + 1 : -1][:1]])  # as FSDP does by itself on a GPU
 
 
-class NothingToScatter:
-    """At shard degree 1 the reduce-scatter's output is its input, so FSDP is given one buffer for both, and what would
-    be a copy of all gradients is none. FSDP allocates the input and then the output of each unit. On the CPU only: a
-    GPU allocates the two on different streams, and one buffer could be given away while the other stream reads it."""
+class SharedBuffer:
+    """Reduce-scatter for shard degree 1, where its output is its input.
+
+    FSDP allocates the input and then the output of each unit. Both calls get one buffer, which saves a copy of all
+    gradients. This is for CPUs only: a GPU allocates the two on different streams, and could reuse the buffer while the
+    other stream still reads it.
+    """
 
     def __init__(self) -> None:
         self._buffer: Tensor | None = None
@@ -51,16 +54,20 @@ class NothingToScatter:
 
 
 class InFlight:
-    """The one reduce-scatter that backward does not wait for. All are over when backward is."""
+    """The one reduce-scatter that backward does not wait for. All of them end before backward ends."""
 
     def __init__(self) -> None:
         self._finish: Callable[[], None] | None = None
 
     def start(self, finish: Callable[[], None]) -> None:
-        """Within backward. `finish` is called when the next one is about to start, or at the end."""
+        """Register a reduce-scatter. Call it within backward.
+
+        Args:
+            finish: called when the next reduce-scatter is about to start, or when backward ends.
+        """
         assert self._finish is None
         self._finish = finish
-        Variable._execution_engine.queue_callback(self.wait)
+        call_after_backward(self.wait)
 
     def wait(self) -> None:
         finish, self._finish = self._finish, None
@@ -68,13 +75,14 @@ class InFlight:
             finish()
 
 
-class ExchangeOfParts:
-    """Reduce-scatter for gloo, whose own is an all-reduce: it sends twice the bytes that it needs to. Here each rank
-    sends every other its part, and averages what it gets, in the order of ranks.
+class AllToAllReduceScatter:
+    """Reduce-scatter by an all-to-all. Gloo's own is an all-reduce, which sends twice the necessary bytes.
+
+    Each rank sends every other rank its part, and averages the parts that it receives, in the order of ranks.
 
     Args:
-        unit: whose gradients they are.
-        in_flight: None: every exchange is over when FSDP's call returns.
+        unit: FSDP unit whose gradients are reduced.
+        in_flight: where to leave a reduce-scatter that backward need not wait for. None: each ends within FSDP's call.
     """
 
     def __init__(self, unit: FSDPModule, in_flight: InFlight | None) -> None:
@@ -90,7 +98,7 @@ class ExchangeOfParts:
         assert op == dist.ReduceOp.AVG, op
         assert not async_op
         if self._in_flight:
-            self._in_flight.wait()  # before its memory is needed again
+            self._in_flight.wait()  # before its memory is reused
         parts = torch.empty_like(input_tensor)
         work = dist.all_to_all_single(parts, input_tensor, group=group, async_op=True)
         assert work is not None
@@ -105,7 +113,6 @@ class ExchangeOfParts:
             finish()
 
     def _is_read_in_backward(self) -> bool:
-        """By an addition to gradients of earlier micro-batches, or by an optimizer that steps in backward."""
-        unit = self._unit._get_fsdp_state()._fsdp_param_group
-        parameters: Any = [it.sharded_param for it in unit.fsdp_params] if unit else []
-        return any(it.grad is not None or it._post_accumulate_grad_hooks for it in parameters)
+        """Whether backward adds the output to earlier gradients, or an optimizer steps with it within backward."""
+        parameters = sharded_parameters(self._unit)
+        return any(it.grad is not None or has_gradient_hooks(it) for it in parameters)

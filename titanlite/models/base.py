@@ -13,7 +13,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from titanlite.models.layers import Documents, Loss
+from titanlite.kernels import DEFAULT_KERNELS, Kernels
+from titanlite.models.attention import Documents
+from titanlite.models.layers import Loss
 from titanlite.runtime.errors import UserError
 
 
@@ -34,6 +36,9 @@ class Model(nn.Module):
 
     flavors: ClassVar[dict[str, ModelArgs]] = {}
     """Named shapes: `[model] flavor` picks one, `[model.args]` changes fields of it."""
+
+    kernels: Kernels = DEFAULT_KERNELS
+    """Operations whose best form depends on the device; `attention_mask` for one. Training sets it."""
 
     layers: nn.ModuleList
 
@@ -115,3 +120,8 @@ def build_on_meta(model_cls: type[Model], args: ModelArgs) -> Model:
     """Return a model on the meta device: shapes without memory."""
     with torch.device("meta"):
         return model_cls(args)
+
+
+def head_of(model: nn.Module) -> nn.Module:
+    """Return the head: by contract, the last direct child of a model."""
+    return list(model.children())[-1]

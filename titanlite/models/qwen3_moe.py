@@ -14,9 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from titanlite.kernels import DEFAULT_KERNELS, Kernels
 from titanlite.models.base import ModelArgs
-from titanlite.models.grouped import grouped_mm
-from titanlite.models.layers import swiglu
+from titanlite.models.functions import swiglu
 from titanlite.models.qwen3 import Qwen3, Qwen3Args
 
 
@@ -46,6 +46,7 @@ class Qwen3MoeArgs(Qwen3Args):
 class Experts(nn.Module):
     """SwiGLU feed-forward layers, each token through the K that the router weighs most."""
 
+    kernels: Kernels = DEFAULT_KERNELS
     bias_E: Tensor
     load_E: Tensor
 
@@ -72,6 +73,7 @@ class Experts(nn.Module):
             # With activation checkpointing a block counts twice, which changes no expert's share.
             self.load_E.add_(ends_E.diff(prepend=ends_E.new_zeros(1)))
         x_SD = x_TD.index_select(0, order_S // self.n_active)
+        grouped_mm = self.kernels.grouped_mm
         hidden_SF = swiglu(grouped_mm(x_SD, self.w1, ends_E), grouped_mm(x_SD, self.w3, ends_E))
         out_SD = grouped_mm(hidden_SF, self.w2, ends_E)
         out_TKD = torch.empty_like(out_SD).index_copy(0, order_S, out_SD).unflatten(0, chosen_TK.shape)

@@ -1,21 +1,22 @@
 """From a single-device model on the meta device to the model that every rank trains.
 
-The order matters. The type of the weights first. Then float8: it swaps linear layers, which everything after must see.
-Activation checkpointing before compile, so that the compiler sees what is recomputed. Compile before sharding, so that
-FSDP's hooks stay outside of the compiled blocks. Sharding last, bottom up. Every technique changes the model in place
-and no parameter's name.
+The order matters. First the dtype of the weights. Then float8, which swaps linear layers: all later techniques must see
+the new ones. Activation checkpointing before compile, so that the compiler sees what is recomputed. Compile before
+sharding, so that FSDP's hooks stay outside of the compiled blocks. Sharding last, bottom up. Every technique changes
+the model in place, and no parameter's name.
 """
 
 from torch.distributed.device_mesh import DeviceMesh
 
 from titanlite.config.schema import ActivationCheckpoint, Compile, Float8, Parallelism, Training
+from titanlite.kernels import Kernels, set_kernels
 from titanlite.models.base import Model
 from titanlite.parallelize.activation_checkpoint import apply_activation_checkpoint, recompute_policies
 from titanlite.parallelize.compile import compile_blocks
 from titanlite.parallelize.float8 import convert_to_float8
 from titanlite.parallelize.fsdp import DTYPES, shard
 from titanlite.parallelize.materialize import materialize, set_dtype
-from titanlite.parallelize.mesh import build_mesh
+from titanlite.parallelize.mesh import build_mesh, shard_degree_of
 
 __all__ = ["DTYPES", "build_mesh", "materialize", "parallelize"]
 
@@ -24,22 +25,27 @@ def parallelize(
     model: Model,
     *,
     mesh: DeviceMesh,
+    kernels: Kernels,
     parallelism: Parallelism,
     training: Training,
     activation_checkpoint: ActivationCheckpoint,
     compile: Compile,
     float8: Float8,
+    compile_backend: str = "inductor",
     pin_memory: bool = True,
 ) -> None:
     """Apply every technique that the config asks for, in place. `materialize` then gives the model its memory.
 
     Args:
-        pin_memory: of parameters in host memory, with a GPU.
+        kernels: how the device computes; see `titanlite.kernels`.
+        compile_backend: of torch.compile; the planner has its own.
+        pin_memory: whether parameters in host memory are pinned, with a GPU.
     """
+    set_kernels(model, kernels)
     set_dtype(model, DTYPES[training.dtype])
     if float8.enable:
-        convert_to_float8(model, float8=float8, shard_degree=mesh["shard"].size())
+        convert_to_float8(model, float8=float8, shard_degree=shard_degree_of(mesh))
     apply_activation_checkpoint(model, recompute_policies(activation_checkpoint, len(model.layers)))
     if compile.enable:
-        compile_blocks(model)
-    shard(model, mesh=mesh, parallelism=parallelism, training=training, pin_memory=pin_memory)
+        compile_blocks(model, backend=compile_backend)
+    shard(model, mesh=mesh, kernels=kernels, parallelism=parallelism, training=training, pin_memory=pin_memory)

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from titanlite.config.schema import Float8
-from titanlite.models.base import Model
+from titanlite.models.base import Model, head_of
 from titanlite.runtime.errors import UserError
 
 logger = logging.getLogger(__name__)
@@ -51,9 +51,10 @@ def choose_layers(model: Model, float8: Float8) -> tuple[dict[str, nn.Linear], d
     """Those to convert, and the names of the others, by the reason."""
     chosen: dict[str, nn.Linear] = {}
     kept: dict[str, list[str]] = {}
+    head_layers = {*head_of(model).modules()}
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear):
-            if reason := _reason_to_keep(module, name, float8):
+            if reason := _reason_to_keep(module, name, float8, head_layers):
                 kept.setdefault(reason, []).append(name)
             else:
                 chosen[name] = module
@@ -85,11 +86,11 @@ def _gathers_in_float8(float8: Float8, chosen: dict[str, nn.Linear], shard_degre
     return not uneven
 
 
-def _reason_to_keep(linear: nn.Linear, name: str, float8: Float8) -> str | None:
+def _reason_to_keep(linear: nn.Linear, name: str, float8: Float8, head_layers: set[nn.Module]) -> str | None:
     if pattern := next((pattern for pattern in float8.filter_fqns if pattern in name), None):
         return f"named by filter_fqns: {pattern}"
-    if name.startswith("head."):
-        return "the loss multiplies with its weight itself"
+    if linear in head_layers:
+        return "the loss computes its matmul itself"
     if linear.in_features % 16 or linear.out_features % 16:
         return "sizes that float8 products need are multiples of 16"
     if float8.skip_small and (limit := _too_small(linear, float8.recipe_name)):

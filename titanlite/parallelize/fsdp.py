@@ -1,6 +1,5 @@
-"""FSDP2 / HSDP: shard every block, and the embedding and the head, as units of their own (arXiv:2304.11277)."""
+"""FSDP2 / HSDP: every block, the embedding and the head are FSDP units of their own (arXiv:2304.11277)."""
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -15,75 +14,66 @@ from torch.distributed.fsdp import (
 )
 
 from titanlite.config.schema import Parallelism, Training
-from titanlite.cpu.collectives import suit_gloo
-from titanlite.models.base import Model
-from titanlite.parallelize.mesh import sharding_mesh
+from titanlite.kernels import Kernels
+from titanlite.models.base import Model, head_of
+from titanlite.parallelize.mesh import has_replicas, shard_degree_of, sharding_mesh
+from titanlite.runtime.private_torch import gather_in_place
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
 def shard(
-    model: Model, *, mesh: DeviceMesh, parallelism: Parallelism, training: Training, pin_memory: bool = True
+    model: Model,
+    *,
+    mesh: DeviceMesh,
+    kernels: Kernels,
+    parallelism: Parallelism,
+    training: Training,
+    pin_memory: bool = True,
 ) -> None:
-    """Apply `fully_shard` to every unit and to the root, in place. Gradients are averaged over all processes.
+    """Apply `fully_shard` to every FSDP unit and to the root, in place. FSDP averages gradients over the mesh.
 
     Args:
-        pin_memory: with CPU offload to a GPU: FSDP copies parameters to memory that is pinned.
+        pin_memory: with CPU offload to a GPU: FSDP copies parameters to pinned memory.
     """
     on_gpu = mesh.device_type == "cuda"
-    has_right_type = training.dtype == training.mixed_precision_param
+    has_compute_dtype = training.dtype == training.mixed_precision_param
     options: dict[str, Any] = {
         "mesh": sharding_mesh(mesh),
         "mp_policy": MixedPrecisionPolicy(
-            # Weights that are of it already are not to be copied on their way.
-            param_dtype=None if has_right_type else DTYPES[training.mixed_precision_param],
+            # None: weights that have the compute dtype already are not copied.
+            param_dtype=None if has_compute_dtype else DTYPES[training.mixed_precision_param],
             reduce_dtype=DTYPES[training.mixed_precision_reduce],
             cast_forward_inputs=False,
         ),
         "offload_policy": CPUOffloadPolicy(on_gpu and pin_memory) if training.enable_cpu_offload else OffloadPolicy(),
     }
-    reshard = _reshard_after_forward(parallelism, shard_degree=mesh["shard"].size())
-    units = sharding_units(model)
-    head = list(model.children())[-1]
+    shard_degree = shard_degree_of(mesh)
+    reshard = _reshard_after_forward(parallelism, shard_degree=shard_degree)
+    units = fsdp_units(model)
+    head = head_of(model)
     for unit in units:
         keeps = head in unit and parallelism.fsdp_reshard_after_forward == "default"
         together = unit if len(unit) > 1 else unit[0]
         fully_shard(together, reshard_after_forward=False if keeps else reshard, **options)
     fully_shard(model, reshard_after_forward=reshard, **options)
-    fsdp_units: list[FSDPModule] = [it for it in (*(unit[0] for unit in units), model) if isinstance(it, FSDPModule)]
-    if not on_gpu:
-        reduces_at_once = mesh["replicate"].size() > 1 or training.dtype != training.mixed_precision_reduce
-        suit_gloo(fsdp_units, shard_degree=mesh["shard"].size(), reduces_at_once=reduces_at_once)
-    _prefetch(fsdp_units[:-1], parallelism)
-    for unit in fsdp_units:
+    sharded: list[FSDPModule] = [it for it in (*(unit[0] for unit in units), model) if isinstance(it, FSDPModule)]
+    reduces_in_backward = has_replicas(mesh) or training.dtype != training.mixed_precision_reduce
+    kernels.adapt_fsdp(sharded, shard_degree=shard_degree, reduces_in_backward=reduces_in_backward)
+    _prefetch(sharded[:-1], parallelism)
+    for unit in sharded:
         if isinstance(unit, nn.Embedding) and [unit] in units:
             unit.set_unshard_in_backward(False)  # the gradient of a lookup does not need the table
-        if mesh["shard"].size() == 1 and has_right_type and not training.enable_cpu_offload:
-            _gather_in_place(unit)
+        if shard_degree == 1 and has_compute_dtype and not training.enable_cpu_offload:
+            gather_in_place(unit)
 
 
-def _gather_in_place(module: FSDPModule) -> None:
-    """At shard degree 1, weights that are of the type of compute already are what a gathering of them would give. So
-    FSDP is told that its gathered parameters lie where the sharded ones do: nothing is copied, and nothing freed."""
-    unit = module._get_fsdp_state()._fsdp_param_group
-    parameters: Any = unit.fsdp_params if unit else []
-    for parameter in parameters:
-        parameter.init_all_gather_outputs = partial(_use_sharded, parameter)
-        parameter.free_unsharded_param = lambda: None
+def fsdp_units(model: Model) -> list[list[nn.Module]]:
+    """Modules whose parameters are gathered and freed together, in the order of the forward pass.
 
-
-def _use_sharded(parameter: Any, *_: Any) -> None:
-    """In place of `FSDPParam.init_all_gather_outputs`, which FSDP calls before it copies into these outputs."""
-    memory = parameter._sharded_param_data
-    if not parameter.all_gather_outputs or parameter.all_gather_outputs[0] is not memory:
-        parameter.all_gather_outputs = [memory]
-        if hasattr(parameter, "_unsharded_param"):
-            del parameter._unsharded_param  # it lies where the weights were before
-
-
-def sharding_units(model: Model) -> list[list[nn.Module]]:
-    """What is gathered and freed together, in the order of the forward pass: each block of `layers`, and each other
-    direct child with parameters. Children that share a parameter (a tied head) are one unit."""
+    Each block of `layers` is a unit, and each other direct child with parameters. Children that share a parameter, as
+    a tied head does, are one unit.
+    """
     units: list[list[nn.Module]] = []
     unit_of: dict[nn.Parameter, list[nn.Module]] = {}
     for child in model.children():

@@ -1,4 +1,4 @@
-"""Degrees -> DeviceMesh, and what follows from it. The only place that knows the axes by name and order."""
+"""Degrees -> DeviceMesh, and what follows from it. This is the only file that knows the axes by name and order."""
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -7,31 +7,55 @@ from titanlite.config.schema import Parallelism
 
 
 def build_mesh(parallelism: Parallelism, *, world_size: int, device_type: str) -> DeviceMesh:
-    """The 2D mesh (replicate, shard), also on one process: (1, 1).
+    """Return the 2D mesh (replicate, shard), also on one process: (1, 1).
 
-    Neighbouring ranks are in one shard group: sharding talks most, and neighbours share the fast links of a node.
+    Neighbouring ranks are in one shard group: sharding communicates most, and neighbours share the fast links of a
+    node.
 
     Raises:
         ValueError: the degrees do not multiply to world_size.
     """
     degrees = parallelism.degrees(world_size)
-    return init_device_mesh(device_type, degrees, mesh_dim_names=("replicate", "shard"))
+    return init_device_mesh(device_type, (*degrees,), mesh_dim_names=degrees._fields)
 
 
 def sharding_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """What `fully_shard` is given: both axes, or the shard axis alone where there is one replica, which saves an
-    all-reduce with nobody."""
-    return mesh if mesh["replicate"].size() > 1 else mesh["shard"]
+    """Return the mesh for `fully_shard`: both axes, or the shard axis alone where there is one replica. That saves an
+    all-reduce over one rank."""
+    return mesh if has_replicas(mesh) else mesh["shard"]
+
+
+def has_replicas(mesh: DeviceMesh) -> bool:
+    """Whether several ranks hold the same shard of a parameter (HSDP, DDP)."""
+    return mesh["replicate"].size() > 1
+
+
+def shard_degree_of(mesh: DeviceMesh) -> int:
+    """Return the number of ranks that a replica's parameters are sharded over."""
+    return mesh["shard"].size()
 
 
 def data_parallel_rank(mesh: DeviceMesh) -> tuple[int, int]:
-    """(rank, size) among all processes that read different data: both axes, flattened."""
+    """Return (rank, size) among the ranks that read different data: both axes, flattened."""
     return mesh.get_rank(), mesh.size()
 
 
-def data_parallel_group(mesh: DeviceMesh) -> dist.ProcessGroup:
-    """The group over which losses and token counts are summed: both axes, which is every process."""
+def loss_group(mesh: DeviceMesh) -> dist.ProcessGroup:
+    """Return the ranks whose token losses and token counts are summed: those that compute the loss of different tokens.
+
+    FSDP averages gradients over as many ranks. Both axes hold different tokens, so the group is every process.
+    """
+    return world_group(mesh)
+
+
+def world_group(mesh: DeviceMesh) -> dist.ProcessGroup:
+    """Return the group of all processes. Each of them holds a part of the parameters or a replica of one."""
     group = dist.group.WORLD
     assert group is not None
     assert mesh.size() == group.size()
     return group
+
+
+def axis_sizes(mesh: DeviceMesh) -> dict[str, int]:
+    """Return the size of each axis by name, for records and reports."""
+    return dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))

@@ -1,52 +1,43 @@
-"""Fake tensors say that they are on the CPU, also when a GPU is planned for: without a CUDA build, nothing else can go
-through backward. What the code does otherwise on a GPU is listed here, and put in its place.
-"""
+"""Kernels of an NVIDIA GPU for fake tensors on the CPU. Without a CUDA build, only those can go through backward."""
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 from typing import Any
-from unittest.mock import patch
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-PRODUCTS = ("loss", "models.layers", "models.grouped")
+from titanlite.kernels import Kernels
 
 
-@contextmanager
-def as_on_gpu(*, fused_norm: bool) -> Iterator[None]:
-    """Within, what is traced is what an NVIDIA GPU would do.
+class GpuKernels(Kernels):
+    """Kernels that make the planner trace on CPU tensors the operators that a GPU would run.
 
     Args:
-        fused_norm: RMSNorm has a kernel there, that keeps its input and one number a row for backward. Without the
-            compiler: that makes one of its own.
+        fused_norm: RMSNorm is one kernel that keeps its input and one number for each vector for backward. Without the
+            compiler only: the compiler generates a kernel of its own.
     """
-    with ExitStack() as stack:
-        # Products take operands of the compute type, and not float32.
-        for name in ("loss.logits_operand_dtype", *(f"{user}.matmul_dtype" for user in PRODUCTS)):
-            stack.enter_context(patch(f"titanlite.{name}", lambda x: x.dtype))
-        stack.enter_context(patch("titanlite.loss.gives_float32", lambda device: True))
-        stack.enter_context(patch("titanlite.models.layers.has_norm_kernel", lambda device: True))
-        # Documents are packed, without a mask.
-        stack.enter_context(patch("titanlite.models.layers.has_packed_kernel", _has_packed_kernel))
-        # NCCL's own collectives are as they should be.
-        stack.enter_context(patch("titanlite.parallelize.fsdp.suit_gloo", lambda units, **_: None))
-        if fused_norm:
-            stack.enter_context(patch("torch.nn.functional.rms_norm", _rms_norm))
-        yield
 
+    def __init__(self, *, fused_norm: bool) -> None:
+        self.fused_norm = fused_norm
 
-def _has_packed_kernel(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
-    return dtype == torch.bfloat16 and head_dim % 8 == 0 and head_dim <= 256
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float | None) -> Tensor:
+        if not self.fused_norm:
+            return F.rms_norm(x, weight.shape, weight, eps)
+        return torch.ops.titanlite_plan.rms_norm(x, weight)[0]
 
+    def has_packed_attention(self, device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
+        return dtype == torch.bfloat16 and head_dim % 8 == 0 and head_dim <= 256
 
-def _rms_norm(x: Tensor, shape: Any, weight: Tensor, eps: float | None = None) -> Tensor:
-    return torch.ops.titanlite_plan.rms_norm(x, weight)[0]
+    def logits_dtype(self, hidden_TD: Tensor) -> torch.dtype:
+        return hidden_TD.dtype
+
+    def has_float32_output(self, device: torch.device) -> bool:
+        return True
 
 
 @torch.library.custom_op("titanlite_plan::rms_norm", mutates_args=())
 def _fused(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Shapes only."""
+    """Return tensors of the right shapes; their values do not matter."""
     return torch.empty_like(x), x.new_empty(x.shape[:-1], dtype=torch.float32)
 
 
@@ -65,7 +56,7 @@ def _(gradient: Tensor, x: Tensor, scale: Tensor, weight: Tensor) -> tuple[Tenso
     return torch.empty_like(x), torch.empty_like(weight)
 
 
-def _keep(ctx: Any, inputs: tuple[Tensor, Tensor], output: tuple[Tensor, Tensor]) -> None:
+def _save_for_backward(ctx: Any, inputs: tuple[Tensor, Tensor], output: tuple[Tensor, Tensor]) -> None:
     ctx.save_for_backward(inputs[0], output[1], inputs[1])
 
 
@@ -75,4 +66,4 @@ def _backward(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Tensor, Tensor]:
     return d_x, d_weight
 
 
-_fused.register_autograd(_backward, setup_context=_keep)
+_fused.register_autograd(_backward, setup_context=_save_for_backward)

@@ -67,7 +67,7 @@ def _changes(recorder: Recorder) -> Iterator[tuple[str, list[tuple[int, str]]]]:
     for storage in recorder.storages:
         before = 0
         for time, size in storage.sizes:
-            events.append((time, size - before, storage.cause))
+            events.append((time, size - before, storage.category))
             before = size
     events.sort(key=lambda event: event[0])
     place = 0

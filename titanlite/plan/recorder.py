@@ -18,6 +18,9 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import flop_registry
 
+from titanlite.observer import StepObserver
+from titanlite.runtime.private_torch import run_random_operators_plainly
+
 aten = torch.ops.aten
 CATEGORIES: tuple[str, ...] = (
     "parameters",
@@ -38,7 +41,7 @@ inputs, tables."""
 class Storage:
     """Memory behind one or several tensors."""
 
-    cause: str
+    category: str
     sizes: list[tuple[int, int]] = field(default_factory=list)
     """(moment, bytes from then on)."""
 
@@ -73,7 +76,7 @@ class Sent(NamedTuple):
     """Whose parameters or gradients it brings; empty: it is about the whole step."""
 
 
-class Recorder(TorchDispatchMode):
+class Recorder(TorchDispatchMode, StepObserver):
     """Records what is done to fake tensors while it is active, in this thread.
 
     Args:
@@ -91,7 +94,7 @@ class Recorder(TorchDispatchMode):
         """(moment, name of the phase from then on)."""
         self._number_of: dict[int, int] = {}
         self._alive: dict[int, weakref.ref[Any]] = {}
-        self._causes: list[str] = []
+        self._categories: list[str] = []
         self._groups: dict[str, tuple[str, tuple[int, ...]]] = {}
         self._unit = ""
 
@@ -101,49 +104,30 @@ class Recorder(TorchDispatchMode):
         return True
 
     @contextmanager
-    def recording(self) -> Iterator[None]:
-        """Storages also change their size without any operator: FSDP frees gathered parameters so."""
-        original = torch.UntypedStorage.resize_
-
-        def resize_(storage: torch.UntypedStorage, size: int) -> Any:
-            result = original(storage, size)
-            if (number := self._number_of.get(storage._cdata)) is not None:
-                self._resized(number, size)
-                if size and self._causes:
-                    self.storages[number].cause = self._causes[-1]
-            return result
-
-        torch.UntypedStorage.resize_ = resize_  # pyright: ignore[reportAttributeAccessIssue]
-        try:
-            with self:
-                yield
-        finally:
-            torch.UntypedStorage.resize_ = original
-
-    @contextmanager
-    def cause(self, name: str) -> Iterator[None]:
+    def category(self, name: str) -> Iterator[None]:
         """What new memory is for, within."""
-        self._causes.append(name)
+        self._categories.append(name)
         try:
             yield
         finally:
-            self._causes.pop()
+            self._categories.pop()
 
     def during(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The function, with `cause` around each call."""
+        """The function, with `category` around each call."""
 
         def wrapped(*args: Any, **kwargs: Any) -> Any:
-            with self.cause(name):
+            with self.category(name):
                 return function(*args, **kwargs)
 
         return wrapped
 
     @contextmanager
-    def unit(self, name: str) -> Iterator[None]:
-        """Whose messages are sent, within."""
-        before, self._unit = self._unit, name
+    def collective(self, category: str, unit: str) -> Iterator[None]:
+        before, self._unit = self._unit, unit or self._unit
         try:
-            yield
+            with self.category(category):
+                yield
+                self._find_resized()
         finally:
             self._unit = before
 
@@ -151,15 +135,16 @@ class Recorder(TorchDispatchMode):
         self._groups[group.group_name] = axis, tuple(dist.get_process_group_ranks(group))
 
     def phase(self, name: str) -> None:
-        """A new phase begins."""
+        if name in ("forward", "backward"):
+            return  # the FSDP units have phases of their own
         self.moment += 1
         self.phases.append((self.moment, name))
 
-    def label(self, tensors: Iterable[Tensor], cause: str) -> None:
+    def label(self, tensors: Iterable[Tensor], category: str) -> None:
         """Say what the memory of these is for."""
         for tensor in tensors:
             for number, _ in self._tensors(tensor):
-                self.storages[number].cause = cause
+                self.storages[number].category = category
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(kind is not FakeTensor for kind in types):
@@ -190,19 +175,34 @@ class Recorder(TorchDispatchMode):
             return None
         storage = tensor.untyped_storage()
         key = storage._cdata
-        if key not in self._number_of:
+        if key in self._number_of:
+            self._check_size(storage, self._number_of[key])
+        else:
             number = len(self.storages)
-            self.storages.append(Storage(self._cause_now(), [(self.moment, storage.nbytes())]))
+            self.storages.append(Storage(self._category_now(), [(self.moment, storage.nbytes())]))
             self._number_of[key] = number
             self._alive[key] = weakref.ref(storage, lambda _: self._freed(key))
         return self._number_of[key]
 
-    def _cause_now(self) -> str:
-        if self._causes:
-            return self._causes[-1]
+    def _category_now(self) -> str:
+        if self._categories:
+            return self._categories[-1]
         in_backward = torch._C._current_graph_task_id() != -1
         # In backward, gradients are on only where forward is done again (activation checkpointing).
         return "other" if in_backward and not torch.is_grad_enabled() else "activations"
+
+    def _find_resized(self) -> None:
+        """Storages also change their size without any operator: FSDP allocates and frees gathered parameters so."""
+        for key, reference in [*self._alive.items()]:
+            if (storage := reference()) is not None:
+                self._check_size(storage, self._number_of[key])
+
+    def _check_size(self, storage: torch.UntypedStorage, number: int) -> None:
+        size = storage.nbytes()
+        if size != self.storages[number].sizes[-1][1]:
+            self._resized(number, size)
+            if size and self._categories:
+                self.storages[number].category = self._categories[-1]
 
     def _freed(self, key: int) -> None:
         del self._alive[key]
@@ -293,3 +293,6 @@ def _bytes(tensor: Tensor) -> int:
 
 def _is_group(leaf: Any) -> bool:
     return "ProcessGroup" in str(leaf._type())
+
+
+run_random_operators_plainly(Recorder)

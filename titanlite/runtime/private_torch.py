@@ -5,21 +5,26 @@ tests/unit/test_private_torch.py that fails when PyTorch changes what it relies 
 """
 
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._functorch import config as functorch_config
+from torch.autograd import Variable
 from torch.distributed.checkpoint import filesystem, metadata
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlanner
 from torch.distributed.checkpoint.utils import _DistWrapper
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+
+from titanlite.observer import StepObserver
 
 T = TypeVar("T")
 S = TypeVar("S")
@@ -115,6 +120,109 @@ def release_all_reduce_input(param_group: Any) -> None:
         param_group._all_reduce_state = None
 
 
+def sharded_parameters(module: FSDPModule) -> list[nn.Parameter]:
+    """Return the sharded parameters of an FSDP unit, with the gradients and hooks that the optimizer sees."""
+    unit = fsdp_param_group(module)
+    return [parameter.sharded_param for parameter in unit.fsdp_params] if unit else []
+
+
+def has_gradient_hooks(parameter: nn.Parameter) -> bool:
+    """Whether `register_post_accumulate_grad_hook` was called on a parameter."""
+    return bool(parameter._post_accumulate_grad_hooks)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def gather_asynchronously(module: FSDPModule) -> None:
+    """Let FSDP's all-gathers of a unit run beside compute, as on a GPU."""
+    module._set_unshard_async_op(True)
+
+
+def gather_in_place(module: FSDPModule) -> None:
+    """Let a unit's gathered parameters share the memory of its sharded ones: nothing is copied, and nothing freed.
+
+    This is right at shard degree 1 where the sharded parameters have the compute dtype already.
+    """
+    unit = fsdp_param_group(module)
+    for parameter in unit.fsdp_params if unit else ():
+        assert type(parameter) is FSDPParam
+        parameter.__class__ = _InPlaceParam
+
+
+class _InPlaceParam(FSDPParam):
+    """FSDPParam whose all-gather output is its sharded memory."""
+
+    def init_all_gather_outputs(self, *args: Any, **kwargs: Any) -> None:
+        memory = self._sharded_param_data
+        if not self.all_gather_outputs or self.all_gather_outputs[0] is not memory:
+            self.all_gather_outputs = [memory]
+            if hasattr(self, "_unsharded_param"):
+                del self._unsharded_param  # it refers to the memory of the weights before
+
+    def free_unsharded_param(self) -> None:
+        """The memory is that of the sharded parameter, and stays."""
+
+
+def observe_fsdp(model: nn.Module, observer: StepObserver) -> None:
+    """Call an observer's hooks from inside FSDP, for every FSDP unit of a model.
+
+    The hooks are the phases `backward NAME` and `reduce NAME`, collectives, and labels of gradients. NAME is that of
+    the unit's first module.
+    """
+    names = {module: name for name, module in model.named_modules()}
+    for module in model.modules():
+        unit = fsdp_param_group(module) if isinstance(module, FSDPModule) else None
+        if unit is not None:
+            assert type(unit) is FSDPParamGroup
+            unit.__class__ = _ObservedUnit
+            assert isinstance(unit, _ObservedUnit)
+            unit.observer, unit.name = observer, names[unit.modules[0]]
+
+
+class _ObservedUnit(FSDPParamGroup):
+    """FSDPParamGroup that calls an observer's hooks."""
+
+    observer: StepObserver
+    name: str
+
+    def unshard(self, async_op: bool = False) -> None:
+        with self.observer.collective("all-gather", self.name):
+            super().unshard(async_op)
+
+    def wait_for_unshard(self) -> None:
+        with self.observer.collective("all-gather", ""):
+            super().wait_for_unshard()
+
+    def reshard(self) -> None:
+        with self.observer.collective("all-gather", ""):
+            super().reshard()
+
+    def pre_backward(self, default_prefetch: bool, *unused: Any) -> None:
+        self.observer.phase(f"backward {self.name}")
+        super().pre_backward(default_prefetch, *unused)
+
+    def post_backward(self, *unused: Any) -> None:
+        self.observer.phase(f"reduce {self.name}")
+        unreduced = [gradient for it in self.fsdp_params if (gradient := _unsharded_gradient(it)) is not None]
+        self.observer.label(unreduced, "reduce-scatter")
+        with self.observer.collective("reduce-scatter", self.name):
+            super().post_backward(*unused)
+        sharded = (it.sharded_param.grad for it in self.fsdp_params)
+        self.observer.label((gradient for gradient in sharded if gradient is not None), "gradients")
+
+
+def _unsharded_gradient(parameter: FSDPParam) -> Tensor | None:
+    """Return the gradient of a gathered parameter before it is reduced."""
+    if not hasattr(parameter, "_unsharded_param"):
+        return None
+    if parameter.unsharded_accumulated_grad is not None:
+        return parameter.unsharded_accumulated_grad_data
+    return None if parameter.unsharded_param.grad is None else parameter.unsharded_grad_data
+
+
+def call_after_backward(function: Callable[[], None]) -> None:
+    """Call a function when the backward pass that is running ends."""
+    Variable._execution_engine.queue_callback(function)
+
+
 # Checkpoints (DCP)
 
 StorageInfo = filesystem._StorageInfo
@@ -192,4 +300,54 @@ def last_recompile_reason() -> str:
     return " ".join(reasons[-1].split()) if reasons else ""
 
 
+def mark_dynamic(tensor: Tensor, *, dim: int) -> None:
+    """Tell the compiler that a dim has another size in each batch, so that it need not recompile for it."""
+    torch._dynamo.maybe_mark_dynamic(tensor, dim)
+
+
+def scale_in_place(tensors: Sequence[Tensor], factor: Tensor) -> None:
+    """Multiply many tensors by a scalar tensor, in few kernels."""
+    torch._foreach_mul_(list(tensors), factor)
+
+
+# CPU
+
+
+def has_hardware_bfloat16() -> bool:
+    """Whether this CPU multiplies bfloat16 in hardware (AMX or AVX-512 BF16)."""
+    return torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
+
+
 # Fake tensors and fake process groups
+
+
+def run_random_operators_plainly(mode_cls: type[TorchDispatchMode]) -> None:
+    """Let a dispatch mode see the operators that compiled code recomputes with a saved random state.
+
+    The compiler runs such an operator, attention with dropout for one, inside a pair of higher-order operators, which
+    hide it from modes. Under `mode_cls` the operator runs by itself, and the saved state is empty.
+    """
+    from torch._prims.rng_prims import run_and_save_rng_state, run_with_rng_state
+
+    @run_and_save_rng_state.py_impl(mode_cls)
+    def _(mode: TorchDispatchMode, operator: Any, *args: Any, **kwargs: Any) -> Any:
+        with mode:
+            return torch.empty(0), operator(*args, **kwargs)
+
+    @run_with_rng_state.py_impl(mode_cls)
+    def _(mode: TorchDispatchMode, state: Tensor, operator: Any, *args: Any, **kwargs: Any) -> Any:
+        with mode:
+            return operator(*args, **kwargs)
+
+
+@contextmanager
+def fake_process_group(world_size: int) -> Iterator[None]:
+    """Start a process group whose other members do not exist: its collectives do nothing. This process is rank 0, and
+    must have no process group."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()

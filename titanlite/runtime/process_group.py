@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from titanlite.cpu.settings import cores, keep_freed_memory
+from titanlite.kernels import Kernels
 from titanlite.runtime.errors import UserError, whole_number
 
 
@@ -43,6 +44,15 @@ def pick_device(ranks: Ranks) -> torch.device:
     if ranks.local_world_size > torch.cuda.device_count():
         raise UserError(f"{ranks.local_world_size} processes, but this machine has {torch.cuda.device_count()} GPUs")
     return torch.device("cuda", ranks.local_rank)
+
+
+def pick_kernels(device: torch.device) -> Kernels:
+    """Return the kernels of this process's device."""
+    if device.type != "cpu":
+        return Kernels()
+    from titanlite.cpu.kernels import CpuKernels
+
+    return CpuKernels()
 
 
 @contextmanager

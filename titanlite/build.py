@@ -1,0 +1,281 @@
+"""Build a run: every part of it, in the order in which data flows."""
+
+from collections.abc import Generator
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from titanlite.batch import Batch
+from titanlite.checkpoint.fingerprint import resume_settings
+from titanlite.checkpoint.load import saved_run_id
+from titanlite.checkpoint.manager import CheckpointManager, Progress
+from titanlite.checkpoint.storage import open_storage
+from titanlite.config.load import config_hash
+from titanlite.config.schema import Config
+from titanlite.data.loader import MicroBatches, build_loader
+from titanlite.data.samples import Samples, Source
+from titanlite.data.sources import PrepareText, open_data
+from titanlite.guard import StepGuard
+from titanlite.kernels import Kernels
+from titanlite.loss import LossFunction, build_loss
+from titanlite.metrics.recorder import MetricsRecorder
+from titanlite.models.base import Model
+from titanlite.optim import build_optimizer
+from titanlite.optim.in_backward import InBackward
+from titanlite.parallelize import DTYPES, build_mesh, materialize, parallelize
+from titanlite.parallelize.mesh import data_parallel_rank, loss_group, world_group
+from titanlite.preflight import ResolvedConfig
+from titanlite.runtime.disk import DiskTensors, open_disk
+from titanlite.runtime.process_group import Ranks, pick_kernels
+from titanlite.runtime.ranks import check_same_everywhere
+from titanlite.runtime.run_folder import RunFolder, open_run_folder, record_start
+from titanlite.schedule import count_steps
+from titanlite.step import count_parameter_replicas
+from titanlite.validation import Validator
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """Everything that the training loop works with."""
+
+    config: Config
+    ranks: Ranks
+    folder: RunFolder
+    mesh: DeviceMesh
+    group: dist.ProcessGroup
+    """Ranks whose token losses are summed."""
+    world: dist.ProcessGroup
+    """All processes."""
+    model: Model
+    replicas: dict[nn.Parameter, int]
+    """Ranks that hold the same part, of each parameter."""
+    optimizer: torch.optim.Optimizer
+    in_backward: InBackward | None
+    loss_function: LossFunction
+    guard: StepGuard
+    samples: Samples
+    micro_batches: MicroBatches
+    batches: Generator[Batch, None, None]
+    accumulation: int
+    """Micro-batches in a step."""
+    validator: Validator
+    checkpoints: CheckpointManager
+    progress: Progress
+    """Progress at the start: of the checkpoint that the run resumes from."""
+    steps: int
+    """Steps of the whole run."""
+    metrics: MetricsRecorder
+
+
+@dataclass(frozen=True)
+class _State:
+    """The tensors of a run."""
+
+    model: Model
+    optimizer: torch.optim.Optimizer
+    disk: DiskTensors | None
+    """Where some of the tensors are. None: all are in memory."""
+
+
+def build(
+    config: Config,
+    resolved: ResolvedConfig,
+    *,
+    ranks: Ranks,
+    device: torch.device,
+    prepare_text: PrepareText | None = None,
+) -> Run:
+    """Build every part of a run, and resume from the run's newest checkpoint.
+
+    Args:
+        prepare_text: makes tokens of data that is text. Without it, text is refused.
+
+    Raises:
+        UserError: the parts do not fit together, or the data or the checkpoint do not fit the config.
+    """
+    training = config.training
+    kernels = pick_kernels(device)
+    mesh = build_mesh(config.parallelism, world_size=ranks.world_size, device_type=device.type)
+    folder = open_run_folder(
+        config.job, config.data, rank=ranks.rank, saved_run_id=partial(saved_run_id, config.checkpoint)
+    )
+    samples, validation_sources = _open_samples(config, resolved, folder=folder, mesh=mesh, prepare_text=prepare_text)
+    state = _build_state(config, resolved, kernels=kernels, mesh=mesh, device=device, folder=folder)
+    checkpoints = _open_checkpoints(config, resolved, state, samples, mesh=mesh, device=device, folder=folder)
+    progress = checkpoints.load(has_saved=folder.has_saved)
+    if progress.step:
+        samples = samples.resume(progress.data, progress.samples_seen, config.data.on_change)
+    steps = count_steps(
+        training, step=progress.step, samples=progress.samples_seen, limit=samples.limit(training.epochs)
+    )
+    record_start(folder, config, ranks=ranks, device=device, mesh=mesh)
+    guard = StepGuard(config.guard, device=device, step=progress.step, state=progress.guard)
+    micro_batches = _split_batches(config, progress, mesh=mesh)
+    return Run(
+        config=config,
+        ranks=ranks,
+        folder=folder,
+        mesh=mesh,
+        group=loss_group(mesh),
+        world=world_group(mesh),
+        model=state.model,
+        replicas=count_parameter_replicas(state.model, world_group(mesh)),
+        optimizer=state.optimizer,
+        in_backward=_updates_in_backward(config, state, guard),
+        loss_function=build_loss(training, kernels),
+        guard=guard,
+        samples=samples,
+        micro_batches=micro_batches,
+        batches=build_loader(samples, micro_batches, num_workers=config.data.num_workers, device=device),
+        accumulation=training.batch_split(micro_batches.ranks)[1],
+        validator=_build_validator(config, resolved, validation_sources, kernels=kernels, mesh=mesh, device=device),
+        checkpoints=checkpoints,
+        progress=progress,
+        steps=steps,
+        metrics=_build_recorder(config, state.model, progress, folder=folder, mesh=mesh, device=device),
+    )
+
+
+def _open_samples(
+    config: Config,
+    resolved: ResolvedConfig,
+    *,
+    folder: RunFolder,
+    mesh: DeviceMesh,
+    prepare_text: PrepareText | None,
+) -> tuple[Samples, list[Source]]:
+    """Open the training data, which must be the same on all ranks, and the validation sources."""
+    group = world_group(mesh)
+    samples, validation_sources = open_data(
+        config.data,
+        config.validation,
+        seq_len=config.training.seq_len,
+        seed=config.debug.seed,
+        tokenizer=resolved.tokenizer,
+        cache_folder=folder.data_cache,
+        group=group,
+        prepare_text=prepare_text,
+    )
+    check_same_everywhere(str(samples.settings), "the training data", group=group)
+    return samples, validation_sources
+
+
+def _build_state(
+    config: Config,
+    resolved: ResolvedConfig,
+    *,
+    kernels: Kernels,
+    mesh: DeviceMesh,
+    device: torch.device,
+    folder: RunFolder,
+) -> _State:
+    """Build the model on the meta device, parallelize it, give it memory and values; then build its optimizer."""
+    disk = open_disk(config.offload, folder.path)
+    model = resolved.model.build()
+    parallelize(
+        model,
+        mesh=mesh,
+        kernels=kernels,
+        parallelism=config.parallelism,
+        training=config.training,
+        activation_checkpoint=config.activation_checkpoint,
+        compile=config.compile,
+        float8=config.quantize.linear.float8,
+        pin_memory=not (disk and disk.holds_parameters),
+    )
+    materialize(
+        model,
+        device=device,
+        offload=config.training.enable_cpu_offload,
+        dtype=DTYPES[config.training.dtype],
+        seed=config.debug.seed,
+        disk=disk if disk and disk.holds_parameters else None,
+    )
+    return _State(model, build_optimizer(model, config.optimizer, seed=config.debug.seed, disk=disk), disk)
+
+
+def _updates_in_backward(config: Config, state: _State, guard: StepGuard) -> InBackward | None:
+    if not config.optimizer.in_backward:
+        return None
+    return InBackward(state.model, state.optimizer, should_skip=guard.should_skip)
+
+
+def _open_checkpoints(
+    config: Config,
+    resolved: ResolvedConfig,
+    state: _State,
+    samples: Samples,
+    *,
+    mesh: DeviceMesh,
+    device: torch.device,
+    folder: RunFolder,
+) -> CheckpointManager:
+    return CheckpointManager(
+        config.checkpoint,
+        storage=open_storage(config.checkpoint.folder or str(folder.checkpoints), owner=folder.run_id),
+        model=state.model,
+        optimizer=state.optimizer,
+        mesh=mesh,
+        device=device,
+        settings=resume_settings(config, model_args=resolved.model.args, data=samples.settings),
+        may_change=["data.*"] if config.data.on_change != "error" else [],
+        config_hash=config_hash(config),
+        flush=state.disk.flush if state.disk else None,
+    )
+
+
+def _split_batches(config: Config, progress: Progress, *, mesh: DeviceMesh) -> MicroBatches:
+    """Split each global batch into this rank's micro-batches."""
+    data_rank, data_ranks = data_parallel_rank(mesh)
+    return MicroBatches(
+        progress.samples_seen,
+        global_batch_size=config.training.global_batch_size,
+        micro_batch_size=config.training.batch_split(data_ranks)[0],
+        rank=data_rank,
+        ranks=data_ranks,
+        step=progress.step,
+    )
+
+
+def _build_validator(
+    config: Config,
+    resolved: ResolvedConfig,
+    sources: list[Source],
+    *,
+    kernels: Kernels,
+    mesh: DeviceMesh,
+    device: torch.device,
+) -> Validator:
+    rank, ranks = data_parallel_rank(mesh)
+    return Validator(
+        config.validation,
+        sources,
+        batch_size=config.training.batch_split(ranks)[0],
+        token_bytes=resolved.tokenizer.token_bytes(),
+        document_mask=config.data.document_mask,
+        kernels=kernels,
+        device=device,
+        rank=rank,
+        ranks=ranks,
+        group=loss_group(mesh),
+    )
+
+
+def _build_recorder(
+    config: Config, model: Model, progress: Progress, *, folder: RunFolder, mesh: DeviceMesh, device: torch.device
+) -> MetricsRecorder:
+    seq_len = config.training.seq_len
+    return MetricsRecorder(
+        config.metrics,
+        folder=folder,
+        step=progress.step,
+        tokens_per_step=config.training.global_batch_size * seq_len,
+        model_flops=(model.flops_per_token(seq_len), model.flops_per_token(seq_len, causal=True)),
+        device=device,
+        compute_type=config.training.mixed_precision_param,
+        group=world_group(mesh),
+    )

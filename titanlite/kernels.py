@@ -1,0 +1,106 @@
+"""Kernels: how one kind of device computes what a step needs.
+
+One object is chosen at the start (`pick_kernels` in runtime/process_group.py) and handed to parallelize and to the
+loss. `Kernels` runs PyTorch's operators as NVIDIA GPUs run them best, and is correct on every device. `cpu/kernels.py`
+replaces what CPUs compute badly. The planner derives its own, which trace a GPU's step on fake tensors.
+"""
+
+import inspect
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from titanlite.models.attention import AttentionMask, Boundaries, Documents, additive_mask
+from titanlite.models.grouped import loop_over_groups
+from titanlite.runtime.private_torch import mark_dynamic
+
+
+class Kernels:
+    """PyTorch's own operators. Shape suffixes: see `models/layers.py`."""
+
+    def matmul_dtype(self, x: Tensor) -> torch.dtype:
+        """Compute dtype of the operands of a matmul. Sums are float32 either way."""
+        return x.dtype
+
+    def linear(self, x: Tensor, weight: Tensor) -> Tensor:
+        """x @ weight^T, in the dtype of x."""
+        return F.linear(x, weight)
+
+    def grouped_mm(self, x_TD: Tensor, weights_EDF: Tensor, ends_E: Tensor) -> Tensor:
+        """Matmul of each group of tokens with its own weight -> [T, F].
+
+        Args:
+            ends_E: int32. Group e holds the tokens from ends_E[e - 1] to ends_E[e]; the last end is T.
+        """
+        is_aligned = x_TD.shape[1] % 8 == 0 and weights_EDF.shape[2] % 8 == 0  # rows of 16 bytes
+        if x_TD.is_cuda and x_TD.dtype == torch.bfloat16 and is_aligned:
+            return F.grouped_mm(x_TD, weights_EDF, offs=ends_E)
+        return loop_over_groups(x_TD, weights_EDF, ends_E, self.matmul_dtype(x_TD))
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float | None) -> Tensor:
+        """x / sqrt(mean(x^2) + eps) * weight over the last dim, computed in float32; the dtype of x."""
+        return F.rms_norm(x, weight.shape, weight, eps)
+
+    def attention_mask(self, documents: Documents, x_BLD: Tensor, head_dim: int) -> AttentionMask:
+        """Mask for all blocks of one forward pass, in the form that the device takes best."""
+        if not self.has_packed_attention(x_BLD.device, x_BLD.dtype, head_dim):
+            return additive_mask(documents, x_BLD.dtype)
+        # The number of documents differs from batch to batch. Unmarked, the second batch would recompile every block.
+        mark_dynamic(documents.boundaries, dim=0)
+        return Boundaries(documents.boundaries)
+
+    def has_packed_attention(self, device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
+        """Whether PyTorch's flash attention of variable length runs. It needs an NVIDIA GPU from Ampere on, half
+        precision, and for grouped queries torch 2.12, which its arguments show."""
+        if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16) or head_dim % 8 or head_dim > 256:
+            return False
+        # Fake tensors can be on a device that this machine does not have.
+        if not torch.cuda.is_available() or torch.version.hip or torch.cuda.get_device_capability(device) < (8, 0):
+            return False
+        if not torch.backends.cuda.is_flash_attention_available():
+            return False
+        try:
+            from torch.nn.attention.varlen import varlen_attn
+        except ImportError:
+            return False
+        return {"window_size", "enable_gqa"} <= inspect.signature(varlen_attn).parameters.keys()
+
+    def logits_dtype(self, hidden_TD: Tensor) -> torch.dtype:
+        """Dtype of the operands that make the logits. CPUs cannot sum bfloat16 operands into a float32 result, and
+        rounded logits would show in the loss."""
+        return hidden_TD.dtype if hidden_TD.is_cuda else torch.float32
+
+    def float32_mm(self, a: Tensor, b: Tensor) -> Tensor:
+        """a @ b in float32: from bfloat16 operands without a rounding in between, where the device can do that."""
+        if a.dtype == torch.float32:
+            return a @ b
+        if self.has_float32_output(a.device):
+            return torch.mm(a, b, out_dtype=torch.float32)
+        return (a @ b).float()
+
+    def has_float32_output(self, device: torch.device) -> bool:
+        """Whether a matmul of bfloat16 operands can return the float32 in which its sums are computed."""
+        return device.type == "cuda" and not torch.version.hip
+
+    def adapt_fsdp(self, units: Sequence[FSDPModule], *, shard_degree: int, reduces_in_backward: bool) -> None:
+        """Change how FSDP communicates, before prefetch depths are set. NCCL needs no change.
+
+        Args:
+            units: FSDP units in the order of the forward pass, the root last.
+            reduces_in_backward: FSDP reads the output of a reduce-scatter before backward ends, to all-reduce or to
+                convert it.
+        """
+
+
+DEFAULT_KERNELS = Kernels()
+"""The kernels of a model that nobody gave others."""
+
+
+def set_kernels(model: nn.Module, kernels: Kernels) -> None:
+    """Give kernels to every module of a model that uses some: those with an attribute `kernels`."""
+    for module in model.modules():
+        if hasattr(module, "kernels"):
+            module.kernels = kernels  # pyright: ignore[reportAttributeAccessIssue, reportArgumentType]

@@ -1,0 +1,64 @@
+"""Rotation and SwiGLU with a backward pass that keeps less memory than autograd's.
+
+The compiler finds such a backward pass by itself, and caches no code with custom functions in it: it gets the plain
+formulas.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def rotate(x_BNLH: Tensor, cos_LH: Tensor, sin_LH: Tensor) -> Tensor:
+    """Rotate the pairs (i, i + H/2) of each head by the angles of cos and sin; keeps the dtype of x."""
+    if torch.compiler.is_compiling():
+        x1, x2 = x_BNLH.chunk(2, dim=-1)
+        return (x_BNLH * cos_LH + torch.cat((-x2, x1), dim=-1) * sin_LH).type_as(x_BNLH)
+    return _Rotation.apply(x_BNLH, cos_LH, sin_LH)
+
+
+class _Rotation(torch.autograd.Function):
+    """The gradient of a rotation is the inverse rotation: nothing of x is kept."""
+
+    @staticmethod
+    def forward(ctx: Any, x_BNLH: Tensor, cos_LH: Tensor, sin_LH: Tensor) -> Tensor:
+        ctx.save_for_backward(cos_LH, sin_LH)
+        return _rotate_in_three_kernels(x_BNLH, cos_LH, sin_LH)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        cos_LH, sin_LH = ctx.saved_tensors
+        return _rotate_in_three_kernels(gradients[0], cos_LH, -sin_LH), None, None
+
+
+def _rotate_in_three_kernels(x_BNLH: Tensor, cos_LH: Tensor, sin_LH: Tensor) -> Tensor:
+    half = x_BNLH.shape[-1] // 2
+    out_BNLH = x_BNLH * cos_LH
+    out_BNLH[..., :half].addcmul_(x_BNLH[..., half:], sin_LH[..., :half], value=-1)
+    out_BNLH[..., half:].addcmul_(x_BNLH[..., :half], sin_LH[..., half:])
+    return out_BNLH.type_as(x_BNLH)
+
+
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate) * up (arXiv:2002.05202), elementwise."""
+    if torch.compiler.is_compiling():
+        return F.silu(gate) * up
+    return _SwiGLU.apply(gate, up)
+
+
+class _SwiGLU(torch.autograd.Function):
+    """Autograd would keep three tensors. Two suffice: backward recomputes silu(gate) in one pass over memory."""
+
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        return F.silu(gate).mul_(up)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
+        gate, up = ctx.saved_tensors
+        d_gate = gradients[0] * up
+        torch.ops.aten.silu_backward.grad_input(d_gate, gate, grad_input=d_gate)
+        return d_gate, F.silu(gate).mul_(gradients[0])
