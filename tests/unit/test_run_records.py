@@ -117,7 +117,7 @@ def test_a_name_too_long_is_one_line(tiny: TinyRun, capsys: pytest.CaptureFixtur
     assert cli.run(["train", f"--config={tiny.toml}", f"--job.name={'x' * 5000}"]) == 2
     [line] = capsys.readouterr().err.splitlines()
     assert line.startswith("error: job.name: ")
-    assert "too long" in line
+    assert "5000 bytes" in line
 
 
 @pytest.mark.usefixtures("_no_group_after")
@@ -138,16 +138,16 @@ def test_what_open_run_folder_reports(tiny: TinyRun, monkeypatch: pytest.MonkeyP
     (tiny.folder / "outputs").mkdir()
     (tiny.folder / "outputs" / "taken").write_text("")
     cases = {
-        f"--job.name={'x' * 300}": r"^job\.name: its 300 characters are too long .*: give a shorter name$",
-        f"--job.dump_folder={tiny.folder}/file": r"^job\.dump_folder: .*/file is a file, .*: give another",
-        f"--job.dump_folder={tiny.folder}/file/x": r"^job\.dump_folder: .*/file is a file, ",
-        "--job.name=taken": r"^job\.name: .*/outputs/taken is a file, .*: give another job.name$",
-        "--job.dump_folder=/sys/titanlite": r"^job\.dump_folder: /sys/titanlite/tiny(/\w+)? ?(cannot be written|: )",
+        ("name", "x" * 300): r"^job\.name: its 300 characters are too long .*: give a shorter name$",
+        ("dump_folder", f"{tiny.folder}/file"): r"^job\.dump_folder: .*/file is a file, .*: give another",
+        ("dump_folder", f"{tiny.folder}/file/x"): r"^job\.dump_folder: .*/file is a file, ",
+        ("name", "taken"): r"^job\.name: .*/outputs/taken is a file, .*: give another job.name$",
+        ("dump_folder", "/sys/titanlite"): r"^job\.dump_folder: /sys/titanlite/tiny(/\w+)? ?(cannot be written|: )",
     }
-    for option, message in cases.items():
-        config = tiny.config(option)
+    config = tiny.config()
+    for (key, value), message in cases.items():
         with pytest.raises(UserError, match=message):
-            open_run_folder(config.job, config.data, rank=0)
+            open_run_folder(config.job.model_copy(update={key: value}), config.data, rank=0)
 
     def is_read_only(*args: object, **kwargs: object) -> None:
         raise OSError(30, "Read-only file system")
