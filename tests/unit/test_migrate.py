@@ -676,3 +676,15 @@ if __name__ == "__main__":
             rf"(### {heading}\n\n).*?(?=\n\n#|\n*\Z)", lambda found, new=table: found[1] + new, text, flags=re.DOTALL
         )
     guide.write_text(text.rstrip() + "\n")
+
+
+def test_keys_of_an_own_config_module_are_listed_as_its_own() -> None:
+    text = "[job]\ncustom_config_module = 'mine.config'\n[my_section]\ndepth = 3\n[training]\nmy_own = true\n"
+    migration = migrate(text, "own.toml", world_size=1)
+    lines = [line for line in migration.report if "my_" in line]
+    assert lines == [
+        "LOST        my_section.depth = 3: belongs to your own config module mine.config",
+        "LOST        training.my_own = true: belongs to your own config module mine.config",
+    ]
+    assert "# depth = 3" in migration.text()
+    assert not any("not a key of torchtitan" in line for line in migration.report)

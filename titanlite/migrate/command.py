@@ -6,21 +6,19 @@ so that training stays the same. What has no counterpart stays as a comment if i
 """
 
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import tomlkit
-from tomlkit.container import Container
 from tomlkit.exceptions import TOMLKitError
-from tomlkit.items import AoT, Comment, InlineTable, Null, Table, Whitespace
 
 from titanlite.config.keys import dotted_keys
 from titanlite.config.load import load
 from titanlite.config.schema import Config
 from titanlite.config.source import read_source
+from titanlite.migrate.document import Line, read_lines
 from titanlite.migrate.rules import ONLY_IN, RULES
 from titanlite.migrate.translate import FLOAT8, OPTIMIZERS, Old
 from titanlite.runtime.errors import ConfigError, Problem, RunError, UserError
@@ -32,23 +30,6 @@ SECTIONS = {"float8": FLOAT8[1]}
 
 class TrainingChanges(RunError):
     """The new config is there, but not all of what training depends on."""
-
-
-@dataclass
-class Line:
-    """A key of the old file. Without a key: a header, or comments that stand alone."""
-
-    section: str
-    """[[key]] of a list of tables, which is one key, and whose text has its headers."""
-    above: list[str]
-    """Comments, each on its line."""
-    beside: str = ""
-    """A comment on the same line."""
-    key: str = ""
-    value: Any = None
-    text: str = ""
-    """The value as it was written."""
-    is_header: bool = False
 
 
 @dataclass
@@ -147,7 +128,7 @@ def migrate(text: str, name: str, *, version: str | None = None, world_size: int
     except TOMLKitError as error:
         raise UserError(f"{name} is not valid TOML: {error}") from None
     pending: list[str] = []
-    lines = list(_lines(document, "", "", pending))
+    lines = list(read_lines(document, "", "", pending))
     lines.append(Line(lines[-1].section if lines else "", pending))
     given = {line.key: line.value for line in lines if line.key}
     _check(given, text, name)
@@ -171,49 +152,6 @@ def migrate(text: str, name: str, *, version: str | None = None, world_size: int
             migration.sections.setdefault(SECTIONS.get(line.section, line.section), []).extend(line.above)
     _write_defaults(old, migration)
     return migration
-
-
-def _lines(container: Container, section: str, prefix: str, pending: list[str]) -> Iterator[Line]:
-    """The keys of a table and of the tables in it.
-
-    Args:
-        section: whose header they stand below.
-        prefix: of their dotted keys.
-        pending: comments that belong to what comes next, if no empty line comes first.
-    """
-    for part, item in container.body:
-        if isinstance(item, Comment):
-            pending.append(item.trivia.comment)
-        elif isinstance(item, Whitespace):
-            if "\n" in item.s:
-                yield Line(section, [*pending, ""])
-                pending.clear()
-        elif part is not None and not isinstance(item, Null):
-            key, trivia = prefix + part.key, item.trivia
-            if isinstance(item, Table | InlineTable):
-                is_header = isinstance(item, Table) and not part.is_dotted() and not item.is_super_table()
-                if is_header:
-                    yield Line(key, pending[:], trivia.comment, is_header=True)
-                    pending.clear()
-                elif trivia.comment and isinstance(item, InlineTable):  # another table's is that of the first in it
-                    pending.append(trivia.comment)
-                yield from _lines(item.value, key if is_header else section, f"{key}.", pending)
-            elif isinstance(item, AoT):
-                yield Line(f"[[{key}]]", pending[:], "", key, item.unwrap(), _with_headers(key, item))
-                pending.clear()
-            else:
-                yield Line(section, pending[:], trivia.comment, key, item.unwrap(), item.as_string())
-                pending.clear()
-
-
-def _with_headers(key: str, tables: AoT) -> str:
-    """A list of tables as it was written."""
-    item: AoT | Table = tables
-    for part in reversed(key.split(".")):
-        outer = tomlkit.table(is_super_table=True)
-        outer.append(part, item)
-        item = outer
-    return item.as_string()
 
 
 def _check(given: dict[str, Any], text: str, name: str) -> None:
@@ -252,7 +190,10 @@ def _version(keys: list[str]) -> str:
 
 def _migrate_key(line: Line, old: Old, migration: Migration) -> None:
     if line.key not in RULES:
-        migration.remark("UNKNOWN", line.key, f": not a key of torchtitan{_hint(line.key)}")
+        if module := old["job.custom_config_module"] or old["experimental.custom_args_module"]:
+            migration.remark("LOST", line.key, f" = {_toml(line.value)}: belongs to your own config module {module}")
+        else:
+            migration.remark("UNKNOWN", line.key, f": not a key of torchtitan{_hint(line.key)}")
         migration.keep_as_comment(line)
         return
     writes, note, lost = RULES[line.key].convert(line.value, old)
