@@ -140,8 +140,8 @@ def test_samples_are_ids_without_the_tokenizer(tmp_path: Path, capsys: pytest.Ca
     with TokenWriter(tmp_path / "tokens", vocab_size=99, tokenizer="other", bos=False, eos=False) as writer:
         writer.add(np.array([5, 7, 9, 98]), mask=np.array([True, False, False, True]))
     for name, reason in {
-        None: "they were made with other; name it with --tokenizer",
-        "bytes": "bytes is bytes, they were made with other",
+        None: "the index does not name their tokenizer: name it with --tokenizer",
+        "bytes": "bytes is not their tokenizer",
         str(tmp_path / "none"): "none",
     }.items():
         inspect(tmp_path / "tokens", sample=1, checksums=False, tokenizer_name=name)

@@ -28,8 +28,9 @@ from rich.console import Console
 
 from titanlite import cli
 from titanlite.config.schema import Data
+from titanlite.data.pieces import PIECE_BYTES
 from titanlite.data.sources import check_path, open_tokens
-from titanlite.data.tokenizer import PIECE_BYTES, ByteTokenizer, Tokenizer, load_tokenizer
+from titanlite.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 from titanlite.data.tokens import INDEX, TokenStore
 from titanlite.ingest import prepare as prepare_module
 from titanlite.ingest import reading as reading_module
@@ -56,8 +57,8 @@ def write(path: Path, data: bytes | str) -> Path:
 def make(paths: list[Any] | Path, out: Path, **options: Any) -> TokenStore:
     """Prepare with bytes as tokens, silently."""
     paths = paths if isinstance(paths, list) else [paths]
-    arguments = {name: options.pop(name) for name in ("on_error", "workers", "say") if name in options}
-    arguments = {"workers": 1, "say": lambda line: None} | arguments
+    arguments = {name: options.pop(name) for name in ("on_error", "workers", "report") if name in options}
+    arguments = {"workers": 1, "report": lambda line: None} | arguments
     return prepare(list(map(str, paths)), out, tokenizer=ByteTokenizer(), options=Options(**options), **arguments)
 
 
@@ -174,7 +175,7 @@ def test_a_dataset_of_a_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     chunk_bytes=st.integers(1, 400),
     stops=st.lists(st.integers(0, 12), max_size=3),
 )
-def test_reading_goes_on_anywhere(
+def test_reading_resumes_anywhere(
     texts: list[str], chunk_bytes: int, stops: list[int], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     """The chunks after a position are those that came after it, whatever the size of chunks."""
@@ -268,7 +269,7 @@ def test_the_standard_library(tmp_path: Path) -> None:
         (".hidden/x", b"x", "no file in "),
     ],
 )
-def test_what_cannot_be_read_is_refused_with_a_way_out(name: str, content: bytes, message: str, tmp_path: Path) -> None:
+def test_unreadable_input_is_refused_with_a_suggestion(name: str, content: bytes, message: str, tmp_path: Path) -> None:
     path = write(tmp_path / "in" / name, content)
     with pytest.raises(UserError, match=message):
         check_path(str(tmp_path / "in" if name.startswith(".") else path), find_files)
@@ -344,9 +345,9 @@ def test_the_first_ten_errors_are_named_and_all_are_counted(tmp_path: Path) -> N
     ]
     expected = [f"{paths[0]}:{1 + 3 * i}: field 'text' is neither a text nor a list of segments" for i in range(10)]
     for chunk_bytes in (2**20, 300, 1):
-        said: list[str] = []
+        reported: list[str] = []
         out = tmp_path / str(chunk_bytes)
-        store = make(tmp_path / "*.jsonl", out, chunk_bytes=chunk_bytes, on_error="skip", say=said.append)
+        store = make(tmp_path / "*.jsonl", out, chunk_bytes=chunk_bytes, on_error="skip", report=reported.append)
         assert store.index["first_errors"] == expected
         assert store.index["errors"] == 2 * (15 + 45)
         reasons = {"field 'text' is neither a text nor a list of segments": 30, "no field 'text'": 90}
@@ -354,12 +355,12 @@ def test_the_first_ten_errors_are_named_and_all_are_counted(tmp_path: Path) -> N
         documents = [f"text {i}" for i in range(45) if i % 3] * 2
         assert tokens_of(store) == [token for text in documents for token in (BOS, *text.encode(), EOS)]
         words = "120 that cannot be read (30 field 'text' is neither a text nor a list of segments, 90 no field 'text')"
-        assert f"  left out: {words}" in said
-        assert said[-10:] == [f"    {error}" for error in expected]
+        assert f"  left out: {words}" in reported
+        assert reported[-10:] == [f"    {error}" for error in expected]
 
 
 def damaged_inputs(folder: Path) -> list[tuple[Path, str, list[str]]]:
-    """(file, what is said of it, texts that are read all the same)."""
+    """(file, what is reported of it, texts that are read all the same)."""
     texts = [f"{i} {'x' * 50}" for i in range(4000)]
     noise = np.random.default_rng(0).bytes(3000)
     lines = as_lines(texts[:2]) + b"".join(as_lines([noise[i : i + 30].hex()]) for i in range(0, 3000, 30))
@@ -602,7 +603,7 @@ def is_running(pid: int) -> bool:
 
 
 @pytest.mark.parametrize(("sign", "workers"), [(signal.SIGKILL, 2), (signal.SIGKILL, 1), (signal.SIGINT, 2)])
-def test_a_killed_prepare_goes_on_and_leaves_nothing_behind(sign: signal.Signals, workers: int, tmp_path: Path) -> None:
+def test_a_killed_prepare_resumes_and_leaves_nothing_behind(sign: signal.Signals, workers: int, tmp_path: Path) -> None:
     paths = mixed_input(tmp_path)
     expected = contents(make(paths, tmp_path / "whole", **SMALL).folder)
     out = tmp_path / "killed"
@@ -622,15 +623,15 @@ def test_a_killed_prepare_goes_on_and_leaves_nothing_behind(sign: signal.Signals
     kept = [partial_folder(out) / f"{shard['name']}.tokens" for shard in state["shards"]]
     assert len(kept) >= 3
     written = [path.stat().st_mtime_ns for path in kept]
-    said: list[str] = []
-    make(paths, out, **SMALL, say=said.append)
+    reported: list[str] = []
+    make(paths, out, **SMALL, report=reported.append)
     tokens = sum(shard["tokens"] for shard in state["shards"])
-    assert said[0] == f"going on from {tokens:,} tokens that an earlier attempt has left"
+    assert reported[0] == f"resuming after {tokens:,} tokens of an earlier attempt"
     assert contents(out) == expected
     assert [(out / path.name).stat().st_mtime_ns for path in kept] == written
 
 
-def test_what_skipped_errors_does_not_go_on_as_if_there_were_none(tmp_path: Path) -> None:
+def test_what_skipped_errors_does_not_resume_as_if_there_were_none(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", b"bad\n" + as_lines(["text"] * 10))
     make(path, tmp_path / "out", on_error="skip")
     with pytest.raises(UserError, match=r"a\.jsonl:1: not JSON"):
@@ -654,18 +655,18 @@ def test_a_worker_that_dies_is_an_error(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_two_at_once_make_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path, said, writing, waiting = write(tmp_path / "a.jsonl", as_lines(TEXTS)), [], [], threading.Semaphore(0)
+    path, reported, writing, waiting = write(tmp_path / "a.jsonl", as_lines(TEXTS)), [], [], threading.Semaphore(0)
     original = prepare_module._write
 
     def write_when_others_wait(task: Any) -> None:
         writing.append(task)
-        while len(said) < 2:
+        while len(reported) < 2:
             waiting.release()
             time.sleep(0.01)
         original(task)
 
     monkeypatch.setattr(prepare_module, "_write", write_when_others_wait)
-    options = {"say": said.append}
+    options = {"say": reported.append}
     threads = [threading.Thread(target=make, args=(path, tmp_path / "out"), kwargs=options) for _ in range(3)]
     threads[0].start()
     waiting.acquire()
@@ -675,7 +676,8 @@ def test_two_at_once_make_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         thread.join()
     assert len(writing) == 1
     assert (
-        said[:2] == [f"waiting for process {os.getpid()} on {platform.node()}, which prepares {tmp_path / 'out'}"] * 2
+        reported[:2]
+        == [f"waiting for process {os.getpid()} on {platform.node()}, which prepares {tmp_path / 'out'}"] * 2
     )
     assert tokens_of(TokenStore(tmp_path / "out")) == TOKENS
 
@@ -696,20 +698,20 @@ def test_a_full_disk_is_an_error_that_can_be_gone_on_from(tmp_path: Path, monkey
             RunError, match=r"out cannot be written: .*No space left on device; finished shards are kept"
         ):
             make(paths, tmp_path / "out", **SMALL)
-    said: list[str] = []
-    assert contents(make(paths, tmp_path / "out", **SMALL, say=said.append).folder) == expected
-    assert said[0].startswith("going on from ")
+    reported: list[str] = []
+    assert contents(make(paths, tmp_path / "out", **SMALL, report=reported.append).folder) == expected
+    assert reported[0].startswith("resuming after ")
 
 
 # Folders, the cache, the command
 
 
 def test_a_folder_that_is_there_is_never_written_over(tmp_path: Path) -> None:
-    path, said = write(tmp_path / "a.txt", "one"), []
+    path, reported = write(tmp_path / "a.txt", "one"), []
     make(path, tmp_path / "out")
     before = contents(tmp_path / "out")
-    make(path, tmp_path / "out", say=said.append)
-    assert said == [f"{tmp_path / 'out'} holds these tokens already: 1 documents, 5 tokens"]
+    make(path, tmp_path / "out", report=reported.append)
+    assert reported == [f"{tmp_path / 'out'} holds these tokens already: 1 documents, 5 tokens"]
     for change in ({"bos": False}, {"text_field": "b"}, {"shard_tokens": 3}):
         with pytest.raises(UserError, match="out is there already, made of other text or in another way"):
             make(path, tmp_path / "out", **change)

@@ -17,18 +17,16 @@ import pytest
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as FastTokenizer
 
-from titanlite.data import tokenizer as tokenizer_module
+from titanlite.data import pieces as pieces_module
+from titanlite.data.pieces import PIECE_BYTES, cut, pieces
 from titanlite.data.tokenizer import (
     LLAMA3_SPECIAL_TOKENS,
-    PIECE_BYTES,
     SHIPPED,
     ByteTokenizer,
     TiktokenTokenizer,
     Tokenizer,
-    cut,
     find_tokenizer,
     load_tokenizer,
-    pieces,
 )
 from titanlite.ingest.bpe import train_bpe, write_bpe
 from titanlite.runtime.errors import UserError
@@ -196,7 +194,7 @@ def test_python_2k_is_shipped() -> None:
 
 @pytest.fixture
 def short_pieces(monkeypatch: pytest.MonkeyPatch) -> int:
-    monkeypatch.setattr(tokenizer_module, "PIECE_BYTES", 64)
+    monkeypatch.setattr(pieces_module, "PIECE_BYTES", 64)
     return 64
 
 

@@ -22,7 +22,7 @@ def prepared_tokens(paths: Sequence[str]) -> str | None:
 
 
 def is_token_folder(names: Collection[str]) -> bool:
-    """Whether a folder that holds files of these names is one of prepared tokens."""
+    """Return True if a folder with files of these names holds prepared tokens."""
     return INDEX in names and any(name.endswith(".tokens") for name in names)
 
 

@@ -2,7 +2,7 @@
 
 The index is read first. It states every file with its size and checksum, and the copy's name comes from it, so that
 other tokens at the same URL become another copy. Files are checked while they are written. The copy is made beside its
-place and renamed when it is whole; killed halfway, the next attempt goes on with the files that are already there.
+place and renamed when it is whole; killed halfway, the next attempt continues with the files that are already there.
 """
 
 import hashlib
@@ -160,16 +160,16 @@ def _copy(place: ObjectStorage, index: bytes, files: list[_File], folder: Path) 
 
 @dataclass(frozen=True)
 class _Copy:
-    """What the threads of one copy share."""
+    """State that the threads of one copy share."""
 
     place: ObjectStorage
     staging: Path
-    told: Callable[[int], None]
-    """Gets the count of bytes that have come, below 0 of those that must come again."""
+    report: Callable[[int], None]
+    """Called with the number of bytes that arrived; negative for bytes that are copied again."""
     stop: Event = field(default_factory=Event)
 
     def file(self, file: _File) -> None:
-        """Its name in the staging folder is for a file that is whole and right."""
+        """Copy a file. It gets its name in the staging folder once it is complete and its checksum is right."""
         where, path, remote = self.place.url_of(file.name), self.staging / file.name, f"{self.place.root}/{file.name}"
         size = _retrying(lambda: self.place.fs.info(remote)["size"], where, self.stop)
         if size not in (file.size, None):
@@ -188,7 +188,7 @@ class _Copy:
                 digest.update(block)
                 out.write(block)
                 done += len(block)
-                self.told(len(block))
+                self.report(len(block))
                 if done != end:
                     break
             out.flush()
@@ -197,5 +197,5 @@ class _Copy:
             os.rename(part, path)
         elif not self.stop.is_set():
             logger.warning(f"{where} arrived damaged")
-            self.told(-done)
+            self.report(-done)
         return right

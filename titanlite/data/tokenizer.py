@@ -5,13 +5,13 @@ import base64
 import binascii
 import hashlib
 import os
-from collections.abc import Iterable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 
+from titanlite.data.pieces import CUT_RULE, joined, pieces
 from titanlite.runtime.errors import UserError
 
 LLAMA3_SPLIT = (
@@ -32,76 +32,37 @@ LLAMA3_SPECIAL_TOKENS = (
     "<|python_tag|>",
     *(f"<|reserved_special_token_{i}|>" for i in range(3, 248)),
 )
-"""Of Llama 3.1, under the names of its tokenizer.json. The ids follow the ranks."""
+"""Special tokens of Llama 3.1, under the names of its tokenizer.json. Their ids follow the ranks."""
 
 SHIPPED = Path(__file__).parent / "tokenizers"
 """python-2k: 2,048 tokens, from `titanlite data tokenizer stdlib:// --vocab-size 2048` under Python 3.11."""
-
-PIECE_BYTES = 2**18
-"""Longer texts are encoded in pieces. On one pretoken of this length (letters, spaces, dashes, emoji and others; on two
-shared CPU cores) tiktoken 0.13 and 0.14 take 0.2 s at most, 0.8 s a MB, and tokenizers 0.23 takes 0.5 s, 1.8 s a MB. On
-1 MB of spaces tiktoken fails: its stack is full. Before 0.13 it took 20 s to 55 s for a pretoken of this length."""
-CUT_RULE = "cut1"
-"""Part of fingerprints: to be changed whenever `cut` changes, or PIECE_BYTES."""
-
-
-def cut(text: bytes, start: int = 0) -> int:
-    """The end of the piece of UTF-8 text that begins at `start`.
-
-    It is the last line break in reach with a visible ASCII character after it. There the split patterns of Llama 3 and
-    the like always begin a new pretoken, so that ids are those of the whole text. (GPT-2's own pattern looks one
-    character past blank lines: one token may differ there.) Where there is none, the piece is as long as it may be.
-
-    Looks at no more than text[start : start + PIECE_BYTES + 1], so that text can be cut while it is read. The pieces of
-    a text that ends where a piece does are the first pieces of the whole: that is why no piece has less than 4 bytes,
-    of which 3 are what the last character of a piece may lack.
-    """
-    end = start + PIECE_BYTES
-    if len(text) <= end:
-        return len(text)
-    newline = text.rfind(b"\n", start + 3, end)
-    while newline >= 0:
-        if 0x21 <= text[newline + 1] <= 0x7E:
-            return newline + 1
-        newline = text.rfind(b"\n", start + 3, newline)
-    return next((at for at in range(end, end - 4, -1) if text[at] & 0xC0 != 0x80), end)
-
-
-def pieces(text: str) -> Iterator[str]:
-    """The text, cut: nothing for an empty one."""
-    data = text.encode()
-    start = 0
-    while start < len(data):
-        end = cut(data, start)
-        yield text if end - start == len(data) else data[start:end].decode()
-        start = end
 
 
 class Tokenizer(Protocol):
     @property
     def name(self) -> str:
-        """As the user gave it: `load_tokenizer(name)` gives the same again."""
+        """Name that the user gave: `load_tokenizer(name)` loads the same tokenizer."""
         ...
 
     @property
     def vocab_size(self) -> int: ...
     @property
     def bos_id(self) -> int | None:
-        """Of the token that begins a document; None if there is none."""
+        """Id of the token that begins a document; None if there is none."""
         ...
 
     @property
     def eos_id(self) -> int | None: ...
     @property
     def fingerprint(self) -> str:
-        """Equal only for tokenizers that give equal ids; stored with the tokens and checked when they are read."""
+        """Hash of all that ids depend on; stored with the tokens and checked when they are read."""
         ...
 
     def encode(self, text: str, *, begins: bool = True) -> np.ndarray:
         """Token ids of a text, without the beginning and end of a document. The names of special tokens are plain text.
 
         Args:
-            begins: False for text that goes on from what was encoded before. It matters to tokenizers that put a space
+            begins: False for text that continues what was encoded before. It matters to tokenizers that put a space
                 before a text.
 
         Raises:
@@ -110,7 +71,7 @@ class Tokenizer(Protocol):
         ...
 
     def decode(self, ids: np.ndarray) -> str:
-        """With the names of special tokens."""
+        """Return the text of token ids, with the names of special tokens."""
         ...
 
     def token_bytes(self) -> np.ndarray:
@@ -189,12 +150,6 @@ def _read_ranks(path: Path) -> tuple[bytes, dict[bytes, int]]:
     if missing := sum(bytes([i]) not in ranks for i in range(256)):
         raise wrong(f"it lacks {missing} of the 256 bytes")
     return content, ranks
-
-
-def joined(ids: Iterable[np.ndarray]) -> np.ndarray:
-    """Of pieces; uint32 also for none."""
-    ids = list(ids)
-    return ids[0] if len(ids) == 1 else np.concatenate([np.empty(0, dtype=np.uint32), *ids])
 
 
 def find_tokenizer(name: str) -> Path | None:

@@ -20,7 +20,7 @@ from titanlite.runtime.errors import UserError
 FORMAT = 2
 INDEX = "index.json"
 MOST_OPEN_SHARDS = 1024
-"""Of tens of thousands of shards not all can be mapped at once (vm.max_map_count)."""
+"""Most shards that are mapped at once: tens of thousands would exceed vm.max_map_count."""
 
 
 def check_shard_file(name: object, suffix: object, index: object) -> str:
@@ -72,7 +72,7 @@ class TokenStore:
 
     @property
     def fingerprint(self) -> str:
-        """Equal for equal tokens, documents and masks in equal order."""
+        """Hash of the tokenizer and of all tokens, documents and masks in their order."""
         checksums = [shard["sha256"][kind] for shard in self.index["shards"] for kind in sorted(shard["sha256"])]
         parts = [self.index["tokenizer"]["fingerprint"], *checksums]
         return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
@@ -86,7 +86,7 @@ class TokenStore:
 
     @property
     def has_mask(self) -> bool:
-        """Whether some tokens do not count in the loss."""
+        """True if some tokens do not count in the loss."""
         return any("mask" in shard["sha256"] for shard in self.index["shards"])
 
     def files(self) -> Iterator[tuple[Path, int, str]]:
@@ -104,7 +104,7 @@ class TokenStore:
         return out
 
     def read_mask(self, start: int, count: int) -> np.ndarray:
-        """Which of the tokens [start, start + count) count in the loss, bool."""
+        """Return for each of the tokens [start, start + count) if it counts in the loss, bool."""
         out = np.ones(count, dtype=np.bool_)
         for shard, begin, end, at in self._pieces(start, count):
             if "mask" in self.index["shards"][shard]["sha256"]:
@@ -112,7 +112,7 @@ class TokenStore:
         return out
 
     def document_starts(self, start: int, count: int) -> np.ndarray:
-        """Where in the stream documents begin, of those that begin within [start, start + count); int64, ascending."""
+        """Return the starts of the documents that begin within [start, start + count) of the stream, int64."""
         found = [np.empty(0, dtype=np.int64)]
         for shard, begin, end, _ in self._pieces(start, count):
             starts = self._map(shard, "documents")

@@ -64,7 +64,7 @@ def _prepare(options: Namespace) -> None:
         ),
         on_error=options.on_error,
         workers=options.workers,
-        say=partial(print, flush=True),
+        report=partial(print, flush=True),
     )
 
 

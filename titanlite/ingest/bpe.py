@@ -15,7 +15,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from titanlite.data.tokenizer import LLAMA3_SPECIAL_TOKENS, LLAMA3_SPLIT, need_tokenizers, pieces
+from titanlite.data.pieces import pieces
+from titanlite.data.tokenizer import LLAMA3_SPECIAL_TOKENS, LLAMA3_SPLIT, need_tokenizers
 from titanlite.runtime.errors import UserError
 
 if TYPE_CHECKING:
@@ -73,7 +74,7 @@ class _Counted:
 
 
 def _train(texts: Iterable[str], count: int) -> list[bytes]:
-    """At most `count` tokens, in the order of their ranks; the bytes come first."""
+    """Return at most `count` tokens, in the order of their ranks; the bytes come first."""
     from tokenizers import models, trainers
 
     tokenizer = _empty(models.BPE())
@@ -102,8 +103,8 @@ def _empty(model: "Model") -> "FastTokenizer":
 
 
 def _byte_characters() -> list[str]:
-    """For each byte, the character that GPT-2 writes for it: itself where it is visible in Latin-1, else one of those
-    from U+0100 on."""
+    """Return the character that GPT-2 writes for each byte: itself where it is visible in Latin-1, else one from U+0100
+    on."""
     visible = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = iter(range(0x100, 0x200))
     return [chr(i if i in visible else next(others)) for i in range(256)]
@@ -125,7 +126,7 @@ def _merges(ranks: dict[bytes, int]) -> Iterator[tuple[bytes, bytes]]:
 
 
 def write_bpe(ranks: list[bytes], out: Path) -> None:
-    """Both forms of a byte-level BPE, as `train_bpe` writes them. Ranks that another made will do as well.
+    """Write both forms of a byte-level BPE, as `train_bpe` does.
 
     Args:
         ranks: the tokens, all bytes among them, in the order in which merging prefers them.

@@ -18,7 +18,7 @@ class Document(NamedTuple):
 
     segments: list[Segment]
     text_bytes: int
-    """Of all segments, in UTF-8."""
+    """Bytes of all segments in UTF-8."""
 
 
 class Bad(NamedTuple):
@@ -33,7 +33,7 @@ class Bad(NamedTuple):
 
     @property
     def reason(self) -> str:
-        """Equal for all that are bad alike."""
+        """Kind of the problem, without its details."""
         return self.why.partition(":")[0]
 
 
@@ -42,7 +42,7 @@ class _Wrong(Exception):
 
 
 def read_documents(part: Part, text_field: str) -> Iterator[Document | Bad]:
-    """What is in a part of a file, in order.
+    """Yield the documents of a part of a file, in order.
 
     Args:
         text_field: where the text is, in lines and rows.

@@ -23,14 +23,14 @@ from titanlite.ingest.token_writer import SHARD_TOKENS
 from titanlite.runtime.errors import RunError, UserError
 
 FIRST = 10
-"""Of errors and the like: so many are named, all are counted."""
+"""Number of errors and binary files that are named; all are counted."""
 CHUNKS_AHEAD = 3
-"""For each worker, read before its results are taken: the bound of the memory that is used."""
+"""Chunks read ahead for each worker; this bounds the memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What tokens depend on, beside the files and the tokenizer."""
+    """Options that tokens depend on, beside the files and the tokenizer."""
 
     text_field: str = "text"
     bos: bool = True
@@ -41,17 +41,17 @@ class Options:
 
 @dataclass(frozen=True)
 class Encoded:
-    """The tokens of a chunk, and what there is to say about it."""
+    """Tokens of a chunk, and its counts and errors."""
 
     tokens: np.ndarray
     starts: np.ndarray
-    """Where in `tokens` documents begin."""
+    """Positions in `tokens` at which documents begin."""
     mask: np.ndarray | None
-    """Which of them count in the loss; None for all."""
+    """True for tokens that count in the loss; None for all."""
     counts: dict[int, Counter[str]]
-    """By source: documents, tokens, bytes (of text), empty (documents), errors, left_out (binary files)."""
+    """Counts by source: documents, tokens, bytes (of text), empty (documents), errors, left_out (binary files)."""
     reasons: Counter[str]
-    """Of errors."""
+    """Errors by reason."""
     errors: list[str]
     """The first, with file and line."""
     left_out: list[str]
@@ -113,7 +113,7 @@ class Encoder:
 
 
 class _Output:
-    """What becomes an `Encoded`."""
+    """Builder of an `Encoded`."""
 
     def __init__(self) -> None:
         self.size = 0

@@ -1,4 +1,4 @@
-"""What the paths stand for that `[data]` and `titanlite data prepare` name: files, in the order in which they are read.
+"""Find the files that paths of `[data]` and `titanlite data prepare` name, in the order in which they are read.
 
 Only names are looked at here, and the first line of a `.json` file that is named itself.
 """
@@ -34,20 +34,20 @@ READABLE = "text and JSON lines (both also .gz and .zst) and .parquet can be rea
 
 
 class File(NamedTuple):
-    """One thing to read, and what tells whether it has changed."""
+    """File or dataset to read, with its size and time of change."""
 
     path: str
     source: int
     """Number of the path that it was found by."""
     kind: str
-    """text, lines, json (lines or text: its first line tells), parquet or dataset."""
+    """text, lines, json (lines or text, by its first line), parquet or dataset."""
     packing: str = ""
     named: bool = True
-    """By itself, not found in a folder."""
+    """True if a path names the file itself, False if it was found in a folder."""
     size: int = 0
     mtime_ns: int = 0
     identity: Any = None
-    """Equal for two names of one file."""
+    """Device and inode, to find two names of one file."""
 
 
 def find_files(paths: Sequence[str]) -> list[File]:
@@ -90,7 +90,7 @@ def first_object(path: str, packing: str) -> dict[str, Any] | None:
 
 
 def _find(path: str, source: int) -> Iterator[File]:
-    """May name a file more than once; the last time counts."""
+    """Yield the files of a path. A file may come more than once; the last one counts."""
     if path.startswith(STDLIB):
         yield from (_file(name, source, named=False) for name in _standard_library(path))
         return
@@ -175,7 +175,7 @@ def _file(path: str, source: int, *, named: bool) -> File:
                     f"{path} cannot be read: it is JSON in one piece, not an object a line; {READABLE}. For a list "
                     f"of objects: jq -c '.[]' FILE.json > FILE.jsonl"
                 )
-    except OSError as error:  # a link that leads nowhere, a file that must not be read: said when it is its turn
+    except OSError as error:  # a link that leads nowhere, an unreadable file: reported when it is read
         if named:
             raise UserError(f"{path} cannot be read: {error.strerror}") from None
         return File(path, source, "text", packing, named, identity=path)

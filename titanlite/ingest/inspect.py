@@ -1,4 +1,4 @@
-"""What is in a folder of prepared tokens: figures, samples as text, and whether every file is as it was written."""
+"""Inspect a folder of prepared tokens: statistics, samples as text, and a check of every file's checksum."""
 
 import hashlib
 import random
@@ -20,7 +20,7 @@ from titanlite.runtime.errors import RunError, UserError
 
 HEAD, TAIL = 256, 128
 """Tokens shown of the beginning and end of a long document."""
-INPUT_FIGURES = ("files", "documents", "tokens", "bytes", "empty", "left_out", "errors")
+INPUT_COLUMNS = ("files", "documents", "tokens", "bytes", "empty", "left_out", "errors")
 MOST_INPUTS = 20
 BAR_WIDTH = 40
 EIGHTHS = " ▏▎▍▌▋▊▉"
@@ -59,18 +59,18 @@ def inspect(
         console.print(f"\nchecksums: all {_check_files(store)} files are as they were written")
 
 
-# Figures
+# Statistics
 
 
 class Lengths(NamedTuple):
-    """How long documents are. Never longer than there are different lengths."""
+    """Lengths of documents, as counts of each length."""
 
     values: np.ndarray
     """The lengths there are, ascending, in tokens."""
     counts: np.ndarray
-    """How many documents have them; those without a token are left out."""
+    """Number of documents of each length; documents without tokens are left out."""
     in_shards: list[int]
-    """How many documents begin in each shard."""
+    """Number of documents that begin in each shard."""
 
     def quantile(self, percent: int) -> int:
         """The smallest length that so many of the documents do not exceed."""
@@ -141,11 +141,11 @@ def _count_not_learned(store: TokenStore) -> int:
 
 def _print_inputs(console: Console, index: dict[str, Any]) -> None:
     if inputs := index.get("inputs"):
-        figures = [name for name in INPUT_FIGURES if any(name in entry for entry in inputs)]
-        columns = [Column(name.replace("_", " "), justify="right") for name in figures]
+        names = [name for name in INPUT_COLUMNS if any(name in entry for entry in inputs)]
+        columns = [Column(name.replace("_", " "), justify="right") for name in names]
         table = Table(*columns, "input", box=None, pad_edge=False, padding=(0, 2, 0, 0))
         for entry in inputs[:MOST_INPUTS]:
-            table.add_row(*(f"{entry.get(name, 0):,}" for name in figures), str(entry["path"]).translate(CONTROLS))
+            table.add_row(*(f"{entry.get(name, 0):,}" for name in names), str(entry["path"]).translate(CONTROLS))
         console.print("", table, sep="\n")
         if len(inputs) > MOST_INPUTS:
             console.print(f"and {len(inputs) - MOST_INPUTS:,} more inputs, which {INDEX} lists")
@@ -203,18 +203,21 @@ def _load_tokenizer(name: str | None, made_by: dict[str, Any]) -> tuple[Tokenize
     """The tokenizer of the tokens, or why not."""
     name = name or made_by.get("name") or ("bytes" if made_by["fingerprint"] == "bytes" else None)
     if name is None:
-        return None, f"they were made with {made_by['fingerprint']}; name it with --tokenizer"
+        return None, "the index does not name their tokenizer: name it with --tokenizer"
     try:
         tokenizer = load_tokenizer(name)
     except (UserError, OSError) as error:
         return None, f"{error} (--tokenizer names another)"
     if tokenizer.fingerprint != made_by["fingerprint"]:
-        return None, f"{name} is {tokenizer.fingerprint}, they were made with {made_by['fingerprint']}"
+        return (
+            None,
+            f"{name} ({tokenizer.vocab_size:,} tokens) is not their tokenizer ({made_by['vocab_size']:,} tokens)",
+        )
     return tokenizer, ""
 
 
 def _locate(store: TokenStore, in_shards: list[int], number: int) -> tuple[int, int]:
-    """Where a document begins and ends in the stream."""
+    """Return the start and the end of a document in the stream."""
     begin, found = 0, []
     for shard, documents in zip(store.index["shards"], in_shards, strict=True):
         if number < documents:

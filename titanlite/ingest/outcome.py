@@ -1,11 +1,11 @@
-"""What is to be said of prepared tokens beside the tokens: counts by input, and what was left out and why."""
+"""Report of a preparation: counts by input, and the documents that were left out, with reasons."""
 
 from typing import Any
 
 from titanlite.ingest.encoding import FIRST, Encoded
 from titanlite.ingest.inputs import File
 
-FIGURES = ("documents", "tokens", "bytes", "empty", "errors", "left_out")
+COUNTS = ("documents", "tokens", "bytes", "empty", "errors", "left_out")
 TOTALS = {"bytes": "text_bytes", "empty": "empty", "errors": "errors", "left_out": "left_out"}
 MOST_INPUTS = 20
 """Listed in the report; the index has all."""
@@ -13,8 +13,8 @@ MOST_INPUTS = 20
 
 def new_notes(paths: list[str], files: list[File]) -> dict[str, Any]:
     """The part of an index that is counted here: text_bytes (UTF-8), empty (documents), errors, errors_by_reason,
-    first_errors, left_out (binary files), first_left_out, and inputs, with the same figures for each path."""
-    inputs = [{"path": path, "files": 0} | dict.fromkeys(FIGURES, 0) for path in paths]
+    first_errors, left_out (binary files), first_left_out, and inputs, with the same counts for each path."""
+    inputs = [{"path": path, "files": 0} | dict.fromkeys(COUNTS, 0) for path in paths]
     for file in files:
         inputs[file.source]["files"] += 1
     totals = dict.fromkeys(TOTALS.values(), 0)
@@ -35,7 +35,7 @@ def note(notes: dict[str, Any], encoded: Encoded) -> None:
 
 
 def left_out(notes: dict[str, Any]) -> str:
-    """In words."""
+    """Describe the documents that were left out; empty if there are none."""
     reasons = ", ".join(f"{count:,} {reason}" for reason, count in notes["errors_by_reason"].items())
     binaries = ", ".join(notes["first_left_out"]) + (", ..." if notes["left_out"] > FIRST else "")
     parts = {
@@ -46,7 +46,7 @@ def left_out(notes: dict[str, Any]) -> str:
     return "; ".join(text for text, count in parts.items() if count)
 
 
-def report(notes: dict[str, Any]) -> list[str]:
+def report_lines(notes: dict[str, Any]) -> list[str]:
     """Lines on the inputs, and on what was left out."""
     inputs = notes["inputs"]
     lines = [

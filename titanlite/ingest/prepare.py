@@ -1,7 +1,7 @@
 """Text -> token shards: `titanlite data prepare`, and the cache that training makes of text that a config names.
 
 One process reads, `encoding` tokenizes in as many as there are, and what is written depends on neither. After a kill
-the same command goes on from the last shard that was finished.
+the same command resumes after the last shard that was finished.
 """
 
 import hashlib
@@ -25,7 +25,7 @@ from titanlite.data.tokenizer import Tokenizer
 from titanlite.data.tokens import FORMAT, INDEX, TokenStore
 from titanlite.ingest.encoding import Encoder, Options, encode_chunks
 from titanlite.ingest.inputs import File, find_files
-from titanlite.ingest.outcome import left_out, new_notes, note, report
+from titanlite.ingest.outcome import left_out, new_notes, note, report_lines
 from titanlite.ingest.reading import open_dataset, read_chunks
 from titanlite.ingest.token_writer import TokenWriter
 from titanlite.runtime.console import progress_console
@@ -35,10 +35,10 @@ from titanlite.runtime.files import lock_file
 logger = logging.getLogger(__name__)
 
 VERSION = 1
-"""Of reading: another one means other tokens of the same files."""
+"""Version of reading: another version makes other tokens of the same files."""
 WORKER_BYTES = 2**24
 """Input that makes another process worth its start."""
-Say = Callable[[str], None]
+Report = Callable[[str], None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,11 +50,11 @@ class _Task:
     folder: Path = Path()
     on_error: Literal["stop", "skip"] = "stop"
     workers: int | None = None
-    say: Say = logger.info
+    report: Report = logger.info
 
     @cached_property
     def key(self) -> str:
-        """Equal for equal tokens. What is done about errors is not in it: until there is one, it changes nothing."""
+        """Hash of all that the tokens depend on. `on_error` is left out: it matters only after an error."""
         real = lru_cache(os.path.realpath)  # of folders, since there can be a million files
         files = [
             (path if "://" in path else os.path.join(real(os.path.dirname(path)), os.path.basename(path)), *about)
@@ -88,18 +88,18 @@ def prepare(
     options: Options,
     on_error: Literal["stop", "skip"] = "stop",
     workers: int | None = None,
-    say: Say = logger.info,
+    report: Report = logger.info,
 ) -> TokenStore:
     """Write the tokens of all documents to a folder, which is there only when it is whole.
 
     Args:
         on_error: of a document that cannot be read: raise, or leave it out and count it.
         workers: processes that tokenize; default: one a core, or fewer for little text.
-        say: gets what is to be told, a line at a time.
+        report: called with each line of the report.
 
     Raises:
         UserError: there is nothing to read, or something that cannot be; or the folder holds something else.
-        RunError: the disk is full, or a process died. What is finished stays, and the same call goes on from there.
+        RunError: the disk is full, or a process died. What is finished stays, and the same call resumes from there.
     """
     if prepared_tokens(paths):
         raise UserError(f"{paths[0]} holds prepared tokens, not text")
@@ -111,15 +111,15 @@ def prepare(
         folder=folder,
         on_error=on_error,
         workers=workers,
-        say=say,
+        report=report,
     )
     if store := _existing(task):
-        say(f"{folder} holds these tokens already: {store.index['documents']:,} documents, {len(store):,} tokens")
+        report(f"{folder} holds these tokens already: {store.index['documents']:,} documents, {len(store):,} tokens")
     return store or _made(task)
 
 
 def _find(paths: Sequence[str]) -> list[File]:
-    """With the size of datasets that have to be loaded to know it."""
+    """Find files, with the sizes of datasets, which are loaded for it."""
     files = find_files(paths)
     for number, file in enumerate(files):
         if file.kind == "dataset" and not file.size:
@@ -134,21 +134,21 @@ def _made(task: _Task) -> TokenStore:
     try:
         task.folder.parent.mkdir(parents=True, exist_ok=True)
         lock = task.folder.with_name(f".{task.folder.name}.lock")
-        with lock_file(lock, on_wait=lambda holder: task.say(f"waiting for {holder}, which prepares {task.folder}")):
+        with lock_file(lock, on_wait=lambda holder: task.report(f"waiting for {holder}, which prepares {task.folder}")):
             if (store := _existing(task)) is None:
                 _write(task)
         return store or TokenStore(task.folder)
     except KeyboardInterrupt:
-        task.say("stopped: finished shards are kept, and the same command goes on")
+        task.report("stopped: finished shards are kept, and the same command resumes")
         raise
     except OSError as error:  # of writing: what reading raises is of the documents
         raise RunError(
-            f"{task.folder} cannot be written: {error}; finished shards are kept, and the same command goes on"
+            f"{task.folder} cannot be written: {error}; finished shards are kept, and the same command resumes"
         ) from error
 
 
 def _existing(task: _Task) -> TokenStore | None:
-    """What the folder holds, if it is what the task would make."""
+    """Return the tokens in the folder, if they are those of the task."""
     folder = task.folder
     if not (folder / INDEX).is_file():
         if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
@@ -190,7 +190,7 @@ def _write(task: _Task) -> None:
         writer.notes = notes
         _stop_at_errors(task, notes["first_errors"])
         if before := writer.tokens:
-            task.say(f"going on from {before:,} tokens that an earlier attempt has left")
+            task.report(f"resuming after {before:,} tokens of an earlier attempt")
         chunks = read_chunks(
             task.files, text_field=options.text_field, chunk_bytes=options.chunk_bytes, position=writer.position
         )
@@ -206,12 +206,12 @@ def _write(task: _Task) -> None:
             raise UserError(f"{', '.join(task.paths[:3])}: nothing to make tokens of; {left_out(notes)}")
     seconds = time.monotonic() - started
     documents = sum(entry["documents"] for entry in notes["inputs"])
-    task.say(
+    task.report(
         f"{task.folder}: {documents:,} documents, {writer.tokens:,} tokens of {notes['text_bytes']:,} bytes of text; "
         f"{seconds:.1f} s, {(writer.tokens - before) / seconds:,.0f} tokens/s"
     )
-    for line in report(notes):
-        task.say(f"  {line}")
+    for line in report_lines(notes):
+        task.report(f"  {line}")
 
 
 def _workers(task: _Task) -> int:

@@ -1,8 +1,8 @@
-"""Files -> chunks of about a MiB, cut where documents end, each with the position at which reading goes on after it.
+"""Files -> chunks of about a MiB, cut where documents end, each with the position to resume from.
 
 Nothing is parsed here: that is left to whoever tokenizes. Only long text files are cut within the document, where the
-tokenizer would cut them itself. What follows a position depends on the files and the position alone, so that whoever
-goes on there gets the same chunks.
+tokenizer would cut them itself. What follows a position depends on the files and the position alone, so that
+resuming there gives the same chunks.
 """
 
 import codecs
@@ -12,8 +12,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Any, NamedTuple
 
+from titanlite.data.pieces import PIECE_BYTES, cut
 from titanlite.data.prepared import HUGGING_FACE
-from titanlite.data.tokenizer import PIECE_BYTES, cut
 from titanlite.ingest.inputs import File, first_object
 from titanlite.ingest.streams import Stream
 from titanlite.runtime.errors import UserError
@@ -28,25 +28,25 @@ Position = list[int]
 
 
 class Part(NamedTuple):
-    """Of a chunk: what one file has for it."""
+    """Part of a chunk: data of one file."""
 
     source: int
     path: str
     kind: str
-    """text: one document, or a piece of it. lines: JSON lines. rows: a column, as Arrow writes it. bad: `data` says why
-    the file, or the rest of it, cannot be read, `path` also from where on. binary: the file is left out."""
+    """text: one document, or a piece of it. lines: JSON lines. rows: a column, as Arrow writes it. bad: `data` is the
+    reason why the file, or its rest, cannot be read; `path` has the position too. binary: the file is left out."""
     data: bytes
     first: int = 0
     """Number of the first line, from 1, or row, from 0."""
     begins: bool = True
-    """Whether the text begins here, or goes on."""
+    """True if the text begins here, False if it continues."""
     ends: bool = True
 
 
 class Chunk(NamedTuple):
     parts: list[Part]
     position: Position
-    """After it."""
+    """Position after the chunk."""
     done: int
     """Bytes of the files, as they are, up to there."""
 
@@ -58,7 +58,7 @@ Step = tuple[Part, int | None, int, int]
 def read_chunks(
     files: Sequence[File], *, text_field: str, chunk_bytes: int, position: Position | None = None
 ) -> Iterator[Chunk]:
-    """From `position` to the end of the files.
+    """Yield the chunks from `position` to the end of the files.
 
     Raises:
         UserError: a file has changed since it was found.
@@ -154,7 +154,7 @@ def _read_pieces(
 
 
 def _wrong_text(file: File, chunk_bytes: int) -> str:
-    """What is wrong with a long text, if something is: known before any of it is written."""
+    """Return the problem of a long text, or "". The whole text is checked before any of it is written."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     with Stream(file.path, file.packing) as stream:
         at, data = 0, b""

@@ -33,7 +33,7 @@ class Stream:
 
     @property
     def damage(self) -> str:
-        """Why the bytes ended before all were unpacked; empty if they did not."""
+        """Reason why the bytes ended before all were unpacked; empty if all were."""
         return self._unpacked.damage if self._unpacked else ""
 
     @property
@@ -59,8 +59,8 @@ class Stream:
 
 
 class _Unpacked(io.RawIOBase):
-    """What is packed in a file, of one frame or several. Damage is like the end of the file, and `damage` says why: so
-    nothing that came before it is lost."""
+    """Unpacked bytes of a file of one or more frames. Damage ends the bytes like the end of the file, so that
+    nothing before it is lost; `damage` describes it."""
 
     def __init__(self, file: IO[bytes], packing: str) -> None:
         self.damage = ""

@@ -24,12 +24,12 @@ SHARD_TOKENS = 2**27
 class TokenWriter:
     """Writes documents to a folder that appears, whole, when the `with` block ends without an error.
 
-    Until then they are in a folder beside it, with what is needed to go on after a kill from the last finished shard.
+    Until then they are in a folder beside it, with the state to resume after the last finished shard.
 
     Args:
-        bos, eos: whether documents begin and end with a token that says so; for the record.
-        key: of all that the result depends on. What an earlier attempt with the same key left is gone on from: see
-            `position`. Without a key there is no going on.
+        bos, eos: whether documents begin and end with special tokens; recorded in the index.
+        key: of all that the result depends on. The writer resumes what an earlier attempt with the same key
+            left, see `position`. Without a key it never resumes.
     """
 
     def __init__(
@@ -45,9 +45,9 @@ class TokenWriter:
     ) -> None:
         self.folder = folder
         self.position: Any = None
-        """What `end_chunk` was told last, of what is kept; None where nothing is."""
+        """Position after the last finished shard, from `end_chunk`; None at the beginning."""
         self.notes: dict[str, Any] = {}
-        """Figures of the caller: kept with the position, and added to the index."""
+        """Entries of the caller: kept with the position, and added to the index."""
         self._staging = folder.with_name(f".{folder.name}.partial-{platform.node()}")
         self._about = {"dtype": "<u2" if vocab_size <= 2**16 else "<u4", "bos": bos, "eos": eos}
         self._tokenizer = {"fingerprint": tokenizer, "vocab_size": vocab_size}
@@ -63,7 +63,7 @@ class TokenWriter:
         return int(self._counts.sum())
 
     def __enter__(self) -> Self:
-        if not self._go_on():
+        if not self._resume():
             shutil.rmtree(self._staging, ignore_errors=True)
             self._staging.mkdir(parents=True)
         return self
@@ -81,7 +81,7 @@ class TokenWriter:
         """Add tokens of documents.
 
         Args:
-            starts: where in `tokens` documents begin. What is before the first goes on with the one before. Default:
+            starts: where in `tokens` documents begin. Tokens before the first belong to the document before. Default:
                 all is one document.
             mask: which tokens count in the loss; default: all.
         """
@@ -93,7 +93,7 @@ class TokenWriter:
             self.end_chunk(None)
 
     def end_chunk(self, position: Any) -> None:
-        """Say where reading would go on after what was added (anything that JSON can hold). The shard is closed here if
+        """Record the position, of types of JSON, from which reading can resume. The shard is closed here if
         it is full, and then nothing before this position is ever done again."""
         if self._shard and self._shard.tokens >= self._shard_tokens:
             self._close_shard()
@@ -117,7 +117,7 @@ class TokenWriter:
             if old != counts:
                 old.unlink()
 
-    def _go_on(self) -> bool:
+    def _resume(self) -> bool:
         try:
             state = json.loads((self._staging / PROGRESS).read_text())
             if not self._key or state["key"] != self._key:

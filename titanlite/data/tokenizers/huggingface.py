@@ -10,17 +10,18 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer as FastTokenizer
 
-from titanlite.data.tokenizer import CUT_RULE, joined, pieces
+from titanlite.data.pieces import CUT_RULE, joined, pieces
 from titanlite.runtime.errors import UserError
 
 BOS_NAMES = ("<|begin_of_text|>", "<s>", "<bos>", "<|startoftext|>", "<｜begin▁of▁sentence｜>")  # noqa: RUF001
 EOS_NAMES = ("<|end_of_text|>", "<|endoftext|>", "</s>", "<eos>", "<｜end▁of▁sentence｜>", "<|im_end|>")  # noqa: RUF001
-"""Tried in this order where no file says which tokens begin and end a document. GPT-2's <|endoftext|> only ends."""
+"""Names tried in this order if no file names the tokens that begin and end a document. GPT-2's <|endoftext|> only ends
+one."""
 
 
 class HuggingFaceTokenizer:
     """A tokenizer.json. Which tokens begin and end a document is read from the files beside it, tokenizer_config.json,
-    special_tokens_map.json or config.json; where they say nothing, special tokens of well-known names are taken.
+    special_tokens_map.json or config.json; otherwise special tokens of well-known names are taken.
 
     Raises:
         UserError: a file is not of its form, or tokenizer.json lacks a token that another file names.
@@ -101,7 +102,7 @@ def _missing_tokens(path: Path, spec: dict[str, Any], vocab: dict[str, int]) -> 
 
 
 def _document_end(key: str, path: Path, vocab: dict[str, int], names: list[str]) -> int | None:
-    """The id of bos_token or eos_token. A file that says null says that there is none."""
+    """Return the id of bos_token or eos_token. null in a file means that there is none."""
     for file in ("tokenizer_config.json", "special_tokens_map.json", "config.json"):
         beside = path.with_name(file)
         about = _read_json(beside)[1] if beside.is_file() else {}
