@@ -141,7 +141,7 @@ def test_samples_are_ids_without_the_tokenizer(tmp_path: Path, capsys: pytest.Ca
         writer.add(np.array([5, 7, 9, 98]), mask=np.array([True, False, False, True]))
     for name, reason in {
         None: "the index does not name their tokenizer: name it with --tokenizer",
-        "bytes": "bytes is not their tokenizer",
+        "bytes": "bytes (258 tokens) is not their tokenizer (99 tokens)",
         str(tmp_path / "none"): "none",
     }.items():
         inspect(tmp_path / "tokens", sample=1, checksums=False, tokenizer_name=name)
