@@ -75,7 +75,8 @@ def test_the_guide_to_a_model_builds_the_example() -> None:
 @pytest.mark.slow
 def test_a_model_outside_the_package_trains_by_the_commands_of_its_guide(tmp_path: Path) -> None:
     plain, wider, sharded = commands("add_a_model.md", "Train it")
-    small = "--training.steps=2 --training.seq_len=32 --training.global_batch_size=4 --validation.enable=false"
+    small = "--training.steps=2 --lr_scheduler.warmup_steps=0 --training.seq_len=32 --training.global_batch_size=4"
+    small += " --validation.enable=false"
     at_root = [
         command.replace("./run_train.sh", f"{ROOT}/run_train.sh").replace(" examples/", f" {ROOT}/examples/")
         for command in (plain, wider, sharded)
@@ -97,6 +98,7 @@ def test_examples_of_own_parts(tmp_path: Path) -> None:
     assert config.count("[") >= 3
     (tmp_path / "own.toml").write_text(f"base = '{ROOT}/train_configs/debug.toml'\n{config}")
     options = "--training.seq_len=64 --training.global_batch_size=4 --metrics.log_freq=1 --data.num_workers=1"
+    options += " --lr_scheduler.warmup_steps=2"
     printed = run(f"{ROOT}/run_train.sh --config own.toml --job.name=own --validation.enable=false {options}", tmp_path)
     assert "100,000 sequences of its own" in printed
     rows = (tmp_path / "outputs" / "own" / "loss.csv").read_text().splitlines()
