@@ -15,7 +15,7 @@ from titanlite.checkpoint.manifest import folder_name
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.run_folder import open_run_folder
 
-VALIDATION = "--validation.enable=true --validation.freq=1 --validation.path={}"
+VALIDATION = "--lr_scheduler.warmup_steps=0 --validation.enable=true --validation.freq=1 --validation.path={}"
 DAMAGE: dict[str, Callable[[bytes], bytes]] = {
     "garbage": lambda text: text[:30] + b"\xff\xfe\x00" + text[33:],
     "empty": lambda text: b"",
