@@ -84,8 +84,7 @@ def test_no_circles_of_imports() -> None:
         for others in reached.values():
             if middle in others:
                 others |= reached[middle]
-    known = {"titanlite.data.tokenizer", "titanlite.data.tokenizers.huggingface"}
-    assert {name for name, others in reached.items() if name in others} <= known
+    assert {name for name, others in reached.items() if name in others} == set()
 
 
 @pytest.mark.parametrize("path", sorted((PACKAGE / "models").glob("*.py")), ids=short)
@@ -181,15 +180,13 @@ def patches(tree: ast.Module) -> Iterator[str]:
 def test_nothing_is_patched() -> None:
     """No mocks, no attribute replaced by its name, no variables read out of frames."""
     known = {
+        # Parameters that two modules share are one again after materializing.
         "parallelize/materialize.py": {"setattr(model.get_submodule(module), attribute, model.get_parameter(first))"},
         # Settings that PyTorch documents as attributes.
         "runtime/process_group.py": {
             "torch.backends.cudnn.benchmark",
             "torch.utils.deterministic.fill_uninitialized_memory",
         },
-        "plan/recorder.py": {"torch.UntypedStorage.resize_"},
-        "plan/gpu_kernels.py": {"unittest.mock.patch"},
-        "plan/trace.py": {"unittest.mock.patch"},
     }
     found = {short(path): set(patches(tree)) - known.get(short(path), set()) for path, tree in TREES.items()}
     assert {path: names for path, names in found.items() if names} == {}
@@ -241,17 +238,13 @@ class A:
     assert set(private_uses(tree)) == {"torch.optim._muon", "other._theirs", "torch._C"}
 
 
-PRIVATE_USES = {
-    "cpu/collectives.py": 5,
+PRIVATE_USES: dict[str, int] = {
     "ingest/encoding.py": 1,
-    "models/layers.py": 3,
     "parallelize/activation_checkpoint.py": 4,
     "parallelize/float8.py": 1,
-    "parallelize/fsdp.py": 4,
     "parallelize/materialize.py": 1,
     "plan/recorder.py": 11,
-    "plan/trace.py": 6,
-    "step.py": 1,
+    "plan/trace.py": 4,
 }
 """Uses left by file; runtime/private_torch.py is where they belong."""
 
