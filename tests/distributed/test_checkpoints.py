@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.distributed.test_layouts import degrees, trained, whole
 from tests.helpers import TinyRun, run_ranks, train_on_this_rank
+from tests.layouts import degrees, trained, whole
 from titanlite.checkpoint import manifest as manifests
 from titanlite.checkpoint import staging
 from titanlite.checkpoint.dcp_write import ShardWriter

@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 from torch import nn
 
-from tests.distributed.test_layouts import built, trained
 from tests.helpers import TinyRun, _free_port, run_in_turn, run_ranks, train_on_this_rank
+from tests.layouts import built, trained
 from titanlite.batch import Batch
 from titanlite.checkpoint import manifest as manifests
 from titanlite.checkpoint.storage import LocalStorage

@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.distributed.test_layouts import built, degrees, on_every_layout, one_step
 from tests.helpers import TinyRun, run_in_turn, run_ranks
+from tests.layouts import built, degrees, on_every_layout, one_step
 from titanlite.config.schema import Config
 
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.distributed.test_layouts import built, degrees
 from tests.helpers import TinyRun, run_in_turn
+from tests.layouts import built, degrees
 from titanlite.config.schema import Config
 from titanlite.loss import TokenLoss
 from titanlite.train import finish, train

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
-from tests.distributed.test_layouts import built, degrees, one_step
 from tests.helpers import TinyRun, run_ranks, train_on_this_rank
+from tests.layouts import built, degrees, one_step
 from titanlite.config.schema import Config
 from titanlite.cpu.collectives import AllToAllReduceScatter
 

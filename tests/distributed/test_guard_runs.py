@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.distributed.test_layouts import degrees, whole
 from tests.helpers import TinyRun, run_in_turn, run_ranks
+from tests.layouts import degrees, whole
 from titanlite.build import Run, build
 from titanlite.checkpoint.manifest import Manifest
 from titanlite.config.schema import Config

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from tests.distributed.test_layouts import built, degrees, trained
 from tests.helpers import TinyRun, run_in_turn
+from tests.layouts import built, degrees, trained
 from titanlite.config.schema import Config
 from titanlite.guard import StoppedByGuard
 from titanlite.loss import TokenLoss

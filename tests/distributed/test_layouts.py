@@ -1,82 +1,27 @@
 """Same config, any layout: same weights, same samples, same losses."""
 
 from collections import Counter
-from collections.abc import Callable
 from itertools import islice
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from tests.helpers import TinyRun, run_in_turn, train_on_this_rank
+from tests.helpers import TinyRun, run_in_turn
+from tests.layouts import LAYOUTS, built, degrees, on_every_layout, one_step, trained, whole
 from titanlite import loss as loss_module
 from titanlite.batch import IGNORE
-from titanlite.build import Run, build
 from titanlite.config.schema import Config
-from titanlite.ingest.prepare import prepare_text
 from titanlite.metrics.run_summary import types_of
-from titanlite.preflight import preflight
-from titanlite.runtime.process_group import Ranks
-from titanlite.step import StepResult, train_step
-
-# (replicate, shard)
-LAYOUTS = [(1, 1), (4, 1), (1, 4), (2, 2)]
-
-
-def degrees(replicate: int, shard: int) -> list[str]:
-    return [
-        f"--parallelism.data_parallel_replicate_degree={replicate}",
-        f"--parallelism.data_parallel_shard_degree={shard}",
-    ]
-
-
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
-
-
-def built(rank: int, world_size: int, config: Config) -> Run:
-    ranks, device = Ranks(rank, world_size, rank, world_size), torch.device("cpu")
-    return build(config, preflight(config, ranks, device), ranks=ranks, device=device, prepare_text=prepare_text)
-
-
-def one_step(run: Run) -> StepResult:
-    batches = list(islice(run.batches, run.accumulation))
-    return train_step(
-        run.model,
-        batches,
-        optimizer=run.optimizer,
-        group=run.group,
-        max_norm=1.0,
-        loss_function=run.loss_function,
-        decide=run.guard.decide,
-    )
+from titanlite.step import train_step
 
 
 def initial_weights(rank: int, world_size: int, config: Config) -> dict[str, Any]:
     run = built(rank, world_size, config)
     return {name: whole(parameter).numpy() for name, parameter in run.model.named_parameters()}
-
-
-def trained(rank: int, world_size: int, config: Config) -> dict[str, Any]:
-    run = train_on_this_rank(config, rank, world_size)
-    return {name: whole(parameter).float().numpy() for name, parameter in run.model.named_parameters()}
-
-
-def on_every_layout(function: Callable[..., Any], tiny: TinyRun, *options: str) -> dict[tuple[int, int], list[Any]]:
-    """What each rank returned, by layout. Runs are named run-1-1, run-4-1, ..."""
-    results = {}
-    for world_size in (1, 4):
-        layouts = [layout for layout in LAYOUTS if layout[0] * layout[1] == world_size]
-        configs = [
-            tiny.config(*degrees(*layout), f"--job.name=run-{layout[0]}-{layout[1]}", *options, world_size=world_size)
-            for layout in layouts
-        ]
-        results |= dict(zip(layouts, run_in_turn(function, world_size, configs), strict=True))
-    return results
 
 
 def test_initial_weights_are_bit_identical_on_every_layout(tiny: TinyRun) -> None:
@@ -151,8 +96,8 @@ def test_accumulation_gives_the_same_losses(tiny: TinyRun, options: list[str]) -
         name = f"--job.dump_folder={tiny.folder}/{local_batch_size}"
         on_every_layout(trained, tiny, f"--training.local_batch_size={local_batch_size}", name, *options)
         found.append([tiny.losses(f"run-{r}-{s}", outputs=local_batch_size) for r, s in LAYOUTS])
-    for whole, split in zip(*found, strict=True):
-        assert split == pytest.approx(whole, rel=1e-2 if options else 2e-6)
+    for at_once, split in zip(*found, strict=True):
+        assert split == pytest.approx(at_once, rel=1e-2 if options else 2e-6)
 
 
 def accumulated_gradients(rank: int, world_size: int, config: Config) -> dict[str, Any]:

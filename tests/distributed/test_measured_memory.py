@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from benchmarks.measured_memory import AllocationRecord, Change, add_up, measure
-from tests.distributed.test_layouts import degrees
 from tests.helpers import TinyRun
+from tests.layouts import degrees
 from titanlite.runtime.errors import UserError
 
 MB = 10**6

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from tests.distributed.test_layouts import LAYOUTS, built, on_every_layout, one_step, trained, whole
 from tests.helpers import TinyRun, run_in_turn, run_ranks
+from tests.layouts import LAYOUTS, built, on_every_layout, one_step, trained, whole
 from titanlite.config.schema import Config
 
 FAMILIES = {

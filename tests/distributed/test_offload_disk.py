@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from tests.distributed.test_layouts import whole
 from tests.helpers import TinyRun, run_in_turn, train_on_this_rank
+from tests.layouts import whole
 from titanlite.config.schema import Config
 
 DISK = ["--offload.optimizer=disk"]

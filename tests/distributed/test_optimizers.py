@@ -11,9 +11,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from tests.distributed.test_layouts import degrees, trained, whole
-from tests.distributed.test_resume import optimizer_moments
 from tests.helpers import TinyRun, run_ranks
+from tests.layouts import degrees, optimizer_moments, trained, whole
 from titanlite.config.schema import Config, Parallelism
 from titanlite.optim import muon, update
 from titanlite.parallelize.fsdp import fully_shard

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from benchmarks.measured_memory import AllocationRecord
-from tests.distributed.test_layouts import one_step, trained
 from tests.helpers import TinyRun, run_in_turn, run_ranks
+from tests.layouts import one_step, trained
 from titanlite.build import build
 from titanlite.config.schema import Config
 from titanlite.ingest.prepare import prepare_text

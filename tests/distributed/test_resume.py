@@ -4,28 +4,16 @@ import json
 import shutil
 import subprocess
 import sys
-from typing import Any
 
 import pytest
 import torch
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from tests.distributed.test_layouts import LAYOUTS, built, degrees, trained, whole
 from tests.helpers import TinyRun, run_in_turn, run_ranks
+from tests.layouts import LAYOUTS, degrees, optimizer_moments, trained
 from titanlite.checkpoint import manifest as manifests
 from titanlite.checkpoint.storage import MANIFEST, LocalStorage
-from titanlite.config.schema import Config
-
-
-def optimizer_moments(rank: int, world_size: int, config: Config) -> dict[str, Any]:
-    """The optimizer's state as it is after loading, before any further step."""
-    run = built(rank, world_size, config)
-    return {
-        f"{name}.{key}": whole(value).numpy()
-        for name, parameter in run.model.named_parameters()
-        for key, value in run.optimizer.state[parameter].items()
-    }
 
 
 def committed(tiny: TinyRun, name: str = "tiny") -> list[int]:

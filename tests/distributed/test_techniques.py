@@ -8,8 +8,8 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from tests.distributed.test_layouts import built, degrees, one_step, trained
 from tests.helpers import TinyRun, run_ranks
+from tests.layouts import built, degrees, one_step, trained
 from titanlite.config.schema import Config, Float8
 from titanlite.models.llama3 import Llama3, Llama3Args
 from titanlite.parallelize.compile import compile_blocks

@@ -115,7 +115,7 @@ ROWS = [[200, 1, 311], [512]]
 
 
 def documents_on_gpu() -> Any:
-    from tests.unit.test_document_mask import documents
+    from tests.models import documents
     from titanlite.models.layers import Documents
 
     positions, ids, boundaries = (tensor.cuda() for tensor in documents(ROWS))
@@ -179,7 +179,7 @@ def test_a_changed_token_changes_no_bit_of_another_document(dtype: str) -> None:
     """By the packed kernel in bfloat16, by the mask in float32."""
     import torch
 
-    from tests.unit.test_llama3 import SMALL, built
+    from tests.models import SMALL, built
 
     model = built(replace(SMALL, max_seq_len=512)).to("cuda", getattr(torch, dtype))
     tokens = torch.randint(0, 101, (2, 512), generator=torch.Generator().manual_seed(1)).cuda()

@@ -18,9 +18,9 @@ import torch
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
-from tests.distributed.test_layouts import whole
-from tests.helpers import TinyRun, train_on_this_rank
+from tests.helpers import TinyRun
 from tests.object_stores import Flaky
+from tests.whole_runs import assert_equal, trained
 from titanlite.checkpoint import manifest as manifests
 from titanlite.checkpoint import staging as staging_module
 from titanlite.checkpoint.dcp_read import UnsafeCheckpoint
@@ -28,7 +28,6 @@ from titanlite.checkpoint.manifest import DAMAGED, METADATA, SUPERSEDED, FileRec
 from titanlite.checkpoint.save_overhead import StepClock
 from titanlite.checkpoint.staging import Staging
 from titanlite.checkpoint.storage import MANIFEST, LocalStorage, ObjectStorage, open_storage
-from titanlite.config.schema import Config
 from titanlite.runtime.errors import RunError, UserError
 
 pytestmark = pytest.mark.usefixtures("single_process_group", "_unlocked")
@@ -48,24 +47,6 @@ def warnings(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) 
         return record.name.startswith("titanlite") and record.levelno >= logging.WARNING
 
     return lambda: [record.getMessage() for record in caplog.records if is_ours(record)]
-
-
-def trained(config: Config) -> dict[str, torch.Tensor]:
-    """Everything that a run ends with."""
-    run = train_on_this_rank(config, 0, 1)
-    names = {parameter: name for name, parameter in run.model.named_parameters()}
-    moments = {
-        f"{names[parameter]}.{key}": whole(value)
-        for parameter, state in run.optimizer.state.items()
-        for key, value in state.items()
-    }
-    return {name: whole(parameter) for parameter, name in names.items()} | moments
-
-
-def assert_equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
-    assert a.keys() == b.keys()
-    for name in a:
-        assert torch.equal(a[name], b[name]), name
 
 
 def folder(tiny: TinyRun, name: str = "tiny") -> Path:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.helpers import TinyRun, train_on_this_rank
-from tests.unit.test_training_parts import recorder, records, result_of
+from tests.recorders import recorder, records, result_of
 from titanlite.config.schema import Compile
 from titanlite.metrics.compile_watch import CompileWatch
 from titanlite.parallelize.compile import compile_blocks, use_cache

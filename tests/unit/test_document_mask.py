@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tests.helpers import TinyRun, train_on_this_rank
-from tests.unit.test_llama3 import SMALL, built, oracle
+from tests.models import SMALL, built, documents, oracle
 from titanlite.batch import IGNORE
 from titanlite.config.schema import ActivationCheckpoint, Compile, Float8, Parallelism, Training
 from titanlite.cpu.kernels import CpuKernels
@@ -37,14 +37,6 @@ GROUPED = SMALL
 ALL_HEADS = replace(SMALL, n_kv_heads=4)
 ROWS = [[5, 1, 10], [16]]
 """Lengths of the documents of two rows."""
-
-
-def documents(rows: list[list[int]]) -> Documents:
-    lengths = torch.tensor([length for row in rows for length in row])
-    positions = [torch.cat([torch.arange(length) for length in row]) for row in rows]
-    ids = [torch.arange(len(row), dtype=torch.int32).repeat_interleave(torch.tensor(row)) for row in rows]
-    boundaries = torch.cat((torch.zeros(1, dtype=torch.int64), lengths.cumsum(0))).int()
-    return Documents(torch.stack(positions), torch.stack(ids), boundaries)
 
 
 def tokens_for(rows: list[list[int]], seed: int = 1) -> Tensor:

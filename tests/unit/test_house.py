@@ -294,3 +294,14 @@ def test_functions_are_short() -> None:
         if isinstance(node, ast.FunctionDef) and (node.end_lineno or 0) - node.lineno >= 60
     }
     assert long <= LONG_FUNCTIONS
+
+
+# Tests
+
+TESTS = {path: ast.parse(path.read_text()) for path in sorted(Path("tests").rglob("test_*.py"))}
+
+
+def test_no_test_module_imports_another() -> None:
+    """What several test modules need is in a helper module: tests/helpers.py, tests/layouts.py, tests/plans.py, ..."""
+    found = {str(path): {name for name in imports(tree) if ".test_" in name} for path, tree in TESTS.items()}
+    assert {path: names for path, names in found.items() if names} == {}

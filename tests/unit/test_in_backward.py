@@ -7,9 +7,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tests.distributed.test_layouts import degrees
 from tests.helpers import TinyRun
-from tests.unit.test_plan import profiled
+from tests.layouts import degrees
+from tests.plans import profiled
 from titanlite.config.schema import Guard, Optimizer
 from titanlite.guard import StepGuard, StoppedByGuard
 from titanlite.optim import build_optimizer

@@ -10,11 +10,10 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+from tests.models import SMALL, built, oracle
 from titanlite.config.schema import LRScheduler, Optimizer
-from titanlite.cpu.kernels import CpuKernels
-from titanlite.kernels import set_kernels
 from titanlite.loss import token_loss
-from titanlite.models.base import Model, parameter_generator
+from titanlite.models.base import Model
 from titanlite.models.llama3 import Llama3, Llama3Args
 from titanlite.models.registry import MODELS, resolve_model
 from titanlite.optim import build_optimizer, set_learning_rate
@@ -29,10 +28,6 @@ COUNTS = {
     "70B": 70_553_706_496,
     "405B": 405_853_388_800,
 }
-SMALL = Llama3Args(
-    dim=64, n_layers=2, n_heads=4, n_kv_heads=2, hidden_dim=96, vocab_size=101, max_seq_len=64, rope_theta=10000.0,
-    rope_scaling_factor=1.0,
-)  # fmt: skip
 SHAPES = {
     "grouped queries": SMALL,
     "one key head": replace(SMALL, n_kv_heads=1),
@@ -41,55 +36,6 @@ SHAPES = {
     "scaled rope": replace(SMALL, rope_scaling_factor=8.0, rope_theta=500000.0, dim=256),
     "scaled rope of 3.2": replace(SMALL, rope_scaling_factor=32.0, rope_theta=500000.0, dim=512, tied_head=True),
 }
-
-
-def built(args: Llama3Args, scale: float = 5) -> Llama3:
-    """Args:
-    scale: of matrices, beyond the initial one; so that attention is far from uniform.
-    """
-    model = Llama3(args)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            model.init_weight(name, parameter, parameter_generator(0, name, torch.device("cpu")))
-            if parameter.ndim == 2:
-                parameter.mul_(scale)
-    model.init_buffers()
-    set_kernels(model, CpuKernels())
-    return model
-
-
-def oracle(model: Llama3) -> transformers.LlamaForCausalLM:
-    args = model.args
-    rope = {"rope_type": "default", "rope_theta": args.rope_theta}
-    if args.rope_scaling_factor != 1:
-        rope |= {
-            "rope_type": "llama3",
-            "factor": args.rope_scaling_factor,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 8192,
-        }
-    config = transformers.LlamaConfig(
-        vocab_size=args.vocab_size, hidden_size=args.dim, intermediate_size=args.hidden_dim,
-        num_hidden_layers=args.n_layers, num_attention_heads=args.n_heads, num_key_value_heads=args.n_kv_heads,
-        rms_norm_eps=args.norm_eps, max_position_embeddings=131072, tie_word_embeddings=args.tied_head,
-        rope_parameters=rope,
-    )  # fmt: skip
-    other = transformers.LlamaForCausalLM(config)
-    names = {
-        "tok_embeddings": "model.embed_tokens", "layers": "model.layers", "attention_norm": "input_layernorm",
-        "attention": "self_attn", "wq": "q_proj", "wk": "k_proj", "wv": "v_proj", "wo": "o_proj",
-        "ffn_norm": "post_attention_layernorm", "feed_forward": "mlp", "w1": "gate_proj", "w2": "down_proj",
-        "w3": "up_proj", "output": "lm_head",
-    }  # fmt: skip
-    state = {}
-    for name, value in model.state_dict().items():
-        renamed = ".".join(names.get(part, part) for part in name.replace("head.norm", "model.norm").split("."))
-        state[renamed.replace("head.lm_head", "lm_head")] = value
-    missing = other.load_state_dict(state, strict=False)
-    assert not missing.unexpected_keys
-    assert not missing.missing_keys
-    return other.float().eval()
 
 
 @pytest.mark.parametrize("flavor", COUNTS)

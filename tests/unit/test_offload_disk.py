@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 from tests.helpers import TinyRun, train_on_this_rank
-from tests.unit.test_checkpoints import assert_equal, trained
-from tests.unit.test_plan import layout_of, planned, read
+from tests.plans import layout_of, planned, read
+from tests.whole_runs import assert_equal, trained
 from titanlite.build import build
 from titanlite.checkpoint.manifest import folder_name
 from titanlite.cli import run as run_command

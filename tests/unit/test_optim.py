@@ -11,8 +11,8 @@ from torch._functorch import config as functorch
 from torch.optim._muon import _zeropower_via_newtonschulz
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.distributed.test_layouts import on_every_layout, trained
 from tests.helpers import TinyRun, run_ranks
+from tests.layouts import on_every_layout, trained
 from titanlite.checkpoint.state import complete_optimizer_state
 from titanlite.config.schema import Optimizer
 from titanlite.optim import build_optimizer, update

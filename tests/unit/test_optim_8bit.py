@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
 
-from tests.distributed.test_layouts import built, trained, whole
 from tests.helpers import TinyRun, fake_mesh, run_in_turn, run_ranks
-from tests.unit.test_plan import profiled, shapes
+from tests.layouts import built, trained, whole
+from tests.plans import profiled, shapes
 from titanlite.config.schema import Config, Optimizer
 from titanlite.models.base import unique_parameters
 from titanlite.optim import build_optimizer, check_optimizer, set_learning_rate, update

@@ -8,8 +8,8 @@ import tomli
 import torch
 from torch import nn
 
-from tests.distributed.test_layouts import whole
 from tests.helpers import TinyRun, train_on_this_rank
+from tests.layouts import whole
 from titanlite.build import build
 from titanlite.config.schema import Optimizer
 from titanlite.ingest.prepare import prepare_text

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import cache
 from typing import Any
 
 import pytest
@@ -13,53 +12,13 @@ from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
-from titanlite.config.load import load
-from titanlite.config.schema import Config
+from tests.plans import layout_of, planned, profiled, read, shapes, traced
 from titanlite.models import layers
-from titanlite.plan.estimate import Layout, Plan, model_of, plan, trace
+from titanlite.plan.estimate import Layout, model_of, plan, trace
 from titanlite.plan.memory import Profile, profile
 from titanlite.plan.recorder import Recorder
 from titanlite.plan.trace import StepTrace, trace_step
 from titanlite.runtime.hardware import find_hardware
-
-SMALL = (
-    "--model.args.dim=64",
-    "--model.args.n_layers=3",
-    "--model.args.n_heads=4",
-    "--model.args.n_kv_heads=2",
-    "--model.args.hidden_dim=160",
-    "--model.args.vocab_size=512",
-    "--training.seq_len=64",
-    "--training.global_batch_size=16",
-    "--training.mixed_precision_param=bfloat16",
-)
-
-
-def read(*overrides: str, world_size: int = 1) -> Config:
-    return load("train_configs/debug.toml", [*SMALL, *overrides], world_size=world_size)
-
-
-def layout_of(world_size: int, *, gpu: bool = True, gpus_per_node: int = 8) -> Layout:
-    return Layout(world_size, replace(find_hardware("H100"), measured=not gpu), gpus_per_node)
-
-
-@cache
-def traced(*overrides: str, world_size: int = 1, gpu: bool = False, steps: int = 1) -> StepTrace:
-    config = read(*overrides, world_size=world_size)
-    return trace_step(config, *model_of(config), world_size=world_size, gpu=gpu, steps=steps)
-
-
-def profiled(*overrides: str, world_size: int = 1, gpu: bool = False) -> Profile:
-    found = traced(*overrides, world_size=world_size, gpu=gpu)
-    return profile(found.recorder, found.blocks)
-
-
-def planned(*overrides: str, world_size: int = 8, gpu: str = "H100", gpus_per_node: int = 8) -> Plan:
-    return plan(read(*overrides, world_size=world_size), Layout(world_size, find_hardware(gpu), gpus_per_node))
-
-
-def shapes() -> list[torch.Size]:
-    return [parameter.shape for parameter in model_of(read()).build().parameters()]
 
 
 @pytest.fixture(autouse=True)
@@ -299,7 +258,7 @@ def test_compiled_blocks_keep_less_than_plain_formulas_and_as_much_as_ours(monke
     assert 0 < kept(compiled) == kept(eager)
     assert compiled.most("parameters") == eager.most("parameters")
     monkeypatch.setattr(layers, "swiglu", lambda gate, up: F.silu(gate) * up)
-    monkeypatch.setattr(f"{__name__}.traced", traced.__wrapped__)  # not what is cached
+    monkeypatch.setattr("tests.plans.traced", traced.__wrapped__)  # not what is cached
     eager, compiled = (profiled(f"--compile.enable={on}", world_size=2, gpu=True) for on in ("false", "true"))
     assert 0 < kept(compiled) < 0.9 * kept(eager)
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.unit.test_plan import layout_of
+from tests.plans import layout_of
 from titanlite.cli import run
 from titanlite.config.load import load
 from titanlite.config.recompute import RecomputePolicy, parse_policies

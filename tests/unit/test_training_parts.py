@@ -12,17 +12,16 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional as F
 
+from tests.recorders import recorder, records, result_of
 from titanlite.batch import IGNORE
-from titanlite.config.schema import LRScheduler, Metrics, Optimizer, Training
+from titanlite.config.schema import LRScheduler, Optimizer, Training
 from titanlite.loss import TokenLoss, token_loss
-from titanlite.metrics.recorder import MetricsRecorder
 from titanlite.models.llama3 import Llama3, Llama3Args
 from titanlite.optim import build_optimizer
 from titanlite.runtime.hardware import peak_flops
 from titanlite.runtime.process_group import read_ranks, seed_step
-from titanlite.runtime.run_folder import RunFolder
 from titanlite.schedule import learning_rate
-from titanlite.step import StepResult, clip, train_step
+from titanlite.step import clip, train_step
 
 ARGS = Llama3Args(dim=24, n_layers=2, n_heads=2, n_kv_heads=1, hidden_dim=20, vocab_size=31, max_seq_len=16)
 
@@ -164,30 +163,6 @@ def test_bfloat16_is_the_default_compute_type() -> None:
 
 
 # Metrics
-
-
-def recorder(folder: Path, *, step: int = 0, log_freq: int = 2) -> MetricsRecorder:
-    group = dist.group.WORLD
-    assert group is not None
-    return MetricsRecorder(
-        Metrics(log_freq=log_freq, enable_tensorboard=False),
-        folder=RunFolder(folder, run_id="x", data_cache=folder),
-        step=step,
-        tokens_per_step=1000,
-        model_flops=(5_000_000, 4_000_000),
-        device=torch.device("cpu"),
-        compute_type="bfloat16",
-        group=group,
-    )
-
-
-def result_of(loss: float, grad_norm: float) -> StepResult:
-    zero = torch.zeros(())
-    return StepResult(torch.tensor(loss), zero, torch.tensor(grad_norm), zero, zero[None], torch.tensor(grad_norm))
-
-
-def records(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
 @pytest.mark.usefixtures("single_process_group")

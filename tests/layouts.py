@@ -1,0 +1,76 @@
+"""Runs on several layouts of one mesh: options for a layout, whole tensors, and functions that ranks call."""
+
+from collections.abc import Callable
+from itertools import islice
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from tests.helpers import TinyRun, run_in_turn, train_on_this_rank
+from titanlite.build import Run, build
+from titanlite.config.schema import Config
+from titanlite.ingest.prepare import prepare_text
+from titanlite.preflight import preflight
+from titanlite.runtime.process_group import Ranks
+from titanlite.step import StepResult, train_step
+
+# (replicate, shard)
+LAYOUTS = [(1, 1), (4, 1), (1, 4), (2, 2)]
+
+
+def degrees(replicate: int, shard: int) -> list[str]:
+    return [
+        f"--parallelism.data_parallel_replicate_degree={replicate}",
+        f"--parallelism.data_parallel_shard_degree={shard}",
+    ]
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+
+
+def built(rank: int, world_size: int, config: Config) -> Run:
+    ranks, device = Ranks(rank, world_size, rank, world_size), torch.device("cpu")
+    return build(config, preflight(config, ranks, device), ranks=ranks, device=device, prepare_text=prepare_text)
+
+
+def one_step(run: Run) -> StepResult:
+    batches = list(islice(run.batches, run.accumulation))
+    return train_step(
+        run.model,
+        batches,
+        optimizer=run.optimizer,
+        group=run.group,
+        max_norm=1.0,
+        loss_function=run.loss_function,
+        decide=run.guard.decide,
+    )
+
+
+def trained(rank: int, world_size: int, config: Config) -> dict[str, Any]:
+    run = train_on_this_rank(config, rank, world_size)
+    return {name: whole(parameter).float().numpy() for name, parameter in run.model.named_parameters()}
+
+
+def on_every_layout(function: Callable[..., Any], tiny: TinyRun, *options: str) -> dict[tuple[int, int], list[Any]]:
+    """Return what each rank returned, by layout. Runs are named run-1-1, run-4-1, ..."""
+    results = {}
+    for world_size in (1, 4):
+        layouts = [layout for layout in LAYOUTS if layout[0] * layout[1] == world_size]
+        configs = [
+            tiny.config(*degrees(*layout), f"--job.name=run-{layout[0]}-{layout[1]}", *options, world_size=world_size)
+            for layout in layouts
+        ]
+        results |= dict(zip(layouts, run_in_turn(function, world_size, configs), strict=True))
+    return results
+
+
+def optimizer_moments(rank: int, world_size: int, config: Config) -> dict[str, Any]:
+    """The optimizer's state as it is after loading, before any further step."""
+    run = built(rank, world_size, config)
+    return {
+        f"{name}.{key}": whole(value).numpy()
+        for name, parameter in run.model.named_parameters()
+        for key, value in run.optimizer.state[parameter].items()
+    }

@@ -1,0 +1,72 @@
+"""A small Llama 3, the same model in transformers, and documents in packed sequences."""
+
+import torch
+import transformers
+
+from titanlite.cpu.kernels import CpuKernels
+from titanlite.kernels import set_kernels
+from titanlite.models.base import parameter_generator
+from titanlite.models.layers import Documents
+from titanlite.models.llama3 import Llama3, Llama3Args
+
+SMALL = Llama3Args(
+    dim=64, n_layers=2, n_heads=4, n_kv_heads=2, hidden_dim=96, vocab_size=101, max_seq_len=64, rope_theta=10000.0,
+    rope_scaling_factor=1.0,
+)  # fmt: skip
+
+
+def built(args: Llama3Args, scale: float = 5) -> Llama3:
+    """Args:
+    scale: of matrices, beyond the initial one; so that attention is far from uniform.
+    """
+    model = Llama3(args)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            model.init_weight(name, parameter, parameter_generator(0, name, torch.device("cpu")))
+            if parameter.ndim == 2:
+                parameter.mul_(scale)
+    model.init_buffers()
+    set_kernels(model, CpuKernels())
+    return model
+
+
+def oracle(model: Llama3) -> transformers.LlamaForCausalLM:
+    args = model.args
+    rope = {"rope_type": "default", "rope_theta": args.rope_theta}
+    if args.rope_scaling_factor != 1:
+        rope |= {
+            "rope_type": "llama3",
+            "factor": args.rope_scaling_factor,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        }
+    config = transformers.LlamaConfig(
+        vocab_size=args.vocab_size, hidden_size=args.dim, intermediate_size=args.hidden_dim,
+        num_hidden_layers=args.n_layers, num_attention_heads=args.n_heads, num_key_value_heads=args.n_kv_heads,
+        rms_norm_eps=args.norm_eps, max_position_embeddings=131072, tie_word_embeddings=args.tied_head,
+        rope_parameters=rope,
+    )  # fmt: skip
+    other = transformers.LlamaForCausalLM(config)
+    names = {
+        "tok_embeddings": "model.embed_tokens", "layers": "model.layers", "attention_norm": "input_layernorm",
+        "attention": "self_attn", "wq": "q_proj", "wk": "k_proj", "wv": "v_proj", "wo": "o_proj",
+        "ffn_norm": "post_attention_layernorm", "feed_forward": "mlp", "w1": "gate_proj", "w2": "down_proj",
+        "w3": "up_proj", "output": "lm_head",
+    }  # fmt: skip
+    state = {}
+    for name, value in model.state_dict().items():
+        renamed = ".".join(names.get(part, part) for part in name.replace("head.norm", "model.norm").split("."))
+        state[renamed.replace("head.lm_head", "lm_head")] = value
+    missing = other.load_state_dict(state, strict=False)
+    assert not missing.unexpected_keys
+    assert not missing.missing_keys
+    return other.float().eval()
+
+
+def documents(rows: list[list[int]]) -> Documents:
+    lengths = torch.tensor([length for row in rows for length in row])
+    positions = [torch.cat([torch.arange(length) for length in row]) for row in rows]
+    ids = [torch.arange(len(row), dtype=torch.int32).repeat_interleave(torch.tensor(row)) for row in rows]
+    boundaries = torch.cat((torch.zeros(1, dtype=torch.int64), lengths.cumsum(0))).int()
+    return Documents(torch.stack(positions), torch.stack(ids), boundaries)

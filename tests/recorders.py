@@ -1,0 +1,37 @@
+"""A metrics recorder in a folder of its own, results of steps for it, and the records that it wrote."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from titanlite.config.schema import Metrics
+from titanlite.metrics.recorder import MetricsRecorder
+from titanlite.runtime.run_folder import RunFolder
+from titanlite.step import StepResult
+
+
+def recorder(folder: Path, *, step: int = 0, log_freq: int = 2) -> MetricsRecorder:
+    group = dist.group.WORLD
+    assert group is not None
+    return MetricsRecorder(
+        Metrics(log_freq=log_freq, enable_tensorboard=False),
+        folder=RunFolder(folder, run_id="x", data_cache=folder),
+        step=step,
+        tokens_per_step=1000,
+        model_flops=(5_000_000, 4_000_000),
+        device=torch.device("cpu"),
+        compute_type="bfloat16",
+        group=group,
+    )
+
+
+def result_of(loss: float, grad_norm: float) -> StepResult:
+    zero = torch.zeros(())
+    return StepResult(torch.tensor(loss), zero, torch.tensor(grad_norm), zero, zero[None], torch.tensor(grad_norm))
+
+
+def records(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]

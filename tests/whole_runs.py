@@ -1,0 +1,25 @@
+"""A run on this process alone, with its weights and its optimizer's state to compare."""
+
+import torch
+
+from tests.helpers import train_on_this_rank
+from tests.layouts import whole
+from titanlite.config.schema import Config
+
+
+def trained(config: Config) -> dict[str, torch.Tensor]:
+    """Train, and return the weights and the optimizer state at the end, by name."""
+    run = train_on_this_rank(config, 0, 1)
+    names = {parameter: name for name, parameter in run.model.named_parameters()}
+    moments = {
+        f"{names[parameter]}.{key}": whole(value)
+        for parameter, state in run.optimizer.state.items()
+        for key, value in state.items()
+    }
+    return {name: whole(parameter) for parameter, name in names.items()} | moments
+
+
+def assert_equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
+    assert a.keys() == b.keys()
+    for name in a:
+        assert torch.equal(a[name], b[name]), name
