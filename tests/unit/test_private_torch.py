@@ -1,6 +1,8 @@
 """PyTorch's private API does what titanlite/runtime/private_torch.py relies on."""
 
 import pickle
+import weakref
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.testing._internal.two_tensor import TwoTensor
 
+from titanlite.observer import StepObserver
 from titanlite.runtime.private_torch import (
     MemoryFormat,
     StorageInfo,
@@ -30,6 +33,7 @@ from titanlite.runtime.private_torch import (
     last_recompile_reason,
     local_tensor,
     non_persistent_buffers,
+    observe_fsdp,
     reads_found_inf,
     release_all_reduce_input,
     run_on_all_ranks,
@@ -118,6 +122,32 @@ def test_param_groups_of_fsdp() -> None:
     groups[0]._all_reduce_state = Reduced()
     release_all_reduce_input(groups[0])
     assert groups[0]._all_reduce_state is None
+
+
+class Labels(StepObserver):
+    """Counts labelled tensors that are alive when the reduced gradients get their label."""
+
+    def __init__(self) -> None:
+        self.unreduced: list[weakref.ref[Tensor]] = []
+        self.alive: list[int] = []
+
+    def label(self, tensors: Iterable[Tensor], category: str) -> None:
+        if category == "reduce-scatter":
+            self.unreduced += [weakref.ref(tensor) for tensor in tensors]
+        else:
+            self.alive.append(sum(reference() is not None for reference in self.unreduced))
+
+
+@pytest.mark.usefixtures("single_process_group")
+def test_an_observer_of_fsdp_keeps_no_gradients_in_memory() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    fully_shard(model[0])
+    fully_shard(model)
+    labels = Labels()
+    observe_fsdp(model, labels)
+    model(torch.ones(1, 2)).sum().backward()
+    assert len(labels.unreduced) == 4
+    assert labels.alive == [0, 0]
 
 
 def test_fsdp_keeps_what_it_reduced_over_replicas() -> None:

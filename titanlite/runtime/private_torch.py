@@ -201,8 +201,8 @@ class _ObservedUnit(FSDPParamGroup):
 
     def post_backward(self, *unused: Any) -> None:
         self.observer.phase(f"reduce {self.name}")
-        unreduced = [gradient for it in self.fsdp_params if (gradient := _unsharded_gradient(it)) is not None]
-        self.observer.label(unreduced, "reduce-scatter")
+        unreduced = (_unsharded_gradient(it) for it in self.fsdp_params)  # not a list: it would keep them in memory
+        self.observer.label((gradient for gradient in unreduced if gradient is not None), "reduce-scatter")
         with self.observer.collective("reduce-scatter", self.name):
             super().post_backward(*unused)
         sharded = (it.sharded_param.grad for it in self.fsdp_params)
