@@ -33,7 +33,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from record import add_record_option, record
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -52,6 +51,7 @@ from titanlite.plan.estimate import model_of
 from titanlite.plan.trace import parallelized
 from titanlite.preflight import preflight
 from titanlite.runtime.console import start_logging
+from titanlite.runtime.private_torch import FakeTensorMode
 from titanlite.runtime.process_group import Ranks, process_group, read_ranks
 from titanlite.step import StepResult, train_step
 from titanlite.train import train

@@ -25,7 +25,8 @@ from titanlite.optim.registry import compiles_updates
 from titanlite.optim.state_size import state_bytes
 from titanlite.parallelize.activation_checkpoint import recompute_policies
 from titanlite.parallelize.float8 import check_float8
-from titanlite.parallelize.materialize import check_memory, largest_shard
+from titanlite.parallelize.fsdp import largest_shard
+from titanlite.parallelize.materialize import check_memory
 from titanlite.runtime.disk import check_room, folder_of
 from titanlite.runtime.errors import ConfigError, Problem, UserError
 from titanlite.runtime.process_group import Ranks

@@ -243,8 +243,6 @@ PRIVATE_USES: dict[str, int] = {
     "parallelize/activation_checkpoint.py": 4,
     "parallelize/float8.py": 1,
     "parallelize/materialize.py": 1,
-    "plan/recorder.py": 11,
-    "plan/trace.py": 4,
 }
 """Uses left by file; runtime/private_torch.py is where they belong."""
 

@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
 from tests.plans import layout_of, planned, profiled, read, shapes, traced
@@ -19,6 +18,7 @@ from titanlite.plan.memory import Profile, profile
 from titanlite.plan.recorder import Recorder
 from titanlite.plan.trace import StepTrace, trace_step
 from titanlite.runtime.hardware import find_hardware
+from titanlite.runtime.private_torch import FakeTensorMode
 
 
 @pytest.fixture(autouse=True)

@@ -21,8 +21,12 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 from titanlite.observer import StepObserver
 from titanlite.runtime.private_torch import (
+    FakeTensor,
+    FakeTensorMode,
     MemoryFormat,
     StorageInfo,
+    TorchDispatchMode,
+    ValueNeeded,
     compile_seconds,
     compiled_graphs,
     foreach_norms,
@@ -30,6 +34,8 @@ from titanlite.runtime.private_torch import (
     fsdp_param_group,
     fused_adamw_,
     has_cached_plan,
+    is_in_backward,
+    is_mutating,
     last_recompile_reason,
     local_tensor,
     non_persistent_buffers,
@@ -39,7 +45,11 @@ from titanlite.runtime.private_torch import (
     run_on_all_ranks,
     run_on_rank_0,
     set_plan_cache_key,
+    storage_key,
+    tree_leaves,
+    unboxed_group,
     without_autograd_cache,
+    without_fake_tensors,
     wrapped_tensors,
 )
 
@@ -237,3 +247,65 @@ def test_counters_of_the_compiler() -> None:
     compiled(torch.ones(3))
     assert compiled_graphs() == graphs + 2
     assert "size mismatch" in last_recompile_reason()
+
+
+def test_fake_tensors() -> None:
+    with FakeTensorMode(allow_non_fake_inputs=True) as fakes:
+        fake = torch.zeros(3, 2)
+        assert type(fake) is FakeTensor
+        assert fake.fake_mode is fakes
+        assert fake.untyped_storage().nbytes() == 24
+        with without_fake_tensors():
+            assert type(torch.zeros(2)) is Tensor
+        for needs_values, operator in ((Tensor.item, "_local_scalar_dense"), (torch.nonzero, "nonzero")):
+            with pytest.raises(ValueNeeded) as raised:
+                needs_values(fake[0, 0])
+            assert operator in str(raised.value.func)
+
+
+def test_storage_key() -> None:
+    tensor, other = torch.zeros(4), torch.zeros(4)
+    assert storage_key(tensor.untyped_storage()) == storage_key(tensor[1:].untyped_storage())
+    assert storage_key(tensor.untyped_storage()) != storage_key(other.untyped_storage())
+
+
+def test_is_in_backward() -> None:
+    found = []
+    weight = torch.ones(2, requires_grad=True)
+    weight.register_hook(lambda _: found.append(is_in_backward()))
+    assert not is_in_backward()
+    weight.sum().backward()
+    assert found == [True]
+    assert not is_in_backward()
+
+
+def test_tree_leaves() -> None:
+    assert tree_leaves(((1, [2, {"a": 3}]), {"b": None})) == [1, 2, 3, None]
+
+
+class Operators(TorchDispatchMode):
+    """Records operators with their arguments."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[Any, Any]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls.append((func, args))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.usefixtures("single_process_group")
+def test_operators_of_a_dispatch_mode() -> None:
+    tensor = torch.ones(2)
+    with Operators() as mode:
+        tensor.add_(1)
+        torch.add(tensor, 1)
+        dist.all_reduce(tensor)
+    in_place, out_of_place, (all_reduce, arguments) = mode.calls
+    assert is_mutating(in_place[0])
+    assert not is_mutating(out_of_place[0])
+    assert str(all_reduce.overloadpacket) == "c10d.allreduce_"
+    [group] = [group for it in arguments if (group := unboxed_group(it)) is not None]
+    assert dist.group.WORLD is not None
+    assert group.group_name == dist.group.WORLD.group_name

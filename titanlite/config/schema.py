@@ -116,6 +116,10 @@ class Degrees(NamedTuple):
     replicate: int
     shard: int
 
+    def __str__(self) -> str:
+        """Return for example replicate 2 x shard 8."""
+        return " x ".join(f"{axis} {degree}" for axis, degree in self._asdict().items())
+
 
 class Parallelism(Section):
     data_parallel_replicate_degree: PositiveInt = 1

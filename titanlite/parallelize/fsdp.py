@@ -15,8 +15,9 @@ from torch.distributed.fsdp import (
 
 from titanlite.config.schema import Parallelism, Training
 from titanlite.kernels import Kernels
-from titanlite.models.base import Model, head_of
+from titanlite.models.base import Model, head_of, unique_parameters
 from titanlite.parallelize.mesh import has_replicas, shard_degree_of, sharding_mesh
+from titanlite.runtime.dtensor import chunk_sizes
 from titanlite.runtime.private_torch import gather_in_place
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -88,6 +89,15 @@ def fsdp_units(model: Model) -> list[list[nn.Module]]:
             units.append(unit := [child])
         unit_of.update(dict.fromkeys(parameters, unit or []))
     return units
+
+
+def largest_shard(model: Model, shard_degree: int) -> int:
+    """Return the number of elements that the first rank will have of a model that is not sharded yet.
+
+    FSDP shards dim 0 of each parameter, and the first rank has the most: of 128 experts on 256 ranks, one.
+    """
+    shapes = [parameter.shape for _, parameter in unique_parameters(model)]
+    return sum(chunk_sizes(shape[0], shard_degree)[0] * shape[1:].numel() for shape in shapes)
 
 
 def _reshard_after_forward(parallelism: Parallelism, *, shard_degree: int) -> bool | int:

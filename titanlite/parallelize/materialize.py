@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from titanlite.models.base import Model, fill_weight, parameter_generator, unique_parameters
+from titanlite.parallelize.fsdp import largest_shard
 from titanlite.runtime.disk import DiskTensors
 from titanlite.runtime.dtensor import from_local_like, slice_like
 from titanlite.runtime.errors import UserError
@@ -145,9 +146,3 @@ def check_memory(
             f"{needed / 2**30:,.1f} GiB on each process (sharded over {shard_degree}), and {place} has "
             f"{available / 2**30:,.1f} GiB. Use more processes, a higher shard degree, or a smaller flavor"
         )
-
-
-def largest_shard(model: Model, shard_degree: int) -> int:
-    """Parameters of the first rank, which has the most: of 128 experts on 256 ranks, one."""
-    shapes = [parameter.shape for _, parameter in unique_parameters(model)]
-    return sum(-(-shape[0] // shard_degree) * shape[1:].numel() for shape in shapes)

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from titanlite.config.schema import Config, Offload
+from titanlite.config.schema import Config, Degrees, Offload
 from titanlite.data.tokenizer import load_tokenizer
 from titanlite.models.registry import ModelSpec
 from titanlite.plan.memory import Profile, extend, profile
@@ -52,8 +52,7 @@ class Plan(Profile):
     layout: Layout
     parameters: int
     """Elements of the whole model."""
-    degrees: tuple[int, int]
-    """(replicate, shard)."""
+    degrees: Degrees
     micro_batch_size: int
     accumulation: int
     host: int

@@ -71,7 +71,7 @@ def _changes(recorder: Recorder) -> Iterator[tuple[str, list[tuple[int, str]]]]:
             before = size
     events.sort(key=lambda event: event[0])
     place = 0
-    ends = [time for time, _ in recorder.phases[1:]] + [recorder.moment + 1]
+    ends = [time for time, _ in recorder.phases[1:]] + [recorder.time + 1]
     for (_, name), end in zip(recorder.phases, ends, strict=True):
         changes = []
         while place < len(events) and events[place][0] < end:

@@ -18,10 +18,9 @@ def plan_lines(planned: Plan, config: Config) -> Iterator[str]:
     """Yield the lines of a plan."""
     layout, time = planned.layout, planned.time
     hardware, usable = layout.hardware, USABLE * layout.hardware.memory
-    replicate, shard = planned.degrees
     yield (
         f"{config.job.name}: {planned.parameters:,} parameters on {layout.world_size:,} x {hardware.name} "
-        f"({layout.gpus_per_node} in a node), replicate {replicate} x shard {shard}, {planned.micro_batch_size} x "
+        f"({layout.gpus_per_node} in a node), {planned.degrees}, {planned.micro_batch_size} x "
         f"{config.training.seq_len:,} tokens in a forward pass, {planned.accumulation} of those in a step"
     )
     yield (
@@ -82,13 +81,11 @@ def _size(size: float) -> str:
 def plan_record(planned: Plan) -> dict[str, Any]:
     """Return a plan as JSON values: bytes and seconds, of one rank unless the name names all ranks."""
     layout = planned.layout
-    replicate, shard = planned.degrees
     return {
         "hardware": asdict(layout.hardware),
         "world_size": layout.world_size,
         "gpus_per_node": layout.gpus_per_node,
-        "replicate": replicate,
-        "shard": shard,
+        **planned.degrees._asdict(),
         "parameters": planned.parameters,
         "micro_batch_size": planned.micro_batch_size,
         "accumulation": planned.accumulation,

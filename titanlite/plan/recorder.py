@@ -1,11 +1,11 @@
-"""What a step does, operator by operator: memory that comes and goes, arithmetic, and messages.
+"""Recorder of a step, operator by operator: memory as it is allocated and freed, FLOPs, and collectives.
 
-Every storage is one record: how large it is, from when to when, and what it is for. What it is for may become known
-later (a gradient is an output of a reduce-scatter first), so records are added up when all is over.
+Each storage has one record: its sizes over time and its category. The category may become known later, as a gradient is
+an output of a reduce-scatter first. Records are therefore added up at the end.
 """
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
@@ -13,13 +13,21 @@ from typing import Any, Literal, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
-from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import flop_registry
 
 from titanlite.observer import StepObserver
-from titanlite.runtime.private_torch import run_random_operators_plainly
+from titanlite.runtime.private_torch import (
+    FakeTensor,
+    FakeTensorMode,
+    TorchDispatchMode,
+    is_in_backward,
+    is_mutating,
+    run_random_operators_plainly,
+    storage_key,
+    tree_leaves,
+    unboxed_group,
+    wrapped_tensors,
+)
 
 aten = torch.ops.aten
 CATEGORIES: tuple[str, ...] = (
@@ -32,9 +40,9 @@ CATEGORIES: tuple[str, ...] = (
     "reduce-scatter",
     "other",
 )
-"""What memory is for. all-gather: gathered parameters and their buffers. reduce-scatter: gradients of whole parameters,
-until they are reduced, and their buffers. other: gradients of activations, what the optimizer holds for a moment,
-inputs, tables."""
+"""Categories of memory. all-gather: gathered parameters and their buffers. reduce-scatter: gradients of whole
+parameters, until they are reduced, and their buffers. other: gradients of activations, temporary tensors of the
+optimizer, inputs, tables."""
 
 
 @dataclass
@@ -43,13 +51,13 @@ class Storage:
 
     category: str
     sizes: list[tuple[int, int]] = field(default_factory=list)
-    """(moment, bytes from then on)."""
+    """(time, bytes from then on). Time counts operators, changes of sizes and phases."""
 
 
 class Operator(NamedTuple):
     """One kernel on this rank."""
 
-    moment: int
+    time: int
     phase: int
     """Place in `Recorder.phases`."""
     name: str
@@ -62,50 +70,50 @@ class Operator(NamedTuple):
 
 
 class Sent(NamedTuple):
-    """One message of this rank."""
+    """One collective of this rank."""
 
     phase: int
     collective: Literal["all_gather", "reduce_scatter", "all_reduce"]
-    """An all-to-all is here as an all-gather, which takes as long."""
+    """An all-to-all counts as an all-gather, which takes as long."""
     bytes: int
-    """Of the whole, unsharded tensor."""
+    """Size of the whole, unsharded tensor."""
     axis: str
     """shard, replicate, world, or neighbours: a part of a shard group."""
     ranks: tuple[int, ...]
     unit: str
-    """Whose parameters or gradients it brings; empty: it is about the whole step."""
+    """FSDP unit whose parameters or gradients are communicated; empty for a collective of the whole step."""
 
 
 class Recorder(TorchDispatchMode, StepObserver):
-    """Records what is done to fake tensors while it is active, in this thread.
+    """Records the operators on fake tensors while it is active, in this thread.
 
     Args:
-        fakes: the mode whose tensors count. Others are phantoms: DTensor makes some to learn shapes.
+        fakes: the mode whose tensors count. Others have no memory in training: DTensor makes some to learn shapes.
     """
 
     def __init__(self, fakes: FakeTensorMode) -> None:
         super().__init__()
         self._fakes = fakes
-        self.moment = 0
+        self.time = 0
         self.storages: list[Storage] = []
         self.operators: list[Operator] = []
         self.sent: list[Sent] = []
         self.phases: list[tuple[int, str]] = [(0, "start")]
-        """(moment, name of the phase from then on)."""
-        self._number_of: dict[int, int] = {}
-        self._alive: dict[int, weakref.ref[Any]] = {}
+        """(time, name of the phase from then on)."""
+        self._number_of: dict[Hashable, int] = {}
+        self._alive: dict[Hashable, weakref.ref[Any]] = {}
         self._categories: list[str] = []
         self._groups: dict[str, tuple[str, tuple[int, ...]]] = {}
         self._unit = ""
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Compiled blocks stay compiled: what they run counts, and not how they came to be."""
+        """Return True: the operators of compiled blocks count, and those of the compiler do not."""
         return True
 
     @contextmanager
     def category(self, name: str) -> Iterator[None]:
-        """What new memory is for, within."""
+        """Give new memory a category within the context."""
         self._categories.append(name)
         try:
             yield
@@ -113,7 +121,7 @@ class Recorder(TorchDispatchMode, StepObserver):
             self._categories.pop()
 
     def during(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The function, with `category` around each call."""
+        """Return the function with `category` around each call."""
 
         def wrapped(*args: Any, **kwargs: Any) -> Any:
             with self.category(name):
@@ -132,54 +140,55 @@ class Recorder(TorchDispatchMode, StepObserver):
             self._unit = before
 
     def name_group(self, group: dist.ProcessGroup, axis: str) -> None:
+        """Name the mesh axis of a process group."""
         self._groups[group.group_name] = axis, tuple(dist.get_process_group_ranks(group))
 
     def phase(self, name: str) -> None:
         if name in ("forward", "backward"):
             return  # the FSDP units have phases of their own
-        self.moment += 1
-        self.phases.append((self.moment, name))
+        self.time += 1
+        self.phases.append((self.time, name))
 
     def label(self, tensors: Iterable[Tensor], category: str) -> None:
-        """Say what the memory of these is for."""
+        """Change the category of the tensors' memory."""
         for tensor in tensors:
             for number, _ in self._tensors(tensor):
                 self.storages[number].category = category
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(kind is not FakeTensor for kind in types):
-            return NotImplemented  # of a DTensor, this rank's part comes again; of float8's wrappers, what is in them
+        if any(tensor_cls is not FakeTensor for tensor_cls in types):
+            return NotImplemented  # the operator comes again with the local part of a DTensor, or the wrapped tensors
         result = func(*args, **(kwargs or {}))
-        self.moment += 1
+        self.time += 1
         inputs = self._tensors((args, kwargs))
         known = len(self.storages)
         outputs = self._tensors(result)
         if func.namespace == "c10d":
-            self._message(func, args, inputs)
+            self._collective(func, args, inputs)
         elif inputs or outputs:
             self._operator(func, args, kwargs or {}, result, inputs, outputs, known)
         return result
 
     def _tensors(self, tree: Any) -> list[tuple[int, Tensor]]:
-        """Those that count, with the numbers of their storages."""
+        """Return the tensors that count, each with the number of its storage."""
         found = []
-        for leaf in tree_iter(tree):
+        for leaf in tree_leaves(tree):
             for tensor in _plain(leaf) if isinstance(leaf, Tensor) else ():
                 if (number := self._number(tensor)) is not None:
                     found.append((number, tensor))
         return found
 
     def _number(self, tensor: Tensor) -> int | None:
-        """Of the tensor's storage; a new one gets its record."""
+        """Return the number of a tensor's storage. A new storage gets a record. None: the tensor does not count."""
         if not isinstance(tensor, FakeTensor) or tensor.fake_mode is not self._fakes:
             return None
         storage = tensor.untyped_storage()
-        key = storage._cdata
+        key = storage_key(storage)
         if key in self._number_of:
             self._check_size(storage, self._number_of[key])
         else:
             number = len(self.storages)
-            self.storages.append(Storage(self._category_now(), [(self.moment, storage.nbytes())]))
+            self.storages.append(Storage(self._category_now(), [(self.time, storage.nbytes())]))
             self._number_of[key] = number
             self._alive[key] = weakref.ref(storage, lambda _: self._freed(key))
         return self._number_of[key]
@@ -187,12 +196,11 @@ class Recorder(TorchDispatchMode, StepObserver):
     def _category_now(self) -> str:
         if self._categories:
             return self._categories[-1]
-        in_backward = torch._C._current_graph_task_id() != -1
-        # In backward, gradients are on only where forward is done again (activation checkpointing).
-        return "other" if in_backward and not torch.is_grad_enabled() else "activations"
+        # In backward, gradients are enabled only where activation checkpointing recomputes forward.
+        return "other" if is_in_backward() and not torch.is_grad_enabled() else "activations"
 
     def _find_resized(self) -> None:
-        """Storages also change their size without any operator: FSDP allocates and frees gathered parameters so."""
+        """Record sizes that changed without an operator. FSDP resizes the storages of gathered parameters."""
         for key, reference in [*self._alive.items()]:
             if (storage := reference()) is not None:
                 self._check_size(storage, self._number_of[key])
@@ -204,40 +212,39 @@ class Recorder(TorchDispatchMode, StepObserver):
             if size and self._categories:
                 self.storages[number].category = self._categories[-1]
 
-    def _freed(self, key: int) -> None:
+    def _freed(self, key: Hashable) -> None:
         del self._alive[key]
         self._resized(self._number_of.pop(key), 0)
 
     def _resized(self, number: int, size: int) -> None:
-        self.moment += 1
-        self.storages[number].sizes.append((self.moment, size))
+        self.time += 1
+        self.storages[number].sizes.append((self.time, size))
 
     def _operator(
         self, func: Any, args: Any, kwargs: Any, result: Any, inputs: list[Any], outputs: list[Any], known: int
     ) -> None:
         is_new = any(number >= known for number, _ in outputs)
-        if not (is_new or func._schema.is_mutable) or func.__name__.startswith(("empty", "new_empty", "detach")):
-            return  # a view, or memory that nothing is written to
+        if not (is_new or is_mutating(func)) or func.__name__.startswith(("empty", "new_empty", "detach")):
+            return  # a view, or new memory without values
         kind, flops = _flops(func, args, kwargs, result)
         operand = inputs[0][1] if inputs else outputs[0][1]
         dtype = "float8" if "float8" in str(operand.dtype) else str(operand.dtype).removeprefix("torch.")
         reads = tuple((number, _bytes(tensor)) for number, tensor in inputs)
         writes = tuple((number, _bytes(tensor)) for number, tensor in outputs)
         phase = len(self.phases) - 1
-        self.operators.append(Operator(self.moment, phase, str(func), kind, flops, dtype, reads, writes))
+        self.operators.append(Operator(self.time, phase, str(func), kind, flops, dtype, reads, writes))
 
-    def _message(self, func: Any, args: Any, inputs: list[Any]) -> None:
-        collective = COLLECTIVES.get(str(func._overloadpacket))
-        group = next((leaf for leaf in args if isinstance(leaf, torch.ScriptObject) and _is_group(leaf)), None)
+    def _collective(self, func: Any, args: Any, inputs: list[Any]) -> None:
+        collective = COLLECTIVES.get(str(func.overloadpacket))
+        group = next((group for leaf in args if (group := unboxed_group(leaf)) is not None), None)
         if group is None or collective is None:
             return
-        if self._unit and str(func._overloadpacket) == "c10d.alltoall_base_":
-            collective = "reduce_scatter"  # on gloo; optimizers exchange for other reasons, and in no unit
+        if self._unit and str(func.overloadpacket) == "c10d.alltoall_base_":
+            collective = "reduce_scatter"  # on gloo; those of optimizers are in no unit
         size = max((tensor.numel() * tensor.element_size() for _, tensor in inputs), default=0)
-        unboxed = dist.ProcessGroup.unbox(group)
-        if unboxed.group_name not in self._groups:
-            self.name_group(unboxed, "neighbours")
-        axis, ranks = self._groups[unboxed.group_name]
+        if group.group_name not in self._groups:
+            self.name_group(group, "neighbours")
+        axis, ranks = self._groups[group.group_name]
         self.sent.append(Sent(len(self.phases) - 1, collective, size, axis, ranks, self._unit))
 
 
@@ -248,29 +255,28 @@ COLLECTIVES: dict[str, Literal["all_gather", "reduce_scatter", "all_reduce"]] = 
     "c10d.alltoall_base_": "all_gather",
 }
 
-
 ATTENTION = {
     "aten._scaled_dot_product_flash_attention_for_cpu": (0, 2, 4),
     "aten._scaled_dot_product_flash_attention_for_cpu_backward": (1, 5, 7),
 }
-"""Kernels of which PyTorch's table knows nothing: place of the query among the arguments, products of scores and
-values' size that they make, place of is_causal."""
+"""Kernels that PyTorch's table of FLOPs lacks: (place of the query among the arguments, number of matmuls over all
+scores, place of is_causal)."""
 
 
 def _flops(func: Any, args: Any, kwargs: Any, result: Any) -> tuple[Literal["matmul", "attention", "memory"], int]:
-    """(kind, floating point operations) of a kernel. Of causal attention half: kernels leave the rest out."""
-    packet = func._overloadpacket
+    """Return the kind of a kernel and its FLOPs. Causal attention counts as half, as kernels skip masked scores."""
+    packet = func.overloadpacket
     name = str(packet)
     if name in ATTENTION:
-        first, products, causal = ATTENTION[name]
+        first, matmuls, causal = ATTENTION[name]
         B, N, L, H = args[first].shape
-        flops = products * 2 * B * N * L * args[first + 1].shape[2] * H
+        flops = matmuls * 2 * B * N * L * args[first + 1].shape[2] * H
         is_causal = kwargs.get("is_causal", args[causal] if len(args) > causal else False)
         return "attention", flops // 2 if is_causal else flops
     if name.startswith("torch_attn._varlen_attn"):
         is_backward = name.endswith("backward")
         (T, N, H), L = args[is_backward].shape, args[8 if is_backward else 5]
-        return "attention", (5 if is_backward else 2) * T * N * H * L  # at most: as if each row were one document
+        return "attention", (5 if is_backward else 2) * T * N * H * L  # at most: as if each sequence were one document
     formula = flop_registry.get(packet) or (flop_registry[aten.addmm] if packet is aten.addmm_ else None)
     if formula is not None:
         return "matmul", int(formula(*args, **kwargs, out_val=result))
@@ -278,21 +284,17 @@ def _flops(func: Any, args: Any, kwargs: Any, result: Any) -> tuple[Literal["mat
 
 
 def _plain(tensor: Tensor) -> Iterator[Tensor]:
-    """What a tensor is made of: of a DTensor, this rank's part."""
-    if is_traceable_wrapper_subclass(tensor):
-        for name in tensor.__tensor_flatten__()[0]:
-            yield from _plain(getattr(tensor, name))
-    else:
+    """Yield the plain tensors that a tensor consists of: for a DTensor, this rank's part."""
+    inner = wrapped_tensors(tensor)
+    if not inner:
         yield tensor
+    for part in inner.values():
+        yield from _plain(part)
 
 
 def _bytes(tensor: Tensor) -> int:
-    """That a kernel moves to read or write it: an expanded tensor is read once."""
+    """Return the bytes that a kernel moves to read or write a tensor. An expanded tensor is read once."""
     return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
-
-
-def _is_group(leaf: Any) -> bool:
-    return "ProcessGroup" in str(leaf._type())
 
 
 run_random_operators_plainly(Recorder)

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from titanlite.config.schema import Config
+from titanlite.config.schema import Config, Degrees
 from titanlite.cpu.settings import cores
 from titanlite.parallelize.float8 import choose_layers
 from titanlite.plan.estimate import ON_HOST, USABLE, Layout, Plan, Trace, estimate, model_of, trace
@@ -55,8 +55,7 @@ class Candidate:
     batch: int
     float8: bool
     offload: bool
-    replicate: int
-    shard: int
+    degrees: Degrees
     reshard: str
     tokens_per_second: float = 0.0
     peak: float = 0.0
@@ -70,7 +69,7 @@ class Candidate:
 
     @property
     def title(self) -> str:
-        words = [f"replicate {self.replicate} x shard {self.shard}", f"reshard {self.reshard}"]
+        words = [f"{self.degrees}", f"reshard {self.reshard}"]
         words += [f"recompute {self.mode}", f"local batch {self.batch}"]
         words += ["float8"] * self.float8 + ["CPU offload"] * self.offload
         return ", ".join(words)
@@ -161,16 +160,17 @@ class _Search:
         keys = list(product(MODES, self.float8, self.batches[:2]))
         futures = {}
         for mode, float8, batch in keys:
-            options = self._options(mode, float8, batch, 1, self.layout.world_size, "default", offload=False)
+            degrees = Degrees(replicate=1, shard=self.layout.world_size)
+            options = self._options(mode, float8, batch, degrees, "default", offload=False)
             futures[mode, float8, batch] = self._submit(with_options(self.config, options))
         return {key: future.result() for key, future in futures.items()}
 
     def _options(
-        self, mode: str, float8: bool, batch: int, replicate: int, shard: int, reshard: str, *, offload: bool
+        self, mode: str, float8: bool, batch: int, degrees: Degrees, reshard: str, *, offload: bool
     ) -> Options:
         return {
-            "parallelism.data_parallel_replicate_degree": replicate,
-            "parallelism.data_parallel_shard_degree": shard,
+            "parallelism.data_parallel_replicate_degree": degrees.replicate,
+            "parallelism.data_parallel_shard_degree": degrees.shard,
             "parallelism.fsdp_reshard_after_forward": reshard,
             "activation_checkpoint.mode": mode,
             "activation_checkpoint.selective_ac_option": "op",
@@ -185,8 +185,9 @@ class _Search:
         shards = [degree for degree in range(1, world + 1) if world % degree == 0]
         for shard, mode, float8, batch in product(shards, MODES, self.float8, self.batches):
             for reshard in ("default", "never") if shard > 1 else ("default",):
-                options = self._options(mode, float8, batch, world // shard, shard, reshard, offload=offload)
-                yield Candidate(options, mode, batch, float8, offload, world // shard, shard, reshard)
+                degrees = Degrees(replicate=world // shard, shard=shard)
+                options = self._options(mode, float8, batch, degrees, reshard, offload=offload)
+                yield Candidate(options, mode, batch, float8, offload, degrees, reshard)
 
     def _expect(self, it: Candidate, traces: Traces) -> Candidate:
         """Return the candidate with its expected memory and time."""
@@ -197,14 +198,14 @@ class _Search:
         peak = one.profile.peak + further * (two.profile.peak - one.profile.peak)
         states = sum(one.profile.most(category) for category in ON_HOST)
         gathered = sum(it.bytes for unit in one.workload.units for it in unit.gather)
-        peak += -states if it.offload else states * (world / it.shard - 1)
-        if world > 1 and (it.reshard == "never" or it.shard == 1):
+        peak += -states if it.offload else states * (world / it.degrees.shard - 1)
+        if world > 1 and (it.reshard == "never" or it.degrees.shard == 1):
             peak += gathered
         units = [
             _laid_out(_grown(of_one, of_two, further, hardware), it, self.layout)
             for of_one, of_two in zip(one.workload.units, two.workload.units, strict=True)
         ]
-        update = [kernel._replace(bytes=kernel.bytes * world // it.shard) for kernel in one.workload.update]
+        update = [kernel._replace(bytes=kernel.bytes * world // it.degrees.shard) for kernel in one.workload.update]
         time = step_time(
             units,
             update=update,
@@ -215,8 +216,8 @@ class _Search:
         waiting = sum(collective_time(whole, hardware, self.layout.gpus_per_node) for whole in one.workload.whole)
         total = time.total + waiting
         if it.offload:
-            parameters = one.profile.most("parameters") * world // it.shard
-            total += offload_time(parameters, states * world / it.shard, accumulation=self.share // it.batch)
+            parameters = one.profile.most("parameters") * world // it.degrees.shard
+            total += offload_time(parameters, states * world / it.degrees.shard, accumulation=self.share // it.batch)
         tokens = self.config.training.global_batch_size * self.config.training.seq_len
         return replace(it, tokens_per_second=tokens / total, peak=peak, exposed=time.exposed + waiting)
 
@@ -249,7 +250,7 @@ class _Search:
         configs = [with_options(self.config, it.options) for it in chosen]
         futures: list[Trace | Future[Trace]] = []
         for it, config in zip(chosen, configs, strict=True):
-            is_known = (it.shard, it.reshard, it.offload) == (self.layout.world_size, "default", False)
+            is_known = (it.degrees.shard, it.reshard, it.offload) == (self.layout.world_size, "default", False)
             known = traces.get((it.mode, it.float8, it.batch)) if is_known else None
             futures.append(known or self._submit(config))
         plans = []
@@ -295,19 +296,19 @@ def _grown(one: Unit, two: Unit, further: float, hardware: Hardware) -> Unit:
 def _laid_out(unit: Unit, it: Candidate, layout: Layout) -> Unit:
     """Return the unit with the collectives of another layout, from those of full sharding."""
     world, gpus_per_node = layout.world_size, layout.gpus_per_node
-    shards = Group(it.shard, min(it.shard, gpus_per_node))
-    replicas = Group(it.replicate, max(1, min(it.replicate, gpus_per_node // it.shard)))
+    shards = Group(it.degrees.shard, min(it.degrees.shard, gpus_per_node))
+    replicas = Group(it.degrees.replicate, max(1, min(it.degrees.replicate, gpus_per_node // it.degrees.shard)))
     if world == 1:
         return unit
 
     def over_shards(collectives: Iterable[Collective]) -> tuple[Collective, ...]:
-        return tuple(each._replace(group=shards) for each in collectives) if it.shard > 1 else ()
+        return tuple(each._replace(group=shards) for each in collectives) if it.degrees.shard > 1 else ()
 
-    all_reduce = tuple(Collective("all_reduce", each.bytes // it.shard, replicas) for each in unit.reduce)
+    all_reduce = tuple(Collective("all_reduce", each.bytes // it.degrees.shard, replicas) for each in unit.reduce)
     return replace(
         unit,
         gather=over_shards(unit.gather),
         gather_again=() if it.reshard == "never" else over_shards(unit.gather_again),
         reduce=over_shards(unit.reduce),
-        all_reduce=all_reduce if it.replicate > 1 else (),
+        all_reduce=all_reduce if it.degrees.replicate > 1 else (),
     )

@@ -11,12 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeTensorMode,
-    unset_fake_temporarily,
-)
 from torch.distributed.device_mesh import DeviceMesh
 
 from titanlite.batch import Batch
@@ -35,40 +29,46 @@ from titanlite.parallelize.mesh import axis_sizes, loss_group, world_group
 from titanlite.plan.gpu_kernels import GpuKernels
 from titanlite.plan.recorder import Recorder
 from titanlite.runtime.errors import UserError
-from titanlite.runtime.private_torch import fake_process_group, observe_fsdp
+from titanlite.runtime.private_torch import (
+    FakeTensorMode,
+    ValueNeeded,
+    fake_process_group,
+    observe_fsdp,
+    without_fake_tensors,
+)
 from titanlite.step import train_step
 
 MICRO_BATCHES = 2
-"""The second finds gradients of the first. A third would find nothing new."""
+"""Number of traced micro-batches: the second adds to gradients of the first, and further ones are like the second."""
 
 
 @dataclass(frozen=True)
 class StepTrace:
-    """What rank 0 did in a step. It has the largest shards."""
+    """Record of a step on rank 0, which has the largest shards."""
 
     recorder: Recorder
     blocks: int
     micro_batches: int
-    """So many were made; more are like the last two."""
+    """Number of traced micro-batches."""
 
 
 def trace_step(
     config: Config,
-    kind: type[Model],
+    model_cls: type[Model],
     args: ModelArgs,
     *,
     world_size: int,
     gpu: bool,
     steps: int = 1,
 ) -> StepTrace:
-    """Make a step with the optimizer's states in place already.
+    """Trace a step whose optimizer has its states already.
 
     Args:
-        gpu: as an NVIDIA GPU would do it, else as this machine's CPU.
-        steps: recorded steps; one is like the other.
+        gpu: whether the kernels are those of an NVIDIA GPU, or those of this machine's CPU.
+        steps: number of recorded steps; all are alike.
 
     Raises:
-        UserError: the model, the loss or the optimizer asks for values, and there are none.
+        UserError: the model, the loss or the optimizer needs values, which fake tensors lack.
     """
     if config.optimizer.in_backward and config.training.batch_split(world_size)[1] > 1:
         raise UserError("optimizer.in_backward: updates after each forward pass, and this would have several in a step")
@@ -80,7 +80,7 @@ def trace_step(
         _fresh_compiler(config),
     ):
         warnings.simplefilter("ignore")
-        model, mesh = parallelized(config, kind, args, world_size=world_size, kernels=kernels)
+        model, mesh = parallelized(config, model_cls, args, world_size=world_size, kernels=kernels)
         recorder = _record(config, model, mesh, kernels, steps)
     micro_batches = min(MICRO_BATCHES, config.training.batch_split(world_size)[1])
     return StepTrace(recorder, len(model.layers), micro_batches)
@@ -88,7 +88,7 @@ def trace_step(
 
 def parallelized(
     config: Config,
-    kind: type[Model],
+    model_cls: type[Model],
     args: ModelArgs,
     *,
     world_size: int,
@@ -99,7 +99,7 @@ def parallelized(
     A compiled block is traced and partitioned as the default compiler does it, and its parts run operator by operator.
     It keeps for backward what a compiled block keeps; its temporary memory is larger.
     """
-    model = build_on_meta(kind, args)
+    model = build_on_meta(model_cls, args)
     mesh = build_mesh(config.parallelism, world_size=world_size, device_type="cpu")
     parallelize(
         model,
@@ -127,7 +127,7 @@ def _record(config: Config, model: Model, mesh: DeviceMesh, kernels: Kernels, st
             with recorder.category("other"):
                 allocate(model, torch.device("cpu"), torch.device("cpu"))
             recorder.label((p for _, p in unique_parameters(model)), "parameters")
-            with unset_fake_temporarily():  # some optimizers read their part of a mesh, which is not fake
+            with without_fake_tensors():  # some optimizers read their part of a mesh, which is not fake
                 check_optimizer(config.optimizer, None, dtype=config.training.dtype)  # some allocate tables, once
                 optimizer: Any = _TracedOptimizer(build_optimizer(model, config.optimizer, seed=0), recorder)
             with recorder.category("other"):
@@ -139,7 +139,7 @@ def _record(config: Config, model: Model, mesh: DeviceMesh, kernels: Kernels, st
             scale_weights = recorder.during("other", weight_scaler(model, config.quantize.linear.float8))
             for _ in range(steps):
                 recorder.phase("step")
-                scale_weights()  # as after the step before
+                scale_weights()  # training does this after the update before
                 train_step(
                     model,
                     batches,
@@ -158,7 +158,7 @@ def _record(config: Config, model: Model, mesh: DeviceMesh, kernels: Kernels, st
 class _TracedOptimizer:
     """Optimizer that makes every step, without a compiler. Fake tensors have no values to decide a skip by."""
 
-    _step_supports_amp_scaling = True  # accepts the tensor that says whether to skip, and ignores it
+    _step_supports_amp_scaling = True  # accepts `found_inf`, and ignores it
 
     def __init__(self, optimizer: torch.optim.Optimizer, recorder: Recorder) -> None:
         self._optimizer = optimizer
@@ -191,7 +191,7 @@ def _updates_in_backward(model: Model, optimizer: torch.optim.Optimizer, recorde
 def _explained_need_of_values() -> Iterator[None]:
     try:
         yield
-    except (DataDependentOutputException, DynamicOutputShapeException) as error:
+    except ValueNeeded as error:
         places = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
         ours = f"{Path(torch.__file__).parent}/", f"{Path(__file__).parent}/"
         file, line = [place for place in places if not place[0].startswith(ours)][-1]
@@ -212,8 +212,10 @@ def _fresh_compiler(config: Config) -> Iterator[None]:
 
 
 def _fill_states(optimizer: torch.optim.Optimizer, *, one_by_one: bool) -> None:
-    """As after a step. What it does is done once more in the recorded one: the first time, DTensor makes whole tensors
-    to learn shapes."""
+    """Make one step of the optimizer on zeros, so that its states exist, as after a step of training.
+
+    The first step allocates more than later ones: DTensor makes whole tensors to learn shapes.
+    """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for together in [[parameter] for parameter in parameters] if one_by_one else [parameters]:
         for parameter in together:

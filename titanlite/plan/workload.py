@@ -30,7 +30,7 @@ def workload_of(recorder: Recorder, *, fuse: bool, gpus_per_node: int) -> Worklo
         fuse: whether all operators between two matmuls of a block are one kernel, as a compiler makes it.
         gpus_per_node: ranks in a node.
     """
-    last_read = {number: operator.moment for operator in recorder.operators for number, _ in operator.reads}
+    last_read = {number: operator.time for operator in recorder.operators for number, _ in operator.reads}
     firsts = set(_first_of_each_name(recorder))
     operators: dict[str, list[Operator]] = defaultdict(list)
     for operator in recorder.operators:
@@ -153,7 +153,7 @@ def _one_kernel(run: Sequence[Operator], last_read: dict[int, int]) -> Iterable[
             if number not in written:
                 inputs[number] = max(size, inputs.get(number, 0))
         written.update(dict(operator.writes))
-    outputs = sum(size for number, size in written.items() if last_read.get(number, 0) > run[-1].moment)
+    outputs = sum(size for number, size in written.items() if last_read.get(number, 0) > run[-1].time)
     yield Kernel("memory", 0, sum(inputs.values()) + outputs, run[0].dtype)
 
 

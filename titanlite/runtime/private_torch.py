@@ -5,7 +5,7 @@ tests/unit/test_private_torch.py that fails when PyTorch changes what it relies 
 """
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeVar
 
@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._functorch import config as functorch_config
+from torch._subclasses import fake_tensor
 from torch.autograd import Variable
 from torch.distributed.checkpoint import filesystem, metadata
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
@@ -22,6 +23,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor
+from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
 from titanlite.observer import StepObserver
@@ -49,6 +51,11 @@ def wrapped_tensors(tensor: Tensor) -> dict[str, Tensor]:
         return {}
     names, _ = tensor.__tensor_flatten__()
     return {name: getattr(tensor, name) for name in names}
+
+
+def storage_key(storage: torch.UntypedStorage) -> Hashable:
+    """Return the identity of a storage: equal for all Python objects of the same memory, while it is alive."""
+    return storage._cdata
 
 
 def foreach_norms(tensors: Sequence[Tensor], *, dtype: torch.dtype) -> list[Tensor]:
@@ -127,7 +134,7 @@ def sharded_parameters(module: FSDPModule) -> list[nn.Parameter]:
 
 
 def has_gradient_hooks(parameter: nn.Parameter) -> bool:
-    """Whether `register_post_accumulate_grad_hook` was called on a parameter."""
+    """Return whether `register_post_accumulate_grad_hook` was called on a parameter."""
     return bool(parameter._post_accumulate_grad_hooks)  # pyright: ignore[reportAttributeAccessIssue]
 
 
@@ -218,6 +225,11 @@ def _unsharded_gradient(parameter: FSDPParam) -> Tensor | None:
     return None if parameter.unsharded_param.grad is None else parameter.unsharded_grad_data
 
 
+def is_in_backward() -> bool:
+    """Return whether autograd runs a backward pass in this thread, which may recompute forward."""
+    return torch._C._current_graph_task_id() != -1
+
+
 def call_after_backward(function: Callable[[], None]) -> None:
     """Call a function when the backward pass that is running ends."""
     Variable._execution_engine.queue_callback(function)
@@ -301,7 +313,7 @@ def last_recompile_reason() -> str:
 
 
 def mark_dynamic(tensor: Tensor, *, dim: int) -> None:
-    """Tell the compiler that a dim has another size in each batch, so that it need not recompile for it."""
+    """Let the compiler expect a dim with another size in each batch, so that it need not recompile for it."""
     torch._dynamo.maybe_mark_dynamic(tensor, dim)
 
 
@@ -314,11 +326,44 @@ def scale_in_place(tensors: Sequence[Tensor], factor: Tensor) -> None:
 
 
 def has_hardware_bfloat16() -> bool:
-    """Whether this CPU multiplies bfloat16 in hardware (AMX or AVX-512 BF16)."""
+    """Return whether this CPU multiplies bfloat16 in hardware (AMX or AVX-512 BF16)."""
     return torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
 
 
 # Fake tensors and fake process groups
+
+FakeTensor = fake_tensor.FakeTensor
+"""Tensor on a device that has shape and dtype, but no memory."""
+
+FakeTensorMode = fake_tensor.FakeTensorMode
+"""Mode in which new tensors are fake."""
+
+
+def without_fake_tensors() -> AbstractContextManager[Any]:
+    """Make new tensors real within the context, inside a FakeTensorMode."""
+    return fake_tensor.unset_fake_temporarily()
+
+
+ValueNeeded = fake_tensor.DataDependentOutputException, fake_tensor.DynamicOutputShapeException
+"""Errors of an operator whose result, or the shape of whose result, depends on values. Fake tensors have none. The
+attribute `func` is the operator."""
+
+
+def tree_leaves(tree: Any) -> list[Any]:
+    """Return the leaves of nested containers, for example of an operator's arguments, in order."""
+    return _pytree.tree_leaves(tree)
+
+
+def is_mutating(operator: Any) -> bool:
+    """Return whether an operator changes one of its arguments in place."""
+    return operator._schema.is_mutable
+
+
+def unboxed_group(value: Any) -> dist.ProcessGroup | None:
+    """Return the process group that an argument of a collective's operator is; None if it is something else."""
+    if isinstance(value, torch.ScriptObject) and "ProcessGroup" in str(value._type()):
+        return dist.ProcessGroup.unbox(value)
+    return None
 
 
 def run_random_operators_plainly(mode_cls: type[TorchDispatchMode]) -> None:
