@@ -7,6 +7,8 @@ import os
 import pickle
 import random
 import socket
+import subprocess
+import sys
 import tempfile
 import time
 import traceback
@@ -193,3 +195,11 @@ def _free_port() -> int:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return listener.getsockname()[1]
+
+
+def titanlite(*arguments: str, **environ: str) -> tuple[int, list[str], list[str]]:
+    """Run a command; return its exit code, and the lines of its standard output and standard error."""
+    command = [sys.executable, "-m", "titanlite", *arguments]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"} | environ
+    result = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120, check=False)
+    return result.returncode, result.stdout.splitlines(), result.stderr.splitlines()

@@ -1,10 +1,12 @@
 """A run on this process alone, with its weights and its optimizer's state to compare."""
 
 import torch
+from torch import nn
 
-from tests.helpers import train_on_this_rank
+from tests.helpers import TinyRun, train_on_this_rank
 from tests.layouts import whole
 from titanlite.config.schema import Config
+from titanlite.models.registry import resolve_model
 
 
 def trained(config: Config) -> dict[str, torch.Tensor]:
@@ -23,3 +25,10 @@ def assert_equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None
     assert a.keys() == b.keys()
     for name in a:
         assert torch.equal(a[name], b[name]), name
+
+
+def parameters_of(tiny: TinyRun, options: list[str]) -> list[nn.Parameter]:
+    """Parameters of a run's model, on the meta device."""
+    model_cls, args = resolve_model("llama3", None, tiny.config(*options).model.args)
+    with torch.device("meta"):
+        return [*model_cls(args).parameters()]

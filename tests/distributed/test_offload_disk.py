@@ -1,5 +1,6 @@
-"""Shards on disk: each rank has its own files, and results are those of memory."""
+"""Shards on disk: each rank has its own files, results are those of memory, and states may be larger than memory."""
 
+import subprocess
 import sys
 from typing import Any
 
@@ -7,6 +8,7 @@ import pytest
 
 from tests.helpers import TinyRun, run_in_turn, train_on_this_rank
 from tests.layouts import whole
+from tests.whole_runs import parameters_of
 from titanlite.config.schema import Config
 
 DISK = ["--offload.optimizer=disk"]
@@ -58,3 +60,52 @@ def test_updates_in_backward_of_shards_on_disk(tiny: TinyRun) -> None:
     assert_same_bits(memory, moments)
     assert_same_bits(memory, everything)
     assert tiny.losses("moments") == tiny.losses("everything") == tiny.losses("memory")
+
+
+LIMITED = """
+import json, re, resource, sys
+from pathlib import Path
+import torch
+torch.set_num_threads(1)
+from titanlite.config.load import load
+from titanlite.build import build
+from titanlite.runtime.process_group import pick_device, process_group, read_ranks
+from titanlite.ingest.prepare import prepare_text
+from titanlite.preflight import preflight
+from titanlite.train import finish, train
+toml, room, *options = sys.argv[1:]
+config, ranks = load(toml, options), read_ranks({})
+device = pick_device(ranks)
+with process_group(ranks, device):
+    torch.ones(300, 300, requires_grad=True).mm(torch.ones(300, 300)).sum().backward()  # threads, and libraries
+    taken = int(re.search(r"VmData:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) * 1024
+    if int(room):
+        resource.setrlimit(resource.RLIMIT_DATA, (taken + int(room), taken + int(room)))
+    run = build(config, preflight(config, ranks, device), ranks=ranks, device=device, prepare_text=prepare_text)
+    train(run)
+    finish(run)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")
+def test_states_larger_than_memory(tiny: TinyRun) -> None:
+    """RLIMIT_DATA limits private memory. Of a parameter, 16 bytes are states: moments 8, itself and its gradient 4
+    each. With only the gradients in memory, what else a step takes has room in 15."""
+    wide = ["dim=512", "hidden_dim=2048", "n_heads=4", "n_kv_heads=4", "n_layers=6"]
+    options = ["--training.steps=2", "--training.global_batch_size=1", "--checkpoint.enable=false"]
+    options += ["--parallelism.fsdp_reshard_after_forward=always", *(f"--model.args.{size}" for size in wide)]
+
+    def train(name: str, room: int, *more: str) -> subprocess.CompletedProcess[str]:
+        words = [str(tiny.toml), str(room), f"--job.name={name}", *options, *more]
+        return subprocess.run([sys.executable, "-c", LIMITED, *words], capture_output=True, text=True, timeout=300)
+
+    states = 16 * sum(tensor.numel() for tensor in parameters_of(tiny, options))
+    assert states > 350 * 2**20
+    assert train("free", 0).returncode == 0
+    failed = train("memory", states * 15 // 16)
+    assert failed.returncode != 0
+    assert "can't allocate memory" in failed.stderr
+    found = train("disk", states * 15 // 16, *EVERYTHING)
+    assert found.returncode == 0, found.stderr
+    assert tiny.losses("disk") == tiny.losses("free")

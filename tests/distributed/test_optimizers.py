@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from tests.helpers import TinyRun, run_ranks
-from tests.layouts import degrees, optimizer_moments, trained, whole
+from tests.layouts import degrees, on_every_layout, optimizer_moments, trained, whole
 from titanlite.config.schema import Config, Parallelism
 from titanlite.optim import muon, update
 from titanlite.parallelize.fsdp import fully_shard
@@ -234,3 +234,19 @@ def test_another_optimizer_does_not_resume(of_four: OnFour) -> None:
         trained(0, 1, of_four.tiny.config("--job.name=mix"))
     assert "missing     optimizer.state.layers.0.attention.wq.weight.exp_avg [42, 42]" in str(error.value)
     assert "Restore [optimizer], or give the new run another job.name" in str(error.value)
+
+
+LOW = ["--training.dtype=bfloat16", "--optimizer.state_dtype=bfloat16", "--training.mixed_precision_param=bfloat16"]
+
+
+@pytest.mark.slow
+def test_bfloat16_runs_are_equal_on_every_layout_and_after_a_resume(tiny: TinyRun) -> None:
+    results = on_every_layout(trained, tiny, *LOW)
+    reference = tiny.losses("run-1-1")
+    assert reference[-1] < 4.5
+    for replicate, shard in results:
+        assert tiny.losses(f"run-{replicate}-{shard}") == pytest.approx(reference, rel=2e-3)
+    [whole] = results[1, 1]
+    run_ranks(trained, 1, tiny.config("--job.name=halves", "--training.steps=3", *LOW))
+    [resumed] = run_ranks(trained, 1, tiny.config("--job.name=halves", *LOW))
+    assert all((resumed[name] == value).all() for name, value in whole.items())

@@ -97,19 +97,23 @@ def test_where_both_come_from_is_printed(tmp_path: Path) -> None:
     ]
 
 
-def test_a_missing_measurement_is_flagged_and_a_new_one_is_not(tmp_path: Path) -> None:
+def test_a_missing_measurement_is_flagged(tmp_path: Path) -> None:
     assert skip_reasons(tmp_path, [RATIO, SECONDS], [RATIO]) == (
         1, {"plain / ours": "1 1 +0.0% same", "start": "2 s - MISSING"},
     )  # fmt: skip
+
+
+def test_a_new_measurement_is_not_flagged(tmp_path: Path) -> None:
     assert skip_reasons(tmp_path, [RATIO], [RATIO, SECONDS]) == (
         0, {"plain / ours": "1 1 +0.0% same", "start": "- 2 s new"},
     )  # fmt: skip
 
 
-def test_of_the_same_name_the_last_counts(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("last", "code"), [(1.0, 0), (0.5, 1)])
+def test_of_the_same_name_the_last_counts(tmp_path: Path, last: float, code: int) -> None:
     bad = {**RATIO, "value": 0.5, "low": 0.5}
-    assert skip_reasons(tmp_path, [RATIO], [bad, RATIO])[0] == 0
-    assert skip_reasons(tmp_path, [RATIO], [RATIO, bad])[0] == 1
+    new = [bad, RATIO] if last == 1.0 else [RATIO, bad]
+    assert skip_reasons(tmp_path, [RATIO], new)[0] == code
 
 
 @pytest.mark.parametrize(
@@ -134,21 +138,22 @@ def test_a_bad_line_is_named_with_its_place(tmp_path: Path, line: str, message: 
 
 
 @pytest.mark.parametrize("name", ["compare.py", "table.py"])
-def test_what_cannot_be_read_is_one_line_and_exit_code_2(tmp_path: Path, name: str) -> None:
-    good, bad, empty = (
-        written(tmp_path / "good.jsonl", RATIO),
-        tmp_path / "bad.jsonl",
-        written(tmp_path / "empty.jsonl"),
-    )
-    bad.write_text("measurements\n")
-    problems = {
-        bad: f"{bad}:1: not JSON: Expecting value: line 1 column 1 (char 0)",
-        empty: f"{empty}: has no measurements",
-        tmp_path / "none.jsonl": f"{tmp_path / 'none.jsonl'}: cannot be read: No such file or directory",
-    }
-    for path, problem in problems.items():
-        run = script(name, good, path)
-        assert (run.returncode, run.stdout, run.stderr) == (2, "", f"error: {problem}\n")
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        pytest.param("measurements\n", ":1: not JSON: Expecting value: line 1 column 1 (char 0)", id="not JSON"),
+        pytest.param("", ": has no measurements", id="empty"),
+        pytest.param(None, ": cannot be read: No such file or directory", id="no file"),
+    ],
+)
+def test_what_cannot_be_read_is_one_line_and_exit_code_2(
+    tmp_path: Path, name: str, text: str | None, problem: str
+) -> None:
+    path = tmp_path / "other.jsonl"
+    if text is not None:
+        path.write_text(text)
+    run = script(name, written(tmp_path / "good.jsonl", RATIO), path)
+    assert (run.returncode, run.stdout, run.stderr) == (2, "", f"error: {path}{problem}\n")
 
 
 def test_record_of_values_pairs_and_one_value(tmp_path: Path) -> None:

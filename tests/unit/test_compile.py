@@ -2,7 +2,6 @@
 
 import logging
 import os
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -156,22 +155,3 @@ def test_nothing_is_compiled_after_the_first_step(
     assert [count - before for count in graphs] == [1, 1, 2, 2, 2, 2]
     assert ["compile_seconds" in record for record in tiny.records()] == [True, *[False] * 5]
     assert not [line for line in log() if "recompiles" in line]
-
-
-@pytest.mark.nightly
-def test_the_next_start_finds_what_was_compiled(tiny: TinyRun) -> None:
-    """By the real compiler, in processes of their own, that know the folder by the option only."""
-    variables = {key: value for key, value in os.environ.items() if key != PLACE}
-    cache = tiny.folder / "cache"
-    found = []
-    for name in ("cold", "warm"):
-        command = [sys.executable, "-m", "titanlite", "train", "--config", str(tiny.toml), f"--job.name={name}"]
-        command += ["--compile.enable", f"--compile.cache_folder={cache}", "--training.steps=2"]
-        subprocess.run(command, check=True, capture_output=True, text=True, timeout=400, env=variables)
-        found.append({str(path.relative_to(cache)) for path in cache.rglob("*") if path.is_file()})
-        first, second = tiny.records(name)
-        assert first["compile_seconds"] > 0
-        assert "compile_seconds" not in second
-    assert {path.split("/")[0] for path in found[0]} >= {"fxgraph", "aotautograd"}
-    assert found[1] == found[0]
-    assert tiny.losses("warm") == tiny.losses("cold")

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tests.helpers import TinyRun, run_ranks, train_on_this_rank
+from tests.helpers import TinyRun, run_in_turn, train_on_this_rank
 from titanlite import train
 from titanlite.config.schema import Config
 from titanlite.models.layers import FeedForward
@@ -86,8 +86,8 @@ def deterministically(rank: int, world_size: int, config: Config) -> dict[str, A
 
 def test_deterministic_kernels_are_enough_to_train(tiny: TinyRun) -> None:
     options = ["--debug.deterministic", "--training.z_loss=1e-4", "--data.document_mask"]
-    for name in ("one", "two"):
-        [found] = run_ranks(deterministically, 1, tiny.config(f"--job.name={name}", *options))
+    configs = [tiny.config(f"--job.name={name}", *options) for name in ("one", "two")]
+    for [found] in run_in_turn(deterministically, 1, configs):
         assert found == {"on": True, "cublas": ":4096:8"}
     assert tiny.losses("one") == tiny.losses("two")
     assert tiny.records("one")[-1]["added_loss"] > 0

@@ -303,3 +303,74 @@ def test_no_test_module_imports_another() -> None:
     """What several test modules need is in a helper module: tests/helpers.py, tests/layouts.py, tests/plans.py, ..."""
     found = {str(path): {name for name in imports(tree) if ".test_" in name} for path, tree in TESTS.items()}
     assert {path: names for path, names in found.items() if names} == {}
+
+
+STARTS = {"subprocess.run", "subprocess.Popen", "titanlite", "Process"}
+LOOPS = ast.For | ast.While | ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp
+
+
+def started(call: ast.Call, functions: dict[str, ast.FunctionDef]) -> int:
+    """Count the processes that one call starts, itself or in a function of its module. Two stand for several."""
+    name, text = ast.unparse(call.func), ast.unparse(call)
+    last = name.rpartition(".")[2]
+    if name == "on_every_layout" or "torch.distributed.run" in text or "NPROC" in text:
+        return 2
+    if name in ("run_ranks", "run_in_turn"):
+        return 1 if ast.unparse(call.args[1]) == "1" else 2
+    if last == "Pool":
+        return 1 if text.endswith("Pool(1)") else 2
+    if name in functions:
+        return processes(functions[name], {other: it for other, it in functions.items() if other != name})
+    return int(name in STARTS or last in STARTS)
+
+
+def processes(function: ast.FunctionDef, functions: dict[str, ast.FunctionDef]) -> int:
+    """Count the processes that a function starts; what a loop repeats counts twice."""
+    inner = {node.name: node for node in ast.walk(function) if isinstance(node, ast.FunctionDef)}
+    del inner[function.name]
+
+    def count(node: ast.AST, times: int) -> int:
+        if isinstance(node, ast.FunctionDef) and node is not function:
+            return 0  # counted where it is called
+        own = times * started(node, functions | inner) if isinstance(node, ast.Call) else 0
+        repeated = 2 * times if isinstance(node, LOOPS) else times
+        first = node.iter if isinstance(node, ast.For) else None
+        children = ast.iter_child_nodes(node)
+        return own + sum(count(child, times if child is first else repeated) for child in children)
+
+    return count(function, 1)
+
+
+def test_unit_tests_start_one_process_at_most() -> None:
+    """What starts several is in tests/distributed. Workers of a data loader or of `data prepare` are not counted."""
+    several = set()
+    for path, tree in TESTS.items():
+        functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
+        if path.parent.name == "unit":
+            tests = {name: node for name, node in functions.items() if name.startswith("test_")}
+            several |= {f"{path.name}:{name}" for name, node in tests.items() if processes(node, functions) > 1}
+    assert several == set()
+
+
+def test_what_the_count_of_processes_finds() -> None:
+    source = """
+def once(): subprocess.run(["a"])
+def test_one(): once()
+def test_ranks(): run_ranks(f, 1, config)
+def test_two():
+    once()
+    once()
+def test_loop():
+    for name in names: once()
+def test_many(): run_in_turn(f, 2, configs)
+def test_pool(): multiprocessing.Pool(2)
+def test_inner():
+    def inner(): once()
+    inner(), inner()
+"""
+    functions = {node.name: node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef)}
+    found = {name: processes(node, functions) for name, node in functions.items()}
+    assert found == {
+        "once": 1, "test_one": 1, "test_ranks": 1, "test_two": 2, "test_loop": 2, "test_many": 2, "test_pool": 2,
+        "test_inner": 2,
+    }  # fmt: skip

@@ -16,7 +16,7 @@ from torch import nn
 
 from tests.helpers import TinyRun, train_on_this_rank
 from tests.plans import layout_of, planned, read
-from tests.whole_runs import assert_equal, trained
+from tests.whole_runs import assert_equal, parameters_of, trained
 from titanlite.build import build
 from titanlite.checkpoint.manifest import folder_name
 from titanlite.cli import run as run_command
@@ -170,62 +170,6 @@ def test_few_pages_of_files_are_in_memory(tmp_path: Path, monkeypatch: pytest.Mo
         assert resident_of_files() - before < 16 * 2**20
     else:
         assert max(most) - before >= 90 * 2**20
-
-
-LIMITED = """
-import json, re, resource, sys
-from pathlib import Path
-import torch
-torch.set_num_threads(1)
-from titanlite.config.load import load
-from titanlite.runtime.job import pick_device, process_group, read_ranks
-from titanlite.ingest.prepare import prepare_text
-from titanlite.preflight import preflight
-from titanlite.train import build, finish, train
-toml, room, *options = sys.argv[1:]
-config, ranks = load(toml, options), read_ranks({})
-device = pick_device(ranks)
-with process_group(ranks, device):
-    torch.ones(300, 300, requires_grad=True).mm(torch.ones(300, 300)).sum().backward()  # threads, and libraries
-    taken = int(re.search(r"VmData:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) * 1024
-    if int(room):
-        resource.setrlimit(resource.RLIMIT_DATA, (taken + int(room), taken + int(room)))
-    run = build(config, preflight(config, ranks, device), ranks=ranks, device=device, prepare_text=prepare_text)
-    train(run)
-    finish(run)
-"""
-
-
-@pytest.mark.slow
-def test_states_larger_than_memory(tiny: TinyRun) -> None:
-    """RLIMIT_DATA limits private memory. Of a parameter, 16 bytes are states: moments 8, itself and its gradient 4
-    each. With only the gradients in memory, what else a step takes has room in 15."""
-    wide = ["dim=512", "hidden_dim=2048", "n_heads=4", "n_kv_heads=4", "n_layers=6"]
-    options = ["--training.steps=2", "--training.global_batch_size=1", "--checkpoint.enable=false"]
-    options += ["--parallelism.fsdp_reshard_after_forward=always", *(f"--model.args.{size}" for size in wide)]
-
-    def train(name: str, room: int, *more: str) -> subprocess.CompletedProcess[str]:
-        words = [str(tiny.toml), str(room), f"--job.name={name}", *options, *more]
-        return subprocess.run([sys.executable, "-c", LIMITED, *words], capture_output=True, text=True, timeout=300)
-
-    states = 16 * sum(tensor.numel() for tensor in parameters_of(tiny, options))
-    assert states > 350 * 2**20
-    assert train("free", 0).returncode == 0
-    failed = train("memory", states * 15 // 16)
-    assert failed.returncode != 0
-    assert "can't allocate memory" in failed.stderr
-    found = train("disk", states * 15 // 16, *EVERYTHING)
-    assert found.returncode == 0, found.stderr
-    assert tiny.losses("disk") == tiny.losses("free")
-
-
-def parameters_of(tiny: TinyRun, options: list[str]) -> list[nn.Parameter]:
-    from titanlite.models.registry import resolve_model
-
-    args = tiny.config(*options).model.args
-    kind, shape = resolve_model("llama3", None, args)
-    with torch.device("meta"):
-        return [*kind(shape).parameters()]
 
 
 # What is left

@@ -11,8 +11,6 @@ from torch._functorch import config as functorch
 from torch.optim._muon import _zeropower_via_newtonschulz
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.helpers import TinyRun, run_ranks
-from tests.layouts import on_every_layout, trained
 from titanlite.checkpoint.state import complete_optimizer_state
 from titanlite.config.schema import Optimizer
 from titanlite.optim import build_optimizer, update
@@ -186,22 +184,6 @@ def test_an_update_that_compiles_itself_does_not_use_the_cache() -> None:
     update(Own([nn.Parameter(torch.ones(2))]), skip=torch.tensor(False))
     assert seen == [False]
     assert functorch.enable_autograd_cache == before
-
-
-LOW = ["--training.dtype=bfloat16", "--optimizer.state_dtype=bfloat16", "--training.mixed_precision_param=bfloat16"]
-
-
-@pytest.mark.slow
-def test_bfloat16_runs_are_equal_on_every_layout_and_after_a_resume(tiny: TinyRun) -> None:
-    results = on_every_layout(trained, tiny, *LOW)
-    reference = tiny.losses("run-1-1")
-    assert reference[-1] < 4.5
-    for replicate, shard in results:
-        assert tiny.losses(f"run-{replicate}-{shard}") == pytest.approx(reference, rel=2e-3)
-    [whole] = results[1, 1]
-    run_ranks(trained, 1, tiny.config("--job.name=halves", "--training.steps=3", *LOW))
-    [resumed] = run_ranks(trained, 1, tiny.config("--job.name=halves", *LOW))
-    assert all((resumed[name] == value).all() for name, value in whole.items())
 
 
 class StateFromStart(torch.optim.SGD):

@@ -4,18 +4,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
 
-from tests.helpers import TinyRun, fake_mesh, run_in_turn, run_ranks
-from tests.layouts import built, trained, whole
+from tests.helpers import fake_mesh
+from tests.layouts import whole
 from tests.plans import profiled, shapes
-from titanlite.config.schema import Config, Optimizer
-from titanlite.models.base import unique_parameters
+from titanlite.config.schema import Optimizer
 from titanlite.optim import build_optimizer, check_optimizer, set_learning_rate, update
 from titanlite.optim.quantized import MIN_ELEMENTS, block_size_of, check_shards, inner_tensors, is_quantized
 from titanlite.optim.registry import find_optimizer_cls
@@ -26,8 +24,6 @@ pytest.importorskip("torchao.optim")
 
 CLASSES = {"AdamW8bit": (256, 1 + 4 / 256), "AdamW4bit": (128, 0.5 + 4 / 128), "AdamWFp8": (256, 1 + 4 / 256)}
 """Elements of a block, and bytes of one element of a moment, by class."""
-SHAPE = ["--model.args.dim=128", "--model.args.n_heads=2", "--model.args.hidden_dim=128", "--model.args.n_layers=2"]
-"""Sizes whose matrices are quantized whole and in halves."""
 
 
 def named(class_name: str) -> str:
@@ -39,30 +35,6 @@ def _eager() -> Any:
     """Run updates without the compiler, which takes minutes: the operations are the same."""
     with torch.compiler.set_stance("force_eager"):
         yield
-
-
-def moments(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, np.ndarray]:
-    """Return all state, gathered; of quantized moments their inner tensors."""
-    found: dict[str, Tensor] = {}
-    for name, parameter in unique_parameters(model):
-        for key, value in optimizer.state[parameter].items():
-            quantized = inner_tensors(value) if is_quantized(value) else {"": value}
-            found |= {f"{name}.{key}.{piece}": whole(tensor.float()) for piece, tensor in quantized.items()}
-    return {name: tensor.numpy() for name, tensor in found.items()}
-
-
-def eager(rank: int, world_size: int, config: Config) -> dict[str, np.ndarray]:
-    """Train without the compiler, and return the weights."""
-    torch.compiler.set_stance("force_eager")
-    return trained(rank, world_size, config)
-
-
-def restored(rank: int, world_size: int, config: Config) -> dict[str, np.ndarray]:
-    """Return the moments that a start loads from a checkpoint."""
-    torch.compiler.set_stance("force_eager")
-    run = built(rank, world_size, config)
-    assert run.progress.step == 6
-    return moments(run.model, run.optimizer)
 
 
 @pytest.mark.parametrize("class_name", CLASSES)
@@ -164,49 +136,6 @@ def test_compiled_code_of_one_class_is_not_used_for_another(tmp_path: Path, monk
             assert torch.allclose(updated(class_name), expected, rtol=1e-3, atol=1e-3), class_name
 
 
-@pytest.mark.slow
-def test_losses_are_near_those_of_adamw(tiny: TinyRun) -> None:
-    """After 30 steps, on a text that is nearly known by heart then; and not the same, or nothing was quantized."""
-    options = [*SHAPE, "--training.steps=30", "--optimizer.lr=3e-3", "--checkpoint.enable=false"]
-    names = {"AdamW": "AdamW", "AdamW8bit": named("AdamW8bit")}
-    run_in_turn(
-        eager, 1, [tiny.config(*options, f"--job.name={it}", f"--optimizer.name={of}") for it, of in names.items()]
-    )
-    expected, found = (tiny.losses(name)[-1] for name in names)
-    assert expected < 0.5
-    assert found != expected
-    assert found == pytest.approx(expected, rel=0.01)
-
-
-@pytest.mark.parametrize(
-    ("class_name", "shape"),
-    [
-        # 259 rows, each of one block: uneven shards
-        pytest.param("AdamW8bit", "--model.args.dim=256", marks=pytest.mark.slow),
-        pytest.param("AdamW4bit", "--model.args.vocab_size=260", marks=pytest.mark.nightly),
-        pytest.param("AdamWFp8", "--model.args.vocab_size=260", marks=pytest.mark.nightly),
-    ],
-)
-def test_a_run_resumes_bit_for_bit(tiny: TinyRun, class_name: str, shape: str) -> None:
-    """A run on two shards resumes there bit for bit; its moments are the same on one shard."""
-    options = [*SHAPE, shape, f"--optimizer.name={named(class_name)}"]
-    configs = [
-        tiny.config(*options, f"--job.name={name}", f"--training.steps={steps}", world_size=2)
-        for name, steps in (("whole", 6), ("parts", 3), ("parts", 6))
-    ]
-    expected, _, found = run_in_turn(eager, 2, configs)
-    assert tiny.losses("parts") == tiny.losses("whole")
-    for name, value in expected[0].items():
-        assert (found[0][name] == value).all(), name
-    alone = tiny.config(*options, "--job.name=parts", "--training.steps=6")
-    [on_two, _], [on_one] = run_ranks(restored, 2, configs[2]), run_ranks(restored, 1, alone)
-    assert on_one.keys() == on_two.keys()
-    assert sum(name.endswith("codes") for name in on_one) == 2 * (2 + 2 * 7)
-    for name, value in on_two.items():
-        assert value.any()
-        assert np.array_equal(on_one[name], value), name
-
-
 REFUSED: dict[str, tuple[tuple[int, ...], list[Placement]]] = {
     "[64, 256] cannot have quantized moments on 4 shards: it is sharded by dimension 1, and": ((64, 256), [Shard(1)]),
     "on 4 shards: shards have 3,840 to 4,096 elements, and torchao quantizes only those with at least 4,096": (
@@ -234,34 +163,3 @@ def test_shards_that_are_alike_are_not_refused(shape: tuple[int, ...], placement
     with fake_mesh(0, (4,)) as mesh:
         check_shards("weight", distribute_tensor(torch.ones(shape), mesh, [placement], src_data_rank=None), 256)
     check_shards("weight", torch.ones(shape), 256)
-
-
-def refused(rank: int, world_size: int, config: Config) -> str:
-    torch.compiler.set_stance("force_eager")
-    with pytest.raises(UserError) as error:
-        built(rank, world_size, config)
-    return str(error.value)
-
-
-def test_a_run_and_a_checkpoint_with_other_shards_are_refused(tiny: TinyRun) -> None:
-    """Rows do not divide, or shards of a checkpoint were large enough for blocks."""
-    name = f"--optimizer.name={named('AdamW8bit')}"
-    even = [
-        *SHAPE,
-        name,
-        "--model.args.vocab_size=260",
-        "--model.args.hidden_dim=48",
-        "--training.steps=1",
-        "--lr_scheduler.warmup_steps=1",
-    ]
-    run_ranks(eager, 1, tiny.config(*even))
-    configs = [
-        tiny.config(*SHAPE, name, "--job.name=uneven", world_size=2),
-        tiny.config(*even, "--training.steps=2", world_size=2),
-    ]
-    (uneven, _), (small, _) = run_in_turn(refused, 2, configs)
-    assert "tok_embeddings.weight [259, 128] cannot have quantized moments on 2 shards" in uneven
-    assert "layers.0.feed_forward.w1.weight.exp_avg.codes" in small
-    assert "of another optimizer" not in small
-    assert "Shards below 4,096 elements keep float32 moments" in small
-    assert "Use the number that saved it (replicate 1 x shard 1)" in small

@@ -1,0 +1,139 @@
+"""Commands in processes of their own: a run from start to resume, and run_train.sh on several processes and nodes."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from tests.helpers import TinyRun, titanlite
+
+
+def test_a_run_from_start_to_resume(tiny: TinyRun) -> None:
+    command = ("train", "--config", str(tiny.toml), "--training.steps=3", "--metrics.enable_tensorboard=true")
+    code, out, err = titanlite(*command)
+    assert (code, err) == (0, [])
+    run = tiny.folder / "outputs" / "tiny"
+    text = "\n".join(out)
+    assert "unigram entropy" in text
+    assert "step     3  loss" in text
+    assert f"checkpoints  {run / 'checkpoints'} (3)" in text
+    assert "continue       the same command with --training.steps=6" in text
+    assert sorted(path.name for path in run.iterdir()) == [
+        ".lock", "checkpoints", "checkpoints.jsonl", "config.toml", "logs", "metrics.jsonl", "run.json", "tensorboard",
+    ]  # fmt: skip
+    assert "step     3  loss" in (run / "logs" / "rank-0.log").read_text()
+    assert list((run / "tensorboard").glob("events*"))
+
+    code, out, _ = titanlite(*command, "--training.steps=5")
+    assert code == 0
+    assert "resuming after step 3, 24 sequences into the data" in out
+    assert [record["step"] for record in tiny.records()] == [1, 2, 3, 4, 5]
+    code, out, _ = titanlite(*command, "--training.steps=5")
+    assert code == 0
+    assert "this run is complete at step 5; to continue it, raise training.steps" in out
+
+
+@pytest.mark.slow
+def test_checkpoint_of_another_model(tiny: TinyRun) -> None:
+    command = ("train", "--config", str(tiny.toml), "--training.steps=2")
+    assert titanlite(*command)[0] == 0
+    code, _, err = titanlite(*command, "--model.args.hidden_dim=64")
+    assert code == 2
+    checkpoint = tiny.folder / "outputs" / "tiny" / "checkpoints" / "step-00000002"
+    assert err == [
+        f"error: {checkpoint} was trained with other settings, and a resumed run would be another experiment:",
+        "error:   model.args.hidden_dim was 70, is 64",
+        "error: Restore them, or give the new run another job.name, or accept: "
+        'checkpoint.allow_changes = ["model.args.hidden_dim"]',
+    ]
+
+
+SCRIPT = Path(__file__).parents[2] / "run_train.sh"
+
+
+def run_train(*arguments: str, cwd: Path, **environ: str) -> subprocess.CompletedProcess[str]:
+    environment = {key: value for key, value in os.environ.items() if key != "OMP_NUM_THREADS"}
+    environment |= {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"} | environ
+    return subprocess.run(
+        [str(SCRIPT), *arguments], capture_output=True, text=True, env=environment, cwd=cwd, timeout=300, check=False
+    )
+
+
+@pytest.mark.slow
+def test_run_train_on_four_processes(tiny: TinyRun) -> None:
+    options = ["--parallelism.data_parallel_replicate_degree=2", "--training.steps=4"]
+    one = run_train("--config", str(tiny.toml), "--job.name=one", "--training.steps=4", cwd=tiny.folder)
+    assert one.returncode == 0, one.stderr
+    four = run_train("--config", str(tiny.toml), *options, "--job.name=four", cwd=tiny.folder, NPROC="4")
+    assert four.returncode == 0, four.stderr
+    assert "mesh     replicate 2 x shard 2 on cpu; global batch 8 = 4 processes x 1 micro-batches x 2" in four.stdout
+    assert tiny.losses("four") == pytest.approx(tiny.losses("one"), rel=1e-5)
+    logs = tiny.folder / "outputs" / "four" / "logs"
+    assert sorted(path.name for path in logs.iterdir()) == [f"rank-{rank}.log" for rank in range(4)]
+
+
+@pytest.mark.nightly
+def test_run_train_on_two_nodes(tiny: TinyRun) -> None:
+    """Two machines that share a folder: here both are this one, each with a launcher of its own."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        endpoint = f"127.0.0.1:{listener.getsockname()[1]}"
+    nodes = {"NNODES": "2", "NPROC": "1", "RDZV_ENDPOINT": endpoint}
+    arguments = ["--config", str(tiny.toml), "--training.steps=3"]
+    with ThreadPoolExecutor() as pool:
+        futures = [pool.submit(run_train, *arguments, cwd=tiny.folder, **nodes) for _ in range(2)]
+        results = [future.result() for future in futures]
+    assert [result.returncode for result in results] == [0, 0], results[0].stderr + results[1].stderr
+    assert len(tiny.losses()) == 3
+    run = json.loads((tiny.folder / "outputs" / "tiny" / "run.json").read_text())
+    assert run["starts"][0]["mesh"] == {"replicate": 1, "shard": 2}
+    refused = run_train(*arguments, cwd=tiny.folder, NNODES="2")
+    assert refused.returncode == 2
+    assert "set RDZV_ENDPOINT to host:port" in refused.stderr
+
+
+def test_run_train_reports_a_mistake_once(tiny: TinyRun) -> None:
+    result = run_train("--config", str(tiny.toml), "--training.stepss=3", cwd=tiny.folder, NPROC="4")
+    assert result.returncode == 2
+    assert result.stderr.splitlines() == [
+        "error: training.stepss: unknown key, did you mean training.steps? (command line)"
+    ]
+
+
+@pytest.mark.slow
+def test_run_train_passes_on_the_exit_code_of_a_rank(tiny: TinyRun) -> None:
+    for file in tiny.text.iterdir():
+        file.write_text("short")  # found out only when the text is read
+    result = run_train("--config", str(tiny.toml), cwd=tiny.folder, NPROC="2")
+    assert result.returncode == 2
+    errors = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1
+    assert "less than one sequence of 32" in errors[0]
+
+
+@pytest.mark.slow
+def test_a_run_that_stops_itself_reports_why_and_exits_with_3(tiny: TinyRun) -> None:
+    """Weights that overflow: from the user's side, on two processes."""
+    result = run_train("--config", str(tiny.toml), "--optimizer.lr=1e36", cwd=tiny.folder, NPROC="2")
+    assert result.returncode == 3, result.stderr
+    errors = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1
+    assert errors[0].startswith("error: step 2: loss or gradient is not finite (loss ")
+    assert "types    weights float32, compute float32, reduction float32, moments float32" in result.stdout
+    skipped = tiny.folder / "outputs" / "tiny" / "skipped.jsonl"
+    assert f"stopped: the skipped steps are in {skipped}" in result.stdout
+    [record] = [json.loads(line) for line in skipped.read_text().splitlines()]
+    assert (record["step"], record["samples"]) == (2, [*range(8, 16)])
+    assert [path.name for path in (tiny.folder / "outputs" / "tiny" / "checkpoints").glob("step*")] == ["step-00000001"]
+
+
+def test_run_train_finds_bare_names(tmp_path: Path) -> None:
+    result = run_train("--config", "debgu.toml", cwd=tmp_path)
+    assert result.returncode == 2
+    assert result.stderr == "error: no config file debgu.toml, did you mean debug?\n"
+    assert "Train:" in run_train("--help", cwd=tmp_path).stdout

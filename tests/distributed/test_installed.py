@@ -1,0 +1,62 @@
+"""titanlite installed from a wheel."""
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A wheel, built from a copy of the checkout."""
+    source = tmp_path_factory.mktemp("source") / "titanlite"
+    ignored = shutil.ignore_patterns("__pycache__")
+    source.mkdir()
+    for name in ("titanlite", "train_configs"):
+        shutil.copytree(ROOT / name, source / name, symlinks=True, ignore=ignored)
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    code = "from setuptools.build_meta import build_wheel; build_wheel('dist')"
+    subprocess.run([sys.executable, "-c", code], cwd=source, check=True, capture_output=True)
+    [path] = (source / "dist").glob("*.whl")
+    return path
+
+
+def test_the_wheel_holds_configs_and_tokenizer(wheel: Path) -> None:
+    names = zipfile.ZipFile(wheel).namelist()
+    configs = sorted(name for name in names if "train_configs" in name)
+    assert configs == sorted(f"titanlite/train_configs/{path.name}" for path in (ROOT / "train_configs").iterdir())
+    assert "titanlite/data/tokenizers/python-2k.model" in names
+    assert {name.partition("/")[0].partition("-")[0] for name in names} == {"titanlite"}
+
+
+@pytest.mark.slow
+def test_an_installed_wheel_trains_in_an_empty_folder(wheel: Path, tmp_path: Path) -> None:
+    python = tmp_path / "venv" / "bin" / "python"
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+
+    def run(*words: object) -> str:
+        result = subprocess.run(
+            [*map(str, words)], cwd=tmp_path / "empty", env=environment, capture_output=True, text=True, timeout=300,
+            check=False,
+        )  # fmt: skip
+        assert result.returncode == 0, result.stderr
+        return result.stdout
+
+    (tmp_path / "empty").mkdir()
+    run(sys.executable, "-m", "venv", tmp_path / "venv")
+    run(python, "-m", "pip", "install", "--no-deps", "--no-index", "--disable-pip-version-check", wheel)
+    packages = run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").strip()
+    Path(packages, "others.pth").write_text(sysconfig.get_path("purelib"))  # torch and all else that it needs
+    assert run(python, "-c", "import titanlite; print(titanlite.__file__)").startswith(packages)
+    titanlite = python.with_name("titanlite")
+    assert "debug: 2 steps done" in run(titanlite, "train", "--training.steps=2", "--validation.enable=false")
+    run(titanlite, "check", "--config", "llama3_8b.toml", "--model.flavor=debug")
+    assert 'flavor = "8B"' in run(titanlite, "config", "show", "llama3_8b.toml")
