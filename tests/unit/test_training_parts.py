@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional as F
 
+from tests.helpers import TinyRun, train_on_this_rank
 from tests.recorders import recorder, records, result_of
 from titanlite.batch import IGNORE
 from titanlite.config.schema import LRScheduler, Optimizer, Training
@@ -228,3 +229,9 @@ def test_a_loss_that_forgets_to_detach_keeps_no_graph() -> None:
     for value in (result.loss, result.added_loss, result.grad_norm, result.micro_losses):
         assert not value.requires_grad
     assert result.added_loss == pytest.approx(float(result.loss), rel=1e-5)
+
+
+@pytest.mark.usefixtures("single_process_group")
+def test_a_run_logs_warnings_about_its_config(tiny: TinyRun, caplog: pytest.LogCaptureFixture) -> None:
+    train_on_this_rank(tiny.config("--training.steps=1", "--lr_scheduler.warmup_steps=5"), 0, 1)
+    assert "a warm-up of 5 steps never reaches the peak learning rate in a run of 1 steps" in caplog.text

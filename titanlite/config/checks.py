@@ -30,12 +30,7 @@ def find_conflicts(config: Config, world_size: int | None, bad_keys: Collection[
             ("validation.enable", "validation.path", "validation.sources"),
             lambda: _sources(config.validation, "validation"),
         ),
-        (
-            ("data.path", "data.sources", "validation.enable", "validation.path", "validation.sources"),
-            lambda: _validation_fits_data(config),
-        ),
         (("training.loss", "training.z_loss"), lambda: _loss(config)),
-        (("training.steps", "training.epochs", "lr_scheduler.warmup_steps"), lambda: _warmup(config)),
         (("data.tokenizer",), lambda: _tokenizer(config)),
         (("checkpoint.folder", "checkpoint.initial_load_path"), lambda: _checkpoint_places(config)),
         (
@@ -147,40 +142,31 @@ def _sources(section: Data | Validation, name: str) -> Iterator[Conflict]:
                 yield f"{key}.path", f"no file or folder {path}"
 
 
-def _validation_fits_data(config: Config) -> Iterator[Conflict]:
-    """Refuse validation on the standard library's source in a run that trains on other data: that loss means nothing,
-    and the path was probably inherited from a shipped config."""
+def find_warnings(config: Config, *, steps: int) -> Iterator[str]:
+    """Find settings that are allowed and probably not meant, such as those that a base config brought along.
+
+    Args:
+        steps: of the whole run. With `training.epochs` the number is known once the data is open.
+    """
+    warmup = config.lr_scheduler.warmup_steps
+    if warmup > steps:
+        yield (
+            f"lr_scheduler.warmup_steps: a warm-up of {warmup} steps never reaches the peak learning rate in a run of "
+            f"{steps} steps; set --lr_scheduler.warmup_steps={steps // 10} or another number up to {steps}"
+        )
     if any(_is_stdlib(source.path) for source in config.data.all_sources()):
         return
     for number, source in enumerate(config.validation.all_sources()):
         if _is_stdlib(source.path):
             key = f"validation.sources.{number}.path" if config.validation.sources else "validation.path"
             yield (
-                key,
-                "is the source of Python's standard library, and the training data is not: name text of your own "
-                f"(--{key}=...), or turn validation off (--validation.enable=false)",
+                f"{key}: validates on the source of Python's standard library, and the training data is not that; name "
+                f"text of your own (--{key}=...), or turn validation off (--validation.enable=false)"
             )
 
 
 def _is_stdlib(path: str | list[str]) -> bool:
     return any(part.startswith("stdlib://") for part in ([path] if isinstance(path, str) else path))
-
-
-def _warmup(config: Config) -> Iterator[Conflict]:
-    if config.training.epochs is None:  # else the number of steps is known when the data is open
-        warmup, steps = config.lr_scheduler.warmup_steps, config.training.steps
-        if problem := why_warmup_is_too_long(warmup, steps):
-            yield "lr_scheduler.warmup_steps", problem
-
-
-def why_warmup_is_too_long(warmup: int, steps: int) -> str | None:
-    """Return the reason why a run of `steps` steps cannot have `warmup` steps of warm-up; None if it can."""
-    if warmup <= steps:
-        return None
-    return (
-        f"a warm-up of {warmup} steps never reaches the peak learning rate in a run of {steps} steps: set "
-        f"--lr_scheduler.warmup_steps={steps // 10} or another number up to {steps}"
-    )
 
 
 def _loss(config: Config) -> Iterator[Conflict]:

@@ -9,6 +9,7 @@ from torch.distributed.fsdp import FSDPModule
 from titanlite.checkpoint import manifest as manifests
 from titanlite.checkpoint.manager import Progress
 from titanlite.checkpoint.storage import Storage
+from titanlite.config.checks import find_warnings
 from titanlite.config.schema import Config
 from titanlite.data.packing import BestFit
 from titanlite.data.samples import Samples, Source
@@ -55,6 +56,8 @@ def report_start(
     if training.epochs is not None and (limit := samples.limit(training.epochs)) is not None:
         rest = limit - total
         logger.info(f"         the last {rest} sequences do not fill a batch of {training.global_batch_size}: left out")
+    for warning in find_warnings(config, steps=steps):
+        logger.warning(warning)
     if progress.step >= steps:
         logger.info(f"this run is complete at step {progress.step}; to continue it, raise training.steps")
     elif progress.step:
