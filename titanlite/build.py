@@ -78,7 +78,7 @@ class _State:
     model: Model
     optimizer: torch.optim.Optimizer
     disk: DiskTensors | None
-    """Where some of the tensors are. None: all are in memory."""
+    """Disk that holds some of the tensors. None: all are in memory."""
 
 
 def build(

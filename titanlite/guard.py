@@ -84,7 +84,7 @@ class StepGuard:
         self._in_a_row = torch.tensor(state.get("in_a_row", 0), device=device)
         self._stopped = torch.tensor(False, device=device)
         self._began = torch.tensor(False, device=device)
-        """Whether backward updates parameters in this step."""
+        """True if backward updates parameters in this step."""
         self._in_part = torch.tensor(False, device=device)
         self._taken = step - state.get("in_a_row", 0)
         self._unchecked: list[tuple[int, StepResult]] = []
@@ -118,7 +118,8 @@ class StepGuard:
         return skip_reason
 
     def _is_spike(self, values: Tensor, finite: Tensor) -> Tensor:
-        """Whether a value is more than sigma standard deviations above the mean of the window (OLMo-core's rule).
+        """Return True if a value is more than sigma standard deviations above the mean of the window (OLMo-core's
+        rule).
 
         Every finite step enters the window, so that a lasting change soon stops being a spike.
         """

@@ -53,7 +53,7 @@ class Kernels:
         return Boundaries(documents.boundaries)
 
     def has_packed_attention(self, device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
-        """Whether PyTorch's flash attention of variable length runs. It needs an NVIDIA GPU from Ampere on, half
+        """Return True if PyTorch's flash attention of variable length runs. It needs an NVIDIA GPU from Ampere on, half
         precision, and for grouped queries torch 2.12, which its arguments show."""
         if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16) or head_dim % 8 or head_dim > 256:
             return False
@@ -82,7 +82,7 @@ class Kernels:
         return (a @ b).float()
 
     def has_float32_output(self, device: torch.device) -> bool:
-        """Whether a matmul of bfloat16 operands can return the float32 in which its sums are computed."""
+        """Return True if a matmul of bfloat16 operands can return the float32 in which its sums are computed."""
         return device.type == "cuda" and not torch.version.hip
 
     def adapt_fsdp(self, units: Sequence[FSDPModule], *, shard_degree: int, reduces_in_backward: bool) -> None:

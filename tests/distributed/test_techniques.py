@@ -73,7 +73,7 @@ def test_float8_logs_what_it_converts_and_what_it_keeps(
     reasons = {message.split("(")[1].split(")")[0] for message in messages[1:]}
     assert reasons == {
         "named by filter_fqns: wo",
-        "sizes that float8 products need are multiples of 16",
+        "float8 matmuls need sizes that are multiples of 16",
         "the loss multiplies with its weight itself",
     }
 
@@ -82,7 +82,7 @@ def test_float8_that_would_do_nothing_is_an_error() -> None:
     with pytest.raises(UserError, match="no layer can be converted"):
         convert_to_float8(meta_model(dim=36), float8=Float8(enable=True, emulate=True), shard_degree=1)
     if not torch.cuda.is_available():
-        with pytest.raises(UserError, match="this machine has no float8 units"):
+        with pytest.raises(UserError, match="this machine has no hardware float8"):
             check_float8(Float8(enable=True))
 
 

@@ -114,7 +114,7 @@ name = "Moun"
     assert [line.partition(" (")[0].removeprefix("error: ") for line in lines] == [
         "metrics.log_freq: expected a number of at least 1, got 0",
         "checkpiont: unknown key, did you mean checkpoint?",
-        "quantize.linear.float8.enable: this machine has no float8 units",
+        "quantize.linear.float8.enable: this machine has no hardware float8",
         "training.seq_len: 10000 is more than the 8192 positions of the model",
         "data.tokenizer: has 258 tokens, the model only 5",
     ]

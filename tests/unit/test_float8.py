@@ -88,7 +88,7 @@ def test_experts_stay_and_the_log_says_so(log: Callable[[], list[str]]) -> None:
     convert_to_float8(model, float8=Float8(enable=True, skip_small=False), shard_degree=1)
     [line] = [line for line in log() if "experts" in line]
     assert line == (
-        "float8: kept 6 stacks of experts' weights (products of groups are not done in float8): "
+        "float8: kept 6 stacks of experts' weights (grouped matmuls have no float8 kernel): "
         "layers.0.feed_forward.w1, layers.0.feed_forward.w2, layers.0.feed_forward.w3, ..."
     )
     assert log()[0].startswith("float8 (tensorwise): converted 8 linear layers: layers.0.attention.wq")
@@ -110,8 +110,8 @@ def test_rows_that_do_not_divide_are_not_gathered_in_float8(log: Callable[[], li
 @pytest.mark.parametrize(
     ("capability", "recipe", "refusal"),
     [
-        (None, "tensorwise", "this machine has no float8 units"),
-        ((8, 0), "tensorwise", "this machine has no float8 units"),
+        (None, "tensorwise", "this machine has no hardware float8"),
+        ((8, 0), "tensorwise", "this machine has no hardware float8"),
         ((8, 9), "tensorwise", None),
         ((8, 9), "rowwise", "recipe_name: rowwise needs compute capability 9.0 .Hopper., and this GPU has 8.9"),
         ((8, 9), "rowwise_with_gw_hp", "recipe_name: rowwise_with_gw_hp needs compute capability 9.0"),

@@ -113,6 +113,7 @@ class AllToAllReduceScatter:
             finish()
 
     def _is_read_in_backward(self) -> bool:
-        """Whether backward adds the output to earlier gradients, or an optimizer steps with it within backward."""
+        """Return True if backward adds the output to earlier gradients, or an optimizer steps with it within
+        backward."""
         parameters = sharded_parameters(self._unit)
         return any(it.grad is not None or has_gradient_hooks(it) for it in parameters)

@@ -1,4 +1,4 @@
-"""What a model must offer.
+"""The contract of a model.
 
 A model is plain single-device PyTorch. It is built on the meta device, sharded and compiled by `parallelize`, and only
 then given memory and values. So `__init__` gives shapes, `init_weight` gives every value, and the model never asks
@@ -55,20 +55,20 @@ class Model(nn.Module):
         raise NotImplementedError
 
     def init_buffers(self) -> None:
-        """Give all buffers their first values, on the current default device. A checkpoint brings those of persistent
-        ones."""
+        """Give all buffers their first values, on the current default device. A checkpoint restores persistent ones."""
 
     def counters(self) -> list[Tensor]:
-        """Buffers, float32, that forward adds to in training, and that mean something as sums over the global batch:
-        tokens of each expert, say. `step` sums them over all ranks, in a message that it sends anyway."""
+        """Return float32 buffers that forward adds to in training, such as the tokens of each expert.
+
+        The step turns them into sums over the global batch. It does so in an all-reduce that it needs anyway.
+        """
         return []
 
     def end_step(self, taken: Tensor) -> dict[str, Tensor]:
-        """After the optimizer's step, when `counters` are those sums: to act on them. A model that has counters must
-        set them to zero here.
+        """Act on the counters after the optimizer's step, and set them to zero.
 
         Args:
-            taken: bool on the device, whether the step was made. It is not where the guard leaves one out.
+            taken: bool on the device, whether the optimizer made its step. The guard can skip one.
 
         Returns:
             scalars on the device for the metrics, by name.
@@ -79,19 +79,20 @@ class Model(nn.Module):
         """Floating point operations of forward and backward for one token of a sequence of seq_len tokens.
 
         Args:
-            causal: count of attention only what a causal mask leaves. Else it counts as full, as in most published
-                figures. Documents are not regarded: the same step does not cost less by another text.
+            causal: count of attention only what a causal mask leaves. Else attention counts in full, as in most
+                published numbers. Documents are ignored: the same step does not cost less with another text.
         """
         raise NotImplementedError
 
 
 def unique_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """(fully qualified name, parameter), a shared one once. On meta models this costs no memory."""
+    """Iterate over (fully qualified name, parameter). A shared parameter comes once. On meta models this costs no
+    memory."""
     return model.named_parameters(remove_duplicate=True)
 
 
 def parameter_generator(seed: int, name: str, device: torch.device) -> torch.Generator:
-    """A generator that depends on (seed, name) alone, so that a parameter's values do not depend on the layout."""
+    """Return a generator that depends on (seed, name) alone, so that the values do not depend on the layout."""
     digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
     return torch.Generator(device).manual_seed(int.from_bytes(digest[:8], "little") >> 1)
 

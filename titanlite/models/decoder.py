@@ -1,4 +1,4 @@
-"""What pre-norm decoders with rotary positions have in common. Llama 3, Qwen3 and Qwen3-MoE differ in their blocks.
+"""Pre-norm decoder with rotary positions: the parts that Llama 3, Qwen3 and Qwen3-MoE share.
 
 Shape suffixes: see `layers`.
 """
@@ -63,7 +63,7 @@ class Block(nn.Module):
 
 
 class Decoder(Model):
-    """Llama's, where a family does not say otherwise: what its blocks are made of, and what a token costs them."""
+    """Decoder of Llama. Other families override the parts of its blocks and their costs."""
 
     rope_cos: Tensor
     rope_sin: Tensor
@@ -124,8 +124,10 @@ class Decoder(Model):
         self.rope_cos, self.rope_sin = self.rope_tables()
 
     def flops_per_token(self, seq_len: int, *, causal: bool = False) -> float:
-        """Each weight of a matrix product costs 2 operations forward and 4 backward; attention's two products cost 12 a
-        layer, dim of its heads and position that is seen: seq_len, or with a causal mask (seq_len + 1) / 2 on average.
+        """Floating point operations of forward and backward for one token.
+
+        Each weight of a matmul costs 2 operations forward and 4 backward. Attention's two matmuls cost 12 a layer, head
+        dim and visible position: seq_len, or (seq_len + 1) / 2 on average with a causal mask.
         """
         args = self.args
         attention = args.dim * args.head_size * (2 * args.n_heads + 2 * args.n_kv_heads)

@@ -27,8 +27,8 @@ class Qwen3MoeArgs(Qwen3Args):
     n_experts: int = 128
     n_active_experts: int = 8
     balance_rate: float = 5e-3
-    """How much the bias of an expert changes in a step, in units of the router's logits; 0 leaves them alone. This is
-    about what 1e-3 is to the sigmoid of the paper; short runs at a high learning rate need more (`busiest_expert`)."""
+    """Change of an expert's bias in a step, in units of the router's logits; 0 turns balancing off. This default is
+    like 1e-3 for the sigmoid of the paper. Short runs at a high learning rate need more (`busiest_expert`)."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

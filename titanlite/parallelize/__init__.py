@@ -1,4 +1,4 @@
-"""From a single-device model on the meta device to the model that every rank trains.
+"""The ordered list of techniques that turn a single-device model on the meta device into the one that ranks train.
 
 The order matters. First the dtype of the weights. Then float8, which swaps linear layers: all later techniques must see
 the new ones. Activation checkpointing before compile, so that the compiler sees what is recomputed. Compile before

@@ -1,4 +1,4 @@
-"""Activation checkpointing (arXiv:1604.06174): compute activations again in backward instead of keeping them."""
+"""Activation checkpointing (arXiv:1604.06174): recompute activations in backward instead of keeping them."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -20,7 +20,7 @@ ATTENTION_OPS = {
     aten._scaled_dot_product_flash_attention_for_cpu.default,
 }
 VARLEN_ATTENTION = "torch_attn::_varlen_attn"
-"""By name: the op is there once something imports it."""
+"""Name of the operator, which exists once something imports it."""
 MATMUL_OPS = {"aten::mm", "aten::_scaled_mm", "aten::_grouped_mm", "titanlite::grouped_mm"}
 
 
@@ -51,12 +51,14 @@ def apply_activation_checkpoint(model: Model, policies: Sequence[RecomputePolicy
         if policy == "full":
             _checkpoint(block)
         elif policy == "op":
-            _checkpoint(block, context_fn=_save_dear_ops)
+            _checkpoint(block, context_fn=_save_expensive_ops)
 
 
 def _checkpoint(block: nn.Module, **options: Any) -> None:
-    """Checkpoint a block by its own forward, so that no wrapper shows in parameter names. A function of its own and not
-    a `partial`: the compiler starts at `forward`, and would skip `checkpoint` itself."""
+    """Checkpoint a block by its own forward, so that no wrapper shows in parameter names.
+
+    The new forward is a function and not a `partial`: the compiler starts at `forward`, and would skip `checkpoint`.
+    """
     whole_forward = block.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -65,15 +67,15 @@ def _checkpoint(block: nn.Module, **options: Any) -> None:
     block.forward = forward
 
 
-def _save_dear_ops() -> Any:
-    return create_selective_checkpoint_contexts(_SaveDearOps())
+def _save_expensive_ops() -> Any:
+    return create_selective_checkpoint_contexts(_SaveExpensiveOps())
 
 
-class _SaveDearOps:
-    """Keep attention and every other matrix product; compute the rest again.
+class _SaveExpensiveOps:
+    """Policy of `op`: keep attention and every other matmul, and recompute the rest.
 
-    Attention costs much and keeps little; of the matrix products, each second one is a fair trade (torchtitan's
-    default). Forward and recomputation count on their own, so that both decide alike.
+    Attention is expensive and keeps little. Of the matmuls, every second one is a fair trade (torchtitan's default).
+    Forward and recomputation count separately, so that both decide alike.
     """
 
     def __init__(self) -> None:

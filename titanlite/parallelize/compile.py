@@ -19,10 +19,10 @@ def compile_blocks(model: Model, *, backend: str = "inductor") -> None:
 
 
 def use_cache(config: Compile) -> None:
-    """Let the compiler keep its work where the next start finds it; its own choice is a temporary folder. Triton's
-    files go below. A folder that cannot be written to gives a warning.
+    """Let the compiler keep its work where the next start finds it. Its own default is a temporary folder.
 
-    To be called before torch._dynamo is imported, as the first model on the meta device does: it settles the folder.
+    A folder that cannot be written gives a warning. Call this before torch._dynamo is imported, which the first model
+    on the meta device does: the import fixes the folder. Triton's files go below the same folder.
     """
     if not config.enable or os.environ.get("TORCHINDUCTOR_CACHE_DIR"):
         return

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from titanlite.config.schema import Float8
 from titanlite.models.base import Model, head_of
 from titanlite.runtime.errors import UserError
+from titanlite.runtime.private_torch import local_tensor
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +37,7 @@ def convert_to_float8(model: Model, *, float8: Float8, shard_degree: int) -> Non
     for reason, names in kept.items():
         logger.info("float8: kept %d linear layers (%s): %s", len(names), reason, _brief(names))
     if experts := [name for name, parameter in model.named_parameters() if parameter.dim() == 3]:
-        what = "products of groups are not done in float8"
+        what = "grouped matmuls have no float8 kernel"
         logger.info("float8: kept %d stacks of experts' weights (%s): %s", len(experts), what, _brief(experts))
     if not chosen:
         small = any(SMALL in reason for reason in kept)
@@ -48,7 +49,7 @@ def convert_to_float8(model: Model, *, float8: Float8, shard_degree: int) -> Non
 
 
 def choose_layers(model: Model, float8: Float8) -> tuple[dict[str, nn.Linear], dict[str, list[str]]]:
-    """Those to convert, and the names of the others, by the reason."""
+    """Return the layers to convert, and the names of the others by reason."""
     chosen: dict[str, nn.Linear] = {}
     kept: dict[str, list[str]] = {}
     head_layers = {*head_of(model).modules()}
@@ -75,8 +76,8 @@ def _torchao_config(torchao: Any, float8: Float8, *, gather: bool) -> Any:
 
 
 def _gathers_in_float8(float8: Float8, chosen: dict[str, nn.Linear], shard_degree: int) -> bool:
-    """Whether FSDP gathers the weights in float8. It cannot pad those, so that their rows must divide evenly: each rank
-    would send another size otherwise."""
+    """Decide whether FSDP all-gathers the weights in float8. Rows must divide evenly: FSDP cannot pad float8 weights,
+    and ranks would send different sizes."""
     if not float8.enable_fsdp_float8_all_gather or float8.recipe_name != "tensorwise" or shard_degree == 1:
         return False
     uneven = [name for name, linear in chosen.items() if linear.out_features % shard_degree]
@@ -92,14 +93,14 @@ def _reason_to_keep(linear: nn.Linear, name: str, float8: Float8, head_layers: s
     if linear in head_layers:
         return "the loss computes its matmul itself"
     if linear.in_features % 16 or linear.out_features % 16:
-        return "sizes that float8 products need are multiples of 16"
+        return "float8 matmuls need sizes that are multiples of 16"
     if float8.skip_small and (limit := _too_small(linear, float8.recipe_name)):
         return f"{_size(linear)}: {SMALL} {limit}"
     return None
 
 
 def _too_small(linear: nn.Linear, recipe: str) -> str | None:
-    """Where turning inputs into float8 takes more than the product saves; the limit that the layer does not reach.
+    """Return the limit that a layer does not exceed, where converting its inputs takes longer than its matmul saves.
 
     These are the limits of torchao's `_auto_filter_for_recipe` (float8/float8_linear_utils.py, 0.18), measured on H100
     GPUs. It has none for rowwise_with_gw_hp, which saves less than rowwise: that has rowwise's.
@@ -115,11 +116,12 @@ def _too_small(linear: nn.Linear, recipe: str) -> str | None:
 
 
 def weight_scaler(model: Model, float8: Float8) -> Callable[[], None]:
-    """What computes the scales of all weights that are gathered in float8, by one message instead of one a layer.
+    """Return a function that computes the scales of all float8-gathered weights, by one all-reduce instead of one a
+    layer.
 
-    It is to be called whenever weights have changed, before they are gathered: a scale of older values would be used.
-    Before the first call, each layer still computes its own. Does nothing where no weight is gathered in float8, and
-    with CPU offload: the copy on the GPU forgets a scale.
+    Call it whenever weights have changed, before they are gathered: an outdated scale would be used. Before the first
+    call, each layer computes its own. The function does nothing where no weight is gathered in float8, and with CPU
+    offload, where the copy on the GPU loses the scale.
     """
     if not float8.precompute_float8_dynamic_scale_for_fsdp or not any(map(_has_scale, model.parameters())):
         return lambda: None
@@ -127,22 +129,24 @@ def weight_scaler(model: Model, float8: Float8) -> Callable[[], None]:
 
 
 def _has_scale(parameter: nn.Parameter) -> bool:
-    if not isinstance(parameter, DTensor) or not hasattr(parameter._local_tensor, "_precomputed_scale"):
+    if not isinstance(parameter, DTensor) or not hasattr(local_tensor(parameter), "_precomputed_scale"):
         return False
     return parameter.device.type == parameter.device_mesh.device_type
 
 
 def check_float8(float8: Float8) -> None:
-    """Raises:
-    UserError: the config asks for float8, and this machine cannot do it.
+    """Check that this machine has the hardware for the configured float8.
+
+    Raises:
+        UserError: it does not.
     """
     if not float8.enable or float8.emulate:
         return
     capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
     if capability is None or capability < (8, 9):
         raise UserError(
-            "quantize.linear.float8.enable: this machine has no float8 units (NVIDIA: compute capability 8.9, Ada or "
-            "Hopper, or newer); emulate = true runs it slowly, for tests"
+            "quantize.linear.float8.enable: this machine has no hardware float8 (NVIDIA: compute capability 8.9: Ada, "
+            "Hopper or newer); emulate = true runs it slowly, for tests"
         )
     # PyTorch has a kernel for 8.9 since 2.7, which nobody has tried here.
     if float8.recipe_name in ROWWISE and capability < (9, 0):

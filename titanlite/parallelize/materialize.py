@@ -1,4 +1,5 @@
-"""Meta device -> memory: allocate only the local shards, then give every parameter the values it has on any layout."""
+"""Materialization: allocate the local shards of a meta model, and give every parameter the values it has on any
+layout."""
 
 from typing import Any
 
@@ -16,7 +17,7 @@ from titanlite.runtime.private_torch import local_tensor
 
 
 def set_dtype(model: Model, dtype: torch.dtype) -> None:
-    """Of all parameters of a meta model. Buffers (tables of RoPE, say) keep theirs."""
+    """Set the dtype of all parameters of a meta model. Buffers, such as RoPE tables, keep theirs."""
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
 
@@ -54,7 +55,7 @@ def materialize(
 def allocate(
     model: Model, parameter_device: torch.device, device: torch.device, disk: DiskTensors | None = None
 ) -> None:
-    """Memory for parameters, without values, and buffers with theirs. A shared parameter stays one."""
+    """Allocate parameters without values, and buffers with theirs. A shared parameter stays one."""
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)
@@ -71,16 +72,16 @@ def allocate(
 
 
 def _on_disk(model: Model, disk: DiskTensors) -> dict[Tensor, Tensor]:
-    """What each parameter becomes. Where rows do not divide evenly, FSDP copies the last rank's part, to pad it: that
-    one goes to memory."""
+    """Return the tensor on disk for each parameter. Where rows do not divide evenly, FSDP copies the last rank's part
+    to pad it, and that copy is in memory."""
     parameters = [parameter for _, parameter in unique_parameters(model)]
     parts = disk.allocate([(local_tensor(parameter).shape, parameter.dtype) for parameter in parameters])
     return {p: from_local_like(part, p) for p, part in zip(parameters, parts, strict=True)}
 
 
 def _drop_after_use(model: Model, disk: DiskTensors) -> None:
-    """Parameters leave memory when their unit is through with forward (a compiled one does not), and when their
-    gradients are reduced."""
+    """Drop parameters from memory after their FSDP unit's forward (compiled units excepted) and after their gradients
+    are reduced."""
     units = [unit for unit in model.modules() if isinstance(unit, FSDPModule) and unit is not model]
     parts: dict[nn.Module, list[Tensor]] = {
         unit: [local_tensor(parameter) for parameter in unit.parameters()] for unit in units
@@ -98,7 +99,7 @@ def _drop_after_use(model: Model, disk: DiskTensors) -> None:
 
 @torch.no_grad()
 def _fill(model: Model, name: str, parameter: nn.Parameter, *, device: torch.device, seed: int) -> None:
-    whole = torch.full(parameter.shape, torch.nan, device=device)  # float32: bfloat16 weights are those, rounded
+    whole = torch.full(parameter.shape, torch.nan, device=device)  # float32; bfloat16 weights are rounded from it
     fill_weight(model, name, whole, parameter_generator(seed, name, device))
     local_tensor(parameter).copy_(slice_like(whole, parameter))
 
@@ -109,7 +110,9 @@ def _check_complete(model: Model, parameter_device: torch.device, device: torch.
             raise UserError(f"{name} has no memory: does {type(model).__name__}.init_buffers set it?")
     for name, buffer in model.named_buffers():
         if buffer.device.type != device.type:
-            raise UserError(f"{name} is on {buffer.device}: {type(model).__name__}.init_buffers must make it anew")
+            raise UserError(
+                f"{name} is on {buffer.device}: {type(model).__name__}.init_buffers must create a new buffer"
+            )
     for name, parameter in unique_parameters(model):
         assert parameter.device.type == parameter_device.type, name
         assert parameter.dtype == dtype, f"{name} is {parameter.dtype}"
@@ -124,13 +127,13 @@ def check_memory(
     device: torch.device,
     offload: bool,
 ) -> None:
-    """Refuse, before anything is allocated, what cannot fit: the least a step needs against the memory there is.
+    """Compare the least memory that a step needs with the available memory, before anything is allocated.
 
     Args:
         bytes_per_parameter: of the parameter, its gradient and its optimizer states, but for what is on disk.
 
     Raises:
-        UserError: with both figures.
+        UserError: it does not fit, with both numbers.
     """
     parameters = sum(parameter.numel() for _, parameter in unique_parameters(model))
     needed = largest_shard(model, shard_degree) * bytes_per_parameter

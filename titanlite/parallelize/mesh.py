@@ -26,7 +26,7 @@ def sharding_mesh(mesh: DeviceMesh) -> DeviceMesh:
 
 
 def has_replicas(mesh: DeviceMesh) -> bool:
-    """Whether several ranks hold the same shard of a parameter (HSDP, DDP)."""
+    """Return True if several ranks hold the same shard of a parameter (HSDP, DDP)."""
     return mesh["replicate"].size() > 1
 
 

@@ -17,7 +17,7 @@ from titanlite.runtime.errors import UserError, whole_number
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process among all, as torchrun numbers them; one process without torchrun is rank 0 of 1."""
+    """Ranks of this process, as torchrun numbers them. One process without torchrun is rank 0 of 1."""
 
     rank: int
     world_size: int
@@ -26,15 +26,17 @@ class Ranks:
 
 
 def read_ranks(environ: Mapping[str, str]) -> Ranks:
-    """Raises:
-    UserError: one is not a number.
+    """Read the ranks from torchrun's environment variables.
+
+    Raises:
+        UserError: a variable is not a number.
     """
     names = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
     return Ranks(*(whole_number(environ, name, least) for name, least in names.items()))
 
 
 def pick_device(ranks: Ranks) -> torch.device:
-    """This process's GPU, or the CPU where there is none.
+    """Return this process's GPU, or the CPU where there is none.
 
     Raises:
         UserError: there are GPUs, but fewer than processes.
@@ -57,10 +59,10 @@ def pick_kernels(device: torch.device) -> Kernels:
 
 @contextmanager
 def process_group(ranks: Ranks, device: torch.device, *, deterministic: bool = False) -> Iterator[None]:
-    """Start the process group (also for one process: everything takes one path), and end it in good order.
+    """Start the process group, also for one process, and shut it down in order.
 
-    The barrier before the end is there because a rank that leaves early breaks connections that others still use.
-    After an error nobody waits: the others may never come.
+    The barrier at the end is necessary: a rank that leaves early breaks connections that others still use. After an
+    error no rank waits, because the others may never arrive.
     """
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, cores() // ranks.local_world_size))
@@ -84,17 +86,19 @@ def process_group(ranks: Ranks, device: torch.device, *, deterministic: bool = F
 
 
 def use_deterministic_kernels() -> None:
-    """Before anything is computed. What has no such kernel raises an error then."""
+    """Use deterministic kernels only. Operators without one raise an error. Call it before anything is computed."""
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS repeats with a workspace of fixed size only
     torch.use_deterministic_algorithms(True)
-    # Filling memory that nobody has written to would find mistakes, at the price of much writing.
+    # Filling uninitialized memory would find mistakes, and costs many writes.
     torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue]
     torch.backends.cudnn.benchmark = False  # it picks kernels by timing them
 
 
 def seed_step(seed: int, step: int, rank: int) -> None:
-    """Make every random draw of a step (dropout, say) a function of (seed, step, rank): there is no random state to
-    save, and nothing that happens between steps can shift it."""
+    """Make every random draw of a step, such as dropout, a function of (seed, step, rank).
+
+    So there is no random state to save, and nothing between steps can shift it.
+    """
     digest = hashlib.sha256(f"{seed}/{step}/{rank}".encode()).digest()
     torch.manual_seed(int.from_bytes(digest[:8], "little") >> 1)
 
