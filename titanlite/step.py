@@ -156,10 +156,9 @@ def reduce_over_ranks(
     Returns:
         the sums of of_tokens, as a vector, and of of_parameters.
     """
-    sums = torch.cat([torch.stack([*of_tokens]), *(counter.flatten() for counter in counters)])
+    values = torch.cat([*(it[None] for it in of_tokens), *(it.flatten() for it in counters), of_parameters[None]])
     if duplicates > 1:
-        sums = sums / duplicates
-    values = torch.cat([sums, of_parameters[None]])
+        values[:-1] /= duplicates
     dist.all_reduce(values, group=world)
     totals, *wholes = values[:-1].split([len(of_tokens), *(counter.numel() for counter in counters)])
     for counter, whole in zip(counters, wholes, strict=True):

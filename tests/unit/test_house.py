@@ -240,9 +240,6 @@ class A:
 
 PRIVATE_USES: dict[str, int] = {
     "ingest/encoding.py": 1,
-    "parallelize/activation_checkpoint.py": 4,
-    "parallelize/float8.py": 1,
-    "parallelize/materialize.py": 1,
 }
 """Uses left by file; runtime/private_torch.py is where they belong."""
 
@@ -273,7 +270,7 @@ def test_the_picture_has_every_room() -> None:
 
 # Sizes
 
-LARGE_FILES = {"config/schema.py": 345, "runtime/private_torch.py": 400}
+LARGE_FILES = {"config/schema.py": 345, "runtime/private_torch.py": 430}
 """Lines of files that are larger than the guide: the schema is a list of all options."""
 
 LONG_FUNCTIONS: set[str] = set()

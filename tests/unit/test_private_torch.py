@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounter
 from torch._functorch import config as functorch_config
 from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
@@ -21,30 +22,42 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 from titanlite.observer import StepObserver
 from titanlite.runtime.private_torch import (
+    ATTENTION_OPERATORS,
     FakeTensor,
     FakeTensorMode,
     MemoryFormat,
     StorageInfo,
     TorchDispatchMode,
     ValueNeeded,
+    call_after_backward,
     compile_seconds,
     compiled_graphs,
+    fake_process_group,
     foreach_norms,
     forget_cached_plans,
     fsdp_param_group,
     fused_adamw_,
+    gather_asynchronously,
+    gather_in_place,
     has_cached_plan,
+    has_gradient_hooks,
+    has_hardware_bfloat16,
     is_in_backward,
     is_mutating,
     last_recompile_reason,
     local_tensor,
+    mark_dynamic,
     non_persistent_buffers,
     observe_fsdp,
     reads_found_inf,
     release_all_reduce_input,
+    replace_tensors,
     run_on_all_ranks,
     run_on_rank_0,
+    run_random_operators_plainly,
+    scale_in_place,
     set_plan_cache_key,
+    sharded_parameters,
     storage_key,
     tree_leaves,
     unboxed_group,
@@ -309,3 +322,158 @@ def test_operators_of_a_dispatch_mode() -> None:
     [group] = [group for it in arguments if (group := unboxed_group(it)) is not None]
     assert dist.group.WORLD is not None
     assert group.group_name == dist.group.WORLD.group_name
+
+
+# Tensors, modules and operators
+
+
+def test_scale_in_place() -> None:
+    tensors = [torch.ones(2), torch.full((3,), 2.0)]
+    scale_in_place(tensors, torch.tensor(0.5))
+    assert [tensor.tolist() for tensor in tensors] == [[0.5, 0.5], [1.0, 1.0, 1.0]]
+
+
+def test_replace_tensors_keeps_parameters_and_names() -> None:
+    with torch.device("meta"):
+        module = nn.BatchNorm1d(3)
+    replace_tensors(module, lambda tensor: torch.empty_like(tensor, device="cpu"))
+    names = {"weight", "bias", "running_mean", "running_var", "num_batches_tracked"}
+    assert {name for name, tensor in module.state_dict().items() if tensor.device.type == "cpu"} == names
+    assert isinstance(module.weight, nn.Parameter)
+
+
+def test_attention_on_a_cpu_is_one_of_the_attention_operators() -> None:
+    seen: set[Any] = set()
+
+    class Seen(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.add(func)
+            return func(*args, **(kwargs or {}))
+
+    q = torch.randn(1, 2, 8, 16)
+    with Seen():
+        nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True)
+    assert len(seen & ATTENTION_OPERATORS) == 1
+
+
+def test_hardware_bfloat16_is_what_the_kernel_reports() -> None:
+    cpuinfo = Path("/proc/cpuinfo")
+    if not cpuinfo.exists():
+        pytest.skip("needs Linux")
+    flags = cpuinfo.read_text()
+    assert has_hardware_bfloat16() is ("avx512_bf16" in flags or "amx_tile" in flags)
+
+
+# FSDP units
+
+
+def small_model() -> nn.Module:
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+    for layer in model:
+        fully_shard(layer)
+    fully_shard(model)
+    return model
+
+
+@pytest.mark.usefixtures("single_process_group")
+def test_sharded_parameters_and_their_hooks() -> None:
+    model: Any = small_model()
+    [parameter] = sharded_parameters(model[0])
+    assert parameter is model[0].weight
+    assert not has_gradient_hooks(parameter)
+    parameter.register_post_accumulate_grad_hook(lambda _: None)
+    assert has_gradient_hooks(parameter)
+    assert sharded_parameters(model) == []
+
+
+@pytest.mark.usefixtures("single_process_group")
+def test_gathering_in_place_copies_nothing_and_follows_the_weights() -> None:
+    model: Any = small_model()
+    for unit in (*model, model):
+        gather_in_place(unit)
+        gather_asynchronously(unit)
+    memory = local_tensor(model[0].weight).data_ptr()
+    gathered: list[int] = []
+    model[0].register_forward_pre_hook(lambda module, _: gathered.append(module.weight.data_ptr()))
+    x = torch.ones(2, 4)
+    before = model(x).detach().clone()
+    assert gathered == [memory]
+    with torch.no_grad():
+        local_tensor(model[0].weight).mul_(2)
+    assert torch.allclose(model(x), 2 * before)
+    model(x).sum().backward()
+    assert model[0].weight.grad is not None
+
+
+@pytest.mark.usefixtures("single_process_group")
+def test_an_observer_hears_of_every_unit() -> None:
+    heard: list[str] = []
+
+    class Heard(StepObserver):
+        def phase(self, name: str) -> None:
+            heard.append(name)
+
+        def label(self, tensors: Iterable[Tensor], category: str) -> None:
+            heard.extend(f"{category} {tuple(tensor.shape)}" for tensor in tensors)
+
+    model = small_model()
+    observe_fsdp(model, Heard())
+    model(torch.ones(2, 4)).sum().backward()
+    reduced = ["reduce-scatter (4, 4)", "gradients (4, 4)"]
+    units = [[f"backward {name}", f"reduce {name}", *reduced] for name in ("1", "0")]
+    assert [it for it in heard if not it.endswith(" ")] == [it for unit in units for it in unit]
+
+
+def test_call_after_backward() -> None:
+    calls: list[str] = []
+    x = torch.ones(1, requires_grad=True)
+    y = x * 2
+    y.register_hook(lambda _: call_after_backward(lambda: calls.append("after")))
+    x.register_post_accumulate_grad_hook(lambda _: calls.append("gradient"))
+    y.backward()
+    assert calls == ["gradient", "after"]
+
+
+# The compiler and fakes
+
+
+def test_a_dynamic_dim_is_not_recompiled() -> None:
+    counter = CompileCounter()
+    compiled = torch.compile(lambda x: x * 2, backend=counter)
+    for size in (3, 5, 7):
+        x = torch.ones(size)
+        mark_dynamic(x, dim=0)
+        compiled(x)
+    assert counter.frame_count == 1
+    torch.compiler.reset()
+
+
+def test_random_operators_are_seen_by_a_mode() -> None:
+    from torch._prims.rng_prims import run_and_save_rng_state, run_with_rng_state
+
+    class Seen(TorchDispatchMode):
+        def __init__(self) -> None:
+            super().__init__()
+            self.names: list[str] = []
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.names.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    run_random_operators_plainly(Seen)
+    add = torch.ops.aten.add.Tensor
+    with Seen() as seen:
+        state, result = run_and_save_rng_state(add, torch.ones(2), torch.ones(2))
+        again = run_with_rng_state(state, add, torch.ones(2), torch.ones(2))
+    assert seen.names.count("aten.add.Tensor") == 2
+    assert result.tolist() == again.tolist() == [2.0, 2.0]
+    assert state.numel() == 0
+
+
+def test_a_fake_process_group_has_ranks_that_do_nothing() -> None:
+    with fake_process_group(8):
+        assert (dist.get_rank(), dist.get_world_size()) == (0, 8)
+        x = torch.ones(2)
+        dist.all_reduce(x)
+        assert x.tolist() == [1.0, 1.0]
+    assert not dist.is_initialized()

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
@@ -11,14 +10,8 @@ from titanlite.config.recompute import RecomputePolicy, parse_policies
 from titanlite.config.schema import ActivationCheckpoint
 from titanlite.models.base import Model
 from titanlite.runtime.errors import UserError
+from titanlite.runtime.private_torch import ATTENTION_OPERATORS
 
-aten = torch.ops.aten
-ATTENTION_OPS = {
-    aten._scaled_dot_product_flash_attention.default,
-    aten._scaled_dot_product_efficient_attention.default,
-    aten._scaled_dot_product_cudnn_attention.default,
-    aten._scaled_dot_product_flash_attention_for_cpu.default,
-}
 VARLEN_ATTENTION = "torch_attn::_varlen_attn"
 """Name of the operator, which exists once something imports it."""
 MATMUL_OPS = {"aten::mm", "aten::_scaled_mm", "aten::_grouped_mm", "titanlite::grouped_mm"}
@@ -82,7 +75,7 @@ class _SaveExpensiveOps:
         self.matmuls = {False: 0, True: 0}
 
     def __call__(self, ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        if op in ATTENTION_OPS or op.name() == VARLEN_ATTENTION:
+        if op in ATTENTION_OPERATORS or op.name() == VARLEN_ATTENTION:
             return CheckpointPolicy.MUST_SAVE
         if op.name() in MATMUL_OPS:
             self.matmuls[ctx.is_recompute] += 1

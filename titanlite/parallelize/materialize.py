@@ -13,7 +13,7 @@ from titanlite.runtime.disk import DiskTensors
 from titanlite.runtime.dtensor import from_local_like, slice_like
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.hardware import host_memory
-from titanlite.runtime.private_torch import local_tensor
+from titanlite.runtime.private_torch import local_tensor, replace_tensors
 
 
 def set_dtype(model: Model, dtype: torch.dtype) -> None:
@@ -60,8 +60,9 @@ def allocate(
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)
     on_disk = _on_disk(model, disk) if disk else {}
-    model._apply(  # as to_empty does it
-        lambda tensor: on_disk[tensor] if tensor in on_disk else torch.empty_like(tensor, device=parameter_device)
+    replace_tensors(
+        model,
+        lambda tensor: on_disk[tensor] if tensor in on_disk else torch.empty_like(tensor, device=parameter_device),
     )
     for first, *others in names.values():
         for other in others:

@@ -71,6 +71,20 @@ def non_persistent_buffers(module: nn.Module) -> set[str]:
     return module._non_persistent_buffers_set
 
 
+ATTENTION_OPERATORS = {
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+}
+"""Operators that `F.scaled_dot_product_attention` dispatches to, but for the one of plain formulas."""
+
+
+def replace_tensors(module: nn.Module, function: Callable[[Tensor], Tensor]) -> None:
+    """Replace every parameter and buffer of a module by the result of a function, as `Module.to_empty` does it."""
+    module._apply(function)
+
+
 # Optimizers
 
 
