@@ -55,12 +55,12 @@ Turn = Callable[[], None]
 
 @dataclass
 class Steps:
-    """Of one run of a contender."""
+    """Measurements of one run of a contender."""
 
     seconds: list[float]
-    """Of a step, for each turn."""
+    """Seconds per step, for each turn."""
     mib: float
-    """The most that one process has taken."""
+    """Peak memory of one process, in MiB."""
 
 
 def main() -> None:
@@ -85,8 +85,8 @@ def main() -> None:
         lengths = [f"--turn={arguments.turn}", f"--turns={arguments.turns}"]
         words = {"plain": plain_words(settings), "titanlite": titanlite_words([*lengths, *ours])}
         for _ in range(arguments.runs):
-            for name, figures in alternate(words, arguments.processes, arguments.turns).items():
-                results[name].append(figures)
+            for name, measured in alternate(words, arguments.processes, arguments.turns).items():
+                results[name].append(measured)
     report(results, arguments, options)
 
 
@@ -116,7 +116,7 @@ def alternate(words: dict[str, list[str]], processes: int, turns: int) -> dict[s
 
 
 class Contender:
-    """Processes that have taken the first step, and take a turn whenever they are told to."""
+    """Processes that have taken the first step, and take one turn for each call of `turn`."""
 
     def __init__(self, words: Sequence[str], processes: int) -> None:
         launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
@@ -180,8 +180,8 @@ def titanlite_turns(config: Config, steps: int) -> Turn:
 
     def turn() -> None:
         nonlocal progress
-        said_once = patch("titanlite.train.report_start") if progress.step else nullcontext()
-        with said_once:
+        report_once = patch("titanlite.train.report_start") if progress.step else nullcontext()
+        with report_once:
             train(replace(made, steps=progress.step + steps, progress=progress))
         progress = Progress(progress.step + steps, progress.samples_seen + steps * config.training.global_batch_size)
 

@@ -3,8 +3,8 @@
     python benchmarks/gpu.py [--only 3B] [--steps 8] [--record FILE.jsonl]
 
 Each case trains in a process of its own, through titanlite's own build and step, on tokens of Python's standard
-library. MFU is of 989 dense TFLOP/s (H100 and H200, bfloat16) or of what the table of devices says, and again of the
-rate that a large matrix product reaches on this card in this call: the second says how much of the loss is the card's.
+library. MFU is of 989 dense TFLOP/s (H100 and H200, bfloat16) or of the rate in the table of devices, and again of the
+rate that a large matmul reaches on this card in this call: the second shows how much of the loss is the card's.
 Ratios are of each case to the first of its model and sequence length.
 """
 
@@ -141,7 +141,7 @@ def report(chosen: list[Case], steps: int, path: Path | None) -> None:
     name = torch.cuda.get_device_name()
     stated = f"{peak / 1e12:.0f} dense TFLOP/s stated" if peak else "no rate known"
     print(f"{name}, torch {torch.__version__}; bfloat16 {stated}, {reached / 1e12:.0f} reached by 8192^3")
-    record(path, name=f"bfloat16 matrix product, {name}", value=reached / 1e12, unit="TFLOP/s", better="higher")
+    record(path, name=f"bfloat16 matmul, {name}", value=reached / 1e12, unit="TFLOP/s", better="higher")
     print("| case | tokens/s | TFLOP/s | MFU | of reached | peak GiB | to the first |")
     print("|---|---|---|---|---|---|---|")
     first: dict[tuple[str, int], float] = {}
@@ -221,7 +221,7 @@ def measure(options: list[str], steps: int) -> dict[str, Any]:
 
 
 def matmul_rate(size: int = 8192, repeats: int = 50) -> float:
-    """FLOP/s of a bfloat16 product, after as many to warm the card."""
+    """FLOP/s of a bfloat16 matmul, after as many to warm the card."""
     a, b = (torch.randn(size, size, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     out = torch.empty_like(a)
     for _ in range(repeats):

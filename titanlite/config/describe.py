@@ -1,5 +1,5 @@
-"""The schema in words: the reference (docs/config.md), the help of `train`, the JSON schema for editors, and a config
-with its comments. All of it is generated, so that none of it can be out of date.
+"""Texts generated from the schema: the reference (docs/config.md), the help of `train`, the JSON schema for editors,
+and a config with comments.
 
     python -m titanlite.config.describe > docs/config.md
     python -m titanlite config schema > train_configs/schema.json
@@ -21,7 +21,7 @@ from titanlite.config.schema import Config
 Node = dict[str, Any]
 """A part of a JSON schema."""
 
-BASE = "Another TOML file to inherit from, as seen from this one: what this file does not say, that one does."
+BASE = "Path of a TOML file to inherit from, relative to this one: it gives the keys that this file does not set."
 
 INTRO = """\
 # Every option
@@ -44,10 +44,10 @@ class Option(NamedTuple):
     """One key of a section."""
 
     key: str
-    """With its section: training.steps. N stands for the number of an entry in a list."""
+    """Name with its section: training.steps. N stands for the number of an entry in a list."""
     type: str
     default: str
-    """default 1000, or that there is none."""
+    """Words for the default: default 1000, required, not set by default."""
     description: str
 
     @property
@@ -67,7 +67,7 @@ class Table(NamedTuple):
 
 
 class _WithFactories(GenerateJsonSchema):
-    """Also says the defaults that are made anew for each config, such as empty lists."""
+    """JSON schema generator that includes the defaults of default factories, such as empty lists."""
 
     def default_schema(self, schema: WithDefaultSchema) -> Node:
         node = super().default_schema(schema)
@@ -76,7 +76,7 @@ class _WithFactories(GenerateJsonSchema):
 
 
 def json_schema() -> Node:
-    """JSON schema (draft 2020-12) of the TOML file."""
+    """Return the JSON schema (draft 2020-12) of the TOML file."""
     schema = _as_toml_has_it(Config.model_json_schema(schema_generator=_WithFactories))
     schema["properties"] = {"base": {"type": "string", "minLength": 1, "description": BASE}, **schema["properties"]}
     top = {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "Config of titanlite"}
@@ -84,12 +84,12 @@ def json_schema() -> Node:
 
 
 def json_schema_text() -> str:
-    """As train_configs/schema.json has it."""
+    """Return the text of train_configs/schema.json."""
     return json.dumps(json_schema(), indent=2, ensure_ascii=False) + "\n"
 
 
 def _as_toml_has_it(node: Any) -> Any:
-    """Without null, which TOML lacks; without titles, which only repeat names; with docstrings on one line."""
+    """Remove null, which TOML lacks, and titles, which only repeat names; put each description on one line."""
     if isinstance(node, list):
         return [_as_toml_has_it(inner) for inner in node]
     if not isinstance(node, dict):
@@ -106,11 +106,11 @@ def _as_toml_has_it(node: Any) -> Any:
     return node
 
 
-# What there is
+# Tables of options
 
 
 def tables() -> list[Table]:
-    """Every section that has keys of its own, and what they are."""
+    """Return every section that has keys of its own, with those keys."""
     schema = json_schema()
     return list(_tables(schema, "", "", schema["$defs"]))
 
@@ -140,12 +140,12 @@ def _definition(node: Node, definitions: Node) -> Node:
 def _default(option: Node) -> str:
     if "default" in option:
         return f"default {_toml(option['default'])}"
-    said = re.search(r"Default: (.+?)\.?$", " ".join(option.get("description", "").split()))
-    return f"default: {said[1]}" if said else "not set by default"
+    described = re.search(r"Default: (.+?)\.?$", " ".join(option.get("description", "").split()))
+    return f"default: {described[1]}" if described else "not set by default"
 
 
 def type_words(node: Node) -> str:
-    """A type as people say it: integer >= 1."""
+    """Return a type in words: integer >= 1."""
     if "anyOf" in node:
         return " | ".join(map(type_words, node["anyOf"]))
     if "const" in node or "enum" in node:
@@ -162,16 +162,16 @@ def type_words(node: Node) -> str:
 
 
 def first_sentence(text: str) -> str:
-    """Of a docstring."""
+    """Return the first sentence of a docstring, on one line."""
     text = " ".join(text.split())
     return re.split(r"(?<=\.)\s+(?![a-z])", text, maxsplit=1)[0]
 
 
-# In Markdown, and as help
+# Markdown and help
 
 
 def reference() -> str:
-    """docs/config.md."""
+    """Return the text of docs/config.md."""
     lines = [INTRO.format(base=BASE)]
     for table in tables():
         if table.header:
@@ -179,9 +179,9 @@ def reference() -> str:
             lines += [textwrap.fill(_markdown(table.description), 120), ""] if table.description else []
         for option in table.options:
             if table.header:
-                said = f"- **`{option.name}`** (`{option.type}`; {_in_code(option.default)}). "
-                said += _markdown(option.description)
-                lines += [textwrap.fill(said, 120, subsequent_indent="  ", break_long_words=False), ""]
+                item = f"- **`{option.name}`** (`{option.type}`; {_in_code(option.default)}). "
+                item += _markdown(option.description)
+                lines += [textwrap.fill(item, 120, subsequent_indent="  ", break_long_words=False), ""]
     return "\n".join(lines).rstrip() + "\n"
 
 
@@ -194,7 +194,7 @@ def _markdown(text: str) -> str:
 
 
 def options_help() -> str:
-    """Every option as it is set on the command line, by section."""
+    """Return the help: every option as it is set on the command line, by section."""
     lines = []
     for table in tables():
         if not table.header:
@@ -202,8 +202,8 @@ def options_help() -> str:
         lines += ["", table.header]
         for option in table.options:
             lines += [f"  --{option.key}  {option.type}; {option.default}"]
-            said = textwrap.wrap(first_sentence(option.description), 112)
-            lines += textwrap.indent("\n".join(said), " " * 8).splitlines()
+            description = textwrap.wrap(first_sentence(option.description), 112)
+            lines += textwrap.indent("\n".join(description), " " * 8).splitlines()
     return "\n".join(lines) + "\n"
 
 
@@ -211,16 +211,16 @@ def options_help() -> str:
 
 
 def show(config: Config, *, only_changes: bool = False) -> str:
-    """TOML that loads to the same config, with what each option is for.
+    """Return TOML that loads to the same config, with the description of each option as a comment.
 
     Args:
-        only_changes: only what differs from the defaults, and what the default is.
+        only_changes: write only options that differ from their defaults, with the default as the comment.
     """
     return "\n".join(_section_lines(config, "", "", only_changes)).strip() + "\n"
 
 
 def _section_lines(section: BaseModel, header: str, key: str, only_changes: bool) -> Iterator[str]:
-    """A section, with the sections in it. Keys come first: TOML would take them for the inner section's."""
+    """Yield the lines of a section. Its own keys come before its inner sections: TOML gives later keys to those."""
     lines: list[str] = []
     inner: list[str] = []
     for name, field in type(section).model_fields.items():
@@ -229,21 +229,21 @@ def _section_lines(section: BaseModel, header: str, key: str, only_changes: bool
         if only_changes and value == default:
             continue
         path = f"{key}.{_bare(name)}" if key else _bare(name)
-        said = textwrap.wrap(first_sentence(field.description or ""), 118)
-        said = [] if only_changes else [f"# {line}" for line in said]
+        wrapped = textwrap.wrap(first_sentence(field.description or ""), 118)
+        comment = [] if only_changes else [f"# {line}" for line in wrapped]
         was = _default_comment(default) if only_changes else ""
         if isinstance(value, BaseModel):
             inner += _section_lines(value, f"[{path}]", path, only_changes)
         elif isinstance(value, dict):
-            inner += ["", *said, f"[{path}]  {was}".rstrip()]
+            inner += ["", *comment, f"[{path}]  {was}".rstrip()]
             inner += [f"{_bare(own)} = {_toml(entry)}" for own, entry in value.items()]
         elif isinstance(value, list) and value and all(isinstance(entry, BaseModel) for entry in value):
             for entry in value:
                 inner += _section_lines(entry, f"[[{path}]]", path, only_changes)
         elif value is None:
-            lines += [*said, f"# {name} is not set"]
+            lines += [*comment, f"# {name} is not set"]
         else:
-            lines += [*said, f"{_bare(name)} = {_toml(value)}  {was}".rstrip()]
+            lines += [*comment, f"{_bare(name)} = {_toml(value)}  {was}".rstrip()]
     if header and (lines or header.startswith("[[") or not inner):
         yield from ("", header)
     yield from lines
@@ -263,7 +263,7 @@ def _bare(name: str) -> str:
 
 
 def _toml(value: Any) -> str:
-    """A value on one line."""
+    """Return a value as TOML on one line."""
     import tomlkit
 
     if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""The names of all options, read off the schema: which there are, which one was meant."""
+"""Names of all options, from the schema, and the nearest name to one that does not exist."""
 
 from collections.abc import Iterator
 from types import UnionType
@@ -11,10 +11,10 @@ from titanlite.runtime.nearest import nearest_name
 
 
 def dotted_keys(model: type[BaseModel] = Config, prefix: str = "", *, inside_lists: bool = False) -> Iterator[str]:
-    """Every option as section.key.
+    """Yield every option as section.key.
 
     Args:
-        inside_lists: also those of the tables in a list of tables, without their number.
+        inside_lists: include the keys of the tables in a list of tables, without the number of the table.
     """
     for name, field in model.model_fields.items():
         sections = [kind for kind in _branches(field.annotation) if is_section(kind)]
@@ -26,13 +26,13 @@ def dotted_keys(model: type[BaseModel] = Config, prefix: str = "", *, inside_lis
                 yield from dotted_keys(element, f"{prefix}{name}.", inside_lists=True)
 
 
-def is_section(kind: Any) -> bool:
-    """Whether a type is a table of the TOML file that has fields."""
-    return isinstance(kind, type) and issubclass(kind, BaseModel)
+def is_section(annotation: Any) -> bool:
+    """Return True for the type of a table of the TOML file that has fields."""
+    return isinstance(annotation, type) and issubclass(annotation, BaseModel)
 
 
 def expects_list(key: tuple[str, ...]) -> bool:
-    """Whether the schema allows a list there. Entries of lists are named by their number."""
+    """Return True if the schema allows a list at the key. A number in a key names an entry of a list."""
     kinds: list[Any] = [Config]
     for part in key:
         inner: list[Any] = []
@@ -48,7 +48,7 @@ def expects_list(key: tuple[str, ...]) -> bool:
 
 
 def nearest_key(dotted: str) -> str | None:
-    """The option or section that was probably meant: the same name in another section, else the closest spelling."""
+    """Return the option or section probably intended: the same name in another section, else the closest spelling."""
     numbered, dotted = dotted, ".".join(part for part in dotted.split(".") if not part.isdecimal())
     options = list(dotted_keys(inside_lists=True))
     parents = (option.split(".")[:end] for option in options for end in range(1, option.count(".") + 1))
@@ -67,12 +67,12 @@ def nearest_key(dotted: str) -> str | None:
 
 
 def _is_like(leaf: str, name: str) -> bool:
-    """Whether the last part is like a name's: in the same section, all keys are alike as wholes."""
+    """Return True if the leaf resembles the last part of a name. Whole keys of one section all resemble each other."""
     return nearest_name(leaf, [name.rpartition(".")[2]]) is not None
 
 
 def _branches(kind: Any) -> Iterator[Any]:
-    """The types that a union allows; any other type is its own only branch."""
+    """Yield the types of a union, or the type itself if it is no union."""
     if get_origin(kind) in (Union, UnionType):
         for branch in get_args(kind):
             yield from _branches(branch)
@@ -83,7 +83,7 @@ def _branches(kind: Any) -> Iterator[Any]:
 
 
 def _elements(annotation: Any) -> Iterator[type[BaseModel]]:
-    """The sections that a list, or a table with names of the user's, has as entries."""
+    """Yield the sections that are entries of a list, or of a table with the user's own names."""
     for kind in _branches(annotation):
         inner = get_args(kind)[-1:] if get_origin(kind) in (list, dict) else ()
         yield from (entry for branch in inner for entry in _branches(branch) if is_section(entry))

@@ -156,13 +156,15 @@ class Parallelism(Section):
 
 class ActivationCheckpoint(Section):
     mode: Literal["none", "selective", "full", "per_block"] = "none"
-    """Which blocks recompute their activations in backward instead of keeping them."""
+    """Blocks that recompute their activations in backward instead of keeping them: none, every n-th or some operations
+    (selective), all (full), or a list (per_block)."""
     selective_ac_option: Literal["op"] | PositiveInt = "op"
-    """For mode selective: a number n checkpoints every n-th block; op keeps, in every block, what is expensive to
-    recompute (attention and every other matmul)."""
+    """Choice of mode selective: a number n checkpoints every n-th block. op checkpoints every block, and keeps the
+    results that are expensive to recompute (attention and every second matmul)."""
     per_block: list[Name] = Field(default_factory=list)
-    """For mode per_block: the recompute policies of the blocks, in order: none, op (as above) or full, with the number
-    of blocks: ["full x 20", "op x 8", "none x 4"]. `titanlite plan --memory-budget-gib` chooses them."""
+    """Recompute policies of mode per_block, in the order of the blocks: none, op (see selective_ac_option) or full,
+    each with its number of blocks: ["full x 20", "op x 8", "none x 4"]. `titanlite plan --memory-budget-gib` chooses
+    them."""
 
 
 class Compile(Section):

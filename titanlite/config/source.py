@@ -1,6 +1,6 @@
-"""TOML files and the command line -> one tree, and the place of every key in it. No option is interpreted here.
+"""Merge TOML files and the command line into one tree, with the place of every key. No option is interpreted here.
 
-Problems are collected, and reading continues after them where it can.
+Problems are collected; reading continues after a problem where it can.
 """
 
 import re
@@ -42,7 +42,7 @@ class Source:
     """Text of each value from the command line, before it is read as TOML."""
     problems: list[Problem] = field(default_factory=list)
     files: list[str] = field(default_factory=list)
-    """Names of the config file, its base, the base of that, for messages."""
+    """Names of the config file, its base, the base of that, for error messages."""
     is_whole: bool = True
     """False if a file could not be read, so that the tree may lack keys that were written."""
 

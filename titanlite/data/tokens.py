@@ -27,7 +27,7 @@ def check_shard_file(name: object, suffix: object, index: object) -> str:
     """Return the name of a shard's file, which becomes a path, after checking the parts that an index states.
 
     Args:
-        index: path or URL of the index, for the message.
+        index: path or URL of the index, for the error message.
 
     Raises:
         UserError: the name is not plain (a path, "..", hidden), or the suffix is unknown.
