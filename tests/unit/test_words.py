@@ -8,9 +8,9 @@ import pytest
 from tests.words import ROOT, docstring_problems, everything, hits_in
 
 LIMITS = {
-    "titanlite": 45,
+    "titanlite": 0,
     "docs": 16,
-    "tests": 99,
+    "tests": 93,
     "benchmarks": 0,
     "examples": 0,
     ".": 0,

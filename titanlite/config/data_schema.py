@@ -76,7 +76,7 @@ class Validation(Section):
     freq: PositiveInt = 100
     """Steps between validations. The last step is always followed by one."""
     path: Name | list[Name] | None = None
-    """Validation data, as in data.path. A warning says so if it is stdlib:// and the training data is not."""
+    """Validation data, as in data.path. stdlib:// without training data from stdlib:// gives a warning."""
     sources: list[ValidationSource] = Field(default_factory=list)
     """Several validation sources, instead of validation.path. Each has a loss of its own."""
     sequences: Count = 256
