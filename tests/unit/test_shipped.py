@@ -57,9 +57,9 @@ def test_commands_take_bare_names(command: str, folder: Path, capfd: pytest.Capt
 
 
 def test_a_base_can_be_a_shipped_config(folder: Path) -> None:
-    (folder / "mine.toml").write_text('base = "llama3_8b.toml"\n[training]\nsteps = 7\n')
+    (folder / "mine.toml").write_text('base = "llama3_8b.toml"\n[training]\nsteps = 700\n')
     config = load("mine.toml")
-    assert (config.model.flavor, config.training.steps, config.training.seq_len) == ("8B", 7, 8192)
+    assert (config.model.flavor, config.training.steps, config.training.seq_len) == ("8B", 700, 8192)
     (folder / "llama3_8b.toml").write_text('[model]\nflavor = "3B"\n')
     assert load("mine.toml").model.flavor == "3B", "a file beside it comes first"
 
