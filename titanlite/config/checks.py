@@ -75,12 +75,19 @@ def _layout(config: Config, world_size: int) -> Iterator[Conflict]:
         yield "parallelism.fsdp_reshard_after_forward", f"{keep} does not divide the shard degree {shard}"
 
 
+def _data_parallel_degree(config: Config, world_size: int) -> int:
+    try:
+        return config.parallelism.degrees(world_size).data_parallel
+    except ValueError:  # reported by `_layout`
+        return world_size
+
+
 def _batch(config: Config, world_size: int) -> Iterator[Conflict]:
     training = config.training
     try:
-        training.batch_split(world_size)
+        training.batch_split(_data_parallel_degree(config, world_size))
     except ValueError as error:
-        uneven_share = training.global_batch_size % world_size == 0
+        uneven_share = training.global_batch_size % _data_parallel_degree(config, world_size) == 0
         yield f"training.{'local' if uneven_share else 'global'}_batch_size", str(error)
 
 
@@ -107,7 +114,7 @@ def _in_backward(config: Config) -> Iterator[Conflict]:
 def _one_micro_batch(config: Config, world_size: int) -> Iterator[Conflict]:
     training = config.training
     try:
-        micro, accumulation = training.batch_split(world_size)
+        micro, accumulation = training.batch_split(_data_parallel_degree(config, world_size))
     except ValueError:
         return  # reported by `_batch`
     if config.optimizer.in_backward and accumulation > 1:

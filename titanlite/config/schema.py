@@ -116,6 +116,11 @@ class Degrees(NamedTuple):
     replicate: int
     shard: int
 
+    @property
+    def data_parallel(self) -> int:
+        """Number of ranks that read different data."""
+        return self.replicate * self.shard
+
     def __str__(self) -> str:
         """Return for example replicate 2 x shard 8."""
         return " x ".join(f"{axis} {degree}" for axis, degree in self._asdict().items())

@@ -18,6 +18,7 @@ from titanlite.guard import StoppedByGuard
 from titanlite.models.base import Model, unique_parameters
 from titanlite.optim.groups import format_groups, parameter_groups
 from titanlite.optim.state_size import state_dtypes
+from titanlite.parallelize.mesh import axis_sizes, data_parallel_rank
 from titanlite.runtime.private_torch import fsdp_param_group
 from titanlite.runtime.run_folder import RunFolder
 
@@ -37,12 +38,14 @@ def report_start(
 ) -> None:
     training = config.training
     parameters = sum(parameter.numel() for _, parameter in unique_parameters(model))
-    share = training.global_batch_size // mesh.size()
+    ranks = data_parallel_rank(mesh)[1]
+    share = training.global_batch_size // ranks
+    axes = " x ".join(f"{axis} {size}" for axis, size in axis_sizes(mesh).items())
     logger.info(f"model    {config.model.title} {config.model.flavor or ''}".rstrip() + f", {parameters:,} parameters")
     logger.info("types    " + ", ".join(f"{what} {name}" for what, name in types_of(model, optimizer).items()))
     logger.info(
-        f"mesh     replicate {mesh['replicate'].size()} x shard {mesh['shard'].size()} on {mesh.device_type}; "
-        f"global batch {training.global_batch_size} = {mesh.size()} processes x {accumulation} micro-batches x "
+        f"mesh     {axes} on {mesh.device_type}; "
+        f"global batch {training.global_batch_size} = {ranks} processes x {accumulation} micro-batches x "
         f"{share // accumulation} sequences of {training.seq_len} tokens"
     )
     trained = {name: parameter for name, parameter in unique_parameters(model) if parameter.requires_grad}

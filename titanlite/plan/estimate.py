@@ -130,7 +130,7 @@ def trace(config: Config, layout: Layout) -> Trace:
         varied: Any = spec.args
         shapes = [replace(varied, n_layers=few), replace(varied, n_layers=few + period)]
     fuse = config.compile.enable and layout.is_gpu
-    _, accumulation = config.training.batch_split(layout.world_size)
+    _, accumulation = config.training.batch_split(config.parallelism.degrees(layout.world_size).data_parallel)
     profiles, workloads, traffics = [], [], []
     for shape in shapes:
         traced = trace_step(config, spec.model_cls, shape, world_size=layout.world_size, gpu=layout.is_gpu)
@@ -162,7 +162,8 @@ def estimate(traced: Trace, config: Config, layout: Layout) -> Plan:
     """Estimate memory and time of a traced step on this hardware."""
     training, hardware = config.training, layout.hardware
     model, workload = model_of(config).build(), traced.workload
-    micro_batch_size, accumulation = training.batch_split(layout.world_size)
+    degrees = config.parallelism.degrees(layout.world_size)
+    micro_batch_size, accumulation = training.batch_split(degrees.data_parallel)
     time = step_time(
         workload.units,
         update=workload.update,

@@ -108,7 +108,7 @@ def _smaller_batch(config: Config, layout: Layout, present: Plan, attempt: Attem
 
     Memory grows about linearly with the number of sequences, so only a few sizes are planned.
     """
-    micro, accumulation = config.training.batch_split(layout.world_size)
+    micro, accumulation = config.training.batch_split(config.parallelism.degrees(layout.world_size).data_parallel)
     sizes = [size for size in range(micro // 2, 0, -1) if micro * accumulation % size == 0]
     room, best, above = USABLE * layout.hardware.memory, None, (micro, present.peak)
     while sizes:

@@ -25,7 +25,7 @@ from titanlite.parallelize import build_mesh, parallelize
 from titanlite.parallelize.float8 import weight_scaler
 from titanlite.parallelize.fsdp import fsdp_units
 from titanlite.parallelize.materialize import allocate
-from titanlite.parallelize.mesh import axis_sizes, loss_group, world_group
+from titanlite.parallelize.mesh import axis_sizes, data_parallel_rank, loss_group, world_group
 from titanlite.plan.gpu_kernels import GpuKernels
 from titanlite.plan.recorder import Recorder
 from titanlite.runtime.errors import UserError
@@ -70,7 +70,8 @@ def trace_step(
     Raises:
         UserError: the model, the loss or the optimizer needs values, which fake tensors lack.
     """
-    if config.optimizer.in_backward and config.training.batch_split(world_size)[1] > 1:
+    _, accumulation = config.training.batch_split(config.parallelism.degrees(world_size).data_parallel)
+    if config.optimizer.in_backward and accumulation > 1:
         raise UserError("optimizer.in_backward: updates after each forward pass, and this would have several in a step")
     kernels = GpuKernels(fused_norm=not config.compile.enable) if gpu else CpuKernels()
     with (
@@ -82,7 +83,7 @@ def trace_step(
         warnings.simplefilter("ignore")
         model, mesh = parallelized(config, model_cls, args, world_size=world_size, kernels=kernels)
         recorder = _record(config, model, mesh, kernels, steps)
-    micro_batches = min(MICRO_BATCHES, config.training.batch_split(world_size)[1])
+    micro_batches = min(MICRO_BATCHES, accumulation)
     return StepTrace(recorder, len(model.layers), micro_batches)
 
 
@@ -132,7 +133,7 @@ def _record(config: Config, model: Model, mesh: DeviceMesh, kernels: Kernels, st
                 optimizer: Any = _TracedOptimizer(build_optimizer(model, config.optimizer, seed=0), recorder)
             with recorder.category("other"):
                 _fill_states(optimizer, one_by_one=config.optimizer.in_backward)
-                batches = _batches(config, mesh.size())
+                batches = _batches(config, data_parallel_rank(mesh)[1])
             states = (value for state in optimizer.state.values() for value in state.values())
             recorder.label((value for value in states if isinstance(value, Tensor)), "optimizer")
             in_backward = _updates_in_backward(model, optimizer, recorder) if config.optimizer.in_backward else None
