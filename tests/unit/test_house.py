@@ -270,7 +270,7 @@ def test_the_picture_has_every_room() -> None:
 
 # Sizes
 
-LARGE_FILES = {"config/schema.py": 345, "runtime/private_torch.py": 430}
+LARGE_FILES = {"config/schema.py": 350, "runtime/private_torch.py": 430}
 """Lines of files that are larger than the guide: the schema is a list of all options."""
 
 LONG_FUNCTIONS: set[str] = set()
