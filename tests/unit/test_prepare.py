@@ -666,10 +666,12 @@ def test_two_at_once_make_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         original(task)
 
     monkeypatch.setattr(prepare_module, "_write", write_when_others_wait)
-    options = {"say": reported.append}
-    threads = [threading.Thread(target=make, args=(path, tmp_path / "out"), kwargs=options) for _ in range(3)]
+    options = {"report": reported.append}
+    threads = [
+        threading.Thread(target=make, args=(path, tmp_path / "out"), kwargs=options, daemon=True) for _ in range(3)
+    ]
     threads[0].start()
-    waiting.acquire()
+    assert waiting.acquire(timeout=60)
     for thread in threads[1:]:
         thread.start()
     for thread in threads:
