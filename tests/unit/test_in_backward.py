@@ -28,9 +28,9 @@ NAN = math.nan
         (["--training.max_norm=1"], "set training.max_norm = 0"),
         (["--guard.nonfinite=skip"], 'set guard.nonfinite = "stop"'),
         (["--guard.spike_sigma=6"], "set guard.spike_sigma = 0"),
-        (["--optimizer.name=Muon"], "Muon matrices of all ranks together"),
-        (['--optimizer.groups=[{match=["*"], name="Muon"}]'], "Muon matrices of all ranks together"),
-        (["--training.local_batch_size=2"], "a step has 2 of 2 sequences on each of the 2 processes"),
+        (["--optimizer.name=Muon"], "Muon updates matrices of all ranks together"),
+        (['--optimizer.groups=[{match=["*"], name="Muon"}]'], "Muon updates matrices of all ranks together"),
+        (["--training.local_batch_size=2"], "a step has 2 forward passes of 2 sequences on each of the 2 processes"),
     ],
 )
 def test_options_that_exclude_it_are_refused(tiny: TinyRun, options: list[str], words: str) -> None:

@@ -279,16 +279,16 @@ def test_a_failed_write_is_raised_before_a_save(tmp_path: Path, monkeypatch: pyt
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        (["--offload.path=/tmp"], "offload.path: is for nothing: neither offload.optimizer nor offload.parameters"),
-        ([*MOMENTS, "--optimizer.name=SGD"], "offload.optimizer: disk is for AdamW, and not for SGD"),
-        ([*MOMENTS, "--optimizer.name=Muon"], "offload.optimizer: disk is for AdamW, and not for Muon"),
+        (["--offload.path=/tmp"], "offload.path: has no effect: set offload.optimizer or offload.parameters"),
+        ([*MOMENTS, "--optimizer.name=SGD"], "offload.optimizer: disk works with AdamW only, not with SGD"),
+        ([*MOMENTS, "--optimizer.name=Muon"], "offload.optimizer: disk works with AdamW only, not with Muon"),
         ([*MOMENTS, "--optimizer.args.amsgrad=true"], "offload.optimizer: AdamW takes no optimizer.args on disk"),
         (["--offload.parameters=disk"], "offload.parameters: disk needs training.enable_cpu_offload = true"),
-        ([*MOMENTS, f"--offload.path={__file__}"], f"offload.path: {__file__} is not a folder"),
-        ([*MOMENTS, f"--offload.path={__file__}/x"], f"offload.path: {__file__} is not a folder"),
+        ([*MOMENTS, f"--offload.path={__file__}"], f"offload.path: {__file__} is a file, not a folder"),
+        ([*MOMENTS, f"--offload.path={__file__}/x"], f"offload.path: {__file__} is a file, not a folder"),
         (
             [*EVERYTHING, "--quantize.linear.float8.enable", "--quantize.linear.float8.emulate"],
-            "offload.parameters: disk does not go with quantize.linear.float8.enable_fsdp_float8_all_gather = true",
+            "offload.parameters: disk cannot be combined with quantize.linear.float8.enable_fsdp_float8_all_gather = true",
         ),
     ],
 )
@@ -302,7 +302,7 @@ def test_groups_may_all_be_adamw(tiny: TinyRun) -> None:
     rest = '{match = ["norm*", "layers*", "head*"], name = "%s"}'
     both = '--optimizer.groups=[{match = ["embed*"]}, ' + rest + "]"
     assert tiny.config(*MOMENTS, both % "AdamW").offload.is_used
-    with pytest.raises(ConfigError, match="disk is for AdamW, and not for Adam "):
+    with pytest.raises(ConfigError, match="disk works with AdamW only, not with Adam "):
         tiny.config(*MOMENTS, both % "Adam")
 
 
