@@ -74,7 +74,7 @@ def test_float8_logs_what_it_converts_and_what_it_keeps(
     assert reasons == {
         "named by filter_fqns: wo",
         "float8 matmuls need sizes that are multiples of 16",
-        "the loss multiplies with its weight itself",
+        "the loss computes its matmul itself",
     }
 
 
