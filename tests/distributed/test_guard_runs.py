@@ -133,7 +133,7 @@ def test_all_ranks_do_the_same(tiny: TinyRun) -> None:
     assert (saved.samples, saved.guard) == (16, {})
 
     for rank in results["forever"]:
-        assert rank["stopped"][0].endswith("2 steps in a row were left out (guard.max_consecutive_skips)")
+        assert rank["stopped"][0].endswith("2 steps in a row were skipped (guard.max_consecutive_skips)")
         assert rank["stopped"][1] == 2
         assert [bool(changed) for changed in rank["changed"]] == [True, True, False, False, False, False]
     assert [record["step"] for record in skipped(tiny.folder, "forever")] == [3, 4]
