@@ -16,7 +16,8 @@ from titanlite.config.schema import Optimizer
 from titanlite.optim import build_optimizer, update
 from titanlite.optim.combined import optimizers_in
 from titanlite.optim.muon import Muon, newton_schulz
-from titanlite.optim.rounding import SlicedAdamW, _hash, round_stochastically
+from titanlite.optim.rounding import SlicedAdamW, round_stochastically
+from titanlite.runtime.hash_random import random_bits
 
 STEPS = 5
 
@@ -71,7 +72,7 @@ def test_bfloat16_follows_float32_on_average() -> None:
 
 
 def test_rounding_is_right_on_average_and_exact_where_it_can_be() -> None:
-    bits = _hash(torch.tensor(7), torch.arange(100_000))
+    bits = random_bits(torch.tensor(7), torch.arange(100_000))
     for value in (1 + 2**-9, -3.3, 1e-30, 7.123e20):
         rounded = round_stochastically(torch.full((len(bits),), value), bits).double()
         assert len(rounded.unique()) == 2
@@ -81,9 +82,9 @@ def test_rounding_is_right_on_average_and_exact_where_it_can_be() -> None:
 
 
 def test_random_bits_depend_on_the_index_in_the_whole_tensor() -> None:
-    whole = _hash(torch.tensor(3), torch.arange(1000))
-    assert torch.equal(_hash(torch.tensor(3), torch.arange(400, 450)), whole[400:450])
-    assert not torch.equal(_hash(torch.tensor(4), torch.arange(1000)), whole)
+    whole = random_bits(torch.tensor(3), torch.arange(1000))
+    assert torch.equal(random_bits(torch.tensor(3), torch.arange(400, 450)), whole[400:450])
+    assert not torch.equal(random_bits(torch.tensor(4), torch.arange(1000)), whole)
     for shift in (0, 16, 32):
         part = ((whole >> shift) & 0xFFFF).double() / 2**16
         assert part.mean().item() == pytest.approx(0.5, abs=0.03)

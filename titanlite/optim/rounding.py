@@ -1,6 +1,5 @@
 """AdamW (arXiv:1711.05101) slice by slice: weights and moments in float32 or bfloat16, in memory or on disk."""
 
-import hashlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -9,6 +8,7 @@ from torch import Tensor, nn
 
 from titanlite.runtime.disk import DiskTensors
 from titanlite.runtime.dtensor import GlobalIndices, from_local_like
+from titanlite.runtime.hash_random import random_bits, salt
 from titanlite.runtime.private_torch import fused_adamw_, local_tensor
 
 SLICE = 2**24
@@ -49,7 +49,7 @@ class SlicedAdamW(torch.optim.Optimizer):
         self.state_dtype = state_dtype
         self.round = round_stochastically
         """Rounding of float32 values to bfloat16, given random bits."""
-        self._origins = {p: (_salt(f"{seed}/{name}"), GlobalIndices(p)) for name, p in parameters.items()}
+        self._origins = {p: (salt(f"{seed}/{name}"), GlobalIndices(p)) for name, p in parameters.items()}
         self._disk = disk
         if disk and disk.holds_moments:
             shapes = [(local_tensor(p).shape, state_dtype) for p in parameters.values() for _ in range(2)]
@@ -80,7 +80,7 @@ class SlicedAdamW(torch.optim.Optimizer):
         assert parameter.grad is not None
         tensors = (parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"])
         flat = [local_tensor(tensor).view(-1) for tensor in tensors]
-        salt, indices = self._origins[parameter]
+        name_salt, indices = self._origins[parameter]
         size = DISK_SLICE if self._disk else SLICE
         for start in range(0, len(flat[0]), size):
             weight, gradient, mean, square = kept = [tensor[start : start + size] for tensor in flat]
@@ -92,7 +92,7 @@ class SlicedAdamW(torch.optim.Optimizer):
             del on_device[1]
             rounds = any(part.dtype != torch.float32 for part in (weight, mean, square))
             here = indices(start, len(gradient), gradient.device) if rounds else None
-            bits = None if here is None else _hash(state["step"].long() + salt, here)
+            bits = None if here is None else random_bits(state["step"].long() + name_salt, here)
             for number, (part, new) in enumerate(zip((weight, mean, square), on_device, strict=True)):
                 if bits is not None and part.dtype != torch.float32:
                     part.copy_(self.round(new, bits >> (16 * number)))
@@ -114,15 +114,3 @@ def round_stochastically(values: Tensor, bits: Tensor) -> Tensor:
     raised = values.view(torch.int32) + (bits & 0xFFFF).to(torch.int32)
     rounded = (raised & -0x10000).view(torch.float32)
     return torch.where(values.isfinite(), rounded, values).to(torch.bfloat16)
-
-
-def _hash(salt: Tensor, indices: Tensor) -> Tensor:
-    """48 random bits for each index: int64 (splitmix64's finalizer, which wraps around)."""
-    x = indices * -7046029254386353131 + salt
-    for shift, factor in ((30, -4658895280553007687), (27, -7723592293110705685)):
-        x = (x ^ ((x >> shift) & ((1 << (64 - shift)) - 1))) * factor
-    return (x >> 16) & 0xFFFFFFFFFFFF
-
-
-def _salt(text: str) -> int:
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little", signed=True) >> 1
