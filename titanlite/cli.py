@@ -16,6 +16,7 @@ from titanlite.ingest import arguments as ingest
 from titanlite.migrate import arguments as migrate
 from titanlite.plan import arguments as plan
 from titanlite.report import arguments as report
+from titanlite.runtime.allocator import use_expandable_segments
 from titanlite.runtime.arguments import Parser
 from titanlite.runtime.errors import ConfigError, Problem, RunError, UserError, whole_number
 
@@ -221,7 +222,7 @@ def _checked(options: Namespace, *, log: bool = False) -> "Checked":
     """Read a config and check it, by itself and against this machine, with one report of all mistakes.
 
     Args:
-        log: start the log on the console.
+        log: training follows. Start the log on the console, and set up the GPU's allocator and the compile cache.
 
     Raises:
         ConfigError: something is wrong.
@@ -233,6 +234,8 @@ def _checked(options: Namespace, *, log: bool = False) -> "Checked":
         draft.resolve()  # no file could be read: no need to wait for torch
     if "RANK" not in os.environ:
         _print_errors(draft.new_problems())  # at once: importing torch for the other checks takes seconds
+    if log:
+        use_expandable_segments(os.environ)
     from titanlite.ingest.inputs import find_files
     from titanlite.parallelize.compile import use_cache
     from titanlite.preflight import examine

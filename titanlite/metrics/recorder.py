@@ -5,8 +5,6 @@ Time of checkpoints, validation and compilation is not step time. The host waits
 
 import logging
 import math
-import resource
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict
@@ -22,6 +20,7 @@ from titanlite.guard import SkippedStep
 from titanlite.metrics.compile_watch import CompileWatch
 from titanlite.metrics.lines import step_line, validation_line
 from titanlite.metrics.loggers import Loggers
+from titanlite.metrics.memory_watch import MemoryWatch
 from titanlite.metrics.records import RecordFile
 from titanlite.metrics.timer import StepTimer
 from titanlite.runtime.hardware import peak_flops
@@ -63,6 +62,7 @@ class MetricsRecorder:
         self._writes = dist.get_rank(group) == 0
         self._timer = StepTimer(device)
         self._compiling = CompileWatch()
+        self._memory = MemoryWatch(device)
         if self._writes:
             self._steps = RecordFile(folder.metrics, step)
             self._saves = RecordFile(folder.saves, step)
@@ -110,7 +110,7 @@ class MetricsRecorder:
         if not self.is_due(step, last=last):
             return
         loss, grad_norm, added_loss = (float(value) for value in (result.loss, result.grad_norm, result.added_loss))
-        times = self._times()
+        times = self._times(step)
         flops, causal_flops = (
             flops * times["tokens_per_second"] / dist.get_world_size(self._group) for flops in self.model_flops
         )
@@ -134,25 +134,27 @@ class MetricsRecorder:
             self._loggers.log(record)
         self._timer.restart()
 
-    def _times(self) -> dict[str, float]:
+    def _times(self, step: int) -> dict[str, float]:
         """Return times and memory of the window: the largest of any rank. Every rank calls it at the same steps."""
-        timer, steps = self._timer, self._timer.steps
+        timer, steps, watch = self._timer, self._timer.steps, self._memory
         elapsed = timer.elapsed()
         compiled = self._compiling.take_seconds()
-        values = timer.data_wait, peak_memory(self.device), compiled, compiled - elapsed, self._compiling.recompiles
-        largest = torch.tensor(values, dtype=torch.float64, device=self.device)
+        times = timer.data_wait, compiled, compiled - elapsed, self._compiling.recompiles
+        largest = torch.tensor([*times, watch.peak(), watch.retries()], dtype=torch.float64, device=self.device)
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self._group)
-        waited, memory, compile_seconds, minus_steps, recompiles = largest.tolist()
+        waited, compile_seconds, minus_steps, recompiles, memory, retries = largest.tolist()
         if compile_seconds:
             elapsed = -minus_steps  # of the rank that waited least for others to compile
         if self._writes:
             self._compiling.warn(int(recompiles))
+            watch.warn(int(retries), step=step)
         return {
             "tokens_per_second": self.tokens_per_step * steps / elapsed,
             "step_seconds": elapsed / steps,
             "data_wait_seconds": waited / steps,
             **({"compile_seconds": compile_seconds} if compile_seconds else {}),
             "memory_gib": memory,
+            **({"num_alloc_retries": int(retries)} if self.device.type == "cuda" else {}),
         }
 
     def record_saves(self, saves: Iterable[dict[str, Any]]) -> None:
@@ -193,11 +195,3 @@ class MetricsRecorder:
             for file in (self._steps, self._saves, self._validations, self._skipped):
                 file.close()
             self._loggers.close()
-
-
-def peak_memory(device: torch.device) -> float:
-    """Return GiB: on a GPU, the most that PyTorch has reserved; on CPU, the most that the process had resident."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_reserved(device) / 2**30
-    unit = 1 if sys.platform == "darwin" else 2**10
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30

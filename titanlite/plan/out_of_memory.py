@@ -88,7 +88,7 @@ def _plan_lines(config: Config, layout: Layout) -> Iterator[str]:
             if planned.fits and not layout.hardware.measured:
                 yield (
                     "By the plan this config fits. Check for another process on the GPU, for tensors that code of your "
-                    "own keeps, and for fragmentation (PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True)."
+                    "own keeps, and for fragmentation, if your PYTORCH_ALLOC_CONF turns expandable segments off."
                 )
             found = pool.apply_async(suggest, (config, layout, planned), {"seconds": PLAN_SECONDS}).get(
                 2 * PLAN_SECONDS
