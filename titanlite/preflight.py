@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TypeVar
 
 import torch
+from torch.torch_version import TorchVersion
 
 from titanlite.config.checks import are_right, why_not_writable
 from titanlite.config.schema import Config, Data, ModelSelection, Optimizer, Validation
@@ -81,7 +82,7 @@ def examine(
         the resolved config, or None if the model or the tokenizer is unknown, and all further problems.
     """
     report = _Report(bad_keys)
-    training, float8 = config.training, config.quantize.linear.float8
+    training = config.training
     report.attempt("job.dump_folder", ["job.dump_folder"], lambda: _check_writable(config.job.dump_folder))
     tokenizer = report.attempt("data.tokenizer", ["data.tokenizer"], lambda: load_tokenizer(config.data.tokenizer))
     spec = report.attempt(
@@ -91,12 +92,10 @@ def examine(
     )
     for key, path in [*_paths(config.data, "data"), *_paths(config.validation, "validation")]:
         report.attempt(key, [key], partial(check_path, path, find_text))
-    report.attempt("quantize.linear.float8.enable", ["quantize"], lambda: check_float8(float8))
+    _check_techniques(report, config, device)
     for key, names in (("training.loss", [training.loss]), ("metrics.loggers", config.metrics.loggers)):
         for name in filter(None, names):
             report.attempt(key, [key], partial(_check_callable, name))
-    if config.compile.enable:
-        report.attempt("compile.enable", ["compile"], lambda: check_compiler(device))
     model = spec.build() if spec else None
     if model is not None and config.model.file:
         report.attempt("model.file", [], lambda: check_own_model(model))
@@ -158,6 +157,18 @@ class _Report:
         return None
 
 
+def _check_techniques(report: _Report, config: Config, device: torch.device) -> None:
+    """Check what does not depend on the model: packages, compilers and versions that techniques need."""
+    report.attempt("quantize.linear.float8.enable", ["quantize"], lambda: check_float8(config.quantize.linear.float8))
+    if config.compile.enable:
+        report.attempt("compile.enable", ["compile"], lambda: check_compiler(device))
+    report.attempt(
+        "optimizer.in_backward",
+        ["optimizer.in_backward", "training.enable_cpu_offload"],
+        lambda: check_offloaded_update(config, device, torch_version=torch.__version__),
+    )
+
+
 def check_compiler(device: torch.device) -> None:
     """Check that torch.compile will find the compiler that it needs.
 
@@ -173,6 +184,29 @@ def check_compiler(device: torch.device) -> None:
     if shutil.which(compiler) is None and not os.environ.get("TORCH_INDUCTOR_INSTALL_GXX"):
         chosen = "named by CXX in the environment" if "CXX" in os.environ else "CXX in the environment selects another"
         raise UserError(f"compiling for the CPU needs a C++ compiler, and there is no {compiler} ({chosen})")
+
+
+def check_offloaded_update(config: Config, device: torch.device, *, torch_version: str) -> None:
+    """Check that offloaded gradients are complete when FSDP2 calls the hook that updates within backward.
+
+    Before 2.13, FSDP2 queues the copy of a gradient from the GPU to pinned memory, and calls the hook without waiting
+    for the copy. The hook would read half-written memory, and nothing would show that the weights are wrong. In 2.13,
+    `foreach_reduce` (torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py) copies with `non_blocking=False` where
+    the sharded parameter has such a hook, so that the host waits for each copy before it calls the hook.
+
+    Args:
+        torch_version: as `torch.__version__`.
+
+    Raises:
+        UserError: this version of PyTorch does not wait.
+    """
+    is_copied = config.training.enable_cpu_offload and device.type == "cuda"
+    if config.optimizer.in_backward and is_copied and TorchVersion(torch_version) < "2.13":
+        raise UserError(
+            f"on a GPU with training.enable_cpu_offload = true, torch {torch_version} updates parameters from "
+            "gradients that are not copied completely, and weights become silently wrong: upgrade to torch 2.13 or "
+            "newer, or turn one of the two options off"
+        )
 
 
 def _paths(section: Data | Validation, name: str) -> Iterator[tuple[str, str | list[str]]]:

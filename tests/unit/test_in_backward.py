@@ -1,6 +1,8 @@
 """Updates within backward: configs that are refused, steps that are skipped, and the plan."""
 
 import math
+import re
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -15,7 +17,8 @@ from titanlite.guard import StepGuard, StoppedByGuard
 from titanlite.optim import build_optimizer
 from titanlite.optim.in_backward import InBackward
 from titanlite.optim.norm import gradient_norms
-from titanlite.runtime.errors import ConfigError
+from titanlite.preflight import check_offloaded_update
+from titanlite.runtime.errors import ConfigError, UserError
 from titanlite.step import StepResult
 
 ON = ("--optimizer.in_backward=true", "--training.max_norm=0")
@@ -45,6 +48,31 @@ def test_other_options_are_not_refused(tiny: TinyRun) -> None:
     groups = '--optimizer.groups=[{match=["*"], name="SGD"}]'
     assert tiny.config(*ON, "--optimizer.name=Muon", groups, world_size=2).optimizer.in_backward
     tiny.config("--guard.nonfinite=skip", "--optimizer.name=Muon", "--training.local_batch_size=1", world_size=2)
+
+
+OFFLOADED = (*ON, "--training.enable_cpu_offload")
+
+
+@pytest.mark.parametrize("version", ["2.11.0+cu128", "2.12.1"])
+def test_versions_that_do_not_wait_for_offloaded_gradients_are_refused(tiny: TinyRun, version: str) -> None:
+    words = f"torch {re.escape(version)} .*upgrade to torch 2.13 or newer, or turn one of the two options off"
+    with pytest.raises(UserError, match=words):
+        check_offloaded_update(tiny.config(*OFFLOADED), torch.device("cuda"), torch_version=version)
+
+
+@pytest.mark.parametrize(
+    ("options", "device", "version"),
+    [
+        (OFFLOADED, "cuda", "2.13.0"),
+        (OFFLOADED, "cuda", "2.13.0+cu130"),
+        (OFFLOADED, "cuda", "2.14.1"),
+        (OFFLOADED, "cpu", "2.12.1"),
+        (ON, "cuda", "2.12.1"),
+        (["--training.enable_cpu_offload"], "cuda", "2.12.1"),
+    ],
+)
+def test_others_update_from_whole_gradients(tiny: TinyRun, options: Sequence[str], device: str, version: str) -> None:
+    check_offloaded_update(tiny.config(*options), torch.device(device), torch_version=version)
 
 
 class Tied(nn.Module):
