@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.nn import functional as F
 
 from tests.plans import layout_of, planned, profiled, read, shapes, traced
@@ -178,6 +179,41 @@ def test_one_step_is_like_the_next() -> None:
     assert once.phases == twice.phases
 
 
+FLOAT8 = tuple(f"--quantize.linear.float8.{it}" for it in ("enable", "skip_small=false"))
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [*FLOAT8, "--quantize.linear.float8.emulate"],
+        ['--optimizer.name="Muon"'],
+        *(
+            pytest.param(overrides, marks=pytest.mark.slow)
+            for overrides in (
+                [],
+                ["--optimizer.in_backward=true", "--training.max_norm=0.0", "--training.local_batch_size=8"],
+                ["--optimizer.state_dtype=bfloat16", "--parallelism.data_parallel_replicate_degree=2"],
+            )
+        ),
+    ],
+    ids=["float8", "muon", "adamw", "in_backward", "bfloat16"],
+)
+def test_a_plan_does_not_depend_on_what_was_planned_before(overrides: list[str]) -> None:
+    """DTensor makes tensors of the global shapes to learn results' shapes, once a process. They are not memory."""
+    if FLOAT8[0] in overrides:
+        pytest.importorskip("torchao")
+    config = read(*overrides, "--model.args.n_layers=1", world_size=2)
+
+    def phases() -> dict[str, dict[str, int]]:
+        made = trace_step(config, *model_of(config), world_size=2, gpu=True)
+        return profile(made.recorder, 1).phases
+
+    _clear_sharding_prop_cache()
+    fresh, used = phases(), phases()
+    assert fresh == used
+    assert sum(fresh["step"].values()) < 1.01 * sum(fresh["step"][it] for it in ("parameters", "optimizer")) + 4e5
+
+
 def test_collectives_are_those_of_the_layout() -> None:
     """Two all-gathers a block (one for embedding and head), and one reduce-scatter, for each micro-batch; one
     all-reduce over replicas a step."""
@@ -272,7 +308,7 @@ def test_compiled_blocks_are_recorded_any_number_of_times() -> None:
 @pytest.mark.slow
 def test_float8_gathers_half() -> None:
     pytest.importorskip("torchao")
-    options = ("--compile.enable=true", *(f"--quantize.linear.float8.{it}" for it in ("enable", "skip_small=false")))
+    options = ("--compile.enable=true", *FLOAT8)
     eighth = traced(*options, world_size=2, gpu=True)
     assert "float8" in {it.dtype for it in eighth.recorder.operators if it.kind == "matmul"}
 

@@ -2,7 +2,7 @@
 
 import pickle
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,8 @@ from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.testing._internal.two_tensor import TwoTensor
 
 from titanlite.observer import StepObserver
@@ -49,6 +50,7 @@ from titanlite.runtime.private_torch import (
     mark_dynamic,
     non_persistent_buffers,
     observe_fsdp,
+    propagate_shardings_without_modes,
     reads_found_inf,
     release_all_reduce_input,
     replace_tensors,
@@ -276,6 +278,23 @@ def test_fake_tensors() -> None:
             assert operator in str(raised.value.func)
 
 
+def test_shardings_are_propagated_outside_of_modes() -> None:
+    """DTensor makes a tensor of the global shape, 64, to learn the result's shape; the local part has 8 elements."""
+
+    def shapes_made(operator: Callable[[Tensor], Tensor]) -> set[torch.Size]:
+        with FakeTensorMode(), LocalOperators() as mode:
+            operator(DTensor.from_local(torch.zeros(8), mesh, [Shard(0)]))
+        assert mode.calls
+        return {it.shape for _, arguments in mode.calls for it in arguments if type(it) is FakeTensor}
+
+    with fake_process_group(8):
+        mesh = init_device_mesh("cpu", (8,))
+        _clear_sharding_prop_cache()
+        with propagate_shardings_without_modes():
+            assert torch.Size([64]) not in shapes_made(torch.Tensor.cos)
+        assert torch.Size([64]) in shapes_made(torch.Tensor.sin)
+
+
 def test_storage_key() -> None:
     tensor, other = torch.zeros(4), torch.zeros(4)
     assert storage_key(tensor.untyped_storage()) == storage_key(tensor[1:].untyped_storage())
@@ -306,6 +325,15 @@ class Operators(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.calls.append((func, args))
         return func(*args, **(kwargs or {}))
+
+
+class LocalOperators(Operators):
+    """Records operators on plain fake tensors: for a DTensor, on its local part."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(it is not FakeTensor for it in types):
+            return NotImplemented
+        return super().__torch_dispatch__(func, types, args, kwargs)
 
 
 @pytest.mark.usefixtures("single_process_group")

@@ -34,6 +34,7 @@ from titanlite.runtime.private_torch import (
     ValueNeeded,
     fake_process_group,
     observe_fsdp,
+    propagate_shardings_without_modes,
     without_fake_tensors,
 )
 from titanlite.step import train_step
@@ -76,6 +77,7 @@ def trace_step(
     kernels = GpuKernels(fused_norm=not config.compile.enable) if gpu else CpuKernels()
     with (
         fake_process_group(world_size),
+        propagate_shardings_without_modes(),
         warnings.catch_warnings(),
         _explained_need_of_values(),
         _fresh_compiler(config),
@@ -213,10 +215,7 @@ def _fresh_compiler(config: Config) -> Iterator[None]:
 
 
 def _fill_states(optimizer: torch.optim.Optimizer, *, one_by_one: bool) -> None:
-    """Make one step of the optimizer on zeros, so that its states exist, as after a step of training.
-
-    The first step allocates more than later ones: DTensor makes whole tensors to learn shapes.
-    """
+    """Make one step of the optimizer on zeros, so that its states exist, as after a step of training."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for together in [[parameter] for parameter in parameters] if one_by_one else [parameters]:
         for parameter in together:

@@ -23,8 +23,9 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils import _pytree
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, is_traceable_wrapper_subclass
 
 from titanlite.observer import StepObserver
 
@@ -363,6 +364,23 @@ ValueNeeded = fake_tensor.DataDependentOutputException, fake_tensor.DynamicOutpu
 attribute `func` is the operator."""
 
 
+@contextmanager
+def propagate_shardings_without_modes() -> Iterator[None]:
+    """Let DTensor try operators at their global shapes outside the active dispatch modes, within the context."""
+    propagator = DTensor._op_dispatcher.sharding_propagator
+    propagator.__class__ = _PropagatorWithoutModes
+    try:
+        yield
+    finally:
+        propagator.__class__ = ShardingPropagator
+
+
+class _PropagatorWithoutModes(ShardingPropagator):
+    def _propagate_tensor_meta_non_cached(self, op_schema: Any) -> Any:
+        with _disable_current_modes():
+            return super()._propagate_tensor_meta_non_cached(op_schema)
+
+
 def tree_leaves(tree: Any) -> list[Any]:
     """Return the leaves of nested containers, for example of an operator's arguments, in order."""
     return _pytree.tree_leaves(tree)
@@ -401,8 +419,7 @@ def run_random_operators_plainly(mode_cls: type[TorchDispatchMode]) -> None:
 
 @contextmanager
 def fake_process_group(world_size: int) -> Iterator[None]:
-    """Start a process group whose other members do not exist: its collectives do nothing. This process is rank 0, and
-    must have no process group."""
+    """Start a process group as rank 0; the other ranks do not exist. This process must have no process group."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
