@@ -34,8 +34,8 @@ def start(name: str, config: str, options: list[str], folder: Path) -> tuple[flo
         f"--job.name={name}",
     ]
     if name != "eager":
-        command += ["--compile.enable=true", f"--compile.cache_folder={folder / 'cache'}"]
-    variables = {key: value for key, value in os.environ.items() if key != "TORCHINDUCTOR_CACHE_DIR"}
+        command.append("--compile.enable=true")
+    variables = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(folder / "cache")}
     began, first = time.perf_counter(), 0.0
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=variables) as run:
         assert run.stdout

@@ -7,6 +7,7 @@ import traceback
 from argparse import Namespace
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from shlex import quote
 from typing import TYPE_CHECKING, NoReturn
 
 from titanlite import __version__
@@ -261,7 +262,9 @@ def _checked(options: Namespace, *, log: bool = False) -> "Checked":
 def _init(options: Namespace) -> None:
     from titanlite.config.starter import write_config
 
-    write_config(options.name, origin=find_config(options.origin))
+    path = write_config(options.name, origin=find_config(options.origin))
+    print(f"wrote {path}, with the settings of {options.origin}")
+    print(f"next: edit it, then run  titanlite check {quote(str(path))}  and  titanlite train {quote(str(path))}")
 
 
 def _show(options: Namespace) -> None:

@@ -31,6 +31,9 @@ class SkipReason(IntEnum):
     AFTER_STOP = 3
 
 
+SPIKE_WINDOW = 128
+"""Steps in the mean that a spike is compared with. The rule starts when half of them are there."""
+
 REASONS = {SkipReason.NONFINITE: "loss or gradient is not finite", SkipReason.SPIKE: "loss or gradient spike"}
 
 
@@ -70,16 +73,23 @@ class StepGuard:
     Args:
         step: the step that the run resumes from.
         state: `StepGuard.state` of the checkpoint that the run resumes from.
+        window: number of steps in the mean that a spike is compared with.
     """
 
-    def __init__(self, config: Guard, *, device: torch.device, step: int, state: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        config: Guard,
+        *,
+        device: torch.device,
+        step: int,
+        state: dict[str, Any],
+        window: int = SPIKE_WINDOW,
+    ) -> None:
         self.config = config
-        window = torch.tensor(state.get("window", [[], []]), dtype=torch.float32, device=device)[
-            :, -config.spike_window :
-        ]
-        filled = window.shape[1]
-        self._window = torch.nn.functional.pad(window, (config.spike_window - filled, 0))
-        """Loss and gradient norm of the last finite steps, newest last: [2, spike_window]."""
+        saved = torch.tensor(state.get("window", [[], []]), dtype=torch.float32, device=device)[:, -window:]
+        filled = saved.shape[1]
+        self._window = torch.nn.functional.pad(saved, (window - filled, 0))
+        """Loss and gradient norm of the last finite steps, newest last: [2, window]."""
         self._filled = torch.tensor(filled, device=device)
         self._in_a_row = torch.tensor(state.get("in_a_row", 0), device=device)
         self._stopped = torch.tensor(False, device=device)
@@ -123,7 +133,7 @@ class StepGuard:
 
         Every finite step enters the window, so that a lasting change soon stops being a spike.
         """
-        size = self.config.spike_window
+        size = self._window.shape[1]
         counts = torch.arange(size, device=values.device) >= size - self._filled
         n = self._filled.clamp(min=1)
         mean = (self._window * counts).sum(dim=1) / n

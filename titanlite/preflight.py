@@ -96,7 +96,7 @@ def examine(
     for key, names in (("training.loss", [training.loss]), ("metrics.loggers", config.metrics.loggers)):
         for name in filter(None, names):
             report.attempt(key, [key], partial(_check_callable, name))
-    model = spec.build() if spec else None
+    model = report.attempt("model.file", [], spec.build) if spec else None
     if model is not None and config.model.file:
         report.attempt("model.file", [], lambda: check_own_model(model))
     checked = report.attempt(

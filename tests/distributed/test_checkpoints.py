@@ -16,7 +16,6 @@ from tests.layouts import degrees, trained, whole
 from titanlite.checkpoint import manifest as manifests
 from titanlite.checkpoint import staging
 from titanlite.checkpoint.dcp_write import ShardWriter
-from titanlite.checkpoint.manager import CheckpointManager
 from titanlite.checkpoint.manifest import folder_name
 from titanlite.checkpoint.storage import LocalStorage, open_storage
 from titanlite.config.schema import Config
@@ -138,35 +137,6 @@ def test_a_failed_save_ends_every_rank_at_the_same_step(
     assert steps(tiny) == ([] if trouble is folder_lost else [2])
 
 
-def test_with_warn_a_failed_save_is_made_up_for_by_the_next(tiny: TinyRun) -> None:
-    options = ["--checkpoint.interval=1", "--training.steps=5", "--checkpoint.on_save_error=warn", *degrees(1, 2)]
-    results = run_ranks(in_trouble_once, 2, tiny.config(*options, world_size=2))
-    assert results == [("", 5), ("", 5)]
-    assert steps(tiny) == [1, 3, 4, 5]
-    assert not [name for name in checkpoints(tiny).list() if name.startswith(".")]
-    log = (tiny.folder / "outputs" / "tiny" / "logs" / "rank-1.log").read_text()
-    assert "the checkpoint of step 2 could not be saved: rank 1: ValueError('a bug in the writer')" in log
-
-
-def in_trouble_once(rank: int, world_size: int, config: Config) -> tuple[str, int]:
-    write = ShardWriter.write_data
-
-    def fail_at_step_2(self: ShardWriter, *args: Any) -> Any:
-        if rank == 1 and folder_name(2) in self.folder:
-            raise ValueError("a bug in the writer")
-        return write(self, *args)
-
-    ShardWriter.write_data = fail_at_step_2  # type: ignore[method-assign]
-    return in_trouble(rank, world_size, config, None)
-
-
-def test_with_warn_the_last_save_still_counts(tiny: TinyRun) -> None:
-    options = ["--training.steps=4", "--checkpoint.on_save_error=warn", *degrees(1, 2)]
-    for message, last in run_ranks(in_trouble, 2, tiny.config(*options, world_size=2), writer_raising):
-        assert message == "the checkpoint of step 4 could not be saved: rank 1: ValueError('a bug in the writer')"
-        assert last == 4
-
-
 def test_two_shards_swapped(tiny: TinyRun) -> None:
     options = ["--checkpoint.interval=2", *degrees(1, 2)]
     config = tiny.config(*options, "--training.steps=4", world_size=2)
@@ -182,29 +152,6 @@ def test_two_shards_swapped(tiny: TinyRun) -> None:
     assert f"{folder_name(4)}/__" in log
     assert tiny.losses() == losses
     assert steps(tiny) == [2, 4]
-
-
-def clocks_apart(rank: int, world_size: int, config: Config) -> list[int]:
-    """Rank 1's clock runs a thousand times as fast."""
-    monotonic = time.monotonic
-    time.monotonic = lambda: monotonic() * (1 if rank == 0 else 1000)  # type: ignore[assignment]
-    due: list[int] = []
-    save = CheckpointManager.save
-
-    def recorded(self: CheckpointManager, progress: Any, *, last: bool) -> None:
-        due.append(progress.step)
-        save(self, progress, last=last)
-
-    CheckpointManager.save = recorded  # type: ignore[method-assign]
-    train_on_this_rank(config, rank, world_size)
-    return due
-
-
-def test_rank_0s_clock_decides_when_to_save(tiny: TinyRun) -> None:
-    slow = tiny.config("--checkpoint.interval_minutes=1", *degrees(1, 2), world_size=2)
-    assert run_ranks(clocks_apart, 2, slow) == [[6], [6]]
-    fast = tiny.config("--checkpoint.interval_minutes=1e-9", "--job.name=fast", *degrees(1, 2), world_size=2)
-    assert run_ranks(clocks_apart, 2, fast) == [[1, 2, 3, 4, 5, 6]] * 2
 
 
 def staged_bytes(rank: int, world_size: int, config: Config) -> tuple[int, int, int]:

@@ -11,13 +11,14 @@ from tests.helpers import TinyRun
 
 @pytest.mark.nightly
 def test_the_next_start_finds_what_was_compiled(tiny: TinyRun) -> None:
-    """By the real compiler, in processes of their own, that know the folder by the option only."""
+    """By the real compiler, in processes of their own, in the default folder."""
     variables = {key: value for key, value in os.environ.items() if key != "TORCHINDUCTOR_CACHE_DIR"}
-    cache = tiny.folder / "cache"
+    variables["XDG_CACHE_HOME"] = str(tiny.folder)
+    cache = tiny.folder / "titanlite" / "compile"
     found = []
     for name in ("cold", "warm"):
         command = [sys.executable, "-m", "titanlite", "train", "--config", str(tiny.toml), f"--job.name={name}"]
-        command += ["--compile.enable", f"--compile.cache_folder={cache}", "--training.steps=2"]
+        command += ["--compile.enable", "--training.steps=2"]
         subprocess.run(command, check=True, capture_output=True, text=True, timeout=400, env=variables)
         found.append({str(path.relative_to(cache)) for path in cache.rglob("*") if path.is_file()})
         first, second = tiny.records(name)

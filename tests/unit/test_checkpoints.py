@@ -207,13 +207,6 @@ def test_other_modes_save_the_same(
 # When
 
 
-def test_saving_by_time(tiny: TinyRun) -> None:
-    trained(tiny.config("--checkpoint.interval_minutes=1e-9", "--training.steps=3"))
-    assert steps(tiny) == [1, 2, 3]
-    trained(tiny.config("--job.name=never", "--checkpoint.interval_minutes=5", "--training.steps=3"))
-    assert steps(tiny, "never") == [3]
-
-
 def test_retention(tiny: TinyRun) -> None:
     keep = ["--checkpoint.keep_latest_k=2", "--checkpoint.keep_every=3", "--checkpoint.interval=1"]
     trained(tiny.config("--training.steps=8", *keep))
@@ -320,19 +313,6 @@ def test_a_run_whose_checkpoints_are_all_damaged_does_not_begin_anew(tiny: TinyR
         with pytest.raises(UserError, match=r"no good checkpoint is left .* \(damaged: step-00000002, step-00000004\)"):
             trained(tiny.config())
     assert {f"{MANIFEST}.{DAMAGED}", "__0_0.distcp"} <= {path.name for path in checkpoint(tiny, 4).iterdir()}
-
-
-def test_sizes_alone_do_not_find_a_flipped_byte(tiny: TinyRun, warnings: Callable[[], list[str]]) -> None:
-    trained(tiny.config("--training.steps=2"))
-    flip(checkpoint(tiny, 2) / "__0_0.distcp", 5000)
-    for verify in ("size", "off"):
-        shutil.copytree(folder(tiny), folder(tiny, verify))
-        trained(tiny.config(f"--checkpoint.verify={verify}", f"--job.name={verify}", "--training.steps=3"))
-        assert steps(tiny, verify) == [2, 3]
-    assert not [warning for warning in warnings() if "damaged" in warning]
-    truncate(checkpoint(tiny, 2) / "__0_0.distcp")
-    with pytest.raises(UserError, match="no good checkpoint is left"):
-        trained(tiny.config("--checkpoint.verify=size"))
 
 
 def test_checksums_need_no_second_reading(tiny: TinyRun, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -645,24 +625,18 @@ def trained_once(tmp_path_factory: pytest.TempPathFactory) -> TinyRun:
     return TinyRun(tmp_path_factory.mktemp("trained"))
 
 
-@pytest.mark.parametrize(
-    ("payload", "verify"),
-    [
-        *((payload, "checksum") for payload in PAYLOADS),
-        *((payload, "off") for payload in PAYLOADS if "shard" in payload),
-    ],
-)
-def test_a_malicious_checkpoint_is_refused_and_nothing_runs(payload: str, verify: str, trained_once: TinyRun) -> None:
+@pytest.mark.parametrize("payload", PAYLOADS)
+def test_a_malicious_checkpoint_is_refused_and_nothing_runs(payload: str, trained_once: TinyRun) -> None:
     tiny = trained_once
     if not steps(tiny):
         trained(tiny.config("--training.steps=1", "--lr_scheduler.warmup_steps=1"))
-    name = f"{payload}-{verify}".replace(" ", "-").replace(".", "-")
+    name = payload.replace(" ", "-").replace(".", "-")
     shutil.copytree(folder(tiny), folder(tiny, name))
     touched = tiny.folder / f"touched-{name}"
     make, message = PAYLOADS[payload]
     forge(checkpoint(tiny, 1, name), make(f"touch {touched}", checkpoint(tiny, 1, name)))
     with pytest.raises(UnsafeCheckpoint, match=r"refused") as refusal:
-        trained(tiny.config("--training.steps=2", f"--job.name={name}", f"--checkpoint.verify={verify}"))
+        trained(tiny.config("--training.steps=2", f"--job.name={name}"))
     assert message in str(refusal.value)
     assert str(checkpoint(tiny, 1, name)) in str(refusal.value)
     assert not touched.exists()

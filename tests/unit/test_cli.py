@@ -24,7 +24,9 @@ def refusal(capfd: pytest.CaptureFixture[str], *arguments: str) -> list[str]:
 def test_a_run_folder_records_how_it_was_made(tiny: TinyRun) -> None:
     from titanlite.config.load import load
 
-    assert titanlite("train", "--config", str(tiny.toml), "--training.steps=2")[0] == 0
+    code, output, _ = titanlite("train", "--config", str(tiny.toml), "--training.steps=2")
+    assert code == 0
+    assert any("  another model  titanlite train NAME, with NAME one of debug, llama3_" in line for line in output)
     folder = tiny.folder / "outputs" / "tiny"
     assert load(folder / "config.toml") == tiny.config("--training.steps=2")
     run = json.loads((folder / "run.json").read_text())

@@ -53,16 +53,14 @@ def test_where_compiled_code_is_kept(
     assert chosen(on) == str(tmp_path / ".cache" / "titanlite" / "compile")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
     assert chosen(on) == str(tmp_path / "xdg" / "titanlite" / "compile")
-    named = Compile(enable=True, cache_folder=str(tmp_path / "named"))
-    assert chosen(named) == str(tmp_path / "named")
-    assert chosen(named, before="/elsewhere") == "/elsewhere"
-    assert chosen(Compile(enable=True, cache_folder="~/own")) == str(tmp_path / "own")
+    assert chosen(on, before="/elsewhere") == "/elsewhere"
     assert log() == []
     (tmp_path / "file").touch()
-    assert chosen(Compile(enable=True, cache_folder=str(tmp_path / "file" / "below"))) is None
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert chosen(on) is None
     [warning] = log()
-    assert warning.startswith("compile.cache_folder: ")
-    assert warning.endswith("compiled code is kept in a temporary folder")
+    assert warning.startswith("compile.enable: ")
+    assert "compiled code is kept in a temporary folder. TORCHINDUCTOR_CACHE_DIR" in warning
 
 
 @pytest.mark.usefixtures("single_process_group")

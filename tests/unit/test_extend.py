@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.helpers import TinyRun, train_on_this_rank
+from titanlite import cli
 from titanlite.config.load import load
 from titanlite.data.custom import CustomSequences
 from titanlite.models.registry import resolve_model, vocab_size_for
@@ -200,6 +201,34 @@ def test_initial_values_of_an_own_model_are_checked(
     with pytest.raises(ConfigError) as error:
         preflight(tiny.config(), Ranks(0, 1, 0, 1), torch.device("cpu"))
     assert str(error.value) == f"model.file: {message}"
+
+
+@pytest.mark.parametrize("command", [["train"], ["config", "check"], ["plan", "--world-size=2", "--gpu=H100"]])
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("self.layers = nn.ModuleList([nn.Linear(4, args.width)])",
+         "Mine.__init__ fails: own_init.py:11: AttributeError: 'ModelArgs' object has no attribute 'width'"),
+        ("self.layers = nn.ModuleList([nn.Linear(4, -1)])",
+         "Mine.__init__ fails: own_init.py:11: RuntimeError: Trying to create tensor with negative dimension -1"),
+        ("self.blocks = nn.ModuleList()", "Mine.__init__ defines no layers: see docs/add_a_model.md"),
+    ],
+)  # fmt: skip
+def test_an_own_model_whose_init_fails_is_one_line(
+    command: list[str],
+    line: str,
+    message: str,
+    tiny: TinyRun,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tiny.folder)
+    text = OWN_MODEL.replace("self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))", line)
+    (tiny.folder / "own_init.py").write_text(text)
+    tiny.toml.write_text(f'[model]\nfile = "own_init.py"\n[data]\npath = "{tiny.text}"\n')
+    assert cli.run([*command, str(tiny.toml)]) == 2
+    [error] = [line for line in capfd.readouterr().err.splitlines() if line.startswith("error")]
+    assert error.startswith(f"error: model.file: {message}")
 
 
 def test_a_dump_folder_that_cannot_be_written_is_found_before_the_start(tiny: TinyRun) -> None:

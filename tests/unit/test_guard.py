@@ -15,9 +15,11 @@ NAN, INF = math.nan, math.inf
 TAKEN, NONFINITE, SPIKE, AFTER_STOP = SkipReason
 
 
-def guard_of(state: dict[str, object] | None = None, *, step: int = 0, **options: object) -> StepGuard:
+def guard_of(
+    state: dict[str, object] | None = None, *, step: int = 0, window: int = 128, **options: object
+) -> StepGuard:
     config = Guard.model_validate(options)
-    return StepGuard(config, device=torch.device("cpu"), step=step, state=dict(state or {}))
+    return StepGuard(config, device=torch.device("cpu"), step=step, state=dict(state or {}), window=window)
 
 
 def skip_reasons(guard: StepGuard, figures: Sequence[tuple[float, float]], *, first: int = 1) -> list[int]:
@@ -67,11 +69,11 @@ def test_a_look_tells_what_was_left_out() -> None:
 
 def test_spikes() -> None:
     """Half of the window must be there; then it is sigma standard deviations above the mean, of loss or norm."""
-    guard = guard_of(spike_sigma=4, spike_window=8)
+    guard = guard_of(spike_sigma=4, window=8)
     calm = [(3 + 0.1 * (-1) ** i, 1 + 0.1 * (-1) ** i) for i in range(8)]
     deviation = 0.1 * math.sqrt(8 / 7)
     assert skip_reasons(guard, [(3, 1), (9, 1), (3, 1)]) == [TAKEN] * 3  # too early
-    guard = guard_of(spike_sigma=4, spike_window=8)
+    guard = guard_of(spike_sigma=4, window=8)
     assert skip_reasons(guard, calm) == [TAKEN] * 8
     state = guard.state()
     for figures, expected in {
@@ -82,12 +84,12 @@ def test_spikes() -> None:
         (0.1, 0.01): TAKEN,
         (NAN, 1): NONFINITE,
     }.items():
-        again = guard_of(state, spike_sigma=4, spike_window=8, nonfinite="skip")
+        again = guard_of(state, spike_sigma=4, window=8, nonfinite="skip")
         assert skip_reasons(again, [figures]) == [expected], figures
 
 
 def test_a_lasting_change_of_level_is_no_spike_for_long() -> None:
-    guard = guard_of(spike_sigma=6, spike_window=8, max_consecutive_skips=5)
+    guard = guard_of(spike_sigma=6, window=8, max_consecutive_skips=5)
     found = skip_reasons(guard, [(3 + 0.01 * (-1) ** i, 1) for i in range(8)] + [(4, 1)] * 8)
     assert found[8] == SPIKE
     assert found[-1] == TAKEN
@@ -95,7 +97,7 @@ def test_a_lasting_change_of_level_is_no_spike_for_long() -> None:
 
 
 def test_what_follows_is_the_same_after_a_resume() -> None:
-    options = {"spike_sigma": 2.0, "spike_window": 16, "nonfinite": "skip", "max_consecutive_skips": 4}
+    options = {"spike_sigma": 2.0, "window": 16, "nonfinite": "skip", "max_consecutive_skips": 4}
     random = torch.Generator().manual_seed(0)
     figures = [(float(3 + torch.randn((), generator=random)), 1.0) for _ in range(60)]
     figures[28:31] = [(NAN, 1.0)] * 3  # the run stops and goes on between them

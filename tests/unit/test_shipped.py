@@ -79,6 +79,14 @@ def test_init_writes_a_config_that_trains_the_same(
     assert {key.rpartition(".")[2] for key in OFTEN_SET} <= {*re.findall(r"^#?(\w+) = ", text, re.MULTILINE)}
 
 
+def test_init_prints_the_file_and_the_next_command(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["init", "my run", "--from", "llama3_8b"]) == 0
+    assert capfd.readouterr().out.splitlines() == [
+        "wrote my run.toml, with the settings of llama3_8b",
+        "next: edit it, then run  titanlite check 'my run.toml'  and  titanlite train 'my run.toml'",
+    ]
+
+
 def test_lines_of_init_can_be_uncommented(folder: Path) -> None:
     text = starter_text(load(find_config("debug")).model_dump(exclude_none=True), run="mine", origin="debug")
     options = [line for line in text.splitlines() if re.match(r"#\w+ = ", line) and not line.endswith("...")]

@@ -87,7 +87,7 @@ def show(path: str, *, tensors: bool) -> None:
         raise UserError(f"{storage.url_of(found.folder)} is not whole: {found.state}")
     from titanlite.checkpoint.dcp_read import ShardReader
 
-    entries: Any = ShardReader(storage, found.folder, manifest, checksums=False).metadata.state_dict_metadata
+    entries: Any = ShardReader(storage, found.folder, manifest).metadata.state_dict_metadata
     model = [entry.size.numel() for name, entry in entries.items() if name.startswith("model.")]
     saved_at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(manifest.saved_at))
     lines = [f"  {name}  {record.size:,} bytes" for name, record in manifest.files.items()]

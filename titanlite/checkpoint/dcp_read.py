@@ -27,25 +27,21 @@ class UnsafeCheckpoint(UserError):
 class ShardReader(StorageReader):
     """Reader of what this rank needs from a checkpoint.
 
-    Args:
-        checksums: whether tensors are checked by their CRC-32. Metadata always is.
+    Every file and tensor that it reads is checked by its checksum.
 
     Raises (from the constructor, and while loading):
         DamagedCheckpoint: a file has changed since it was written.
         UnsafeCheckpoint: the checkpoint holds more than tensors.
     """
 
-    def __init__(self, storage: Storage, folder: str, manifest: Manifest, *, checksums: bool) -> None:
+    def __init__(self, storage: Storage, folder: str, manifest: Manifest) -> None:
         self.storage = storage
         self.folder = folder
         self.manifest = manifest
         self.metadata = self._read_metadata()
-        self.ends: dict[str, dict[int, int]] | None = None
-        if checksums:
-            listed = json.loads(self._read_small(manifests.CHECKSUMS))
-            self.ends = {
-                name: {0: 0, **{offset: int(crc, 16) for offset, crc in ends}} for name, ends in listed.items()
-            }
+        listed = json.loads(self._read_small(manifests.CHECKSUMS))
+        self.ends = {name: {0: 0, **{offset: int(crc, 16) for offset, crc in ends}} for name, ends in listed.items()}
+        """CRC-32 of each file up to the end of each tensor."""
 
     def _read_metadata(self) -> Metadata:
         data = self._read_small(manifests.METADATA)
@@ -109,20 +105,17 @@ class ShardReader(StorageReader):
             data = self.storage.read(name, info.offset, info.length)
         except FileNotFoundError:
             raise DamagedCheckpoint(f"{where} is missing") from None
-        if self.ends is not None:
-            ends = self.ends.get(info.relative_path, {})
-            before, after = ends.get(info.offset), ends.get(info.offset + info.length)
-            if before is None or zlib.crc32(data, before) != after:
-                raise DamagedCheckpoint(f"{where}: wrong checksum")
+        ends = self.ends.get(info.relative_path, {})
+        before, after = ends.get(info.offset), ends.get(info.offset + info.length)
+        if before is None or zlib.crc32(data, before) != after:
+            raise DamagedCheckpoint(f"{where}: wrong checksum")
         try:
             tensor = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
         except pickle.UnpicklingError:
             raise UnsafeCheckpoint(f"{where} is not a tensor: refused, nothing was run") from None
-        except Exception as error:
-            message = f"{where}: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
-            if self.ends is not None or isinstance(error, MemoryError):  # not damage: the checksum matches
-                raise RunError(message) from error
-            raise DamagedCheckpoint(message) from None
+        except Exception as error:  # not damage: the checksum matches
+            first_line = (str(error).splitlines() or [""])[0]
+            raise RunError(f"{where}: {type(error).__name__}: {first_line}") from error
         if not isinstance(tensor, Tensor):
             raise UnsafeCheckpoint(f"{where} is not a tensor: refused")
         chunk = self.chunks[item.storage_index]

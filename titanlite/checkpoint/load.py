@@ -129,8 +129,7 @@ class Loader:
             folder = folder_name(step)
             try:
                 manifest = manifests.read_manifest(self.storage, folder)
-                if self.config.verify != "off":
-                    manifests.check_sizes(self.storage, folder, manifest, listing[folder])
+                manifests.check_sizes(self.storage, folder, manifest, listing[folder])
             except DamagedCheckpoint as damage:
                 self._quarantine(step, damage)
                 aside.append(folder)
@@ -180,8 +179,7 @@ class Loader:
 
     def _open(self, storage: Storage, folder: str, manifest: Manifest) -> ShardReader:
         opened: list[ShardReader] = []
-        checksums = self.config.verify == "checksum"
-        on_all(self.group, lambda: opened.append(ShardReader(storage, folder, manifest, checksums=checksums)))
+        on_all(self.group, lambda: opened.append(ShardReader(storage, folder, manifest)))
         return opened[0]
 
     def _read(self, reader: ShardReader, state: State) -> None:

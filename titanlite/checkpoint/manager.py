@@ -92,10 +92,8 @@ class CheckpointManager:
         self._clock = StepClock(device)
         self._save: tuple[int, Future[Saved]] | None = None
         self._ended: list[tuple[int, Saved, SaveOverhead]] = []
-        self._last_save = time.monotonic()
         self._newest = 0
         """Step that was loaded, or committed last."""
-        self._time_is_up = False
         optimizer.register_step_pre_hook(lambda *_: self._saver.wait_until_staged())
 
     def load(self, *, has_saved: bool) -> Progress:
@@ -140,18 +138,16 @@ class CheckpointManager:
             RunError: on every rank at the same step, if the save failed on any.
         """
         self._clock.step()
-        if self._save is None and not self.config.interval_minutes:
+        if self._save is None:
             return self._records()
-        save = self._save[1] if self._save else None
-        is_running = save is not None and not save.done()
-        has_failed = save is not None and save.done() and save.exception() is not None
-        minutes = (time.monotonic() - self._last_save) / 60
-        is_time = 0 < self.config.interval_minutes <= minutes and dist.get_rank() == 0
-        flags = torch.tensor([is_running, has_failed, is_time], dtype=torch.int32)
-        dist.all_reduce(flags, op=dist.ReduceOp.MAX)  # on the CPU, and of 12 bytes
-        is_running, has_failed, self._time_is_up = map(bool, flags.tolist())
-        if save is not None and (not is_running or (has_failed and self.config.on_save_error == "stop")):
-            self._end_save(last=False, timeout=30 if is_running else None)
+        save = self._save[1]
+        is_running = not save.done()
+        has_failed = save.done() and save.exception() is not None
+        flags = torch.tensor([is_running, has_failed], dtype=torch.int32)
+        dist.all_reduce(flags, op=dist.ReduceOp.MAX)  # on the CPU, and of 8 bytes
+        is_running, has_failed = map(bool, flags.tolist())
+        if has_failed or not is_running:
+            self._end_save(timeout=30 if is_running else None)
         return self._records()
 
     def not_training(self) -> AbstractContextManager[None]:
@@ -159,7 +155,7 @@ class CheckpointManager:
         return self._clock.not_training()
 
     def is_due(self, step: int, *, last: bool) -> bool:
-        return self.config.enable and (last or step % self.config.interval == 0 or self._time_is_up)
+        return self.config.enable and (last or step % self.config.interval == 0)
 
     def save(self, progress: Progress, *, last: bool) -> None:
         """Start a save, and return; with async_mode = "disabled" and at the end of the run, wait for it.
@@ -168,9 +164,8 @@ class CheckpointManager:
             RunError: on every rank, if the previous save has failed, or this one where it is waited for.
         """
         if self._save is not None:  # at most one at a time: the host holds one copy of the state
-            self._end_save(last=False)
+            self._end_save()
         self._clock.begin_save()
-        self._last_save, self._time_is_up = time.monotonic(), False
         started = time.perf_counter()
         names = self.mesh.mesh_dim_names or ()
         mesh = dict(zip(names, self.mesh.shape, strict=True))
@@ -199,7 +194,7 @@ class CheckpointManager:
         future = self._saver.start(state, folder_name(progress.step), manifest, background=background)
         self._save = progress.step, future
         if not background:
-            self._end_save(last=last)
+            self._end_save()
 
     def save_if_newer(self, progress: Progress) -> None:
         """Save an earlier step that the state is of, and wait; do nothing if that step or a later one is saved.
@@ -210,7 +205,7 @@ class CheckpointManager:
             RunError: the save failed.
         """
         if self._save is not None:
-            self._end_save(last=False, must_succeed=False)
+            self._end_save(must_succeed=False)
         if self.config.enable and progress.step > self._newest:
             self.save(progress, last=True)
 
@@ -219,16 +214,15 @@ class CheckpointManager:
         self._saver.close()
         return self._records(wait=True)
 
-    def _end_save(self, *, last: bool, timeout: float | None = None, must_succeed: bool = True) -> None:
+    def _end_save(self, *, timeout: float | None = None, must_succeed: bool = True) -> None:
         """Finish the save in flight.
 
         Args:
-            last: raise if the save has failed, whatever on_save_error is: nothing else holds this state.
             timeout: seconds to wait after a failure of another rank, which may leave this rank's thread hanging.
-            must_succeed: raise if on_save_error is "stop".
+            must_succeed: raise if the save failed. Otherwise a warning reports it, and the next save replaces it.
 
         Raises:
-            RunError: the save failed.
+            RunError: the save failed, and must_succeed is set.
         """
         assert self._save is not None
         step, future = self._save
@@ -243,11 +237,9 @@ class CheckpointManager:
                 self._saver.later(lambda: self._retain(step))
             return
         text = f"the checkpoint of step {step} could not be saved: {error}"
-        if last or (must_succeed and self.config.on_save_error == "stop"):
+        if must_succeed:
             raise RunError(text) from error
-        logger.warning(
-            f"{text}. Continuing without it" + (" (checkpoint.on_save_error = warn)" if must_succeed else "")
-        )
+        logger.warning(f"{text}. Continuing without it")
 
     def _retain(self, step: int) -> None:
         """Delete checkpoints by the retention rule, if the newest is that of this step, and complete."""

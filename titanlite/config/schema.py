@@ -104,10 +104,8 @@ class Guard(Section):
     max_consecutive_skips: PositiveInt = 10
     """Number of consecutive skipped steps that ends the run, with exit code 3."""
     spike_sigma: NonNegative = 0.0
-    """Skip a step whose loss or gradient norm is this many standard deviations above the mean of the latest steps. 6 is
-    usual; 0 turns the rule off."""
-    spike_window: Annotated[int, Field(ge=8)] = 128
-    """Number of latest steps in that mean. The rule starts when half of them are there."""
+    """Skip a step whose loss or gradient norm is this many standard deviations above the mean of the last 128 steps. 6
+    is usual; 0 turns the rule off. The rule starts after 64 steps."""
 
 
 class Degrees(NamedTuple):
@@ -174,10 +172,8 @@ class ActivationCheckpoint(Section):
 
 class Compile(Section):
     enable: bool = False
-    """Compile each block with torch.compile."""
-    cache_folder: Name | None = None
-    """Folder of compiled code, for the next start. The environment variable TORCHINDUCTOR_CACHE_DIR takes precedence.
-    Default: ~/.cache/titanlite/compile, or titanlite/compile below XDG_CACHE_HOME."""
+    """Compile each block with torch.compile. Compiled code is kept for the next start, in ~/.cache/titanlite/compile or
+    the folder named by the environment variable TORCHINDUCTOR_CACHE_DIR."""
 
 
 class Float8(Section):
@@ -283,17 +279,12 @@ class Checkpoint(Section):
     <dump_folder>/<name>/checkpoints."""
     interval: PositiveInt = 500
     """Steps between saves. The last step is always saved."""
-    interval_minutes: NonNegative = 0.0
-    """Save also when this many minutes have passed since the last save; 0 turns it off."""
     async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "async"
     """Write in the background, from a copy in host memory (pinned with a GPU), or make training wait (disabled)."""
     keep_latest_k: Count = 10
     """Number of newest checkpoints to keep; 0 keeps all."""
     keep_every: Count = 0
     """Keep in addition the checkpoints of steps that are a multiple of this number; 0 keeps none."""
-    verify: Literal["size", "checksum", "off"] = "checksum"
-    """Check of a checkpoint before the run resumes from it: file sizes, or also checksums of all bytes that are read. A
-    damaged checkpoint is quarantined, and the one before it is used."""
     load_step: PositiveInt | None = None
     """Step to resume from, instead of the newest. Newer checkpoints are quarantined."""
     allow_changes: list[Name] = Field(default_factory=list)
@@ -306,9 +297,6 @@ class Checkpoint(Section):
     """Tensors that initial_load_path may lack or have in another shape, as globs. They keep their initial values."""
     allow_unexpected: list[Name] = Field(default_factory=list)
     """Tensors of initial_load_path that this model may lack, as globs. They are not loaded."""
-    on_save_error: Literal["stop", "warn"] = "stop"
-    """Action when a checkpoint cannot be written: end the run, or continue until the next save. The last save must
-    succeed."""
 
 
 class Metrics(Section):

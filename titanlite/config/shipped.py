@@ -10,6 +10,11 @@ def shipped_folder() -> Path:
     return Path(__file__).parents[1] / "train_configs"
 
 
+def shipped_names() -> list[str]:
+    """Return the names of all shipped configs, which every command accepts."""
+    return sorted(file.stem for file in shipped_folder().glob("*.toml"))
+
+
 def find_config(name: str, folder: Path = Path()) -> Path:
     """Return the file that a name of a config means, which may not exist.
 
@@ -34,7 +39,6 @@ def nearest_config(path: Path) -> str | None:
     """Return the config that a missing file was probably meant to be: one beside it, or the name of a shipped one."""
     stem = path.name.removesuffix(".toml")
     beside = {file.stem: str(file) for file in path.parent.glob("*.toml")} if path.parent.is_dir() else {}
-    shipped = {file.stem: file.stem for file in shipped_folder().glob("*.toml")}
-    known = shipped | beside
+    known = {name: name for name in shipped_names()} | beside
     near = nearest_name(stem, sorted(known))
     return known[near] if near else None

@@ -11,6 +11,7 @@ from titanlite.checkpoint.manager import Progress
 from titanlite.checkpoint.storage import Storage
 from titanlite.config.checks import find_warnings
 from titanlite.config.schema import Config
+from titanlite.config.shipped import shipped_names
 from titanlite.data.packing import BestFit
 from titanlite.data.samples import Samples, Source
 from titanlite.data.sources import store_of
@@ -120,7 +121,6 @@ def report_end(
         else f"--training.epochs={2 * config.training.epochs}"
     )
     done = manifests.committed_steps(checkpoints.list())
-    again = "./run_train.sh --config FILE.toml"
     lines = [
         "",
         f"{config.job.name}: {steps} steps done" + (f", from step {resumed_at} on" if resumed_at else ""),
@@ -130,7 +130,7 @@ def report_end(
         "What next?",
         f"  continue       the same command with {more}",
         f"  another run    add --job.name=second, and change any option: --optimizer.lr={config.optimizer.lr / 2:g}",
-        f"  another model  {again} with a file of train_configs/",
+        f"  another model  titanlite train NAME, with NAME one of {', '.join(shipped_names())}",
     ]
     if config.metrics.enable_tensorboard:
         lines.append(f"  curves         tensorboard --logdir {folder.path.parent}")

@@ -1,5 +1,6 @@
 """Models by name: the class and the shape that `[model]` selects."""
 
+import sys
 from dataclasses import fields, replace
 from types import UnionType
 from typing import Any, NamedTuple, Union, get_args, get_origin, get_type_hints
@@ -10,7 +11,7 @@ from titanlite.models.qwen3 import Qwen3
 from titanlite.models.qwen3_moe import Qwen3Moe
 from titanlite.runtime.errors import ConfigError, Problem, UserError
 from titanlite.runtime.nearest import did_you_mean
-from titanlite.runtime.user_code import load_module
+from titanlite.runtime.user_code import describe_error, load_module
 
 MODELS: dict[str, type[Model]] = {"llama3": Llama3, "qwen3": Qwen3, "qwen3_moe": Qwen3Moe}
 """The built-in model families by `[model] name`."""
@@ -23,8 +24,25 @@ class ModelSpec(NamedTuple):
     args: ModelArgs
 
     def build(self) -> Model:
-        """Return the model on the meta device: shapes without memory."""
-        return build_on_meta(self.model_cls, self.args)
+        """Return the model on the meta device: shapes without memory.
+
+        Raises:
+            ConfigError: the `__init__` of a model of the user's own fails, or defines no layers.
+        """
+        try:
+            model = build_on_meta(self.model_cls, self.args)
+            len(model.layers)
+        except Exception as error:  # code of the user's own may raise anything
+            if self.model_cls in MODELS.values():
+                raise
+            name = f"{self.model_cls.__name__}.__init__"
+            file = sys.modules[self.model_cls.__module__].__file__
+            if isinstance(error, AttributeError) and error.name == "layers":
+                problem = f"{name} defines no layers: see docs/add_a_model.md"
+            else:
+                problem = f"{name} fails: {describe_error(error, file)}"
+            raise ConfigError([Problem("model.file", problem)]) from error
+        return model
 
 
 def resolve_model(

@@ -27,16 +27,15 @@ def use_cache(config: Compile) -> None:
     if not config.enable or os.environ.get("TORCHINDUCTOR_CACHE_DIR"):
         return
     try:
-        folder = Path(config.cache_folder).expanduser() if config.cache_folder else _default_folder()
+        caches = os.environ.get("XDG_CACHE_HOME")
+        folder = (Path(caches) if caches else Path.home() / ".cache") / "titanlite" / "compile"
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
             pass
     except (OSError, RuntimeError) as error:  # the latter: no home
-        logger.warning(f"compile.cache_folder: {error}; compiled code is kept in a temporary folder")
+        logger.warning(
+            f"compile.enable: {error}; compiled code is kept in a temporary folder. TORCHINDUCTOR_CACHE_DIR in the "
+            "environment names another"
+        )
         return
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder.absolute())
-
-
-def _default_folder() -> Path:
-    caches = os.environ.get("XDG_CACHE_HOME")
-    return (Path(caches) if caches else Path.home() / ".cache") / "titanlite" / "compile"

@@ -31,7 +31,7 @@ def load_module(place: str) -> ModuleType:
     try:
         module = importlib.import_module(name)
     except Exception as error:  # the user's file may raise anything
-        raise UserError(f"cannot import {place}: {_where(error)}{type(error).__name__}: {error}") from error
+        raise UserError(f"cannot import {place}: {describe_error(error)}") from error
     if path and (module.__file__ is None or Path(module.__file__).resolve() != path):
         raise UserError(f"cannot import {place}: there is another module called {name}; give the file another name")
     return module
@@ -55,11 +55,17 @@ def find_object(name: str) -> Any:
     return getattr(module, attribute)
 
 
-def _where(error: BaseException) -> str:
-    """Return the innermost line of the error's traceback outside Python's import machinery."""
+def describe_error(error: BaseException, file: str | None = None) -> str:
+    """Return an exception of the user's code on one line: model.py:12: KeyError: 'dim'.
+
+    Args:
+        file: file whose innermost line is named. Default: the innermost line outside Python's import machinery.
+    """
+    words = " ".join(f"{type(error).__name__}: {error}".split())
     if isinstance(error, SyntaxError):
-        return f"line {error.lineno}: "
+        return f"line {error.lineno}: {words}"
     ours = (__file__, importlib.__file__)
     frames = traceback.extract_tb(error.__traceback__)
     frames = [frame for frame in frames if frame.filename not in ours and not frame.filename.startswith("<")]
-    return f"{Path(frames[-1].filename).name}:{frames[-1].lineno}: " if frames else ""
+    frames = [frame for frame in frames if frame.filename == file] or frames
+    return f"{Path(frames[-1].filename).name}:{frames[-1].lineno}: {words}" if frames else words
