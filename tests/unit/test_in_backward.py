@@ -3,22 +3,26 @@
 import math
 import re
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn import functional
 
 from tests.helpers import TinyRun
 from tests.layouts import degrees
 from tests.plans import profiled
-from titanlite.config.schema import Guard, Optimizer
+from titanlite.config.schema import Guard, Optimizer, OptimizerGroup
 from titanlite.guard import StepGuard, StoppedByGuard
 from titanlite.optim import build_optimizer
 from titanlite.optim.in_backward import InBackward
 from titanlite.optim.norm import gradient_norms
 from titanlite.preflight import check_offloaded_update
 from titanlite.runtime.errors import ConfigError, UserError
+from titanlite.runtime.private_torch import local_tensor
 from titanlite.step import StepResult
 
 ON = ("--optimizer.in_backward=true", "--training.max_norm=0")
@@ -119,6 +123,77 @@ def test_each_parameter_is_updated_once_by_its_whole_gradient(name: str) -> None
         ordinary.step()
         ordinary.zero_grad()
         assert all(map(torch.equal, states(parts, within), states(whole, ordinary)))
+
+
+class Units(nn.Module):
+    """Three FSDP units of two parameters each. The last one is not used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.parts = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+        for part in self.parts:
+            fully_shard(part)
+        fully_shard(self)
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second, _ = self.parts
+        return second(torch.relu(first(x))).square().mean()
+
+
+@pytest.mark.usefixtures("single_process_group")
+@pytest.mark.parametrize("name", ["AdamW", "combined"])
+def test_each_fsdp_unit_is_updated_by_one_step_that_visits_no_other(name: str) -> None:
+    combined = [OptimizerGroup(match=["*weight"]), OptimizerGroup(match=["*bias"], name="SGD")]
+    config = Optimizer(lr=0.1, groups=combined if name == "combined" else [])
+    whole, parts = Units(), Units()
+    ordinary, within = (build_optimizer(model, config, seed=0) for model in (whole, parts))
+    in_backward = InBackward(parts, within)
+    names = {parameter: name for name, parameter in parts.named_parameters()}
+    visited: list[set[str]] = []
+
+    def remember(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        visited.append({names[it] for group in optimizer.param_groups for it in group["params"]})
+
+    within.register_step_pre_hook(remember)
+    for step in range(3):
+        x = torch.randn(5, 8, generator=torch.Generator().manual_seed(step))
+        whole(x).backward()
+        ordinary.step()
+        ordinary.zero_grad()
+        visited.clear()
+        in_backward.begin(torch.zeros(()), world())
+        parts(x).backward()
+        assert len(in_backward.end()) == 4
+        assert visited == [{f"parts.{part}.weight", f"parts.{part}.bias"} for part in (1, 0)]
+        assert all(map(torch.equal, states(parts, within), states(whole, ordinary)))
+    assert [len(group["params"]) for group in within.param_groups] == [3, 3]
+
+
+class HalfUsed(nn.Linear):
+    """Linear whose bias has no gradient at first."""
+
+    uses_bias = False
+
+    def forward(self, x: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return functional.linear(x, self.weight, self.bias if self.uses_bias else None).square().mean()
+
+
+@pytest.mark.usefixtures("single_process_group")
+def test_a_unit_with_a_parameter_without_gradient_is_updated_at_the_end() -> None:
+    model = HalfUsed(8, 8)
+    fully_shard(model)
+    optimizer = build_optimizer(model, Optimizer(lr=0.1), seed=0)
+    in_backward = InBackward(model, optimizer)
+    for uses_bias in (False, True, False):
+        model.uses_bias = uses_bias
+        before = [local_tensor(it).detach().clone() for it in (model.weight, model.bias)]
+        in_backward.begin(torch.zeros(()), world())
+        model(torch.ones(2, 8)).backward()
+        assert len(in_backward.end()) == 1 + uses_bias
+        after = [local_tensor(it) for it in (model.weight, model.bias)]
+        assert [not torch.equal(*it) for it in zip(before, after, strict=True)] == [True, uses_bias]
+        assert model.weight.grad is None
 
 
 @pytest.mark.usefixtures("single_process_group")

@@ -15,7 +15,7 @@ def update(optimizer: torch.optim.Optimizer, *, skip: Tensor) -> None:
     value of `skip`.
     """
     if reads_found_inf(optimizer):
-        device = optimizer.param_groups[0]["params"][0].device  # the CPU, with offload
+        device = next(p for group in optimizer.param_groups for p in group["params"]).device  # the CPU, with offload
         optimizer.grad_scale, optimizer.found_inf = None, skip.float().to(device)  # pyright: ignore[reportAttributeAccessIssue]
         optimizer.step()
         del optimizer.grad_scale, optimizer.found_inf  # pyright: ignore[reportAttributeAccessIssue]
@@ -49,6 +49,8 @@ class CombinedOptimizer(torch.optim.Optimizer):
         assert closure is None
         skip = getattr(self, "found_inf", None)
         for optimizer in self.optimizers:
+            if not any(group["params"] for group in optimizer.param_groups):
+                continue  # `InBackward` takes parameters out
             if skip is None:
                 optimizer.step()
             else:

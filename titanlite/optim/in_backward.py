@@ -1,11 +1,14 @@
-"""The optimizer's step within backward, parameter by parameter: gradients never exist all at once.
+"""The optimizer's step within backward, one FSDP unit at a time: gradients never exist all at once.
 
 FSDP calls the hook of a parameter when its reduced gradient is in place, on the stream that reduced it, and later work
-waits for that stream. No other parameter has a gradient then, so `optimizer.step()` updates this one only. States,
-groups and learning rates are those of any other step.
+waits for that stream. The gradients of a unit share their memory, and arrive together: the last one's hook updates the
+unit. States, groups and learning rates are those of any other step.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,18 +17,36 @@ from torch.distributed.fsdp import FSDPModule
 
 from titanlite.optim.combined import update
 from titanlite.optim.norm import gradient_norms
-from titanlite.runtime.private_torch import fsdp_param_group, local_tensor, release_all_reduce_input
+from titanlite.runtime.private_torch import (
+    fsdp_param_group,
+    local_tensor,
+    release_all_reduce_input,
+    sharded_parameters,
+)
 
 
 def is_not_finite(losses: Tensor) -> Tensor:
     return ~losses.isfinite().all()
 
 
+@dataclass(eq=False)
+class _Unit:
+    """Parameters that are reduced, and so updated, together."""
+
+    parameters: list[nn.Parameter]
+    by_group: list[list[nn.Parameter]]
+    """Members of each group of the optimizer, in the order of the groups."""
+    fsdp: Any
+    """FSDP's record of the unit. None: FSDP does not shard the parameter."""
+    arrived: int = 0
+    """Number of gradients that are there and not used yet."""
+
+
 class InBackward:
     """Updates the parameters of a model in each backward pass. A step has one micro-batch.
 
     All ranks know before backward whether the loss is finite: if not, nothing is updated. A gradient that is not finite
-    is found when other parameters are updated already. This rank's part of it is skipped, all others are used.
+    is found when other FSDP units are updated already. This rank's part of its unit is skipped, all others are used.
 
     Args:
         model: as it is trained, with FSDP applied.
@@ -43,12 +64,13 @@ class InBackward:
         self._optimizer = optimizer
         self._should_skip = should_skip
         self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        groups = [fsdp_param_group(module) for module in model.modules() if isinstance(module, FSDPModule)]
-        self._fsdp_groups = [group for group in groups if group is not None]
+        self._unit_of = {parameter: unit for unit in _units(model, optimizer) for parameter in unit.parameters}
+        self._reducing: _Unit | None = None
+        """Unit whose gradients arrived last."""
         self._skip: Tensor | None = None
         self._norms: dict[nn.Parameter, Tensor] = {}
         for parameter in self._parameters:
-            parameter.register_post_accumulate_grad_hook(self._update)
+            parameter.register_post_accumulate_grad_hook(self._arrive)
 
     def begin(self, losses: Tensor, group: dist.ProcessGroup) -> None:
         """Decide between forward and backward whether to skip.
@@ -63,17 +85,61 @@ class InBackward:
 
     def end(self) -> dict[nn.Parameter, Tensor]:
         """Return the `gradient_norms` of this backward pass, in the order of the model's parameters."""
-        norms, self._norms, self._skip = self._norms, {}, None
+        for unit in {self._unit_of[parameter]: None for parameter in self._parameters}:
+            if unit.arrived:  # the others of the unit had no gradient in this backward pass
+                self._update(unit)
+        norms, self._norms, self._skip, self._reducing = self._norms, {}, None, None
         return {parameter: norms[parameter] for parameter in self._parameters if parameter in norms}
 
-    def _update(self, parameter: Tensor) -> None:
+    def _arrive(self, parameter: Tensor) -> None:
         assert isinstance(parameter, nn.Parameter)
-        assert parameter.grad is not None
         assert self._skip is not None, "backward without `begin`"
         assert parameter not in self._norms, "a gradient came in parts"
-        for group in self._fsdp_groups:  # those that are done; the others have not reduced anything yet
-            release_all_reduce_input(group)
-        [norm] = gradient_norms([local_tensor(parameter.grad)])
-        self._norms[parameter] = norm
-        update(self._optimizer, skip=self._skip.to(norm.device) | ~norm.isfinite().all())
-        parameter.grad = None
+        unit = self._unit_of[parameter]
+        if unit is not self._reducing:
+            if self._reducing is not None and self._reducing.fsdp is not None:
+                release_all_reduce_input(self._reducing.fsdp)
+            self._reducing = unit
+        unit.arrived += 1
+        if unit.arrived == len(unit.parameters):
+            self._update(unit)
+
+    def _update(self, unit: _Unit) -> None:
+        assert self._skip is not None
+        unit.arrived = 0
+        parameters = [parameter for parameter in unit.parameters if parameter.grad is not None]
+        norms = gradient_norms([local_tensor(parameter.grad) for parameter in parameters if parameter.grad is not None])
+        self._norms.update(zip(parameters, norms, strict=True))
+        is_finite = torch.cat([norm.flatten() for norm in norms]).isfinite().all()
+        with _only(self._optimizer, unit.by_group):
+            update(self._optimizer, skip=self._skip.to(is_finite.device) | ~is_finite)
+        for parameter in parameters:
+            parameter.grad = None
+
+
+def _units(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[_Unit]:
+    """Return the trained parameters by FSDP unit; a parameter that FSDP does not shard is a unit of its own."""
+    sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    found = [(sharded_parameters(module), fsdp_param_group(module)) for module in sharded]
+    in_fsdp = {parameter for parameters, _ in found for parameter in parameters}
+    found += [([parameter], None) for parameter in model.parameters() if parameter not in in_fsdp]
+    units = []
+    for parameters, fsdp in found:
+        trained = [parameter for parameter in parameters if parameter.requires_grad]
+        members = set(trained)
+        by_group = [[p for p in group["params"] if p in members] for group in optimizer.param_groups]
+        units += [_Unit(trained, by_group, fsdp)] if trained else []
+    return units
+
+
+@contextmanager
+def _only(optimizer: torch.optim.Optimizer, by_group: Sequence[list[nn.Parameter]]) -> Iterator[None]:
+    """Let the groups of an optimizer have only some of their parameters, so that a step does not visit the others."""
+    whole = [group["params"] for group in optimizer.param_groups]
+    try:
+        for group, some in zip(optimizer.param_groups, by_group, strict=True):
+            group["params"] = some
+        yield
+    finally:
+        for group, parameters in zip(optimizer.param_groups, whole, strict=True):
+            group["params"] = parameters
