@@ -224,6 +224,7 @@ def _open_checkpoints(
         settings=resume_settings(config, model_args=resolved.model.args, data=samples.settings),
         may_change=["data.*"] if config.data.on_change != "error" else [],
         config_hash=config_hash(config),
+        timeout_seconds=config.comm.save_timeout_seconds,
         flush=state.disk.flush if state.disk else None,
     )
 

@@ -203,7 +203,8 @@ def _train(options: Namespace) -> None:
     from titanlite.train import finish, train
 
     try:
-        with process_group(ranks, device, deterministic=config.debug.deterministic):
+        timeout = config.comm.init_timeout_seconds
+        with process_group(ranks, device, deterministic=config.debug.deterministic, timeout_seconds=timeout):
             run = build(config, resolved, ranks=ranks, device=device, prepare_text=prepare_text)
             stopped = train(run)
             finish(run, stopped)

@@ -10,10 +10,10 @@ from titanlite.build import Run
 from titanlite.checkpoint.manager import Progress
 from titanlite.guard import StoppedByGuard
 from titanlite.metrics.run_summary import report_end, report_start
-from titanlite.observer import CurrentPhase
 from titanlite.optim import set_learning_rate
 from titanlite.parallelize.float8 import weight_scaler
 from titanlite.runtime.process_group import freeze_garbage_collector, seed_step
+from titanlite.runtime.timeouts import PhaseTimeouts
 from titanlite.schedule import learning_rate
 from titanlite.step import train_step
 
@@ -34,10 +34,11 @@ def train(run: Run) -> StoppedByGuard | None:
         accumulation=run.accumulation,
         steps=run.steps,
     )
-    phase = CurrentPhase()
+    phase = PhaseTimeouts(run.config.comm)
     try:
         _loop(run, phase)
     except StoppedByGuard as stopped:
+        phase.phase("checkpoint")
         run.metrics.record_skipped(stopped.skipped, run.micro_batches, run.samples)
         if not stopped.in_part:
             run.checkpoints.save_if_newer(_progress(run, stopped.taken))
@@ -45,10 +46,11 @@ def train(run: Run) -> StoppedByGuard | None:
     except torch.OutOfMemoryError as error:
         error.add_note(str(phase))
         raise
+    phase.phase("end")
     return None
 
 
-def _loop(run: Run, phase: CurrentPhase) -> None:
+def _loop(run: Run, phase: PhaseTimeouts) -> None:
     config, metrics, checkpoints, validator = run.config, run.metrics, run.checkpoints, run.validator
     scale_weights = weight_scaler(run.model, config.quantize.linear.float8)
     scale_weights()

@@ -3,6 +3,7 @@
 import pickle
 import weakref
 from collections.abc import Callable, Iterable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,7 @@ from titanlite.runtime.private_torch import (
     run_random_operators_plainly,
     scale_in_place,
     set_plan_cache_key,
+    set_timeouts,
     sharded_parameters,
     storage_key,
     tree_leaves,
@@ -505,3 +507,13 @@ def test_a_fake_process_group_has_ranks_that_do_nothing() -> None:
         dist.all_reduce(x)
         assert x.tolist() == [1.0, 1.0]
     assert not dist.is_initialized()
+
+
+@pytest.mark.usefixtures("single_process_group")
+def test_timeouts_are_set_in_all_groups_but_one() -> None:
+    kept = dist.new_group(backend="gloo", timeout=timedelta(seconds=5), group_desc="kept")
+    other = dist.new_group(backend="gloo", timeout=timedelta(seconds=5))
+    set_timeouts(7.5, but_for="kept")
+    groups = [dist.group.WORLD, other, kept]
+    seconds = [it._get_backend(torch.device("cpu")).options._timeout.total_seconds() for it in groups if it]
+    assert seconds == [7.5, 7.5, 5]

@@ -8,6 +8,7 @@ from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from titanlite.checkpoint.storage import Storage
 from titanlite.config.schema import Checkpoint
 from titanlite.runtime.errors import DamagedCheckpoint, RunError, UserError
 from titanlite.runtime.ranks import on_rank_0
+from titanlite.runtime.timeouts import CHECKPOINT_GROUP
 
 logger = logging.getLogger(__name__)
 
@@ -51,6 +53,7 @@ class CheckpointManager:
         settings: settings that must match on resume.
         may_change: globs of settings that need not match.
         config_hash: of the whole config, for the record.
+        timeout_seconds: longest wait of a rank for another one that writes or reads a checkpoint.
         flush: called before a save where the state is on disk, and too large for a copy. The state itself is saved
             then, and training waits.
     """
@@ -67,6 +70,7 @@ class CheckpointManager:
         settings: dict[str, Any],
         may_change: Sequence[str] = (),
         config_hash: str,
+        timeout_seconds: float = 1800,
         flush: Callable[[], None] | None = None,
     ) -> None:
         self.config = config
@@ -76,7 +80,8 @@ class CheckpointManager:
         self.mesh = mesh
         self.settings = json.loads(json.dumps(settings))  # as in a manifest that was read
         self.config_hash = config_hash
-        group = dist.new_group(backend="gloo")  # a save runs in a thread: its collectives must not mix with training's
+        # A save runs in a thread: its collectives must not mix with training's.
+        group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds), group_desc=CHECKPOINT_GROUP)
         assert isinstance(group, dist.ProcessGroup)
         self.is_background = config.async_mode != "disabled" and flush is None
         self._flush = flush

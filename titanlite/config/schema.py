@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 from pydantic import AfterValidator, Field
 
 from titanlite.config.data_schema import Data, Validation
+from titanlite.config.run_schema import Comm, Debug, Metrics
 from titanlite.config.types import Count, Decay, Fraction, Name, NonNegative, PositiveInt, Section
 
 LONGEST_NAME = 200
@@ -299,23 +300,6 @@ class Checkpoint(Section):
     """Tensors of initial_load_path that this model may lack, as globs. They are not loaded."""
 
 
-class Metrics(Section):
-    log_freq: PositiveInt = 10
-    """Steps between lines on the console and in metrics.jsonl."""
-    enable_tensorboard: bool = True
-    """Write TensorBoard events."""
-    loggers: list[Name] = Field(default_factory=list)
-    """Further loggers of your own: file.py:Class or package.module:Class."""
-
-
-class Debug(Section):
-    seed: Count = 0
-    """Seed of the initial weights, of the order of the data and of every other random draw."""
-    deterministic: bool = False
-    """Use only deterministic kernels, and refuse operators that have none. Slower on GPUs. CPU runs give the same bits
-    without it."""
-
-
 class Config(Section):
     """Resolved config of a run."""
 
@@ -334,4 +318,5 @@ class Config(Section):
     checkpoint: Checkpoint = Checkpoint()
     validation: Validation = Validation()
     metrics: Metrics = Metrics()
+    comm: Comm = Comm()
     debug: Debug = Debug()

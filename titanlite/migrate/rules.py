@@ -94,6 +94,8 @@ CONVERTED: dict[str, Rule] = {
     "checkpoint.initial_load_path": _to("checkpoint.initial_load_path", None, t.initial, str),
     "checkpoint.initial_load_model_only": _to("checkpoint.initial_load", True, t.initial_parts),
     "checkpoint.initial_load_model_weights_only": _to("checkpoint.initial_load", True, t.initial_parts),
+    "comm.init_timeout_seconds": _to("comm.init_timeout_seconds", None, value_type=int),
+    "comm.train_timeout_seconds": _to("comm.train_timeout_seconds", None, value_type=int),
     "validation.dataset": _to(
         "validation.path", "c4_validation", t.dataset("validation.path", "validation.dataset_path")
     ),
@@ -179,8 +181,7 @@ DROPS = {
         mx: use_fp8_dim1_cast_triton_kernel recipe_name filter_fqns; quantize.grouped_mm.float8: fqns;
         quantize.linear.mx: mxfp8_dim1_cast_kernel_choice recipe_name filter_fqns;
         quantize.grouped_mm.mx: recipe_name fqns""",
-    "PyTorch's defaults hold": """comm: init_timeout_seconds train_timeout_seconds
-        trace_buf_size save_traces_folder save_traces_file_prefix mode""",
+    "PyTorch's defaults hold": "comm: trace_buf_size save_traces_folder save_traces_file_prefix mode",
     "has no option: titanlite plan predicts the memory of a run": "memory_estimation: enabled enable disable_fake_mode",
     "goes with fault_tolerance.enable": """checkpoint: enable_ft_dataloader_checkpoints; fault_tolerance: replica_id
         process_group process_group_timeout_ms group_size min_replica_size semi_sync_method sync_steps should_quantize

@@ -7,6 +7,7 @@ tests/unit/test_private_torch.py that fails when PyTorch changes what it relies 
 import sys
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from torch._functorch import config as functorch_config
 from torch._subclasses import fake_tensor
 from torch.autograd import Variable
+from torch.distributed import distributed_c10d
 from torch.distributed.checkpoint import filesystem, metadata
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlanner
@@ -297,6 +299,20 @@ def forget_cached_plans(key: str) -> None:
     ]
     for cache in caches:
         cache.pop(key, None)
+
+
+# Process groups
+
+
+def set_timeouts(seconds: float, *, but_for: str) -> None:
+    """Set the timeout of collectives that start from now on, in every process group of this process.
+
+    Args:
+        but_for: description (`group_desc`) of groups that keep theirs.
+    """
+    for group in distributed_c10d._world.pg_map:
+        if group.group_desc != but_for:
+            distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
 
 
 # Compiler

@@ -6,6 +6,8 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -58,28 +60,37 @@ def pick_kernels(device: torch.device) -> Kernels:
 
 
 @contextmanager
-def process_group(ranks: Ranks, device: torch.device, *, deterministic: bool = False) -> Iterator[None]:
+def process_group(
+    ranks: Ranks, device: torch.device, *, deterministic: bool = False, timeout_seconds: float = 1800
+) -> Iterator[None]:
     """Start the process group, also for one process, and shut it down in order.
+
+    On GPUs the communicator of all ranks starts at once, before data and checkpoints are read, and the groups of the
+    mesh are split from it (`device_id` of `init_process_group`).
 
     The barrier at the end is necessary: a rank that leaves early breaks connections that others still use. After an
     error no rank waits, because the others may never arrive.
+
+    Args:
+        timeout_seconds: longest wait of a rank for another one, until `PhaseTimeouts` sets it.
+
+    Raises:
+        UserError: WORLD_SIZE is set and RANK is not.
     """
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, cores() // ranks.local_world_size))
     if deterministic:
         use_deterministic_kernels()
-    backend = "gloo"
+    if ranks.world_size > 1 and "RANK" not in os.environ:
+        raise UserError("WORLD_SIZE is set and RANK is not: several processes are started with torchrun")
+    backend, bound = "gloo", None
     if device.type == "cpu":
         keep_freed_memory()
     else:
         torch.cuda.set_device(device)
-        backend = "cuda:nccl,cpu:gloo"
-    if ranks.world_size > 1 and "RANK" not in os.environ:
-        raise UserError("WORLD_SIZE is set and RANK is not: several processes are started with torchrun")
-    if "RANK" in os.environ:
-        dist.init_process_group(backend)
-    else:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        backend, bound = "cuda:nccl,cpu:gloo", device
+    alone: dict[str, Any] = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    dist.init_process_group(backend, timeout=timedelta(seconds=timeout_seconds), device_id=bound, **alone)
     yield
     dist.barrier()
     dist.destroy_process_group()
