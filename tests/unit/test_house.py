@@ -241,12 +241,12 @@ class A:
 PRIVATE_USES: dict[str, int] = {
     "ingest/encoding.py": 1,
 }
-"""Uses left by file; runtime/private_torch.py is where they belong."""
+"""Uses left by file; runtime/private_torch.py is where they belong, and plan/private_torch.py for the planner."""
 
 
-def test_private_names_of_pytorch_are_in_one_file() -> None:
+def test_private_names_of_pytorch_are_in_two_files() -> None:
     found = {short(path): sorted(set(private_uses(tree))) for path, tree in TREES.items()}
-    del found["runtime/private_torch.py"]
+    del found["runtime/private_torch.py"], found["plan/private_torch.py"]
     assert {path: names for path, names in found.items() if len(names) > PRIVATE_USES.get(path, 0)} == {}
 
 
@@ -270,7 +270,7 @@ def test_the_picture_has_every_room() -> None:
 
 # Sizes
 
-LARGE_FILES = {"config/schema.py": 350, "runtime/private_torch.py": 430}
+LARGE_FILES = {"config/schema.py": 350, "runtime/private_torch.py": 380}
 """Lines of files that are larger than the guide: the schema is a list of all options."""
 
 LONG_FUNCTIONS: set[str] = set()

@@ -16,16 +16,18 @@ from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
 from titanlite.observer import StepObserver
-from titanlite.runtime.private_torch import (
+from titanlite.plan.private_torch import (
     FakeTensor,
     FakeTensorMode,
     TorchDispatchMode,
-    is_in_backward,
     is_mutating,
     run_random_operators_plainly,
-    storage_key,
     tree_leaves,
     unboxed_group,
+)
+from titanlite.runtime.private_torch import (
+    is_in_backward,
+    storage_key,
     wrapped_tensors,
 )
 

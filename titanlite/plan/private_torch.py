@@ -1,0 +1,98 @@
+"""The planner's uses of PyTorch's private API: fake tensors, fake process groups, and what a trace sees of operators.
+
+Training's uses are in `runtime/private_torch.py`. Each function has a test in tests/unit/test_private_torch.py.
+"""
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._subclasses import fake_tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
+from torch.utils import _pytree
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+FakeTensor = fake_tensor.FakeTensor
+"""Tensor on a device that has shape and dtype, but no memory."""
+
+FakeTensorMode = fake_tensor.FakeTensorMode
+"""Mode in which new tensors are fake."""
+
+
+def without_fake_tensors() -> AbstractContextManager[Any]:
+    """Make new tensors real within the context, inside a FakeTensorMode."""
+    return fake_tensor.unset_fake_temporarily()
+
+
+ValueNeeded = fake_tensor.DataDependentOutputException, fake_tensor.DynamicOutputShapeException
+"""Errors of an operator whose result, or the shape of whose result, depends on values. Fake tensors have none. The
+attribute `func` is the operator."""
+
+
+@contextmanager
+def propagate_shardings_without_modes() -> Iterator[None]:
+    """Let DTensor try operators at their global shapes outside the active dispatch modes, within the context."""
+    propagator = DTensor._op_dispatcher.sharding_propagator
+    propagator.__class__ = _PropagatorWithoutModes
+    try:
+        yield
+    finally:
+        propagator.__class__ = ShardingPropagator
+
+
+class _PropagatorWithoutModes(ShardingPropagator):
+    def _propagate_tensor_meta_non_cached(self, op_schema: Any) -> Any:
+        with _disable_current_modes():
+            return super()._propagate_tensor_meta_non_cached(op_schema)
+
+
+def tree_leaves(tree: Any) -> list[Any]:
+    """Return the leaves of nested containers, for example of an operator's arguments, in order."""
+    return _pytree.tree_leaves(tree)
+
+
+def is_mutating(operator: Any) -> bool:
+    """Return whether an operator changes one of its arguments in place."""
+    return operator._schema.is_mutable
+
+
+def unboxed_group(value: Any) -> dist.ProcessGroup | None:
+    """Return the process group that an argument of a collective's operator is; None if it is something else."""
+    if isinstance(value, torch.ScriptObject) and "ProcessGroup" in str(value._type()):
+        return dist.ProcessGroup.unbox(value)
+    return None
+
+
+def run_random_operators_plainly(mode_cls: type[TorchDispatchMode]) -> None:
+    """Let a dispatch mode see the operators that compiled code recomputes with a saved random state.
+
+    The compiler runs such an operator, attention with dropout for one, inside a pair of higher-order operators, which
+    hide it from modes. Under `mode_cls` the operator runs by itself, and the saved state is empty.
+    """
+    from torch._prims.rng_prims import run_and_save_rng_state, run_with_rng_state
+
+    @run_and_save_rng_state.py_impl(mode_cls)
+    def _(mode: TorchDispatchMode, operator: Any, *args: Any, **kwargs: Any) -> Any:
+        with mode:
+            return torch.empty(0), operator(*args, **kwargs)
+
+    @run_with_rng_state.py_impl(mode_cls)
+    def _(mode: TorchDispatchMode, state: Tensor, operator: Any, *args: Any, **kwargs: Any) -> Any:
+        with mode:
+            return operator(*args, **kwargs)
+
+
+@contextmanager
+def fake_process_group(world_size: int) -> Iterator[None]:
+    """Start a process group as rank 0; the other ranks do not exist. This process must have no process group."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
