@@ -1,8 +1,14 @@
 #!/usr/bin/env bash
 # Run the test suite:  ./run_tests.sh [pytest arguments]
+# PyTorch's CUDA code without a GPU, in an environment of 5 GB:  ./run_tests.sh null_gpu [--record | pytest arguments]
 set -euo pipefail
 # shellcheck source=scripts/environment.sh
 source "$(dirname "${BASH_SOURCE[0]}")/scripts/environment.sh"
+if [[ ${1:-} == null_gpu ]]; then
+    shift
+    # shellcheck source=tests/null_gpu/run.sh
+    source "$ROOT/tests/null_gpu/run.sh"
+fi
 find_python dev pytest xdist transformers torchao s3fs moto
 cd "$ROOT"
 (($#)) || set -- --numprocesses auto --maxprocesses 4

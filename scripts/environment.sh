@@ -20,22 +20,27 @@ sys.exit(any(importlib.util.find_spec(name) is None for name in sys.argv[1:]))' 
     return 1
 }
 
+# make_venv FOLDER: make an empty environment, if it is not there.
+make_venv() {
+    local base
+    [[ -x $1/bin/python ]] && return
+    for base in python3 python3.13 python3.12 python3.11 ""; do
+        [[ -z $base ]] && die "titanlite needs Python 3.11 or newer, and none was found"
+        "$base" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && break
+    done
+    echo "setting up $1 with $("$base" --version) (once)" >&2
+    "$base" -m venv "$1" || die "cannot create $1 (Debian and Ubuntu: apt install python3-venv)"
+}
+
 # set_up EXTRA: install titanlite with an extra ("" for none) into .venv, once for each version of the pinned packages.
 set_up() {
-    local extra=$1 stamp wanted base
+    local extra=$1 stamp wanted
     stamp=$ROOT/.venv/.titanlite-${extra:-base}
     wanted=$(cat "$ROOT/pyproject.toml" "$ROOT/constraints.txt" | cksum)
     for done in "$stamp" "$ROOT/.venv/.titanlite-dev"; do # dev holds everything that base does
         [[ -f $done && $(cat "$done") == "$wanted" ]] && return
     done
-    if [[ ! -x $ROOT/.venv/bin/python ]]; then
-        for base in python3 python3.13 python3.12 python3.11 ""; do
-            [[ -z $base ]] && die "titanlite needs Python 3.11 or newer, and none was found"
-            "$base" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && break
-        done
-        echo "setting up $ROOT/.venv with $("$base" --version) (once)" >&2
-        "$base" -m venv "$ROOT/.venv" || die "cannot create $ROOT/.venv (Debian and Ubuntu: apt install python3-venv)"
-    fi
+    make_venv "$ROOT/.venv"
     echo "installing titanlite and what it needs into $ROOT/.venv (once, some minutes)" >&2
     "$ROOT/.venv/bin/python" -m pip install --quiet --disable-pip-version-check \
         --constraint "$ROOT/constraints.txt" --editable "$ROOT${extra:+[$extra]}" || die "the installation failed; see above"

@@ -1,0 +1,221 @@
+"""Memory, launches, collectives and waits of one training step, on a GPU that computes nothing.
+
+    python measure.py llama3_8b --training.global_batch_size=16 --training.local_batch_size=2 --compile.enable
+    python measure.py llama3_70b --world=64 --expandable --top=20
+    python measure.py CONFIG [--world=8] [--steps=3] [--expandable] [--no-plan] [--top=N] [--waits] [--json]
+        [--section.key=value ...]
+
+The process is rank 0 of `world` ranks: NCCL's collectives return at once, so no other rank is needed. The config is a
+shipped one, or a path. It is built by titanlite's own steps, but for initial values, and makes `steps` steps to warm up
+and one that is counted. `plan` is the prediction for the same config, made in another process without a GPU.
+
+    --expandable  expandable segments in PyTorch's caching allocator
+    --top=N       the N most frequent kernels, and all other events
+    --json        one line of JSON, for record.py
+    --waits       a Python stack for each time the host waits for the device
+"""
+
+import argparse
+import ctypes
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import traceback
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+GIB = 2**30
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("config")
+    parser.add_argument("--world", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--expandable", action="store_true")
+    parser.add_argument("--no-plan", dest="plan", action="store_false")
+    parser.add_argument("--only-plan", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--top", type=int, default=0)
+    parser.add_argument("--waits", action="store_true")
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--name")
+    options, overrides = parser.parse_known_args()
+    if options.only_plan:
+        print(json.dumps(predict(options.config, overrides, options.world)))
+        return
+    plan = start_plan(options.config, overrides, options.world) if options.plan else None
+    if options.expandable:
+        os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
+    found = measure(options.config, overrides, world_size=options.world, steps=options.steps, waits=options.waits)
+    found = {"name": options.name or " ".join([options.config, *overrides]), "expandable": options.expandable, **found}
+    if plan:
+        output, errors = plan.communicate()
+        if plan.returncode:
+            found["plan_error"] = errors.strip().splitlines()[-1]
+        else:
+            found["plan"] = json.loads(output.splitlines()[-1])
+    if options.json:
+        print(json.dumps(found))
+    else:
+        report(found, options.top)
+    sys.stdout.flush()
+    os._exit(0)
+
+
+def start_plan(config: str, overrides: list[str], world_size: int) -> subprocess.Popen[str]:
+    command = [sys.executable, __file__, config, f"--world={world_size}", "--only-plan", *overrides]
+    environ = {key: value for key, value in os.environ.items() if key not in ("LD_PRELOAD", "LD_LIBRARY_PATH")}
+    return subprocess.Popen(command, env=environ, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+
+def read_config(name: str, overrides: list[str], world_size: int) -> Any:
+    import titanlite
+    from titanlite.config.load import load
+
+    path = Path(name) if name.endswith(".toml") else Path(titanlite.__file__).parent / f"train_configs/{name}.toml"
+    return load(path, overrides, world_size=world_size)
+
+
+def predict(name: str, overrides: list[str], world_size: int) -> dict[str, float]:
+    from titanlite.plan.estimate import Layout, plan
+    from titanlite.runtime.hardware import find_hardware
+
+    made = plan(read_config(name, overrides, world_size), Layout(world_size, find_hardware("H100"), 8))
+    reserved = getattr(made, "reserved", None)
+    return {"allocated": made.peak / GIB, **({"reserved": reserved / GIB} if isinstance(reserved, int | float) else {})}
+
+
+def measure(name: str, overrides: list[str], *, world_size: int, steps: int, waits: bool) -> dict[str, Any]:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    torch.backends.cuda.enable_cudnn_sdp(False)  # cuDNN's graphs are beyond the stand-in
+    config = read_config(name, overrides, world_size)
+    device = torch.device("cuda", 0)
+    torch.cuda.set_device(device)
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=world_size)
+    step = build_step(config, device, world_size)
+    for _ in range(steps):
+        step()
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_stats(device)
+    events = Events(stacks=waits)
+    step()
+    events.stop()
+    stats = torch.cuda.memory_stats(device)
+    return {
+        "allocated": stats["allocated_bytes.all.peak"] / GIB,
+        "reserved": stats["reserved_bytes.all.peak"] / GIB,
+        "launches": events.total("kernel"),
+        "collectives": events.of("collective"),
+        "waits": events.of("wait"),
+        "retries": stats["num_alloc_retries"],
+        "retries_in_step": stats["num_alloc_retries"] - before["num_alloc_retries"],
+        "allocations_in_step": events.of("allocate"),
+        "events": {f"{what} {detail}": count for (what, detail), count in events.counts.most_common()},
+    }
+
+
+def build_step(config: Any, device: Any, world_size: int) -> Any:
+    """Build rank 0's model and optimizer; the result makes one step."""
+    import torch
+
+    from titanlite.loss import build_loss
+    from titanlite.models.base import build_on_meta
+    from titanlite.optim import build_optimizer
+    from titanlite.optim.in_backward import InBackward
+    from titanlite.parallelize import build_mesh, parallelize
+    from titanlite.parallelize.float8 import weight_scaler
+    from titanlite.parallelize.materialize import allocate
+    from titanlite.parallelize.mesh import loss_group, world_group
+    from titanlite.plan.estimate import model_of
+    from titanlite.runtime.process_group import pick_kernels
+    from titanlite.step import count_parameter_replicas, train_step
+
+    spec, kernels = model_of(config), pick_kernels(device)
+    mesh = build_mesh(config.parallelism, world_size=world_size, device_type="cuda")
+    model = build_on_meta(spec.model_cls, spec.args)
+    parallelize(
+        model, mesh=mesh, kernels=kernels, parallelism=config.parallelism, training=config.training,
+        activation_checkpoint=config.activation_checkpoint, compile=config.compile,
+        float8=config.quantize.linear.float8,
+    )  # fmt: skip
+    allocate(model, torch.device("cpu") if config.training.enable_cpu_offload else device, device)
+    optimizer = build_optimizer(model, config.optimizer, seed=0)
+    in_backward = InBackward(model, optimizer) if config.optimizer.in_backward else None
+    degrees = config.parallelism.degrees(world_size)
+    size, accumulation = config.training.batch_split(degrees.data_parallel)
+    tokens = torch.zeros(size, config.training.seq_len, dtype=torch.int64, device=device)
+    batch: Any = {"tokens": tokens, "labels": tokens.clone()}
+    if config.data.document_mask:
+        batch["positions"] = torch.zeros_like(tokens)
+        batch["documents"] = torch.zeros_like(tokens, dtype=torch.int32)
+        batch["boundaries"] = torch.zeros(size + 1, dtype=torch.int32, device=device)
+    scale_weights = weight_scaler(model, config.quantize.linear.float8)
+    scale_weights()
+    replicas, loss = count_parameter_replicas(model, world_group(mesh)), build_loss(config.training, kernels)
+
+    def step() -> None:
+        train_step(
+            model, [batch] * accumulation, optimizer=optimizer, group=loss_group(mesh), world=world_group(mesh),
+            replicas=replicas, max_norm=config.training.max_norm, loss_function=loss, in_backward=in_backward,
+        )  # fmt: skip
+        scale_weights()
+
+    return step
+
+
+class Events:
+    """Calls of the CUDA runtime, cuBLAS and NCCL from here to `stop`."""
+
+    def __init__(self, *, stacks: bool) -> None:
+        self.counts: Counter[tuple[str, str]] = Counter()
+        library = next(it for it in os.environ["LD_PRELOAD"].split(":") if "null_gpu" in it)
+        self._library = ctypes.CDLL(library)
+        self._callback = ctypes.CFUNCTYPE(None, ctypes.c_char_p)(lambda _: traceback.print_stack())
+        self._library.null_gpu_start(self._callback if stacks else None)
+
+    def stop(self) -> None:
+        with tempfile.NamedTemporaryFile("r") as file:
+            assert not self._library.null_gpu_stop(file.name.encode())
+            for line in file:
+                what, detail, count, _ = line.rstrip("\n").split("\t")
+                self.counts[what, detail] = int(count)
+
+    def of(self, what: str) -> dict[str, int]:
+        return {detail: count for (kind, detail), count in sorted(self.counts.items()) if kind == what}
+
+    def total(self, what: str) -> int:
+        return sum(self.of(what).values())
+
+
+def report(found: dict[str, Any], top: int) -> None:
+    plan = found.get("plan", {})
+    predicted = f"{plan['allocated']:.2f}" if plan else found.get("plan_error", "-")
+    if "reserved" in plan:
+        predicted += f" / {plan['reserved']:.2f}"
+    print(found["name"] + (", expandable segments" if found["expandable"] else ""))
+    print(
+        f"allocated {found['allocated']:.2f} GiB, reserved {found['reserved']:.2f}, plan {predicted}; "
+        f"launches {found['launches']:,}, waits {sum(found['waits'].values())}, allocator retries {found['retries']} "
+        f"({found['retries_in_step']} in the step)"
+    )
+    for title, counts in (
+        ("collectives", found["collectives"]),
+        ("waits", found["waits"]),
+        ("allocations in the step", found["allocations_in_step"]),
+    ):
+        if counts:
+            print(f"{title}: " + "; ".join(f"{count} x {kind}" for kind, count in counts.items()))
+    for kind, count in [*found["events"].items()][:top]:
+        print(f"{count:7} {kind[:150]}")
+
+
+if __name__ == "__main__":
+    main()

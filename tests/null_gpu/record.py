@@ -1,0 +1,110 @@
+"""Measure the variants on the stand-in, and keep what was found for the tests and for docs/gpu.md.
+
+    ./run_tests.sh null_gpu --record [--only NAME]      measure, and write recorded.json
+    python tests/null_gpu/record.py --table             the table of docs/gpu.md, from what is recorded
+
+Launches and memory that went up are written too: look at the difference before it is committed.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE.parents[1]))
+
+from tests.null_gpu.build import build, environment  # noqa: E402
+from tests.null_gpu.variants import VARIANTS, Variant  # noqa: E402
+
+RECORDED, BEFORE = HERE / "recorded.json", HERE / "before.json"
+KEPT = ("allocated", "reserved", "launches", "collectives", "waits", "retries", "plan")
+EAGER_GIB, COMPILED_SHARE = 0.1, 0.01
+"""How far a plan may be from the peak of allocated memory."""
+
+
+def plan_error(found: dict[str, Any]) -> float:
+    """GiB that the plan is above the peak of allocated memory."""
+    return found["plan"]["allocated"] - found["allocated"]
+
+
+def allowed_plan_error(variant: Variant, recorded: dict[str, Any]) -> float:
+    """Largest distance of a plan, in GiB. A known deviation must not grow."""
+    aim = COMPILED_SHARE * recorded["allocated"] if variant.is_compiled else EAGER_GIB
+    return max(aim, abs(plan_error(recorded)) + 0.01)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help="variants whose name contains this")
+    parser.add_argument("--table", action="store_true")
+    options = parser.parse_args()
+    if not options.table:
+        with tempfile.TemporaryDirectory() as folder:
+            build(Path(folder))
+            for variant in VARIANTS:
+                if options.only in variant.name:
+                    keep(variant, measured(variant, environment(Path(folder))))
+    print(table())
+
+
+def measured(variant: Variant, environ: dict[str, str]) -> dict[str, Any]:
+    """Measure a step with and without expandable segments, each in a process of its own."""
+    found, expandable = (
+        json.loads(
+            subprocess.run(
+                [sys.executable, str(HERE / "measure.py"), *variant.words, "--json", *words],
+                env={**os.environ, **environ, "PYTHONPATH": str(HERE.parents[1]), "OMP_NUM_THREADS": "1"},
+                check=True, text=True, stdout=subprocess.PIPE,
+            ).stdout.splitlines()[-1]
+        )
+        for words in ([], ["--expandable", "--no-plan"])
+    )  # fmt: skip
+    return {**{key: found[key] for key in KEPT}, "reserved_expandable": expandable["reserved"]}
+
+
+def keep(variant: Variant, found: dict[str, Any]) -> None:
+    recorded = json.loads(RECORDED.read_text()) if RECORDED.exists() else {}
+    recorded[variant.name] = found
+    ordered = {it.name: recorded[it.name] for it in VARIANTS if it.name in recorded}
+    RECORDED.write_text(json.dumps(ordered, indent=1) + "\n")
+    print(row(variant.name, found), flush=True)
+
+
+def table() -> str:
+    """The Markdown table of docs/gpu.md: each variant before and after."""
+    lines = ["| | allocated | reserved | plan | launches | collectives | waits | retries |", "|---" * 8 + "|"]
+    before, recorded = (json.loads(path.read_text()) for path in (BEFORE, RECORDED))
+    for variant in VARIANTS:
+        if variant.name in before:
+            lines.append(row(variant.name, before[variant.name]))
+        if variant.name in recorded:
+            lines.append(row("now" if variant.name in before else variant.name, recorded[variant.name]))
+    return "\n".join(lines)
+
+
+def row(name: str, found: dict[str, Any]) -> str:
+    kinds: dict[str, int] = {}
+    for kind, count in found["collectives"].items():
+        name_of_kind = kind.split()[0].rstrip(",")
+        kinds[name_of_kind] = kinds.get(name_of_kind, 0) + count
+    plan = f"{found['plan']['allocated']:.2f}" if "plan" in found else "-"
+    cells = (
+        name,
+        f"{found['allocated']:.2f}",
+        f"{found['reserved']:.2f}, {found['reserved_expandable']:.2f}",
+        plan,
+        f"{found['launches']:,}",
+        ", ".join(f"{count} {kind}" for kind, count in kinds.items()),
+        sum(found["waits"].values()),
+        found["retries"],
+    )
+    return f"| {' | '.join(map(str, cells))} |"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,29 @@
+"""A steady step of real models on rank 0 of 8 and more: nothing waits, and nothing costs more than was recorded.
+
+`recorded.json` holds what was measured last. `python tests/null_gpu/record.py` measures again and lowers it.
+"""
+
+import json
+
+import pytest
+
+from tests.null_gpu.conftest import RunPython
+from tests.null_gpu.record import RECORDED, allowed_plan_error, plan_error
+from tests.null_gpu.variants import VARIANTS, Variant
+
+pytestmark = pytest.mark.null_gpu
+
+MEASURE = str(RECORDED.parent / "measure.py")
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: variant.name)
+def test_a_step_costs_no_more_than_recorded(variant: Variant, run_python: RunPython) -> None:
+    output = run_python(MEASURE, *variant.words, "--json", timeout=1200)
+    found = json.loads(output.stdout.splitlines()[-1])
+    recorded = json.loads(RECORDED.read_text())[variant.name]
+    assert found["waits"] == {}, "the host waits for the device"
+    assert found["retries"] == 0, "the allocator freed its cache, which waits for the device"
+    assert found["collectives"] == recorded["collectives"]
+    assert found["launches"] <= recorded["launches"]
+    assert found["allocated"] <= recorded["allocated"] + 0.01
+    assert abs(plan_error(found)) <= allowed_plan_error(variant, recorded), found["plan"]

@@ -1,0 +1,65 @@
+"""`train` from its command line to its end on one and two devices that compute nothing."""
+
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.null_gpu.conftest import RunPython
+
+pytestmark = pytest.mark.null_gpu
+
+OPTIONS = [
+    "--training.steps=6", "--training.seq_len=256", "--training.global_batch_size=4", "--metrics.log_freq=1",
+    "--lr_scheduler.warmup_steps=1", "--training.mixed_precision_param=bfloat16", "--checkpoint.interval=2",
+    "--checkpoint.async_mode=async_with_pinned_mem", "--data.document_mask=true", "--data.num_workers=1",
+    "--validation.freq=3", "--validation.sequences=4",
+]  # fmt: skip
+
+
+def train(run_python: RunPython, *options: str, devices: int = 1, **environ: str) -> subprocess.CompletedProcess[str]:
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={devices}"] if devices > 1 else []
+    return run_python(
+        *launcher, "-m", "titanlite", "train", "--config", "debug", "--job.name=run", *OPTIONS, *options,
+        NULL_GPU_DEVICES=str(devices), **environ,
+    )  # fmt: skip
+
+
+def metrics(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "outputs/run/metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_a_run_ends_and_resumes(run_python: RunPython, tmp_path: Path, devices: int) -> None:
+    """With validation, a document mask, a worker that pins batches, and checkpoints saved from pinned memory."""
+    first = train(run_python, devices=devices)
+    assert f"on cuda; global batch 4 = {devices} processes" in first.stdout + first.stderr
+    steps = [record for record in metrics(tmp_path) if "grad_norm" in record]
+    assert [record["step"] for record in steps] == [1, 2, 3, 4, 5, 6]
+    assert all(0.05 < record["memory_gib"] < 1 for record in steps)
+    saved = sorted(path.name for path in (tmp_path / "outputs/run/checkpoints").glob("step-*"))
+    assert saved[-1] == "step-00000006"
+    second = train(run_python, "--training.steps=8", devices=devices)
+    assert "6" in second.stdout
+    steps = [record for record in metrics(tmp_path) if "grad_norm" in record]
+    assert [record["step"] for record in steps] == [1, 2, 3, 4, 5, 6, 7, 8]
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_nothing_waits_between_log_steps(run_python: RunPython, tmp_path: Path, devices: int) -> None:
+    """The whole loop, with its data, guard and metrics: twelve steps wait as often as eight."""
+    waits = []
+    for steps in (8, 12):
+        prefix = tmp_path / f"steps{steps}"
+        train(
+            run_python, f"--training.steps={steps}", f"--job.name={steps}", "--metrics.log_freq=100",
+            "--validation.freq=100", "--checkpoint.enable=false", devices=devices, NULL_GPU_RECORD=str(prefix),
+        )  # fmt: skip
+        rows = [
+            line.split("\t") for path in tmp_path.glob(f"{prefix.name}.*") for line in path.read_text().splitlines()
+        ]
+        assert sum(int(count) for what, _, count, _ in rows if what == "kernel") > 100 * devices * steps
+        waits.append({detail: int(count) for what, detail, count, _ in rows if what == "wait"})
+    assert waits[0] == waits[1]

@@ -1,0 +1,68 @@
+"""The configs whose steps are measured: techniques and layouts at the shapes of real models."""
+
+from dataclasses import dataclass
+
+COMPILE = ("--compile.enable=true",)
+FLOAT8 = (*COMPILE, "--quantize.linear.float8.enable=true")
+BATCH_2 = ("--training.global_batch_size=16", "--training.local_batch_size=2")
+FULL, NONE = "--activation_checkpoint.mode=full", "--activation_checkpoint.mode=none"
+BUDGET = (
+    "--activation_checkpoint.mode=per_block",
+    '--activation_checkpoint.per_block=["full x 8", "op x 16", "none x 8"]',
+)
+REPLICATE = "--parallelism.data_parallel_replicate_degree="
+
+
+@dataclass(frozen=True)
+class Variant:
+    """Rank 0 of `world_size` ranks. The local batch size is 1 by default."""
+
+    name: str
+    options: tuple[str, ...] = ()
+    config: str = "llama3_8b"
+    world_size: int = 8
+
+    @property
+    def words(self) -> list[str]:
+        """Arguments of measure.py."""
+        batch = () if any("global_batch" in it for it in self.options) else (
+            f"--training.global_batch_size={self.world_size}",
+        )  # fmt: skip
+        return [self.config, f"--world={self.world_size}", f"--name={self.name}", *batch, *self.options]
+
+    @property
+    def is_compiled(self) -> bool:
+        return COMPILE[0] in self.options
+
+
+VARIANTS = [
+    Variant("8B, batch 1"),
+    Variant("8B, batch 2", BATCH_2),
+    Variant("8B, batch 1, compiled", COMPILE),
+    Variant("8B, batch 2, compiled", (*BATCH_2, *COMPILE)),
+    Variant("full AC", (FULL,)),
+    Variant("full AC, compiled", (FULL, *COMPILE)),
+    Variant("no AC, seq 4096", (NONE, "--training.seq_len=4096")),
+    Variant("no AC, seq 4096, compiled", (NONE, "--training.seq_len=4096", *COMPILE)),
+    Variant("AC by block", BUDGET),
+    Variant("AC by block, compiled", (*BUDGET, *COMPILE)),
+    Variant("accumulation 2", ("--training.global_batch_size=16",)),
+    Variant("HSDP 2 x 4", (REPLICATE + "2",)),
+    Variant("HSDP 2 x 4, accumulation 2", ("--training.global_batch_size=16", REPLICATE + "2")),
+    Variant("replicas 8 x 1, 1B", (REPLICATE + "8",), config="llama3_1b"),
+    Variant("never resharded", ("--parallelism.fsdp_reshard_after_forward=never",)),
+    Variant("CPU offload, 64 GPUs", ("--training.enable_cpu_offload=true",), world_size=64),
+    Variant("update in backward", ("--optimizer.in_backward=true", "--training.max_norm=0")),
+    Variant("bfloat16 moments", ("--optimizer.state_dtype=bfloat16",)),
+    Variant("bfloat16 weights and moments", ("--optimizer.state_dtype=bfloat16", "--training.dtype=bfloat16")),
+    Variant("Muon", ("--optimizer.name=Muon",)),
+    Variant("z-loss", ("--training.z_loss=1e-4",)),
+    Variant("document mask", ("--data.document_mask=true",)),
+    Variant("float32, seq 2048", ("--training.mixed_precision_param=float32", "--training.seq_len=2048")),
+    Variant("Qwen3 8B", config="qwen3_8b"),
+    Variant("Qwen3 30B-A3B, 16 GPUs", config="qwen3_30b_a3b", world_size=16),
+    Variant("float8 tensorwise, batch 2, compiled", (*BATCH_2, *FLOAT8)),
+    Variant("float8 rowwise, batch 2, compiled", (*BATCH_2, *FLOAT8, "--quantize.linear.float8.recipe_name=rowwise")),
+    Variant("70B, 64 GPUs", config="llama3_70b", world_size=64),
+    Variant("70B, 64 GPUs, compiled", COMPILE, config="llama3_70b", world_size=64),
+]
