@@ -456,6 +456,26 @@ def test_an_observer_hears_of_every_unit() -> None:
     assert [it for it in heard if not it.endswith(" ")] == [it for unit in units for it in unit]
 
 
+@pytest.mark.usefixtures("single_process_group")
+def test_modules_of_one_unit_are_observed_once() -> None:
+    """A tied embedding and head are such modules."""
+
+    class Phases(StepObserver):
+        def __init__(self) -> None:
+            self.heard: list[str] = []
+
+        def phase(self, name: str) -> None:
+            self.heard.append(name)
+
+    model: Any = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+    model[1].weight = model[0].weight
+    fully_shard([model[0], model[1]])
+    fully_shard(model)
+    observe_fsdp(model, observer := Phases())
+    model(torch.ones(2, 4)).sum().backward()
+    assert observer.heard == ["backward 0", "reduce 0"]
+
+
 def test_call_after_backward() -> None:
     calls: list[str] = []
     x = torch.ones(1, requires_grad=True)

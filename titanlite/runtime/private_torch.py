@@ -191,7 +191,7 @@ def observe_fsdp(model: nn.Module, observer: StepObserver) -> None:
     names = {module: name for name, module in model.named_modules()}
     for module in model.modules():
         unit = fsdp_param_group(module) if isinstance(module, FSDPModule) else None
-        if unit is not None:
+        if unit is not None and unit.modules[0] is module:  # a tied embedding and head have one unit
             assert type(unit) is FSDPParamGroup
             unit.__class__ = _ObservedUnit
             assert isinstance(unit, _ObservedUnit)
