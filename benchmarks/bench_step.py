@@ -12,17 +12,16 @@ of the runs: each has processes of its own, which differ by some percent for as 
 
 import argparse
 import json
+import logging
 import os
 import statistics
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from plain_llama import take_turns
@@ -35,7 +34,7 @@ from titanlite.config.schema import Config
 from titanlite.data.sources import open_tokens
 from titanlite.ingest.prepare import prepare_text
 from titanlite.preflight import preflight
-from titanlite.runtime.console import start_logging
+from titanlite.runtime.console import LOGGER
 from titanlite.runtime.process_group import pick_device, process_group, read_ranks
 from titanlite.train import train
 
@@ -169,20 +168,18 @@ def compete(options: list[str], steps: int, turns: int) -> None:
 
 
 def titanlite_turns(config: Config, steps: int) -> Turn:
-    """Steps through titanlite's own loop."""
+    """Turns of steps through titanlite's own loop, each with its first lines, which are not printed."""
     ranks = read_ranks(os.environ)
     device = pick_device(ranks)
     resolved = preflight(config, ranks, device)
     process_group(ranks, device).__enter__()
-    start_logging(1)  # no lines on standard output
+    logging.getLogger(LOGGER).setLevel(logging.ERROR)  # standard output is for the answers
     made = build(config, resolved, ranks=ranks, device=device, prepare_text=prepare_text)
     progress = Progress()
 
     def turn() -> None:
         nonlocal progress
-        report_once = patch("titanlite.train.report_start") if progress.step else nullcontext()
-        with report_once:
-            train(replace(made, steps=progress.step + steps, progress=progress))
+        train(replace(made, steps=progress.step + steps, progress=progress))
         progress = Progress(progress.step + steps, progress.samples_seen + steps * config.training.global_batch_size)
 
     return turn

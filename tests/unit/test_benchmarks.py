@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from tests.helpers import TinyRun
 from titanlite.config.load import load
@@ -31,6 +32,25 @@ def test_every_case_of_the_gpu_benchmark_is_a_config(gpu: object) -> None:
         config = load(ROOT / "train_configs" / "llama3_8b.toml", case.words, world_size=1)
         assert config.model.flavor == case.flavor
         assert config.training.batch_split(1) == (case.batch, 1)
+
+
+def test_a_contender_prints_nothing_but_its_answers(
+    tiny: TinyRun, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Standard output carries JSON. A warning, as of this warm-up longer than the run, must not go there."""
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    import bench_step  # pyright: ignore[reportMissingImports]
+
+    try:
+        turn = bench_step.titanlite_turns(tiny.config("--lr_scheduler.warmup_steps=9"), 2)
+        turn()
+        turn()
+        assert len(tiny.losses()) == 4
+        assert capfd.readouterr().out == ""
+    finally:
+        dist.destroy_process_group()
+        for name in ("bench_step", "plain_llama", "record"):
+            sys.modules.pop(name, None)
 
 
 @pytest.mark.slow

@@ -116,6 +116,22 @@ def test_experts_of_qwen3_are_a_family_of_their_own(old: str, expected: tuple[fl
     assert any(line.startswith("translated  model.name") and "bias that balances experts" in line for line in report)
 
 
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_vocabulary_is_the_flavors_in_0_2_and_the_tokenizers_in_0_1(shape: str) -> None:
+    """Here it follows the tokenizer unless it is set. In 0.2 it never did; in 0.1 Llama's always did."""
+    from titanlite.models.registry import resolve_model
+
+    name, flavor, args = SHAPES[shape]
+    old_name, _, old_flavor = shape.partition("/")
+    text = f"model = {{name = '{old_name}', flavor = '{old_flavor}', %s}}"
+    new, _, _ = run(text % "hf_assets_path = 'x'", world_size=1)
+    assert new["model.args.vocab_size"] == resolve_model(name, flavor, args).args.vocab_size
+    if old_name == "llama3":
+        new, report, _ = run(text % "tokenizer_path = 'x'" + "\ntraining.compile = true", world_size=1)
+        assert "model.args.vocab_size" not in new
+        assert any("rounded up to a multiple of 128" in line for line in report) == (flavor == "debug")
+
+
 # The configs that torchtitan ships
 
 
@@ -160,7 +176,7 @@ def test_a_config_of_0_2_at_8_processes() -> None:
         model.name = "llama3"
         model.flavor = "debug"
         model.args = {dim = 256, n_heads = 16, n_kv_heads = 16, hidden_dim = 768, rope_theta = 500000.0,
-            rope_scaling_factor = 8.0}
+            rope_scaling_factor = 8.0, vocab_size = 2048}
         data = {tokenizer = "./tests/assets/tokenizer", path = "tests/assets/c4_test", shuffle = false}
         optimizer = {name = "AdamW", lr = 8e-4, eps = 1e-8, groups = [{match = ["*"], weight_decay = 0.1}]}
         lr_scheduler = {warmup_steps = 2, decay_ratio = 0.8, decay_type = "linear", min_lr_factor = 0.0}

@@ -13,6 +13,7 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
+from multiprocessing.connection import Connection
 
 import numpy as np
 
@@ -163,7 +164,9 @@ def encode_chunks(
         for chunk in chunks:
             yield chunk, encoder.encode(chunk.parts)
         return
-    pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), initializer=_start_worker)
+    context = multiprocessing.get_context("spawn")
+    watched, held = context.Pipe(duplex=False)  # workers end once no process holds the other end
+    pool = ProcessPoolExecutor(workers, context, initializer=_start_worker, initargs=(watched,))
     waiting: deque[tuple[Chunk, Future[Encoded]]] = deque()
     try:
         for chunk in chunks:
@@ -181,11 +184,12 @@ def encode_chunks(
             "a process that tokenizes was killed, for want of memory most likely: with fewer workers it takes less"
         ) from None
     except BaseException:
-        for process in pool._processes.values():  # what they still have at hand is of no use
-            process.kill()
+        held.close()  # what the workers still have at hand is of no use
         raise
     finally:
         pool.shutdown(cancel_futures=True)
+        held.close()
+        watched.close()
 
 
 def _encode(tokenizer: str, options: Options, parts: Sequence[Part]) -> Encoded:
@@ -197,13 +201,17 @@ def _load_encoder(tokenizer: str, options: Options) -> Encoder:
     return Encoder(load_tokenizer(tokenizer), options)
 
 
-def _start_worker() -> None:
+def _start_worker(watched: Connection) -> None:
+    """Prepare a worker.
+
+    Args:
+        watched: end of a pipe whose other end the parent process holds. The worker ends when that is closed, as it is
+            when the parent is killed.
+    """
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    parent = multiprocessing.parent_process()
-    assert parent is not None
 
     def leave_with_parent() -> None:
-        parent.join()  # also when it was killed
+        watched.poll(None)
         os._exit(1)
 
     threading.Thread(target=leave_with_parent, daemon=True).start()

@@ -42,6 +42,8 @@ SHAPES: dict[str, tuple[str, str, dict[str, Any]]] = {
     ),
 }  # fmt: skip
 """Family and flavor of each of torchtitan's models, and what else is needed for the same model."""
+VOCABULARIES = {"llama3": 128256, "qwen3": 151936}
+DEBUG_VOCABULARY = 2048
 FAMILIES = {shape.partition("/")[0] for shape in SHAPES}
 
 
@@ -123,7 +125,10 @@ def flavor(value: str, old: Old) -> Outcome:
     note = ""
     if old.version == "0.1" and name == "llama3":  # RoPE was not scaled, and the tokenizer gave the vocabulary's size
         args = args | {"rope_scaling_factor": 1.0}
-        note = "set model.args.vocab_size to that of the tokenizer" if flavor == "debug" else ""
+        note = "the vocabulary was that of the tokenizer; here it is rounded up to a multiple of 128, unless "
+        note = note + "model.args.vocab_size is set" if flavor == "debug" else ""
+    elif shape:  # the flavor gave the vocabulary's size, whatever the tokenizer
+        args = args | {"vocab_size": DEBUG_VOCABULARY if flavor == "debug" else VOCABULARIES[name]}
     writes = {"model.flavor": flavor, **{f"model.args.{field}": size for field, size in args.items()}}
     return Outcome(writes | ({"data.document_mask": True} if base != value else {}), note)
 
