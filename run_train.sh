@@ -56,7 +56,7 @@ export TITANLITE_EXIT_FILE=$exit_codes/code
     --rdzv_backend c10d --rdzv_endpoint "${RDZV_ENDPOINT:-localhost:0}" \
     -m titanlite train "$@" &
 torchrun=$!
-trap 'kill -TERM "$torchrun" 2>/dev/null' TERM INT
+trap 'kill -TERM "$torchrun" 2>/dev/null || true' TERM INT
 code=0
 while :; do
     wait "$torchrun" && code=0 || code=$?

@@ -5,8 +5,9 @@ import select
 import sys
 import traceback
 from argparse import Namespace
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING, NoReturn
 
@@ -20,6 +21,7 @@ from titanlite.report import arguments as report
 from titanlite.runtime.allocator import use_expandable_segments
 from titanlite.runtime.arguments import Parser
 from titanlite.runtime.errors import ConfigError, Problem, RunError, UserError, whole_number
+from titanlite.runtime.files import lock_file
 
 if TYPE_CHECKING:
     import torch
@@ -139,8 +141,9 @@ def report_errors(command: Callable[[], None]) -> int:
     try:
         command()
     except (UserError, RunError) as error:
-        if _leave_exit_code(error.exit_code):
-            _print_errors(str(error).splitlines())
+        with _first_to_fail(error.exit_code) as reports:
+            if reports:
+                _print_errors(str(error).splitlines())
         return error.exit_code
     except KeyboardInterrupt:
         return 130
@@ -149,9 +152,10 @@ def report_errors(command: Callable[[], None]) -> int:
             return 0  # --help, --version
         if _is_closed_output(error):
             return 1
-        _leave_exit_code(1)
         where = f"[rank {os.environ['RANK']}] " if "RANK" in os.environ else ""
-        print("".join(where + line for line in traceback.format_exc().splitlines(True)), file=sys.stderr)
+        lines = "".join(where + line for line in traceback.format_exc().splitlines(True))
+        with _first_to_fail(1):
+            print(lines, file=sys.stderr, flush=True)
         return 1
     return 0
 
@@ -167,22 +171,27 @@ def _is_closed_output(error: BaseException) -> bool:
     return any(event & select.POLLERR for _, event in poll.poll(0))
 
 
-def _leave_exit_code(code: int) -> bool:
+@contextmanager
+def _first_to_fail(code: int) -> Iterator[bool]:
     """Write the exit code to the file that run_train.sh reads, because torchrun turns every code into 1.
 
-    Returns:
+    The other processes of the machine wait until this context ends. torchrun ends all of them as soon as one has
+    ended, and the first to fail must have written its code and its error by then.
+
+    Yields:
         whether this process reports its error. Of the processes of a machine, the first to fail does: the others
-        fail for the same reason, and torchrun may end them before they can report. Without the file, each reports.
+        fail for the same reason. Without the file, each reports.
     """
-    path = os.environ.get("TITANLITE_EXIT_FILE")
-    if path is None:
-        return True
-    try:
-        with open(path, "x") as file:
-            file.write(str(code))
-    except FileExistsError:
-        return False
-    return True
+    name = os.environ.get("TITANLITE_EXIT_FILE")
+    if name is None:
+        yield True
+        return
+    path = Path(name)
+    with lock_file(path.with_name(f"{path.name}.lock")):
+        is_first = not path.exists()
+        if is_first:
+            path.write_text(str(code))
+        yield is_first
 
 
 def _print_errors(lines: Iterable[object]) -> None:

@@ -4,6 +4,7 @@ import json
 import shlex
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import torch
 from tests.helpers import TinyRun, closed_stdout, titanlite
 from titanlite import cli
 from titanlite.runtime.arguments import Parser
+from titanlite.runtime.files import lock_file
 
 
 def refusal(capfd: pytest.CaptureFixture[str], *arguments: str) -> list[str]:
@@ -298,6 +300,25 @@ def test_the_first_rank_to_fail_reports_for_all(
     assert refusal(capfd, "train", "no_such_config") == []
     assert cli.report_errors(lambda: print(1 / 0)) == 1
     assert record.read_text() == "2", "what follows from the first failure does not hide it"
+
+
+def test_other_ranks_end_after_the_first_to_fail_has_reported(
+    tiny: TinyRun, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torchrun ends all ranks when one ends: the first could be ended between its exit code and its error."""
+    record = tiny.folder / "code"
+    monkeypatch.setenv("TITANLITE_EXIT_FILE", str(record))
+    codes = []
+    other = threading.Thread(target=lambda: codes.append(cli.run(["train", "no_such_config"])))
+    with lock_file(tiny.folder / "code.lock"):
+        record.write_text("3")
+        other.start()
+        other.join(0.5)
+        assert other.is_alive()
+    other.join(30)
+    assert codes == [2]
+    assert capfd.readouterr().err == ""
+    assert record.read_text() == "3"
 
 
 def test_config_show_prints_what_loads_again(tiny: TinyRun, capfd: pytest.CaptureFixture[str]) -> None:
