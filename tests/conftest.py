@@ -15,13 +15,13 @@ from tests.helpers import TinyRun
 
 @pytest.fixture(autouse=True)
 def _one_thread() -> None:
-    """Tests run side by side; sums in one thread are also the same each time."""
+    """Use one thread: tests run in parallel, and sums in one thread are the same each time."""
     torch.set_num_threads(1)
 
 
 @pytest.fixture(autouse=True)
 def _logger_as_it_was() -> Iterator[None]:
-    """A run in this process sets up the logger for itself."""
+    """Restore the logger, which a run in this process sets up for itself."""
     logger = logging.getLogger("titanlite")
     level, propagate, handlers = logger.level, logger.propagate, [*logger.handlers]
     yield
@@ -31,7 +31,7 @@ def _logger_as_it_was() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def _fork_server() -> None:
-    """There is one for all that this process starts: ranks, and the workers of loaders."""
+    """Start one fork server for all processes of this session: ranks, and workers of data loaders."""
     multiprocessing.get_context("forkserver").set_forkserver_preload(["tests.preload"])
     multiprocessing.forkserver.ensure_running()
 
@@ -53,7 +53,7 @@ def s3() -> Iterator[str]:
 
 @pytest.fixture
 def single_process_group() -> Iterator[None]:
-    """A process group of one, as training on one process has."""
+    """A process group of one rank, like that of training on one process."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()

@@ -1,6 +1,6 @@
-"""Kills the two ranks of a training run at random times, again and again, and checks that nothing committed is lost.
+"""Kill the two ranks of a training run at random times, and check that nothing committed is lost.
 
-What only a loss of power would lose, because the system had not written it to disk yet, is not tried.
+A loss of power is not tried: it can also lose what the system has not yet written to disk.
 """
 
 import json
@@ -23,9 +23,9 @@ from titanlite import cli
 from titanlite.checkpoint import manifest as manifests
 from titanlite.checkpoint.storage import LocalStorage
 
-MOMENTS = ("save", "any", "save", "start", "save", "any")
+WHEN = ("save", "any", "save", "start", "save", "any")
 SIGNS = (".staging-", "__", ".metadata", "checksums.json", "manifest.json", ".deleted-")
-"""How far a save is: what the name of a folder begins with, or that of a file in the staging folder."""
+"""Stages of a save: how the name of a folder begins, or that of a file in the staging folder."""
 COMPARED = ("step", "loss", "grad_norm", "lr", "samples")
 TIMEOUT = 600.0  # seconds
 OPTIONS = "--model.args.dim=120 --model.args.hidden_dim=320 --checkpoint.interval=1 --checkpoint.keep_latest_k=3"
@@ -45,14 +45,16 @@ class CrashRun:
 
     def kill(self) -> str:
         """Start the run, kill it, check what is left. Returns what happened."""
-        before, moment = self.newest, MOMENTS[self.starts % len(MOMENTS)]
-        moment = self.random.choice(SIGNS) if moment == "save" else moment
+        before, when = self.newest, WHEN[self.starts % len(WHEN)]
+        when = self.random.choice(SIGNS) if when == "save" else when
         skip, first = self.random.randrange(3), self.random.randrange(2)
-        delay = {"start": 0.5, "any": 1.0}.get(moment, 0.03) * self.random.random() ** 2
-        apart = self.random.choice([0, 0, 0.5]) * self.random.random()  # as when a node fails; the other may find out
+        delay = {"start": 0.5, "any": 1.0}.get(when, 0.03) * self.random.random() ** 2
+        apart = (
+            self.random.choice([0, 0, 0.5]) * self.random.random()
+        )  # a failing node is like this; the other may notice
         with self._started("tiny", 1_000_000) as (ranks, output):  # steps: it cannot end before it is killed
             deadline = time.monotonic() + TIMEOUT
-            while not self._is_time(moment, skip, ranks[0].pid, output):
+            while not self._is_time(when, skip, ranks[0].pid, output):
                 lives = time.monotonic() < deadline and all(rank.is_alive() for rank in ranks)
                 assert lives, f"ended by itself, or makes no progress: {output.read_text()}"
                 time.sleep(0.001)
@@ -61,15 +63,15 @@ class CrashRun:
             time.sleep(apart)
             ranks[1 - first].kill()
         left = " ".join(sign for sign in SIGNS if self._shows(sign))
-        self._check(output, may_be_silent=moment == "start")
-        when = f"{moment} + {1000 * delay:.1f} ms, rank {1 - first} {1000 * apart:.0f} ms later"
-        return f"{when}: step {before} -> {self.newest}, left {left or 'nothing'}"
+        self._check(output, may_be_silent=when == "start")
+        shown = f"{when} + {1000 * delay:.1f} ms, rank {1 - first} {1000 * apart:.0f} ms later"
+        return f"{shown}: step {before} -> {self.newest}, left {left or 'nothing'}"
 
     def finish(self) -> int:
         """Let the run end, and compare it with one that is never killed. Returns the number of its steps."""
         last, outputs, records, states = self.newest + 3, self.tiny.folder / "outputs", [], []
         owner = json.loads((outputs / "tiny" / "run.json").read_text())["id"]
-        for what in ("staging", "deleted"):  # as a kill may leave them; of a step that is not saved again
+        for what in ("staging", "deleted"):  # a kill may leave these; this step is not saved again
             (self.storage.root / f".{what}-{manifests.folder_name(0)}-{owner}").mkdir(parents=True)
         for name in ("whole", "tiny"):
             with self._started(name, last) as (ranks, output):
@@ -90,7 +92,7 @@ class CrashRun:
 
     @contextmanager
     def _started(self, name: str, steps: int) -> Iterator[tuple[list[Any], Path]]:
-        """The processes of one start, and the file of rank 0's output. None of them is left when the context ends."""
+        """Start the ranks; yield them and the file of rank 0's output. No process is left when the context ends."""
         self.starts += 1
         outputs = [self.tiny.folder / f"start-{self.starts}-rank-{rank}.txt" for rank in range(2)]
         args = _free_port(), [*self.command, f"--job.name={name}", f"--training.steps={steps}"]
@@ -105,14 +107,14 @@ class CrashRun:
                 rank.kill()
                 rank.join()
 
-    def _is_time(self, moment: str, skip: int, pid: int, output: Path) -> bool:
-        if moment == "start":  # to sweep, to load, to open metrics.jsonl
+    def _is_time(self, when: str, skip: int, pid: int, output: Path) -> bool:
+        if when == "start":  # to sweep, to load, to open metrics.jsonl
             return f"process {pid} " in (self.tiny.folder / "outputs" / "tiny" / ".lock").read_text()
         saves = max(manifests.committed_steps(self.storage.list()), default=0) - self.newest
-        if moment == "any":
+        if when == "any":
             return saves > skip
         # Before it prints where it resumes, what is staged can be of the start before. Some signs are hard to catch.
-        return _resumed_at(output) is not None and saves >= skip and (self._shows(moment) or saves > 10)
+        return _resumed_at(output) is not None and saves >= skip and (self._shows(when) or saves > 10)
 
     def _check(self, output: Path, *, may_be_silent: bool = False) -> None:
         """Check that this start resumed from the newest checkpoint, and that all committed ones are complete."""
@@ -133,7 +135,7 @@ class CrashRun:
 
 
 def _train(rank: int, output: Path, port: int, command: list[str]) -> None:
-    """As `python -m titanlite` under torchrun."""
+    """Train like `python -m titanlite` under torchrun."""
     with open(output, "wb") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)

@@ -1,4 +1,4 @@
-"""What tests build on: tiny runs, and functions that run on several gloo processes."""
+"""Helpers of many tests: tiny runs, and functions that run on several gloo processes."""
 
 import json
 import math
@@ -109,8 +109,8 @@ def run_ranks(
 ) -> list[Any]:
     """Call function(rank, world_size, *args) on each of world_size processes of a process group.
 
-    Returns what each rank returned. What counts is the results that the ranks write, not how the processes
-    ended. A rank that raises, or that is not done in time, fails the test with its traceback.
+    Returns what each rank returned. The results that the ranks write count, not the exit codes of the processes.
+    A rank that raises, or that is not done in time, fails the test with its traceback.
     """
     context = multiprocessing.get_context("forkserver")
     with tempfile.TemporaryDirectory() as folder:
@@ -146,8 +146,10 @@ def fake_mesh(rank: int, degrees: tuple[int, ...]) -> Iterator["DeviceMesh"]:
 
 
 def run_in_turn(function: Callable[..., Any], world_size: int, configs: Sequence[Config], **options: Any) -> list[Any]:
-    """Call function(rank, world_size, config) for each config, one after the other, in one process group: starting one
-    takes longer than a tiny run. Returns for each config what each rank returned."""
+    """Call function(rank, world_size, config) for each config in turn, in one process group.
+
+    To start a process group takes longer than a tiny run. Returns for each config what each rank returned.
+    """
     by_rank = run_ranks(_in_turn, world_size, function, list(configs), **options)
     return [list(results) for results in zip(*by_rank, strict=True)]
 

@@ -307,7 +307,7 @@ def _name_hits(path: str, part: Text) -> Iterator[Hit]:
 
 def _python_hits(path: str, source: str) -> Iterator[Hit]:
     tree = ast.parse(source)
-    if path.startswith("titanlite/"):
+    if path.startswith(("titanlite/", "tests/")):
         for part in _docstrings(tree):
             yield from (Hit(path, part.line, "docstring", problem) for problem in docstring_problems(part.text))
     for part in (*_comments(source), *_strings(tree)):

@@ -1,4 +1,4 @@
-"""Several ranks and their checkpoints: one rank's trouble is everyone's, at the same step; rank 0 decides for all."""
+"""Several ranks and their checkpoints: a failure of one rank ends all at the same step; rank 0 decides for all."""
 
 import errno
 import os
@@ -95,8 +95,8 @@ TROUBLE: dict[Callable[[Path], None], tuple[int, str]] = {
 }
 
 
-def in_trouble(rank: int, world_size: int, config: Config, trouble: Callable[[Path], None] | None) -> tuple[str, int]:
-    """Train, with trouble on one rank from step 4 on; returns the error and the last step that was done."""
+def failing(rank: int, world_size: int, config: Config, trouble: Callable[[Path], None] | None) -> tuple[str, int]:
+    """Train with failing saves on one rank from step 4; returns the error and the last step that was done."""
     done = [0]
     end_step = MetricsRecorder.end_step
 
@@ -128,7 +128,7 @@ def test_a_failed_save_ends_every_rank_at_the_same_step(
 ) -> None:
     options = ["--checkpoint.interval=2", f"--checkpoint.async_mode={mode}", "--training.steps=20"]
     (message, last), (other_message, other_last) = run_ranks(
-        in_trouble, 2, tiny.config(*options, *degrees(1, 2), world_size=2), trouble
+        failing, 2, tiny.config(*options, *degrees(1, 2), world_size=2), trouble
     )
     assert message == other_message
     assert message.startswith("the checkpoint of step 4 could not be saved: ")
@@ -155,7 +155,7 @@ def test_two_shards_swapped(tiny: TinyRun) -> None:
 
 
 def staged_bytes(rank: int, world_size: int, config: Config) -> tuple[int, int, int]:
-    """(staged by this rank for the last save, the same for the first one, the whole local state)"""
+    """Return bytes: staged by this rank for the last save, for the first one, and the whole local state."""
     staged: list[int] = []
     copy = staging.Staging.copy
 

@@ -11,7 +11,7 @@ from tests.helpers import TinyRun
 
 @pytest.mark.nightly
 def test_the_next_start_finds_what_was_compiled(tiny: TinyRun) -> None:
-    """By the real compiler, in processes of their own, in the default folder."""
+    """Compile with the real compiler, in processes of their own. The folder is the default one."""
     variables = {key: value for key, value in os.environ.items() if key != "TORCHINDUCTOR_CACHE_DIR"}
     variables["XDG_CACHE_HOME"] = str(tiny.folder)
     cache = tiny.folder / "titanlite" / "compile"

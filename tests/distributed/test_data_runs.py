@@ -1,4 +1,4 @@
-"""Whole runs and their data: every start reads on, finite data ends for all, mixtures are exact."""
+"""Whole runs and their data: every start resumes the data, finite data ends for all ranks, mixtures are exact."""
 
 import gc
 import hashlib

@@ -1,4 +1,4 @@
-"""Each technique does what it is for: a technique that silently does nothing would pass every test of equality."""
+"""Each technique has its effect: one that silently does nothing would pass every test of equality."""
 
 from collections import Counter
 from typing import Any
@@ -15,7 +15,7 @@ from titanlite.config.schema import Config
 
 
 class OperatorCounter(TorchDispatchMode):
-    """Counts operators; of all-gathers, by the size of their group."""
+    """Count operators; all-gathers by the size of their group."""
 
     def __init__(self) -> None:
         super().__init__()

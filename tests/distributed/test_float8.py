@@ -20,7 +20,7 @@ FLOAT8 = [f"--quantize.linear.float8.{option}" for option in ("enable", "emulate
 APART = "--quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp=false"
 
 
-def messages(rank: int, world_size: int, config: Config) -> int:
+def scale_reductions(rank: int, world_size: int, config: Config) -> int:
     """Train; the loss of step 3 is NaN. Returns the all-reduces of scales, the only functional ones."""
     run = built(rank, world_size, config)
     calls = [run.progress.step]
@@ -38,7 +38,7 @@ def messages(rank: int, world_size: int, config: Config) -> int:
 
 
 @pytest.mark.slow
-def test_one_message_for_all_scales(tiny: TinyRun) -> None:
+def test_one_all_reduce_for_all_scales(tiny: TinyRun) -> None:
     pytest.importorskip("torchao")
     more = ["--validation.enable", f"--validation.path={tiny.text}", "--validation.freq=2", "--guard.nonfinite=skip"]
     more += ["--validation.sequences=4", *SIZES, *FLOAT8]
@@ -47,7 +47,7 @@ def test_one_message_for_all_scales(tiny: TinyRun) -> None:
         return tiny.config(f"--job.name={name}", *more, *degrees(1, 2), *options, world_size=2)
 
     configs = [config("halves", "--training.steps=4"), config("halves"), config("apart", APART)]
-    (first, _), (second, _), (apart, _) = run_in_turn(messages, 2, configs, timeout=400)
+    (first, _), (second, _), (apart, _) = run_in_turn(scale_reductions, 2, configs, timeout=400)
     assert (first, second) == (4 + 1, 2 + 1), "one a step, and one before the first"
     assert apart == (6 * 2 + 3) * LAYERS, "one for each gather: forward, backward, and 3 validations"
     # The losses are those of scales that each gather computes: after a step that is left out, after loading, and of

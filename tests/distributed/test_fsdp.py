@@ -1,4 +1,4 @@
-"""What FSDP is given for CPUs, and for a shard degree of 1."""
+"""Collectives that FSDP gets for CPUs, and gathering in place for a shard degree of 1."""
 
 from types import SimpleNamespace
 from typing import Any, cast
@@ -16,7 +16,7 @@ from titanlite.cpu.collectives import AllToAllReduceScatter
 
 
 def exchanged(rank: int, world_size: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """(what this rank gets, what it should get)"""
+    """Return what this rank gets, and what it should get."""
     wholes = [torch.randn(5 * world_size, generator=torch.Generator().manual_seed(it)) for it in range(world_size)]
     wholes = [whole.to(dtype) for whole in wholes]
     group = dist.group.WORLD
@@ -35,7 +35,7 @@ def test_reduce_scatter_by_all_to_all(dtype: torch.dtype) -> None:
 
 
 def starts_and_waits(rank: int, world_size: int, config: Config) -> list[str]:
-    """Of the exchanges of a step: "start 0", "wait 0", ... in the order of events."""
+    """Return the events of the exchanges of a step in their order: "start 0", "wait 0", ..."""
     exchange: Any = dist.all_to_all_single
     events: list[str] = []
 
@@ -69,7 +69,7 @@ def of_a_micro_batch(first: int, late: bool) -> list[str]:
     ],
     ids=["as it is", "added to earlier gradients", "used in backward", "converted"],
 )
-def test_backward_goes_on_beside_an_exchange_unless_it_reads_the_result(
+def test_backward_continues_during_an_exchange_unless_it_reads_the_result(
     tiny: TinyRun, options: list[str], late: list[bool]
 ) -> None:
     expected = [event for index, is_late in enumerate(late) for event in of_a_micro_batch(5 * index, is_late)]
@@ -79,7 +79,7 @@ def test_backward_goes_on_beside_an_exchange_unless_it_reads_the_result(
 
 
 def gathered_in_place(rank: int, world_size: int, config: Config) -> list[bool]:
-    """Of each parameter, after a step: whether compute used the memory of its shard."""
+    """Return for each parameter whether compute used the memory of its shard, after a step."""
     run = built(rank, world_size, config)
     one_step(run)
     states = [module._get_fsdp_state() for module in run.model.modules() if isinstance(module, FSDPModule)]

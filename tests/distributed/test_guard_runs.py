@@ -140,7 +140,7 @@ def test_all_ranks_do_the_same(tiny: TinyRun) -> None:
     assert (tiny.folder / "outputs" / "forever" / "checkpoints" / "step-00000002").is_dir()
 
 
-def test_a_stop_waits_for_a_save_in_flight_and_makes_up_for_one_that_fails(tiny: TinyRun) -> None:
+def test_a_stop_waits_for_a_save_in_flight_and_repeats_one_that_fails(tiny: TinyRun) -> None:
     for name in ("whole", "failing"):
         config = tiny.config(f"--job.name={name}", "--checkpoint.interval=2")
         [result] = run_ranks(poisoned, 1, config)
@@ -153,7 +153,7 @@ def test_a_stop_waits_for_a_save_in_flight_and_makes_up_for_one_that_fails(tiny:
 
 
 def test_a_stopped_run_resumes_from_the_last_step_taken(tiny: TinyRun) -> None:
-    """With `skip`, as if that had been set from the beginning."""
+    """The resumed run has `skip`, and ends like one that has it from the start."""
     [whole_result] = run_ranks(poisoned, 1, tiny.config("--job.name=whole", "--guard.nonfinite=skip"))
     [stopped] = run_ranks(poisoned, 1, tiny.config("--job.name=halves", "--metrics.log_freq=2"))
     [result] = run_ranks(poisoned, 1, tiny.config("--job.name=halves", "--guard.nonfinite=skip"))

@@ -51,7 +51,7 @@ def test_losses_are_equal_on_every_layout(tiny: TinyRun, model: list[str]) -> No
     losses = {layout: tiny.losses(f"run-{layout[0]}-{layout[1]}") for layout in LAYOUTS}
     assert all(len(found) == 20 for found in losses.values())
     reference = losses[1, 1]
-    assert reference[0] == pytest.approx(5.557, abs=0.1)  # ln 259: the model starts without an opinion
+    assert reference[0] == pytest.approx(5.557, abs=0.1)  # ln 259: at the start all tokens are equally likely
     assert reference[-1] < 3
     for name, other in losses.items():
         assert other == pytest.approx(reference, rel=1e-4 if model else 1e-5), name
@@ -71,7 +71,7 @@ EXACT = [
 
 
 @pytest.mark.slow
-def test_what_only_trades_memory_for_time_changes_no_bit(tiny: TinyRun) -> None:
+def test_techniques_that_trade_memory_for_time_change_no_bit(tiny: TinyRun) -> None:
     configs = [tiny.config(f"--job.name=exact-{i}", *options, world_size=4) for i, options in enumerate(EXACT)]
     configs = [tiny.config("--job.name=reference", world_size=4), *configs]
     reference, *others = (ranks[0] for ranks in run_in_turn(trained, 4, configs, timeout=240))
@@ -101,8 +101,10 @@ def test_accumulation_gives_the_same_losses(tiny: TinyRun, options: list[str]) -
 
 
 def accumulated_gradients(rank: int, world_size: int, config: Config) -> dict[str, Any]:
-    """Of one step whose labels are ignored unevenly; nothing is clipped or updated. On several ranks the loss takes 7
-    tokens at a time, on one all."""
+    """Return the gradients of one step whose labels are ignored unevenly. Nothing is clipped or updated.
+
+    On several ranks the loss takes 7 tokens at a time, on one rank all of them.
+    """
     if world_size > 1:
         loss_module.CHUNK_BYTES = 4 * 259 * 7
     run = built(rank, world_size, config)
@@ -143,8 +145,7 @@ def test_gradients_do_not_depend_on_layout_and_accumulation(tiny: TinyRun, head:
 
 
 class CollectiveCounter(TorchDispatchMode):
-    """Counts what reaches torch's communication operators, by name; of those that carry more than a few figures, the
-    types."""
+    """Count collectives by name, and keep the dtypes of tensors with more than 8 elements."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -165,8 +166,10 @@ Collectives = tuple[Counter[str], Counter[str], set[tuple[str, str]]]
 
 
 def collectives_of_a_step(rank: int, world_size: int, config: Config) -> Collectives:
-    """Of the second training step, and of its forward passes alone; and what types they carry. The loss takes 16 tokens
-    at a time."""
+    """Count the collectives of the second step, and of its forward passes alone; and return their dtypes.
+
+    The loss takes 16 tokens at a time.
+    """
     loss_module.CHUNK_BYTES = 4 * 259 * 16
     run = built(rank, world_size, config)
     one_step(run)
@@ -198,9 +201,11 @@ COLLECTIVES = [
 
 
 def test_collectives_of_a_step(tiny: TinyRun) -> None:
-    """One all-gather a unit in forward and one more in backward except for the head; one reduce-scatter a unit and
-    backward, also of the head, whose chunked loss uses its weight many times; replicas are reduced once a step. On
-    gloo a reduce-scatter is an exchange of parts."""
+    """Each FSDP unit has one all-gather in forward and, except for the head, one in backward.
+
+    It has one reduce-scatter in backward; the head too, though its chunked loss uses the weight many times. Replicas are
+    reduced once a step. On gloo a reduce-scatter is an all-to-all.
+    """
     named = {"tied": "--model.args.tied_head"}
     configs = [
         tiny.config(
@@ -224,7 +229,7 @@ def test_collectives_of_a_step(tiny: TinyRun) -> None:
 
 
 def seen_dtypes(rank: int, world_size: int, config: Config) -> tuple[set[tuple[str, str]], dict[str, str]]:
-    """As hooks see them in a step; and as the run tells of them."""
+    """Return dtypes as hooks see them in a step, and as the run prints them."""
     run = built(rank, world_size, config)
     seen: set[tuple[str, str]] = set()
 
@@ -267,7 +272,7 @@ def test_types_are_the_same_on_every_layout(tiny: TinyRun, types: str) -> None:
     options, weight, moment, reduction = TYPES[types]
     options = [*options, "--training.mixed_precision_param=bfloat16"]
     for (replicate, shard), ranks in on_every_layout(seen_dtypes, tiny, *options).items():
-        for seen, told in ranks:
+        for seen, printed in ranks:
             expected = {
                 ("weight in compute", "torch.bfloat16"),
                 ("activation", "torch.bfloat16"),
@@ -280,4 +285,4 @@ def test_types_are_the_same_on_every_layout(tiny: TinyRun, types: str) -> None:
             if replicate > 1:
                 expected |= {("allreduce", f"torch.{reduction}")}
             assert seen == expected, (replicate, shard)
-            assert told == {"weights": weight, "compute": "bfloat16", "reduction": reduction, "moments": moment}
+            assert printed == {"weights": weight, "compute": "bfloat16", "reduction": reduction, "moments": moment}

@@ -1,4 +1,4 @@
-"""What `benchmarks/measured_memory.py` measures is what there is."""
+"""`benchmarks/measured_memory.py` measures the memory that is really held."""
 
 import sys
 
@@ -42,7 +42,7 @@ def test_a_known_sequence_has_exactly_its_peak() -> None:
 
 
 def test_buffers_of_a_collective_end_with_it() -> None:
-    """Also where nobody saw it."""
+    """The end of a buffer is noticed even if no operator sees it."""
     changes = [
         Change(0, 1, 100, False),
         Change(1, 2, 50, True),

@@ -63,7 +63,7 @@ def test_measured_peaks_are_in_the_order_of_the_predicted(tiny: TinyRun, between
 
 @pytest.mark.slow
 def test_policies_change_no_loss(tiny: TinyRun, between: PolicyChoice) -> None:
-    """With uneven shards."""
+    """Shards are uneven."""
     for name, options in (("per_block", written(between)), ("plain", [])):
         run_ranks(trained, 2, tiny.config(*SIZES, *options, f"--job.name={name}", world_size=2))
     assert tiny.losses("per_block") == tiny.losses("plain")

@@ -1,4 +1,4 @@
-"""On a CUDA device. Skipped without one: run with `./run_tests.sh tests/gpu` where there is."""
+"""Tests on a CUDA device. They are skipped without one: run `./run_tests.sh tests/gpu` on a machine with a GPU."""
 
 import inspect
 import json
@@ -61,7 +61,7 @@ def test_a_run_resumes_on_the_gpu(tiny: TinyRun) -> None:
 
 @pytest.mark.parametrize("mode", ["disabled", "async", "async_with_pinned_mem"])
 def test_a_checkpoint_is_of_its_step_whatever_the_mode(tiny: TinyRun, mode: str) -> None:
-    """The copy is made beside the next step: if that could overtake it, going on would give other losses."""
+    """The copy is made beside the next step: if that could overtake it, a resumed run would have other losses."""
     sizes = ["--model.args.dim=480", "--model.args.hidden_dim=1280", "--model.args.n_heads=6"]
     whole = train(tiny, "whole", "--training.steps=8", *sizes)
     options = [*sizes, f"--checkpoint.async_mode={mode}", "--checkpoint.interval=2"]
@@ -109,7 +109,7 @@ def test_a_batch_that_is_too_large_is_explained_and_the_advice_is_good(tiny: Tin
     assert tiny.losses() == [pytest.approx(5.6, abs=0.3)]
 
 
-# Attention within documents. The rows of the masked path are proved against each document alone in tests/unit.
+# Attention within documents. tests/unit compares the masked path with each document alone.
 
 ROWS = [[200, 1, 311], [512]]
 
@@ -147,7 +147,7 @@ def test_a_new_gpu_and_torch_have_the_packed_kernel() -> None:
 @pytest.mark.parametrize("kv_heads", [4, 2])
 @pytest.mark.parametrize("head_dim", [16, 64, 128])
 def test_the_packed_kernel_equals_the_mask(kv_heads: int, head_dim: int) -> None:
-    """Outputs and gradients, in bfloat16, against the masked path in float32."""
+    """Compare outputs and gradients in bfloat16 with the masked path in float32."""
     import torch
     from torch.nn import functional as F
 
@@ -176,7 +176,7 @@ def test_the_packed_kernel_equals_the_mask(kv_heads: int, head_dim: int) -> None
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_a_changed_token_changes_no_bit_of_another_document(dtype: str) -> None:
-    """By the packed kernel in bfloat16, by the mask in float32."""
+    """bfloat16 takes the packed kernel, float32 takes the mask."""
     import torch
 
     from tests.models import SMALL, built
@@ -235,7 +235,7 @@ def test_the_loss_on_the_gpu_is_cross_entropy() -> None:
 
 
 def steps_without_waiting(rank: int, world_size: int, config: Any) -> list[int]:
-    """Verdicts of steps that would raise an error if the host waited for the GPU; in the third the loss is NaN."""
+    """Return the skip reasons of steps that raise an error if the host waits for the GPU. The third loss is NaN."""
     from itertools import islice
 
     import torch
@@ -282,8 +282,8 @@ def test_two_deterministic_runs_are_equal_bit_by_bit(tiny: TinyRun) -> None:
 # Experts, and optimizers
 
 
-def test_torchs_grouped_product_is_ours() -> None:
-    """In bfloat16, gradients too, with a group that is empty; against products one by one in float32."""
+def test_torchs_grouped_matmul_is_ours() -> None:
+    """Compare outputs and gradients in bfloat16 with single matmuls in float32; one group is empty."""
     import torch
 
     from titanlite.kernels import DEFAULT_KERNELS

@@ -1,4 +1,4 @@
-"""What no machine at hand can measure is at least a config that titanlite takes."""
+"""Benchmarks that need a GPU have at least valid configs."""
 
 import sys
 from pathlib import Path

@@ -64,7 +64,7 @@ def save(
 
 
 def change(place: str, name: str, content: bytes) -> None:
-    """What no titanlite does: change a file of a checkpoint."""
+    """Change a file of a checkpoint, which titanlite never does."""
     with open_storage(place).create(name) as file:
         file.write(content)
 

@@ -1,4 +1,4 @@
-"""Which checkpoints count: commit protocol, manifest, damage, and what is kept; on disk and in object stores."""
+"""Checkpoints that count: commit protocol, manifest, damage and retention, on disk and in object stores."""
 
 import json
 import os
@@ -166,7 +166,7 @@ def test_damage_of_a_file_is_named(storage: Storage, damage: str) -> None:
 
 
 def replace(storage: Storage, name: str, content: bytes | None) -> None:
-    """What no titanlite does: change a file of a checkpoint."""
+    """Change a file of a checkpoint, which titanlite never does."""
     if isinstance(storage, LocalStorage):
         path = storage.root / name
         path.unlink() if content is None else path.write_bytes(content)
@@ -220,7 +220,7 @@ def test_files_are_synced_before_a_checkpoint_counts(tmp_path: Path, monkeypatch
 
 
 def test_what_counts_is_not_discarded(storage: Storage) -> None:
-    """As when another rank is lost right after rank 0 has published."""
+    """Another rank can be lost right after rank 0 has published."""
     save(storage, 1)
     storage.discard(folder_name(1))
     assert steps(storage) == [1]

@@ -305,11 +305,11 @@ def test_a_damaged_checkpoint_that_was_asked_for_is_an_error(tiny: TinyRun) -> N
     assert steps(tiny) == [2, 4]
 
 
-def test_a_run_whose_checkpoints_are_all_damaged_does_not_begin_anew(tiny: TinyRun) -> None:
+def test_a_run_whose_checkpoints_are_all_damaged_does_not_start_over(tiny: TinyRun) -> None:
     trained(tiny.config("--training.steps=4", "--checkpoint.interval=2"))
     for step in (2, 4):
         truncate(checkpoint(tiny, step) / "__0_0.distcp")
-    for _ in range(2):  # the second start knows it, too
+    for _ in range(2):  # the second start refuses too
         with pytest.raises(UserError, match=r"no good checkpoint is left .* \(damaged: step-00000002, step-00000004\)"):
             trained(tiny.config())
     assert {f"{MANIFEST}.{DAMAGED}", "__0_0.distcp"} <= {path.name for path in checkpoint(tiny, 4).iterdir()}
@@ -343,7 +343,7 @@ def test_going_back_to_an_older_step(tiny: TinyRun) -> None:
     assert steps(tiny) == [2, 4]
     assert (checkpoint(tiny, 6) / f"{MANIFEST}.{SUPERSEDED}").exists()
     branch = tiny.losses()
-    trained(tiny.config(*options, *back))  # the same command again resumes; it does not go back again
+    trained(tiny.config(*options, *back))  # the same command again resumes from the newest
     assert tiny.losses()[:4] == branch
     assert steps(tiny) == [2, 4, 6]
 
@@ -361,7 +361,7 @@ def test_a_branch_resumes_whatever_is_newer(tiny: TinyRun) -> None:
     assert steps(tiny) == [6]
 
 
-def test_a_run_whose_checkpoints_are_elsewhere_does_not_begin_anew(tiny: TinyRun) -> None:
+def test_a_run_whose_checkpoints_are_elsewhere_does_not_start_over(tiny: TinyRun) -> None:
     trained(tiny.config("--training.steps=2"))
     folder(tiny).rename(tiny.folder / "unmounted")
     with pytest.raises(UserError, match=r"this run has saved checkpoints, and none is in .*outputs/tiny/checkpoints"):
@@ -392,7 +392,7 @@ def test_a_host_without_memory_is_not_damage(tiny: TinyRun, monkeypatch: pytest.
     assert steps(tiny) == [2]
 
 
-def test_changed_settings_need_a_word(tiny: TinyRun) -> None:
+def test_changed_settings_need_an_option(tiny: TinyRun) -> None:
     trained(tiny.config("--training.steps=1", "--lr_scheduler.warmup_steps=1"))
     other = ["--training.steps=2", "--training.seq_len=16", "--training.global_batch_size=4", "--debug.seed=1"]
     with pytest.raises(UserError) as refusal:
@@ -644,7 +644,7 @@ def test_a_malicious_checkpoint_is_refused_and_nothing_runs(payload: str, traine
 
 
 def test_the_payloads_would_run(tmp_path: Path) -> None:
-    """By an unpickler like any other: else the test above would prove nothing."""
+    """An ordinary unpickler runs them: else the test above would prove nothing."""
     touched = tmp_path / "touched"
     pickle.loads(pickle.dumps(Payload(os.system, f"touch {touched}")))
     assert touched.exists()

@@ -1,4 +1,4 @@
-"""From the user's side: bad input is one line and exit code 2; a run that is done exits 0."""
+"""The command from the user's side: bad input is one line and exit code 2; a finished run exits 0."""
 
 import json
 import shlex
@@ -69,7 +69,7 @@ def test_bad_input_is_one_line(
 
 
 def test_everything_wrong_is_in_one_report(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """What is wrong with the config as such, and what depends on the model, the tokenizer and the machine."""
+    """Mistakes of the config itself, and those that depend on the model, the tokenizer and the machine."""
     (tmp_path / "base.toml").write_text("[training]\nseq_len = 10000\n[model]\nargs.n_layer = 3\n")
     text = """\
 base = "base.toml"

@@ -1,4 +1,4 @@
-"""Where compiled code is kept, how compiling is told apart from steps, and that it ends after the first ones."""
+"""The compiler: the folder of compiled code, the time of compiling, and its end after the first steps."""
 
 import logging
 import os
@@ -21,7 +21,7 @@ PLACE = "TORCHINDUCTOR_CACHE_DIR"
 
 @pytest.fixture
 def log(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[str]]:
-    """What titanlite has logged so far, from warnings on."""
+    """Warnings and errors that titanlite has logged so far."""
     monkeypatch.setattr(logging.getLogger("titanlite"), "propagate", True)
     caplog.set_level(logging.WARNING)
     return lambda: [record.getMessage() for record in caplog.records if record.name.startswith("titanlite")]
@@ -97,7 +97,7 @@ def test_without_a_compiler_nothing_is_imported(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.usefixtures("dynamo")
-def test_what_compiles_again_is_warned_of_with_its_reason(log: Callable[[], list[str]]) -> None:
+def test_a_recompilation_is_warned_of_with_its_reason(log: Callable[[], list[str]]) -> None:
     compiled = torch.compile(lambda x: x * 2, backend="eager", dynamic=False)
     watch = CompileWatch()
 

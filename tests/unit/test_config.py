@@ -1,4 +1,4 @@
-"""The config: every problem at once, in words, with the place; and what is right arrives exactly."""
+"""The config: every problem is reported at once, in words, with its place; right values arrive unchanged."""
 
 from pathlib import Path
 
@@ -226,7 +226,7 @@ def test_a_base_that_cannot_be_read_is_reported_with_everything_else(tmp_path: P
     ]), "and nothing that depends on what could not be read"  # fmt: skip
 
 
-def test_what_a_base_says_is_gone_where_it_is_said_anew(tmp_path: Path) -> None:
+def test_a_value_of_the_base_is_replaced_whole(tmp_path: Path) -> None:
     (tmp_path / "top.toml").write_text(
         "[[data.sources]]\npath = 1\n[[data.sources]]\npath = 2\n[model.args]\na.b = 1\n"
     )
@@ -333,7 +333,7 @@ def test_entries_that_cannot_be_made_change_nothing(tmp_path: Path) -> None:
 
 
 def test_a_word_is_read_whole_or_as_text(tmp_path: Path) -> None:
-    """As TOML, `3 # 5` would be 3, and what comes after a line break would be another key."""
+    """TOML would read `3 # 5` as 3, and what comes after a line break as another key."""
     for word in ("3#5", "3 # 5", "3\nseed = 5", "3\n[model]\nname = 5"):
         [problem] = problems(tmp_path, "", f"--training.steps={word}")
         assert problem.startswith('training.steps: expected an integer, got "3')

@@ -1,4 +1,4 @@
-"""Whatever is done to a config, it is either understood to the letter or refused with key and place.
+"""A changed config either loads with exactly the values written, or is refused with key and place.
 
 In the environment, TITANLITE_FUZZ=50 makes it 50 times as many examples.
 """
@@ -49,7 +49,7 @@ initial_load = []
 enable = true
 sources = [{ path = "stdlib://validation" }]
 """
-"""What the shipped ones do not have: lists of tables, tables in values, quoted keys, values of two lines."""
+"""Forms that shipped configs do not have: lists of tables, tables in values, quoted keys, values of two lines."""
 
 SECTIONS = {".".join(key.split(".")[:end]) for key in dotted_keys(inside_lists=True) for end in range(1, 6)}
 LEAVES = sorted({key.rpartition(".")[2] for key in dotted_keys(inside_lists=True)})
@@ -72,7 +72,7 @@ run = settings(
 
 
 def check(folder: Path, text: str, overrides: tuple[str, ...] = ()) -> None:
-    """Load what was made of a config: it means what it says, or every problem is named with its place."""
+    """Load a changed config: either its values are those written, or every problem is named with its place."""
     path = folder / "run.toml"
     path.write_bytes(text.encode())
     draft = read(path, overrides, world_size=2)
@@ -85,7 +85,7 @@ def check(folder: Path, text: str, overrides: tuple[str, ...] = ()) -> None:
     tree.setdefault("job", {}).setdefault("name", "run")
     for word in overrides:
         override(tree, word, config.model_dump())
-    assert same(config.model_dump(exclude_none=True), meant(Config, tree)), "it is not what was written"
+    assert same(config.model_dump(exclude_none=True), expected(Config, tree)), "it is not what was written"
     path.write_text(dump(config))
     assert same(read(path).resolve().model_dump(), config.model_dump()), "dump loses something"
 
@@ -93,16 +93,16 @@ def check(folder: Path, text: str, overrides: tuple[str, ...] = ()) -> None:
 def check_problems(error: ConfigError, text: str, overrides: tuple[str, ...]) -> None:
     lines = text.replace("\r\n", "\n").split("\n")
     assert error.problems
-    assert len(set(error.problems)) == len(error.problems), "said twice"
+    assert len(set(error.problems)) == len(error.problems), "reported twice"
     assert [problem.where for problem in error.problems] == sorted(problem.where or () for problem in error.problems)
     for problem in error.problems:
         where = str(problem.where)
-        said = "\n".join(overrides)
+        line = "\n".join(overrides)
         if match := re.fullmatch(r"run\.toml:(\d+)", where):
             assert 1 <= int(match[1]) <= len(lines), problem
-            said = lines[int(match[1]) - 1]
+            line = lines[int(match[1]) - 1]
             parts = [part for part in problem.key.split(".") if not part.isdecimal()]
-            assert not problem.key or "\\" in said or any(part in said for part in parts), f"another line: {problem}"
+            assert not problem.key or "\\" in line or any(part in line for part in parts), f"another line: {problem}"
         elif where == "default":
             assert problem.key in dotted_keys(), problem
         else:
@@ -110,46 +110,48 @@ def check_problems(error: ConfigError, text: str, overrides: tuple[str, ...]) ->
             assert overrides, problem
         if problem.key:
             part = problem.key.rpartition(".")[2].strip('"')
-            written = part.isdecimal() or part in text or part in "\n".join(overrides) or '"' in said or "\\" in said
+            written = part.isdecimal() or part in text or part in "\n".join(overrides) or '"' in line or "\\" in line
             assert problem.key in SECTIONS or written, problem
         else:
             assert "not valid TOML" in problem.message or "unexpected argument" in problem.message, problem
 
 
-def meant(kind: Any, written: Any) -> Any:
-    """What a tree of TOML means by the schema, worked out without the code under test: defaults where nothing was
-    written, integers as floats where a float is asked for."""
-    if isinstance(kind, type) and issubclass(kind, BaseModel):
-        assert not set(written) - set(kind.model_fields), "an unknown key was accepted"
+def expected(annotation: Any, written: Any) -> Any:
+    """Return the values that the schema gives a tree of TOML, worked out without the code under test.
+
+    Keys that are not written have their defaults; an integer is a float where a float is asked for.
+    """
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        assert not set(written) - set(annotation.model_fields), "an unknown key was accepted"
         resolved = {}
-        for name, field in kind.model_fields.items():
-            value = meant(field.annotation, written[name]) if name in written else None
+        for name, field in annotation.model_fields.items():
+            value = expected(field.annotation, written[name]) if name in written else None
             if name not in written:
                 value = field.get_default(call_default_factory=True)
                 value = value.model_dump(exclude_none=True) if isinstance(value, BaseModel) else value
             if value is not None:
                 resolved[name] = value
         return resolved
-    if get_origin(kind) is Annotated:
-        return meant(get_args(kind)[0], written)
-    if get_origin(kind) in (Union, UnionType):
-        return meant(chosen(get_args(kind), written), written)
-    if get_origin(kind) is list:
-        return [meant(get_args(kind)[0], entry) for entry in written]
-    return float(written) if kind is float and type(written) is int else written
+    if get_origin(annotation) is Annotated:
+        return expected(get_args(annotation)[0], written)
+    if get_origin(annotation) in (Union, UnionType):
+        return expected(chosen(get_args(annotation), written), written)
+    if get_origin(annotation) is list:
+        return [expected(get_args(annotation)[0], entry) for entry in written]
+    return float(written) if annotation is float and type(written) is int else written
 
 
 def chosen(branches: tuple[Any, ...], written: Any) -> Any:
-    """The type in a union that a value is of."""
-    bare = {get_args(kind)[0] if get_origin(kind) is Annotated else kind: kind for kind in branches}
+    """Return the type in a union that a value has."""
+    bare = [get_args(branch)[0] if get_origin(branch) is Annotated else branch for branch in branches]
     is_table = isinstance(written, dict)
-    fitting = [kind for kind in bare if (get_origin(kind) or kind) is type(written)]
-    fitting += [kind for kind in bare if is_table and isinstance(kind, type) and issubclass(kind, BaseModel)]
+    fitting = [branch for branch in bare if (get_origin(branch) or branch) is type(written)]
+    fitting += [branch for branch in bare if is_table and isinstance(branch, type) and issubclass(branch, BaseModel)]
     return next(iter(fitting), float if float in bare else None)
 
 
 def same(a: Any, b: Any) -> bool:
-    """As ==, but 1, 1.0 and true are three values, and nan is itself."""
+    """Equality, but 1, 1.0 and true are three values, and nan equals itself."""
     if type(a) is not type(b):
         return False
     if isinstance(a, dict):
@@ -160,8 +162,10 @@ def same(a: Any, b: Any) -> bool:
 
 
 def override(tree: Any, word: str, resolved: Any) -> None:
-    """Set a key of a tree as an accepted word of the command line says: to what it is as TOML, or as text if it is no
-    TOML, or if text is what the option takes (so that it is text in the resolved config)."""
+    """Set a key of a tree as an accepted argument of the command line does.
+
+    The value is read as TOML. It is text if it is not TOML, or if the resolved config has it as text.
+    """
     name, _, value = word.removeprefix("--").partition("=")
     *parents, last = name.split(".")
     node = tree
@@ -169,7 +173,7 @@ def override(tree: Any, word: str, resolved: Any) -> None:
         is_list = after.isdecimal() and part in ("sources", "path", "filter_fqns")
         node = entry(node, part, [] if is_list else {})
         resolved = at(resolved, part)
-    try:  # in brackets, so that no comment and no further line goes unseen
+    try:  # in brackets, so that a comment or a further line is an error
         [parsed] = tomli.loads(f"value = [{value}]")["value"]
     except (tomli.TOMLDecodeError, ValueError):
         parsed = value
@@ -179,7 +183,7 @@ def override(tree: Any, word: str, resolved: Any) -> None:
 
 
 def entry(node: Any, part: str, fresh: Any) -> Any:
-    """What is in a table or list, made if it is not there."""
+    """Return an entry of a table or list; make it if it is not there."""
     if isinstance(node, dict):
         return node.setdefault(part, fresh)
     node.extend([fresh] if int(part) == len(node) else [])
@@ -187,7 +191,7 @@ def entry(node: Any, part: str, fresh: Any) -> Any:
 
 
 def at(node: Any, part: str) -> Any:
-    """What is in a table or list, or None."""
+    """Return an entry of a table or list, or None."""
     if isinstance(node, list):
         return node[int(part)] if int(part) < len(node) else None
     return node.get(part) if isinstance(node, dict) else None
@@ -276,7 +280,7 @@ WORDS = st.one_of(
     st.sampled_from(LEAVES).map(lambda leaf: f"training.{leaf}"),
     st.text("abst.-_0=é ", max_size=8),
 )  # fmt: skip
-SAID = st.one_of(
+ARGUMENT_VALUES = st.one_of(
     st.sampled_from([value for value in VALUES if not isinstance(value, str)]).map(
         lambda value: tomlkit.item(value).as_string()
     ),
@@ -303,6 +307,9 @@ def test_letters_and_lines_that_were_changed(folder: Path, text: str) -> None:
 
 
 @run
-@given(text=st.sampled_from(sorted(TEXTS.values())), words=st.lists(st.tuples(WORDS, SAID), min_size=1, max_size=4))
+@given(
+    text=st.sampled_from(sorted(TEXTS.values())),
+    words=st.lists(st.tuples(WORDS, ARGUMENT_VALUES), min_size=1, max_size=4),
+)
 def test_words_of_the_command_line(folder: Path, text: str, words: list[tuple[str, str]]) -> None:
     check(folder, text, tuple(f"--{name}={value}" for name, value in words))

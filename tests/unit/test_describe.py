@@ -1,4 +1,4 @@
-"""What is generated from the schema is complete, current, and true."""
+"""Files generated from the schema are complete and current."""
 
 import json
 from pathlib import Path
@@ -51,19 +51,19 @@ def test_every_option_is_in_the_reference_and_in_the_help() -> None:
 
 
 def test_options_are_described_in_words() -> None:
-    said = {option.key: (option.type, option.default) for table in tables() for option in table.options}
-    assert said["training.steps"] == ("integer >= 1", "default 1000")
-    assert said["training.local_batch_size"] == ("integer >= 1", "default: no limit")
-    assert said["guard.nonfinite"] == ('"stop" | "skip"', 'default "stop"')
-    assert said["optimizer.beta1"] == ("number >= 0 and < 1", "default 0.9")
-    assert said["compile.enable"] == ("true | false", "default false")
-    assert said["data.path"] == ("text | list of text", "not set by default")
-    assert said["data.sources"] == ("list of tables", "default []")
-    assert said["data.sources.N.path"] == ("text | list of text", "required")
-    assert said["data.sources.N.weight"] == ("number > 0", "default 1.0")
-    assert said["model.args"] == ("table", "default {}")
-    assert said["checkpoint.initial_load"] == ("list of text", 'default ["model"]')
-    assert said["parallelism.fsdp_reshard_after_forward"] == (
+    described = {option.key: (option.type, option.default) for table in tables() for option in table.options}
+    assert described["training.steps"] == ("integer >= 1", "default 1000")
+    assert described["training.local_batch_size"] == ("integer >= 1", "default: no limit")
+    assert described["guard.nonfinite"] == ('"stop" | "skip"', 'default "stop"')
+    assert described["optimizer.beta1"] == ("number >= 0 and < 1", "default 0.9")
+    assert described["compile.enable"] == ("true | false", "default false")
+    assert described["data.path"] == ("text | list of text", "not set by default")
+    assert described["data.sources"] == ("list of tables", "default []")
+    assert described["data.sources.N.path"] == ("text | list of text", "required")
+    assert described["data.sources.N.weight"] == ("number > 0", "default 1.0")
+    assert described["model.args"] == ("table", "default {}")
+    assert described["checkpoint.initial_load"] == ("list of text", 'default ["model"]')
+    assert described["parallelism.fsdp_reshard_after_forward"] == (
         '"default" | "always" | "never" | integer >= 1', 'default "default"',
     )  # fmt: skip
     assert type_words({"type": "integer", "exclusiveMaximum": 3}) == "integer < 3"
@@ -204,7 +204,7 @@ class Outer(Section):
     named: dict[str, Inner] = Field(default_factory=dict)
     """Inner ones by name."""
     one: Inner | None = None
-    """May be there."""
+    """Optional entry."""
     other: Inner = Inner(x=5)
 
 

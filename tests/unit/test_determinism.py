@@ -27,7 +27,7 @@ BESIDE = {
 @pytest.mark.slow
 @pytest.mark.usefixtures("single_process_group")
 def test_random_draws_are_never_shifted(tiny: TinyRun, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a model that draws in each step: with dropout."""
+    """The model has dropout, which draws in each step."""
     plain = FeedForward.forward
 
     def with_dropout(self: FeedForward, x_BLD: Tensor) -> Tensor:

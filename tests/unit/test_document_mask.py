@@ -1,5 +1,7 @@
-"""Attention within documents: packed rows against each document alone, against transformers, and through every
-technique. torch's kernel of variable length runs on GPUs only: here a reference in its place shows how it is called."""
+"""Attention within documents: packed sequences against each document alone, transformers, and every technique.
+
+torch's kernel of variable length runs on GPUs only. Here a reference in its place shows how it is called.
+"""
 
 import inspect
 import sys
@@ -36,7 +38,7 @@ from titanlite.step import document_arguments, train_step
 GROUPED = SMALL
 ALL_HEADS = replace(SMALL, n_kv_heads=4)
 ROWS = [[5, 1, 10], [16]]
-"""Lengths of the documents of two rows."""
+"""Lengths of the documents of two sequences."""
 
 
 def tokens_for(rows: list[list[int]], seed: int = 1) -> Tensor:
@@ -58,7 +60,7 @@ def batch_of(rows: list[list[int]]) -> dict[str, Tensor]:
 def loss_and_gradients(
     model: Llama3, tokens: Tensor, labels: Tensor, where: Documents | None
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Of the parameters, and as "embeddings" of what the blocks are given."""
+    """Return the loss and the gradients of parameters, and of the blocks' input as "embeddings"."""
     seen: list[Tensor] = []
 
     def watch(module: torch.nn.Module, inputs: Any, output: Tensor) -> None:
@@ -130,7 +132,7 @@ def alone(model: Llama3, tokens: Tensor, labels: Tensor, rows: list[list[int]]) 
 
 
 @pytest.mark.parametrize("args", [GROUPED, ALL_HEADS, replace(SMALL, tied_head=True)], ids=["grouped", "all", "tied"])
-def test_packed_rows_are_their_documents_alone(args: Llama3Args) -> None:
+def test_packed_sequences_are_their_documents_alone(args: Llama3Args) -> None:
     model = built(args)
     tokens, labels, where = tokens_for(ROWS), labels_for(ROWS), documents(ROWS)
     logits, gradients = alone(model, tokens, labels, ROWS)
@@ -155,7 +157,7 @@ def test_logits_are_those_of_transformers() -> None:
 # Positions
 
 
-def test_positions_start_anew_with_each_document() -> None:
+def test_positions_restart_with_each_document() -> None:
     model, where = built(GROUPED), documents(ROWS)
     for table in (model.rope_cos, model.rope_sin):
         picked = rope_at(table, 16, where)
@@ -165,8 +167,10 @@ def test_positions_start_anew_with_each_document() -> None:
 
 
 def test_attention_knows_distances_only() -> None:
-    """So positions that do not start anew change logits by rounding alone: what restarts is which rows of the tables
-    are read, and how far into them. That positions are used at all shows when distances change."""
+    """Positions that do not restart change logits by rounding alone.
+
+    A change of distances shows that positions are used at all.
+    """
     model, tokens, where = built(GROUPED), tokens_for(ROWS), documents(ROWS)
     logits = model(tokens, documents=where)
     resumed = where._replace(positions_BL=torch.arange(16).expand(2, -1))
@@ -235,7 +239,7 @@ def test_checkpointing_changes_no_bit(mode: ActivationCheckpoint) -> None:
 
 
 def compiled(args: Llama3Args, mode: ActivationCheckpoint | None = None) -> tuple[Llama3, Any]:
-    """As `compile_blocks` does, with a backend that traces everything and needs no C++ compiler; and its counter."""
+    """Compile like `compile_blocks`, with a backend that traces everything and needs no C++ compiler; and its counter."""
     from torch._dynamo.testing import CompileCounterWithBackend
 
     torch._dynamo.reset()
@@ -290,7 +294,7 @@ def step(model: Llama3, batches: list[dict[str, Tensor]]) -> Tensor:
 
 
 def change(model: Llama3, before: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """By how much a step has changed the parameters."""
+    """Return the change of each parameter by a step."""
     now = {name: getattr(p, "full_tensor", lambda p=p: p)().detach() for name, p in model.named_parameters()}
     return {name: before[name] - parameter for name, parameter in now.items()}
 
@@ -346,8 +350,8 @@ def test_a_micro_batch_without_labels_gives_no_gradient(compute: str) -> None:
 def scores(q_LNH: Tensor, k_LKH: Tensor) -> tuple[Tensor, Tensor]:
     """Keys of all query heads, and the causal attention weights [N, L, L]."""
     keys = k_LKH.repeat_interleave(q_LNH.shape[1] // k_LKH.shape[1], dim=1)
-    products = torch.einsum("inh,jnh->nij", q_LNH, keys) * q_LNH.shape[-1] ** -0.5
-    return keys, products.masked_fill(torch.ones(products.shape[1:], dtype=torch.bool).triu(1), -torch.inf).softmax(-1)
+    logits = torch.einsum("inh,jnh->nij", q_LNH, keys) * q_LNH.shape[-1] ** -0.5
+    return keys, logits.masked_fill(torch.ones(logits.shape[1:], dtype=torch.bool).triu(1), -torch.inf).softmax(-1)
 
 
 @pytest.fixture
@@ -394,7 +398,7 @@ def kernel_calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
 
 
 @pytest.mark.parametrize("args", [GROUPED, ALL_HEADS], ids=["grouped queries", "all heads"])
-def test_the_packed_kernel_is_given_what_the_mask_says(args: Llama3Args, kernel_calls: Counter[str]) -> None:
+def test_the_packed_kernel_gets_the_documents_of_the_mask(args: Llama3Args, kernel_calls: Counter[str]) -> None:
     model, tokens, labels = built(args), tokens_for(ROWS), labels_for(ROWS)
     logits, gradients = alone(model, tokens, labels, ROWS)
     assert not kernel_calls
@@ -422,7 +426,7 @@ def test_checkpointing_by_operations_keeps_the_kernels_output(
     assert all(torch.equal(others[name], gradient) for name, gradient in gradients.items())
 
 
-def test_another_number_of_documents_compiles_nothing_anew(kernel_calls: Counter[str]) -> None:
+def test_another_number_of_documents_recompiles_nothing(kernel_calls: Counter[str]) -> None:
     model, counter = compiled(GROUPED, MODES["op"])
     for rows in (ROWS, [[16], [16]], [[4, 4, 4, 4], [1, 15]]):
         inputs = tokens_for(rows), labels_for(rows), documents(rows)

@@ -35,7 +35,7 @@ class {name}(Model):
 
 @pytest.fixture(autouse=True)
 def _forget_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """As a new process: nothing imported, nothing added to the path."""
+    """Restore the state of a new process: nothing imported, nothing added to the path."""
     monkeypatch.setattr(sys, "path", [*sys.path])
     yield
     for name, module in [*sys.modules.items()]:
@@ -318,8 +318,8 @@ def test_a_logger_that_fails_does_not_end_the_run(
         "class Fails:\n"
         "    made = []\n"
         "    def __init__(self, folder, *, step): self.steps = []; self.made.append(self)\n"
-        "    def log(self, figures, *, step):\n"
-        "        self.steps.append((step, round(figures['loss'], 6)))\n"
+        "    def log(self, metrics, *, step):\n"
+        "        self.steps.append((step, round(metrics['loss'], 6)))\n"
         "        if step == 3: raise RuntimeError('the network is away')\n"
         "    def close(self): raise AssertionError('it is gone by then')\n"
     )

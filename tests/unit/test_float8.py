@@ -1,4 +1,4 @@
-"""Which layers are converted to float8 and why the others are not, what is refused, and that it trains."""
+"""Float8: layers that are converted, reasons of those that are not, refusals, and training."""
 
 import logging
 from collections.abc import Callable
@@ -22,23 +22,23 @@ from titanlite.runtime.hardware import find_hardware
 LARGE = Llama3Args(
     dim=4096, n_layers=1, n_heads=32, n_kv_heads=8, hidden_dim=14336, vocab_size=512, max_seq_len=16
 )  # fmt: skip
-"""As a block of Llama 3 8B."""
+"""One block with the sizes of Llama 3 8B."""
 
 
-def on_meta(kind: type[Model], args: Any) -> Any:
+def on_meta(model_cls: type[Model], args: Any) -> Any:
     with torch.device("meta"):
-        return kind(args)
+        return model_cls(args)
 
 
 @pytest.fixture
 def log(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[str]]:
-    """What titanlite has logged so far; torchao says things of its own."""
+    """Lines that titanlite has logged so far, without those of torchao."""
     monkeypatch.setattr(logging.getLogger("titanlite"), "propagate", True)
     caplog.set_level(logging.INFO, logger="titanlite")
     return lambda: [record.getMessage() for record in caplog.records if record.name.startswith("titanlite")]
 
 
-def test_small_layers_stay_and_the_log_says_why(log: Callable[[], list[str]]) -> None:
+def test_small_layers_stay_and_the_log_has_the_reason(log: Callable[[], list[str]]) -> None:
     pytest.importorskip("torchao")
     convert_to_float8(on_meta(Llama3, LARGE), float8=Float8(enable=True), shard_degree=8)
     assert log() == [
@@ -52,7 +52,7 @@ def test_small_layers_stay_and_the_log_says_why(log: Callable[[], list[str]]) ->
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
 def test_the_limits_are_those_of_torchao(recipe: str) -> None:
-    """Of sizes on both sides of each limit."""
+    """Sizes are on both sides of each limit."""
     utils = pytest.importorskip("torchao.float8.float8_linear_utils")
     wanted = utils._auto_filter_for_recipe(recipe, filter_fqns=[])
     sizes = [16, 1024, 1040, 2048, 2064, 4096, 4112, 8192, 1000]
@@ -78,7 +78,7 @@ def test_nothing_to_convert_names_the_option(tiny: TinyRun) -> None:
         convert_to_float8(on_meta(Llama3, args), float8=Float8(enable=True, filter_fqns=["layers"]), shard_degree=1)
 
 
-def test_experts_stay_and_the_log_says_so(log: Callable[[], list[str]]) -> None:
+def test_experts_stay_and_the_log_has_the_reason(log: Callable[[], list[str]]) -> None:
     pytest.importorskip("torchao")
     args = Qwen3MoeArgs(
         dim=64, n_layers=2, n_heads=2, n_kv_heads=1, head_dim=32, hidden_dim=64, n_experts=4, n_active_experts=2,
@@ -95,7 +95,7 @@ def test_experts_stay_and_the_log_says_so(log: Callable[[], list[str]]) -> None:
 
 
 def test_rows_that_do_not_divide_are_not_gathered_in_float8(log: Callable[[], list[str]]) -> None:
-    """FSDP pads uneven shards, and cannot pad these: ranks would send messages of different sizes."""
+    """FSDP pads uneven shards, and cannot pad these: ranks would take part in an all-gather with different sizes."""
     pytest.importorskip("torchao")
     for shard_degree, wrapped in ((8, True), (3, False), (1, False)):
         model = on_meta(Llama3, LARGE)
@@ -131,7 +131,7 @@ def test_what_the_machine_cannot_do_is_refused(
         check_float8(Float8(enable=True, recipe_name=recipe))
 
 
-def test_torchao_that_is_missing_is_said(tiny: TinyRun, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_torchao_is_reported(tiny: TinyRun, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("titanlite.config.checks.importlib.util.find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"needs torchao: pip install 'titanlite\[float8\]'"):
         tiny.config("--quantize.linear.float8.enable", "--compile.enable")
@@ -153,7 +153,7 @@ SHAPE = ["--model.args.dim=64", "--model.args.hidden_dim=96", "--model.args.n_he
 @pytest.mark.slow
 @pytest.mark.usefixtures("single_process_group")
 def test_convergence_is_that_of_float32(tiny: TinyRun) -> None:
-    """On the CPU, emulated: 100 steps end where those of float32 end, within 2 %, and are not the same."""
+    """100 steps, emulated on the CPU, end within 2 % of float32, and are not the same."""
     pytest.importorskip("torchao")
     options = [*SHAPE, "--training.steps=100", "--optimizer.lr=3e-3", "--checkpoint.enable=false"]
 

@@ -1,4 +1,4 @@
-"""Which steps are taken: the rule alone, figure by figure."""
+"""Steps that are taken and skipped: the rule alone, value by value."""
 
 import math
 from collections.abc import Sequence
@@ -22,9 +22,9 @@ def guard_of(
     return StepGuard(config, device=torch.device("cpu"), step=step, state=dict(state or {}), window=window)
 
 
-def skip_reasons(guard: StepGuard, figures: Sequence[tuple[float, float]], *, first: int = 1) -> list[int]:
+def skip_reasons(guard: StepGuard, metrics: Sequence[tuple[float, float]], *, first: int = 1) -> list[int]:
     found = []
-    for step, (loss, norm) in enumerate(figures, first):
+    for step, (loss, norm) in enumerate(metrics, first):
         pair = torch.tensor(loss), torch.tensor(norm)
         skip_reason = guard.decide(*pair)
         found.append(int(skip_reason))
@@ -38,19 +38,19 @@ def world() -> dist.ProcessGroup:
 
 
 def test_after_a_stop_no_step_is_taken() -> None:
-    figures = [(3, 1), (NAN, 1), (2, 1), (NAN, NAN)]
-    assert skip_reasons(guard_of(nonfinite="stop"), figures) == [TAKEN, NONFINITE, AFTER_STOP, AFTER_STOP]
+    metrics = [(3, 1), (NAN, 1), (2, 1), (NAN, NAN)]
+    assert skip_reasons(guard_of(nonfinite="stop"), metrics) == [TAKEN, NONFINITE, AFTER_STOP, AFTER_STOP]
 
 
 @pytest.mark.parametrize("bad", [(NAN, 1), (INF, 1), (3, NAN), (3, INF)])
-def test_skipping_goes_on(bad: tuple[float, float]) -> None:
+def test_each_bad_step_is_skipped_up_to_the_limit(bad: tuple[float, float]) -> None:
     guard = guard_of(nonfinite="skip", max_consecutive_skips=3)
-    figures = [(3, 1), bad, bad, (3, 1), bad, bad, bad, (3, 1)]
-    assert skip_reasons(guard, figures) == [TAKEN, 1, 1, TAKEN, 1, 1, 1, AFTER_STOP]
+    metrics = [(3, 1), bad, bad, (3, 1), bad, bad, bad, (3, 1)]
+    assert skip_reasons(guard, metrics) == [TAKEN, 1, 1, TAKEN, 1, 1, 1, AFTER_STOP]
 
 
 @pytest.mark.usefixtures("single_process_group")
-def test_a_look_tells_what_was_left_out() -> None:
+def test_a_check_returns_the_skipped_steps() -> None:
     guard = guard_of(nonfinite="skip", max_consecutive_skips=3)
     skip_reasons(guard, [(3, 1), (NAN, 2), (3, 1)])
     [skipped] = guard.check(world())
@@ -68,7 +68,7 @@ def test_a_look_tells_what_was_left_out() -> None:
 
 
 def test_spikes() -> None:
-    """Half of the window must be there; then it is sigma standard deviations above the mean, of loss or norm."""
+    """A spike is sigma standard deviations above the mean of loss or norm, once half of the window is there."""
     guard = guard_of(spike_sigma=4, window=8)
     calm = [(3 + 0.1 * (-1) ** i, 1 + 0.1 * (-1) ** i) for i in range(8)]
     deviation = 0.1 * math.sqrt(8 / 7)
@@ -76,7 +76,7 @@ def test_spikes() -> None:
     guard = guard_of(spike_sigma=4, window=8)
     assert skip_reasons(guard, calm) == [TAKEN] * 8
     state = guard.state()
-    for figures, expected in {
+    for metrics, expected in {
         (3 + 3.99 * deviation, 1): TAKEN,
         (3 + 4.01 * deviation, 1): SPIKE,
         (3, 1 + 3.99 * deviation): TAKEN,
@@ -85,10 +85,10 @@ def test_spikes() -> None:
         (NAN, 1): NONFINITE,
     }.items():
         again = guard_of(state, spike_sigma=4, window=8, nonfinite="skip")
-        assert skip_reasons(again, [figures]) == [expected], figures
+        assert skip_reasons(again, [metrics]) == [expected], metrics
 
 
-def test_a_lasting_change_of_level_is_no_spike_for_long() -> None:
+def test_a_lasting_change_is_no_spike_for_long() -> None:
     guard = guard_of(spike_sigma=6, window=8, max_consecutive_skips=5)
     found = skip_reasons(guard, [(3 + 0.01 * (-1) ** i, 1) for i in range(8)] + [(4, 1)] * 8)
     assert found[8] == SPIKE
@@ -99,14 +99,14 @@ def test_a_lasting_change_of_level_is_no_spike_for_long() -> None:
 def test_what_follows_is_the_same_after_a_resume() -> None:
     options = {"spike_sigma": 2.0, "window": 16, "nonfinite": "skip", "max_consecutive_skips": 4}
     random = torch.Generator().manual_seed(0)
-    figures = [(float(3 + torch.randn((), generator=random)), 1.0) for _ in range(60)]
-    figures[28:31] = [(NAN, 1.0)] * 3  # the run stops and goes on between them
+    metrics = [(float(3 + torch.randn((), generator=random)), 1.0) for _ in range(60)]
+    metrics[28:31] = [(NAN, 1.0)] * 3  # the run stops and resumes between them
     whole = guard_of(None, **options)
-    expected = skip_reasons(whole, figures)
+    expected = skip_reasons(whole, metrics)
     assert SPIKE in expected[:30]
     assert SPIKE in expected[31:]
     first = guard_of(None, **options)
-    skip_reasons(first, figures[:30])
+    skip_reasons(first, metrics[:30])
     second = guard_of(first.state(), step=30, **options)
-    assert skip_reasons(second, figures[30:]) == expected[30:]
+    assert skip_reasons(second, metrics[30:]) == expected[30:]
     assert second.state() == whole.state()

@@ -297,7 +297,7 @@ TESTS = {path: ast.parse(path.read_text()) for path in sorted(Path("tests").rglo
 
 
 def test_no_test_module_imports_another() -> None:
-    """What several test modules need is in a helper module: tests/helpers.py, tests/layouts.py, tests/plans.py, ..."""
+    """Code of several test modules is in a helper module: tests/helpers.py, tests/layouts.py, tests/plans.py, ..."""
     found = {str(path): {name for name in imports(tree) if ".test_" in name} for path, tree in TESTS.items()}
     assert {path: names for path, names in found.items() if names} == {}
 
@@ -339,7 +339,7 @@ def processes(function: ast.FunctionDef, functions: dict[str, ast.FunctionDef]) 
 
 
 def test_unit_tests_start_one_process_at_most() -> None:
-    """What starts several is in tests/distributed. Workers of a data loader or of `data prepare` are not counted."""
+    """Tests with several processes are in tests/distributed. Workers of a data loader or of `data prepare` are not counted."""
     several = set()
     for path, tree in TESTS.items():
         functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}

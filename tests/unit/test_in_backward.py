@@ -199,7 +199,7 @@ def test_a_unit_with_a_parameter_without_gradient_is_updated_at_the_end() -> Non
 @pytest.mark.usefixtures("single_process_group")
 @pytest.mark.parametrize("name", ["AdamW", "SGD"])
 def test_nonfinite_losses_and_gradients_are_not_used(name: str) -> None:
-    """After a nonfinite loss nothing is updated; a nonfinite gradient skips its own parameter only."""
+    """A nonfinite loss updates nothing; a nonfinite gradient skips its own parameter only."""
     model = Tied()
     optimizer = build_optimizer(model, Optimizer(name=name, lr=0.1), seed=0)
     in_backward = InBackward(model, optimizer)
@@ -248,7 +248,7 @@ BLOCK, REST = 43_136, 2 * 8_192 + 64
 @pytest.mark.slow
 @pytest.mark.parametrize(("replicate", "shard"), [(1, 4), (2, 2)])
 def test_the_plan_has_gradients_of_two_units_at_most(replicate: int, shard: int) -> None:
-    """While an FSDP unit is reduced, FSDP may still hold the gradients of the previous one."""
+    """FSDP may hold the gradients of one unit while it reduces the next one."""
     ranks = replicate * shard
     options = [*SHALLOW, *degrees(replicate, shard), "--training.max_norm=0", f"--training.global_batch_size={ranks}"]
     without, found = (profiled(*options, *on, world_size=ranks) for on in ((), ON))

@@ -17,7 +17,7 @@ BOS, EOS = ByteTokenizer.bos_id, ByteTokenizer.eos_id
 
 
 def write(folder: Path, texts: list[str], *, shard_tokens: int = 2**20, notes: dict[str, Any] | None = None) -> Path:
-    """Each text as one document of bytes; what stands between | and | does not count in the loss."""
+    """Each text as one document of bytes; text between | and | does not count in the loss."""
     with TokenWriter(folder, vocab_size=258, tokenizer="bytes", shard_tokens=shard_tokens) as writer:
         writer.notes = notes or {}
         for text in texts:

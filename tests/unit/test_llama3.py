@@ -52,7 +52,7 @@ def test_debug_flavor_is_about_eleven_million() -> None:
 
 
 def names_of(theirs: transformers.LlamaForCausalLM, model: Llama3) -> dict[str, torch.nn.Parameter]:
-    """Their parameters by our names: both models have the same shapes and values, and most values are unique."""
+    """Parameters of transformers by our names: both models have the same shapes and values, and most values are unique."""
     found = {}
     for name, mine in model.named_parameters():
         layer = name.split(".")[1] if name.startswith("layers.") else None
@@ -171,7 +171,7 @@ def counted(name: str, flavor: str, n_layers: int, batch: int, seq_len: int) -> 
 @pytest.mark.parametrize(("name", "flavor"), SHIPPED)
 @pytest.mark.parametrize(("batch", "seq_len"), [(1, 256), (2, 1000), (1, 4096)])
 def test_flops_agree_with_torchs_counter(name: str, flavor: str, batch: int, seq_len: int) -> None:
-    """Blocks are alike: with one and with two of them, the operations of any number are known."""
+    """Blocks are alike: counts of one and of two blocks give that of any number."""
     family, args = resolve_model(name, flavor, {})
     _, of_one, attention = counted(name, flavor, 1, batch, seq_len)
     of_two = counted(name, flavor, 2, batch, seq_len)[1]
@@ -180,7 +180,7 @@ def test_flops_agree_with_torchs_counter(name: str, flavor: str, batch: int, seq
     with torch.device("meta"):
         model = family(args)
     assert model.flops_per_token(seq_len) * batch * seq_len == pytest.approx(total, rel=0.02)
-    # A causal mask leaves of attention's products, of seq_len positions, (seq_len + 1) / 2 on average.
+    # With a causal mask a position attends to (seq_len + 1) / 2 of seq_len positions on average.
     causal = total - attention * (seq_len - 1) / (2 * seq_len)
     assert model.flops_per_token(seq_len, causal=True) * batch * seq_len == pytest.approx(causal, rel=0.02)
 

@@ -83,21 +83,21 @@ def test_without_gradients_none_are_computed() -> None:
     with torch.no_grad(), LargestTensor() as seen:
         found = token_loss(hidden, weight, labels_BL=labels)
     assert found.cross_entropy.tolist() == pytest.approx(plain(hidden, weight, labels, 0).cross_entropy.tolist())
-    assert seen.products == 1
+    assert seen.matmuls == 1
 
 
 class LargestTensor(TorchDispatchMode):
-    """The largest tensor that an operator makes, and how many matrix products there are."""
+    """The largest tensor that an operator makes, and the number of matmuls."""
 
     def __init__(self, *, but: tuple[int, ...] = ()) -> None:
         super().__init__()
         self.but = but
         self.numel = 0
-        self.products = 0
+        self.matmuls = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        self.products += func in (torch.ops.aten.mm.default, torch.ops.aten.addmm_.default)
+        self.matmuls += func in (torch.ops.aten.mm.default, torch.ops.aten.addmm_.default)
         sizes = [
             t.numel() for t in tree_leaves(result) if isinstance(t, Tensor) and sorted(t.shape) != sorted(self.but)
         ]
@@ -113,4 +113,4 @@ def test_logits_take_the_same_memory_whatever_the_vocabulary(monkeypatch: pytest
     with LargestTensor(but=(vocabulary, 16)) as seen:
         token_loss(hidden, weight, labels_BL=torch.randint(0, vocabulary, (1, 64))).total.backward()
     assert seen.numel == 32_000
-    assert seen.products == 3 * 64 * vocabulary / 32_000  # as many as the plain loss has, for each chunk
+    assert seen.matmuls == 3 * 64 * vocabulary / 32_000  # as many as the plain loss has, for each chunk

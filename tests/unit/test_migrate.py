@@ -371,7 +371,7 @@ def test_weight_decay_is_of_all_parameters(text: str, decay: float, tmp_path: Pa
 
 
 @pytest.mark.parametrize("key", sorted(DEFAULTS["0.2"]))
-def test_no_option_of_ours_takes_another_default_unsaid(key: str) -> None:
+def test_no_option_takes_another_default_without_a_report(key: str) -> None:
     """Whatever the one key is that a file has, lr, steps and the like are torchtitan's."""
     value = DEFAULTS["0.2"][key]
     if value is None or key == "lr_scheduler.warmup_steps":
@@ -679,7 +679,7 @@ def guide_tables() -> dict[str, str]:
 
 
 def test_the_guide_has_every_key() -> None:
-    """After a change of the table, `python -m tests.unit.test_migrate` writes them anew."""
+    """The guide's tables are current. `python -m tests.unit.test_migrate` rewrites them after a change of the table."""
     text = (ROOT / "docs/migrate.md").read_text()
     for heading, table in guide_tables().items():
         assert f"### {heading}\n\n{table}\n" in text, heading

@@ -1,4 +1,4 @@
-"""Documents become sequences: cut from the stream, or packed whole; compared with what slow, plain code gives."""
+"""Documents become sequences: cut from the stream, or packed whole; compared with slow, plain code."""
 
 import os
 import pickle
@@ -56,7 +56,7 @@ def test_reading_needs_no_torch() -> None:
 # Stream
 
 
-def test_stream_cuts_wherever_a_row_is_full(tmp_path: Path) -> None:
+def test_stream_cuts_wherever_a_sequence_is_full(tmp_path: Path) -> None:
     sequences = Stream(write(tmp_path / "a", [3, 5, 1, 4]), seq_len=4, document_mask=False)
     assert len(sequences) == 3
     assert as_lists(sequences.read(0)) == ([1, 2, 3, 4], [2, 3, 4, 5], [0])
@@ -125,7 +125,7 @@ def test_best_fit_puts_whole_documents_together(tmp_path: Path) -> None:
     assert as_lists(sequences.read(3)) == ([12, 13, 15, 16], [13, IGNORE, 16, IGNORE], [0, 2])
 
 
-def test_what_stays_empty_is_padding_and_counts_as_a_document_of_its_own(tmp_path: Path) -> None:
+def test_empty_room_is_padding_and_counts_as_a_document_of_its_own(tmp_path: Path) -> None:
     sequences = BestFit(write(tmp_path / "a", [3, 2, 5]), seq_len=5, plan_folder=tmp_path / "plans")
     assert (len(sequences), sequences.cut_documents, sequences.fill) == (2, 0, 1.0)
     sequences = BestFit(write(tmp_path / "b", [4, 2, 5]), seq_len=5, plan_folder=tmp_path / "plans")
@@ -137,7 +137,7 @@ def test_what_stays_empty_is_padding_and_counts_as_a_document_of_its_own(tmp_pat
 
 @FEW
 @given(lengths=LENGTHS, seq_len=st.integers(1, 12), masked=st.sets(st.integers(0, 30), max_size=9))
-def test_every_token_is_in_one_row_and_only_long_documents_are_cut(
+def test_every_token_is_in_one_sequence_and_only_long_documents_are_cut(
     lengths: list[int], seq_len: int, masked: set[int]
 ) -> None:
     with tempfile.TemporaryDirectory() as folder:
@@ -223,7 +223,7 @@ def test_a_plan_is_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert kept == ["4", "4", "5"], "nothing half-made is left"
 
 
-def test_what_a_killed_process_left_is_no_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_remains_of_a_killed_process_are_no_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = write(tmp_path / "a", [3, 10, 1, 2])
     with monkeypatch.context() as patched:
         patched.setattr(os, "rename", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
@@ -249,7 +249,7 @@ def test_worker_processes_get_paths_and_no_arrays(tmp_path: Path) -> None:
     assert as_lists(copy.read(1499)) == as_lists(sequences.read(1499))
 
 
-def test_a_store_without_a_token_has_no_rows(tmp_path: Path) -> None:
+def test_a_store_without_a_token_has_no_sequences(tmp_path: Path) -> None:
     store = write(tmp_path / "a", [])
     assert len(BestFit(store, seq_len=4, plan_folder=tmp_path / "plans")) == 0
     assert len(Stream(store, seq_len=4, document_mask=True)) == 0

@@ -62,7 +62,7 @@ def test_equal_or_not(losses: list[float | None], exact: bool, is_equal: bool, d
 
 
 def test_a_config_of_many_processes_can_be_compared(tiny: TinyRun, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its own layout is replaced, and after a variant that is not finite the others run."""
+    """The config's layout is replaced. A variant that is not finite does not end the others."""
     ran = []
 
     def run(command: list[str], processes: int, folder: object) -> Curve:

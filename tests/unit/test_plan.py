@@ -100,8 +100,8 @@ NEVER = "--parallelism.fsdp_reshard_after_forward=never"
     reshard=st.sampled_from(["default", "never"]),
     gpu=st.booleans(),
 )
-def test_memory_goes_the_way_it_must(shard: int, mode: int, batch: int, reshard: str, gpu: bool) -> None:
-    """On 4 ranks: more shards, more recomputation, smaller batches and earlier resharding never take more memory."""
+def test_memory_grows_and_shrinks_with_the_options(shard: int, mode: int, batch: int, reshard: str, gpu: bool) -> None:
+    """More shards, more recomputation, smaller batches and earlier resharding never take more memory on 4 ranks."""
 
     def peak(shard: int, mode: int, batch: int, reshard: str) -> int:
         return profiled(
@@ -217,8 +217,10 @@ def test_a_plan_does_not_depend_on_what_was_planned_before(overrides: list[str])
 
 
 def test_collectives_are_those_of_the_layout() -> None:
-    """Two all-gathers a block (one for embedding and head), and one reduce-scatter, for each micro-batch; one
-    all-reduce over replicas a step."""
+    """A block has two all-gathers and one reduce-scatter for each micro-batch; embedding and head have one all-gather.
+
+    A step has one all-reduce over replicas.
+    """
     found = traced("--parallelism.data_parallel_replicate_degree=2", "--training.local_batch_size=2", world_size=4)
     assert found.micro_batches == 2
     sent = [it for it in found.recorder.sent if it.unit]
@@ -288,7 +290,7 @@ def test_documents_have_no_mask_on_a_gpu() -> None:
 
 def test_compiled_blocks_keep_less_than_plain_formulas_and_as_much_as_ours(monkeypatch: pytest.MonkeyPatch) -> None:
     def kept(found: Profile) -> int:
-        """By one block."""
+        """Bytes that one block keeps."""
         last, before = (found.phases[f"forward layers.{block}"]["activations"] for block in (2, 1))
         return last - before
 

@@ -135,7 +135,7 @@ def test_a_plan_of_nothing_lists_what_is_missing(capsys: pytest.CaptureFixture[s
     )
 
 
-def test_code_that_asks_for_values_is_named(toml: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_code_that_reads_values_is_named(toml: Path, capsys: pytest.CaptureFixture[str]) -> None:
     own = toml.parent / "asks_for_values.py"
     own.write_text(
         "from titanlite.loss import token_loss\n"
@@ -185,7 +185,7 @@ def test_offload_time() -> None:
 
 @pytest.mark.nightly
 def test_search_on_small_devices(toml: Path) -> None:
-    """So that memory decides: the expected memory of a candidate is that of its plan. The best one is written."""
+    """Memory decides on small devices. The expected memory of a candidate is that of its plan; the best one is written."""
     hardware = replace(find_hardware("H100"), memory=int(0.02 * 2**30))
     config = load(toml, ["--training.global_batch_size=32"])
     found = search(config, Layout(4, hardware, 2), count=3)

@@ -80,7 +80,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 def write_texts(folder: Path) -> Path:
     for number, text in enumerate(TEXTS):
-        data = b"\xef\xbb\xbf" + text.encode()  # a mark that says UTF-8 is no text
+        data = b"\xef\xbb\xbf" + text.encode()  # a byte order mark is not text
         if number % 2:
             write(folder / f"{number}.md", data)
         else:
@@ -127,8 +127,8 @@ def test_every_kind_of_input_gives_the_same_tokens(kind: str, chunk_bytes: int, 
     assert not store.has_mask
     size = len("".join(TEXTS).encode())
     files = len(TEXTS) if kind == "folder of texts" else 1
-    figures = {"documents": 5, "tokens": len(TOKENS), "bytes": size, "empty": 1, "errors": 0, "left_out": 0}
-    assert store.index["inputs"] == [{"path": str(path), "files": files} | figures]
+    counts = {"documents": 5, "tokens": len(TOKENS), "bytes": size, "empty": 1, "errors": 0, "left_out": 0}
+    assert store.index["inputs"] == [{"path": str(path), "files": files} | counts]
     assert (store.index["text_bytes"], store.index["empty"], store.index["errors"]) == (size, 1, 0)
 
 
@@ -387,8 +387,8 @@ def damaged_inputs(folder: Path) -> list[tuple[Path, str, list[str]]]:
     ]
 
 
-def test_damaged_files_stop_or_are_left_out(tmp_path: Path) -> None:
-    """And never half of a text."""
+def test_damaged_files_stop_or_are_skipped(tmp_path: Path) -> None:
+    """A text is read whole or not at all."""
     (tmp_path / "in").mkdir()
     good = write(tmp_path / "good.txt", "good")
     for number, (path, message, kept) in enumerate(damaged_inputs(tmp_path / "in")):
@@ -684,7 +684,7 @@ def test_two_at_once_make_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert tokens_of(TokenStore(tmp_path / "out")) == TOKENS
 
 
-def test_a_full_disk_is_an_error_that_can_be_gone_on_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_an_error_and_the_next_start_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     paths = mixed_input(tmp_path)
     expected = contents(make(paths, tmp_path / "whole", **SMALL).folder)
     add = prepare_module.TokenWriter.add

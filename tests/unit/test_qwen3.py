@@ -66,7 +66,7 @@ NAMES = {
 
 
 def renamed(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """As transformers names and lays out the same values."""
+    """Rename and lay out values like transformers."""
     found = {}
     for name, value in tensors.items():
         their = ".".join(NAMES.get(part, part) for part in name.replace("head.norm", "model.norm").split("."))
@@ -146,7 +146,7 @@ def test_heads_are_normalized_in_dense_and_in_moe_models() -> None:
 
 
 @pytest.mark.parametrize("sizes", [[3, 0, 5, 1], [0, 0, 9, 0], [9, 0, 0, 0]])
-def test_a_product_for_each_group(sizes: list[int]) -> None:
+def test_a_matmul_for_each_group(sizes: list[int]) -> None:
     draw = torch.Generator().manual_seed(0)
     x = torch.randn(9, 6, generator=draw, dtype=torch.float64).requires_grad_()
     weights = torch.randn(4, 6, 5, generator=draw, dtype=torch.float64).requires_grad_()
@@ -156,7 +156,7 @@ def test_a_product_for_each_group(sizes: list[int]) -> None:
     assert torch.autograd.gradcheck(lambda a, b: DEFAULT_KERNELS.grouped_mm(a, b, ends), (x, weights))
 
 
-def test_it_is_the_product_of_torchs_own_kernel() -> None:
+def test_grouped_matmul_equals_torchs_own_kernel() -> None:
     if not hasattr(F, "grouped_mm"):
         pytest.skip("torch 2.11 has it for GPUs only")
     draw = torch.Generator().manual_seed(0)
@@ -165,14 +165,14 @@ def test_it_is_the_product_of_torchs_own_kernel() -> None:
     assert torch.allclose(DEFAULT_KERNELS.grouped_mm(x, weights, ends), F.grouped_mm(x, weights, offs=ends), atol=1e-6)
 
 
-def test_the_bias_picks_experts_and_weighs_nothing() -> None:
+def test_the_bias_picks_experts_and_does_not_weight_them() -> None:
     experts = built(MOE).get_submodule("layers.0.feed_forward")
     assert isinstance(experts, Experts)
     x = torch.randn(1, 40, 64, generator=torch.Generator().manual_seed(1))
     experts(x)
     assert experts.load_E.sum() == 40 * 2
     experts.load_E.zero_()
-    experts.bias_E[3:5] = 100.0  # both at once: every token goes to these, weighed as their logits say
+    experts.bias_E[3:5] = 100.0  # both at once: every token goes to these, weighted by the softmax of their logits
     found = experts(x)
     assert experts.load_E.tolist() == [0, 0, 0, 40, 40, 0, 0, 0]
     weights = F.linear(x, experts.router[3:5]).softmax(-1)
@@ -187,7 +187,7 @@ def test_the_bias_picks_experts_and_weighs_nothing() -> None:
 
 @pytest.mark.usefixtures("single_process_group")
 def test_experts_become_equally_busy() -> None:
-    """Of eight experts two that get everything at first, with and without the rule."""
+    """Two of eight experts get every token at first; train with and without the rule."""
     draw = torch.Generator().manual_seed(0)
     tokens = torch.randint(0, 101, (60, 4, 33), generator=draw)
     busiest = {}
@@ -217,7 +217,7 @@ def test_experts_become_equally_busy() -> None:
     assert busiest[0.3] < 1.8
 
 
-def test_a_step_that_is_left_out_moves_no_bias() -> None:
+def test_a_skipped_step_moves_no_bias() -> None:
     model = built(MOE)
     assert isinstance(model, Qwen3Moe)
     [first, second] = model.experts()
@@ -242,7 +242,7 @@ def test_impossible_shapes_are_explained() -> None:
 
 
 def test_buffers_are_made_where_they_are_computed_with() -> None:
-    """With offload, parameters are on the CPU and buffers are not."""
+    """Offload keeps parameters on the CPU, and buffers on the device."""
     model = built(MOE)
     with torch.device("meta"):
         model.init_buffers()

@@ -75,7 +75,7 @@ def test_a_larger_budget_never_recomputes_more(within: Callable[[int], PolicyCho
 
 
 def test_no_mix_that_costs_less_fits(within: Callable[[int], PolicyChoice]) -> None:
-    """By traces of the whole model. Whatever the rates are, two blocks of op cost more than one of anything."""
+    """Compare with traces of the whole model. Two blocks with `op` cost more than one with any policy, at any rates."""
     free = within(10**12)
     chosen = within((free.peak_none + free.peak_full) // 2)
     assert chosen.policies == ("op", "op", "none")

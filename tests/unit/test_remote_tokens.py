@@ -1,4 +1,4 @@
-"""Prepared tokens at a URL: copied once a node, checked, gone on with after a kill; and what is said when it fails."""
+"""Prepared tokens at a URL: copied once a node, checked, resumed after a kill; and the errors of failures."""
 
 import json
 import multiprocessing
@@ -65,7 +65,7 @@ def change(name: str, data: bytes) -> None:
 
 
 def on_reading(monkeypatch: pytest.MonkeyPatch, act: Callable[[str, bytes], bytes]) -> None:
-    """What is read of a file becomes what `act` makes of it."""
+    """Replace the bytes that are read of a file by those that `act` returns."""
     cat_file = Flaky.cat_file
 
     def read(self: Flaky, path: str, *args: Any, **kwargs: Any) -> bytes:
@@ -75,7 +75,7 @@ def on_reading(monkeypatch: pytest.MonkeyPatch, act: Callable[[str, bytes], byte
 
 
 def count_fetches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The files that are read from now on."""
+    """Collect the names of files that are read from now on."""
     names: list[str] = []
 
     def note(name: str, data: bytes) -> bytes:
@@ -143,7 +143,7 @@ def test_a_missing_driver_is_named(kind: str, extra: str, tmp_path: Path, monkey
         localize("nonsense://bucket", tmp_path)
 
 
-def test_what_is_missing_is_said_at_once(tokens: Path, tmp_path: Path) -> None:
+def test_missing_files_are_reported_at_once(tokens: Path, tmp_path: Path) -> None:
     began = time.monotonic()
     with pytest.raises(UserError, match=r"^data\.path: flaky://bucket/other/index\.json: there is no such file$"):
         localize("flaky://bucket/other", tmp_path / "cache")
@@ -246,7 +246,7 @@ def test_an_index_can_name_nothing_but_files_of_its_folder(
         (b'{"format": 2, "dtype": "O"}', "is not the index of prepared tokens: KeyError('O')"),
     ],
 )
-def test_what_is_no_index_is_said(index: bytes, message: str, tokens: Path, tmp_path: Path) -> None:
+def test_a_bad_index_is_reported(index: bytes, message: str, tokens: Path, tmp_path: Path) -> None:
     change(INDEX, index)
     with pytest.raises(UserError) as error:
         localize(URL, tmp_path / "cache")
@@ -279,7 +279,7 @@ def test_threads_that_come_together_copy_once(tokens: Path, tmp_path: Path, monk
 
 
 def localize_counting(cache_folder: Path) -> int:
-    """How many reads that took in this process."""
+    """Return the number of reads that a copy took in this process."""
     before = Flaky.calls["cat_file"]
     localize(URL, cache_folder)
     return Flaky.calls["cat_file"] - before
@@ -293,7 +293,7 @@ def test_processes_that_come_together_copy_once(tokens: Path, tmp_path: Path) ->
     assert sorted(reads) == [1, 1 + len(FILES)]
 
 
-def test_a_copy_that_was_killed_goes_on(tokens: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_killed_copy_resumes(tokens: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote, "THREADS", 1)
 
     def localize_and_die() -> None:

@@ -24,7 +24,7 @@ CPU = torch.device("cpu")
 
 
 class Numbered:
-    """Sequences of which each token says which source and which sequence it is of."""
+    """Sequences whose tokens encode their source and their sequence."""
 
     def __init__(self, source: int, sequences: int, seq_len: int = 2) -> None:
         self.source, self.sequences, self.seq_len = source, sequences, seq_len
@@ -119,7 +119,7 @@ def test_epochs_have_orders_of_their_own() -> None:
     assert max(follows.values()) <= 5, "which sequence follows which is not handed on from epoch to epoch"
 
 
-def test_without_shuffling_rows_come_in_their_order() -> None:
+def test_without_shuffling_sequences_come_in_their_order() -> None:
     assert read(mixed((5, 1.0), shuffle=False), 0, 12) == [0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 0, 1]
 
 
@@ -196,20 +196,20 @@ def test_steps_of_finite_data() -> None:
         count_steps(steps, step=0, samples=0, limit=1003)
 
 
-# Going on
+# Resuming
 
 
 def saved(samples: Samples, count: int) -> dict[str, Any]:
     return json.loads(json.dumps(samples.state(count)))
 
 
-def test_unchanged_data_goes_on_where_it_was() -> None:
+def test_unchanged_data_resumes_where_it_was() -> None:
     samples = mixed((37, 0.6), (11, 0.4))
     again = mixed((37, 0.6), (11, 0.4)).resume(saved(samples, 100), 100, "error")
     assert read(again, 100, 200) == read(samples, 100, 200)
 
 
-def test_a_changed_mixture_goes_on_in_each_source_that_is_still_the_same() -> None:
+def test_a_changed_mixture_resumes_in_each_source_that_is_still_the_same() -> None:
     first = mixed((40, 0.5), (40, 0.5))
     second = mixed((40, 0.2), (40, 0.7), (40, 0.1)).resume(saved(first, 60), 60, "continue")
     seen = read(first, 0, 60) + read(second, 60, 73)
@@ -229,12 +229,12 @@ def test_the_smallest_change_of_a_weight_is_a_change() -> None:
     assert mixed((9, 0.1234567), (9, 1.0)).settings != mixed((9, 0.1234568), (9, 1.0)).settings
 
 
-def test_a_changed_mixture_can_begin_anew() -> None:
+def test_a_changed_mixture_can_start_over() -> None:
     first = mixed((40, 1.0))
     second = mixed((40, 0.5), (40, 0.5)).resume(saved(first, 60), 60, "restart")
     assert read(second, 60, 90) == read(mixed((40, 0.5), (40, 0.5)), 0, 30)
     assert second.limit(1) == 60 + 80
-    assert mixed((40, 1.0)).resume({}, 60, "continue").consumed(60) == [0], "of a checkpoint that says nothing"
+    assert mixed((40, 1.0)).resume({}, 60, "continue").consumed(60) == [0], "a checkpoint without a state of the data"
 
 
 # Batches

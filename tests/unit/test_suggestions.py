@@ -1,4 +1,4 @@
-"""Which options make a config smaller, and what an out-of-memory error prints."""
+"""Options that make a config smaller, and the text of an out-of-memory error."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -25,7 +25,7 @@ OFFLOAD = {"training.enable_cpu_offload": True}
 
 
 def layout_of(memory: float, world_size: int = 1) -> Layout:
-    """Of GPUs with so many bytes."""
+    """A layout of GPUs with this many bytes."""
     return Layout(world_size, replace(find_hardware("H100"), memory=int(memory)), 8)
 
 
@@ -38,7 +38,7 @@ def suggestions_for(config: Config, layout: Layout) -> list[Suggestion]:
 
 
 @pytest.mark.nightly
-def test_three_ways_that_fit_are_enough_and_the_cheapest_is_first(tiny: TinyRun) -> None:
+def test_three_suggestions_that_fit_are_enough_and_the_cheapest_is_first(tiny: TinyRun) -> None:
     config, layout = tiny.config(), layout_of(2**30)
     found = suggestions_for(config, layout)
     assert [it.options for it in found] == [BATCH, SELECTIVE, FULL]
@@ -51,7 +51,7 @@ def test_three_ways_that_fit_are_enough_and_the_cheapest_is_first(tiny: TinyRun)
 
 @pytest.mark.slow
 def test_what_fits_is_before_what_is_cheaper(tiny: TinyRun) -> None:
-    """Of batch sizes the half does not do here, and a quarter does."""
+    """Half of the batch size does not fit here, and a quarter does."""
     config = tiny.config("--model.args.n_layers=2")
     quarter, half, full = (
         planned(with_options(config, options), layout_of(2**30)).peak
@@ -66,8 +66,8 @@ def test_what_fits_is_before_what_is_cheaper(tiny: TinyRun) -> None:
 
 
 @pytest.mark.slow
-def test_every_rung_that_takes_less_is_offered(tiny: TinyRun) -> None:
-    """Where nothing fits, all that a config can take."""
+def test_every_option_that_takes_less_memory_is_offered(tiny: TinyRun) -> None:
+    """Everything that the config can take is offered if nothing fits."""
     pytest.importorskip("torchao")
     options = ["--training.local_batch_size=1", "--training.global_batch_size=1", "--model.args.dim=240"]
     found = suggestions_for(tiny.config(*options, "--activation_checkpoint.mode=full"), layout_of(1000))
@@ -154,7 +154,7 @@ def test_no_option_is_planned_after_the_time_limit(tiny: TinyRun) -> None:
 
 
 def test_the_fewest_that_fit_together_are_found() -> None:
-    """Of found that save 1, 2, 4, ... of 100: as many from the first on as it takes."""
+    """Suggestions save 1, 2, 4, ... of 100: the first ones that together are enough are found."""
     for room in (99, 98, 97, 90, 69, 50, 37, 36):
         tried: list[int] = []
 
@@ -175,7 +175,7 @@ def test_the_fewest_that_fit_together_are_found() -> None:
             assert len(tried) <= 4
 
 
-def test_what_does_not_go_with_cheaper_ways_is_left_out() -> None:
+def test_options_that_exclude_cheaper_ones_are_not_suggested() -> None:
     found = [Suggestion({name: True}, 0, False, "") for name in ("moments", "other moments", "batch")]
     found = _together(
         found,

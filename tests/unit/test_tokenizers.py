@@ -34,7 +34,7 @@ from titanlite.runtime.errors import UserError
 HARD_TEXTS = [
     "",
     "\n",
-    "plain words, 12345 and more; I'LL say it's DON'T",
+    "plain words, 12345 and more; I'LL see it's DON'T",
     "Ünïcödé: 日本語 العربية Ελληνικά हिन्दी ไทย 한국어",
     "👩‍👩‍👧‍👦 🏳️‍🌈👍🏽 x\u0301\u0327\u0301y e\u0301\u200d\ufeff\u2028\u0085",
     "tabs\t\tand\r\nlines\r\n\r\n \r\n\n\n   spaces   \x00\x07\x1b\x7f",
@@ -62,7 +62,7 @@ def stdlib_text(size: int) -> str:
 
 
 def sentencepiece_like(*, metaspace: bool, added: list[AddedToken] | None = None) -> FastTokenizer:
-    """As Llama 2's: "▁" for spaces, one of them put before a text, and a token for each byte of rare characters."""
+    """A tokenizer like Llama 2's: "▁" for spaces, one of them put before a text, and a token for each byte of rare characters."""
     tokens = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256)), "▁", "t", "h", "e", "▁t", "he", "▁the"]
     fast = FastTokenizer(
         models.BPE(
@@ -267,7 +267,9 @@ def test_very_long_lines(unit: str, kinds: dict[str, Tokenizer]) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_text_goes_on_without_a_space_before_it(kind: str, kinds: dict[str, Tokenizer], short_pieces: int) -> None:
+def test_a_later_piece_of_text_gets_no_space_before_it(
+    kind: str, kinds: dict[str, Tokenizer], short_pieces: int
+) -> None:
     tokenizer = kinds[kind]
     text = "the\nthe the\n" * 20
     parts = list(pieces(text))

@@ -167,7 +167,7 @@ def test_bfloat16_is_the_default_compute_type() -> None:
 
 
 @pytest.mark.usefixtures("single_process_group")
-def test_times_are_of_what_they_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_times_measure_what_their_names_promise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
     monkeypatch.setattr("titanlite.metrics.timer.time.perf_counter", lambda: now[0])
     metrics = recorder(tmp_path)
@@ -200,7 +200,7 @@ def test_records_after_the_resumed_step_are_forgotten(tmp_path: Path) -> None:
     assert [(record["step"], record["loss"]) for record in records(tmp_path)] == [(1, 1.0), (2, 1.0), (3, 9.0)]
 
 
-def test_peak_is_claimed_for_known_devices_only(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_peak_flops_are_given_for_known_devices_only(monkeypatch: pytest.MonkeyPatch) -> None:
     names = {"NVIDIA H100 80GB HBM3": 989e12, "NVIDIA A100-SXM4-80GB": 312e12, "NVIDIA H100 PCIe": 756e12}
     for name, peak in names.items():
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda _, name=name: name)

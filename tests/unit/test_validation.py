@@ -77,15 +77,15 @@ def by_hand(model: Llama3, sequences: RandomSequences) -> tuple[float, int, int]
 
 
 @pytest.mark.usefixtures("single_process_group")
-def test_figures_are_those_computed_by_hand(model: Llama3) -> None:
+def test_metrics_are_those_computed_by_hand(model: Llama3) -> None:
     sequences = [RandomSequences(7, 0), RandomSequences(10, 1, masked=0.4)]
     record = validate(model, *sequences, sequences=0)
     totals = np.zeros(2)
-    for part, figures in zip(sequences, record["sources"].values(), strict=True):
+    for part, metrics in zip(sequences, record["sources"].values(), strict=True):
         nats, tokens, text_bytes = by_hand(model, part)
-        assert figures["loss"] == pytest.approx(nats / tokens, rel=1e-6)
-        assert figures["bits_per_byte"] == pytest.approx(nats / math.log(2) / text_bytes, rel=1e-6)
-        assert (figures["tokens"], figures["sequences"]) == (tokens, len(part))
+        assert metrics["loss"] == pytest.approx(nats / tokens, rel=1e-6)
+        assert metrics["bits_per_byte"] == pytest.approx(nats / math.log(2) / text_bytes, rel=1e-6)
+        assert (metrics["tokens"], metrics["sequences"]) == (tokens, len(part))
         totals += nats, tokens
     assert record["loss"] == pytest.approx(totals[0] / totals[1], rel=1e-6)
     assert list(record["sources"]) == ["s0", "s1"]
