@@ -49,9 +49,7 @@ class CrashRun:
         when = self.random.choice(SIGNS) if when == "save" else when
         skip, first = self.random.randrange(3), self.random.randrange(2)
         delay = {"start": 0.5, "any": 1.0}.get(when, 0.03) * self.random.random() ** 2
-        apart = (
-            self.random.choice([0, 0, 0.5]) * self.random.random()
-        )  # a failing node is like this; the other may notice
+        apart = self.random.choice([0, 0, 0.5]) * self.random.random()  # the other may notice
         with self._started("tiny", 1_000_000) as (ranks, output):  # steps: it cannot end before it is killed
             deadline = time.monotonic() + TIMEOUT
             while not self._is_time(when, skip, ranks[0].pid, output):

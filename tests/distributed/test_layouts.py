@@ -203,8 +203,8 @@ COLLECTIVES = [
 def test_collectives_of_a_step(tiny: TinyRun) -> None:
     """Each FSDP unit has one all-gather in forward and, except for the head, one in backward.
 
-    It has one reduce-scatter in backward; the head too, though its chunked loss uses the weight many times. Replicas are
-    reduced once a step. On gloo a reduce-scatter is an all-to-all.
+    It has one reduce-scatter in backward; the head too, though its chunked loss uses the weight many times.
+    Replicas are reduced once a step. On gloo a reduce-scatter is an all-to-all.
     """
     named = {"tied": "--model.args.tied_head"}
     configs = [

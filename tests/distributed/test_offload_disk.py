@@ -35,7 +35,7 @@ def assert_same_bits(expected_of_ranks: list[dict[str, Any]], found_of_ranks: li
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")
 def test_shards_on_disk_train_as_in_memory(tiny: TinyRun) -> None:
-    """Rows do not divide evenly, so that the last rank's parts are padded. Two ranks save; the run resumes in memory."""
+    """Rows do not divide evenly: the last rank's parts are padded. Two ranks save; the run resumes in memory."""
     turns = [
         ["--job.name=memory"],
         ["--job.name=moments", *DISK],

@@ -21,7 +21,7 @@ from titanlite.runtime.errors import UserError
 from titanlite.runtime.private_torch import local_tensor
 
 SHAPES = [(7, 10), (10, 7), (3, 8), (9, 9), (9, 9), (1, 4), (6, 5, 8), (3, 4, 4)]
-"""Matrices with rows that do not divide by 4, with fewer rows than ranks, and stacks of matrices, one of them smaller than the ranks."""
+"""Matrices with uneven rows, with fewer rows than ranks, and stacks of matrices, one of them smaller than the ranks."""
 STEPS, SKIPPED = 6, 3
 LAYOUTS = [(1, 4), (2, 2), (4, 1)]
 OPTIONS: list[dict[str, Any]] = [

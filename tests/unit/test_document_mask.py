@@ -239,7 +239,7 @@ def test_checkpointing_changes_no_bit(mode: ActivationCheckpoint) -> None:
 
 
 def compiled(args: Llama3Args, mode: ActivationCheckpoint | None = None) -> tuple[Llama3, Any]:
-    """Compile like `compile_blocks`, with a backend that traces everything and needs no C++ compiler; and its counter."""
+    """Compile like `compile_blocks`, with a backend that needs no C++ compiler. Returns its counter too."""
     from torch._dynamo.testing import CompileCounterWithBackend
 
     torch._dynamo.reset()

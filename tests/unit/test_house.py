@@ -339,7 +339,7 @@ def processes(function: ast.FunctionDef, functions: dict[str, ast.FunctionDef]) 
 
 
 def test_unit_tests_start_one_process_at_most() -> None:
-    """Tests with several processes are in tests/distributed. Workers of a data loader or of `data prepare` are not counted."""
+    """Tests with several processes are in tests/distributed. Workers of loaders and of `data prepare` do not count."""
     several = set()
     for path, tree in TESTS.items():
         functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}

@@ -52,7 +52,7 @@ def test_debug_flavor_is_about_eleven_million() -> None:
 
 
 def names_of(theirs: transformers.LlamaForCausalLM, model: Llama3) -> dict[str, torch.nn.Parameter]:
-    """Parameters of transformers by our names: both models have the same shapes and values, and most values are unique."""
+    """Parameters of transformers by our names. Shapes and values are the same, and most values are unique."""
     found = {}
     for name, mine in model.named_parameters():
         layer = name.split(".")[1] if name.startswith("layers.") else None

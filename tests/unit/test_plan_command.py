@@ -185,7 +185,7 @@ def test_offload_time() -> None:
 
 @pytest.mark.nightly
 def test_search_on_small_devices(toml: Path) -> None:
-    """Memory decides on small devices. The expected memory of a candidate is that of its plan; the best one is written."""
+    """Memory decides here. The expected memory of a candidate is that of its plan; the best one is written."""
     hardware = replace(find_hardware("H100"), memory=int(0.02 * 2**30))
     config = load(toml, ["--training.global_batch_size=32"])
     found = search(config, Layout(4, hardware, 2), count=3)

@@ -62,7 +62,7 @@ def stdlib_text(size: int) -> str:
 
 
 def sentencepiece_like(*, metaspace: bool, added: list[AddedToken] | None = None) -> FastTokenizer:
-    """A tokenizer like Llama 2's: "▁" for spaces, one of them put before a text, and a token for each byte of rare characters."""
+    """A tokenizer like Llama 2's: "▁" for spaces, a space put before a text, and bytes for rare characters."""
     tokens = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256)), "▁", "t", "h", "e", "▁t", "he", "▁the"]
     fast = FastTokenizer(
         models.BPE(
