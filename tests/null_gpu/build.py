@@ -28,7 +28,7 @@ TARGET = """
 #define NV_IS_DEVICE 0
 #define NV_IS_HOST 1
 """
-"""In place of a C++ header of CCCL, which cuda_fp16.h includes."""
+"""Replacement of a C++ header of CCCL, which cuda_fp16.h includes."""
 
 
 def main() -> None:

@@ -24,7 +24,7 @@ from tests.null_gpu.variants import VARIANTS, Variant  # noqa: E402
 RECORDED, BEFORE = HERE / "recorded.json", HERE / "before.json"
 KEPT = ("allocated", "reserved", "launches", "collectives", "waits", "retries", "plan")
 EAGER_GIB, COMPILED_SHARE = 0.1, 0.01
-"""How far a plan may be from the peak of allocated memory."""
+"""Largest differences between a plan and the peak of allocated memory."""
 
 
 def plan_error(found: dict[str, Any]) -> float:

@@ -1,4 +1,4 @@
-"""What the stand-in for a GPU promises: memory, counts and zeros."""
+"""Promises of the stand-in for a GPU: memory, counts and zeros."""
 
 import json
 
@@ -51,7 +51,7 @@ def test_memory_is_counted_and_ends(run_python: RunPython) -> None:
 
 @pytest.mark.parametrize("expandable", ["False", "True"])
 def test_a_full_device_makes_the_allocator_retry(run_python: RunPython, expandable: str) -> None:
-    """Of 60 GiB cached in blocks of 20, none holds 40: they are freed first. Expandable segments need not be."""
+    """Blocks of 20 GiB are cached, and none holds 40: they are freed first. Expandable segments need not be."""
     found = printed(
         run_python,
         "make = lambda gib: torch.empty(gib * 2**30, dtype=torch.uint8, device='cuda')",

@@ -33,7 +33,7 @@ def metrics(folder: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("devices", [1, 2])
 def test_a_run_ends_and_resumes(run_python: RunPython, tmp_path: Path, devices: int) -> None:
-    """With validation, a document mask, a worker that pins batches, and checkpoints saved from pinned memory."""
+    """The run has validation, a document mask, a worker that pins batches, and checkpoints saved from pinned memory."""
     first = train(run_python, devices=devices)
     assert f"on cuda; global batch 4 = {devices} processes" in first.stdout + first.stderr
     steps = [record for record in metrics(tmp_path) if "grad_norm" in record]
