@@ -118,7 +118,7 @@ def test_experts_of_qwen3_are_a_family_of_their_own(old: str, expected: tuple[fl
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_the_vocabulary_is_the_flavors_in_0_2_and_the_tokenizers_in_0_1(shape: str) -> None:
-    """Here it follows the tokenizer unless it is set. In 0.2 it never did; in 0.1 Llama's always did."""
+    """The vocabulary follows the tokenizer here unless it is set. In 0.2 it never did; in 0.1 Llama's always did."""
     from titanlite.models.registry import resolve_model
 
     name, flavor, args = SHAPES[shape]
