@@ -133,14 +133,19 @@ def run_ranks(
 
 @contextmanager
 def fake_mesh(rank: int, degrees: tuple[int, ...]) -> Iterator["DeviceMesh"]:
-    """A mesh on which this process is one of the ranks, and the others are not there."""
+    """A mesh on which this process is one of the ranks, and the others are not there.
+
+    Its axes have names of this rank's own: PyTorch caches which part of a tensor a rank has by meshes that look alike.
+    """
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=math.prod(degrees))
     try:
-        yield init_device_mesh("cpu", degrees)
+        yield init_device_mesh(
+            "cpu", degrees, mesh_dim_names=tuple(f"{axis}_of_rank_{rank}" for axis in range(len(degrees)))
+        )
     finally:
         dist.destroy_process_group()
 

@@ -5,9 +5,9 @@ import transformers
 
 from titanlite.cpu.kernels import CpuKernels
 from titanlite.kernels import set_kernels
-from titanlite.models.base import parameter_generator
 from titanlite.models.layers import Documents
 from titanlite.models.llama3 import Llama3, Llama3Args
+from titanlite.parallelize.materialize import draw_weights
 
 SMALL = Llama3Args(
     dim=64, n_layers=2, n_heads=4, n_kv_heads=2, hidden_dim=96, vocab_size=101, max_seq_len=64, rope_theta=10000.0,
@@ -20,9 +20,9 @@ def built(args: Llama3Args, scale: float = 5) -> Llama3:
     scale: of matrices, beyond the initial one; so that attention is far from uniform.
     """
     model = Llama3(args)
+    draw_weights(model, device=torch.device("cpu"), seed=0)
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            model.init_weight(name, parameter, parameter_generator(0, name, torch.device("cpu")))
+        for parameter in model.parameters():
             if parameter.ndim == 2:
                 parameter.mul_(scale)
     model.init_buffers()

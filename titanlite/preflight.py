@@ -1,7 +1,6 @@
 """Checks before a process group starts and memory is allocated: names, model, tokenizer, data, memory and disk."""
 
 import os
-import re
 import shutil
 import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -19,7 +18,7 @@ from titanlite.config.checks import are_right, why_not_writable
 from titanlite.config.schema import Config, Data, ModelSelection, Optimizer, Validation
 from titanlite.data.sources import FindText, check_path
 from titanlite.data.tokenizer import Tokenizer, load_tokenizer
-from titanlite.models.base import Model, ModelArgs, fill_weight, unique_parameters
+from titanlite.models.base import Model, ModelArgs, initial_values, unique_parameters
 from titanlite.models.registry import ModelSpec, resolve_model
 from titanlite.optim import check_optimizer
 from titanlite.optim.registry import compiles_updates
@@ -30,13 +29,11 @@ from titanlite.parallelize.fsdp import largest_shard
 from titanlite.parallelize.materialize import check_memory
 from titanlite.runtime.disk import check_room, folder_of
 from titanlite.runtime.errors import ConfigError, Problem, UserError
+from titanlite.runtime.hash_random import random_bits, salt
 from titanlite.runtime.process_group import Ranks
 from titanlite.runtime.user_code import find_object
 
 SIZES = {"bfloat16": 2, "float32": 4}
-LARGE_WEIGHT = 2**22
-"""Elements above which `check_own_model` allocates no parameter."""
-
 T = TypeVar("T")
 
 
@@ -228,24 +225,26 @@ def check_own_model(model: Model) -> None:
     """Check that a model of the user's own defines all its methods and gives every parameter its initial values.
 
     Args:
-        model: on the meta device. Of blocks that are alike, the first stands for all.
+        model: on the meta device.
 
     Raises:
-        UserError: a method is missing, or `init_weight` fails or leaves values undefined. For parameters of more than
-            LARGE_WEIGHT elements undefined values are not detected here; `materialize` detects them.
+        UserError: a method is missing, or `init_weight` fails or returns no distribution.
     """
     name = type(model).__name__
     for method in ("forward", "init_weight", "flops_per_token"):
         if getattr(type(model), method) is getattr(Model, method):
             raise UserError(f"{name} does not define {method}: see docs/add_a_model.md")
-    alike: set[str] = set()
     for name, parameter in unique_parameters(model):
-        pattern = re.sub(r"\blayers\.\d+\.", "layers.N.", name)
-        if f"{pattern} {parameter.shape}" in alike:
-            continue
-        alike.add(f"{pattern} {parameter.shape}")
-        device = torch.device("meta" if parameter.numel() > LARGE_WEIGHT else "cpu")
-        fill_weight(model, name, torch.full(parameter.shape, torch.nan, device=device), torch.Generator())
+        values = initial_values(model, name, parameter.shape)
+        indices = torch.arange(min(parameter.numel(), 1000))
+        try:
+            found = values.values(random_bits(salt(name), indices), indices)
+            assert found.shape == indices.shape
+            assert found.isfinite().all()
+        except Exception as error:  # code of the user's own may raise anything
+            reason = "" if isinstance(error, AssertionError) else f": {type(error).__name__}: {error}"
+            kind = type(values).__name__
+            raise UserError(f"{kind}.values must return a finite number for each index of {name}{reason}") from error
 
 
 def _check_documents(model: Model, data: Data) -> None:

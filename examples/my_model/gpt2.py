@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from titanlite.models.base import Model, ModelArgs
+from titanlite.models.initial import Constant, InitialValues, Normal
 from titanlite.models.layers import AttentionMask, Documents, Loss, attend
 
 
@@ -83,16 +84,15 @@ class GPT2(Model):
             x_BLD = block(x_BLD, mask)
         return self.head(x_BLD, loss)
 
-    def init_weight(self, name: str, weight: Tensor, generator: torch.Generator) -> None:
+    def init_weight(self, name: str, shape: torch.Size) -> InitialValues:
         module, _, kind = name.rpartition(".")
         if kind == "bias":
-            weight.zero_()
-        elif module.endswith(("norm", "norm_1", "norm_2")):
-            weight.fill_(1.0)
-        elif module.endswith(("attention_out", "down")):  # they add to the residual stream, twice a block
-            weight.normal_(0.0, 0.02 / (2 * self.args.n_layers) ** 0.5, generator=generator)
-        else:
-            weight.normal_(0.0, 0.01 if module == "pos_embeddings" else 0.02, generator=generator)
+            return Constant(0.0)
+        if module.endswith(("norm", "norm_1", "norm_2")):
+            return Constant(1.0)
+        if module.endswith(("attention_out", "down")):  # they add to the residual stream, twice a block
+            return Normal(std=0.02 / (2 * self.args.n_layers) ** 0.5)
+        return Normal(std=0.01 if module == "pos_embeddings" else 0.02)
 
     def flops_per_token(self, seq_len: int, *, causal: bool = False) -> float:
         args = self.args

@@ -153,6 +153,19 @@ OWN_MODEL = """
 import torch
 from torch import nn
 from titanlite.models.base import Model, ModelArgs
+from titanlite.models.initial import Constant, InitialValues, Normal
+
+class Halves(InitialValues):
+    def values(self, bits, indices): return indices / 2
+
+class OneValue(InitialValues):
+    def values(self, bits, indices): return torch.zeros(1)
+
+class Undefined(InitialValues):
+    def values(self, bits, indices): return torch.full(indices.shape, torch.nan)
+
+class Failing(InitialValues):
+    def values(self, bits, indices): raise IndexError("too many")
 
 class Mine(Model):
     flavors = {"small": ModelArgs(vocab_size=258, max_seq_len=4096)}
@@ -168,31 +181,41 @@ class Mine(Model):
 """
 
 
+ADVICE = "return a distribution such as Normal(std=0.02) (docs/add_a_model.md)"
+
+
 @pytest.mark.parametrize(
     ("method", "message"),
     [
         ("", "Mine does not define init_weight: see docs/add_a_model.md"),
-        ("pass", "Mine.init_weight leaves values of parameter layers.0.weight undefined: fill it in place"),
+        ("pass", f"Mine.init_weight returns None for parameter wide: {ADVICE}"),
+        ("return 0.02", f"Mine.init_weight returns 0.02 for parameter wide: {ADVICE}"),
         (
-            "if 'layers' in name: weight.zero_()\n        elif name != 'wide': raise KeyError(name)",
-            "Mine.init_weight fails for parameter head.weight: KeyError: 'head.weight'",
+            "if name == 'wide': return Constant(0.0)\n        raise KeyError(name)",
+            "Mine.init_weight fails for parameter layers.0.weight: KeyError: 'layers.0.weight'",
         ),
         (
-            "if name == 'wide': raise KeyError(name)\n        weight.zero_()",
-            "Mine.init_weight fails for parameter wide: KeyError: 'wide'",
+            "return Normal(std=-1.0)",
+            "Mine.init_weight fails for parameter wide: ValueError: std must not be negative, got -1.0",
         ),
         (
-            "if 'bias' not in name: weight.normal_(generator=generator)",
-            "Mine.init_weight leaves values of parameter layers.0.bias undefined: fill it in place",
+            "if 'bias' not in name: return Normal(std=1 / shape[1])",
+            f"Mine.init_weight returns None for parameter layers.0.bias: {ADVICE}",
         ),
-        ("weight.zero_(); weight.mul_(float(weight.sum()))", None),  # needs values, which the meta device has not
+        ("return Halves()", None),
+        ("return OneValue()", "OneValue.values must return a finite number for each index of wide"),
+        ("return Undefined()", "Undefined.values must return a finite number for each index of wide"),
+        (
+            "return Failing()",
+            "Failing.values must return a finite number for each index of wide: IndexError: too many",
+        ),
     ],
 )
 def test_initial_values_of_an_own_model_are_checked(
     method: str, message: str | None, tiny: TinyRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tiny.folder)
-    body = f"    def init_weight(self, name, weight, generator):\n        {method}\n" if method else ""
+    body = f"    def init_weight(self, name, shape):\n        {method}\n" if method else ""
     (tiny.folder / "own_weights.py").write_text(OWN_MODEL + body)
     tiny.toml.write_text(f'[model]\nfile = "own_weights.py"\n[data]\npath = "{tiny.text}"\n')
     if message is None:
@@ -208,9 +231,9 @@ def test_initial_values_of_an_own_model_are_checked(
     ("line", "message"),
     [
         ("self.layers = nn.ModuleList([nn.Linear(4, args.width)])",
-         "Mine.__init__ fails: own_init.py:11: AttributeError: 'ModelArgs' object has no attribute 'width'"),
+         "Mine.__init__ fails: own_init.py:24: AttributeError: 'ModelArgs' object has no attribute 'width'"),
         ("self.layers = nn.ModuleList([nn.Linear(4, -1)])",
-         "Mine.__init__ fails: own_init.py:11: RuntimeError: Trying to create tensor with negative dimension -1"),
+         "Mine.__init__ fails: own_init.py:24: RuntimeError: Trying to create tensor with negative dimension -1"),
         ("self.blocks = nn.ModuleList()", "Mine.__init__ defines no layers: see docs/add_a_model.md"),
     ],
 )  # fmt: skip
@@ -229,6 +252,18 @@ def test_an_own_model_whose_init_fails_is_one_line(
     assert cli.run([*command, str(tiny.toml)]) == 2
     [error] = [line for line in capfd.readouterr().err.splitlines() if line.startswith("error")]
     assert error.startswith(f"error: model.file: {message}")
+
+
+def test_init_weight_of_older_versions_is_refused(tiny: TinyRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tiny.folder)
+    body = "    def init_weight(self, name, weight, generator): weight.normal_(generator=generator)\n"
+    (tiny.folder / "old_weights.py").write_text(OWN_MODEL + body)
+    tiny.toml.write_text(f'[model]\nfile = "old_weights.py"\n[data]\npath = "{tiny.text}"\n')
+    with pytest.raises(ConfigError) as error:
+        preflight(tiny.config(), Ranks(0, 1, 0, 1), torch.device("cpu"))
+    assert str(error.value) == (
+        f"model.file: Mine.init_weight has the arguments of an older version: take (self, name, shape) and {ADVICE}"
+    )
 
 
 def test_a_dump_folder_that_cannot_be_written_is_found_before_the_start(tiny: TinyRun) -> None:

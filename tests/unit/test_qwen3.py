@@ -13,12 +13,12 @@ from torch.nn import functional as F
 from titanlite.config.schema import Optimizer
 from titanlite.kernels import DEFAULT_KERNELS
 from titanlite.loss import token_loss
-from titanlite.models.base import parameter_generator
 from titanlite.models.decoder import Decoder
 from titanlite.models.qwen3 import Qwen3, Qwen3Args
 from titanlite.models.qwen3_moe import Experts, Qwen3Moe, Qwen3MoeArgs
 from titanlite.models.registry import resolve_model
 from titanlite.optim import build_optimizer
+from titanlite.parallelize.materialize import draw_weights
 from titanlite.step import train_step
 
 COUNTS = {
@@ -48,9 +48,9 @@ SHAPES = {
 
 def built(args: Qwen3Args) -> Decoder:
     model = Qwen3Moe(args) if isinstance(args, Qwen3MoeArgs) else Qwen3(args)
+    draw_weights(model, device=torch.device("cpu"), seed=0)
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            model.init_weight(name, parameter, parameter_generator(0, name, torch.device("cpu")))
+        for parameter in model.parameters():
             if parameter.ndim >= 2:
                 parameter.mul_(5)  # so that attention and routing are far from uniform
     model.init_buffers()

@@ -19,6 +19,7 @@ from titanlite.config.schema import LRScheduler, Optimizer, Training
 from titanlite.loss import TokenLoss, token_loss
 from titanlite.models.llama3 import Llama3, Llama3Args
 from titanlite.optim import build_optimizer
+from titanlite.parallelize.materialize import draw_weights
 from titanlite.runtime.hardware import peak_flops
 from titanlite.runtime.process_group import read_ranks, seed_step
 from titanlite.schedule import learning_rate
@@ -29,9 +30,7 @@ ARGS = Llama3Args(dim=24, n_layers=2, n_heads=2, n_kv_heads=1, hidden_dim=20, vo
 
 def model_of(args: Llama3Args = ARGS) -> Llama3:
     model = Llama3(args)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            model.init_weight(name, parameter, torch.Generator().manual_seed(len(name)))
+    draw_weights(model, device=torch.device("cpu"), seed=0)
     model.init_buffers()
     return model
 

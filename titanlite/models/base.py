@@ -1,13 +1,13 @@
 """The contract of a model.
 
 A model is plain single-device PyTorch. It is built on the meta device, sharded and compiled by `parallelize`, and only
-then given memory and values. So `__init__` gives shapes, `init_weight` gives every value, and the model never asks
-which device or rank it is on.
+then given memory and values. So `__init__` gives shapes, `init_weight` defines every value, and the model never
+asks which device or rank it is on.
 """
 
-import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from inspect import signature
 from typing import Any, ClassVar
 
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from titanlite.kernels import DEFAULT_KERNELS, Kernels
 from titanlite.models.attention import Documents
+from titanlite.models.initial import InitialValues
 from titanlite.models.layers import Loss
 from titanlite.runtime.errors import UserError
 
@@ -50,8 +51,12 @@ class Model(nn.Module):
         `documents`, the logits of each document are those that it has alone."""
         raise NotImplementedError
 
-    def init_weight(self, name: str, weight: Tensor, generator: torch.Generator) -> None:
-        """Fill the whole (unsharded) parameter `name` in place, drawing only from `generator`."""
+    def init_weight(self, name: str, shape: torch.Size) -> InitialValues:
+        """Return the initial values of the parameter `name`, such as Normal(std=0.02).
+
+        Args:
+            shape: of the whole parameter, for a distribution that depends on it.
+        """
         raise NotImplementedError
 
     def init_buffers(self) -> None:
@@ -91,30 +96,23 @@ def unique_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     return model.named_parameters(remove_duplicate=True)
 
 
-def parameter_generator(seed: int, name: str, device: torch.device) -> torch.Generator:
-    """Return a generator that depends on (seed, name) alone, so that the values do not depend on the layout."""
-    digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
-    return torch.Generator(device).manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-
-
-def fill_weight(model: Model, name: str, weight: Tensor, generator: torch.Generator) -> None:
-    """Give a whole parameter its initial values.
-
-    Args:
-        weight: float32, filled with NaN, so that a forgotten value shows. On the meta device only errors show.
+def initial_values(model: Model, name: str, shape: torch.Size) -> InitialValues:
+    """Ask a model for the initial values of a parameter.
 
     Raises:
-        UserError: `init_weight` fails, or leaves values undefined.
+        UserError: `init_weight` fails, returns something else, or has the arguments of older versions.
     """
     where = f"{type(model).__name__}.init_weight"
+    advice = "return a distribution such as Normal(std=0.02) (docs/add_a_model.md)"
+    if "generator" in signature(model.init_weight).parameters:
+        raise UserError(f"{where} has the arguments of an older version: take (self, name, shape) and {advice}")
     try:
-        model.init_weight(name, weight, generator)
+        values = model.init_weight(name, shape)
     except Exception as error:  # code of the user's own may raise anything
-        if weight.is_meta and isinstance(error, RuntimeError):
-            return  # probably an operator that needs values
         raise UserError(f"{where} fails for parameter {name}: {type(error).__name__}: {error}") from error
-    if not weight.is_meta and not torch.isfinite(weight).all():
-        raise UserError(f"{where} leaves values of parameter {name} undefined: fill it in place")
+    if not isinstance(values, InitialValues):
+        raise UserError(f"{where} returns {values!r:.80} for parameter {name}: {advice}")
+    return values
 
 
 def build_on_meta(model_cls: type[Model], args: ModelArgs) -> Model:

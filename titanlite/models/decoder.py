@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from titanlite.models.base import Model, ModelArgs
+from titanlite.models.initial import Constant, InitialValues, Normal
 from titanlite.models.layers import (
     Attention,
     AttentionMask,
@@ -106,17 +107,17 @@ class Decoder(Model):
             x_BLD = block(x_BLD, cos_LH, sin_LH, mask)
         return self.head(x_BLD, loss)
 
-    def init_weight(self, name: str, weight: Tensor, generator: torch.Generator) -> None:
+    def init_weight(self, name: str, shape: torch.Size) -> InitialValues:
         std = 0.02
         match name.split(".")[-2:]:
             case [("attention_norm" | "ffn_norm" | "norm" | "q_norm" | "k_norm"), "weight"]:
-                weight.fill_(1.0)
+                return Constant(1.0)
             case [("wo" | "w2"), "weight"]:  # they add to the residual stream, once each a block (GPT-2)
-                weight.normal_(0.0, std / (2 * self.args.n_layers) ** 0.5, generator=generator)
+                return Normal(std=std / (2 * self.args.n_layers) ** 0.5)
             case ["tok_embeddings", "weight"] if not self.args.tied_head:
-                weight.normal_(0.0, 1.0, generator=generator)
+                return Normal(std=1.0)
             case [("tok_embeddings" | "wq" | "wk" | "wv" | "w1" | "w3" | "output"), "weight"]:
-                weight.normal_(0.0, std, generator=generator)
+                return Normal(std=std)
             case _:
                 raise ValueError(f"no initial value is defined for parameter {name}")
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from titanlite.kernels import DEFAULT_KERNELS, Kernels
 from titanlite.models.base import ModelArgs
 from titanlite.models.functions import swiglu
+from titanlite.models.initial import InitialValues, Normal
 from titanlite.models.qwen3 import Qwen3, Qwen3Args
 
 
@@ -99,12 +100,11 @@ class Qwen3Moe(Qwen3):
         args = self.args
         return args.n_active_experts * 3 * args.dim * args.hidden_dim + args.dim * args.n_experts
 
-    def init_weight(self, name: str, weight: Tensor, generator: torch.Generator) -> None:
+    def init_weight(self, name: str, shape: torch.Size) -> InitialValues:
         if name.endswith("feed_forward.router"):
-            weight.normal_(0.0, 0.02, generator=generator)
-        else:
-            matrix = f"{name}.weight" if ".feed_forward." in name else name  # stacks of matrices: as FeedForward's
-            super().init_weight(matrix, weight, generator)
+            return Normal(std=0.02)
+        matrix = f"{name}.weight" if ".feed_forward." in name else name  # stacks of matrices: as FeedForward's
+        return super().init_weight(matrix, shape)
 
     def init_buffers(self) -> None:
         super().init_buffers()

@@ -7,13 +7,18 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from titanlite.models.base import Model, fill_weight, parameter_generator, unique_parameters
+from titanlite.models.base import Model, initial_values, unique_parameters
+from titanlite.models.initial import Constant
 from titanlite.parallelize.fsdp import largest_shard
 from titanlite.runtime.disk import DiskTensors
-from titanlite.runtime.dtensor import from_local_like, slice_like
+from titanlite.runtime.dtensor import GlobalIndices, from_local_like
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.hardware import host_memory
+from titanlite.runtime.hash_random import random_bits, salt
 from titanlite.runtime.private_torch import local_tensor, replace_tensors
+
+SLICE = 2**16
+"""Values that a CPU thread draws at a time. They stay in its cache."""
 
 
 def set_dtype(model: Model, dtype: torch.dtype) -> None:
@@ -33,8 +38,8 @@ def materialize(
 ) -> None:
     """Allocate a (sharded) meta model and fill it.
 
-    Each parameter is drawn whole from a generator seeded by (seed, name), then sliced: bit-identical on every layout.
-    One whole parameter is in memory at a time. Draws differ between CPU and GPU, as their generators do.
+    Each rank draws its shard alone. Values depend on (seed, name, index in the whole parameter) only, so they are the
+    same on every layout and device.
 
     Args:
         device: of compute; with offload, parameters live on the CPU and buffers on the device.
@@ -43,10 +48,7 @@ def materialize(
     """
     parameter_device = torch.device("cpu") if offload else device
     allocate(model, parameter_device, device, disk)
-    for name, parameter in unique_parameters(model):
-        _fill(model, name, parameter, device=device, seed=seed)
-        if disk:
-            disk.changed(local_tensor(parameter))
+    draw_weights(model, device=device, seed=seed, disk=disk)
     if disk:
         _drop_after_use(model, disk)
     _check_complete(model, parameter_device, device, dtype)
@@ -99,10 +101,26 @@ def _drop_after_use(model: Model, disk: DiskTensors) -> None:
 
 
 @torch.no_grad()
-def _fill(model: Model, name: str, parameter: nn.Parameter, *, device: torch.device, seed: int) -> None:
-    whole = torch.full(parameter.shape, torch.nan, device=device)  # float32; bfloat16 weights are rounded from it
-    fill_weight(model, name, whole, parameter_generator(seed, name, device))
-    local_tensor(parameter).copy_(slice_like(whole, parameter))
+def draw_weights(model: Model, *, device: torch.device, seed: int, disk: DiskTensors | None = None) -> None:
+    """Give every parameter its initial values, slice by slice.
+
+    Args:
+        device: computes the values. It may be another than that of the parameters.
+    """
+    for name, parameter in unique_parameters(model):
+        values = initial_values(model, name, parameter.shape)
+        flat = local_tensor(parameter).view(-1)
+        indices, name_salt = GlobalIndices(parameter), salt(f"{seed}/{name}/initial")
+        size = SLICE * torch.get_num_threads()
+        for start in range(0, len(flat), size):
+            part = flat[start : start + size]
+            if isinstance(values, Constant):
+                part.fill_(values.value)
+            else:
+                here = indices(start, len(part), device)
+                part.copy_(values.values(random_bits(name_salt, here), here).float())
+            if disk:
+                disk.changed(part)
 
 
 def _check_complete(model: Model, parameter_device: torch.device, device: torch.device, dtype: torch.dtype) -> None:
