@@ -39,7 +39,8 @@ def main() -> None:
 
 
 def environment(folder: Path) -> dict[str, str]:
-    """Variables of a process that sees the device. Only what it imports after its start is affected by them."""
+    """Variables of a process that sees the device. They act from its start."""
+    folder = folder.resolve()
     return {
         "LD_PRELOAD": str(folder / "libnull_gpu.so"),
         "LD_LIBRARY_PATH": str(folder / "lib"),

@@ -1,7 +1,7 @@
 """Measure the variants on the stand-in, and keep what was found for the tests and for docs/gpu.md.
 
-    ./run_tests.sh null_gpu --record [--only NAME]      measure, and write recorded.json
-    python tests/null_gpu/record.py --table             the table of docs/gpu.md, from what is recorded
+    ./run_tests.sh null_gpu --record [--only NAME]      measure, write recorded.json and the table of docs/gpu.md
+    python tests/null_gpu/record.py --table             only the table, from what is recorded
 
 Launches and memory that went up are written too: look at the difference before it is committed.
 """
@@ -21,8 +21,9 @@ sys.path.insert(0, str(HERE.parents[1]))
 from tests.null_gpu.build import build, environment  # noqa: E402
 from tests.null_gpu.variants import VARIANTS, Variant  # noqa: E402
 
-RECORDED, BEFORE = HERE / "recorded.json", HERE / "before.json"
+RECORDED, BEFORE, PAGE = HERE / "recorded.json", HERE / "before.json", HERE.parents[1] / "docs/gpu.md"
 KEPT = ("allocated", "reserved", "launches", "collectives", "waits", "retries", "plan")
+COLUMNS = ["allocated", "plan", "reserved", "with expandable segments", "launches", "collectives", "waits", "retries"]
 EAGER_GIB, COMPILED_SHARE = 0.1, 0.01
 """Largest differences between a plan and the peak of allocated memory."""
 
@@ -49,7 +50,7 @@ def main() -> None:
             for variant in VARIANTS:
                 if options.only in variant.name:
                     keep(variant, measured(variant, environment(Path(folder))))
-    print(table())
+    PAGE.write_text(with_table(PAGE.read_text()))
 
 
 def measured(variant: Variant, environ: dict[str, str]) -> dict[str, Any]:
@@ -72,38 +73,43 @@ def keep(variant: Variant, found: dict[str, Any]) -> None:
     recorded[variant.name] = found
     ordered = {it.name: recorded[it.name] for it in VARIANTS if it.name in recorded}
     RECORDED.write_text(json.dumps(ordered, indent=1) + "\n")
-    print(row(variant.name, found), flush=True)
+    print(variant.name, *values_of(found), sep=" | ", flush=True)
 
 
 def table() -> str:
-    """The Markdown table of docs/gpu.md: each variant before and after."""
-    lines = ["| | allocated | reserved | plan | launches | collectives | waits | retries |", "|---" * 8 + "|"]
+    """Return the Markdown table of docs/gpu.md: each variant before and now. GiB, and counts of one step."""
     before, recorded = (json.loads(path.read_text()) for path in (BEFORE, RECORDED))
+    lines = [f"| {' | '.join(['config', *COLUMNS])} |", "|---" * (len(COLUMNS) + 1) + "|"]
     for variant in VARIANTS:
-        if variant.name in before:
-            lines.append(row(variant.name, before[variant.name]))
-        if variant.name in recorded:
-            lines.append(row("now" if variant.name in before else variant.name, recorded[variant.name]))
+        values = [values_of(it[variant.name]) for it in (before, recorded) if variant.name in it]
+        if values:
+            cells = [" → ".join(dict.fromkeys(column)) for column in zip(*values, strict=True)]
+            lines.append(f"| {' | '.join([variant.name, *cells])} |")
     return "\n".join(lines)
 
 
-def row(name: str, found: dict[str, Any]) -> str:
-    kinds: dict[str, int] = {}
+def with_table(page: str) -> str:
+    """Return the page with its table made again. The table is the lines from its header to the next empty line."""
+    start = page.index("| config |")
+    return page[:start] + table() + page[page.index("\n\n", start) :]
+
+
+def values_of(found: dict[str, Any]) -> list[str]:
+    """Return the cells of COLUMNS."""
+    counts: dict[str, int] = {}
     for kind, count in found["collectives"].items():
-        name_of_kind = kind.split()[0].rstrip(",")
-        kinds[name_of_kind] = kinds.get(name_of_kind, 0) + count
-    plan = f"{found['plan']['allocated']:.2f}" if "plan" in found else "-"
-    cells = (
-        name,
+        name = kind.split(",")[0].split()[0]
+        counts[name] = counts.get(name, 0) + count
+    return [
         f"{found['allocated']:.2f}",
-        f"{found['reserved']:.2f}, {found['reserved_expandable']:.2f}",
-        plan,
+        f"{found['plan']['allocated']:.2f}" if "plan" in found else "error",
+        f"{found['reserved']:.2f}",
+        f"{found['reserved_expandable']:.2f}",
         f"{found['launches']:,}",
-        ", ".join(f"{count} {kind}" for kind, count in kinds.items()),
-        sum(found["waits"].values()),
-        found["retries"],
-    )
-    return f"| {' | '.join(map(str, cells))} |"
+        " + ".join(str(counts.get(name, 0)) for name in ("all-gather", "reduce-scatter", "all-reduce")),
+        f"{sum(found['waits'].values())}",
+        f"{found['retries']}",
+    ]
 
 
 if __name__ == "__main__":
