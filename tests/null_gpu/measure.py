@@ -1,18 +1,18 @@
 """Memory, launches, collectives and waits of one training step, on a GPU that computes nothing.
 
     python measure.py llama3_8b --training.global_batch_size=16 --training.local_batch_size=2 --compile.enable
-    python measure.py llama3_70b --world=64 --expandable --top=20
-    python measure.py CONFIG [--world=8] [--steps=3] [--expandable] [--no-plan] [--top=N] [--waits] [--json]
+    python measure.py llama3_70b --world=64 --top=20
+    python measure.py CONFIG [--world=8] [--steps=3] [--no-expandable] [--no-plan] [--top=N] [--waits] [--json]
         [--section.key=value ...]
 
 The process is rank 0 of `world` ranks: NCCL's collectives return at once, so no other rank is needed. The config is a
 shipped one, or a path. It is built by titanlite's own steps, but for initial values, and makes `steps` steps to warm up
 and one that is counted. `plan` is the prediction for the same config, made in another process without a GPU.
 
-    --expandable  expandable segments in PyTorch's caching allocator
-    --top=N       the N most frequent kernels, and all other events
-    --json        one line of JSON, for record.py
-    --waits       a Python stack for each time the host waits for the device
+    --no-expandable  PyTorch's own setting of the caching allocator, not titanlite's
+    --top=N          the N most frequent kernels, and all other events
+    --json           one line of JSON, for record.py
+    --waits          a Python stack for each time the host waits for the device
 """
 
 import argparse
@@ -37,7 +37,7 @@ def main() -> None:
     parser.add_argument("config")
     parser.add_argument("--world", type=int, default=8)
     parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("--expandable", action="store_true")
+    parser.add_argument("--no-expandable", dest="expandable", action="store_false")
     parser.add_argument("--no-plan", dest="plan", action="store_false")
     parser.add_argument("--only-plan", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--top", type=int, default=0)
@@ -50,7 +50,9 @@ def main() -> None:
         return
     plan = start_plan(options.config, overrides, options.world) if options.plan else None
     if options.expandable:
-        os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
+        from titanlite.runtime.allocator import use_expandable_segments
+
+        use_expandable_segments(os.environ)
     found = measure(options.config, overrides, world_size=options.world, steps=options.steps, waits=options.waits)
     found = {"name": options.name or " ".join([options.config, *overrides]), "expandable": options.expandable, **found}
     if plan:
@@ -200,7 +202,7 @@ def report(found: dict[str, Any], top: int) -> None:
     predicted = f"{plan['allocated']:.2f}" if plan else found.get("plan_error", "-")
     if "reserved" in plan:
         predicted += f" / {plan['reserved']:.2f}"
-    print(found["name"] + (", expandable segments" if found["expandable"] else ""))
+    print(found["name"] + ("" if found["expandable"] else ", no expandable segments"))
     print(
         f"allocated {found['allocated']:.2f} GiB, reserved {found['reserved']:.2f}, plan {predicted}; "
         f"launches {found['launches']:,}, waits {sum(found['waits'].values())}, allocator retries {found['retries']} "
