@@ -16,7 +16,7 @@ from titanlite.models.base import Model
 from titanlite.observer import StepObserver
 from titanlite.optim import update
 from titanlite.optim.in_backward import InBackward
-from titanlite.optim.norm import gradient_norms
+from titanlite.optim.norm import gradient_norms, joined
 from titanlite.runtime.dtensor import count_replicas
 from titanlite.runtime.private_torch import local_tensor, scale_in_place
 
@@ -203,4 +203,5 @@ def sums_of_squares(
 def clip(gradients: Sequence[Tensor], *, norm: Tensor, max_norm: float) -> None:
     """Scale gradients of a global L2 norm in place, so that the norm is at most max_norm."""
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    scale_in_place(gradients, factor.to(gradients[0].device))
+    # bfloat16 gradients are scaled one by one: a bfloat16 factor, which one kernel for all needs, would be inexact.
+    scale_in_place(joined(gradients), factor.to(gradients[0].device))

@@ -16,8 +16,11 @@ from titanlite.config.schema import Optimizer
 from titanlite.optim import build_optimizer, update
 from titanlite.optim.combined import optimizers_in
 from titanlite.optim.muon import Muon, newton_schulz
-from titanlite.optim.rounding import SlicedAdamW, round_stochastically
+from titanlite.optim.norm import joined
+from titanlite.optim.rounding import SlicedAdamW, pick_kernel, round_stochastically
 from titanlite.runtime.hash_random import random_bits
+from titanlite.runtime.private_torch import fused_adamw_
+from titanlite.step import clip
 
 STEPS = 5
 
@@ -69,6 +72,86 @@ def test_bfloat16_follows_float32_on_average() -> None:
     state = optimizer.state[weight]
     assert state["exp_avg"].dtype == state["exp_avg_sq"].dtype == torch.bfloat16
     assert state["exp_avg_sq"].float().mean().item() == pytest.approx(1 - 0.999**steps, rel=0.02)
+
+
+def update_on_cpu(
+    weight: torch.Tensor, gradient: torch.Tensor, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor, *,
+    corrections: torch.Tensor, number: int, skip: torch.Tensor, salt: int, first: int, **options: Any,
+) -> None:  # fmt: skip
+    """Update one tensor as the Triton kernel does it, by PyTorch's operators."""
+    step = corrections[0, number].clone()
+    beta1, beta2 = options["betas"]
+    assert torch.equal(corrections[1:, number], torch.stack([1 - beta1**step, (1 - beta2**step).sqrt()]))
+    if skip:
+        return
+    weights, mean, square = kept = weight, exp_avg, exp_avg_sq
+    new = [tensor.float() for tensor in (weights, gradient, mean, square)]
+    fused_adamw_(*new, step=step, found_inf=None, **options)
+    del new[1]
+    bits = random_bits(step.long() + salt, torch.arange(first, first + len(weight)))
+    for place, (old, value) in enumerate(zip(kept, new, strict=True)):
+        old.copy_(round_stochastically(value, bits >> 16 * place) if old.dtype == torch.bfloat16 else value)
+
+
+def test_a_kernel_gets_what_slices_are_computed_from() -> None:
+    """Weights, moments and steps are the same bits, also after a skipped step and where a parameter has no gradient."""
+    by_slices, by_kernel = toy(torch.bfloat16), toy(torch.bfloat16)
+    config = section('lr = 0.1\nstate_dtype = "bfloat16"')
+    sliced = build_optimizer(by_slices, config, seed=3)
+    kernel = build_optimizer(by_kernel, config, seed=3, pick_kernel=lambda device: update_on_cpu)
+    for step, skip in enumerate([False, True, False, False]):
+        for model, optimizer in ((by_slices, sliced), (by_kernel, kernel)):
+            gradients(model, step)
+            model.bias.grad = None if step == 0 else model.bias.grad
+            update(optimizer, skip=torch.tensor(skip))
+    for one, two in zip(by_slices.parameters(), by_kernel.parameters(), strict=True):
+        assert torch.equal(one, two)
+        assert all(torch.equal(value, kernel.state[two][name]) for name, value in sliced.state[one].items())
+    assert [kernel.state[it]["step"].item() for it in by_kernel.parameters()] == [3, 2]
+
+
+def test_no_kernel_is_picked_on_a_cpu() -> None:
+    assert pick_kernel(torch.device("cpu")) is None
+
+
+def test_gradients_that_follow_each_other_in_memory_are_joined() -> None:
+    flat, other = torch.arange(30.0), torch.arange(4.0)
+    parts = [flat[0:6].view(2, 3), flat[6:8], flat[8:8], flat[9:13], other, flat[13:21].view(2, 4).t(), flat[21:22]]
+    found = joined(parts)
+    assert [it.flatten().tolist() for it in found] == [
+        [0, 1, 2, 3, 4, 5, 6, 7], [9, 10, 11, 12], [0, 1, 2, 3], [13, 17, 14, 18, 15, 19, 16, 20], [21]
+    ]  # fmt: skip
+    for part in found:
+        part += 100
+    assert flat.tolist() == [*range(100, 108), 8, *range(109, 122), *range(22, 30)]
+
+
+def test_bfloat16_gradients_of_a_unit_are_clipped_as_one_tensor() -> None:
+    """Each element is multiplied by the float32 factor, and rounded once."""
+    flat = torch.linspace(-3, 3, 1000).to(torch.bfloat16)
+    gradients = [part.clone() for part in flat.split(100)]
+    together = flat.clone()
+    with CountOperators() as counted:
+        clip(together.split(100), norm=torch.tensor(7.0), max_norm=1.0)
+    factor = 1.0 / (torch.tensor(7.0) + 1e-6)
+    assert torch.equal(together, torch.cat([(part.float() * factor).bfloat16() for part in gradients]))
+    assert counted.names.count("aten._foreach_mul_.Tensor") == 1
+    assert counted.sizes == [1000]
+
+
+class CountOperators(TorchDispatchMode):
+    """Names of the operators that run, and sizes of the tensors that `_foreach_mul_` gets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+        self.sizes: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(func))
+        if "_foreach_mul_" in str(func):
+            self.sizes += [tensor.numel() for tensor in args[0]]
+        return func(*args, **(kwargs or {}))
 
 
 def test_rounding_is_right_on_average_and_exact_where_it_can_be() -> None:

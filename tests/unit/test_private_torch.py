@@ -40,6 +40,7 @@ from titanlite.runtime.private_torch import (
     ATTENTION_OPERATORS,
     MemoryFormat,
     StorageInfo,
+    add_in_place,
     call_after_backward,
     compile_seconds,
     compiled_graphs,
@@ -96,6 +97,12 @@ def test_foreach_norms() -> None:
     found = foreach_norms(tensors, dtype=torch.float32)
     assert [norm.dtype for norm in found] == [torch.float32] * 2
     assert torch.stack(found).tolist() == [5.0, 2.0]
+
+
+def test_add_in_place() -> None:
+    tensors = [torch.tensor(1.0), torch.tensor(2.0)]
+    add_in_place(tensors, torch.tensor(0.5))
+    assert torch.stack(tensors).tolist() == [1.5, 2.5]
 
 
 def test_only_fused_optimizers_read_found_inf() -> None:

@@ -1,5 +1,6 @@
 """The optimizer of a run, built from [optimizer]: several classes may update different parameters."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,15 +13,23 @@ from titanlite.optim.combined import CombinedOptimizer, update
 from titanlite.optim.groups import ParameterGroup, parameter_groups
 from titanlite.optim.quantized import block_size_of, check_shards
 from titanlite.optim.registry import accepts, constructor_options, find_optimizer_cls
-from titanlite.optim.rounding import SlicedAdamW
+from titanlite.optim.rounding import SlicedAdamW, UpdateKernel, pick_kernel
 from titanlite.runtime.disk import DiskTensors
 from titanlite.runtime.errors import UserError
+from titanlite.runtime.private_torch import local_tensor
+
+PickKernel = Callable[[torch.device], UpdateKernel | None]
 
 __all__ = ["build_optimizer", "check_optimizer", "set_learning_rate", "update"]
 
 
 def build_optimizer(
-    model: nn.Module, config: Optimizer, *, seed: int, disk: DiskTensors | None = None
+    model: nn.Module,
+    config: Optimizer,
+    *,
+    seed: int,
+    disk: DiskTensors | None = None,
+    pick_kernel: PickKernel = pick_kernel,
 ) -> torch.optim.Optimizer:
     """Build the optimizer that the config names; several classes become one `CombinedOptimizer`.
 
@@ -29,6 +38,7 @@ def build_optimizer(
     Args:
         seed: for stochastic rounding.
         disk: holds parameters or moments. None: they are in memory.
+        pick_kernel: returns the kernel of `SlicedAdamW` for parameters on a device.
 
     Raises:
         UserError: a name is unknown, or the groups do not fit the model.
@@ -36,12 +46,17 @@ def build_optimizer(
     by_class: dict[tuple[str, str], list[ParameterGroup]] = {}
     for group in parameter_groups(config, {name: p for name, p in unique_parameters(model) if p.requires_grad}):
         by_class.setdefault((group.name, repr(sorted(group.args.items()))), []).append(group)
-    optimizers = [_build(groups, config, seed=seed, disk=disk) for groups in by_class.values()]
+    optimizers = [_build(groups, config, seed=seed, disk=disk, pick_kernel=pick_kernel) for groups in by_class.values()]
     return optimizers[0] if len(optimizers) == 1 else CombinedOptimizer(optimizers)
 
 
 def _build(
-    groups: list[ParameterGroup], config: Optimizer, *, seed: int, disk: DiskTensors | None
+    groups: list[ParameterGroup],
+    config: Optimizer,
+    *,
+    seed: int,
+    disk: DiskTensors | None,
+    pick_kernel: PickKernel,
 ) -> torch.optim.Optimizer:
     """Build the optimizer of groups that differ in learning rate and weight decay only."""
     optimizer_cls = find_optimizer_cls(groups[0].name)
@@ -60,7 +75,10 @@ def _build(
     is_float32 = state_dtype == torch.float32 and all(p.dtype == torch.float32 for p in parameters.values())
     if optimizer_cls is torch.optim.AdamW and (disk or not is_float32):
         del options["fused"]
-        return SlicedAdamW(param_groups, parameters, state_dtype=state_dtype, seed=seed, disk=disk, **options)
+        kernel = None if disk else pick_kernel(local_tensor(next(iter(parameters.values()))).device)
+        return SlicedAdamW(
+            param_groups, parameters, state_dtype=state_dtype, seed=seed, disk=disk, kernel=kernel, **options
+        )
     if (block_size := block_size_of(optimizer_cls, options)) is not None:
         for name, parameter in parameters.items():
             check_shards(name, parameter, block_size)

@@ -1,7 +1,12 @@
-"""AdamW (arXiv:1711.05101) slice by slice: weights and moments in float32 or bfloat16, in memory or on disk."""
+"""AdamW (arXiv:1711.05101) with weights and moments in float32 or bfloat16, in memory or on disk.
 
-from collections.abc import Callable, Mapping
-from typing import Any
+PyTorch's operators update a slice at a time. On GPUs with Triton, one kernel updates a whole tensor.
+"""
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from importlib.util import find_spec
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -9,7 +14,9 @@ from torch import Tensor, nn
 from titanlite.runtime.disk import DiskTensors
 from titanlite.runtime.dtensor import GlobalIndices, from_local_like
 from titanlite.runtime.hash_random import random_bits, salt
-from titanlite.runtime.private_torch import fused_adamw_, local_tensor
+from titanlite.runtime.private_torch import add_in_place, fused_adamw_, local_tensor
+
+logger = logging.getLogger(__name__)
 
 SLICE = 2**24
 """Elements that `SlicedAdamW` updates at a time. Its memory beside the state is a few times this."""
@@ -18,10 +25,32 @@ DISK_SLICE = 2**21
 that results do not depend on it."""
 
 
+class UpdateKernel(Protocol):
+    """Update of one tensor in one launch: `rounding_kernel.update`, where the arguments are described."""
+
+    def __call__(
+        self,
+        weight: Tensor,
+        gradient: Tensor,
+        exp_avg: Tensor,
+        exp_avg_sq: Tensor,
+        *,
+        corrections: Tensor,
+        number: int,
+        skip: Tensor,
+        salt: int,
+        first: int,
+        lr: float,
+        betas: tuple[float, float],
+        eps: float,
+        weight_decay: float,
+    ) -> None: ...
+
+
 class SlicedAdamW(torch.optim.Optimizer):
     """AdamW on weights and moments that may be bfloat16, or on another device than the gradients.
 
-    It computes a slice at a time, in float32 where the gradient is, and rounds bfloat16 results stochastically.
+    It computes in float32 where the gradient is, and rounds bfloat16 results stochastically.
     Rounding to nearest would lose every update below 1/512 of a value. Rounding up with the probability of what would
     be lost keeps updates right on average (arXiv:2010.06192). The random bits are a hash of (seed, name, step, index
     in the whole tensor): the same on every layout and after a resume.
@@ -31,6 +60,8 @@ class SlicedAdamW(torch.optim.Optimizer):
         state_dtype: dtype of the two moments.
         disk: holds weights or moments. Moments on disk are allocated at once, others at the first step. None: all are
             in memory.
+        kernel: updates tensors whose part on this rank is one run of elements of the whole tensor. None: PyTorch's
+            operators update slices.
     """
 
     _step_supports_amp_scaling = True  # `reads_found_inf`
@@ -43,10 +74,12 @@ class SlicedAdamW(torch.optim.Optimizer):
         state_dtype: torch.dtype,
         seed: int,
         disk: DiskTensors | None = None,
+        kernel: UpdateKernel | None = None,
         **options: Any,
     ) -> None:
         super().__init__(groups, options)
         self.state_dtype = state_dtype
+        self.kernel = kernel
         self.round = round_stochastically
         """Rounding of float32 values to bfloat16, given random bits."""
         self._origins = {p: (salt(f"{seed}/{name}"), GlobalIndices(p)) for name, p in parameters.items()}
@@ -63,23 +96,55 @@ class SlicedAdamW(torch.optim.Optimizer):
         assert closure is None
         skip = getattr(self, "found_inf", None)
         for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
+            parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
+            for parameter in parameters:
+                if not self.state[parameter]:
+                    mean, square = (torch.zeros_like(parameter, dtype=self.state_dtype) for _ in range(2))
+                    self._set_state(parameter, mean, square)
+            by_kernel = [parameter for parameter in parameters if self._is_for_kernel(parameter)]
+            if self.kernel and by_kernel:
+                self._update_by_kernel(self.kernel, by_kernel, group, skip)
+            for parameter in parameters:
+                if not self._is_for_kernel(parameter):
                     self._update(parameter, group, skip)
+
+    def _is_for_kernel(self, parameter: nn.Parameter) -> bool:
+        return self.kernel is not None and self._origins[parameter][1].first is not None
 
     def _set_state(self, parameter: nn.Parameter, mean: Tensor, square: Tensor) -> None:
         step = torch.zeros((), device=local_tensor(parameter).device)
         self.state[parameter] = {"step": step, "exp_avg": mean, "exp_avg_sq": square}
 
-    def _update(self, parameter: nn.Parameter, group: dict[str, Any], skip: Tensor | None) -> None:
-        if not self.state[parameter]:
-            mean, square = (torch.zeros_like(parameter, dtype=self.state_dtype) for _ in range(2))
-            self._set_state(parameter, mean, square)
+    def _update_by_kernel(
+        self, kernel: UpdateKernel, parameters: Sequence[nn.Parameter], group: dict[str, Any], skip: Tensor | None
+    ) -> None:
+        """Update parameters of a group, in one launch each. The scalars of all are computed together."""
+        steps = [self.state[parameter]["step"] for parameter in parameters]
+        step = torch.stack(steps) + 1
+        beta1, beta2 = group["betas"]
+        corrections = torch.stack([step, 1 - beta1**step, (1 - beta2**step).sqrt()])
+        skip = torch.zeros_like(step[0]) if skip is None else skip
+        for number, parameter in enumerate(parameters):
+            name_salt, indices = self._origins[parameter]
+            assert indices.first is not None
+            kernel(
+                *self._flat(parameter), corrections=corrections, number=number, skip=skip, salt=name_salt,
+                first=indices.first, lr=group["lr"], betas=group["betas"], eps=group["eps"],
+                weight_decay=group["weight_decay"],
+            )  # fmt: skip
+        add_in_place(steps, 1 - skip)
+
+    def _flat(self, parameter: nn.Parameter) -> list[Tensor]:
+        """Return this rank's part of a weight, its gradient and its moments, each with one dimension."""
         state = self.state[parameter]
-        state["step"] += 1
         assert parameter.grad is not None
         tensors = (parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"])
-        flat = [local_tensor(tensor).view(-1) for tensor in tensors]
+        return [local_tensor(tensor).view(-1) for tensor in tensors]
+
+    def _update(self, parameter: nn.Parameter, group: dict[str, Any], skip: Tensor | None) -> None:
+        state = self.state[parameter]
+        state["step"] += 1
+        flat = self._flat(parameter)
         name_salt, indices = self._origins[parameter]
         size = DISK_SLICE if self._disk else SLICE
         for start in range(0, len(flat[0]), size):
@@ -102,6 +167,21 @@ class SlicedAdamW(torch.optim.Optimizer):
                 self._disk.changed(weight, mean, square)
         if skip is not None:
             state["step"] -= skip
+
+
+def pick_kernel(device: torch.device) -> UpdateKernel | None:
+    """Return the Triton kernel where it starts: on GPUs, with Triton and the C compiler that Triton needs."""
+    if device.type != "cuda" or find_spec("triton") is None:
+        return None
+    from titanlite.optim.rounding_kernel import try_update, update
+
+    try:
+        try_update(device)
+    except Exception as error:  # of Triton, of the compiler or of the driver; PyTorch's operators do without them
+        reason = " ".join(str(error).split())
+        logger.warning("Triton does not start, so that bfloat16 states take about 70 launches a tensor: %s", reason)
+        return None
+    return update
 
 
 def round_stochastically(values: Tensor, bits: Tensor) -> Tensor:

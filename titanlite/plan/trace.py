@@ -36,9 +36,7 @@ from titanlite.plan.private_torch import (
 )
 from titanlite.plan.recorder import Recorder
 from titanlite.runtime.errors import UserError
-from titanlite.runtime.private_torch import (
-    observe_fsdp,
-)
+from titanlite.runtime.private_torch import fused_adamw_, observe_fsdp
 from titanlite.step import train_step
 
 MICRO_BATCHES = 2
@@ -134,7 +132,11 @@ def _record(config: Config, model: Model, mesh: DeviceMesh, kernels: Kernels, st
             recorder.label((p for _, p in unique_parameters(model)), "parameters")
             with without_fake_tensors():  # some optimizers read their part of a mesh, which is not fake
                 check_optimizer(config.optimizer, None, dtype=config.training.dtype)  # some allocate tables, once
-                optimizer: Any = _TracedOptimizer(build_optimizer(model, config.optimizer, seed=0), recorder)
+                on_gpu = isinstance(kernels, GpuKernels) and not config.training.enable_cpu_offload
+                built = build_optimizer(
+                    model, config.optimizer, seed=0, pick_kernel=lambda _: _update_as_one if on_gpu else None
+                )
+                optimizer: Any = _TracedOptimizer(built, recorder)
             with recorder.category("other"):
                 _fill_states(optimizer, one_by_one=config.optimizer.in_backward)
                 batches = _batches(config, data_parallel_rank(mesh)[1])
@@ -158,6 +160,16 @@ def _record(config: Config, model: Model, mesh: DeviceMesh, kernels: Kernels, st
                 )
             recorder.phase("end")
     return recorder
+
+
+def _update_as_one(
+    weight: Tensor, gradient: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, *, corrections: Tensor, **values: Any
+) -> None:
+    """Stand for the Triton kernel of `SlicedAdamW`: one kernel that reads and writes the same tensors."""
+    fused_adamw_(
+        weight, gradient, exp_avg, exp_avg_sq, step=corrections[0, 0], found_inf=None, lr=values["lr"],
+        betas=values["betas"], eps=values["eps"], weight_decay=values["weight_decay"],
+    )  # fmt: skip
 
 
 class _TracedOptimizer:

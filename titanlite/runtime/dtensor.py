@@ -6,7 +6,7 @@ from itertools import product
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
 
 
@@ -100,15 +100,15 @@ class GlobalIndices:
         are_whole = all(len(index) == size for index, size in zip(others, tensor.shape[1:], strict=True))
         first = int(rows[0]) if len(rows) else 0
         is_run = are_whole and torch.equal(rows, torch.arange(first, first + len(rows), device=rows.device))
-        self._first = first * strides[0] if is_run else None
-        """Index of the first element, where the part is one run of elements: sharded by rows, or whole."""
+        self.first = first * strides[0] if is_run else None
+        """Index of the first element, where the part is one run of elements: sharded by rows, or whole. Else None."""
         self._by_dim = [] if is_run else [index * stride for index, stride in zip(by_dim, strides, strict=True)]
         """Elsewhere, what each position along each dimension adds to the index."""
 
     def __call__(self, start: int, count: int, device: torch.device) -> Tensor:
         """Return int64 [count]: the indices of the elements [start, start + count) of this rank's part."""
-        if self._first is not None:
-            return torch.arange(self._first + start, self._first + start + count, device=device)
+        if self.first is not None:
+            return torch.arange(self.first + start, self.first + start + count, device=device)
         local = torch.arange(start, start + count, device=device)
         indices = torch.zeros_like(local)
         for along_dim in reversed(self._by_dim):
@@ -122,6 +122,12 @@ def _indices_along(tensor: Tensor, dim: int) -> Tensor:
     indices = torch.arange(tensor.shape[dim])
     if not isinstance(tensor, DTensor):
         return indices
-    placements = [it if sharded_dim(it) == dim else Replicate() for it in tensor.placements]
+    mesh, placements = tensor.device_mesh, [it if sharded_dim(it) == dim else Replicate() for it in tensor.placements]
+    if all(type(it) in (Shard, Replicate) for it in placements):  # no need of the mesh's device
+        for axis, placement in enumerate(placements):
+            if isinstance(placement, Shard):
+                sizes = chunk_sizes(len(indices), mesh.size(axis))
+                indices = indices.split(sizes)[mesh.get_local_rank(axis)]
+        return indices
     shaped = indices.view([-1 if other == dim else 1 for other in range(tensor.ndim)])
-    return distribute_tensor(shaped, tensor.device_mesh, placements, src_data_rank=None).to_local().flatten()
+    return distribute_tensor(shaped, mesh, placements, src_data_rank=None).to_local().flatten()

@@ -7,6 +7,9 @@ from torch import Tensor
 
 BITS = 48
 """Random bits of each index."""
+MULTIPLIER = -7046029254386353131
+ROUNDS = (30, -4658895280553007687), (27, -7723592293110705685)
+"""Shifts and factors of splitmix64's finalizer, as signed numbers."""
 
 
 def salt(text: str) -> int:
@@ -23,7 +26,7 @@ def random_bits(salt: int | Tensor, indices: Tensor) -> Tensor:
     Returns:
         int64 of the same shape, from 0 to 2^48 - 1.
     """
-    x = indices * -7046029254386353131 + salt
-    for shift, factor in ((30, -4658895280553007687), (27, -7723592293110705685)):
+    x = indices * MULTIPLIER + salt
+    for shift, factor in ROUNDS:
         x = (x ^ ((x >> shift) & ((1 << (64 - shift)) - 1))) * factor
     return (x >> 16) & ((1 << BITS) - 1)

@@ -121,6 +121,14 @@ def fused_adamw_(
     )  # fmt: skip
 
 
+def add_in_place(tensors: Sequence[Tensor], value: Tensor) -> None:
+    """Add a tensor to many tensors, in few kernels.
+
+    The host would wait for the value if it were given once, for all of them.
+    """
+    torch._foreach_add_(list(tensors), [value] * len(tensors))
+
+
 # FSDP2
 
 
