@@ -6,7 +6,8 @@ replaces what CPUs compute badly. The planner derives its own, which trace a GPU
 """
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cached_property
 
 import torch
 import torch.nn.functional as F
@@ -14,12 +15,34 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from titanlite.models.attention import AttentionMask, Boundaries, Documents, additive_mask
+from titanlite.models.cross_entropy import LabelSoftmax, label_softmax, label_softmax_in_place
 from titanlite.models.grouped import loop_over_groups
-from titanlite.runtime.private_torch import mark_dynamic
+from titanlite.runtime.private_torch import adds_float32_matmul, mark_dynamic
+
+CHUNK_BYTES = 2**28
+"""Size of the float32 logits of a chunk on a CPU: 512 tokens of a vocabulary of 131,072."""
+GPU_CHUNK_BYTES = 2**30
+"""Size of the float32 logits of a chunk on a GPU. Each chunk reads and writes the weight's float32 gradient once."""
+GPU_TILE = 128
+"""Tokens in a tile of a GPU's matmul: chunks are multiples of it."""
 
 
 class Kernels:
-    """PyTorch's own operators. Shape suffixes: see `models/layers.py`."""
+    """PyTorch's own operators. Shape suffixes: see `models/layers.py`; C the tokens of a chunk of the loss.
+
+    Args:
+        compiles: whether the loss compiles its elementwise work, on a GPU.
+        chunk_bytes: size of the float32 logits that the loss holds at once. Default: `GPU_CHUNK_BYTES` on a GPU, else
+            `CHUNK_BYTES`.
+    """
+
+    def __init__(self, *, compiles: bool = False, chunk_bytes: int | None = None) -> None:
+        self.compiles = compiles
+        self.chunk_bytes = chunk_bytes
+
+    def is_gpu(self, device: torch.device) -> bool:
+        """Return True if tensors of a device are computed on a GPU."""
+        return device.type == "cuda"
 
     def matmul_dtype(self, x: Tensor) -> torch.dtype:
         """Compute dtype of the operands of a matmul. Sums are float32 either way."""
@@ -55,7 +78,7 @@ class Kernels:
     def has_packed_attention(self, device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
         """Return True if PyTorch's flash attention of variable length runs. It needs an NVIDIA GPU from Ampere on, half
         precision, and for grouped queries torch 2.12, which its arguments show."""
-        if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16) or head_dim % 8 or head_dim > 256:
+        if not self.is_gpu(device) or dtype not in (torch.bfloat16, torch.float16) or head_dim % 8 or head_dim > 256:
             return False
         # Fake tensors can be on a device that this machine does not have.
         if not torch.cuda.is_available() or torch.version.hip or torch.cuda.get_device_capability(device) < (8, 0):
@@ -71,7 +94,34 @@ class Kernels:
     def logits_dtype(self, hidden_TD: Tensor) -> torch.dtype:
         """Dtype of the operands that make the logits. CPUs cannot sum bfloat16 operands into a float32 result, and
         rounded logits would show in the loss."""
-        return hidden_TD.dtype if hidden_TD.is_cuda else torch.float32
+        return hidden_TD.dtype if self.is_gpu(hidden_TD.device) else torch.float32
+
+    def loss_chunk(self, tokens: int, vocabulary: int, device: torch.device) -> int:
+        """Number of tokens whose logits the loss holds at once.
+
+        On a GPU the chunks of a batch have equal sizes, rounded up to the `GPU_TILE` tokens of a matmul's tile.
+        """
+        tile, limit = (GPU_TILE, GPU_CHUNK_BYTES) if self.is_gpu(device) else (1, CHUNK_BYTES)
+        largest = max(1, (self.chunk_bytes or limit) // (4 * vocabulary * tile)) * tile
+        if tile == 1:
+            return largest
+        chunks = -(-tokens // largest)
+        return -(-tokens // (chunks * tile)) * tile
+
+    def label_softmax(
+        self, logits_CV: Tensor, labels_C: Tensor, valid_C: Tensor, *, z_loss: float, dtype: torch.dtype | None
+    ) -> LabelSoftmax:
+        """Softmax of float32 logits and the gradient of the loss. The logits are lost.
+
+        The arguments are those of `models.cross_entropy.label_softmax_in_place`.
+        """
+        if self.compiles and self.is_gpu(logits_CV.device):
+            return self._compiled_label_softmax(logits_CV, labels_C, valid_C, z_loss=z_loss, dtype=dtype)
+        return label_softmax_in_place(logits_CV, labels_C, valid_C, z_loss=z_loss, dtype=dtype)
+
+    @cached_property
+    def _compiled_label_softmax(self) -> Callable[..., LabelSoftmax]:
+        return torch.compile(label_softmax, fullgraph=True, dynamic=False)
 
     def float32_mm(self, a: Tensor, b: Tensor) -> Tensor:
         """a @ b in float32: from bfloat16 operands without a rounding in between, where the device can do that."""
@@ -81,9 +131,20 @@ class Kernels:
             return torch.mm(a, b, out_dtype=torch.float32)
         return (a @ b).float()
 
+    def add_matmul(self, total: Tensor, a: Tensor, b: Tensor) -> None:
+        """total += a @ b in place, for a float32 total. Without a kernel for that, it allocates up to CHUNK_BYTES."""
+        if a.dtype == torch.float32:
+            total.addmm_(a, b)
+        elif self.has_float32_output(a.device) and adds_float32_matmul():
+            torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
+        else:
+            rows = max(1, (self.chunk_bytes or CHUNK_BYTES) // (4 * b.shape[1]))
+            for start in range(0, len(total), rows):
+                total[start : start + rows] += self.float32_mm(a[start : start + rows], b)
+
     def has_float32_output(self, device: torch.device) -> bool:
         """Return True if a matmul of bfloat16 operands can return the float32 in which its sums are computed."""
-        return device.type == "cuda" and not torch.version.hip
+        return self.is_gpu(device) and not torch.version.hip
 
     def adapt_fsdp(self, units: Sequence[FSDPModule], *, shard_degree: int, reduces_in_backward: bool) -> None:
         """Change how FSDP communicates, before prefetch depths are set. NCCL needs no change.

@@ -1,6 +1,8 @@
 """Same config, any layout: same weights, same samples, same losses."""
 
 from collections import Counter
+from dataclasses import replace
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -12,9 +14,10 @@ from torch.utils._pytree import tree_leaves
 
 from tests.helpers import TinyRun, run_in_turn
 from tests.layouts import LAYOUTS, built, degrees, on_every_layout, one_step, trained, whole
-from titanlite import loss as loss_module
 from titanlite.batch import IGNORE
 from titanlite.config.schema import Config
+from titanlite.cpu.kernels import CpuKernels
+from titanlite.loss import token_loss
 from titanlite.metrics.run_summary import types_of
 from titanlite.step import train_step
 
@@ -105,8 +108,8 @@ def accumulated_gradients(rank: int, world_size: int, config: Config) -> dict[st
 
     On several ranks the loss takes 7 tokens at a time, on one rank all of them.
     """
-    if world_size > 1:
-        loss_module.CHUNK_BYTES = 4 * 259 * 7
+    chunk_bytes = 4 * 259 * 7 if world_size > 1 else None
+    loss_function = partial(token_loss, kernels=CpuKernels(chunk_bytes=chunk_bytes))
     run = built(rank, world_size, config)
     batches = list(islice(run.batches, run.accumulation))
     for number, batch in enumerate(batches):
@@ -121,7 +124,9 @@ def accumulated_gradients(rank: int, world_size: int, config: Config) -> dict[st
             kept[name] = whole(parameter.grad).numpy()
 
     run.optimizer.register_step_pre_hook(keep)
-    step = train_step(run.model, batches, optimizer=run.optimizer, group=run.group, max_norm=0.0)
+    step = train_step(
+        run.model, batches, optimizer=run.optimizer, group=run.group, max_norm=0.0, loss_function=loss_function
+    )
     return {"loss": np.array(float(step.loss)), "grad_norm": np.array(float(step.grad_norm)), **kept}
 
 
@@ -170,8 +175,8 @@ def collectives_of_a_step(rank: int, world_size: int, config: Config) -> Collect
 
     The loss takes 16 tokens at a time.
     """
-    loss_module.CHUNK_BYTES = 4 * 259 * 16
-    run = built(rank, world_size, config)
+    small_chunks = partial(token_loss, kernels=CpuKernels(chunk_bytes=4 * 259 * 16))
+    run = replace(built(rank, world_size, config), loss_function=small_chunks)
     one_step(run)
     forward: Counter[str] = Counter()
     with CollectiveCounter() as counter:

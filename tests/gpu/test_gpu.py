@@ -206,32 +206,33 @@ def test_documents_train_by_every_technique(tiny: TinyRun) -> None:
         assert train(tiny, name, *steps, *options) == pytest.approx(plain, rel=0.02), name
 
 
-def test_the_loss_on_the_gpu_is_cross_entropy() -> None:
-    """float32 logits from bfloat16 operands, in chunks, with and without a z-loss."""
+@pytest.mark.parametrize("vocabulary", [999, 128_256])
+@pytest.mark.parametrize("z_loss", [0.0, 1e-2])
+@pytest.mark.parametrize("compiles", [False, True])
+def test_the_loss_on_the_gpu_is_cross_entropy(compiles: bool, z_loss: float, vocabulary: int) -> None:
+    """float32 logits from bfloat16 operands, in chunks of 128 tokens, some of which do not count."""
     import torch
     from torch.nn import functional as F
 
-    from titanlite import loss as loss_module
+    from titanlite.batch import IGNORE
+    from titanlite.kernels import Kernels
+    from titanlite.loss import token_loss
 
     generator = torch.Generator("cuda").manual_seed(0)
     hidden = torch.randn(2, 300, 64, generator=generator, device="cuda").bfloat16().requires_grad_()
-    weight = torch.randn(999, 64, generator=generator, device="cuda").mul_(0.1).bfloat16().requires_grad_()
-    labels = torch.randint(0, 999, (2, 300), generator=generator, device="cuda")
+    weight = torch.randn(vocabulary, 64, generator=generator, device="cuda").mul_(0.1).bfloat16().requires_grad_()
+    labels = torch.randint(0, vocabulary, (2, 300), generator=generator, device="cuda")
+    labels[0, :9] = IGNORE
     logits = F.linear(hidden.float(), weight.float()).flatten(0, 1)
-    chunk = loss_module.CHUNK_BYTES
-    for z_loss in (0.0, 1e-2):
-        nats = F.cross_entropy(logits, labels.flatten(), reduction="sum")
-        total = nats + z_loss * logits.logsumexp(1).square().sum()
-        expected = torch.autograd.grad(total, [hidden, weight], retain_graph=True)
-        try:
-            loss_module.CHUNK_BYTES = 4 * 999 * 128
-            found = loss_module.token_loss(hidden, weight, labels_BL=labels, z_loss=z_loss)
-        finally:
-            loss_module.CHUNK_BYTES = chunk
-        assert found.cross_entropy.item() == pytest.approx(nats.item(), rel=1e-5)
-        assert found.total.item() == pytest.approx(total.item(), rel=1e-5)
-        for gradient, other in zip(torch.autograd.grad(found.total, [hidden, weight]), expected, strict=True):
-            assert (gradient - other).norm() < 2**-7 * other.norm()
+    nats = F.cross_entropy(logits, labels.flatten(), ignore_index=IGNORE, reduction="sum")
+    total = nats + z_loss * (logits.logsumexp(1).square() * (labels.flatten() != IGNORE)).sum()
+    expected = torch.autograd.grad(total, [hidden, weight])
+    kernels = Kernels(compiles=compiles, chunk_bytes=4 * vocabulary * 128)
+    found = token_loss(hidden, weight, labels_BL=labels, z_loss=z_loss, kernels=kernels)
+    assert found.cross_entropy.item() == pytest.approx(nats.item(), rel=1e-5)
+    assert found.total.item() == pytest.approx(total.item(), rel=1e-5)
+    for gradient, other in zip(torch.autograd.grad(found.total, [hidden, weight]), expected, strict=True):
+        assert (gradient - other).norm() < 2**-7 * other.norm()
 
 
 def steps_without_waiting(rank: int, world_size: int, config: Any) -> list[int]:

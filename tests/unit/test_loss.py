@@ -9,10 +9,13 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from titanlite import loss as loss_module
 from titanlite.batch import IGNORE
 from titanlite.cpu.kernels import CpuKernels
+from titanlite.kernels import Kernels
 from titanlite.loss import TokenLoss, token_loss
+from titanlite.models.cross_entropy import label_softmax, label_softmax_in_place
+from titanlite.plan.gpu_kernels import GpuKernels
+from titanlite.runtime.private_torch import FakeTensorMode
 
 VOCABULARY, TOKENS, DIM = 301, 66, 48
 
@@ -39,14 +42,11 @@ def plain(hidden: Tensor, weight: Tensor, labels: Tensor, z_loss: float) -> Toke
 @pytest.mark.parametrize(
     ("dtype", "hardware_bfloat16"), [(torch.float32, False), (torch.bfloat16, False), (torch.bfloat16, True)]
 )
-def test_it_is_cross_entropy(
-    monkeypatch: pytest.MonkeyPatch, chunk: int, z_loss: float, dtype: torch.dtype, hardware_bfloat16: bool
-) -> None:
-    monkeypatch.setattr(loss_module, "CHUNK_BYTES", 4 * VOCABULARY * chunk)
+def test_it_is_cross_entropy(chunk: int, z_loss: float, dtype: torch.dtype, hardware_bfloat16: bool) -> None:
     hidden, weight, labels = inputs(dtype)
     expected = plain(hidden, weight, labels, z_loss)
     expected_gradients = torch.autograd.grad(0.1 * expected.total, [hidden, weight])
-    kernels = CpuKernels(hardware_bfloat16=hardware_bfloat16)
+    kernels = CpuKernels(hardware_bfloat16=hardware_bfloat16, chunk_bytes=4 * VOCABULARY * chunk)
     found = token_loss(hidden, weight, labels_BL=labels, z_loss=z_loss, kernels=kernels)
     gradients = torch.autograd.grad(0.1 * found.total, [hidden, weight])
     assert found.total.dtype == found.cross_entropy.dtype == torch.float32
@@ -106,11 +106,119 @@ class LargestTensor(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("vocabulary", [1000, 4000, 16000])
-def test_logits_take_the_same_memory_whatever_the_vocabulary(monkeypatch: pytest.MonkeyPatch, vocabulary: int) -> None:
-    monkeypatch.setattr(loss_module, "CHUNK_BYTES", 4 * 32_000)
+def test_logits_take_the_same_memory_whatever_the_vocabulary(vocabulary: int) -> None:
+    kernels = CpuKernels(chunk_bytes=4 * 32_000)
     hidden = torch.randn(1, 64, 16, requires_grad=True)
     weight = torch.randn(vocabulary, 16, requires_grad=True)
     with LargestTensor(but=(vocabulary, 16)) as seen:
-        token_loss(hidden, weight, labels_BL=torch.randint(0, vocabulary, (1, 64))).total.backward()
+        labels = torch.randint(0, vocabulary, (1, 64))
+        token_loss(hidden, weight, labels_BL=labels, kernels=kernels).total.backward()
     assert seen.numel == 32_000
     assert seen.matmuls == 3 * 64 * vocabulary / 32_000  # as many as the plain loss has, for each chunk
+
+
+# Softmax and gradient of a chunk
+
+
+def chunk_inputs() -> tuple[Tensor, Tensor, Tensor]:
+    """Logits of 9 tokens, far from uniform; labels, the last of the vocabulary among them; two do not count."""
+    generator = torch.Generator().manual_seed(0)
+    logits = 4 * torch.randn(9, VOCABULARY, generator=generator)
+    labels = torch.randint(0, VOCABULARY, (9,), generator=generator)
+    labels[-1] = VOCABULARY - 1
+    return logits, labels, torch.tensor([1.0, 0, 1, 1, 1, 0, 1, 1, 1])
+
+
+def in_float64(logits: Tensor, labels: Tensor, valid: Tensor, z_loss: float) -> tuple[Tensor, Tensor, Tensor]:
+    wide = logits.double().requires_grad_()
+    log_z, label_logit = wide.logsumexp(1), wide[range(len(labels)), labels]
+    (((log_z - label_logit) + z_loss * log_z.square()) * valid).sum().backward()
+    assert wide.grad is not None
+    return log_z.detach(), label_logit.detach(), wide.grad
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, None], ids=str)
+@pytest.mark.parametrize(("compiled", "z_loss"), [(False, 0.0), (False, 1e-2), (True, 1e-2)])
+def test_softmax_and_gradient_of_a_chunk(compiled: bool, z_loss: float, dtype: torch.dtype | None) -> None:
+    """By the operators of eager training, and by the compiler, which makes a GPU's kernel of the same function."""
+    logits, labels, valid = chunk_inputs()
+    expected = in_float64(logits, labels, valid, z_loss)
+    function = torch.compile(label_softmax, fullgraph=True, dynamic=False) if compiled else label_softmax_in_place
+    found = function(logits, labels, valid, z_loss=z_loss, dtype=dtype)
+    torch.testing.assert_close(found.log_z_C, expected[0].float(), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(found.label_logit_C, expected[1].float(), rtol=0, atol=0)
+    if dtype is None:
+        assert found.d_logits_CV is None
+        return
+    assert found.d_logits_CV is not None
+    assert found.d_logits_CV.dtype == dtype
+    assert (found.d_logits_CV is logits) == (dtype == torch.float32) or compiled
+    assert (found.d_logits_CV.data_ptr() == logits.data_ptr()) == (dtype == torch.float32)
+    rtol, atol = (1e-5, 1e-7) if dtype == torch.float32 else (2**-8, 1e-7)
+    torch.testing.assert_close(found.d_logits_CV.double(), expected[2], rtol=rtol, atol=atol)
+
+
+def test_a_certain_label_keeps_its_gradient_in_bfloat16() -> None:
+    """softmax - 1 is rounded once. Rounded softmax would be 1, and the gradient 0."""
+    logits = torch.tensor([[7.0, 0.0, 0.0]])
+    expected = -2 / (torch.tensor(7.0).exp() + 2)
+    for function in (label_softmax_in_place, label_softmax):
+        found = function(logits.clone(), torch.tensor([0]), torch.ones(1), z_loss=0.0, dtype=torch.bfloat16)
+        assert found.d_logits_CV is not None
+        assert found.d_logits_CV[0, 0].item() == pytest.approx(expected.item(), rel=2**-8)
+
+
+# On a GPU
+
+
+class Operators(TorchDispatchMode):
+    """Names of the operators, in order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "vocabulary", "chunk"),
+    [
+        (8192, 128_256, 2048),  # at most 2092 tokens have 1 GiB of logits
+        (16_384, 128_256, 2048),
+        (8192, 151_936, 1664),  # 5 chunks of at most 1664
+        (4096, 151_936, 1408),  # 3 chunks, not 1664, 1664 and 768
+        (8192, 32_000, 8192),
+        (100, 32_000, 128),
+        (8192, 4_000_000, 128),
+    ],
+)
+def test_chunks_of_a_gpu_are_even_and_multiples_of_a_tile(tokens: int, vocabulary: int, chunk: int) -> None:
+    assert Kernels().loss_chunk(tokens, vocabulary, torch.device("cuda")) == chunk
+    assert Kernels().loss_chunk(tokens, vocabulary, torch.device("cpu")) == max(1, 2**26 // vocabulary)
+
+
+def test_a_gpu_adds_to_the_gradient_of_the_weight_in_one_matmul() -> None:
+    """Three float32 matmuls a chunk. The third adds to the sum of the chunks before."""
+    with FakeTensorMode(), Operators() as operators:
+        hidden = torch.empty(1, 512, 64, dtype=torch.bfloat16, requires_grad=True)
+        weight = torch.empty(999, 64, dtype=torch.bfloat16, requires_grad=True)
+        labels = torch.zeros(1, 512, dtype=torch.int64)
+        kernels = GpuKernels(compiles=False, chunk_bytes=4 * 999 * 128)
+        token_loss(hidden, weight, labels_BL=labels, kernels=kernels)
+    assert operators.names.count("aten.mm.dtype") == 4 * 3 - 3
+    assert operators.names.count("aten.addmm.dtype_out") == 3
+    assert not [name for name in operators.names if name.startswith("aten.mm.default")]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_matmul_is_added_in_pieces_where_no_kernel_adds(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    a, b = (torch.randn(size, generator=generator).to(dtype) for size in ((300, 20), (20, 16)))
+    total = torch.ones(300, 16)
+    with LargestTensor(but=(300, 16)) as seen:
+        Kernels(chunk_bytes=4 * 16 * 128).add_matmul(total, a, b)
+    assert seen.matmuls == (1 if dtype == torch.float32 else 3)
+    torch.testing.assert_close(total, 1 + (a @ b).float(), rtol=1e-5, atol=1e-4)

@@ -41,11 +41,13 @@ from titanlite.runtime.private_torch import (
     MemoryFormat,
     StorageInfo,
     add_in_place,
+    adds_float32_matmul,
     call_after_backward,
     compile_seconds,
     compiled_graphs,
     foreach_norms,
     forget_cached_plans,
+    free_gather_buffer,
     fsdp_param_group,
     fused_adamw_,
     gather_asynchronously,
@@ -103,6 +105,16 @@ def test_add_in_place() -> None:
     tensors = [torch.tensor(1.0), torch.tensor(2.0)]
     add_in_place(tensors, torch.tensor(0.5))
     assert torch.stack(tensors).tolist() == [1.5, 2.5]
+
+
+def test_adds_float32_matmul() -> None:
+    total, a, b = (torch.empty(size, device="meta") for size in ((3, 4), (3, 2), (2, 4)))
+    a, b = a.bfloat16(), b.bfloat16()
+    if adds_float32_matmul():
+        assert torch.addmm(total, a, b, out_dtype=torch.float32, out=total) is total
+    else:
+        with pytest.raises(TypeError, match="out_dtype"):
+            torch.addmm(total, a, b, out_dtype=torch.float32, out=total)  # pyright: ignore[reportCallIssue]
 
 
 def test_only_fused_optimizers_read_found_inf() -> None:
@@ -423,6 +435,21 @@ def test_sharded_parameters_and_their_hooks() -> None:
     parameter.register_post_accumulate_grad_hook(lambda _: None)
     assert has_gradient_hooks(parameter)
     assert sharded_parameters(model) == []
+
+
+def test_the_buffer_of_the_last_all_gather_is_freed() -> None:
+    with fake_process_group(2):
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        for module in (*model, model):
+            fully_shard(module, mesh=init_device_mesh("cpu", (2,)))
+        kept: list[bool] = []
+        last: Any = model[1]
+        unit = fsdp_param_group(last)
+        last.register_forward_pre_hook(lambda *_: kept.append(unit.comm_ctx.all_gather_state is not None))
+        last.register_forward_pre_hook(lambda *_: free_gather_buffer(last))
+        last.register_forward_pre_hook(lambda *_: kept.append(unit.comm_ctx.all_gather_state is not None))
+        model(torch.ones(1, 4)).sum().backward()
+    assert kept == [True, False]
 
 
 @pytest.mark.usefixtures("single_process_group")

@@ -19,9 +19,11 @@ class CpuKernels(Kernels):
     Args:
         hardware_bfloat16: whether the CPU multiplies bfloat16 in hardware; default: of this machine. Others take 3 to
             50 times as long for bfloat16 as for float32.
+        chunk_bytes: as for `Kernels`.
     """
 
-    def __init__(self, *, hardware_bfloat16: bool | None = None) -> None:
+    def __init__(self, *, hardware_bfloat16: bool | None = None, chunk_bytes: int | None = None) -> None:
+        super().__init__(chunk_bytes=chunk_bytes)
         self.hardware_bfloat16 = has_hardware_bfloat16() if hardware_bfloat16 is None else hardware_bfloat16
 
     def matmul_dtype(self, x: Tensor) -> torch.dtype:

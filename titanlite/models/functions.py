@@ -25,20 +25,23 @@ class _Rotation(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_BNLH: Tensor, cos_LH: Tensor, sin_LH: Tensor) -> Tensor:
         ctx.save_for_backward(cos_LH, sin_LH)
-        return _rotate_in_three_kernels(x_BNLH, cos_LH, sin_LH)
+        return _rotate_in_three_kernels(x_BNLH, cos_LH, sin_LH, sign=1)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         cos_LH, sin_LH = ctx.saved_tensors
-        return _rotate_in_three_kernels(gradients[0], cos_LH, -sin_LH), None, None
+        return _rotate_in_three_kernels(gradients[0], cos_LH, sin_LH, sign=-1), None, None
 
 
-def _rotate_in_three_kernels(x_BNLH: Tensor, cos_LH: Tensor, sin_LH: Tensor) -> Tensor:
+def _rotate_in_three_kernels(x_BNLH: Tensor, cos_LH: Tensor, sin_LH: Tensor, *, sign: int) -> Tensor:
+    """Rotate by the angles, or with sign -1 back. Sums are float32, and rounded once by the kernel that makes them."""
     half = x_BNLH.shape[-1] // 2
-    out_BNLH = x_BNLH * cos_LH
-    out_BNLH[..., :half].addcmul_(x_BNLH[..., half:], sin_LH[..., :half], value=-1)
-    out_BNLH[..., half:].addcmul_(x_BNLH[..., :half], sin_LH[..., half:])
-    return out_BNLH.type_as(x_BNLH)
+    wide_BNLH = x_BNLH * cos_LH
+    out_BNLH = wide_BNLH if x_BNLH.dtype == wide_BNLH.dtype else torch.empty_like(wide_BNLH, dtype=x_BNLH.dtype)
+    first, second = (..., slice(half)), (..., slice(half, None))
+    for part, other, value in ((first, second, -sign), (second, first, sign)):
+        torch.addcmul(wide_BNLH[part], x_BNLH[other], sin_LH[part], value=value, out=out_BNLH[part])
+    return out_BNLH
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:

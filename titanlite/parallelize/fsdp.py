@@ -18,7 +18,7 @@ from titanlite.kernels import Kernels
 from titanlite.models.base import Model, head_of, unique_parameters
 from titanlite.parallelize.mesh import has_replicas, shard_degree_of, sharding_mesh
 from titanlite.runtime.dtensor import chunk_sizes
-from titanlite.runtime.private_torch import gather_in_place
+from titanlite.runtime.private_torch import free_gather_buffer, gather_in_place
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
@@ -62,11 +62,17 @@ def shard(
     reduces_in_backward = has_replicas(mesh) or training.dtype != training.mixed_precision_reduce
     kernels.adapt_fsdp(sharded, shard_degree=shard_degree, reduces_in_backward=reduces_in_backward)
     _prefetch(sharded[:-1], parallelism)
+    head.register_forward_pre_hook(_free_gather_buffer)  # no all-gather follows, and the loss needs the memory
     for unit in sharded:
         if isinstance(unit, nn.Embedding) and [unit] in units:
             unit.set_unshard_in_backward(False)  # the gradient of a lookup does not need the table
         if shard_degree == 1 and has_compute_dtype and not training.enable_cpu_offload:
             gather_in_place(unit)
+
+
+def _free_gather_buffer(module: nn.Module, _: Any) -> None:
+    if isinstance(module, FSDPModule):
+        free_gather_buffer(module)
 
 
 def fsdp_units(model: Model) -> list[list[nn.Module]]:

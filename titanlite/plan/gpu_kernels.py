@@ -7,32 +7,50 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from titanlite.kernels import Kernels
+from titanlite.models.cross_entropy import LabelSoftmax, label_softmax_in_place
 
 
 class GpuKernels(Kernels):
     """Kernels that make the planner trace on CPU tensors the operators that a GPU would run.
 
     Args:
-        fused_norm: RMSNorm is one kernel that keeps its input and one number for each vector for backward. Without the
-            compiler only: the compiler generates a kernel of its own.
+        compiles: whether torch.compile is used. RMSNorm is then a kernel that the compiler generates. Without it,
+            RMSNorm is one kernel that keeps its input and one number for each vector for backward.
     """
 
-    def __init__(self, *, fused_norm: bool) -> None:
-        self.fused_norm = fused_norm
+    def is_gpu(self, device: torch.device) -> bool:
+        return True
+
+    def label_softmax(
+        self, logits_CV: Tensor, labels_C: Tensor, valid_C: Tensor, *, z_loss: float, dtype: torch.dtype | None
+    ) -> LabelSoftmax:
+        if not self.compiles or dtype is None:
+            return label_softmax_in_place(logits_CV, labels_C, valid_C, z_loss=z_loss, dtype=dtype)
+        log_z_C, label_logit_C = torch.ops.titanlite_plan.softmax_sums(logits_CV, labels_C)
+        d_logits_CV = logits_CV if dtype == logits_CV.dtype else torch.empty_like(logits_CV, dtype=dtype)
+        return LabelSoftmax(log_z_C, label_logit_C, torch.mul(logits_CV, log_z_C.unsqueeze(1), out=d_logits_CV))
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float | None) -> Tensor:
-        if not self.fused_norm:
+        if self.compiles:
             return F.rms_norm(x, weight.shape, weight, eps)
         return torch.ops.titanlite_plan.rms_norm(x, weight)[0]
 
     def has_packed_attention(self, device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
         return dtype == torch.bfloat16 and head_dim % 8 == 0 and head_dim <= 256
 
-    def logits_dtype(self, hidden_TD: Tensor) -> torch.dtype:
-        return hidden_TD.dtype
-
     def has_float32_output(self, device: torch.device) -> bool:
         return True
+
+
+@torch.library.custom_op("titanlite_plan::softmax_sums", mutates_args=())
+def _softmax_sums(logits_CV: Tensor, labels_C: Tensor) -> tuple[Tensor, Tensor]:
+    """Return tensors of the right shapes, as one kernel that reads the logits."""
+    return logits_CV.new_empty(len(labels_C)), logits_CV.new_empty(len(labels_C))
+
+
+@_softmax_sums.register_fake
+def _(logits_CV: Tensor, labels_C: Tensor) -> tuple[Tensor, Tensor]:
+    return logits_CV.new_empty(len(labels_C)), logits_CV.new_empty(len(labels_C))
 
 
 @torch.library.custom_op("titanlite_plan::rms_norm", mutates_args=())

@@ -229,10 +229,11 @@ class Recorder(TorchDispatchMode, StepObserver):
         if not (is_new or is_mutating(func)) or func.__name__.startswith(("empty", "new_empty", "detach")):
             return  # a view, or new memory without values
         kind, flops = _flops(func, args, kwargs, result)
-        operand = inputs[0][1] if inputs else outputs[0][1]
+        operand = inputs[func.overloadpacket is aten.addmm][1] if inputs else outputs[0][1]  # addmm: after the sum
         dtype = "float8" if "float8" in str(operand.dtype) else str(operand.dtype).removeprefix("torch.")
-        reads = tuple((number, _bytes(tensor)) for number, tensor in inputs)
-        writes = tuple((number, _bytes(tensor)) for number, tensor in outputs)
+        touched = args[2].numel() if func.overloadpacket in INDEXED else None
+        reads = tuple((number, _bytes(tensor, touched)) for number, tensor in inputs)
+        writes = tuple((number, _bytes(tensor, touched)) for number, tensor in outputs)
         phase = len(self.phases) - 1
         self.operators.append(Operator(self.time, phase, str(func), kind, flops, dtype, reads, writes))
 
@@ -256,6 +257,9 @@ COLLECTIVES: dict[str, Literal["all_gather", "reduce_scatter", "all_reduce"]] = 
     "c10d.allreduce_": "all_reduce",
     "c10d.alltoall_base_": "all_gather",
 }
+
+INDEXED = {aten.gather, aten.scatter_, aten.scatter_add_}
+"""Operators that touch as many elements as their index has: their third argument."""
 
 ATTENTION = {
     "aten._scaled_dot_product_flash_attention_for_cpu": (0, 2, 4),
@@ -281,7 +285,8 @@ def _flops(func: Any, args: Any, kwargs: Any, result: Any) -> tuple[Literal["mat
         return "attention", (5 if is_backward else 2) * T * N * H * L  # at most: as if each sequence were one document
     formula = flop_registry.get(packet) or (flop_registry[aten.addmm] if packet is aten.addmm_ else None)
     if formula is not None:
-        return "matmul", int(formula(*args, **kwargs, out_val=result))
+        operands = args[:3] if packet is aten.addmm else args  # the dtype of the result may follow
+        return "matmul", int(formula(*operands, **kwargs, out_val=result))
     return "memory", 0
 
 
@@ -294,9 +299,14 @@ def _plain(tensor: Tensor) -> Iterator[Tensor]:
         yield from _plain(part)
 
 
-def _bytes(tensor: Tensor) -> int:
-    """Return the bytes that a kernel moves to read or write a tensor. An expanded tensor is read once."""
-    return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
+def _bytes(tensor: Tensor, touched: int | None) -> int:
+    """Return the bytes that a kernel moves to read or write a tensor. An expanded tensor is read once.
+
+    Args:
+        touched: largest number of elements that the kernel touches. None: all.
+    """
+    elements = tensor.numel() if touched is None else min(touched, tensor.numel())
+    return min(elements * tensor.element_size(), tensor.untyped_storage().nbytes())
 
 
 run_random_operators_plainly(Recorder)

@@ -63,6 +63,12 @@ def foreach_norms(tensors: Sequence[Tensor], *, dtype: torch.dtype) -> list[Tens
     return [*torch._foreach_norm(list(tensors), dtype=dtype)]
 
 
+def adds_float32_matmul() -> bool:
+    """Return whether `torch.addmm(..., out_dtype=torch.float32)` exists: it adds a matmul of bfloat16 operands to a
+    float32 matrix in one kernel, on CUDA devices."""
+    return "dtype_out" in torch.ops.aten.addmm.overloads()
+
+
 # Modules
 
 
@@ -163,6 +169,19 @@ def has_gradient_hooks(parameter: nn.Parameter) -> bool:
 def gather_asynchronously(module: FSDPModule) -> None:
     """Let FSDP's all-gathers of a unit run beside compute, as on a GPU."""
     module._set_unshard_async_op(True)
+
+
+def free_gather_buffer(module: FSDPModule) -> None:
+    """Free the buffer of the last all-gather, after the parameters were copied out of it.
+
+    FSDP keeps the buffer until the next all-gather of forward, so that both overlap. After the last one it would keep
+    it for the rest of forward. The streams of all-gathers wait for the copy, as they would then.
+    """
+    unit = fsdp_param_group(module)
+    state = unit.comm_ctx.all_gather_state if unit else None
+    if state is not None:
+        unit._wait_all_gather_streams_on_event(state.event)
+        unit.comm_ctx.all_gather_state = None
 
 
 def gather_in_place(module: FSDPModule) -> None:

@@ -50,10 +50,14 @@ def pick_device(ranks: Ranks) -> torch.device:
     return torch.device("cuda", ranks.local_rank)
 
 
-def pick_kernels(device: torch.device) -> Kernels:
-    """Return the kernels of this process's device."""
+def pick_kernels(device: torch.device, *, compiles: bool = False) -> Kernels:
+    """Return the kernels of this process's device.
+
+    Args:
+        compiles: whether torch.compile is used, `compile.enable`.
+    """
     if device.type != "cpu":
-        return Kernels()
+        return Kernels(compiles=compiles)
     from titanlite.cpu.kernels import CpuKernels
 
     return CpuKernels()

@@ -1,0 +1,69 @@
+"""Softmax of a chunk of logits, with the gradient of its cross entropy: operator by operator, and for the compiler.
+
+Shape suffixes: see `layers`; C the tokens of a chunk.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class LabelSoftmax(NamedTuple):
+    """Softmax of logits, as far as a loss needs it. The cross entropy of a token is log_z - label_logit."""
+
+    log_z_C: Tensor
+    """Logarithm of the softmax's denominator, float32."""
+    label_logit_C: Tensor
+    """Logit of the label, float32."""
+    d_logits_CV: Tensor | None
+    """Gradient of the sum of cross entropies and z-losses. It may share the memory of the logits."""
+
+
+def label_softmax_in_place(
+    logits_CV: Tensor, labels_C: Tensor, valid_C: Tensor, *, z_loss: float, dtype: torch.dtype | None
+) -> LabelSoftmax:
+    """Compute the softmax and its gradient in the memory of the logits, which are lost.
+
+    Args:
+        logits_CV: float32.
+        labels_C: int64, from 0.
+        valid_C: float32, 0 where the gradient is 0, else 1.
+        z_loss: weight of log(Z)^2.
+        dtype: of the gradient. None: no gradient.
+    """
+    label_C1, valid_C1 = labels_C.unsqueeze(1), valid_C.unsqueeze(1)
+    label_logit_C1 = logits_CV.gather(1, label_C1)
+    largest_C1 = logits_CV.amax(dim=1, keepdim=True)
+    sum_C1 = logits_CV.sub_(largest_C1).exp_().sum(dim=1, keepdim=True)
+    log_z_C1 = largest_C1 + sum_C1.log()
+    if dtype is None:
+        return LabelSoftmax(log_z_C1.squeeze(1), label_logit_C1.squeeze(1), None)
+    # d(cross entropy) = softmax - onehot, d(log_z^2) = 2 log_z softmax.
+    scale_C1 = valid_C1 * (1 + 2 * z_loss * log_z_C1) / sum_C1 if z_loss else valid_C1 / sum_C1
+    at_label_C1 = logits_CV.gather(1, label_C1).mul_(scale_C1)
+    d_label_C1 = torch.sub(at_label_C1, valid_C1, out=torch.empty_like(valid_C1, dtype=dtype))  # rounded once
+    d_logits_CV = logits_CV if dtype == logits_CV.dtype else torch.empty_like(logits_CV, dtype=dtype)
+    torch.mul(logits_CV, scale_C1, out=d_logits_CV)
+    d_logits_CV.scatter_(1, label_C1, d_label_C1)
+    return LabelSoftmax(log_z_C1.squeeze(1), label_logit_C1.squeeze(1), d_logits_CV)
+
+
+def label_softmax(
+    logits_CV: Tensor, labels_C: Tensor, valid_C: Tensor, *, z_loss: float, dtype: torch.dtype | None
+) -> LabelSoftmax:
+    """Compute what `label_softmax_in_place` does, written for torch.compile: its kernels read the logits twice.
+
+    A float32 gradient overwrites the logits.
+    """
+    label_logit_C1 = logits_CV.gather(1, labels_C.unsqueeze(1))
+    largest_C1 = logits_CV.amax(dim=1, keepdim=True)
+    sum_C1 = (logits_CV - largest_C1).exp().sum(dim=1, keepdim=True)
+    log_z_C1 = largest_C1 + sum_C1.log()
+    if dtype is None:
+        return LabelSoftmax(log_z_C1.squeeze(1), label_logit_C1.squeeze(1), None)
+    softmax_CV = (logits_CV - largest_C1).exp() / sum_C1
+    is_label_CV = torch.arange(logits_CV.shape[1], device=logits_CV.device) == labels_C.unsqueeze(1)
+    gradient_CV = (softmax_CV * (1 + 2 * z_loss * log_z_C1) - is_label_CV.float()) * valid_C.unsqueeze(1)
+    d_logits_CV = logits_CV.copy_(gradient_CV) if dtype == logits_CV.dtype else gradient_CV.to(dtype)
+    return LabelSoftmax(log_z_C1.squeeze(1), label_logit_C1.squeeze(1), d_logits_CV)
