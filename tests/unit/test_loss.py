@@ -15,7 +15,7 @@ from titanlite.kernels import Kernels
 from titanlite.loss import TokenLoss, token_loss
 from titanlite.models.cross_entropy import label_softmax, label_softmax_in_place
 from titanlite.plan.gpu_kernels import GpuKernels
-from titanlite.runtime.private_torch import FakeTensorMode
+from titanlite.plan.private_torch import FakeTensorMode
 
 VOCABULARY, TOKENS, DIM = 301, 66, 48
 
@@ -140,7 +140,7 @@ def in_float64(logits: Tensor, labels: Tensor, valid: Tensor, z_loss: float) -> 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, None], ids=str)
 @pytest.mark.parametrize(("compiled", "z_loss"), [(False, 0.0), (False, 1e-2), (True, 1e-2)])
 def test_softmax_and_gradient_of_a_chunk(compiled: bool, z_loss: float, dtype: torch.dtype | None) -> None:
-    """By the operators of eager training, and by the compiler, which makes a GPU's kernel of the same function."""
+    """Run the operators of eager training, and the function of which the compiler makes a GPU's kernel."""
     logits, labels, valid = chunk_inputs()
     expected = in_float64(logits, labels, valid, z_loss)
     function = torch.compile(label_softmax, fullgraph=True, dynamic=False) if compiled else label_softmax_in_place
