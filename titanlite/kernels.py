@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 from titanlite.models.attention import AttentionMask, Boundaries, Documents, additive_mask
 from titanlite.models.cross_entropy import LabelSoftmax, label_softmax, label_softmax_in_place
 from titanlite.models.grouped import loop_over_groups
-from titanlite.runtime.private_torch import adds_float32_matmul, mark_dynamic
+from titanlite.runtime.private_torch import mark_dynamic
 
 CHUNK_BYTES = 2**28
 """Size of the float32 logits of a chunk on a CPU: 512 tokens of a vocabulary of 131,072."""
@@ -154,6 +154,12 @@ class Kernels:
             reduces_in_backward: FSDP reads the output of a reduce-scatter before backward ends, to all-reduce or to
                 convert it.
         """
+
+
+def adds_float32_matmul() -> bool:
+    """Return whether `torch.addmm(..., out_dtype=torch.float32)` exists: it adds a matmul of bfloat16 operands to a
+    float32 matrix in one kernel, on CUDA devices."""
+    return "dtype_out" in torch.ops.aten.addmm.overloads()
 
 
 DEFAULT_KERNELS = Kernels()

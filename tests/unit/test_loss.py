@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 
 from titanlite.batch import IGNORE
 from titanlite.cpu.kernels import CpuKernels
-from titanlite.kernels import Kernels
+from titanlite.kernels import Kernels, adds_float32_matmul
 from titanlite.loss import TokenLoss, token_loss
 from titanlite.models.cross_entropy import label_softmax, label_softmax_in_place
 from titanlite.plan.gpu_kernels import GpuKernels
@@ -222,3 +222,13 @@ def test_a_matmul_is_added_in_pieces_where_no_kernel_adds(dtype: torch.dtype) ->
         Kernels(chunk_bytes=4 * 16 * 128).add_matmul(total, a, b)
     assert seen.matmuls == (1 if dtype == torch.float32 else 3)
     torch.testing.assert_close(total, 1 + (a @ b).float(), rtol=1e-5, atol=1e-4)
+
+
+def test_adds_float32_matmul() -> None:
+    total, a, b = (torch.empty(size, device="meta") for size in ((3, 4), (3, 2), (2, 4)))
+    a, b = a.bfloat16(), b.bfloat16()
+    if adds_float32_matmul():
+        assert torch.addmm(total, a, b, out_dtype=torch.float32, out=total) is total
+    else:
+        with pytest.raises(TypeError, match="out_dtype"):
+            torch.addmm(total, a, b, out_dtype=torch.float32, out=total)  # pyright: ignore[reportCallIssue]

@@ -41,7 +41,6 @@ from titanlite.runtime.private_torch import (
     MemoryFormat,
     StorageInfo,
     add_in_place,
-    adds_float32_matmul,
     call_after_backward,
     compile_seconds,
     compiled_graphs,
@@ -105,16 +104,6 @@ def test_add_in_place() -> None:
     tensors = [torch.tensor(1.0), torch.tensor(2.0)]
     add_in_place(tensors, torch.tensor(0.5))
     assert torch.stack(tensors).tolist() == [1.5, 2.5]
-
-
-def test_adds_float32_matmul() -> None:
-    total, a, b = (torch.empty(size, device="meta") for size in ((3, 4), (3, 2), (2, 4)))
-    a, b = a.bfloat16(), b.bfloat16()
-    if adds_float32_matmul():
-        assert torch.addmm(total, a, b, out_dtype=torch.float32, out=total) is total
-    else:
-        with pytest.raises(TypeError, match="out_dtype"):
-            torch.addmm(total, a, b, out_dtype=torch.float32, out=total)  # pyright: ignore[reportCallIssue]
 
 
 def test_only_fused_optimizers_read_found_inf() -> None:

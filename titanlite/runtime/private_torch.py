@@ -63,12 +63,6 @@ def foreach_norms(tensors: Sequence[Tensor], *, dtype: torch.dtype) -> list[Tens
     return [*torch._foreach_norm(list(tensors), dtype=dtype)]
 
 
-def adds_float32_matmul() -> bool:
-    """Return whether `torch.addmm(..., out_dtype=torch.float32)` exists: it adds a matmul of bfloat16 operands to a
-    float32 matrix in one kernel, on CUDA devices."""
-    return "dtype_out" in torch.ops.aten.addmm.overloads()
-
-
 # Modules
 
 
