@@ -44,24 +44,36 @@ def main() -> None:
     parser.add_argument("--only", default="", help="variants whose name contains this")
     parser.add_argument("--table", action="store_true")
     options = parser.parse_args()
-    if not options.table:
-        with tempfile.TemporaryDirectory() as folder:
-            build(Path(folder))
-            for variant in VARIANTS:
-                if options.only in variant.name:
-                    keep(variant, measured(variant, environment(Path(folder))))
+    failed = [] if options.table else measure_all([it for it in VARIANTS if options.only in it.name])
     PAGE.write_text(with_table(PAGE.read_text()))
+    sys.exit(f"not measured: {', '.join(failed)}" if failed else 0)
 
 
-def measured(variant: Variant, environ: dict[str, str]) -> dict[str, Any]:
-    """Measure a step in a process of its own."""
-    output = subprocess.run(
+def measure_all(variants: list[Variant]) -> list[str]:
+    """Measure and keep variants. Return the names of those that failed."""
+    failed = []
+    with tempfile.TemporaryDirectory() as folder:
+        build(Path(folder))
+        for variant in variants:
+            found = measured(variant, environment(Path(folder)))
+            if found is None:
+                failed.append(variant.name)
+            else:
+                keep(variant, found)
+    return failed
+
+
+def measured(variant: Variant, environ: dict[str, str]) -> dict[str, Any] | None:
+    """Measure a step in a process of its own. None: the process failed, and has printed why."""
+    result = subprocess.run(
         [sys.executable, str(HERE / "measure.py"), *variant.words, "--json"],
         env={**os.environ, **environ, "PYTHONPATH": str(HERE.parents[1]), "OMP_NUM_THREADS": "1"},
-        check=True, text=True, stdout=subprocess.PIPE,
-    ).stdout  # fmt: skip
-    found = json.loads(output.splitlines()[-1])
-    return {key: found[key] for key in KEPT}
+        text=True, stdout=subprocess.PIPE,
+    )  # fmt: skip
+    if result.returncode:
+        return None
+    found = json.loads(result.stdout.splitlines()[-1])
+    return {key: found[key] for key in KEPT if key in found}
 
 
 def keep(variant: Variant, found: dict[str, Any]) -> None:

@@ -21,4 +21,4 @@ if [[ ${1:-} == --record ]]; then
     exec "$VENV/bin/python" tests/null_gpu/record.py "$@"
 fi
 (($#)) || set -- --numprocesses 2
-exec "$VENV/bin/python" -m pytest tests/null_gpu -m null_gpu "$@"
+exec "$VENV/bin/python" -m pytest -o testpaths=tests/null_gpu -m null_gpu "$@"

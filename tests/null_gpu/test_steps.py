@@ -26,6 +26,7 @@ def test_a_step_costs_no_more_than_recorded(variant: Variant, run_python: RunPyt
         f"the host waits for the device: {found['waits']}"
     )
     assert found["retries"] == 0, "the allocator freed its cache, which waits for the device"
+    assert found["allocations_in_step"] == {}, "a steady step allocates"
     assert found["collectives"] == recorded["collectives"]
     assert found["launches"] <= recorded["launches"]
     assert found["allocated"] <= recorded["allocated"] + 0.01
