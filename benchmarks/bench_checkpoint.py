@@ -31,6 +31,7 @@ from titanlite.checkpoint.save_overhead import StepClock
 from titanlite.checkpoint.state import flat, state_of
 from titanlite.checkpoint.storage import open_storage
 from titanlite.config.load import load
+from titanlite.cpu.settings import cores
 from titanlite.ingest.prepare import prepare_text
 from titanlite.preflight import preflight
 from titanlite.runtime.private_torch import local_tensor
@@ -60,7 +61,7 @@ def main() -> None:
         measure(arguments)
         return
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(arguments.processes)]
-    threads = max(1, len(os.sched_getaffinity(0)) // arguments.processes)
+    threads = max(1, cores() // arguments.processes)
     with tempfile.TemporaryDirectory(dir=os.environ.get("BENCH_FOLDER")) as folder:
         subprocess.run(
             [sys.executable, *(launcher if arguments.processes > 1 else []), __file__, *sys.argv[1:],

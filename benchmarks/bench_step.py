@@ -31,6 +31,7 @@ from titanlite.build import build
 from titanlite.checkpoint.manager import Progress
 from titanlite.config.load import load
 from titanlite.config.schema import Config
+from titanlite.cpu.settings import cores
 from titanlite.data.sources import open_tokens
 from titanlite.ingest.prepare import prepare_text
 from titanlite.preflight import preflight
@@ -120,7 +121,7 @@ class Contender:
     def __init__(self, words: Sequence[str], processes: int) -> None:
         launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
         command = [sys.executable, *(launcher if processes > 1 else []), *words]
-        threads = max(1, len(os.sched_getaffinity(0)) // processes)
+        threads = max(1, cores() // processes)
         environment = os.environ | {"OMP_NUM_THREADS": str(threads)}
         pipe = subprocess.PIPE
         self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=environment)

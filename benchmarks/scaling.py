@@ -43,6 +43,7 @@ from titanlite.checkpoint.manager import Progress
 from titanlite.config.load import load
 from titanlite.config.schema import Config
 from titanlite.cpu.kernels import CpuKernels
+from titanlite.cpu.settings import cores
 from titanlite.ingest.prepare import prepare_text
 from titanlite.optim import build_optimizer
 from titanlite.parallelize.materialize import allocate
@@ -328,7 +329,7 @@ def processes(path: Path | None, runs: int) -> None:
     """Steps of debug.toml by bench_step's titanlite contender, on 1, 2 and 4 processes."""
     import bench_step
 
-    cores = len(os.sched_getaffinity(0))
+    available = cores()
     config: Config = load(ROOT / "train_configs" / "debug.toml", [], world_size=1)
     tokens = config.training.global_batch_size * config.training.seq_len
     speeds: dict[int, list[float]] = {1: [], 2: [], 4: []}
@@ -337,7 +338,7 @@ def processes(path: Path | None, runs: int) -> None:
         for _ in range(runs):
             for count, found in speeds.items():
                 found.append(tokens / bench_step.seconds_of_titanlite(count, options))
-    print(f"{cores} cores    tokens/s (least to most)   ratio to 1 process")
+    print(f"{available} cores    tokens/s (least to most)   ratio to 1 process")
     alone = statistics.median(speeds[1])
     for count, found in speeds.items():
         ratios = [speed / one for speed, one in zip(found, speeds[1], strict=True)]

@@ -226,7 +226,11 @@ def _train(options: Namespace) -> None:
 
 
 def _check(options: Namespace) -> None:
-    _checked(options)
+    config = _checked(options)[0]
+    from titanlite.config.checks import find_warnings
+
+    for warning in find_warnings(config, steps=None if config.training.epochs else config.training.steps):
+        print(f"warning: {warning}", file=sys.stderr)
 
 
 def _checked(options: Namespace, *, log: bool = False) -> "Checked":

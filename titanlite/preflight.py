@@ -81,6 +81,8 @@ def examine(
     report = _Report(bad_keys)
     training = config.training
     report.attempt("job.dump_folder", ["job.dump_folder"], lambda: _check_writable(config.job.dump_folder))
+    if config.checkpoint.enable and config.checkpoint.folder and "://" not in (folder := config.checkpoint.folder):
+        report.attempt("checkpoint.folder", ["checkpoint"], lambda: _check_writable(folder))
     tokenizer = report.attempt("data.tokenizer", ["data.tokenizer"], lambda: load_tokenizer(config.data.tokenizer))
     spec = report.attempt(
         "model",

@@ -68,6 +68,14 @@ def test_bad_input_is_one_line(
     assert not (tiny.folder / "outputs").exists()
 
 
+def test_check_prints_warnings(tiny: TinyRun, capfd: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["check", str(tiny.toml), "--training.steps=3", "--lr_scheduler.warmup_steps=4"]) == 0
+    [warning] = capfd.readouterr().err.splitlines()
+    assert warning.startswith("warning: lr_scheduler.warmup_steps: a warm-up of 4 steps never reaches the peak")
+    assert cli.run(["check", str(tiny.toml), "--training.epochs=3", "--lr_scheduler.warmup_steps=4"]) == 0
+    assert capfd.readouterr().err == ""
+
+
 def test_everything_wrong_is_in_one_report(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Mistakes of the config itself, and those that depend on the model, the tokenizer and the machine."""
     (tmp_path / "base.toml").write_text("[training]\nseq_len = 10000\n[model]\nargs.n_layer = 3\n")
@@ -213,6 +221,12 @@ def test_a_model_that_cannot_fit_is_refused_before_anything_is_allocated(
     assert "this machine (it has no GPU) has" in line
 
 
+def test_an_empty_name_of_a_config_is_not_the_default(capfd: pytest.CaptureFixture[str]) -> None:
+    """A shell passes an empty word for a variable that is not set."""
+    for words in (["train", ""], ["check", "--config="]):
+        assert refusal(capfd, *words) == [f"error: titanlite {words[0]}: the name of the config is empty"]
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -225,6 +239,8 @@ def test_a_model_that_cannot_fit_is_refused_before_anything_is_allocated(
         ("train --confg debug", "titanlite train: unknown option --confg, did you mean --config?"),
         ("train debug qwen3_8b", "titanlite train: unexpected argument 'qwen3_8b'"),
         ("train debug --config=tiny", "titanlite train: two configs, debug and --config tiny: name one"),
+        ("train --training=3",
+         "titanlite train: --training is a section: set one of its options, as --training.option=value"),
         ("train --config", "titanlite train: argument --config: expected one argument"),
         ("config show --dif", "titanlite config show: unknown option --dif, did you mean --diff?"),
         ("check llama3_8", "no config file llama3_8, did you mean llama3_8b?"),

@@ -273,6 +273,16 @@ def test_a_dump_folder_that_cannot_be_written_is_found_before_the_start(tiny: Ti
     assert str(error.value) == f"job.dump_folder: {tiny.folder}/file is a file, not a folder: name another folder"
 
 
+def test_a_checkpoint_folder_that_cannot_be_written_is_found_before_the_start(tiny: TinyRun) -> None:
+    """Hours later the first save would find it."""
+    (tiny.folder / "file").write_text("")
+    words = f"--checkpoint.folder={tiny.folder}/file"
+    with pytest.raises(ConfigError) as error:
+        preflight(tiny.config(words), Ranks(0, 1, 0, 1), torch.device("cpu"))
+    assert str(error.value) == f"checkpoint.folder: {tiny.folder}/file is a file, not a folder: name another folder"
+    preflight(tiny.config(words, "--checkpoint.enable=false"), Ranks(0, 1, 0, 1), torch.device("cpu"))
+
+
 def test_files_are_relative_to_the_toml_that_names_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "inner").mkdir()
     (tmp_path / "inner" / "base.toml").write_text(

@@ -154,7 +154,7 @@ def check_settings(now: dict[str, Any], then: dict[str, Any], allowed: Iterable[
     """
     changed = [key for key in sorted(now | then) if now.get(key) != then.get(key) and not selected(key, allowed)]
     if changed:
-        lines = "\n".join(f"  {key} was {then.get(key)}, is {now.get(key)}" for key in changed)
+        lines = "\n".join(f"  {_change(key, then.get(key), now.get(key))}" for key in changed)
         keys = ", ".join(f'"{key}"' for key in changed if not key.startswith("data."))
         accept = [f"checkpoint.allow_changes = [{keys}]"] if keys else []
         if any(key.startswith("data.") for key in changed):
@@ -163,6 +163,20 @@ def check_settings(now: dict[str, Any], then: dict[str, Any], allowed: Iterable[
             f"{where} was trained with other settings, and a resumed run would be another experiment:\n{lines}\n"
             f"Restore them, or give the new run another job.name, or accept: {', '.join(accept)}"
         )
+
+
+def _change(key: str, then: Any, now: Any) -> str:
+    """Return a changed setting in words. That of a source is fingerprint-packing x weight, which people cannot read."""
+    if not key.startswith("data.sources."):
+        return f"{key} was {then}, is {now}"
+    if then is None or now is None:
+        return f"{key} is {'new' if then is None else 'gone'}"
+    (old, _, old_weight), (new, _, new_weight) = (str(setting).rpartition(" x ") for setting in (then, now))
+    if old == new:
+        return f"{key}.weight was {old_weight}, is {new_weight}"
+    if old.partition("-")[0] == new.partition("-")[0]:
+        return f"{key} has its tokens in other sequences (data.packing, training.seq_len)"
+    return f"{key} has other tokens (other text in data.path, or another data.tokenizer, add_bos or add_eos)"
 
 
 def _as_tensor(value: Tensor | int | float) -> Tensor:

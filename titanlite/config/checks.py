@@ -149,14 +149,14 @@ def _sources(section: Data | Validation, name: str) -> Iterator[Conflict]:
                 yield f"{key}.path", f"no file or folder {path}"
 
 
-def find_warnings(config: Config, *, steps: int) -> Iterator[str]:
+def find_warnings(config: Config, *, steps: int | None) -> Iterator[str]:
     """Find settings that are allowed and probably not meant, such as those that a base config brought along.
 
     Args:
-        steps: of the whole run. With `training.epochs` the number is known once the data is open.
+        steps: of the whole run. None: not known yet, as with `training.epochs` before the data is open.
     """
     warmup = config.lr_scheduler.warmup_steps
-    if warmup > steps:
+    if steps is not None and warmup > steps:
         yield (
             f"lr_scheduler.warmup_steps: a warm-up of {warmup} steps never reaches the peak learning rate in a run of "
             f"{steps} steps; set --lr_scheduler.warmup_steps={steps // 10} or another number up to {steps}"

@@ -262,7 +262,7 @@ class Offload(Section):
 
 class LRScheduler(Section):
     warmup_steps: Count = 200
-    """Steps of linear warm-up, at most as many as the run has."""
+    """Steps of linear warm-up. More than the run has gives a warning."""
     decay_ratio: Fraction | None = None
     """Fraction of all steps over which the rate decays at the end. The rate is stable between warm-up and decay.
     Default: all steps after warm-up."""

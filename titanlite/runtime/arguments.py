@@ -84,7 +84,10 @@ class Parser(ArgumentParser):
             options.overrides = overrides
             if options.config and options.config_word:
                 self.error(f"two configs, {options.config_word} and --config {options.config}: name one")
-            options.config = options.config or options.config_word or options.default_config
+            named = [word for word in (options.config, options.config_word) if word is not None]
+            if "" in named:
+                self.error("the name of the config is empty")
+            options.config = named[0] if named else options.default_config
         return options
 
     def error(self, message: str) -> NoReturn:
@@ -121,6 +124,8 @@ class Parser(ArgumentParser):
             from titanlite.config.keys import nearest_key
 
             key = nearest_key(name.lstrip("-"))
+            if key == name.lstrip("-"):
+                self.error(f"{name} is a section: set one of its options, as --{key}.option=value")
             near = f"--{key}" if key else None
         self.error(f"unknown option {name}" + (f", did you mean {near}?" if near else ""))
 
