@@ -29,6 +29,12 @@ def _logger_as_it_was() -> Iterator[None]:
     logger.setLevel(level)
 
 
+@pytest.fixture(autouse=True)
+def _no_full_collection(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave out the garbage collection after the first step of a run: it takes longer than all steps of a tiny run."""
+    monkeypatch.setattr("titanlite.train.freeze_garbage_collector", lambda: None)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _fork_server() -> None:
     """Start one fork server for all processes of this session: ranks, and workers of data loaders."""

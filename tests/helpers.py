@@ -210,3 +210,13 @@ def titanlite(*arguments: str, **environ: str) -> tuple[int, list[str], list[str
     environment = os.environ | {"OMP_NUM_THREADS": "1"} | environ
     result = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120, check=False)
     return result.returncode, result.stdout.splitlines(), result.stderr.splitlines()
+
+
+def run_train(*arguments: str, cwd: Path, **environ: str) -> "subprocess.CompletedProcess[str]":
+    """Run run_train.sh in a folder, with this interpreter."""
+    script = Path(__file__).parents[1] / "run_train.sh"
+    environment = {key: value for key, value in os.environ.items() if key != "OMP_NUM_THREADS"}
+    environment |= {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"} | environ
+    return subprocess.run(
+        [str(script), *arguments], capture_output=True, text=True, env=environment, cwd=cwd, timeout=300, check=False
+    )

@@ -1,19 +1,17 @@
 """Commands in processes of their own: a run from start to resume, and run_train.sh on several processes and nodes."""
 
 import json
-import os
 import socket
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from tests.helpers import TinyRun, titanlite
+from tests.helpers import TinyRun, run_train, titanlite
+from titanlite import cli
 
 
-def test_a_run_from_start_to_resume(tiny: TinyRun) -> None:
+def test_a_run_from_start_to_resume(tiny: TinyRun, capfd: pytest.CaptureFixture[str]) -> None:
     command = ("train", "--config", str(tiny.toml), "--training.steps=3", "--metrics.enable_tensorboard=true")
     code, out, err = titanlite(*command)
     assert (code, err) == (0, [])
@@ -33,9 +31,8 @@ def test_a_run_from_start_to_resume(tiny: TinyRun) -> None:
     assert code == 0
     assert "resuming after step 3, 24 sequences into the data" in out
     assert [record["step"] for record in tiny.records()] == [1, 2, 3, 4, 5]
-    code, out, _ = titanlite(*command, "--training.steps=5")
-    assert code == 0
-    assert "this run is complete at step 5; to continue it, raise training.steps" in out
+    assert cli.run([*command, "--training.steps=5"]) == 0
+    assert "this run is complete at step 5; to continue it, raise training.steps\n" in capfd.readouterr().out
 
 
 @pytest.mark.slow
@@ -51,17 +48,6 @@ def test_checkpoint_of_another_model(tiny: TinyRun) -> None:
         "error: Restore them, or give the new run another job.name, or accept: "
         'checkpoint.allow_changes = ["model.args.hidden_dim"]',
     ]
-
-
-SCRIPT = Path(__file__).parents[2] / "run_train.sh"
-
-
-def run_train(*arguments: str, cwd: Path, **environ: str) -> subprocess.CompletedProcess[str]:
-    environment = {key: value for key, value in os.environ.items() if key != "OMP_NUM_THREADS"}
-    environment |= {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"} | environ
-    return subprocess.run(
-        [str(SCRIPT), *arguments], capture_output=True, text=True, env=environment, cwd=cwd, timeout=300, check=False
-    )
 
 
 @pytest.mark.slow

@@ -1,14 +1,12 @@
 """Memory runs out in a real run: what is printed, and how the run ends."""
 
 import math
-import os
-import subprocess
 import time
 from pathlib import Path
 
 import pytest
 
-from tests.helpers import TinyRun
+from tests.helpers import TinyRun, run_train
 from titanlite.config.schema import Config
 from titanlite.plan.estimate import Layout, Plan, plan
 from titanlite.plan.out_of_memory import gib
@@ -65,16 +63,7 @@ def code(tiny: TinyRun) -> Path:
 
 def train(tiny: TinyRun, *options: str, processes: int = 1) -> tuple[int, list[str]]:
     """Exit code, and lines of standard error without their `error: `."""
-    script = Path(__file__).parents[2] / "run_train.sh"
-    result = subprocess.run(
-        [str(script), "--config", str(tiny.toml), *options],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-        cwd=tiny.folder,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "NPROC": str(processes)},
-    )
+    result = run_train("--config", str(tiny.toml), *options, cwd=tiny.folder, NPROC=str(processes), OMP_NUM_THREADS="1")
     return result.returncode, [line.removeprefix("error: ") for line in result.stderr.splitlines() if "error: " in line]
 
 

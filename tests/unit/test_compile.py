@@ -4,7 +4,6 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,6 +13,7 @@ from tests.helpers import TinyRun, train_on_this_rank
 from tests.recorders import recorder, records, result_of
 from titanlite.config.schema import Compile
 from titanlite.metrics.compile_watch import CompileWatch
+from titanlite.models.base import Model
 from titanlite.parallelize.compile import compile_blocks, use_cache
 
 PLACE = "TORCHINDUCTOR_CACHE_DIR"
@@ -136,7 +136,11 @@ def test_nothing_is_compiled_after_the_first_step(
 ) -> None:
     """Documents of other lengths in each batch, several micro-batches, and validation, which compiles once for itself:
     it has no backward. The blocks are traced as always, and not turned into machine code."""
-    monkeypatch.setattr("titanlite.parallelize.compile_blocks", partial(compile_blocks, backend="aot_eager"))
+
+    def trace_blocks(model: Model, *, backend: str) -> None:
+        compile_blocks(model, backend="aot_eager")
+
+    monkeypatch.setattr("titanlite.parallelize.compile_blocks", trace_blocks)
     graphs: list[int] = []
     original = CompileWatch.end_step
 

@@ -12,6 +12,7 @@ from tests.helpers import TinyRun, run_in_turn, train_on_this_rank
 from titanlite import train
 from titanlite.config.schema import Config
 from titanlite.models.layers import FeedForward
+from titanlite.runtime.process_group import freeze_garbage_collector
 
 BESIDE = {
     "nothing": [],
@@ -55,6 +56,7 @@ def test_the_garbage_collector_leaves_a_run_alone_until_its_end(tiny: TinyRun, m
         return plain(*args, **kwargs)
 
     monkeypatch.setattr(train, "train_step", counted)
+    monkeypatch.setattr(train, "freeze_garbage_collector", freeze_garbage_collector)
     train_on_this_rank(tiny.config("--training.steps=3"), 0, 1)
     first, second, third = set_apart
     assert first == 0
