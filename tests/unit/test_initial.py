@@ -54,7 +54,7 @@ def test_normal() -> None:
 
 
 def test_quantiles_are_those_of_the_normal_distribution() -> None:
-    """Both tails to the last, the middle, and both sides of each power of two."""
+    """Quantiles at both tails to the last, the middle, and both sides of each power of two."""
     powers = [2.0**-power for power in range(1, 50)]
     near = [p * factor for p in powers[2:-1] for factor in (1 - 2**-30, 1, 1 + 2**-30, 1.37)]
     places = [round(p * 2**49) / 2**49 for p in [*powers, *near, 0.3, 0.44, 0.4999, 0.5 - 2.0**-49]]
@@ -130,7 +130,7 @@ def test_values_of_other_places_names_and_seeds_are_independent() -> None:
 
 
 def test_values_are_pinned() -> None:
-    """A change of these bits changes the initial weights of every config: then say so in CHANGELOG.md."""
+    """A change of these bits changes the initial weights of every config: then report it in CHANGELOG.md."""
     for values, expected in (
         (Normal(std=1.0), "fe71184caf752978"),
         (TruncatedNormal(std=0.02, low=-0.04, high=0.04), "1df5c4d77e8d2186"),
