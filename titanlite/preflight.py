@@ -1,12 +1,8 @@
 """Checks before a process group starts and memory is allocated: names, model, tokenizer, data, memory and disk."""
 
-import os
-import shutil
-import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from importlib.util import find_spec
 from inspect import signature
 from pathlib import Path
 from typing import TypeVar
@@ -27,6 +23,7 @@ from titanlite.parallelize.activation_checkpoint import recompute_policies
 from titanlite.parallelize.float8 import check_float8
 from titanlite.parallelize.fsdp import largest_shard
 from titanlite.parallelize.materialize import check_memory
+from titanlite.runtime.compilers import check_compiler
 from titanlite.runtime.disk import check_room, folder_of
 from titanlite.runtime.errors import ConfigError, Problem, UserError
 from titanlite.runtime.hash_random import random_bits, salt
@@ -166,23 +163,6 @@ def _check_techniques(report: _Report, config: Config, device: torch.device) -> 
         ["optimizer.in_backward", "training.enable_cpu_offload"],
         lambda: check_offloaded_update(config, device, torch_version=torch.__version__),
     )
-
-
-def check_compiler(device: torch.device) -> None:
-    """Check that torch.compile will find the compiler that it needs.
-
-    Raises:
-        UserError: the compiler is not installed.
-    """
-    if device.type == "cuda":
-        if find_spec("triton") is None:
-            raise UserError("compiling for a GPU needs triton, which is not installed: pip install triton")
-        return
-    # As torch._inductor.config.cpp.cxx: one name, and no other is tried.
-    compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
-    if shutil.which(compiler) is None and not os.environ.get("TORCH_INDUCTOR_INSTALL_GXX"):
-        chosen = "named by CXX in the environment" if "CXX" in os.environ else "CXX in the environment selects another"
-        raise UserError(f"compiling for the CPU needs a C++ compiler, and there is no {compiler} ({chosen})")
 
 
 def check_offloaded_update(config: Config, device: torch.device, *, torch_version: str) -> None:

@@ -154,9 +154,6 @@ def test_what_depends_on_a_mistake_is_not_reported_too(tiny: TinyRun, capfd: pyt
 def test_compiling_needs_a_compiler(
     tiny: TinyRun, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from titanlite.preflight import check_compiler
-    from titanlite.runtime.errors import UserError
-
     command = ("config", "check", "--config", str(tiny.toml))
     monkeypatch.setenv("CXX", "/no/such/c++")
     if not torch.cuda.is_available():
@@ -169,15 +166,6 @@ def test_compiling_needs_a_compiler(
             "by CXX in the environment) (command line)"
         ]
     assert cli.run([*command]) == 0
-    monkeypatch.setenv("CXX", sys.executable)
-    check_compiler(torch.device("cpu"))
-    monkeypatch.delenv("CXX")
-    monkeypatch.setenv("PATH", str(tiny.folder))
-    with pytest.raises(UserError, match=r"there is no .*\+\+ \(CXX in the environment selects another\)"):
-        check_compiler(torch.device("cpu"))
-    monkeypatch.setattr("titanlite.preflight.find_spec", lambda name: None)
-    with pytest.raises(UserError, match="compiling for a GPU needs triton"):
-        check_compiler(torch.device("cuda"))
 
 
 def test_unreadable_tokenizer(tiny: TinyRun, capfd: pytest.CaptureFixture[str]) -> None:

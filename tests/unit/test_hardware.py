@@ -7,10 +7,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from titanlite.metrics.run_summary import communicators, float32_precision
 from titanlite.runtime import hardware as module
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.hardware import HARDWARE, Hardware, find_hardware, hardware_of, host_memory, load_hardware
 from titanlite.runtime.hardware import _matmul_rate as matmul_rate
+from titanlite.runtime.process_group import Ranks, gpu_index, why_no_gpu
 
 WHOLE = """
 memory_gib = 80
@@ -206,3 +208,49 @@ def test_a_cpu_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_best_size_of_matmul_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     clock(monkeypatch, 0.008)
     assert matmul_rate(torch.float32) == pytest.approx(2 * 1024**3 / 0.008)
+
+
+# GPUs of this machine
+
+
+def test_a_process_has_the_gpu_of_its_rank_on_the_machine() -> None:
+    assert gpu_index(Ranks(9, 16, 1, 8), gpus=8, visible=None) == 1
+    assert gpu_index(Ranks(0, 1, 0, 1), gpus=2, visible="3,5") == 0
+
+
+@pytest.mark.parametrize(
+    ("ranks", "gpus", "visible", "found"),
+    [
+        (Ranks(0, 8, 0, 8), 4, None, "8 processes on this machine, and PyTorch sees 4 GPUs:"),
+        (Ranks(0, 2, 0, 2), 1, "6", "2 processes on this machine, and PyTorch sees 1 GPU (CUDA_VISIBLE_DEVICES is 6):"),
+        (Ranks(3, 8, 3, 1), 1, "3", "4 processes on this machine, and PyTorch sees 1 GPU (CUDA_VISIBLE_DEVICES is 3):"),
+    ],
+)
+def test_fewer_gpus_than_processes(ranks: Ranks, gpus: int, visible: str | None, found: str) -> None:
+    with pytest.raises(UserError) as caught:
+        gpu_index(ranks, gpus=gpus, visible=visible)
+    assert str(caught.value).startswith(found)
+
+
+def test_gpus_that_pytorch_does_not_use_are_reported() -> None:
+    build = why_no_gpu(has_gpus=True, cuda_version=None, visible=None)
+    driver = why_no_gpu(has_gpus=True, cuda_version="13.0", visible="0,1")
+    assert build is not None
+    assert driver is not None
+    assert "this PyTorch is a CPU build" in build
+    assert "PyTorch for CUDA 13.0 cannot use them" in driver
+    assert why_no_gpu(has_gpus=False, cuda_version=None, visible=None) is None
+    for visible in ("", "-1"):
+        assert why_no_gpu(has_gpus=True, cuda_version="13.0", visible=visible) is None
+
+
+def test_what_the_first_lines_report_of_a_gpu() -> None:
+    assert [float32_precision(it) for it in ("highest", "high", "medium")] == [
+        "without TF32", "in TF32", "of medium precision",
+    ]  # fmt: skip
+    lines = [communicators({"replicate": r, "shard": s}, version=(2, 28, 9)) for r, s in [(1, 8), (2, 4), (8, 1)]]
+    assert lines == [
+        "NCCL 2.28.9: a communicator of 8 ranks",
+        "NCCL 2.28.9: a communicator of 8 ranks, split into replicate 2 and shard 4",
+        "NCCL 2.28.9: a communicator of 8 ranks",
+    ]

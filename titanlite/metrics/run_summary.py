@@ -1,6 +1,10 @@
 """First and last lines of a run: its parts at the start, the places of its results at the end."""
 
 import logging
+import os
+from collections.abc import Mapping, Sequence
+from math import prod
+from pathlib import Path
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -20,7 +24,9 @@ from titanlite.models.base import Model, unique_parameters
 from titanlite.optim.groups import format_groups, parameter_groups
 from titanlite.optim.state_size import state_dtypes
 from titanlite.parallelize.mesh import axis_sizes, data_parallel_rank
+from titanlite.runtime.allocator import allocator_settings
 from titanlite.runtime.private_torch import fsdp_param_group
+from titanlite.runtime.process_group import why_no_gpu
 from titanlite.runtime.run_folder import RunFolder
 
 logger = logging.getLogger(__name__)
@@ -49,6 +55,7 @@ def report_start(
         f"global batch {training.global_batch_size} = {ranks} processes x {accumulation} micro-batches x "
         f"{share // accumulation} sequences of {training.seq_len} tokens"
     )
+    _report_device(mesh)
     trained = {name: parameter for name, parameter in unique_parameters(model) if parameter.requires_grad}
     for number, line in enumerate(format_groups(parameter_groups(config.optimizer, trained))):
         logger.info(("         " if number else "updates  ") + line)
@@ -66,6 +73,42 @@ def report_start(
         logger.info(f"this run is complete at step {progress.step}; to continue it, raise training.steps")
     elif progress.step:
         logger.info(f"resuming after step {progress.step}, {progress.samples_seen:,} sequences into the data")
+
+
+def _report_device(mesh: DeviceMesh) -> None:
+    """Log what a run on GPUs depends on beside its config; on CPUs, why there is no GPU if the machine has some."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if mesh.device_type == "cpu":
+        has_gpus = any(Path("/dev").glob("nvidia[0-9]*"))
+        if reason := why_no_gpu(has_gpus=has_gpus, cuda_version=torch.version.cuda, visible=visible):
+            logger.warning(reason)
+        return
+    from torch.cuda import nccl
+
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    logger.info(
+        f"device   {properties.name}, {properties.total_memory / 2**30:.1f} GiB; float32 matmuls "
+        f"{float32_precision(torch.get_float32_matmul_precision())}; allocator {allocator_settings(os.environ)}"
+    )
+    logger.info(f"         {communicators(axis_sizes(mesh), version=nccl.version())}")
+
+
+def float32_precision(setting: str) -> str:
+    """Describe a setting of `torch.set_float32_matmul_precision`."""
+    return {"highest": "without TF32", "high": "in TF32"}.get(setting, f"of {setting} precision")
+
+
+def communicators(sizes: Mapping[str, int], *, version: Sequence[int]) -> str:
+    """Describe the communicators of a mesh: that of all ranks, and those of axes, which are split from it.
+
+    Args:
+        sizes: ranks along each axis.
+        version: of NCCL.
+    """
+    world = prod(sizes.values())
+    split = [f"{axis} {size}" for axis, size in sizes.items() if 1 < size < world]
+    parts = f", split into {' and '.join(split)}" if split else ""
+    return f"NCCL {'.'.join(map(str, version))}: a communicator of {world} ranks{parts}"
 
 
 def types_of(model: Model, optimizer: torch.optim.Optimizer) -> dict[str, str]:

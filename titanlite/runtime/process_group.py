@@ -45,9 +45,44 @@ def pick_device(ranks: Ranks) -> torch.device:
     """
     if not torch.cuda.is_available():
         return torch.device("cpu")
-    if ranks.local_world_size > torch.cuda.device_count():
-        raise UserError(f"{ranks.local_world_size} processes, but this machine has {torch.cuda.device_count()} GPUs")
-    return torch.device("cuda", ranks.local_rank)
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return torch.device("cuda", gpu_index(ranks, gpus=torch.cuda.device_count(), visible=visible))
+
+
+def gpu_index(ranks: Ranks, *, gpus: int, visible: str | None) -> int:
+    """Return the number of this process's GPU among those that PyTorch sees: its rank on the machine.
+
+    Args:
+        visible: CUDA_VISIBLE_DEVICES, if that is set.
+
+    Raises:
+        UserError: there are fewer GPUs than processes.
+    """
+    processes = max(ranks.local_world_size, ranks.local_rank + 1)
+    if processes > gpus:
+        selected = "" if visible is None else f" (CUDA_VISIBLE_DEVICES is {visible})"
+        raise UserError(
+            f"{processes} processes on this machine, and PyTorch sees {gpus} GPU{'s'[: gpus > 1]}{selected}: start one "
+            "process for each GPU, and let every process see all GPUs of its machine"
+        )
+    return ranks.local_rank
+
+
+def why_no_gpu(*, has_gpus: bool, cuda_version: str | None, visible: str | None) -> str | None:
+    """Return why PyTorch uses no GPU on a machine that has some; None if there are none, or they are hidden.
+
+    Args:
+        has_gpus: this process can reach a GPU's device file.
+        cuda_version: CUDA that PyTorch is built for; None for a CPU build.
+        visible: CUDA_VISIBLE_DEVICES, if that is set. "" and -1 hide all GPUs.
+    """
+    if not has_gpus or (visible is not None and visible.strip() in ("", "-1")):
+        return None
+    if cuda_version is None:
+        reason = "this PyTorch is a CPU build: install the CUDA build"
+    else:
+        reason = f"PyTorch for CUDA {cuda_version} cannot use them: compare the driver's version in nvidia-smi"
+    return f"training runs on the CPU, and this machine has NVIDIA GPUs. {reason}, or set CUDA_VISIBLE_DEVICES=-1"
 
 
 def pick_kernels(device: torch.device, *, compiles: bool = False) -> Kernels:
