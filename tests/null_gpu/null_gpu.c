@@ -978,6 +978,7 @@ ncclResult_t ncclCommInitRankScalable(ncclComm_t *communicator, int ranks, int r
 
 // How many ranks have the same color, only the other ranks know. The result has its parent's size.
 ncclResult_t ncclCommSplit(ncclComm_t communicator, int color, int key, ncclComm_t *part, ncclConfig_t *config) {
+    record("communicator", "split", 0);
     return new_communicator(part, communicator->ranks, communicator->rank);
 }
 

@@ -1,9 +1,12 @@
 """Degrees -> DeviceMesh, and what follows from it. This is the only file that knows the axes by name and order."""
 
+import inspect
+
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from titanlite.config.schema import Parallelism
+from titanlite.config.schema import Degrees, Parallelism
 
 
 def build_mesh(parallelism: Parallelism, *, world_size: int, device_type: str) -> DeviceMesh:
@@ -16,7 +19,27 @@ def build_mesh(parallelism: Parallelism, *, world_size: int, device_type: str) -
         ValueError: the degrees do not multiply to world_size.
     """
     degrees = parallelism.degrees(world_size)
+    if device_type == "cuda" and "backend" in inspect.signature(dist.split_group).parameters:  # torch 2.13
+        return _split_world(degrees)
     return init_device_mesh(device_type, (*degrees,), mesh_dim_names=degrees._fields)
+
+
+def _split_world(degrees: Degrees) -> DeviceMesh:
+    """Return the mesh with communicators split from that of all ranks.
+
+    `init_device_mesh` splits gloo's group too, which no axis uses: it connects all pairs of ranks again, and every rank
+    prints a warning.
+    """
+    world = dist.group.WORLD
+    ranks = torch.arange(degrees.data_parallel).view(*degrees)
+    groups = []
+    for axis, (name, size) in enumerate(degrees._asdict().items()):
+        parts = ranks.movedim(axis, -1).reshape(-1, size).tolist()
+        is_world = size == degrees.data_parallel
+        group = world if is_world else dist.split_group(split_ranks=parts, group_desc=name, backend="cuda:nccl")
+        assert group is not None
+        groups.append(group)
+    return DeviceMesh.from_group(groups, "cuda", mesh=ranks, mesh_dim_names=degrees._fields)
 
 
 def sharding_mesh(mesh: DeviceMesh) -> DeviceMesh:
