@@ -98,7 +98,7 @@ def float32_precision(setting: str) -> str:
     return {"highest": "without TF32", "high": "in TF32"}.get(setting, f"of {setting} precision")
 
 
-def communicators(sizes: Mapping[str, int], *, version: Sequence[int]) -> str:
+def communicators(sizes: Mapping[str, int], *, version: Sequence[int | str]) -> str:
     """Describe the communicators of a mesh: that of all ranks, and those of axes, which are split from it.
 
     Args:
