@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.null_gpu.conftest import RunPython
-from tests.null_gpu.test_train import metrics, train
+from tests.null_gpu.runs import metrics, train
 
 pytestmark = pytest.mark.null_gpu
 
