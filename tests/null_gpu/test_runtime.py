@@ -1,4 +1,4 @@
-"""What a run sets up on GPUs: the allocator, the device of each process, and communicators."""
+"""Set-up of a run on GPUs: the allocator, the device of each process, and communicators."""
 
 import json
 from pathlib import Path
