@@ -10,7 +10,7 @@ from titanlite.cli import run
 from titanlite.config.load import load
 from titanlite.config.recompute import parse_policies
 from titanlite.plan.command import write_config
-from titanlite.plan.estimate import USABLE, Layout
+from titanlite.plan.estimate import OUTSIDE, Layout
 from titanlite.plan.output import options_to_paste, toml_of
 from titanlite.plan.search import search, with_options
 from titanlite.plan.time import offload_time
@@ -70,9 +70,12 @@ def test_table_and_json_agree(toml: Path, capsys: pytest.CaptureFixture[str]) ->
         == max(sum(it.values()) for it in memory["by_phase"].values())
     )
     assert memory["by_phase"][memory["at"]] == memory["by_category"]
-    assert memory["usable"] == round(USABLE * record["hardware"]["memory"])
+    assert memory["usable"] == record["hardware"]["memory"] - OUTSIDE
+    assert memory["peak"] == memory["allocated"] < memory["reserved"] < memory["usable"]
+    gib = {name: f"{memory[name] / 2**30:.1f}" for name in ("reserved", "usable", "allocated")}
+    assert f"fits: reserved {gib['reserved']} GiB of {gib['usable']} " in table
+    assert f"allocated {gib['allocated']} (" in table
     assert record["fits"] is True
-    assert "fits: peak" in table
     assert f"step     {record['time']['total']:.3f} s" in table
     assert f"MFU {record['mfu']:.1%}" in table
     assert record["tokens"] == 100 * 16 * 256
@@ -86,7 +89,7 @@ def test_an_own_gpu_that_is_too_small(toml: Path, capsys: pytest.CaptureFixture[
     assert plan(toml, "--world-size", "2", "--gpu-file", str(path)) == 0
     out = capsys.readouterr().out
     assert "2 x mine" in out
-    assert "does not fit: peak" in out
+    assert "does not fit: reserved" in out
 
 
 def test_the_cpu_of_this_machine(toml: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -186,14 +189,14 @@ def test_offload_time() -> None:
 @pytest.mark.nightly
 def test_search_on_small_devices(toml: Path) -> None:
     """Memory decides here. The expected memory of a candidate is that of its plan; the best one is written."""
-    hardware = replace(find_hardware("H100"), memory=int(0.02 * 2**30))
+    hardware = replace(find_hardware("H100"), memory=OUTSIDE + 150 * 2**20)
     config = load(toml, ["--training.global_batch_size=32"])
     found = search(config, Layout(4, hardware, 2), count=3)
     assert found.tried == 3 * 4 * (1 + 2 * 2)  # recomputation x local batch x (shard degree 1, and 2 and 4 x reshard)
     assert len(found.best) == 3
     for candidate, planned in found.best:
-        assert planned.peak <= USABLE * hardware.memory
-        assert candidate.peak == pytest.approx(planned.peak, rel=0.1)
+        assert planned.reserved <= hardware.memory - OUTSIDE
+        assert candidate.reserved == pytest.approx(planned.reserved, rel=0.1)
         # Kernels so small are nothing but launches, of which layouts have a few more or less.
         assert candidate.tokens_per_second == pytest.approx(planned.tokens_per_second, rel=0.2)
     speeds = [planned.tokens_per_second for _, planned in found.best]

@@ -10,7 +10,7 @@ import torch
 from tests.helpers import TinyRun
 from titanlite.config.schema import Config
 from titanlite.plan import out_of_memory
-from titanlite.plan.estimate import Layout, Plan, plan
+from titanlite.plan.estimate import OUTSIDE, Layout, Plan, plan
 from titanlite.plan.search import with_options
 from titanlite.plan.suggestions import Suggestion, _together, suggest
 from titanlite.runtime.files import lock_file
@@ -25,8 +25,8 @@ OFFLOAD = {"training.enable_cpu_offload": True}
 
 
 def layout_of(memory: float, world_size: int = 1) -> Layout:
-    """A layout of GPUs with this many bytes."""
-    return Layout(world_size, replace(find_hardware("H100"), memory=int(memory)), 8)
+    """Return GPUs of which PyTorch can reserve so many bytes."""
+    return Layout(world_size, replace(find_hardware("H100"), memory=int(memory) + OUTSIDE), 8)
 
 
 def planned(config: Config, layout: Layout) -> Plan:

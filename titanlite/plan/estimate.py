@@ -14,9 +14,11 @@ from titanlite.plan.workload import Traffic, Workload, extend_workload, traffic_
 from titanlite.preflight import select_model
 from titanlite.runtime.hardware import Hardware
 
-USABLE = 0.93
-"""Share of a GPU's memory for tensors. The rest is for fragmentation, the CUDA context and the buffers of NCCL, which
-take 1 to 2 GiB together on most systems."""
+OUTSIDE = 2 * 2**30
+"""Bytes of a GPU that PyTorch cannot reserve: the CUDA context and the buffers of NCCL. On 8 H100s, 1.06 GB with one
+communicator (github.com/NVIDIA/nccl issue 1685); each further one takes 0.7 GB (issue 964, A100s)."""
+USABLE_ON_CPU = 0.93
+"""Share of this machine's memory for tensors."""
 ON_HOST = ("parameters", "gradients", "optimizer")
 """Categories that CPU offload keeps in host memory, unless they are on disk."""
 
@@ -32,6 +34,17 @@ class Layout:
     @property
     def is_gpu(self) -> bool:
         return not self.hardware.measured
+
+    @property
+    def usable(self) -> int:
+        """Bytes of a device that PyTorch can reserve."""
+        memory = self.hardware.memory
+        return memory - OUTSIDE if self.is_gpu else int(USABLE_ON_CPU * memory)
+
+    @property
+    def in_last_node(self) -> int:
+        """Devices in the last node."""
+        return (self.world_size - 1) % self.gpus_per_node + 1
 
 
 @dataclass(frozen=True)
@@ -56,7 +69,7 @@ class Plan(Profile):
     micro_batch_size: int
     accumulation: int
     host: int
-    """Bytes in host memory, with CPU offload."""
+    """Bytes in host memory, with CPU offload, of one rank."""
     disk: int
     """Bytes in files."""
     flops: float
@@ -73,7 +86,12 @@ class Plan(Profile):
 
     @property
     def fits(self) -> bool:
-        return self.peak <= USABLE * self.layout.hardware.memory
+        return self.reserved <= self.layout.usable and self.host_of_node <= self.layout.hardware.node_memory
+
+    @property
+    def host_of_node(self) -> int:
+        """Bytes in the host memory of a node."""
+        return self.host * min(self.layout.world_size, self.layout.gpus_per_node)
 
     @property
     def tokens_per_second(self) -> float:
@@ -131,11 +149,13 @@ def trace(config: Config, layout: Layout) -> Trace:
         shapes = [replace(varied, n_layers=few), replace(varied, n_layers=few + period)]
     fuse = config.compile.enable and layout.is_gpu
     _, accumulation = config.training.batch_split(config.parallelism.degrees(layout.world_size).data_parallel)
+    hidden = list(ON_HOST) if config.training.enable_cpu_offload and layout.is_gpu else []
+    hidden += [category for category, place in places_of_states(config.offload).items() if place == "disk"]
     profiles, workloads, traffics = [], [], []
     for shape in shapes:
         traced = trace_step(config, spec.model_cls, shape, world_size=layout.world_size, gpu=layout.is_gpu)
         depth = traced.blocks
-        profiles.append(profile(traced.recorder, depth))
+        profiles.append(profile(traced.recorder, depth, gpu=layout.is_gpu, compiled=fuse, hidden=hidden))
         workloads.append(workload_of(traced.recorder, fuse=fuse, gpus_per_node=layout.gpus_per_node))
         traffics.append(traffic_of(traced.recorder, traced=traced.micro_batches, accumulation=accumulation))
     if len(shapes) == 1:
@@ -149,10 +169,15 @@ def trace(config: Config, layout: Layout) -> Trace:
     return _with_disk(whole, config.offload)
 
 
+def places_of_states(offload: Offload) -> dict[str, str]:
+    """Return the option of each category of states that can be on disk."""
+    return {"parameters": offload.parameters, "optimizer": offload.optimizer}
+
+
 def _with_disk(traced: Trace, offload: Offload) -> Trace:
     """Move states on disk out of the profile: a trace makes no files. The few slices that an update works on are not
     counted."""
-    places = {"parameters": offload.parameters, "optimizer": offload.optimizer}
+    places = places_of_states(offload)
     on_disk = {category: traced.profile.most(category) for category, place in places.items() if place == "disk"}
     phases = {name: {**sizes, **dict.fromkeys(on_disk, 0)} for name, sizes in traced.profile.phases.items()}
     return replace(traced, profile=replace(traced.profile, phases=phases), on_disk=on_disk)
@@ -185,6 +210,7 @@ def estimate(traced: Trace, config: Config, layout: Layout) -> Plan:
     return Plan(
         phases=phases,
         blocks=traced.profile.blocks,
+        pools=traced.profile.pools,
         layout=layout,
         parameters=sum(p.numel() for p in model.parameters()),
         degrees=config.parallelism.degrees(layout.world_size),

@@ -5,13 +5,19 @@ by one block (or by the period after which blocks repeat), give the difference. 
 everything that is not a block, are taken from the larger model.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
+from titanlite.plan.allocator import Change, PoolName, PoolSize, replay, reserved
+from titanlite.plan.fusion import Sizes, fused_sizes
 from titanlite.plan.recorder import CATEGORIES, Recorder
 
 Breakdown = dict[str, int]
 """Bytes by category: `recorder.CATEGORIES`."""
+WORKSPACES = 2 * 32 * 2**20
+"""Bytes that PyTorch allocates on Hopper for cuBLAS: a workspace for each thread that launches matmuls, that of forward
+and that of backward. Other GPUs have 8 MiB each. Source: aten/src/ATen/cuda/CublasHandlePool.cpp."""
 
 
 @dataclass(frozen=True)
@@ -21,6 +27,13 @@ class Profile:
     phases: dict[str, Breakdown]
     """Memory at the peak of each phase, in the order of time. Of a phase that comes once a micro-batch, the highest."""
     blocks: int
+    pools: dict[PoolName, PoolSize] = field(default_factory=dict)
+    """Pools of PyTorch's caching allocator. A CPU has none."""
+
+    @property
+    def reserved(self) -> int:
+        """Bytes that PyTorch reserves on the device."""
+        return reserved(self.pools) if self.pools else self.peak
 
     @property
     def peak_phase(self) -> str:
@@ -41,43 +54,91 @@ class Profile:
         return max(phase[category] for phase in self.phases.values())
 
 
-def profile(recorder: Recorder, blocks: int) -> Profile:
-    """Return the memory profile of the recorded steps, without what was recorded before the first one."""
+def profile(
+    recorder: Recorder, blocks: int, *, gpu: bool = False, compiled: bool = False, hidden: Sequence[str] = ()
+) -> Profile:
+    """Return the memory profile of the recorded steps, without what was recorded before the first one.
+
+    Args:
+        gpu: whether PyTorch's caching allocator reserves the memory.
+        compiled: whether a compiler fuses operators of blocks.
+        hidden: categories that are not in the device's memory. The phases have them all the same.
+    """
+    changes = _changes(recorder, fused_sizes(recorder) if compiled else {})
     phases: dict[str, Breakdown] = {}
     highest: dict[str, int] = {}
     now: Breakdown = dict.fromkeys(CATEGORIES, 0)
-    total = 0
-    for phase, changes in _changes(recorder):
+    total = now["other"] = WORKSPACES if gpu else 0
+    place = 0
+    ends = [time for time, _ in recorder.phases[1:]] + [recorder.time + 1]
+    for (_, phase), end in zip(recorder.phases, ends, strict=True):
         highest[phase] = max(highest.get(phase, 0), total)
         phases.setdefault(phase, dict(now))
         if total == highest[phase]:
             phases[phase] = dict(now)
-        for difference, category in changes:
-            now[category] += difference
-            total += difference
+        while place < len(changes) and changes[place].time < end:
+            _, number, before, after = changes[place]
+            place += 1
+            now[recorder.storages[number].category] += after - before
+            total += after - before
             if total > highest[phase]:
                 highest[phase], phases[phase] = total, dict(now)
     del phases["start"], phases["end"]
-    return Profile(phases, blocks)
+    return Profile(phases, blocks, replay(_history(recorder, changes, hidden)) if gpu else {})
 
 
-def _changes(recorder: Recorder) -> Iterator[tuple[str, list[tuple[int, str]]]]:
-    """Yield each phase, with its changes of memory (bytes, category) in the order of time."""
-    events: list[tuple[int, int, str]] = []
-    for storage in recorder.storages:
+class _Resized(NamedTuple):
+    time: float
+    storage: int
+    before: int
+    after: int
+
+
+def _changes(recorder: Recorder, fused: Mapping[int, Sizes]) -> list[_Resized]:
+    """Return all changes of storages in the order of time.
+
+    Args:
+        fused: sizes over time of some storages, in place of the recorded ones.
+    """
+    changes: list[_Resized] = []
+    for number, storage in enumerate(recorder.storages):
         before = 0
-        for time, size in storage.sizes:
-            events.append((time, size - before, storage.category))
+        for time, size in fused.get(number, storage.sizes):
+            changes.append(_Resized(time, number, before, size))
             before = size
-    events.sort(key=lambda event: event[0])
-    place = 0
-    ends = [time for time, _ in recorder.phases[1:]] + [recorder.time + 1]
-    for (_, name), end in zip(recorder.phases, ends, strict=True):
-        changes = []
-        while place < len(events) and events[place][0] < end:
-            changes.append(events[place][1:])
-            place += 1
-        yield name, changes
+    return sorted(changes)
+
+
+def _history(recorder: Recorder, changes: Sequence[_Resized], hidden: Sequence[str]) -> Iterator[Change]:
+    """Yield the changes of device memory in training: parameters, a first step that makes the optimizer's states at its
+    end, and a second step. A trace makes the states first."""
+    begin = next(time for time, name in recorder.phases if name == "step")
+    update = next((time for time, name in recorder.phases if name == "update"), recorder.time)
+    end = recorder.phases[-1][0]
+    before = {it.storage: it.after for it in changes if it.time < begin}
+    states = []
+    for number, size in before.items():
+        storage = recorder.storages[number]
+        if storage.category in hidden or not size:
+            continue
+        if storage.category == "optimizer":
+            states.append(Change(number, 0, size))
+        else:
+            yield Change(number, 0, size)
+    yield Change(-1, 0, WORKSPACES)
+    in_steps = [it for it in changes if begin <= it.time < end]
+    in_steps = [it for it in in_steps if recorder.storages[it.storage].category not in hidden]
+    made = len(recorder.storages)
+    for first in (True, False):
+        alive: set[int] = set()
+        for it in in_steps:
+            if first and states and it.time >= update:
+                yield from states
+                states = []
+            number = it.storage if it.storage in before else it.storage + made * (1 + first)
+            yield Change(number, recorder.storages[it.storage].stream, it.after)
+            alive.add(number) if it.after else alive.discard(number)
+        yield from (Change(number, 0, 0) for number in alive if number >= made)
 
 
 def extend(small: Profile, large: Profile, blocks: int, edge: int) -> Profile:
@@ -87,6 +148,7 @@ def extend(small: Profile, large: Profile, blocks: int, edge: int) -> Profile:
         edge: number of blocks at the beginning and at the end that are looked at. Blocks between are not higher.
     """
     phases: dict[str, Breakdown] = {}
+    factor = (blocks - small.blocks) / (large.blocks - small.blocks)
     for name, above in large.phases.items():
         place = block_of(name)
         if place is None or place < edge:
@@ -96,12 +158,19 @@ def extend(small: Profile, large: Profile, blocks: int, edge: int) -> Profile:
             at_blocks = _renamed(name, place - large.blocks + blocks)
         else:
             continue
-        below, factor = small.phases[at_small], (blocks - small.blocks) / (large.blocks - small.blocks)
+        below = small.phases[at_small]
         phases[at_blocks] = {
             category: max(0, round(below[category] + (above[category] - below[category]) * factor))
             for category in CATEGORIES
         }
-    return Profile(phases, blocks)
+    pools = {
+        name: PoolSize(
+            peak := round(small.pools[name].peak + (pool.peak - small.pools[name].peak) * factor),
+            peak + pool.end - pool.peak,
+        )
+        for name, pool in large.pools.items()
+    }
+    return Profile(phases, blocks, pools)
 
 
 def block_of(phase: str) -> int | None:

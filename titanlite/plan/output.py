@@ -7,7 +7,7 @@ from typing import Any
 import tomlkit
 
 from titanlite.config.schema import Config
-from titanlite.plan.estimate import USABLE, Layout, Plan
+from titanlite.plan.estimate import OUTSIDE, Layout, Plan
 from titanlite.plan.memory import Breakdown
 from titanlite.plan.search import Found, Options
 
@@ -17,22 +17,27 @@ GIB = 2**30
 def plan_lines(planned: Plan, config: Config) -> Iterator[str]:
     """Yield the lines of a plan."""
     layout, time = planned.layout, planned.time
-    hardware, usable = layout.hardware, USABLE * layout.hardware.memory
+    hardware = layout.hardware
     yield (
         f"{config.job.name}: {planned.parameters:,} parameters on {layout.world_size:,} x {hardware.name} "
         f"({layout.gpus_per_node} in a node), {planned.degrees}, {planned.micro_batch_size} x "
         f"{config.training.seq_len:,} tokens in a forward pass, {planned.accumulation} of those in a step"
     )
+    rest = f"less {OUTSIDE / GIB:.0f} for the CUDA context and NCCL" if layout.is_gpu else "less a rest"
     yield (
-        f"memory   {'fits' if planned.fits else 'does not fit'}: peak {planned.peak / GIB:.1f} GiB "
-        f"({phase_title(planned.peak_phase)}), usable {usable / GIB:.1f} ({hardware.memory / GIB:.1f} less "
-        f"{1 - USABLE:.0%} for CUDA, NCCL and fragmentation)"
+        f"memory   {'fits' if planned.fits else 'does not fit'}: reserved {planned.reserved / GIB:.1f} GiB of "
+        f"{layout.usable / GIB:.1f} ({hardware.memory / GIB:.1f} {rest}), allocated {planned.peak / GIB:.1f} "
+        f"({phase_title(planned.peak_phase)})"
     )
     for category, size in sorted(planned.breakdown.items(), key=lambda item: -item[1]):
         if size:
             yield f"           {category:15s}{size / GIB:8.2f} GiB{size / planned.peak:7.0%}"
     if planned.host:
         yield f"           in host memory {planned.host / GIB:8.2f} GiB: parameters, gradients, optimizer"
+        yield (
+            f"           host memory of a node: {planned.host_of_node / GIB:,.0f} GiB of "
+            f"{hardware.node_memory / GIB:,.0f}, without data, checkpoints and the system"
+        )
     if planned.disk:
         yield f"           on disk        {planned.disk / GIB:8.2f} GiB; the time below does not include the disk"
     for name, phase in _other_peaks(planned):
@@ -53,7 +58,12 @@ def plan_lines(planned: Plan, config: Config) -> Iterator[str]:
         f"run      {planned.steps:,} steps, {planned.tokens * planned.steps:,} tokens: {planned.days:,.2f} days, "
         f"{planned.gpu_hours:,.0f} GPU-hours"
     )
-    yield "Memory is the exact sum of all tensors. Times are estimates: docs/plan.md."
+    if layout.world_size > layout.gpus_per_node != layout.in_last_node:
+        yield (
+            f"note     the last node has {layout.in_last_node} of {layout.gpus_per_node} GPUs: fewer network cards; "
+            "the times assume full nodes"
+        )
+    yield "Allocated is the exact sum of all tensors. Times are estimates: docs/plan.md."
 
 
 def phase_title(phase: str) -> str:
@@ -92,11 +102,14 @@ def plan_record(planned: Plan) -> dict[str, Any]:
         "fits": planned.fits,
         "memory": {
             "peak": planned.peak,
-            "usable": round(USABLE * layout.hardware.memory),
+            "allocated": planned.peak,
+            "reserved": planned.reserved,
+            "usable": layout.usable,
             "at": planned.peak_phase,
             "by_category": planned.breakdown,
             "by_phase": planned.phases,
             "host": planned.host,
+            "host_of_node": planned.host_of_node,
             "disk": planned.disk,
         },
         "flops_of_all_ranks": planned.flops,
@@ -132,7 +145,7 @@ def search_lines(found: Found, config: Config, layout: Layout, *, seconds: float
         each = planned.tokens_per_second / layout.world_size
         yield (
             f"{number}. {planned.tokens_per_second:,.0f} tokens/s ({each:,.0f} a device), "
-            f"step {planned.time.total:.3f} s, peak {planned.peak / GIB:.1f} GiB: {candidate.title}"
+            f"step {planned.time.total:.3f} s, reserved {planned.reserved / GIB:.1f} GiB: {candidate.title}"
         )
         yield from indented_toml(options_to_paste(candidate.options, config))
     if found.losers:

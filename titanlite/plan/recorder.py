@@ -52,6 +52,8 @@ class Storage:
     """Memory behind one or several tensors."""
 
     category: str
+    stream: int = 0
+    """Number of the CUDA stream that allocates it; 0 computes."""
     sizes: list[tuple[int, int]] = field(default_factory=list)
     """(time, bytes from then on). Time counts operators, changes of sizes and phases."""
 
@@ -69,6 +71,8 @@ class Operator(NamedTuple):
     reads: tuple[tuple[int, int], ...]
     """(number of the storage, bytes of the tensor)."""
     writes: tuple[tuple[int, int], ...]
+    category: str = ""
+    """Category given to new memory at that time, outside the model's own forward and backward."""
 
 
 class Sent(NamedTuple):
@@ -107,6 +111,7 @@ class Recorder(TorchDispatchMode, StepObserver):
         self._categories: list[str] = []
         self._groups: dict[str, tuple[str, tuple[int, ...]]] = {}
         self._unit = ""
+        self._streams = [torch.cpu.current_stream()]
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -190,10 +195,17 @@ class Recorder(TorchDispatchMode, StepObserver):
             self._check_size(storage, self._number_of[key])
         else:
             number = len(self.storages)
-            self.storages.append(Storage(self._category_now(), [(self.time, storage.nbytes())]))
+            self.storages.append(Storage(self._category_now(), self._stream(), [(self.time, storage.nbytes())]))
             self._number_of[key] = number
             self._alive[key] = weakref.ref(storage, lambda _: self._freed(key))
         return self._number_of[key]
+
+    def _stream(self) -> int:
+        """Return the number of the stream that FSDP works on: CPUs have streams that do nothing."""
+        stream = torch.cpu.current_stream()
+        if stream not in self._streams:
+            self._streams.append(stream)
+        return self._streams.index(stream)
 
     def _category_now(self) -> str:
         if self._categories:
@@ -235,7 +247,8 @@ class Recorder(TorchDispatchMode, StepObserver):
         reads = tuple((number, _bytes(tensor, touched)) for number, tensor in inputs)
         writes = tuple((number, _bytes(tensor, touched)) for number, tensor in outputs)
         phase = len(self.phases) - 1
-        self.operators.append(Operator(self.time, phase, str(func), kind, flops, dtype, reads, writes))
+        category = self._categories[-1] if self._categories else ""
+        self.operators.append(Operator(self.time, phase, str(func), kind, flops, dtype, reads, writes, category))
 
     def _collective(self, func: Any, args: Any, inputs: list[Any]) -> None:
         collective = COLLECTIVES.get(str(func.overloadpacket))

@@ -19,7 +19,7 @@ import torch
 from titanlite.config.schema import Config, Degrees
 from titanlite.cpu.settings import cores
 from titanlite.parallelize.float8 import choose_layers
-from titanlite.plan.estimate import ON_HOST, USABLE, Layout, Plan, Trace, estimate, model_of, trace
+from titanlite.plan.estimate import ON_HOST, Layout, Plan, Trace, estimate, model_of, trace
 from titanlite.plan.time import (
     Collective,
     Group,
@@ -37,6 +37,7 @@ from titanlite.runtime.hardware import Hardware
 MODES = ("none", "selective", "full")
 LARGEST_BATCH = 16
 """Most sequences in a forward pass that are tried."""
+GIB = 2**30
 WORTH = 1.005
 """Least speed-up for which a candidate that needs more memory is listed beside one that needs less."""
 
@@ -58,7 +59,10 @@ class Candidate:
     degrees: Degrees
     reshard: str
     tokens_per_second: float = 0.0
-    peak: float = 0.0
+    reserved: float = 0.0
+    """Bytes."""
+    host_of_node: float = 0.0
+    """Bytes of host memory in a node."""
     exposed: float = 0.0
     """Seconds of a step in which devices wait for collectives."""
 
@@ -143,18 +147,26 @@ class _Search:
     def run(self, count: int) -> Found:
         traces = self._trace_all()
         candidates = [self._expect(it, traces) for it in self._candidates(offload=False)]
-        room = USABLE * self.layout.hardware.memory
-        if not any(it.peak <= room for it in candidates):
+        room = self.layout.usable
+        if not any(it.reserved <= room for it in candidates):
             candidates += [self._expect(it, traces) for it in self._candidates(offload=True)]
-        candidates.sort(key=lambda it: (-it.tokens_per_second, it.peak))
+        candidates.sort(key=lambda it: (-it.tokens_per_second, it.reserved))
         found = self._confirm(candidates, traces, room, count)
         if not found.best:
-            least = min(candidates, key=lambda it: it.peak)
-            raise UserError(
-                f"nothing fits: the least is {least.peak / 2**30:.1f} GiB ({least.title}), and {USABLE:.0%} of a "
-                f"{self.layout.hardware.name} are {room / 2**30:.1f} GiB. Use more GPUs, or a shorter training.seq_len"
-            )
+            raise UserError(self._nothing_fits(candidates, room))
         return found
+
+    def _nothing_fits(self, candidates: Sequence[Candidate], room: float) -> str:
+        hardware = self.layout.hardware
+        least = min((it for it in candidates if not it.offload), key=lambda it: it.reserved)
+        hosts = [it.host_of_node for it in candidates if it.offload and it.reserved <= room]
+        offload = (
+            f"; CPU offload {_needs_host(min(hosts))}, which has {hardware.node_memory / GIB:,.0f}" if hosts else ""
+        )
+        return (
+            f"nothing fits: the least is {least.reserved / GIB:.1f} GiB ({least.title}), and a {hardware.name} has "
+            f"{room / GIB:.1f} GiB for it{offload}. Use more GPUs, or a shorter training.seq_len"
+        )
 
     def _trace_all(self) -> Traces:
         keys = list(product(MODES, self.float8, self.batches[:2]))
@@ -195,12 +207,13 @@ class _Search:
         two = traces[it.mode, it.float8, self.batches[:2][-1]]
         world, hardware = self.layout.world_size, self.layout.hardware
         further = (it.batch - self.batches[0]) / max(1, self.batches[:2][-1] - self.batches[0])
-        peak = one.profile.peak + further * (two.profile.peak - one.profile.peak)
+        reserved = one.profile.reserved + further * (two.profile.reserved - one.profile.reserved)
         states = sum(one.profile.most(category) for category in ON_HOST)
+        host = states * world / it.degrees.shard if it.offload else 0.0
         gathered = sum(it.bytes for unit in one.workload.units for it in unit.gather)
-        peak += -states if it.offload else states * (world / it.degrees.shard - 1)
+        reserved += -states if it.offload else states * (world / it.degrees.shard - 1)
         if world > 1 and (it.reshard == "never" or it.degrees.shard == 1):
-            peak += gathered
+            reserved += gathered
         units = [
             _laid_out(_grown(of_one, of_two, further, hardware), it, self.layout)
             for of_one, of_two in zip(one.workload.units, two.workload.units, strict=True)
@@ -217,9 +230,15 @@ class _Search:
         total = time.total + waiting
         if it.offload:
             parameters = one.profile.most("parameters") * world // it.degrees.shard
-            total += offload_time(parameters, states * world / it.degrees.shard, accumulation=self.share // it.batch)
+            total += offload_time(parameters, host, accumulation=self.share // it.batch)
         tokens = self.config.training.global_batch_size * self.config.training.seq_len
-        return replace(it, tokens_per_second=tokens / total, peak=peak, exposed=time.exposed + waiting)
+        return replace(
+            it,
+            tokens_per_second=tokens / total,
+            reserved=reserved,
+            host_of_node=host * min(world, self.layout.gpus_per_node),
+            exposed=time.exposed + waiting,
+        )
 
     def _confirm(self, candidates: Sequence[Candidate], traces: Traces, room: float, count: int) -> Found:
         """Plan the best candidates in full."""
@@ -230,18 +249,23 @@ class _Search:
             chosen: list[Candidate] = []
             while rest and len(best) + len(chosen) < count:
                 it = rest.popleft()
-                if it.peak > 1.05 * room:
-                    losers.setdefault(it.kernels, (it, _too_large(it.peak)))
+                if it.reserved > 1.05 * room:
+                    losers.setdefault(it.kernels, (it, _too_large(it.reserved)))
+                elif it.host_of_node > self.layout.hardware.node_memory:
+                    losers.setdefault(it.kernels, (it, _needs_host(it.host_of_node)))
                 elif not any(_is_no_better(it, other) for other in (*(one for one, _ in best), *chosen)):
                     chosen.append(it)
             for it, plan in zip(chosen, self._plan(chosen, traces), strict=True):
                 if plan.fits:
                     best.append((it, plan))
                 else:
-                    losers.setdefault(it.kernels, (it, _too_large(plan.peak)))
+                    losers.setdefault(
+                        it.kernels,
+                        (it, _too_large(plan.reserved) if plan.reserved > room else _needs_host(plan.host_of_node)),
+                    )
         best.sort(key=lambda pair: -pair[1].tokens_per_second)
         for it in rest:
-            if it.peak <= room and len(losers) < 2 * count and best:
+            if it.reserved <= room and len(losers) < 2 * count and best:
                 losers.setdefault(it.kernels, (it, _slower(it, best[0][0])))
         return Found(best, list(losers.values())[:count], len(candidates))
 
@@ -265,11 +289,15 @@ class _Search:
 def _is_no_better(it: Candidate, other: Candidate) -> bool:
     """Return True if a candidate has the same kernels, is not noticeably faster, and needs no less memory."""
     faster = it.tokens_per_second > other.tokens_per_second * WORTH
-    return it.kernels == other.kernels and not faster and it.peak >= other.peak
+    return it.kernels == other.kernels and not faster and it.reserved >= other.reserved
 
 
-def _too_large(peak: float) -> str:
-    return f"does not fit: {peak / 2**30:,.1f} GiB"
+def _too_large(reserved: float) -> str:
+    return f"does not fit: {reserved / GIB:,.1f} GiB"
+
+
+def _needs_host(size: float) -> str:
+    return f"needs {size / GIB:,.0f} GiB of host memory in a node"
 
 
 def _slower(it: Candidate, best: Candidate) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 from titanlite.config.checks import find_conflicts
 from titanlite.config.schema import Config
 from titanlite.optim import check_optimizer
-from titanlite.plan.estimate import USABLE, Layout, Plan, model_of, plan
+from titanlite.plan.estimate import Layout, Plan, model_of, plan
 from titanlite.plan.search import Options, with_options
 
 logger = logging.getLogger(__name__)
@@ -27,7 +27,7 @@ class Suggestion:
 
     options: Options
     peak: int
-    """Predicted, in bytes."""
+    """Predicted sum of tensors, in bytes."""
     fits: bool
     cost: str
     """A phrase for people."""
@@ -110,7 +110,7 @@ def _smaller_batch(config: Config, layout: Layout, present: Plan, attempt: Attem
     """
     micro, accumulation = config.training.batch_split(config.parallelism.degrees(layout.world_size).data_parallel)
     sizes = [size for size in range(micro // 2, 0, -1) if micro * accumulation % size == 0]
-    room, best, above = USABLE * layout.hardware.memory, None, (micro, present.peak)
+    room, best, above = layout.usable - (present.reserved - present.peak), None, (micro, present.peak)
     while sizes:
         size = sizes[0]
         suggestion = attempt({"training.local_batch_size": size}, "same results, by more and smaller forward passes")

@@ -50,6 +50,8 @@ class Hardware:
     clock falls under load; A100s reach 0.75 to 0.85."""
     attention_efficiency: float = 0.33
     """The same for flash attention, forward and backward together. An assumption."""
+    node_memory: int = 2 * 2**40
+    """Bytes of host memory of a node, for CPU offload. An assumption: DGX H100 and p5.48xlarge have 2 TiB."""
     measured: bool = False
     """The device is this machine's CPU, and its rates are measured instead of peaks."""
 
@@ -175,7 +177,7 @@ def _plain(name: str) -> str:
 
 REQUIRED = ("memory", "bf16_flops", "fp32_flops", "memory_bandwidth", "link_bandwidth", "network_bandwidth")
 EFFICIENCIES = ("matmul_efficiency", "attention_efficiency")
-NUMBERS = (*REQUIRED, *EFFICIENCIES, "memory_gib", "fp8_flops")
+NUMBERS = (*REQUIRED, *EFFICIENCIES, "memory_gib", "fp8_flops", "node_memory")
 TEXTS = ("base", "name", "sources")
 
 
