@@ -8,9 +8,9 @@ from titanlite.config.load import load
 from titanlite.plan.allocator import GRANULES, Change, PoolSize, replay, reserved
 from titanlite.plan.estimate import Layout, plan
 from titanlite.plan.fusion import fused_sizes
+from titanlite.plan.private_torch import FakeTensorMode
 from titanlite.plan.recorder import Operator, Recorder, Storage
 from titanlite.runtime.hardware import find_hardware
-from titanlite.runtime.private_torch import FakeTensorMode
 
 MIB = 2**20
 GIB = 2**30

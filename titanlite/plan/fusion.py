@@ -26,7 +26,7 @@ class _Kernel:
     needs: set[int]
     """Tensors that it depends on, directly or through others."""
     reduces: bool
-    """Whether it sums over a dim."""
+    """Presence of a sum over a dim among the operators."""
 
 
 def fused_sizes(recorder: Recorder) -> dict[int, Sizes]:

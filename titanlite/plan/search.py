@@ -8,7 +8,7 @@ are dropped.
 
 import multiprocessing
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import product
@@ -20,19 +20,9 @@ from titanlite.config.schema import Config, Degrees
 from titanlite.cpu.settings import cores
 from titanlite.parallelize.float8 import choose_layers
 from titanlite.plan.estimate import ON_HOST, Layout, Plan, Trace, estimate, model_of, trace
-from titanlite.plan.time import (
-    Collective,
-    Group,
-    Kernel,
-    Unit,
-    collective_time,
-    kernel_time,
-    lasting,
-    offload_time,
-    step_time,
-)
+from titanlite.plan.layouts import all_degrees, full_sharding, grow, lay_out
+from titanlite.plan.time import collective_time, offload_time, step_time
 from titanlite.runtime.errors import UserError
-from titanlite.runtime.hardware import Hardware
 
 MODES = ("none", "selective", "full")
 LARGEST_BATCH = 16
@@ -172,7 +162,7 @@ class _Search:
         keys = list(product(MODES, self.float8, self.batches[:2]))
         futures = {}
         for mode, float8, batch in keys:
-            degrees = Degrees(replicate=1, shard=self.layout.world_size)
+            degrees = full_sharding(self.layout.world_size)
             options = self._options(mode, float8, batch, degrees, "default", offload=False)
             futures[mode, float8, batch] = self._submit(with_options(self.config, options))
         return {key: future.result() for key, future in futures.items()}
@@ -181,8 +171,7 @@ class _Search:
         self, mode: str, float8: bool, batch: int, degrees: Degrees, reshard: str, *, offload: bool
     ) -> Options:
         return {
-            "parallelism.data_parallel_replicate_degree": degrees.replicate,
-            "parallelism.data_parallel_shard_degree": degrees.shard,
+            **{f"parallelism.data_parallel_{axis}_degree": degree for axis, degree in degrees._asdict().items()},
             "parallelism.fsdp_reshard_after_forward": reshard,
             "activation_checkpoint.mode": mode,
             "activation_checkpoint.selective_ac_option": "op",
@@ -194,10 +183,8 @@ class _Search:
 
     def _candidates(self, *, offload: bool) -> Iterator[Candidate]:
         world = self.layout.world_size
-        shards = [degree for degree in range(1, world + 1) if world % degree == 0]
-        for shard, mode, float8, batch in product(shards, MODES, self.float8, self.batches):
-            for reshard in ("default", "never") if shard > 1 else ("default",):
-                degrees = Degrees(replicate=world // shard, shard=shard)
+        for degrees, mode, float8, batch in product(all_degrees(world), MODES, self.float8, self.batches):
+            for reshard in ("default", "never") if degrees.shard > 1 else ("default",):
                 options = self._options(mode, float8, batch, degrees, reshard, offload=offload)
                 yield Candidate(options, mode, batch, float8, offload, degrees, reshard)
 
@@ -205,7 +192,7 @@ class _Search:
         """Return the candidate with its expected memory and time."""
         one = traces[it.mode, it.float8, self.batches[0]]
         two = traces[it.mode, it.float8, self.batches[:2][-1]]
-        world, hardware = self.layout.world_size, self.layout.hardware
+        world, hardware, per_node = self.layout.world_size, self.layout.hardware, self.layout.gpus_per_node
         further = (it.batch - self.batches[0]) / max(1, self.batches[:2][-1] - self.batches[0])
         reserved = one.profile.reserved + further * (two.profile.reserved - one.profile.reserved)
         states = sum(one.profile.most(category) for category in ON_HOST)
@@ -215,7 +202,7 @@ class _Search:
         if world > 1 and (it.reshard == "never" or it.degrees.shard == 1):
             reserved += gathered
         units = [
-            _laid_out(_grown(of_one, of_two, further, hardware), it, self.layout)
+            lay_out(grow(of_one, of_two, further, hardware), it.degrees, reshard=it.reshard, gpus_per_node=per_node)
             for of_one, of_two in zip(one.workload.units, two.workload.units, strict=True)
         ]
         update = [kernel._replace(bytes=kernel.bytes * world // it.degrees.shard) for kernel in one.workload.update]
@@ -223,10 +210,10 @@ class _Search:
             units,
             update=update,
             hardware=hardware,
-            gpus_per_node=self.layout.gpus_per_node,
+            gpus_per_node=per_node,
             accumulation=self.share // it.batch,
         )
-        waiting = sum(collective_time(whole, hardware, self.layout.gpus_per_node) for whole in one.workload.whole)
+        waiting = sum(collective_time(whole, hardware, per_node) for whole in one.workload.whole)
         total = time.total + waiting
         if it.offload:
             parameters = one.profile.most("parameters") * world // it.degrees.shard
@@ -236,7 +223,7 @@ class _Search:
             it,
             tokens_per_second=tokens / total,
             reserved=reserved,
-            host_of_node=host * min(world, self.layout.gpus_per_node),
+            host_of_node=host * min(world, per_node),
             exposed=time.exposed + waiting,
         )
 
@@ -274,7 +261,7 @@ class _Search:
         configs = [with_options(self.config, it.options) for it in chosen]
         futures: list[Trace | Future[Trace]] = []
         for it, config in zip(chosen, configs, strict=True):
-            is_known = (it.degrees.shard, it.reshard, it.offload) == (self.layout.world_size, "default", False)
+            is_known = (it.degrees, it.reshard, it.offload) == (full_sharding(self.layout.world_size), "default", False)
             known = traces.get((it.mode, it.float8, it.batch)) if is_known else None
             futures.append(known or self._submit(config))
         plans = []
@@ -309,34 +296,3 @@ def _slower(it: Candidate, best: Candidate) -> str:
     elif it.batch < best.batch:
         reason += ": smaller kernels, and collectives for more micro-batches"
     return reason
-
-
-def _grown(one: Unit, two: Unit, further: float, hardware: Hardware) -> Unit:
-    """Return the unit with more sequences. Its time grows linearly."""
-
-    def grown(first: Iterable[Kernel], second: Iterable[Kernel]) -> tuple[Kernel, ...]:
-        least, more = (sum(kernel_time(kernel, hardware) for kernel in it) for it in (first, second))
-        return (lasting(least + further * (more - least), hardware),)
-
-    return replace(one, forward=grown(one.forward, two.forward), backward=grown(one.backward, two.backward))
-
-
-def _laid_out(unit: Unit, it: Candidate, layout: Layout) -> Unit:
-    """Return the unit with the collectives of another layout, from those of full sharding."""
-    world, gpus_per_node = layout.world_size, layout.gpus_per_node
-    shards = Group(it.degrees.shard, min(it.degrees.shard, gpus_per_node))
-    replicas = Group(it.degrees.replicate, max(1, min(it.degrees.replicate, gpus_per_node // it.degrees.shard)))
-    if world == 1:
-        return unit
-
-    def over_shards(collectives: Iterable[Collective]) -> tuple[Collective, ...]:
-        return tuple(each._replace(group=shards) for each in collectives) if it.degrees.shard > 1 else ()
-
-    all_reduce = tuple(Collective("all_reduce", each.bytes // it.degrees.shard, replicas) for each in unit.reduce)
-    return replace(
-        unit,
-        gather=over_shards(unit.gather),
-        gather_again=() if it.reshard == "never" else over_shards(unit.gather_again),
-        reduce=over_shards(unit.reduce),
-        all_reduce=all_reduce if it.degrees.replicate > 1 else (),
-    )

@@ -1,0 +1,62 @@
+"""Layouts of a world: the degrees that a search tries, and the work of an FSDP unit under each.
+
+What the search knows of mesh axes stands here.
+"""
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from titanlite.config.schema import Degrees
+from titanlite.plan.time import Collective, Group, Kernel, Unit, kernel_time, lasting
+from titanlite.runtime.hardware import Hardware
+
+
+def all_degrees(world_size: int) -> list[Degrees]:
+    """Return every way to split the ranks, from replicas alone to full sharding."""
+    shards = [degree for degree in range(1, world_size + 1) if world_size % degree == 0]
+    return [Degrees(replicate=world_size // shard, shard=shard) for shard in shards]
+
+
+def full_sharding(world_size: int) -> Degrees:
+    """Return the degrees of the layout that a search traces, and derives the others from."""
+    return Degrees(replicate=1, shard=world_size)
+
+
+def grow(one: Unit, two: Unit, further: float, hardware: Hardware) -> Unit:
+    """Return the unit with more sequences. Its time grows linearly.
+
+    Args:
+        one: the unit with the fewest sequences.
+        two: the unit with more of them.
+        further: steps from one to two, and as far again.
+    """
+
+    def grown(first: Iterable[Kernel], second: Iterable[Kernel]) -> tuple[Kernel, ...]:
+        least, more = (sum(kernel_time(kernel, hardware) for kernel in it) for it in (first, second))
+        return (lasting(least + further * (more - least), hardware),)
+
+    return replace(one, forward=grown(one.forward, two.forward), backward=grown(one.backward, two.backward))
+
+
+def lay_out(unit: Unit, degrees: Degrees, *, reshard: str, gpus_per_node: int) -> Unit:
+    """Return the unit with the collectives of another layout, from those of full sharding.
+
+    Args:
+        reshard: the option fsdp_reshard_after_forward.
+    """
+    shards = Group(degrees.shard, min(degrees.shard, gpus_per_node))
+    replicas = Group(degrees.replicate, max(1, min(degrees.replicate, gpus_per_node // degrees.shard)))
+    if degrees.data_parallel == 1:
+        return unit
+
+    def over_shards(collectives: Iterable[Collective]) -> tuple[Collective, ...]:
+        return tuple(each._replace(group=shards) for each in collectives) if degrees.shard > 1 else ()
+
+    all_reduce = tuple(Collective("all_reduce", each.bytes // degrees.shard, replicas) for each in unit.reduce)
+    return replace(
+        unit,
+        gather=over_shards(unit.gather),
+        gather_again=() if reshard == "never" else over_shards(unit.gather_again),
+        reduce=over_shards(unit.reduce),
+        all_reduce=all_reduce if degrees.replicate > 1 else (),
+    )
