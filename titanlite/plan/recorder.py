@@ -33,14 +33,8 @@ from titanlite.runtime.private_torch import (
 
 aten = torch.ops.aten
 CATEGORIES: tuple[str, ...] = (
-    "parameters",
-    "gradients",
-    "optimizer",
-    "activations",
-    "logits",
-    "all-gather",
-    "reduce-scatter",
-    "other",
+    *("parameters", "gradients", "optimizer", "activations"),
+    *("logits", "all-gather", "reduce-scatter", "other"),
 )
 """Categories of memory. all-gather: gathered parameters and their buffers. reduce-scatter: gradients of whole
 parameters, until they are reduced, and their buffers. other: gradients of activations, temporary tensors of the
@@ -72,7 +66,7 @@ class Operator(NamedTuple):
     """(number of the storage, bytes of the tensor)."""
     writes: tuple[tuple[int, int], ...]
     category: str = ""
-    """Category given to new memory at that time, outside the model's own forward and backward."""
+    """Category given to new memory; empty in the model's own forward and backward."""
 
 
 class Sent(NamedTuple):
@@ -111,7 +105,7 @@ class Recorder(TorchDispatchMode, StepObserver):
         self._categories: list[str] = []
         self._groups: dict[str, tuple[str, tuple[int, ...]]] = {}
         self._unit = ""
-        self._streams = [torch.cpu.current_stream()]
+        self._streams: dict[torch.cpu.Stream, int] = {torch.cpu.current_stream(): 0}
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -201,11 +195,8 @@ class Recorder(TorchDispatchMode, StepObserver):
         return self._number_of[key]
 
     def _stream(self) -> int:
-        """Return the number of the stream that FSDP works on: CPUs have streams that do nothing."""
-        stream = torch.cpu.current_stream()
-        if stream not in self._streams:
-            self._streams.append(stream)
-        return self._streams.index(stream)
+        """Return the number of the stream that FSDP works on. Those of CPUs are names only."""
+        return self._streams.setdefault(torch.cpu.current_stream(), len(self._streams))
 
     def _category_now(self) -> str:
         if self._categories:
