@@ -214,21 +214,28 @@ def test_the_best_size_of_matmul_counts(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_a_process_has_the_gpu_of_its_rank_on_the_machine() -> None:
-    assert gpu_index(Ranks(9, 16, 1, 8), gpus=8, visible=None) == 1
-    assert gpu_index(Ranks(0, 1, 0, 1), gpus=2, visible="3,5") == 0
+    assert gpu_index(Ranks(9, 16, 1, 8), gpus=8, visible=None, is_worker=True) == 1
+    assert gpu_index(Ranks(0, 1, 0, 1), gpus=2, visible="3,5", is_worker=False) == 0
+
+
+def test_a_worker_that_sees_its_own_gpu_alone_uses_it() -> None:
+    """`torchrun --virtual-local-rank`. The check before torchrun starts has no local rank, and refuses."""
+    assert gpu_index(Ranks(5, 8, 0, 8), gpus=1, visible="5", is_worker=True) == 0
+    with pytest.raises(UserError, match="8 processes on this machine, and PyTorch sees 1 GPU"):
+        gpu_index(Ranks(0, 8, 0, 8), gpus=1, visible="5", is_worker=False)
 
 
 @pytest.mark.parametrize(
     ("ranks", "gpus", "visible", "found"),
     [
         (Ranks(0, 8, 0, 8), 4, None, "8 processes on this machine, and PyTorch sees 4 GPUs:"),
-        (Ranks(0, 2, 0, 2), 1, "6", "2 processes on this machine, and PyTorch sees 1 GPU (CUDA_VISIBLE_DEVICES is 6):"),
+        (Ranks(1, 2, 1, 2), 1, "6", "2 processes on this machine, and PyTorch sees 1 GPU (CUDA_VISIBLE_DEVICES is 6):"),
         (Ranks(3, 8, 3, 1), 1, "3", "4 processes on this machine, and PyTorch sees 1 GPU (CUDA_VISIBLE_DEVICES is 3):"),
     ],
 )
 def test_fewer_gpus_than_processes(ranks: Ranks, gpus: int, visible: str | None, found: str) -> None:
     with pytest.raises(UserError) as caught:
-        gpu_index(ranks, gpus=gpus, visible=visible)
+        gpu_index(ranks, gpus=gpus, visible=visible, is_worker=True)
     assert str(caught.value).startswith(found)
 
 

@@ -45,19 +45,25 @@ def pick_device(ranks: Ranks) -> torch.device:
     """
     if not torch.cuda.is_available():
         return torch.device("cpu")
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return torch.device("cuda", gpu_index(ranks, gpus=torch.cuda.device_count(), visible=visible))
+    visible, is_worker = os.environ.get("CUDA_VISIBLE_DEVICES"), "RANK" in os.environ
+    gpus = torch.cuda.device_count()
+    return torch.device("cuda", gpu_index(ranks, gpus=gpus, visible=visible, is_worker=is_worker))
 
 
-def gpu_index(ranks: Ranks, *, gpus: int, visible: str | None) -> int:
+def gpu_index(ranks: Ranks, *, gpus: int, visible: str | None, is_worker: bool) -> int:
     """Return the number of this process's GPU among those that PyTorch sees: its rank on the machine.
+
+    With `torchrun --virtual-local-rank` every worker sees its own GPU alone, and has the local rank 0.
 
     Args:
         visible: CUDA_VISIBLE_DEVICES, if that is set.
+        is_worker: torchrun has started this process.
 
     Raises:
         UserError: there are fewer GPUs than processes.
     """
+    if is_worker and gpus == 1 and ranks.local_rank == 0 and visible is not None:
+        return 0
     processes = max(ranks.local_world_size, ranks.local_rank + 1)
     if processes > gpus:
         selected = "" if visible is None else f" (CUDA_VISIBLE_DEVICES is {visible})"
