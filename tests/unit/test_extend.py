@@ -348,8 +348,8 @@ def test_sequences_of_the_users_own(tmp_path: Path) -> None:
         ("Floats", r"has shape \(5,\) and type float64"),
         ("Negative", r"has token ids from -1 to -1, and the tokenizer has 20 tokens"),
         ("Large", r"has token ids from 20 to 20, and the tokenizer has 20 tokens"),
-        ("Raising", r"Raising\[0\]: KeyError: 'gone'"),
-        ("Unmade", r"Unmade: FileNotFoundError: no corpus"),
+        ("Raising", r"Raising\[0\]: own_rows\.py:14: KeyError: 'gone'"),
+        ("Unmade", r"Unmade: own_rows\.py:16: FileNotFoundError: no corpus"),
     ):
         with pytest.raises(UserError, match=message):
             CustomSequences(f"python://{file}:{name}", seq_len=4, vocab_size=20).read(0)

@@ -139,7 +139,7 @@ def _definition(node: Node, definitions: Node) -> Node:
 
 def _default(option: Node) -> str:
     if "default" in option:
-        return f"default {_toml(option['default'])}"
+        return f"default {toml_text(option['default'])}"
     described = re.search(r"Default: (.+?)\.?$", " ".join(option.get("description", "").split()))
     return f"default: {described[1]}" if described else "not set by default"
 
@@ -149,7 +149,7 @@ def type_words(node: Node) -> str:
     if "anyOf" in node:
         return " | ".join(map(type_words, node["anyOf"]))
     if "const" in node or "enum" in node:
-        return " | ".join(_toml(value) for value in node.get("enum") or [node["const"]])
+        return " | ".join(toml_text(value) for value in node.get("enum") or [node["const"]])
     signs = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
     limits = " and ".join(f"{sign} {node[name]:g}" for name, sign in signs.items() if name in node)
     match node.get("type"):
@@ -236,14 +236,14 @@ def _section_lines(section: BaseModel, header: str, key: str, only_changes: bool
             inner += _section_lines(value, f"[{path}]", path, only_changes)
         elif isinstance(value, dict):
             inner += ["", *comment, f"[{path}]  {was}".rstrip()]
-            inner += [f"{_bare(own)} = {_toml(entry)}" for own, entry in value.items()]
+            inner += [f"{_bare(own)} = {toml_text(entry)}" for own, entry in value.items()]
         elif isinstance(value, list) and value and all(isinstance(entry, BaseModel) for entry in value):
             for entry in value:
                 inner += _section_lines(entry, f"[[{path}]]", path, only_changes)
         elif value is None:
             lines += [*comment, f"# {name} is not set"]
         else:
-            lines += [*comment, f"{_bare(name)} = {_toml(value)}  {was}".rstrip()]
+            lines += [*comment, f"{_bare(name)} = {toml_text(value)}  {was}".rstrip()]
     if header and (lines or header.startswith("[[") or not inner):
         yield from ("", header)
     yield from lines
@@ -253,7 +253,7 @@ def _section_lines(section: BaseModel, header: str, key: str, only_changes: bool
 def _default_comment(default: Any) -> str:
     if default is PydanticUndefined:
         return ""
-    return f"# default: {'not set' if default is None else _toml(default)}"
+    return f"# default: {'not set' if default is None else toml_text(default)}"
 
 
 def _bare(name: str) -> str:
@@ -262,16 +262,16 @@ def _bare(name: str) -> str:
     return name if re.fullmatch(r"[\w-]+", name, re.ASCII) else tomlkit.item(name).as_string()
 
 
-def _toml(value: Any) -> str:
+def toml_text(value: Any) -> str:
     """Return a value as TOML on one line."""
     import tomlkit
 
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{_bare(name)} = {_toml(inner)}" for name, inner in value.items()) + "}"
+        return "{" + ", ".join(f"{_bare(name)} = {toml_text(inner)}" for name, inner in value.items()) + "}"
     if isinstance(value, list):
-        return f"[{', '.join(map(_toml, value))}]"
+        return f"[{', '.join(map(toml_text, value))}]"
     if isinstance(value, BaseModel):
-        return _toml(value.model_dump(exclude_none=True))
+        return toml_text(value.model_dump(exclude_none=True))
     return tomlkit.item(value).as_string()
 
 

@@ -4,9 +4,7 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
-import tomlkit
-
-from titanlite.config.describe import first_sentence, tables
+from titanlite.config.describe import first_sentence, tables, toml_text
 from titanlite.config.load import load
 from titanlite.runtime.errors import UserError
 
@@ -68,7 +66,7 @@ def starter_text(settings: dict[str, Any], *, run: str, origin: str) -> str:
             if option.key in ("job.name", "base"):
                 continue
             value = _value(settings, option.key)
-            shown = None if value is None or value == {} else _as_toml(value)
+            shown = None if value is None or value == {} else toml_text(value)
             is_default = shown is None or option.default == f"default {shown}" or value in ({}, [])
             if is_default and option.key not in OFTEN_SET:
                 continue
@@ -80,15 +78,6 @@ def starter_text(settings: dict[str, Any], *, run: str, origin: str) -> str:
         if section:
             lines += ["", table.header, *section]
     return "\n".join(lines) + "\n"
-
-
-def _as_toml(value: Any) -> str:
-    """TOML text of a value in one line: tables stand in braces."""
-    if not isinstance(value, dict):
-        return tomlkit.item(value).as_string()
-    table = tomlkit.inline_table()
-    table.update(value)
-    return table.as_string()
 
 
 def _value(settings: dict[str, Any], key: str) -> Any:

@@ -7,7 +7,7 @@ import numpy as np
 
 from titanlite.data.packing import TokenSequence
 from titanlite.runtime.errors import UserError
-from titanlite.runtime.user_code import find_object
+from titanlite.runtime.user_code import describe_error, find_object
 
 PREFIX = "python://"
 
@@ -46,7 +46,7 @@ class CustomSequences:
             self._sequences: Sequences = sequences_cls(seq_len=seq_len)
             self._length = len(self._sequences)
         except Exception as error:  # the user's code may raise anything
-            raise UserError(f"data.path: {path}: {type(error).__name__}: {error}") from error
+            raise UserError(f"data.path: {path}: {describe_error(error)}") from error
 
     def __reduce__(self) -> Any:
         """Pickle the arguments only: a worker process makes the user's object again."""
@@ -73,7 +73,7 @@ class CustomSequences:
         try:
             stretch = np.asarray(self._sequences[index])
         except Exception as error:
-            raise UserError(f"data.path: {self.path}[{index}]: {type(error).__name__}: {error}") from error
+            raise UserError(f"data.path: {self.path}[{index}]: {describe_error(error)}") from error
         if stretch.shape != (self.seq_len + 1,) or stretch.dtype.kind not in "iu":
             raise UserError(
                 f"data.path: {self.path}[{index}] should be {self.seq_len + 1} token ids (seq_len + 1), but it has "
