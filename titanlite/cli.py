@@ -208,9 +208,11 @@ def _train(options: Namespace) -> None:
 
     from titanlite.build import build
     from titanlite.ingest.prepare import prepare_text
+    from titanlite.runtime.flight_recorder import keep_traces
     from titanlite.runtime.process_group import process_group
     from titanlite.train import finish, train
 
+    keep_traces(os.environ, Path(config.job.dump_folder, str(config.job.name), "logs"))
     try:
         timeout = config.comm.init_timeout_seconds
         with process_group(ranks, device, deterministic=config.debug.deterministic, timeout_seconds=timeout):

@@ -76,3 +76,26 @@ def test_groups_of_the_mesh_are_split_from_the_first_communicator(run_python: Ru
     ]
     assert [found for found in by_rank if found] == [{"of 2": "2", "split": "1"}] * 2
     assert "ProcessGroupGloo::split" not in result.stderr
+
+
+def test_the_flight_recorder_writes_to_the_folder_of_the_logs(run_python: RunPython, tmp_path: Path) -> None:
+    """A pipe asks PyTorch for the traces that it writes at a timeout."""
+    (tmp_path / "logs").mkdir()
+    code = """
+import os, time, torch, torch.distributed as dist
+from pathlib import Path
+from titanlite.runtime.flight_recorder import keep_traces
+
+keep_traces(os.environ, Path("logs"))
+device = torch.device("cuda", 0)
+dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1, device_id=device)
+dist.all_reduce(torch.ones(1000, device=device))
+while not (pipes := list(Path().glob("pipe-*"))):
+    time.sleep(0.1)
+pipes[0].write_text("1")
+while not os.listdir("logs"):
+    time.sleep(0.1)
+os._exit(0)
+"""
+    run_python("-c", code, timeout=120, TORCH_NCCL_DEBUG_INFO_PIPE_FILE="pipe-")
+    assert [path.name for path in (tmp_path / "logs").iterdir()] == ["nccl-rank-0"]

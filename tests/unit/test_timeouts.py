@@ -1,6 +1,7 @@
 """Timeouts of collectives follow the phases of training."""
 
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ import torch.distributed as dist
 
 from tests.helpers import TinyRun, train_on_this_rank
 from titanlite.config.schema import Comm
+from titanlite.runtime.flight_recorder import VARIABLES, keep_traces
 from titanlite.runtime.timeouts import CHECKPOINT_GROUP, PhaseTimeouts
 
 COMM = Comm(init_timeout_seconds=100, train_timeout_seconds=10, save_timeout_seconds=1000)
@@ -51,3 +53,16 @@ def test_training_sets_the_timeouts_of_its_groups_but_not_that_of_checkpoints(ti
     PhaseTimeouts(COMM)
     assert timeout_of(run.world) == timedelta(seconds=100)
     assert timeout_of(checkpoints) == timedelta(seconds=1000)
+
+
+def test_traces_of_a_timeout_are_kept_with_the_run(tmp_path: Path) -> None:
+    environ: dict[str, str] = {}
+    keep_traces(environ, tmp_path / "logs")
+    assert environ == {"TORCH_FR_DUMP_TEMP_FILE": f"{tmp_path}/logs/nccl-rank-"}
+
+
+@pytest.mark.parametrize("name", VARIABLES)
+def test_files_of_traces_that_the_user_names_stay(name: str, tmp_path: Path) -> None:
+    environ = {name: "/shared/trace-"}
+    keep_traces(environ, tmp_path)
+    assert environ == {name: "/shared/trace-"}
