@@ -98,7 +98,7 @@ def build(
         UserError: the parts do not fit together, or the data or the checkpoint do not fit the config.
     """
     training = config.training
-    kernels = pick_kernels(device, compiles=config.compile.enable)
+    kernels = pick_kernels(device, compiles=config.compile.enable, attention_backend=training.attention_backend)
     mesh = build_mesh(config.parallelism, world_size=ranks.world_size, device_type=device.type)
     folder = open_run_folder(
         config.job, config.data, rank=ranks.rank, saved_run_id=partial(saved_run_id, config.checkpoint)

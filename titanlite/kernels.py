@@ -7,22 +7,31 @@ replaces what CPUs compute badly. The planner derives its own, which trace a GPU
 
 import inspect
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from titanlite.models.attention import AttentionMask, Boundaries, Documents, additive_mask
+from titanlite.config.types import AttentionBackend
+from titanlite.models.attention import AttentionMask, Boundaries, Documents, additive_mask, attend, repeat_heads
 from titanlite.models.cross_entropy import LabelSoftmax, label_softmax, label_softmax_in_place
 from titanlite.models.grouped import loop_over_groups
-from titanlite.runtime.private_torch import mark_dynamic
+from titanlite.runtime.errors import UserError
+from titanlite.runtime.private_torch import chosen_attention, mark_dynamic
 
 CHUNK_BYTES = 2**28
 """Size of the float32 logits of a chunk on a CPU: 512 tokens of a vocabulary of 131,072."""
 GPU_CHUNK_BYTES = 2**30
 """Size of the float32 logits of a chunk on a GPU. Each chunk reads and writes the weight's float32 gradient once."""
+ATTENTION_BACKENDS = {
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+}
 GPU_TILE = 128
 """Tokens in a tile of a GPU's matmul: chunks are multiples of it."""
 
@@ -34,10 +43,14 @@ class Kernels:
         compiles: whether the loss compiles its elementwise work, on a GPU.
         chunk_bytes: size of the float32 logits that the loss holds at once. Default: `GPU_CHUNK_BYTES` on a GPU, else
             `CHUNK_BYTES`.
+        attention: `training.attention_backend`.
     """
 
-    def __init__(self, *, compiles: bool = False, chunk_bytes: int | None = None) -> None:
+    def __init__(
+        self, *, compiles: bool = False, chunk_bytes: int | None = None, attention: AttentionBackend = "auto"
+    ) -> None:
         self.compiles = compiles
+        self.attention = attention
         self.chunk_bytes = chunk_bytes
 
     def is_gpu(self, device: torch.device) -> bool:
@@ -67,6 +80,52 @@ class Kernels:
         """x / sqrt(mean(x^2) + eps) * weight over the last dim, computed in float32; the dtype of x."""
         return F.rms_norm(x, weight.shape, weight, eps)
 
+    def attend(self, q_BNLH: Tensor, k_BKLH: Tensor, v_BKLH: Tensor, mask: AttentionMask | None) -> Tensor:
+        """Causal attention; see `models/attention.py`.
+
+        On GPUs, the kernel for float32 knows no groups. PyTorch would take plain formulas, which hold scores [N, L, L].
+        So keys and values are repeated first.
+        """
+        grouped = q_BNLH.shape[1] != k_BKLH.shape[1]
+        if grouped and self.is_gpu(q_BNLH.device) and not self.has_grouped_attention(q_BNLH.dtype):
+            k_BKLH, v_BKLH = (repeat_heads(x, q_BNLH.shape[1]) for x in (k_BKLH, v_BKLH))
+        with self.one_attention(q_BNLH.device):
+            return attend(q_BNLH, k_BKLH, v_BKLH, mask)
+
+    def one_attention(self, device: torch.device) -> AbstractContextManager[None]:
+        """Let PyTorch take the backend of `training.attention_backend` only, within the context.
+
+        The context becomes part of the graph of compiled code. Settings of the process would not.
+        """
+        if self.attention == "auto" or device.type != "cuda":
+            return nullcontext()
+        return sdpa_kernel(ATTENTION_BACKENDS[self.attention])
+
+    def has_grouped_attention(self, dtype: torch.dtype) -> bool:
+        """Return True if the fused attention of a GPU lets query heads share key heads, for a dtype."""
+        return dtype in (torch.bfloat16, torch.float16) and self.attention != "efficient"
+
+    def attention_name(
+        self, *, n_heads: int, n_kv_heads: int, head_dim: int, seq_len: int, dtype: torch.dtype, device: torch.device
+    ) -> str:
+        """Return the name of the backend of attention without documents: flash, cudnn, efficient or math.
+
+        Raises:
+            UserError: the backend of `training.attention_backend` cannot.
+        """
+        heads = 1 if self.is_gpu(device) and not self.has_grouped_attention(dtype) else n_heads // n_kv_heads
+        q_BNLH = torch.empty(1, heads, seq_len, head_dim, dtype=dtype, device=device, requires_grad=True)
+        k_BKLH = torch.empty(1, 1, seq_len, head_dim, dtype=dtype, device=device, requires_grad=True)
+        try:
+            with self.one_attention(device):
+                backend = SDPBackend(chosen_attention(q_BNLH, k_BKLH, k_BKLH))
+        except RuntimeError as error:
+            raise UserError(
+                f"training.attention_backend: {self.attention} is not available for {dtype}, head dim {head_dim}, on "
+                "this GPU; use auto"
+            ) from error
+        return backend.name.removesuffix("_ATTENTION").lower()
+
     def attention_mask(self, documents: Documents, x_BLD: Tensor, head_dim: int) -> AttentionMask:
         """Mask for all blocks of one forward pass, in the form that the device takes best."""
         if not self.has_packed_attention(x_BLD.device, x_BLD.dtype, head_dim):
@@ -78,6 +137,8 @@ class Kernels:
     def has_packed_attention(self, device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
         """Return True if PyTorch's flash attention of variable length runs. It needs an NVIDIA GPU from Ampere on, half
         precision, and for grouped queries torch 2.12, which its arguments show."""
+        if self.attention not in ("auto", "flash"):
+            return False
         if not self.is_gpu(device) or dtype not in (torch.bfloat16, torch.float16) or head_dim % 8 or head_dim > 256:
             return False
         # Fake tensors can be on a device that this machine does not have.

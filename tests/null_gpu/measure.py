@@ -140,7 +140,9 @@ def build_step(config: Any, device: Any, world_size: int) -> Any:
     from titanlite.runtime.process_group import pick_kernels
     from titanlite.step import count_parameter_replicas, train_step
 
-    spec, kernels = model_of(config), pick_kernels(device, compiles=config.compile.enable)
+    spec = model_of(config)
+    attention = config.training.attention_backend
+    kernels = pick_kernels(device, compiles=config.compile.enable, attention_backend=attention)
     mesh = build_mesh(config.parallelism, world_size=world_size, device_type="cuda")
     model = build_on_meta(spec.model_cls, spec.args)
     parallelize(

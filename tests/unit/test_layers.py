@@ -1,13 +1,20 @@
 """Layers against what PyTorch, or plain arithmetic, makes of the same."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from titanlite.config.types import AttentionBackend
 from titanlite.cpu.kernels import CpuKernels
 from titanlite.kernels import Kernels, set_kernels
+from titanlite.models.attention import attend
 from titanlite.models.functions import rotate, swiglu
 from titanlite.models.layers import Linear, RMSNorm, rope_cos_sin
+from titanlite.plan.gpu_kernels import GpuKernels
+from titanlite.runtime.private_torch import ATTENTION_OPERATORS
 
 B, L, N, H, D = 2, 5, 3, 8, 24
 
@@ -127,3 +134,59 @@ def test_swiglu_is_the_formula_and_keeps_two_tensors(dtype: torch.dtype) -> None
     plain = F.silu(gate) * up
     torch.testing.assert_close(ours, plain, rtol=0, atol=0)
     torch.testing.assert_close(gradients(ours, gate, up), gradients(plain, gate, up), rtol=0, atol=0)
+
+
+# Attention of GPUs
+
+
+@pytest.mark.parametrize(
+    ("dtype", "attention", "repeats"),
+    [
+        (torch.float32, "auto", True),
+        (torch.float32, "efficient", True),
+        (torch.bfloat16, "efficient", True),
+        (torch.bfloat16, "auto", False),
+        (torch.bfloat16, "flash", False),
+    ],
+)
+def test_keys_are_repeated_where_a_gpus_kernel_knows_no_groups(
+    dtype: torch.dtype, attention: AttentionBackend, repeats: bool
+) -> None:
+    """PyTorch would hold the scores of plain formulas: 8 GiB a block in float32 at 8,192 tokens and 32 heads."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(B, n, L, H, generator=generator).to(dtype).requires_grad_() for n in (6, 2, 2))
+    seen: list[int] = []
+
+    class Heads(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func in ATTENTION_OPERATORS:
+                seen.append(args[1].shape[1])
+            return func(*args, **(kwargs or {}))
+
+    with Heads():
+        found = GpuKernels(compiles=False, attention=attention).attend(q, k, v, None)
+    assert seen == [6 if repeats else 2]
+    expected = attend(q, k, v, None)
+    torch.testing.assert_close(found, expected)
+    tolerance = 1e-6 if dtype == torch.float32 else 2**-5
+    for gradient, other in zip(gradients(found, q, k, v), gradients(expected, q, k, v), strict=True):
+        assert (gradient - other).norm() < tolerance * other.norm()
+    with Heads():
+        CpuKernels().attend(q, k, v, None)
+    assert seen[1:] == [2]
+
+
+def test_name_of_the_attention_backend() -> None:
+    """A CPU has one. tests/null_gpu asks on a GPU."""
+    name = CpuKernels().attention_name(
+        n_heads=4, n_kv_heads=2, head_dim=16, seq_len=8, dtype=torch.float32, device=torch.device("cpu")
+    )
+    assert name == "flash"
+
+
+@pytest.mark.parametrize(
+    ("attention", "packed"), [("auto", True), ("flash", True), ("cudnn", False), ("efficient", False)]
+)
+def test_documents_are_packed_for_flash_attention_only(attention: AttentionBackend, packed: bool) -> None:
+    kernels = GpuKernels(compiles=False, attention=attention)
+    assert kernels.has_packed_attention(torch.device("cuda"), torch.bfloat16, 64) == packed

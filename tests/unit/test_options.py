@@ -34,6 +34,7 @@ REASONS = {
     "training.z_loss": "issue 20",
     "training.dtype": "torchtitan",
     "training.mixed_precision_reduce": "torchtitan",
+    "training.attention_backend": "issue 20",
     "training.enable_cpu_offload": "torchtitan",
     "guard.nonfinite": "users.md 24",
     "guard.max_consecutive_skips": "users.md 24",

@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+from torch.nn.attention import SDPBackend
 from torch.testing._internal.two_tensor import TwoTensor
 
 from titanlite.observer import StepObserver
@@ -42,6 +43,7 @@ from titanlite.runtime.private_torch import (
     StorageInfo,
     add_in_place,
     call_after_backward,
+    chosen_attention,
     compile_seconds,
     compiled_graphs,
     foreach_norms,
@@ -380,6 +382,22 @@ def test_replace_tensors_keeps_parameters_and_names() -> None:
     names = {"weight", "bias", "running_mean", "running_var", "num_batches_tracked"}
     assert {name for name, tensor in module.state_dict().items() if tensor.device.type == "cpu"} == names
     assert isinstance(module.weight, nn.Parameter)
+
+
+def test_attention_operators_are_those_of_every_backend() -> None:
+    names = {operator.name() for operator in ATTENTION_OPERATORS}
+    assert names == {
+        "aten::_scaled_dot_product_flash_attention",
+        "aten::_scaled_dot_product_efficient_attention",
+        "aten::_scaled_dot_product_cudnn_attention",
+        "aten::_scaled_dot_product_flash_attention_for_cpu",
+    }
+
+
+def test_chosen_attention() -> None:
+    q, k = torch.ones(1, 4, 8, 16), torch.ones(1, 2, 8, 16)
+    assert chosen_attention(q, k, k) == SDPBackend.FLASH_ATTENTION.value
+    assert chosen_attention(q.double(), k.double(), k.double()) in [backend.value for backend in SDPBackend]
 
 
 def test_attention_on_a_cpu_is_one_of_the_attention_operators() -> None:

@@ -11,7 +11,7 @@ from pydantic import AfterValidator, Field
 
 from titanlite.config.data_schema import Data, Validation
 from titanlite.config.run_schema import Comm, Debug, Metrics
-from titanlite.config.types import Count, Decay, Fraction, Name, NonNegative, PositiveInt, Section
+from titanlite.config.types import AttentionBackend, Count, Decay, Fraction, Name, NonNegative, PositiveInt, Section
 
 LONGEST_NAME = 200
 """Bytes in the name of a run. File systems allow 255, and some files of a run add a suffix."""
@@ -80,6 +80,9 @@ class Training(Section):
     """Dtype of the unsharded parameters, and so of compute and activations."""
     mixed_precision_reduce: Literal["bfloat16", "float32"] = "float32"
     """Dtype in which gradients are reduced over processes."""
+    attention_backend: AttentionBackend = "auto"
+    """Attention kernel of GPUs: flash (FlashAttention-2), cudnn, or efficient, which also takes float32. auto is
+    PyTorch's choice, which the start of a run reports. CPUs have one kernel."""
     enable_cpu_offload: bool = False
     """Keep sharded parameters, gradients and optimizer states in host memory."""
 

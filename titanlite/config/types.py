@@ -1,6 +1,6 @@
 """Base class of the sections of a config, and the types of their options."""
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -11,6 +11,7 @@ Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
 Name = Annotated[str, Field(min_length=1)]
+AttentionBackend = Literal["auto", "flash", "cudnn", "efficient"]
 
 
 class Section(BaseModel):

@@ -14,13 +14,14 @@ from titanlite.checkpoint import manifest as manifests
 from titanlite.checkpoint.manager import Progress
 from titanlite.checkpoint.storage import Storage
 from titanlite.config.checks import find_warnings
-from titanlite.config.schema import Config
+from titanlite.config.schema import Config, Training
 from titanlite.config.shipped import shipped_names
 from titanlite.data.packing import BestFit
 from titanlite.data.samples import Samples, Source
 from titanlite.data.sources import store_of
 from titanlite.guard import StoppedByGuard
 from titanlite.models.base import Model, unique_parameters
+from titanlite.models.decoder import Decoder
 from titanlite.optim.groups import format_groups, parameter_groups
 from titanlite.optim.state_size import state_dtypes
 from titanlite.parallelize.mesh import axis_sizes, data_parallel_rank
@@ -50,6 +51,8 @@ def report_start(
     axes = " x ".join(f"{axis} {size}" for axis, size in axis_sizes(mesh).items())
     logger.info(f"model    {config.model.title} {config.model.flavor or ''}".rstrip() + f", {parameters:,} parameters")
     logger.info("types    " + ", ".join(f"{what} {name}" for what, name in types_of(model, optimizer).items()))
+    if mesh.device_type == "cuda" and isinstance(model, Decoder):
+        logger.info(f"kernels  attention by {attention_of(model, config.training, torch.device('cuda'))}")
     logger.info(
         f"mesh     {axes} on {mesh.device_type}; "
         f"global batch {training.global_batch_size} = {ranks} processes x {accumulation} micro-batches x "
@@ -123,6 +126,23 @@ def types_of(model: Model, optimizer: torch.optim.Optimizer) -> dict[str, str]:
         "moments": [*state_dtypes(optimizer)],
     }
     return {what: "/".join(sorted({str(dtype).removeprefix("torch.") for dtype in of})) for what, of in types.items()}
+
+
+def attention_of(model: Decoder, training: Training, device: torch.device) -> str:
+    """Return the backend of a model's attention, and who chose it.
+
+    Raises:
+        UserError: the backend that the config names is not available.
+    """
+    name = model.kernels.attention_name(
+        n_heads=model.args.n_heads,
+        n_kv_heads=model.args.n_kv_heads,
+        head_dim=model.args.head_size,
+        seq_len=training.seq_len,
+        dtype=getattr(torch, training.mixed_precision_param),
+        device=device,
+    )
+    return f"{name} (PyTorch's choice)" if training.attention_backend == "auto" else name
 
 
 def _report_source(source: Source, *, share: float) -> None:

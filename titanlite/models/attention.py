@@ -47,6 +47,11 @@ def attend(q_BNLH: Tensor, k_BKLH: Tensor, v_BKLH: Tensor, mask: AttentionMask |
     )
 
 
+def repeat_heads(x_BKLH: Tensor, n_heads: int) -> Tensor:
+    """Repeat each key or value head for its group of query heads -> [B, N, L, H]."""
+    return x_BKLH.repeat_interleave(n_heads // x_BKLH.shape[1], dim=1)
+
+
 def additive_mask(documents: Documents, dtype: torch.dtype) -> Tensor:
     """Mask [B, 1, L, L] of a dtype: 0 within a document and -inf elsewhere.
 

@@ -88,6 +88,8 @@ class Attention(nn.Module):
         qk_norm_eps: epsilon of an RMSNorm of each head's queries and keys (arXiv:2302.05442). None: no such norm.
     """
 
+    kernels: Kernels = DEFAULT_KERNELS
+
     def __init__(
         self, dim: int, n_heads: int, n_kv_heads: int, head_dim: int, *, qk_norm_eps: float | None = None
     ) -> None:
@@ -106,7 +108,7 @@ class Attention(nn.Module):
         k_BKLH = self.k_norm(self.wk(x_BLD).view(B, L, -1, self.head_dim)).transpose(1, 2)
         v_BKLH = self.wv(x_BLD).view(B, L, -1, self.head_dim).transpose(1, 2)
         q_BNLH, k_BKLH = rotate(q_BNLH, cos_LH, sin_LH), rotate(k_BKLH, cos_LH, sin_LH)
-        out_BNLH = attend(q_BNLH, k_BKLH, v_BKLH, mask)
+        out_BNLH = self.kernels.attend(q_BNLH, k_BKLH, v_BKLH, mask)
         return self.wo(out_BNLH.transpose(1, 2).reshape(B, L, -1))
 
 

@@ -39,7 +39,7 @@ class GpuKernels(Kernels):
         return torch.ops.titanlite_plan.rms_norm(x, weight)[0]
 
     def has_packed_attention(self, device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
-        return dtype == torch.bfloat16 and head_dim % 8 == 0 and head_dim <= 256
+        return self.attention in ("auto", "flash") and dtype == torch.bfloat16 and head_dim % 8 == 0 and head_dim <= 256
 
     def has_float32_output(self, device: torch.device) -> bool:
         return True

@@ -74,7 +74,8 @@ def trace_step(
     _, accumulation = config.training.batch_split(config.parallelism.degrees(world_size).data_parallel)
     if config.optimizer.in_backward and accumulation > 1:
         raise UserError("optimizer.in_backward: updates after each forward pass, and this would have several in a step")
-    kernels = GpuKernels(compiles=config.compile.enable) if gpu else CpuKernels()
+    attention = config.training.attention_backend
+    kernels = GpuKernels(compiles=config.compile.enable, attention=attention) if gpu else CpuKernels()
     with (
         fake_process_group(world_size),
         propagate_shardings_without_modes(),

@@ -72,12 +72,15 @@ def non_persistent_buffers(module: nn.Module) -> set[str]:
 
 
 ATTENTION_OPERATORS = {
-    torch.ops.aten._scaled_dot_product_flash_attention.default,
-    torch.ops.aten._scaled_dot_product_efficient_attention.default,
-    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+    getattr(torch.ops.aten, f"_scaled_dot_product_{name}").default
+    for name in ("flash_attention", "efficient_attention", "cudnn_attention", "flash_attention_for_cpu")
 }
 """Operators that `F.scaled_dot_product_attention` dispatches to, but for the one of plain formulas."""
+
+
+def chosen_attention(q: Tensor, k: Tensor, v: Tensor) -> int:
+    """Return the value of the `SDPBackend` that causal attention takes. It raises RuntimeError without any."""
+    return torch._fused_sdp_choice(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
 
 
 def replace_tensors(module: nn.Module, function: Callable[[Tensor], Tensor]) -> None:
@@ -166,11 +169,7 @@ def gather_asynchronously(module: FSDPModule) -> None:
 
 
 def free_gather_buffer(module: FSDPModule) -> None:
-    """Free the buffer of the last all-gather, after the parameters were copied out of it.
-
-    FSDP keeps the buffer until the next all-gather of forward, so that both overlap. After the last one it would keep
-    it for the rest of forward. The streams of all-gathers wait for the copy, as they would then.
-    """
+    """Free the buffer of the last all-gather of forward. FSDP keeps it until another begins, so that both overlap."""
     unit = fsdp_param_group(module)
     state = unit.comm_ctx.all_gather_state if unit else None
     if state is not None:
