@@ -9,6 +9,7 @@ import inspect
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -92,7 +93,7 @@ class Kernels:
         with self.one_attention(q_BNLH.device):
             return attend(q_BNLH, k_BKLH, v_BKLH, mask)
 
-    def one_attention(self, device: torch.device) -> AbstractContextManager[None]:
+    def one_attention(self, device: torch.device) -> AbstractContextManager[Any]:
         """Let PyTorch take the backend of `training.attention_backend` only, within the context.
 
         The context becomes part of the graph of compiled code. Settings of the process would not.

@@ -397,7 +397,7 @@ def test_attention_operators_are_those_of_every_backend() -> None:
 def test_chosen_attention() -> None:
     q, k = torch.ones(1, 4, 8, 16), torch.ones(1, 2, 8, 16)
     assert chosen_attention(q, k, k) == SDPBackend.FLASH_ATTENTION.value
-    assert chosen_attention(q.double(), k.double(), k.double()) in [backend.value for backend in SDPBackend]
+    assert chosen_attention(q, k, k) != SDPBackend.MATH.value
 
 
 def test_attention_on_a_cpu_is_one_of_the_attention_operators() -> None:
