@@ -5,11 +5,12 @@ import json
 import pytest
 
 from tests.null_gpu.conftest import RunPython
-from tests.null_gpu.test_steps import MEASURE
+from tests.null_gpu.record import RECORDED
 from tests.null_gpu.variants import COMPILE
 
 pytestmark = pytest.mark.null_gpu
 
+MEASURE = str(RECORDED.parent / "measure.py")
 FLASH, EFFICIENT = ("flash_fwd_kernel", "flash_bwd_dq_dk_dv"), ("fmha_cutlassF", "fmha_cutlassB")
 FLOAT32 = ("--training.mixed_precision_param=float32",)
 
