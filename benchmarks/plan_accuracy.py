@@ -2,14 +2,18 @@
 
     python benchmarks/plan_accuracy.py cpu          peak memory of runs on this machine's CPU, byte by byte
     python benchmarks/plan_accuracy.py published    measurements that torchtitan published, beside the plan
+    python benchmarks/plan_accuracy.py null-gpu     memory that PyTorch's allocator gave on a null GPU (docs/gpu.md)
     python benchmarks/plan_accuracy.py gpu          peak memory and step time on this machine's GPU
 
-cpu: the allocator's own record of real runs of several processes (measured_memory.py). gpu: max_memory_allocated and
-the median of step times, in one process. --record FILE.jsonl appends ratios, and the largest error, to a file.
+null-gpu: tests/null_gpu/recorded.json, which `./run_tests.sh null_gpu --record` measures. cpu: the allocator's own
+record of real runs of several processes (measured_memory.py). gpu: max_memory_allocated and the median of step times,
+in one process. --record FILE.jsonl appends ratios, and the largest error, to a file.
 """
 
 import argparse
+import json
 import statistics
+import sys
 import time
 from collections import defaultdict
 from collections.abc import Iterator
@@ -37,9 +41,11 @@ Ratios = dict[str, list[float]]
 """Predicted / what is, by the latter's name."""
 AIMS = {
     "measured peak memory": "< 10 %", "measured time of a step": "< 25 %",
+    "allocated memory": "< 1 %", "reserved memory": "< 3 %",
     "published memory": "explained", "published tokens a second": "explained",
 }  # fmt: skip
 GIB, MIB = 2**30, 2**20
+ROOT = Path(__file__).parents[1]
 DEBUG, LLAMA_8B = "train_configs/debug.toml", "train_configs/llama3_8b.toml"
 SHAPE = [
     "--training.seq_len=256", "--training.mixed_precision_param=float32", "--model.args.dim=256",
@@ -102,6 +108,14 @@ PUBLISHED: list[tuple[str, Hardware, int, str, int, float | None, float]] = [
 local batch, GiB a GPU, tokens a second and GPU). H100: its benchmarks of December 2024. H200: those by Trainy of June
 2025. A100: its docs/performance.md of 2024; it is not known whether it was compiled."""
 
+TORCHTITAN = {
+    "8B, batch 1": "39.66, 47.38", "8B, batch 2": "67.06, 76.74",
+    "8B, batch 1, compiled": "29.83, 38.99 in blocks", "8B, batch 2, compiled": "47.40, 55.11 in blocks",
+    "float8 tensorwise, batch 2, compiled": "47.40, 53.03",
+    "70B, 64 GPUs": "36.34, 52.53 in blocks",
+}  # fmt: skip
+"""GiB of torchtitan 0.2.2 at the same shapes on a null GPU, with expandable segments unless it says in blocks. Source:
+the calibration of docs/gpu.md."""
 GPU_CASES: list[tuple[str, list[str]]] = [
     (f"{flavor}, {seq_len} tokens x {batch}, {mode}{', compiled' if compiled else ''}",
      [f"--model.flavor={flavor}", f"--training.seq_len={seq_len}", f"--training.global_batch_size={batch}",
@@ -116,13 +130,14 @@ def main() -> None:
     from record import add_record_option  # a script beside this one
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("cpu", "published", "gpu"))
+    parser.add_argument("what", choices=("cpu", "published", "null-gpu", "gpu"))
     parser.add_argument("--only", default="", help="cases whose name contains this")
     add_record_option(parser)
     options = parser.parse_args()
     torch.set_num_threads(1)
     found: Ratios = defaultdict(list)
-    for line in {"cpu": on_cpu, "published": published, "gpu": on_gpu}[options.what](options.only, found):
+    modes = {"cpu": on_cpu, "published": published, "null-gpu": on_null_gpu, "gpu": on_gpu}
+    for line in modes[options.what](options.only, found):
         print(line, flush=True)
     note(options, found)
 
@@ -184,6 +199,27 @@ def published(only: str, found: Ratios) -> Iterator[str]:
                 found["published memory"].append(both[0].peak / GIB / gib)
             found["published tokens a second"].append(each / speed)
             yield row(name, how, gib or "-", *peaks, f"{speed:,}", f"{each:,.0f} ({each / speed:.2f})")
+
+
+def on_null_gpu(only: str, found: Ratios) -> Iterator[str]:
+    """The plan of rank 0 beside PyTorch's own allocator, and torchtitan 0.2.2 where it was measured on a null GPU."""
+    sys.path.insert(0, str(ROOT))
+    from tests.null_gpu.variants import VARIANTS
+
+    recorded = json.loads((ROOT / "tests/null_gpu/recorded.json").read_text())
+    yield row("config", "allocated GiB", "plan", "reserved GiB", "plan", "torchtitan 0.2.2: allocated, reserved")
+    yield row(*["---"] * 6)
+    for variant in VARIANTS:
+        if only in variant.name and variant.name in recorded:
+            overrides = [word for word in variant.words if word.startswith("--") and "." in word.split("=")[0]]
+            config = load(f"train_configs/{variant.config}.toml", overrides, world_size=variant.world_size)
+            predicted = planned(config, variant.world_size, find_hardware("H100"), 8)
+            cells = []
+            for what, size in (("allocated", predicted.peak), ("reserved", predicted.reserved)):
+                measured = recorded[variant.name][what]
+                found[f"{what} memory"].append(size / GIB / measured)
+                cells += [f"{measured:.2f}", f"{size / GIB:.2f} ({size / GIB / measured:.3f})"]
+            yield row(variant.name, *cells, TORCHTITAN.get(variant.name, ""))
 
 
 def logits_in_full(hidden_BLD: Tensor, weight_VD: Tensor, *, labels_BL: Tensor) -> TokenLoss:

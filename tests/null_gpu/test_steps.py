@@ -13,6 +13,8 @@ from tests.null_gpu.variants import VARIANTS, Variant
 
 pytestmark = pytest.mark.null_gpu
 
+RESERVED_SHARE = 0.03
+"""Largest deviation of a plan's reserved memory."""
 MEASURE = str(RECORDED.parent / "measure.py")
 
 
@@ -31,3 +33,4 @@ def test_a_step_costs_no_more_than_recorded(variant: Variant, run_python: RunPyt
     assert found["launches"] <= recorded["launches"]
     assert found["allocated"] <= recorded["allocated"] + 0.01
     assert abs(plan_error(found)) <= allowed_plan_error(variant, recorded), found["plan"]
+    assert found["plan"]["reserved"] == pytest.approx(found["reserved"], rel=RESERVED_SHARE)

@@ -92,6 +92,14 @@ def test_an_own_gpu_that_is_too_small(toml: Path, capsys: pytest.CaptureFixture[
     assert "does not fit: reserved" in out
 
 
+def test_a_node_that_is_filled_in_part_is_noted(toml: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ("--global-batch-size", "12", "--gpu", "h100", "--world-size", "12", "--gpus-per-node")
+    assert plan(toml, *arguments, "8") == 0
+    assert "note     the last node has 4 of 8 GPUs" in capsys.readouterr().out
+    assert plan(toml, *arguments, "4") == 0
+    assert "note" not in capsys.readouterr().out
+
+
 def test_the_cpu_of_this_machine(toml: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert plan(toml, "--world-size", "2", "--gpu", "cpu", "--json", "--training.mixed_precision_param=float32") == 0
     record = json.loads(capsys.readouterr().out)

@@ -1,15 +1,16 @@
 """Reserved memory, and memory of compiled blocks: what a plan knows of PyTorch's allocator and of fusion."""
 
 from dataclasses import replace
-
-import pytest
+from typing import Any
 
 from titanlite.config.load import load
+from titanlite.config.schema import Degrees
 from titanlite.plan.allocator import GRANULES, Change, PoolSize, replay, reserved
 from titanlite.plan.estimate import Layout, plan
 from titanlite.plan.fusion import fused_sizes
 from titanlite.plan.private_torch import FakeTensorMode
 from titanlite.plan.recorder import Operator, Recorder, Storage
+from titanlite.plan.search import Candidate, _Search
 from titanlite.runtime.hardware import find_hardware
 
 MIB = 2**20
@@ -89,27 +90,6 @@ def test_operators_that_read_the_same_tensors_are_one_kernel_that_runs_last() ->
     assert found[1][-1][0] > 50, "y lives until the kernel that reads it"
 
 
-MEASURED = [
-    ("eager", 1, [], 31.900, 36.791),
-    ("eager", 2, [], 47.756, 52.795),
-    ("compiled", 1, ["--compile.enable"], 29.900, 34.896),
-    ("compiled", 2, ["--compile.enable"], 43.928, 48.811),
-]
-"""Llama 3 8B, rank 0 of 8: local batch, options, GiB that PyTorch's own allocator allocated and reserved with
-expandable segments. benchmarks/plan_accuracy.py has the table of all variants."""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("how", "batch", "options", "allocated", "in_pools"), MEASURED, ids=str)
-def test_8b_is_what_pytorchs_allocator_gave(
-    how: str, batch: int, options: list[str], allocated: float, in_pools: float
-) -> None:
-    options = [*options, f"--training.local_batch_size={batch}", f"--training.global_batch_size={8 * batch}"]
-    found = plan(load("train_configs/llama3_8b.toml", options, world_size=8), Layout(8, find_hardware("H100"), 8))
-    assert found.peak / GIB == pytest.approx(allocated, abs=0.1 if how == "eager" else 0.01 * allocated)
-    assert found.reserved / GIB == pytest.approx(in_pools, rel=0.03)
-
-
 def test_a_plan_that_fits_only_with_too_much_host_memory_does_not_fit() -> None:
     options = ["--training.enable_cpu_offload", "--training.global_batch_size=8", "--model.args.n_layers=2"]
     config, hardware = load("train_configs/llama3_8b.toml", options, world_size=8), find_hardware("H100")
@@ -118,3 +98,18 @@ def test_a_plan_that_fits_only_with_too_much_host_memory_does_not_fit() -> None:
     assert found.host_of_node == 8 * found.host > 8 * 3 * 4 * found.parameters / 8
     small = replace(found, layout=replace(found.layout, hardware=replace(hardware, node_memory=found.host_of_node - 1)))
     assert not small.fits
+
+
+def test_a_search_does_not_offer_offload_that_no_host_holds() -> None:
+    config, layout = load("train_configs/llama3_405b.toml", [], world_size=8), Layout(8, find_hardware("H100"), 8)
+    pool: Any = None  # nothing is traced
+    searching = _Search(config, layout, pool, share=1)
+    degrees = Degrees(replicate=1, shard=8)
+    without = Candidate({}, "full", 1, False, False, degrees, "default", reserved=900 * GIB)
+    offload = replace(without, offload=True, reserved=60 * GIB, host_of_node=6048 * GIB)
+    found = searching._confirm([offload], {}, layout.usable, 5)
+    assert found.best == []
+    assert [reason for _, reason in found.losers] == ["needs 6,048 GiB of host memory in a node"]
+    text = searching._nothing_fits([without, offload], layout.usable)
+    assert "the least is 900.0 GiB" in text
+    assert "CPU offload needs 6,048 GiB of host memory in a node, which has 2,048" in text
