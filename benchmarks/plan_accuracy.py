@@ -114,7 +114,7 @@ TORCHTITAN = {
     "float8 tensorwise, batch 2, compiled": "47.40, 53.03",
     "70B, 64 GPUs": "36.34, 52.53 in blocks",
 }  # fmt: skip
-"""GiB of torchtitan 0.2.2 at the same shapes on a null GPU, with expandable segments unless it says in blocks. Source:
+"""GiB of torchtitan 0.2.2 at the same shapes on a null GPU, with expandable segments unless marked "in blocks". Source:
 the calibration of docs/gpu.md."""
 GPU_CASES: list[tuple[str, list[str]]] = [
     (f"{flavor}, {seq_len} tokens x {batch}, {mode}{', compiled' if compiled else ''}",

@@ -23,10 +23,10 @@ def plan_lines(planned: Plan, config: Config) -> Iterator[str]:
         f"({layout.gpus_per_node} in a node), {planned.degrees}, {planned.micro_batch_size} x "
         f"{config.training.seq_len:,} tokens in a forward pass, {planned.accumulation} of those in a step"
     )
-    verdict = "does not fit" if planned.reserved > layout.usable else "does not fit in host memory"
+    outcome = "does not fit" if planned.reserved > layout.usable else "does not fit in host memory"
     rest = f"less {OUTSIDE / GIB:.0f} for the CUDA context and NCCL" if layout.is_gpu else "less a rest"
     yield (
-        f"memory   {'fits' if planned.fits else verdict}: reserved {planned.reserved / GIB:.1f} GiB of "
+        f"memory   {'fits' if planned.fits else outcome}: reserved {planned.reserved / GIB:.1f} GiB of "
         f"{layout.usable / GIB:.1f} ({hardware.memory / GIB:.1f} {rest}), allocated {planned.peak / GIB:.1f} "
         f"({phase_title(planned.peak_phase)})"
     )
