@@ -140,6 +140,23 @@ def test_staging_takes_its_memory_once() -> None:
         assert not state[name].numel() or second[name].data_ptr() != state[name].data_ptr()
 
 
+def test_staging_is_one_allocation_of_the_size_of_the_state() -> None:
+    """Each buffer is aligned and has a storage of its own, so that a checkpoint writes its bytes alone."""
+    staging = Staging(torch.device("cpu"), pin=False)
+    state = {"a": torch.randn(1000, 3), "b": torch.randn(()), "c": torch.ones(33, dtype=torch.bfloat16)}
+    staging.begin(state)
+    buffers = staging.copy()
+    assert staging.allocated_bytes == 12_032 + 64 + 128
+    first = buffers["a"].data_ptr()
+    assert [buffer.data_ptr() - first for buffer in buffers.values()] == [0, 12_032, 12_096]
+    assert [buffer.untyped_storage().nbytes() for buffer in buffers.values()] == [12_000, 4, 66]
+    state["b"] = torch.randn(4)
+    staging.begin(state)
+    assert {name: buffer.tolist() for name, buffer in staging.copy().items()} == {
+        name: tensor.tolist() for name, tensor in state.items()
+    }
+
+
 def test_plans_are_made_once(tiny: TinyRun, monkeypatch: pytest.MonkeyPatch) -> None:
     from torch.distributed.checkpoint import default_planner
 

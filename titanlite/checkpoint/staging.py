@@ -3,6 +3,9 @@
 import contextlib
 import threading
 from collections import deque
+from collections.abc import Mapping
+from itertools import accumulate
+from typing import Any
 
 import numpy as np
 import torch
@@ -10,9 +13,12 @@ from torch import Tensor
 
 from titanlite.runtime.private_torch import local_tensor
 
+ALIGNMENT = 64
+"""Bytes to whose multiple each buffer is aligned."""
+
 
 class Staging:
-    """Host memory for a copy of the state. The first save allocates it, and later ones reuse it.
+    """Host memory for a copy of the state. The first save allocates it as a whole, and later ones reuse it.
 
     Two threads copy: the one that writes, and training where it must not wait longer.
 
@@ -23,18 +29,24 @@ class Staging:
     def __init__(self, device: torch.device, *, pin: bool) -> None:
         self.pin = pin
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._memory = torch.empty(0, dtype=torch.uint8)
         self._buffers: dict[str, Tensor] = {}
+        """Tensors in `_memory`, by name."""
         self._to_copy: deque[tuple[Tensor, Tensor]] = deque()
         self._lock = threading.Lock()
         self._is_due = False
         self._error: Exception | None = None
+
+    @property
+    def allocated_bytes(self) -> int:
+        return self._memory.nbytes
 
     def begin(self, tensors: dict[str, Tensor]) -> None:
         """Announce a copy of tensors as they are now; on a GPU, as they are after the work that is queued."""
         self._is_due, self._error = True, None
         sources = {name: local_tensor(tensor) for name, tensor in tensors.items()}
         try:
-            self._buffers = {name: self._buffer(name, source) for name, source in sources.items()}
+            self._allocate(sources)
         except Exception as error:  # out of memory: `copy` raises it, where all ranks learn of it
             self._error = error
             return
@@ -72,11 +84,50 @@ class Staging:
                         self._error = error
                         self._to_copy.clear()
 
-    def _buffer(self, name: str, tensor: Tensor) -> Tensor:
-        buffer = self._buffers.get(name)
-        if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
-            buffer = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=self.pin)
-        return buffer
+    def _allocate(self, tensors: Mapping[str, Tensor]) -> None:
+        """Make a buffer for each tensor, one after the other in memory, unless those of the last save fit."""
+        layout = [(name, tensor.shape, tensor.dtype) for name, tensor in tensors.items()]
+        if layout == [(name, buffer.shape, buffer.dtype) for name, buffer in self._buffers.items()]:
+            return
+        ends = [*accumulate(-(-tensor.nbytes // ALIGNMENT) * ALIGNMENT for tensor in tensors.values())]
+        self._buffers = {}
+        if self.pin and len(self._memory):
+            unpin(self._memory)
+        self._memory = torch.empty(0, dtype=torch.uint8)  # freed before more is allocated
+        self._memory = torch.empty(ends[-1] if ends else 0, dtype=torch.uint8)
+        if self.pin and len(self._memory):
+            pin(self._memory)
+        starts = [0, *ends[:-1]]
+        self._buffers = {
+            name: _buffer(self._memory, start, tensor)
+            for (name, tensor), start in zip(tensors.items(), starts, strict=True)
+        }
+
+
+def _buffer(memory: Tensor, start: int, like: Tensor) -> Tensor:
+    """Return the part of a memory from a byte on as a tensor with a storage of its own, which `torch.save` needs."""
+    if not like.numel():
+        return torch.empty(like.shape, dtype=like.dtype)
+    part = torch.frombuffer(memory.numpy().data, dtype=like.dtype, count=like.numel(), offset=start)
+    return part.view(like.shape)
+
+
+def pin(memory: Tensor) -> None:
+    """Let GPUs copy to memory of the host directly, by its exact size.
+
+    PyTorch's own pinned memory is rounded up to a power of two: up to twice the size.
+
+    Raises:
+        torch.cuda.CudaError: the system does not lock so much memory.
+    """
+    runtime: Any = torch.cuda.cudart()
+    torch.cuda.check_error(int(runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)))
+
+
+def unpin(memory: Tensor) -> None:
+    """Undo `pin`, before the memory is freed."""
+    runtime: Any = torch.cuda.cudart()
+    torch.cuda.check_error(int(runtime.cudaHostUnregister(memory.data_ptr())))
 
 
 def _copy(target: Tensor, source: Tensor) -> None:

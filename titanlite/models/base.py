@@ -41,6 +41,10 @@ class Model(nn.Module):
     kernels: Kernels = DEFAULT_KERNELS
     """Operations whose best form depends on the device; `attention_mask` for one. Training sets it."""
 
+    draws_random: ClassVar[bool] = True
+    """Random numbers in blocks, as dropout draws them: recomputation draws the same ones again. A class whose blocks
+    draw none sets False, which saves copies of the random state in each block. Subclasses do not inherit it."""
+
     layers: nn.ModuleList
 
     def __init__(self, args: ModelArgs) -> None:

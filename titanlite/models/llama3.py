@@ -25,6 +25,7 @@ class Llama3Args(DecoderArgs):
 
 
 class Llama3(Decoder):
+    draws_random = False
     flavors: ClassVar[dict[str, ModelArgs]] = {
         "debug": Llama3Args(
             dim=384, n_layers=6, n_heads=6, n_kv_heads=3, hidden_dim=1024, vocab_size=2048, max_seq_len=8192,

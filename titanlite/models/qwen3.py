@@ -29,6 +29,7 @@ class Qwen3Args(DecoderArgs):
 
 
 class Qwen3(Decoder):
+    draws_random = False
     flavors: ClassVar[dict[str, ModelArgs]] = {
         "debug": Qwen3Args(
             dim=256, n_layers=6, n_heads=4, n_kv_heads=2, hidden_dim=768, head_dim=96, vocab_size=2048,

@@ -82,6 +82,7 @@ class Experts(nn.Module):
 
 
 class Qwen3Moe(Qwen3):
+    draws_random = False
     flavors: ClassVar[dict[str, ModelArgs]] = {
         "debug": Qwen3MoeArgs(
             dim=256, n_layers=4, n_heads=4, n_kv_heads=2, hidden_dim=192, head_dim=64, n_experts=8, n_active_experts=2,

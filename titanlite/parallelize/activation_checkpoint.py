@@ -40,11 +40,12 @@ def recompute_policies(config: ActivationCheckpoint, blocks: int) -> list[Recomp
 
 def apply_activation_checkpoint(model: Model, policies: Sequence[RecomputePolicy]) -> None:
     """Checkpoint the blocks, in place, each by its policy."""
+    draws_random = vars(type(model)).get("draws_random", True)  # of a base class, a subclass may have added dropout
     for block, policy in zip(model.layers, policies, strict=True):
         if policy == "full":
-            _checkpoint(block)
+            _checkpoint(block, preserve_rng_state=draws_random)
         elif policy == "op":
-            _checkpoint(block, context_fn=_save_expensive_ops)
+            _checkpoint(block, preserve_rng_state=draws_random, context_fn=_save_expensive_ops)
 
 
 def _checkpoint(block: nn.Module, **options: Any) -> None:
