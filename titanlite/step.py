@@ -58,6 +58,7 @@ def train_step(
     loss_function: LossFunction = token_loss,
     decide: Callable[[Tensor, Tensor], Tensor] = never_skip,
     in_backward: InBackward | None = None,
+    reduce_once: bool = False,
     observer: StepObserver | None = None,
 ) -> StepResult:
     """Train on this rank's micro-batches of one global batch.
@@ -70,12 +71,19 @@ def train_step(
         replicas: how many of those ranks hold the same part, for each parameter. Default: asked of each parameter.
         decide: (loss, grad_norm) -> 0 if the optimizer is to make its step, else a skip reason.
         in_backward: updates parameters within backward. There is one micro-batch then, and no clipping.
+        reduce_once: reduce gradients over shards after the last micro-batch, not after each.
     """
     assert in_backward is None or (len(batches) == 1 and not max_norm)
     observer, world = observer or StepObserver(), world or group
     replicas = replicas or count_parameter_replicas(model, world)
     micro_losses, totals = accumulate(
-        model, batches, group=group, loss_function=loss_function, in_backward=in_backward, observer=observer
+        model,
+        batches,
+        group=group,
+        loss_function=loss_function,
+        in_backward=in_backward,
+        reduce_once=reduce_once,
+        observer=observer,
     )
     observer.phase("update")
     parameters = [parameter for parameter in model.parameters() if parameter.grad is not None]
@@ -108,6 +116,7 @@ def accumulate(
     group: dist.ProcessGroup,
     loss_function: LossFunction,
     in_backward: InBackward | None,
+    reduce_once: bool,
     observer: StepObserver,
 ) -> tuple[Tensor, Tensor]:
     """Add up the gradients of this rank's micro-batches in the parameters, reduced over the ranks.
@@ -120,8 +129,9 @@ def accumulate(
     for index, batch in enumerate(batches):
         observer.phase("forward")
         if len(batches) > 1 and isinstance(model, FSDPModule):
-            # Shards are reduced after each backward, replicas (HSDP) once, after the last.
-            model.set_requires_all_reduce(index == len(batches) - 1)
+            # Shards are reduced after each backward or once, after the last; replicas (HSDP) always once.
+            is_last = index == len(batches) - 1
+            model.set_requires_gradient_sync(is_last) if reduce_once else model.set_requires_all_reduce(is_last)
         loss = model(
             batch["tokens"],
             loss=partial(loss_function, labels_BL=batch["labels"]),

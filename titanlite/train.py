@@ -74,6 +74,7 @@ def _loop(run: Run, phase: PhaseTimeouts) -> None:
             loss_function=run.loss_function,
             decide=run.guard.decide,
             in_backward=run.in_backward,
+            reduce_once=config.parallelism.fsdp_reduce_gradients == "last",
             observer=phase,
         )
         scale_weights()

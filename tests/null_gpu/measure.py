@@ -169,6 +169,7 @@ def build_step(config: Any, device: Any, world_size: int) -> Any:
         train_step(
             model, [batch] * accumulation, optimizer=optimizer, group=loss_group(mesh), world=world_group(mesh),
             replicas=replicas, max_norm=config.training.max_norm, loss_function=loss, in_backward=in_backward,
+            reduce_once=config.parallelism.fsdp_reduce_gradients == "last",
         )  # fmt: skip
         scale_weights()
 

@@ -41,6 +41,7 @@ REASONS = {
     "guard.spike_sigma": "users.md 24",
     "parallelism.fsdp_reshard_after_forward": "torchtitan",
     "parallelism.fsdp_forward_prefetch": "DESIGN 3",
+    "parallelism.fsdp_reduce_gradients": "issue 20",
     "parallelism.fsdp_backward_prefetch": "DESIGN 3",
     "activation_checkpoint.per_block": "issue 19",
     "quantize.linear.float8.enable": "torchtitan",

@@ -40,6 +40,7 @@ def find_conflicts(config: Config, world_size: int | None, bad_keys: Collection[
         (("quantize", "compile", "parallelism.fsdp_reshard_after_forward"), lambda: _float8(config)),
         (("offload", "optimizer", "training.enable_cpu_offload", "quantize"), lambda: _offload(config)),
         (("optimizer", "training.max_norm", "guard"), lambda: _in_backward(config)),
+        (("parallelism.fsdp_reduce_gradients", "training"), lambda: _reduce_gradients(config)),
     ]
     if world_size is not None:
         degrees = ("parallelism.data_parallel_replicate_degree", "parallelism.data_parallel_shard_degree")
@@ -109,6 +110,16 @@ def _in_backward(config: Config) -> Iterator[Conflict]:
         yield key, 'cannot skip a step that has begun: set guard.nonfinite = "stop"'
     if config.guard.spike_sigma:
         yield key, "cannot skip a step that has begun: set guard.spike_sigma = 0"
+
+
+def _reduce_gradients(config: Config) -> Iterator[Conflict]:
+    dtypes = {config.training.mixed_precision_param, config.training.mixed_precision_reduce}
+    if config.parallelism.fsdp_reduce_gradients == "last" and dtypes == {"bfloat16"}:
+        yield (
+            "parallelism.fsdp_reduce_gradients",
+            "last would add the gradients of micro-batches in bfloat16: set training.mixed_precision_reduce = "
+            '"float32", or "each"',
+        )
 
 
 def _one_micro_batch(config: Config, world_size: int) -> Iterator[Conflict]:

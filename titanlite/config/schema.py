@@ -138,6 +138,9 @@ class Parallelism(Section):
     again for backward (ZeRO-3). never keeps them for backward (ZeRO-2). A number k keeps a 1/k shard (ZeRO++ hpZ).
     default is always, except for the head, which backward needs at once, and for a shard degree of 1, where nothing is
     gathered."""
+    fsdp_reduce_gradients: Literal["each", "last"] = "each"
+    """Micro-batches after whose backward gradients are reduced. each keeps shards of gradients only. last reduces once
+    a step: less communication, but every process keeps the gradients of whole parameters, 4 bytes a parameter."""
     fsdp_forward_prefetch: Count = 0
     """Blocks to all-gather ahead in forward; 0 leaves it to FSDP2, which gathers one ahead."""
     fsdp_backward_prefetch: Count = 0

@@ -73,7 +73,7 @@ class Unit:
     reduce: tuple[Collective, ...] = ()
     """Reduce-scatters after backward of every micro-batch."""
     all_reduce: tuple[Collective, ...] = ()
-    """All-reduces after backward of the last micro-batch."""
+    """Collectives after backward of the last micro-batch: all-reduces, and reduce-scatters that others do not have."""
 
 
 @dataclass(frozen=True)

@@ -157,6 +157,7 @@ def _record(config: Config, model: Model, mesh: DeviceMesh, kernels: Kernels, st
                     max_norm=config.training.max_norm,
                     loss_function=recorder.during("logits", build_loss(config.training, kernels)),
                     in_backward=in_backward,
+                    reduce_once=config.parallelism.fsdp_reduce_gradients == "last",
                     observer=recorder,
                 )
             recorder.phase("end")

@@ -1,7 +1,7 @@
 """Workload of each FSDP unit: kernels and collectives, from the operators of a traced step."""
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from titanlite.plan.recorder import Operator, Recorder, Sent
@@ -37,8 +37,9 @@ def workload_of(recorder: Recorder, *, fuse: bool, gpus_per_node: int) -> Worklo
         if operator.phase in firsts:
             operators[recorder.phases[operator.phase][1]].append(operator)
     sent: dict[str, list[Sent]] = defaultdict(list)
+    reduced_once = _reduced_once(recorder)
     for it in recorder.sent:
-        if it.phase in firsts or it.collective == "all_reduce":
+        if it.phase in firsts or _is_once(it, reduced_once):
             sent[it.unit].append(it)
 
     def kernels(direction: str, unit: str) -> tuple[Kernel, ...]:
@@ -64,8 +65,11 @@ def workload_of(recorder: Recorder, *, fuse: bool, gpus_per_node: int) -> Worklo
                 backward=kernels("backward", name) + tuple(map(_kernel, operators[f"reduce {name}"])),
                 gather=collectives(name, "all_gather", forward=True),
                 gather_again=collectives(name, "all_gather", forward=False),
-                reduce=collectives(name, "reduce_scatter", forward=False),
-                all_reduce=collectives(name, "all_reduce", forward=False),
+                reduce=() if name in reduced_once else collectives(name, "reduce_scatter", forward=False),
+                all_reduce=(
+                    *(collectives(name, "reduce_scatter", forward=False) if name in reduced_once else ()),
+                    *collectives(name, "all_reduce", forward=False),
+                ),
             )
         )
     update = tuple(map(_kernel, operators["update"]))
@@ -80,8 +84,9 @@ def traffic_of(recorder: Recorder, *, traced: int, accumulation: int) -> Traffic
         accumulation: number of micro-batches in the step.
     """
     total: Traffic = {}
+    reduced_once = _reduced_once(recorder)
     for it in recorder.sent:
-        each_micro_batch = it.unit and it.collective != "all_reduce"
+        each_micro_batch = it.unit and not _is_once(it, reduced_once)
         size = it.bytes * accumulation // traced if each_micro_batch else it.bytes
         total[it.collective, it.axis] = total.get((it.collective, it.axis), 0) + size
     return total
@@ -122,6 +127,18 @@ def _first_of_each_name(recorder: Recorder) -> Iterator[int]:
         if not seen[name]:
             yield number
         seen[name] += 1
+
+
+def _reduced_once(recorder: Recorder) -> set[str]:
+    """Return the units whose gradients are not reduced after the first micro-batch, but after the last."""
+    firsts = set(_first_of_each_name(recorder))
+    reductions = [it for it in recorder.sent if it.collective == "reduce_scatter"]
+    return {it.unit for it in reductions} - {it.unit for it in reductions if it.phase in firsts}
+
+
+def _is_once(sent: Sent, reduced_once: Container[str]) -> bool:
+    """Return whether a unit's collective runs in the last micro-batch only."""
+    return sent.collective == "all_reduce" or (sent.collective == "reduce_scatter" and sent.unit in reduced_once)
 
 
 def _kernel(operator: Operator) -> Kernel:

@@ -1,0 +1,37 @@
+"""parallelism.fsdp_reduce_gradients: what is refused, and the plan of reductions once a step."""
+
+import pytest
+
+from tests.helpers import TinyRun
+from tests.plans import profiled, shapes, traced
+from titanlite.plan.workload import traffic_of, workload_of
+from titanlite.runtime.errors import ConfigError
+
+LAST = "--parallelism.fsdp_reduce_gradients=last"
+FOUR = ("--training.global_batch_size=16", "--training.local_batch_size=1")
+"""Four micro-batches on four ranks."""
+
+
+def test_micro_batches_are_not_added_in_bfloat16(tiny: TinyRun) -> None:
+    bfloat16 = "--training.mixed_precision_param=bfloat16", "--training.mixed_precision_reduce=bfloat16"
+    with pytest.raises(ConfigError, match="last would add the gradients of micro-batches in bfloat16"):
+        tiny.config(LAST, *bfloat16)
+    tiny.config(*bfloat16)
+    tiny.config(LAST, bfloat16[0])
+
+
+def test_the_plan_reduces_once_and_keeps_whole_gradients() -> None:
+    each, last = (traced(*FOUR, *options, world_size=4, gpu=True) for options in ((), (LAST,)))
+    sent = [traffic_of(it.recorder, traced=it.micro_batches, accumulation=4) for it in (each, last)]
+    assert sent[0]["reduce_scatter", "shard"] == 4 * sent[1]["reduce_scatter", "shard"] > 0
+    assert sent[0]["all_gather", "shard"] == sent[1]["all_gather", "shard"] > 0
+    one, other = (workload_of(it.recorder, fuse=False, gpus_per_node=8).units for it in (each, last))
+    for unit, once in zip(one, other, strict=True):
+        assert (unit.all_reduce, once.reduce) == ((), ())
+        assert once.all_reduce == unit.reduce
+        assert len(unit.reduce) == 1
+    whole = 4 * sum(shape.numel() for shape in shapes())
+    without, found = (profiled(*FOUR, *options, world_size=4, gpu=True) for options in ((), (LAST,)))
+    assert without.most("gradients") == found.most("gradients") == whole // 4
+    assert without.most("reduce-scatter") < whole
+    assert found.phases["forward head"]["reduce-scatter"] == whole  # from the first micro-batch
