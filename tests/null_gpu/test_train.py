@@ -42,3 +42,13 @@ def test_nothing_waits_between_log_steps(run_python: RunPython, tmp_path: Path, 
         assert sum(int(count) for what, _, count, _ in rows if what == "kernel") > 100 * devices * steps
         waits.append({detail: int(count) for what, detail, count, _ in rows if what == "wait"})
     assert waits[0] == waits[1]
+
+
+def test_techniques_together(run_python: RunPython, tmp_path: Path) -> None:
+    """Compiled float8 blocks with activation checkpointing and updates in backward, on two devices."""
+    train(
+        run_python, "--compile.enable", "--quantize.linear.float8.enable", "--quantize.linear.float8.skip_small=false",
+        "--activation_checkpoint.mode=selective", "--optimizer.in_backward", "--training.max_norm=0",
+        "--optimizer.state_dtype=bfloat16", "--training.global_batch_size=2", devices=2,
+    )  # fmt: skip
+    assert [record["step"] for record in metrics(tmp_path) if "grad_norm" in record] == [1, 2, 3, 4, 5, 6]
