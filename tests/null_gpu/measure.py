@@ -101,7 +101,7 @@ def measure(name: str, overrides: list[str], *, world_size: int, steps: int, wai
     config = read_config(name, overrides, world_size)
     device = torch.device("cuda", 0)
     torch.cuda.set_device(device)
-    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=world_size)
+    dist.init_process_group("cuda:nccl", store=dist.HashStore(), rank=0, world_size=world_size, device_id=device)
     step = build_step(config, device, world_size)
     for _ in range(steps):
         step()

@@ -936,6 +936,7 @@ const char *cudnnGetErrorString(cudnnStatus_t status) { return "an error of the 
 
 struct ncclComm {
     int ranks, rank;
+    int is_part;  // split from a communicator of `ranks` ranks
     char reserved[4096];  // PyTorch reads some of NCCL's fields beyond
 };
 
@@ -979,7 +980,9 @@ ncclResult_t ncclCommInitRankScalable(ncclComm_t *communicator, int ranks, int r
 // How many ranks have the same color, only the other ranks know. The result has its parent's size.
 ncclResult_t ncclCommSplit(ncclComm_t communicator, int color, int key, ncclComm_t *part, ncclConfig_t *config) {
     record("communicator", "split", 0);
-    return new_communicator(part, communicator->ranks, communicator->rank);
+    ncclResult_t result = new_communicator(part, communicator->ranks, communicator->rank);
+    (*part)->is_part = 1;
+    return result;
 }
 
 ncclResult_t ncclCommCount(const ncclComm_t communicator, int *ranks) {
@@ -1016,7 +1019,8 @@ static const char *operation_name(ncclRedOp_t operation) {
 static ncclResult_t collective(const char *name, const char *operation, size_t count, ncclDataType_t dtype,
                                ncclComm_t communicator) {
     char detail[128];
-    snprintf(detail, sizeof detail, "%s%s, %s, of %d", name, operation, dtype_name(dtype), communicator->ranks);
+    snprintf(detail, sizeof detail, "%s%s, %s, of %s%d", name, operation, dtype_name(dtype),
+             communicator->is_part ? "a part of " : "", communicator->ranks);
     record("collective", detail, count * dtype_bytes(dtype));
     return ncclSuccess;
 }

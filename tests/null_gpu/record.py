@@ -23,7 +23,7 @@ from tests.null_gpu.variants import VARIANTS, Variant  # noqa: E402
 
 RECORDED, BEFORE, PAGE = HERE / "recorded.json", HERE / "before.json", HERE.parents[1] / "docs/gpu.md"
 KEPT = ("allocated", "reserved", "launches", "collectives", "waits", "retries", "plan")
-COLUMNS = ["allocated", "plan", "reserved", "plan of it", "launches", "collectives", "waits", "retries"]
+COLUMNS = ["allocated", "planned", "reserved", "planned", "launches", "collectives", "waits", "retries"]
 EAGER_GIB, COMPILED_SHARE = 0.1, 0.01
 """Largest differences between a plan and the peak of allocated memory."""
 
@@ -108,11 +108,12 @@ def values_of(found: dict[str, Any]) -> list[str]:
     for kind, count in found["collectives"].items():
         name = kind.split(",")[0].split()[0]
         counts[name] = counts.get(name, 0) + count
+    plan = found.get("plan", {})
     return [
         f"{found['allocated']:.2f}",
-        f"{found['plan']['allocated']:.2f}" if "plan" in found else "error",
+        f"{plan['allocated']:.2f}" if plan else "error",
         f"{found['reserved']:.2f}",
-        f"{found['plan']['reserved']:.2f}" if "reserved" in found.get("plan", {}) else "-",
+        f"{plan['reserved']:.2f}" if "reserved" in plan else "none",
         f"{found['launches']:,}",
         " + ".join(str(counts.get(name, 0)) for name in ("all-gather", "reduce-scatter", "all-reduce")),
         f"{sum(found['waits'].values())}",
