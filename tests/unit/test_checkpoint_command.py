@@ -8,7 +8,6 @@ import shutil
 import subprocess
 import sys
 import time
-import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,12 +17,11 @@ import pytest
 from rich.console import Console
 
 from tests.helpers import TinyRun, closed_stdout
+from tests.manifests import CONTENTS, save
 from titanlite import cli
 from titanlite.checkpoint import command
-from titanlite.checkpoint.manifest import FileRecord, Manifest, committed_steps, folder_name
+from titanlite.checkpoint.manifest import committed_steps, folder_name
 from titanlite.checkpoint.storage import MANIFEST, LocalStorage, ObjectStorage, open_storage
-
-CONTENTS = {"__0_0.distcp": b"x" * 3_000_000, ".metadata": b"67"}
 
 
 @pytest.fixture(params=["disk", "memory"])
@@ -36,31 +34,6 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
         memory = fsspec.filesystem("memory")
         if memory.exists(f"/{tmp_path.name}"):
             memory.rm(f"/{tmp_path.name}", recursive=True)
-
-
-def save(
-    place: str, step: int, *, age: float = 200, contents: dict[str, bytes] = CONTENTS, publish: bool = True
-) -> None:
-    storage = open_storage(place, owner="me")
-    folder = storage.begin(folder_name(step))
-    for name, content in contents.items():
-        with storage.create(f"{folder}/{name}") as file:
-            file.write(content)
-    manifest = Manifest(
-        step=step,
-        samples=8000 * step,
-        run_id="me",
-        settings={"training.seq_len": 32},
-        config_hash="c",
-        mesh={"replicate": 1, "shard": 2},
-        versions={"titanlite": "1", "torch": "2"},
-        saved_at=time.time() - age,
-        elapsed_seconds=0.25,
-        load_step=None,
-        files={name: FileRecord(len(data), f"{zlib.crc32(data):08x}") for name, data in contents.items()},
-    )
-    if publish:
-        storage.publish(folder_name(step), manifest.to_json())
 
 
 def change(place: str, name: str, content: bytes) -> None:
@@ -580,16 +553,3 @@ def test_unknown_subcommands_and_help(titanlite: Command) -> None:
     assert titanlite.refusal() == "error: titanlite checkpoint: name a command: list, verify, show, prune"
     for arguments in (["prune", "--help"], ["prune", ".", "-h"]):
         assert titanlite(*arguments)[0] == "usage: titanlite checkpoint prune [-h] --keep-latest-k K [--keep-every N]"
-
-
-def test_no_torch_is_imported(tmp_path: Path) -> None:
-    for step in (1, 2):
-        save(str(tmp_path), step)
-    code = (
-        "import sys; from titanlite.cli import run\n"
-        f"codes = [run(['checkpoint', *rest.split(), {str(tmp_path)!r}]) for rest in "
-        "('list', 'verify', 'prune --keep-latest-k 1')]\n"
-        "assert codes == [0, 0, 0] and 'torch' not in sys.modules"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL)
-    assert steps(str(tmp_path)) == [2]

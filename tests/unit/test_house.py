@@ -2,8 +2,6 @@
 
 import ast
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -104,39 +102,6 @@ def test_only_orchestrators_take_the_whole_config() -> None:
             if isinstance(node, ast.arg) and isinstance(node.annotation, ast.Name) and node.annotation.id == "Config":
                 takers.add(short(path))
     assert {taker for taker in takers if not taker.startswith(("config/", "plan/"))} <= whole
-
-
-# Without torch
-
-LIGHT_IMPORTS = [
-    "import titanlite",
-    "import titanlite.cli",
-    "import titanlite.config.schema",
-    "import titanlite.migrate.command",
-    "import titanlite.checkpoint.manifest",
-]
-LIGHT_COMMANDS = [
-    "from titanlite.config.load import load, dump; dump(load('train_configs/debug.toml'))",
-    "from titanlite.cli import run; run(['--help'])",
-    "from titanlite.cli import run; run(['train', '--help'])",
-    "from titanlite.cli import run; run(['config', 'schema'])",
-    "from titanlite.cli import run; run(['config', 'show', '--diff', '--config', 'train_configs/debug.toml'])",
-    "from titanlite.cli import run; run(['config', 'migrate', '/no/such.toml'])",
-]
-
-
-@pytest.mark.parametrize("statements", [LIGHT_IMPORTS, LIGHT_COMMANDS], ids=["imports", "commands"])
-def test_no_torch_is_imported(statements: list[str]) -> None:
-    """One process for all statements: it prints each one after which torch is there."""
-    report = [f"if 'torch' in sys.modules: print('TORCH', {statement!r})" for statement in statements]
-    code = [line for pair in zip(statements, report, strict=True) for line in pair]
-    result = subprocess.run(
-        [sys.executable, "-c", "\n".join(["import sys", *code, "print('END')"])],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert [line for line in result.stdout.splitlines() if line.startswith(("TORCH", "END"))] == ["END"], result.stdout
 
 
 # State, patches, and what is private

@@ -895,8 +895,3 @@ def test_tokenizers_are_trained_and_tokens_inspected(
     write(tmp_path / "b.jsonl", as_lines(texts) + b"bad\n")
     assert cli.run(["data", "tokenizer", "b.jsonl", "--out", "other", "--vocab-size", "516"]) == 2
     assert "error: b.jsonl:41: not JSON" in capfd.readouterr().err
-
-
-def test_preparing_imports_no_torch() -> None:
-    code = "import sys, titanlite.ingest.prepare, titanlite.ingest.arguments; print('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout == b"False\n"
