@@ -46,7 +46,7 @@ def words_of(parser):
 
 @pytest.mark.parametrize("statements", [IMPORTS, COMMANDS], ids=["imports", "commands"])
 def test_parts_import_nothing_heavy(statements: list[tuple[str, set[str]]], tmp_path: Path) -> None:
-    """After each statement, print it if a module is there that it should do without."""
+    """The process prints each statement after which a module is there that it should do without."""
     for step in (1, 2):
         save(str(tmp_path), step)
     lines = [BEGIN, f"PLACE = {str(tmp_path)!r}"]
