@@ -1,5 +1,6 @@
-"""Arguments of `titanlite plan`."""
+"""Arguments of `titanlite plan` and `titanlite calibrate`."""
 
+import os
 from argparse import ArgumentTypeError, Namespace
 from contextlib import suppress
 from math import inf
@@ -9,7 +10,7 @@ from titanlite.runtime.arguments import Parser, positive_int
 
 
 def add_commands(titanlite: Parser) -> None:
-    """Add `plan`."""
+    """Add `plan` and `calibrate`."""
     parser = titanlite.add_command(
         "plan",
         "predict memory, communication and step time of a config, without a GPU",
@@ -48,6 +49,29 @@ def add_commands(titanlite: Parser) -> None:
     parser.add_argument(
         "--apply", metavar="OUT.toml", help="with --search or --memory-budget-gib: write the config with the result"
     )
+    calibrate = titanlite.add_command(
+        "calibrate",
+        "measure this machine's GPU into a file for plan --gpu-file",
+        lambda options: _calibrate(calibrate, options),
+        details=(
+            "Measure matmuls, attention, memory, and with several processes their links, for one or two minutes. A\n"
+            "machine without a GPU measures its CPU. Nothing else should run."
+        ),
+        example=("calibrate h100.toml\nplan llama3_8b --world-size 64 --gpu-file h100.toml"),
+    )
+    calibrate.add_argument("out", metavar="OUT.toml", help="file to write; it must not exist")
+
+
+def _calibrate(parser: Parser, options: Namespace) -> None:
+    out = Path(options.out)
+    if out.exists():
+        parser.error(f"{out} exists; name a new file")
+    if not out.parent.is_dir():
+        parser.error(f"{out}: there is no folder {out.parent}")
+    from titanlite.plan.calibrate import main
+    from titanlite.runtime.process_group import read_ranks
+
+    main(out, read_ranks(os.environ))
 
 
 def _run(parser: Parser, options: Namespace) -> None:

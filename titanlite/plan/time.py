@@ -12,6 +12,7 @@ from itertools import pairwise
 from typing import Literal, NamedTuple
 
 from titanlite.runtime.hardware import Hardware
+from titanlite.runtime.rates import rate_at
 
 MEMORY_EFFICIENCY = 0.85
 """Share of the memory bandwidth that kernels reach on long vectors."""
@@ -97,25 +98,33 @@ def kernel_time(kernel: Kernel, hardware: Hardware) -> float:
     This is the roofline model (doi.org/10.1145/1498765.1498785). A CPU does its own launching, so launches are added
     there. Measured rates are what matmuls and copies reach, so only attention is slower, by the same ratio as on GPUs.
     Float8 on a device without it is emulated with float32 matmuls. Kernels that are no matmuls compute in float32,
-    without matrix units.
+    without matrix units. Rates of `titanlite calibrate` replace the assumptions.
     """
     peaks = {"bfloat16": hardware.bf16_flops, "float32": hardware.fp32_flops, "float8": hardware.fp8_flops}
     peak = (peaks[kernel.dtype] if kernel.kind != "memory" else None) or hardware.fp32_flops
     share = hardware.attention_efficiency if kernel.kind == "attention" else hardware.matmul_efficiency
-    arithmetic = kernel.flops / (peak * (share / hardware.matmul_efficiency if hardware.measured else share))
-    traffic = kernel.bytes / _bandwidth(hardware)
-    launches = kernel.launches * LAUNCH_SECONDS
+    rate = peak * (share / hardware.matmul_efficiency if hardware.measured else share)
+    launch = LAUNCH_SECONDS
+    if hardware.rates:
+        curve = hardware.rates.of(kernel.kind, kernel.dtype)
+        rate = rate_at(curve, kernel.flops / max(1, kernel.launches)) if curve and kernel.flops else rate
+        launch = hardware.rates.launch_seconds or launch
+    arithmetic = kernel.flops / rate
+    traffic = kernel.bytes / _bandwidth(hardware, kernel.bytes / kernel.launches if kernel.launches else math.inf)
+    launches = kernel.launches * launch
     work = max(arithmetic, traffic)
     return work + launches if hardware.measured else max(work, launches)
 
 
 def lasting(seconds: float, hardware: Hardware) -> Kernel:
     """Return a kernel that takes this time."""
-    return Kernel("memory", 0, round(seconds * _bandwidth(hardware)), "float32", 0)
+    return Kernel("memory", 0, round(seconds * _bandwidth(hardware, math.inf)), "float32", 0)
 
 
-def _bandwidth(hardware: Hardware) -> float:
-    """Memory bandwidth that kernels reach."""
+def _bandwidth(hardware: Hardware, size: float) -> float:
+    """Memory bandwidth that a kernel of this many bytes reaches."""
+    if hardware.rates and hardware.rates.memory:
+        return rate_at(hardware.rates.memory, size)
     return hardware.memory_bandwidth * (1 if hardware.measured else MEMORY_EFFICIENCY)
 
 
@@ -137,7 +146,7 @@ def collective_time(collective: Collective, hardware: Hardware, gpus_per_node: i
     if nodes > 1:
         bus = min(bus, per_node * hardware.network_bandwidth)
     once = collective.bytes * (size - 1) / size / (bus * BUS_EFFICIENCY)
-    within = (per_node - 1) * HOP_SECONDS
+    within = (per_node - 1) * ((hardware.rates and hardware.rates.hop_seconds) or HOP_SECONDS)
     if collective.op == "all_reduce":
         return 2 * (once + within + math.ceil(math.log2(nodes)) * NETWORK_HOP_SECONDS)
     return once + within + (nodes - 1) * NETWORK_HOP_SECONDS

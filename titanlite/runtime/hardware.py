@@ -20,6 +20,7 @@ import torch
 
 from titanlite.runtime.errors import ConfigError, Place, Problem, UserError
 from titanlite.runtime.nearest import did_you_mean, nearest_name
+from titanlite.runtime.rates import Rates, read_rates
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,8 @@ class Hardware:
     """Bytes of host memory of a node, for CPU offload. An assumption: DGX H100 and p5.48xlarge have 2 TiB."""
     measured: bool = False
     """The device is this machine's CPU, and its rates are measured instead of peaks."""
+    rates: Rates | None = None
+    """Rates that `titanlite calibrate` measured, which replace efficiencies."""
 
     @property
     def overlaps(self) -> bool:
@@ -179,12 +182,14 @@ REQUIRED = ("memory", "bf16_flops", "fp32_flops", "memory_bandwidth", "link_band
 EFFICIENCIES = ("matmul_efficiency", "attention_efficiency")
 NUMBERS = (*REQUIRED, *EFFICIENCIES, "memory_gib", "fp8_flops", "node_memory")
 TEXTS = ("base", "name", "sources")
+RATES = "rates"
 
 
 def load_hardware(path: Path) -> Hardware:
     """Return the device that a TOML file describes, by the fields of `Hardware`.
 
-    `memory_gib` can stand for `memory`. `base = "H100"` takes all missing fields from the table.
+    `memory_gib` can stand for `memory`. `base = "H100"` takes missing fields from the table, and `base = "cpu"`
+    measures them.
 
     Raises:
         ConfigError: every mistake in the file.
@@ -194,13 +199,14 @@ def load_hardware(path: Path) -> Hardware:
     if "memory" in values and "memory_gib" in values:
         problems.setdefault("memory", "stands beside memory_gib; one of them is enough")
     base = None
-    if "base" in values and "base" not in problems:
+    given = {"memory" if key == "memory_gib" else key for key in values}
+    is_cpu = set(REQUIRED) <= given and _plain(str(values.get("base"))) == "cpu"
+    if "base" in values and "base" not in problems and not is_cpu:
         try:
             base = find_hardware(values["base"])
         except UserError as error:
             problems["base"] = str(error)
     if "base" not in values:
-        given = {"memory" if key == "memory_gib" else key for key in values}
         problems |= {key: "missing, and there is no base" for key in REQUIRED if key not in given}
     if problems:
         raise ConfigError([Problem(key, problems[key], Place(0, 0, path.name)) for key in problems])
@@ -209,10 +215,12 @@ def load_hardware(path: Path) -> Hardware:
         values["memory"] = values.pop("memory_gib") * 2**30
     if "memory" in values:
         values["memory"] = int(values["memory"])
+    if RATES in values:
+        values[RATES] = read_rates(values[RATES])
     values = {"name": path.stem, "driver_names": (), **values}
     if base:
         return replace(base, **{"sources": f"{path.name}; the rest: {base.sources}", **values})
-    return Hardware(**{"sources": path.name, "fp8_flops": None, **values})
+    return Hardware(**{"sources": path.name, "fp8_flops": None, "measured": is_cpu, **values})
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -228,8 +236,10 @@ def _problem_of(key: str, value: Any) -> str | None:
     """Return the mistake in an entry of the file, or None."""
     if key in TEXTS:
         return None if isinstance(value, str) and value else f"expected a text, got {value!r}"
+    if key == RATES:
+        return found if isinstance(found := read_rates(value), str) else None
     if key not in NUMBERS:
-        return f"unknown key{did_you_mean(key, (*NUMBERS, *TEXTS))}"
+        return f"unknown key{did_you_mean(key, (*NUMBERS, *TEXTS, RATES))}"
     if isinstance(value, bool) or not isinstance(value, int | float):
         return f"expected a number, got {value!r}"
     if not math.isfinite(value) or value <= 0:
