@@ -106,12 +106,7 @@ def build(
     samples, validation_sources = _open_samples(config, resolved, folder=folder, mesh=mesh, prepare_text=prepare_text)
     state = _build_state(config, resolved, kernels=kernels, mesh=mesh, device=device, folder=folder)
     checkpoints = _open_checkpoints(config, resolved, state, samples, mesh=mesh, device=device, folder=folder)
-    progress = checkpoints.load(has_saved=folder.has_saved)
-    if progress.step:
-        samples = samples.resume(progress.data, progress.samples_seen, config.data.on_change)
-    steps = count_steps(
-        training, step=progress.step, samples=progress.samples_seen, limit=samples.limit(training.epochs)
-    )
+    progress, samples = _resume(config, checkpoints, samples, folder=folder)
     record_start(folder, config, ranks=ranks, device=device, mesh=mesh)
     guard = StepGuard(config.guard, device=device, step=progress.step, state=progress.guard)
     micro_batches = _split_batches(config, progress, mesh=mesh)
@@ -135,7 +130,9 @@ def build(
         validator=_build_validator(config, resolved, validation_sources, kernels=kernels, mesh=mesh, device=device),
         checkpoints=checkpoints,
         progress=progress,
-        steps=steps,
+        steps=count_steps(
+            training, step=progress.step, samples=progress.samples_seen, limit=samples.limit(training.epochs)
+        ),
         metrics=_build_recorder(config, state.model, progress, folder=folder, mesh=mesh, device=device),
     )
 
@@ -227,6 +224,16 @@ def _open_checkpoints(
         timeout_seconds=config.comm.save_timeout_seconds,
         flush=state.disk.flush if state.disk else None,
     )
+
+
+def _resume(
+    config: Config, checkpoints: CheckpointManager, samples: Samples, *, folder: RunFolder
+) -> tuple[Progress, Samples]:
+    """Load the checkpoint that the run resumes from, if there is one, and return the samples from there on."""
+    progress = checkpoints.load(has_saved=folder.has_saved)
+    if progress.step:
+        samples = samples.resume(progress.data, progress.samples_seen, config.data.on_change)
+    return progress, samples
 
 
 def _split_batches(config: Config, progress: Progress, *, mesh: DeviceMesh) -> MicroBatches:
