@@ -197,7 +197,7 @@ def test_offload_time() -> None:
 @pytest.mark.nightly
 def test_search_on_small_devices(toml: Path) -> None:
     """Memory decides here. The expected memory of a candidate is that of its plan; the best one is written."""
-    hardware = replace(find_hardware("H100"), memory=OUTSIDE + 150 * 2**20)
+    hardware = replace(find_hardware("H100"), memory=OUTSIDE + 90 * 2**20)
     config = load(toml, ["--training.global_batch_size=32"])
     found = search(config, Layout(4, hardware, 2), count=3)
     assert found.tried == 3 * 4 * (1 + 2 * 2)  # recomputation x local batch x (shard degree 1, and 2 and 4 x reshard)

@@ -10,7 +10,7 @@ import torch
 from tests.helpers import TinyRun
 from titanlite.config.schema import Config
 from titanlite.plan import out_of_memory
-from titanlite.plan.estimate import OUTSIDE, Layout, Plan, plan
+from titanlite.plan.estimate import OUTSIDE, USABLE_ON_CPU, Layout, Plan, plan
 from titanlite.plan.search import with_options
 from titanlite.plan.suggestions import Suggestion, _together, suggest
 from titanlite.runtime.files import lock_file
@@ -27,6 +27,11 @@ OFFLOAD = {"training.enable_cpu_offload": True}
 def layout_of(memory: float, world_size: int = 1) -> Layout:
     """Return GPUs of which PyTorch can reserve so many bytes."""
     return Layout(world_size, replace(find_hardware("H100"), memory=int(memory) + OUTSIDE), 8)
+
+
+def cpu_of(memory: float) -> Layout:
+    """Return a CPU with room for tensors of so many bytes. GPUs reserve more than that, in steps of 20 MiB."""
+    return Layout(1, replace(find_hardware("H100"), memory=int(memory / USABLE_ON_CPU + 1), measured=True), 8)
 
 
 def planned(config: Config, layout: Layout) -> Plan:
@@ -54,11 +59,11 @@ def test_what_fits_is_before_what_is_cheaper(tiny: TinyRun) -> None:
     """Half of the batch size does not fit here, and a quarter does."""
     config = tiny.config("--model.args.n_layers=2")
     quarter, half, full = (
-        planned(with_options(config, options), layout_of(2**30)).peak
+        planned(with_options(config, options), cpu_of(2**30)).peak
         for options in ({"training.local_batch_size": 2}, BATCH, FULL)
     )
     assert quarter < full < half
-    found = suggestions_for(config, layout_of(full / 0.93 + 1))
+    found = suggestions_for(config, cpu_of(full))
     fitting = [it.options for it in found if it.fits]
     assert fitting[:2] == [{"training.local_batch_size": 2}, FULL]
     assert [it.fits for it in found] == sorted((it.fits for it in found), reverse=True)
