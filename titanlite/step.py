@@ -77,14 +77,9 @@ def train_step(
     observer, world = observer or StepObserver(), world or group
     replicas = replicas or count_parameter_replicas(model, world)
     micro_losses, totals = accumulate(
-        model,
-        batches,
-        group=group,
-        loss_function=loss_function,
-        in_backward=in_backward,
-        reduce_once=reduce_once,
+        model, batches, group=group, loss_function=loss_function, in_backward=in_backward, reduce_once=reduce_once,
         observer=observer,
-    )
+    )  # fmt: skip
     observer.phase("update")
     parameters = [parameter for parameter in model.parameters() if parameter.grad is not None]
     gradients = [local_tensor(parameter.grad) for parameter in parameters if parameter.grad is not None]
