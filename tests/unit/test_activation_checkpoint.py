@@ -5,6 +5,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from titanlite.models.base import Model, ModelArgs
 from titanlite.models.registry import resolve_model
@@ -61,3 +63,50 @@ def test_random_numbers_are_drawn_again_unless_the_class_itself_declares_none(
 def test_built_in_families_draw_none(name: str) -> None:
     model_cls, _ = resolve_model(name, "debug", {})[:2]
     assert vars(model_cls)["draws_random"] is False
+
+
+class Matmuls(nn.Module):
+    """Block of some matmuls in a row, added to its input."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.linears = nn.ModuleList(nn.Linear(4, 4, bias=False) for _ in range(count))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x
+        for linear in self.linears:
+            y = linear(y.sin())
+        return x + y
+
+
+class KeptMatmuls(TorchDispatchMode):
+    """Which results of matmuls are in memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.results: list[StorageWeakRef] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.mm.default:
+            self.results.append(StorageWeakRef(result.untyped_storage()))
+        return result
+
+    def places(self) -> list[int]:
+        return [place for place, result in enumerate(self.results, 1) if not result.expired()]
+
+
+@pytest.mark.parametrize(("count", "kept"), [(4, [1, 3]), (7, [2, 4, 6]), (8, [1, 3, 5, 7])])
+def test_op_keeps_every_second_matmul_but_never_the_last(count: int, kept: list[int]) -> None:
+    """Backward has no use for the last one, which would cost as much memory as the block's input."""
+    model = Own()
+    model.layers = nn.ModuleList([Matmuls(count)])
+    apply_activation_checkpoint(model, ["op"])
+    x = torch.randn(3, 4, requires_grad=True)
+    with KeptMatmuls() as mode:
+        out = model(x)
+    assert mode.places() == kept
+    out.sum().backward()
+    [plain] = torch.autograd.grad(Matmuls.forward(model.layers[0], x).sum(), x)  # pyright: ignore[reportArgumentType]
+    assert x.grad is not None
+    assert torch.equal(plain, x.grad)

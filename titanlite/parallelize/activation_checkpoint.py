@@ -1,6 +1,7 @@
 """Activation checkpointing (arXiv:1604.06174): recompute activations in backward instead of keeping them."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -45,7 +46,9 @@ def apply_activation_checkpoint(model: Model, policies: Sequence[RecomputePolicy
         if policy == "full":
             _checkpoint(block, preserve_rng_state=draws_random)
         elif policy == "op":
-            _checkpoint(block, preserve_rng_state=draws_random, context_fn=_save_expensive_ops)
+            matmuls = sum(parameter.ndim > 1 for parameter in block.parameters())
+            save = partial(_save_expensive_ops, saves_first=matmuls % 2 == 0)
+            _checkpoint(block, preserve_rng_state=draws_random, context_fn=save)
 
 
 def _checkpoint(block: nn.Module, **options: Any) -> None:
@@ -61,19 +64,23 @@ def _checkpoint(block: nn.Module, **options: Any) -> None:
     block.forward = forward
 
 
-def _save_expensive_ops() -> Any:
-    return create_selective_checkpoint_contexts(_SaveExpensiveOps())
+def _save_expensive_ops(*, saves_first: bool) -> Any:
+    return create_selective_checkpoint_contexts(_SaveExpensiveOps(saves_first=saves_first))
 
 
 class _SaveExpensiveOps:
     """Policy of `op`: keep attention and every other matmul, and recompute the rest.
 
-    Attention is expensive and keeps little. Of the matmuls, every second one is a fair trade (torchtitan's default).
-    Forward and recomputation count separately, so that both decide alike.
+    Attention is expensive and keeps little. Of the matmuls, every second one is a fair trade, as in torchtitan.
+    Backward does not need the result of a block's last matmul, which is added to the residual stream. So the counting
+    starts where the last one is not kept. Forward and recomputation count separately, so that both decide alike.
+
+    Args:
+        saves_first: keep the first matmul, and so the last of an odd number.
     """
 
-    def __init__(self) -> None:
-        self.matmuls = {False: 0, True: 0}
+    def __init__(self, *, saves_first: bool) -> None:
+        self.matmuls = dict.fromkeys((False, True), 0 if saves_first else 1)
 
     def __call__(self, ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         if op in ATTENTION_OPERATORS or op.name() == VARLEN_ATTENTION:
