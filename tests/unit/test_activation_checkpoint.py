@@ -80,7 +80,7 @@ class Matmuls(nn.Module):
 
 
 class KeptMatmuls(TorchDispatchMode):
-    """Which results of matmuls are in memory."""
+    """Results of matmuls that are in memory."""
 
     def __init__(self) -> None:
         super().__init__()
