@@ -96,6 +96,16 @@ class KeptMatmuls(TorchDispatchMode):
         return [place for place, result in enumerate(self.results, 1) if not result.expired()]
 
 
+def test_the_compiler_drops_the_last_matmul_itself() -> None:
+    """Test the policy that the compiler is given. Nothing is compiled."""
+    model = Own()
+    model.layers = nn.ModuleList([Matmuls(7)])
+    apply_activation_checkpoint(model, ["op"], is_compiled=True)
+    with KeptMatmuls() as mode:
+        _ = model(torch.randn(3, 4, requires_grad=True)).sum()
+    assert mode.places() == [1, 3, 5, 7]
+
+
 @pytest.mark.parametrize(("count", "kept"), [(4, [1, 3]), (7, [2, 4, 6]), (8, [1, 3, 5, 7])])
 def test_op_keeps_every_second_matmul_but_never_the_last(count: int, kept: list[int]) -> None:
     """Backward has no use for the last one, which would cost as much memory as the block's input."""

@@ -152,6 +152,11 @@ def _cells(device: torch.device) -> tuple[Tensor, Tensor]:
     return slopes.to(device), starts.to(device)
 
 
+def free_tables() -> None:
+    """Free the tables of all devices. They are made again when they are needed."""
+    _cells.cache_clear()
+
+
 def _check_finite(**values: float) -> None:
     for name, value in values.items():
         if not math.isfinite(value):

@@ -45,7 +45,8 @@ def parallelize(
     set_dtype(model, DTYPES[training.dtype])
     if float8.enable:
         convert_to_float8(model, float8=float8, shard_degree=shard_degree_of(mesh))
-    apply_activation_checkpoint(model, recompute_policies(activation_checkpoint, len(model.layers)))
+    policies = recompute_policies(activation_checkpoint, len(model.layers))
+    apply_activation_checkpoint(model, policies, is_compiled=compile.enable)
     if compile.enable:
         compile_blocks(model, backend=compile_backend)
     shard(model, mesh=mesh, kernels=kernels, parallelism=parallelism, training=training, pin_memory=pin_memory)

@@ -39,15 +39,21 @@ def recompute_policies(config: ActivationCheckpoint, blocks: int) -> list[Recomp
     return ["none" if index % every_nth else "full" for index in range(blocks)]
 
 
-def apply_activation_checkpoint(model: Model, policies: Sequence[RecomputePolicy]) -> None:
-    """Checkpoint the blocks, in place, each by its policy."""
+def apply_activation_checkpoint(
+    model: Model, policies: Sequence[RecomputePolicy], *, is_compiled: bool = False
+) -> None:
+    """Checkpoint the blocks, in place, each by its policy.
+
+    Args:
+        is_compiled: the blocks are compiled afterwards.
+    """
     draws_random = vars(type(model)).get("draws_random", True)  # of a base class, a subclass may have added dropout
     for block, policy in zip(model.layers, policies, strict=True):
         if policy == "full":
             _checkpoint(block, preserve_rng_state=draws_random)
         elif policy == "op":
             matmuls = sum(parameter.ndim > 1 for parameter in block.parameters())
-            save = partial(_save_expensive_ops, saves_first=matmuls % 2 == 0)
+            save = partial(_save_expensive_ops, saves_first=is_compiled or matmuls % 2 == 0)
             _checkpoint(block, preserve_rng_state=draws_random, context_fn=save)
 
 
@@ -72,8 +78,9 @@ class _SaveExpensiveOps:
     """Policy of `op`: keep attention and every other matmul, and recompute the rest.
 
     Attention is expensive and keeps little. Of the matmuls, every second one is a fair trade, as in torchtitan.
-    Backward does not need the result of a block's last matmul, which is added to the residual stream. So the counting
-    starts where the last one is not kept. Forward and recomputation count separately, so that both decide alike.
+    Backward does not need the result of a block's last matmul, which is added to the residual stream. The compiler does
+    not keep it. Without the compiler, the counting starts where the last one is not kept. Forward and recomputation
+    count separately, so that both decide alike.
 
     Args:
         saves_first: keep the first matmul, and so the last of an odd number.

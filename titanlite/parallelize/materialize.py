@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from titanlite.models.base import Model, initial_values, unique_parameters
-from titanlite.models.initial import Constant
+from titanlite.models.initial import Constant, free_tables
 from titanlite.parallelize.fsdp import largest_shard
 from titanlite.runtime.disk import DiskTensors
 from titanlite.runtime.dtensor import GlobalIndices, from_local_like
@@ -121,6 +121,7 @@ def draw_weights(model: Model, *, device: torch.device, seed: int, disk: DiskTen
                 part.copy_(values.values(random_bits(name_salt, here), here).float())
             if disk:
                 disk.changed(part)
+    free_tables()
 
 
 def _check_complete(model: Model, parameter_device: torch.device, device: torch.device, dtype: torch.dtype) -> None:
