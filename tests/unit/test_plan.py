@@ -144,7 +144,7 @@ def test_a_model_of_many_blocks_from_two_of_few(overrides: list[str], gpu: bool)
     found = trace(config, layout_of(4, gpu=gpu, gpus_per_node=4))
     assert "backward layers.5" not in found.profile.phases  # it was not all made
     whole = trace_step(config, *model_of(config), world_size=4, gpu=gpu)
-    exact = profile(whole.recorder, 12)
+    exact = profile(whole.recorder, 12, gpu=gpu)
     assert found.profile.peak == exact.peak
     assert found.profile.peak_phase == exact.peak_phase
     assert found.profile.breakdown == exact.breakdown
