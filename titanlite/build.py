@@ -105,9 +105,9 @@ def build(
     )
     samples, validation_sources = _open_samples(config, resolved, folder=folder, mesh=mesh, prepare_text=prepare_text)
     state = _build_state(config, resolved, kernels=kernels, mesh=mesh, device=device, folder=folder)
-    checkpoints = _open_checkpoints(config, resolved, state, samples, mesh=mesh, device=device, folder=folder)
-    progress, samples = _resume(config, checkpoints, samples, folder=folder)
-    record_start(folder, config, ranks=ranks, device=device, mesh=mesh)
+    checkpoints, progress, samples = _resume(
+        config, resolved, state, samples, mesh=mesh, device=device, folder=folder, ranks=ranks
+    )
     guard = StepGuard(config.guard, device=device, step=progress.step, state=progress.guard)
     micro_batches = _split_batches(config, progress, mesh=mesh)
     return Run(
@@ -227,13 +227,27 @@ def _open_checkpoints(
 
 
 def _resume(
-    config: Config, checkpoints: CheckpointManager, samples: Samples, *, folder: RunFolder
-) -> tuple[Progress, Samples]:
-    """Load the checkpoint that the run resumes from, if there is one, and return the samples from there on."""
+    config: Config,
+    resolved: ResolvedConfig,
+    state: _State,
+    samples: Samples,
+    *,
+    mesh: DeviceMesh,
+    device: torch.device,
+    folder: RunFolder,
+    ranks: Ranks,
+) -> tuple[CheckpointManager, Progress, Samples]:
+    """Load the checkpoint that the run resumes from, if there is one, and record the start in the run's folder.
+
+    Returns:
+        the checkpoints, the progress that was loaded, and the samples from there on.
+    """
+    checkpoints = _open_checkpoints(config, resolved, state, samples, mesh=mesh, device=device, folder=folder)
     progress = checkpoints.load(has_saved=folder.has_saved)
     if progress.step:
         samples = samples.resume(progress.data, progress.samples_seen, config.data.on_change)
-    return progress, samples
+    record_start(folder, config, ranks=ranks, device=device, mesh=mesh)
+    return checkpoints, progress, samples
 
 
 def _split_batches(config: Config, progress: Progress, *, mesh: DeviceMesh) -> MicroBatches:

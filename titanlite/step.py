@@ -126,7 +126,10 @@ def accumulate(
         if len(batches) > 1 and isinstance(model, FSDPModule):
             # Shards are reduced after each backward or once, after the last; replicas (HSDP) always once.
             is_last = index == len(batches) - 1
-            model.set_requires_gradient_sync(is_last) if reduce_once else model.set_requires_all_reduce(is_last)
+            if reduce_once:
+                model.set_requires_gradient_sync(is_last)
+            else:
+                model.set_requires_all_reduce(is_last)
         loss = model(
             batch["tokens"],
             loss=partial(loss_function, labels_BL=batch["labels"]),

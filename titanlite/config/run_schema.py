@@ -1,8 +1,38 @@
-"""Options of how a run is recorded and watched: [metrics], [comm] and [debug]."""
+"""Options of how a run is saved, recorded and watched: [checkpoint], [metrics], [comm] and [debug]."""
+
+from typing import Literal
 
 from pydantic import Field
 
 from titanlite.config.types import Count, Name, PositiveInt, Section
+
+
+class Checkpoint(Section):
+    enable: bool = True
+    """Save checkpoints, and resume from the newest one of the run."""
+    folder: Name | None = None
+    """Folder of the run's checkpoints, shared by all nodes, or a URL (s3://bucket/run, gs://, ...). Default:
+    <dump_folder>/<name>/checkpoints."""
+    interval: PositiveInt = 500
+    """Steps between saves. The last step is always saved."""
+    async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "async"
+    """Write in the background, from a copy in host memory (pinned with a GPU), or make training wait (disabled)."""
+    keep_latest_k: Count = 10
+    """Number of newest checkpoints to keep; 0 keeps all."""
+    keep_every: Count = 0
+    """Keep in addition the checkpoints of steps that are a multiple of this number; 0 keeps none."""
+    load_step: PositiveInt | None = None
+    """Step to resume from, instead of the newest. Newer checkpoints are quarantined."""
+    allow_changes: list[Name] = Field(default_factory=list)
+    """Settings that may differ from those of the checkpoint on resume, as globs (training.seq_len, model.args.*)."""
+    initial_load_path: Name | None = None
+    """Checkpoint, or folder of a run's checkpoints, to start from while this run has no checkpoint of its own."""
+    initial_load: list[Name] = Field(default_factory=lambda: ["model"])
+    """Parts to load from initial_load_path, as globs (model, optimizer, model.layers.*)."""
+    allow_missing: list[Name] = Field(default_factory=list)
+    """Tensors that initial_load_path may lack or have in another shape, as globs. They keep their initial values."""
+    allow_unexpected: list[Name] = Field(default_factory=list)
+    """Tensors of initial_load_path that this model may lack, as globs. They are not loaded."""
 
 
 class Metrics(Section):

@@ -109,7 +109,7 @@ class MetricsRecorder:
         self._compiling.end_step()
         if not self.is_due(step, last=last):
             return
-        loss, grad_norm, added_loss = (float(value) for value in (result.loss, result.grad_norm, result.added_loss))
+        loss, grad_norm, added_loss = torch.stack([result.loss, result.grad_norm, result.added_loss]).tolist()
         times = self._times(step)
         flops, causal_flops = (
             flops * times["tokens_per_second"] / dist.get_world_size(self._group) for flops in self.model_flops

@@ -6,7 +6,7 @@ PyTorch's operators update a slice at a time. On GPUs with Triton, one kernel up
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,26 +25,8 @@ DISK_SLICE = 2**21
 that results do not depend on it."""
 
 
-class UpdateKernel(Protocol):
-    """Update of one tensor in one launch: `rounding_kernel.update`, where the arguments are described."""
-
-    def __call__(
-        self,
-        weight: Tensor,
-        gradient: Tensor,
-        exp_avg: Tensor,
-        exp_avg_sq: Tensor,
-        *,
-        corrections: Tensor,
-        number: int,
-        skip: Tensor,
-        salt: int,
-        first: int,
-        lr: float,
-        betas: tuple[float, float],
-        eps: float,
-        weight_decay: float,
-    ) -> None: ...
+UpdateKernel = Callable[..., None]
+"""Update of one tensor in one launch: `rounding_kernel.update`, which describes the arguments."""
 
 
 class SlicedAdamW(torch.optim.Optimizer):
