@@ -71,14 +71,25 @@ class Run:
     metrics: MetricsRecorder
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class _State:
-    """The tensors of a run."""
+    """The tensors of a run, and what computes with them."""
 
+    kernels: Kernels
     model: Model
     optimizer: torch.optim.Optimizer
     disk: DiskTensors | None
     """Disk that holds some of the tensors. None: all are in memory."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Resumed:
+    """Parts that a checkpoint restores, or that are new without one."""
+
+    checkpoints: CheckpointManager
+    progress: Progress
+    samples: Samples
+    guard: StepGuard
 
 
 def build(
@@ -97,19 +108,14 @@ def build(
     Raises:
         UserError: the parts do not fit together, or the data or the checkpoint do not fit the config.
     """
-    training = config.training
-    kernels = pick_kernels(device, compiles=config.compile.enable, attention_backend=training.attention_backend)
     mesh = build_mesh(config.parallelism, world_size=ranks.world_size, device_type=device.type)
     folder = open_run_folder(
         config.job, config.data, rank=ranks.rank, saved_run_id=partial(saved_run_id, config.checkpoint)
     )
     samples, validation_sources = _open_samples(config, resolved, folder=folder, mesh=mesh, prepare_text=prepare_text)
-    state = _build_state(config, resolved, kernels=kernels, mesh=mesh, device=device, folder=folder)
-    checkpoints, progress, samples = _resume(
-        config, resolved, state, samples, mesh=mesh, device=device, folder=folder, ranks=ranks
-    )
-    guard = StepGuard(config.guard, device=device, step=progress.step, state=progress.guard)
-    micro_batches = _split_batches(config, progress, mesh=mesh)
+    state = _build_state(config, resolved, mesh=mesh, device=device, folder=folder)
+    resumed = _resume(config, resolved, state, samples, mesh=mesh, device=device, folder=folder, ranks=ranks)
+    micro_batches, batches = _load_batches(config, resumed, mesh=mesh, device=device)
     return Run(
         config=config,
         ranks=ranks,
@@ -120,30 +126,23 @@ def build(
         model=state.model,
         replicas=count_parameter_replicas(state.model, world_group(mesh)),
         optimizer=state.optimizer,
-        in_backward=_updates_in_backward(config, state, guard),
-        loss_function=build_loss(training, kernels),
-        guard=guard,
-        samples=samples,
+        in_backward=_updates_in_backward(config, state, resumed.guard),
+        loss_function=build_loss(config.training, state.kernels),
+        guard=resumed.guard,
+        samples=resumed.samples,
         micro_batches=micro_batches,
-        batches=build_loader(samples, micro_batches, num_workers=config.data.num_workers, device=device),
-        accumulation=training.batch_split(micro_batches.ranks)[1],
-        validator=_build_validator(config, resolved, validation_sources, kernels=kernels, mesh=mesh, device=device),
-        checkpoints=checkpoints,
-        progress=progress,
-        steps=count_steps(
-            training, step=progress.step, samples=progress.samples_seen, limit=samples.limit(training.epochs)
-        ),
-        metrics=_build_recorder(config, state.model, progress, folder=folder, mesh=mesh, device=device),
+        batches=batches,
+        accumulation=config.training.batch_split(micro_batches.ranks)[1],
+        validator=_build_validator(config, resolved, state.kernels, validation_sources, mesh=mesh, device=device),
+        checkpoints=resumed.checkpoints,
+        progress=resumed.progress,
+        steps=_count_steps(config, resumed),
+        metrics=_build_recorder(config, state.model, resumed.progress, folder=folder, mesh=mesh, device=device),
     )
 
 
 def _open_samples(
-    config: Config,
-    resolved: ResolvedConfig,
-    *,
-    folder: RunFolder,
-    mesh: DeviceMesh,
-    prepare_text: PrepareText | None,
+    config: Config, resolved: ResolvedConfig, *, folder: RunFolder, mesh: DeviceMesh, prepare_text: PrepareText | None
 ) -> tuple[Samples, list[Source]]:
     """Open the training data, which must be the same on all ranks, and the validation sources."""
     group = world_group(mesh)
@@ -162,15 +161,10 @@ def _open_samples(
 
 
 def _build_state(
-    config: Config,
-    resolved: ResolvedConfig,
-    *,
-    kernels: Kernels,
-    mesh: DeviceMesh,
-    device: torch.device,
-    folder: RunFolder,
+    config: Config, resolved: ResolvedConfig, *, mesh: DeviceMesh, device: torch.device, folder: RunFolder
 ) -> _State:
     """Build the model on the meta device, parallelize it, give it memory and values; then build its optimizer."""
+    kernels = pick_kernels(device, compiles=config.compile.enable, attention_backend=config.training.attention_backend)
     disk = open_disk(config.offload, folder.path)
     model = resolved.model.build()
     parallelize(
@@ -192,7 +186,8 @@ def _build_state(
         seed=config.debug.seed,
         disk=disk if disk and disk.holds_parameters else None,
     )
-    return _State(model, build_optimizer(model, config.optimizer, seed=config.debug.seed, disk=disk), disk)
+    optimizer = build_optimizer(model, config.optimizer, seed=config.debug.seed, disk=disk)
+    return _State(kernels=kernels, model=model, optimizer=optimizer, disk=disk)
 
 
 def _updates_in_backward(config: Config, state: _State, guard: StepGuard) -> InBackward | None:
@@ -236,39 +231,45 @@ def _resume(
     device: torch.device,
     folder: RunFolder,
     ranks: Ranks,
-) -> tuple[CheckpointManager, Progress, Samples]:
-    """Load the checkpoint that the run resumes from, if there is one, and record the start in the run's folder.
-
-    Returns:
-        the checkpoints, the progress that was loaded, and the samples from there on.
-    """
+) -> _Resumed:
+    """Load the checkpoint that the run resumes from, if there is one, and record the start in the run's folder."""
     checkpoints = _open_checkpoints(config, resolved, state, samples, mesh=mesh, device=device, folder=folder)
     progress = checkpoints.load(has_saved=folder.has_saved)
     if progress.step:
         samples = samples.resume(progress.data, progress.samples_seen, config.data.on_change)
     record_start(folder, config, ranks=ranks, device=device, mesh=mesh)
-    return checkpoints, progress, samples
+    guard = StepGuard(config.guard, device=device, step=progress.step, state=progress.guard)
+    return _Resumed(checkpoints=checkpoints, progress=progress, samples=samples, guard=guard)
 
 
-def _split_batches(config: Config, progress: Progress, *, mesh: DeviceMesh) -> MicroBatches:
-    """Split each global batch into this rank's micro-batches."""
-    data_rank, data_ranks = data_parallel_rank(mesh)
-    return MicroBatches(
-        progress.samples_seen,
+def _load_batches(
+    config: Config, resumed: _Resumed, *, mesh: DeviceMesh, device: torch.device
+) -> tuple[MicroBatches, Generator[Batch, None, None]]:
+    """Split each global batch into this rank's micro-batches, and read those ahead."""
+    rank, ranks = data_parallel_rank(mesh)
+    micro_batches = MicroBatches(
+        resumed.progress.samples_seen,
         global_batch_size=config.training.global_batch_size,
-        micro_batch_size=config.training.batch_split(data_ranks)[0],
-        rank=data_rank,
-        ranks=data_ranks,
-        step=progress.step,
+        micro_batch_size=config.training.batch_split(ranks)[0],
+        rank=rank,
+        ranks=ranks,
+        step=resumed.progress.step,
     )
+    loader = build_loader(resumed.samples, micro_batches, num_workers=config.data.num_workers, device=device)
+    return micro_batches, loader
+
+
+def _count_steps(config: Config, resumed: _Resumed) -> int:
+    progress, limit = resumed.progress, resumed.samples.limit(config.training.epochs)
+    return count_steps(config.training, step=progress.step, samples=progress.samples_seen, limit=limit)
 
 
 def _build_validator(
     config: Config,
     resolved: ResolvedConfig,
+    kernels: Kernels,
     sources: list[Source],
     *,
-    kernels: Kernels,
     mesh: DeviceMesh,
     device: torch.device,
 ) -> Validator:
