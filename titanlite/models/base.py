@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from titanlite.kernels import DEFAULT_KERNELS, Kernels
 from titanlite.models.attention import Documents
+from titanlite.models.formats import Formats
 from titanlite.models.initial import InitialValues
 from titanlite.models.layers import Loss
 from titanlite.runtime.errors import UserError
@@ -44,6 +45,9 @@ class Model(nn.Module):
     draws_random: ClassVar[bool] = True
     """Random numbers in blocks, as dropout draws them: recomputation draws the same ones again. A class whose blocks
     draw none sets False, which saves copies of the random state in each block. Subclasses do not inherit it."""
+
+    formats: ClassVar[Formats] = Formats()
+    """Tables of the names and layouts in which weights are imported and exported. Optional."""
 
     layers: nn.ModuleList
 

@@ -1,12 +1,25 @@
 """Llama 3, 3.1 and 3.2 (arXiv:2407.21783). Parameter names follow Meta's; RoPE pairs follow Hugging Face's halves."""
 
-from dataclasses import dataclass
-from typing import ClassVar
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
 from torch import Tensor
 
 from titanlite.models.base import ModelArgs
 from titanlite.models.decoder import Decoder, DecoderArgs
+from titanlite.models.decoder_formats import (
+    HF_CONSTANTS,
+    HF_DECODER,
+    HF_FEED_FORWARD,
+    HF_FIELDS,
+    META_DECODER,
+    META_FEED_FORWARD,
+    META_QK,
+    rope_scaling,
+    rope_theta,
+    write_plain_rope,
+)
+from titanlite.models.formats import ConfigJson, Formats, HuggingFace, Table
 from titanlite.models.layers import rope_cos_sin
 
 
@@ -24,8 +37,42 @@ class Llama3Args(DecoderArgs):
             raise ValueError(f"dim {self.dim} must be a multiple of 2 x n_heads ({self.n_heads})")
 
 
+def _write_rope(args: Llama3Args) -> ConfigJson:
+    if args.rope_scaling_factor == 1.0:
+        return write_plain_rope(args)
+    scaling = {"rope_type": "llama3", "factor": args.rope_scaling_factor, **SCALING}
+    return {"rope_theta": args.rope_theta, "rope_scaling": scaling}
+
+
+def _read_rope(config: ConfigJson) -> dict[str, Any]:
+    if scaling := rope_scaling(config):
+        wrong = {key: scaling.get(key) for key, value in SCALING.items() if scaling.get(key) != value}
+        if scaling["rope_type"] != "llama3" or wrong:
+            raise ValueError(f"RoPE scaling {scaling} is not supported: only rope_type llama3 with {SCALING}")
+    return {"rope_theta": rope_theta(config), "rope_scaling_factor": float(scaling.get("factor", 1.0))}
+
+
+SCALING = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+"""Constants of `rope_cos_sin`, by their keys of config.json."""
+
+INTERLEAVED_QK = tuple(replace(entry, interleaved=True) for entry in META_QK)
+
+
 class Llama3(Decoder):
     draws_random = False
+    formats = Formats(
+        hugging_face=HuggingFace(
+            architecture="LlamaForCausalLM",
+            model_type="llama",
+            tensors=Table(HF_DECODER + HF_FEED_FORWARD),
+            fields=HF_FIELDS,
+            constants={**HF_CONSTANTS, "mlp_bias": False},
+            write_rest=_write_rope,
+            read_rest=_read_rope,
+        ),
+        torchtitan=Table(META_DECODER + INTERLEAVED_QK + META_FEED_FORWARD),
+        meta=Table(META_DECODER + INTERLEAVED_QK + META_FEED_FORWARD),
+    )
     flavors: ClassVar[dict[str, ModelArgs]] = {
         "debug": Llama3Args(
             dim=384, n_layers=6, n_heads=6, n_kv_heads=3, hidden_dim=1024, vocab_size=2048, max_seq_len=8192,

@@ -7,6 +7,20 @@ from torch import nn
 
 from titanlite.models.base import ModelArgs
 from titanlite.models.decoder import Decoder, DecoderArgs
+from titanlite.models.decoder_formats import (
+    HF_CONSTANTS,
+    HF_DECODER,
+    HF_FEED_FORWARD,
+    HF_FIELDS,
+    HF_QK_NORM,
+    META_DECODER,
+    META_FEED_FORWARD,
+    META_QK,
+    META_QK_NORM,
+    read_plain_rope,
+    write_plain_rope,
+)
+from titanlite.models.formats import Formats, HuggingFace, Table
 from titanlite.models.layers import Attention
 
 
@@ -30,6 +44,18 @@ class Qwen3Args(DecoderArgs):
 
 class Qwen3(Decoder):
     draws_random = False
+    formats = Formats(
+        hugging_face=HuggingFace(
+            architecture="Qwen3ForCausalLM",
+            model_type="qwen3",
+            tensors=Table(HF_DECODER + HF_QK_NORM + HF_FEED_FORWARD),
+            fields={**HF_FIELDS, "head_dim": "head_dim"},
+            constants={**HF_CONSTANTS, "use_sliding_window": False},
+            write_rest=write_plain_rope,
+            read_rest=read_plain_rope,
+        ),
+        torchtitan=Table(META_DECODER + META_QK + META_QK_NORM + META_FEED_FORWARD),
+    )
     flavors: ClassVar[dict[str, ModelArgs]] = {
         "debug": Qwen3Args(
             dim=256, n_layers=6, n_heads=4, n_kv_heads=2, hidden_dim=768, head_dim=96, vocab_size=2048,

@@ -8,7 +8,7 @@ Shape suffixes: as in `layers`; E experts, K those of one token, S = T * K.
 """
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +16,18 @@ from torch import Tensor, nn
 
 from titanlite.kernels import DEFAULT_KERNELS, Kernels
 from titanlite.models.base import ModelArgs
+from titanlite.models.decoder_formats import (
+    HF_CONSTANTS,
+    HF_DECODER,
+    HF_FIELDS,
+    HF_QK_NORM,
+    META_DECODER,
+    META_QK,
+    META_QK_NORM,
+    read_plain_rope,
+    write_plain_rope,
+)
+from titanlite.models.formats import ConfigJson, Entry, Formats, HuggingFace, Table
 from titanlite.models.functions import swiglu
 from titanlite.models.initial import InitialValues, Normal
 from titanlite.models.qwen3 import Qwen3, Qwen3Args
@@ -81,8 +93,64 @@ class Experts(nn.Module):
         return torch.bmm(weights_TK.to(x_TD.dtype).unsqueeze(1), out_TKD).view_as(x_BLD)
 
 
+def _write_rest(args: Qwen3MoeArgs) -> ConfigJson:
+    # transformers wants the size of dense feed-forward layers, of which these models have none.
+    return {**write_plain_rope(args), "num_experts": args.n_experts, "intermediate_size": args.hidden_dim}
+
+
+def _read_rest(config: ConfigJson) -> dict[str, Any]:
+    n_experts = config.get("num_experts", config.get("num_local_experts"))  # the second since transformers 5
+    if n_experts is None:
+        raise ValueError("num_experts is missing")
+    return {**read_plain_rope(config), "n_experts": n_experts}
+
+
+HF_EXPERTS = (
+    Entry("layers.{layer}.feed_forward.router", "model.layers.{layer}.mlp.gate.weight"),
+    Entry(
+        "layers.{layer}.feed_forward.w1", "model.layers.{layer}.mlp.experts.{expert}.gate_proj.weight", transposed=True
+    ),
+    Entry(
+        "layers.{layer}.feed_forward.w2", "model.layers.{layer}.mlp.experts.{expert}.down_proj.weight", transposed=True
+    ),
+    Entry(
+        "layers.{layer}.feed_forward.w3", "model.layers.{layer}.mlp.experts.{expert}.up_proj.weight", transposed=True
+    ),
+)
+TORCHTITAN_EXPERTS = (
+    Entry("layers.{layer}.feed_forward.router", "layers.{layer}.moe.router.gate.weight"),
+    Entry("layers.{layer}.feed_forward.bias_E", "layers.{layer}.moe.expert_bias"),
+    Entry("layers.{layer}.feed_forward.w1", "layers.{layer}.moe.experts.w1", transposed=True),
+    Entry("layers.{layer}.feed_forward.w2", "layers.{layer}.moe.experts.w2", transposed=True),
+    Entry("layers.{layer}.feed_forward.w3", "layers.{layer}.moe.experts.w3", transposed=True),
+)
+
+
 class Qwen3Moe(Qwen3):
     draws_random = False
+    formats = Formats(
+        hugging_face=HuggingFace(
+            architecture="Qwen3MoeForCausalLM",
+            model_type="qwen3_moe",
+            tensors=Table(HF_DECODER + HF_QK_NORM + HF_EXPERTS),
+            fields={
+                **HF_FIELDS,
+                "head_dim": "head_dim",
+                "hidden_dim": "moe_intermediate_size",
+                "n_active_experts": "num_experts_per_tok",
+            },
+            constants={
+                **HF_CONSTANTS,
+                "use_sliding_window": False,
+                "decoder_sparse_step": 1,
+                "mlp_only_layers": [],
+                "norm_topk_prob": True,
+            },
+            write_rest=_write_rest,
+            read_rest=_read_rest,
+        ),
+        torchtitan=Table(META_DECODER + META_QK + META_QK_NORM + TORCHTITAN_EXPERTS),
+    )
     flavors: ClassVar[dict[str, ModelArgs]] = {
         "debug": Qwen3MoeArgs(
             dim=256, n_layers=4, n_heads=4, n_kv_heads=2, hidden_dim=192, head_dim=64, n_experts=8, n_active_experts=2,

@@ -1,0 +1,103 @@
+"""Tables of other formats against transformers' own names and configs, in both directions."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from titanlite.models.base import Model, ModelArgs, build_on_meta
+from titanlite.models.formats import Entry, HuggingFace, Table
+from titanlite.models.registry import MODELS
+
+CASES = [(family, tied) for family in MODELS for tied in (False, True)]
+
+
+def small(family: str, **changes: Any) -> tuple[type[Model], ModelArgs, HuggingFace]:
+    model_cls = MODELS[family]
+    hugging_face = model_cls.formats.hugging_face
+    assert hugging_face is not None
+    return model_cls, replace(model_cls.flavors["debug"], **changes), hugging_face
+
+
+def persistent(model: torch.nn.Module) -> dict[str, torch.Size]:
+    return {name: tensor.shape for name, tensor in model.state_dict().items()}
+
+
+@pytest.mark.parametrize(("family", "tied"), CASES)
+def test_names_and_shapes_are_those_of_transformers(family: str, tied: bool) -> None:
+    model_cls, args, hugging_face = small(family, tied_head=tied)
+    ours = persistent(build_on_meta(model_cls, args))
+    if tied:
+        del ours["head.output.weight"]
+    config = transformers.AutoConfig.for_model(**hugging_face.to_config(args))
+    with torch.device("meta"):
+        other = transformers.AutoModelForCausalLM.from_config(config)
+    assert type(other).__name__ == hugging_face.architecture
+    theirs = persistent(other)
+    if tied:
+        del theirs["lm_head.weight"]
+    mapped: dict[str, list[int]] = {}
+    for name, shape in ours.items():
+        if name.endswith("bias_E"):  # no other program has it
+            assert hugging_face.tensors.find(name) is None
+            continue
+        found = hugging_face.tensors.find(name)
+        assert found, name
+        entry, their_name = found
+        own = [*shape[:-2], shape[-1], shape[-2]] if entry.transposed else [*shape]
+        for expert in range(shape[0]) if "{expert}" in their_name else [None]:
+            key = their_name if expert is None else their_name.replace("{expert}", str(expert))
+            mapped[key] = own if expert is None else own[1:]
+            place = hugging_face.tensors.place(key)
+            assert place == (name, entry, expert)
+    for name, shape in theirs.items():  # transformers 5 stacks the experts in memory; its files have one for each
+        if name.endswith("experts.gate_up_proj"):
+            base = name.removesuffix("gate_up_proj")
+            for expert in range(shape[0]):
+                assert mapped.pop(f"{base}{expert}.gate_proj.weight") == [shape[1] // 2, shape[2]]
+                assert mapped.pop(f"{base}{expert}.up_proj.weight") == [shape[1] // 2, shape[2]]
+        elif name.endswith("experts.down_proj"):
+            base = name.removesuffix("down_proj")
+            for expert in range(shape[0]):
+                assert mapped.pop(f"{base}{expert}.down_proj.weight") == [*shape[1:]]
+        else:
+            assert mapped.pop(name) == [*shape]
+    assert not mapped
+
+
+@pytest.mark.parametrize("family", MODELS)
+def test_every_flavor_survives_its_config(family: str) -> None:
+    model_cls, _, hugging_face = small(family)
+    for args in model_cls.flavors.values():
+        config = hugging_face.to_config(args)
+        assert type(args)(**hugging_face.to_args(config)) == replace(args, **_not_in_config(args))
+        theirs = transformers.AutoConfig.for_model(**config)
+        assert type(args)(**hugging_face.to_args(theirs.to_dict())) == replace(args, **_not_in_config(args))
+
+
+def _not_in_config(args: Any) -> dict[str, Any]:
+    return {"balance_rate": type(args).balance_rate} if hasattr(args, "balance_rate") else {}
+
+
+def test_other_models_are_refused_with_every_reason() -> None:
+    _, args, hugging_face = small("llama3")
+    config = hugging_face.to_config(args)
+    with pytest.raises(ValueError, match=r"^model_type is 'gpt2', not 'llama'$"):
+        hugging_face.to_args({**config, "model_type": "gpt2"})
+    del config["hidden_size"]
+    yarn = {"rope_type": "yarn", "factor": 4.0}
+    with pytest.raises(ValueError, match=r"hidden_size is missing; mlp_bias = True is not supported.*; RoPE .*yarn"):
+        hugging_face.to_args({**config, "mlp_bias": True, "rope_scaling": yarn})
+    _, args, hugging_face = small("qwen3_moe")
+    with pytest.raises(ValueError, match=r"^norm_topk_prob = False is not supported, only True$"):
+        hugging_face.to_args({**hugging_face.to_config(args), "norm_topk_prob": False})
+
+
+def test_names_of_no_entry_have_no_place() -> None:
+    table = Table([Entry("layers.{layer}.w", "h.{layer}.e.{expert}.w")])
+    assert table.place("h.3.e.12.w") == ("layers.3.w", table.entries[0], 12)
+    assert table.find("layers.3.w") == (table.entries[0], "h.3.e.{expert}.w")
+    for name in ("h.x.e.1.w", "h.1.e.01.w", "h.1.e.1.w.more", "h.1.e.1xw"):
+        assert table.place(name) is None

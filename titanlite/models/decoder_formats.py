@@ -1,0 +1,97 @@
+"""Formats of the decoder's tensors and arguments: the parts of the tables that Llama 3, Qwen3 and Qwen3-MoE share."""
+
+from typing import Any
+
+from titanlite.models.formats import ConfigJson, Entry
+
+HF_DECODER = (
+    Entry("tok_embeddings.weight", "model.embed_tokens.weight"),
+    Entry("layers.{layer}.attention_norm.weight", "model.layers.{layer}.input_layernorm.weight"),
+    Entry("layers.{layer}.attention.wq.weight", "model.layers.{layer}.self_attn.q_proj.weight"),
+    Entry("layers.{layer}.attention.wk.weight", "model.layers.{layer}.self_attn.k_proj.weight"),
+    Entry("layers.{layer}.attention.wv.weight", "model.layers.{layer}.self_attn.v_proj.weight"),
+    Entry("layers.{layer}.attention.wo.weight", "model.layers.{layer}.self_attn.o_proj.weight"),
+    Entry("layers.{layer}.ffn_norm.weight", "model.layers.{layer}.post_attention_layernorm.weight"),
+    Entry("head.norm.weight", "model.norm.weight"),
+    Entry("head.output.weight", "lm_head.weight"),
+)
+HF_QK_NORM = (
+    Entry("layers.{layer}.attention.q_norm.weight", "model.layers.{layer}.self_attn.q_norm.weight"),
+    Entry("layers.{layer}.attention.k_norm.weight", "model.layers.{layer}.self_attn.k_norm.weight"),
+)
+HF_FEED_FORWARD = (
+    Entry("layers.{layer}.feed_forward.w1.weight", "model.layers.{layer}.mlp.gate_proj.weight"),
+    Entry("layers.{layer}.feed_forward.w2.weight", "model.layers.{layer}.mlp.down_proj.weight"),
+    Entry("layers.{layer}.feed_forward.w3.weight", "model.layers.{layer}.mlp.up_proj.weight"),
+)
+HF_FIELDS = {
+    "dim": "hidden_size",
+    "n_layers": "num_hidden_layers",
+    "n_heads": "num_attention_heads",
+    "n_kv_heads": "num_key_value_heads",
+    "hidden_dim": "intermediate_size",
+    "vocab_size": "vocab_size",
+    "max_seq_len": "max_position_embeddings",
+    "norm_eps": "rms_norm_eps",
+    "tied_head": "tie_word_embeddings",
+}
+HF_CONSTANTS = {"hidden_act": "silu", "attention_bias": False, "attention_dropout": 0.0}
+
+# torchtitan keeps Meta's names for all families.
+META_DECODER = (
+    Entry("tok_embeddings.weight", "tok_embeddings.weight"),
+    Entry("layers.{layer}.attention_norm.weight", "layers.{layer}.attention_norm.weight"),
+    Entry("layers.{layer}.attention.wv.weight", "layers.{layer}.attention.wv.weight"),
+    Entry("layers.{layer}.attention.wo.weight", "layers.{layer}.attention.wo.weight"),
+    Entry("layers.{layer}.ffn_norm.weight", "layers.{layer}.ffn_norm.weight"),
+    Entry("head.norm.weight", "norm.weight"),
+    Entry("head.output.weight", "output.weight"),
+)
+META_QK = (
+    Entry("layers.{layer}.attention.wq.weight", "layers.{layer}.attention.wq.weight"),
+    Entry("layers.{layer}.attention.wk.weight", "layers.{layer}.attention.wk.weight"),
+)
+META_QK_NORM = (
+    Entry("layers.{layer}.attention.q_norm.weight", "layers.{layer}.attention.q_norm.weight"),
+    Entry("layers.{layer}.attention.k_norm.weight", "layers.{layer}.attention.k_norm.weight"),
+)
+META_FEED_FORWARD = (
+    Entry("layers.{layer}.feed_forward.w1.weight", "layers.{layer}.feed_forward.w1.weight"),
+    Entry("layers.{layer}.feed_forward.w2.weight", "layers.{layer}.feed_forward.w2.weight"),
+    Entry("layers.{layer}.feed_forward.w3.weight", "layers.{layer}.feed_forward.w3.weight"),
+)
+
+
+def rope_theta(config: ConfigJson) -> float:
+    """Return the base of RoPE: config.json has it at the top, or in rope_parameters since transformers 5.
+
+    Raises:
+        ValueError: config.json has none.
+    """
+    for place in (config.get("rope_parameters") or {}, config):
+        if "rope_theta" in place:
+            return float(place["rope_theta"])
+    raise ValueError("rope_theta is missing")
+
+
+def rope_scaling(config: ConfigJson) -> dict[str, Any]:
+    """Return the scaling of RoPE's wavelengths; nothing if there is none."""
+    scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    kind = scaling.get("rope_type", scaling.get("type", "default"))
+    return {} if kind == "default" else {**scaling, "rope_type": kind}
+
+
+def write_plain_rope(args: Any) -> ConfigJson:
+    """Return the keys of config.json for RoPE without scaling."""
+    return {"rope_theta": args.rope_theta, "rope_scaling": None}
+
+
+def read_plain_rope(config: ConfigJson) -> dict[str, Any]:
+    """Return the argument for RoPE without scaling.
+
+    Raises:
+        ValueError: config.json asks for scaling.
+    """
+    if scaling := rope_scaling(config):
+        raise ValueError(f"RoPE scaling of type {scaling['rope_type']!r} is not supported in this family")
+    return {"rope_theta": rope_theta(config)}

@@ -1,0 +1,139 @@
+"""Tables of a model family's tensors and arguments in the checkpoints of other programs.
+
+A table stands in the family's file. Import and export read the same table, so they cannot disagree. Training does not
+need it.
+"""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+ConfigJson = dict[str, Any]
+"""Content of a config.json."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Counterpart of one tensor of a model, or of one in each block.
+
+    Names hold `{layer}` in place of the number of a block.
+    """
+
+    ours: str
+    """Fully qualified name in the model."""
+    theirs: str
+    """Name in the other format. With `{expert}`, each index of our first dim is a tensor of its own there."""
+    transposed: bool = False
+    """The last two dims have the other order there."""
+    interleaved: bool = False
+    """Rows pair for RoPE as neighbours (2i, 2i + 1) there. Ours pair as halves of a head (i, i + H/2)."""
+
+
+class Place(NamedTuple):
+    """Tensor of a model that a tensor of another format belongs to."""
+
+    name: str
+    entry: Entry
+    expert: int | None
+    """Index of the first dim that the other tensor holds; None if it holds the whole tensor."""
+
+
+class Table:
+    """Entries of a format, searched by either name."""
+
+    def __init__(self, entries: Sequence[Entry]) -> None:
+        self.entries = tuple(entries)
+        self._ours = [(_pattern(entry.ours), entry) for entry in entries]
+        self._theirs = [(_pattern(entry.theirs), entry) for entry in entries]
+
+    def find(self, name: str) -> tuple[Entry, str] | None:
+        """Return (entry, the other format's name, in which `{expert}` may be left) of our tensor; None if unknown."""
+        for pattern, entry in self._ours:
+            if match := pattern.fullmatch(name):
+                return entry, entry.theirs.replace("{layer}", match.groupdict().get("layer", ""))
+        return None
+
+    def place(self, name: str) -> Place | None:
+        """Return the place of the other format's tensor in the model; None if the name is unknown."""
+        for pattern, entry in self._theirs:
+            if match := pattern.fullmatch(name):
+                numbers = match.groupdict()
+                expert = int(numbers["expert"]) if "expert" in numbers else None
+                return Place(entry.ours.replace("{layer}", numbers.get("layer", "")), entry, expert)
+        return None
+
+
+def _pattern(name: str) -> re.Pattern[str]:
+    pattern = re.escape(name)
+    for number in ("layer", "expert"):
+        pattern = pattern.replace(re.escape(f"{{{number}}}"), f"(?P<{number}>0|[1-9][0-9]*)")
+    return re.compile(pattern)
+
+
+@dataclass(frozen=True, kw_only=True)
+class HuggingFace:
+    """Format of a family in Hugging Face's folders: its tensors, and its arguments in config.json."""
+
+    architecture: str
+    """Class of transformers, such as LlamaForCausalLM."""
+    model_type: str
+    """Name of the family in config.json."""
+    tensors: Table
+    fields: Mapping[str, str]
+    """Key of config.json for each argument of the model that has one of its own."""
+    constants: Mapping[str, Any] = field(default_factory=dict)
+    """Keys of config.json that have one value in this family. Another value is another model."""
+    write_rest: Callable[[Any], ConfigJson] = lambda args: {}
+    """Return the keys of config.json that follow from several arguments."""
+    read_rest: Callable[[ConfigJson], dict[str, Any]] = lambda config: {}
+    """Return the arguments that follow from those keys. Raises ValueError for what the model cannot compute."""
+
+    def to_config(self, args: Any) -> ConfigJson:
+        """Return the config.json of a model.
+
+        Args:
+            args: dataclass of the model's shape.
+        """
+        known = {key: getattr(args, name) for name, key in self.fields.items()}
+        names = {"architectures": [self.architecture], "model_type": self.model_type}
+        return {**names, **known, **self.constants, **self.write_rest(args)}
+
+    def to_args(self, config: ConfigJson) -> dict[str, Any]:
+        """Return the arguments of the model that a config.json describes.
+
+        Raises:
+            ValueError: lists every reason for which the model cannot be computed by this family.
+        """
+        found = config.get("model_type")
+        if found != self.model_type:
+            raise ValueError(f"model_type is {found!r}, not {self.model_type!r}")
+        problems = [f"{key} is missing" for key in self.fields.values() if key not in config and key not in OPTIONAL]
+        problems += [
+            f"{key} = {config[key]!r} is not supported, only {value!r}"
+            for key, value in self.constants.items()
+            if key in config and config[key] != value
+        ]
+        rest: dict[str, Any] = {}
+        try:
+            rest = self.read_rest(config)
+        except ValueError as error:
+            problems.append(str(error))
+        if problems:
+            raise ValueError("; ".join(problems))
+        return {name: config[key] for name, key in self.fields.items() if key in config} | rest
+
+
+OPTIONAL = {"tie_word_embeddings", "head_dim"}
+"""Keys that older files lack; the model's default is meant then."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Formats:
+    """Formats in which the weights of a model family can come and go. None: that format is not known."""
+
+    hugging_face: HuggingFace | None = None
+    torchtitan: Table | None = None
+    """Names in checkpoints of torchtitan 0.2."""
+    meta: Table | None = None
+    """Names in consolidated.*.pth of Meta's releases."""
