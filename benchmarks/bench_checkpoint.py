@@ -34,7 +34,7 @@ from titanlite.config.load import load
 from titanlite.cpu.settings import cores
 from titanlite.ingest.prepare import prepare_text
 from titanlite.preflight import preflight
-from titanlite.runtime.private_torch import local_tensor
+from titanlite.runtime.private_torch.tensors import local_tensor
 from titanlite.runtime.process_group import pick_device, process_group, read_ranks
 from titanlite.step import train_step
 

@@ -46,7 +46,7 @@ from titanlite.parallelize import DTYPES, build_mesh, materialize, parallelize
 from titanlite.parallelize.mesh import loss_group
 from titanlite.runtime.disk import open_disk
 from titanlite.runtime.errors import UserError
-from titanlite.runtime.private_torch import local_tensor
+from titanlite.runtime.private_torch.tensors import local_tensor
 from titanlite.runtime.process_group import pick_kernels, seed_step
 from titanlite.step import train_step
 

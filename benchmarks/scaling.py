@@ -49,12 +49,10 @@ from titanlite.optim import build_optimizer
 from titanlite.parallelize.materialize import allocate
 from titanlite.parallelize.mesh import loss_group
 from titanlite.plan.estimate import model_of
-from titanlite.plan.private_torch import (
-    FakeTensorMode,
-)
 from titanlite.plan.trace import parallelized
 from titanlite.preflight import preflight
 from titanlite.runtime.console import start_logging
+from titanlite.runtime.private_torch.tracing import FakeTensorMode
 from titanlite.runtime.process_group import Ranks, process_group, read_ranks
 from titanlite.step import StepResult, train_step
 from titanlite.train import train

@@ -22,7 +22,8 @@ from titanlite.models.attention import AttentionMask, Boundaries, Documents, add
 from titanlite.models.cross_entropy import LabelSoftmax, label_softmax, label_softmax_in_place
 from titanlite.models.grouped import loop_over_groups
 from titanlite.runtime.errors import UserError
-from titanlite.runtime.private_torch import chosen_attention, mark_dynamic
+from titanlite.runtime.private_torch.compiler import mark_dynamic
+from titanlite.runtime.private_torch.operators import chosen_attention
 
 CHUNK_BYTES = 2**28
 """Size of the float32 logits of a chunk on a CPU: 512 tokens of a vocabulary of 131,072."""

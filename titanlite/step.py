@@ -18,7 +18,8 @@ from titanlite.optim import update
 from titanlite.optim.in_backward import InBackward
 from titanlite.optim.norm import gradient_norms, joined
 from titanlite.runtime.dtensor import count_replicas
-from titanlite.runtime.private_torch import local_tensor, scale_in_place
+from titanlite.runtime.private_torch.operators import scale_in_place
+from titanlite.runtime.private_torch.tensors import local_tensor
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from titanlite.config.schema import Config
 from titanlite.guard import StoppedByGuard
 from titanlite.loss import TokenLoss
 from titanlite.models.base import unique_parameters
-from titanlite.runtime.private_torch import local_tensor
+from titanlite.runtime.private_torch.tensors import local_tensor
 from titanlite.train import finish, train
 
 ON = "--optimizer.in_backward=true"

@@ -18,7 +18,7 @@ from titanlite.optim import muon, update
 from titanlite.parallelize.fsdp import fully_shard
 from titanlite.parallelize.mesh import build_mesh, sharding_mesh
 from titanlite.runtime.errors import UserError
-from titanlite.runtime.private_torch import local_tensor
+from titanlite.runtime.private_torch.tensors import local_tensor
 
 SHAPES = [(7, 10), (10, 7), (3, 8), (9, 9), (9, 9), (1, 4), (6, 5, 8), (3, 4, 4)]
 """Matrices with uneven rows, with fewer rows than ranks, and stacks of matrices, one of them smaller than the ranks."""

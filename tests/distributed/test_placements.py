@@ -18,7 +18,7 @@ from titanlite.optim.muon import Muon
 from titanlite.optim.quantized import inner_tensors
 from titanlite.optim.rounding import SlicedAdamW
 from titanlite.runtime.dtensor import GlobalIndices, count_replicas, from_local_like, slice_like
-from titanlite.runtime.private_torch import local_tensor
+from titanlite.runtime.private_torch.tensors import local_tensor
 
 SHAPES = [(16, 32), (32, 16), (8, 16, 32)]
 """Parts have whole vectors of the CPU's AdamW kernel, which rounds the rest of a tensor in another way."""

@@ -244,7 +244,7 @@ def steps_without_waiting(rank: int, world_size: int, config: Any) -> list[int]:
     from titanlite.build import build
     from titanlite.ingest.prepare import prepare_text
     from titanlite.preflight import preflight
-    from titanlite.runtime.private_torch import local_tensor
+    from titanlite.runtime.private_torch.tensors import local_tensor
     from titanlite.runtime.process_group import Ranks
     from titanlite.step import train_step
 

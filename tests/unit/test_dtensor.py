@@ -16,7 +16,7 @@ from titanlite.runtime.dtensor import (
     sharded_axes,
     slice_like,
 )
-from titanlite.runtime.private_torch import local_tensor
+from titanlite.runtime.private_torch.tensors import local_tensor
 
 CPU = torch.device("cpu")
 LAYOUTS: list[tuple[tuple[int, ...], list[Placement], int]] = [

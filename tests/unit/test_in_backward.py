@@ -22,7 +22,7 @@ from titanlite.optim.in_backward import InBackward
 from titanlite.optim.norm import gradient_norms
 from titanlite.preflight import check_offloaded_update
 from titanlite.runtime.errors import ConfigError, UserError
-from titanlite.runtime.private_torch import local_tensor
+from titanlite.runtime.private_torch.tensors import local_tensor
 from titanlite.step import StepResult
 
 ON = ("--optimizer.in_backward=true", "--training.max_norm=0")

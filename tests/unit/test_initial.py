@@ -22,7 +22,7 @@ from titanlite.models.llama3 import Llama3, Llama3Args
 from titanlite.models.qwen3_moe import Qwen3Moe, Qwen3MoeArgs
 from titanlite.parallelize.materialize import SLICE, allocate, draw_weights, set_dtype
 from titanlite.runtime.hash_random import random_bits, salt
-from titanlite.runtime.private_torch import local_tensor
+from titanlite.runtime.private_torch.tensors import local_tensor
 
 CPU = torch.device("cpu")
 COUNT = 400_000

@@ -14,7 +14,7 @@ from titanlite.models.attention import attend
 from titanlite.models.functions import rotate, swiglu
 from titanlite.models.layers import Linear, RMSNorm, rope_cos_sin
 from titanlite.plan.gpu_kernels import GpuKernels
-from titanlite.runtime.private_torch import ATTENTION_OPERATORS
+from titanlite.runtime.private_torch.operators import ATTENTION_OPERATORS
 
 B, L, N, H, D = 2, 5, 3, 8, 24
 

@@ -15,7 +15,7 @@ from titanlite.kernels import Kernels, adds_float32_matmul
 from titanlite.loss import TokenLoss, token_loss
 from titanlite.models.cross_entropy import label_softmax, label_softmax_in_place
 from titanlite.plan.gpu_kernels import GpuKernels
-from titanlite.plan.private_torch import FakeTensorMode
+from titanlite.runtime.private_torch.tracing import FakeTensorMode
 
 VOCABULARY, TOKENS, DIM = 301, 66, 48
 

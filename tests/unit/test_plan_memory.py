@@ -8,10 +8,10 @@ from titanlite.config.schema import Degrees
 from titanlite.plan.allocator import GRANULES, Change, PoolSize, replay, reserved
 from titanlite.plan.estimate import Layout, plan
 from titanlite.plan.fusion import fused_sizes
-from titanlite.plan.private_torch import FakeTensorMode
 from titanlite.plan.recorder import Operator, Recorder, Storage
 from titanlite.plan.search import Candidate, _Search
 from titanlite.runtime.hardware import find_hardware
+from titanlite.runtime.private_torch.tracing import FakeTensorMode
 
 MIB = 2**20
 GIB = 2**30

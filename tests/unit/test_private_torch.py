@@ -1,4 +1,4 @@
-"""PyTorch's private API does what titanlite/runtime/private_torch.py relies on."""
+"""PyTorch's private API does what titanlite/runtime/private_torch/ relies on."""
 
 import pickle
 import weakref
@@ -24,7 +24,49 @@ from torch.nn.attention import SDPBackend
 from torch.testing._internal.two_tensor import TwoTensor
 
 from titanlite.observer import StepObserver
-from titanlite.plan.private_torch import (
+from titanlite.runtime.private_torch.autograd import call_after_backward, has_gradient_hooks, is_in_backward
+from titanlite.runtime.private_torch.checkpoint import (
+    MemoryFormat,
+    StorageInfo,
+    forget_cached_plans,
+    has_cached_plan,
+    set_plan_cache_key,
+)
+from titanlite.runtime.private_torch.compiler import (
+    compile_seconds,
+    compiled_graphs,
+    last_recompile_reason,
+    mark_dynamic,
+    without_autograd_cache,
+)
+from titanlite.runtime.private_torch.fsdp import (
+    free_gather_buffer,
+    fsdp_param_group,
+    gather_asynchronously,
+    gather_in_place,
+    observe_fsdp,
+    release_all_reduce_input,
+    sharded_parameters,
+)
+from titanlite.runtime.private_torch.operators import (
+    ATTENTION_OPERATORS,
+    add_in_place,
+    chosen_attention,
+    foreach_norms,
+    fused_adamw_,
+    has_hardware_bfloat16,
+    reads_found_inf,
+    scale_in_place,
+)
+from titanlite.runtime.private_torch.process_groups import run_on_all_ranks, run_on_rank_0, set_timeouts
+from titanlite.runtime.private_torch.tensors import (
+    local_tensor,
+    non_persistent_buffers,
+    replace_tensors,
+    storage_key,
+    wrapped_tensors,
+)
+from titanlite.runtime.private_torch.tracing import (
     FakeTensor,
     FakeTensorMode,
     TorchDispatchMode,
@@ -36,44 +78,6 @@ from titanlite.plan.private_torch import (
     tree_leaves,
     unboxed_group,
     without_fake_tensors,
-)
-from titanlite.runtime.private_torch import (
-    ATTENTION_OPERATORS,
-    MemoryFormat,
-    StorageInfo,
-    add_in_place,
-    call_after_backward,
-    chosen_attention,
-    compile_seconds,
-    compiled_graphs,
-    foreach_norms,
-    forget_cached_plans,
-    free_gather_buffer,
-    fsdp_param_group,
-    fused_adamw_,
-    gather_asynchronously,
-    gather_in_place,
-    has_cached_plan,
-    has_gradient_hooks,
-    has_hardware_bfloat16,
-    is_in_backward,
-    last_recompile_reason,
-    local_tensor,
-    mark_dynamic,
-    non_persistent_buffers,
-    observe_fsdp,
-    reads_found_inf,
-    release_all_reduce_input,
-    replace_tensors,
-    run_on_all_ranks,
-    run_on_rank_0,
-    scale_in_place,
-    set_plan_cache_key,
-    set_timeouts,
-    sharded_parameters,
-    storage_key,
-    without_autograd_cache,
-    wrapped_tensors,
 )
 
 

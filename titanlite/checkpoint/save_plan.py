@@ -9,7 +9,7 @@ from torch.distributed.checkpoint.metadata import StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan
 
 from titanlite.checkpoint.state import flat
-from titanlite.runtime.private_torch import forget_cached_plans, has_cached_plan, set_plan_cache_key
+from titanlite.runtime.private_torch.checkpoint import forget_cached_plans, has_cached_plan, set_plan_cache_key
 
 Shapes = dict[str, tuple[torch.Size, torch.dtype]]
 

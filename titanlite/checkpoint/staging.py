@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from titanlite.runtime.private_torch import local_tensor
+from titanlite.runtime.private_torch.tensors import local_tensor
 
 ALIGNMENT = 64
 """Bytes to whose multiple each buffer is aligned."""

@@ -15,7 +15,7 @@ from titanlite.models.base import unique_parameters
 from titanlite.optim.quantized import inner_tensors, is_quantized
 from titanlite.runtime.dtensor import from_local_like
 from titanlite.runtime.errors import UserError
-from titanlite.runtime.private_torch import local_tensor, non_persistent_buffers, wrapped_tensors
+from titanlite.runtime.private_torch.tensors import local_tensor, non_persistent_buffers, wrapped_tensors
 
 State = dict[str, dict[str, Tensor]]
 

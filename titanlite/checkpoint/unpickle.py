@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint import metadata
 
-from titanlite.runtime.private_torch import MemoryFormat, StorageInfo
+from titanlite.runtime.private_torch.checkpoint import MemoryFormat, StorageInfo
 
 
 class Forbidden(pickle.UnpicklingError):

@@ -8,12 +8,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
-from titanlite.runtime.private_torch import (
-    call_after_backward,
-    gather_asynchronously,
-    has_gradient_hooks,
-    sharded_parameters,
-)
+from titanlite.runtime.private_torch.autograd import call_after_backward, has_gradient_hooks
+from titanlite.runtime.private_torch.fsdp import gather_asynchronously, sharded_parameters
 
 
 def adapt_fsdp_to_gloo(units: Sequence[FSDPModule], *, shard_degree: int, reduces_in_backward: bool) -> None:

@@ -10,7 +10,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from titanlite.cpu.collectives import adapt_fsdp_to_gloo
 from titanlite.kernels import Kernels
-from titanlite.runtime.private_torch import has_hardware_bfloat16
+from titanlite.runtime.private_torch.operators import has_hardware_bfloat16
 
 
 class CpuKernels(Kernels):

@@ -4,7 +4,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from titanlite.runtime.private_torch import compile_seconds, compiled_graphs, last_recompile_reason
+from titanlite.runtime.private_torch.compiler import compile_seconds, compiled_graphs, last_recompile_reason
 
 logger = logging.getLogger(__name__)
 

@@ -26,7 +26,7 @@ from titanlite.optim.groups import format_groups, parameter_groups
 from titanlite.optim.state_size import state_dtypes
 from titanlite.parallelize.mesh import axis_sizes, data_parallel_rank
 from titanlite.runtime.allocator import allocator_settings
-from titanlite.runtime.private_torch import fsdp_param_group
+from titanlite.runtime.private_torch.fsdp import fsdp_param_group
 from titanlite.runtime.process_group import why_no_gpu
 from titanlite.runtime.run_folder import RunFolder
 

@@ -16,7 +16,7 @@ from titanlite.optim.registry import accepts, constructor_options, find_optimize
 from titanlite.optim.rounding import SlicedAdamW, UpdateKernel, pick_kernel
 from titanlite.runtime.disk import DiskTensors
 from titanlite.runtime.errors import UserError
-from titanlite.runtime.private_torch import local_tensor
+from titanlite.runtime.private_torch.tensors import local_tensor
 
 PickKernel = Callable[[torch.device], UpdateKernel | None]
 

@@ -5,7 +5,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from titanlite.runtime.private_torch import reads_found_inf, without_autograd_cache
+from titanlite.runtime.private_torch.compiler import without_autograd_cache
+from titanlite.runtime.private_torch.operators import reads_found_inf
 
 
 def update(optimizer: torch.optim.Optimizer, *, skip: Tensor) -> None:

@@ -17,12 +17,8 @@ from torch.distributed.fsdp import FSDPModule
 
 from titanlite.optim.combined import update
 from titanlite.optim.norm import gradient_norms
-from titanlite.runtime.private_torch import (
-    fsdp_param_group,
-    local_tensor,
-    release_all_reduce_input,
-    sharded_parameters,
-)
+from titanlite.runtime.private_torch.fsdp import fsdp_param_group, release_all_reduce_input, sharded_parameters
+from titanlite.runtime.private_torch.tensors import local_tensor
 
 
 def is_not_finite(losses: Tensor) -> Tensor:

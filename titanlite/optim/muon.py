@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from titanlite.runtime.dtensor import chunk_sizes, from_local_like, sharded_axes, slice_like
-from titanlite.runtime.private_torch import local_tensor
+from titanlite.runtime.private_torch.tensors import local_tensor
 
 Orthogonalize = Callable[[Tensor], Tensor]
 """[F, D] -> [F, D]; may overwrite its argument."""

@@ -5,7 +5,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from titanlite.runtime.private_torch import foreach_norms, storage_key
+from titanlite.runtime.private_torch.operators import foreach_norms
+from titanlite.runtime.private_torch.tensors import storage_key
 
 
 def gradient_norms(gradients: Sequence[Tensor]) -> list[Tensor]:

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from titanlite.runtime.dtensor import count_shards, local_sizes, sharded_axes
 from titanlite.runtime.errors import UserError
-from titanlite.runtime.private_torch import local_tensor, wrapped_tensors
+from titanlite.runtime.private_torch.tensors import local_tensor, wrapped_tensors
 
 MIN_ELEMENTS = 4096
 """Smaller shards keep float32 moments in torchao."""

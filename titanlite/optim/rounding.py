@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from titanlite.runtime.disk import DiskTensors
 from titanlite.runtime.dtensor import GlobalIndices, from_local_like
 from titanlite.runtime.hash_random import random_bits, salt
-from titanlite.runtime.private_torch import add_in_place, fused_adamw_, local_tensor
+from titanlite.runtime.private_torch.operators import add_in_place, fused_adamw_
+from titanlite.runtime.private_torch.tensors import local_tensor
 
 logger = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from titanlite.config.recompute import RecomputePolicy, parse_policies
 from titanlite.config.schema import ActivationCheckpoint
 from titanlite.models.base import Model
 from titanlite.runtime.errors import UserError
-from titanlite.runtime.private_torch import ATTENTION_OPERATORS
+from titanlite.runtime.private_torch.operators import ATTENTION_OPERATORS
 
 VARLEN_ATTENTION = "torch_attn::_varlen_attn"
 """Name of the operator, which exists once something imports it."""

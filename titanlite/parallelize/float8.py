@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from titanlite.config.schema import Float8
 from titanlite.models.base import Model, head_of
 from titanlite.runtime.errors import UserError
-from titanlite.runtime.private_torch import local_tensor
+from titanlite.runtime.private_torch.tensors import local_tensor
 
 logger = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ from titanlite.kernels import Kernels
 from titanlite.models.base import Model, head_of, unique_parameters
 from titanlite.parallelize.mesh import has_replicas, shard_degree_of, sharding_mesh
 from titanlite.runtime.dtensor import chunk_sizes
-from titanlite.runtime.private_torch import free_gather_buffer, gather_in_place
+from titanlite.runtime.private_torch.fsdp import free_gather_buffer, gather_in_place
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 

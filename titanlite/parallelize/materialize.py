@@ -15,7 +15,7 @@ from titanlite.runtime.dtensor import GlobalIndices, from_local_like
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.hardware import host_memory
 from titanlite.runtime.hash_random import random_bits, salt
-from titanlite.runtime.private_torch import local_tensor, replace_tensors
+from titanlite.runtime.private_torch.tensors import local_tensor, replace_tensors
 
 SLICE = 2**16
 """Values that a CPU thread draws at a time. They stay in its cache."""

@@ -16,7 +16,9 @@ from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
 from titanlite.observer import StepObserver
-from titanlite.plan.private_torch import (
+from titanlite.runtime.private_torch.autograd import is_in_backward
+from titanlite.runtime.private_torch.tensors import storage_key, wrapped_tensors
+from titanlite.runtime.private_torch.tracing import (
     FakeTensor,
     FakeTensorMode,
     TorchDispatchMode,
@@ -24,11 +26,6 @@ from titanlite.plan.private_torch import (
     run_random_operators_plainly,
     tree_leaves,
     unboxed_group,
-)
-from titanlite.runtime.private_torch import (
-    is_in_backward,
-    storage_key,
-    wrapped_tensors,
 )
 
 aten = torch.ops.aten

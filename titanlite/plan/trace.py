@@ -27,16 +27,17 @@ from titanlite.parallelize.fsdp import fsdp_units
 from titanlite.parallelize.materialize import allocate
 from titanlite.parallelize.mesh import axis_sizes, data_parallel_rank, loss_group, world_group
 from titanlite.plan.gpu_kernels import GpuKernels
-from titanlite.plan.private_torch import (
+from titanlite.plan.recorder import Recorder
+from titanlite.runtime.errors import UserError
+from titanlite.runtime.private_torch.fsdp import observe_fsdp
+from titanlite.runtime.private_torch.operators import fused_adamw_
+from titanlite.runtime.private_torch.tracing import (
     FakeTensorMode,
     ValueNeeded,
     fake_process_group,
     propagate_shardings_without_modes,
     without_fake_tensors,
 )
-from titanlite.plan.recorder import Recorder
-from titanlite.runtime.errors import UserError
-from titanlite.runtime.private_torch import fused_adamw_, observe_fsdp
 from titanlite.step import train_step
 
 MICRO_BATCHES = 2

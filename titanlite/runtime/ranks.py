@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint import CheckpointException
 
 from titanlite.runtime.errors import DamagedCheckpoint, RunError, UserError
-from titanlite.runtime.private_torch import run_on_all_ranks, run_on_rank_0
+from titanlite.runtime.private_torch.process_groups import run_on_all_ranks, run_on_rank_0
 
 T = TypeVar("T")
 S = TypeVar("S")

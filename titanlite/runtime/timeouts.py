@@ -6,7 +6,7 @@ import torch.distributed as dist
 
 from titanlite.config.schema import Comm
 from titanlite.observer import CurrentPhase
-from titanlite.runtime.private_torch import set_timeouts
+from titanlite.runtime.private_torch.process_groups import set_timeouts
 
 STARTING_STEPS = 2
 """Steps of a start that may compile, and so have the timeout of the start."""

@@ -1,6 +1,6 @@
-"""The planner's uses of PyTorch's private API: fake tensors, fake process groups, and what a trace sees of operators.
+"""Tracing without memory: fake tensors, fake process groups, and what a dispatch mode sees of operators.
 
-Training's uses are in `runtime/private_torch.py`. Each function has a test in tests/unit/test_private_torch.py.
+Only wings import this file.
 """
 
 from collections.abc import Iterator

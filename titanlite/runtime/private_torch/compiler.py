@@ -1,0 +1,38 @@
+"""torch.compile: what it has compiled, how long that took, and its caches."""
+
+import sys
+from contextlib import AbstractContextManager
+
+import torch
+from torch import Tensor
+from torch._functorch import config as functorch_config
+
+
+def without_autograd_cache() -> AbstractContextManager[None]:
+    """Compile without torch.compile's cache of traced code (AOTAutograd)."""
+    return functorch_config.patch(enable_autograd_cache=False)
+
+
+def compiled_graphs() -> int:
+    """Return the number of graphs that torch.compile has compiled in this process. Does not import the compiler."""
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    return dynamo.counters["stats"]["unique_graphs"] if dynamo else 0
+
+
+def compile_seconds() -> float:
+    """Return the wall time that torch.compile has spent in this process. Does not import the compiler."""
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    return dynamo.calculate_time_spent()["total_wall_time"] if dynamo else 0.0
+
+
+def last_recompile_reason() -> str:
+    """Return the failed guard of the newest recompile, as the compiler reports it; "" if there is none."""
+    dynamo = sys.modules.get("torch._dynamo.utils")
+    metrics = dynamo.get_compilation_metrics() if dynamo else []
+    reasons = [one.recompile_reason for one in metrics if one.recompile_reason]
+    return " ".join(reasons[-1].split()) if reasons else ""
+
+
+def mark_dynamic(tensor: Tensor, *, dim: int) -> None:
+    """Let the compiler expect a dim with another size in each batch, so that it need not recompile for it."""
+    torch._dynamo.maybe_mark_dynamic(tensor, dim)

@@ -1,0 +1,130 @@
+"""FSDP2: its units, their collectives, and what they hold in memory."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+
+from titanlite.observer import StepObserver
+
+
+def fsdp_param_group(module: FSDPModule) -> Any:
+    """Return FSDP's record of the parameters that a module gathers together; None if it has none of its own."""
+    return module._get_fsdp_state()._fsdp_param_group
+
+
+def release_all_reduce_input(param_group: Any) -> None:
+    """Let go of the gradients that a group of parameters reduced last over replicas.
+
+    FSDP holds them until the end of backward, so that their memory is not used again while the all-reduce runs.
+    Recording the stream does the same.
+    """
+    if (state := param_group._all_reduce_state) is not None:
+        if state.all_reduce_input.is_cuda:
+            state.all_reduce_input.record_stream(torch.cuda.current_stream())
+        param_group._all_reduce_state = None
+
+
+def sharded_parameters(module: FSDPModule) -> list[nn.Parameter]:
+    """Return the sharded parameters of an FSDP unit, with the gradients and hooks that the optimizer sees."""
+    unit = fsdp_param_group(module)
+    return [parameter.sharded_param for parameter in unit.fsdp_params] if unit else []
+
+
+def gather_asynchronously(module: FSDPModule) -> None:
+    """Let FSDP's all-gathers of a unit run beside compute, as on a GPU."""
+    module._set_unshard_async_op(True)
+
+
+def free_gather_buffer(module: FSDPModule) -> None:
+    """Free the buffer of the last all-gather of forward. FSDP keeps it until another begins, so that both overlap."""
+    unit = fsdp_param_group(module)
+    state = unit.comm_ctx.all_gather_state if unit else None
+    if state is not None:
+        unit._wait_all_gather_streams_on_event(state.event)
+        unit.comm_ctx.all_gather_state = None
+
+
+def gather_in_place(module: FSDPModule) -> None:
+    """Let a unit's gathered parameters share the memory of its sharded ones: nothing is copied, and nothing freed.
+
+    This is right at shard degree 1 where the sharded parameters have the compute dtype already.
+    """
+    unit = fsdp_param_group(module)
+    for parameter in unit.fsdp_params if unit else ():
+        assert type(parameter) is FSDPParam
+        parameter.__class__ = _InPlaceParam
+
+
+class _InPlaceParam(FSDPParam):
+    """FSDPParam whose all-gather output is its sharded memory."""
+
+    def init_all_gather_outputs(self, *args: Any, **kwargs: Any) -> None:
+        memory = self._sharded_param_data
+        if not self.all_gather_outputs or self.all_gather_outputs[0] is not memory:
+            self.all_gather_outputs = [memory]
+            if hasattr(self, "_unsharded_param"):
+                del self._unsharded_param  # it refers to the memory of the weights before
+
+    def free_unsharded_param(self) -> None:
+        """The memory is that of the sharded parameter, and stays."""
+
+
+def observe_fsdp(model: nn.Module, observer: StepObserver) -> None:
+    """Call an observer's hooks from inside FSDP, for every FSDP unit of a model.
+
+    The hooks are the phases `backward NAME` and `reduce NAME`, collectives, and labels of gradients. NAME is that of
+    the unit's first module.
+    """
+    names = {module: name for name, module in model.named_modules()}
+    for module in model.modules():
+        unit = fsdp_param_group(module) if isinstance(module, FSDPModule) else None
+        if unit is not None and unit.modules[0] is module:  # a tied embedding and head have one unit
+            assert type(unit) is FSDPParamGroup
+            unit.__class__ = _ObservedUnit
+            assert isinstance(unit, _ObservedUnit)
+            unit.observer, unit.name = observer, names[unit.modules[0]]
+
+
+class _ObservedUnit(FSDPParamGroup):
+    """FSDPParamGroup that calls an observer's hooks."""
+
+    observer: StepObserver
+    name: str
+
+    def unshard(self, async_op: bool = False) -> None:
+        with self.observer.collective("all-gather", self.name):
+            super().unshard(async_op)
+
+    def wait_for_unshard(self) -> None:
+        with self.observer.collective("all-gather", ""):
+            super().wait_for_unshard()
+
+    def reshard(self) -> None:
+        with self.observer.collective("all-gather", ""):
+            super().reshard()
+
+    def pre_backward(self, default_prefetch: bool, *unused: Any) -> None:
+        self.observer.phase(f"backward {self.name}")
+        super().pre_backward(default_prefetch, *unused)
+
+    def post_backward(self, *unused: Any) -> None:
+        self.observer.phase(f"reduce {self.name}")
+        unreduced = (_unsharded_gradient(it) for it in self.fsdp_params)  # not a list: it would keep them in memory
+        self.observer.label((gradient for gradient in unreduced if gradient is not None), "reduce-scatter")
+        with self.observer.collective("reduce-scatter", self.name):
+            super().post_backward(*unused)
+        sharded = (it.sharded_param.grad for it in self.fsdp_params)
+        self.observer.label((gradient for gradient in sharded if gradient is not None), "gradients")
+
+
+def _unsharded_gradient(parameter: FSDPParam) -> Tensor | None:
+    """Return the gradient of a gathered parameter before it is reduced."""
+    if not hasattr(parameter, "_unsharded_param"):
+        return None
+    if parameter.unsharded_accumulated_grad is not None:
+        return parameter.unsharded_accumulated_grad_data
+    return None if parameter.unsharded_param.grad is None else parameter.unsharded_grad_data
