@@ -13,6 +13,7 @@ from tests.helpers import TinyRun, train_on_this_rank
 from titanlite import cli
 from titanlite.checkpoint.manifest import folder_name
 from titanlite.runtime.errors import UserError
+from titanlite.runtime.files import checked_name
 from titanlite.runtime.run_folder import open_run_folder
 
 VALIDATION = "--lr_scheduler.warmup_steps=0 --validation.enable=true --validation.freq=1 --validation.path={}"
@@ -79,6 +80,37 @@ def test_damaged_run_json_is_renamed_and_the_run_resumes_with_its_id(
     assert (run["id"], len(run["starts"])) == (run_id, 1)
     assert sorted(os.listdir(folder / "checkpoints")) == [folder_name(1), folder_name(2)]
     assert not [text for text in warnings() if "another run" in text]
+
+
+@pytest.mark.usefixtures("single_process_group")
+def test_an_id_that_is_a_path_deletes_nothing_outside_of_the_run(tiny: TinyRun) -> None:
+    """An id is part of the names of folders that a start deletes."""
+    folder = train(tiny, "--training.steps=1")
+    victim = tiny.folder / "victim"
+    victim.mkdir()
+    (victim / "file").write_text("precious")
+    record = json.loads((folder / "run.json").read_bytes())
+    checkpoints = folder / "checkpoints"
+    for path in ("x/../../../../victim", "/../../../../victim", str(victim)):
+        (checkpoints / ".staging-step-00000000-x").mkdir(exist_ok=True)
+        (folder / "run.json").write_text(json.dumps(record | {"id": path}))
+        train(tiny, "--training.steps=2")
+        assert (victim / "file").read_text() == "precious"
+        assert json.loads((folder / "run.json").read_bytes())["id"] == record["id"]  # of the newest manifest
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", "../x", "a/b", "/etc", "a\n", "a b", "a..b", "\u0661", 7, None, b"a"])
+def test_names_that_may_not_become_paths(name: object) -> None:
+    with pytest.raises(ValueError, match="is not a name"):
+        checked_name(name)
+    assert checked_name("__0_0.distcp") == "__0_0.distcp"
+
+
+@pytest.mark.usefixtures("single_process_group")
+def test_files_with_settings_are_for_the_user_alone(tiny: TinyRun) -> None:
+    folder = train(tiny, "--training.steps=1")
+    for name in ("config.toml", "run.json"):
+        assert (folder / name).stat().st_mode & 0o777 == 0o600, name
 
 
 @pytest.mark.usefixtures("single_process_group")

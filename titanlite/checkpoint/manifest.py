@@ -13,6 +13,7 @@ from typing import Any
 
 from titanlite.checkpoint.storage import MANIFEST, Storage
 from titanlite.runtime.errors import DamagedCheckpoint, UserError
+from titanlite.runtime.files import checked_name
 
 CHECKSUMS = "checksums.json"
 METADATA = ".metadata"
@@ -81,8 +82,7 @@ class Manifest:
             raise UserError(f"has format {fields.get('format')}, this version of titanlite reads format {FORMAT}")
         fields["files"] = {name: FileRecord(**record) for name, record in fields["files"].items()}
         for name in (fields["run_id"], *fields["files"]):
-            if not re.fullmatch(r"[\w.-]*", name) or ".." in name:  # they become parts of paths
-                raise ValueError(f"{name!r} is not a name")
+            checked_name(name)
         return Manifest(**fields)
 
 

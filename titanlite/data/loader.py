@@ -12,6 +12,7 @@ from torch.utils.data import Dataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from titanlite.batch import Batch
+from titanlite.runtime.signals import end_with_parent, shielding_children
 
 
 class MicroBatches:
@@ -73,21 +74,28 @@ def build_loader(
             snapshot_every_n_steps=0,  # never: no state of a worker is used, the position is a number of samples
             multiprocessing_context=context,
             collate_fn=_as_is,
+            worker_init_fn=_start_worker,
             pin_memory=device.type == "cuda",
             generator=torch.Generator().manual_seed(0),
         )
+    with shielding_children():
+        read_ahead = iter(loader)  # starts the workers
     try:
-        for batch in loader:
+        for batch in read_ahead:
             yield to_device(batch, device)
     finally:
         if context:
-            del loader
+            del loader, read_ahead
             gc.collect()  # its queues are in a circle; Python complains of what is left of them when the process ends
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:
     """The host does not wait for the copies of pinned memory."""
     return {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
+
+
+def _start_worker(number: int) -> None:
+    end_with_parent()
 
 
 def _as_is(batch: Any) -> Any:

@@ -7,8 +7,8 @@ a token, 0 for those). The folder is written beside its place and renamed when i
 
 import hashlib
 import json
-import re
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Self
@@ -16,6 +16,7 @@ from typing import Any, Self
 import numpy as np
 
 from titanlite.runtime.errors import UserError
+from titanlite.runtime.files import checked_name
 
 FORMAT = 2
 INDEX = "index.json"
@@ -33,9 +34,10 @@ def check_shard_file(name: object, suffix: object, index: object) -> str:
         UserError: the name is not plain (a path, "..", hidden), or the suffix is unknown.
     """
     file = f"{name}.{suffix}"
-    if not re.fullmatch(r"[\w-][\w.-]*", file, flags=re.ASCII) or suffix not in ("tokens", "documents", "mask"):
-        raise UserError(f"data.path: {index} names a file {file!r}, which is no plain name of a shard's file")
-    return file
+    with suppress(ValueError):
+        if not file.startswith(".") and suffix in ("tokens", "documents", "mask"):
+            return checked_name(file)
+    raise UserError(f"data.path: {index} names a file {file!r}, which is no plain name of a shard's file")
 
 
 class TokenStore:

@@ -4,13 +4,11 @@ chunks, so that the number of processes changes nothing.
 
 import multiprocessing
 import os
-import signal
 import threading
 from collections import Counter, deque
 from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from multiprocessing.connection import Connection
@@ -22,6 +20,7 @@ from titanlite.ingest.documents import Bad, Segment, read_documents
 from titanlite.ingest.reading import CHUNK_BYTES, Chunk, Part
 from titanlite.ingest.token_writer import SHARD_TOKENS
 from titanlite.runtime.errors import RunError, UserError
+from titanlite.runtime.signals import shielding_children
 
 FIRST = 10
 """Number of errors and binary files that are named; all are counted."""
@@ -170,7 +169,7 @@ def encode_chunks(
     waiting: deque[tuple[Chunk, Future[Encoded]]] = deque()
     try:
         for chunk in chunks:
-            with _no_interrupts():  # worker processes begin here, and keep it
+            with shielding_children():  # worker processes begin here, and keep it
                 job = pool.submit(_encode, encoder.tokenizer.name, encoder.options, chunk.parts)
             waiting.append((chunk._replace(parts=[]), job))
             if len(waiting) == CHUNKS_AHEAD * workers:
@@ -215,13 +214,3 @@ def _start_worker(watched: Connection) -> None:
         os._exit(1)
 
     threading.Thread(target=leave_with_parent, daemon=True).start()
-
-
-@contextmanager
-def _no_interrupts() -> Iterator[None]:
-    """Ctrl-C goes to all processes of a terminal; what begins here leaves it to this one."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)

@@ -1,14 +1,18 @@
-"""Atomic writes, file locks, and quarantine of damaged files."""
+"""Names from files, atomic writes, file locks, and quarantine of damaged files."""
 
 import fcntl
 import itertools
 import math
 import os
 import platform
+import re
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import IO
+
+PLAIN_NAME = re.compile(r"[\w.-]+", re.ASCII)
+"""Letters, digits, dots and dashes: what titanlite's own names of files and runs consist of."""
 
 
 class FileLocked(Exception):
@@ -23,10 +27,29 @@ class FileLocked(Exception):
         self.holder = holder
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """Write a file so that it holds the old text or the new text, never a part."""
+def checked_name(name: object) -> str:
+    """Return a name that was read from a file, if it may become one part of a path.
+
+    Raises:
+        ValueError: the name is no text, is empty, could lead to another folder, or holds unusual characters.
+    """
+    if not isinstance(name, str) or not PLAIN_NAME.fullmatch(name) or ".." in name or name == ".":
+        raise ValueError(f"{name!r} is not a name")
+    return name
+
+
+def write_atomically(path: Path, text: str, *, mode: int = 0o666) -> None:
+    """Write a file so that it holds the old text or the new text, never a part, also after a loss of power.
+
+    Args:
+        mode: permissions of a new file, before the umask.
+    """
     staging = path.with_name(f".{path.name}.staging")
-    staging.write_text(text)
+    staging.unlink(missing_ok=True)  # a killed process may have left it with other permissions
+    with open(staging, "w", opener=lambda file, flags: os.open(file, flags, mode)) as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
     os.replace(staging, path)
 
 

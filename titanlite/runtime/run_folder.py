@@ -4,7 +4,6 @@ import errno
 import json
 import logging
 import platform
-import re
 import subprocess
 import sys
 import tempfile
@@ -25,7 +24,7 @@ from titanlite.config.schema import Config, Data
 from titanlite.config.schema import Job as JobConfig
 from titanlite.runtime.console import log_to_file
 from titanlite.runtime.errors import UserError
-from titanlite.runtime.files import FileLocked, lock_file, quarantine_path, write_atomically
+from titanlite.runtime.files import FileLocked, checked_name, lock_file, quarantine_path, write_atomically
 from titanlite.runtime.process_group import Ranks
 
 logger = logging.getLogger(__name__)
@@ -175,8 +174,8 @@ def record_start(folder: RunFolder, config: Config, *, ranks: Ranks, device: tor
             "git_commit": _git_commit(),
         }
     )
-    write_atomically(folder.path / "config.toml", dump(config))
-    write_atomically(folder.path / "run.json", json.dumps(run, indent=1))
+    write_atomically(folder.path / "config.toml", dump(config), mode=0o600)
+    write_atomically(folder.path / "run.json", json.dumps(run, indent=1), mode=0o600)
 
 
 def _read_run(path: Path, saved_run_id: Callable[[Path], str | None] = lambda path: None) -> dict[str, Any]:
@@ -190,16 +189,18 @@ def _read_run(path: Path, saved_run_id: Callable[[Path], str | None] = lambda pa
         run = None
     if not isinstance(run, dict):
         run = {}
-    run_id = run.get("id")
-    has_id = isinstance(run_id, str) and re.fullmatch(r"\w+", run_id, re.ASCII)  # it becomes part of paths
-    if has_id and isinstance(run.get("starts"), list):
+    try:
+        run_id = checked_name(run.get("id"))  # it becomes part of paths
+    except ValueError:
+        run_id = None
+    if run_id and isinstance(run.get("starts"), list):
         return run
     damaged = quarantine_path(record)
     record.rename(damaged)
-    run_id = (run_id if has_id else saved_run_id(path)) or uuid.uuid4().hex
+    run_id = run_id or saved_run_id(path) or uuid.uuid4().hex
     logger.warning(f"{record} is damaged: it is now {damaged.name}, and the run continues with id {run_id}")
     run = {"id": run_id, "starts": []}
-    write_atomically(record, json.dumps(run, indent=1))
+    write_atomically(record, json.dumps(run, indent=1), mode=0o600)
     return run
 
 
