@@ -108,7 +108,7 @@ class Contest:
         return CheckpointManager(
             section, storage=open_storage(str(self.folder / name), owner=name), model=self.run.model,
             optimizer=self.run.optimizer, mesh=self.run.checkpoints.mesh, device=torch.device("cpu"), settings={},
-            config_hash="",
+            whole_config="",
         )  # fmt: skip
 
     def hold(self, saves: int) -> None:

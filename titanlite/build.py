@@ -14,7 +14,7 @@ from titanlite.checkpoint.fingerprint import resume_settings
 from titanlite.checkpoint.load import saved_run_id
 from titanlite.checkpoint.manager import CheckpointManager, Progress
 from titanlite.checkpoint.storage import open_storage
-from titanlite.config.load import config_hash
+from titanlite.config.load import dump
 from titanlite.config.schema import Config
 from titanlite.data.loader import MicroBatches, build_loader
 from titanlite.data.samples import Samples, Source
@@ -215,7 +215,7 @@ def _open_checkpoints(
         device=device,
         settings=resume_settings(config, model_args=resolved.model.args, data=samples.settings),
         may_change=["data.*"] if config.data.on_change != "error" else [],
-        config_hash=config_hash(config),
+        whole_config=dump(config),
         timeout_seconds=config.comm.save_timeout_seconds,
         flush=state.disk.flush if state.disk else None,
     )

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, NoReturn
 from titanlite import __version__
 from titanlite.checkpoint import arguments as checkpoint
 from titanlite.config.shipped import find_config
+from titanlite.convert import arguments as convert
 from titanlite.ingest import arguments as ingest
 from titanlite.migrate import arguments as migrate
 from titanlite.plan import arguments as plan
@@ -70,7 +71,7 @@ def make_parser() -> Parser:
     plan.add_commands(titanlite)
     report.add_commands(titanlite)
     ingest.add_commands(titanlite)
-    checkpoint.add_commands(titanlite)
+    convert.add_commands(titanlite, checkpoint.add_commands(titanlite))
     _add_config_commands(titanlite.add_command("config", "check, show and translate configs"))
     return titanlite
 

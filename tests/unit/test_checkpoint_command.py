@@ -447,9 +447,9 @@ def test_show(titanlite: Command, trained: TinyRun) -> None:
         "mesh      replicate 1 x shard 1",
         f"versions  titanlite {versions['titanlite']}, torch {versions['torch']}",
     ]
-    assert lines[7].startswith("files     3, 0.9 MiB")
-    assert lines[8:11] == [f"  {name}  {file['size']:,} bytes" for name, file in manifest["files"].items()]
-    assert lines[11] == "settings"
+    assert lines[7].startswith("files     4, 0.9 MiB")
+    assert lines[8:12] == [f"  {name}  {file['size']:,} bytes" for name, file in manifest["files"].items()]
+    assert lines[12] == "settings"
     assert "  model.args.dim = 42" in lines
     assert '  model.name = "llama3"' in lines
     # Of each parameter: itself, its two moments and its number of steps.
@@ -550,6 +550,6 @@ def test_unknown_subcommands_and_help(titanlite: Command) -> None:
     unknown = "error: titanlite checkpoint: unknown command "
     assert titanlite.refusal("lsit", "outputs") == f"{unknown}'lsit', did you mean 'checkpoint list'?"
     assert titanlite.refusal("zzzzzzzzzzzzzzzzzzzzz") == f"{unknown}'zzzzzzzzzzzzzzzzzzzzz'"
-    assert titanlite.refusal() == "error: titanlite checkpoint: name a command: list, verify, show, prune"
+    assert titanlite.refusal() == "error: titanlite checkpoint: name a command: list, verify, show, prune, export"
     for arguments in (["prune", "--help"], ["prune", ".", "-h"]):
         assert titanlite(*arguments)[0] == "usage: titanlite checkpoint prune [-h] --keep-latest-k K [--keep-every N]"

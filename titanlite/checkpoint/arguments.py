@@ -7,9 +7,9 @@ from titanlite.runtime.arguments import Parser, non_negative_int, positive_int
 PATH = "folder of a run, of its checkpoints (or their URL: s3://...), of several runs, or one checkpoint"
 
 
-def add_commands(titanlite: Parser) -> None:
-    """Add `checkpoint list|verify|show|prune`."""
-    group = titanlite.add_command("checkpoint", "list, verify, show and delete checkpoints")
+def add_commands(titanlite: Parser) -> Parser:
+    """Add `checkpoint list|verify|show|prune`, and return the group, to which wings add commands."""
+    group = titanlite.add_command("checkpoint", "list, verify, show, export and delete checkpoints")
     parser = group.add_command(
         "list",
         "list checkpoints with age, size and state",
@@ -50,6 +50,7 @@ def add_commands(titanlite: Parser) -> None:
     )
     parser.add_argument("--quarantined", action="store_true", help="also delete quarantined checkpoints")
     parser.add_argument("--dry-run", action="store_true", help="only print what would be deleted")
+    return group
 
 
 def _run(options: Namespace) -> None:

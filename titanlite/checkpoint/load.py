@@ -96,7 +96,7 @@ class Loader:
             UserError: there is no complete checkpoint, or names differ without being allowed to.
         """
         path, wanted = str(self.config.initial_load_path), self.config.initial_load
-        url, folder, manifest = on_rank_0(self.group, lambda: _find_initial(path))
+        url, folder, manifest = on_rank_0(self.group, lambda: find_checkpoint(path, "checkpoint.initial_load_path: "))
         storage = open_storage(url)
         where = storage.url_of(folder)
         reader = self._open(storage, folder, manifest)
@@ -207,8 +207,15 @@ def _nested(state: State) -> dict[str, Any]:
     return dict(state[""]) if "" in state else {part: dict(tensors) for part, tensors in state.items()}
 
 
-def _find_initial(path: str) -> tuple[str, str, Manifest]:
-    """Return (storage URL, folder, manifest) of a checkpoint, or of the newest complete one in a run's folder."""
+def find_checkpoint(path: str, key: str = "") -> tuple[str, str, Manifest]:
+    """Return (storage URL, folder, manifest) of a checkpoint, or of the newest complete one in a run's folder.
+
+    Args:
+        key: option that names the path, with which errors begin.
+
+    Raises:
+        UserError: there is no complete checkpoint.
+    """
     place, _, folder = path.rstrip("/").rpartition("/")
     if manifests.step_of(folder) is not None:
         storage, candidates = open_storage(place or "."), [folder]
@@ -224,7 +231,7 @@ def _find_initial(path: str) -> tuple[str, str, Manifest]:
             manifest = manifests.read_manifest(storage, candidate)
             manifests.check_sizes(storage, candidate, manifest, listing.get(candidate, {}))
         except DamagedCheckpoint as damage:
-            logger.warning(f"checkpoint.initial_load_path: damaged checkpoint: {damage}")
+            logger.warning(f"{key}damaged checkpoint: {damage}")
             continue
         return storage.url, candidate, manifest
-    raise UserError(f"checkpoint.initial_load_path: no good checkpoint in {path}")
+    raise UserError(f"{key}no good checkpoint in {path}")

@@ -1,5 +1,6 @@
 """Decisions about checkpoints: when to save, when to wait for a save, what to do when one fails."""
 
+import hashlib
 import json
 import logging
 import time
@@ -52,7 +53,7 @@ class CheckpointManager:
         storage: where the run's checkpoints are.
         settings: settings that must match on resume.
         may_change: globs of settings that need not match.
-        config_hash: of the whole config, for the record.
+        whole_config: resolved config of the run as TOML, of which each checkpoint keeps a copy.
         timeout_seconds: longest wait of a rank for another one that writes or reads a checkpoint.
         flush: called before a save where the state is on disk, and too large for a copy. The state itself is saved
             then, and training waits.
@@ -69,7 +70,7 @@ class CheckpointManager:
         device: torch.device,
         settings: dict[str, Any],
         may_change: Sequence[str] = (),
-        config_hash: str,
+        whole_config: str,
         timeout_seconds: float = 1800,
         flush: Callable[[], None] | None = None,
     ) -> None:
@@ -79,7 +80,7 @@ class CheckpointManager:
         self.optimizer = optimizer
         self.mesh = mesh
         self.settings = json.loads(json.dumps(settings))  # as in a manifest that was read
-        self.config_hash = config_hash
+        self.config_hash = hashlib.sha256(whole_config.encode()).hexdigest()
         # A save runs in a thread: its collectives must not mix with training's.
         group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds), group_desc=CHECKPOINT_GROUP)
         assert isinstance(group, dist.ProcessGroup)
@@ -90,7 +91,8 @@ class CheckpointManager:
         pin = self.is_background and config.async_mode == "async_with_pinned_mem"
         if pin and device.type == "cpu":
             logger.info("checkpoint.async_mode: without a GPU there is nothing to pin memory for; async is used")
-        self._saver = Saver(storage, group=group, device=device, pin=pin and device.type != "cpu")
+        pin = pin and device.type != "cpu"
+        self._saver = Saver(storage, group=group, device=device, pin=pin, config=whole_config)
         may_change = [*config.allow_changes, *may_change]
         self._loader = Loader(config, storage, group=group, settings=self.settings, may_change=may_change)
         self._group = group

@@ -1,7 +1,7 @@
 """Manifest of a checkpoint, and the rule by which a checkpoint counts. Imports no torch. storage.py commits.
 
-A checkpoint is a folder step-00000100 of DCP files, checksums.json and manifest.json. It is complete if its
-manifest is: that is written last, with the size and checksum of every other file, and its own checksum.
+A checkpoint is a folder step-00000100 of DCP files, checksums.json, config.toml (resolved) and manifest.json. It is
+complete if its manifest is: that is written last, with the size and checksum of every other file, and its own checksum.
 """
 
 import json
@@ -16,6 +16,7 @@ from titanlite.runtime.errors import DamagedCheckpoint, UserError
 from titanlite.runtime.files import checked_name
 
 CHECKSUMS = "checksums.json"
+CONFIG = "config.toml"
 METADATA = ".metadata"
 FORMAT = 2
 DAMAGED, SUPERSEDED = "damaged", "superseded"  # reasons of a quarantine

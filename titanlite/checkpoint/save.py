@@ -57,12 +57,16 @@ class Saver:
         group: a gloo group of its own, because another thread than training's uses it.
         device: device of the state.
         pin: stage to pinned memory.
+        config: resolved config as TOML, of which each checkpoint keeps a copy.
     """
 
-    def __init__(self, storage: Storage, *, group: dist.ProcessGroup, device: torch.device, pin: bool) -> None:
+    def __init__(
+        self, storage: Storage, *, group: dist.ProcessGroup, device: torch.device, pin: bool, config: str
+    ) -> None:
         self.storage = storage
         self.group = group
         self.device = device
+        self.config = config
         self.frames = ArchiveFrames()
         self.planner = CachingPlanner(f"titanlite-{id(self)}")
         self.staging = Staging(device, pin=pin)
@@ -158,6 +162,7 @@ class Saver:
         """Publish a checkpoint on rank 0, after every rank has written and synced its part."""
         written = {name: file for _, files in of_ranks for name, file in files.items()}
         writer.write_file(manifests.CHECKSUMS, checksums_json(written))
+        writer.write_file(manifests.CONFIG, self.config.encode())
         written |= writer.written
         sizes = self.storage.list().get(writer.folder, {})
         for name, file in written.items():

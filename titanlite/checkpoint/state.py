@@ -31,12 +31,6 @@ def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> State:
         UserError: the optimizer keeps something other than tensors and numbers.
     """
     parameters = dict(unique_parameters(model))
-    buffers = {
-        f"{prefix}.{name}" if prefix else name: buffer
-        for prefix, module in model.named_modules()
-        for name, buffer in module.named_buffers(recurse=False)
-        if name not in non_persistent_buffers(module)
-    }
     moments = {
         f"state.{name}.{key}": value
         for name, parameter in parameters.items()
@@ -51,9 +45,20 @@ def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> State:
             kinds = f"{type(optimizer).__name__} keeps {name} as {type(value).__name__}"
             raise UserError(f"{kinds}: only tensors and numbers can be saved")
     return {
-        "model": {name: _plain(tensor) for name, tensor in (parameters | buffers).items()},
+        "model": model_state(model),
         "optimizer": {name: _plain(_as_tensor(value)) for name, value in moments.items()},
     }
+
+
+def model_state(model: nn.Module) -> dict[str, Tensor]:
+    """Return the parameters and persistent buffers of a model by name. A shared parameter has one entry."""
+    buffers = {
+        f"{prefix}.{name}" if prefix else name: buffer
+        for prefix, module in model.named_modules()
+        for name, buffer in module.named_buffers(recurse=False)
+        if name not in non_persistent_buffers(module)
+    }
+    return {name: _plain(tensor) for name, tensor in (dict(unique_parameters(model)) | buffers).items()}
 
 
 def put_back_numbers(model: nn.Module, optimizer: torch.optim.Optimizer, state: State) -> None:

@@ -1,6 +1,5 @@
 """TOML and command line -> Config, or all problems together, each with its place. Never imports torch."""
 
-import hashlib
 import json
 import re
 from collections.abc import Iterable, Sequence
@@ -105,11 +104,6 @@ def dump(config: Config) -> str:
     import tomlkit
 
     return tomlkit.dumps(config.model_dump(exclude_none=True))
-
-
-def config_hash(config: Config) -> str:
-    """Return the SHA-256 of the resolved config, in hexadecimal."""
-    return hashlib.sha256(dump(config).encode()).hexdigest()
 
 
 # Validation

@@ -1,0 +1,165 @@
+"""Opening weights without a process group: the model of a checkpoint, its config, its tokenizer, tensor by tensor."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.weights import random_model, save_model, small_toml, state
+from titanlite import cli
+from titanlite.checkpoint import manifest as manifests
+from titanlite.checkpoint.dcp_read import UnsafeCheckpoint
+from titanlite.checkpoint.manifest import MANIFEST
+from titanlite.checkpoint.storage import LocalStorage
+from titanlite.config.load import dump, load
+from titanlite.convert.source import load_model, open_source, read_tensor
+from titanlite.models.base import Model
+from titanlite.runtime.errors import UserError
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Model]:
+    """The run folder of a small model, and the model. Its config is only in the checkpoint."""
+    folder = tmp_path_factory.mktemp("run")
+    toml = folder / "small.toml"
+    toml.write_text(small_toml("qwen3_moe", tied_head=True))
+    model = random_model(toml)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        save_model(folder, model, toml, step=9)
+        for parameter in model.parameters():
+            parameter.data.add_(0.5)
+        model.get_buffer("layers.0.feed_forward.bias_E").add_(2.0)
+        save_model(folder, model, toml, step=10)
+    finally:
+        dist.destroy_process_group()
+    return folder, model
+
+
+def test_a_checkpoint_knows_its_model(saved: tuple[Path, Model], tmp_path: Path) -> None:
+    folder, model = saved
+    newest = folder / "checkpoints" / "step-00000010"
+    config = load(folder / "small.toml")
+    manifest = manifests.read_manifest(LocalStorage(str(newest.parent), ""), newest.name)
+    assert (newest / "config.toml").read_text() == dump(config)
+    assert manifest.files["config.toml"].size == len(dump(config))
+    for place in (newest, folder, folder / "checkpoints"):
+        source = open_source(str(place))
+        assert source.where == str(newest)
+        assert source.config == config
+        assert source.tokenizer is not None
+        assert source.tokenizer.name == "bytes"
+    loaded = load_model(source)
+    theirs, ours = state(model), state(loaded)
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    assert loaded.get_parameter("head.output.weight") is loaded.get_parameter("tok_embeddings.weight")
+    tokens = torch.arange(60).view(2, 30)
+    assert torch.equal(loaded(tokens), model.eval()(tokens))
+    older = open_source(str(newest.with_name("step-00000009")))
+    name = "layers.1.feed_forward.w1"
+    assert torch.equal(read_tensor(older, name) + 0.5, theirs[name])
+    assert read_tensor(older, name, dtype=torch.bfloat16).dtype == torch.bfloat16
+    assert read_tensor(older, "layers.0.feed_forward.bias_E").tolist() == [0.0] * 4
+    assert older.identity != source.identity
+
+
+def without_config(checkpoint: Path, text: str | None = None) -> None:
+    """Make a checkpoint one of a version that kept no config, or with another one."""
+    manifest = manifests.read_manifest(LocalStorage(str(checkpoint.parent), ""), checkpoint.name)
+    (checkpoint / "config.toml").unlink()
+    del manifest.files["config.toml"]
+    if text is not None:
+        data = text.encode()
+        (checkpoint / "config.toml").write_bytes(data)
+        manifest.files["config.toml"] = manifests.FileRecord(len(data), manifests._crc32(data))
+    (checkpoint / MANIFEST).write_bytes(manifest.to_json())
+
+
+def test_older_checkpoints_take_the_config_of_the_run(saved: tuple[Path, Model], tmp_path: Path) -> None:
+    folder = tmp_path / "copy"
+    shutil.copytree(saved[0], folder)
+    checkpoint = folder / "checkpoints" / "step-00000010"
+    without_config(checkpoint)
+    with pytest.raises(UserError, match="saved without its config: name that of the run, with --config"):
+        open_source(str(checkpoint))
+    named = open_source(str(checkpoint), config=folder / "small.toml")
+    shutil.move(folder / "small.toml", folder / "config.toml")
+    beside = open_source(str(checkpoint))
+    assert named.spec == beside.spec == open_source(str(saved[0])).spec
+
+
+def test_wrong_sources_are_one_line(saved: tuple[Path, Model], tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"^no good checkpoint in "):
+        open_source(str(tmp_path))
+    with pytest.raises(UserError, match=r"^nonsense://there: .*nonsense"):
+        open_source("nonsense://there")
+    with pytest.raises(UserError, match=r"^--tokenizer: no file none"):
+        open_source(str(saved[0]), tokenizer="none")
+    folder = tmp_path / "copy"
+    shutil.copytree(saved[0], folder)
+    checkpoint = folder / "checkpoints" / "step-00000010"
+    without_config(checkpoint, small_toml("qwen3_moe", tied_head=False, tokenizer="/gone/tokenizer.json"))
+    lost = open_source(str(checkpoint))
+    assert lost.tokenizer is None
+    assert lost.spec == open_source(str(saved[0])).spec, "the shape is that of the manifest"
+    without_config(checkpoint, '[model]\nname = "llama3"\n')
+    with pytest.raises(UserError, match=r"model of .*step-00000010 is unknown here:\n.*head_dim(.|\n)*--config"):
+        open_source(str(checkpoint))
+    without_config(checkpoint, "[model]\nnaem = 3\n[gone]\noption = 1\n")
+    with pytest.raises(UserError, match=r"cannot be read:\nmodel.naem: unknown key.*\n(?!.*gone).*--config"):
+        open_source(str(checkpoint))
+    shard = checkpoint / "__0_0.distcp"
+    data = bytearray(shard.read_bytes())
+    data[len(data) // 2] ^= 1
+    shard.write_bytes(data)
+    without_config(checkpoint, small_toml("qwen3_moe", tied_head=True))
+    with pytest.raises(UserError, match="wrong checksum"):
+        load_model(open_source(str(checkpoint)))
+    shard.write_bytes(data[:-1])
+    with pytest.raises(UserError, match="no good checkpoint"):
+        open_source(str(checkpoint))
+
+
+def test_code_that_came_with_a_checkpoint_is_not_run(
+    saved: tuple[Path, Model], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "download"
+    shutil.copytree(saved[0], folder)
+    checkpoint = folder / "checkpoints" / "step-00000010"
+    touched = tmp_path / "touched"
+    (checkpoint / "evil_model.py").write_text(f"open({str(touched)!r}, 'w')\n")
+    monkeypatch.chdir(tmp_path)
+    names = ["evil_model.py", str(checkpoint / "evil_model.py"), "download.checkpoints.step-00000010.evil_model"]
+    for name in names:
+        without_config(checkpoint, f'[model]\nfile = "{name}"\n')
+        with pytest.raises(UnsafeCheckpoint, match="code that came with the checkpoint: refused, nothing was run"):
+            open_source(str(folder))
+    assert not touched.exists()
+    named = tmp_path / "mine.toml"
+    named.write_text(f'[model]\nfile = "{checkpoint / "evil_model.py"}"\n')
+    with pytest.raises(UserError, match="defines no subclass"):
+        open_source(str(folder), config=named)
+    assert touched.exists(), "a config that the user names may name code"
+
+
+def test_export_to_one_file_of_tensors(
+    saved: tuple[Path, Model], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, model = saved
+    out = tmp_path / "weights.pt"
+    assert cli.run(["checkpoint", "export", str(folder), "--format", "torch", "--out", str(out)]) == 0
+    found = torch.load(out, weights_only=True)
+    wanted = state(model)
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+    assert cli.run(["checkpoint", "export", str(folder), "--format", "torch", "--out", str(out)]) == 2
+    assert f"{out} exists" in capsys.readouterr().err
+    half = tmp_path / "half.pt"
+    words = ["checkpoint", "export", str(folder), "--format", "torch", "--out", str(half), "--dtype", "bfloat16"]
+    assert cli.run(words) == 0
+    found = torch.load(half, weights_only=True)
+    assert torch.equal(found["head.norm.weight"], wanted["head.norm.weight"].bfloat16())
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["half.pt", "weights.pt"]

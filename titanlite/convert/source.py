@@ -1,0 +1,209 @@
+"""Sources of weights: a checkpoint with the model that it is of, opened without a process group or a GPU."""
+
+import logging
+import tempfile
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tomli
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.storage import StorageReader
+
+from titanlite.checkpoint import manifest as manifests
+from titanlite.checkpoint.dcp_read import ShardReader, UnsafeCheckpoint
+from titanlite.checkpoint.load import find_checkpoint
+from titanlite.checkpoint.manifest import Manifest
+from titanlite.checkpoint.state import difference, model_state
+from titanlite.checkpoint.storage import Storage, open_storage
+from titanlite.config.load import load, read
+from titanlite.config.schema import Config, ModelSelection
+from titanlite.data.tokenizer import Tokenizer, load_tokenizer
+from titanlite.kernels import set_kernels
+from titanlite.models.base import Model
+from titanlite.models.registry import ModelSpec, resolve_model
+from titanlite.parallelize.materialize import allocate, set_dtype
+from titanlite.runtime.errors import ConfigError, DamagedCheckpoint, UserError
+from titanlite.runtime.process_group import pick_kernels
+from titanlite.runtime.ranks import error_of_ranks
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """Weights, and the model that computes with them."""
+
+    spec: ModelSpec
+    config: Config | None
+    """Resolved config of the run. None for weights of another program."""
+    tokenizer: Tokenizer | None
+    """Tokenizer of the weights. None if its files are not on this machine."""
+    where: str
+    """Path or URL, for error messages."""
+    reader: StorageReader
+    """Reader of tensors, whose names are "model." and the model's own."""
+    identity: str = ""
+    """Text that differs for other weights: a hash of names and checksums of the files."""
+
+    @property
+    def metadata(self) -> Metadata:
+        return self.reader.read_metadata()
+
+
+def open_source(path: str, *, config: str | Path | None = None, tokenizer: str | None = None) -> Source:
+    """Open a checkpoint: its folder, the folder of a run (its newest complete checkpoint), or a URL of either.
+
+    Args:
+        config: config of the run, for checkpoints that do not keep it.
+        tokenizer: replaces `data.tokenizer` of the config.
+
+    Raises:
+        UserError: there is no checkpoint, it is damaged, or its model is unknown.
+    """
+    try:
+        url, folder, manifest = find_checkpoint(path)
+        storage = open_storage(url)
+        reader = ShardReader(storage, folder, manifest)
+    except (ValueError, ImportError, NotADirectoryError) as error:  # damage, and what fsspec raises
+        raise error if isinstance(error, UserError) else UserError(f"{path}: {error}") from None
+    where = storage.url_of(folder)
+    resolved = _read_config(storage, folder, manifest, config)
+    found = _load_tokenizer(tokenizer or resolved.data.tokenizer, must_exist=tokenizer is not None)
+    identity = " ".join(f"{name} {record.crc32}" for name, record in sorted(manifest.files.items()))
+    return Source(
+        spec=_model_of(resolved.model, manifest, found, where),
+        config=resolved,
+        tokenizer=found,
+        where=where,
+        reader=reader,
+        identity=identity,
+    )
+
+
+def load_model(source: Source, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> Model:
+    """Return the model with its weights, in this process alone. Memory peaks at the model and one tensor.
+
+    Raises:
+        UserError: the checkpoint has other tensors than the model, or is damaged.
+    """
+    model = source.spec.build()
+    set_dtype(model, dtype)
+    device = torch.device(device)
+    allocate(model, device, device)
+    state = model_state(model)
+    if wrong := difference({f"model.{name}": tensor for name, tensor in state.items()}, source.metadata, ["model"]):
+        raise UserError(f"{source.where} is of another model:\n{wrong}")
+    _read(source, state)
+    set_kernels(model, pick_kernels(device))
+    return model.eval()
+
+
+def read_tensor(source: Source, name: str, *, dtype: torch.dtype | None = None) -> Tensor:
+    """Return one tensor of the model, on the CPU.
+
+    Args:
+        name: fully qualified, in the model.
+        dtype: None keeps the stored one.
+
+    Raises:
+        KeyError: there is no such tensor.
+        UserError: it is damaged.
+    """
+    entry: Any = source.metadata.state_dict_metadata[f"model.{name}"]
+    tensor = torch.empty(entry.size, dtype=dtype or entry.properties.dtype)
+    _read(source, {name: tensor})
+    return tensor
+
+
+def _read(source: Source, tensors: dict[str, Tensor]) -> None:
+    """Load tensors of the model in place."""
+    planner = DefaultLoadPlanner(allow_partial_load=False)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            dcp.load({"model": tensors}, storage_reader=source.reader, planner=planner, no_dist=True)
+    except CheckpointException as error:
+        reason = error_of_ranks(error)
+        raise UserError(str(reason)) if isinstance(reason, DamagedCheckpoint) else reason from None
+
+
+def _read_config(storage: Storage, folder: str, manifest: Manifest, given: str | Path | None) -> Config:
+    """Return the config of the run: the given one, the checkpoint's own, or that of the run's folder."""
+    where = storage.url_of(folder)
+    if given is not None:
+        return load(given)
+    beside = Path(storage.url).parent / manifests.CONFIG
+    if manifests.CONFIG in manifest.files:
+        text = manifests.read_checked(storage, folder, manifests.CONFIG, manifest)
+    elif "://" not in storage.url and beside.is_file():
+        text = beside.read_bytes()
+    else:
+        raise UserError(f"{where} was saved without its config: name that of the run, with --config")
+    _refuse_code_inside(text.decode(), storage.url, where)
+    with tempfile.TemporaryDirectory() as temporary:
+        copy = Path(temporary, manifests.CONFIG)
+        copy.write_bytes(text)
+        draft = read(copy)
+    wrong = [problem for problem in draft.problems if not problem.key or problem.key.startswith("model")]
+    if wrong:  # other options of another version or machine do not matter here
+        lines = "\n".join(map(str, wrong))
+        raise UserError(f"the config of {where} cannot be read:\n{lines}\nName one of the same model, with --config")
+    return draft.config
+
+
+def _refuse_code_inside(text: str, url: str, where: str) -> None:
+    """Refuse a config that would import a file which came with the checkpoint.
+
+    Runs write absolute paths, or names of modules. A relative path, or a place that the checkpoint itself is in, is
+    not of a run on this machine.
+    """
+    try:
+        file = tomli.loads(text).get("model", {}).get("file", "")
+    except (ValueError, AttributeError):
+        return  # `load` reports it
+    if not isinstance(file, str) or not file:
+        return
+    folder = None if "://" in url else Path(url).resolve()
+    if file.endswith(".py"):
+        refused = not Path(file).is_absolute() or (folder and Path(file).resolve().is_relative_to(folder))
+    else:  # a module is looked for in the current folder, too
+        refused = folder and folder.is_relative_to(Path(file.partition(".")[0]).resolve())
+    if refused:
+        raise UnsafeCheckpoint(
+            f"{where}: its config names {file}, code that came with the checkpoint: refused, nothing was run. "
+            "If you trust it, name a config with this model.file, with --config"
+        )
+
+
+def _load_tokenizer(name: str, *, must_exist: bool) -> Tokenizer | None:
+    try:
+        return load_tokenizer(name)
+    except UserError as error:
+        if must_exist:
+            raise UserError(str(error).replace("data.tokenizer", "--tokenizer", 1)) from None
+        logger.warning(f"{error}: going without the tokenizer")
+        return None
+
+
+def _model_of(selection: ModelSelection, manifest: Manifest, tokenizer: Tokenizer | None, where: str) -> ModelSpec:
+    """Return the model with the shape that the manifest states, whatever a flavor or a tokenizer is today."""
+    saved = {
+        name.removeprefix("model.args."): value
+        for name, value in manifest.settings.items()
+        if name.startswith("model.args.") and isinstance(value, bool | int | float | str)
+    }
+    size = tokenizer.vocab_size if tokenizer else None
+    try:
+        args = {**selection.args, **saved}
+        return resolve_model(selection.name, selection.flavor, args, selection.file, tokenizer_size=size)
+    except ConfigError as error:
+        raise UserError(
+            f"the model of {where} is unknown here:\n{error}\nName a config with it, with --config"
+        ) from None
