@@ -92,13 +92,21 @@ def train_on_this_rank(config: Config, rank: int, world_size: int) -> Any:
     import torch
 
     from titanlite.build import build
+    from titanlite.convert.weights import open_weights
     from titanlite.ingest.prepare import prepare_text
     from titanlite.preflight import preflight
     from titanlite.runtime.process_group import Ranks
     from titanlite.train import finish, train
 
     ranks, device = Ranks(rank, world_size, rank, world_size), torch.device("cpu")
-    run = build(config, preflight(config, ranks, device), ranks=ranks, device=device, prepare_text=prepare_text)
+    run = build(
+        config,
+        preflight(config, ranks, device),
+        ranks=ranks,
+        device=device,
+        prepare_text=prepare_text,
+        open_weights=open_weights,
+    )
     train(run)
     finish(run)
     return run

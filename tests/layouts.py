@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 from tests.helpers import TinyRun, run_in_turn, train_on_this_rank
 from titanlite.build import Run, build
 from titanlite.config.schema import Config
+from titanlite.convert.weights import open_weights
 from titanlite.ingest.prepare import prepare_text
 from titanlite.preflight import preflight
 from titanlite.runtime.process_group import Ranks
@@ -32,7 +33,14 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 
 def built(rank: int, world_size: int, config: Config) -> Run:
     ranks, device = Ranks(rank, world_size, rank, world_size), torch.device("cpu")
-    return build(config, preflight(config, ranks, device), ranks=ranks, device=device, prepare_text=prepare_text)
+    return build(
+        config,
+        preflight(config, ranks, device),
+        ranks=ranks,
+        device=device,
+        prepare_text=prepare_text,
+        open_weights=open_weights,
+    )
 
 
 def one_step(run: Run) -> StepResult:

@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from titanlite.batch import Batch
 from titanlite.checkpoint.fingerprint import resume_settings
+from titanlite.checkpoint.foreign import OpenWeights
 from titanlite.checkpoint.load import saved_run_id
 from titanlite.checkpoint.manager import CheckpointManager, Progress
 from titanlite.checkpoint.storage import open_storage
@@ -99,11 +100,13 @@ def build(
     ranks: Ranks,
     device: torch.device,
     prepare_text: PrepareText | None = None,
+    open_weights: OpenWeights | None = None,
 ) -> Run:
     """Build every part of a run, and resume from the run's newest checkpoint.
 
     Args:
         prepare_text: makes tokens of data that is text. Without it, text is refused.
+        open_weights: opens weights of other programs. Without it, a run begins from titanlite's checkpoints only.
 
     Raises:
         UserError: the parts do not fit together, or the data or the checkpoint do not fit the config.
@@ -114,7 +117,10 @@ def build(
     )
     samples, validation_sources = _open_samples(config, resolved, folder=folder, mesh=mesh, prepare_text=prepare_text)
     state = _build_state(config, resolved, mesh=mesh, device=device, folder=folder)
-    resumed = _resume(config, resolved, state, samples, mesh=mesh, device=device, folder=folder, ranks=ranks)
+    checkpoints = _open_checkpoints(
+        config, resolved, state, samples, mesh=mesh, device=device, folder=folder, open_weights=open_weights
+    )
+    resumed = _resume(config, checkpoints, samples, mesh=mesh, device=device, folder=folder, ranks=ranks)
     micro_batches, batches = _load_batches(config, resumed, mesh=mesh, device=device)
     return Run(
         config=config,
@@ -205,7 +211,9 @@ def _open_checkpoints(
     mesh: DeviceMesh,
     device: torch.device,
     folder: RunFolder,
+    open_weights: OpenWeights | None,
 ) -> CheckpointManager:
+    spec, allow_changes = resolved.model, config.checkpoint.allow_changes
     return CheckpointManager(
         config.checkpoint,
         storage=open_storage(config.checkpoint.folder or str(folder.checkpoints), owner=folder.run_id),
@@ -218,13 +226,13 @@ def _open_checkpoints(
         whole_config=dump(config),
         timeout_seconds=config.comm.save_timeout_seconds,
         flush=state.disk.flush if state.disk else None,
+        open_weights=(lambda path: open_weights(path, spec, allow_changes)) if open_weights else None,
     )
 
 
 def _resume(
     config: Config,
-    resolved: ResolvedConfig,
-    state: _State,
+    checkpoints: CheckpointManager,
     samples: Samples,
     *,
     mesh: DeviceMesh,
@@ -233,7 +241,6 @@ def _resume(
     ranks: Ranks,
 ) -> _Resumed:
     """Load the checkpoint that the run resumes from, if there is one, and record the start in the run's folder."""
-    checkpoints = _open_checkpoints(config, resolved, state, samples, mesh=mesh, device=device, folder=folder)
     progress = checkpoints.load(has_saved=folder.has_saved)
     if progress.step:
         samples = samples.resume(progress.data, progress.samples_seen, config.data.on_change)

@@ -208,6 +208,7 @@ def _train(options: Namespace) -> None:
     import torch
 
     from titanlite.build import build
+    from titanlite.convert.weights import open_weights
     from titanlite.ingest.prepare import prepare_text
     from titanlite.runtime.flight_recorder import keep_traces
     from titanlite.runtime.process_group import process_group
@@ -217,7 +218,9 @@ def _train(options: Namespace) -> None:
     try:
         timeout = config.comm.init_timeout_seconds
         with process_group(ranks, device, deterministic=config.debug.deterministic, timeout_seconds=timeout):
-            run = build(config, resolved, ranks=ranks, device=device, prepare_text=prepare_text)
+            run = build(
+                config, resolved, ranks=ranks, device=device, prepare_text=prepare_text, open_weights=open_weights
+            )
             stopped = train(run)
             finish(run, stopped)
     except torch.OutOfMemoryError as error:

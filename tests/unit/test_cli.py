@@ -55,7 +55,7 @@ def test_a_run_folder_records_how_it_was_made(tiny: TinyRun) -> None:
         (["--model.args.vocab_size=100"],
          "data.tokenizer: has 258 tokens, the model only 100 (leave model.args.vocab_size out,"),
         (["--checkpoint.folder=s4://bucket/run"], "checkpoint.folder: Protocol not known: s4"),
-        (["--checkpoint.initial_load_path=/no/such"], "checkpoint.initial_load_path: no folder /no/such"),
+        (["--checkpoint.initial_load_path=/no/such"], "checkpoint.initial_load_path: no file or folder /no/such"),
         (["--training.seq_len=10000"], "training.seq_len: 10000 is more than the 8192 positions of the model"),
     ],
 )  # fmt: skip

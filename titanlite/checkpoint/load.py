@@ -1,7 +1,7 @@
 """Choice of the checkpoint at which a run resumes, its checks, and loading in place."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -10,11 +10,13 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.storage import StorageReader
 
 from titanlite.checkpoint import manifest as manifests
 from titanlite.checkpoint.dcp_read import ShardReader
+from titanlite.checkpoint.foreign import ForeignWeights
 from titanlite.checkpoint.manifest import DAMAGED, SUPERSEDED, Manifest, folder_name
-from titanlite.checkpoint.state import State, check_settings, difference, flat, selected
+from titanlite.checkpoint.state import Difference, State, check_settings, difference, flat, selected
 from titanlite.checkpoint.storage import MANIFEST, Storage, open_storage
 from titanlite.config.schema import Checkpoint
 from titanlite.optim.quantized import MIN_ELEMENTS
@@ -33,6 +35,7 @@ class Loader:
     Args:
         settings: settings that must match on resume.
         may_change: globs of settings that may differ from the checkpoint's.
+        open_weights: opens initial_load_path where other programs wrote it; returns None where titanlite did.
     """
 
     def __init__(
@@ -43,8 +46,10 @@ class Loader:
         group: dist.ProcessGroup,
         settings: dict[str, Any],
         may_change: Sequence[str],
+        open_weights: Callable[[str], ForeignWeights | None] | None = None,
     ) -> None:
         self.config = config
+        self.open_weights = open_weights
         self.may_change = may_change
         self.storage = storage
         self.group = group
@@ -96,20 +101,20 @@ class Loader:
             UserError: there is no complete checkpoint, or names differ without being allowed to.
         """
         path, wanted = str(self.config.initial_load_path), self.config.initial_load
-        url, folder, manifest = on_rank_0(self.group, lambda: find_checkpoint(path, "checkpoint.initial_load_path: "))
-        storage = open_storage(url)
-        where = storage.url_of(folder)
-        reader = self._open(storage, folder, manifest)
         names = flat(state)
         if nothing := [pattern for pattern in wanted if not any(selected(name, [pattern]) for name in names)]:
             raise UserError(f"checkpoint.initial_load: nothing here is called {', '.join(nothing)}")
         chosen = {name: tensor for name, tensor in names.items() if selected(name, wanted)}
+        where, reader = self._open_initial(path)
+        if isinstance(reader, ForeignWeights):
+            chosen = {name: tensor for name, tensor in chosen.items() if name not in reader.kept}
         found = difference(chosen, reader.metadata, wanted)
+        if isinstance(reader, ForeignWeights) and selected("model", wanted):
+            found = Difference(found.missing, found.unexpected | reader.unknown)
         unexpected = [*self.config.allow_unexpected, *found.missing]  # one of another shape is listed once
         if wrong := found.without(missing=self.config.allow_missing, unexpected=unexpected):
             raise UserError(
-                f"{where} does not fit this model:\n{wrong}\n"
-                "Accept by name: checkpoint.allow_missing, checkpoint.allow_unexpected"
+                f"{where} does not fit this model:\n{wrong}\nTo load the rest all the same:\n{wrong.globs()}"
             )
         if found:
             logger.warning(f"from {where} are not loaded, as allowed:\n{found}")
@@ -118,6 +123,20 @@ class Loader:
         except DamagedCheckpoint as damage:
             raise UserError(f"checkpoint.initial_load_path: {damage}") from None
         logger.info(f"initial {', '.join(wanted)} from {where}")
+
+    def _open_initial(self, path: str) -> tuple[str, ShardReader | ForeignWeights]:
+        """Open the weights at a path on every rank, and return them with their place."""
+        if (open_weights := self.open_weights) is not None:
+            opened: list[ForeignWeights | None] = []
+            try:
+                on_all(self.group, lambda: opened.append(open_weights(path)))
+            except UserError as error:
+                raise UserError(f"checkpoint.initial_load_path: {error}") from None
+            if (weights := opened[0]) is not None:
+                return weights.where, weights
+        url, folder, manifest = on_rank_0(self.group, lambda: find_checkpoint(path, "checkpoint.initial_load_path: "))
+        storage = open_storage(url)
+        return storage.url_of(folder), self._open(storage, folder, manifest)
 
     def _find(self) -> Manifest | None:
         listing = self.storage.list()
@@ -182,7 +201,7 @@ class Loader:
         on_all(self.group, lambda: opened.append(ShardReader(storage, folder, manifest)))
         return opened[0]
 
-    def _read(self, reader: ShardReader, state: State) -> None:
+    def _read(self, reader: StorageReader, state: State) -> None:
         planner = DefaultLoadPlanner(allow_partial_load=False)
         try:
             dcp.load(_nested(state), storage_reader=reader, planner=planner, process_group=self.group)

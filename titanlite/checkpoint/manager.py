@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import titanlite
 from titanlite.checkpoint import manifest as manifests
+from titanlite.checkpoint.foreign import ForeignWeights
 from titanlite.checkpoint.load import Loader
 from titanlite.checkpoint.manifest import FileRecord, Manifest, folder_name
 from titanlite.checkpoint.save import Saved, Saver
@@ -57,6 +58,7 @@ class CheckpointManager:
         timeout_seconds: longest wait of a rank for another one that writes or reads a checkpoint.
         flush: called before a save where the state is on disk, and too large for a copy. The state itself is saved
             then, and training waits.
+        open_weights: opens initial_load_path where other programs wrote it.
     """
 
     def __init__(
@@ -73,6 +75,7 @@ class CheckpointManager:
         whole_config: str,
         timeout_seconds: float = 1800,
         flush: Callable[[], None] | None = None,
+        open_weights: Callable[[str], ForeignWeights | None] | None = None,
     ) -> None:
         self.config = config
         self.storage = storage
@@ -94,7 +97,9 @@ class CheckpointManager:
         pin = pin and device.type != "cpu"
         self._saver = Saver(storage, group=group, device=device, pin=pin, config=whole_config)
         may_change = [*config.allow_changes, *may_change]
-        self._loader = Loader(config, storage, group=group, settings=self.settings, may_change=may_change)
+        self._loader = Loader(
+            config, storage, group=group, settings=self.settings, may_change=may_change, open_weights=open_weights
+        )
         self._group = group
         self._clock = StepClock(device)
         self._save: tuple[int, Future[Saved]] | None = None

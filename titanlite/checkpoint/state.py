@@ -1,5 +1,7 @@
 """State of a model and its optimizer, by name, and its comparison with a checkpoint."""
 
+import json
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -113,6 +115,14 @@ class Difference:
             {name: text for name, text in self.missing.items() if not selected(name, missing)},
             {name: text for name, text in self.unexpected.items() if not selected(name, unexpected)},
         )
+
+    def globs(self) -> str:
+        """Return the options that accept the difference, with numbers of layers and experts as wildcards."""
+        names = {"allow_missing": self.missing, "allow_unexpected": self.unexpected}
+        patterns = {
+            option: dict.fromkeys(re.sub(r"(?<=\.)\d+(?=\.)", "*", name) for name in of) for option, of in names.items()
+        }
+        return "\n".join(f"  checkpoint.{option} = {json.dumps([*of])}" for option, of in patterns.items() if of)
 
     def is_of_quantization(self) -> bool:
         """Return whether the only difference is that one side quantizes a moment and the other does not."""

@@ -209,8 +209,8 @@ def _checkpoint_places(config: Config) -> Iterator[Conflict]:
     for name, place in places.items():
         if place is not None and "://" in place:
             yield from _url(f"checkpoint.{name}", place)
-        elif name == "initial_load_path" and place is not None and not os.path.isdir(os.path.expanduser(place)):
-            yield f"checkpoint.{name}", f"no folder {place}"
+        elif name == "initial_load_path" and place is not None and not os.path.exists(os.path.expanduser(place)):
+            yield f"checkpoint.{name}", f"no file or folder {place}"
 
 
 def _url(key: str, url: str) -> Iterator[Conflict]:

@@ -117,9 +117,9 @@ HF_EXPERTS = (
         "layers.{layer}.feed_forward.w3", "model.layers.{layer}.mlp.experts.{expert}.up_proj.weight", transposed=True
     ),
 )
+# moe.expert_bias of torchtitan counts on probabilities and ours on logits, so neither stands for the other.
 TORCHTITAN_EXPERTS = (
     Entry("layers.{layer}.feed_forward.router", "layers.{layer}.moe.router.gate.weight"),
-    Entry("layers.{layer}.feed_forward.bias_E", "layers.{layer}.moe.expert_bias"),
     Entry("layers.{layer}.feed_forward.w1", "layers.{layer}.moe.experts.w1", transposed=True),
     Entry("layers.{layer}.feed_forward.w2", "layers.{layer}.moe.experts.w2", transposed=True),
     Entry("layers.{layer}.feed_forward.w3", "layers.{layer}.moe.experts.w3", transposed=True),

@@ -1,0 +1,78 @@
+"""Foreign weights on several ranks: the same bits on every layout, and each rank reads what its shards need."""
+
+from typing import Any
+
+import torch.distributed.checkpoint as dcp
+
+from tests.foreign import assert_same, expected_tensors, options_of, oracle_of, save_meta, save_torchtitan, spec_of
+from tests.helpers import TinyRun, run_in_turn
+from tests.layouts import built, degrees, whole
+from titanlite.checkpoint.state import model_state
+from titanlite.config.schema import Config
+from titanlite.convert.weights import open_weights
+from titanlite.models.registry import ModelSpec
+from titanlite.runtime.private_torch.tensors import local_tensor
+
+SOURCES = ("hugging-face", "experts", "torchtitan", "meta")
+
+
+def loaded(rank: int, world_size: int, config: Config) -> tuple[dict[str, Any], int, int, int]:
+    """Return the weights that a run begins with, and bytes: that a rank reads for them, of its shards, and of all."""
+    run = built(rank, world_size, config)
+    tensors = {name: it for name, it in model_state(run.model).items() if not name.endswith("bias_E")}
+    found = {name: whole(tensor) for name, tensor in tensors.items()}
+    args: Any = run.model.args
+    reader = open_weights(str(config.checkpoint.initial_load_path), ModelSpec(type(run.model), args), [])
+    assert reader is not None
+    for tensor in tensors.values():
+        local_tensor(tensor).zero_()
+    dcp.load({f"model.{name}": tensor for name, tensor in tensors.items()}, storage_reader=reader)
+    assert_same({name: whole(tensor) for name, tensor in tensors.items()}, found)
+    shards = sum(local_tensor(tensor).nbytes for tensor in tensors.values())
+    return found, reader.bytes_read, shards, sum(tensor.nbytes for tensor in found.values())
+
+
+def test_every_layout_begins_with_the_same_bits(tiny: TinyRun) -> None:
+    """Four ranks share the rows so that heads are cut, which interleaved rows do not mind."""
+    llama, moe = oracle_of("llama3", vocab_size=260), oracle_of("qwen3_moe", vocab_size=260)
+    llama.save_pretrained(tiny.folder / "hugging-face", max_shard_size="20KB")
+    moe.save_pretrained(tiny.folder / "experts")
+    save_torchtitan("llama3", llama, tiny.folder / "torchtitan")
+    save_meta(llama, tiny.folder / "meta", parts=2, params=None)
+    layouts = [(source, degrees_) for source in SOURCES for degrees_ in ((1, 4), (2, 2))]
+    configs = []
+    for source, (replicate, shard) in layouts:
+        family, oracle = ("qwen3_moe", moe) if source == "experts" else ("llama3", llama)
+        place = f"--checkpoint.initial_load_path={tiny.folder / source}"
+        name = f"--job.name={source}-{replicate}-{shard}"
+        options = [*options_of(spec_of(family, oracle)), *degrees(replicate, shard), place, name]
+        configs.append(tiny.config(*options, world_size=4))
+    for (source, (_, shard)), ranks in zip(layouts, run_in_turn(loaded, 4, configs), strict=True):
+        expected = expected_tensors(moe if source == "experts" else llama)
+        for found, read, shards, everything in ranks:
+            assert_same(found, expected)
+            assert shards < everything
+            if source in ("hugging-face", "experts"):
+                assert read == shards
+            else:  # a cut head costs a few more rows
+                assert shards <= read < shards * 1.1
+        assert sum(shards for _, _, shards, _ in ranks) == ranks[0][3] * 4 // shard
+
+
+def test_mistakes_end_every_rank_alike(tiny: TinyRun) -> None:
+    oracle = oracle_of("llama3", vocab_size=260)
+    oracle.save_pretrained(tiny.folder / "model")
+    options = [f"--checkpoint.initial_load_path={tiny.folder / 'model'}", *options_of(spec_of("llama3", oracle))]
+    config = tiny.config(*options, "--model.args.dim=48", *degrees(1, 2), world_size=2)
+    for message in run_in_turn(refused, 2, [config])[0]:
+        assert message.startswith(
+            f"checkpoint.initial_load_path: {tiny.folder}/model is of another model:\n  dim = 24,"
+        )
+
+
+def refused(rank: int, world_size: int, config: Config) -> str:
+    try:
+        built(rank, world_size, config)
+    except ValueError as error:
+        return str(error)
+    return ""

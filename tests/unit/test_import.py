@@ -1,0 +1,425 @@
+"""Weights of Hugging Face, torchtitan and Meta, read into our models on one process."""
+
+import json
+import pickle
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+
+from tests.foreign import (
+    FAMILIES,
+    assert_same,
+    expected_tensors,
+    logits,
+    options_of,
+    oracle_of,
+    save_meta,
+    save_torchtitan,
+    spec_of,
+)
+from tests.helpers import TinyRun
+from tests.whole_runs import trained
+from titanlite.checkpoint.state import model_state
+from titanlite.config.load import load
+from titanlite.convert.meta import MetaFolder
+from titanlite.convert.reader import ForeignReader
+from titanlite.convert.weights import find_flavor, open_weights
+from titanlite.models.base import Model
+from titanlite.models.llama3 import Llama3
+from titanlite.models.registry import ModelSpec, resolve_model
+from titanlite.runtime.errors import UserError
+
+CASES = [(family, tied) for family in FAMILIES for tied in (False, True)]
+TOKENS = torch.randint(0, 67, (2, 33), generator=torch.Generator().manual_seed(1))
+
+
+def opened(path: Path, spec: ModelSpec) -> ForeignReader:
+    reader = open_weights(str(path), spec, [])
+    assert reader is not None
+    return reader
+
+
+def loaded(path: Path, spec: ModelSpec, dtype: torch.dtype = torch.float32) -> Model:
+    """Return our model with the weights at a path, all of which it must have."""
+    reader = opened(path, spec)
+    model = spec.model_cls(spec.args).to(dtype)
+    model.init_buffers()
+    wanted = {f"model.{name}": tensor.detach() for name, tensor in model_state(model).items()}
+    for tensor in wanted.values():
+        tensor.fill_(torch.nan if tensor.dtype.is_floating_point else 0)
+    kept = {name: wanted.pop(name).zero_() for name in reader.kept}
+    assert [*kept] == [name for name in kept if name.endswith("bias_E")]
+    dcp.load(wanted, storage_reader=reader, no_dist=True)
+    assert not reader.unknown
+    assert reader.metadata.state_dict_metadata.keys() == wanted.keys()
+    return model.eval()
+
+
+def tensors_of(model: Model) -> dict[str, Tensor]:
+    return {name: it.detach() for name, it in model_state(model).items() if not name.endswith("bias_E")}
+
+
+# Hugging Face
+
+
+@pytest.mark.parametrize(("family", "tied"), CASES)
+def test_hugging_face_folders_are_read_bit_for_bit(family: str, tied: bool, tmp_path: Path) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        oracle = oracle_of(family, tied=tied, dtype=dtype)
+        oracle.save_pretrained(tmp_path / "one")
+        oracle.save_pretrained(tmp_path / "shards", max_shard_size="10KB")
+        assert len([*(tmp_path / "shards").glob("*.safetensors")]) > 2
+        spec, expected = spec_of(family, oracle), expected_tensors(oracle)
+        for folder in ("one", "one/model.safetensors", "shards"):
+            assert_same(tensors_of(loaded(tmp_path / folder, spec, dtype)), expected)
+        if dtype == torch.float32:
+            ours = logits(loaded(tmp_path / "shards", spec), TOKENS)
+            assert (ours - logits(oracle, TOKENS)).abs().max() < 1e-4
+            assert ours.std() > 0.3
+        else:  # a model of another dtype takes the rounded values
+            model = tensors_of(loaded(tmp_path / "one", spec, torch.float32))
+            assert_same(model, {name: tensor.float() for name, tensor in expected.items()})
+
+
+def test_base_models_and_old_files(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    oracle = oracle_of("qwen3", tied=True)
+    oracle.model.save_pretrained(tmp_path)
+    stored = load_file(tmp_path / "model.safetensors")
+    assert "embed_tokens.weight" in stored, "without the prefix"
+    stored["layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(5)  # of older releases
+    stored["lm_head.weight"] = torch.ones(67, 24)  # not used: the config ties it
+    save_file(stored, tmp_path / "model.safetensors")
+    assert_same(tensors_of(loaded(tmp_path, spec_of("qwen3", oracle))), expected_tensors(oracle))
+
+
+def test_links_of_the_cache_of_hugging_face_are_followed(tmp_path: Path) -> None:
+    oracle = oracle_of("llama3")
+    snapshot, blobs = tmp_path / "models--x" / "snapshots" / "abc", tmp_path / "models--x" / "blobs"
+    oracle.save_pretrained(snapshot)
+    blobs.mkdir()
+    shutil.move(snapshot / "model.safetensors", blobs / "123")
+    (snapshot / "model.safetensors").symlink_to("../../blobs/123")
+    assert_same(tensors_of(loaded(snapshot, spec_of("llama3", oracle))), expected_tensors(oracle))
+
+
+# torchtitan and Meta
+
+
+@pytest.mark.parametrize(("family", "tied"), CASES)
+def test_checkpoints_of_torchtitan_are_read_bit_for_bit(family: str, tied: bool, tmp_path: Path) -> None:
+    oracle = oracle_of(family, tied=tied)
+    save_torchtitan(family, oracle, tmp_path / "step-3")
+    spec = spec_of(family, oracle)
+    assert_same(tensors_of(loaded(tmp_path / "step-3", spec)), expected_tensors(oracle))
+    if family == "llama3" and tied:
+        save_torchtitan(family, oracle_of(family), tmp_path / "untied")
+        with pytest.raises(UserError, match=r"has a head of its own: set model\.args\.tied_head = false$"):
+            opened(tmp_path / "untied", spec)
+
+
+@pytest.mark.parametrize("parts", [1, 2, 4])
+def test_parts_of_meta_are_joined_bit_for_bit(parts: int, tmp_path: Path) -> None:
+    oracle = oracle_of("llama3", vocab_size=68)  # Meta's parts are equal
+    params = {
+        "dim": 24, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "vocab_size": 68, "multiple_of": 8, "norm_eps": 1e-5,
+        "ffn_dim_multiplier": 0.6, "rope_theta": 10000.0, "use_scaled_rope": False,
+    }  # fmt: skip
+    save_meta(oracle, tmp_path, parts=parts, params=params)
+    spec = spec_of("llama3", oracle)
+    assert spec.args.hidden_dim == 40  # pyright: ignore[reportAttributeAccessIssue]
+    assert_same(tensors_of(loaded(tmp_path, spec)), expected_tensors(oracle))
+    assert_same(tensors_of(loaded(tmp_path / "consolidated.00.pth", spec)), expected_tensors(oracle))
+    with pytest.raises(UserError, match=r"dim = 24, here 32"):
+        opened(tmp_path, spec._replace(args=replace(spec.args, dim=32)))  # pyright: ignore[reportCallIssue]
+    if parts > 1:
+        (tmp_path / "consolidated.00.pth").unlink()
+        with pytest.raises(UserError, match=r"has consolidated\.0\d\.pth, but not consolidated\.00\.pth"):
+            opened(tmp_path, spec)
+
+
+def test_the_params_of_meta_give_the_flavor(tmp_path: Path) -> None:
+    """Llama 3.2 1B: its params.json states neither the tied head nor the factor of RoPE's scaling."""
+    params = {
+        "dim": 2048, "ffn_dim_multiplier": 1.5, "multiple_of": 256, "n_heads": 32, "n_kv_heads": 8, "n_layers": 16,
+        "norm_eps": 1e-05, "rope_theta": 500000.0, "use_scaled_rope": True, "vocab_size": 128256,
+    }  # fmt: skip
+    (tmp_path / "params.json").write_text(json.dumps(params))
+    (tmp_path / "consolidated.00.pth").touch()
+    args = MetaFolder(tmp_path).read_args(Llama3)
+    assert args is not None
+    assert find_flavor(Llama3, args) == "1B"
+    del params["norm_eps"]
+    (tmp_path / "params.json").write_text(json.dumps(params))
+    with pytest.raises(UserError, match=r"params\.json: norm_eps is missing$"):
+        MetaFolder(tmp_path).read_args(Llama3)
+
+
+# What does not fit
+
+
+def test_arguments_that_differ_are_listed_with_what_to_set(tmp_path: Path) -> None:
+    oracle = oracle_of("llama3")
+    oracle.save_pretrained(tmp_path)
+    spec = spec_of("llama3", oracle)
+    other = spec._replace(args=replace(spec.args, max_seq_len=7))
+    assert opened(tmp_path, other).shape("model.tok_embeddings.weight") == (67, 24), "the length is no part of it"
+    changes: dict[str, Any] = {"dim": 32, "tied_head": True, "rope_theta": 5e5}
+    other = spec._replace(args=replace(spec.args, **changes))
+    with pytest.raises(UserError) as refusal:
+        opened(tmp_path, other)
+    assert str(refusal.value).splitlines() == [
+        f"{tmp_path} is of another model:",
+        "  dim = 24, here 32",
+        "  tied_head = false, here true",
+        "  rope_theta = 10000.0, here 500000.0",
+        "Set in [model.args]:",
+        "  dim = 24",
+        "  tied_head = false",
+        "  rope_theta = 10000.0",
+        'or accept the difference: checkpoint.allow_changes = ["model.args.dim", "model.args.tied_head", '
+        '"model.args.rope_theta"]',
+    ]
+    other = spec._replace(args=replace(spec.args, rope_theta=5e5))  # pyright: ignore[reportCallIssue]
+    assert open_weights(str(tmp_path), other, ["model.args.rope_*"])
+    config = Llama3.formats.hugging_face.to_config(Llama3.flavors["8B"])  # pyright: ignore[reportOptionalMemberAccess]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match=r'Set in \[model\]:\n  flavor = "8B"\n'):
+        opened(tmp_path, spec)
+
+
+def test_a_missing_expert_is_missing(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    oracle = oracle_of("qwen3_moe")
+    oracle.save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    stored = load_file(file)
+    del stored["model.layers.1.mlp.experts.2.up_proj.weight"]
+    del stored["model.layers.0.mlp.experts.4.up_proj.weight"]
+    save_file(stored, file)
+    reader = opened(tmp_path, spec_of("qwen3_moe", oracle))
+    assert reader.shape("model.layers.1.feed_forward.w3") is None
+    assert reader.shape("model.layers.0.feed_forward.w3") == (4, 24, 20)
+
+
+class Payload:
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[str]]:
+        return print, ("code of the checkpoint runs",)
+
+
+def edited(file: Path, **changes: Any) -> None:
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+def truncated(folder: Path) -> None:
+    file = next(folder.glob("model-00002*"))
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+def with_shard_in_index(folder: Path, name: str) -> None:
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    index["weight_map"]["lm_head.weight"] = name
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def linked_outside(folder: Path) -> None:
+    shutil.copy(next(folder.glob("model-00002*")), folder.parent / "outside.safetensors")
+    file = next(folder.glob("model-00002*"))
+    file.unlink()
+    file.symlink_to(folder.parent / "outside.safetensors")
+
+
+def with_pickles_only(folder: Path) -> None:
+    for file in folder.glob("model*"):
+        file.unlink()
+    (folder / "pytorch_model.bin").touch()
+
+
+DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
+    "truncated": (truncated, r"model-00002-of-\d+\.safetensors is damaged or incomplete: "),
+    "missing shard": (
+        lambda folder: with_shard_in_index(folder, "model-00009.safetensors"),
+        r"index\.json names model-00009\.safetensors, which is missing$",
+    ),
+    "shard above": (
+        lambda folder: with_shard_in_index(folder, "../x.safetensors"),
+        r": \.\./x\.safetensors leads out of the folder: refused$",
+    ),
+    "absolute shard": (
+        lambda folder: with_shard_in_index(folder, "/etc/passwd"),
+        r": /etc/passwd leads out of the folder: refused$",
+    ),
+    "linked shard": (linked_outside, r": model-00002\S+ leads out of the folder: refused$"),
+    "wrong shard": (
+        lambda folder: with_shard_in_index(folder, next(folder.glob("model-00002*")).name),
+        r"model-00002\S+ lacks lm_head\.weight, which the index lists$",
+    ),
+    "no index": (
+        lambda folder: (folder / "model.safetensors.index.json").write_text("[]"),
+        r"index\.json is not a JSON object$",
+    ),
+    "other family": (
+        lambda folder: edited(folder / "config.json", model_type="qwen3"),
+        r'config\.json describes a qwen3 model: set model\.name = "qwen3"$',
+    ),
+    "unknown family": (
+        lambda folder: edited(folder / "config.json", model_type="gpt2"),
+        r"config\.json: model_type is 'gpt2', not 'llama'$",
+    ),
+    "not computed": (
+        lambda folder: edited(folder / "config.json", attention_bias=True),
+        r"config\.json: attention_bias = True is not supported, only False$",
+    ),
+    "quantized": (
+        lambda folder: edited(folder / "config.json", quantization_config={"quant_method": "fp8"}),
+        r"config\.json describes quantized weights: take the model in bfloat16 or float32$",
+    ),
+    "no config": (lambda folder: (folder / "config.json").unlink(), r"has no config\.json, which describes the model$"),
+    "no JSON": (lambda folder: (folder / "config.json").write_text("{"), r"config\.json is not JSON: "),
+    "pickles only": (
+        with_pickles_only,
+        r"has no \*\.safetensors \(pytorch_model\.bin is a pickle: save it again with save_pretrained\)$",
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_bad_folders_are_refused_in_one_line(damage: str, tmp_path: Path) -> None:
+    oracle = oracle_of("llama3")
+    oracle.save_pretrained(tmp_path / "model", max_shard_size="10KB")
+    spec, (change, message) = spec_of("llama3", oracle), DAMAGES[damage]
+    assert opened(tmp_path / "model", spec)
+    change(tmp_path / "model")
+    with pytest.raises(UserError, match=message) as refusal:
+        opened(tmp_path / "model", spec)
+    assert len(str(refusal.value).splitlines()) == 1
+    assert str(tmp_path) in str(refusal.value)
+
+
+def test_pickles_with_other_names_are_not_run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    oracle = oracle_of("llama3")
+    spec = spec_of("llama3", oracle)
+    save_meta(oracle, tmp_path / "meta", parts=1, params=None)
+    torch.save({"tok_embeddings.weight": Payload()}, tmp_path / "meta" / "consolidated.00.pth")
+    with pytest.raises(UserError, match=r"consolidated\.00\.pth holds more than tensors, .*: refused$"):
+        opened(tmp_path / "meta", spec)
+    (tmp_path / "meta" / "consolidated.00.pth").write_bytes(b"PK")
+    with pytest.raises(UserError, match=r"consolidated\.00\.pth"):
+        opened(tmp_path / "meta", spec)
+    save_torchtitan("llama3", oracle, tmp_path / "titan")
+    metadata = tmp_path / "titan" / ".metadata"
+    good = metadata.read_bytes()
+    metadata.write_bytes(pickle.dumps(Payload()))
+    with pytest.raises(UserError, match=r"\.metadata names builtins\.print, which is no part of a checkpoint"):
+        opened(tmp_path / "titan", spec)
+    metadata.write_bytes(good.replace(b"__0_0.distcp", b"../../distcp"))
+    with pytest.raises(UserError, match=r"names \.\./\.\./distcp, which leads out of the folder: refused$"):
+        opened(tmp_path / "titan", spec)
+    metadata.write_bytes(good)
+    data = tmp_path / "titan" / "__0_0.distcp"
+    data.write_bytes(data.read_bytes()[:5000])
+    with pytest.raises(UserError, match=r"__0_0\.distcp is damaged or incomplete"):
+        opened(tmp_path / "titan", spec)
+    assert "runs" not in capfd.readouterr().out
+
+
+def test_paths_with_nothing_to_read(tmp_path: Path) -> None:
+    spec = spec_of("llama3", oracle_of("llama3"))
+    with pytest.raises(UserError, match=f"^no file or folder {tmp_path}/gone$"):
+        open_weights(f"{tmp_path}/gone", spec, [])
+    (tmp_path / "notes.txt").touch()
+    with pytest.raises(UserError, match=r"notes\.txt is none of: a checkpoint of titanlite .*, a Hugging Face folder"):
+        open_weights(f"{tmp_path}/notes.txt", spec, [])
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    with pytest.raises(UserError, match=r"config\.json: hidden_size is missing; "):
+        open_weights(str(tmp_path), spec, [])
+    assert open_weights("memory://run", spec, []) is None
+
+
+# Training
+
+
+ONE_STEP = ["--training.steps=1", "--lr_scheduler.warmup_steps=1", "--optimizer.lr=0.0"]
+
+
+@pytest.mark.usefixtures("single_process_group")
+def test_a_run_begins_from_a_hugging_face_folder(tiny: TinyRun) -> None:
+    oracle = oracle_of("qwen3_moe", vocab_size=260, dtype=torch.bfloat16)
+    oracle.save_pretrained(tiny.folder / "model")
+    options = [*options_of(spec_of("qwen3_moe", oracle)), *ONE_STEP]
+    path = f"--checkpoint.initial_load_path={tiny.folder}/model"
+    found = trained(tiny.config(*options, path))
+    for name, tensor in expected_tensors(oracle).items():
+        assert torch.equal(found[name], tensor.float()), name
+
+
+@pytest.mark.usefixtures("single_process_group")
+def test_keys_that_differ_are_all_listed_with_the_options_that_accept_them(tiny: TinyRun) -> None:
+    from safetensors.torch import load_file, save_file
+
+    oracle = oracle_of("qwen3", vocab_size=260)
+    oracle.save_pretrained(tiny.folder / "model")
+    file = tiny.folder / "model" / "model.safetensors"
+    stored = load_file(file)
+    for layer in (0, 1):
+        del stored[f"model.layers.{layer}.self_attn.q_norm.weight"]
+        stored[f"model.layers.{layer}.self_attn.extra.weight"] = torch.ones(3)
+    stored["model.norm.weight"] = torch.ones(7)
+    stored["score.weight"] = torch.ones(2, 24)
+    save_file(stored, file)
+    options = [*options_of(spec_of("qwen3", oracle)), *ONE_STEP, f"--checkpoint.initial_load_path={tiny.folder}/model"]
+    with pytest.raises(UserError) as refusal:
+        trained(tiny.config(*options, "--job.name=refused"))
+    accept = [
+        'checkpoint.allow_missing = ["model.layers.*.attention.q_norm.weight", "model.head.norm.weight"]',
+        'checkpoint.allow_unexpected = ["model.layers.*.self_attn.extra.weight", "score.weight"]',
+    ]
+    assert str(refusal.value).splitlines() == [
+        f"{tiny.folder}/model does not fit this model:",
+        "  missing     model.layers.0.attention.q_norm.weight [10]",
+        "  missing     model.layers.1.attention.q_norm.weight [10]",
+        "  missing     model.head.norm.weight [24], stored as [7]",
+        "  unexpected  model.layers.0.self_attn.extra.weight [3]",
+        "  unexpected  model.layers.1.self_attn.extra.weight [3]",
+        "  unexpected  score.weight [2, 24]",
+        "To load the rest all the same:",
+        *(f"  {line}" for line in accept),
+    ]
+    found = trained(tiny.config(*options, *(f"--{line.replace(' = ', '=')}" for line in accept)))
+    expected = expected_tensors(oracle)
+    assert torch.equal(found["layers.1.attention.wq.weight"], expected["layers.1.attention.wq.weight"])
+    assert torch.equal(found["layers.1.attention.q_norm.weight"], torch.ones(10)), "its initial value"
+    part = tiny.config(*options, "--job.name=part", '--checkpoint.initial_load=["model.tok_*"]')
+    assert torch.equal(trained(part)["tok_embeddings.weight"], expected["tok_embeddings.weight"])
+
+
+def test_the_example_continues_the_released_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Values of the release's config.json; its weights are not needed to compare them."""
+    import tokenizers
+
+    example = Path("examples/continue_qwen3.toml").resolve()
+    folder = tmp_path / "models" / "Qwen3-0.6B"
+    folder.mkdir(parents=True)
+    tokenizers.Tokenizer(tokenizers.models.BPE()).save(str(folder / "tokenizer.json"))
+    released = {
+        "model_type": "qwen3", "hidden_size": 1024, "num_hidden_layers": 28, "num_attention_heads": 16,
+        "num_key_value_heads": 8, "head_dim": 128, "intermediate_size": 3072, "vocab_size": 151936,
+        "max_position_embeddings": 40960, "rms_norm_eps": 1e-06, "rope_theta": 1000000, "rope_scaling": None,
+        "tie_word_embeddings": True, "attention_bias": False, "hidden_act": "silu", "use_sliding_window": False,
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(released))
+    monkeypatch.chdir(tmp_path)
+    config = load(example)
+    spec = resolve_model(config.model.name, config.model.flavor, config.model.args, tokenizer_size=151669)
+    path = str(config.checkpoint.initial_load_path)
+    with pytest.raises(UserError, match=r"models/Qwen3-0\.6B has no \*\.safetensors$"):
+        open_weights(path, spec, [])

@@ -1,0 +1,206 @@
+"""DCP's StorageReader of foreign weights: each rank reads the regions of tensors that its own shards need.
+
+The metadata has the names and shapes of our model. So `dcp.load` plans as for a checkpoint of our own, and the layout
+of the other format is undone region by region.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
+from torch.futures import Future
+
+from titanlite.checkpoint.foreign import ForeignWeights
+from titanlite.models.formats import Place, Table
+
+Region = tuple[slice, ...]
+"""Start and stop in each dim."""
+
+
+class Part(NamedTuple):
+    """Block of a foreign tensor that is stored in one piece."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    read: Callable[[Region], Tensor]
+    """Return a region of the part."""
+
+
+@dataclass(frozen=True)
+class ForeignTensor:
+    """Tensor of another format under its own name; its parts cover it."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    parts: Sequence[Part]
+
+    @staticmethod
+    def in_one_part(
+        name: str, shape: Sequence[int], dtype: torch.dtype, read: Callable[[Region], Tensor]
+    ) -> "ForeignTensor":
+        return ForeignTensor(name, tuple(shape), dtype, [Part((0,) * len(shape), tuple(shape), read)])
+
+    def read(self, region: Region) -> Tensor:
+        """Return a region, from all parts that have some of it."""
+        whole = None
+        for part in self.parts:
+            common = [
+                slice(max(wanted.start, start), min(wanted.stop, start + size))
+                for wanted, start, size in zip(region, part.offsets, part.sizes, strict=True)
+            ]
+            if any(both.start >= both.stop for both in common):
+                continue
+            found = part.read(_moved(common, part.offsets))
+            if tuple(common) == region:
+                return found
+            if whole is None:
+                whole = torch.empty([wanted.stop - wanted.start for wanted in region], dtype=self.dtype)
+            whole[_moved(common, [wanted.start for wanted in region])] = found
+        assert whole is not None, f"no part of {self.name} has {region}"
+        return whole
+
+
+def _moved(region: Iterable[slice], origin: Iterable[int]) -> Region:
+    return tuple(slice(it.start - start, it.stop - start) for it, start in zip(region, origin, strict=True))
+
+
+class _Stored(NamedTuple):
+    """Chunk of our tensor: a foreign tensor, and the layout in which it has the chunk."""
+
+    tensor: ForeignTensor
+    place: Place
+
+
+class ForeignReader(ForeignWeights):
+    """Reader of foreign weights under our names.
+
+    Args:
+        where: the source, for errors.
+        tensors: all tensors of the source.
+        table: names and layouts of the format.
+        head_size: rows of an attention head, where the format interleaves them.
+        model_names: names of the model's tensors.
+    """
+
+    def __init__(
+        self,
+        where: str,
+        tensors: Iterable[ForeignTensor],
+        table: Table,
+        *,
+        head_size: int | None,
+        model_names: Iterable[str],
+    ) -> None:
+        self.where = where
+        self.head_size = head_size
+        self.bytes_read = 0
+        self.unknown: dict[str, str] = {}
+        self.kept = {f"model.{name}" for name in model_names if table.find(name) is None}
+        self._stored: dict[MetadataIndex, _Stored] = {}
+        found: dict[str, list[_Stored]] = {}
+        for tensor in tensors:
+            place = table.place(tensor.name)
+            if place is None:
+                self.unknown[tensor.name] = f"{tensor.name} {[*tensor.shape]}"
+            else:
+                found.setdefault(f"model.{place.name}", []).append(_Stored(tensor, place))
+        entries = {name: self._entry(name, chunks) for name, chunks in found.items()}
+        self.metadata = Metadata({name: entry for name, entry in entries.items() if entry is not None})
+
+    def _entry(self, name: str, chunks: list[_Stored]) -> TensorStorageMetadata | None:
+        """Return the metadata of our tensor; None if experts are missing between others, or differ in shape."""
+        chunks = sorted(chunks, key=lambda chunk: chunk.place.expert or 0)
+        shape = _our_shape(chunks[0])
+        if chunks[0].place.expert is None:
+            chunks, size = chunks[:1], shape
+        elif [chunk.place.expert for chunk in chunks] != [*range(len(chunks))] or any(
+            _our_shape(chunk) != shape for chunk in chunks
+        ):
+            return None
+        else:
+            size = (len(chunks), *shape[1:])
+        metadata = []
+        for chunk in chunks:
+            offsets = torch.Size([chunk.place.expert or 0, *[0] * (len(shape) - 1)][: len(shape)])
+            metadata.append(ChunkStorageMetadata(offsets, torch.Size(shape)))
+            self._stored[MetadataIndex(name, offsets)] = chunk
+        properties = TensorProperties(dtype=chunks[0].tensor.dtype)
+        return TensorStorageMetadata(properties, torch.Size(size), metadata)
+
+    def drop(self, name: str) -> None:
+        """Leave out a tensor."""
+        if self.metadata.state_dict_metadata.pop(name, None) is not None:
+            self._stored = {index: chunk for index, chunk in self._stored.items() if index.fqn != name}
+
+    def shape(self, name: str) -> tuple[int, ...] | None:
+        """Return the shape of our tensor in the source; None if it is not there."""
+        entry = self.metadata.state_dict_metadata.get(name)
+        return tuple(entry.size) if isinstance(entry, TensorStorageMetadata) else None
+
+    def read(self, name: str, rows: slice | None = None) -> Tensor:
+        """Return one of our tensors, or some of its rows."""
+        entry = self.metadata.state_dict_metadata[name]
+        assert isinstance(entry, TensorStorageMetadata)
+        pieces = []
+        for chunk in entry.chunks:
+            region = [slice(0, size) for size in chunk.sizes]
+            pieces.append(self._read(MetadataIndex(name, chunk.offsets), [rows or region[0], *region[1:]]))
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+
+    def _read(self, index: MetadataIndex, region: Sequence[slice]) -> Tensor:
+        """Return a region of a chunk in our layout."""
+        tensor, (_, entry, expert) = self._stored[index]
+        theirs = [*region] if expert is None else [*region[1:]]
+        if entry.transposed:
+            theirs[-2:] = theirs[:-3:-1]
+        rows = None
+        if entry.interleaved:
+            assert self.head_size is not None
+            rows = interleaved_rows(theirs[0], self.head_size)
+            first, last = int(rows.min()), int(rows.max())
+            theirs[0], rows = slice(first, last + 1), rows - first
+        found = tensor.read(tuple(theirs))
+        self.bytes_read += found.nbytes
+        found = found if rows is None else found[rows]
+        found = found.transpose(-2, -1) if entry.transposed else found
+        return found if expert is None else found.unsqueeze(0)
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        for item in plan.items:
+            bounds = zip(item.storage_offsets, item.lengths, strict=True)
+            found = self._read(item.storage_index, [slice(start, start + length) for start, length in bounds])
+            target = planner.resolve_tensor(item).detach()
+            target.copy_(found)
+            planner.commit_tensor(item, target)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        return self.metadata
+
+
+def interleaved_rows(rows: slice, head_size: int) -> Tensor:
+    """Return where the other format has these rows of ours. It pairs 2i and 2i + 1 in a head, and we i and i + H/2."""
+    ours = torch.arange(rows.start, rows.stop)
+    head, j = ours // head_size * head_size, ours % head_size
+    return head + torch.where(j < head_size // 2, 2 * j, 2 * (j - head_size // 2) + 1)
+
+
+def _our_shape(chunk: _Stored) -> tuple[int, ...]:
+    """Return the shape of a foreign tensor in our layout."""
+    shape = [*chunk.tensor.shape]
+    if chunk.place.entry.transposed and len(shape) >= 2:
+        shape[-2:] = shape[:-3:-1]
+    return tuple(shape) if chunk.place.expert is None else (1, *shape)
