@@ -71,6 +71,20 @@ class HuggingFaceTokenizer:
     def decode(self, ids: np.ndarray) -> str:
         return self._first.decode(np.asarray(ids).tolist(), skip_special_tokens=False)
 
+    def encode_marked(self, text: str) -> list[int]:
+        """Token ids of a text in which the names of special tokens stand for those tokens, as in a rendered chat."""
+        self._first.encode_special_tokens = False
+        try:
+            return self._first.encode(text, add_special_tokens=False).ids
+        finally:
+            self._first.encode_special_tokens = True
+
+    def opening_ids(self) -> list[int]:
+        """Token ids that the file's post-processor puts before a text."""
+        plain, whole = (self._first.encode("a", add_special_tokens=adds).ids for adds in (False, True))
+        starts = (i for i in range(len(whole)) if whole[i : i + len(plain)] == plain)
+        return whole[: next(starts, 0)]
+
     def token_bytes(self) -> np.ndarray:
         """Exact for byte-level BPE, and for SentencePiece's way of writing spaces and bytes, but for the space that is
         put before a text. Of other kinds: the length of the token as it is written."""

@@ -1,0 +1,268 @@
+"""Generation from models in memory: against transformers, against no cache, and against probabilities by hand."""
+
+import math
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+
+from tests import models, qwen_models
+from titanlite.convert.generation import Generator, stream_text
+from titanlite.convert.key_value_cache import LayerCache, attend_to_all
+from titanlite.convert.sampling import Sampler, token_probabilities
+from titanlite.cpu.kernels import CpuKernels
+from titanlite.data.tokenizer import ByteTokenizer, load_tokenizer
+from titanlite.kernels import DEFAULT_KERNELS, set_kernels
+from titanlite.models.attention import attend
+from titanlite.models.base import Model
+from titanlite.models.decoder import Decoder
+from titanlite.runtime.errors import RunError, UserError
+
+FAMILIES: dict[str, tuple[Any, Any]] = {
+    "llama3": (lambda: models.built(replace(models.SMALL, rope_scaling_factor=8.0)), models.oracle),
+    "qwen3": (lambda: qwen_models.built(qwen_models.DENSE), qwen_models.oracle),
+    "qwen3_moe": (lambda: qwen_models.built(qwen_models.MOE), qwen_models.oracle),
+}
+PROMPT = (5, 17, 80, 3, 3, 9)
+PROMPTS = [tuple(random.Random(i).choices(range(101), k=1 + 3 * (i // 2))) for i in range(8)]
+"""Some share their length, and none another's beginning."""
+
+
+def generator(model: Model, *, use_cache: bool | None = None, max_seq_len: int = 64) -> Generator:
+    return Generator(model, kernels=CpuKernels(), vocab_size=101, max_seq_len=max_seq_len, use_cache=use_cache)
+
+
+def greedy(source: Generator, prompt: Sequence[int] = PROMPT, tokens: int = 40, **options: Any) -> list[int]:
+    return list(source.stream(prompt, max_new_tokens=tokens, sampler=Sampler(), **options))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_tokens_are_those_of_transformers(family: str) -> None:
+    """Tokens are the same without a cache, and with one that holds another sequence with the same beginning."""
+    build, oracle = FAMILIES[family]
+    model: Decoder = build()
+    set_kernels(model, CpuKernels())
+    theirs = oracle(model)
+    theirs.generation_config.eos_token_id = None
+    expected = {}
+    for prompt in PROMPTS:
+        inputs = torch.tensor([prompt])
+        whole = theirs.generate(inputs, attention_mask=torch.ones_like(inputs), max_new_tokens=20, do_sample=False)
+        expected[prompt] = whole[0, len(prompt) :].tolist()
+    assert len(set().union(*expected.values())) > 10, "a model that repeats one token shows little"
+    cached = generator(model)
+    assert cached.why_slow is None
+    for prompt, tokens in expected.items():
+        assert greedy(cached, prompt, 20) == tokens
+        assert greedy(cached, (*prompt, *tokens[:12]), 8) == tokens[12:]
+    cached.close()
+    assert isinstance(model.kernels, CpuKernels), "the model has its own kernels back"
+    slow = generator(model, use_cache=False)
+    assert {prompt: greedy(slow, prompt, 20) for prompt in PROMPTS[:4]} == dict(list(expected.items())[:4])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_with_a_cache_are_those_of_the_whole_sequence(family: str) -> None:
+    """Pieces of several tokens after others, and single ones; and buffers that must grow."""
+    model = FAMILIES[family][0]()
+    set_kernels(model, CpuKernels())
+    tokens = torch.randint(0, 101, (60,), generator=torch.Generator().manual_seed(1)).tolist()
+    whole = model(torch.tensor([tokens]))[0]
+    cached = generator(model)
+    for end in (7, 8, 9, 30, 31, 12, 13, 60):
+        assert torch.allclose(cached.next_logits(tokens[:end]), whole[end - 1], rtol=1e-4, atol=1e-4), end
+
+
+def test_only_new_tokens_are_computed() -> None:
+    model = models.built(models.SMALL)
+    computed = []
+    model.tok_embeddings.register_forward_hook(lambda _, inputs, __: computed.append(inputs[0].shape[1]))
+    found = generator(model)
+    greedy(found, tokens=3)
+    greedy(found, [*PROMPT[:4], 7, 8, 9, 10], tokens=2)
+    assert computed == [6, 1, 1, 4, 1]
+
+
+def test_an_interrupted_forward_pass_leaves_a_right_cache() -> None:
+    model = models.built(models.SMALL)
+    whole = model(torch.tensor([[*PROMPT, 7]]))[0, -1]
+    found = generator(model)
+    found.next_logits(PROMPT)
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    hook = model.layers[1].register_forward_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        found.next_logits([*PROMPT, 7])
+    hook.remove()
+    assert torch.allclose(found.next_logits([*PROMPT, 7]), whole, rtol=1e-4, atol=1e-4)
+
+
+def test_a_cache_attends_like_a_mask() -> None:
+    """Memory for keys grows from one token to many."""
+    draw = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, heads, 20, 16, generator=draw) for heads in (6, 2, 2))
+    for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 2e-2)):
+        expected = attend(q.to(dtype), k.to(dtype), v.to(dtype), None)
+        for kernels in (DEFAULT_KERNELS, CpuKernels(hardware_bfloat16=False)):
+            cache, parts, start = LayerCache(kernels, 1), [], 0
+            for length in (4, 1, 1, 9, 1, 4):
+                new = [x[:, :, start : start + length].to(dtype) for x in (q, k, v)]
+                parts.append(cache.attend(new[0], new[1], new[2], None))
+                start += length
+            assert torch.allclose(torch.cat(parts, dim=2), expected, atol=tolerance)
+    assert torch.allclose(attend_to_all(q[:, :, -1:], k, v), attend(q, k, v, None)[:, :, -1:], atol=1e-6)
+
+
+class OwnAttention(nn.Module):
+    """Attention that asks no kernels."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+        self.kernels = Uncached()
+
+    def forward(self, *inputs: Any) -> Tensor:
+        set_kernels(self.inner, Uncached())
+        return self.inner(*inputs)
+
+
+class Uncached(CpuKernels):
+    pass
+
+
+class OwnDecoder(models.Llama3):
+    draws_random = False
+
+
+class Unmasked(OwnDecoder):
+    def forward(self, tokens: Tensor, loss: Any = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return super().forward(tokens, loss)
+
+
+def test_models_of_ones_own_are_tried_with_a_cache() -> None:
+    known = models.built(models.SMALL)
+    expected = greedy(generator(known))
+    state = known.state_dict()
+
+    def own(model_cls: type[models.Llama3]) -> models.Llama3:
+        model = model_cls(models.SMALL)
+        model.load_state_dict(state)
+        model.init_buffers()
+        set_kernels(model, CpuKernels())
+        return model
+
+    found = generator(own(OwnDecoder))
+    assert found.why_slow is None
+    assert greedy(found) == expected
+    found = generator(own(Unmasked))
+    assert "Unmasked fails with a cache: TypeError" in str(found.why_slow)
+    assert greedy(found) == expected
+    model = own(OwnDecoder)
+    for block in model.layers:
+        block.attention = OwnAttention(block.get_submodule("attention"))
+    found = generator(model)
+    assert found.why_slow == "OwnDecoder attends without self.kernels.attend, or without the positions of `documents`"
+    assert greedy(found) == expected
+
+
+def test_sequences_end_at_a_stop_token_and_at_max_seq_len() -> None:
+    model = models.built(models.SMALL)
+    expected = greedy(generator(model))
+    found = generator(model)
+    stop = next(token for token in expected if token != expected[0])
+    assert greedy(found, stop_ids={stop}) == expected[: expected.index(stop)]
+    assert greedy(generator(model, max_seq_len=20)) == expected[:14]
+    with pytest.raises(UserError, match="the prompt has 20 tokens, and the model's max_seq_len is 20: shorten the"):
+        greedy(generator(model, max_seq_len=20), [1] * 20)
+    with pytest.raises(UserError, match="the prompt is empty"):
+        greedy(found, [])
+    with torch.no_grad():
+        model.head.norm.weight.fill_(math.nan)
+    with pytest.raises(RunError, match="the model's logits are NaN"):
+        greedy(generator(model))
+
+
+def by_hand(logits: list[float], temperature: float, top_p: float) -> list[float]:
+    """Probabilities in exact order, in Python floats."""
+    weights = [math.exp(it / temperature) for it in logits]
+    shares = [weight / sum(weights) for weight in weights]
+    kept: dict[int, float] = {}
+    for index in sorted(range(len(shares)), key=lambda it: (-shares[it], it)):
+        if sum(kept.values()) >= top_p:
+            break
+        kept[index] = shares[index]
+    return [kept.get(index, 0.0) / sum(kept.values()) for index in range(len(shares))]
+
+
+@pytest.mark.parametrize("temperature", [0.3, 1.0, 2.5])
+@pytest.mark.parametrize("top_p", [1.0, 0.9, 0.55, 0.01])
+def test_probabilities_of_temperature_and_top_p(temperature: float, top_p: float) -> None:
+    logits = torch.randn(30, generator=torch.Generator().manual_seed(3)) * 2
+    logits[4] = logits[9]
+    found = token_probabilities(logits, temperature=temperature, top_p=top_p)
+    assert found.tolist() == pytest.approx(by_hand(logits.tolist(), temperature, top_p), abs=1e-6)
+
+
+def test_probabilities_are_those_of_transformers() -> None:
+    logits = torch.randn(1, 200, generator=torch.Generator().manual_seed(3)) * 3
+    warped = transformers.TemperatureLogitsWarper(0.7)(torch.LongTensor([[0]]), logits)  # pyright: ignore[reportArgumentType]
+    warped = transformers.TopPLogitsWarper(0.8)(torch.LongTensor([[0]]), warped)  # pyright: ignore[reportArgumentType]
+    assert torch.allclose(token_probabilities(logits[0], temperature=0.7, top_p=0.8), warped[0].softmax(-1), atol=1e-6)
+
+
+def test_draws_have_the_probabilities_and_repeat_with_the_seed() -> None:
+    logits = torch.tensor([1.0, -2.0, 0.5, 3.0, 0.0])
+    expected = np.array(by_hand(logits.tolist(), 1.5, 0.95))
+    sampler = Sampler(temperature=1.5, top_p=0.95, seed=7)
+    draws = [sampler.draw(logits) for _ in range(8000)]
+    shares = np.bincount(draws, minlength=5) / len(draws)
+    assert expected[1] == 0
+    assert shares[1] == 0
+    assert np.abs(shares - expected).max() < 4 * math.sqrt(0.25 / len(draws))
+    again = Sampler(temperature=1.5, top_p=0.95, seed=7)
+    assert [again.draw(logits) for _ in range(100)] == draws[:100]
+    other = Sampler(temperature=1.5, top_p=0.95, seed=8)
+    assert [other.draw(logits) for _ in range(100)] != draws[:100]
+    assert Sampler().draw(torch.tensor([1.0, 2.0, 2.0])) == 1
+
+
+TEXT = "naïve 日本語 🙂🙂 ok\n  end"
+
+
+def test_text_comes_in_whole_characters() -> None:
+    tokenizer = ByteTokenizer()
+    pieces = list(stream_text(tokenizer, iter(tokenizer.encode(TEXT).tolist())))
+    assert pieces == list(TEXT), "a byte a token: a piece for each character"
+    broken = [*b"a", 0xE6, 0x97, *b"b", 0xF0, 0x9F]
+    pieces = list(stream_text(tokenizer, iter(broken)))
+    assert pieces == ["a", "\ufffdb", "\ufffd"], "what is no character is shown when it is sure, or at the end"
+    assert list(stream_text(tokenizer, iter([]), context=[1, 2])) == []
+
+
+def test_text_of_tokenizers_whose_tokens_are_no_characters(tmp_path: Path) -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    spaced = tokenizers.Tokenizer(tokenizers.models.BPE({"▁a": 0, "▁b": 1, "c": 2}, []))
+    spaced.decoder = tokenizers.decoders.Metaspace()
+    spaced.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace()
+    spaced.save(str(tmp_path / "tokenizer.json"))
+    found = load_tokenizer(str(tmp_path))
+    assert found.decode(np.array([1, 2])) == "bc", "the space at the start is dropped"
+    assert "".join(stream_text(found, iter([1, 2, 1]), context=[0, 2])) == " bc b"
+    shipped = load_tokenizer("python-2k")
+    ids = shipped.encode(TEXT).tolist()
+    for cut in (0, 6):
+
+        def rest(cut: int = cut) -> Iterator[int]:
+            yield from ids[cut:]
+
+        begun = shipped.decode(np.array(ids[:cut]))
+        assert begun + "".join(stream_text(shipped, rest(), context=ids[:cut])) == TEXT
