@@ -15,6 +15,7 @@ from titanlite import __version__
 from titanlite.checkpoint import arguments as checkpoint
 from titanlite.config.shipped import find_config
 from titanlite.convert import arguments as convert
+from titanlite.convert import generate_arguments as generate
 from titanlite.ingest import arguments as ingest
 from titanlite.migrate import arguments as migrate
 from titanlite.plan import arguments as plan
@@ -72,6 +73,7 @@ def make_parser() -> Parser:
     report.add_commands(titanlite)
     ingest.add_commands(titanlite)
     convert.add_commands(titanlite, checkpoint.add_commands(titanlite))
+    generate.add_commands(titanlite)
     _add_config_commands(titanlite.add_command("config", "check, show and translate configs"))
     return titanlite
 

@@ -15,6 +15,7 @@ from titanlite.convert.prompts import Prompts, checked, read_prompts, stop_ids
 from titanlite.convert.sampling import Sampler
 from titanlite.convert.source import Source, load_model, open_source
 from titanlite.data.tokenizer import Tokenizer
+from titanlite.models.registry import vocab_size_for
 from titanlite.parallelize.fsdp import DTYPES
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.process_group import Ranks, pick_device, pick_kernels
@@ -56,7 +57,7 @@ def main(
     turns = Prompts(known, config=source.config, chat=Chat(known) if chat else None)
     encoded = [turns.encode(text) for text in prompts]
     device = pick_device(Ranks(0, 1, 0, 1))
-    generator = load_generator(source, device=device, dtype=dtype)
+    generator = load_generator(source, vocab_size=known.vocab_size, device=device, dtype=dtype)
     for ids in encoded:
         generator.check(ids)  # before the first answer, which may take minutes
     answers = Answers(generator, known, settings)
@@ -85,25 +86,30 @@ def tokenizer_of(source: Source) -> Tokenizer:
             f"the tokenizer {source.tokenizer.name} has {source.tokenizer.vocab_size:,} tokens, and the model of "
             f"{source.where} only {source.spec.args.vocab_size:,}: name that of the training with --tokenizer"
         )
+    if vocab_size_for(source.tokenizer.vocab_size, source.spec.args.vocab_size) != source.spec.args.vocab_size:
+        note(
+            f"warning: the tokenizer {source.tokenizer.name} has {source.tokenizer.vocab_size:,} tokens, and the model "
+            f"{source.spec.args.vocab_size:,}: is it that of the training?"
+        )
     return source.tokenizer
 
 
-def load_generator(source: Source, *, device: torch.device, dtype: str | None = None) -> Generator:
+def load_generator(source: Source, *, vocab_size: int, device: torch.device, dtype: str | None = None) -> Generator:
     """Load the weights.
 
     Args:
+        vocab_size: of the tokenizer.
         dtype: default: bfloat16 on GPUs, float32 on CPUs.
     """
     chosen = DTYPES[dtype or ("float32" if device.type == "cpu" else "bfloat16")]
-    args = source.spec.args
     generator = Generator(
         load_model(source, dtype=chosen, device=device),
         kernels=pick_kernels(device),
-        vocab_size=args.vocab_size,
-        max_seq_len=args.max_seq_len,
+        vocab_size=vocab_size,
+        max_seq_len=source.spec.args.max_seq_len,
     )
     if generator.why_slow:
-        _note(f"warning: {generator.why_slow}: each token computes the whole sequence")
+        note(f"warning: {generator.why_slow}: each token computes the whole sequence")
     return generator
 
 
@@ -147,6 +153,7 @@ class Answers:
 
     def show(self, ids: list[int]) -> str:
         """Write an answer to standard output as it comes, and return it."""
+        self.generator.check(ids)
         text = ""
         try:
             for piece in self.stream(ids):
@@ -156,10 +163,10 @@ class Answers:
             print(flush=True)
         about = self.about()
         if about["ended"] == "max_seq_len":
-            _note(f"stopped: the model's max_seq_len of {self.generator.max_seq_len:,} tokens is reached")
+            note(f"stopped: the model's max_seq_len of {self.generator.max_seq_len:,} tokens is reached")
         if sys.stderr.isatty() and self._count > 1:
             rate = (self._count - 1) / (time.monotonic() - self._first_token)
-            _note(f"({about['new_tokens']} tokens, {rate:.1f} a second; ended by {about['ended']})")
+            note(f"({about['new_tokens']} tokens, {rate:.1f} a second; ended by {about['ended']})")
         return text
 
 
@@ -175,7 +182,7 @@ def _talk(prompts: Prompts, answers: Answers) -> None:
         except KeyboardInterrupt:
             continue
         except UserError as error:
-            _note(f"error: {error}")
+            note(f"error: {error}")
             continue
         if prompts.chat:
             earlier.append((line, answer))
@@ -187,8 +194,8 @@ def _lines(hint: str) -> Iterator[str]:
     sys.stdin.reconfigure(errors="surrogateescape")  # pyright: ignore[reportAttributeAccessIssue]
     if is_terminal:
         with suppress(ImportError):
-            import readline  # noqa: F401: input() uses it
-        _note(f"Each line is a prompt. Ctrl-C ends an answer, Ctrl-D the program.{hint}")
+            pass  # noqa: F401: input() uses it
+        note(f"Each line is a prompt. Ctrl-C ends an answer, Ctrl-D the program.{hint}")
     while True:
         try:
             line = input("> " if is_terminal else "")
@@ -200,5 +207,5 @@ def _lines(hint: str) -> Iterator[str]:
             yield line
 
 
-def _note(line: str) -> None:
+def note(line: str) -> None:
     print(line, file=sys.stderr, flush=True)

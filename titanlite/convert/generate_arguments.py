@@ -9,7 +9,7 @@ from titanlite.runtime.arguments import Parser, non_negative_int, positive_int
 DETAILS = """\
 The text that the model adds goes to standard output as it comes, and nothing else does. By default each token is the
 most probable one, so that the same command writes the same text. A text ends at the tokenizer's end-of-document token,
-after --max-new-tokens, or at the model's max_seq_len, and standard error says so in the last case.
+after --max-new-tokens, or at the model's max_seq_len, which a line on standard error reports.
 """
 EXAMPLE = """\
 generate outputs/debug --prompt "def add(a, b):"
@@ -34,9 +34,7 @@ def add_commands(titanlite: Parser) -> None:
         help="a prompt on each line; of FILE.jsonl the field prompt or text of each line; - is standard input",
     )
     parser.add_argument("--interactive", action="store_true", help="read prompts from the terminal, a line each")
-    parser.add_argument(
-        "--chat", action="store_true", help="prompts are messages: apply the tokenizer's chat template"
-    )
+    parser.add_argument("--chat", action="store_true", help="prompts are messages: apply the tokenizer's chat template")
     parser.add_argument(
         "--max-new-tokens", metavar="N", type=positive_int, default=256, help="longest answer; default: 256"
     )
@@ -64,7 +62,9 @@ def add_commands(titanlite: Parser) -> None:
         help="of weights and matmuls; default: bfloat16 on GPUs, float32 on CPUs",
     )
     parser.add_argument(
-        "--json", action="store_true", help="a JSON object for each prompt: prompt, text, counts of tokens, how it ended"
+        "--json",
+        action="store_true",
+        help="a JSON object for each prompt: its text and answer, token counts, the end",
     )
 
 

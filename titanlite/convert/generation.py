@@ -23,6 +23,7 @@ class Generator:
 
     Args:
         model: with its weights, and with the kernels of the device.
+        vocab_size: tokens to choose among. The model may have more: vocabularies are padded.
         max_seq_len: longest sequence that the model can compute.
         use_cache: keep keys and values. False computes the whole sequence for each token. Default: if the model can.
     """
@@ -32,6 +33,7 @@ class Generator:
     ) -> None:
         self.model = model.eval()
         self.kernels = kernels
+        self.vocab_size = vocab_size
         self.max_seq_len = max_seq_len
         self.device = next(model.parameters()).device
         self.why_slow: str | None = None
@@ -97,7 +99,7 @@ class Generator:
 
     def _last_logits(self, hidden_BLD: Tensor, weight_VD: Tensor) -> Tensor:
         """Compute no logits of other tokens than the last: of a long prompt they would take gigabytes."""
-        return self.kernels.linear(hidden_BLD[0, -1:], weight_VD)[0].float()
+        return self.kernels.linear(hidden_BLD[0, -1:], weight_VD)[0, : self.vocab_size].float()
 
 
 def _shared(old: Sequence[int], new: Sequence[int]) -> int:

@@ -1,0 +1,293 @@
+"""`titanlite generate`: prompts, chats, endings and mistakes, on checkpoints of small models."""
+
+import io
+import json
+import os
+import signal
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.weights import random_model, save_model, small_toml
+from titanlite import cli
+from titanlite.convert.chat import Chat
+from titanlite.convert.generate import tokenizer_of
+from titanlite.convert.generation import Generator
+from titanlite.convert.prompts import opening_ids, stop_ids
+from titanlite.convert.source import open_source
+from titanlite.data.tokenizer import load_tokenizer
+from titanlite.runtime.errors import UserError
+
+PROMPT = "Die Größe von 日本"
+
+
+@pytest.fixture(scope="module")
+def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("run")
+    toml = folder / "small.toml"
+    toml.write_text(small_toml("llama3", max_seq_len=96))
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        save_model(folder, random_model(toml), toml)
+    finally:
+        dist.destroy_process_group()
+    return folder
+
+
+def generate(capfd: pytest.CaptureFixture[str], *words: object) -> tuple[int, str, str]:
+    code = cli.run(["generate", *map(str, words)])
+    written = capfd.readouterr()
+    return code, written.out, written.err
+
+
+def by_hand(folder: Path, prompt: str, count: int) -> bytes:
+    """Greedy bytes, computing the whole sequence for each token, up to one that ends a document."""
+    from titanlite.convert.source import load_model
+
+    model = load_model(open_source(str(folder)))
+    ids = [256, *prompt.encode()]
+    with torch.no_grad():
+        for _ in range(count):
+            ids.append(int(model(torch.tensor([ids]))[0, -1, :258].argmax()))
+            if ids[-1] == 257:
+                ids.pop()
+                break
+    return bytes(ids[1 + len(prompt.encode()) :])
+
+
+def test_greedy_text(run_folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    code, out, err = generate(capfd, run_folder, "--prompt", PROMPT, "--max-new-tokens", 30)
+    assert out == by_hand(run_folder, PROMPT, 30).decode(errors="replace") + "\n"
+    assert (code, err) == (0, "")
+
+
+def test_prompts_of_a_file_and_the_end_of_the_models_positions(
+    run_folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    text, lines = tmp_path / "prompts.txt", tmp_path / "prompts.jsonl"
+    text.write_text("one\n\ntwo\r\n")
+    lines.write_text('{"prompt": "one"}\n{"text": "two\\nlines"}\n')
+    code, out, err = generate(capfd, run_folder, "--prompt-file", text, "--max-new-tokens", 4)
+    one, two = (by_hand(run_folder, prompt, 4).decode(errors="replace") for prompt in ("one", "two"))
+    assert (code, out, err) == (0, f"{one}\n---\n{two}\n", "")
+    code, out, err = generate(capfd, run_folder, "--prompt-file", lines, "--json", "--max-new-tokens", 200)
+    first, second = map(json.loads, out.splitlines())
+    assert first["prompt"] == "one"
+    assert (second["prompt"], second["prompt_tokens"]) == ("two\nlines", 10)
+    for record in (first, second):
+        text_of = by_hand(run_folder, record["prompt"], 96 - record["prompt_tokens"])
+        assert record["text"] == text_of.decode(errors="replace")
+        assert record["new_tokens"] == len(text_of)
+        full = record["prompt_tokens"] + len(text_of) == 96
+        assert record["ended"] == ("max_seq_len" if full else "end of text")
+    code, out, err = generate(capfd, run_folder, "--prompt", "one", "--max-new-tokens", 200)
+    assert code == 0
+    assert err == (
+        "stopped: the model's max_seq_len of 96 tokens is reached\n" if first["ended"] == "max_seq_len" else ""
+    )
+
+
+def test_drawn_text_repeats_with_the_seed(run_folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    drawn = ("--prompt", "a", "--max-new-tokens", 30, "--temperature", 1.5, "--top-p", 0.9)
+    texts = [generate(capfd, run_folder, *drawn, "--seed", seed)[1] for seed in (0, 1, 0)]
+    assert texts[0] == texts[2] != texts[1]
+    assert generate(capfd, run_folder, *drawn)[1] == texts[0], "0 is the default"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "titanlite generate: no prompt: give --prompt TEXT, --prompt-file FILE or --interactive"),
+        (["--prompt", "a", "--interactive"], "titanlite generate: --prompt and --interactive: give one of them"),
+        (["--prompt", " "], "titanlite generate: --prompt: the prompt is empty"),
+        (["--prompt", "a\udcff"], "--prompt: the prompt is not valid UTF-8"),
+        (["--prompt", "x" * 95], "the prompt has 96 tokens, and the model's max_seq_len is 96: shorten the prompt"),
+        (["--prompt-file", "/no/such"], "--prompt-file: /no/such: No such file or directory"),
+        (["--prompt", "a", "--temperature", "-1"],
+         "titanlite generate: argument --temperature: expected a number from 0 to 100, got '-1'"),
+        (["--prompt", "a", "--temperature", "nan"],
+         "titanlite generate: argument --temperature: expected a number from 0 to 100, got 'nan'"),
+        (["--prompt", "a", "--seed", "3"],
+         "titanlite generate: --seed does nothing at temperature 0: give --temperature too, such as --temperature 0.8"),
+        (["--prompt", "a", "--chat"], "--chat: the tokenizer bytes has no chat template: that needs a tokenizer.json"),
+        (["--prompt", "a", "--tokenizer", "python-2k"],
+         "the tokenizer python-2k has 2,048 tokens, and the model of {} only 384: name that of the training with "
+         "--tokenizer"),
+    ],
+)  # fmt: skip
+def test_mistakes_are_one_line(
+    words: list[str], message: str, run_folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    where = run_folder / "checkpoints" / "step-00000010"
+    assert generate(capfd, run_folder, *words) == (2, "", f"error: {message.format(where)}\n")
+
+
+def test_prompt_files_that_are_none(run_folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    for name, content, message in (
+        ("empty.txt", b"\n \n", "{} holds no prompt"),
+        ("broken.txt", b"\xff\n", "{}: not UTF-8 text: 'utf-8' codec can't decode byte 0xff in position 0"),
+        ("other.jsonl", b'{"prompt": "a"}\n{"question": "b"}\n', "{}:2: no text in a field `prompt` or `text`"),
+        ("none.jsonl", b"a\n", "{}:1: not JSON: Expecting value"),
+        ("empty.jsonl", b'{"prompt": ""}\n', "{}:1: the prompt is empty"),
+    ):
+        file = tmp_path / name
+        file.write_bytes(content)
+        code, out, err = generate(capfd, run_folder, "--prompt-file", file)
+        assert (code, out, err.count("\n")) == (2, "", 1)
+        assert err.startswith(f"error: --prompt-file: {message.format(file)}")
+    (tmp_path / "prompts.txt").write_text("a\n" + "x" * 200)
+    code, out, err = generate(capfd, run_folder, "--prompt-file", tmp_path / "prompts.txt")
+    assert (code, out) == (2, ""), "found before the first answer"
+    assert err.startswith("error: the prompt has 201 tokens")
+
+
+def test_interactive_prompts(
+    run_folder: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = b"one\n\n" + b"x" * 200 + b"\na\xff\ntwo\n"
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(lines), encoding="utf-8"))
+    code, out, err = generate(capfd, run_folder, "--interactive", "--max-new-tokens", 4)
+    one, two = (by_hand(run_folder, prompt, 4).decode(errors="replace") for prompt in ("one", "two"))
+    assert (code, out) == (0, f"{one}\n{two}\n")
+    long, invalid = err.splitlines()
+    assert long.startswith("error: the prompt has 201 tokens")
+    assert invalid == "error: the line: the prompt is not valid UTF-8"
+
+
+def test_ctrl_c_ends_quietly(
+    run_folder: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The text so far ends with a line break. In a session, the next prompt follows."""
+    next_logits = Generator.next_logits
+
+    def interrupted(self: Generator, ids: list[int]) -> torch.Tensor:
+        if len(ids) == 14:
+            os.kill(os.getpid(), signal.SIGINT)
+        return next_logits(self, ids)
+
+    monkeypatch.setattr(Generator, "next_logits", interrupted)
+    code, out, err = generate(capfd, run_folder, "--prompt", "one", "--temperature", 1)
+    assert (code, err) == (130, "")
+    assert out.endswith("\n")
+    assert 1 < len(out) < 12
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"one\n0123456789abcd\n"), encoding="utf-8"))
+    code, out, err = generate(capfd, run_folder, "--interactive", "--max-new-tokens", 4)
+    assert (code, err) == (0, "")
+    assert out.endswith(f"\n{by_hand(run_folder, '0123456789abcd', 4).decode(errors='replace')}\n")
+
+
+TEMPLATE = Path(__file__).parents[1].joinpath("data", "chat_template.jinja").read_text().strip()
+
+
+@pytest.fixture(scope="module")
+def chat_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tokenizer of Hugging Face with a chat template: each byte a token, and four special ones."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
+
+    folder = tmp_path_factory.mktemp("tokenizer")
+    vocab = {char: i for i, char in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    built = Tokenizer(models.BPE(vocab, []))
+    built.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    built.decoder = decoders.ByteLevel()
+    names = ["<s>", "<|im_start|>", "<|im_end|>", "<|endoftext|>"]
+    built.add_special_tokens([AddedToken(name, special=True) for name in names])
+    built.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 256)])
+    built.save(str(folder / "tokenizer.json"))
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "<|im_end|>",
+        "chat_template": TEMPLATE,
+    }  # fmt: skip
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [258, 259]}))
+    return folder
+
+
+def test_chats_are_encoded_as_transformers_does(chat_folder: Path, tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer = load_tokenizer(str(chat_folder))
+    theirs = AutoTokenizer.from_pretrained(str(chat_folder))
+    messages = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": " Wie groß? <|im_end|> "},
+        {"role": "assistant", "content": "日本\nX"},
+        {"role": "user", "content": "{{ x }}"},
+    ]
+    expected = theirs.apply_chat_template(messages, add_generation_prompt=True, tokenize=True)["input_ids"]
+    assert Chat(tokenizer).encode(messages) == expected
+    assert expected.count(257) == 5
+    assert opening_ids(tokenizer, None) == [256]
+    assert stop_ids(tokenizer) == {258, 259}
+    assert max(tokenizer.encode("<s>")) < 256, "in prompts that are no chat, it is plain text"
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).write_bytes((chat_folder / name).read_bytes())
+    (tmp_path / "chat_template.jinja").write_text("{{ eos_token }}!")
+    assert Chat(load_tokenizer(str(tmp_path))).encode(messages[:1]) == [258, *tokenizer.encode("!")]
+
+
+def with_template(chat_folder: Path, folder: Path, template: Any) -> Chat:
+    config = json.loads((chat_folder / "tokenizer_config.json").read_text()) | {"chat_template": template}
+    (folder / "tokenizer.json").write_bytes((chat_folder / "tokenizer.json").read_bytes())
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return Chat(load_tokenizer(str(folder)))
+
+
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        (None, "--chat: {} has no chat template (chat_template.jinja, or in tokenizer_config.json)"),
+        ("{% for %}", "--chat: {}/tokenizer_config.json is not a template: Expected an expression"),
+        ("{{ raise_exception('only once') }}", "--chat: {}/tokenizer_config.json fails: only once"),
+        ("{{ bos_token.__class__.__base__ }}", "--chat: {}/tokenizer_config.json fails: access to attribute"),
+        ("{{ 1 + 'a' }}", "--chat: {}/tokenizer_config.json fails: unsupported operand"),
+    ],
+)
+def test_templates_that_fail(chat_folder: Path, tmp_path: Path, template: Any, message: str) -> None:
+    with pytest.raises(ValueError) as raised:
+        with_template(chat_folder, tmp_path, template).encode([{"role": "user", "content": "a"}])
+    assert str(raised.value).startswith(message.format(tmp_path))
+    assert "\n" not in str(raised.value)
+
+
+def test_a_chat_keeps_its_turns(
+    run_folder: Path, chat_folder: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second answer is that to the whole chat, and after /new that to the first message again."""
+    given: list[list[int]] = []
+    stream = Generator.stream
+
+    def watch(self: Generator, prompt: list[int], **options: Any) -> Any:
+        given.append(prompt)
+        return stream(self, prompt, **options)
+
+    monkeypatch.setattr(Generator, "stream", watch)
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"a\nb\n/new\na\n"), encoding="utf-8"))
+    words = ("--interactive", "--chat", "--tokenizer", chat_folder, "--max-new-tokens", 3)
+    code, out, err = generate(capfd, run_folder, *words)
+    assert (code, err) == (0, "")
+    tokenizer = load_tokenizer(str(chat_folder))
+    answer = tokenizer.decode(np.array(given[1])).partition("assistant\n")[2].partition("<|im_end|>")[0]
+    assert len(answer) > 1
+    assert out.startswith(answer)
+    assert out.endswith(f"{answer}\n")
+    turns = [{"role": role, "content": text} for role, text in (("user", "a"), ("assistant", answer), ("user", "b"))]
+    assert given == [Chat(tokenizer).encode(turns[:count]) for count in (1, 3, 1)]
+
+
+def test_a_tokenizer_of_another_size_is_pointed_out(run_folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    source = open_source(str(run_folder))
+    assert tokenizer_of(source).name == "bytes"
+    assert capfd.readouterr().err == ""
+    larger = replace(source, spec=source.spec._replace(args=replace(source.spec.args, vocab_size=2304)))
+    assert tokenizer_of(larger).name == "bytes"
+    assert capfd.readouterr().err == (
+        "warning: the tokenizer bytes has 258 tokens, and the model 2,304: is it that of the training?\n"
+    )
+    with pytest.raises(UserError, match="its tokenizer is not on this machine: name one with --tokenizer"):
+        tokenizer_of(replace(source, tokenizer=None))
