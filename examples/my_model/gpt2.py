@@ -7,9 +7,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from titanlite.kernels import DEFAULT_KERNELS, Kernels
 from titanlite.models.base import Model, ModelArgs
 from titanlite.models.initial import Constant, InitialValues, Normal
-from titanlite.models.layers import AttentionMask, Documents, Loss, attend
+from titanlite.models.layers import AttentionMask, Documents, Loss
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,6 +27,8 @@ class GPT2Args(ModelArgs):
 
 
 class Block(nn.Module):
+    kernels: Kernels = DEFAULT_KERNELS
+
     def __init__(self, args: GPT2Args) -> None:
         super().__init__()
         self.head_dim = args.dim // args.n_heads
@@ -39,7 +42,7 @@ class Block(nn.Module):
     def forward(self, x_BLD: Tensor, mask: AttentionMask | None = None) -> Tensor:
         qkv_BLND = self.qkv(self.norm_1(x_BLD)).unflatten(-1, (-1, self.head_dim))
         q_BNLH, k_BNLH, v_BNLH = qkv_BLND.transpose(1, 2).chunk(3, dim=1)
-        heads_BNLH = attend(q_BNLH, k_BNLH, v_BNLH, mask)
+        heads_BNLH = self.kernels.attend(q_BNLH, k_BNLH, v_BNLH, mask)
         x_BLD = x_BLD + self.attention_out(heads_BNLH.transpose(1, 2).flatten(2))
         return x_BLD + self.down(F.gelu(self.up(self.norm_2(x_BLD)), approximate="tanh"))
 
