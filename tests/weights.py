@@ -1,10 +1,13 @@
 """Checkpoints of small models with random weights, saved as training saves them, without training."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from titanlite.checkpoint.fingerprint import resume_settings
@@ -45,7 +48,7 @@ name = "SGD"
 """
 
 
-def random_model(config_file: Path, *, scale: float = 3) -> Model:
+def random_model(config_file: Path, *, scale: float = 6) -> Model:
     """Return the model of a config with random weights.
 
     Args:
@@ -65,6 +68,25 @@ def random_model(config_file: Path, *, scale: float = 3) -> Model:
             else:  # norms, which begin as ones: a swap would go unseen
                 parameter.mul_(1 + 0.3 * torch.rand(parameter.shape, generator=generator))
     return model
+
+
+@contextmanager
+def one_process() -> Iterator[None]:
+    """A process group of this process alone, which saving needs."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def save_random(folder: Path, family: str, *, dtype: str = "float32", **args: Any) -> tuple[Path, Model]:
+    """Save a small model with random weights in a run folder; return (checkpoint, model)."""
+    toml = folder / "small.toml"
+    toml.write_text(small_toml(family, dtype=dtype, **args))
+    model = random_model(toml)
+    with one_process():
+        return save_model(folder, model, toml), model
 
 
 def save_model(folder: Path, model: Model, config_file: Path, *, step: int = 10) -> Path:

@@ -5,9 +5,8 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 
-from tests.weights import random_model, save_model, small_toml, state
+from tests.weights import one_process, random_model, save_model, small_toml, state
 from titanlite import cli
 from titanlite.checkpoint import manifest as manifests
 from titanlite.checkpoint.dcp_read import UnsafeCheckpoint
@@ -26,15 +25,12 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Model]:
     toml = folder / "small.toml"
     toml.write_text(small_toml("qwen3_moe", tied_head=True))
     model = random_model(toml)
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
+    with one_process():
         save_model(folder, model, toml, step=9)
         for parameter in model.parameters():
             parameter.data.add_(0.5)
         model.get_buffer("layers.0.feed_forward.bias_E").add_(2.0)
         save_model(folder, model, toml, step=10)
-    finally:
-        dist.destroy_process_group()
     return folder, model
 
 

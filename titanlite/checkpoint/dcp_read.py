@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
@@ -88,7 +88,7 @@ class ShardReader(StorageReader):
         info = {id(item): self.metadata.storage_data[item.storage_index] for item in plan.items}
         for item in sorted(plan.items, key=lambda item: (info[id(item)].relative_path, info[id(item)].offset)):
             assert item.type == LoadItemType.TENSOR
-            stored = self._read_tensor(item, info[id(item)])
+            stored = self.read_chunk(item.storage_index)
             for dim, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
                 stored = stored.narrow(dim, start, length)
             target = planner.resolve_tensor(item).detach()
@@ -98,9 +98,11 @@ class ShardReader(StorageReader):
         done.set_result(None)
         return done
 
-    def _read_tensor(self, item: ReadItem, info: Any) -> Tensor:
+    def read_chunk(self, index: MetadataIndex) -> Tensor:
+        """Return a stored part of a tensor, checked."""
+        info = self.metadata.storage_data[index]
         name = f"{self.folder}/{info.relative_path}"
-        where = f"{self.storage.url_of(name)} ({item.storage_index.fqn})"
+        where = f"{self.storage.url_of(name)} ({index.fqn})"
         try:
             data = self.storage.read(name, info.offset, info.length)
         except FileNotFoundError:
@@ -118,7 +120,7 @@ class ShardReader(StorageReader):
             raise RunError(f"{where}: {type(error).__name__}: {first_line}") from error
         if not isinstance(tensor, Tensor):
             raise UnsafeCheckpoint(f"{where} is not a tensor: refused")
-        chunk = self.chunks[item.storage_index]
+        chunk = self.chunks[index]
         if tensor.shape != chunk:
             raise UnsafeCheckpoint(f"{where} has shape {[*tensor.shape]} and not {[*chunk]}: refused")
         return tensor

@@ -6,7 +6,8 @@ from titanlite.runtime.arguments import Parser
 
 CHECKPOINT = "a checkpoint, the folder of a run (its newest complete one), or a URL of either (s3://...)"
 EXPORT = """\
-hf writes a folder that transformers and vLLM load, torch one file that torch.load(weights_only=True) reads.
+hf writes a folder for transformers and others: config.json, safetensors, tokenizer. torch writes one file, which
+torch.load(weights_only=True) reads. An export that was killed resumes when the same command is started again.
 """
 
 
@@ -34,18 +35,28 @@ def _add_export(checkpoint: Parser) -> None:
         "write the weights of a checkpoint for other programs",
         _export,
         details=EXPORT.rstrip(),
-        example="checkpoint export outputs/debug --format torch --out debug.pt --dtype bfloat16",
+        example="checkpoint export outputs/debug --out debug_hf --dtype bfloat16\n"
+        "checkpoint export outputs/debug --format torch --out debug.pt",
     )
     add_source(parser)
-    parser.add_argument("--format", choices=["torch"], required=True, help="what to write")
-    parser.add_argument("--out", metavar="PATH", required=True, help="file or folder to write; it must not exist")
+    parser.add_argument("--format", choices=["hf", "torch"], default="hf", help="what to write; default: hf")
+    parser.add_argument("--out", metavar="PATH", required=True, help="folder, URL, or file; it must not exist")
     parser.add_argument(
         "--dtype", choices=["float32", "bfloat16"], default=None, help="dtype of the weights; default: as they are"
     )
+    parser.add_argument("--max-shard-size", metavar="SIZE", default="5GB", help="largest file of weights; default: 5GB")
+    parser.add_argument(
+        "--drop",
+        metavar="GLOB",
+        action="append",
+        default=[],
+        help="leave out tensors that the format has no place for, such as layers.*.feed_forward.bias_E",
+    )
+    parser.add_argument("--no-tokenizer", action="store_true", help="write no files of the tokenizer")
 
 
 def _export(options: Namespace) -> None:
     from titanlite.convert.command import export
 
-    names = "path", "config", "tokenizer", "format", "out", "dtype"
+    names = "path", "config", "tokenizer", "format", "out", "dtype", "max_shard_size", "drop", "no_tokenizer"
     export(**{name: getattr(options, name) for name in names})

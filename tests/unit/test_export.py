@@ -1,0 +1,312 @@
+"""Export to a Hugging Face folder: what transformers loads computes what our model does."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+
+from tests.object_stores import Flaky
+from tests.weights import OWN, one_process, random_model, save_model, save_random, small_toml, state
+from titanlite import cli
+from titanlite.convert.export import export_folder
+from titanlite.convert.rows import RowReader
+from titanlite.convert.safetensors_file import parse_size
+from titanlite.convert.source import load_model, open_source, read_tensor
+from titanlite.convert.target import open_target
+from titanlite.runtime.errors import DamagedCheckpoint, UserError
+
+TOKENS = torch.arange(64).view(2, 32) * 5 % 384
+
+
+def export(*words: object) -> int:
+    return cli.run(["checkpoint", "export", *map(str, words)])
+
+
+def logits_of(folder: Path) -> torch.Tensor:
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with torch.no_grad():
+        return model(TOKENS).logits
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("family", OWN)
+def test_logits_are_those_of_transformers(family: str, tied: bool, tmp_path: Path) -> None:
+    checkpoint, model = save_random(tmp_path, family, tied_head=tied)
+    out = tmp_path / "hf"
+    assert export(checkpoint, "--out", out) == 0
+    with torch.no_grad():
+        ours = model.eval()(TOKENS)
+    assert ours.std() > 0.5
+    assert (logits_of(out) - ours).abs().max() < 1e-4
+    tensors = load_file(out / "model.safetensors")
+    assert ("lm_head.weight" in tensors) is not tied
+    if family == "qwen3_moe":
+        name = "model.layers.1.mlp.experts.3.down_proj.weight"
+        assert torch.equal(tensors[name], state(model)["layers.1.feed_forward.w2"][3].T)
+    assert json.loads((out / "config.json").read_text())["torch_dtype"] == "float32"
+
+    half = tmp_path / "half"
+    assert export(checkpoint, "--out", half, "--dtype", "bfloat16", "--max-shard-size", "40KB") == 0
+    rounded = load_model(open_source(str(checkpoint)))
+    for parameter in rounded.parameters():
+        parameter.data = parameter.data.bfloat16().float()
+    with torch.no_grad():
+        assert (logits_of(half) - rounded(TOKENS)).abs().max() < 1e-4
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(half)
+    assert loaded.dtype == torch.bfloat16
+    index = json.loads((half / "model.safetensors.index.json").read_text())
+    files = sorted(path.name for path in half.glob("*.safetensors"))
+    assert files == [f"model-{i:05}-of-{len(files):05}.safetensors" for i in range(1, len(files) + 1)]
+    assert set(index["weight_map"].values()) == set(files)
+    assert len(files) >= 3
+    assert all((half / name).stat().st_size < 44_000 for name in files)
+    assert index["metadata"]["total_size"] == 2 * sum(p.numel() for p in rounded.parameters())
+    for name in files:
+        assert all(tensor.dtype == torch.bfloat16 for tensor in load_file(half / name).values())
+
+
+def test_weights_saved_in_bfloat16_stay_so(tmp_path: Path) -> None:
+    checkpoint, model = save_random(tmp_path, "llama3", dtype="bfloat16")
+    out = tmp_path / "hf"
+    assert export(checkpoint, "--out", out) == 0
+    tensors = load_file(out / "model.safetensors")
+    assert torch.equal(tensors["model.layers.1.mlp.up_proj.weight"], state(model)["layers.1.feed_forward.w3.weight"])
+    assert json.loads((out / "config.json").read_text())["torch_dtype"] == "bfloat16"
+
+
+def test_a_bias_that_transformers_lacks_is_not_dropped_silently(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    toml = tmp_path / "small.toml"
+    toml.write_text(small_toml("qwen3_moe"))
+    model = random_model(toml)
+    model.get_buffer("layers.1.feed_forward.bias_E")[2] = 0.25
+    with one_process():
+        checkpoint = save_model(tmp_path, model, toml)
+    out = tmp_path / "hf"
+    assert export(checkpoint, "--out", out) == 2
+    error = capsys.readouterr().err
+    assert "layers.1.feed_forward.bias_E has no place in this format, and is not zero" in error
+    assert "--drop 'layers.*.feed_forward.bias_E'" in error
+    assert not out.exists()
+    assert export(checkpoint, "--out", out, "--drop", "layers.*.feed_forward.bias_E") == 0
+    assert len(load_file(out / "model.safetensors")) == 3 + 2 * (2 + 4 + 2 + 1 + 3 * 4)
+
+
+def test_what_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    checkpoint, _ = save_random(tmp_path, "llama3")
+    out = tmp_path / "hf"
+    out.mkdir()
+    (out / "mine.txt").write_text("mine")
+
+    def refusal(*words: object) -> str:
+        assert export(*words) == 2
+        return capsys.readouterr().err
+
+    assert f"error: {out} exists: name another --out, or delete it" in refusal(checkpoint, "--out", out)
+    assert [path.name for path in out.iterdir()] == ["mine.txt"]
+    assert not (tmp_path / ".hf.staging").exists()
+    wrong = refusal(checkpoint, "--out", tmp_path / "b", "--max-shard-size", "5 apples")
+    assert "--max-shard-size: expected a size such as 5GB or 200MB, got '5 apples'" in wrong
+    assert "no good checkpoint" in refusal(tmp_path / "nothing", "--out", tmp_path / "b")
+    assert "unknown://b: " in refusal(checkpoint, "--out", "unknown://b")
+    assert "is a whole bucket" in refusal(checkpoint, "--out", "memory://b")
+    assert "writes a local file" in refusal(checkpoint, "--out", "memory://b", "--format", "torch")
+    (tmp_path / "file").write_text("")
+    assert "cannot be written" in refusal(checkpoint, "--out", tmp_path / "file" / "b")
+    assert {path.name for path in tmp_path.iterdir()} == {"small.toml", "checkpoints", "hf", "file"}
+
+
+def test_sizes() -> None:
+    assert [parse_size(text) for text in ("5GB", "1.5 kb", "2MiB")] == [5 * 10**9, 1500, 2**21]
+    for text in ("", "5", "GB", "-5GB", "0MB", "5XB"):
+        with pytest.raises(UserError):
+            parse_size(text)
+
+
+OWN_MODEL = """
+from titanlite.models.llama3 import Llama3
+class Mine(Llama3):
+    draws_random = False
+    {formats}
+"""
+
+
+def test_a_model_of_the_users_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A table of formats is inherited or the class's own; without one, the error names the page that shows it."""
+    for name, formats in (
+        ("with_table", ""),
+        ("without_table", "from titanlite.models.formats import Formats; formats = Formats()"),
+    ):
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / f"{name}.py").write_text(OWN_MODEL.format(formats=formats))
+        toml = folder / "own.toml"
+        toml.write_text(small_toml("llama3").replace('name = "llama3"', f'file = "{name}.py"', 1))
+        with one_process():
+            checkpoint = save_model(folder, random_model(toml), toml)
+        code = export(checkpoint, "--out", folder / "hf")
+        assert (code, (folder / "hf").exists()) == ((0, True) if name == "with_table" else (2, False))
+    error = capsys.readouterr().err
+    assert "Mine has no table of Hugging Face's names" in error
+    assert "docs/add_a_model.md" in error
+
+
+def test_rows_of_large_tensors_are_read_in_blocks(tmp_path: Path) -> None:
+    checkpoint, model = save_random(tmp_path, "qwen3_moe")
+    source = open_source(str(checkpoint))
+    weights = state(model)
+    reader = RowReader(source, block=1000)
+    for name in ("tok_embeddings.weight", "layers.1.feed_forward.w1"):
+        size = len(weights[name])
+        rows = [reader.read(name, i, min(i + 3, size)) for i in range(0, size, 3)]
+        assert torch.equal(torch.cat(rows), weights[name])
+        assert torch.equal(reader.read(name, size - 2, size), weights[name][-2:]), "later rows alone"
+    assert reader.source.reader is source.reader
+    shard = checkpoint / "__0_0.distcp"
+    data = bytearray(shard.read_bytes())
+    needle = weights["tok_embeddings.weight"][200].numpy().tobytes()
+    data[data.index(needle) + 5] ^= 1
+    shard.write_bytes(data)
+    for block in (1000, 1 << 24):
+        with pytest.raises(DamagedCheckpoint, match=r"tok_embeddings.weight\): wrong checksum"):
+            RowReader(source, block=block).read("tok_embeddings.weight", 380, 384)
+
+
+def test_blocks_make_the_same_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoint, _ = save_random(tmp_path, "qwen3_moe", tied_head=True)
+    source = open_source(str(checkpoint))
+    export_folder(source, open_target(str(tmp_path / "a")), max_shard_bytes=100_000)
+    monkeypatch.setattr("titanlite.convert.export.RowReader", lambda source: RowReader(source, block=700))
+    export_folder(source, open_target(str(tmp_path / "b")), max_shard_bytes=100_000)
+    names = sorted(path.name for path in (tmp_path / "a").iterdir())
+    assert len(names) > 5
+    assert names == sorted(path.name for path in (tmp_path / "b").iterdir())
+    for name in names:
+        assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes(), name
+
+
+def test_an_export_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """An export that stops keeps its whole files. With other options none of them counts, nor does a changed file."""
+    checkpoint, _ = save_random(tmp_path, "qwen3_moe", n_layers=1)
+    out, staging = tmp_path / "hf", tmp_path / ".hf.staging"
+    words = checkpoint, "--out", out, "--max-shard-size", "60KB"
+    real = RowReader.read
+
+    def stop_at(name: str) -> Any:
+        def read(self: RowReader, tensor: str, start: int, stop: int) -> torch.Tensor:
+            if tensor == name:
+                raise OSError(28, "No space left on device")
+            return real(self, tensor, start, stop)
+
+        return read
+
+    monkeypatch.setattr(RowReader, "read", stop_at("head.output.weight"))
+    assert export(*words) == 1
+    assert "model-00005-of-00005.safetensors.part'. The same command resumes the export" in capsys.readouterr().err
+    assert not out.exists()
+    first = {path.name: path.stat().st_mtime_ns for path in staging.glob("*.safetensors")}
+    assert len(first) >= 2
+    changed = sorted(first)[0]
+    data = bytearray((staging / changed).read_bytes())
+    data[-1] ^= 1
+    (staging / changed).write_bytes(data)
+    monkeypatch.setattr(RowReader, "read", real)
+    assert export(*words) == 0
+    assert f"({len(first) - 1} of them by an earlier start)" in capsys.readouterr().out
+    assert not staging.exists()
+    kept = [name for name, time in first.items() if (out / name).stat().st_mtime_ns == time]
+    assert sorted(kept) == sorted(set(first) - {changed})
+    whole = tmp_path / "whole"
+    assert export(checkpoint, "--out", whole, "--max-shard-size", "60KB") == 0
+    assert {path.name: path.read_bytes() for path in whole.iterdir()} == {
+        path.name: path.read_bytes() for path in out.iterdir()
+    }
+    monkeypatch.setattr(RowReader, "read", stop_at("head.output.weight"))
+    other = tmp_path / "other"
+    assert export(checkpoint, "--out", other, "--max-shard-size", "60KB") == 1
+    monkeypatch.setattr(RowReader, "read", real)
+    capsys.readouterr()
+    assert export(checkpoint, "--out", other, "--max-shard-size", "60KB", "--dtype", "bfloat16") == 0
+    assert "earlier start" not in capsys.readouterr().out
+    assert not list(other.glob(".*"))
+
+
+def test_reading_one_tensor_takes_no_more(tmp_path: Path) -> None:
+    checkpoint, model = save_random(tmp_path, "llama3")
+    source = open_source(str(checkpoint))
+    assert torch.equal(read_tensor(source, "head.norm.weight"), state(model)["head.norm.weight"])
+    with pytest.raises(KeyError):
+        read_tensor(source, "head.nothing")
+
+
+def test_a_killed_export_leaves_nothing_and_resumes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    checkpoint, model = save_random(tmp_path, "qwen3_moe", n_layers=6, n_experts=16)
+    out, staging = tmp_path / "hf", tmp_path / ".hf.staging"
+    words = ["checkpoint", "export", str(checkpoint), "--out", str(out), "--max-shard-size", "8KB"]
+    process = subprocess.Popen([sys.executable, "-m", "titanlite", *words])
+    deadline = time.monotonic() + 120
+    while not any(staging.glob("model-00009*.safetensors")):
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+    process.kill()
+    assert process.wait() == -signal.SIGKILL
+    assert not out.exists()
+    assert cli.run(words) == 0
+    kept = re.search(r"\((\d+) of them by an earlier start\)", capsys.readouterr().out)
+    assert kept
+    assert int(kept[1]) >= 8
+    assert not staging.exists()
+    assert (logits_of(out) - model.eval()(TOKENS)).abs().max() < 1e-4
+
+
+def test_two_exports_to_one_place(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    checkpoint, _ = save_random(tmp_path, "llama3")
+    target = open_target(str(tmp_path / "hf"))
+    target.begin("another")
+    assert export(checkpoint, "--out", tmp_path / "hf") == 2
+    assert f"{tmp_path / 'hf'} is being written by process {os.getpid()} on " in capsys.readouterr().err
+
+
+def test_from_store_to_store(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A store that fails now and then; config.json comes last, and an export that stopped resumes."""
+    _, model = save_random(tmp_path, "llama3")
+    Flaky.register()
+    Flaky.chance = 0.0
+    Flaky._force = False
+    fs = fsspec.filesystem("flaky")
+    fs.put(str(tmp_path / "checkpoints"), "/bucket/run", recursive=True)
+    Flaky.register()
+    words = "flaky://bucket/run", "--out", "flaky://bucket/hf", "--max-shard-size", "60KB"
+    assert export(*words) == 0, capsys.readouterr().err
+    assert Flaky.failures > 0
+    Flaky.chance = 0.0
+    names = {path.rpartition("/")[2] for path in fs.find("/bucket/hf")}
+    assert "config.json" in names
+    assert ".export.json" not in names
+    fs.get("/bucket/hf", str(tmp_path / "hf"), recursive=True)
+    assert (logits_of(tmp_path / "hf") - model.eval()(TOKENS)).abs().max() < 1e-4
+    assert export(*words) == 2
+    assert "flaky://bucket/hf exists" in capsys.readouterr().err
+    target = open_target("flaky://bucket/half")
+    target.begin("another")
+    target.write("model-00001.safetensors", lambda file: file.write(b"old"))
+    target.write("config.json", lambda file: file.write(b"{}"))
+    assert "/bucket/half/config.json" not in fs.find("/bucket/half")
+    assert export("flaky://bucket/run", "--out", "flaky://bucket/half") == 0
+    names = {path.rpartition("/")[2] for path in fs.find("/bucket/half")}
+    assert "model.safetensors" in names
+    assert "model-00001.safetensors" not in names
+    Flaky.store.clear()

@@ -1,0 +1,139 @@
+"""`--format hf`: a folder that transformers and its relatives load."""
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from torch import Tensor
+
+from titanlite.convert.layout import Outgoing, blocks, outgoing
+from titanlite.convert.rows import RowReader
+from titanlite.convert.safetensors_file import index_json, split, write, write_all
+from titanlite.convert.source import Source
+from titanlite.convert.target import Target, Write
+from titanlite.convert.tokenizer_files import tokenizer_files
+from titanlite.models.formats import HuggingFace
+from titanlite.runtime.console import progress_console
+from titanlite.runtime.errors import UserError
+
+
+@dataclass(frozen=True)
+class Exported:
+    """Result of an export."""
+
+    files: int
+    """Files of weights."""
+    bytes: int
+    """Size of the weights."""
+    kept: int
+    """Files of weights that an earlier start had written."""
+    architecture: str
+
+
+def export_folder(
+    source: Source,
+    target: Target,
+    *,
+    dtype: torch.dtype | None = None,
+    max_shard_bytes: int,
+    drop: Sequence[str] = (),
+    with_tokenizer: bool = True,
+) -> Exported:
+    """Write a Hugging Face folder. Memory peaks at a few blocks of 16 MiB, or at one transposed matrix.
+
+    Args:
+        dtype: of the weights; None keeps the stored ones.
+        drop: globs of the model's tensors to leave out.
+
+    Raises:
+        UserError: the folder exists, or the model cannot be written in this format.
+    """
+    target.check()
+    form = format_of(source)
+    tensors = outgoing(source, form.tensors, dtype=dtype, drop=drop)
+    files = split(tensors, max_shard_bytes)
+    small = _small_files(source, form, tensors, with_tokenizer=with_tokenizer)
+    if len(files) > 1:
+        small["model.safetensors.index.json"] = index_json(files)
+    options = [str(dtype), max_shard_bytes, *drop, sorted(small)]
+    done = target.begin(hashlib.sha256(json.dumps([source.identity, *options]).encode()).hexdigest())
+    kept = [name for name in files if name in done]
+    reader = RowReader(source)
+    read = partial(blocks, reader=reader, head_size=getattr(source.spec.args, "head_size", None))
+    with _progress(sum(tensor.bytes for tensor in tensors)) as advance:
+        for name, part in files.items():
+            if name in done:
+                advance(sum(tensor.bytes for tensor in part))
+            else:
+                target.write(name, _writer(part, read, advance))
+    for name, data in small.items():
+        target.write(name, _content(data))
+    target.commit()
+    return Exported(len(files), sum(tensor.bytes for tensor in tensors), len(kept), form.architecture)
+
+
+def format_of(source: Source) -> HuggingFace:
+    """Return the tables of the model's family.
+
+    Raises:
+        UserError: there is none.
+    """
+    model_cls = source.spec.model_cls
+    if model_cls.formats.hugging_face is None:
+        raise UserError(
+            f"{model_cls.__name__} has no table of Hugging Face's names: give the class `formats`, as "
+            "docs/add_a_model.md shows, or use --format torch"
+        )
+    return model_cls.formats.hugging_face
+
+
+def _small_files(
+    source: Source, form: HuggingFace, tensors: Sequence[Outgoing], *, with_tokenizer: bool
+) -> dict[str, bytes]:
+    """Return the content of all files but the weights; config.json is the last."""
+    tokenizer = source.tokenizer
+    if tokenizer is None and with_tokenizer:
+        raise UserError(
+            "the tokenizer of the run is not on this machine: name its file or folder with --tokenizer, or leave its "
+            "files out with --no-tokenizer"
+        )
+    args = source.spec.args
+    ends = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id} if tokenizer else {}
+    ends = {name: i for name, i in ends.items() if i is not None}
+    dtypes = {tensor.dtype for tensor in tensors if tensor.dtype.is_floating_point}
+    narrow = min(dtypes, key=lambda dtype: dtype.itemsize)
+    config: dict[str, Any] = {**form.to_config(args), **ends, "torch_dtype": str(narrow).removeprefix("torch.")}
+    files = {"generation_config.json": _json(ends)} if ends else {}
+    if tokenizer and with_tokenizer:
+        add_bos = bool(source.config and source.config.data.add_bos)
+        files |= tokenizer_files(tokenizer, add_bos=add_bos, max_length=args.max_seq_len)
+    return files | {"config.json": _json(config)}
+
+
+def _json(value: Any) -> bytes:
+    return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode()
+
+
+def _content(data: bytes) -> Write:
+    return lambda file: write_all(file, data)
+
+
+def _writer(
+    part: Sequence[Outgoing], read: Callable[[Outgoing], Iterable[Tensor]], advance: Callable[[int], None]
+) -> Write:
+    return lambda file: write(file, part, read, advance)
+
+
+@contextmanager
+def _progress(total: int) -> Iterator[Callable[[int], None]]:
+    """Progress bar over bytes, silent when standard error is not a terminal."""
+    columns = TextColumn("writing"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn()
+    with Progress(*columns, console=progress_console(), transient=True) as bar:
+        task = bar.add_task("", total=total)
+        yield lambda size: bar.advance(task, size)
