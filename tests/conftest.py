@@ -65,6 +65,14 @@ def single_process_group() -> Iterator[None]:
     dist.destroy_process_group()
 
 
+@pytest.fixture
+def own_process_group() -> Iterator[None]:
+    """Process group of a command in this process. After an error the command leaves it, as the process would end."""
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         skip = pytest.mark.skip(reason="needs a CUDA device")

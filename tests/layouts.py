@@ -1,11 +1,12 @@
 """Runs on several layouts of one mesh: options for a layout, whole tensors, and functions that ranks call."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import islice
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.helpers import TinyRun, run_in_turn, train_on_this_rank
 from titanlite.build import Run, build
@@ -25,6 +26,26 @@ def degrees(replicate: int, shard: int) -> list[str]:
         f"--parallelism.data_parallel_replicate_degree={replicate}",
         f"--parallelism.data_parallel_shard_degree={shard}",
     ]
+
+
+class CountOperators(TorchDispatchMode):
+    """Number of calls of operators whose name contains a text, also within backward."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.text, self.count = text, 0
+
+    def __enter__(self) -> "CountOperators":
+        torch.autograd.set_multithreading_enabled(False)  # another thread would not have this mode
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        torch.autograd.set_multithreading_enabled(True)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += self.text in str(func)
+        return func(*args, **(kwargs or {}))
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
@@ -63,14 +84,34 @@ def trained(rank: int, world_size: int, config: Config) -> dict[str, Any]:
 
 def on_every_layout(function: Callable[..., Any], tiny: TinyRun, *options: str) -> dict[tuple[int, int], list[Any]]:
     """Return what each rank returned, by layout. Runs are named run-1-1, run-4-1, ..."""
-    results = {}
+    [results] = each_on_every_layout(function, tiny, [options])
+    return results
+
+
+def each_on_every_layout(
+    function: Callable[..., Any], tiny: TinyRun, several: Sequence[Sequence[str]]
+) -> list[dict[tuple[int, int], list[Any]]]:
+    """Return for each of several lists of options what each rank returned, by layout.
+
+    All runs on as many ranks are in one process group. Runs of the first list are named run-1-1, run-4-1, ..., and of
+    each further one run-1-1-1, run-4-1-1, ...
+    """
+    results: list[dict[tuple[int, int], list[Any]]] = [{} for _ in several]
     for world_size in (1, 4):
         layouts = [layout for layout in LAYOUTS if layout[0] * layout[1] == world_size]
         configs = [
-            tiny.config(*degrees(*layout), f"--job.name=run-{layout[0]}-{layout[1]}", *options, world_size=world_size)
+            tiny.config(
+                *degrees(*layout),
+                f"--job.name=run-{layout[0]}-{layout[1]}{f'-{number}' if number else ''}",
+                *options,
+                world_size=world_size,
+            )
+            for number, options in enumerate(several)
             for layout in layouts
         ]
-        results |= dict(zip(layouts, run_in_turn(function, world_size, configs), strict=True))
+        found = iter(run_in_turn(function, world_size, configs))
+        for of_options in results:
+            of_options |= {layout: next(found) for layout in layouts}
     return results
 
 

@@ -12,6 +12,7 @@ import sys
 import tokenize
 from collections.abc import Iterable, Iterator
 from fnmatch import fnmatch
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -211,9 +212,9 @@ ANY_NAME = re.compile("|".join(pattern.pattern for pattern in NAMES.values()))
 CODE = {key: re.compile(word.code) for key, word in WORDS.items() if word.code}
 
 
-def _docstrings(tree: ast.Module) -> Iterator[Text]:
+def _docstrings(nodes: list[ast.AST]) -> Iterator[Text]:
     """Docstrings of the module, its classes and functions, and of attributes."""
-    for node in ast.walk(tree):
+    for node in nodes:
         body = getattr(node, "body", None)
         if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) or not body:
             continue
@@ -258,10 +259,10 @@ def _comments(source: str) -> Iterator[Text]:
         yield Text(first, "\n".join(lines))
 
 
-def _strings(tree: ast.Module) -> Iterator[Text]:
+def _strings(nodes: list[ast.AST]) -> Iterator[Text]:
     """String literals, docstrings among them; what an f-string fills in is left out."""
-    parts = {id(value) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for value in node.values}
-    for node in ast.walk(tree):
+    parts = {id(value) for node in nodes if isinstance(node, ast.JoinedStr) for value in node.values}
+    for node in nodes:
         if isinstance(node, ast.JoinedStr):
             values = [value.value if isinstance(value, ast.Constant) else "{}" for value in node.values]
             yield Text(node.lineno, "".join(str(value) for value in values))
@@ -269,12 +270,24 @@ def _strings(tree: ast.Module) -> Iterator[Text]:
             yield Text(node.lineno, node.value)
 
 
-def _identifiers(tree: ast.Module) -> Iterator[Text]:
+@cache
+def _name_fields(node_cls: type[ast.AST]) -> list[str]:
+    return [field for field in ("id", "attr", "arg", "name", "asname", "module") if field in node_cls._fields]
+
+
+def _identifiers(nodes: list[ast.AST]) -> Iterator[Text]:
     """Names, attributes, arguments, keywords, and the parts of what is imported."""
-    for node in ast.walk(tree):
-        for field in ("id", "attr", "arg", "name", "asname", "module"):
-            for name in str(getattr(node, field, None) or "").split("."):
+    for node in nodes:
+        for field in _name_fields(type(node)):
+            for name in str(getattr(node, field) or "").split("."):
                 yield Text(getattr(node, "lineno", 1), name)
+
+
+@cache
+def _keys_in_name(name: str) -> list[str]:
+    """Keys of WORDS whose pattern is in an identifier."""
+    words = _words_of(name)
+    return [key for key, pattern in NAMES.items() if pattern.search(words)] if ANY_NAME.search(words) else []
 
 
 def _words_of(name: str) -> str:
@@ -294,33 +307,30 @@ def _text_hits(path: str, part: Text) -> Iterator[Hit]:
 
 
 def _name_hits(path: str, part: Text) -> Iterator[Hit]:
-    words = _words_of(part.text)
-    if not ANY_NAME.search(words):
-        return
-    for key, pattern in NAMES.items():
+    for key in _keys_in_name(part.text):
         word = WORDS[key]
         if not fnmatch(path, word.within) or (word.allowed_names and re.fullmatch(word.allowed_names, part.text)):
             continue
-        if pattern.search(words):
-            yield Hit(path, part.line, key, f"{part.text}: {word.instead}")
+        yield Hit(path, part.line, key, f"{part.text}: {word.instead}")
 
 
 def _python_hits(path: str, source: str) -> Iterator[Hit]:
-    tree = ast.parse(source)
+    nodes = [*ast.walk(ast.parse(source))]
     if path.startswith(("titanlite/", "tests/")):
-        for part in _docstrings(tree):
+        for part in _docstrings(nodes):
             yield from (Hit(path, part.line, "docstring", problem) for problem in docstring_problems(part.text))
-    for part in (*_comments(source), *_strings(tree)):
+    for part in (*_comments(source), *_strings(nodes)):
         # One word is a key or a name, and no prose.
         text = part.text.strip()
         if text in ON_DISK:
             continue
         yield from _text_hits(path, part) if re.search(r"\s", text) else _name_hits(path, part._replace(text=text))
-    for part in _identifiers(tree):
+    for part in _identifiers(nodes):
         yield from _name_hits(path, part)
+    patterns = {key: pattern for key, pattern in CODE.items() if fnmatch(path, WORDS[key].within)}
     for number, line in enumerate(source.splitlines(), 1):
-        for key, pattern in CODE.items():
-            if fnmatch(path, WORDS[key].within) and pattern.search(line):
+        for key, pattern in patterns.items():
+            if pattern.search(line):
                 yield Hit(path, number, key, f"{line.strip()[:60]}: {WORDS[key].instead}")
 
 

@@ -188,7 +188,7 @@ def final_state(rank: int, world_size: int, config: Config) -> dict[str, Any]:
     return {name: whole(parameter).numpy() for name, parameter in run.model.named_parameters()} | moments
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_thirty_steps_are_three_times_ten_on_an_uneven_layout(tiny: TinyRun) -> None:
     """259 rows over 2 shards: parameters, moments and losses bit for bit, after two restarts."""
     layout = degrees(1, 2)

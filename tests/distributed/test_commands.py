@@ -27,22 +27,20 @@ def test_a_run_from_start_to_resume(tiny: TinyRun, capfd: pytest.CaptureFixture[
     assert "step     3  loss" in (run / "logs" / "rank-0.log").read_text()
     assert list((run / "tensorboard").glob("events*"))
 
-    code, out, _ = titanlite(*command, "--training.steps=5")
-    assert code == 0
-    assert "resuming after step 3, 24 sequences into the data" in out
+    assert cli.run([*command, "--training.steps=5"]) == 0
+    assert "resuming after step 3, 24 sequences into the data\n" in capfd.readouterr().out
     assert [record["step"] for record in tiny.records()] == [1, 2, 3, 4, 5]
     assert cli.run([*command, "--training.steps=5"]) == 0
     assert "this run is complete at step 5; to continue it, raise training.steps\n" in capfd.readouterr().out
 
 
-@pytest.mark.slow
-def test_checkpoint_of_another_model(tiny: TinyRun) -> None:
+@pytest.mark.usefixtures("own_process_group")
+def test_checkpoint_of_another_model(tiny: TinyRun, capfd: pytest.CaptureFixture[str]) -> None:
     command = ("train", "--config", str(tiny.toml), "--training.steps=2")
-    assert titanlite(*command)[0] == 0
-    code, _, err = titanlite(*command, "--model.args.hidden_dim=64")
-    assert code == 2
+    assert cli.run([*command]) == 0
+    assert cli.run([*command, "--model.args.hidden_dim=64"]) == 2
     checkpoint = tiny.folder / "outputs" / "tiny" / "checkpoints" / "step-00000002"
-    assert err == [
+    assert capfd.readouterr().err.splitlines() == [
         f"error: {checkpoint} was trained with other settings, and a resumed run would be another experiment:",
         "error:   model.args.hidden_dim was 70, is 64",
         "error: Restore them, or give the new run another job.name, or accept: "
@@ -50,11 +48,10 @@ def test_checkpoint_of_another_model(tiny: TinyRun) -> None:
     ]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_run_train_on_four_processes(tiny: TinyRun) -> None:
     options = ["--parallelism.data_parallel_replicate_degree=2", "--training.steps=4"]
-    one = run_train("--config", str(tiny.toml), "--job.name=one", "--training.steps=4", cwd=tiny.folder)
-    assert one.returncode == 0, one.stderr
+    assert cli.run(["train", "--config", str(tiny.toml), "--job.name=one", "--training.steps=4"]) == 0
     four = run_train("--config", str(tiny.toml), *options, "--job.name=four", cwd=tiny.folder, NPROC="4")
     assert four.returncode == 0, four.stderr
     assert "mesh     replicate 2 x shard 2 on cpu; global batch 8 = 4 processes x 1 micro-batches x 2" in four.stdout
@@ -91,7 +88,7 @@ def test_run_train_reports_a_mistake_once(tiny: TinyRun) -> None:
     ]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_run_train_passes_on_the_exit_code_of_a_rank(tiny: TinyRun) -> None:
     for file in tiny.text.iterdir():
         file.write_text("short")  # found out only when the text is read

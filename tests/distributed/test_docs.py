@@ -3,11 +3,14 @@
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from titanlite import cli
 
 ROOT = Path(__file__).parents[2]
 SMALL = (
@@ -43,15 +46,18 @@ def blocks(guide: str, language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", (ROOT / "docs" / guide).read_text(), re.DOTALL)
 
 
-def test_own_data_in_two_commands(tmp_path: Path) -> None:
+def test_own_data_in_two_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     prepare, train = commands("data.md", "Your own data in two commands")
     (tmp_path / "mydir").mkdir()
     for name in ("a", "b"):
         lines = [json.dumps({"text": f"def {name}_{i}(x):\n    return x + {i}\n"}) for i in range(300)]
         (tmp_path / "mydir" / f"{name}.jsonl").write_text("\n".join(lines))
     assert train.startswith("./run_train.sh ")
-    for command in (prepare, f"{ROOT}/{train} {SMALL}"):
-        run(command, tmp_path)
+    monkeypatch.chdir(tmp_path)
+    program, *words = shlex.split(prepare)
+    assert program == "titanlite"
+    assert cli.run(words) == 0
+    run(f"{ROOT}/{train} {SMALL}", tmp_path)
     index = json.loads((tmp_path / "tok" / "index.json").read_text())
     assert index["documents"] == 600
     assert len(losses(tmp_path, "debug")) == 2
@@ -73,7 +79,9 @@ def test_the_guide_to_a_model_builds_the_example() -> None:
 
 
 @pytest.mark.slow
-def test_a_model_outside_the_package_trains_by_the_commands_of_its_guide(tmp_path: Path) -> None:
+def test_a_model_outside_the_package_trains_by_the_commands_of_its_guide(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     plain, wider, sharded = commands("add_a_model.md", "Train it")
     small = "--training.steps=2 --lr_scheduler.warmup_steps=0 --training.seq_len=32 --training.global_batch_size=4"
     small += " --validation.enable=false"
@@ -81,7 +89,13 @@ def test_a_model_outside_the_package_trains_by_the_commands_of_its_guide(tmp_pat
         command.replace("./run_train.sh", f"{ROOT}/run_train.sh").replace(" examples/", f" {ROOT}/examples/")
         for command in (plain, wider, sharded)
     ]
-    printed = [run(f"{command} {small}", tmp_path) for command in at_root]
+    printed = []
+    for command in at_root[:2]:  # one process: this one
+        script, *words = shlex.split(f"{command} {small} --job.dump_folder={tmp_path}/outputs")
+        assert script == f"{ROOT}/run_train.sh"
+        assert cli.run(["train", *words]) == 0
+        printed.append(capfd.readouterr().out)
+    printed.append(run(f"{at_root[2]} {small}", tmp_path))
     assert "model    gpt2 debug, 3,692,032 parameters" in printed[0]
     assert "model    gpt2 debug, 5,598,080 parameters" in printed[1]
     assert "mesh     replicate 1 x shard 2" in printed[2]

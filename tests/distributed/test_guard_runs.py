@@ -3,6 +3,7 @@
 import json
 import math
 import threading
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +20,7 @@ from titanlite.config.schema import Config
 from titanlite.ingest.prepare import prepare_text
 from titanlite.loss import TokenLoss
 from titanlite.preflight import preflight
+from titanlite.runtime.private_torch.tensors import local_tensor
 from titanlite.runtime.process_group import Ranks
 from titanlite.train import finish, train
 
@@ -28,15 +30,15 @@ BAD_STEP, BAD_SAMPLE = 3, 21
 Snapshot = dict[str, torch.Tensor]
 
 
-def snapshot(run: Run) -> Snapshot:
-    """Weights and all that the optimizer keeps."""
+def snapshot(run: Run, part: Callable[[torch.Tensor], torch.Tensor]) -> Snapshot:
+    """Weights and all that the optimizer keeps: of each tensor a part."""
     named = dict(run.model.named_parameters())
     state = {
         f"{name}.{key}": value
         for name, parameter in named.items()
         for key, value in run.optimizer.state[parameter].items()
     }
-    return {name: whole(tensor) for name, tensor in (named | state).items()}
+    return {name: part(tensor).detach().clone() for name, tensor in (named | state).items()}
 
 
 def poisoned(rank: int, world_size: int, config: Config) -> dict[str, Any]:
@@ -58,15 +60,15 @@ def poisoned(rank: int, world_size: int, config: Config) -> dict[str, Any]:
 
     if "failing" in str(config.job.name):
         fail_first_save(run)
-    run.optimizer.register_step_pre_hook(lambda *_: before.append(snapshot(run)))
-    run.optimizer.register_step_post_hook(lambda *_: before.append(snapshot(run)))
+    run.optimizer.register_step_pre_hook(lambda *_: before.append(snapshot(run, local_tensor)))
+    run.optimizer.register_step_post_hook(lambda *_: before.append(snapshot(run, local_tensor)))
     stopped = train(replace(run, loss_function=loss_of))
     finish(run, stopped)
     changed = [
         sorted(name for name in new if not torch.equal(old.get(name, torch.tensor(math.inf)), new[name]))
         for old, new in zip(before[::2], before[1::2], strict=True)
     ]
-    final = {name: tensor.float().numpy() for name, tensor in snapshot(run).items()}
+    final = {name: tensor.float().numpy() for name, tensor in snapshot(run, whole).items()}
     return {"changed": changed, "stopped": stopped and (str(stopped), stopped.taken), "final": final}
 
 

@@ -51,8 +51,9 @@ def test_an_installed_wheel_trains_in_an_empty_folder(wheel: Path, tmp_path: Pat
         return result.stdout
 
     (tmp_path / "empty").mkdir()
-    run(sys.executable, "-m", "venv", tmp_path / "venv")
-    run(python, "-m", "pip", "install", "--no-deps", "--no-index", "--disable-pip-version-check", wheel)
+    run(sys.executable, "-m", "venv", "--without-pip", tmp_path / "venv")
+    pip = (sys.executable, "-m", "pip", "--python", python, "--disable-pip-version-check")
+    run(*pip, "install", "--no-deps", "--no-index", wheel)
     packages = run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").strip()
     Path(packages, "others.pth").write_text(sysconfig.get_path("purelib"))  # torch and all else that it needs
     assert run(python, "-c", "import titanlite; print(titanlite.__file__)").startswith(packages)

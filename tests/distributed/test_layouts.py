@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tests.helpers import TinyRun, run_in_turn
-from tests.layouts import LAYOUTS, built, degrees, on_every_layout, one_step, trained, whole
+from tests.layouts import LAYOUTS, built, degrees, each_on_every_layout, on_every_layout, one_step, trained, whole
 from titanlite.batch import IGNORE
 from titanlite.config.schema import Config
 from titanlite.cpu.kernels import CpuKernels
@@ -29,9 +29,11 @@ def initial_weights(rank: int, world_size: int, config: Config) -> dict[str, Any
 
 def test_initial_weights_are_bit_identical_on_every_layout(tiny: TinyRun) -> None:
     expected: dict[str, Any] = {}
-    for option in ("--model.args.tied_head=true", "--training.enable_cpu_offload=true", "--model.args.tied_head=false"):
+    options = ("--model.args.tied_head=true", "--training.enable_cpu_offload=true", "--model.args.tied_head=false")
+    each = each_on_every_layout(initial_weights, tiny, [[option] for option in options])
+    for option, of_layouts in zip(options, each, strict=True):
         expected = {}
-        for layout, ranks in on_every_layout(initial_weights, tiny, option).items():
+        for layout, ranks in of_layouts.items():
             for weights in ranks:
                 expected = expected or weights
                 assert weights.keys() == expected.keys()
@@ -46,13 +48,13 @@ def test_initial_weights_are_bit_identical_on_every_layout(tiny: TinyRun) -> Non
     "model",
     [
         pytest.param([], id="untied"),
-        pytest.param(["--model.args.tied_head"], id="tied", marks=pytest.mark.slow),
+        pytest.param(["--model.args.tied_head"], id="tied", marks=pytest.mark.nightly),
     ],
 )
 def test_losses_are_equal_on_every_layout(tiny: TinyRun, model: list[str]) -> None:
-    on_every_layout(trained, tiny, *model, "--training.steps=20")
+    on_every_layout(trained, tiny, *model, "--training.steps=12")
     losses = {layout: tiny.losses(f"run-{layout[0]}-{layout[1]}") for layout in LAYOUTS}
-    assert all(len(found) == 20 for found in losses.values())
+    assert all(len(found) == 12 for found in losses.values())
     reference = losses[1, 1]
     assert reference[0] == pytest.approx(5.557, abs=0.1)  # ln 259: at the start all tokens are equally likely
     assert reference[-1] < 3
@@ -69,14 +71,15 @@ EXACT = [
     ["--parallelism.fsdp_reshard_after_forward=2"],
     ["--parallelism.fsdp_forward_prefetch=2", "--parallelism.fsdp_backward_prefetch=2"],
     ["--training.enable_cpu_offload"],
-    ["--data.num_workers=2"],
+    ["--data.num_workers=1"],
 ]
 
 
 @pytest.mark.slow
 def test_techniques_that_trade_memory_for_time_change_no_bit(tiny: TinyRun) -> None:
-    configs = [tiny.config(f"--job.name=exact-{i}", *options, world_size=4) for i, options in enumerate(EXACT)]
-    configs = [tiny.config("--job.name=reference", world_size=4), *configs]
+    steps = "--training.steps=4"
+    configs = [tiny.config(f"--job.name=exact-{i}", steps, *options, world_size=4) for i, options in enumerate(EXACT)]
+    configs = [tiny.config("--job.name=reference", steps, world_size=4), *configs]
     reference, *others = (ranks[0] for ranks in run_in_turn(trained, 4, configs, timeout=240))
     for index, (options, weights) in enumerate(zip(EXACT, others, strict=True)):
         name = f"exact-{index}"
@@ -133,13 +136,9 @@ def accumulated_gradients(rank: int, world_size: int, config: Config) -> dict[st
 @pytest.mark.parametrize("head", ["untied", pytest.param("tied", marks=pytest.mark.slow)])
 def test_gradients_do_not_depend_on_layout_and_accumulation(tiny: TinyRun, head: str) -> None:
     options = ["--model.args.tied_head"] if head == "tied" else []
-    runs = [
-        ranks[0]
-        for local_batch_size in (8, 1)
-        for ranks in on_every_layout(
-            accumulated_gradients, tiny, f"--training.local_batch_size={local_batch_size}", *options
-        ).values()
-    ]
+    sizes = [[*options, f"--training.local_batch_size={size}"] for size in (8, 1)]
+    each = each_on_every_layout(accumulated_gradients, tiny, sizes)
+    runs = [ranks[0] for of_layouts in each for ranks in of_layouts.values()]
     reference, *others = runs
     assert len(others) == 7
     squares = sum((gradient**2).sum() for name, gradient in reference.items() if "." in name)

@@ -39,7 +39,7 @@ families = pytest.mark.parametrize("family", FAMILIES)
     ["qwen3_moe", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("qwen3", "outside the package"))],
 )
 def test_losses_are_equal_on_every_layout(tiny: TinyRun, family: str) -> None:
-    on_every_layout(trained, tiny, *FAMILIES[family], "--training.steps=10")
+    on_every_layout(trained, tiny, *FAMILIES[family])
     reference = tiny.losses("run-1-1")
     assert reference[0] == pytest.approx(5.557, abs=0.2)  # ln 259
     assert reference[-1] < 4

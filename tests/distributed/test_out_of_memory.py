@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers import TinyRun, run_train
+from titanlite import cli
 from titanlite.config.schema import Config
 from titanlite.plan.estimate import Layout, Plan, plan
 from titanlite.plan.out_of_memory import gib
@@ -55,16 +56,15 @@ def in_backward(hidden, weight, *, labels_BL):
 
 @pytest.fixture
 def code(tiny: TinyRun) -> Path:
-    """A file of the user's own."""
-    path = tiny.folder / "own_code.py"
+    """A file of the user's own, with a name that no other test has loaded in this process."""
+    path = tiny.folder / f"{tiny.folder.name}.py"
     path.write_text(CODE)
     return path
 
 
-def train(tiny: TinyRun, *options: str, processes: int = 1) -> tuple[int, list[str]]:
-    """Exit code, and lines of standard error without their `error: `."""
-    result = run_train("--config", str(tiny.toml), *options, cwd=tiny.folder, NPROC=str(processes), OMP_NUM_THREADS="1")
-    return result.returncode, [line.removeprefix("error: ") for line in result.stderr.splitlines() if "error: " in line]
+def errors(standard_error: str) -> list[str]:
+    """Lines of standard error that are errors, without their `error: `."""
+    return [line.removeprefix("error: ") for line in standard_error.splitlines() if "error: " in line]
 
 
 def planned(config: Config, world_size: int) -> Plan:
@@ -77,8 +77,9 @@ def planned(config: Config, world_size: int) -> Plan:
 def test_one_rank_prints_the_plan_and_what_would_fit(tiny: TinyRun, code: Path) -> None:
     """Two ranks run out of memory at once."""
     loss = f"--training.loss={code}:in_backward"
-    exit_code, lines = train(tiny, loss, processes=2)
-    assert exit_code == 1
+    result = run_train("--config", str(tiny.toml), loss, cwd=tiny.folder, NPROC="2", OMP_NUM_THREADS="1")
+    assert result.returncode == 1
+    lines = errors(result.stderr)
     heads = [place for place, line in enumerate(lines) if line.startswith("out of memory on rank ")]
     assert len(heads) == 1
     head, title, *rest = lines[heads[0] :]
@@ -104,11 +105,13 @@ def test_one_rank_prints_the_plan_and_what_would_fit(tiny: TinyRun, code: Path) 
         assert size == gib(planned(tiny.config(loss, option, world_size=2), 2).peak).split()[0]
 
 
-def test_a_config_that_cannot_be_planned_ends_the_run_all_the_same(tiny: TinyRun, code: Path) -> None:
+@pytest.mark.usefixtures("own_process_group")
+def test_a_config_that_cannot_be_planned_ends_the_run_all_the_same(
+    tiny: TinyRun, code: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     began = time.monotonic()
-    exit_code, lines = train(tiny, f"--training.loss={code}:in_forward")
-    assert exit_code == 1
-    [head, reason] = lines
+    assert cli.run(["train", "--config", str(tiny.toml), f"--training.loss={code}:in_forward"]) == 1
+    [head, reason] = errors(capfd.readouterr().err)
     assert head.startswith("out of memory on rank 0, step 2")
     assert head.endswith(": CUDA out of memory. Tried to allocate 2.00 GiB.")
     assert reason == (

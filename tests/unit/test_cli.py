@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.helpers import TinyRun, closed_stdout, titanlite
+from tests.helpers import TinyRun, closed_stdout
 from titanlite import cli
 from titanlite.runtime.arguments import Parser
 from titanlite.runtime.files import lock_file
@@ -23,19 +23,22 @@ def refusal(capfd: pytest.CaptureFixture[str], *arguments: str) -> list[str]:
     return capfd.readouterr().err.splitlines()
 
 
-def test_a_run_folder_records_how_it_was_made(tiny: TinyRun) -> None:
+def test_a_run_folder_records_how_it_was_made(
+    tiny: TinyRun, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     from titanlite.config.load import load
 
-    code, output, _ = titanlite("train", "--config", str(tiny.toml), "--training.steps=2")
-    assert code == 0
-    assert any("  another model  titanlite train NAME, with NAME one of debug, llama3_" in line for line in output)
+    command = ["train", "--config", str(tiny.toml), "--training.steps=2"]
+    monkeypatch.setattr(sys, "argv", ["titanlite", *command])
+    assert cli.run(command) == 0
+    assert "  another model  titanlite train NAME, with NAME one of debug, llama3_" in capfd.readouterr().out
     folder = tiny.folder / "outputs" / "tiny"
     assert load(folder / "config.toml") == tiny.config("--training.steps=2")
     run = json.loads((folder / "run.json").read_text())
     start = run["starts"][0]
     assert (start["mesh"], start["processes"], start["device"]) == ({"replicate": 1, "shard": 1}, 1, "cpu")
     assert start["versions"]["torch"] == torch.__version__
-    assert "--training.steps=2" in start["command"]
+    assert start["command"] == ["titanlite", *command]
     manifest = json.loads((folder / "checkpoints" / "step-00000002" / "manifest.json").read_text())
     assert manifest["run_id"] == run["id"]
 
@@ -175,14 +178,13 @@ def test_unreadable_tokenizer(tiny: TinyRun, capfd: pytest.CaptureFixture[str]) 
     assert "is not a tiktoken rank file" in line
 
 
-def test_empty_data(tiny: TinyRun) -> None:
+@pytest.mark.usefixtures("own_process_group")
+def test_empty_data(tiny: TinyRun, capfd: pytest.CaptureFixture[str]) -> None:
     for file in tiny.text.iterdir():
         file.write_text("short")
-    code, _, err = titanlite("train", "--config", str(tiny.toml))
-    assert code == 2
-    assert len(err) == 1
-    assert err[0].startswith("error: data.path: ")
-    assert err[0].endswith("holds 21 tokens, less than one sequence of 32 (and the token after it)")
+    [line] = refusal(capfd, "train", "--config", str(tiny.toml))
+    assert line.startswith("error: data.path: ")
+    assert line.endswith("holds 21 tokens, less than one sequence of 32 (and the token after it)")
 
 
 def test_world_size_that_does_not_divide_the_batch(

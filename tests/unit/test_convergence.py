@@ -77,7 +77,7 @@ def matrices_drawn_at_unit_scale(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     "mutation",
     [
         pytest.param(no_mutation, marks=pytest.mark.slow),
-        pytest.param(labels_shifted_by_one_more, marks=pytest.mark.slow),
+        pytest.param(labels_shifted_by_one_more, marks=pytest.mark.nightly),
         pytest.param(mask_that_lets_one_token_too_many_through, marks=pytest.mark.nightly),
         pytest.param(no_warmup, marks=pytest.mark.nightly),
         pytest.param(matrices_drawn_at_unit_scale, marks=pytest.mark.nightly),

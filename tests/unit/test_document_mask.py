@@ -264,7 +264,7 @@ def test_compiled_blocks_are_the_same() -> None:
     assert counter.frame_count == 1
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.usefixtures("single_process_group")
 def test_compiled_by_the_default_compiler() -> None:
     plain = sharded(Compile(enable=False))
