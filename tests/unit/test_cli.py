@@ -367,7 +367,7 @@ def test_every_command_is_there() -> None:
     assert list(COMMANDS) == [
         "train", "init", "check", "plan", "calibrate", "parity", "data prepare", "data inspect", "data tokenizer",
         "checkpoint list", "checkpoint verify", "checkpoint show", "checkpoint prune",
-        "checkpoint export", "generate",
+        "checkpoint export", "generate", "evaluate",
         "config check", "config show", "config schema", "config migrate",
     ]  # fmt: skip
 
@@ -393,7 +393,7 @@ def test_help_lists_the_commands(words: list[str], capfd: pytest.CaptureFixture[
     assert lines[0] == "usage: titanlite [-h] [--version] COMMAND ..."
     assert [line.split()[0] for line in lines if line.startswith("    ") and line[4] != " "] == [
         "train", "init", "check", "plan", "calibrate", "parity", "data", "checkpoint", "generate",
-        "config",
+        "evaluate", "config",
     ]  # fmt: skip
 
 

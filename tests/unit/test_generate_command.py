@@ -17,8 +17,8 @@ import torch.distributed as dist
 from tests.weights import random_model, save_model, small_toml
 from titanlite import cli
 from titanlite.convert.chat import Chat
-from titanlite.convert.generate import tokenizer_of
 from titanlite.convert.generation import Generator
+from titanlite.convert.loading import tokenizer_of
 from titanlite.convert.prompts import opening_ids, stop_ids
 from titanlite.convert.source import open_source
 from titanlite.data.tokenizer import load_tokenizer

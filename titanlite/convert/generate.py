@@ -11,11 +11,11 @@ import torch
 
 from titanlite.convert.chat import Chat
 from titanlite.convert.generation import Generator, stream_text
+from titanlite.convert.loading import default_dtype, note, tokenizer_of
 from titanlite.convert.prompts import Prompts, checked, read_prompts, stop_ids
 from titanlite.convert.sampling import Sampler
 from titanlite.convert.source import Source, load_model, open_source
 from titanlite.data.tokenizer import Tokenizer
-from titanlite.models.registry import vocab_size_for
 from titanlite.parallelize.fsdp import DTYPES
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.process_group import Ranks, pick_device, pick_kernels
@@ -74,26 +74,6 @@ def main(
         answers.show(ids)
 
 
-def tokenizer_of(source: Source) -> Tokenizer:
-    """
-    Raises:
-        UserError: the tokenizer is not there, or has more tokens than the model.
-    """
-    if source.tokenizer is None:
-        raise UserError(f"{source.where}: its tokenizer is not on this machine: name one with --tokenizer")
-    if source.tokenizer.vocab_size > source.spec.args.vocab_size:
-        raise UserError(
-            f"the tokenizer {source.tokenizer.name} has {source.tokenizer.vocab_size:,} tokens, and the model of "
-            f"{source.where} only {source.spec.args.vocab_size:,}: name that of the training with --tokenizer"
-        )
-    if vocab_size_for(source.tokenizer.vocab_size, source.spec.args.vocab_size) != source.spec.args.vocab_size:
-        note(
-            f"warning: the tokenizer {source.tokenizer.name} has {source.tokenizer.vocab_size:,} tokens, and the model "
-            f"{source.spec.args.vocab_size:,}: is it that of the training?"
-        )
-    return source.tokenizer
-
-
 def load_generator(source: Source, *, vocab_size: int, device: torch.device, dtype: str | None = None) -> Generator:
     """Load the weights.
 
@@ -101,7 +81,7 @@ def load_generator(source: Source, *, vocab_size: int, device: torch.device, dty
         vocab_size: of the tokenizer.
         dtype: default: bfloat16 on GPUs, float32 on CPUs.
     """
-    chosen = DTYPES[dtype or ("float32" if device.type == "cpu" else "bfloat16")]
+    chosen = DTYPES[dtype or default_dtype(device)]
     generator = Generator(
         load_model(source, dtype=chosen, device=device),
         kernels=pick_kernels(device),
@@ -194,7 +174,7 @@ def _lines(hint: str) -> Iterator[str]:
     sys.stdin.reconfigure(errors="surrogateescape")  # pyright: ignore[reportAttributeAccessIssue]
     if is_terminal:
         with suppress(ImportError):
-            pass  # noqa: F401: input() uses it
+            pass
         note(f"Each line is a prompt. Ctrl-C ends an answer, Ctrl-D the program.{hint}")
     while True:
         try:
@@ -205,7 +185,3 @@ def _lines(hint: str) -> Iterator[str]:
             return
         if line.strip():
             yield line
-
-
-def note(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)

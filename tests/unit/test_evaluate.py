@@ -1,0 +1,155 @@
+"""`titanlite evaluate`: the values of a run's own validation, other data, and mistakes."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from tests.helpers import TinyRun, train_on_this_rank
+from titanlite import cli
+from titanlite.convert.source import load_model, open_source
+
+SEQ_LEN = 32
+BARE = ("--tokenizer", "bytes", "--no-bos", "--no-eos")
+VALIDATION = """
+[validation]
+enable = true
+sequences = 5
+freq = 4
+sources = [{path = "TEXT/a.txt"}, {path = "TEXT/*.txt", name = "all of it"}]
+"""
+
+
+@pytest.fixture(scope="module")
+def tiny_run(tmp_path_factory: pytest.TempPathFactory) -> TinyRun:
+    """A run that validates in bfloat16, with documents kept apart."""
+    tiny = TinyRun(tmp_path_factory.mktemp("evaluate"))
+    tiny.toml.write_text(tiny.toml.read_text() + VALIDATION.replace("TEXT", str(tiny.text)))
+    config = tiny.config("--training.mixed_precision_param=bfloat16", "--data.document_mask=true")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        train_on_this_rank(config, 0, 1)
+    finally:
+        dist.destroy_process_group()
+    return tiny
+
+
+def evaluate(capfd: pytest.CaptureFixture[str], *words: object) -> tuple[int, str, str]:
+    code = cli.run(["evaluate", *map(str, words)])
+    written = capfd.readouterr()
+    return code, written.out, written.err
+
+
+def test_values_are_those_of_the_runs_own_validation(tiny_run: TinyRun, capfd: pytest.CaptureFixture[str]) -> None:
+    folder = tiny_run.folder / "outputs" / "tiny"
+    expected = json.loads((folder / "validation.jsonl").read_text().splitlines()[-1])
+    code, out, err = evaluate(capfd, folder, "--json", "--batch-size", 3)
+    assert (code, err) == (0, "")
+    record = json.loads(out)
+    assert record["checkpoint"].endswith("checkpoints/step-00000006")
+    assert record["seq_len"] == SEQ_LEN
+    assert expected["step"] == 6
+    assert record["loss"] == pytest.approx(expected["loss"], rel=1e-6)
+    assert list(record["sources"]) == ["a.txt", "all of it"]
+    for name, values in expected["sources"].items():
+        assert record["sources"][name] == pytest.approx(values, rel=1e-6)
+    wide = json.loads(evaluate(capfd, folder, "--json", "--dtype", "float32")[1])
+    assert wide["loss"] != pytest.approx(expected["loss"], rel=1e-6)
+    assert wide["loss"] == pytest.approx(expected["loss"], rel=1e-2)
+
+
+def test_the_table(tiny_run: TinyRun, capfd: pytest.CaptureFixture[str]) -> None:
+    folder = tiny_run.folder / "outputs" / "tiny"
+    expected = json.loads((folder / "validation.jsonl").read_text().splitlines()[-1])
+    code, out, err = evaluate(capfd, folder)
+    assert (code, err) == (0, "")
+    heads, first, second, both = (line.split() for line in out.splitlines())
+    assert heads == ["source", "loss", "perplexity", "bits/byte", "tokens", "sequences"]
+    values = expected["sources"]["a.txt"]
+    assert first == [
+        "a.txt", f"{values['loss']:.4f}", f"{math.exp(values['loss']):,.2f}", f"{values['bits_per_byte']:.4f}",
+        f"{values['tokens']}", "5",
+    ]  # fmt: skip
+    assert second[:3] == ["all", "of", "it"]
+    loss = expected["loss"]
+    assert both == ["all", f"{loss:.4f}", f"{math.exp(loss):,.2f}", f"{2 * values['tokens']}", "10"]
+
+
+def test_other_data_and_other_lengths(tiny_run: TinyRun, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Every token of a text, in one sequence: from the text, and from tokens without the ends of documents."""
+    folder = tiny_run.folder / "outputs" / "tiny"
+    text = "one two, drei vier fünf."
+    file = tmp_path / "other.txt"
+    file.write_text(text)
+    ids = torch.tensor([[256, *text.encode(), 257]])
+    assert cli.run(["data", "prepare", str(file), "--out", str(tmp_path / "tok"), *BARE]) == 0
+    capfd.readouterr()
+    model = load_model(open_source(str(folder)))
+    options = ("--json", "--dtype", "float32", "--sequences", 0, "--cache-folder", tmp_path / "cache")
+    for path, tokens in ((f"mine={file}", ids), (f"mine={tmp_path / 'tok'}", ids[:, 1:-1])):
+        length = tokens.shape[1] - 1
+        code, out, err = evaluate(capfd, folder, "--data", path, "--seq-len", length, *options)
+        assert (code, err) == (0, "")
+        with torch.no_grad():
+            nats = F.cross_entropy(model(tokens[:, :-1])[0], tokens[0, 1:], reduction="none")
+        text_bytes = int((tokens[0, 1:] < 256).sum())
+        values = json.loads(out)["sources"]["mine"]
+        assert values["loss"] == pytest.approx(float(nats.mean()), rel=1e-5)
+        assert values["bits_per_byte"] == pytest.approx(float(nats.sum()) / math.log(2) / text_bytes, rel=1e-5)
+        assert (values["tokens"], values["sequences"]) == (length, 1)
+    assert not (tiny_run.folder / "cache").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--data", "/no/such"], "--data: such: no file or folder /no/such"),
+        (["--data", ""], "--data: an empty path"),
+        (["--data", "{text}/a.txt", "--data", "a.txt={text}/b.txt"],
+         "--data: two sources are called a.txt: name one, as --data NAME=PATH"),
+        (["--seq-len", "9000"], "--seq-len: 9,000 is more than the max_seq_len 8,192 of the model"),
+        (["--tokenizer", "python-2k"], "the tokenizer python-2k has 2,048 tokens, and the model of {step} only 259: "
+         "name that of the training with --tokenizer"),
+    ],
+)  # fmt: skip
+def test_mistakes_are_one_line(
+    words: list[str], message: str, tiny_run: TinyRun, capfd: pytest.CaptureFixture[str]
+) -> None:
+    outputs = tiny_run.folder / "outputs"
+    places = {"text": tiny_run.text, "step": outputs / "tiny" / "checkpoints" / "step-00000006"}
+    found = evaluate(capfd, outputs / "tiny", *(word.format(**places) for word in words))
+    assert found == (2, "", f"error: {message.format(**places)}\n")
+
+
+def test_text_that_is_too_short(tiny_run: TinyRun, capfd: pytest.CaptureFixture[str]) -> None:
+    words = ("--data", tiny_run.text / "a.txt", "--seq-len", 8000)
+    code, out, err = evaluate(capfd, tiny_run.folder / "outputs" / "tiny", *words)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert err.startswith("error: --data: a.txt: ")
+    assert err.endswith(" tokens, less than one sequence of 8000 (and the token after it)\n")
+
+
+def test_tokens_of_another_tokenizer_are_refused(
+    tiny_run: TinyRun, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    words = ["data", "prepare", str(tiny_run.text), "--out", str(tmp_path / "tok"), "--tokenizer", "python-2k"]
+    assert cli.run(words) == 0
+    capfd.readouterr()
+    code, out, err = evaluate(capfd, tiny_run.folder / "outputs" / "tiny", "--data", tmp_path / "tok")
+    assert (code, out) == (2, "")
+    assert err == (
+        f"error: --data: {tmp_path / 'tok'} was made with the tokenizer python-2k (2,048 tokens), and that of the "
+        "checkpoint is bytes (258 tokens): name the text, or prepare it with --tokenizer bytes\n"
+    )
+
+
+def test_runs_without_validation_need_data(tiny_run: TinyRun, capfd: pytest.CaptureFixture[str]) -> None:
+    other = tiny_run.folder / "other.toml"
+    other.write_text(tiny_run.toml.read_text().replace("enable = true\nsequences", "enable = false\nsequences"))
+    code, out, err = evaluate(capfd, tiny_run.folder / "outputs" / "tiny", "--config", other)
+    assert (code, out) == (2, "")
+    assert err == "error: name the data, with --data PATH: the run has no [validation] of its own\n"
