@@ -6,8 +6,10 @@
 #   NPROC          processes on this machine (default: one for each GPU, else 1)
 #   NNODES         machines (default 1); then also
 #   RDZV_ENDPOINT  host:port of the first machine, the same on all
-# Exit codes: 0 done, 1 failed, 2 wrong config or input, 3 stopped by a rule of the config (a loss that is not finite).
+# Exit codes: 0 done, 1 failed, 2 wrong config or input, 3 stopped by a rule of the config (a loss that is not finite),
+# 75 stopped by a signal (TERM, INT, USR1, HUP) or at a planned time, with a checkpoint: start it again.
 set -euo pipefail
+trap 'exit 75' TERM INT USR1 HUP # until Python takes over: nothing is lost
 # shellcheck source=scripts/environment.sh
 source "$(dirname "${BASH_SOURCE[0]}")/scripts/environment.sh"
 
@@ -38,31 +40,5 @@ if ((nnodes > 1)) && [[ -z ${RDZV_ENDPOINT:-} ]]; then
     die "with NNODES > 1, set RDZV_ENDPOINT to host:port of the first machine, the same on all"
 fi
 
-# Mistakes are reported once and at once, not by every process.
-WORLD_SIZE=$((nproc_here * nnodes)) LOCAL_WORLD_SIZE=$nproc_here \
-    "$PYTHON" -m titanlite check "$@"
-
-if [[ -z ${OMP_NUM_THREADS:-} ]]; then
-    cores=$("$PYTHON" -c 'import os; print(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count())')
-    export OMP_NUM_THREADS=$((cores > nproc_here ? cores / nproc_here : 1))
-fi
-
-# torchrun turns every exit code of its workers into 1; the first worker that fails leaves its own in this file.
-exit_codes=$(mktemp -d)
-trap 'rm -rf "$exit_codes"' EXIT
-export TITANLITE_EXIT_FILE=$exit_codes/code
-
-"$PYTHON" -m torch.distributed.run --nnodes "$nnodes" --nproc_per_node "$nproc_here" \
-    --rdzv_backend c10d --rdzv_endpoint "${RDZV_ENDPOINT:-localhost:0}" \
-    -m titanlite train "$@" &
-torchrun=$!
-trap 'kill -TERM "$torchrun" 2>/dev/null || true' TERM INT
-code=0
-while :; do
-    wait "$torchrun" && code=0 || code=$?
-    kill -0 "$torchrun" 2>/dev/null || break # else a signal ended the wait, not torchrun
-done
-if ((code)) && [[ -s $TITANLITE_EXIT_FILE ]]; then
-    code=$(cat "$TITANLITE_EXIT_FILE")
-fi
-exit "$code"
+# torchrun, and the exit code of the first process that fails. A signal to this process goes to all of them.
+exec "$PYTHON" -m titanlite.runtime.launch "$nnodes" "$nproc_here" "${RDZV_ENDPOINT:-localhost:0}" "$@"

@@ -52,6 +52,9 @@ class Job:
         """Return the steps that the console shows."""
         return [int(step) for step in re.findall(r"^step +(\d+)  loss", self.text(), re.M)]
 
+    def signal(self, pid: int, sign: signal.Signals) -> None:
+        os.kill(pid, sign)
+
     def wait_until(self, condition: Callable[[], bool], seconds: float = 120) -> None:
         deadline = time.monotonic() + seconds
         while not condition():

@@ -1,12 +1,10 @@
 """The `titanlite` command: its subcommands, and how they end. What a subcommand needs is imported when it runs."""
 
 import os
-import select
 import sys
-import traceback
+import time
 from argparse import Namespace
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING, NoReturn
@@ -23,8 +21,9 @@ from titanlite.plan import arguments as plan
 from titanlite.report import arguments as report
 from titanlite.runtime.allocator import use_expandable_segments
 from titanlite.runtime.arguments import Parser
+from titanlite.runtime.endings import another_has_ended, end_now, print_errors, report_errors
 from titanlite.runtime.errors import ConfigError, Problem, RunError, UserError, whole_number
-from titanlite.runtime.files import lock_file
+from titanlite.runtime.signals import StopRequests, stop_with_launcher
 
 if TYPE_CHECKING:
     import torch
@@ -44,7 +43,8 @@ Every option of the config can be set here. The value is read as TOML, text need
 means true. N is the number of an entry in a list; the next number makes a new entry.
 """
 EXIT_CODES = """\
-exit codes: 0 done, 1 failed, 2 wrong config or input, 3 stopped by a rule of the config (a loss that is not finite)
+exit codes: 0 done, 1 failed, 2 wrong config or input, 3 stopped by a rule of the config (a loss that is not finite),
+75 stopped by a signal or at a planned time: start it again
 """
 
 
@@ -137,78 +137,23 @@ def _run(words: list[str]) -> None:
     options.run(options)
 
 
-def report_errors(command: Callable[[], None]) -> int:
-    """Run a command and return its exit code.
-
-    The user's mistakes become lines on standard error, other exceptions a traceback. The end of whoever reads the
-    output (`| head`) is neither.
-    """
-    try:
-        command()
-    except (UserError, RunError) as error:
-        with _first_to_fail(error.exit_code) as reports:
-            if reports:
-                _print_errors(str(error).splitlines())
-        return error.exit_code
-    except KeyboardInterrupt:
-        return 130
-    except BaseException as error:
-        if isinstance(error, SystemExit) and error.code in (None, 0):
-            return 0  # --help, --version
-        if _is_closed_output(error):
-            return 1
-        where = f"[rank {os.environ['RANK']}] " if "RANK" in os.environ else ""
-        lines = "".join(where + line for line in traceback.format_exc().splitlines(True))
-        with _first_to_fail(1):
-            print(lines, file=sys.stderr, flush=True)
-        return 1
-    return 0
-
-
-def _is_closed_output(error: BaseException) -> bool:
-    """Return whether an exception is from writing to standard output after its reader has ended."""
-    if isinstance(error, SystemExit):
-        return isinstance(error.__context__, BrokenPipeError)  # rich has met it
-    if not isinstance(error, BrokenPipeError):
-        return False
-    poll = select.poll()  # sockets break too
-    poll.register(sys.stdout.fileno(), 0)
-    return any(event & select.POLLERR for _, event in poll.poll(0))
-
-
-@contextmanager
-def _first_to_fail(code: int) -> Iterator[bool]:
-    """Write the exit code to the file that run_train.sh reads, because torchrun turns every code into 1.
-
-    The other processes of the machine wait until this context ends. torchrun ends all of them as soon as one has
-    ended, and the first to fail must have written its code and its error by then.
-
-    Yields:
-        whether this process reports its error. Of the processes of a machine, the first to fail does: the others
-        fail for the same reason. Without the file, each reports.
-    """
-    name = os.environ.get("TITANLITE_EXIT_FILE")
-    if name is None:
-        yield True
-        return
-    path = Path(name)
-    with lock_file(path.with_name(f"{path.name}.lock")):
-        is_first = not path.exists()
-        if is_first:
-            path.write_text(str(code))
-        yield is_first
-
-
-def _print_errors(lines: Iterable[object]) -> None:
-    for line in lines:
-        print(f"error: {line}", file=sys.stderr, flush=True)
-
-
 # Subcommands
 
 
 def _train(options: Namespace) -> None:
-    config, resolved, ranks, device = _checked(options, log=True)
+    started = time.time()
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        stop_with_launcher()
+    requests = StopRequests()
+    with requests.listening(end_now, another_has_ended):
+        config, resolved, ranks, device = _checked(options, log=True)
+        requests.plan(config.training.max_seconds, os.environ, started=started)
+        _run_training(config, resolved, ranks, device, requests)
+
+
+def _run_training(
+    config: "Config", resolved: "ResolvedConfig", ranks: "Ranks", device: "torch.device", requests: StopRequests
+) -> None:
     import torch
 
     from titanlite.build import build
@@ -225,7 +170,7 @@ def _train(options: Namespace) -> None:
             run = build(
                 config, resolved, ranks=ranks, device=device, prepare_text=prepare_text, open_weights=open_weights
             )
-            stopped = train(run)
+            stopped = train(run, requests)
             finish(run, stopped)
     except torch.OutOfMemoryError as error:
         from titanlite.plan.out_of_memory import explain
@@ -258,7 +203,7 @@ def _checked(options: Namespace, *, log: bool = False) -> "Checked":
     if "" in draft.bad_keys:
         draft.resolve()  # no file could be read: no need to wait for torch
     if "RANK" not in os.environ:
-        _print_errors(draft.new_problems())  # at once: importing torch for the other checks takes seconds
+        print_errors(draft.new_problems())  # at once: importing torch for the other checks takes seconds
     if log:
         use_expandable_segments(os.environ)
     from titanlite.ingest.inputs import find_files

@@ -61,8 +61,7 @@ class StoppedByGuard(RunStopped):
     """
 
     def __init__(self, message: str, *, taken: int, skipped: list[SkippedStep], in_part: bool = False) -> None:
-        super().__init__(message)
-        self.taken = taken
+        super().__init__(message, taken=taken)
         self.skipped = skipped
         self.in_part = in_part
 

@@ -40,6 +40,8 @@ class StepResult:
     """L2 norm of this rank's part of the gradients."""
     model_metrics: dict[str, Tensor] = field(default_factory=dict)
     """Metrics of the model's own. Global."""
+    stop_flags: Tensor = field(default_factory=lambda: torch.zeros(0))
+    """[1]: above 0 if any rank asks to stop after this step; empty if `train_step` got no flag. Global."""
 
 
 def never_skip(loss: Tensor, grad_norm: Tensor) -> Tensor:
@@ -60,6 +62,7 @@ def train_step(
     decide: Callable[[Tensor, Tensor], Tensor] = never_skip,
     in_backward: InBackward | None = None,
     reduce_once: bool = False,
+    stop_flag: Tensor | None = None,
     observer: StepObserver | None = None,
 ) -> StepResult:
     """Train on this rank's micro-batches of one global batch.
@@ -73,6 +76,7 @@ def train_step(
         decide: (loss, grad_norm) -> 0 if the optimizer is to make its step, else a skip reason.
         in_backward: updates parameters within backward. There is one micro-batch then, and no clipping.
         reduce_once: reduce gradients over shards after the last micro-batch, not after each.
+        stop_flag: [1], above 0 if this rank asks to stop. It is summed over all ranks with the other values.
     """
     assert in_backward is None or (len(batches) == 1 and not max_norm)
     observer, world = observer or StepObserver(), world or group
@@ -86,13 +90,14 @@ def train_step(
     gradients = [local_tensor(parameter.grad) for parameter in parameters if parameter.grad is not None]
     norms = in_backward.end() if in_backward else dict(zip(parameters, gradient_norms(gradients), strict=True))
     local_square, square = sums_of_squares(norms, replicas)
-    (loss, total), square = reduce_over_ranks(
-        [micro_losses.sum(), totals.sum()],
+    sums, square = reduce_over_ranks(
+        [micro_losses.sum(), totals.sum(), *([] if stop_flag is None else stop_flag)],
         square.to(micro_losses.device),
         model.counters(),
         duplicates=world.size() // group.size(),
         world=world,
     )
+    loss, total, stop_flags = sums[0], sums[1], sums[2:]
     norm = square.sqrt()
     if max_norm > 0:
         clip(gradients, norm=norm, max_norm=max_norm)
@@ -102,7 +107,7 @@ def train_step(
         optimizer.zero_grad()
     model_metrics = model.end_step(skip_reason == 0)
     local_norm = local_square.to(micro_losses.device).sqrt()
-    return StepResult(loss, total - loss, norm, skip_reason, micro_losses, local_norm, model_metrics)
+    return StepResult(loss, total - loss, norm, skip_reason, micro_losses, local_norm, model_metrics, stop_flags)
 
 
 def accumulate(

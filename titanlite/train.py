@@ -12,17 +12,23 @@ from titanlite.guard import StoppedByGuard
 from titanlite.metrics.run_summary import report_end, report_start
 from titanlite.optim import set_learning_rate
 from titanlite.parallelize.float8 import weight_scaler
+from titanlite.runtime.errors import RunStopped
 from titanlite.runtime.process_group import freeze_garbage_collector, seed_step
+from titanlite.runtime.signals import StoppedBySignal, StopRequests
 from titanlite.runtime.timeouts import PhaseTimeouts
 from titanlite.schedule import learning_rate
 from titanlite.step import train_step
+from titanlite.stop import AgreedStop
 
 
-def train(run: Run) -> StoppedByGuard | None:
+def train(run: Run, stop_requests: StopRequests | None = None) -> RunStopped | None:
     """Train from the run's progress to its last step.
 
+    Args:
+        stop_requests: asked in every step.
+
     Returns:
-        the reason, where a rule of the config stopped the run earlier.
+        the reason, where a rule of the config or a request stopped the run earlier.
     """
     report_start(
         run.config,
@@ -36,7 +42,11 @@ def train(run: Run) -> StoppedByGuard | None:
     )
     phase = PhaseTimeouts(run.config.comm)
     try:
-        _loop(run, phase)
+        _loop(run, phase, stop_requests or StopRequests())
+    except StoppedBySignal as stopped:
+        phase.phase("checkpoint")
+        run.checkpoints.save_if_newer(_progress(run, stopped.taken))
+        return stopped
     except StoppedByGuard as stopped:
         phase.phase("checkpoint")
         run.metrics.record_skipped(stopped.skipped, run.micro_batches, run.samples)
@@ -50,10 +60,11 @@ def train(run: Run) -> StoppedByGuard | None:
     return None
 
 
-def _loop(run: Run, phase: PhaseTimeouts) -> None:
+def _loop(run: Run, phase: PhaseTimeouts, stop_requests: StopRequests) -> None:
     config, metrics, checkpoints, validator = run.config, run.metrics, run.checkpoints, run.validator
     scale_weights = weight_scaler(run.model, config.quantize.linear.float8)
     scale_weights()
+    stop = AgreedStop(stop_requests, torch.device(run.mesh.device_type))
     samples = run.progress.samples_seen
     for step in range(run.progress.step + 1, run.steps + 1):
         last = step == run.steps
@@ -75,6 +86,7 @@ def _loop(run: Run, phase: PhaseTimeouts) -> None:
             decide=run.guard.decide,
             in_backward=run.in_backward,
             reduce_once=config.parallelism.fsdp_reduce_gradients == "last",
+            stop_flag=stop.flag(),
             observer=phase,
         )
         scale_weights()
@@ -84,13 +96,16 @@ def _loop(run: Run, phase: PhaseTimeouts) -> None:
         metrics.end_step(step, result, lr=lr, samples=samples, shares=partial(run.samples.shares, samples), last=last)
         metrics.record_saves(checkpoints.watch())
         run.guard.remember(step, result)
-        saves = checkpoints.is_due(step, last=last)
-        if saves or metrics.is_due(step, last=last):
+        saves, stops = checkpoints.is_due(step, last=last), stop.is_agreed(result.stop_flags) and not last
+        if saves or stops or metrics.is_due(step, last=last):
             metrics.record_skipped(run.guard.check(run.world), run.micro_batches, run.samples)
+        if stops:
+            raise stop_requests.stopped(step)
         if validator.is_due(step, last=last):
             phase.phase("validation")
             with metrics.not_training(waits_for_device=True), checkpoints.not_training():
-                metrics.record_validation(step, validator.run(run.model))
+                if record := validator.run(run.model, stops=stop.is_asked if not last else None):
+                    metrics.record_validation(step, record)
         if saves:
             phase.phase("checkpoint")
             with metrics.not_training(waits_for_device=not checkpoints.is_background):
@@ -103,7 +118,7 @@ def _progress(run: Run, step: int) -> Progress:
     return Progress(step, samples, run.samples.state(samples), run.guard.state())
 
 
-def finish(run: Run, stopped: StoppedByGuard | None = None) -> None:
+def finish(run: Run, stopped: RunStopped | None = None) -> None:
     """Close all files and workers, and report where everything is."""
     gc.unfreeze()
     run.batches.close()

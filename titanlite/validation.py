@@ -1,7 +1,7 @@
 """Validation: the loss on other data, by source. Any number of processes gives the same result."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -22,6 +22,9 @@ from titanlite.step import document_arguments
 
 ORDER_KEY = 0
 """Key of the choice of sequences. It does not depend on the seed, so that runs with other seeds can be compared."""
+
+ASK_BATCHES = 8
+"""Batches between two questions whether to stop: each costs the ranks an all-reduce."""
 
 
 class Validator:
@@ -64,22 +67,31 @@ class Validator:
         return bool(self.sources) and (last or step % self.config.freq == 0)
 
     @torch.no_grad()
-    def run(self, model: nn.Module) -> dict[str, Any]:
-        """Return the validation metrics, equal on all ranks.
+    def run(self, model: nn.Module, *, stops: Callable[[], bool] | None = None) -> dict[str, Any] | None:
+        """Return the validation metrics, equal on all ranks; None if it was stopped.
 
         `loss` is in nats a token, over the tokens of all sources. `sources` holds the `loss`, `bits_per_byte` (None
         where no label is text), `tokens` and `sequences` of each source.
+
+        Args:
+            stops: asked every ASK_BATCHES batches whether to stop. The answer is the same on all ranks.
         """
         totals = torch.zeros(len(self.sources), 3, dtype=torch.float64, device=self.device)  # nats, tokens, bytes
         was_training = model.training
         model.eval()
-        for source, total in zip(self.sources, totals, strict=True):
-            for batch in self._batches(source):
-                total += self._measure(model, to_device(batch, self.device))
+        pairs = zip(self.sources, totals, strict=True)
+        batches = ((total, batch) for source, total in pairs for batch in self._batches(source))
+        stopped = False
+        for number, (total, batch) in enumerate(batches):
+            if stopped := stops is not None and number % ASK_BATCHES == 0 and stops():
+                break
+            total += self._measure(model, to_device(batch, self.device))
         model.train(was_training)
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()  # no backward pass does it here, and a checkpoint needs the shards
+        if stopped:
+            return None
         dist.all_reduce(totals, group=self.group)
         record: dict[str, Any] = {"loss": _ratio(totals[:, 0].sum(), totals[:, 1].sum()), "sources": {}}
         for source, (nats, tokens, text_bytes) in zip(self.sources, totals, strict=True):

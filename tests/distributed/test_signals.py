@@ -2,13 +2,68 @@
 
 import signal
 import sys
+import time
 
 import pytest
+import torch
 
-from tests.helpers import TinyRun
-from tests.processes import started
+from tests.helpers import TinyRun, run_ranks
+from tests.processes import Job, started
+from titanlite.build import build
+from titanlite.checkpoint import manifest as manifests
+from titanlite.checkpoint.storage import LocalStorage
+from titanlite.config.schema import Config
+from titanlite.ingest.prepare import prepare_text
+from titanlite.preflight import preflight
+from titanlite.runtime.process_group import Ranks
+from titanlite.runtime.signals import SAME_SECONDS, StopRequests
+from titanlite.train import finish, train
 
 TRAIN = [sys.executable, "-m", "titanlite", "train"]
+LONG = ("--training.steps=1000000", "--checkpoint.interval=1000000")
+BEFORE = "before training began: nothing is lost", "before a step was complete: nothing is lost"
+
+
+class Asked(StopRequests):
+    """Requests of one rank, from some question on."""
+
+    def __init__(self, asked: bool) -> None:
+        super().__init__()
+        self.questions = 3 if asked else 10**9
+
+    def requested(self) -> bool:
+        self.questions -= 1
+        return self.questions < 0
+
+
+def stop_one_rank(rank: int, world_size: int, config: Config) -> int:
+    ranks, device = Ranks(rank, world_size, rank, world_size), torch.device("cpu")
+    run = build(config, preflight(config, ranks, device), ranks=ranks, device=device, prepare_text=prepare_text)
+    requests = Asked(rank == world_size - 1)
+    stopped = train(run, requests)
+    finish(run, stopped)
+    assert stopped is not None
+    return stopped.taken
+
+
+def newest(tiny: TinyRun) -> int:
+    """Return the newest step that is saved, after checking that every checkpoint is complete and nothing else is."""
+    storage = LocalStorage(f"{tiny.folder}/outputs/tiny/checkpoints", "")
+    listing = storage.list()
+    steps = manifests.committed_steps(listing)
+    assert [*map(manifests.folder_name, steps)] == sorted(listing), "a partial checkpoint"
+    for folder in listing:
+        manifests.verify(storage, folder, listing[folder])
+    return max(steps, default=0)
+
+
+def wait_for_next_step(job: Job) -> None:
+    job.wait_for_step(max(job.steps(), default=0) + 2)
+
+
+def test_one_rank_is_asked_and_all_stop_after_the_same_step(tiny: TinyRun) -> None:
+    assert run_ranks(stop_one_rank, 2, tiny.config(world_size=2)) == [4, 4]
+    assert newest(tiny) == 4
 
 
 @pytest.mark.slow
@@ -19,4 +74,89 @@ def test_workers_of_the_loader_end_with_a_killed_trainer(tiny: TinyRun) -> None:
         assert len(job.pids()) == 1 + 3 + 2  # trainer, workers, fork server and resource tracker
         job.process.send_signal(signal.SIGKILL)
         job.end()
+        assert job.left() == {}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sign", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+def test_a_signal_to_one_process(tiny: TinyRun, sign: signal.Signals) -> None:
+    with started(tiny.folder, f"--config={tiny.toml}", *LONG, "--data.num_workers=1", command=TRAIN) as job:
+        job.wait_for_step(2)
+        step = max(job.steps())
+        job.process.send_signal(sign)
+        assert job.end() == 75, job.text()
+        assert step <= newest(tiny) <= max(job.steps()) + 1
+        assert f"stopped after step {newest(tiny)} by {sign.name}; step {newest(tiny)} is saved in" in job.text()
+        assert job.left() == {}
+        assert "Traceback" not in job.text()
+
+
+@pytest.mark.slow
+def test_signals_to_several_processes(tiny: TinyRun) -> None:
+    """Each start resumes what the one before has saved: torchrun or one rank is signalled, or torchrun is killed."""
+    saved = 0
+    for target, sign in (
+        ("torchrun", signal.SIGINT), ("torchrun", signal.SIGUSR1),
+        ("rank 1", signal.SIGTERM), ("torchrun", signal.SIGKILL),
+    ):  # fmt: skip
+        what = f"{sign.name} to {target}"
+        with started(tiny.folder, f"--config={tiny.toml}", *LONG, "--data.num_workers=1", NPROC="2") as job:
+            job.wait_for_step(saved + 2)
+            before = max(job.steps())
+            job.signal(job.process.pid if target == "torchrun" else job.ranks()[1], sign)
+            assert job.end() == (-signal.SIGKILL if sign == signal.SIGKILL else 75), what
+            assert job.left(30) == {}, what
+            saved = newest(tiny)
+            assert saved >= before, what
+            assert f"step {saved} is saved in" in job.text(), what
+            assert "Traceback" not in job.text(), what
+
+
+@pytest.mark.slow
+def test_before_the_first_step_a_signal_ends_a_job_at_once(tiny: TinyRun) -> None:
+    config = f"--config={tiny.toml}"
+    for processes, delay in (("1", 1.0), ("2", 0.5), ("2", 4.0), ("2", 7.0)):
+        with started(tiny.folder, config, *LONG, f"--job.name=at-{delay}", NPROC=processes) as job:
+            time.sleep(delay)
+            if job.steps():
+                continue
+            job.signal(job.process.pid, signal.SIGTERM)
+            began = time.monotonic()
+            assert job.end() == 75, delay
+            assert time.monotonic() - began < 20
+            assert job.left() == {}
+            assert any(text in job.text() for text in BEFORE), job.text()
+            assert "Traceback" not in job.text()
+
+
+@pytest.mark.slow
+def test_a_second_signal_ends_a_job_that_hangs(tiny: TinyRun) -> None:
+    """A stopped rank never answers the first signal, nor torchrun's second."""
+    with started(tiny.folder, f"--config={tiny.toml}", *LONG, NPROC="2") as job:
+        job.wait_for_step(2)
+        job.signal(job.ranks()[1], signal.SIGSTOP)
+        job.signal(job.process.pid, signal.SIGTERM)
+        time.sleep(SAME_SECONDS + 1)
+        assert job.process.poll() is None
+        job.signal(job.process.pid, signal.SIGTERM)
+        assert job.end(30) == 128 + signal.SIGTERM
+        assert job.left() == {}
+        assert newest(tiny) == 0
+        assert "stopped at once by a second signal, SIGTERM: no checkpoint was saved" in job.text()
+
+
+@pytest.mark.slow
+def test_planned_ends_and_a_killed_rank(tiny: TinyRun) -> None:
+    config = f"--config={tiny.toml}"
+    with started(tiny.folder, config, *LONG, "--training.max_duration=1s", command=TRAIN) as job:
+        assert job.end() == 75
+        assert "stopped after step 1 by training.max_duration; step 1 is saved in" in job.text()
+    soon = str(int(time.time()) + 1)
+    with started(tiny.folder, config, *LONG, command=TRAIN, SLURM_JOB_END_TIME=soon) as job:
+        assert job.end() == 75
+        assert "stopped after step 2 by the end of the Slurm job; step 2 is saved in" in job.text()
+    with started(tiny.folder, config, *LONG, NPROC="2") as job:
+        wait_for_next_step(job)
+        job.signal(job.ranks()[1], signal.SIGKILL)
+        assert job.end(60) == 1
         assert job.left() == {}

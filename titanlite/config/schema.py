@@ -11,7 +11,18 @@ from pydantic import AfterValidator, Field
 
 from titanlite.config.data_schema import Data, Validation
 from titanlite.config.run_schema import Checkpoint, Comm, Debug, Metrics
-from titanlite.config.types import AttentionBackend, Count, Decay, Fraction, Name, NonNegative, PositiveInt, Section
+from titanlite.config.types import (
+    AttentionBackend,
+    Count,
+    Decay,
+    Duration,
+    Fraction,
+    Name,
+    NonNegative,
+    PositiveInt,
+    Section,
+    seconds_of,
+)
 
 LONGEST_NAME = 200
 """Bytes in the name of a run. File systems allow 255, and some files of a run add a suffix."""
@@ -59,6 +70,9 @@ class Training(Section):
     epochs: PositiveInt | None = None
     """Passes over the data, instead of training.steps. The run ends with the last whole batch before a source would be
     read again. Default: training.steps decides."""
+    max_duration: Duration | None = None
+    """Time after which this start saves a checkpoint and ends with exit code 75, such as 11h30min or 2d. The same
+    command resumes. A Slurm job stops before its end without it. Default: no limit."""
     seq_len: PositiveInt = 2048
     """Tokens in a sequence."""
     global_batch_size: PositiveInt = 8
@@ -85,6 +99,11 @@ class Training(Section):
     PyTorch's choice, which the start of a run reports. CPUs have one kernel."""
     enable_cpu_offload: bool = False
     """Keep sharded parameters, gradients and optimizer states in host memory."""
+
+    @property
+    def max_seconds(self) -> int | None:
+        """`max_duration` in seconds."""
+        return None if self.max_duration is None else seconds_of(self.max_duration)
 
     def batch_split(self, data_parallel_degree: int) -> tuple[int, int]:
         """Return (sequences in one forward pass of one rank, forward passes in a step).

@@ -19,16 +19,17 @@ from titanlite.config.shipped import shipped_names
 from titanlite.data.packing import BestFit
 from titanlite.data.samples import Samples, Source
 from titanlite.data.sources import store_of
-from titanlite.guard import StoppedByGuard
 from titanlite.models.base import Model, unique_parameters
 from titanlite.models.decoder import Decoder
 from titanlite.optim.groups import format_groups, parameter_groups
 from titanlite.optim.state_size import state_dtypes
 from titanlite.parallelize.mesh import axis_sizes, data_parallel_rank
 from titanlite.runtime.allocator import allocator_settings
+from titanlite.runtime.errors import RunStopped
 from titanlite.runtime.private_torch.fsdp import fsdp_param_group
 from titanlite.runtime.process_group import why_no_gpu
 from titanlite.runtime.run_folder import RunFolder
+from titanlite.runtime.signals import STOPPED, StoppedBySignal
 
 logger = logging.getLogger(__name__)
 
@@ -167,12 +168,17 @@ def report_end(
     folder: RunFolder,
     checkpoints: Storage,
     resumed_at: int,
-    stopped: StoppedByGuard | None,
+    stopped: RunStopped | None,
 ) -> None:
+    done = manifests.committed_steps(checkpoints.list())
+    if isinstance(stopped, StoppedBySignal):
+        newest = f"step {done[-1]} is saved in {checkpoints.url}" if done else "no checkpoint was asked for"
+        logger.info(f"{stopped}; {newest}; the same command resumes (exit code {STOPPED})")
+        return
     if stopped:
         logger.info(f"stopped: the skipped steps are in {folder.skipped}, with the sequences in question")
         logger.info(f"  the last step taken is {stopped.taken}")
-        if done := manifests.committed_steps(checkpoints.list()):
+        if done:
             logger.info(f"  checkpoints  {checkpoints.url} ({', '.join(map(str, done))})")
         if config.guard.nonfinite == "stop" and done and not config.optimizer.in_backward:
             logger.info("  to skip such steps and resume: the same command with --guard.nonfinite=skip")
@@ -183,7 +189,6 @@ def report_end(
         if config.training.epochs is None
         else f"--training.epochs={2 * config.training.epochs}"
     )
-    done = manifests.committed_steps(checkpoints.list())
     lines = [
         "",
         f"{config.job.name}: {steps} steps done" + (f", from step {resumed_at} on" if resumed_at else ""),

@@ -23,9 +23,17 @@ class DamagedCheckpoint(ValueError):
 
 
 class RunStopped(RunError):
-    """A run that was ended by a rule of its config, with everything saved."""
+    """A run that was ended with everything saved: by a rule of its config, or by a signal.
+
+    Args:
+        taken: the last step that the optimizer made; weights and optimizer are those of its end.
+    """
 
     exit_code: ClassVar[int] = 3
+
+    def __init__(self, message: str, *, taken: int) -> None:
+        super().__init__(message)
+        self.taken = taken
 
 
 class Place(NamedTuple):

@@ -1,15 +1,153 @@
-"""Signals that stop a run, and processes that must end with their parent."""
+"""Stop of a run by signals and by the clock, and processes that must end with their parent. Imports no torch.
 
+A signal asks one process to stop, and all ranks must stop after the same step. So each rank adds a flag to the
+all-reduce of every step (`step.py`), and a rank that reads a sum above 0 knows that every other rank reads it too.
+"""
+
+import ctypes
+import math
 import multiprocessing
 import os
 import signal
+import socket
+import sys
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from multiprocessing import connection
+from multiprocessing import connection, resource_tracker
+
+from titanlite.runtime.errors import RunStopped, whole_number
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 """Signals that ask a run to save and end: of schedulers, of a terminal, and of its end."""
+SAME_SECONDS = 2.0
+"""Time within which a signal is the same request: schedulers signal a process, and torchrun repeats it."""
+SLURM_MARGIN = 300.0
+"""Seconds before the end of a Slurm job at which a run stops, so that its checkpoint is written in time."""
+STOPPED = 75
+"""Exit code of a run that was asked to stop (EX_TEMPFAIL of sysexits.h): start it again."""
+PR_SET_PDEATHSIG = 1
+
+
+EndNow = Callable[[str, int], object]
+
+
+class StoppedBySignal(RunStopped):
+    """A run that was asked to stop. Every rank raises it after the same step."""
+
+    exit_code = STOPPED
+
+
+class StopRequests:
+    """Requests to stop a run: signals to this process, and the end of its time.
+
+    Until the first step of this start is complete, a signal ends the process at once: nothing would be lost. From
+    then on it is a request, which `requested` returns. A second signal ends the process at once.
+    """
+
+    def __init__(self) -> None:
+        self.end, self.planned = math.inf, ""
+        """Time of day (seconds since 1970) from which on the run must stop, and the reason."""
+        self._signal: str | None = None
+        self._since = 0.0
+        self._trains = False
+
+    def plan(self, max_seconds: float | None, environ: Mapping[str, str], *, started: float) -> None:
+        """Plan the end of this start: after a time, and before the end of a Slurm job.
+
+        Args:
+            max_seconds: `training.max_duration`.
+            started: time of day at which this start began.
+
+        Raises:
+            UserError: SLURM_JOB_END_TIME is not a number.
+        """
+        ends = [] if max_seconds is None else [(started + max_seconds, "training.max_duration")]
+        if end := whole_number(environ, "SLURM_JOB_END_TIME", 0):
+            margin = min(SLURM_MARGIN, max(end - started, 0) / 10)  # a job of minutes trains, too
+            ends.append((end - margin, "the end of the Slurm job"))
+        self.end, self.planned = min(ends, default=(math.inf, ""))
+
+    def requested(self) -> bool:
+        """Return whether this process knows a reason to stop."""
+        return self._signal is not None or time.time() >= self.end
+
+    @property
+    def reason(self) -> str:
+        """Reason for the stop, as far as this process knows."""
+        if self._signal is None and time.time() >= self.end:
+            return self.planned
+        return self._signal or "a signal to another process"
+
+    def is_training(self) -> bool:
+        """Return whether a signal is a request, not the end."""
+        return self._trains
+
+    def begin_training(self) -> None:
+        """Take a first signal as a request from now on. Call it when the first step is complete."""
+        self._trains = True
+
+    def stopped(self, step: int) -> StoppedBySignal:
+        """Return the error that ends the run after a step."""
+        return StoppedBySignal(f"stopped after step {step} by {self.reason}", taken=step)
+
+    @contextmanager
+    def listening(self, end_now: EndNow, has_failed: Callable[[], bool]) -> Iterator[None]:
+        """Receive signals in this context. Only the main thread of a process can; elsewhere this does nothing.
+
+        A thread waits for them, since the main thread may be in a collective that never returns.
+
+        Args:
+            end_now: prints a line and ends the process with an exit code.
+            has_failed: whether another process of this machine has ended. Then torchrun ends this one, too.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        inbox, outbox = socket.socketpair()
+        outbox.setblocking(False)
+        ignored = [number for number in (signal.SIGHUP,) if signal.getsignal(number) == signal.SIG_IGN]  # nohup
+        numbers = [number for number in STOP_SIGNALS if number not in ignored]
+        handlers = {number: signal.signal(number, lambda *_: None) for number in numbers}
+        previous = signal.set_wakeup_fd(outbox.fileno(), warn_on_full_buffer=False)
+
+        def listen() -> None:
+            while received := inbox.recv(1):
+                if received[0] in numbers:
+                    self.receive(signal.Signals(received[0]), end_now, has_failed)
+
+        thread = threading.Thread(target=listen, name="signals", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            signal.set_wakeup_fd(previous)
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+            outbox.close()  # ends the thread
+            thread.join()
+            inbox.close()
+
+    def receive(self, number: signal.Signals, end_now: EndNow, has_failed: Callable[[], bool]) -> None:
+        """Act on a signal."""
+        if number == signal.SIGTERM and has_failed():
+            end_now("", 1)
+        elif not self.is_training():
+            end_now(f"stopped by {number.name} before a step was complete: nothing is lost", STOPPED)
+        elif self._signal is None:
+            self._signal, self._since = number.name, time.monotonic()
+        elif time.monotonic() - self._since > SAME_SECONDS:
+            end_now(f"stopped at once by a second signal, {number.name}: no checkpoint was saved", 128 + number)
+
+
+# Processes and their parents
+
+
+def stop_with_launcher() -> None:
+    """Let this process get SIGTERM when torchrun ends, however it ended. Nobody would end a rank without it."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0)
 
 
 @contextmanager
@@ -21,6 +159,8 @@ def shielding_children() -> Iterator[None]:
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
+        resource_tracker.ensure_running()  # its first start unblocks SIGTERM and SIGINT
+        signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)

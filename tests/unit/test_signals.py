@@ -1,0 +1,156 @@
+"""Requests to stop a run: what a signal means when, and planned ends. Signals to real jobs: tests/distributed."""
+
+import os
+import signal
+import time
+
+import pytest
+import torch
+
+from tests.helpers import TinyRun
+from titanlite.build import build
+from titanlite.config.types import seconds_of
+from titanlite.ingest.prepare import prepare_text
+from titanlite.preflight import preflight
+from titanlite.runtime.errors import UserError
+from titanlite.runtime.process_group import Ranks
+from titanlite.runtime.signals import SAME_SECONDS, STOP_SIGNALS, StoppedBySignal, StopRequests
+from titanlite.train import finish, train
+
+DEVICE = torch.device("cpu")
+
+
+class Ended(list[tuple[str, int]]):
+    """Receiver of the ends of a process."""
+
+    def __call__(self, message: str, code: int) -> None:
+        self.append((message, code))
+
+
+def never() -> bool:
+    return False
+
+
+def test_before_a_step_is_complete_a_signal_ends_the_process() -> None:
+    ended, requests = Ended(), StopRequests()
+    requests.receive(signal.SIGUSR1, ended, never)
+    assert ended == [("stopped by SIGUSR1 before a step was complete: nothing is lost", 75)]
+    assert not requests.requested()
+
+
+def test_a_second_signal_ends_the_process_unless_it_repeats_the_first() -> None:
+    ended, requests = Ended(), StopRequests()
+    requests.begin_training()
+    requests.receive(signal.SIGTERM, ended, never)
+    assert requests.requested()
+    assert requests.reason == "SIGTERM"
+    requests.receive(signal.SIGTERM, ended, never)  # torchrun repeats what a scheduler sends to all processes
+    assert ended == []
+    time.sleep(SAME_SECONDS + 0.1)
+    requests.receive(signal.SIGINT, ended, never)
+    assert ended == [("stopped at once by a second signal, SIGINT: no checkpoint was saved", 130)]
+
+
+def test_torchrun_ends_the_others_of_a_failed_process() -> None:
+    ended, requests = Ended(), StopRequests()
+    requests.begin_training()
+    requests.receive(signal.SIGTERM, ended, lambda: True)
+    assert ended == [("", 1)]
+
+
+def test_signals_of_this_process_arrive() -> None:
+    requests = StopRequests()
+    before = [signal.getsignal(number) for number in STOP_SIGNALS]
+    with requests.listening(Ended(), never):
+        requests.begin_training()
+        os.kill(os.getpid(), signal.SIGUSR1)
+        deadline = time.monotonic() + 10
+        while not requests.requested():
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+    assert requests.reason == "SIGUSR1"
+    assert [signal.getsignal(number) for number in STOP_SIGNALS] == before
+
+
+@pytest.mark.parametrize(
+    ("limit", "slurm_end", "end", "reason"),
+    [
+        (None, None, float("inf"), ""),
+        (60, None, 1060, "training.max_duration"),
+        (None, 11_000, 10_700, "the end of the Slurm job"),
+        (None, 1_100, 1_090, "the end of the Slurm job"),  # a tenth of a short job
+        (60, 11_000, 1060, "training.max_duration"),
+        (90_000, 11_000, 10_700, "the end of the Slurm job"),
+    ],
+)
+def test_planned_ends(limit: int | None, slurm_end: int | None, end: float, reason: str) -> None:
+    requests = StopRequests()
+    environ = {} if slurm_end is None else {"SLURM_JOB_END_TIME": str(slurm_end)}
+    requests.plan(limit, environ, started=1000)
+    assert (requests.end, requests.planned) == (end, reason)
+
+
+def test_durations(tiny: TinyRun) -> None:
+    assert [seconds_of(text) for text in ("90s", "11h30min", "2d", "1d2h3min4s")] == [90, 41_400, 172_800, 93_784]
+    assert tiny.config("--training.max_duration=1min").training.max_seconds == 60
+    for text in ("", "90", "1h 30min", "30m", "-1s"):
+        with pytest.raises(ValueError, match="expected a duration such as"):
+            seconds_of(text)
+    with pytest.raises(UserError, match=r"training\.max_duration: .*expected a duration such as 2d, 11h30min or 90s"):
+        tiny.config("--training.max_duration=90")
+
+
+class AfterCalls(StopRequests):
+    """Requests that begin after some questions."""
+
+    def __init__(self, calls: int) -> None:
+        super().__init__()
+        self.calls = calls
+
+    def requested(self) -> bool:
+        self.calls -= 1
+        return self.calls < 0
+
+
+def start(tiny: TinyRun, requests: StopRequests | None, *options: str) -> tuple[object, list[int]]:
+    """Train, and return why the run stopped and the steps of its checkpoints."""
+    config = tiny.config(*options)
+    ranks = Ranks(0, 1, 0, 1)
+    run = build(config, preflight(config, ranks, DEVICE), ranks=ranks, device=DEVICE, prepare_text=prepare_text)
+    stopped = train(run, requests)
+    finish(run, stopped)
+    assert run.folder.lock is not None
+    run.folder.lock.close()
+    return stopped, sorted(int(path.name[5:]) for path in (run.folder.path / "checkpoints").glob("step-*"))
+
+
+@pytest.mark.usefixtures("single_process_group")
+def test_a_requested_stop_saves_that_step_and_resumes_exactly(tiny: TinyRun) -> None:
+    stopped, saved = start(tiny, AfterCalls(2))
+    assert isinstance(stopped, StoppedBySignal)
+    assert (stopped.taken, saved, stopped.exit_code) == (3, [3], 75)
+    assert start(tiny, None) == (None, [3, 6])
+    assert start(tiny, None, "--job.name=whole") == (None, [6])
+    assert tiny.losses() == tiny.losses("whole")
+
+
+@pytest.mark.usefixtures("single_process_group")
+@pytest.mark.parametrize("calls", [1, 5])
+def test_a_stop_beside_other_saves(tiny: TinyRun, calls: int) -> None:
+    """Requested while a save runs in the background, and in the last step, which is the end anyway."""
+    stopped, saved = start(tiny, AfterCalls(calls), "--checkpoint.interval=1")
+    assert saved == ([1, 2] if calls == 1 else [1, 2, 3, 4, 5, 6])
+    assert (stopped is None) == (calls == 5)
+
+
+@pytest.mark.usefixtures("single_process_group")
+def test_a_stop_ends_validation(tiny: TinyRun) -> None:
+    """Asked in the validation of step 1; the next step carries the flag."""
+    options = f"--validation.enable=true --validation.freq=1 --validation.path={tiny.text}".split()
+    assert start(tiny, AfterCalls(1), *options, "--lr_scheduler.warmup_steps=0")[1] == [2]
+    assert not (tiny.folder / "outputs" / "tiny" / "validation.jsonl").exists()
+
+
+@pytest.mark.usefixtures("single_process_group")
+def test_without_checkpoints_a_stop_saves_nothing(tiny: TinyRun) -> None:
+    assert start(tiny, AfterCalls(0), "--checkpoint.enable=false")[1] == []

@@ -1,0 +1,93 @@
+"""End of a process of the command: its exit code, and what it prints of an error. Imports no torch."""
+
+import os
+import select
+import sys
+import traceback
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NoReturn
+
+from titanlite.runtime.errors import RunError, UserError
+from titanlite.runtime.files import lock_file
+from titanlite.runtime.signals import STOPPED
+
+
+def report_errors(command: Callable[[], None]) -> int:
+    """Run a command and return its exit code.
+
+    The user's mistakes become lines on standard error, other exceptions a traceback. The end of whoever reads the
+    output (`| head`) is neither.
+    """
+    try:
+        command()
+    except (UserError, RunError) as error:
+        with _first_to_fail(error.exit_code) as reports:
+            if reports and error.exit_code != STOPPED:  # else rank 0 has reported it
+                print_errors(str(error).splitlines())
+        return error.exit_code
+    except KeyboardInterrupt:
+        return 130
+    except BaseException as error:
+        if isinstance(error, SystemExit) and error.code in (None, 0):
+            return 0  # --help, --version
+        if _is_closed_output(error):
+            return 1
+        where = f"[rank {os.environ['RANK']}] " if "RANK" in os.environ else ""
+        lines = "".join(where + line for line in traceback.format_exc().splitlines(True))
+        with _first_to_fail(1):
+            print(lines, file=sys.stderr, flush=True)
+        return 1
+    return 0
+
+
+def _is_closed_output(error: BaseException) -> bool:
+    """Return whether an exception is from writing to standard output after its reader has ended."""
+    if isinstance(error, SystemExit):
+        return isinstance(error.__context__, BrokenPipeError)  # rich has met it
+    if not isinstance(error, BrokenPipeError):
+        return False
+    poll = select.poll()  # sockets break too
+    poll.register(sys.stdout.fileno(), 0)
+    return any(event & select.POLLERR for _, event in poll.poll(0))
+
+
+@contextmanager
+def _first_to_fail(code: int) -> Iterator[bool]:
+    """Write the exit code to the file that run_train.sh reads, because torchrun turns every code into 1.
+
+    The other processes of the machine wait until this context ends. torchrun ends all of them as soon as one has
+    ended, and the first to fail must have written its code and its error by then.
+
+    Yields:
+        whether this process reports its error. Of the processes of a machine, the first to fail does: the others
+        fail for the same reason. Without the file, each reports.
+    """
+    name = os.environ.get("TITANLITE_EXIT_FILE")
+    if name is None:
+        yield True
+        return
+    path = Path(name)
+    with lock_file(path.with_name(f"{path.name}.lock")):
+        is_first = not path.exists()
+        if is_first:
+            path.write_text(str(code))
+        yield is_first
+
+
+def print_errors(lines: Iterable[object]) -> None:
+    for line in lines:
+        print(f"error: {line}", file=sys.stderr, flush=True)
+
+
+def another_has_ended() -> bool:
+    return Path(os.environ.get("TITANLITE_EXIT_FILE", "/nonexistent")).exists()
+
+
+def end_now(message: str, code: int) -> NoReturn:
+    """End this process at once, on a signal."""
+    with _first_to_fail(code) as reports:
+        if reports:
+            print(message, file=sys.stderr, flush=True)
+        os._exit(code)
