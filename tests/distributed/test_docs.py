@@ -46,6 +46,7 @@ def blocks(guide: str, language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", (ROOT / "docs" / guide).read_text(), re.DOTALL)
 
 
+@pytest.mark.slow
 def test_own_data_in_two_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     prepare, train = commands("data.md", "Your own data in two commands")
     (tmp_path / "mydir").mkdir()

@@ -1,7 +1,7 @@
 """Each technique has its effect: one that silently does nothing would pass every test of equality."""
 
 from collections import Counter
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -103,35 +103,42 @@ def test_prefetch_depth_is_the_configured_one(tiny: TinyRun) -> None:
     assert found["head"] == ([], ["layers.2"])
 
 
-def local_sizes(rank: int, world_size: int, config: Config) -> tuple[int, int, int]:
-    """Elements of this rank's parameters and optimizer states, and of the whole model."""
+class OfOneRank(NamedTuple):
+    """Elements of a rank's parameters and moments, and of the whole model; and the gradient norms of three steps."""
+
+    local: int
+    moments: int
+    whole: int
+    norms: list[float]
+
+
+def three_steps(rank: int, world_size: int, config: Config) -> OfOneRank:
     run = built(rank, world_size, config)
-    one_step(run)
+    norms = [float(one_step(run).grad_norm) for _ in range(3)]
     parameters = list(run.model.parameters())
     local = sum(parameter.to_local().numel() for parameter in parameters)  # pyright: ignore
     moments = sum(run.optimizer.state[parameter]["exp_avg"].to_local().numel() for parameter in parameters)
-    return local, moments, sum(parameter.numel() for parameter in parameters)
+    return OfOneRank(local, moments, sum(parameter.numel() for parameter in parameters), norms)
 
 
-def test_parameters_and_states_are_really_sharded(tiny: TinyRun) -> None:
-    for (replicate, shard), results in on_every_layout(local_sizes, tiny).items():
-        whole = results[0][2]
-        assert sum(local for local, _, _ in results) == replicate * whole
-        assert sum(moments for _, moments, _ in results) == replicate * whole
-        for local, _, _ in results:
-            assert local == pytest.approx(whole / shard, rel=0.1)
+@pytest.fixture(scope="module")
+def of_layouts(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, int], list[OfOneRank]]:
+    return on_every_layout(three_steps, TinyRun(tmp_path_factory.mktemp("layouts")))
 
 
-def gradient_norms(rank: int, world_size: int, config: Config) -> list[float]:
-    run = built(rank, world_size, config)
-    return [float(one_step(run).grad_norm) for _ in range(3)]
+def test_parameters_and_states_are_really_sharded(of_layouts: dict[tuple[int, int], list[OfOneRank]]) -> None:
+    for (replicate, shard), ranks in of_layouts.items():
+        whole = ranks[0].whole
+        assert sum(rank.local for rank in ranks) == replicate * whole
+        assert sum(rank.moments for rank in ranks) == replicate * whole
+        for rank in ranks:
+            assert rank.local == pytest.approx(whole / shard, rel=0.1)
 
 
-def test_grad_norm_is_global_on_every_layout(tiny: TinyRun) -> None:
-    results = on_every_layout(gradient_norms, tiny)
-    [reference] = results[1, 1]
-    for ranks in results.values():
-        for norms in ranks:
-            assert norms == pytest.approx(reference, rel=1e-5)
-            assert norms == ranks[0], "the same bits on all ranks"
-    assert torch.tensor(reference).min() > 0
+def test_grad_norm_is_global_on_every_layout(of_layouts: dict[tuple[int, int], list[OfOneRank]]) -> None:
+    [reference] = of_layouts[1, 1]
+    for ranks in of_layouts.values():
+        for rank in ranks:
+            assert rank.norms == pytest.approx(reference.norms, rel=1e-5)
+            assert rank.norms == ranks[0].norms, "the same bits on all ranks"
+    assert torch.tensor(reference.norms).min() > 0

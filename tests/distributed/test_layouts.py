@@ -200,7 +200,6 @@ COLLECTIVES = [
     (2, 2, "default", 5, 5, 3),
     (4, 1, "default", 5, 0, 0),
     (1, 4, "tied", 4, 4, 3),  # embedding and head are one unit, kept like a head
-    (2, 2, "tied", 4, 4, 3),
 ]
 
 
@@ -268,25 +267,29 @@ TYPES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "types", ["full", *(pytest.param(name, marks=pytest.mark.slow) for name in ("default", "moments"))]
-)
-def test_types_are_the_same_on_every_layout(tiny: TinyRun, types: str) -> None:
+def expected_types(layout: tuple[int, int], weight: str, moment: str, reduction: str) -> set[tuple[str, str]]:
+    replicate, shard = layout
+    expected = {
+        ("weight in compute", "torch.bfloat16"),
+        ("activation", "torch.bfloat16"),
+        ("gradient", f"torch.{weight}"),
+        ("weight", f"torch.{weight}"),
+        ("moment", f"torch.{moment}"),
+    }
+    if shard > 1:
+        expected |= {("allgather_base", "torch.bfloat16"), ("alltoall_base", f"torch.{reduction}")}
+    if replicate > 1:
+        expected |= {("allreduce", f"torch.{reduction}")}
+    return expected
+
+
+@pytest.mark.slow
+def test_types_are_the_same_on_every_layout(tiny: TinyRun) -> None:
     """bfloat16 compute with float32 weights, moments and reduction, unless configured."""
-    options, weight, moment, reduction = TYPES[types]
-    options = [*options, "--training.mixed_precision_param=bfloat16"]
-    for (replicate, shard), ranks in on_every_layout(seen_dtypes, tiny, *options).items():
-        for seen, printed in ranks:
-            expected = {
-                ("weight in compute", "torch.bfloat16"),
-                ("activation", "torch.bfloat16"),
-                ("gradient", f"torch.{weight}"),
-                ("weight", f"torch.{weight}"),
-                ("moment", f"torch.{moment}"),
-            }
-            if shard > 1:
-                expected |= {("allgather_base", "torch.bfloat16"), ("alltoall_base", f"torch.{reduction}")}
-            if replicate > 1:
-                expected |= {("allreduce", f"torch.{reduction}")}
-            assert seen == expected, (replicate, shard)
-            assert printed == {"weights": weight, "compute": "bfloat16", "reduction": reduction, "moments": moment}
+    several = [[*options, "--training.mixed_precision_param=bfloat16"] for options, *_ in TYPES.values()]
+    found = each_on_every_layout(seen_dtypes, tiny, several)
+    for (name, (_, weight, moment, reduction)), layouts in zip(TYPES.items(), found, strict=True):
+        for layout, ranks in layouts.items():
+            for seen, printed in ranks:
+                assert seen == expected_types(layout, weight, moment, reduction), (name, layout)
+                assert printed == {"weights": weight, "compute": "bfloat16", "reduction": reduction, "moments": moment}

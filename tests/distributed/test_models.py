@@ -36,7 +36,10 @@ families = pytest.mark.parametrize("family", FAMILIES)
 
 @pytest.mark.parametrize(
     "family",
-    ["qwen3_moe", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("qwen3", "outside the package"))],
+    [
+        pytest.param("qwen3_moe", marks=pytest.mark.slow),
+        *(pytest.param(name, marks=pytest.mark.nightly) for name in ("qwen3", "outside the package")),
+    ],
 )
 def test_losses_are_equal_on_every_layout(tiny: TinyRun, family: str) -> None:
     on_every_layout(trained, tiny, *FAMILIES[family])

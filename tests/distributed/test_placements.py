@@ -118,6 +118,7 @@ def on_four(rank: int, world_size: int) -> list[dict[str, list[np.ndarray]]]:
     return found
 
 
+@pytest.mark.slow
 def test_weights_are_those_of_one_process_however_they_are_sharded() -> None:
     expected = {name: trained(name, [nn.Parameter(whole) for whole in draw(0)]) for name in OPTIMIZERS}
     for number, rank in enumerate(run_ranks(on_four, 4)):

@@ -13,8 +13,8 @@ from titanlite.runtime.hardware import find_hardware
 @pytest.mark.parametrize(
     "name",
     [
-        "FSDP, 2, recompute op",
-        pytest.param("HSDP, 2 x 2, updates in backward", marks=pytest.mark.slow),
+        pytest.param("FSDP, 2, recompute op", marks=pytest.mark.slow),
+        pytest.param("HSDP, 2 x 2, updates in backward", marks=pytest.mark.nightly),
         pytest.param("HSDP, 2 x 2, 2 micro-batches", marks=pytest.mark.nightly),
     ],
 )

@@ -20,6 +20,7 @@ def counted(rank: int, world_size: int, config: Config) -> int:
     return reductions.count
 
 
+@pytest.mark.slow
 def test_losses_are_the_same_and_reductions_fewer(tiny: TinyRun) -> None:
     """Two micro-batches a step, on FSDP and on HSDP."""
     configs = [
