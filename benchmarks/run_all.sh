@@ -89,6 +89,8 @@ fast plan_accuracy.py published --only "64 x A100"
 full exit_storm.py --runs 50
 fast exit_storm.py --runs 1
 full crash_storm.py --kills 50
+full bench_export.py
+fast bench_export.py --layers 1
 full bench_offload.py
 fast bench_offload.py --steps 2 --dim 128 --layers 2
 full bench_optimizer_memory.py

@@ -52,11 +52,14 @@ def _add_export(checkpoint: Parser) -> None:
         default=[],
         help="leave out tensors that the format has no place for, such as layers.*.feed_forward.bias_E",
     )
+    parser.add_argument(
+        "--check", action="store_true", help="compare what transformers computes with our model, block by block"
+    )
     parser.add_argument("--no-tokenizer", action="store_true", help="write no files of the tokenizer")
 
 
 def _export(options: Namespace) -> None:
     from titanlite.convert.command import export
 
-    names = "path", "config", "tokenizer", "format", "out", "dtype", "max_shard_size", "drop", "no_tokenizer"
+    names = "path", "config", "tokenizer", "format", "out", "dtype", "max_shard_size", "drop", "no_tokenizer", "check"
     export(**{name: getattr(options, name) for name in names})

@@ -2,7 +2,7 @@
 
 from titanlite.convert.export import export_folder
 from titanlite.convert.safetensors_file import parse_size
-from titanlite.convert.source import Source, open_source
+from titanlite.convert.source import open_source
 from titanlite.convert.target import open_target
 from titanlite.convert.torch_file import write_torch_file
 from titanlite.parallelize import DTYPES
@@ -20,6 +20,7 @@ def export(
     max_shard_size: str,
     drop: list[str],
     no_tokenizer: bool,
+    check: bool,
 ) -> None:
     """Run the command with the options of its parser.
 
@@ -28,14 +29,22 @@ def export(
         RunError: a disk or a store fails.
     """
     max_shard_bytes = parse_size(max_shard_size)
+    if check and format == "torch":
+        raise UserError("--check is for --format hf: it compares with transformers")
     try:
         source = open_source(path, config=config, tokenizer=tokenizer)
         if format == "torch":
             write_torch_file(source, out, dtype=DTYPES[dtype] if dtype else None)
             print(f"wrote {out}, the weights of {source.where}")
             return
-        _export_folder(
-            source, out, dtype=dtype, max_shard_bytes=max_shard_bytes, drop=drop, with_tokenizer=not no_tokenizer
+        done = export_folder(
+            source,
+            open_target(out),
+            dtype=DTYPES[dtype] if dtype else None,
+            max_shard_bytes=max_shard_bytes,
+            drop=drop,
+            with_tokenizer=not no_tokenizer,
+            check=check,
         )
     except DamagedCheckpoint as damage:
         raise UserError(str(damage)) from None
@@ -44,18 +53,8 @@ def export(
     except OSError as error:  # of a disk, or of an object store after many tries
         raise RunError(f"{error}. The same command resumes the export") from None
 
-
-def _export_folder(
-    source: Source, out: str, *, dtype: str | None, max_shard_bytes: int, drop: list[str], with_tokenizer: bool
-) -> None:
-    done = export_folder(
-        source,
-        open_target(out),
-        dtype=DTYPES[dtype] if dtype else None,
-        max_shard_bytes=max_shard_bytes,
-        drop=drop,
-        with_tokenizer=with_tokenizer,
-    )
     kept = f" ({done.kept} of them by an earlier start)" if done.kept else ""
     print(f"wrote {out}: {done.architecture}, {done.bytes / 2**20:,.1f} MiB in {done.files} files of weights{kept}")
     print(f"from  {source.where}")
+    if done.report:
+        print(f"check: {done.report}")

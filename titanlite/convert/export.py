@@ -12,11 +12,12 @@ import torch
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from torch import Tensor
 
+from titanlite.convert.check import CheckFailed, check_folder
 from titanlite.convert.layout import Outgoing, blocks, outgoing
 from titanlite.convert.rows import RowReader
 from titanlite.convert.safetensors_file import index_json, split, write, write_all
 from titanlite.convert.source import Source
-from titanlite.convert.target import Target, Write
+from titanlite.convert.target import LocalTarget, Target, Write
 from titanlite.convert.tokenizer_files import tokenizer_files
 from titanlite.models.formats import HuggingFace
 from titanlite.runtime.console import progress_console
@@ -34,6 +35,8 @@ class Exported:
     kept: int
     """Files of weights that an earlier start had written."""
     architecture: str
+    report: str
+    """Result of the check; empty without one."""
 
 
 def export_folder(
@@ -44,17 +47,22 @@ def export_folder(
     max_shard_bytes: int,
     drop: Sequence[str] = (),
     with_tokenizer: bool = True,
+    check: bool = False,
 ) -> Exported:
     """Write a Hugging Face folder. Memory peaks at a few blocks of 16 MiB, or at one transposed matrix.
 
     Args:
         dtype: of the weights; None keeps the stored ones.
         drop: globs of the model's tensors to leave out.
+        check: read the folder back, and compare it with the model, before it counts.
 
     Raises:
         UserError: the folder exists, or the model cannot be written in this format.
+        CheckFailed: the folder is not the model. It is deleted.
     """
     target.check()
+    if check and not isinstance(target, LocalTarget):
+        raise UserError("--check reads the folder back: name a local --out")
     form = format_of(source)
     tensors = outgoing(source, form.tensors, dtype=dtype, drop=drop)
     files = split(tensors, max_shard_bytes)
@@ -74,8 +82,17 @@ def export_folder(
                 target.write(name, _writer(part, read, advance))
     for name, data in small.items():
         target.write(name, _content(data))
+    report = _checked(source, target, tensors) if check and isinstance(target, LocalTarget) else ""
     target.commit()
-    return Exported(len(files), sum(tensor.bytes for tensor in tensors), len(kept), form.architecture)
+    return Exported(len(files), sum(tensor.bytes for tensor in tensors), len(kept), form.architecture, report)
+
+
+def _checked(source: Source, target: LocalTarget, tensors: Sequence[Outgoing]) -> str:
+    try:
+        return check_folder(source, target.staging, tensors)
+    except CheckFailed:
+        target.discard()
+        raise
 
 
 def format_of(source: Source) -> HuggingFace:

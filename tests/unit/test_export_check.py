@@ -1,0 +1,229 @@
+"""`export --check` names what differs: each mistake that tables of names can have is made on purpose."""
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.weights import OWN, save_random
+from titanlite import cli
+from titanlite.convert import check as check_module
+from titanlite.convert.check import CheckFailed, check_folder
+from titanlite.convert.check_tokens import check_tokens
+from titanlite.convert.export import export_folder
+from titanlite.convert.layout import outgoing
+from titanlite.convert.source import Source, open_source
+from titanlite.convert.target import open_target
+from titanlite.models.base import Model
+from titanlite.models.formats import Entry, Formats, HuggingFace, Table
+from titanlite.models.registry import MODELS
+
+Change = Callable[[Entry], Entry]
+
+
+def with_table(source: Source, change: Change, **fields: object) -> Source:
+    """The source with another table of names in its model's class."""
+    right = form_of(source.spec.model_cls)
+    table = Table([change(entry) for entry in right.tensors.entries])
+    formats = Formats(hugging_face=replace(right, tensors=table, **fields))
+    model_cls = type("Wrong", (source.spec.model_cls,), {"formats": formats})
+    return replace(source, spec=source.spec._replace(model_cls=model_cls))
+
+
+def form_of(model_cls: type[Model]) -> HuggingFace:
+    assert model_cls.formats.hugging_face is not None
+    return model_cls.formats.hugging_face
+
+
+def failure(source: Source, out: Path) -> str:
+    with pytest.raises(CheckFailed) as caught:
+        export_folder(source, open_target(str(out)), max_shard_bytes=10**9, check=True)
+    assert not out.exists()
+    assert not out.with_name(f".{out.name}.staging").exists()
+    return str(caught.value)
+
+
+def exchanged(one: str, other: str) -> Change:
+    """A table in which two tensors of a block have each other's names."""
+
+    def change(entry: Entry) -> Entry:
+        for a, b in ((one, other), (other, one)):
+            if entry.ours.endswith(a):
+                return replace(entry, ours=entry.ours.removesuffix(a) + b)
+        return entry
+
+    return change
+
+
+def marked(suffixes: tuple[str, ...], **fields: bool) -> Change:
+    return lambda entry: replace(entry, **fields) if entry.ours.endswith(suffixes) else entry
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Source]:
+    """A source of each family. Experts are square, so that one that is transposed has the right shape."""
+    found = {}
+    for family in OWN:
+        folder = tmp_path_factory.mktemp(family)
+        found[family] = open_source(str(save_random(folder, family, hidden_dim=48)[0]))
+    return found
+
+
+MISTAKES: dict[str, tuple[str, Change, str]] = {
+    "swapped projections": (
+        "llama3",
+        exchanged("w1.weight", "w3.weight"),
+        r"after block 0 .*\n  layers\.0\.feed_forward\.w1\.weight \(.*\) and "
+        r"layers\.0\.feed_forward\.w3\.weight \(.*\): exchanged there",
+    ),
+    "swapped norms": (
+        "qwen3",
+        exchanged("attention_norm.weight", "ffn_norm.weight"),
+        r"after block 0 .*\n  layers\.0\.attention_norm\.weight .* and layers\.0\.ffn_norm\.weight .*: exchanged there",
+    ),
+    "rotary layout of queries and keys": (
+        "llama3",
+        marked(("wq.weight", "wk.weight"), interleaved=True),
+        r"after block 0 .*\n  layers\.0\.attention\.wq\.weight \(model\.layers\.0\.self_attn\.q_proj\.weight\) and "
+        r"layers\.0\.attention\.wk\.weight .*: its rows pair as neighbours for RoPE there",
+    ),
+    "rotary layout of keys": (
+        "qwen3",
+        marked(("wk.weight",), interleaved=True),
+        r"\n  layers\.0\.attention\.wk\.weight \(model\.layers\.0\.self_attn\.k_proj\.weight\): its rows pair",
+    ),
+    "one transposed expert matrix": (
+        "qwen3_moe",
+        marked(("feed_forward.w2",), transposed=False),
+        r"after block 0 .*\n  layers\.0\.feed_forward\.w2 \(model\.layers\.0\.mlp\.experts\.0\.down_proj\.weight\): "
+        "transposed there",
+    ),
+    "all experts transposed": (
+        "qwen3_moe",
+        marked(("feed_forward.w1", "feed_forward.w2", "feed_forward.w3"), transposed=False),
+        r"layers\.0\.feed_forward\.w1 .* and layers\.0\.feed_forward\.w2 .* and layers\.0\.feed_forward\.w3 .*: "
+        "transposed there",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_of_the_table_is_named(name: str, sources: dict[str, Source], tmp_path: Path) -> None:
+    family, change, pattern = MISTAKES[name]
+    text = failure(with_table(sources[family], change), tmp_path / "hf")
+    assert re.search(pattern, text), text
+    assert re.search(
+        r"differ from transformers' by \d\.\d\de[-+]\d+ of their size \(at most .*; allowed 0.0001\)", text
+    )
+
+
+def test_mistakes_outside_of_the_blocks_are_named(sources: dict[str, Source], tmp_path: Path) -> None:
+    def swapped(entry: Entry) -> Entry:
+        names = {"tok_embeddings.weight": "head.output.weight", "head.output.weight": "tok_embeddings.weight"}
+        return replace(entry, ours=names.get(entry.ours, entry.ours))
+
+    text = failure(with_table(sources["llama3"], swapped), tmp_path / "hf")
+    assert "hidden states after the embedding differ" in text
+    assert "tok_embeddings.weight (lm_head.weight) is another tensor there" in text
+
+    def last_norm(entry: Entry) -> Entry:
+        norms = {"head.norm.weight": "layers.1.ffn_norm.weight"}
+        return replace(entry, ours=norms.get(entry.ours, entry.ours))
+
+    table = with_table(sources["llama3"], last_norm)
+    folder = tmp_path / "norm"
+    with pytest.raises(CheckFailed, match=r"missing: model.norm.weight|the logits differ"):
+        export_folder(table, open_target(str(folder)), max_shard_bytes=10**9, check=True, drop=["head.norm.weight"])
+
+
+def test_a_wrong_argument_of_the_config_is_found_in_its_block(sources: dict[str, Source], tmp_path: Path) -> None:
+    source = sources["qwen3"]
+    fields = {name: key for name, key in form_of(source.spec.model_cls).fields.items() if name != "norm_eps"}
+    text = failure(
+        with_table(source, lambda entry: entry, fields=fields, constants={"rms_norm_eps": 0.5}), tmp_path / "a"
+    )
+    assert "hidden states after block 0 differ" in text
+    assert "no single mistake explains it" in text
+    assert "an argument in config.json" in text
+
+
+def test_missing_tensors_are_named(sources: dict[str, Source], tmp_path: Path) -> None:
+    def other(entry: Entry) -> Entry:
+        return replace(entry, theirs=entry.theirs.replace("k_proj", "key_proj"))
+
+    text = failure(with_table(sources["llama3"], other), tmp_path / "a")
+    assert re.search(r"missing: .*model\.layers\.0\.self_attn\.k_proj\.weight", text)
+    assert re.search(r"unexpected: .*model\.layers\.0\.self_attn\.key_proj\.weight", text)
+
+
+def test_changed_files_are_named(sources: dict[str, Source], tmp_path: Path) -> None:
+    """A tensor of the files that is not the checkpoint's is named before anything is computed."""
+    source = sources["llama3"]
+    out = tmp_path / "hf"
+    export_folder(source, open_target(str(out)), max_shard_bytes=10**9)
+    tensors = outgoing(source, form_of(source.spec.model_cls).tensors, dtype=None, drop=[])
+    assert "bit by bit" in check_folder(source, out, tensors)
+    content = load_file(out / "model.safetensors")
+    name = "model.layers.1.mlp.up_proj.weight"
+    content[name][3, 5] += 0.25
+    save_file(content, out / "model.safetensors", {"format": "pt"})
+    expected = rf"{name} is not layers.1.feed_forward.w3.weight of .*: values differ by up to 0.25"
+    with pytest.raises(CheckFailed, match=expected):
+        check_folder(source, out, tensors)
+    content[name] = content[name][:-1].clone()
+    save_file(content, out / "model.safetensors", {"format": "pt"})
+    with pytest.raises(CheckFailed, match=rf"{name} has shape \[47, 48\], and not \[48, 48\]"):
+        check_folder(source, out, tensors)
+
+
+@pytest.mark.parametrize("family", OWN)
+def test_the_command_reports_what_it_checked(
+    family: str, sources: dict[str, Source], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["checkpoint", "export", sources[family].where, "--out", str(tmp_path / "hf"), "--check"]
+    assert cli.run([*words, "--dtype", "bfloat16", "--max-shard-size", "50KB"]) == 0
+    out = capsys.readouterr().out
+    found = re.search(
+        r"check: (\d+) tensors as in the checkpoint, bit by bit; transformers computes the same on 128 tokens "
+        r"\(Python source\), hidden states within (\S+) \(most after .*\), logits within (\S+)\n",
+        out,
+    )
+    assert found, out
+    assert int(found[1]) == {"llama3": 21, "qwen3": 24, "qwen3_moe": 45}[family]
+    assert float(found[2]) < 1e-5
+    assert float(found[3]) < 1e-5
+
+
+def test_without_transformers_the_files_are_compared(
+    sources: dict[str, Source], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(check_module, "find_spec", lambda name: None)
+    source = sources["qwen3_moe"]
+    done = export_folder(source, open_target(str(tmp_path / "hf")), max_shard_bytes=10**9, check=True)
+    assert done.report == (
+        "45 tensors as in the checkpoint, bit by bit; transformers is not installed, so nothing was computed with them"
+    )
+
+
+def test_sequences_are_those_of_the_run_where_they_are(sources: dict[str, Source], tmp_path: Path) -> None:
+    source = sources["llama3"]
+    text = tmp_path / "text.jsonl"
+    text.write_text('{"text": "' + "one two three " * 40 + '"}\n')
+    out = tmp_path / "tokens"
+    assert cli.run(["data", "prepare", str(text), "--out", str(out), "--tokenizer", "bytes"]) == 0
+    assert source.config is not None
+    config = source.config.model_copy(update={"data": source.config.data.model_copy(update={"path": str(out)})})
+    tokens, origin = check_tokens(replace(source, config=config), sequences=2, length=64)
+    assert origin == str(out)
+    assert bytes(tokens.flatten()[1:14].tolist()) == b"one two three"
+    tokens, origin = check_tokens(replace(source, config=None, tokenizer=None), sequences=2, length=64)
+    assert (tokens.max() < 384, len(tokens.unique()) > 50, tokens.dtype) == (True, True, torch.int64)
+    assert origin == "numbers, as there is no tokenizer"
+
+
+def test_every_family_has_a_case() -> None:
+    assert OWN.keys() == MODELS.keys()
