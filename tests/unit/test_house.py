@@ -296,7 +296,7 @@ def started(call: ast.Call, functions: dict[str, ast.FunctionDef]) -> int:
     """Count the processes that one call starts, itself or in a function of its module. Two stand for several."""
     name, text = ast.unparse(call.func), ast.unparse(call)
     last = name.rpartition(".")[2]
-    if name == "on_every_layout" or "torch.distributed.run" in text or "NPROC" in text:
+    if name in ("on_every_layout", "each_on_every_layout") or "torch.distributed.run" in text or "NPROC" in text:
         return 2
     if name in ("run_ranks", "run_in_turn"):
         return 1 if ast.unparse(call.args[1]) == "1" else 2
