@@ -78,8 +78,8 @@ def examine(
     report = _Report(bad_keys)
     training = config.training
     report.attempt("job.dump_folder", ["job.dump_folder"], lambda: _check_writable(config.job.dump_folder))
-    if config.checkpoint.enable and config.checkpoint.folder and "://" not in (folder := config.checkpoint.folder):
-        report.attempt("checkpoint.folder", ["checkpoint"], lambda: _check_writable(folder))
+    if config.checkpoint.enable:
+        report.attempt("checkpoint.folder", ["checkpoint", "job"], lambda: _check_checkpoint_folder(config))
     tokenizer = report.attempt("data.tokenizer", ["data.tokenizer"], lambda: load_tokenizer(config.data.tokenizer))
     spec = report.attempt(
         "model",
@@ -196,6 +196,15 @@ def _paths(section: Data | Validation, name: str) -> Iterator[tuple[str, str | l
 def _check_callable(name: str) -> None:
     if not callable(find_object(name)):
         raise UserError(f"{name} is not a function or class")
+
+
+def _check_checkpoint_folder(config: Config) -> None:
+    """Check that checkpoints can be written, in their own folder or in the run's. An object store is not tried."""
+    own, of_run = config.checkpoint.folder, Path(config.job.dump_folder, str(config.job.name), "checkpoints")
+    if own is None and of_run.is_dir():  # else it is made in the folder of the run
+        _check_writable(str(of_run))
+    elif own is not None and "://" not in own:
+        _check_writable(own)
 
 
 def _check_writable(folder: str) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.helpers import TinyRun, run_ranks, train_on_this_rank
+from tests.helpers import TinyRun, run_in_turn, run_ranks, train_on_this_rank
 from tests.layouts import degrees, trained, whole
 from titanlite.checkpoint import manifest as manifests
 from titanlite.checkpoint import staging
@@ -188,14 +188,13 @@ def final_state(rank: int, world_size: int, config: Config) -> dict[str, Any]:
     return {name: whole(parameter).numpy() for name, parameter in run.model.named_parameters()} | moments
 
 
-@pytest.mark.nightly
+@pytest.mark.slow
 def test_thirty_steps_are_three_times_ten_on_an_uneven_layout(tiny: TinyRun) -> None:
     """259 rows over 2 shards: parameters, moments and losses bit for bit, after two restarts."""
     layout = degrees(1, 2)
-    whole_run = tiny.config("--job.name=whole", "--training.steps=30", *layout, world_size=2)
-    expected = run_ranks(final_state, 2, whole_run)[0]
-    for until in (10, 20, 30):
-        final = run_ranks(final_state, 2, tiny.config(f"--training.steps={until}", *layout, world_size=2))[0]
+    options = [["--job.name=whole", "--training.steps=30"], *([f"--training.steps={until}"] for until in (10, 20, 30))]
+    configs = [tiny.config(*more, *layout, world_size=2) for more in options]
+    (expected, _), _, _, (final, _) = run_in_turn(final_state, 2, configs)
     assert tiny.losses() == tiny.losses("whole")
     assert final.keys() == expected.keys()
     for name, value in expected.items():

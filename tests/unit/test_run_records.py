@@ -2,19 +2,29 @@
 
 import json
 import logging
+import math
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from tests.helpers import TinyRun, train_on_this_rank
 from titanlite import cli
+from titanlite.build import build
 from titanlite.checkpoint.manifest import folder_name
+from titanlite.ingest.prepare import prepare_text
+from titanlite.metrics.records import RecordFile
+from titanlite.preflight import preflight
+from titanlite.runtime.console import LogFileHandler
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.files import checked_name
+from titanlite.runtime.process_group import Ranks
 from titanlite.runtime.run_folder import open_run_folder
+from titanlite.train import finish
+from titanlite.train import train as train_run
 
 VALIDATION = "--lr_scheduler.warmup_steps=0 --validation.enable=true --validation.freq=1 --validation.path={}"
 DAMAGE: dict[str, Callable[[bytes], bytes]] = {
@@ -139,6 +149,68 @@ def test_damaged_lines_move_to_a_file_of_their_own(name: str, tiny: TinyRun, war
     assert lines[: len(good)] == good
     assert [json.loads(line)["step"] for line in lines[len(good) :]] == [3]
     assert f"{record}: 6 damaged lines are now in {name}.damaged-1; the run continues" in warnings()
+
+
+# Disks that are full
+
+
+def test_records_wait_for_room_on_the_disk(tmp_path: Path, warnings: Callable[[], list[str]]) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.symlink_to("/dev/full")
+    file = RecordFile(path, None)
+    file.write({"step": 1})
+    file.write({"step": 2, "loss": math.nan})
+    assert warnings() == [
+        f"{path} cannot be written: No space left on device. Its records are kept in memory, and training and "
+        "checkpoints continue"
+    ]
+    path.unlink()
+    file.write({"step": 3})
+    assert [json.loads(line) for line in path.read_bytes().splitlines()] == [
+        {"step": 1}, {"step": 2, "loss": None}, {"step": 3},
+    ]  # fmt: skip
+    assert warnings()[1:] == [f"{path} is written again, with all records since"]
+
+
+@pytest.mark.usefixtures("single_process_group")
+def test_a_full_disk_under_records_stops_neither_training_nor_checkpoints(
+    tiny: TinyRun, warnings: Callable[[], list[str]]
+) -> None:
+    config = tiny.config("--checkpoint.interval=1", "--training.steps=3", *VALIDATION.format(tiny.text).split())
+    ranks, device = Ranks(0, 1, 0, 1), torch.device("cpu")
+    run = build(config, preflight(config, ranks, device), ranks=ranks, device=device, prepare_text=prepare_text)
+    names = ("metrics.jsonl", "checkpoints.jsonl", "validation.jsonl")
+    for name in names:
+        (run.folder.path / name).symlink_to("/dev/full")
+    train_run(run)
+    finish(run)
+    saved = [name for name in os.listdir(run.folder.checkpoints) if name.startswith("step")]
+    assert sorted(saved) == [folder_name(step) for step in (1, 2, 3)]
+    full = [text for text in warnings() if "No space left on device" in text]
+    assert sorted(text.partition(" ")[0] for text in full) == sorted(str(run.folder.path / name) for name in names)
+
+
+def test_a_log_that_cannot_be_written_is_reported_once(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "rank-0.log").symlink_to("/dev/full")
+    handler = LogFileHandler(tmp_path / "rank-0.log")
+    for text in ("one", "two"):
+        handler.handle(logging.LogRecord("x", logging.INFO, "", 0, text, (), None))
+    [line] = capfd.readouterr().err.splitlines()
+    assert line == f"{tmp_path}/rank-0.log cannot be written: [Errno 28] No space left on device"
+
+
+def test_a_checkpoint_folder_that_cannot_be_written_is_found_by_the_check(
+    tiny: TinyRun, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """/sys stands for a read-only file system, and refuses root, too."""
+    folder = tiny.folder / "outputs" / "tiny"
+    folder.mkdir(parents=True)
+    (folder / "checkpoints").symlink_to("/sys/kernel")
+    for option in ("--job.name=tiny", "--checkpoint.folder=/sys/kernel"):
+        assert cli.run(["check", f"--config={tiny.toml}", option]) == 2
+        [line] = capsys.readouterr().err.splitlines()
+        assert line.startswith("error: checkpoint.folder: ")
+        assert "/sys/kernel cannot be written" in line or "checkpoints cannot be written" in line
 
 
 # Folders that cannot be made

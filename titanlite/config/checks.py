@@ -4,6 +4,7 @@ import glob
 import importlib.util
 import os
 import sys
+import tempfile
 from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 
@@ -284,4 +285,8 @@ def why_not_writable(folder: str) -> str | None:
         return f"{existing} is a file, not a folder: name another folder"
     if not os.access(existing, os.W_OK | os.X_OK):
         return f"{existing} cannot be written: name another folder, or change its permissions"
-    return None
+    try:
+        with tempfile.TemporaryFile(dir=existing):
+            return None
+    except OSError as error:  # what permissions do not show: a file system of the kernel's, a quota
+        return f"{existing} cannot be written ({error.strerror}): name another folder"

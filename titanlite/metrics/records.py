@@ -3,12 +3,19 @@
 import json
 import logging
 import math
+import os
+from collections import deque
+from contextlib import suppress
+from io import FileIO
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from titanlite.runtime.files import quarantine_path
 
 logger = logging.getLogger(__name__)
+
+MOST_WAITING = 10_000
+"""Records that are kept while they cannot be written; older ones are lost then."""
 
 
 class RecordFile:
@@ -17,24 +24,62 @@ class RecordFile:
     Records of steps after the one at which the run resumes are dropped: they will come again. Damaged lines move to
     <name>.damaged-N with a warning, and never keep a run from resuming.
 
+    A record that cannot be written (a full disk) is kept in memory with a warning, and training continues. Each further
+    record tries again to write all of them.
+
     Args:
         step: step at which the run resumes; None keeps all records.
     """
 
     def __init__(self, path: Path, step: int | None) -> None:
         self.path = path
-        self._file: IO[str] | None = None
+        self._file: FileIO | None = None
+        self._waiting: deque[bytes] = deque(maxlen=MOST_WAITING)
+        self._is_failing = False
         if step is not None and path.exists():
-            self._clean(step)
+            try:
+                self._clean(step)
+            except OSError as error:
+                logger.warning(f"{path} cannot be cleaned: {error.strerror}. Records of later steps stay in it")
 
     def write(self, record: dict[str, Any]) -> None:
         """Append a record. JSON has no NaN and no infinity: they become null."""
-        self._file = self._file or self.path.open("a")
-        print(json.dumps(_finite(record)), file=self._file, flush=True)
+        self._waiting.append(json.dumps(_finite(record)).encode() + b"\n")
+        try:
+            self._flush()
+        except OSError as error:
+            if not self._is_failing:
+                logger.error(
+                    f"{self.path} cannot be written: {error.strerror}. Its records are kept in memory, and training "
+                    "and checkpoints continue"
+                )
+            self._is_failing = True
+            self.close()
+        else:
+            if self._is_failing:
+                logger.warning(f"{self.path} is written again, with all records since")
+            self._is_failing = False
 
     def close(self) -> None:
         if self._file:
             self._file.close()
+            self._file = None
+
+    def _flush(self) -> None:
+        """Write all records that wait. A part of a record is not left in the file."""
+        self._file = self._file or FileIO(self.path, "ab")
+        while self._waiting:
+            record = self._waiting[0]
+            before = self._file.seek(0, os.SEEK_END)
+            try:
+                written = self._file.write(record)
+                while written < len(record):
+                    written += self._file.write(record[written:])
+            except OSError:
+                with suppress(OSError):
+                    self._file.truncate(before)
+                raise
+            self._waiting.popleft()
 
     def _clean(self, step: int) -> None:
         kept, damaged = [], []

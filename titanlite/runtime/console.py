@@ -23,6 +23,18 @@ class ConsoleHandler(logging.StreamHandler):
             super().handleError(record)
 
 
+class LogFileHandler(logging.FileHandler):
+    """Writes lines to a file. A file that cannot be written is reported once, and the run continues."""
+
+    _reported = False
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        """Report the first error, on standard error."""
+        if not self._reported:
+            self._reported = True
+            print(f"{self.baseFilename} cannot be written: {sys.exc_info()[1]}", file=sys.stderr, flush=True)
+
+
 def start_logging(rank: int) -> None:
     """Log to standard output: all lines of rank 0, warnings of the other ranks."""
     handler = ConsoleHandler(sys.stdout)
@@ -38,6 +50,6 @@ def start_logging(rank: int) -> None:
 def log_to_file(folder: Path, rank: int) -> None:
     """Log all lines of this rank, with the time, to logs/rank-N.log in the run's folder."""
     folder.mkdir(parents=True, exist_ok=True)
-    handler = logging.FileHandler(folder / f"rank-{rank}.log")
+    handler = LogFileHandler(folder / f"rank-{rank}.log")
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
     logging.getLogger(LOGGER).addHandler(handler)

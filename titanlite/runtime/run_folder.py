@@ -174,8 +174,11 @@ def record_start(folder: RunFolder, config: Config, *, ranks: Ranks, device: tor
             "git_commit": _git_commit(),
         }
     )
-    write_atomically(folder.path / "config.toml", dump(config), mode=0o600)
-    write_atomically(folder.path / "run.json", json.dumps(run, indent=1), mode=0o600)
+    for name, text in (("config.toml", dump(config)), ("run.json", json.dumps(run, indent=1))):
+        try:
+            write_atomically(folder.path / name, text, mode=0o600)
+        except OSError as error:  # a record of the start is worth no run
+            logger.error(f"{folder.path / name} cannot be written: {error.strerror}. The run continues without it")
 
 
 def _read_run(path: Path, saved_run_id: Callable[[Path], str | None] = lambda path: None) -> dict[str, Any]:
