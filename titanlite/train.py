@@ -53,7 +53,7 @@ def train(run: Run, stop_requests: StopRequests | None = None) -> RunStopped | N
         if not stopped.in_part:
             run.checkpoints.save_if_newer(_progress(run, stopped.taken))
         return stopped
-    except torch.OutOfMemoryError as error:
+    except Exception as error:
         error.add_note(str(phase))
         raise
     phase.phase("end")

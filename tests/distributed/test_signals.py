@@ -1,5 +1,6 @@
 """Signals to real jobs: what they save, what they return, and that no process is left."""
 
+import platform
 import signal
 import sys
 import time
@@ -160,3 +161,36 @@ def test_planned_ends_and_a_killed_rank(tiny: TinyRun) -> None:
         job.signal(job.ranks()[1], signal.SIGKILL)
         assert job.end(60) == 1
         assert job.left() == {}
+
+
+LOSS = """
+import os
+import torch.distributed as dist
+from titanlite.loss import token_loss
+calls = []
+def loss(*args, **options):
+    calls.append(1)
+    if len(calls) == 3 and dist.get_rank() == 1:
+        raise ValueError("planted")
+    return token_loss(*args, **options)
+"""
+
+
+@pytest.mark.slow
+def test_an_exception_on_one_rank_is_a_dozen_lines(tiny: TinyRun) -> None:
+    (tiny.folder / "mine.py").write_text(LOSS)
+    options = f"--config={tiny.toml}", f"--training.loss={tiny.folder / 'mine.py'}:loss", "--data.num_workers=1"
+    with started(tiny.folder, *options, NPROC="2") as job:
+        job.wait_for_step(2)
+        began = time.monotonic()
+        assert job.end() == 1
+        assert time.monotonic() - began < 30
+        assert job.left() == {}
+        lines = job.text().splitlines()
+        [at] = [number for number, line in enumerate(lines) if line.startswith("error: ")]
+        assert f"rank 1 on {platform.node()} failed at step 3, forward: ValueError: planted" in lines[at]
+        assert len(lines) - at <= 12, job.text()
+        assert "Traceback" not in job.text()
+    logs = tiny.folder / "outputs" / "tiny" / "logs"
+    assert "ValueError: planted" in (logs / "rank-1.log").read_text()
+    assert "step     2  loss" in (logs / "rank-0.log").read_text()

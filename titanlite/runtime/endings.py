@@ -1,11 +1,13 @@
 """End of a process of the command: its exit code, and what it prints of an error. Imports no torch."""
 
+import logging
 import os
+import platform
 import select
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NoReturn
 
@@ -13,12 +15,16 @@ from titanlite.runtime.errors import RunError, UserError
 from titanlite.runtime.files import lock_file
 from titanlite.runtime.signals import STOPPED
 
+LAST_LINES = 8
+"""Lines of a traceback on the console: four frames."""
+MOST_CHARACTERS = 300
+
 
 def report_errors(command: Callable[[], None]) -> int:
     """Run a command and return its exit code.
 
-    The user's mistakes become lines on standard error, other exceptions a traceback. The end of whoever reads the
-    output (`| head`) is neither.
+    The user's mistakes become lines on standard error. Other exceptions become a few lines and a traceback in the log
+    of this rank; a traceback where there is no log yet. The end of whoever reads the output (`| head`) is neither.
     """
     try:
         command()
@@ -34,12 +40,59 @@ def report_errors(command: Callable[[], None]) -> int:
             return 0  # --help, --version
         if _is_closed_output(error):
             return 1
-        where = f"[rank {os.environ['RANK']}] " if "RANK" in os.environ else ""
-        lines = "".join(where + line for line in traceback.format_exc().splitlines(True))
-        with _first_to_fail(1):
-            print(lines, file=sys.stderr, flush=True)
+        text = describe(error, os.environ, log=_log_traceback(error))
+        _leave_for_torchrun(error)
+        with _first_to_fail(1) as reports:
+            if reports:
+                print(text, file=sys.stderr, flush=True)
         return 1
     return 0
+
+
+def describe(error: BaseException, environ: Mapping[str, str], *, log: Path | None) -> str:
+    """Return lines about an exception: rank, host, step and phase, its last frames, and the place of the whole.
+
+    Args:
+        log: file that has the whole traceback. Without it, the lines have it.
+    """
+    notes = getattr(error, "__notes__", [])
+    error.__notes__ = []  # the first line has them
+    lines = "".join(traceback.format_exception(error)).splitlines()
+    cause = traceback.format_exception_only(error)[-1].strip().splitlines()[0]
+    error.__notes__ = notes
+    if log is None:
+        where = f"[rank {environ['RANK']}] " if "RANK" in environ else ""
+        return "\n".join(where + line for line in [*lines, *notes])
+    at = f" at {', '.join(notes)}" if notes else ""
+    frames = [line for line in lines if line.startswith("  ") and set(line) - {" ", "^", "~"}]
+    return "\n".join(
+        [
+            f"error: rank {environ.get('RANK', 0)} on {platform.node()} failed{at}: {cause[:MOST_CHARACTERS]}",
+            *(line[:MOST_CHARACTERS] for line in frames[-LAST_LINES:]),
+            f"  the whole traceback: {log}",
+        ]
+    )
+
+
+def _log_traceback(error: BaseException) -> Path | None:
+    """Write the traceback of an exception to the log file of this process; return its path, if there is one."""
+    from titanlite.runtime.console import LOGGER, LogFileHandler
+
+    for handler in logging.getLogger(LOGGER).handlers:
+        if isinstance(handler, LogFileHandler):
+            about = type(error), error, error.__traceback__
+            handler.handle(logging.LogRecord(LOGGER, logging.ERROR, "", 0, "failed", (), about))
+            return Path(handler.baseFilename)
+    return None
+
+
+def _leave_for_torchrun(error: BaseException) -> None:
+    """Write an exception to the file that torchrun gives each worker, from which it names the first to fail."""
+    if "TORCHELASTIC_ERROR_FILE" in os.environ and isinstance(error, Exception):
+        from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+        with suppress(Exception):
+            get_error_handler().record_exception(error)
 
 
 def _is_closed_output(error: BaseException) -> bool:
