@@ -61,10 +61,10 @@ class Updates:
 
 @dataclass(frozen=True)
 class OnFour:
-    """Results of everything that runs on four ranks."""
+    """Results of the runs on four ranks."""
 
     tiny: TinyRun
-    by_rank: list[tuple[list[Updates], list[dict[str, Any]]]]
+    by_rank: list[list[dict[str, Any]]]
 
 
 def updated(mesh: DeviceMesh, options: dict[str, Any]) -> Updates:
@@ -105,7 +105,7 @@ def updated(mesh: DeviceMesh, options: dict[str, Any]) -> Updates:
     return Updates([whole(parameter).numpy() for parameter in parameters], in_a_step, sent.total() // STEPS)
 
 
-def muon_on_each_layout() -> list[Updates]:
+def muon_on_each_layout(rank: int, world_size: int) -> list[Updates]:
     meshes = {
         (replicate, shard): build_mesh(
             Parallelism(data_parallel_replicate_degree=replicate), world_size=4, device_type="cpu"
@@ -131,8 +131,9 @@ def of_one_process(options: dict[str, Any]) -> list[torch.Tensor]:
     return [torch.stack([next(left) for _ in it]) if it.ndim == 3 else next(left) for it in wholes]
 
 
-def test_muon_is_that_of_torch_on_every_layout(of_four: OnFour) -> None:
-    by_rank = [matrices for matrices, _ in of_four.by_rank]
+@pytest.mark.slow
+def test_muon_is_that_of_torch_on_every_layout() -> None:
+    by_rank: list[list[Updates]] = run_ranks(muon_on_each_layout, 4)
     matrices = Counter(shape[-2:] for shape in SHAPES for _ in range(shape[0] if len(shape) == 3 else 1))
     for number, ((replicate, shard), options) in enumerate(CASES):
         ranks = [results[number] for results in by_rank]
@@ -183,27 +184,26 @@ def config_of(tiny: TinyRun, name: str, layout: tuple[int, int], *options: str) 
     return tiny.config(*all_options, world_size=layout[0] * layout[1])
 
 
-def on_four(rank: int, world_size: int, tiny: TinyRun) -> tuple[list[Updates], list[dict[str, Any]]]:
-    runs = [
+def on_four(rank: int, world_size: int, tiny: TinyRun) -> list[dict[str, Any]]:
+    return [
         trained(rank, world_size, config_of(tiny, "mix", (1, 4), "--checkpoint.interval=3")),
         trained(rank, world_size, config_of(tiny, "mix", (1, 4), HALFWAY)),
         optimizer_moments(rank, world_size, config_of(tiny, "mix", (1, 4), HALFWAY)),
         optimizer_moments(rank, world_size, config_of(tiny, "mix", (2, 2), HALFWAY)),
         trained(rank, world_size, config_of(tiny, "SGD", (1, 4))),
     ]
-    return muon_on_each_layout(), runs
 
 
 @pytest.fixture(scope="module")
 def of_four(tmp_path_factory: pytest.TempPathFactory) -> OnFour:
-    """Everything that runs on four ranks, together: to start them takes longer."""
+    """The runs on four ranks, together: to start them takes longer."""
     tiny = TinyRun(tmp_path_factory.mktemp("four"))
     return OnFour(tiny, run_ranks(on_four, 4, tiny))
 
 
 @pytest.mark.usefixtures("single_process_group")
 def test_runs_are_equal_on_every_layout_and_after_a_resume(of_four: OnFour) -> None:
-    tiny, (_, (unbroken, resumed, *moments, _)) = of_four.tiny, of_four.by_rank[0]
+    tiny, (unbroken, resumed, *moments, _) = of_four.tiny, of_four.by_rank[0]
     for name, value in unbroken.items():
         assert (resumed[name] == value).all(), name
     expected = tiny.losses("mix")
@@ -223,7 +223,7 @@ def test_runs_are_equal_on_every_layout_and_after_a_resume(of_four: OnFour) -> N
 
 @pytest.mark.usefixtures("single_process_group")
 def test_sgd_trains_the_same_on_every_layout(of_four: OnFour) -> None:
-    tiny, (*_, on_four_ranks) = of_four.tiny, of_four.by_rank[0][1]
+    tiny, (*_, on_four_ranks) = of_four.tiny, of_four.by_rank[0]
     alone = trained(0, 1, config_of(tiny, "SGD", (1, 1), f"--job.dump_folder={tiny.folder}/alone"))
     assert tiny.losses("SGD", "alone") == pytest.approx(tiny.losses("SGD"), rel=1e-5)
     assert tiny.losses("SGD")[-1] < tiny.losses("SGD")[0] - 0.5

@@ -127,16 +127,12 @@ def test_memory_grows_and_shrinks_with_the_options(shard: int, mode: int, batch:
     ("overrides", "gpu"),
     [
         (["--activation_checkpoint.mode=full"], False),
-        *(
-            pytest.param(overrides, gpu, marks=pytest.mark.slow)
-            for gpu, overrides in [
-                (True, ["--activation_checkpoint.mode=selective", "--activation_checkpoint.selective_ac_option=3"]),
-                (True, ["--parallelism.data_parallel_replicate_degree=2", NEVER]),
-            ]
-        ),
+        (["--activation_checkpoint.mode=selective", "--activation_checkpoint.selective_ac_option=3"], True),
+        (["--parallelism.data_parallel_replicate_degree=2", NEVER], True),
     ],
     ids=str,
 )
+@pytest.mark.slow
 def test_a_model_of_many_blocks_from_two_of_few(overrides: list[str], gpu: bool) -> None:
     config = read(*overrides, "--model.args.n_layers=12", world_size=4)
     found = trace(config, layout_of(4, gpu=gpu, gpus_per_node=4))

@@ -163,6 +163,7 @@ def test_code_that_reads_values_is_named(toml: Path, capsys: pytest.CaptureFixtu
     assert plan(toml, "--world-size", "1", "--gpu", "H100") == 0, "nothing of the failure stays"
 
 
+@pytest.mark.slow
 def test_a_memory_budget_is_written_as_policies(toml: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ("--world-size", "2", "--gpu", "H100")
     peaks = {}
