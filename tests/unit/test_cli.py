@@ -1,7 +1,6 @@
 """The command from the user's side: bad input is one line and exit code 2; a finished run exits 0."""
 
 import json
-import platform
 import shlex
 import subprocess
 import sys
@@ -407,24 +406,3 @@ def test_the_help_of_train_lists_every_option(capfd: pytest.CaptureFixture[str])
     )
     assert "\n[[data.sources]]\n  --data.sources.N.path  text | list of text; required\n" in text
     assert max(map(len, text.splitlines())) <= 120
-
-
-LOSS = """
-def loss(hidden_BLD, labels_BL, **rest):
-    raise ValueError("planted\\nin two lines")
-"""
-
-
-def test_an_exception_in_training_is_a_few_lines_and_a_traceback_in_the_log(
-    tiny: TinyRun, capfd: pytest.CaptureFixture[str]
-) -> None:
-    (tiny.folder / "mine.py").write_text(LOSS)
-    assert cli.run(["train", str(tiny.toml), f"--training.loss={tiny.folder / 'mine.py'}:loss"]) == 1
-    lines = capfd.readouterr().err.splitlines()
-    log = tiny.folder / "outputs" / "tiny" / "logs" / "rank-0.log"
-    assert lines[0] == f"error: rank 0 on {platform.node()} failed at step 1, forward: ValueError: planted"
-    assert f'  File "{tiny.folder / "mine.py"}", line 3, in loss' in lines
-    assert lines[-1] == f"  the whole traceback: {log}"
-    assert len(lines) <= 12
-    assert "Traceback (most recent call last)" in log.read_text()
-    assert "in two lines" in log.read_text()

@@ -4,6 +4,7 @@ import json
 import logging
 import math
 import os
+import platform
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -259,3 +260,25 @@ def test_what_open_run_folder_reports(tiny: TinyRun, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("tempfile.TemporaryFile", is_read_only)
     with pytest.raises(UserError, match=r"tiny cannot be written \(Read-only file system\): name a folder"):
         open_run_folder(tiny.config().job, tiny.config().data, rank=0)
+
+
+LOSS = """
+def loss(*args, **options):
+    raise ValueError("planted\\nin two lines")
+"""
+
+
+@pytest.mark.usefixtures("_no_group_after")
+def test_an_exception_in_training_is_a_few_lines_and_a_traceback_in_the_log(
+    tiny: TinyRun, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tiny.folder / "mine.py").write_text(LOSS)
+    assert cli.run(["train", str(tiny.toml), f"--training.loss={tiny.folder / 'mine.py'}:loss"]) == 1
+    lines = capfd.readouterr().err.splitlines()
+    log = tiny.folder / "outputs" / "tiny" / "logs" / "rank-0.log"
+    assert lines[0] == f"error: rank 0 on {platform.node()} failed at step 1, forward: ValueError: planted"
+    assert f'  File "{tiny.folder / "mine.py"}", line 3, in loss' in lines
+    assert lines[-1] == f"  the whole traceback: {log}"
+    assert len(lines) <= 12
+    assert "Traceback (most recent call last)" in log.read_text()
+    assert "in two lines" in log.read_text()
