@@ -367,7 +367,7 @@ def test_every_command_is_there() -> None:
     assert list(COMMANDS) == [
         "train", "init", "check", "plan", "calibrate", "parity", "data prepare", "data inspect", "data tokenizer",
         "checkpoint list", "checkpoint verify", "checkpoint show", "checkpoint prune",
-        "checkpoint export", "generate", "evaluate",
+        "checkpoint export", "checkpoint import", "generate", "evaluate",
         "config check", "config show", "config schema", "config migrate",
     ]  # fmt: skip
 

@@ -119,7 +119,7 @@ def test_what_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert not (tmp_path / ".hf.staging").exists()
     wrong = refusal(checkpoint, "--out", tmp_path / "b", "--max-shard-size", "5 apples")
     assert "--max-shard-size: expected a size such as 5GB or 200MB, got '5 apples'" in wrong
-    assert "no good checkpoint" in refusal(tmp_path / "nothing", "--out", tmp_path / "b")
+    assert "no file or folder" in refusal(tmp_path / "nothing", "--out", tmp_path / "b")
     assert "unknown://b: " in refusal(checkpoint, "--out", "unknown://b")
     assert "is a whole bucket" in refusal(checkpoint, "--out", "memory://b")
     assert "writes a local file" in refusal(checkpoint, "--out", "memory://b", "--format", "torch")

@@ -269,7 +269,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "other family": (
         lambda folder: edited(folder / "config.json", model_type="qwen3"),
-        r'config\.json describes a qwen3 model: set model\.name = "qwen3"$',
+        r"config\.json describes the model qwen3: name that one \(model\.name, --model\)$",
     ),
     "unknown family": (
         lambda folder: edited(folder / "config.json", model_type="gpt2"),

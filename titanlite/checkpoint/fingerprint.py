@@ -13,12 +13,21 @@ def resume_settings(config: Config, *, model_args: Any, data: dict[str, Any]) ->
         model_args: dataclass of the model's shape.
         data: fingerprints of the data sources.
     """
-    args = {f"model.args.{name}": value for name, value in asdict(model_args).items() if name != "max_seq_len"}
     return {
-        "model.name": config.model.title,
-        **args,
+        **model_settings(config.model.title, model_args),
         **data,
         "training.seq_len": config.training.seq_len,
         "training.global_batch_size": config.training.global_batch_size,
         "debug.seed": config.debug.seed,
     }
+
+
+def model_settings(title: str, model_args: Any) -> dict[str, Any]:
+    """Return the settings of a model that must match.
+
+    Args:
+        title: name of the model.
+        model_args: dataclass of its shape.
+    """
+    args = {f"model.args.{name}": value for name, value in asdict(model_args).items() if name != "max_seq_len"}
+    return {"model.name": title, **args}

@@ -114,7 +114,7 @@ class Loader:
         unexpected = [*self.config.allow_unexpected, *found.missing]  # one of another shape is listed once
         if wrong := found.without(missing=self.config.allow_missing, unexpected=unexpected):
             raise UserError(
-                f"{where} does not fit this model:\n{wrong}\nTo load the rest all the same:\n{wrong.globs()}"
+                f"{where} does not fit this model:\n{wrong}\nTo load the rest all the same:\n{wrong.options()}"
             )
         if found:
             logger.warning(f"from {where} are not loaded, as allowed:\n{found}")

@@ -101,6 +101,11 @@ def selected(name: str, patterns: Iterable[str]) -> bool:
     return any(fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}.*") for pattern in patterns)
 
 
+def to_globs(names: Iterable[str]) -> list[str]:
+    """Return globs for names, with numbers of layers and experts as wildcards."""
+    return [*dict.fromkeys(re.sub(r"(?<=\.)\d+(?=\.)", "*", name) for name in names)]
+
+
 @dataclass(frozen=True)
 class Difference:
     """Names that differ between this model and a checkpoint."""
@@ -116,13 +121,10 @@ class Difference:
             {name: text for name, text in self.unexpected.items() if not selected(name, unexpected)},
         )
 
-    def globs(self) -> str:
-        """Return the options that accept the difference, with numbers of layers and experts as wildcards."""
-        names = {"allow_missing": self.missing, "allow_unexpected": self.unexpected}
-        patterns = {
-            option: dict.fromkeys(re.sub(r"(?<=\.)\d+(?=\.)", "*", name) for name in of) for option, of in names.items()
-        }
-        return "\n".join(f"  checkpoint.{option} = {json.dumps([*of])}" for option, of in patterns.items() if of)
+    def options(self) -> str:
+        """Return the options that accept the difference."""
+        globs = {"allow_missing": to_globs(self.missing), "allow_unexpected": to_globs(self.unexpected)}
+        return "\n".join(f"  checkpoint.{option} = {json.dumps(of)}" for option, of in globs.items() if of)
 
     def is_of_quantization(self) -> bool:
         """Return whether the only difference is that one side quantizes a moment and the other does not."""

@@ -1,4 +1,4 @@
-"""Arguments of `titanlite checkpoint export`."""
+"""Arguments of `titanlite checkpoint export` and `import`."""
 
 from argparse import Namespace
 
@@ -9,6 +9,11 @@ EXPORT = """\
 hf writes a folder for transformers and others: config.json, safetensors, tokenizer. torch writes one file, which
 torch.load(weights_only=True) reads. An export that was killed resumes when the same command is started again.
 """
+IMPORT = """\
+Reads a Hugging Face folder, a step of torchtitan, or Meta's consolidated.*.pth. The checkpoint is of step 0 and has the
+model alone, for checkpoint.initial_load_path and for the commands that take a checkpoint. Training needs no import:
+checkpoint.initial_load_path takes the same folders.
+"""
 
 
 def add_commands(titanlite: Parser, checkpoint: Parser) -> None:
@@ -18,6 +23,7 @@ def add_commands(titanlite: Parser, checkpoint: Parser) -> None:
         checkpoint: group of `titanlite checkpoint`.
     """
     _add_export(checkpoint)
+    _add_import(checkpoint)
 
 
 def add_source(parser: Parser, *, about: str = CHECKPOINT) -> None:
@@ -63,3 +69,38 @@ def _export(options: Namespace) -> None:
 
     names = "path", "config", "tokenizer", "format", "out", "dtype", "max_shard_size", "drop", "no_tokenizer", "check"
     export(**{name: getattr(options, name) for name in names})
+
+
+def _add_import(checkpoint: Parser) -> None:
+    parser = checkpoint.add_command(
+        "import",
+        "write weights of another program as a checkpoint",
+        _import,
+        details=IMPORT.rstrip(),
+        example="checkpoint import models/Qwen3-0.6B --out outputs/qwen3\n"
+        "checkpoint import torchtitan/outputs/checkpoint/step-1000 --model llama3 --flavor 8B --out outputs/llama3",
+    )
+    parser.add_argument("path", metavar="DIR_OR_FILE", help="weights of another program")
+    parser.add_argument("--out", metavar="DIR", required=True, help="folder or URL for the checkpoint, step-00000000")
+    parser.add_argument("--model", metavar="NAME", help="model family; default: what the weights describe")
+    parser.add_argument(
+        "--flavor", metavar="NAME", help="flavor of the family; default: what the weights describe, or what fits"
+    )
+    parser.add_argument("--config", metavar="CONFIG", help="config with the model, instead of --model and --flavor")
+    parser.add_argument(
+        "--dtype", choices=["float32", "bfloat16"], default=None, help="dtype of the weights; default: as they are"
+    )
+    parser.add_argument(
+        "--allow-unexpected",
+        metavar="GLOB",
+        action="append",
+        default=[],
+        help="leave out tensors that the model does not have",
+    )
+
+
+def _import(options: Namespace) -> None:
+    from titanlite.convert.command import import_
+
+    names = "path", "out", "model", "flavor", "config", "dtype", "allow_unexpected"
+    import_(**{name: getattr(options, name) for name in names})

@@ -1,6 +1,7 @@
-"""`titanlite checkpoint export`."""
+"""`titanlite checkpoint export` and `import`."""
 
 from titanlite.convert.export import export_folder
+from titanlite.convert.import_weights import import_weights
 from titanlite.convert.safetensors_file import parse_size
 from titanlite.convert.source import open_source
 from titanlite.convert.target import open_target
@@ -58,3 +59,36 @@ def export(
     print(f"from  {source.where}")
     if done.report:
         print(f"check: {done.report}")
+
+
+def import_(
+    path: str,
+    *,
+    out: str,
+    model: str | None,
+    flavor: str | None,
+    config: str | None,
+    dtype: str | None,
+    allow_unexpected: list[str],
+) -> None:
+    """Run the command with the options of its parser.
+
+    Raises:
+        UserError: a mistake in the input.
+        RunError: a disk or a store fails.
+    """
+    if config is not None and (model or flavor):
+        raise UserError("--config names the model: leave out --model and --flavor")
+    try:
+        written = import_weights(
+            path,
+            out=out,
+            model=model,
+            flavor=flavor,
+            config=config,
+            dtype=DTYPES[dtype] if dtype else None,
+            allow_unexpected=allow_unexpected,
+        )
+    except OSError as error:
+        raise RunError(str(error)) from None
+    print(f"wrote {written}, the weights of {path}")

@@ -41,6 +41,21 @@ class HuggingFaceFolder:
     def table(self, formats: Formats) -> Table | None:
         return formats.hugging_face.tensors if formats.hugging_face else None
 
+    def family(self) -> str | None:
+        """Return the model family that config.json names; None if it is unknown."""
+        model_type = self._config().get("model_type")
+        tables = {name: model_cls.formats.hugging_face for name, model_cls in MODELS.items()}
+        return next((name for name, table in tables.items() if table and table.model_type == model_type), None)
+
+    def tokenizer(self) -> Path | None:
+        """Return the file of the tokenizer; None if there is none that titanlite reads."""
+        file = self.folder / "tokenizer.json"
+        return file if file.is_file() else None
+
+    def files(self) -> list[Path]:
+        """Return the files of the weights and config.json."""
+        return [*self._files(), self.folder / CONFIG]
+
     def read_args(self, model_cls: type[Model]) -> dict[str, Any]:
         """Return the arguments of the model in config.json.
 
@@ -53,10 +68,8 @@ class HuggingFaceFolder:
         if "quantization_config" in config:
             raise UserError(f"{file} describes quantized weights: take the model in bfloat16 or float32")
         found = config.get("model_type")
-        if found != known.model_type:
-            for name, other in MODELS.items():
-                if (theirs := other.formats.hugging_face) and theirs.model_type == found:
-                    raise UserError(f'{file} describes a {found} model: set model.name = "{name}"')
+        if found != known.model_type and (family := self.family()):
+            raise UserError(f"{file} describes the model {family}: name that one (model.name, --model)")
         try:
             return known.to_args(config)
         except ValueError as error:

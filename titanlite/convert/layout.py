@@ -6,9 +6,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from titanlite.checkpoint.state import difference, model_state, selected
+from titanlite.checkpoint.state import model_state, selected
 from titanlite.convert.rows import RowReader
-from titanlite.convert.source import Source, read_tensor
+from titanlite.convert.source import Source, read_tensor, stored_tensors
 from titanlite.models.formats import Entry, Table
 from titanlite.runtime.errors import UserError
 
@@ -42,9 +42,7 @@ def outgoing(source: Source, table: Table, *, dtype: torch.dtype | None, drop: S
     Raises:
         UserError: the checkpoint is of another model, or the format cannot hold a tensor that is not zero.
     """
-    model = model_state(source.spec.build())
-    if wrong := difference({f"model.{name}": tensor for name, tensor in model.items()}, source.metadata, ["model"]):
-        raise UserError(f"{source.where} is of another model:\n{wrong}")
+    model = stored_tensors(source, model_state(source.spec.build()))
     found = []
     for name, tensor in model.items():
         if selected(name, drop):

@@ -27,7 +27,7 @@ class MetaFolder:
         self.where = str(path)
         self.folder = path.parent if path.is_file() else path
         is_part = path.is_dir() or re.fullmatch(r"consolidated\.\d+\.pth", path.name)
-        self.files = sorted(self.folder.glob("consolidated.*.pth")) if is_part else [path]
+        self._parts = sorted(self.folder.glob("consolidated.*.pth")) if is_part else [path]
 
     @staticmethod
     def matches(path: Path) -> bool:
@@ -35,6 +35,20 @@ class MetaFolder:
 
     def table(self, formats: Formats) -> Table | None:
         return formats.meta
+
+    def family(self) -> str | None:
+        """Return the only family of which Meta has released weights in this form."""
+        return "llama3"
+
+    def tokenizer(self) -> Path | None:
+        """Return the file of the tokenizer; None if there is none."""
+        file = self.folder / "tokenizer.model"
+        return file if file.is_file() else None
+
+    def files(self) -> list[Path]:
+        """Return the files of the weights, and params.json if it is there."""
+        params = self.folder / PARAMS
+        return [*self._parts, *([params] if params.is_file() else [])]
 
     def read_args(self, model_cls: type[Model]) -> dict[str, Any] | None:
         """Return the arguments of the model in params.json; None without that file.
@@ -65,12 +79,12 @@ class MetaFolder:
         Raises:
             UserError: a file is missing or damaged, or holds more than tensors.
         """
-        numbers = [int(match[1]) for file in self.files if (match := re.search(r"\.(\d+)\.pth$", file.name))]
+        numbers = [int(match[1]) for file in self._parts if (match := re.search(r"\.(\d+)\.pth$", file.name))]
         if numbers and numbers != [*range(len(numbers))]:
             lost = next(number for number in range(max(numbers) + 1) if number not in numbers)
             raise UserError(f"{self.folder} has consolidated.{max(numbers):02}.pth, but not consolidated.{lost:02}.pth")
-        parts = [_load(file) for file in self.files]
-        for file, part in zip(self.files, parts, strict=True):
+        parts = [_load(file) for file in self._parts]
+        for file, part in zip(self._parts, parts, strict=True):
             if odd := sorted(part.keys() ^ parts[0].keys()):
                 raise UserError(f"{file}: {odd[0]} is not in all of the {len(parts)} files")
         return [

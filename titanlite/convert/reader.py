@@ -149,14 +149,24 @@ class ForeignReader(ForeignWeights):
         return tuple(entry.size) if isinstance(entry, TensorStorageMetadata) else None
 
     def read(self, name: str, rows: slice | None = None) -> Tensor:
-        """Return one of our tensors, or some of its rows."""
+        """Return one of our tensors, or rows of one that is no stack of experts."""
         entry = self.metadata.state_dict_metadata[name]
         assert isinstance(entry, TensorStorageMetadata)
-        pieces = []
-        for chunk in entry.chunks:
+        if len(entry.chunks) == 1:
+            [chunk] = entry.chunks
             region = [slice(0, size) for size in chunk.sizes]
-            pieces.append(self._read(MetadataIndex(name, chunk.offsets), [rows or region[0], *region[1:]]))
-        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+            return self._read(MetadataIndex(name, chunk.offsets), [rows or region[0], *region[1:]])
+        whole = torch.empty(entry.size, dtype=entry.properties.dtype)
+        for number, chunk in enumerate(entry.chunks):
+            region = [slice(0, size) for size in chunk.sizes]
+            whole[number : number + 1] = self._read(MetadataIndex(name, chunk.offsets), region)
+        return whole
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Return the dtype of our tensor in the source."""
+        entry = self.metadata.state_dict_metadata[name]
+        assert isinstance(entry, TensorStorageMetadata)
+        return entry.properties.dtype
 
     def _read(self, index: MetadataIndex, region: Sequence[slice]) -> Tensor:
         """Return a region of a chunk in our layout."""

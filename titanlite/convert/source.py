@@ -18,12 +18,15 @@ from torch.distributed.checkpoint.storage import StorageReader
 
 from titanlite.checkpoint import manifest as manifests
 from titanlite.checkpoint.dcp_read import ShardReader, UnsafeCheckpoint
+from titanlite.checkpoint.foreign import ForeignWeights
 from titanlite.checkpoint.load import find_checkpoint
 from titanlite.checkpoint.manifest import Manifest
-from titanlite.checkpoint.state import difference, model_state
+from titanlite.checkpoint.state import Difference, difference, model_state
 from titanlite.checkpoint.storage import Storage, open_storage
 from titanlite.config.load import load, read
 from titanlite.config.schema import Config, ModelSelection
+from titanlite.convert.describe import resolve_source
+from titanlite.convert.weights import ForeignSource, find_source, open_reader, table_of
 from titanlite.data.tokenizer import Tokenizer, load_tokenizer
 from titanlite.kernels import set_kernels
 from titanlite.models.base import Model
@@ -64,9 +67,13 @@ def open_source(path: str, *, config: str | Path | None = None, tokenizer: str |
         config: config of the run, for checkpoints that do not keep it.
         tokenizer: replaces `data.tokenizer` of the config.
 
+    Weights of another program are opened, too, if they describe their model or fit one flavor.
+
     Raises:
         UserError: there is no checkpoint, it is damaged, or its model is unknown.
     """
+    if (foreign := find_source(path)) is not None:
+        return _open_foreign(foreign, config, tokenizer)
     try:
         url, folder, manifest = find_checkpoint(path)
         storage = open_storage(url)
@@ -87,6 +94,20 @@ def open_source(path: str, *, config: str | Path | None = None, tokenizer: str |
     )
 
 
+def _open_foreign(foreign: ForeignSource, config: str | Path | None, tokenizer: str | None) -> Source:
+    spec, resolved = resolve_source(foreign, config=config)
+    name = tokenizer or (None if foreign.tokenizer() is None and config is None else resolved.data.tokenizer)
+    is_described = foreign.read_args(spec.model_cls) is not None
+    return Source(
+        spec=spec,
+        config=None if config is None else resolved,
+        tokenizer=_load_tokenizer(name, must_exist=tokenizer is not None) if name else None,
+        where=foreign.where,
+        reader=open_reader(foreign, table_of(foreign, spec.model_cls), spec, is_described=is_described),
+        identity=" ".join(f"{file} {file.stat().st_size} {file.stat().st_mtime_ns}" for file in foreign.files()),
+    )
+
+
 def load_model(source: Source, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> Model:
     """Return the model with its weights, in this process alone. Memory peaks at the model and one tensor.
 
@@ -97,12 +118,25 @@ def load_model(source: Source, *, dtype: torch.dtype = torch.float32, device: to
     set_dtype(model, dtype)
     device = torch.device(device)
     allocate(model, device, device)
-    state = model_state(model)
-    if wrong := difference({f"model.{name}": tensor for name, tensor in state.items()}, source.metadata, ["model"]):
-        raise UserError(f"{source.where} is of another model:\n{wrong}")
-    _read(source, state)
+    _read(source, stored_tensors(source, model_state(model)))
     set_kernels(model, pick_kernels(device))
     return model.eval()
+
+
+def stored_tensors(source: Source, model: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors of a model that its weights hold: all but buffers that another program does not have.
+
+    Raises:
+        UserError: the weights have other tensors than the model.
+    """
+    kept, unknown = set[str](), dict[str, str]()
+    if isinstance(source.reader, ForeignWeights):
+        kept, unknown = source.reader.kept, source.reader.unknown
+    stored = {name: tensor for name, tensor in model.items() if f"model.{name}" not in kept}
+    found = difference({f"model.{name}": tensor for name, tensor in stored.items()}, source.metadata, ["model"])
+    if wrong := Difference(found.missing, found.unexpected | unknown):
+        raise UserError(f"{source.where} is of another model:\n{wrong}")
+    return stored
 
 
 def read_tensor(source: Source, name: str, *, dtype: torch.dtype | None = None) -> Tensor:

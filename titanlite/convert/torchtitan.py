@@ -38,6 +38,16 @@ class TorchtitanFolder:
     def table(self, formats: Formats) -> Table | None:
         return formats.torchtitan
 
+    def family(self) -> None:
+        """Return None: the folder does not describe its model."""
+
+    def tokenizer(self) -> None:
+        """Return None: the folder has no tokenizer."""
+
+    def files(self) -> list[Path]:
+        """Return all files of the step."""
+        return sorted(file for file in self.folder.iterdir() if file.is_file())
+
     def read_args(self, model_cls: type[Model]) -> None:
         """Return None: the folder does not describe its model."""
 

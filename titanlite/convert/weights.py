@@ -29,6 +29,18 @@ class ForeignSource(Protocol):
         """Return the names of this format in a model family; None if the family has none."""
         ...
 
+    def family(self) -> str | None:
+        """Return the model family; None if the source does not describe it, or if it is unknown."""
+        ...
+
+    def tokenizer(self) -> Path | None:
+        """Return the file of the tokenizer beside the weights; None if there is none."""
+        ...
+
+    def files(self) -> list[Path]:
+        """Return the files that hold the weights and their description."""
+        ...
+
     def read_args(self, model_cls: type[Model]) -> dict[str, Any] | None:
         """Return the arguments of the model that the source describes; None if it does not describe any."""
         ...

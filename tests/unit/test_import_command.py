@@ -1,0 +1,284 @@
+"""`titanlite checkpoint import`, and the commands and runs that read what it has written."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from tests.foreign import (
+    FAMILIES,
+    assert_same,
+    expected_tensors,
+    logits,
+    options_of,
+    oracle_of,
+    save_meta,
+    save_torchtitan,
+    spec_of,
+)
+from tests.helpers import TinyRun
+from tests.whole_runs import trained
+from titanlite import cli
+from titanlite.checkpoint.state import model_state
+from titanlite.convert.source import load_model, open_source
+from titanlite.models.registry import MODELS
+from titanlite.runtime.errors import UserError
+
+TOKENS = torch.randint(0, 67, (2, 33), generator=torch.Generator().manual_seed(1))
+
+
+def imported(*words: str | Path) -> int:
+    return cli.run(["checkpoint", "import", *map(str, words)])
+
+
+def tensors_at(path: Path, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
+    model = load_model(open_source(str(path)), dtype=dtype)
+    found = {name: tensor.detach() for name, tensor in model_state(model).items()}
+    for name in [name for name in found if name.endswith("bias_E")]:
+        assert not found.pop(name).any()
+    return found
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("tied", [False, True])
+def test_folders_become_checkpoints_bit_for_bit(family: str, tied: bool, tmp_path: Path) -> None:
+    oracle = oracle_of(family, tied=tied, dtype=torch.bfloat16)
+    oracle.save_pretrained(tmp_path / "hf", max_shard_size="20KB")
+    assert imported(tmp_path / "hf", "--out", tmp_path / "out") == 0
+    assert_same(tensors_at(tmp_path / "out", torch.bfloat16), expected_tensors(oracle))
+    assert imported(tmp_path / "hf", "--model", family, "--out", tmp_path / "wide", "--dtype", "float32") == 0
+    source = open_source(str(tmp_path / "wide" / "step-00000000"))
+    assert source.spec == spec_of(family, oracle)
+    dtypes = {entry.properties.dtype for entry in source.metadata.state_dict_metadata.values()}  # type: ignore[union-attr]
+    assert dtypes == {torch.float32}
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32)
+    ours, theirs = logits(load_model(source), TOKENS), logits(again, TOKENS)
+    assert (ours - theirs).abs().max() < 1e-4
+    assert (logits(load_model(open_source(str(tmp_path / "hf"))), TOKENS) - theirs).abs().max() < 1e-4, "without import"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("tied", [False, True])
+def test_what_comes_in_goes_out_bit_for_bit(family: str, tied: bool, tmp_path: Path) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        place = tmp_path / str(dtype)
+        oracle_of(family, tied=tied, dtype=dtype).save_pretrained(place / "hf")
+        assert imported(place / "hf", "--out", place / "ours") == 0
+        for source, out in (("ours", "again"), ("hf", "direct")):
+            words = ["checkpoint", "export", str(place / source), "--out", str(place / out), "--no-tokenizer"]
+            assert cli.run(words) == 0
+            assert_same(load_file(place / out / "model.safetensors"), load_file(place / "hf" / "model.safetensors"))
+        again = AutoConfig.from_pretrained(place / "again").to_dict()
+        first = AutoConfig.from_pretrained(place / "hf").to_dict()
+        same = ("model_type", "rope_parameters", "tie_word_embeddings", "hidden_size", "rms_norm_eps", "dtype")
+        assert {key: again[key] for key in same} == {key: first[key] for key in same}
+
+
+def test_an_imported_checkpoint_is_like_any_other(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    oracle = oracle_of("qwen3")
+    oracle.save_pretrained(tmp_path / "hf")
+    out = tmp_path / "out"
+    assert imported(tmp_path / "hf", "--out", out) == 0
+    assert capfd.readouterr().out == f"wrote {out}/step-00000000, the weights of {tmp_path}/hf\n"
+    assert sorted(file.name for file in (out / "step-00000000").iterdir()) == [
+        ".metadata", "__0_0.distcp", "checksums.json", "config.toml", "manifest.json",
+    ]  # fmt: skip
+    for command in ("verify", "list", "show"):
+        assert cli.run(["checkpoint", command, str(out)]) == 0
+    shown = capfd.readouterr().out
+    assert "step 0: whole, 4 files" in shown
+    assert "  model.args.n_layers = 2" in shown
+    assert cli.run(["checkpoint", "export", str(out), "--format", "torch", "--out", str(tmp_path / "one.pt")]) == 0
+    assert_same(torch.load(tmp_path / "one.pt", weights_only=True), expected_tensors(oracle))
+
+
+def test_torchtitan_and_meta_need_a_model(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    oracle = oracle_of("llama3", vocab_size=68)
+    spec = spec_of("llama3", oracle)
+    save_torchtitan("llama3", oracle, tmp_path / "titan")
+    assert imported(tmp_path / "titan", "--out", tmp_path / "out") == 2
+    assert capfd.readouterr().err == (
+        f"error: {tmp_path}/titan does not describe its model: name it (--model, --config)\n"
+    )
+    assert imported(tmp_path / "titan", "--model", "llama3", "--out", tmp_path / "out") == 2
+    assert capfd.readouterr().err == (
+        f"error: {tmp_path}/titan does not describe its model and fits no flavor of Llama3: name it (--flavor, "
+        "--config)\n"
+    )
+    assert imported(tmp_path / "titan", "--model", "llama3", "--flavor", "debug", "--out", tmp_path / "out") == 2
+    assert "stored as [24, 24]" in capfd.readouterr().err
+    args = "\n".join(line.partition("model.args.")[2] for line in options_of(spec) if "model.args" in line)
+    (tmp_path / "mine.toml").write_text(f'[model]\nname = "llama3"\n[model.args]\n{args.replace("=", " = ")}\n')
+    assert imported(tmp_path / "titan", "--config", tmp_path / "mine.toml", "--out", tmp_path / "out") == 0
+    assert_same(tensors_at(tmp_path / "out"), expected_tensors(oracle))
+    save_meta(oracle, tmp_path / "meta", parts=2, params=None)
+    assert imported(tmp_path / "meta", "--config", tmp_path / "mine.toml", "--out", tmp_path / "out2") == 0
+    assert_same(tensors_at(tmp_path / "out2"), expected_tensors(oracle))
+    assert not list(tmp_path.glob("out*/.staging*"))
+
+
+def test_a_flavor_is_found_by_its_shapes(tmp_path: Path) -> None:
+    args = MODELS["llama3"].flavors["debug"]
+    table = MODELS["llama3"].formats.hugging_face
+    assert table
+    oracle = oracle_of("llama3", **table.to_config(args))
+    save_torchtitan("llama3", oracle, tmp_path / "titan")
+    assert imported(tmp_path / "titan", "--model", "llama3", "--out", tmp_path / "out") == 0
+    source = open_source(str(tmp_path / "out"))
+    assert source.spec.args == args
+    assert source.config
+    assert source.config.model.flavor == "debug"
+
+
+MISTAKES: dict[str, tuple[list[str], str]] = {
+    "taken": (["hf", "--out", "taken"], "--out: TMP/taken/step-00000000 is there already: name another folder"),
+    "a file": (["hf", "--out", "notes.txt"], "--out: TMP/notes.txt is not a folder"),
+    "other step": (
+        ["hf", "--out", "x/step-00000007"],
+        "--out: step-00000007 is of another step, and imported weights are of step 0: name a folder",
+    ),
+    "ours": (
+        ["taken", "--out", "x"],
+        "TMP/taken holds no weights of another program. titanlite reads its own checkpoints as they are",
+    ),
+    "empty": (
+        ["empty", "--out", "x"],
+        "TMP/empty holds no weights of another program. titanlite reads its own checkpoints as they are",
+    ),
+    "gone": (["gone", "--out", "x"], "no file or folder TMP/gone"),
+    "other family": (
+        ["hf", "--out", "x", "--model", "qwen3"],
+        "TMP/hf/config.json describes the model llama3: name that one (model.name, --model)",
+    ),
+    "both": (
+        ["hf", "--out", "x", "--model", "llama3", "--config", "debug"],
+        "--config names the model: leave out --model and --flavor",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("folders")
+    oracle_of("llama3").save_pretrained(place / "hf")
+    assert imported(place / "hf", "--out", place / "taken") == 0
+    (place / "empty").mkdir()
+    (place / "notes.txt").touch()
+    return place
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_mistakes_are_one_line_and_write_nothing(
+    mistake: str, folders: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (path, _, out, *rest), message = MISTAKES[mistake]
+    assert imported(folders / path, "--out", folders / out, *rest) == 2
+    assert capfd.readouterr().err == f"error: {message.replace('TMP', str(folders))}\n"
+    assert not (folders / "x").exists()
+
+
+def test_a_flavor_of_another_size_is_listed(folders: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert imported(folders / "hf", "--flavor", "8B", "--out", folders / "x") == 2
+    assert "error:   dim = 24, here 4096\n" in capfd.readouterr().err
+    assert not (folders / "x").exists()
+
+
+def test_unexpected_tensors_are_left_out_where_allowed(
+    folders: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    stored = load_file(folders / "hf" / "model.safetensors")
+    stored |= {f"model.layers.{layer}.extra": torch.ones(2) for layer in (0, 1)}
+    save_file(stored, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_bytes((folders / "hf" / "config.json").read_bytes())
+    assert imported(tmp_path, "--out", tmp_path / "out") == 2
+    assert capfd.readouterr().err.splitlines() == [
+        f"error: {tmp_path} does not fit the model:",
+        "error:   unexpected  model.layers.0.extra [2]",
+        "error:   unexpected  model.layers.1.extra [2]",
+        "error: To leave out what is unexpected: --allow-unexpected 'model.layers.*.extra'",
+    ]
+    assert imported(tmp_path, "--out", tmp_path / "out", "--allow-unexpected", "model.layers.*.extra") == 0
+    del stored["lm_head.weight"]
+    save_file(stored, tmp_path / "model.safetensors")
+    assert imported(tmp_path, "--out", tmp_path / "out2", "--allow-unexpected", "*") == 2
+    assert "missing     model.head.output.weight [67, 24]" in capfd.readouterr().err
+
+
+def test_a_failed_import_leaves_nothing(
+    folders: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    from titanlite.checkpoint.storage import LocalStorage
+
+    def full(self: LocalStorage, folder: str, manifest: bytes) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LocalStorage, "publish", full)
+        assert imported(folders / "hf", "--out", tmp_path / "out") == 1
+    assert capfd.readouterr().err == "error: [Errno 28] No space left on device\n"
+    assert list((tmp_path / "out").iterdir()) == []
+    (tmp_path / "out" / ".staging-step-00000000-import").mkdir()  # of a killed one
+    (tmp_path / "out" / ".staging-step-00000000-import" / "__0_0.distcp").write_bytes(b"half")
+    assert imported(folders / "hf", "--out", tmp_path / "out") == 0
+    assert [file.name for file in (tmp_path / "out").iterdir()] == ["step-00000000"]
+
+
+def test_memory_holds_one_tensor_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors that are alive while each one is read: none of those before it."""
+    import weakref
+
+    from titanlite.convert.reader import ForeignReader
+
+    oracle_of("qwen3_moe").save_pretrained(tmp_path / "hf")
+    alive: list[weakref.ref[torch.Tensor]] = []
+    most = []
+    original = ForeignReader.read
+
+    def read(self: ForeignReader, *words: Any) -> torch.Tensor:
+        most.append(sum(ref() is not None for ref in alive))
+        tensor = original(self, *words)
+        alive.append(weakref.ref(tensor))
+        return tensor
+
+    monkeypatch.setattr(ForeignReader, "read", read)
+    assert imported(tmp_path / "hf", "--out", tmp_path / "out") == 0
+    assert len(most) > 20
+    assert max(most) <= 1
+
+
+@pytest.mark.usefixtures("single_process_group")
+def test_a_run_begins_from_an_imported_checkpoint(tiny: TinyRun) -> None:
+    oracle = oracle_of("llama3", vocab_size=260)
+    oracle.save_pretrained(tiny.folder / "hf")
+    assert imported(tiny.folder / "hf", "--out", tiny.folder / "out") == 0
+    options = ["--training.steps=1", "--lr_scheduler.warmup_steps=1", "--optimizer.lr=0.0"]
+    options += [*options_of(spec_of("llama3", oracle)), f"--checkpoint.initial_load_path={tiny.folder}/out"]
+    found = trained(tiny.config(*options))
+    for name, tensor in expected_tensors(oracle).items():
+        assert torch.equal(found[name], tensor), name
+
+
+def test_sources_of_other_programs_have_their_tokenizer(folders: Path, tmp_path: Path) -> None:
+    import tokenizers
+
+    source = open_source(str(folders / "hf"))
+    assert (source.tokenizer, source.config) == (None, None)
+    assert source.identity
+    for name in ("config.json", "model.safetensors"):
+        os.link(folders / "hf" / name, tmp_path / name)
+    tokenizers.Tokenizer(tokenizers.models.BPE(vocab={"a": 0, "b": 1, "c": 2}, merges=[])).save(
+        str(tmp_path / "tokenizer.json")
+    )
+    tokenizer = open_source(str(tmp_path)).tokenizer
+    assert tokenizer
+    assert tokenizer.vocab_size == 3
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").unlink()
+    (tmp_path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 1}))
+    with pytest.raises(UserError, match=r"is of another model:\n  unexpected  model\.layers\.1\."):
+        load_model(open_source(str(tmp_path)))
