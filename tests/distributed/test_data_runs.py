@@ -80,9 +80,9 @@ def test_validation_changes_nothing_in_training(tiny: TinyRun, monkeypatch: pyte
     ]  # fmt: skip
     run, slept = Validator.run, 0.4
 
-    def slow(self: Validator, model: nn.Module) -> dict[str, Any]:
+    def slow(self: Validator, model: nn.Module, **options: Any) -> dict[str, Any] | None:
         time.sleep(slept)
-        return run(self, model)
+        return run(self, model, **options)
 
     monkeypatch.setattr(Validator, "run", slow)
     train_on_this_rank(tiny.config("--job.name=with", *options), 0, 1)
