@@ -547,3 +547,44 @@ def test_unknown_subcommands_and_help(titanlite: Command) -> None:
     assert titanlite.refusal() == "error: titanlite checkpoint: name a command: list, verify, show, prune, export"
     for arguments in (["prune", "--help"], ["prune", ".", "-h"]):
         assert titanlite(*arguments)[0] == "usage: titanlite checkpoint prune [-h] --keep-latest-k K [--keep-every N]"
+
+
+def test_restore_lets_whole_checkpoints_count_again(titanlite: Command, place: str) -> None:
+    storage = open_storage(place, owner="me")
+    for step in (1, 2, 3):
+        save(place, step)
+    for step in (2, 3):
+        storage.quarantine(folder_name(step), "damaged")
+    name = next(iter(CONTENTS))
+    change(place, f"{folder_name(3)}/{name}", b"?" * len(CONTENTS[name]))
+    assert steps(place) == [1]
+    assert titanlite("restore", place, code=2) == ["step 2 counts again: every checksum is right"]
+    [error] = titanlite.errors
+    assert error.startswith("error: step 3 stays quarantined: ")
+    assert steps(place) == [1, 2]
+    assert titanlite("restore", f"{place}/{folder_name(1)}") == []
+
+
+def test_odd_manifests_and_links_are_a_line_each_and_the_others_count(titanlite: Command, tmp_path: Path) -> None:
+    place = str(tmp_path / "run" / "checkpoints")
+    storage = open_storage(place, owner="me")
+    for step in range(1, 7):
+        save(place, step)
+    manifest = json.loads((Path(place) / folder_name(2) / MANIFEST).read_text())
+    del manifest["crc32"]
+    (Path(place) / folder_name(1) / MANIFEST).unlink()
+    (Path(place) / folder_name(2) / MANIFEST).write_text("[" * 100_000)
+    (Path(place) / folder_name(3) / MANIFEST).write_text(json.dumps(manifest | {"step": 3, "settings": [1]}))
+    (Path(place) / folder_name(4) / MANIFEST).write_text(json.dumps(manifest | {"step": 4, "files": {"a": 7}}))
+    (Path(place) / folder_name(5) / "loop").symlink_to("loop")
+    (Path(place) / folder_name(7)).symlink_to(folder_name(7))
+    lines = titanlite("list", place)
+    states = [re.split(r"  +", line, maxsplit=3)[-1] for line in lines[2:]]
+    found = {int(line.split()[0]): line for line in lines[2:]}
+    assert sorted(found) == [1, 2, 3, 4, 5, 6], states
+    assert "manifest.json is missing" in found[1]
+    assert "recursion" in found[2]
+    assert "settings: not of the right type" in found[3]
+    assert "files: not of the right type" in found[4]
+    assert "whole" in found[5]
+    assert "whole" in found[6]

@@ -8,7 +8,7 @@ PATH = "folder of a run, of its checkpoints (or their URL: s3://...), of several
 
 
 def add_commands(titanlite: Parser) -> Parser:
-    """Add `checkpoint list|verify|show|prune`, and return the group, to which wings add commands."""
+    """Add `checkpoint list|verify|restore|show|prune`, and return the group, to which wings add commands."""
     group = titanlite.add_command("checkpoint", "list, verify, show, export and delete checkpoints")
     parser = group.add_command(
         "list",
@@ -23,6 +23,14 @@ def add_commands(titanlite: Parser) -> Parser:
         _run,
         details="Exit code 2 if a checkpoint is damaged. `checkpoint list` shows the result from then on.",
         example="checkpoint verify outputs/debug",
+    )
+    parser.add_argument("path", metavar="PATH", help=PATH)
+    parser = group.add_command(
+        "restore",
+        "let quarantined checkpoints count again, if they are whole",
+        _run,
+        details="Every byte is read. A start with bad memory may have found damage where there is none.",
+        example="checkpoint restore outputs/debug/checkpoints/step-00000100",
     )
     parser.add_argument("path", metavar="PATH", help=PATH)
     parser = group.add_command(

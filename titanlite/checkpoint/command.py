@@ -1,4 +1,4 @@
-"""`titanlite checkpoint`: list, verify, show and prune checkpoints. Only `show` imports torch."""
+"""`titanlite checkpoint`: list, verify, restore, show and prune checkpoints. Only `show` imports torch."""
 
 import json
 import os
@@ -27,7 +27,7 @@ Check = Callable[[Storage, str, dict[str, int]], Manifest]
 
 def main(name: str, **options: Any) -> None:
     """Run `titanlite checkpoint NAME` with the options of its parser."""
-    act = {"list": list_checkpoints, "verify": verify, "show": show, "prune": prune}
+    act = {"list": list_checkpoints, "verify": verify, "show": show, "prune": prune, "restore": restore}
     try:
         act[name](**options)
     except DamagedCheckpoint as damage:
@@ -75,6 +75,22 @@ def verify(path: str) -> None:
                 wrong += [f"{storage.url_of(found.folder)}/{damage}"] if damage else []
                 with suppress(Exception), storage.create(f"{found.folder}/{MARK}") as file:  # it may be read-only
                     file.write(json.dumps({"verified_at": time.time(), "damage": damage}).encode())
+    if wrong:
+        raise UserError("\n".join(wrong))
+
+
+def restore(path: str) -> None:
+    """Let quarantined checkpoints count again that are whole. Raises UserError with all that are not."""
+    wrong, reason = [], f"{MANIFEST}.{DAMAGED}"
+    for storage, founds in _find(path):
+        for found in [found for found in founds if found.state == QUARANTINED[reason]]:
+            try:
+                _read_all(storage, found.folder, found.sizes, file=reason)
+            except (DamagedCheckpoint, UserError) as damage:
+                wrong.append(f"step {found.step} stays quarantined: {damage}")
+                continue
+            storage.restore(found.folder, DAMAGED)
+            print(f"step {found.step} counts again: every checksum is right", flush=True)
     if wrong:
         raise UserError("\n".join(wrong))
 
@@ -178,10 +194,10 @@ def _look(storage: Storage, folder: str, sizes: dict[str, int], *, check: Check 
     return Found(int(match[2]), folder, sizes, state or "whole", manifest)
 
 
-def _read_all(storage: Storage, folder: str, sizes: dict[str, int]) -> Manifest:
+def _read_all(storage: Storage, folder: str, sizes: dict[str, int], *, file: str = MANIFEST) -> Manifest:
     with Progress(console=progress_console(), transient=True) as progress:
         task = progress.add_task(folder, total=sum(sizes.values()))
-        return manifests.verify(storage, folder, sizes, on_read=lambda read: progress.advance(task, read))
+        return manifests.verify(storage, folder, sizes, file=file, on_read=lambda read: progress.advance(task, read))
 
 
 def _mark(storage: Storage, folder: str, sizes: dict[str, int], manifest: Manifest) -> dict[str, Any]:

@@ -22,6 +22,12 @@ FORMAT = 2
 DAMAGED, SUPERSEDED = "damaged", "superseded"  # reasons of a quarantine
 CHUNK = 1 << 24  # bytes to read at once
 
+TYPES: dict[str, type] = {
+    "step": int, "samples": int, "run_id": str, "settings": dict, "config_hash": str, "mesh": dict, "versions": dict,
+    "files": dict, "data": dict, "guard": dict,
+}  # fmt: skip
+"""Types of a manifest's entries, of which code relies on."""
+
 
 @dataclass(frozen=True)
 class FileRecord:
@@ -81,6 +87,9 @@ class Manifest:
             raise ValueError("its own checksum is wrong")
         if fields.get("format") != FORMAT:
             raise UserError(f"has format {fields.get('format')}, this version of titanlite reads format {FORMAT}")
+        wrong = [name for name, kind in TYPES.items() if not isinstance(fields.get(name, kind()), kind)]
+        if wrong or not all(isinstance(record, dict) for record in fields["files"].values()):
+            raise ValueError(f"{', '.join(wrong) or 'files'}: not of the right type")
         fields["files"] = {name: FileRecord(**record) for name, record in fields["files"].items()}
         for name in (fields["run_id"], *fields["files"]):
             checked_name(name)
@@ -103,14 +112,17 @@ def committed_steps(listing: dict[str, dict[str, int]]) -> list[int]:
     return sorted(step for step in steps if step is not None)
 
 
-def read_manifest(storage: Storage, folder: str) -> Manifest:
+def read_manifest(storage: Storage, folder: str, file: str = MANIFEST) -> Manifest:
     """Read and check a manifest.
+
+    Args:
+        file: its name, another one if the checkpoint is quarantined.
 
     Raises:
         DamagedCheckpoint: the manifest has changed since it was written, or is of another folder.
         UserError: the manifest has another format.
     """
-    name = f"{folder}/{MANIFEST}"
+    name = f"{folder}/{file}"
     try:
         text = storage.read(name)
     except FileNotFoundError as error:
@@ -119,7 +131,7 @@ def read_manifest(storage: Storage, folder: str) -> Manifest:
         manifest = Manifest.from_json(text)
     except UserError as error:
         raise UserError(f"{storage.url_of(name)} {error}") from None
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise DamagedCheckpoint(f"{storage.url_of(name)}: {error}") from None
     if manifest.step != step_of(folder):
         raise DamagedCheckpoint(f"{storage.url_of(name)} is the manifest of step {manifest.step}")
@@ -154,17 +166,23 @@ def read_checked(storage: Storage, folder: str, name: str, manifest: Manifest) -
 
 
 def verify(
-    storage: Storage, folder: str, sizes: dict[str, int], *, on_read: Callable[[int], None] = lambda read: None
+    storage: Storage,
+    folder: str,
+    sizes: dict[str, int],
+    *,
+    file: str = MANIFEST,
+    on_read: Callable[[int], None] = lambda read: None,
 ) -> Manifest:
     """Read all of a checkpoint, and check it.
 
     Args:
+        file: name of its manifest.
         on_read: called with the number of bytes that each read returned.
 
     Raises:
         DamagedCheckpoint: naming the first file that has changed since it was written.
     """
-    manifest = read_manifest(storage, folder)
+    manifest = read_manifest(storage, folder, file)
     check_sizes(storage, folder, manifest, sizes)
     for name, record in manifest.files.items():
         crc32 = 0

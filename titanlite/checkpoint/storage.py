@@ -6,6 +6,7 @@ rename, by writing the manifest.
 """
 
 import contextlib
+import errno
 import os
 import shutil
 from abc import ABC, abstractmethod
@@ -63,6 +64,10 @@ class Storage(ABC):
         """Make a folder no longer count. Its manifest is renamed to manifest.json.<reason>."""
 
     @abstractmethod
+    def restore(self, folder: str, reason: str) -> None:
+        """Make a folder count again that was quarantined for a reason."""
+
+    @abstractmethod
     def delete(self, folder: str) -> None:
         """Delete a folder. If the process is killed halfway, the rest does not count, and `sweep` deletes it."""
 
@@ -87,8 +92,8 @@ class LocalStorage(Storage):
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             for folder in os.scandir(self.root):
                 with contextlib.suppress(FileNotFoundError, NotADirectoryError):  # deleted meanwhile
-                    if folder.is_dir():
-                        entries = [entry for entry in os.scandir(folder) if entry.is_file()]
+                    if _is(folder.is_dir):
+                        entries = [entry for entry in os.scandir(folder) if _is(entry.is_file)]
                         found[folder.name] = {entry.name: entry.stat().st_size for entry in entries}
         return found
 
@@ -124,6 +129,10 @@ class LocalStorage(Storage):
 
     def quarantine(self, folder: str, reason: str) -> None:
         os.rename(self.root / folder / MANIFEST, self.root / folder / f"{MANIFEST}.{reason}")
+
+    def restore(self, folder: str, reason: str) -> None:
+        os.rename(self.root / folder / f"{MANIFEST}.{reason}", self.root / folder / MANIFEST)
+        _sync_folder(self.root / folder)
 
     def delete(self, folder: str) -> None:
         hidden = self.root / f".deleted-{folder}-{self.owner}"
@@ -191,6 +200,10 @@ class ObjectStorage(Storage):
         self._put(f"{folder}/{MANIFEST}.{reason}", self.read(f"{folder}/{MANIFEST}"))
         self._remove(folder, [MANIFEST])
 
+    def restore(self, folder: str, reason: str) -> None:
+        self._put(f"{folder}/{MANIFEST}", self.read(f"{folder}/{MANIFEST}.{reason}"))
+        self._remove(folder, [f"{MANIFEST}.{reason}"])
+
     def delete(self, folder: str) -> None:
         names = [*self.list().get(folder, {})]
         first = [name for name in names if name.startswith(MANIFEST)]
@@ -227,6 +240,16 @@ def open_storage(url: str, *, owner: str = "") -> Storage:
         ImportError: the package for the protocol is not installed.
     """
     return ObjectStorage(url, owner) if "://" in url else LocalStorage(url, owner)
+
+
+def _is(check: Callable[[], bool]) -> bool:
+    """Return whether an entry is a file or folder; a symbolic link that leads to itself is neither."""
+    try:
+        return check()
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+        return False
 
 
 @contextlib.contextmanager
