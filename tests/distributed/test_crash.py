@@ -2,9 +2,12 @@
 
 from pathlib import Path
 
+import pytest
+
 from tests.crash import CrashRun
 
 
+@pytest.mark.slow
 def test_killed_again_and_again_a_run_ends_as_if_never_killed(tmp_path: Path) -> None:
     run = CrashRun(tmp_path, seed=0)
     for _ in range(4):

@@ -203,6 +203,7 @@ COLLECTIVES = [
 ]
 
 
+@pytest.mark.slow
 def test_collectives_of_a_step(tiny: TinyRun) -> None:
     """Each FSDP unit has one all-gather in forward and, except for the head, one in backward.
 
