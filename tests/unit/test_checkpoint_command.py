@@ -567,7 +567,6 @@ def test_restore_lets_whole_checkpoints_count_again(titanlite: Command, place: s
 
 def test_odd_manifests_and_links_are_a_line_each_and_the_others_count(titanlite: Command, tmp_path: Path) -> None:
     place = str(tmp_path / "run" / "checkpoints")
-    storage = open_storage(place, owner="me")
     for step in range(1, 7):
         save(place, step)
     manifest = json.loads((Path(place) / folder_name(2) / MANIFEST).read_text())
