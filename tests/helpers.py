@@ -109,6 +109,7 @@ def train_on_this_rank(config: Config, rank: int, world_size: int) -> Any:
     )
     train(run)
     finish(run)
+    run.checkpoints.finish_exports()
     return run
 
 

@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from titanlite.batch import Batch
+from titanlite.checkpoint.exports import Exports
 from titanlite.checkpoint.fingerprint import resume_settings
 from titanlite.checkpoint.foreign import OpenWeights
 from titanlite.checkpoint.load import saved_run_id
@@ -227,6 +228,7 @@ def _open_checkpoints(
         timeout_seconds=config.comm.save_timeout_seconds,
         flush=state.disk.flush if state.disk else None,
         open_weights=(lambda path: open_weights(path, spec, allow_changes)) if open_weights else None,
+        exports=Exports(config.checkpoint, run=folder.path, is_first_rank=dist.get_rank() == 0),
     )
 
 

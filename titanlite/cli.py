@@ -172,6 +172,7 @@ def _run_training(
             )
             stopped = train(run, requests)
             finish(run, stopped)
+        run.checkpoints.finish_exports(export_last=not stopped, give_up=requests.requested)
     except torch.OutOfMemoryError as error:
         from titanlite.plan.out_of_memory import explain
 

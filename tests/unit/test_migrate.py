@@ -184,7 +184,7 @@ def test_a_config_of_0_2_at_8_processes() -> None:
         parallelism.data_parallel_replicate_degree = 1
         parallelism.data_parallel_shard_degree = -1
         parallelism.fsdp_reshard_after_forward = "default"
-        checkpoint = {enable = false, interval = 10, async_mode = "disabled"}
+        checkpoint = {enable = false, interval = 10, async_mode = "disabled", export_dtype = "float32"}
         activation_checkpoint = {mode = "selective", selective_ac_option = 2}
         compile.enable = false
         quantize.linear.float8 = {enable_fsdp_float8_all_gather = false,
@@ -302,7 +302,12 @@ CASES: list[tuple[str, int | None, dict[str, Any], list[str]]] = [
     ),
     ("checkpoint.exclude_from_loading = ['optimizer']", 1, {}, ["checkpoint.exclude_from_loading"]),
     ("checkpoint.exclude_from_loading = []", 1, {}, []),
-    ("checkpoint = {last_save_in_hf = true, export_dtype = 'bfloat16', create_seed_checkpoint = true}", 1, {}, []),
+    (
+        "checkpoint = {last_save_in_hf = true, export_dtype = 'bfloat16', create_seed_checkpoint = true}",
+        1,
+        {"checkpoint.last_save_in_hf": True, "checkpoint.export_dtype": "bfloat16"},
+        [],
+    ),
     ("validation = {enable = true, steps = -1}", None, {"validation.sequences": 0, "validation.freq": 10}, ["*"]),
     ("validation = {enable = true, steps = 5, local_batch_size = 2}", 4, {"validation.sequences": 40}, []),
     ("validation.enable = false", 1, {"validation.path": None, "validation.freq": None}, []),

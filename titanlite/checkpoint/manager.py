@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import titanlite
 from titanlite.checkpoint import manifest as manifests
+from titanlite.checkpoint.exports import Exports
 from titanlite.checkpoint.foreign import ForeignWeights
 from titanlite.checkpoint.load import Loader
 from titanlite.checkpoint.manifest import FileRecord, Manifest, folder_name
@@ -58,6 +59,7 @@ class CheckpointManager:
         timeout_seconds: longest wait of a rank for another one that writes or reads a checkpoint.
         flush: called before a save where the state is on disk, and too large for a copy. The state itself is saved
             then, and training waits.
+        exports: exports of this run's checkpoints.
         open_weights: opens initial_load_path where other programs wrote it.
     """
 
@@ -76,6 +78,7 @@ class CheckpointManager:
         timeout_seconds: float = 1800,
         flush: Callable[[], None] | None = None,
         open_weights: Callable[[str], ForeignWeights | None] | None = None,
+        exports: Exports | None = None,
     ) -> None:
         self.config = config
         self.storage = storage
@@ -104,6 +107,7 @@ class CheckpointManager:
         self._clock = StepClock(device)
         self._save: tuple[int, Future[Saved]] | None = None
         self._ended: list[tuple[int, Saved, SaveOverhead]] = []
+        self.exports = exports
         self._newest = 0
         """Step that was loaded, or committed last."""
         optimizer.register_step_pre_hook(lambda *_: self._saver.wait_until_staged())
@@ -129,6 +133,8 @@ class CheckpointManager:
                     continue
                 put_back_numbers(self.model, self.optimizer, state)
                 self._newest = manifest.step
+                if self.exports:
+                    self.exports.saved(manifest.step)
                 return Progress(manifest.step, manifest.samples, manifest.data, manifest.guard)
             if on_rank_0(self._group, lambda: has_saved):
                 raise UserError(
@@ -150,6 +156,8 @@ class CheckpointManager:
             RunError: on every rank at the same step, if the save failed on any.
         """
         self._clock.step()
+        if self.exports:
+            self.exports.poll()
         if self._save is None:
             return self._records()
         save = self._save[1]
@@ -226,6 +234,16 @@ class CheckpointManager:
         self._saver.close()
         return self._records(wait=True)
 
+    def finish_exports(self, *, export_last: bool = True, give_up: Callable[[], bool] = lambda: False) -> None:
+        """Wait for exports, after training and its process group have ended.
+
+        Args:
+            export_last: the run is complete, so its last checkpoint may be one to export.
+            give_up: whether to end without the rest.
+        """
+        if self.exports:
+            self.exports.finish(last=self._newest if export_last else 0, give_up=give_up)
+
     def _end_save(self, *, timeout: float | None = None, must_succeed: bool = True) -> None:
         """Finish the save in flight.
 
@@ -245,6 +263,8 @@ class CheckpointManager:
         if error is None:
             self._newest = step
             self._ended.append((step, future.result(), blocking))
+            if self.exports:
+                self.exports.saved(step)
             if dist.get_rank() == 0:
                 self._saver.later(lambda: self._retain(step))
             return
@@ -264,7 +284,8 @@ class CheckpointManager:
                 return
             manifests.check_sizes(self.storage, newest, manifests.read_manifest(self.storage, newest), listing[newest])
             old = manifests.to_delete(steps, keep_latest_k=self.config.keep_latest_k, keep_every=self.config.keep_every)
-            for unwanted in old:
+            kept = self.exports.unfinished() if self.exports else set()
+            for unwanted in (step for step in old if step not in kept):
                 self.storage.delete(folder_name(unwanted))
         except Exception as error:
             logger.warning(f"old checkpoints could not be deleted: {error}")

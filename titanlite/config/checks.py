@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 
 from titanlite.config.recompute import parse_policies
-from titanlite.config.schema import ActivationCheckpoint, Config, Data, Validation
+from titanlite.config.schema import ActivationCheckpoint, Checkpoint, Config, Data, Validation
 from titanlite.runtime.errors import UserError
 
 Conflict = tuple[str, str]  # dotted key, what is wrong
@@ -34,6 +34,7 @@ def find_conflicts(config: Config, world_size: int | None, bad_keys: Collection[
         (("training.loss", "training.z_loss"), lambda: _loss(config)),
         (("data.tokenizer",), lambda: _tokenizer(config)),
         (("checkpoint.folder", "checkpoint.initial_load_path"), lambda: _checkpoint_places(config)),
+        (("checkpoint.export_every", "checkpoint.interval"), lambda: _exports(config.checkpoint)),
         (
             ("activation_checkpoint.mode", "activation_checkpoint.per_block"),
             lambda: _per_block(config.activation_checkpoint),
@@ -212,6 +213,12 @@ def _checkpoint_places(config: Config) -> Iterator[Conflict]:
             yield from _url(f"checkpoint.{name}", place)
         elif name == "initial_load_path" and place is not None and not os.path.exists(os.path.expanduser(place)):
             yield f"checkpoint.{name}", f"no file or folder {place}"
+
+
+def _exports(checkpoint: Checkpoint) -> Iterator[Conflict]:
+    if checkpoint.export_every % checkpoint.interval:
+        problem = f"must be a multiple of checkpoint.interval ({checkpoint.interval}): only saved steps can be exported"
+        yield "checkpoint.export_every", problem
 
 
 def _url(key: str, url: str) -> Iterator[Conflict]:

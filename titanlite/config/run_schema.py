@@ -34,6 +34,17 @@ class Checkpoint(Section):
     """Tensors that initial_load_path may lack or have in another shape, as globs. They keep their initial values."""
     allow_unexpected: list[Name] = Field(default_factory=list)
     """Tensors of initial_load_path that this model may lack, as globs. They are not loaded."""
+    last_save_in_hf: bool = False
+    """Export the last checkpoint of the run to a Hugging Face folder, <run>/exports/hf-step-... With checkpoint.folder
+    it is in <folder>/exports."""
+    export_every: Count = 0
+    """Export in addition the checkpoints of steps that are a multiple of this number, beside training; 0 exports
+    none."""
+    export_dtype: Literal["bfloat16", "float16", "float32"] = "float32"
+    """Dtype of exported weights."""
+    export_drop: list[Name] = Field(default_factory=list)
+    """Tensors to leave out of exports, as globs, where Hugging Face's model has no place for them:
+    layers.*.feed_forward.bias_E of Qwen3-MoE."""
 
 
 class Metrics(Section):

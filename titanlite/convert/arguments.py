@@ -48,7 +48,10 @@ def _add_export(checkpoint: Parser) -> None:
     parser.add_argument("--format", choices=["hf", "torch"], default="hf", help="what to write; default: hf")
     parser.add_argument("--out", metavar="PATH", required=True, help="folder, URL, or file; it must not exist")
     parser.add_argument(
-        "--dtype", choices=["float32", "bfloat16"], default=None, help="dtype of the weights; default: as they are"
+        "--dtype",
+        choices=["float32", "bfloat16", "float16"],
+        default=None,
+        help="dtype of the weights; default: as they are",
     )
     parser.add_argument("--max-shard-size", metavar="SIZE", default="5GB", help="largest file of weights; default: 5GB")
     parser.add_argument(

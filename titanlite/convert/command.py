@@ -1,12 +1,13 @@
 """`titanlite checkpoint export` and `import`."""
 
+import torch
+
 from titanlite.convert.export import export_folder
 from titanlite.convert.import_weights import import_weights
 from titanlite.convert.safetensors_file import parse_size
 from titanlite.convert.source import open_source
 from titanlite.convert.target import open_target
 from titanlite.convert.torch_file import write_torch_file
-from titanlite.parallelize import DTYPES
 from titanlite.runtime.errors import DamagedCheckpoint, RunError, UserError
 
 
@@ -35,13 +36,13 @@ def export(
     try:
         source = open_source(path, config=config, tokenizer=tokenizer)
         if format == "torch":
-            write_torch_file(source, out, dtype=DTYPES[dtype] if dtype else None)
+            write_torch_file(source, out, dtype=getattr(torch, dtype) if dtype else None)
             print(f"wrote {out}, the weights of {source.where}")
             return
         done = export_folder(
             source,
             open_target(out),
-            dtype=DTYPES[dtype] if dtype else None,
+            dtype=getattr(torch, dtype) if dtype else None,
             max_shard_bytes=max_shard_bytes,
             drop=drop,
             with_tokenizer=not no_tokenizer,

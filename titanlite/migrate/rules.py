@@ -59,7 +59,10 @@ SAME: dict[str, dict[str, Any]] = {
     "parallelism": {
         "data_parallel_replicate_degree": 1, "data_parallel_shard_degree": -1, "fsdp_reshard_after_forward": "default",
     },
-    "checkpoint": {"enable": False, "interval": 500, "async_mode": "disabled", "keep_latest_k": 10},
+    "checkpoint": {
+        "enable": False, "interval": 500, "async_mode": "disabled", "keep_latest_k": 10,
+        "last_save_in_hf": False, "export_dtype": "float32",
+    },
     "validation": {"enable": False, "freq": 10},
     "debug": {"deterministic": False},
 }  # fmt: skip
@@ -171,7 +174,7 @@ DROPS = {
         training.dataloader: persistent_workers pin_memory prefetch_factor;
         validation.dataloader: num_workers persistent_workers pin_memory prefetch_factor""",
     "the last checkpoint is as whole as any":
-        "checkpoint: last_save_model_only last_save_model_weights_only last_save_in_hf export_dtype",
+        "checkpoint: last_save_model_only last_save_model_weights_only",
     "a run saves what it trains; checkpoint.initial_load_path only reads": "checkpoint: load_only",
     "has no option here; it costs memory or time, and changes no loss": """
         activation_checkpoint: early_stop memory_budget

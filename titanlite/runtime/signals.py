@@ -150,6 +150,18 @@ def stop_with_launcher() -> None:
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0)
 
 
+def end_with(starter: int) -> None:
+    """Let this process be killed when the process that started it ends, however that ended.
+
+    Args:
+        starter: its id. Its thread that started this process must live as long.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+    if os.getppid() != starter:  # it has ended already
+        os._exit(1)
+
+
 @contextmanager
 def shielding_children() -> Iterator[None]:
     """Let processes that start in this context never get the signals that stop a run.
