@@ -177,7 +177,7 @@ def test_wrong_options(tiny: TinyRun) -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("single_process_group")
 def test_the_last_export_is_the_model(tiny: TinyRun) -> None:
-    """With the real command: what transformers loads has the weights at the end of the run."""
+    """The real command: what transformers loads has the weights at the end of the run."""
     options = [f"--model.args.{name}={value}" for name, value in SMALL.items()]
     weights = trained(tiny.config("--checkpoint.last_save_in_hf", *options))
     folder = tiny.folder / "outputs" / "tiny" / "exports" / "hf-step-00000006"

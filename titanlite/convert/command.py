@@ -8,6 +8,7 @@ from titanlite.convert.safetensors_file import parse_size
 from titanlite.convert.source import open_source
 from titanlite.convert.target import open_target
 from titanlite.convert.torch_file import write_torch_file
+from titanlite.parallelize import DTYPES
 from titanlite.runtime.errors import DamagedCheckpoint, RunError, UserError
 
 
