@@ -544,7 +544,8 @@ def test_unknown_subcommands_and_help(titanlite: Command) -> None:
     unknown = "error: titanlite checkpoint: unknown command "
     assert titanlite.refusal("lsit", "outputs") == f"{unknown}'lsit', did you mean 'checkpoint list'?"
     assert titanlite.refusal("zzzzzzzzzzzzzzzzzzzzz") == f"{unknown}'zzzzzzzzzzzzzzzzzzzzz'"
-    assert titanlite.refusal() == "error: titanlite checkpoint: name a command: list, verify, show, prune, export"
+    names = "list, verify, restore, show, prune, export, import"
+    assert titanlite.refusal() == f"error: titanlite checkpoint: name a command: {names}"
     for arguments in (["prune", "--help"], ["prune", ".", "-h"]):
         assert titanlite(*arguments)[0] == "usage: titanlite checkpoint prune [-h] --keep-latest-k K [--keep-every N]"
 
