@@ -77,6 +77,8 @@ full bench_data.py wait
 fast bench_data.py wait --training.steps=3 --lr_scheduler.warmup_steps=0
 full bench_loss.py --runs 7
 fast bench_loss.py --runs 1 --tokens 256
+full generation.py --runs 9
+fast generation.py --runs 1 --dim 256 --layers 2 --vocab-size 2048 --new-tokens 16
 full bench_rounding.py
 fast bench_rounding.py --steps 3
 bench bench_rounding.py --time

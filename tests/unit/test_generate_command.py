@@ -291,3 +291,23 @@ def test_a_tokenizer_of_another_size_is_pointed_out(run_folder: Path, capfd: pyt
     )
     with pytest.raises(UserError, match="its tokenizer is not on this machine: name one with --tokenizer"):
         tokenizer_of(replace(source, tokenizer=None))
+
+
+def test_an_exported_folder_generates_the_same_text(
+    run_folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The folder names the tokens that begin and end a text, and needs no option."""
+    assert cli.run(["checkpoint", "export", str(run_folder), "--out", str(tmp_path / "hf")]) == 0
+    capfd.readouterr()
+    words = ("--prompt", PROMPT, "--max-new-tokens", 30)
+    code, out, err = generate(capfd, tmp_path / "hf", *words)
+    assert (code, out) == (0, by_hand(run_folder, PROMPT, 30).decode(errors="replace") + "\n")
+    assert err == ""
+    (tmp_path / "text.txt").write_text("zwölf Boxkämpfer jagen Viktor " * 20)
+    lines = []
+    for folder in (run_folder, tmp_path / "hf"):
+        options = ("--seq-len", 64, "--sequences", 4, "--dtype", "float32", "--cache-folder", tmp_path / "cache")
+        assert cli.run(["evaluate", str(folder), "--data", str(tmp_path / "text.txt"), *map(str, options)]) == 0
+        lines.append(capfd.readouterr().out.splitlines()[1])
+    assert lines[0] == lines[1]
+    assert lines[0].split()[-2:] == ["256", "4"]

@@ -2,7 +2,7 @@
 
 from argparse import Namespace
 
-from titanlite.convert.arguments import add_source
+from titanlite.convert.arguments import CHECKPOINT, add_source
 from titanlite.runtime.arguments import Parser, non_negative_int, positive_int
 
 DETAILS = """\
@@ -24,7 +24,7 @@ def add_commands(titanlite: Parser) -> None:
         details=DETAILS.rstrip(),
         example=EXAMPLE,
     )
-    add_source(parser)
+    add_source(parser, about=f"{CHECKPOINT}, or a Hugging Face folder")
     parser.add_argument(
         "--data",
         metavar="[NAME=]PATH",

@@ -3,7 +3,7 @@
 from argparse import ArgumentTypeError, Namespace
 from functools import partial
 
-from titanlite.convert.arguments import add_source
+from titanlite.convert.arguments import CHECKPOINT, add_source
 from titanlite.runtime.arguments import Parser, non_negative_int, positive_int
 
 DETAILS = """\
@@ -26,7 +26,7 @@ def add_commands(titanlite: Parser) -> None:
         details=DETAILS.rstrip(),
         example=EXAMPLE,
     )
-    add_source(parser)
+    add_source(parser, about=f"{CHECKPOINT}, or a Hugging Face folder")
     parser.add_argument("--prompt", metavar="TEXT", help="text to continue")
     parser.add_argument(
         "--prompt-file",
