@@ -366,7 +366,7 @@ COMMANDS = dict(commands(cli.make_parser()))
 def test_every_command_is_there() -> None:
     assert list(COMMANDS) == [
         "train", "init", "check", "plan", "calibrate", "parity", "data prepare", "data inspect", "data tokenizer",
-        "checkpoint list", "checkpoint verify", "checkpoint show", "checkpoint prune",
+        "checkpoint list", "checkpoint verify", "checkpoint restore", "checkpoint show", "checkpoint prune",
         "checkpoint export", "checkpoint import", "generate", "evaluate",
         "config check", "config show", "config schema", "config migrate",
     ]  # fmt: skip
