@@ -9,6 +9,7 @@ from torch.nn import functional as F
 
 from titanlite.kernels import DEFAULT_KERNELS, Kernels
 from titanlite.models.base import Model, ModelArgs
+from titanlite.models.formats import Entry, Formats, HuggingFace, Table
 from titanlite.models.initial import Constant, InitialValues, Normal
 from titanlite.models.layers import AttentionMask, Documents, Loss
 
@@ -58,7 +59,40 @@ class Head(nn.Module):
         return F.linear(x_BLD, self.weight) if loss is None else loss(x_BLD, self.weight)
 
 
+NAMES = {
+    "norm_1": "ln_1", "qkv": "attn.c_attn", "attention_out": "attn.c_proj",
+    "norm_2": "ln_2", "up": "mlp.c_fc", "down": "mlp.c_proj",
+}  # fmt: skip
+HUGGING_FACE = HuggingFace(
+    architecture="GPT2LMHeadModel",
+    model_type="gpt2",
+    tensors=Table(
+        [
+            Entry("tok_embeddings.weight", "transformer.wte.weight"),
+            Entry("pos_embeddings.weight", "transformer.wpe.weight"),
+            *(
+                Entry(
+                    f"layers.{{layer}}.{ours}.{kind}",
+                    f"transformer.h.{{layer}}.{theirs}.{kind}",
+                    transposed=kind == "weight" and "norm" not in ours,
+                )
+                for ours, theirs in NAMES.items()
+                for kind in ("weight", "bias")
+            ),
+            Entry("head.norm.weight", "transformer.ln_f.weight"),
+            Entry("head.norm.bias", "transformer.ln_f.bias"),
+        ]
+    ),
+    fields={
+        "dim": "n_embd", "n_layers": "n_layer", "n_heads": "n_head",
+        "vocab_size": "vocab_size", "max_seq_len": "n_positions",
+    },
+    constants={"activation_function": "gelu_new", "layer_norm_epsilon": 1e-5, "tie_word_embeddings": True},
+)  # fmt: skip
+
+
 class GPT2(Model):
+    formats = Formats(hugging_face=HUGGING_FACE)
     flavors: ClassVar[dict[str, ModelArgs]] = {
         "debug": GPT2Args(dim=256, n_layers=4, n_heads=4, vocab_size=2048),
         "124M": GPT2Args(dim=768, n_layers=12, n_heads=12),

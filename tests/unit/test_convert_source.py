@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import FileSystemReader
 
 from tests.weights import one_process, random_model, save_model, small_toml, state
 from titanlite import cli
@@ -159,3 +161,19 @@ def test_export_to_one_file_of_tensors(
     found = torch.load(half, weights_only=True)
     assert torch.equal(found["head.norm.weight"], wanted["head.norm.weight"].bfloat16())
     assert sorted(path.name for path in tmp_path.iterdir()) == ["half.pt", "weights.pt"]
+
+
+def test_plain_dcp_reads_the_model(saved: tuple[Path, Model]) -> None:
+    """The plain library reads names and values of model states, as docs/checkpoints.md shows."""
+    folder, model = saved
+    reader = FileSystemReader(folder / "checkpoints" / "step-00000010")
+    entries = reader.read_metadata().state_dict_metadata
+    tensors = {
+        name.removeprefix("model."): torch.empty(entry.size, dtype=entry.properties.dtype)
+        for name, entry in entries.items()
+        if name.startswith("model.")
+    }
+    dcp.load({"model": tensors}, storage_reader=reader, no_dist=True)
+    wanted = state(model)
+    assert tensors.keys() == wanted.keys()
+    assert all(torch.equal(tensors[name], wanted[name]) for name in wanted)

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 
-from tests.weights import OWN, save_random
+from tests.weights import OWN, one_process, random_model, save_model, save_random
 from titanlite import cli
 from titanlite.convert import check as check_module
 from titanlite.convert.check import CheckFailed, check_folder
@@ -227,3 +228,22 @@ def test_sequences_are_those_of_the_run_where_they_are(sources: dict[str, Source
 
 def test_every_family_has_a_case() -> None:
     assert OWN.keys() == MODELS.keys()
+
+
+def test_the_example_of_the_guide_is_the_gpt2_of_transformers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A model of the user's own is exported by its table, transposed matrices included."""
+    toml = tmp_path / "gpt2.toml"
+    example = Path(__file__).parents[2] / "examples" / "my_model" / "gpt2.py"
+    args = "dim = 32\nn_layers = 2\nn_heads = 2\nvocab_size = 384\n"
+    toml.write_text(
+        f'[model]\nfile = "{example}"\n[model.args]\n{args}[data]\ntokenizer = "bytes"\n[training]\nseq_len = 64\n'
+    )
+    with one_process():
+        checkpoint = save_model(tmp_path, random_model(toml), toml)
+    assert cli.run(["checkpoint", "export", str(checkpoint), "--out", str(tmp_path / "hf"), "--check"]) == 0
+    found = re.search(r"check: 28 tensors .* logits within (\S+)\n", capsys.readouterr().out)
+    assert found
+    assert float(found[1]) < 1e-5
+    assert type(transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf")).__name__ == "GPT2LMHeadModel"

@@ -3,7 +3,7 @@
 import logging
 import tempfile
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -85,7 +85,7 @@ def open_source(path: str, *, config: str | Path | None = None, tokenizer: str |
     found = _load_tokenizer(tokenizer or resolved.data.tokenizer, must_exist=tokenizer is not None)
     identity = " ".join(f"{name} {record.crc32}" for name, record in sorted(manifest.files.items()))
     return Source(
-        spec=_model_of(resolved.model, manifest, found, where),
+        spec=_as_trained(_model_of(resolved.model, manifest, found, where), manifest, reader.metadata),
         config=resolved,
         tokenizer=found,
         where=where,
@@ -224,6 +224,17 @@ def _load_tokenizer(name: str, *, must_exist: bool) -> Tokenizer | None:
             raise UserError(str(error).replace("data.tokenizer", "--tokenizer", 1)) from None
         logger.warning(f"{error}: going without the tokenizer")
         return None
+
+
+def _as_trained(spec: ModelSpec, manifest: Manifest, stored: Metadata) -> ModelSpec:
+    """Return the model for the length of the training's sequences, if it has a parameter for each position."""
+    trained = spec._replace(args=replace(spec.args, max_seq_len=manifest.settings["training.seq_len"]))
+
+    def fits(one: ModelSpec) -> bool:
+        named = {f"model.{name}": tensor for name, tensor in model_state(one.build()).items()}
+        return not difference(named, stored, ["model"])
+
+    return trained if not fits(spec) and fits(trained) else spec
 
 
 def _model_of(selection: ModelSelection, manifest: Manifest, tokenizer: Tokenizer | None, where: str) -> ModelSpec:
