@@ -2,6 +2,7 @@
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -167,7 +168,7 @@ def test_plain_dcp_reads_the_model(saved: tuple[Path, Model]) -> None:
     """The plain library reads names and values of model states, as docs/checkpoints.md shows."""
     folder, model = saved
     reader = FileSystemReader(folder / "checkpoints" / "step-00000010")
-    entries = reader.read_metadata().state_dict_metadata
+    entries: dict[str, Any] = dict(reader.read_metadata().state_dict_metadata)
     tensors = {
         name.removeprefix("model."): torch.empty(entry.size, dtype=entry.properties.dtype)
         for name, entry in entries.items()
