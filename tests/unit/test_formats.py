@@ -101,3 +101,12 @@ def test_names_of_no_entry_have_no_place() -> None:
     assert table.find("layers.3.w") == (table.entries[0], "h.3.e.{expert}.w")
     for name in ("h.x.e.1.w", "h.1.e.01.w", "h.1.e.1.w.more", "h.1.e.1xw"):
         assert table.place(name) is None
+
+
+@pytest.mark.parametrize("family", MODELS)
+def test_files_without_a_base_of_rope_have_that_of_transformers(family: str) -> None:
+    _, args, hugging_face = small(family)
+    config = hugging_face.to_config(args)
+    del config["rope_theta"], config["rope_scaling"]
+    theirs = transformers.AutoConfig.for_model(**config).rope_parameters
+    assert hugging_face.to_args(config)["rope_theta"] == theirs["rope_theta"] == 10000.0

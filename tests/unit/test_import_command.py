@@ -188,6 +188,19 @@ def test_a_flavor_of_another_size_is_listed(folders: Path, capfd: pytest.Capture
     assert not (folders / "x").exists()
 
 
+@pytest.mark.parametrize(("value", "message"), [(None, "'NoneType'"), (25, "dim 25 must be a multiple of 2 x n_heads")])
+def test_values_that_fit_no_model_are_one_line(
+    value: Any, message: str, folders: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    config = json.loads((folders / "hf" / "config.json").read_text()) | {"hidden_size": value}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    os.link(folders / "hf" / "model.safetensors", tmp_path / "model.safetensors")
+    assert imported(tmp_path, "--out", tmp_path / "out") == 2
+    [line] = capfd.readouterr().err.splitlines()
+    assert line.startswith(f"error: {tmp_path}: ")
+    assert message in line
+
+
 def test_unexpected_tensors_are_left_out_where_allowed(
     folders: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

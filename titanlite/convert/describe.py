@@ -67,7 +67,7 @@ def describe(source: ForeignSource, *, name: str | None = None, flavor: str | No
         return name, _fitting(source, table, model_cls)
     try:
         return name, ModelSpec(model_cls, type(next(iter(model_cls.flavors.values())))(**args))
-    except ValueError as error:
+    except (ValueError, TypeError) as error:  # values that fit no model
         raise UserError(f"{source.where}: {error}") from None
 
 

@@ -94,7 +94,8 @@ CONVERTED: dict[str, Rule] = {
     "checkpoint.enable_checkpoint": _to("checkpoint.enable", False),
     "checkpoint.folder": _to("checkpoint.folder", "checkpoint", t.folder),
     "checkpoint.load_step": _to("checkpoint.load_step", -1, t.load_step),
-    "checkpoint.initial_load_path": _to("checkpoint.initial_load_path", None, t.initial, str),
+    "checkpoint.initial_load_path": _to("checkpoint.initial_load_path", None, value_type=str),
+    "checkpoint.initial_load_in_hf": _to("checkpoint.initial_load_path", False, t.initial_in_hf),
     "checkpoint.initial_load_model_only": _to("checkpoint.initial_load", True, t.initial_parts),
     "checkpoint.initial_load_model_weights_only": _to("checkpoint.initial_load", True, t.initial_parts),
     "comm.init_timeout_seconds": _to("comm.init_timeout_seconds", None, value_type=int),
@@ -139,10 +140,7 @@ LOSES: dict[str, tuple[Any, str]] = {
         [],
         "checkpoint: exclude_from_loading",
     ),
-    "Hugging Face's weights have to be converted first": (
-        False,
-        "checkpoint: initial_load_in_hf initial_load_in_hf_quantized",
-    ),
+    "quantized weights are not read: take them in bfloat16": (False, "checkpoint: initial_load_in_hf_quantized"),
     "the number of processes is fixed, and they synchronize in each step": (False, "fault_tolerance: enable"),
     "experts are balanced by the router's counts": (
         False,

@@ -217,15 +217,19 @@ def load_step(value: int, old: Old) -> Outcome:
     return Outcome({"checkpoint.load_step": value}) if value > 0 else Outcome({}, "the newest is the default")
 
 
-def initial(value: str | None, old: Old) -> Outcome:
-    note = "titanlite reads its own checkpoints only: these weights have to be converted first"
-    return Outcome({"checkpoint.initial_load_path": value}, note, lost=True) if value else Outcome({})
+def initial_in_hf(value: bool, old: Old) -> Outcome:
+    if not value:
+        return Outcome({}, "does nothing at this value")
+    if old["checkpoint.initial_load_path"]:
+        return Outcome({}, "checkpoint.initial_load_path is recognized as what it is")
+    return Outcome({"checkpoint.initial_load_path": old["model.hf_assets_path"]})
 
 
 def initial_parts(value: bool, old: Old) -> Outcome:
     if not old["checkpoint.initial_load_path"]:
         return Outcome({}, "is for checkpoint.initial_load_path")
-    return Outcome({"checkpoint.initial_load": ["model"] if value else ["model", "optimizer"]})
+    note = "of torchtitan's checkpoints the model alone is read; the optimizer begins anew"
+    return Outcome({"checkpoint.initial_load": ["model"]}, "" if value else note, lost=not value)
 
 
 def optimizer(value: str, old: Old) -> Outcome:

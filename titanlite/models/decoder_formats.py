@@ -65,13 +65,12 @@ META_FEED_FORWARD = (
 def rope_theta(config: ConfigJson) -> float:
     """Return the base of RoPE: config.json has it at the top, or in rope_parameters since transformers 5.
 
-    Raises:
-        ValueError: config.json has none.
+    Files from before it was an option lack it; transformers takes 10000 then.
     """
     for place in (config.get("rope_parameters") or {}, config):
         if "rope_theta" in place:
             return float(place["rope_theta"])
-    raise ValueError("rope_theta is missing")
+    return 10000.0
 
 
 def rope_scaling(config: ConfigJson) -> dict[str, Any]:
