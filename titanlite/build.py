@@ -35,6 +35,7 @@ from titanlite.runtime.disk import DiskTensors, open_disk
 from titanlite.runtime.process_group import Ranks, pick_kernels
 from titanlite.runtime.ranks import check_same_everywhere
 from titanlite.runtime.run_folder import RunFolder, open_run_folder, record_start
+from titanlite.runtime.secrets import hide_secrets
 from titanlite.schedule import count_steps
 from titanlite.step import count_parameter_replicas
 from titanlite.validation import Validator
@@ -224,7 +225,7 @@ def _open_checkpoints(
         device=device,
         settings=resume_settings(config, model_args=resolved.model.args, data=samples.settings),
         may_change=["data.*"] if config.data.on_change != "error" else [],
-        whole_config=dump(config),
+        whole_config=hide_secrets(dump(config)),
         timeout_seconds=config.comm.save_timeout_seconds,
         flush=state.disk.flush if state.disk else None,
         open_weights=(lambda path: open_weights(path, spec, allow_changes)) if open_weights else None,

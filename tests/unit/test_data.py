@@ -238,3 +238,19 @@ def test_too_little_data_is_an_error(tmp_path: Path) -> None:
         open_sources(data, data, seq_len=8, **options)
     [source] = open_sources(data, data, seq_len=7, **options)
     assert len(source.sequences) == 1
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_ids_beyond_the_vocabulary_are_one_line(workers: int, tmp_path: Path) -> None:
+    write_tokens(tmp_path / "tokens", [[1] * 64], tokenizer="bytes", vocab_size=258)
+    shard = np.memmap(next((tmp_path / "tokens").glob("*.tokens")), dtype="<u2", mode="r+")
+    shard[9] = 300
+    shard.flush()
+    source = Source("a", Stream(TokenStore(tmp_path / "tokens"), seq_len=8, document_mask=False), "f")
+    samples = Samples([source], seed=0, shuffle=False)
+    batches = MicroBatches(start=0, global_batch_size=2, micro_batch_size=2, rank=0, ranks=1)
+    loader = build_loader(samples, batches, num_workers=workers, device=torch.device("cpu"))
+    with pytest.raises(UserError) as error:
+        next(loader)
+    assert str(error.value).startswith(f"data.path: {tmp_path / 'tokens'} has the token id 300 at 9, beyond the 258 of")
+    assert len(str(error.value).splitlines()) == 1

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import logging
 import os
 import platform
 import re
@@ -895,3 +896,38 @@ def test_tokenizers_are_trained_and_tokens_inspected(
     write(tmp_path / "b.jsonl", as_lines(texts) + b"bad\n")
     assert cli.run(["data", "tokenizer", "b.jsonl", "--out", "other", "--vocab-size", "516"]) == 2
     assert "error: b.jsonl:41: not JSON" in capfd.readouterr().err
+
+
+def _flip(file: Path) -> None:
+    file.write_bytes(bytes(byte ^ 1 for byte in file.read_bytes()))
+
+
+def _cut(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-2])
+
+
+@pytest.mark.parametrize(
+    ("damage", "name"),
+    [(_flip, "00000.tokens"), (_cut, "00000.tokens"), (_cut, INDEX), (Path.unlink, "00000.documents")],
+)
+def test_a_damaged_cache_is_made_again(
+    damage: Callable[[Path], None], name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(logging.getLogger("titanlite"), "propagate", True)
+    (tmp_path / "a.txt").write_text("some text " * 50)
+
+    def make() -> TokenStore:
+        tokenizer = load_tokenizer("bytes")
+        return prepare_text([str(tmp_path / "a.txt")], data=Data(), tokenizer=tokenizer, cache_folder=tmp_path / "c")
+
+    first = make()
+    whole = first.read(0, len(first)).tolist()
+    damage(first.folder / name)
+    again = make()
+    assert again.folder == first.folder
+    assert again.read(0, len(again)).tolist() == whole
+    assert (tmp_path / "c" / f"{first.folder.name}.damaged-1").is_dir()
+    warnings = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    assert len(warnings) == 1
+    assert warnings[0].endswith(f"The folder is now {first.folder.name}.damaged-1, and its tokens are made again")

@@ -24,6 +24,7 @@ from titanlite.runtime.errors import UserError
 from titanlite.runtime.files import checked_name
 from titanlite.runtime.process_group import Ranks
 from titanlite.runtime.run_folder import open_run_folder
+from titanlite.runtime.secrets import hide_secrets
 from titanlite.train import finish
 from titanlite.train import train as train_run
 
@@ -282,3 +283,24 @@ def test_an_exception_in_training_is_a_few_lines_and_a_traceback_in_the_log(
     assert len(lines) <= 12
     assert "Traceback (most recent call last)" in log.read_text()
     assert "in two lines" in log.read_text()
+
+
+def test_secrets_of_urls_are_hidden() -> None:
+    for url, hidden in {
+        "s3://me:secret@bucket/run": "s3://***@bucket/run",
+        "https://h/x?X-Amz-Signature=ab12&part=3": "https://h/x?X-Amz-Signature=***&part=3",
+        "https://h/x?part=3&api_key=k": "https://h/x?part=3&api_key=***",
+        "s3://bucket/run": "s3://bucket/run",
+        "me@example.org": "me@example.org",
+    }.items():
+        assert hide_secrets(f'path = "{url}"') == f'path = "{hidden}"'
+
+
+@pytest.mark.usefixtures("single_process_group")
+def test_no_file_of_a_run_keeps_a_key_of_a_url(tiny: TinyRun) -> None:
+    """The URL is one that a run with a checkpoint does not open."""
+    train(tiny, "--training.steps=1")
+    folder = train(tiny, "--training.steps=2", "--checkpoint.initial_load_path=s3://me:hunter2@bucket/x?token=hunter2")
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    assert "s3://***@bucket/x?token=***" in (folder / "config.toml").read_text()
+    assert [path for path in files if b"hunter2" in path.read_bytes()] == []

@@ -12,6 +12,7 @@ from torch.utils.data import Dataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from titanlite.batch import Batch
+from titanlite.runtime.errors import UserError
 from titanlite.runtime.signals import end_with_parent, shielding_children
 
 
@@ -83,6 +84,10 @@ def build_loader(
     try:
         for batch in read_ahead:
             yield to_device(batch, device)
+    except UserError as error:  # a worker's has its traceback
+        raise UserError(
+            str(error).rstrip().splitlines()[-1].removeprefix(f"{UserError.__module__}.UserError: ")
+        ) from None
     finally:
         if context:
             del loader, read_ahead

@@ -51,7 +51,7 @@ class TokenStore:
         self.folder = folder
         try:
             self.index: dict[str, Any] = json.loads((folder / INDEX).read_text())
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise UserError(f"data.path: {folder} is not a folder of prepared tokens: {error}") from None
         if not isinstance(self.index, dict) or self.index.get("format") != FORMAT:
             has = self.index.get("format") if isinstance(self.index, dict) else None
@@ -103,7 +103,22 @@ class TokenStore:
         out = np.empty(count, dtype=np.int64)
         for shard, begin, end, at in self._pieces(start, count):
             out[at : at + end - begin] = self._map(shard, "tokens")[begin:end]
+        if count and (largest := int(out.max())) >= self.index["tokenizer"]["vocab_size"]:
+            raise UserError(
+                f"data.path: {self.folder} has the token id {largest:,} at {start + int(out.argmax()):,}, beyond the "
+                f"{self.index['tokenizer']['vocab_size']:,} of its tokenizer: its files have changed. Restore them, or "
+                "delete the folder and prepare the text again"
+            )
         return out
+
+    def find_damage(self, most_bytes: int) -> str | None:
+        """Return which file has another checksum than stated; None if none has, or if all exceed most_bytes."""
+        if sum(size for _, size, _ in self.files()) <= most_bytes:
+            for path, _, checksum in self.files():
+                with open(path, "rb") as file:
+                    if hashlib.file_digest(file, "sha256").hexdigest() != checksum:
+                        return f"{path} does not have the checksum that {INDEX} states"
+        return None
 
     def read_mask(self, start: int, count: int) -> np.ndarray:
         """Return for each of the tokens [start, start + count) if it counts in the loss, bool."""

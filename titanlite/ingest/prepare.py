@@ -30,7 +30,7 @@ from titanlite.ingest.reading import open_dataset, read_chunks
 from titanlite.ingest.token_writer import TokenWriter
 from titanlite.runtime.console import progress_console
 from titanlite.runtime.errors import RunError, UserError
-from titanlite.runtime.files import lock_file
+from titanlite.runtime.files import lock_file, quarantine_path
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +38,8 @@ VERSION = 1
 """Version of reading: another version makes other tokens of the same files."""
 WORKER_BYTES = 2**24
 """Input that makes another process worth its start."""
+MOST_CHECKED_BYTES = 2**28
+"""Size up to which a start reads a whole cache to compare checksums: a fraction of a second."""
 Report = Callable[[str], None]
 
 
@@ -48,6 +50,8 @@ class _Task:
     options: Options
     files: list[File]
     folder: Path = Path()
+    is_cache: bool = False
+    """The folder is titanlite's own: a damaged one is made again."""
     on_error: Literal["stop", "skip"] = "stop"
     workers: int | None = None
     report: Report = logger.info
@@ -77,7 +81,7 @@ def prepare_text(paths: Sequence[str], *, data: Data, tokenizer: Tokenizer, cach
     """
     options = Options(text_field=data.text_field, bos=data.add_bos, eos=data.add_eos)
     task = _Task(paths=[*paths], tokenizer=tokenizer, options=options, files=_find(paths))
-    return _made(replace(task, folder=cache_folder / task.key))
+    return _made(replace(task, folder=cache_folder / task.key, is_cache=True))
 
 
 def prepare(
@@ -135,6 +139,8 @@ def _made(task: _Task) -> TokenStore:
         task.folder.parent.mkdir(parents=True, exist_ok=True)
         lock = task.folder.with_name(f".{task.folder.name}.lock")
         with lock_file(lock, on_wait=lambda holder: task.report(f"waiting for {holder}, which prepares {task.folder}")):
+            if task.is_cache:
+                _quarantine_damaged(task.folder)
             if (store := _existing(task)) is None:
                 _write(task)
         return store or TokenStore(task.folder)
@@ -145,6 +151,20 @@ def _made(task: _Task) -> TokenStore:
         raise RunError(
             f"{task.folder} cannot be written: {error}; finished shards are kept, and the same command resumes"
         ) from error
+
+
+def _quarantine_damaged(folder: Path) -> None:
+    """Rename a cache that is not what it was when it was made, with a warning."""
+    if not folder.exists():
+        return
+    try:
+        damage = TokenStore(folder).find_damage(MOST_CHECKED_BYTES)
+    except (UserError, KeyError, TypeError, AttributeError) as error:
+        damage = str(error).removeprefix("data.path: ")
+    if damage:
+        aside = quarantine_path(folder)
+        folder.rename(aside)
+        logger.warning(f"{damage}. The folder is now {aside.name}, and its tokens are made again")
 
 
 def _existing(task: _Task) -> TokenStore | None:

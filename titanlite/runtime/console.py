@@ -6,6 +6,8 @@ from pathlib import Path
 
 from rich.console import Console
 
+from titanlite.runtime.secrets import hide_secrets
+
 LOGGER = "titanlite"
 
 
@@ -21,6 +23,13 @@ class ConsoleHandler(logging.StreamHandler):
         """Ignore a closed pipe, and report other errors as `logging` does."""
         if not isinstance(sys.exc_info()[1], BrokenPipeError):
             super().handleError(record)
+
+
+class _Formatter(logging.Formatter):
+    """Formats lines without the secrets of URLs."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return hide_secrets(super().format(record))
 
 
 class LogFileHandler(logging.FileHandler):
@@ -40,7 +49,7 @@ def start_logging(rank: int) -> None:
     handler = ConsoleHandler(sys.stdout)
     handler.setLevel(logging.INFO if rank == 0 else logging.WARNING)
     prefix = "" if rank == 0 else f"[rank {rank}] "
-    handler.setFormatter(logging.Formatter(f"{prefix}%(message)s"))
+    handler.setFormatter(_Formatter(f"{prefix}%(message)s"))
     logger = logging.getLogger(LOGGER)
     logger.setLevel(logging.INFO)
     logger.handlers = [handler]
@@ -51,5 +60,5 @@ def log_to_file(folder: Path, rank: int) -> None:
     """Log all lines of this rank, with the time, to logs/rank-N.log in the run's folder."""
     folder.mkdir(parents=True, exist_ok=True)
     handler = LogFileHandler(folder / f"rank-{rank}.log")
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+    handler.setFormatter(_Formatter("%(asctime)s %(levelname)s %(message)s"))
     logging.getLogger(LOGGER).addHandler(handler)

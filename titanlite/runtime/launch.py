@@ -127,7 +127,14 @@ def _set_environment(processes: int, exit_file: Path) -> None:
 
 
 def _ending(code: int) -> str:
-    return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+    if code >= 0:
+        return f"ended with exit code {code}"
+    name = signal.Signals(-code).name
+    hints = {
+        "SIGBUS": " (a file of tokens became shorter while it was read, or /dev/shm is full)",
+        "SIGKILL": " (by the system, if memory ran out: see dmesg)",
+    }
+    return f"was ended by {name}{hints.get(name, '')}"
 
 
 if __name__ == "__main__":

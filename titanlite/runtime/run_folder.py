@@ -26,6 +26,7 @@ from titanlite.runtime.console import log_to_file
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.files import FileLocked, checked_name, lock_file, quarantine_path, write_atomically
 from titanlite.runtime.process_group import Ranks
+from titanlite.runtime.secrets import hide_secrets
 
 logger = logging.getLogger(__name__)
 
@@ -161,7 +162,7 @@ def record_start(folder: RunFolder, config: Config, *, ranks: Ranks, device: tor
     run["starts"].append(
         {
             "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-            "command": sys.argv,
+            "command": [hide_secrets(word) for word in sys.argv],
             "mesh": dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True)),
             "processes": ranks.world_size,
             "host": platform.node(),
@@ -174,7 +175,7 @@ def record_start(folder: RunFolder, config: Config, *, ranks: Ranks, device: tor
             "git_commit": _git_commit(),
         }
     )
-    for name, text in (("config.toml", dump(config)), ("run.json", json.dumps(run, indent=1))):
+    for name, text in (("config.toml", hide_secrets(dump(config))), ("run.json", json.dumps(run, indent=1))):
         try:
             write_atomically(folder.path / name, text, mode=0o600)
         except OSError as error:  # a record of the start is worth no run
