@@ -203,16 +203,10 @@ class A:
     assert set(private_uses(tree)) == {"torch.optim._muon", "other._theirs", "torch._C"}
 
 
-PRIVATE_USES: dict[str, int] = {
-    "ingest/encoding.py": 1,
-}
-"""Uses left by file; runtime/private_torch/ is where they belong."""
-
-
 def test_private_names_of_pytorch_are_in_one_room() -> None:
     room = PACKAGE / "runtime" / "private_torch"
     found = {short(path): sorted(set(private_uses(tree))) for path, tree in TREES.items() if path.parent != room}
-    assert {path: names for path, names in found.items() if len(names) > PRIVATE_USES.get(path, 0)} == {}
+    assert {path: names for path, names in found.items() if names} == {}
 
 
 def test_each_private_use_has_a_test() -> None:
