@@ -228,7 +228,8 @@ def _load_tokenizer(name: str, *, must_exist: bool) -> Tokenizer | None:
 
 def _as_trained(spec: ModelSpec, manifest: Manifest, stored: Metadata) -> ModelSpec:
     """Return the model for the length of the training's sequences, if it has a parameter for each position."""
-    trained = spec._replace(args=replace(spec.args, max_seq_len=manifest.settings["training.seq_len"]))
+    seq_len = manifest.settings.get("training.seq_len", spec.args.max_seq_len)  # imported weights have none
+    trained = spec._replace(args=replace(spec.args, max_seq_len=seq_len))
 
     def fits(one: ModelSpec) -> bool:
         named = {f"model.{name}": tensor for name, tensor in model_state(one.build()).items()}
