@@ -9,6 +9,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from titanlite.models.base import Model, ModelArgs
+from titanlite.models.llama3 import Llama3, Llama3Args
 from titanlite.models.registry import resolve_model
 from titanlite.parallelize.activation_checkpoint import apply_activation_checkpoint
 
@@ -120,3 +121,18 @@ def test_op_keeps_every_second_matmul_but_never_the_last(count: int, kept: list[
     [plain] = torch.autograd.grad(Matmuls.forward(model.layers[0], x).sum(), x)  # pyright: ignore[reportArgumentType]
     assert x.grad is not None
     assert torch.equal(plain, x.grad)
+
+
+@pytest.mark.parametrize(("is_compiled", "kept"), [(False, [4, 6]), (True, [1, 5, 7])])
+def test_op_recomputes_keys_and_values_that_heads_share(is_compiled: bool, kept: list[int]) -> None:
+    """Matmuls: queries, keys, values, attention's output, w1, w3, w2. The compiler drops the last by itself."""
+    args = Llama3Args(
+        vocab_size=8, max_seq_len=8, dim=64, n_layers=1, n_heads=4, n_kv_heads=1, hidden_dim=96, rope_theta=1e4,
+        rope_scaling_factor=1.0,
+    )  # fmt: skip
+    model = Llama3(args)
+    model.init_buffers()
+    apply_activation_checkpoint(model, ["op"], is_compiled=is_compiled)
+    with KeptMatmuls() as mode:
+        _ = model(torch.zeros(1, 8, dtype=torch.int64))
+    assert [place for place in mode.places() if place <= 7] == kept

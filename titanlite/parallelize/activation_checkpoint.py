@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from titanlite.config.recompute import RecomputePolicy, parse_policies
@@ -52,8 +52,8 @@ def apply_activation_checkpoint(
         if policy == "full":
             _checkpoint(block, preserve_rng_state=draws_random)
         elif policy == "op":
-            matmuls = sum(parameter.ndim > 1 for parameter in block.parameters())
-            save = partial(_save_expensive_ops, saves_first=is_compiled or matmuls % 2 == 0)
+            wide = sum(it.ndim > 1 and not _is_narrow(it.mT if it.ndim == 2 else it) for it in block.parameters())
+            save = partial(_save_expensive_ops, saves_first=is_compiled or wide % 2 == 0)
             _checkpoint(block, preserve_rng_state=draws_random, context_fn=save)
 
 
@@ -74,16 +74,22 @@ def _save_expensive_ops(*, saves_first: bool) -> Any:
     return create_selective_checkpoint_contexts(_SaveExpensiveOps(saves_first=saves_first))
 
 
-class _SaveExpensiveOps:
-    """Policy of `op`: keep attention and every other matmul, and recompute the rest.
+def _is_narrow(weight: Tensor) -> bool:
+    """Return True if the outputs of a weight [..., in, out] have at most a quarter of its inputs' size."""
+    return 4 * weight.shape[-1] <= weight.shape[-2]
 
-    Attention is expensive and keeps little. Of the matmuls, every second one is a fair trade, as in torchtitan.
-    Backward does not need the result of a block's last matmul, which is added to the residual stream. The compiler does
+
+class _SaveExpensiveOps:
+    """Policy of `op`: keep attention and every other wide matmul, and recompute the rest.
+
+    Attention is expensive and keeps little. Of the wide matmuls, every second one is a fair trade, as in torchtitan.
+    The narrow ones are those of keys and values that query heads share: small kernels to recompute. Backward does not
+    need the result of a block's last matmul, which is added to the residual stream. The compiler does
     not keep it. Without the compiler, the counting starts where the last one is not kept. Forward and recomputation
     count separately, so that both decide alike.
 
     Args:
-        saves_first: keep the first matmul, and so the last of an odd number.
+        saves_first: keep the first wide matmul, and so the last of an odd number.
     """
 
     def __init__(self, *, saves_first: bool) -> None:
@@ -92,7 +98,7 @@ class _SaveExpensiveOps:
     def __call__(self, ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         if op in ATTENTION_OPERATORS or op.name() == VARLEN_ATTENTION:
             return CheckpointPolicy.MUST_SAVE
-        if op.name() in MATMUL_OPS:
+        if op.name() in MATMUL_OPS and not _is_narrow(args[1]):
             self.matmuls[ctx.is_recompute] += 1
             if self.matmuls[ctx.is_recompute] % 2:
                 return CheckpointPolicy.MUST_SAVE
