@@ -286,6 +286,33 @@ class StateFromStart(torch.optim.SGD):
         super().step()
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_adamw_has_its_state_before_the_first_step(dtype: str) -> None:
+    """In the first step PyTorch would allocate it between gradients."""
+    model = toy()
+    optimizer = build_optimizer(model, section(f'state_dtype = "{dtype}"'), seed=0)
+    before = {name: [*optimizer.state[parameter].values()] for name, parameter in model.named_parameters()}
+    assert [(it.dtype, it.shape, it.any().item()) for it in before["weight"]] == [
+        (torch.float32, (), False),
+        *[(getattr(torch, dtype), (30, 40), False)] * 2,
+    ]
+    gradients(model, 0)
+    update(optimizer, skip=torch.tensor(False))
+    for name, parameter in model.named_parameters():
+        after = [*optimizer.state[parameter].values()]
+        assert all(one is other for one, other in zip(before[name], after, strict=True))
+        assert after[0].item() == 1
+
+
+def test_states_of_other_adams_are_theirs() -> None:
+    model = toy()
+    optimizer = build_optimizer(model, section("args = {amsgrad = true}"), seed=0)
+    assert not optimizer.state
+    gradients(model, 0)
+    update(optimizer, skip=torch.tensor(False))
+    assert "max_exp_avg_sq" in optimizer.state[model.weight]
+
+
 def test_states_that_are_there_from_the_start_are_kept_and_the_others_are_completed() -> None:
     model = toy()
     text = f'groups = [{{match = ["weight"]}}, {{match = ["bias"], name = "{__name__}.StateFromStart"}}]'

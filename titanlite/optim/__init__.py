@@ -13,7 +13,7 @@ from titanlite.optim.combined import CombinedOptimizer, update
 from titanlite.optim.groups import ParameterGroup, parameter_groups
 from titanlite.optim.quantized import block_size_of, check_shards
 from titanlite.optim.registry import accepts, constructor_options, find_optimizer_cls
-from titanlite.optim.rounding import SlicedAdamW, UpdateKernel, pick_kernel
+from titanlite.optim.rounding import SlicedAdamW, UpdateKernel, pick_kernel, zero_moments
 from titanlite.runtime.disk import DiskTensors
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.private_torch.tensors import local_tensor
@@ -83,9 +83,13 @@ def _build(
         for name, parameter in parameters.items():
             check_shards(name, parameter, block_size)
     try:
-        return optimizer_cls(param_groups, **options)
+        optimizer = optimizer_cls(param_groups, **options)
     except (TypeError, ValueError) as error:
         raise UserError(f"optimizer.name: {groups[0].name}: {error}") from error
+    if optimizer_cls is torch.optim.AdamW and options["fused"] and not options.get("amsgrad"):
+        for parameter in parameters.values():
+            optimizer.state[parameter] = zero_moments(parameter, dtype=state_dtype)
+    return optimizer
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:

@@ -72,7 +72,9 @@ class SlicedAdamW(torch.optim.Optimizer):
             moments = iter(disk.allocate(shapes))
             for parameter in parameters.values():
                 mean, square = (from_local_like(next(moments), parameter) for _ in range(2))
-                self._set_state(parameter, mean, square)
+                self.state[parameter] = state_before_steps(parameter, mean, square)
+        else:
+            self.state.update({p: zero_moments(p, dtype=state_dtype) for p in parameters.values()})
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -80,10 +82,6 @@ class SlicedAdamW(torch.optim.Optimizer):
         skip = getattr(self, "found_inf", None)
         for group in self.param_groups:
             parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
-            for parameter in parameters:
-                if not self.state[parameter]:
-                    mean, square = (torch.zeros_like(parameter, dtype=self.state_dtype) for _ in range(2))
-                    self._set_state(parameter, mean, square)
             by_kernel = [parameter for parameter in parameters if self._is_for_kernel(parameter)]
             if self.kernel and by_kernel:
                 self._update_by_kernel(self.kernel, by_kernel, group, skip)
@@ -93,10 +91,6 @@ class SlicedAdamW(torch.optim.Optimizer):
 
     def _is_for_kernel(self, parameter: nn.Parameter) -> bool:
         return self.kernel is not None and self._origins[parameter][1].first is not None
-
-    def _set_state(self, parameter: nn.Parameter, mean: Tensor, square: Tensor) -> None:
-        step = torch.zeros((), device=local_tensor(parameter).device)
-        self.state[parameter] = {"step": step, "exp_avg": mean, "exp_avg_sq": square}
 
     def _update_by_kernel(
         self, kernel: UpdateKernel, parameters: Sequence[nn.Parameter], group: dict[str, Any], skip: Tensor | None
@@ -150,6 +144,21 @@ class SlicedAdamW(torch.optim.Optimizer):
                 self._disk.changed(weight, mean, square)
         if skip is not None:
             state["step"] -= skip
+
+
+def zero_moments(parameter: nn.Parameter, *, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Return the state of AdamW before the first step.
+
+    PyTorch makes it in the first update, in memory between gradients. Activations of later steps would have to fit
+    around it, and the allocator would reserve more.
+    """
+    mean, square = (torch.zeros_like(parameter, dtype=dtype) for _ in range(2))
+    return state_before_steps(parameter, mean, square)
+
+
+def state_before_steps(parameter: nn.Parameter, mean: Tensor, square: Tensor) -> dict[str, Tensor]:
+    step = local_tensor(parameter).new_zeros((), dtype=torch.float32)
+    return {"step": step, "exp_avg": mean, "exp_avg_sq": square}
 
 
 def pick_kernel(device: torch.device) -> UpdateKernel | None:

@@ -110,20 +110,12 @@ def _changes(recorder: Recorder, fused: Mapping[int, Sizes]) -> list[_Resized]:
 
 
 def _history(recorder: Recorder, changes: Sequence[_Resized], hidden: Sequence[str]) -> Iterator[Change]:
-    """Yield the changes of device memory in training: parameters, a first step that makes the optimizer's states at its
-    end, and a second step. A trace makes the states first."""
+    """Yield the changes of device memory in training: parameters, the optimizer's states, and two steps."""
     begin = next(time for time, name in recorder.phases if name == "step")
-    update = next((time for time, name in recorder.phases if name == "update"), recorder.time)
     end = recorder.phases[-1][0]
     before = {it.storage: it.after for it in changes if it.time < begin}
-    states = []
     for number, size in before.items():
-        storage = recorder.storages[number]
-        if storage.category in hidden or not size:
-            continue
-        if storage.category == "optimizer":
-            states.append(Change(number, 0, size))
-        else:
+        if size and recorder.storages[number].category not in hidden:
             yield Change(number, 0, size)
     yield Change(-1, 0, WORKSPACES)
     in_steps = [it for it in changes if begin <= it.time < end]
@@ -132,9 +124,6 @@ def _history(recorder: Recorder, changes: Sequence[_Resized], hidden: Sequence[s
     for first in (True, False):
         alive: set[int] = set()
         for it in in_steps:
-            if first and states and it.time >= update:
-                yield from states
-                states = []
             number = it.storage if it.storage in before else it.storage + made * (1 + first)
             yield Change(number, recorder.storages[it.storage].stream, it.after)
             alive.add(number) if it.after else alive.discard(number)
