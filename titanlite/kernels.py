@@ -20,6 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from titanlite.config.types import AttentionBackend
 from titanlite.models.attention import AttentionMask, Boundaries, Documents, additive_mask, attend, repeat_heads
 from titanlite.models.cross_entropy import LabelSoftmax, label_softmax, label_softmax_in_place
+from titanlite.models.functions import linears
 from titanlite.models.grouped import loop_over_groups
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.private_torch.compiler import mark_dynamic
@@ -66,6 +67,12 @@ class Kernels:
     def linear(self, x: Tensor, weight: Tensor) -> Tensor:
         """x @ weight^T, in the dtype of x."""
         return F.linear(x, weight)
+
+    def linears(self, x: Tensor, weights: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """x @ weight^T for each weight. On a GPU, backward launches fewer kernels. For uncompiled code only."""
+        if self.is_gpu(x.device):
+            return linears(x, weights)
+        return tuple(self.linear(x, weight) for weight in weights)
 
     def grouped_mm(self, x_TD: Tensor, weights_EDF: Tensor, ends_E: Tensor) -> Tensor:
         """Matmul of each group of tokens with its own weight -> [T, F].
@@ -193,6 +200,13 @@ class Kernels:
         if self.has_float32_output(a.device):
             return torch.mm(a, b, out_dtype=torch.float32)
         return (a @ b).float()
+
+    def matmul_into(self, out: Tensor, a: Tensor, b: Tensor) -> None:
+        """out = a @ b, summed in float32 and rounded once."""
+        if a.dtype == out.dtype:
+            torch.mm(a, b, out=out)
+        else:
+            out.copy_(self.float32_mm(a, b))
 
     def add_matmul(self, total: Tensor, a: Tensor, b: Tensor) -> None:
         """total += a @ b in place, for a float32 total. Without a kernel for that, it allocates up to CHUNK_BYTES."""

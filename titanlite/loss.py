@@ -8,7 +8,7 @@ Shape suffixes: see `models.layers`; C the tokens of a chunk.
 """
 
 from collections.abc import Sequence
-from functools import partial, reduce
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -95,17 +95,17 @@ class _ChunkedLoss(torch.autograd.Function):
         d_weight_VD: Tensor | None = None
         valid_T, labels_T = (labels_T != IGNORE).float(), labels_T.clamp(min=0)
         dtype = narrow if needs_gradients else None
-        terms: list[tuple[Tensor, Tensor]] = []
+        terms: list[tuple[Tensor, Tensor, Tensor]] = []
         chunk = kernels.loss_chunk(len(labels_T), len(weight_VD), hidden_TD.device)
         for start in range(0, len(labels_T), chunk):
             part = slice(start, start + chunk)
             x_CD = hidden_TD[part].to(wide)
             logits_CV = kernels.float32_mm(x_CD, operand_VD.t())
             softmax = kernels.label_softmax(logits_CV, labels_T[part], valid_T[part], z_loss=z_loss, dtype=dtype)
-            terms.append((softmax.log_z_C, softmax.label_logit_C))
+            terms.append(softmax[:3])
             if d_hidden_TD is not None and (d_logits_CV := softmax.d_logits_CV) is not None:
                 x_CD = x_CD.to(narrow)
-                d_hidden_TD[part] = kernels.float32_mm(d_logits_CV, narrow_VD)
+                kernels.matmul_into(d_hidden_TD[part], d_logits_CV, narrow_VD)
                 if d_weight_VD is None:
                     d_weight_VD = kernels.float32_mm(d_logits_CV.t(), x_CD)
                 else:
@@ -125,17 +125,15 @@ class _ChunkedLoss(torch.autograd.Function):
         return d_hidden_TD.mul_(gradients[0]), d_weight_VD.mul_(gradients[0]), None, None, None, None
 
 
-def _sums(terms: Sequence[tuple[Tensor, Tensor]], valid_T: Tensor, z_loss: float) -> tuple[Tensor, Tensor]:
-    """Return the minimized sum and the cross entropy. The sums of chunks are added in order.
+def _sums(terms: Sequence[tuple[Tensor, Tensor, Tensor]], valid_T: Tensor, z_loss: float) -> tuple[Tensor, Tensor]:
+    """Return the minimized sum and the cross entropy.
 
     Args:
-        terms: log(Z) and the logit of the label, of each chunk.
+        terms: the largest logit, the sum of the softmax, and the logit of the label, of each chunk.
     """
-    log_z_T, label_logit_T = (torch.cat(parts) for parts in zip(*terms, strict=True))
-    sizes = [len(log_z_C) for log_z_C, _ in terms]
-    nats = [part.sum() for part in ((log_z_T - label_logit_T) * valid_T).split(sizes)]
-    cross_entropy = reduce(torch.add, nats)
+    largest_T, sum_T, label_logit_T = (torch.cat(parts) for parts in zip(*terms, strict=True))
+    log_z_T = largest_T + sum_T.log()
+    cross_entropy = ((log_z_T - label_logit_T) * valid_T).sum()
     if not z_loss:
         return cross_entropy.clone(), cross_entropy
-    squares = [part.sum() for part in (log_z_T.square() * valid_T).split(sizes)]
-    return reduce(torch.add, (a + z_loss * b for a, b in zip(nats, squares, strict=True))), cross_entropy
+    return cross_entropy + z_loss * (log_z_T.square() * valid_T).sum(), cross_entropy

@@ -11,8 +11,8 @@ from titanlite.config.types import AttentionBackend
 from titanlite.cpu.kernels import CpuKernels
 from titanlite.kernels import Kernels, set_kernels
 from titanlite.models.attention import attend
-from titanlite.models.functions import rotate, swiglu
-from titanlite.models.layers import Linear, RMSNorm, rope_cos_sin
+from titanlite.models.functions import linears, rotate, swiglu
+from titanlite.models.layers import Linear, RMSNorm, linear_of_each, rope_cos_sin
 from titanlite.plan.gpu_kernels import GpuKernels
 from titanlite.runtime.private_torch.operators import ATTENTION_OPERATORS
 
@@ -190,3 +190,68 @@ def test_name_of_the_attention_backend() -> None:
 def test_documents_are_packed_for_flash_attention_only(attention: AttentionBackend, packed: bool) -> None:
     kernels = GpuKernels(compiles=False, attention=attention)
     assert kernels.has_packed_attention(torch.device("cuda"), torch.bfloat16, 64) == packed
+
+
+def test_layers_of_one_input_have_the_gradients_of_separate_ones() -> None:
+    x = torch.randn(B, L, D, dtype=torch.float64, requires_grad=True)
+    weights = [torch.randn(size, D, dtype=torch.float64, requires_grad=True) for size in (6, 2, 2)]
+    together, apart = linears(x, weights), [F.linear(x, weight) for weight in weights]
+    upstream = [torch.randn_like(out) for out in apart]
+    expected = torch.autograd.grad(apart, [x, *weights], upstream)
+    for found, other in zip(together, apart, strict=True):
+        assert torch.equal(found, other)
+    with Names() as seen:
+        found = torch.autograd.grad(together, [x, *weights], upstream)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    assert [name for name in seen.names if "mm" in name or "add" in name] == [
+        *("aten.mm.default", "aten.mm.default", "aten.addmm_.default"),
+        *("aten.mm.default", "aten.addmm_.default", "aten.mm.default"),
+    ]
+
+
+def test_layers_of_one_input_with_frozen_weights() -> None:
+    x, frozen = torch.randn(L, D), torch.randn(4, D)
+    weight = torch.randn(4, D, requires_grad=True)
+    first, second = linears(x, [weight, frozen])
+    (first * 2 + second * 3).sum().backward()
+    assert weight.grad is not None
+    torch.testing.assert_close(weight.grad, 2 * x.sum(0).expand(4, D))
+    assert frozen.grad is None
+    assert x.grad is None
+
+
+class Names(TorchDispatchMode):
+    """Names of the operators, in order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+class Doubled(Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * super().forward(x)
+
+
+@pytest.mark.parametrize("kernels", [Kernels(), GpuKernels()])
+def test_replaced_and_hooked_layers_are_called(kernels: Kernels) -> None:
+    first, second = Linear(D, 4), Linear(D, 2)
+    for layer in (first, second):
+        layer.kernels = kernels
+    x = torch.randn(B, L, D, requires_grad=True)
+    plain = linear_of_each(x, first, second)
+    assert {type(out.grad_fn).__name__ for out in plain} == (
+        {"_CommonInputBackward"} if isinstance(kernels, GpuKernels) else {"UnsafeViewBackward0"}
+    )
+    doubled = Doubled(D, 4)
+    doubled.weight = first.weight
+    assert torch.equal(linear_of_each(x, doubled, second)[0], 2 * plain[0])
+    seen: list[torch.Tensor] = []
+    second.register_forward_hook(lambda module, inputs, out: seen.append(out))
+    outs = linear_of_each(x, first, second)
+    assert outs[1] is seen[0]
+    assert all(map(torch.equal, outs, plain))

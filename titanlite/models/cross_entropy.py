@@ -10,12 +10,15 @@ from torch import Tensor
 
 
 class LabelSoftmax(NamedTuple):
-    """Softmax of logits, as far as a loss needs it. The cross entropy of a token is log_z - label_logit."""
+    """Softmax of logits, as far as a loss needs it, float32. The logarithm of its denominator Z is largest + log(sum).
+    The cross entropy of a token is log(Z) - label_logit."""
 
-    log_z_C: Tensor
-    """Logarithm of the softmax's denominator, float32."""
+    largest_C: Tensor
+    """Largest logit of each token."""
+    sum_C: Tensor
+    """Sum of exp(logit - largest)."""
     label_logit_C: Tensor
-    """Logit of the label, float32."""
+    """Logit of the label."""
     d_logits_CV: Tensor | None
     """Gradient of the sum of cross entropies and z-losses. It may share the memory of the logits."""
 
@@ -36,17 +39,18 @@ def label_softmax_in_place(
     label_logit_C1 = logits_CV.gather(1, label_C1)
     largest_C1 = logits_CV.amax(dim=1, keepdim=True)
     sum_C1 = logits_CV.sub_(largest_C1).exp_().sum(dim=1, keepdim=True)
-    log_z_C1 = largest_C1 + sum_C1.log()
+    sums = largest_C1.squeeze(1), sum_C1.squeeze(1), label_logit_C1.squeeze(1)
     if dtype is None:
-        return LabelSoftmax(log_z_C1.squeeze(1), label_logit_C1.squeeze(1), None)
+        return LabelSoftmax(*sums, None)
     # d(cross entropy) = softmax - onehot, d(log_z^2) = 2 log_z softmax.
-    scale_C1 = valid_C1 * (1 + 2 * z_loss * log_z_C1) / sum_C1 if z_loss else valid_C1 / sum_C1
+    gradient_C1 = valid_C1 * (1 + 2 * z_loss * (largest_C1 + sum_C1.log())) if z_loss else valid_C1
+    scale_C1 = gradient_C1 / sum_C1
     at_label_C1 = logits_CV.gather(1, label_C1).mul_(scale_C1)
     d_label_C1 = torch.sub(at_label_C1, valid_C1, out=torch.empty_like(valid_C1, dtype=dtype))  # rounded once
     d_logits_CV = logits_CV if dtype == logits_CV.dtype else torch.empty_like(logits_CV, dtype=dtype)
     torch.mul(logits_CV, scale_C1, out=d_logits_CV)
     d_logits_CV.scatter_(1, label_C1, d_label_C1)
-    return LabelSoftmax(log_z_C1.squeeze(1), label_logit_C1.squeeze(1), d_logits_CV)
+    return LabelSoftmax(*sums, d_logits_CV)
 
 
 def label_softmax(
@@ -60,10 +64,11 @@ def label_softmax(
     largest_C1 = logits_CV.amax(dim=1, keepdim=True)
     sum_C1 = (logits_CV - largest_C1).exp().sum(dim=1, keepdim=True)
     log_z_C1 = largest_C1 + sum_C1.log()
+    sums = largest_C1.squeeze(1), sum_C1.squeeze(1), label_logit_C1.squeeze(1)
     if dtype is None:
-        return LabelSoftmax(log_z_C1.squeeze(1), label_logit_C1.squeeze(1), None)
+        return LabelSoftmax(*sums, None)
     softmax_CV = (logits_CV - largest_C1).exp() / sum_C1
     is_label_CV = torch.arange(logits_CV.shape[1], device=logits_CV.device) == labels_C.unsqueeze(1)
     gradient_CV = (softmax_CV * (1 + 2 * z_loss * log_z_C1) - is_label_CV.float()) * valid_C.unsqueeze(1)
     d_logits_CV = logits_CV.copy_(gradient_CV) if dtype == logits_CV.dtype else gradient_CV.to(dtype)
-    return LabelSoftmax(log_z_C1.squeeze(1), label_logit_C1.squeeze(1), d_logits_CV)
+    return LabelSoftmax(*sums, d_logits_CV)

@@ -1,9 +1,11 @@
-"""Rotation and SwiGLU with a backward pass that keeps less memory than autograd's.
+"""Rotation and SwiGLU with a backward pass that keeps less memory than autograd's, and linear layers that add up the
+gradient of their common input in fewer kernels.
 
 The compiler finds such a backward pass by itself, and caches no code with custom functions in it: it gets the plain
 formulas.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -65,3 +67,29 @@ class _SwiGLU(torch.autograd.Function):
         d_gate = gradients[0] * up
         torch.ops.aten.silu_backward.grad_input(d_gate, gate, grad_input=d_gate)
         return d_gate, F.silu(gate).mul_(gradients[0])
+
+
+def linears(x: Tensor, weights: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """x @ weight^T for each weight."""
+    return _CommonInput.apply(x, *weights)
+
+
+class _CommonInput(torch.autograd.Function):
+    """Autograd would write the gradient of the input once for each weight, and add them up. Matmuls can add."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(x, *weights)
+        return tuple(F.linear(x, weight) for weight in weights)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        x, *weights = ctx.saved_tensors
+        x_needs, *weights_need = ctx.needs_input_grad
+        rows, d_x, d_weights = x.flatten(0, -2), None, []
+        for gradient, weight, needs in zip(gradients, weights, weights_need, strict=True):
+            of_rows = gradient.flatten(0, -2)
+            if x_needs:
+                d_x = of_rows @ weight if d_x is None else d_x.addmm_(of_rows, weight)
+            d_weights.append(of_rows.t() @ rows if needs else None)
+        return None if d_x is None else d_x.view_as(x), *d_weights

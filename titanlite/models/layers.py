@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from titanlite.kernels import DEFAULT_KERNELS, Kernels
 from titanlite.models.attention import AttentionMask, Documents, attend
 from titanlite.models.functions import rotate, swiglu
+from titanlite.runtime.private_torch.tensors import has_hooks
 
 __all__ = [
     "Attention",
@@ -72,6 +73,14 @@ class Linear(nn.Linear):
         return self.kernels.linear(x, self.weight)
 
 
+def linear_of_each(x: Tensor, *layers: nn.Module) -> tuple[Tensor, ...]:
+    """Return the outputs of linear layers that have the same input."""
+    plain = [layer for layer in layers if type(layer) is Linear and not has_hooks(layer)]
+    if len(plain) < len(layers) or torch.compiler.is_compiling():
+        return tuple(layer(x) for layer in layers)
+    return plain[0].kernels.linears(x, [layer.weight for layer in plain])
+
+
 class RMSNorm(nn.RMSNorm):
     """x / sqrt(mean(x^2) + eps) * weight (arXiv:1910.07467), computed in float32."""
 
@@ -104,9 +113,8 @@ class Attention(nn.Module):
 
     def forward(self, x_BLD: Tensor, cos_LH: Tensor, sin_LH: Tensor, mask: AttentionMask | None = None) -> Tensor:
         B, L, _ = x_BLD.shape
-        q_BNLH = self.q_norm(self.wq(x_BLD).view(B, L, -1, self.head_dim)).transpose(1, 2)
-        k_BKLH = self.k_norm(self.wk(x_BLD).view(B, L, -1, self.head_dim)).transpose(1, 2)
-        v_BKLH = self.wv(x_BLD).view(B, L, -1, self.head_dim).transpose(1, 2)
+        q, k, v = (it.view(B, L, -1, self.head_dim) for it in linear_of_each(x_BLD, self.wq, self.wk, self.wv))
+        q_BNLH, k_BKLH, v_BKLH = (it.transpose(1, 2) for it in (self.q_norm(q), self.k_norm(k), v))
         q_BNLH, k_BKLH = rotate(q_BNLH, cos_LH, sin_LH), rotate(k_BKLH, cos_LH, sin_LH)
         out_BNLH = self.kernels.attend(q_BNLH, k_BKLH, v_BKLH, mask)
         return self.wo(out_BNLH.transpose(1, 2).reshape(B, L, -1))
@@ -122,7 +130,7 @@ class FeedForward(nn.Module):
         self.w3 = Linear(dim, hidden_dim)
 
     def forward(self, x_BLD: Tensor) -> Tensor:
-        return self.w2(swiglu(self.w1(x_BLD), self.w3(x_BLD)))
+        return self.w2(swiglu(*linear_of_each(x_BLD, self.w1, self.w3)))
 
 
 class Head(nn.Module):

@@ -25,9 +25,10 @@ class GpuKernels(Kernels):
     ) -> LabelSoftmax:
         if not self.compiles or dtype is None:
             return label_softmax_in_place(logits_CV, labels_C, valid_C, z_loss=z_loss, dtype=dtype)
-        log_z_C, label_logit_C = torch.ops.titanlite_plan.softmax_sums(logits_CV, labels_C)
+        largest_C, sum_C, label_logit_C = torch.ops.titanlite_plan.softmax_sums(logits_CV, labels_C)
         d_logits_CV = logits_CV if dtype == logits_CV.dtype else torch.empty_like(logits_CV, dtype=dtype)
-        return LabelSoftmax(log_z_C, label_logit_C, torch.mul(logits_CV, log_z_C.unsqueeze(1), out=d_logits_CV))
+        torch.mul(logits_CV, sum_C.unsqueeze(1), out=d_logits_CV)
+        return LabelSoftmax(largest_C, sum_C, label_logit_C, d_logits_CV)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float | None) -> Tensor:
         """Run one kernel that keeps its input and one number for each vector for backward, as PyTorch does on a GPU.
@@ -46,14 +47,16 @@ class GpuKernels(Kernels):
 
 
 @torch.library.custom_op("titanlite_plan::softmax_sums", mutates_args=())
-def _softmax_sums(logits_CV: Tensor, labels_C: Tensor) -> tuple[Tensor, Tensor]:
+def _softmax_sums(logits_CV: Tensor, labels_C: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return tensors of the right shapes, as one kernel that reads the logits."""
-    return logits_CV.new_empty(len(labels_C)), logits_CV.new_empty(len(labels_C))
+    largest_C, sum_C, label_logit_C = (logits_CV.new_empty(len(labels_C)) for _ in range(3))
+    return largest_C, sum_C, label_logit_C
 
 
 @_softmax_sums.register_fake
-def _(logits_CV: Tensor, labels_C: Tensor) -> tuple[Tensor, Tensor]:
-    return logits_CV.new_empty(len(labels_C)), logits_CV.new_empty(len(labels_C))
+def _(logits_CV: Tensor, labels_C: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    largest_C, sum_C, label_logit_C = (logits_CV.new_empty(len(labels_C)) for _ in range(3))
+    return largest_C, sum_C, label_logit_C
 
 
 @torch.library.custom_op("titanlite_plan::rms_norm", mutates_args=())

@@ -37,6 +37,12 @@ def non_persistent_buffers(module: nn.Module) -> set[str]:
     return module._non_persistent_buffers_set
 
 
+def has_hooks(module: nn.Module) -> bool:
+    """Return whether calling a module calls hooks of its own beside its forward."""
+    hooks = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
+    return any(hooks)
+
+
 def replace_tensors(module: nn.Module, function: Callable[[Tensor], Tensor]) -> None:
     """Replace every parameter and buffer of a module by the result of a function, as `Module.to_empty` does it."""
     module._apply(function)
