@@ -23,13 +23,15 @@ from titanlite.models.cross_entropy import LabelSoftmax, label_softmax, label_so
 from titanlite.models.functions import linears
 from titanlite.models.grouped import loop_over_groups
 from titanlite.runtime.errors import UserError
+from titanlite.runtime.gradient_memory import share_memory_of_gradients
 from titanlite.runtime.private_torch.compiler import mark_dynamic
 from titanlite.runtime.private_torch.operators import chosen_attention
 
 CHUNK_BYTES = 2**28
 """Size of the float32 logits of a chunk on a CPU: 512 tokens of a vocabulary of 131,072."""
-GPU_CHUNK_BYTES = 2**30
-"""Size of the float32 logits of a chunk on a GPU. Each chunk reads and writes the weight's float32 gradient once."""
+GPU_CHUNK_BYTES = {False: 2**30, True: 3 * 2**28}
+"""Size of the float32 logits of a chunk on a GPU, by whether the loss is compiled. Each chunk reads and writes the
+weight's float32 gradient once, and launches kernels: 4 if compiled, else 16."""
 ATTENTION_BACKENDS = {
     "flash": SDPBackend.FLASH_ATTENTION,
     "cudnn": SDPBackend.CUDNN_ATTENTION,
@@ -171,7 +173,7 @@ class Kernels:
 
         On a GPU the chunks of a batch have equal sizes, rounded up to the `GPU_TILE` tokens of a matmul's tile.
         """
-        tile, limit = (GPU_TILE, GPU_CHUNK_BYTES) if self.is_gpu(device) else (1, CHUNK_BYTES)
+        tile, limit = (GPU_TILE, GPU_CHUNK_BYTES[self.compiles]) if self.is_gpu(device) else (1, CHUNK_BYTES)
         largest = max(1, (self.chunk_bytes or limit) // (4 * vocabulary * tile)) * tile
         if tile == 1:
             return largest
@@ -223,14 +225,19 @@ class Kernels:
         """Return True if a matmul of bfloat16 operands can return the float32 in which its sums are computed."""
         return self.is_gpu(device) and not torch.version.hip
 
-    def adapt_fsdp(self, units: Sequence[FSDPModule], *, shard_degree: int, reduces_in_backward: bool) -> None:
-        """Change how FSDP communicates, before prefetch depths are set. NCCL needs no change.
+    def adapt_fsdp(
+        self, units: Sequence[FSDPModule], *, shard_degree: int, reduces_in_backward: bool, adds_gradients: bool
+    ) -> None:
+        """Change how FSDP communicates, before prefetch depths are set.
 
         Args:
             units: FSDP units in the order of the forward pass, the root last.
             reduces_in_backward: FSDP reads the output of a reduce-scatter before backward ends, to all-reduce or to
                 convert it.
+            adds_gradients: reduced gradients exist in the forward pass of a further micro-batch.
         """
+        if not adds_gradients:
+            share_memory_of_gradients(units)
 
 
 def adds_float32_matmul() -> bool:

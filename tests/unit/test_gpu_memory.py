@@ -1,15 +1,24 @@
-"""GPU memory: settings of the allocator before torch is imported, and allocator retries. No GPU is needed."""
+"""GPU memory: settings of the allocator before torch is imported, the pools that tensors come from, and allocator
+retries. No GPU is needed."""
 
 import logging
 import os
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from titanlite.metrics.memory_watch import MemoryWatch
 from titanlite.runtime.allocator import VARIABLES, allocator_settings, use_expandable_segments
+from titanlite.runtime.gradient_memory import share_memory_of_gradients
+from titanlite.runtime.private_torch.fsdp import fsdp_param_group
+from titanlite.runtime.private_torch.tracing import fake_process_group
 
 AT_IMPORT_OF_TORCH = """
 import os, sys
@@ -68,3 +77,33 @@ def test_a_warning_when_allocator_retries_grow(caplog: pytest.LogCaptureFixture)
         " 2 allocator retries up to step 30",
     ]
     assert "training.local_batch_size" in caplog.text
+
+
+class Allocations(TorchDispatchMode):
+    """Streams that each size of `torch.empty` was called on. Streams of CPUs are names only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.streams: dict[tuple[int, ...], list[Any]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.empty.memory_format:
+            self.streams.setdefault((*args[0],), []).append(torch.cpu.current_stream())
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("shares", [False, True])
+def test_gradients_come_from_the_pool_of_activations(shares: bool) -> None:
+    with fake_process_group(2):
+        model: Any = nn.Linear(4, 6, bias=False)
+        fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+        if shares:
+            share_memory_of_gradients([model])
+        found: list[list[Any]] = []
+        for _ in range(2):  # the second backward pass adds to the gradients of the first, and frees its own
+            with Allocations() as mode:
+                model(torch.ones(1, 4)).sum().backward()
+            found.append(mode.streams[(12,)])
+        compute, reduces = torch.cpu.current_stream(), fsdp_param_group(model).comm_ctx.reduce_scatter_stream
+    assert compute != reduces
+    assert found == [[compute if shares else reduces], [reduces]]

@@ -44,9 +44,11 @@ from titanlite.runtime.private_torch.fsdp import (
     fsdp_param_group,
     gather_asynchronously,
     gather_in_place,
+    keeps_reduced_gradients,
     observe_fsdp,
     release_all_reduce_input,
     sharded_parameters,
+    wait_for_reduction,
 )
 from titanlite.runtime.private_torch.operators import (
     ATTENTION_OPERATORS,
@@ -60,6 +62,7 @@ from titanlite.runtime.private_torch.operators import (
 )
 from titanlite.runtime.private_torch.process_groups import run_on_all_ranks, run_on_rank_0, set_timeouts
 from titanlite.runtime.private_torch.tensors import (
+    has_hooks,
     local_tensor,
     non_persistent_buffers,
     replace_tensors,
@@ -480,6 +483,71 @@ def test_gathering_in_place_copies_nothing_and_follows_the_weights() -> None:
     assert torch.allclose(model(x), 2 * before)
     model(x).sum().backward()
     assert model[0].weight.grad is not None
+
+
+@pytest.mark.usefixtures("single_process_group")
+def test_reduced_gradients_that_last_until_after_backward() -> None:
+    model: Any = small_model()
+    group = fsdp_param_group(model[0])
+    assert keeps_reduced_gradients(group, torch.float32)
+    assert not keeps_reduced_gradients(group, torch.bfloat16)  # converted
+    group.fsdp_params[0].offload_to_cpu = True
+    assert not keeps_reduced_gradients(group, torch.float32)
+    group.fsdp_params[0].offload_to_cpu = False
+    model(torch.ones(2, 4)).sum().backward()
+    assert not keeps_reduced_gradients(group, torch.float32)  # added to the gradient
+    model.zero_grad()
+    assert keeps_reduced_gradients(group, torch.float32)
+    model[0].weight.register_post_accumulate_grad_hook(lambda _: None)
+    assert not keeps_reduced_gradients(group, torch.float32)  # an optimizer may use and free it
+
+
+def test_reduced_gradients_over_replicas_last_if_they_are_all_reduced() -> None:
+    with fake_process_group(4):
+        model: Any = nn.Sequential(nn.Linear(4, 4))
+        fully_shard(model, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
+        group = fsdp_param_group(model)
+        assert keeps_reduced_gradients(group, torch.float32)
+        model.set_requires_all_reduce(False)
+        assert not keeps_reduced_gradients(group, torch.float32)
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_compute_waits_for_a_reduction(waits: bool) -> None:
+    in_flight: dict[str, int] = {}
+
+    class States(StepObserver):
+        def phase(self, name: str) -> None:
+            in_flight[name] = len(fsdp_param_group(model[0]).comm_ctx.reduce_scatter_states)
+
+    with fake_process_group(2):
+        model: Any = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
+        for module in (*model, model):
+            fully_shard(module, mesh=init_device_mesh("cpu", (2,)))
+        if waits:
+            wait_for_reduction(model[2])
+        observe_fsdp(model, States())
+        model(torch.ones(1, 4)).sum().backward()
+    assert in_flight == {
+        "backward 2": 0, "reduce 2": 0, "backward 1": 0 if waits else 1, "reduce 1": 0 if waits else 1,
+        "backward 0": 1, "reduce 0": 1,
+    }  # fmt: skip
+    assert model[2].weight.grad is not None
+
+
+def test_hooks_of_a_module() -> None:
+    linear = nn.Linear(2, 2)
+    assert not has_hooks(linear)
+    for register in (
+        linear.register_forward_hook,
+        linear.register_forward_pre_hook,
+        linear.register_full_backward_hook,
+        linear.register_full_backward_pre_hook,
+    ):
+        handle = register(lambda *_: None)  # pyright: ignore[reportArgumentType]
+        assert has_hooks(linear)
+        handle.remove()
+    assert not has_hooks(linear)
 
 
 @pytest.mark.usefixtures("single_process_group")

@@ -43,7 +43,9 @@ class CpuKernels(Kernels):
             return super().rms_norm(x, weight, eps)
         return _RMSNorm.apply(x, weight, torch.finfo(x.dtype).eps if eps is None else eps)
 
-    def adapt_fsdp(self, units: Sequence[FSDPModule], *, shard_degree: int, reduces_in_backward: bool) -> None:
+    def adapt_fsdp(
+        self, units: Sequence[FSDPModule], *, shard_degree: int, reduces_in_backward: bool, adds_gradients: bool
+    ) -> None:
         adapt_fsdp_to_gloo(units, shard_degree=shard_degree, reduces_in_backward=reduces_in_backward)
 
 

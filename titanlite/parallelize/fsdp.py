@@ -18,9 +18,13 @@ from titanlite.kernels import Kernels
 from titanlite.models.base import Model, head_of, unique_parameters
 from titanlite.parallelize.mesh import has_replicas, shard_degree_of, sharding_mesh
 from titanlite.runtime.dtensor import chunk_sizes
-from titanlite.runtime.private_torch.fsdp import free_gather_buffer, gather_in_place
+from titanlite.runtime.private_torch.fsdp import free_gather_buffer, gather_in_place, wait_for_reduction
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+GPUS_OF_A_NODE = 8
+"""Largest shard group that is taken to be connected by NVLink."""
+MANY_TOKENS = 2**14
+"""Tokens of a micro-batch from which on blocks need more memory in backward than the loss."""
 
 
 def shard(
@@ -60,7 +64,13 @@ def shard(
     fully_shard(model, reshard_after_forward=reshard, **options)
     sharded: list[FSDPModule] = [it for it in (*(unit[0] for unit in units), model) if isinstance(it, FSDPModule)]
     reduces_in_backward = has_replicas(mesh) or training.dtype != training.mixed_precision_reduce
-    kernels.adapt_fsdp(sharded, shard_degree=shard_degree, reduces_in_backward=reduces_in_backward)
+    kernels.adapt_fsdp(
+        sharded, shard_degree=shard_degree, reduces_in_backward=reduces_in_backward,
+        adds_gradients=_adds_gradients(mesh, parallelism, training),
+    )  # fmt: skip
+    if [head] in units and kernels.is_gpu(torch.device(mesh.device_type)) and _can_wait(mesh, training):
+        assert isinstance(head, FSDPModule)
+        wait_for_reduction(head)
     _prefetch(sharded[:-1], parallelism)
     head.register_forward_pre_hook(_free_gather_buffer)  # no all-gather follows, and the loss needs the memory
     for unit in sharded:
@@ -68,6 +78,23 @@ def shard(
             unit.set_unshard_in_backward(False)  # the gradient of a lookup does not need the table
         if shard_degree == 1 and has_compute_dtype and not training.enable_cpu_offload:
             gather_in_place(unit)
+
+
+def _can_wait(mesh: DeviceMesh, training: Training) -> bool:
+    """Return True if backward can wait for the reduce-scatter of the head.
+
+    FSDP would keep its input beside the backward pass of the last block, which is the peak of memory: 2 GiB of Llama 3
+    8B. It takes some 5 ms on the links within a node, which is little beside a step of many tokens.
+    """
+    sequences = training.local_batch_size or training.global_batch_size // mesh.size()
+    return shard_degree_of(mesh) <= GPUS_OF_A_NODE and sequences * training.seq_len >= MANY_TOKENS
+
+
+def _adds_gradients(mesh: DeviceMesh, parallelism: Parallelism, training: Training) -> bool:
+    """Return True if reduced gradients of one micro-batch are kept for the next one to add to. With replicas, FSDP adds
+    them up before they become gradients."""
+    accumulates = training.global_batch_size > mesh.size() * (training.local_batch_size or training.global_batch_size)
+    return accumulates and parallelism.fsdp_reduce_gradients == "each" and not has_replicas(mesh)
 
 
 def _free_gather_buffer(module: nn.Module, _: Any) -> None:

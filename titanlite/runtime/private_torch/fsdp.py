@@ -5,10 +5,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 from titanlite.observer import StepObserver
+from titanlite.runtime.private_torch.autograd import has_gradient_hooks
 
 
 def fsdp_param_group(module: FSDPModule) -> Any:
@@ -32,6 +34,23 @@ def sharded_parameters(module: FSDPModule) -> list[nn.Parameter]:
     """Return the sharded parameters of an FSDP unit, with the gradients and hooks that the optimizer sees."""
     unit = fsdp_param_group(module)
     return [parameter.sharded_param for parameter in unit.fsdp_params] if unit else []
+
+
+def keeps_reduced_gradients(param_group: Any, reduce_dtype: torch.dtype) -> bool:
+    """Return whether the output of a group's next reduce-scatter becomes its gradients, until after backward.
+
+    Otherwise FSDP frees the output within backward: it converts it, copies it to the host, adds it to other gradients,
+    or lets a hook use it.
+    """
+    if isinstance(param_group.mesh_info, DDPMeshInfo) and not param_group.all_reduce_grads:
+        return False
+    return all(
+        it.sharded_param.grad is None
+        and it.sharded_param.dtype == reduce_dtype
+        and not it.offload_to_cpu
+        and not has_gradient_hooks(it.sharded_param)
+        for it in param_group.fsdp_params
+    )
 
 
 def gather_asynchronously(module: FSDPModule) -> None:
@@ -73,6 +92,29 @@ class _InPlaceParam(FSDPParam):
         """The memory is that of the sharded parameter, and stays."""
 
 
+def wait_for_reduction(module: FSDPModule) -> None:
+    """Let compute wait for the reduce-scatter of an FSDP unit at the end of the unit's backward pass.
+
+    FSDP keeps the input of the reduce-scatter until the end of the next unit's backward pass, so that both overlap.
+    """
+    group = fsdp_param_group(module)
+    assert type(group) is FSDPParamGroup
+    group.__class__ = _AwaitedUnit
+
+
+class _AwaitedUnit(FSDPParamGroup):
+    """FSDPParamGroup that leaves no input of a reduce-scatter behind."""
+
+    def post_backward(self, *unused: Any) -> None:
+        super().post_backward(*unused)
+        states: list[Any] = getattr(self.comm_ctx, "reduce_scatter_states", [])  # since torch 2.13
+        stream = torch.get_device_module(self.device).current_stream()
+        for state in states:
+            if state.event is not None:
+                stream.wait_event(state.event)
+        states.clear()
+
+
 def observe_fsdp(model: nn.Module, observer: StepObserver) -> None:
     """Call an observer's hooks from inside FSDP, for every FSDP unit of a model.
 
@@ -83,8 +125,8 @@ def observe_fsdp(model: nn.Module, observer: StepObserver) -> None:
     for module in model.modules():
         unit = fsdp_param_group(module) if isinstance(module, FSDPModule) else None
         if unit is not None and unit.modules[0] is module:  # a tied embedding and head have one unit
-            assert type(unit) is FSDPParamGroup
-            unit.__class__ = _ObservedUnit
+            assert isinstance(unit, FSDPParamGroup)
+            unit.__class__ = type(_ObservedUnit.__name__, (_ObservedUnit, type(unit)), {})
             assert isinstance(unit, _ObservedUnit)
             unit.observer, unit.name = observer, names[unit.modules[0]]
 
