@@ -31,7 +31,7 @@ CHUNK_BYTES = 2**28
 """Size of the float32 logits of a chunk on a CPU: 512 tokens of a vocabulary of 131,072."""
 GPU_CHUNK_BYTES = {False: 2**30, True: 3 * 2**28}
 """Size of the float32 logits of a chunk on a GPU, by whether the loss is compiled. Each chunk reads and writes the
-weight's float32 gradient once, and launches kernels: 4 if compiled, else 16."""
+weight's float32 gradient once, and launches kernels: 6 if compiled, else 16."""
 ATTENTION_BACKENDS = {
     "flash": SDPBackend.FLASH_ATTENTION,
     "cudnn": SDPBackend.CUDNN_ATTENTION,

@@ -15,6 +15,8 @@ pytestmark = pytest.mark.null_gpu
 
 RESERVED_SHARE = 0.03
 """Largest deviation of a plan's reserved memory."""
+RESERVED_GROWTH = 1.01
+"""Largest ratio of reserved memory to what was recorded. Small tensors' places can differ."""
 MEASURE = str(RECORDED.parent / "measure.py")
 
 
@@ -32,6 +34,7 @@ def test_a_step_costs_no_more_than_recorded(variant: Variant, run_python: RunPyt
     assert found["collectives"] == recorded["collectives"]
     assert found["launches"] <= recorded["launches"]
     assert found["allocated"] <= recorded["allocated"] + 0.01
+    assert found["reserved"] <= recorded["reserved"] * RESERVED_GROWTH
     assert abs(plan_error(found)) <= allowed_plan_error(variant, recorded), found["plan"]
     known = recorded.get("plan", {}).get("reserved", recorded["reserved"]) / recorded["reserved"]
     share = max(RESERVED_SHARE, abs(known - 1) + 0.005)  # a known deviation must not grow

@@ -14,10 +14,17 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from titanlite.config.schema import Parallelism, Training
+from titanlite.cpu.kernels import CpuKernels
 from titanlite.metrics.memory_watch import MemoryWatch
+from titanlite.models.base import build_on_meta
+from titanlite.models.llama3 import Llama3
+from titanlite.parallelize.fsdp import shard
+from titanlite.parallelize.mesh import build_mesh
+from titanlite.plan.gpu_kernels import GpuKernels
 from titanlite.runtime.allocator import VARIABLES, allocator_settings, use_expandable_segments
 from titanlite.runtime.gradient_memory import share_memory_of_gradients
-from titanlite.runtime.private_torch.fsdp import fsdp_param_group
+from titanlite.runtime.private_torch.fsdp import fsdp_param_group, reduce_scatter_of
 from titanlite.runtime.private_torch.tracing import fake_process_group
 
 AT_IMPORT_OF_TORCH = """
@@ -107,3 +114,33 @@ def test_gradients_come_from_the_pool_of_activations(shares: bool) -> None:
         compute, reduces = torch.cpu.current_stream(), fsdp_param_group(model).comm_ctx.reduce_scatter_stream
     assert compute != reduces
     assert found == [[compute if shares else reduces], [reduces]]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "batch", "local_batch", "seq_len", "waits", "shares"),
+    [
+        (8, 16, 2, 8192, True, True),
+        (8, 8, 1, 8192, False, True),  # the loss is the peak
+        (16, 32, 2, 8192, False, True),  # more ranks than a node has
+        (8, 16, 1, 8192, False, False),  # gradients are there in the forward pass of the second micro-batch
+        (2, 2, None, 16384, True, True),
+    ],
+)
+def test_where_backward_waits_and_gradients_share_memory(
+    ranks: int, batch: int, local_batch: int | None, seq_len: int, waits: bool, shares: bool
+) -> None:
+    training = Training(global_batch_size=batch, local_batch_size=local_batch, seq_len=seq_len)
+    for kernels in (GpuKernels(), CpuKernels()):
+        with fake_process_group(ranks):
+            model = build_on_meta(Llama3, Llama3.flavors["debug"])
+            mesh = build_mesh(Parallelism(), world_size=ranks, device_type="cpu")
+            shard(model, mesh=mesh, kernels=kernels, parallelism=Parallelism(), training=training)
+            groups = [fsdp_param_group(unit) for unit in (model.head, *model.layers)]
+        on_gpu = isinstance(kernels, GpuKernels)
+        assert [type(it).__name__ for it in groups] == [
+            "_AwaitedUnit" if waits and on_gpu else "FSDPParamGroup",
+            *["FSDPParamGroup"] * len(model.layers),
+        ]
+        assert {type(reduce_scatter_of(it)).__name__ for it in groups} == {
+            ("_ReduceScatter" if shares else "DefaultReduceScatter") if on_gpu else "AllToAllReduceScatter"
+        }

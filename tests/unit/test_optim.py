@@ -288,7 +288,7 @@ class StateFromStart(torch.optim.SGD):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_adamw_has_its_state_before_the_first_step(dtype: str) -> None:
-    """In the first step PyTorch would allocate it between gradients."""
+    """PyTorch would allocate it between the gradients of the first step."""
     model = toy()
     optimizer = build_optimizer(model, section(f'state_dtype = "{dtype}"'), seed=0)
     before = {name: [*optimizer.state[parameter].values()] for name, parameter in model.named_parameters()}

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
-from titanlite.runtime.private_torch.fsdp import fsdp_param_group, keeps_reduced_gradients
+from titanlite.runtime.private_torch.fsdp import fsdp_param_group, keeps_reduced_gradients, reduce_scatter_of
 
 
 def share_memory_of_gradients(units: Sequence[FSDPModule]) -> None:
@@ -35,7 +35,7 @@ class _ReduceScatter:
 
     def __init__(self, group: Any) -> None:
         self._group = group
-        self._reduce_scatter = group._reduce_scatter_comm
+        self._reduce_scatter = reduce_scatter_of(group)
         self._compute_stream: Any = None
 
     def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> Tensor:

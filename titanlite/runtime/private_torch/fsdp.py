@@ -36,6 +36,11 @@ def sharded_parameters(module: FSDPModule) -> list[nn.Parameter]:
     return [parameter.sharded_param for parameter in unit.fsdp_params] if unit else []
 
 
+def reduce_scatter_of(param_group: Any) -> Any:
+    """Return the reduce-scatter of a group, which `FSDPModule.set_custom_reduce_scatter` replaces."""
+    return param_group._reduce_scatter_comm
+
+
 def keeps_reduced_gradients(param_group: Any, reduce_dtype: torch.dtype) -> bool:
     """Return whether the output of a group's next reduce-scatter becomes its gradients, until after backward.
 
