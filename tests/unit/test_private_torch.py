@@ -46,6 +46,7 @@ from titanlite.runtime.private_torch.fsdp import (
     gather_in_place,
     keeps_reduced_gradients,
     observe_fsdp,
+    reduce_scatter_of,
     release_all_reduce_input,
     sharded_parameters,
     wait_for_reduction,
@@ -449,6 +450,15 @@ def test_sharded_parameters_and_their_hooks() -> None:
     parameter.register_post_accumulate_grad_hook(lambda _: None)
     assert has_gradient_hooks(parameter)
     assert sharded_parameters(model) == []
+
+
+@pytest.mark.usefixtures("single_process_group")
+def test_the_reduce_scatter_of_a_unit_is_the_custom_one() -> None:
+    model: Any = small_model()
+    custom = object()
+    model[0].set_custom_reduce_scatter(custom)
+    assert reduce_scatter_of(fsdp_param_group(model[0])) is custom
+    assert callable(reduce_scatter_of(fsdp_param_group(model[1])))
 
 
 def test_the_buffer_of_the_last_all_gather_is_freed() -> None:
