@@ -135,7 +135,8 @@ def test_where_backward_waits_and_gradients_share_memory(
             model = build_on_meta(Llama3, Llama3.flavors["debug"])
             mesh = build_mesh(Parallelism(), world_size=ranks, device_type="cpu")
             shard(model, mesh=mesh, kernels=kernels, parallelism=Parallelism(), training=training)
-            groups = [fsdp_param_group(unit) for unit in (model.head, *model.layers)]
+            units: list[Any] = [model.head, *model.layers]
+            groups = [fsdp_param_group(unit) for unit in units]
         on_gpu = isinstance(kernels, GpuKernels)
         assert [type(it).__name__ for it in groups] == [
             "_AwaitedUnit" if waits and on_gpu else "FSDPParamGroup",

@@ -250,7 +250,7 @@ def test_replaced_and_hooked_layers_are_called(kernels: Kernels) -> None:
     doubled = Doubled(D, 4)
     doubled.weight = first.weight
     assert torch.equal(linear_of_each(x, doubled, second)[0], 2 * plain[0])
-    seen: list[torch.Tensor] = []
+    seen: list[Any] = []
     second.register_forward_hook(lambda module, inputs, out: seen.append(out))
     outs = linear_of_each(x, first, second)
     assert outs[1] is seen[0]
