@@ -135,6 +135,7 @@ def test_prompt_files_that_are_none(run_folder: Path, tmp_path: Path, capfd: pyt
         ("other.jsonl", b'{"prompt": "a"}\n{"question": "b"}\n', "{}:2: no text in a field `prompt` or `text`"),
         ("none.jsonl", b"a\n", "{}:1: not JSON: Expecting value"),
         ("empty.jsonl", b'{"prompt": ""}\n', "{}:1: the prompt is empty"),
+        ("deep.jsonl", b"[" * 100_000, "{}:1: not JSON: maximum recursion depth"),
     ):
         file = tmp_path / name
         file.write_bytes(content)
@@ -311,3 +312,10 @@ def test_an_exported_folder_generates_the_same_text(
         lines.append(capfd.readouterr().out.splitlines()[1])
     assert lines[0] == lines[1]
     assert lines[0].split()[-2:] == ["256", "4"]
+    (tmp_path / "hf" / "generation_config.json").write_text("[" * 100_000)
+    assert generate(capfd, tmp_path / "hf", *words)[:2] == (code, out), "not needed"
+    (tmp_path / "hf" / "config.json").write_text("[" * 100_000)
+    code, out, err = generate(capfd, tmp_path / "hf", *words)
+    assert (code, out) == (2, "")
+    assert err.startswith(f"error: {tmp_path / 'hf' / 'config.json'} is not JSON: maximum recursion depth")
+    assert err.count("\n") == 1

@@ -65,7 +65,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """Return the content of a JSON file; nothing if there is no such file, or if it is none."""
     try:
         content = json.loads(path.read_bytes())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return content if isinstance(content, dict) else {}
 

@@ -147,7 +147,7 @@ class HuggingFaceFolder:
 def _read_json(file: Path) -> dict[str, Any]:
     try:
         found = json.loads(file.read_bytes())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{file} is not JSON: {error}") from None
     if not isinstance(found, dict):
         raise UserError(f"{file} is not a JSON object")

@@ -44,7 +44,7 @@ def read_prompts(prompt: str | None, file: str | None) -> list[str]:
 def _field(line: str, where: str) -> str:
     try:
         record = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{where}: not JSON: {error}") from None
     fields = [record.get(key) for key in ("prompt", "text")] if isinstance(record, dict) else []
     text = next((it for it in fields if isinstance(it, str)), None)
