@@ -13,7 +13,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from multiprocessing import connection, resource_tracker
 
@@ -171,11 +171,26 @@ def shielding_children() -> Iterator[None]:
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
-        resource_tracker.ensure_running()  # its first start unblocks SIGTERM and SIGINT
+        with _without_warnings(os.environ):  # of what a process leaves that ends at once
+            resource_tracker.ensure_running()  # its first start unblocks SIGTERM and SIGINT
         signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@contextmanager
+def _without_warnings(environ: MutableMapping[str, str]) -> Iterator[None]:
+    """Let Python processes that start in this context print no warnings."""
+    before = environ.get("PYTHONWARNINGS")
+    environ["PYTHONWARNINGS"] = "ignore"
+    try:
+        yield
+    finally:
+        if before is None:
+            del environ["PYTHONWARNINGS"]
+        else:
+            environ["PYTHONWARNINGS"] = before
 
 
 def end_with_parent() -> None:
