@@ -188,7 +188,10 @@ def test_a_flavor_of_another_size_is_listed(folders: Path, capfd: pytest.Capture
     assert not (folders / "x").exists()
 
 
-@pytest.mark.parametrize(("value", "message"), [(None, "'NoneType'"), (25, "dim 25 must be a multiple of 2 x n_heads")])
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [(None, "model.args.dim: expected int, got None"), (25, "dim 25 must be a multiple of 2 x n_heads")],
+)
 def test_values_that_fit_no_model_are_one_line(
     value: Any, message: str, folders: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -66,6 +66,7 @@ def describe(source: ForeignSource, *, name: str | None = None, flavor: str | No
     if args is None:
         return name, _fitting(source, table, model_cls)
     try:
+        resolve_model(name, None, args)  # checks the type of each value
         return name, ModelSpec(model_cls, type(next(iter(model_cls.flavors.values())))(**args))
     except (ValueError, TypeError) as error:  # values that fit no model
         raise UserError(f"{source.where}: {error}") from None

@@ -72,7 +72,7 @@ class HuggingFaceFolder:
             raise UserError(f"{file} describes the model {family}: name that one (model.name, --model)")
         try:
             return known.to_args(config)
-        except ValueError as error:
+        except (ValueError, TypeError, AttributeError) as error:  # values of another type
             raise UserError(f"{file}: {error}") from None
 
     def _config(self) -> dict[str, Any]:
@@ -136,6 +136,8 @@ class HuggingFaceFolder:
         Raises:
             UserError: the name, or a link of this name, leads elsewhere.
         """
+        if "\0" in name:
+            raise UserError(f"{self.folder}: {name!r} is no name of a file: refused")
         folder = Path(os.path.realpath(self.folder))
         path = Path(os.path.realpath(folder / name))
         is_blob = folder.parent.name == "snapshots" and path.parent == folder.parent.parent / "blobs"

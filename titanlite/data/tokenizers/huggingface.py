@@ -97,7 +97,7 @@ def _read_json(path: Path) -> tuple[bytes, dict[str, Any]]:
         value = json.loads(content)
         if not isinstance(value, dict):
             raise ValueError("not a JSON object")
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"data.tokenizer: {path} cannot be read as JSON: {error}") from None
     return content, value
 
