@@ -7,7 +7,7 @@ from titanlite.config.load import load
 from titanlite.config.schema import Degrees
 from titanlite.plan.allocator import GRANULES, Change, PoolSize, replay, reserved
 from titanlite.plan.estimate import Layout, plan
-from titanlite.plan.fusion import fused_sizes
+from titanlite.plan.fusion import LONGEST, fused_sizes
 from titanlite.plan.recorder import Operator, Recorder, Storage
 from titanlite.plan.search import Candidate, _Search
 from titanlite.runtime.hardware import find_hardware
@@ -88,6 +88,34 @@ def test_operators_that_read_the_same_tensors_are_one_kernel_that_runs_last() ->
     assert found[2][0][0] == found[5][0][0] == 50
     assert found[3][0][0] > 50
     assert found[1][-1][0] > 50, "y lives until the kernel that reads it"
+
+
+def test_a_scale_of_a_whole_tensor_is_complete_before_the_kernel_that_applies_it() -> None:
+    """scale = amax of x and y; a and b of x, y and scale; two matmuls read a and b. One kernel makes both."""
+    sizes = {0: (8, 1, 52), 1: (8, 1, 52), 2: (0, 10, 62), 3: (4, 20, 32), 4: (4, 40, 52), 5: (1, 30, 99)}
+    operators = [("memory", [0, 1], [2]), ("memory", [0, 1, 2], [3]), ("matmul", [3], [5]), ("memory", [0, 1, 2], [4])]
+    found = fused_sizes(recorded(sizes, [*operators, ("matmul", [4], [])]))
+    assert found[2][0] == (10, 0), "the scale has a kernel of its own"
+    assert found[3][0][0] == found[4][0][0] == 40, "a and b come from one kernel"
+    assert found[5][0][0] > 40, "the matmul that reads a waits for it"
+
+
+def test_a_copy_of_what_a_matmul_reads_is_made_by_the_same_kernel() -> None:
+    """a of x, and its transpose: one kernel makes both. A matmul's result that depends on a cannot be in it."""
+    sizes = {0: (8, 1, 22), 1: (4, 10, 52), 2: (4, 20, 52), 3: (4, 30, 52), 4: (4, 40, 52)}
+    operators = [("memory", [0], [1]), ("memory", [1], [2]), ("matmul", [1, 2], [3]), ("memory", [3, 1], [4])]
+    found = fused_sizes(recorded(sizes, [*operators, ("matmul", [4], [])]))
+    assert found[1][0][0] == found[2][0][0] == 20
+    assert found[4][0][0] == 40
+
+
+def test_a_result_of_many_operations_is_stored() -> None:
+    """A chain of operations from x, of which the matmul at the end reads the last: the compiler cuts it once."""
+    count = LONGEST + 5
+    sizes = {0: (8, 1, 12)} | {it: (8, 10 * it, 10 * it + 12) for it in range(1, count + 1)}
+    operators = [("memory", [it - 1], [it]) for it in range(1, count + 1)]
+    found = fused_sizes(recorded(sizes, [*operators, ("matmul", [count], [])]))
+    assert [it for it in range(1, count + 1) if found[it]] == [LONGEST, count]
 
 
 def test_a_plan_that_fits_only_with_too_much_host_memory_does_not_fit() -> None:

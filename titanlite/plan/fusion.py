@@ -3,13 +3,22 @@
 A trace runs compiled blocks operator by operator. The compiler (inductor) differs in two ways. A tensor that only
 elementwise operators and reductions read is never stored: each kernel that needs it computes it from tensors that are.
 And operators that read the same tensors become one kernel, as late as the last of them, which allocates all its outputs
-while its inputs are there.
+while its inputs are there. A tensor that takes many operations is stored all the same, and so is the sum of a whole
+tensor.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from titanlite.plan.recorder import Operator, Recorder
+
+SCALAR = 8
+"""Most bytes of a scalar."""
+LONGEST = 30
+"""Most loads, constants and operations of a result that the compiler computes again for each reader. It stores longer
+ones: `realize_opcount_threshold` of torch/_inductor/config.py."""
+WITH_CONSTANT = ("aten.mul", "aten.add", "aten.sub", "aten.rsub", "aten.div", "aten.clamp", "aten.pow")
+"""Operators with a number in place of a second tensor."""
 
 Sizes = list[tuple[float, int]]
 """(time, bytes from then on) of a storage."""
@@ -23,10 +32,12 @@ class _Kernel:
     outputs: set[int]
     sources: set[int]
     """Stored tensors that it reads."""
-    needs: set[int]
-    """Tensors that it depends on, directly or through others."""
+    after: set[int]
+    """Tensors that are there before it runs: it depends on them through another kernel."""
     reduces: bool
     """Presence of a sum over a dim among the operators."""
+    whole: bool
+    """It reduces whole tensors."""
 
 
 def fused_sizes(recorder: Recorder) -> dict[int, Sizes]:
@@ -54,8 +65,16 @@ class _Graph:
         self._end = operators[-1].time
         matmuls = [it for it in operators if it.kind != "memory"]
         self._read_by_matmuls = {number for it in matmuls for number, _ in it.reads}
+        reductions = [it for it in operators if it.kind == "memory" and self._is_reduction(it)]
+        self._reductions = {number for it in reductions for number, _ in it.writes}
+        self._whole = {number for it in reductions for number, size in it.writes if size <= SCALAR}
+        """Reductions of whole tensors, such as float8's scales. No kernel that makes one can also read it."""
         self._sources: dict[int, set[int]] = {}
         """Stored tensors that each result of elementwise operators and reductions is computed from."""
+        self._steps: dict[int, set[int | str]] = {}
+        """Loads, constants and operations that compute a result from stored tensors."""
+        self._long: set[int] = set()
+        """Results with more than LONGEST of them."""
         self._kernels: list[_Kernel] = []
         self._fuse()
 
@@ -90,37 +109,75 @@ class _Graph:
 
     def _fuse(self) -> None:
         """Find the kernels: elementwise operators and reductions that read the same tensors."""
-        needs: dict[int, set[int]] = {}
         reduced: set[int] = set()
+        after = self._find_dependencies()
         for operator in self._operators:
-            reads = {number for number, _ in operator.reads}
-            upstream = set().union(reads, *(needs.get(it, ()) for it in reads))
             if operator.kind != "memory":
-                for number, _ in operator.writes:
-                    needs[number] = upstream
                 continue
-            sources = set().union(*(self._sources.get(it, {it}) if not self._is_stored(it) else {it} for it in reads))
-            reduces = self._is_reduction(operator) or any(it in reduced and not self._is_stored(it) for it in reads)
+            sources, reduces = self._sources_of(operator, reduced)
+            reduces |= self._is_reduction(operator)
+            self._count_steps(operator)
             for number, _ in operator.writes:
-                needs[number] = upstream
                 reduced |= {number} if reduces else set()
                 if self._storages[number].sizes[0][0] != operator.time:
                     continue  # changed in place
                 self._sources[number] = sources
                 if self._is_stored(number):
-                    self._join(_Kernel(operator.time, {number}, set(sources), upstream, reduces))
+                    whole = number in self._whole
+                    self._join(_Kernel(operator.time, {number}, set(sources), after[number], reduces, whole))
+
+    def _find_dependencies(self) -> dict[int, set[int]]:
+        """Return the tensors that must be complete before the kernel of each result begins."""
+        needs: dict[int, set[int]] = {}
+        after: dict[int, set[int]] = {}
+        for operator in self._operators:
+            reads = {number for number, _ in operator.reads}
+            upstream = reads.union(*(needs.get(it, ()) for it in reads))
+            before = upstream
+            if operator.kind == "memory":
+                before = set().union(*(after.get(it, ()) for it in reads))
+                before = before.union(*(needs[it] | {it} for it in reads & self._whole))
+            for number, _ in operator.writes:
+                needs[number], after[number] = upstream, before
+        return after
+
+    def _count_steps(self, operator: Operator) -> None:
+        steps: set[int | str] = {-operator.time}
+        for number, _ in operator.reads:
+            is_load = number in self._reductions or self._is_stored(number)
+            steps |= {number} if is_load else self._steps[number]
+        if len(operator.reads) == 1 and operator.name.startswith(WITH_CONSTANT):
+            steps.add(operator.name)
+        for number, _ in operator.writes:
+            self._steps[number] = steps
+            if len(steps) > LONGEST and number not in self._reductions:
+                self._long.add(number)
+
+    def _sources_of(self, operator: Operator, reduced: set[int]) -> tuple[set[int], bool]:
+        """Return the stored tensors that a kernel of these inputs reads, and whether it reduces one of them first.
+
+        A kernel can reduce what it reads anyway, as a norm does. Else another kernel has stored the result.
+        """
+        reads = {number for number, _ in operator.reads}
+        computed = {it for it in reads if not self._is_stored(it)}
+        most = max(size for _, size in (*operator.reads, *operator.writes))
+        small = {it for it in computed & reduced if 16 * self._storages[it].sizes[0][1] < most}
+        sources = (reads - computed).union(*(self._sources[it] for it in computed - small))
+        inner = {it for it in small if sources & self._sources[it]}
+        return sources.union(*(self._sources[it] for it in inner)), bool(inner or (computed - small) & reduced)
 
     def _join(self, new: _Kernel) -> None:
         for kernel in self._kernels:
             shared = any(
                 self._storages[it].sizes[0][1] > 2**20 for it in (kernel.sources | kernel.outputs) & new.sources
             )
-            through_matmul = kernel.outputs & self._read_by_matmuls & new.needs
-            if shared and not through_matmul and not (kernel.reduces and new.reduces):
+            both_reduce = kernel.reduces and new.reduces and not new.whole
+            if shared and kernel.whole == new.whole and not kernel.outputs & new.after and not both_reduce:
                 kernel.reduces |= new.reduces
                 kernel.time = max(kernel.time, new.time)
                 kernel.outputs |= new.outputs
                 kernel.sources |= new.sources - kernel.outputs
+                kernel.after |= new.after
                 return
         self._kernels.append(new)
 
@@ -128,8 +185,9 @@ class _Graph:
         return 16 * sum(size for _, size in operator.writes) < max((size for _, size in operator.reads), default=0)
 
     def _is_stored(self, number: int) -> bool:
-        """Return whether a tensor has memory: it was there before, or a matmul or a later graph reads it."""
-        if number not in self._sources or number in self._read_by_matmuls:
+        """Return whether a tensor has memory: it was there before, a matmul or a later graph reads it, or the compiler
+        stores it so as not to compute it again."""
+        if number not in self._sources or any(number in it for it in (self._read_by_matmuls, self._whole, self._long)):
             return True
         last = self._storages[number].sizes[-1]
         return last[1] > 0 or last[0] > self._end + 1
