@@ -187,12 +187,14 @@ FLOAT8 = tuple(f"--quantize.linear.float8.{it}" for it in ("enable", "skip_small
             pytest.param(overrides, marks=pytest.mark.slow)
             for overrides in (
                 [],
+                [*FLOAT8, "--quantize.linear.float8.emulate", '--quantize.linear.float8.recipe_name="rowwise"'],
+                ["--training.enable_cpu_offload", "--compile.enable"],
                 ["--optimizer.in_backward=true", "--training.max_norm=0.0", "--training.local_batch_size=8"],
                 ["--optimizer.state_dtype=bfloat16", "--parallelism.data_parallel_replicate_degree=2"],
             )
         ),
     ],
-    ids=["float8", "muon", "adamw", "in_backward", "bfloat16"],
+    ids=["float8", "muon", "adamw", "rowwise", "offload", "in_backward", "bfloat16"],
 )
 def test_a_plan_does_not_depend_on_what_was_planned_before(overrides: list[str]) -> None:
     """DTensor makes tensors of the global shapes to learn results' shapes, once a process. They are not memory."""

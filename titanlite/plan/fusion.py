@@ -15,7 +15,7 @@ from titanlite.plan.recorder import Operator, Recorder
 SCALAR = 8
 """Most bytes of a scalar."""
 LONGEST = 30
-"""Most loads, constants and operations of a result that the compiler computes again for each reader. It stores longer
+"""Most loads, constants and operations of a result that the compiler recomputes for each reader. It stores longer
 ones: `realize_opcount_threshold` of torch/_inductor/config.py."""
 WITH_CONSTANT = ("aten.mul", "aten.add", "aten.sub", "aten.rsub", "aten.div", "aten.clamp", "aten.pow")
 """Operators with a number in place of a second tensor."""
@@ -37,7 +37,7 @@ class _Kernel:
     reduces: bool
     """Presence of a sum over a dim among the operators."""
     whole: bool
-    """It reduces whole tensors."""
+    """Whether each output is a sum over a whole tensor."""
 
 
 def fused_sizes(recorder: Recorder) -> dict[int, Sizes]:
@@ -186,7 +186,7 @@ class _Graph:
 
     def _is_stored(self, number: int) -> bool:
         """Return whether a tensor has memory: it was there before, a matmul or a later graph reads it, or the compiler
-        stores it so as not to compute it again."""
+        stores it because recomputing it takes long."""
         if number not in self._sources or any(number in it for it in (self._read_by_matmuls, self._whole, self._long)):
             return True
         last = self._storages[number].sizes[-1]
