@@ -1,11 +1,17 @@
 """parallelism.fsdp_reduce_gradients: what is refused, and the plan of reductions once a step."""
 
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
 import pytest
 
 from tests.helpers import TinyRun
-from tests.plans import profiled, shapes, traced
+from tests.plans import profiled, read, shapes, traced
+from titanlite.plan.estimate import Layout, plan, trace
+from titanlite.plan.search import _Search, with_options
 from titanlite.plan.workload import traffic_of, workload_of
 from titanlite.runtime.errors import ConfigError
+from titanlite.runtime.hardware import find_hardware
 
 LAST = "--parallelism.fsdp_reduce_gradients=last"
 FOUR = ("--training.global_batch_size=16", "--training.local_batch_size=1")
@@ -35,3 +41,23 @@ def test_the_plan_reduces_once_and_keeps_whole_gradients() -> None:
     assert without.most("gradients") == found.most("gradients") == whole // 4
     assert without.most("reduce-scatter") < whole
     assert found.phases["forward head"]["reduce-scatter"] == whole  # from the first micro-batch
+
+
+def test_a_search_expects_what_the_plan_finds() -> None:
+    """A search derives layouts from a few traces. Gradients are reduced after the last micro-batch."""
+    config = read(LAST, "--training.global_batch_size=16", world_size=4)
+    layout = Layout(4, replace(find_hardware("H100"), link_bandwidth=1e8), 4)  # so slow that collectives count
+    with ThreadPoolExecutor(1) as pool:
+        searching = _Search(config, layout, pool, share=4)
+    candidates = [it for it in searching._candidates(offload=False) if (it.mode, it.reshard) == ("full", "default")]
+    traces = {
+        (it.mode, it.float8, it.batch): trace(with_options(config, it.options), layout)
+        for it in candidates
+        if it.degrees.shard == 4 and it.batch < 4
+    }
+    for it in candidates:
+        if it.degrees.shard > 1 and it.batch != 2:
+            expected = searching._expect(it, traces)
+            found = plan(with_options(config, it.options), layout)
+            assert expected.tokens_per_second == pytest.approx(found.tokens_per_second, rel=0.02), it.title
+            assert expected.reserved == pytest.approx(found.reserved, rel=0.1), it.title

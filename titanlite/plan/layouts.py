@@ -38,11 +38,12 @@ def grow(one: Unit, two: Unit, further: float, hardware: Hardware) -> Unit:
     return replace(one, forward=grown(one.forward, two.forward), backward=grown(one.backward, two.backward))
 
 
-def lay_out(unit: Unit, degrees: Degrees, *, reshard: str, gpus_per_node: int) -> Unit:
+def lay_out(unit: Unit, degrees: Degrees, *, reshard: str, reduce_once: bool, gpus_per_node: int) -> Unit:
     """Return the unit with the collectives of another layout, from those of full sharding.
 
     Args:
         reshard: the option fsdp_reshard_after_forward.
+        reduce_once: whether gradients are reduced after the last micro-batch only.
     """
     shards = Group(degrees.shard, min(degrees.shard, gpus_per_node))
     replicas = Group(degrees.replicate, max(1, min(degrees.replicate, gpus_per_node // degrees.shard)))
@@ -52,11 +53,20 @@ def lay_out(unit: Unit, degrees: Degrees, *, reshard: str, gpus_per_node: int) -
     def over_shards(collectives: Iterable[Collective]) -> tuple[Collective, ...]:
         return tuple(each._replace(group=shards) for each in collectives) if degrees.shard > 1 else ()
 
-    all_reduce = tuple(Collective("all_reduce", each.bytes // degrees.shard, replicas) for each in unit.reduce)
+    gradients = reductions(unit)
+    all_reduce = tuple(Collective("all_reduce", each.bytes // degrees.shard, replicas) for each in gradients)
     return replace(
         unit,
         gather=over_shards(unit.gather),
         gather_again=() if reshard == "never" else over_shards(unit.gather_again),
-        reduce=over_shards(unit.reduce),
-        all_reduce=all_reduce if degrees.replicate > 1 else (),
+        reduce=() if reduce_once else over_shards(gradients),
+        all_reduce=(
+            *(over_shards(gradients) if reduce_once else ()),
+            *(all_reduce if degrees.replicate > 1 else ()),
+        ),
     )
+
+
+def reductions(unit: Unit) -> tuple[Collective, ...]:
+    """Return the reduce-scatters of a unit, after each micro-batch or after the last."""
+    return tuple(it for it in (*unit.reduce, *unit.all_reduce) if it.op == "reduce_scatter")

@@ -20,7 +20,7 @@ from titanlite.config.schema import Config, Degrees
 from titanlite.cpu.settings import cores
 from titanlite.parallelize.float8 import choose_layers
 from titanlite.plan.estimate import ON_HOST, Layout, Plan, Trace, estimate, model_of, trace
-from titanlite.plan.layouts import all_degrees, full_sharding, grow, lay_out
+from titanlite.plan.layouts import all_degrees, full_sharding, grow, lay_out, reductions
 from titanlite.plan.time import collective_time, offload_time, step_time
 from titanlite.runtime.errors import UserError
 
@@ -130,6 +130,7 @@ class _Search:
         self.layout = layout
         self.pool = pool
         self.share = share
+        self.reduce_once = config.parallelism.fsdp_reduce_gradients == "last"
         self.batches = [size for size in range(1, min(share, LARGEST_BATCH) + 1) if share % size == 0]
         can_float8 = config.compile.enable and layout.hardware.fp8_flops is not None and _has_layers_for_float8(config)
         self.float8 = [False, True] if can_float8 else [False]
@@ -194,7 +195,11 @@ class _Search:
         two = traces[it.mode, it.float8, self.batches[:2][-1]]
         world, hardware, per_node = self.layout.world_size, self.layout.hardware, self.layout.gpus_per_node
         further = (it.batch - self.batches[0]) / max(1, self.batches[:2][-1] - self.batches[0])
-        reserved = one.profile.reserved + further * (two.profile.reserved - one.profile.reserved)
+        without, grown = (
+            trace.profile.reserved - self._held_gradients(trace, batch)
+            for trace, batch in ((one, self.batches[0]), (two, self.batches[:2][-1]))
+        )
+        reserved = without + further * (grown - without) + self._held_gradients(one, it.batch)
         states = sum(one.profile.most(category) for category in ON_HOST)
         host = states * world / it.degrees.shard if it.offload else 0.0
         gathered = sum(it.bytes for unit in one.workload.units for it in unit.gather)
@@ -202,7 +207,13 @@ class _Search:
         if world > 1 and (it.reshard == "never" or it.degrees.shard == 1):
             reserved += gathered
         units = [
-            lay_out(grow(of_one, of_two, further, hardware), it.degrees, reshard=it.reshard, gpus_per_node=per_node)
+            lay_out(
+                grow(of_one, of_two, further, hardware),
+                it.degrees,
+                reshard=it.reshard,
+                reduce_once=self.reduce_once,
+                gpus_per_node=per_node,
+            )
             for of_one, of_two in zip(one.workload.units, two.workload.units, strict=True)
         ]
         update = [kernel._replace(bytes=kernel.bytes * world // it.degrees.shard) for kernel in one.workload.update]
@@ -226,6 +237,12 @@ class _Search:
             host_of_node=host * min(world, per_node),
             exposed=time.exposed + waiting,
         )
+
+    def _held_gradients(self, traced: Trace, batch: int) -> int:
+        """Bytes of whole gradients that a rank holds from one micro-batch to the next."""
+        if not self.reduce_once or batch == self.share:
+            return 0
+        return sum(it.bytes for unit in traced.workload.units for it in reductions(unit))
 
     def _confirm(self, candidates: Sequence[Candidate], traces: Traces, room: float, count: int) -> Found:
         """Plan the best candidates in full."""
