@@ -2,13 +2,14 @@
 
     python measure.py llama3_8b --training.global_batch_size=16 --training.local_batch_size=2 --compile.enable
     python measure.py llama3_70b --world=64 --top=20
-    python measure.py CONFIG [--world=8] [--steps=3] [--no-expandable] [--no-plan] [--top=N] [--waits] [--json]
-        [--section.key=value ...]
+    python measure.py CONFIG [--world=8] [--device=H100] [--steps=3] [--no-expandable] [--no-plan] [--top=N]
+        [--waits] [--json] [--section.key=value ...]
 
 The process is rank 0 of `world` ranks: NCCL's collectives return at once, so no other rank is needed. The config is a
 shipped one, or a path. It is built by titanlite's own steps, but for initial values, and makes `steps` steps to warm up
 and one that is counted. `plan` is the prediction for the same config, made in another process without a GPU.
 
+    --device=NAME    the device of the plan; the stand-in has its memory
     --no-expandable  PyTorch's own setting of the caching allocator, not titanlite's
     --top=N          the N most frequent kernels, and all other events
     --json           one line of JSON, for record.py
@@ -36,6 +37,7 @@ def main() -> None:
     )
     parser.add_argument("config")
     parser.add_argument("--world", type=int, default=8)
+    parser.add_argument("--device", default="H100")
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--no-expandable", dest="expandable", action="store_false")
     parser.add_argument("--no-plan", dest="plan", action="store_false")
@@ -46,14 +48,17 @@ def main() -> None:
     parser.add_argument("--name")
     options, overrides = parser.parse_known_args()
     if options.only_plan:
-        print(json.dumps(predict(options.config, overrides, options.world)))
+        print(json.dumps(predict(options.config, overrides, options.world, options.device)))
         return
-    plan = start_plan(options.config, overrides, options.world) if options.plan else None
+    plan = start_plan(options.config, overrides, options.world, options.device) if options.plan else None
     if options.expandable:
         from titanlite.runtime.allocator import use_expandable_segments
 
         use_expandable_segments(os.environ)
-    found = measure(options.config, overrides, world_size=options.world, steps=options.steps, waits=options.waits)
+    found = measure(
+        options.config, overrides, world_size=options.world, device_name=options.device, steps=options.steps,
+        waits=options.waits,
+    )  # fmt: skip
     found = {"name": options.name or " ".join([options.config, *overrides]), "expandable": options.expandable, **found}
     if plan:
         output, errors = plan.communicate()
@@ -69,10 +74,12 @@ def main() -> None:
     os._exit(0)
 
 
-def start_plan(config: str, overrides: list[str], world_size: int) -> subprocess.Popen[str]:
-    command = [sys.executable, __file__, config, f"--world={world_size}", "--only-plan", *overrides]
+def start_plan(config: str, overrides: list[str], world_size: int, device: str) -> subprocess.Popen[str]:
+    words = [config, f"--world={world_size}", f"--device={device}", "--only-plan", *overrides]
     environ = {key: value for key, value in os.environ.items() if key not in ("LD_PRELOAD", "LD_LIBRARY_PATH")}
-    return subprocess.Popen(command, env=environ, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    return subprocess.Popen(
+        [sys.executable, __file__, *words], env=environ, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
 
 
 def read_config(name: str, overrides: list[str], world_size: int) -> Any:
@@ -83,19 +90,26 @@ def read_config(name: str, overrides: list[str], world_size: int) -> Any:
     return load(path, overrides, world_size=world_size)
 
 
-def predict(name: str, overrides: list[str], world_size: int) -> dict[str, float]:
+def predict(name: str, overrides: list[str], world_size: int, device: str) -> dict[str, float]:
     from titanlite.plan.estimate import Layout, plan
     from titanlite.runtime.hardware import find_hardware
 
-    made = plan(read_config(name, overrides, world_size), Layout(world_size, find_hardware("H100"), 8))
+    made = plan(read_config(name, overrides, world_size), Layout(world_size, find_hardware(device), 8))
     reserved = getattr(made, "reserved", None)
     return {"allocated": made.peak / GIB, **({"reserved": reserved / GIB} if isinstance(reserved, int | float) else {})}
 
 
-def measure(name: str, overrides: list[str], *, world_size: int, steps: int, waits: bool) -> dict[str, Any]:
+def measure(
+    name: str, overrides: list[str], *, world_size: int, device_name: str, steps: int, waits: bool
+) -> dict[str, Any]:
     import torch
     import torch.distributed as dist
 
+    from titanlite.runtime.hardware import find_hardware
+
+    os.environ.setdefault("NULL_GPU_BYTES", str(find_hardware(device_name).memory))
+    # From 128 ranks on, NCCL wants ids of several of them, which are not there. A larger share leaves rank 0's alone.
+    os.environ["TORCH_NCCL_RANKS_PER_ROOT"] = str(world_size)
     torch.set_num_threads(1)
     torch.backends.cuda.enable_cudnn_sdp(False)  # cuDNN's graphs are beyond the stand-in
     config = read_config(name, overrides, world_size)

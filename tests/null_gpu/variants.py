@@ -21,6 +21,8 @@ class Variant:
     options: tuple[str, ...] = ()
     config: str = "llama3_8b"
     world_size: int = 8
+    device: str = "H100"
+    """Device of the plan. The stand-in has its memory."""
 
     @property
     def words(self) -> list[str]:
@@ -28,7 +30,8 @@ class Variant:
         batch = () if any("global_batch" in it for it in self.options) else (
             f"--training.global_batch_size={self.world_size}",
         )  # fmt: skip
-        return [self.config, f"--world={self.world_size}", f"--name={self.name}", *batch, *self.options]
+        run = [f"--world={self.world_size}", f"--device={self.device}", f"--name={self.name}"]
+        return [self.config, *run, *batch, *self.options]
 
     @property
     def is_compiled(self) -> bool:
@@ -65,4 +68,6 @@ VARIANTS = [
     Variant("float8 rowwise, batch 2, compiled", (*BATCH_2, *FLOAT8, "--quantize.linear.float8.recipe_name=rowwise")),
     Variant("70B, 64 GPUs", config="llama3_70b", world_size=64),
     Variant("70B, 64 GPUs, compiled", COMPILE, config="llama3_70b", world_size=64),
+    Variant("405B, 512 H200", config="llama3_405b", world_size=512, device="H200"),
+    Variant("405B, 512 H200, compiled", COMPILE, config="llama3_405b", world_size=512, device="H200"),
 ]

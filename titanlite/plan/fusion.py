@@ -37,7 +37,7 @@ class _Kernel:
     reduces: bool
     """Presence of a sum over a dim among the operators."""
     whole: bool
-    """Whether each output is a sum over a whole tensor."""
+    """Sums over whole tensors are its only outputs."""
 
 
 def fused_sizes(recorder: Recorder) -> dict[int, Sizes]:
