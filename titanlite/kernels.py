@@ -117,23 +117,38 @@ class Kernels:
         return dtype in (torch.bfloat16, torch.float16) and self.attention != "efficient"
 
     def attention_name(
-        self, *, n_heads: int, n_kv_heads: int, head_dim: int, seq_len: int, dtype: torch.dtype, device: torch.device
+        self,
+        *,
+        n_heads: int,
+        n_kv_heads: int,
+        head_dim: int,
+        seq_len: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        documents: bool = False,
     ) -> str:
-        """Return the name of the backend of attention without documents: flash, cudnn, efficient or math.
+        """Return the name of the backend of attention: flash, cudnn, efficient or math.
+
+        Args:
+            documents: whether attention stays within documents.
 
         Raises:
             UserError: the backend of `training.attention_backend` cannot.
         """
+        if documents and self.has_packed_attention(device, dtype, head_dim):
+            return "flash"
         heads = 1 if self.is_gpu(device) and not self.has_grouped_attention(dtype) else n_heads // n_kv_heads
         q_BNLH = torch.empty(1, heads, seq_len, head_dim, dtype=dtype, device=device, requires_grad=True)
         k_BKLH = torch.empty(1, 1, seq_len, head_dim, dtype=dtype, device=device, requires_grad=True)
+        mask_B1LL = torch.empty(1, 1, 1, seq_len, dtype=dtype, device=device).expand(1, 1, seq_len, seq_len)
         try:
             with self.one_attention(device):
-                backend = SDPBackend(chosen_attention(q_BNLH, k_BKLH, k_BKLH))
+                backend = SDPBackend(chosen_attention(q_BNLH, k_BKLH, k_BKLH, mask_B1LL if documents else None))
         except RuntimeError as error:
+            within = " within documents" if documents else ""
             raise UserError(
-                f"training.attention_backend: {self.attention} is not available for {dtype}, head dim {head_dim}, on "
-                "this GPU; use auto"
+                f"training.attention_backend: {self.attention} is not available for {dtype}, head dim {head_dim}"
+                f"{within}, on this GPU; use auto"
             ) from error
         return backend.name.removesuffix("_ATTENTION").lower()
 

@@ -1,6 +1,7 @@
 """The attention kernels that real models launch on a GPU, by option and dtype, with recomputation and the compiler."""
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -12,6 +13,12 @@ pytestmark = pytest.mark.null_gpu
 
 MEASURE = str(RECORDED.parent / "measure.py")
 FLASH, EFFICIENT = ("flash_fwd_kernel", "flash_bwd_dq_dk_dv"), ("fmha_cutlassF", "fmha_cutlassB")
+TRAIN = """
+import sys, torch
+torch.backends.cuda.enable_cudnn_sdp(False)  # cuDNN's graphs are beyond the stand-in
+from titanlite import cli
+sys.exit(cli.run(["train", *sys.argv[1:]]))
+"""
 FLOAT32 = ("--training.mixed_precision_param=float32",)
 
 
@@ -40,3 +47,42 @@ def test_attention_kernels(options: tuple[str, ...], kernels: tuple[str, str], r
     assert launches == {name: 32 if name in kernels else 0 for name in launches}
     assert found["allocated"] < 50
     assert found["retries"] == 0
+
+
+MASK, HALF = "--data.document_mask=true", "--training.mixed_precision_param=bfloat16"
+UNFIT = "--training.mixed_precision_param=float32"
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ((UNFIT,), "flash is not available for torch.float32, head dim 64, on this GPU"),
+        ((UNFIT, MASK), "flash is not available for torch.float32, head dim 64 within documents, on this GPU"),
+    ],
+)
+def test_a_backend_that_cannot_run_is_one_line_before_the_model_is_built(
+    options: tuple[str, ...], reason: str, run_python: RunPython, tmp_path: Path
+) -> None:
+    words = ("-m", "titanlite", "train", "--config", "debug", "--training.attention_backend=flash", *options)
+    result = run_python(*words, succeeds=False)
+    assert result.returncode == 2
+    assert [line for line in result.stderr.splitlines() if reason in line] == result.stderr.strip().splitlines()[-1:]
+    assert not (tmp_path / "outputs").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        ((HALF,), "attention by flash (PyTorch's choice)"),
+        ((HALF, MASK), "attention by flash, within documents (PyTorch's choice)"),
+        ((UNFIT, MASK), "attention by efficient, within documents (PyTorch's choice)"),
+        ((HALF, MASK, "--training.attention_backend=efficient"), "attention by efficient, within documents"),
+    ],
+)
+def test_the_start_report_names_the_backend(
+    options: tuple[str, ...], line: str, run_python: RunPython, tmp_path: Path
+) -> None:
+    (tmp_path / "train.py").write_text(TRAIN)
+    steps = "--training.steps=1", "--lr_scheduler.warmup_steps=0"
+    result = run_python("train.py", "--config", "debug", *steps, *options)
+    assert any(it.endswith(f"kernels  {line}") for it in (result.stdout + result.stderr).splitlines())

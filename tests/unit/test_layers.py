@@ -178,10 +178,12 @@ def test_keys_are_repeated_where_a_gpus_kernel_knows_no_groups(
 
 def test_name_of_the_attention_backend() -> None:
     """A CPU has one. tests/null_gpu asks on a GPU."""
-    name = CpuKernels().attention_name(
-        n_heads=4, n_kv_heads=2, head_dim=16, seq_len=8, dtype=torch.float32, device=torch.device("cpu")
-    )
-    assert name == "flash"
+    for documents in (False, True):
+        name = CpuKernels().attention_name(
+            n_heads=4, n_kv_heads=2, head_dim=16, seq_len=8, dtype=torch.float32, device=torch.device("cpu"),
+            documents=documents,
+        )  # fmt: skip
+        assert name == "flash"
 
 
 @pytest.mark.parametrize(

@@ -404,8 +404,9 @@ def test_attention_operators_are_those_of_every_backend() -> None:
 
 def test_chosen_attention() -> None:
     q, k = torch.ones(1, 4, 8, 16), torch.ones(1, 2, 8, 16)
-    assert chosen_attention(q, k, k) == SDPBackend.FLASH_ATTENTION.value
-    assert chosen_attention(q, k, k) != SDPBackend.MATH.value
+    assert chosen_attention(q, k, k, None) == SDPBackend.FLASH_ATTENTION.value
+    mask = torch.zeros(1, 1, q.shape[2], k.shape[2], requires_grad=True)
+    assert chosen_attention(q, k, k, mask) == SDPBackend.MATH.value, "no fused kernel has the gradient of a mask"
 
 
 def test_attention_on_a_cpu_is_one_of_the_attention_operators() -> None:

@@ -19,8 +19,9 @@ from titanlite.config.shipped import shipped_names
 from titanlite.data.packing import BestFit
 from titanlite.data.samples import Samples, Source
 from titanlite.data.sources import store_of
+from titanlite.kernels import Kernels
 from titanlite.models.base import Model, unique_parameters
-from titanlite.models.decoder import Decoder
+from titanlite.models.decoder import Decoder, DecoderArgs
 from titanlite.optim.groups import format_groups, parameter_groups
 from titanlite.optim.state_size import state_dtypes
 from titanlite.parallelize.mesh import axis_sizes, data_parallel_rank
@@ -53,7 +54,15 @@ def report_start(
     logger.info(f"model    {config.model.title} {config.model.flavor or ''}".rstrip() + f", {parameters:,} parameters")
     logger.info("types    " + ", ".join(f"{what} {name}" for what, name in types_of(model, optimizer).items()))
     if mesh.device_type == "cuda" and isinstance(model, Decoder):
-        logger.info(f"kernels  attention by {attention_of(model, config.training, torch.device('cuda'))}")
+        name = attention_of(
+            model.args,
+            kernels=model.kernels,
+            training=training,
+            documents=config.data.document_mask,
+            device=torch.device("cuda"),
+        )
+        chosen = " (PyTorch's choice)" if training.attention_backend == "auto" else ""
+        logger.info(f"kernels  attention by {name}{', within documents' if config.data.document_mask else ''}{chosen}")
     logger.info(
         f"mesh     {axes} on {mesh.device_type}; "
         f"global batch {training.global_batch_size} = {ranks} processes x {accumulation} micro-batches x "
@@ -129,21 +138,23 @@ def types_of(model: Model, optimizer: torch.optim.Optimizer) -> dict[str, str]:
     return {what: "/".join(sorted({str(dtype).removeprefix("torch.") for dtype in of})) for what, of in types.items()}
 
 
-def attention_of(model: Decoder, training: Training, device: torch.device) -> str:
-    """Return the backend of a model's attention, and who chose it.
+def attention_of(
+    args: DecoderArgs, *, kernels: Kernels, training: Training, documents: bool, device: torch.device
+) -> str:
+    """Return the backend of a model's attention.
 
     Raises:
         UserError: the backend that the config names is not available.
     """
-    name = model.kernels.attention_name(
-        n_heads=model.args.n_heads,
-        n_kv_heads=model.args.n_kv_heads,
-        head_dim=model.args.head_size,
+    return kernels.attention_name(
+        n_heads=args.n_heads,
+        n_kv_heads=args.n_kv_heads,
+        head_dim=args.head_size,
         seq_len=training.seq_len,
         dtype=getattr(torch, training.mixed_precision_param),
         device=device,
+        documents=documents,
     )
-    return f"{name} (PyTorch's choice)" if training.attention_backend == "auto" else name
 
 
 def _report_source(source: Source, *, share: float) -> None:

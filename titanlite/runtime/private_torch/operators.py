@@ -12,9 +12,11 @@ ATTENTION_OPERATORS = {
 """Operators that `F.scaled_dot_product_attention` dispatches to, but for the one of plain formulas."""
 
 
-def chosen_attention(q: Tensor, k: Tensor, v: Tensor) -> int:
-    """Return the value of the `SDPBackend` that causal attention takes. It raises RuntimeError without any."""
-    return torch._fused_sdp_choice(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+def chosen_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> int:
+    """Return the value of the `SDPBackend` that attention takes: causal, or with a mask. It raises RuntimeError without
+    any."""
+    grouped = q.shape[1] != k.shape[1]
+    return torch._fused_sdp_choice(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped)
 
 
 def reads_found_inf(optimizer: torch.optim.Optimizer) -> bool:
