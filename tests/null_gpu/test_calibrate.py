@@ -6,6 +6,7 @@ import pytest
 
 from tests.null_gpu.conftest import RunPython
 from titanlite.runtime.hardware import load_hardware
+from titanlite.runtime.rates import COLLECTIVES
 
 pytestmark = pytest.mark.null_gpu
 
@@ -29,5 +30,8 @@ def test_a_file_is_written_and_read(run_python: RunPython, tmp_path: Path, devic
     assert set(found.rates.attention) == {"bfloat16", "float32"}
     assert len(found.rates.memory) == 5
     assert (found.rates.hop_seconds is None) == (devices == 1)
-    planned = run_python("-m", "titanlite", "plan", "llama3_8b", "--world-size=8", "--gpu-file=gpu.toml")
+    assert set(found.rates.links) == (set(COLLECTIVES) if devices > 1 else set())
+    assert found.rates.to_device is not None
+    assert found.rates.to_host is not None
+    planned = run_python("-m", "titanlite", "plan", "llama3_8b", "--world-size=8", "--gpu=gpu.toml")
     assert "8 x " in planned.stdout

@@ -22,7 +22,14 @@ RATES = Rates(
     memory=((1e6, 1e12), (1e8, 3e12)),
     launch_seconds=4e-6,
     hop_seconds=3e-6,
+    links={"all_gather": 3e11, "reduce_scatter": 2e11},
+    network={"all_reduce": 2e10},
+    to_device=5e10,
+    to_host=4e10,
 )
+
+
+BANDWIDTHS = "expected bytes a second for some of all_gather, reduce_scatter, all_reduce"
 
 
 def file_of(folder: Path, text: str) -> Path:
@@ -51,7 +58,10 @@ def test_a_file_keeps_what_was_measured(tmp_path: Path) -> None:
     [
         ("rates = 3", "rates: expected a table as `titanlite calibrate` writes it, got 3"),
         ("[rates]\nmemmory = [[1, 2]]", "rates: memmory: unknown key, did you mean memory?"),
-        ("[rates]\nlaunch_seconds = 0", "rates: launch_seconds: expected seconds above 0, got 0"),
+        ("[rates]\nlaunch_seconds = 0", "rates: launch_seconds: expected a number above 0, got 0"),
+        ("[rates]\nlinks = 3", f"rates: links: {BANDWIDTHS}"),
+        ("[rates.network]\nall_to_all = 1e9", f"rates: network: {BANDWIDTHS}"),
+        ("[rates.links]\nall_gather = 0", f"rates: links: {BANDWIDTHS}"),
         ("[rates.matmul]\nint8 = [[1, 2]]", "rates: matmul: expected a table with some of bfloat16, float32, float8"),
         *(
             (
@@ -85,12 +95,27 @@ def test_measured_rates_replace_assumptions() -> None:
     assert collective_time(small, plain, 8) == pytest.approx(7 * 2e-6, rel=1e-4)
 
 
+def test_each_collective_has_its_measured_bandwidth() -> None:
+    """Long collectives of 8 GPUs in a node, and of two nodes. The rest has 0.8 of the data sheet's rate."""
+    plain = find_hardware("H100")
+    gpu = replace(plain, rates=RATES)
+    expected = {"all_gather": 3e11, "reduce_scatter": 2e11, "all_reduce": 0.8 * 450e9 / 2}
+    for op, bus in expected.items():
+        found = collective_time(Collective(op, 8 * 10**12, Group(8, 8)), gpu, 8)  # pyright: ignore
+        assert found == pytest.approx(7e12 / bus, rel=1e-4)
+    across = collective_time(Collective("all_reduce", 16 * 10**12, Group(16, 8)), gpu, 8)
+    assert across == pytest.approx(2 * 15e12 / (8 * 2e10), rel=1e-4)
+    slower = collective_time(Collective("reduce_scatter", 16 * 10**12, Group(16, 8)), gpu, 8)
+    assert slower == pytest.approx(15e12 / 2e11, rel=1e-4), "links are slower than eight network cards"
+
+
 def test_processes_share_a_machine() -> None:
     half = RATES.shared_by(2)
     assert half.matmul["bfloat16"] == ((1e9, 5e13), (1e11, 2e14))
     assert half.attention["float32"] == ((1e9, 1e13),)
     assert half.memory == ((1e6, 5e11), (1e8, 1.5e12))
-    assert (half.launch_seconds, half.hop_seconds) == (4e-6, 3e-6)
+    assert (half.launch_seconds, half.hop_seconds, half.network) == (4e-6, 3e-6, RATES.network)
+    assert half.links == {"all_gather": 1.5e11, "reduce_scatter": 1e11}
 
 
 def test_seconds_of_known_work_become_rates() -> None:
@@ -127,9 +152,8 @@ def test_the_command_measures_this_machine_and_plan_reads_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    hardware, links = calibrate.measure(CPU, Ranks(0, 1, 0, 1), print, seconds=0.005)
-    assert not links
-    Path("cpu.toml").write_text(calibrate.file_text(hardware, links=links))
+    hardware = calibrate.measure(CPU, Ranks(0, 1, 0, 1), print, seconds=0.005)
+    Path("cpu.toml").write_text(calibrate.file_text(hardware))
     found = load_hardware(Path("cpu.toml"))
     assert (found.name, found.memory, found.measured, found.fp8_flops) == ("cpu", host_memory(), True, None)
     assert found.rates is not None
@@ -140,7 +164,7 @@ def test_the_command_measures_this_machine_and_plan_reads_it(
             assert read
             assert [rate for _, rate in read] == pytest.approx([rate for _, rate in written], rel=1e-3)
     assert found.rates.launch_seconds == pytest.approx(hardware.rates.launch_seconds, rel=1e-2)
-    assert found.rates.hop_seconds is None
+    assert (found.rates.hop_seconds, found.rates.links, found.rates.to_device) == (None, {}, None)
     assert cli.run(["calibrate", "cpu.toml"]) == 2
     assert "cpu.toml exists; name a new file" in capsys.readouterr().err
     assert cli.run(["calibrate", "none/cpu.toml"]) == 2
@@ -149,7 +173,7 @@ def test_the_command_measures_this_machine_and_plan_reads_it(
 
 def test_a_gpu_of_the_table_keeps_its_peaks(tmp_path: Path) -> None:
     measured = replace(find_hardware("H100"), rates=RATES, link_bandwidth=4e11)
-    text = calibrate.file_text(measured, links=True)
+    text = calibrate.file_text(measured)
     assert 'base = "H100"' in text
     found = load_hardware(file_of(tmp_path, text))
     assert (found.bf16_flops, found.link_bandwidth, found.rates, found.measured) == (989e12, 4e11, RATES, False)

@@ -16,6 +16,7 @@ from titanlite.plan.search import search, with_options
 from titanlite.plan.time import offload_time
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.hardware import find_hardware
+from titanlite.runtime.rates import Rates
 
 TOML = """\
 # what stays
@@ -86,7 +87,7 @@ def test_table_and_json_agree(toml: Path, capsys: pytest.CaptureFixture[str]) ->
 
 def test_an_own_gpu_that_is_too_small(toml: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = gpu_file(toml.parent, 0.01)
-    assert plan(toml, "--world-size", "2", "--gpu-file", str(path)) == 0
+    assert plan(toml, "--world-size", "2", "--gpu", str(path)) == 0
     out = capsys.readouterr().out
     assert "2 x mine" in out
     assert "does not fit: reserved" in out
@@ -114,12 +115,11 @@ def test_the_cpu_of_this_machine(toml: Path, capsys: pytest.CaptureFixture[str])
     ("arguments", "text"),
     [
         (["--world-size", "8", "--gpu", "H1000"], "did you mean H100"),
-        (["--world-size", "8"], "missing: --gpu NAME or --gpu-file FILE.toml"),
-        (["--world-size", "8", "--gpu", "H100", "--gpu-file", "x.toml"], "name the device once"),
+        (["--world-size", "8"], "missing: --gpu NAME or FILE.toml"),
         (["--gpu", "H100"], "missing: --world-size N;"),
         (["--world-size", "0", "--gpu", "H100"], "at least 1"),
         (["--world-size", "eight", "--gpu", "H100"], "expected a number of at least 1, got 'eight'"),
-        (["--world-size", "8", "--gpu-file", "/no/such.toml"], "/no/such.toml"),
+        (["--world-size", "8", "--gpu", "/no/such.toml"], "/no/such.toml"),
         (["--world-size", "8", "--gpu", "H100", "--apply", "x.toml"], "--apply writes the result of --search"),
         (["--world-size", "8", "--gpu", "H100", "--memory-budget-gib", "0"], "a number above 0"),
         (["--world-size", "8", "--gpu", "H100", "--memory-budget-gib", "1", "--search"], "exclude each other"),
@@ -142,7 +142,7 @@ def test_a_plan_of_nothing_lists_what_is_missing(capsys: pytest.CaptureFixture[s
     assert run(["plan"]) == 2
     assert capsys.readouterr().err == (
         "error: titanlite plan: missing: a config (my.toml, llama3_8b), --world-size N, "
-        "--gpu NAME or --gpu-file FILE.toml; see titanlite plan --help\n"
+        "--gpu NAME or FILE.toml; see titanlite plan --help\n"
     )
 
 
@@ -192,7 +192,9 @@ def test_nothing_is_overwritten(toml: Path, capsys: pytest.CaptureFixture[str]) 
 
 
 def test_offload_time() -> None:
-    assert offload_time(25e9, 10e9, accumulation=2) == pytest.approx(2 * 3 + 1.75)
+    assert offload_time(25e9, 10e9, hardware=find_hardware("H100"), accumulation=2) == pytest.approx(2 * 3 + 1.75)
+    measured = replace(find_hardware("H100"), rates=Rates(to_device=50e9, to_host=12.5e9))
+    assert offload_time(25e9, 0, hardware=measured, accumulation=2) == pytest.approx(2 * (2 * 0.5 + 2))
 
 
 @pytest.mark.nightly

@@ -13,7 +13,7 @@ from titanlite.config.recompute import RecomputePolicy, parse_policies
 from titanlite.config.schema import ActivationCheckpoint, Config
 from titanlite.parallelize.activation_checkpoint import recompute_policies
 from titanlite.plan import recompute_search as module
-from titanlite.plan.estimate import Layout, Trace, model_of, trace
+from titanlite.plan.estimate import OUTSIDE, Layout, Trace, model_of, trace
 from titanlite.plan.memory import profile
 from titanlite.plan.recompute_search import GIB, PolicyChoice, choose_policies, per_block
 from titanlite.plan.trace import trace_step
@@ -115,6 +115,17 @@ def test_a_mix_whose_trace_is_too_large_is_not_chosen(
     assert within(budget).peak <= budget
     monkeypatch.setattr(module._Mixes, "peak", lambda self, policies: 0)
     assert within(budget).peak <= budget
+
+
+def test_a_budget_of_a_gpu_counts_what_it_reserves_and_the_cuda_context() -> None:
+    config, layout = config_of("--training.seq_len=64", blocks=2), layout_of(2)
+    free = choose_policies(config, layout, budget=100 * GIB)
+    assert free.peak == free.trace.profile.reserved + OUTSIDE
+    assert free.trace.profile.reserved > free.trace.profile.peak
+    chosen = choose_policies(config, layout, budget=free.peak_full)
+    assert chosen.trace.profile.reserved + OUTSIDE == chosen.peak <= free.peak_full
+    with pytest.raises(UserError, match="is not enough"):
+        choose_policies(config, layout, budget=free.trace.profile.peak + OUTSIDE // 2)
 
 
 @pytest.mark.slow

@@ -28,10 +28,9 @@ def add_commands(titanlite: Parser) -> None:
     parser.add_argument("--world-size", metavar="N", type=positive_int, help="processes (GPUs); required")
     parser.add_argument(
         "--gpu",
-        metavar="NAME",
-        help="device, for example H100, or cpu for this machine; this or --gpu-file is required",
+        metavar="NAME|FILE.toml",
+        help="device, for example H100; cpu for this machine; or a TOML file that describes one (docs/plan.md)",
     )
-    parser.add_argument("--gpu-file", metavar="FILE", help="TOML file that describes the device (docs/plan.md)")
     parser.add_argument(
         "--gpus-per-node", metavar="N", type=positive_int, default=8, help="devices in each node; default: 8"
     )
@@ -41,7 +40,7 @@ def add_commands(titanlite: Parser) -> None:
         "--memory-budget-gib",
         metavar="GIB",
         type=_gib,
-        help="choose the recompute policy of each block, so that the predicted peak is within this budget",
+        help="choose the recompute policy of each block, so that reserved memory and the CUDA context fit",
     )
     parser.add_argument(
         "--global-batch-size", metavar="B", type=positive_int, help="short for --training.global_batch_size=B"
@@ -51,13 +50,13 @@ def add_commands(titanlite: Parser) -> None:
     )
     calibrate = titanlite.add_command(
         "calibrate",
-        "measure this machine's GPU into a file for plan --gpu-file",
+        "measure this machine's GPU into a file for plan --gpu",
         lambda options: _calibrate(calibrate, options),
         details=(
             "Measure matmuls, attention, memory, and with several processes their links, for one or two minutes. A\n"
             "machine without a GPU measures its CPU. Nothing else should run."
         ),
-        example=("calibrate h100.toml\nplan llama3_8b --world-size 64 --gpu-file h100.toml"),
+        example=("calibrate h100.toml\nplan llama3_8b --world-size 64 --gpu h100.toml"),
     )
     calibrate.add_argument("out", metavar="OUT.toml", help="file to write; it must not exist")
 
@@ -77,11 +76,9 @@ def _calibrate(parser: Parser, options: Namespace) -> None:
 def _run(parser: Parser, options: Namespace) -> None:
     missing = [] if options.config else ["a config (my.toml, llama3_8b)"]
     missing += [] if options.world_size else ["--world-size N"]
-    missing += [] if options.gpu or options.gpu_file else ["--gpu NAME or --gpu-file FILE.toml"]
+    missing += [] if options.gpu else ["--gpu NAME or FILE.toml"]
     if missing:
         parser.error(f"missing: {', '.join(missing)}; see titanlite plan --help")
-    if options.gpu and options.gpu_file:
-        parser.error("name the device once: --gpu NAME or --gpu-file FILE.toml")
     if options.search and options.memory_budget_gib:
         parser.error("--search and --memory-budget-gib exclude each other")
     if options.apply and not (options.search or options.memory_budget_gib):

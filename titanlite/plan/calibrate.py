@@ -1,7 +1,7 @@
-"""The `titanlite calibrate` command: rates that this machine reaches, measured into a file for `plan --gpu-file`.
+"""The `titanlite calibrate` command: rates that this machine reaches, measured into a file for `plan --gpu`.
 
 Every rank measures at the same time, as in training, where the others also take power and memory bandwidth. Rates are
-medians. Measured are matmuls, attention and copies of common sizes, and collectives; no model.
+medians. Measured are matmuls, attention and copies of common sizes, and links (`plan/links.py`); no model.
 """
 
 import json
@@ -13,10 +13,9 @@ from datetime import date
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 
-from titanlite.plan.time import BUS_EFFICIENCY
+from titanlite.plan.links import host_copies, measure_links
 from titanlite.runtime.files import write_atomically
 from titanlite.runtime.hardware import Hardware, hardware_of, host_memory
 from titanlite.runtime.process_group import Ranks, pick_device, process_group
@@ -43,16 +42,14 @@ def main(out: Path, ranks: Ranks) -> None:
     device = pick_device(ranks)
     with process_group(ranks, device):
         report: Print = print if ranks.rank == 0 else lambda line: None
-        hardware, links = measure(device, ranks, report)
+        hardware = measure(device, ranks, report)
         if ranks.rank == 0:
-            write_atomically(out, file_text(hardware, links=links))
-            print(f"wrote {out}; use it with: titanlite plan my.toml --world-size N --gpu-file {out}")
+            write_atomically(out, file_text(hardware))
+            print(f"wrote {out}; use it with: titanlite plan my.toml --world-size N --gpu {out}")
 
 
-def measure(
-    device: torch.device, ranks: Ranks, report: Print, *, seconds: float | None = None
-) -> tuple[Hardware, bool]:
-    """Return this device with measured rates, and whether the bandwidths of links are measured too.
+def measure(device: torch.device, ranks: Ranks, report: Print, *, seconds: float | None = None) -> Hardware:
+    """Return this device with measured rates.
 
     Args:
         report: prints a line about what was measured.
@@ -80,17 +77,22 @@ def measure(
             report(f"{name:<9} {dtype:<8} {_range(curve)} TFLOP/s, FLOPs {curve[0][0]:.1e} to {curve[-1][0]:.1e}")
     report(f"memory             {_range(memory, 1e9)} GB/s, {memory[0][0]:.1e} to {memory[-1][0]:.1e} bytes")
     report(f"a small operation  {host * 1e6:.1f} us")
-    link, network, hop = collective_rates(device, ranks, report)
-    rates = Rates(matmul=matmul, attention=attention, memory=memory, launch_seconds=host, hop_seconds=hop)
+    links = measure_links(device, ranks, report)
+    to_device, to_host = (None, None) if is_cpu else host_copies(device, net, report)
+    rates = Rates(
+        matmul=matmul,
+        attention=attention,
+        memory=memory,
+        launch_seconds=host,
+        hop_seconds=links.hop_seconds,
+        links=links.within_node,
+        network=links.between_nodes,
+        to_device=to_device,
+        to_host=to_host,
+    )
     if is_cpu:  # the file is of the whole machine
         rates = rates.shared_by(1 / ranks.local_world_size)
-        link = link and link * ranks.local_world_size
-    hardware = _named(device, rates)
-    if link:
-        hardware = replace(hardware, link_bandwidth=link / BUS_EFFICIENCY)
-    if network:
-        hardware = replace(hardware, network_bandwidth=network / BUS_EFFICIENCY)
-    return hardware, bool(link)
+    return _named(device, rates)
 
 
 def timer(device: torch.device, seconds: float) -> Seconds:
@@ -206,53 +208,6 @@ def host_seconds(device: torch.device, timed: Seconds) -> float:
     return timed(chain) / 100
 
 
-def collective_rates(
-    device: torch.device, ranks: Ranks, report: Print
-) -> tuple[float | None, float | None, float | None]:
-    """Return the bandwidth of links in a node, that of the network for each process, and the latency of a hop.
-
-    None stands for what there is not: one process has no links, one node no network.
-    """
-    within, nodes = ranks.local_world_size, ranks.world_size // ranks.local_world_size
-    link = network = hop = None
-    if within > 1:
-        groups = [dist.new_group(range(node * within, (node + 1) * within)) for node in range(nodes)]
-        group = groups[ranks.rank // within]
-        assert isinstance(group, dist.ProcessGroup)
-        link = bus_bandwidth(group, device)
-        hop = gather_seconds(group, 64, device, calls=50) / (within - 1)
-        report(f"links of {within} processes {link / 1e9:.2f} GB/s, {hop * 1e6:.1f} us a hop")
-    if nodes > 1:
-        world = dist.group.WORLD
-        assert world is not None
-        network = bus_bandwidth(world, device) / within
-        report(f"network between {nodes} nodes {network / 1e9:.2f} GB/s for each process")
-    return link, network, hop
-
-
-def bus_bandwidth(group: dist.ProcessGroup, device: torch.device) -> float:
-    """Return the bytes a second that pass each member of a ring in large all-gathers: the best of several sizes."""
-    size, found = group.size(), []
-    for power in (20, 23, 25) if device.type == "cpu" else (24, 26, 28):
-        seconds = gather_seconds(group, 2**power, device, calls=5)
-        found.append(2**power * (size - 1) / size / seconds)
-    return max(found)
-
-
-def gather_seconds(group: dist.ProcessGroup, size: int, device: torch.device, *, calls: int) -> float:
-    """Return the median seconds of an all-gather to `size` bytes. All members make as many calls."""
-    part = torch.zeros(max(1, size // 4 // group.size()), device=device)
-    whole = torch.zeros(len(part) * group.size(), device=device)
-    found = []
-    for _ in range(calls + 1):
-        began = time.perf_counter()
-        dist.all_gather_into_tensor(whole, part, group=group)
-        if device.type != "cpu":
-            torch.cuda.synchronize(device)
-        found.append(max(time.perf_counter() - began, 1e-9))
-    return statistics.median(found[1:])
-
-
 def as_curve(points: Sequence[tuple[float, float]]) -> Curve:
     """Return (size, rate) of each size from (size, seconds). Of equal sizes the mean counts."""
     by_size: dict[float, list[float]] = {}
@@ -261,8 +216,8 @@ def as_curve(points: Sequence[tuple[float, float]]) -> Curve:
     return tuple((float(size), statistics.mean(rates)) for size, rates in sorted(by_size.items()))
 
 
-def file_text(hardware: Hardware, *, links: bool) -> str:
-    """Return the device as a TOML file for `--gpu-file`."""
+def file_text(hardware: Hardware) -> str:
+    """Return the device as a TOML file for `--gpu`."""
     base = "cpu" if hardware.measured else hardware.name
     lines = [f'base = "{base}"'] if hardware.measured or hardware.driver_names else []
     lines += [f"name = {json.dumps(hardware.name)}", f"sources = {json.dumps(hardware.sources)}"]
@@ -270,9 +225,8 @@ def file_text(hardware: Hardware, *, links: bool) -> str:
     for name in ("bf16_flops", "fp8_flops", "fp32_flops", "memory_bandwidth", "link_bandwidth", "network_bandwidth"):
         if (value := getattr(hardware, name)) is not None:
             lines.append(f"{name} = {value:.4g}")
-    note = f"# link_bandwidth is what all-gathers reached, over the share {BUS_EFFICIENCY} that plan counts with.\n"
     assert hardware.rates
-    return "\n".join(lines) + "\n" + (note if links else "") + "\n" + rates_text(hardware.rates)
+    return "\n".join(lines) + "\n\n" + rates_text(hardware.rates)
 
 
 def _named(device: torch.device, rates: Rates) -> Hardware:

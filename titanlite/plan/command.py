@@ -68,7 +68,7 @@ def _choose_recomputation(config: Config, layout: Layout, *, gib: float, as_json
 
 
 def _read(path: str, options: Namespace) -> tuple[Config, Layout]:
-    hardware = load_hardware(Path(options.gpu_file)) if options.gpu_file else find_hardware(options.gpu)
+    hardware = load_hardware(Path(options.gpu)) if options.gpu.endswith(".toml") else find_hardware(options.gpu)
     world_size = options.world_size
     if hardware.measured:
         hardware = _share(hardware, min(world_size, options.gpus_per_node))

@@ -202,7 +202,8 @@ def estimate(traced: Trace, config: Config, layout: Layout) -> Plan:
     if training.enable_cpu_offload and layout.is_gpu:
         host = sum(traced.profile.most(category) for category in ON_HOST)
         parameters = traced.profile.most("parameters") + traced.on_disk.get("parameters", 0)
-        time = replace(time, total=time.total + offload_time(parameters, host + disk, accumulation=accumulation))
+        added = offload_time(parameters, host + disk, hardware=hardware, accumulation=accumulation)
+        time = replace(time, total=time.total + added)
         phases = {name: {**sizes, **dict.fromkeys(ON_HOST, 0)} for name, sizes in phases.items()}
     tokens = training.global_batch_size * training.seq_len
     model_flops = model.flops_per_token(training.seq_len) * tokens

@@ -17,7 +17,7 @@ import numpy as np
 
 from titanlite.config.recompute import RecomputePolicy
 from titanlite.config.schema import ActivationCheckpoint, Config
-from titanlite.plan.estimate import ON_HOST, Layout, Trace, trace
+from titanlite.plan.estimate import ON_HOST, OUTSIDE, Layout, Trace, trace
 from titanlite.plan.memory import Profile, block_of
 from titanlite.plan.time import Kernel, kernel_time
 from titanlite.runtime.errors import UserError
@@ -29,8 +29,9 @@ UNIFORM = {
     "op": ActivationCheckpoint(mode="selective", selective_ac_option="op"),
     "full": ActivationCheckpoint(mode="full"),
 }
-TRIES = 4
-"""Mixes that are traced at most. Where blocks are alike the sums are exact, and the first mix fits."""
+TRIES = 6
+"""Mixes that are traced at most. Where blocks are alike the sums are exact, and the first mix fits. What the allocator
+reserves beyond the sum is known of a traced mix only."""
 GIB = 2**30
 
 Counts = tuple[int, int, int]
@@ -39,7 +40,8 @@ Counts = tuple[int, int, int]
 
 @dataclass(frozen=True)
 class PolicyChoice:
-    """Recompute policies within a memory budget. Memory is in bytes, on the rank with the largest shards."""
+    """Recompute policies within a memory budget. Memory is in bytes, on the rank with the largest shards: on a GPU what
+    is reserved and the CUDA context, on a CPU what is allocated."""
 
     policies: tuple[RecomputePolicy, ...]
     peak: int
@@ -62,7 +64,7 @@ class PolicyChoice:
         parts = [f"{count} {'keeps' if count == 1 else 'keep'} {what}" for count, what in counts]
         return (
             f"activation checkpointing within {self.budget / GIB:.4g} GiB: of {len(self.policies)} blocks "
-            f"{', '.join(parts)}; predicted peak {self.peak / GIB:.4g} GiB, recomputation {self.recomputed:.0%} of "
+            f"{', '.join(parts)}; predicted {self.peak / GIB:.4g} GiB, recomputation {self.recomputed:.0%} of "
             "forward"
         )
 
@@ -78,7 +80,7 @@ def choose_policies(config: Config, layout: Layout, *, budget: int) -> PolicyCho
 
     Args:
         config: its activation_checkpoint section does not matter.
-        budget: bytes of device memory.
+        budget: bytes of device memory, with the CUDA context.
 
     Raises:
         UserError: no choice fits.
@@ -88,24 +90,36 @@ def choose_policies(config: Config, layout: Layout, *, budget: int) -> PolicyCho
         policy: trace(config.model_copy(update={"activation_checkpoint": UNIFORM[policy]}), layout)
         for policy in POLICIES
     }
-    peaks = {policy: _peak(it.profile, hidden) for policy, it in uniform.items()}
+
+    def needed(traced: Trace) -> int:
+        return traced.profile.reserved + OUTSIDE if layout.is_gpu else _peak(traced.profile, hidden)
+
+    peaks = {policy: needed(it) for policy, it in uniform.items()}
     mixes = _Mixes(uniform, hidden, layout.hardware)
-    excess = 0  # of traced mixes over their sums
+    beyond = dict.fromkeys(POLICIES, 0)
+    if layout.is_gpu:
+        beyond = {policy: peak - mixes.peak((policy,) * mixes.blocks) for policy, peak in peaks.items()}
+
+    def expected(policies: tuple[RecomputePolicy, ...]) -> float:
+        """Sum of tensors, and the share of each policy in what uniform traces need beyond theirs."""
+        return mixes.peak(policies) + sum(beyond[policy] for policy in policies) / mixes.blocks
+
+    excess = 0.0  # of traced mixes over the expected
     tries = 0
     for counts in mixes.cheapest_first():
         policies = _in_order(counts)
         if len(set(policies)) == 1:
             found = uniform[policies[0]]
-        elif tries < TRIES and mixes.peak(policies) + excess <= budget:
+        elif tries < TRIES and expected(policies) + excess <= budget:
             tries += 1
             found = trace(config.model_copy(update={"activation_checkpoint": per_block(policies)}), layout)
         else:
             continue
-        peak = _peak(found.profile, hidden)
+        peak = needed(found)
         if peak <= budget:
             recomputed = mixes.recomputed(policies)
             return PolicyChoice(policies, peak, budget, peaks["none"], peaks["full"], recomputed, found)
-        excess = max(excess, peak - mixes.peak(policies))
+        excess = max(excess, peak - expected(policies))
     least = ceil(1000 * min(peaks.values()) / GIB) / 1000
     raise UserError(
         f"--memory-budget-gib: {budget / GIB:g} GiB is not enough: a step needs at least {least:g} GiB on each device, "

@@ -12,7 +12,7 @@ from itertools import pairwise
 from typing import Literal, NamedTuple
 
 from titanlite.runtime.hardware import Hardware
-from titanlite.runtime.rates import rate_at
+from titanlite.runtime.rates import Rates, rate_at
 
 MEMORY_EFFICIENCY = 0.85
 """Share of the memory bandwidth that kernels reach on long vectors."""
@@ -142,11 +142,12 @@ def collective_time(collective: Collective, hardware: Hardware, gpus_per_node: i
     if size == 1:
         return 0.0
     nodes = -(-size // per_node)
-    bus = hardware.link_bandwidth
+    rates = hardware.rates or Rates()
+    bus = rates.links.get(collective.op) or hardware.link_bandwidth * BUS_EFFICIENCY
     if nodes > 1:
-        bus = min(bus, per_node * hardware.network_bandwidth)
-    once = collective.bytes * (size - 1) / size / (bus * BUS_EFFICIENCY)
-    within = (per_node - 1) * ((hardware.rates and hardware.rates.hop_seconds) or HOP_SECONDS)
+        bus = min(bus, per_node * (rates.network.get(collective.op) or hardware.network_bandwidth * BUS_EFFICIENCY))
+    once = collective.bytes * (size - 1) / size / bus
+    within = (per_node - 1) * (rates.hop_seconds or HOP_SECONDS)
     if collective.op == "all_reduce":
         return 2 * (once + within + math.ceil(math.log2(nodes)) * NETWORK_HOP_SECONDS)
     return once + within + (nodes - 1) * NETWORK_HOP_SECONDS
@@ -186,7 +187,7 @@ def step_time(
     return StepTime(worked + updating, compute, max(0.0, worked - compute), updating, communication)
 
 
-def offload_time(parameters: float, states: float, *, accumulation: int) -> float:
+def offload_time(parameters: float, states: float, *, hardware: Hardware, accumulation: int) -> float:
     """Return the seconds that CPU offload adds to a step, if nothing of it is hidden.
 
     Args:
@@ -194,7 +195,9 @@ def offload_time(parameters: float, states: float, *, accumulation: int) -> floa
         states: bytes of parameters, gradients and moments in host memory. The update reads them all, and writes all but
             the gradients.
     """
-    return accumulation * 3 * parameters / HOST_LINK + 1.75 * states / HOST_MEMORY
+    rates = hardware.rates or Rates()
+    copies = 2 * parameters / (rates.to_device or HOST_LINK) + parameters / (rates.to_host or HOST_LINK)
+    return accumulation * copies + 1.75 * states / HOST_MEMORY
 
 
 class _Pass(NamedTuple):

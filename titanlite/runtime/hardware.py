@@ -170,7 +170,7 @@ def find_hardware(name: str) -> Hardware:
     hint = f", did you mean {' or '.join(near)}?" if near else "."
     raise UserError(
         f"the table has no GPU named {name!r}{hint} Known are {', '.join(known.name for known in HARDWARE)} and cpu; "
-        "any other can be described in a file, for --gpu-file"
+        "any other can be described in a file: --gpu my_gpu.toml"
     )
 
 

@@ -11,7 +11,9 @@ from titanlite.runtime.nearest import did_you_mean
 Curve = tuple[tuple[float, float], ...]
 """(size of a kernel, rate), sorted by size. Sizes are FLOPs or bytes; rates are the same a second."""
 DTYPES = ("bfloat16", "float32", "float8")
-SECONDS = ("launch_seconds", "hop_seconds")
+NUMBERS = ("launch_seconds", "hop_seconds", "to_device", "to_host")
+COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce")
+BANDWIDTHS = ("links", "network")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +30,14 @@ class Rates:
     """Host time of a small operation."""
     hop_seconds: float | None = None
     """Latency from one process to the next within a node."""
+    links: Mapping[str, float] = field(default_factory=dict)
+    """Bytes a second that pass each member of a node's ring in long collectives, by collective."""
+    network: Mapping[str, float] = field(default_factory=dict)
+    """The same between nodes, for each member in a node."""
+    to_device: float | None = None
+    """Bytes a second of copies from pinned host memory to the GPU."""
+    to_host: float | None = None
+    """Bytes a second of copies back."""
 
     def of(self, kind: str, dtype: str) -> Curve:
         """Return the curve of a kind of kernel; empty if it was not measured."""
@@ -45,6 +55,10 @@ class Rates:
             memory=share(self.memory),
             launch_seconds=self.launch_seconds,
             hop_seconds=self.hop_seconds,
+            links={op: rate / processes for op, rate in self.links.items()},
+            network=self.network,
+            to_device=self.to_device,
+            to_host=self.to_host,
         )
 
 
@@ -65,18 +79,24 @@ def read_rates(value: Any) -> Rates | str:
         return f"expected a table as `titanlite calibrate` writes it, got {value!r}"
     found: dict[str, Any] = {}
     for key, entry in value.items():
-        if key in SECONDS:
+        if key in NUMBERS:
             if not _is_positive(entry):
-                return f"{key}: expected seconds above 0, got {entry!r}"
+                return f"{key}: expected a number above 0, got {entry!r}"
             found[key] = float(entry)
-        elif key == "memory":
+            continue
+        if key in BANDWIDTHS:
+            if not isinstance(entry, dict) or not all(it in COLLECTIVES and _is_positive(entry[it]) for it in entry):
+                return f"{key}: expected bytes a second for some of {', '.join(COLLECTIVES)}"
+            found[key] = {op: float(rate) for op, rate in entry.items()}
+            continue
+        if key == "memory":
             found[key] = _curve(entry)
         elif key in ("matmul", "attention"):
             if not isinstance(entry, dict) or any(dtype not in DTYPES for dtype in entry):
                 return f"{key}: expected a table with some of {', '.join(DTYPES)}"
             found[key] = {dtype: _curve(points) for dtype, points in entry.items()}
         else:
-            return f"{key}: unknown key{did_you_mean(key, ('matmul', 'attention', 'memory', *SECONDS))}"
+            return f"{key}: unknown key{did_you_mean(key, ('matmul', 'attention', 'memory', *BANDWIDTHS, *NUMBERS))}"
         curves = found[key].values() if isinstance(found[key], dict) else [found[key]]
         if None in curves:
             return f"{key}: expected pairs of numbers above 0, [[size, rate], ...], in the order of their sizes"
@@ -103,9 +123,12 @@ def rates_text(rates: Rates) -> str:
         return f"{name} = [{', '.join(f'[{size:.4g}, {rate:.4g}]' for size, rate in points)}]"
 
     lines = ["[rates]  # of a kernel: [FLOPs or bytes, the same a second]"]
-    lines += [f"{name} = {getattr(rates, name):.3g}" for name in SECONDS if getattr(rates, name) is not None]
+    lines += [f"{name} = {getattr(rates, name):.3g}" for name in NUMBERS if getattr(rates, name) is not None]
     lines += [line("memory", rates.memory)] if rates.memory else []
     for name, curves in (("matmul", rates.matmul), ("attention", rates.attention)):
         if curves:
             lines += ["", f"[rates.{name}]", *(line(dtype, curve) for dtype, curve in curves.items())]
+    for name in BANDWIDTHS:
+        if found := getattr(rates, name):
+            lines += ["", f"[rates.{name}]  # bytes a second", *(f"{op} = {rate:.3g}" for op, rate in found.items())]
     return "\n".join(lines) + "\n"
