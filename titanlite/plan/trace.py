@@ -122,7 +122,7 @@ def parallelized(
 
 def _record(config: Config, model: Model, mesh: DeviceMesh, kernels: Kernels, steps: int) -> Recorder:
     with FakeTensorMode(allow_non_fake_inputs=True) as fakes:
-        recorder = Recorder(fakes)
+        recorder = Recorder(fakes, gpu=isinstance(kernels, GpuKernels))
         recorder.name_group(world_group(mesh), "world")
         for axis, size in axis_sizes(mesh).items():
             if size > 1:
