@@ -98,7 +98,7 @@ def choose_policies(config: Config, layout: Layout, *, budget: int) -> PolicyCho
     mixes = _Mixes(uniform, hidden, layout.hardware)
     beyond = dict.fromkeys(POLICIES, 0)
     if layout.is_gpu:
-        beyond = {policy: peak - mixes.peak((policy,) * mixes.blocks) for policy, peak in peaks.items()}
+        beyond = {policy: peaks[policy] - mixes.peak((policy,) * mixes.blocks) for policy in POLICIES}
 
     def expected(policies: tuple[RecomputePolicy, ...]) -> float:
         """Sum of tensors, and the share of each policy in what uniform traces need beyond theirs."""
