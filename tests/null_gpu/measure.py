@@ -94,7 +94,7 @@ def predict(name: str, overrides: list[str], world_size: int, device: str) -> di
     from titanlite.plan.estimate import Layout, plan
     from titanlite.runtime.hardware import find_hardware
 
-    made = plan(read_config(name, overrides, world_size), Layout(world_size, find_hardware(device), 8))
+    made = plan(read_config(name, overrides, world_size), Layout(world_size, find_hardware(device), 8), whole=True)
     reserved = getattr(made, "reserved", None)
     return {"allocated": made.peak / GIB, **({"reserved": reserved / GIB} if isinstance(reserved, int | float) else {})}
 

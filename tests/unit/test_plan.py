@@ -142,6 +142,8 @@ def test_a_model_of_many_blocks_from_two_of_few(overrides: list[str], gpu: bool)
     assert found.profile.peak == exact.peak
     assert found.profile.peak_phase == exact.peak_phase
     assert found.profile.breakdown == exact.breakdown
+    if gpu:
+        assert trace(config, layout_of(4, gpus_per_node=4), whole=True).profile.pools == exact.pools
     made = sum(it.bytes for it in whole.recorder.sent if it.unit)
     assert sum(found.traffic.values()) - made == sum(it.bytes for it in whole.recorder.sent if not it.unit)
     assert [unit.name for unit in found.workload.units] == [

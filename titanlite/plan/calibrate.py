@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-from titanlite.plan.links import host_copies, measure_links
+from titanlite.plan.links import host_transfers, measure_links
 from titanlite.runtime.files import write_atomically
 from titanlite.runtime.hardware import Hardware, hardware_of, host_memory
 from titanlite.runtime.process_group import Ranks, pick_device, process_group
@@ -78,7 +78,7 @@ def measure(device: torch.device, ranks: Ranks, report: Print, *, seconds: float
     report(f"memory             {_range(memory, 1e9)} GB/s, {memory[0][0]:.1e} to {memory[-1][0]:.1e} bytes")
     report(f"a small operation  {host * 1e6:.1f} us")
     links = measure_links(device, ranks, report)
-    to_device, to_host = (None, None) if is_cpu else host_copies(device, net, report)
+    to_device, to_host = (None, None) if is_cpu else host_transfers(device, net, report)
     rates = Rates(
         matmul=matmul,
         attention=attention,

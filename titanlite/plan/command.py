@@ -33,7 +33,7 @@ def main(path: str, options: Namespace) -> None:
     else:
         changes = {}
         torch.set_num_threads(1)
-        planned = plan(config, layout)
+        planned = plan(config, layout, whole=True)
         print(json.dumps(plan_record(planned), indent=1) if options.json else "\n".join(plan_lines(planned, config)))
     if options.apply:
         write_config(Path(options.apply), path, config, changes)

@@ -123,17 +123,27 @@ def with_vocab_size(config: Config) -> Config:
     return config.model_copy(update={"model": config.model.model_copy(update={"args": args})})
 
 
-def plan(config: Config, layout: Layout) -> Plan:
+def plan(config: Config, layout: Layout, *, whole: bool = False) -> Plan:
     """Trace a step of the config on fake tensors, and estimate its memory and time on this hardware.
+
+    Args:
+        whole: as `trace`.
 
     Raises:
         UserError: the degrees do not fit the number of processes, or the step cannot be traced.
     """
-    return estimate(trace(config, layout), config, layout)
+    return estimate(trace(config, layout, whole=whole), config, layout)
 
 
-def trace(config: Config, layout: Layout) -> Trace:
+def trace(config: Config, layout: Layout, *, whole: bool = False) -> Trace:
     """Trace a step: of the whole model if it is small or its blocks differ, otherwise of two models with few blocks.
+
+    Allocated memory and time are the same either way. Reserved memory is not: holes between tensors do not grow in
+    proportion to the number of blocks.
+
+    Args:
+        whole: whether to trace the whole model on GPUs, for exact reserved memory. Compiled models, which would take
+            minutes, are traced with few blocks all the same.
 
     Raises:
         UserError: as `plan`.
@@ -144,7 +154,9 @@ def trace(config: Config, layout: Layout) -> Trace:
     edge = max(2, period)
     few = 2 * edge + (depth - 2 * edge) % period
     shapes: list[Any] = [spec.args]
-    if config.activation_checkpoint.mode != "per_block" and depth > few + period and _can_vary(spec):
+    whole &= layout.is_gpu and not config.compile.enable
+    is_short = config.activation_checkpoint.mode != "per_block" and not whole
+    if is_short and depth > few + period and _can_vary(spec):
         varied: Any = spec.args
         shapes = [replace(varied, n_layers=few), replace(varied, n_layers=few + period)]
     fuse = config.compile.enable and layout.is_gpu
@@ -161,12 +173,12 @@ def trace(config: Config, layout: Layout) -> Trace:
     if len(shapes) == 1:
         return _with_disk(Trace(profiles[0], workloads[0], traffics[0]), config.offload)
     factor = (whole_depth - depth) / period
-    whole = Trace(
+    extended = Trace(
         extend(profiles[0], profiles[1], whole_depth, edge),
         extend_workload(*workloads, blocks=whole_depth, few=depth, edge=edge, period=period),
         {key: round(size + (size - traffics[0].get(key, 0)) * factor) for key, size in traffics[1].items()},
     )
-    return _with_disk(whole, config.offload)
+    return _with_disk(extended, config.offload)
 
 
 def places_of_states(offload: Offload) -> dict[str, str]:

@@ -89,7 +89,7 @@ COLLECTIVES: dict[str, Call] = {
 }
 
 
-def host_copies(
+def host_transfers(
     device: torch.device, timed: Callable[[Callable[[], object]], float], report: Print
 ) -> tuple[float, float]:
     """Return bytes a second of copies (from pinned host memory to the device, back), as CPU offload makes them."""

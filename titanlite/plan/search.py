@@ -142,7 +142,7 @@ class _Search:
         if not any(it.reserved <= room for it in candidates):
             candidates += [self._expect(it, traces) for it in self._candidates(offload=True)]
         candidates.sort(key=lambda it: (-it.tokens_per_second, it.reserved))
-        found = self._confirm(candidates, traces, room, count)
+        found = self._confirm(candidates, room, count)
         if not found.best:
             raise UserError(self._nothing_fits(candidates, room))
         return found
@@ -244,7 +244,7 @@ class _Search:
             return 0
         return sum(it.bytes for unit in traced.workload.units for it in reductions(unit))
 
-    def _confirm(self, candidates: Sequence[Candidate], traces: Traces, room: float, count: int) -> Found:
+    def _confirm(self, candidates: Sequence[Candidate], room: float, count: int) -> Found:
         """Plan the best candidates in full."""
         best: list[tuple[Candidate, Plan]] = []
         losers: dict[tuple[Any, ...], tuple[Candidate, str]] = {}
@@ -259,7 +259,7 @@ class _Search:
                     losers.setdefault(it.kernels, (it, _needs_host(it.host_of_node)))
                 elif not any(_is_no_better(it, other) for other in (*(one for one, _ in best), *chosen)):
                     chosen.append(it)
-            for it, plan in zip(chosen, self._plan(chosen, traces), strict=True):
+            for it, plan in zip(chosen, self._plan(chosen), strict=True):
                 if plan.fits:
                     best.append((it, plan))
                 else:
@@ -273,21 +273,14 @@ class _Search:
                 losers.setdefault(it.kernels, (it, _slower(it, best[0][0])))
         return Found(best, list(losers.values())[:count], len(candidates))
 
-    def _plan(self, chosen: Sequence[Candidate], traces: Traces) -> list[Plan]:
-        """Plan the candidates side by side, from known traces where there are any."""
+    def _plan(self, chosen: Sequence[Candidate]) -> list[Plan]:
+        """Plan the candidates side by side, each from a trace of the whole model."""
         configs = [with_options(self.config, it.options) for it in chosen]
-        futures: list[Trace | Future[Trace]] = []
-        for it, config in zip(chosen, configs, strict=True):
-            is_known = (it.degrees, it.reshard, it.offload) == (full_sharding(self.layout.world_size), "default", False)
-            known = traces.get((it.mode, it.float8, it.batch)) if is_known else None
-            futures.append(known or self._submit(config))
-        plans = []
-        for it, config in zip(futures, configs, strict=True):
-            plans.append(estimate(it if isinstance(it, Trace) else it.result(), config, self.layout))
-        return plans
+        futures = [self._submit(config, whole=True) for config in configs]
+        return [estimate(it.result(), config, self.layout) for it, config in zip(futures, configs, strict=True)]
 
-    def _submit(self, config: Config) -> Future[Trace]:
-        return self.pool.submit(trace, config, self.layout)
+    def _submit(self, config: Config, *, whole: bool = False) -> Future[Trace]:
+        return self.pool.submit(trace, config, self.layout, whole=whole)
 
 
 def _is_no_better(it: Candidate, other: Candidate) -> bool:

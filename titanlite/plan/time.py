@@ -196,8 +196,8 @@ def offload_time(parameters: float, states: float, *, hardware: Hardware, accumu
             the gradients.
     """
     rates = hardware.rates or Rates()
-    copies = 2 * parameters / (rates.to_device or HOST_LINK) + parameters / (rates.to_host or HOST_LINK)
-    return accumulation * copies + 1.75 * states / HOST_MEMORY
+    transfers = 2 * parameters / (rates.to_device or HOST_LINK) + parameters / (rates.to_host or HOST_LINK)
+    return accumulation * transfers + 1.75 * states / HOST_MEMORY
 
 
 class _Pass(NamedTuple):
