@@ -46,6 +46,19 @@ class GpuKernels(Kernels):
         return True
 
 
+def attention_scratch(func: Any, args: Any) -> int:
+    """Return the bytes that flash attention allocates and frees within backward.
+
+    They are the query's gradient in float32 and, with grouped queries, the gradients of keys and values for each query
+    head. Source: `mha_bwd` in aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp.
+    """
+    if not str(func.overloadpacket).endswith("backward") or args[1].dtype == torch.float32:
+        return 0
+    query, key = args[1:3]
+    grouped = query.shape[1] != key.shape[1]
+    return query.numel() * (4 + 2 * query.element_size() * grouped)
+
+
 @torch.library.custom_op("titanlite_plan::softmax_sums", mutates_args=())
 def _softmax_sums(logits_CV: Tensor, labels_C: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return tensors of the right shapes, as one kernel that reads the logits."""

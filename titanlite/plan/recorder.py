@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
 from titanlite.observer import StepObserver
+from titanlite.plan.gpu_kernels import attention_scratch
 from titanlite.runtime.private_torch.autograd import is_in_backward
 from titanlite.runtime.private_torch.tensors import storage_key, wrapped_tensors
 from titanlite.runtime.private_torch.tracing import (
@@ -239,7 +240,7 @@ class Recorder(TorchDispatchMode, StepObserver):
         phase = len(self.phases) - 1
         category = self._categories[-1] if self._categories else ""
         self.operators.append(Operator(self.time, phase, str(func), kind, flops, dtype, reads, writes, category))
-        if self._gpu and kind == "attention" and (scratch := _scratch(func, args)):
+        if self._gpu and kind == "attention" and (scratch := attention_scratch(func, args)):
             self.storages.append(Storage("other", self._stream(), [(self.time, scratch), (self.time + 1, 0)]))
             self.time += 1
 
@@ -294,19 +295,6 @@ def _flops(func: Any, args: Any, kwargs: Any, result: Any) -> tuple[Literal["mat
         operands = args[:3] if packet is aten.addmm else args  # the dtype of the result may follow
         return "matmul", int(formula(*operands, **kwargs, out_val=result))
     return "memory", 0
-
-
-def _scratch(func: Any, args: Any) -> int:
-    """Return the bytes that flash attention allocates and frees within backward.
-
-    They are the query's gradient in float32 and, with grouped queries, the gradients of keys and values for each query
-    head. Source: `mha_bwd` in aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp.
-    """
-    if not str(func.overloadpacket).endswith("backward") or args[1].dtype == torch.float32:
-        return 0
-    query, key = args[1:3]
-    grouped = query.shape[1] != key.shape[1]
-    return query.numel() * (4 + 2 * query.element_size() * grouped)
 
 
 def _plain(tensor: Tensor) -> Iterator[Tensor]:
