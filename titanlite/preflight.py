@@ -14,9 +14,8 @@ from titanlite.config.checks import are_right, why_not_writable
 from titanlite.config.schema import Checkpoint, Config, Data, ModelSelection, Optimizer, Validation
 from titanlite.data.sources import FindText, check_path
 from titanlite.data.tokenizer import Tokenizer, load_tokenizer
-from titanlite.metrics.run_summary import attention_of
+from titanlite.metrics.run_summary import check_attention
 from titanlite.models.base import Model, ModelArgs, initial_values, unique_parameters
-from titanlite.models.decoder import Decoder
 from titanlite.models.registry import ModelSpec, resolve_model
 from titanlite.optim import check_optimizer
 from titanlite.optim.registry import compiles_updates
@@ -29,7 +28,7 @@ from titanlite.runtime.compilers import check_compiler
 from titanlite.runtime.disk import check_room, folder_of
 from titanlite.runtime.errors import ConfigError, Problem, UserError
 from titanlite.runtime.hash_random import random_bits, salt
-from titanlite.runtime.process_group import Ranks, pick_kernels
+from titanlite.runtime.process_group import Ranks
 from titanlite.runtime.user_code import find_object
 
 SIZES = {"bfloat16": 2, "float32": 4}
@@ -108,9 +107,7 @@ def examine(
     args, recompute = spec.args, config.activation_checkpoint
     key = "activation_checkpoint.per_block"
     report.attempt(key, ["activation_checkpoint"], lambda: recompute_policies(recompute, len(model.layers)))
-    report.attempt("data.document_mask", ["data.document_mask"], lambda: _check_documents(model, config.data))
-    key = "training.attention_backend"
-    report.attempt(key, ["training", "data.document_mask"], lambda: _check_attention(model, config, device))
+    _check_documents_and_attention(report, model, config, device)
     report.attempt("training.seq_len", ["training.seq_len"], lambda: _check_seq_len(training.seq_len, args))
     if tokenizer:
         report.attempt("data.tokenizer", [], lambda: _check_vocabulary(tokenizer, args))
@@ -168,6 +165,12 @@ def _check_techniques(report: _Report, config: Config, device: torch.device) -> 
         ["optimizer.in_backward", "training.enable_cpu_offload"],
         lambda: check_offloaded_update(config, device, torch_version=torch.__version__),
     )
+
+
+def _check_documents_and_attention(report: _Report, model: Model, config: Config, device: torch.device) -> None:
+    report.attempt("data.document_mask", ["data.document_mask"], lambda: _check_documents(model, config.data))
+    key = "training.attention_backend"
+    report.attempt(key, ["training", "data.document_mask"], lambda: check_attention(model, config, device))
 
 
 def check_offloaded_update(config: Config, device: torch.device, *, torch_version: str) -> None:
@@ -257,14 +260,6 @@ def _check_documents(model: Model, data: Data) -> None:
             f"true needs a model whose forward takes `documents`, and {type(model).__name__}.forward does not: add the "
             "argument and mask attention by it (docs/add_a_model.md), or set data.document_mask = false"
         )
-
-
-def _check_attention(model: Model, config: Config, device: torch.device) -> None:
-    """Ask PyTorch for the backend of attention. It depends on dtype, head dim, mask and GPU."""
-    if device.type == "cuda" and isinstance(model, Decoder):
-        backend, documents = config.training.attention_backend, config.data.document_mask
-        kernels = pick_kernels(device, attention_backend=backend)
-        attention_of(model.args, kernels=kernels, training=config.training, documents=documents, device=device)
 
 
 def _check_seq_len(seq_len: int, args: ModelArgs) -> None:

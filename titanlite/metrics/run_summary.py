@@ -28,7 +28,7 @@ from titanlite.parallelize.mesh import axis_sizes, data_parallel_rank
 from titanlite.runtime.allocator import allocator_settings
 from titanlite.runtime.errors import RunStopped
 from titanlite.runtime.private_torch.fsdp import fsdp_param_group
-from titanlite.runtime.process_group import why_no_gpu
+from titanlite.runtime.process_group import pick_kernels, why_no_gpu
 from titanlite.runtime.run_folder import RunFolder
 from titanlite.runtime.signals import STOPPED, StoppedBySignal
 
@@ -136,6 +136,18 @@ def types_of(model: Model, optimizer: torch.optim.Optimizer) -> dict[str, str]:
         "moments": [*state_dtypes(optimizer)],
     }
     return {what: "/".join(sorted({str(dtype).removeprefix("torch.") for dtype in of})) for what, of in types.items()}
+
+
+def check_attention(model: Model, config: Config, device: torch.device) -> None:
+    """Ask PyTorch for the backend of attention. It depends on dtype, head dim, mask and GPU.
+
+    Raises:
+        UserError: the backend that the config names is not available.
+    """
+    if device.type == "cuda" and isinstance(model, Decoder):
+        backend, documents = config.training.attention_backend, config.data.document_mask
+        kernels = pick_kernels(device, attention_backend=backend)
+        attention_of(model.args, kernels=kernels, training=config.training, documents=documents, device=device)
 
 
 def attention_of(
