@@ -179,7 +179,9 @@ def _measure(
             ranks=1,
             group=group,
         )
-        return validator.run(model)
+        record = validator.run(model)
+        assert record is not None, "only a training run interrupts its validation"
+        return record
 
 
 class _Watched:
