@@ -39,13 +39,13 @@ metric_list: [{{metric: acc}}]
 
 @pytest.mark.slow
 def test_an_exported_folder_in_the_harness(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("lm_eval", "accelerate"):
-        pytest.importorskip(name, reason="needs the harness: pip install 'lm_eval[hf]'")
     for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE"):
         monkeypatch.setenv(name, "1")
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    from lm_eval import simple_evaluate
-    from lm_eval.tasks import TaskManager
+    why = "needs the harness: pip install 'lm_eval[hf]'"
+    pytest.importorskip("accelerate", reason=why)
+    harness = pytest.importorskip("lm_eval", reason=why)
+    manager = pytest.importorskip("lm_eval.tasks").TaskManager
 
     toml = tmp_path / "small.toml"
     toml.write_text(small_toml("qwen3", max_seq_len=128))
@@ -82,11 +82,11 @@ def test_an_exported_folder_in_the_harness(tmp_path: Path, monkeypatch: pytest.M
     )
     found = {}
     for task, more in (("tiny_choice", {}), ("tiny_text", {"add_bos_token": False})):
-        results = simple_evaluate(
+        results = harness.simple_evaluate(
             model="hf",
             model_args={"pretrained": str(tmp_path / "hf"), "dtype": "float32", **more},
             tasks=[task],
-            task_manager=TaskManager(include_path=str(tasks), include_defaults=False),
+            task_manager=manager(include_path=str(tasks), include_defaults=False),
             device="cpu",
             batch_size=2,
             bootstrap_iters=0,
