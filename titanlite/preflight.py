@@ -10,8 +10,9 @@ from typing import TypeVar
 import torch
 from torch.torch_version import TorchVersion
 
+from titanlite.checkpoint.exports import check_exports
 from titanlite.config.checks import are_right, why_not_writable
-from titanlite.config.schema import Checkpoint, Config, Data, ModelSelection, Optimizer, Validation
+from titanlite.config.schema import Config, Data, ModelSelection, Optimizer, Validation
 from titanlite.data.sources import FindText, check_path
 from titanlite.data.tokenizer import Tokenizer, load_tokenizer
 from titanlite.metrics.run_summary import check_attention
@@ -96,7 +97,7 @@ def examine(
     model = report.attempt("model.file", [], spec.build) if spec else None
     if model is not None and config.model.file:
         report.attempt("model.file", [], lambda: check_own_model(model))
-    report.attempt("checkpoint", ["checkpoint"], lambda: _check_exports(config.checkpoint, spec))
+    report.attempt("checkpoint", ["checkpoint"], lambda: check_exports(config.checkpoint, model))
     checked = report.attempt(
         "optimizer", ["optimizer", "training.dtype"], lambda: _check_optimizer(config.optimizer, model, training.dtype)
     )
@@ -244,13 +245,6 @@ def check_own_model(model: Model) -> None:
             reason = "" if isinstance(error, AssertionError) else f": {type(error).__name__}: {error}"
             kind = type(values).__name__
             raise UserError(f"{kind}.values must return a finite number for each index of {name}{reason}") from error
-
-
-def _check_exports(config: Checkpoint, spec: ModelSpec | None) -> None:
-    wanted = "last_save_in_hf" if config.last_save_in_hf else "export_every" if config.export_every else None
-    if wanted and spec and spec.model_cls.formats.hugging_face is None:
-        reason = f"{spec.model_cls.__name__} has no table of Hugging Face's names: give it `formats`"
-        raise ConfigError([Problem(f"checkpoint.{wanted}", f"{reason} (docs/add_a_model.md)")])
 
 
 def _check_documents(model: Model, data: Data) -> None:

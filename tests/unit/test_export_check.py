@@ -118,7 +118,7 @@ def test_a_mistake_of_the_table_is_named(name: str, sources: dict[str, Source], 
     text = failure(with_table(sources[family], change), tmp_path / "hf")
     assert re.search(pattern, text), text
     assert re.search(
-        r"differ from transformers' by \d\.\d\de[-+]\d+ of their size \(at most .*; allowed 0.0001\)", text
+        r"differ from those of transformers by \d\.\d\de[-+]\d+ of their size \(at most .*; allowed 0.0001\)", text
     )
 
 
@@ -199,15 +199,29 @@ def test_the_command_reports_what_it_checked(
     assert float(found[3]) < 1e-5
 
 
-def test_without_transformers_the_files_are_compared(
+def test_without_transformers_our_own_reader_computes(
     sources: dict[str, Source], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(check_module, "find_spec", lambda name: None)
     source = sources["qwen3_moe"]
     done = export_folder(source, open_target(str(tmp_path / "hf")), max_shard_bytes=10**9, check=True)
-    assert done.report == (
-        "45 tensors as in the checkpoint, bit by bit; transformers is not installed, so nothing was computed with them"
+    assert done.report is not None
+    assert done.report.startswith(
+        "45 tensors as in the checkpoint, bit by bit; transformers is not installed; titanlite's own reader computes "
+        "the same on 128 tokens ("
     )
+    assert done.report.endswith("hidden states within 0.0e+00 (most after the embedding), logits within 0.0e+00")
+    monkeypatch.setattr(check_module, "check_tensors", lambda *_: None)
+    written = check_module.open_source
+
+    def misread(path: str) -> Source:
+        config = Path(path, "config.json")
+        config.write_text(config.read_text().replace('"rms_norm_eps": 1e-06', '"rms_norm_eps": 0.5'))
+        return written(path)
+
+    monkeypatch.setattr(check_module, "open_source", misread)
+    with pytest.raises(CheckFailed, match=r"hidden states after block 0 differ from those of titanlite's own reader"):
+        export_folder(source, open_target(str(tmp_path / "other")), max_shard_bytes=10**9, check=True)
 
 
 def test_sequences_are_those_of_the_run_where_they_are(sources: dict[str, Source], tmp_path: Path) -> None:

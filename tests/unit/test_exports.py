@@ -21,7 +21,9 @@ from titanlite.checkpoint import manifest as manifests
 from titanlite.checkpoint.exports import Exports
 from titanlite.checkpoint.storage import LocalStorage
 from titanlite.config.run_schema import Checkpoint
+from titanlite.preflight import preflight
 from titanlite.runtime.errors import ConfigError
+from titanlite.runtime.process_group import read_ranks
 
 SLOW = (
     "import sys, pathlib, time; time.sleep(0.4); out = pathlib.Path(sys.argv[sys.argv.index('--out') + 1]); "
@@ -172,6 +174,14 @@ def test_wrong_options(tiny: TinyRun) -> None:
         ConfigError, match=r"checkpoint.export_every: must be a multiple of checkpoint.interval \(100\)"
     ):
         tiny.config("--checkpoint.export_every=150")
+    options = ["--model.name=qwen3_moe", "--model.flavor=debug", "--checkpoint.last_save_in_hf"]
+    place = (
+        r"checkpoint.last_save_in_hf: Qwen3MoeForCausalLM has no place for layers.\*.feed_forward.bias_E: to export "
+    )
+    with pytest.raises(ConfigError, match=place + r'without, set checkpoint.export_drop = \["layers.*bias_E"\]'):
+        preflight(tiny.config(*options), read_ranks({}), torch.device("cpu"))
+    drop = '--checkpoint.export_drop=["layers.*.feed_forward.bias_E"]'
+    assert preflight(tiny.config(*options, drop), read_ranks({}), torch.device("cpu"))
 
 
 @pytest.mark.slow

@@ -1,5 +1,6 @@
 """Exports of a run's checkpoints beside training: `titanlite checkpoint export` as a process of its own."""
 
+import json
 import logging
 import os
 import shlex
@@ -12,8 +13,11 @@ from contextlib import suppress
 from pathlib import Path
 
 from titanlite.checkpoint.manifest import folder_name
+from titanlite.checkpoint.state import model_state, selected, to_globs
 from titanlite.checkpoint.storage import open_storage
 from titanlite.config.schema import Checkpoint
+from titanlite.models.base import Model
+from titanlite.runtime.errors import ConfigError, Problem
 from titanlite.runtime.signals import shielding_children
 
 logger = logging.getLogger(__name__)
@@ -143,3 +147,26 @@ class Exports:
         ended = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"failed: {reason}"
         by_hand = shlex.join(self._command(step))
         logger.warning(f"the export of step {step} {ended} (log: {self._log(step)}). By hand: {by_hand}")
+
+
+def check_exports(config: Checkpoint, model: Model | None) -> None:
+    """Check that Hugging Face's format has a place for each tensor of a model that the run exports.
+
+    Args:
+        model: None if it is unknown.
+
+    Raises:
+        ConfigError: the format is unknown, or has no place for a tensor that `export_drop` does not name.
+    """
+    wanted = "last_save_in_hf" if config.last_save_in_hf else "export_every" if config.export_every else None
+    if wanted is None or model is None:
+        return
+    key = f"checkpoint.{wanted}"
+    if (form := model.formats.hugging_face) is None:
+        reason = f"{type(model).__name__} has no table of Hugging Face's names: give it `formats`"
+        raise ConfigError([Problem(key, f"{reason} (docs/add_a_model.md)")])
+    lost = [name for name in model_state(model) if not form.tensors.find(name)]
+    if globs := to_globs(name for name in lost if not selected(name, config.export_drop)):
+        fix = f"checkpoint.export_drop = {json.dumps([*config.export_drop, *globs])}"
+        reason = f"{form.architecture} has no place for {', '.join(globs)}"
+        raise ConfigError([Problem(key, f"{reason}: to export without, set {fix}")])

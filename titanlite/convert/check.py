@@ -16,7 +16,7 @@ from titanlite.convert.check_tokens import check_tokens
 from titanlite.convert.diagnose import BlockCall, explain
 from titanlite.convert.layout import Outgoing, blocks
 from titanlite.convert.rows import RowReader
-from titanlite.convert.source import Source, load_model
+from titanlite.convert.source import Source, load_model, open_source
 from titanlite.models.base import Model
 from titanlite.runtime.errors import RunError
 
@@ -43,8 +43,8 @@ class Trace:
 def check_folder(source: Source, folder: Path, tensors: Sequence[Outgoing]) -> str:
     """Check an exported folder, and return a report.
 
-    Every tensor is compared bit by bit with the checkpoint. Where transformers is installed, it computes hidden states
-    and logits in float32, which are compared with ours.
+    Every tensor is compared bit by bit with the checkpoint. Then the folder is loaded by transformers, or by our own
+    reader where transformers is not installed, and its hidden states and logits in float32 are compared with ours.
 
     Args:
         tensors: what the folder should hold.
@@ -54,14 +54,18 @@ def check_folder(source: Source, folder: Path, tensors: Sequence[Outgoing]) -> s
     """
     check_tensors(source, folder, tensors)
     same = f"{len(tensors)} tensors as in the checkpoint, bit by bit"
-    if find_spec("transformers") is None:
-        return f"{same}; transformers is not installed, so nothing was computed with them"
     tokens, origin = check_tokens(source, sequences=SEQUENCES, length=min(LENGTH, source.spec.args.max_seq_len))
-    theirs = trace_of_transformers(folder, tokens, len(source.spec.build().layers))
+    if find_spec("transformers") is not None:
+        program = "transformers"
+        theirs = trace_of_transformers(folder, tokens, len(source.spec.build().layers))
+    else:
+        program = "titanlite's own reader"
+        same += "; transformers is not installed"
+        theirs = trace_of_model(load_model(open_source(str(folder))), tokens)
     model = load_model(source)
     _round(model, tensors)
-    worst = compare(model, _trace(model, model.layers, lambda: model(tokens)), theirs, tensors)
-    return f"{same}; transformers computes the same on {tokens.numel()} tokens ({origin}), {worst}"
+    worst = compare(model, trace_of_model(model, tokens), theirs, tensors, program=program)
+    return f"{same}; {program} computes the same on {tokens.numel()} tokens ({origin}), {worst}"
 
 
 def check_tensors(source: Source, folder: Path, tensors: Sequence[Outgoing]) -> None:
@@ -116,8 +120,18 @@ def trace_of_transformers(folder: Path, tokens: Tensor, n_layers: int) -> Trace:
     return _trace(model.eval(), layers, lambda: model(tokens, use_cache=False).logits)
 
 
-def compare(model: Model, ours: Trace, theirs: Trace, tensors: Sequence[Outgoing]) -> str:
+def trace_of_model(model: Model, tokens: Tensor) -> Trace:
+    """Run one of our models."""
+    return _trace(model, model.layers, lambda: model(tokens))
+
+
+def compare(
+    model: Model, ours: Trace, theirs: Trace, tensors: Sequence[Outgoing], *, program: str = "transformers"
+) -> str:
     """Compare two traces block by block.
+
+    Args:
+        program: computed the second trace.
 
     Raises:
         CheckFailed: naming the first block that differs, the tensor that explains it, and by how much.
@@ -132,13 +146,13 @@ def compare(model: Model, ours: Trace, theirs: Trace, tensors: Sequence[Outgoing
                 reason = explain(model, i - 1, ours.calls[i - 1], there, names, limit=LIMIT)
             else:
                 reason = f"{_of('tok_embeddings.weight', names)} is another tensor there"
-            raise CheckFailed(f"{_difference(where, difference, here, there)}\n  {reason}")
+            raise CheckFailed(f"{_difference(program, where, difference, here, there)}\n  {reason}")
         worst = max(worst, (difference, where))
     difference = relative(theirs.logits, ours.logits)
     if not difference <= LIMIT:
         head = [name for name in names if name.startswith("head.")]
         reason = f"the tensors after the last block: {', '.join(_of(name, names) for name in head)}"
-        raise CheckFailed(f"{_difference('the logits', difference, ours.logits, theirs.logits)}\n  {reason}")
+        raise CheckFailed(f"{_difference(program, 'the logits', difference, ours.logits, theirs.logits)}\n  {reason}")
     return f"hidden states within {worst[0]:.1e} (most after {worst[1]}), logits within {difference:.1e}"
 
 
@@ -149,12 +163,12 @@ def relative(found: Tensor, wanted: Tensor) -> float:
     return ((found - wanted).double().square().mean().sqrt() / wanted.double().square().mean().sqrt()).item()
 
 
-def _difference(where: str, difference: float, here: Tensor, there: Tensor) -> str:
+def _difference(program: str, where: str, difference: float, here: Tensor, there: Tensor) -> str:
     most = (here - there).abs().max().item() if here.shape == there.shape else float("inf")
     what = where if where == "the logits" else f"hidden states after {where}"
     return (
-        f"{what} differ from transformers' by {difference:.2e} of their size (at most {most:.3g}; allowed {LIMIT:g}), "
-        "and everything before agrees"
+        f"{what} differ from those of {program} by {difference:.2e} of their size (at most {most:.3g}; allowed "
+        f"{LIMIT:g}), and everything before agrees"
     )
 
 

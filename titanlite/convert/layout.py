@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from titanlite.checkpoint.state import model_state, selected
+from titanlite.checkpoint.state import model_state, selected, to_globs
 from titanlite.convert.rows import RowReader
 from titanlite.convert.source import Source, read_tensor, stored_tensors
 from titanlite.models.formats import Entry, Table
@@ -68,12 +68,8 @@ def _check_zero(source: Source, name: str) -> None:
     if read_tensor(source, name).any():
         raise UserError(
             f"{name} has no place in this format, and is not zero: the exported model would compute something else. "
-            f"To leave it out all the same: --drop '{_glob(name)}'"
+            f"To leave it out all the same: --drop '{to_globs([name])[0]}'"
         )
-
-
-def _glob(name: str) -> str:
-    return ".".join("*" if part.isdecimal() else part for part in name.split("."))
 
 
 def blocks(tensor: Outgoing, reader: RowReader, *, head_size: int | None) -> Iterator[Tensor]:
