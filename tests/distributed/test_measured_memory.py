@@ -73,9 +73,9 @@ def test_states_are_those_of_the_objects(tiny: TinyRun, processes: int, options:
         assert buffers == 2 * config.training.seq_len * 14 * 4  # cos and sin of 14 dims
         assert measured.batch == 2 * 8 * 8 // processes * config.training.seq_len
         assert measured.peak == max(measured.phases.values()) <= measured.peak_with_gloo
-        # Gradients are there with the states, and no optimizer states in the first step's backward.
+        # Gradients are there with the states, which AdamW has from the beginning.
         assert measured.phases["update"] >= states + parameters
-        assert states < measured.peak_first < measured.peak
+        assert states < measured.peak_first == measured.peak
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")

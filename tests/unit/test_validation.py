@@ -63,7 +63,9 @@ def validate(
         ranks=1,
         group=group,
     )
-    return validator.run(model)
+    values = validator.run(model)
+    assert values is not None
+    return values
 
 
 def by_hand(model: Llama3, sequences: RandomSequences) -> tuple[float, int, int]:

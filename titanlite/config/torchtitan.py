@@ -12,7 +12,7 @@ FOREIGN_KEYS = {
     "enable_async_tensor_parallel pipeline_parallel_schedule",
     "metrics": "save_tb_folder enable_wandb save_for_all_ranks disable_color_printing",
     "optimizer": "implementation early_step_in_backward",
-    "checkpoint": "enable_checkpoint last_save_model_only last_save_model_weights_only export_dtype "
+    "checkpoint": "enable_checkpoint last_save_model_only last_save_model_weights_only "
     "initial_load_in_hf enable_first_step_checkpoint",
     "profiling": "enable_profiling save_traces_folder profile_freq enable_memory_snapshot",
     "compile": "components backend",
