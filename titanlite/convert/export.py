@@ -121,6 +121,11 @@ def _small_files(
             "files out with --no-tokenizer"
         )
     args = source.spec.args
+    if tokenizer and with_tokenizer and tokenizer.vocab_size > args.vocab_size:
+        raise UserError(
+            f"the tokenizer {tokenizer.name} has {tokenizer.vocab_size} tokens, and the model {args.vocab_size}: name "
+            "that of the run with --tokenizer, or leave its files out with --no-tokenizer"
+        )
     ends = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id} if tokenizer else {}
     ends = {name: i for name, i in ends.items() if i is not None}
     dtypes = {tensor.dtype for tensor in tensors if tensor.dtype.is_floating_point}

@@ -15,7 +15,7 @@ from titanlite.runtime.disk import DiskTensors
 from titanlite.runtime.dtensor import GlobalIndices, from_local_like
 from titanlite.runtime.hash_random import random_bits, salt
 from titanlite.runtime.private_torch.operators import add_in_place, fused_adamw_
-from titanlite.runtime.private_torch.tensors import local_tensor
+from titanlite.runtime.private_torch.tensors import local_tensor, wrapped_tensors
 
 logger = logging.getLogger(__name__)
 
@@ -157,7 +157,9 @@ def zero_moments(parameter: nn.Parameter, *, dtype: torch.dtype) -> dict[str, Te
 
 
 def state_before_steps(parameter: nn.Parameter, mean: Tensor, square: Tensor) -> dict[str, Tensor]:
-    step = local_tensor(parameter).new_zeros((), dtype=torch.float32)
+    local = local_tensor(parameter)
+    plain = next(iter(wrapped_tensors(local).values()), local)  # of float8 weights, too
+    step = plain.new_zeros((), dtype=torch.float32)
     return {"step": step, "exp_avg": mean, "exp_avg_sq": square}
 
 
