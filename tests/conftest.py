@@ -19,14 +19,22 @@ def _one_thread() -> None:
     torch.set_num_threads(1)
 
 
+LOGGER = logging.getLogger("titanlite")
+AT_FIRST = LOGGER.level, LOGGER.propagate, [*LOGGER.handlers]
+
+
+def reset_logger() -> None:
+    level, LOGGER.propagate, handlers = AT_FIRST
+    LOGGER.handlers = [*handlers]
+    LOGGER.setLevel(level)
+
+
 @pytest.fixture(autouse=True)
 def _logger_as_it_was() -> Iterator[None]:
-    """Restore the logger, which a run in this process sets up for itself."""
-    logger = logging.getLogger("titanlite")
-    level, propagate, handlers = logger.level, logger.propagate, [*logger.handlers]
+    """Restore the logger, which a run in this process sets up for itself: in a test, or in the fixture of a module."""
+    reset_logger()
     yield
-    logger.propagate, logger.handlers = propagate, handlers
-    logger.setLevel(level)
+    reset_logger()
 
 
 @pytest.fixture(autouse=True)
