@@ -219,6 +219,7 @@ def report_end(
         f"  metrics      {folder.metrics}",
         f"  config       {folder.path / 'config.toml'}, versions and commit in run.json beside it",
         "What next?",
+        *([f"  look           titanlite generate {folder.path} --prompt TEXT"] if done else []),
         f"  continue       the same command with {more}",
         f"  another run    add --job.name=second, and change any option: --optimizer.lr={config.optimizer.lr / 2:g}",
         f"  another model  titanlite train NAME, with NAME one of {', '.join(shipped_names())}",
