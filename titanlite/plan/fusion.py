@@ -4,7 +4,8 @@ A trace runs compiled blocks operator by operator. The compiler (inductor) diffe
 elementwise operators and reductions read is never stored: each kernel that needs it computes it from tensors that are.
 And operators that read the same tensors become one kernel, as late as the last of them, which allocates all its outputs
 while its inputs are there. A tensor that takes many operations is stored all the same, and so is the sum of a whole
-tensor.
+tensor. Of several orders of the operators, the compiler takes the one that needs least memory: gradients of weights can
+come last.
 """
 
 from collections.abc import Iterator, Sequence
@@ -79,6 +80,47 @@ class _Graph:
         self._fuse()
 
     def sizes(self) -> dict[int, Sizes]:
+        """Return the sizes of storages in the order of operators that takes less memory, as the compiler chooses it
+        (`reorder_for_peak_memory` of torch/_inductor/config.py): as they are written, or gradients of weights last."""
+        orders = self._sizes_in({}), self._sizes_in(self._gradients_last())
+        return min(orders, key=self._peak)
+
+    def _gradients_last(self) -> dict[int, float]:
+        """Return a time at the end of the graph for each matmul whose result the graph returns, the smallest first.
+
+        The keys are the times of the matmuls.
+        """
+        matmuls = [it for it in self._operators if it.kind != "memory"]
+        late = [it for it in matmuls if all(self._outlives(number) for number, _ in it.writes)]
+        late.sort(key=lambda it: sum(size for _, size in it.writes))
+        return {it.time: self._end + (i + 1) / (len(late) + 1) for i, it in enumerate(late)}
+
+    def _outlives(self, number: int) -> bool:
+        """Return whether a storage is there after the graph."""
+        last = self._storages[number].sizes[-1]
+        return last[1] > 0 or last[0] > self._end + 1
+
+    def _peak(self, changed: dict[int, Sizes]) -> int:
+        """Return the most bytes in the graph: of these storages, and of others that begin in it, such as scratch."""
+        begin, steps = self._operators[0].time, dict[float, int]()
+        for number, storage in enumerate(self._storages):
+            before = 0
+            if number in changed or begin <= storage.sizes[0][0] <= self._end:
+                for time, size in changed.get(number, storage.sizes):
+                    steps[time] = steps.get(time, 0) + size - before
+                    before = size
+        total = most = 0
+        for time in sorted(steps):
+            total += steps[time]
+            most = max(most, total) if time <= self._end + 1 else most
+        return most
+
+    def _sizes_in(self, moved: dict[int, float]) -> dict[int, Sizes]:
+        """Return the sizes of storages.
+
+        Args:
+            moved: later times of operators, by their times.
+        """
         changed: dict[int, Sizes] = {}
         last_read: dict[int, float] = {}
         delayed = {}
@@ -89,9 +131,10 @@ class _Graph:
         for operator in self._operators:
             if operator.kind != "memory":
                 ready = [delayed[it] + 0.75 for it, _ in operator.reads if it in delayed]  # after that kernel
-                time = max(operator.time, *ready, 0)
+                time = max(moved.get(operator.time, operator.time), *ready, 0)
+                read = time - 0.49 if operator.time in moved else time  # freed before the next one
                 for number, _ in operator.reads:
-                    last_read[number] = max(last_read.get(number, 0), time)
+                    last_read[number] = max(last_read.get(number, 0), read)
                 delayed |= {it: time for it, _ in operator.writes if time > operator.time}
         for number in self._sources:
             if not self._is_stored(number):
@@ -189,5 +232,4 @@ class _Graph:
         stores it because recomputing it takes long."""
         if number not in self._sources or any(number in it for it in (self._read_by_matmuls, self._whole, self._long)):
             return True
-        last = self._storages[number].sizes[-1]
-        return last[1] > 0 or last[0] > self._end + 1
+        return self._outlives(number)
