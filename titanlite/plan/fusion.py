@@ -91,7 +91,7 @@ class _Graph:
         The keys are the times of the matmuls.
         """
         matmuls = [it for it in self._operators if it.kind != "memory"]
-        late = [it for it in matmuls if all(self._outlives(number) for number, _ in it.writes)]
+        late = [it for it in matmuls if it.writes and all(self._outlives(number) for number, _ in it.writes)]
         late.sort(key=lambda it: sum(size for _, size in it.writes))
         return {it.time: self._end + (i + 1) / (len(late) + 1) for i, it in enumerate(late)}
 
