@@ -136,3 +136,51 @@ def test_op_recomputes_keys_and_values_that_heads_share(is_compiled: bool, kept:
     with KeptMatmuls() as mode:
         _ = model(torch.zeros(1, 8, dtype=torch.int64))
     assert [place for place in mode.places() if place <= 7] == kept
+
+
+ATTENTION = torch.ops.aten
+BACKENDS = {
+    "flash": (ATTENTION._scaled_dot_product_flash_attention, (0.0, True, False)),
+    "efficient": (ATTENTION._scaled_dot_product_efficient_attention, (None, True, 0.0, True)),
+    "cudnn": (ATTENTION._scaled_dot_product_cudnn_attention, (None, True, 0.0, True, False)),
+}
+
+
+class Attending(nn.Module):
+    """Block that calls one of a GPU's attention operators, on tensors without values."""
+
+    def __init__(self, backend: str) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(64, 64, device="meta", dtype=torch.bfloat16))
+        self.backend = backend
+
+    def forward(self, x_BNLH: Tensor) -> Tensor:
+        operator, options = BACKENDS[self.backend]
+        q_BNLH = x_BNLH @ self.weight
+        return operator(q_BNLH, q_BNLH, q_BNLH, *options)[0]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(("policy", "calls"), [("none", 1), ("op", 1), ("full", 2)])
+def test_policy_op_keeps_attention_of_every_backend(backend: str, policy: Any, calls: int) -> None:
+    model = Own()
+    model.layers = nn.ModuleList([Attending(backend)])
+    apply_activation_checkpoint(model, [policy])
+    with Operators() as seen:
+        out = model.layers[0](torch.empty(1, 2, 16, 64, device="meta", dtype=torch.bfloat16, requires_grad=True))
+        out.sum().backward()
+    names = [name for name in seen.names if name.startswith(f"aten._scaled_dot_product_{backend}_attention.")]
+    assert len(names) == calls
+    assert f"aten._scaled_dot_product_{backend}_attention_backward.default" in seen.names
+
+
+class Operators(TorchDispatchMode):
+    """Names of all operators that run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
