@@ -189,13 +189,17 @@ def test_a_flavor_of_another_size_is_listed(folders: Path, capfd: pytest.Capture
 
 
 @pytest.mark.parametrize(
-    ("value", "message"),
-    [(None, "model.args.dim: expected int, got None"), (25, "dim 25 must be a multiple of 2 x n_heads")],
+    ("key", "value", "message"),
+    [
+        ("hidden_size", None, "model.args.dim: expected int, got None"),
+        ("hidden_size", 25, "dim 25 must be a multiple of 2 x n_heads"),
+        ("num_hidden_layers", 1_000_000, "n_layers 1,000,000 is more than 10,000"),
+    ],
 )
 def test_values_that_fit_no_model_are_one_line(
-    value: Any, message: str, folders: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    key: str, value: Any, message: str, folders: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    config = json.loads((folders / "hf" / "config.json").read_text()) | {"hidden_size": value}
+    config = json.loads((folders / "hf" / "config.json").read_text()) | {key: value}
     (tmp_path / "config.json").write_text(json.dumps(config))
     os.link(folders / "hf" / "model.safetensors", tmp_path / "model.safetensors")
     assert imported(tmp_path, "--out", tmp_path / "out") == 2

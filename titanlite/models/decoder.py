@@ -23,6 +23,8 @@ from titanlite.models.layers import (
     rope_cos_sin,
 )
 
+MAX_LAYERS = 10_000
+
 
 @dataclass(frozen=True, kw_only=True)
 class DecoderArgs(ModelArgs):
@@ -44,6 +46,8 @@ class DecoderArgs(ModelArgs):
         for name in ("dim", "n_layers", "n_heads", "n_kv_heads", "hidden_dim", "vocab_size", "max_seq_len"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.n_layers > MAX_LAYERS:  # a mistake in a file: building them would take hours
+            raise ValueError(f"n_layers {self.n_layers:,} is more than {MAX_LAYERS:,}")
         if self.n_heads % self.n_kv_heads:
             raise ValueError(f"n_heads {self.n_heads} must be a multiple of n_kv_heads {self.n_kv_heads}")
 
