@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.operators import OperatorNames
 from titanlite.models.base import Model, ModelArgs
 from titanlite.models.llama3 import Llama3, Llama3Args
 from titanlite.models.registry import resolve_model
@@ -166,21 +167,9 @@ def test_policy_op_keeps_attention_of_every_backend(backend: str, policy: Any, c
     model = Own()
     model.layers = nn.ModuleList([Attending(backend)])
     apply_activation_checkpoint(model, [policy])
-    with Operators() as seen:
+    with OperatorNames() as seen:
         out = model.layers[0](torch.empty(1, 2, 16, 64, device="meta", dtype=torch.bfloat16, requires_grad=True))
         out.sum().backward()
     names = [name for name in seen.names if name.startswith(f"aten._scaled_dot_product_{backend}_attention.")]
     assert len(names) == calls
     assert f"aten._scaled_dot_product_{backend}_attention_backward.default" in seen.names
-
-
-class Operators(TorchDispatchMode):
-    """Names of all operators that run."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.names.append(str(func))
-        return func(*args, **(kwargs or {}))

@@ -7,6 +7,7 @@ import torch
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.operators import OperatorNames
 from titanlite.config.types import AttentionBackend
 from titanlite.cpu.kernels import CpuKernels
 from titanlite.kernels import Kernels, set_kernels
@@ -202,7 +203,7 @@ def test_layers_of_one_input_have_the_gradients_of_separate_ones() -> None:
     expected = torch.autograd.grad(apart, [x, *weights], upstream)
     for found, other in zip(together, apart, strict=True):
         assert torch.equal(found, other)
-    with Names() as seen:
+    with OperatorNames() as seen:
         found = torch.autograd.grad(together, [x, *weights], upstream)
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
     assert [name for name in seen.names if "mm" in name or "add" in name] == [
@@ -220,18 +221,6 @@ def test_layers_of_one_input_with_frozen_weights() -> None:
     torch.testing.assert_close(weight.grad, 2 * x.sum(0).expand(4, D))
     assert frozen.grad is None
     assert x.grad is None
-
-
-class Names(TorchDispatchMode):
-    """Names of the operators, in order."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.names.append(str(func))
-        return func(*args, **(kwargs or {}))
 
 
 class Doubled(Linear):

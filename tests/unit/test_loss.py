@@ -9,6 +9,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from tests.operators import OperatorNames
 from titanlite.batch import IGNORE
 from titanlite.cpu.kernels import CpuKernels
 from titanlite.kernels import Kernels, adds_float32_matmul
@@ -173,18 +174,6 @@ def test_a_certain_label_keeps_its_gradient_in_bfloat16() -> None:
 # On a GPU
 
 
-class Operators(TorchDispatchMode):
-    """Names of the operators, in order."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.names.append(str(func))
-        return func(*args, **(kwargs or {}))
-
-
 @pytest.mark.parametrize(
     ("tokens", "vocabulary", "chunk"),
     [
@@ -205,7 +194,7 @@ def test_chunks_of_a_gpu_are_even_and_multiples_of_a_tile(tokens: int, vocabular
 def test_a_gpu_adds_to_the_gradient_of_the_weight_in_one_matmul() -> None:
     """Three matmuls a chunk. The second writes the gradient of the hidden states in bfloat16, and the third adds to the
     float32 sum of the chunks before."""
-    with FakeTensorMode(), Operators() as operators:
+    with FakeTensorMode(), OperatorNames() as operators:
         hidden = torch.empty(1, 512, 64, dtype=torch.bfloat16, requires_grad=True)
         weight = torch.empty(999, 64, dtype=torch.bfloat16, requires_grad=True)
         labels = torch.zeros(1, 512, dtype=torch.int64)

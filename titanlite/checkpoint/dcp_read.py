@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner
-from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from titanlite.checkpoint import manifest as manifests
 from titanlite.checkpoint.manifest import Manifest
+from titanlite.checkpoint.rank_reader import RankReader
 from titanlite.checkpoint.storage import Storage
 from titanlite.checkpoint.unpickle import Forbidden, MetadataUnpickler
 from titanlite.runtime.errors import DamagedCheckpoint, RunError, UserError
@@ -24,7 +24,7 @@ class UnsafeCheckpoint(UserError):
     """A checkpoint holds more than tensors, and loading it could run code. Nothing of it was run."""
 
 
-class ShardReader(StorageReader):
+class ShardReader(RankReader):
     """Reader of what this rank needs from a checkpoint.
 
     Every file and tensor that it reads is checked by its checksum.
@@ -124,17 +124,3 @@ class ShardReader(StorageReader):
         if tensor.shape != chunk:
             raise UnsafeCheckpoint(f"{where} has shape {[*tensor.shape]} and not {[*chunk]}: refused")
         return tensor
-
-    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None: ...
-
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        return plan
-
-    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        return plans
-
-    def reset(self, checkpoint_id: Any = None) -> None: ...
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
-        return True

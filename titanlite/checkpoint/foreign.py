@@ -4,13 +4,12 @@ from abc import abstractmethod
 from typing import Any, Protocol
 
 from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import LoadPlan
-from torch.distributed.checkpoint.storage import StorageReader
 
+from titanlite.checkpoint.rank_reader import RankReader
 from titanlite.models.registry import ModelSpec
 
 
-class ForeignWeights(StorageReader):
+class ForeignWeights(RankReader):
     """Reader of weights of another program, under the names and in the layout of a model of ours."""
 
     where: str
@@ -24,20 +23,6 @@ class ForeignWeights(StorageReader):
 
     @abstractmethod
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata: ...
-
-    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None: ...
-
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        return plan
-
-    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        return plans
-
-    def reset(self, checkpoint_id: Any = None) -> None: ...
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
-        return True
 
 
 class OpenWeights(Protocol):
