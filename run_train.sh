@@ -1,11 +1,16 @@
 #!/usr/bin/env bash
 # Train:  ./run_train.sh [--config NAME.toml] [--section.key=value ...]
 #
+# Test the machines of a job:  ./run_train.sh check [--config NAME.toml] [--section.key=value ...]
+#
 # Without arguments it trains debug.toml: a small Llama, on any machine. A name without a folder is that of a file here,
 # or of a shipped config (train_configs/). All arguments are those of `titanlite train`. From the environment:
 #   NPROC          processes on this machine (default: one for each GPU, else 1)
-#   NNODES         machines (default 1); then also
+#   MAX_RESTARTS   restarts after a crash, by torchrun (default 0)
+#   NNODES         machines (default 1), or their least and largest number (1:4); then also
 #   RDZV_ENDPOINT  host:port of the first machine, the same on all
+#   LOCAL_ADDR     IPv4 address of this machine, where the machines do not know each other by name
+#   RDZV_CONF      further settings of torchrun's rendezvous (join_timeout=60,last_call_timeout=5)
 # Exit codes: 0 done, 1 failed, 2 wrong config or input, 3 stopped by a rule of the config (a loss that is not finite),
 # 75 stopped by a signal (TERM, INT, USR1, HUP) or at a planned time, with a checkpoint: start it again.
 set -euo pipefail
@@ -31,14 +36,20 @@ gpus=$(count_gpus)
 nproc_here=${NPROC:-$((gpus > 0 ? gpus : 1))}
 nnodes=${NNODES:-1}
 [[ $nproc_here =~ ^[1-9][0-9]*$ ]] || die "NPROC: expected a number of processes, got $nproc_here"
-[[ $nnodes =~ ^[1-9][0-9]*$ ]] || die "NNODES: expected a number of machines, got $nnodes"
+restarts=${MAX_RESTARTS:-0}
+[[ $nnodes =~ ^[1-9][0-9]*(:[1-9][0-9]*)?$ ]] || die "NNODES: expected a number of machines or a range (1:4), got $nnodes"
+((${nnodes%:*} <= ${nnodes#*:})) || die "NNODES: expected a range from few to many, got $nnodes"
+[[ $restarts =~ ^[0-9]+$ ]] || die "MAX_RESTARTS: expected a number of restarts, got $restarts"
 
-if ((nproc_here * nnodes == 1)); then
+if ((nproc_here * ${nnodes#*:} == 1)) && [[ ${1:-} == check ]]; then
+    exec "$PYTHON" -m titanlite check --machines "${@:2}"
+fi
+if ((nproc_here * ${nnodes#*:} == 1 && restarts == 0)); then
     exec "$PYTHON" -m titanlite train "$@"
 fi
-if ((nnodes > 1)) && [[ -z ${RDZV_ENDPOINT:-} ]]; then
+if ((${nnodes#*:} > 1)) && [[ -z ${RDZV_ENDPOINT:-} ]]; then
     die "with NNODES > 1, set RDZV_ENDPOINT to host:port of the first machine, the same on all"
 fi
 
 # torchrun, and the exit code of the first process that fails. A signal to this process goes to all of them.
-exec "$PYTHON" -m titanlite.runtime.launch "$nnodes" "$nproc_here" "${RDZV_ENDPOINT:-localhost:0}" "$@"
+exec "$PYTHON" -m titanlite.runtime.launch "$nnodes" "$nproc_here" "${RDZV_ENDPOINT:-localhost:0}" "$restarts" "$@"

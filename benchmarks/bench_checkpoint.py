@@ -140,7 +140,7 @@ class Contest:
 
         def has_ended() -> bool:
             self.saves[name] += manager.watch()
-            return manager._save is None
+            return not manager.is_saving()
 
         return has_ended
 
@@ -192,7 +192,7 @@ class Contest:
         for save in range(1, 21):
             self.step()
             manager.save(Progress(self.step_number, 0), last=False)
-            while manager._save is not None:
+            while manager.is_saving():
                 self.step()
                 manager.watch()
             after[save] = resident()

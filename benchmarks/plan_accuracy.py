@@ -263,6 +263,7 @@ def trained(config: Config, device: torch.device, *, steps: int = 8) -> tuple[in
             model, mesh=mesh, kernels=kernels, parallelism=config.parallelism, training=config.training,
             activation_checkpoint=config.activation_checkpoint, compile=config.compile,
             float8=config.quantize.linear.float8,
+            freeze=config.freeze,
         )  # fmt: skip
         materialize(model, device=device, offload=False, dtype=DTYPES[config.training.dtype], seed=0)
         optimizer = build_optimizer(model, config.optimizer, seed=0)

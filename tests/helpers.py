@@ -87,7 +87,7 @@ class TinyRun:
         return [record["loss"] for record in self.records(name, outputs)]
 
 
-def train_on_this_rank(config: Config, rank: int, world_size: int) -> Any:
+def train_on_this_rank(config: Config, rank: int, world_size: int, observer: Any = None) -> Any:
     """Train in the process group that is there already; returns the run."""
     import torch
 
@@ -106,8 +106,9 @@ def train_on_this_rank(config: Config, rank: int, world_size: int) -> Any:
         device=device,
         prepare_text=prepare_text,
         open_weights=open_weights,
+        observer=observer,
     )
-    train(run)
+    train(run, observer=observer)
     finish(run)
     run.checkpoints.finish_exports()
     return run

@@ -10,6 +10,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from tests.helpers import TinyRun
+from titanlite.checkpoint import manifest as manifests
+from titanlite.checkpoint.storage import LocalStorage
+
 SCRIPT = Path(__file__).parents[1] / "run_train.sh"
 
 
@@ -64,7 +68,7 @@ class Job:
         )
         return is_python and bool(int(caught.split()[1], 16) >> (signal.SIGTERM - 1) & 1)
 
-    def wait_until(self, condition: Callable[[], bool], seconds: float = 120) -> None:
+    def wait_until(self, condition: Callable[[], bool], seconds: float = 300) -> None:
         deadline = time.monotonic() + seconds
         while not condition():
             assert self.process.poll() is None, f"ended with {self.process.returncode}: {self.text()}"
@@ -118,3 +122,20 @@ def started(folder: Path, *words: str, command: Sequence[str] | None = None, **e
             except ProcessLookupError:
                 continue
         process.wait()
+
+
+def newest(tiny: TinyRun, *, killed: bool = False) -> int:
+    """Return the newest step that is saved, after checking that every checkpoint is complete and nothing else is.
+
+    Args:
+        killed: the job was killed, which may leave the hidden folder of a save that never counts.
+    """
+    storage = LocalStorage(f"{tiny.folder}/outputs/tiny/checkpoints", "")
+    listing = storage.list()
+    steps = manifests.committed_steps(listing)
+    assert [*map(manifests.folder_name, steps)] == sorted(
+        name for name in listing if not (killed and name.startswith(".staging-"))
+    ), "a partial checkpoint"
+    for folder in map(manifests.folder_name, steps):
+        manifests.verify(storage, folder, listing[folder])
+    return max(steps, default=0)

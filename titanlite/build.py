@@ -13,7 +13,7 @@ from titanlite.batch import Batch
 from titanlite.checkpoint.exports import Exports
 from titanlite.checkpoint.fingerprint import resume_settings
 from titanlite.checkpoint.foreign import OpenWeights
-from titanlite.checkpoint.load import saved_run_id
+from titanlite.checkpoint.load import newest_saved
 from titanlite.checkpoint.manager import CheckpointManager, Progress
 from titanlite.checkpoint.storage import open_storage
 from titanlite.config.load import dump
@@ -21,11 +21,13 @@ from titanlite.config.schema import Config
 from titanlite.data.loader import MicroBatches, build_loader
 from titanlite.data.samples import Samples, Source
 from titanlite.data.sources import PrepareText, open_data
+from titanlite.data.verify import while_checking
 from titanlite.guard import StepGuard
 from titanlite.kernels import Kernels
 from titanlite.loss import LossFunction, build_loss
 from titanlite.metrics.recorder import MetricsRecorder
 from titanlite.models.base import Model
+from titanlite.observer import StepObserver
 from titanlite.optim import build_optimizer
 from titanlite.optim.in_backward import InBackward
 from titanlite.parallelize import DTYPES, build_mesh, materialize, parallelize
@@ -103,22 +105,27 @@ def build(
     device: torch.device,
     prepare_text: PrepareText | None = None,
     open_weights: OpenWeights | None = None,
+    observer: StepObserver | None = None,
 ) -> Run:
     """Build every part of a run, and resume from the run's newest checkpoint.
 
     Args:
         prepare_text: makes tokens of data that is text. Without it, text is refused.
         open_weights: opens weights of other programs. Without it, a run begins from titanlite's checkpoints only.
+        observer: hears of the phases "data preparation", "model" and "checkpoint load".
 
     Raises:
         UserError: the parts do not fit together, or the data or the checkpoint do not fit the config.
     """
+    observer = observer or StepObserver()
     mesh = build_mesh(config.parallelism, world_size=ranks.world_size, device_type=device.type)
-    folder = open_run_folder(
-        config.job, config.data, rank=ranks.rank, saved_run_id=partial(saved_run_id, config.checkpoint)
-    )
+    newest = partial(newest_saved, config.checkpoint)
+    folder = open_run_folder(config.job, config.data, rank=ranks.rank, newest_saved=newest)
+    observer.phase("data preparation")
     samples, validation_sources = _open_samples(config, resolved, folder=folder, mesh=mesh, prepare_text=prepare_text)
+    observer.phase("model")
     state = _build_state(config, resolved, mesh=mesh, device=device, folder=folder)
+    observer.phase("checkpoint load")
     checkpoints = _open_checkpoints(
         config, resolved, state, samples, mesh=mesh, device=device, folder=folder, open_weights=open_weights
     )
@@ -134,12 +141,14 @@ def build(
         model=state.model,
         replicas=count_parameter_replicas(state.model, world_group(mesh)),
         optimizer=state.optimizer,
-        in_backward=_updates_in_backward(config, state, resumed.guard),
+        in_backward=InBackward(state.model, state.optimizer, should_skip=resumed.guard.should_skip)
+        if config.optimizer.in_backward
+        else None,
         loss_function=build_loss(config.training, state.kernels),
         guard=resumed.guard,
         samples=resumed.samples,
         micro_batches=micro_batches,
-        batches=batches,
+        batches=while_checking(batches, [*samples.sources, *validation_sources], folder.data_cache, ranks),
         accumulation=config.training.batch_split(micro_batches.ranks)[1],
         validator=_build_validator(config, resolved, state.kernels, validation_sources, mesh=mesh, device=device),
         checkpoints=resumed.checkpoints,
@@ -184,6 +193,7 @@ def _build_state(
         activation_checkpoint=config.activation_checkpoint,
         compile=config.compile,
         float8=config.quantize.linear.float8,
+        freeze=config.freeze,
         pin_memory=not (disk and disk.holds_parameters),
     )
     materialize(
@@ -196,12 +206,6 @@ def _build_state(
     )
     optimizer = build_optimizer(model, config.optimizer, seed=config.debug.seed, disk=disk)
     return _State(kernels=kernels, model=model, optimizer=optimizer, disk=disk)
-
-
-def _updates_in_backward(config: Config, state: _State, guard: StepGuard) -> InBackward | None:
-    if not config.optimizer.in_backward:
-        return None
-    return InBackward(state.model, state.optimizer, should_skip=guard.should_skip)
 
 
 def _open_checkpoints(
@@ -247,7 +251,7 @@ def _resume(
     progress = checkpoints.load(has_saved=folder.has_saved)
     if progress.step:
         samples = samples.resume(progress.data, progress.samples_seen, config.data.on_change)
-    record_start(folder, config, ranks=ranks, device=device, mesh=mesh)
+    record_start(folder, config, step=progress.step, ranks=ranks, device=device, mesh=mesh)
     guard = StepGuard(config.guard, device=device, step=progress.step, state=progress.guard)
     return _Resumed(checkpoints=checkpoints, progress=progress, samples=samples, guard=guard)
 

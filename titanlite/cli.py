@@ -5,6 +5,7 @@ import sys
 import time
 from argparse import Namespace
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING, NoReturn
@@ -16,13 +17,16 @@ from titanlite.convert import arguments as convert
 from titanlite.convert import evaluate_arguments as evaluate
 from titanlite.convert import generate_arguments as generate
 from titanlite.ingest import arguments as ingest
+from titanlite.machines import arguments as machines
 from titanlite.migrate import arguments as migrate
 from titanlite.plan import arguments as plan
 from titanlite.report import arguments as report
 from titanlite.runtime.allocator import use_expandable_segments
 from titanlite.runtime.arguments import Parser
-from titanlite.runtime.endings import another_has_ended, end_now, print_errors, report_errors
+from titanlite.runtime.endings import another_has_ended, end_now, leaving_mark, print_errors, report_errors
 from titanlite.runtime.errors import ConfigError, Problem, RunError, UserError, whole_number
+from titanlite.runtime.proc import kill_stopped_descendants
+from titanlite.runtime.restarts import RunEnd
 from titanlite.runtime.signals import StopRequests, stop_with_launcher
 
 if TYPE_CHECKING:
@@ -31,6 +35,7 @@ if TYPE_CHECKING:
     from titanlite.config.schema import Config
     from titanlite.preflight import ResolvedConfig
     from titanlite.runtime.process_group import Ranks
+    from titanlite.runtime.timeouts import PhaseTimeouts
 
     Checked = tuple[Config, ResolvedConfig, Ranks, torch.device]
 
@@ -102,10 +107,11 @@ def _add_check(group: Parser, name: str) -> None:
         "check",
         "report every mistake of a config, and start nothing",
         _check,
-        details="The number of processes is taken from the environment variable WORLD_SIZE; default: 1.",
-        example=f"{name} my.toml --training.steps=500",
+        details=machines.DETAILS,
+        example=f"{name} my.toml --training.steps=500\n{name} my.toml --machines",
     )
     parser.add_config(default="debug")
+    machines.add_machines(parser)
 
 
 def main() -> NoReturn:
@@ -118,6 +124,7 @@ def main() -> NoReturn:
     for stream in (sys.stdout, sys.stderr):
         with suppress(BrokenPipeError):
             stream.flush()
+    kill_stopped_descendants()
     os._exit(code)
 
 
@@ -144,15 +151,31 @@ def _train(options: Namespace) -> None:
     started = time.time()
     if "TORCHELASTIC_RUN_ID" in os.environ:
         stop_with_launcher()
-    requests = StopRequests()
-    with requests.listening(end_now, another_has_ended):
+    requests, end = StopRequests(), RunEnd()
+
+    def stop_at_once(message: str, code: int) -> NoReturn:
+        if message:
+            end.write_soon(code, message)
+        end_now(message, code)
+
+    with leaving_mark(), requests.listening(stop_at_once, another_has_ended):
         config, resolved, ranks, device = _checked(options, log=True)
         requests.plan(config.training.max_seconds, os.environ, started=started)
-        _run_training(config, resolved, ranks, device, requests)
+        from titanlite.runtime.timeouts import PhaseTimeouts
+
+        phase = PhaseTimeouts(config.comm)
+        run = Path(config.job.dump_folder, str(config.job.name))
+        with end.recorded(run, rank=ranks.rank, step=lambda: phase.position.step):
+            _run_training(config, resolved, ranks, device, requests, phase)
 
 
 def _run_training(
-    config: "Config", resolved: "ResolvedConfig", ranks: "Ranks", device: "torch.device", requests: StopRequests
+    config: "Config",
+    resolved: "ResolvedConfig",
+    ranks: "Ranks",
+    device: "torch.device",
+    requests: StopRequests,
+    phase: "PhaseTimeouts",
 ) -> None:
     import torch
 
@@ -161,32 +184,58 @@ def _run_training(
     from titanlite.ingest.prepare import prepare_text
     from titanlite.runtime.flight_recorder import keep_traces
     from titanlite.runtime.process_group import process_group
+    from titanlite.runtime.versions import check_equal_start
+    from titanlite.runtime.watchdog import watching
     from titanlite.train import finish, train
 
-    keep_traces(os.environ, Path(config.job.dump_folder, str(config.job.name), "logs"))
+    logs = Path(config.job.dump_folder, str(config.job.name), "logs")
+    keep_traces(os.environ, logs)
     try:
-        timeout = config.comm.init_timeout_seconds
-        with process_group(ranks, device, deterministic=config.debug.deterministic, timeout_seconds=timeout):
+        with process_group(
+            ranks,
+            device,
+            deterministic=config.debug.deterministic,
+            timeout_seconds=config.comm.init_timeout_seconds,
+            watch=partial(watching, phase, ranks, device=device, logs=logs, end=end_now),
+        ):
+            check_equal_start(config.model_dump(mode="json"), device)
             run = build(
-                config, resolved, ranks=ranks, device=device, prepare_text=prepare_text, open_weights=open_weights
+                config,
+                resolved,
+                ranks=ranks,
+                device=device,
+                prepare_text=prepare_text,
+                open_weights=open_weights,
+                observer=phase,
             )
-            stopped = train(run, requests)
+            stopped = train(run, requests, observer=phase)
             finish(run, stopped)
-        run.checkpoints.finish_exports(export_last=not stopped, give_up=requests.requested)
+        phase.phase("export")
+        if not run.checkpoints.finish_exports(export_last=not stopped, give_up=requests.requested):
+            stopped = stopped or requests.stopped(run.steps)
     except torch.OutOfMemoryError as error:
         from titanlite.plan.out_of_memory import explain
 
+        error.add_note(str(phase))
         raise RunError(explain(error, config, ranks, device)) from error
+    except Exception as error:
+        error.add_note(str(phase))
+        raise
     if stopped:
         raise stopped
 
 
 def _check(options: Namespace) -> None:
-    config = _checked(options)[0]
+    config, resolved, ranks, device = _checked(options)
     from titanlite.config.checks import find_warnings
 
     for warning in find_warnings(config, steps=None if config.training.epochs else config.training.steps):
-        print(f"warning: {warning}", file=sys.stderr)
+        if ranks.rank == 0:
+            print(f"warning: {warning}", file=sys.stderr)
+    if options.machines:
+        from titanlite.machines.command import main as test_machines
+
+        test_machines(config, resolved, ranks, device)
 
 
 def _checked(options: Namespace, *, log: bool = False) -> "Checked":

@@ -93,6 +93,7 @@ class _ChunkedLoss(torch.autograd.Function):
         narrow_VD = operand_VD if narrow == wide else weight_VD.to(narrow)
         d_hidden_TD = torch.empty_like(hidden_TD) if needs_gradients else None
         d_weight_VD: Tensor | None = None
+        trains_weight = ctx.needs_input_grad[1]
         valid_T, labels_T = (labels_T != IGNORE).float(), labels_T.clamp(min=0)
         dtype = narrow if needs_gradients else None
         terms: list[tuple[Tensor, Tensor, Tensor]] = []
@@ -106,14 +107,13 @@ class _ChunkedLoss(torch.autograd.Function):
             if d_hidden_TD is not None and (d_logits_CV := softmax.d_logits_CV) is not None:
                 x_CD = x_CD.to(narrow)
                 kernels.matmul_into(d_hidden_TD[part], d_logits_CV, narrow_VD)
-                if d_weight_VD is None:
+                if trains_weight and d_weight_VD is None:
                     d_weight_VD = kernels.float32_mm(d_logits_CV.t(), x_CD)
-                else:
+                elif d_weight_VD is not None:
                     kernels.add_matmul(d_weight_VD, d_logits_CV.t(), x_CD)
                 del d_logits_CV
             del logits_CV, softmax  # before the next chunk allocates its own
-        if d_weight_VD is not None:
-            ctx.gradients = d_hidden_TD, d_weight_VD.to(weight_VD.dtype)
+        ctx.gradients = d_hidden_TD, None if d_weight_VD is None else d_weight_VD.to(weight_VD.dtype)
         total, cross_entropy = _sums(terms, valid_T, z_loss)
         ctx.mark_non_differentiable(cross_entropy)
         return total, cross_entropy
@@ -122,7 +122,8 @@ class _ChunkedLoss(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         d_hidden_TD, d_weight_VD = ctx.gradients
         del ctx.gradients  # they are scaled in place, which can be done once
-        return d_hidden_TD.mul_(gradients[0]), d_weight_VD.mul_(gradients[0]), None, None, None, None
+        d_weight_VD = None if d_weight_VD is None else d_weight_VD.mul_(gradients[0])
+        return d_hidden_TD.mul_(gradients[0]), d_weight_VD, None, None, None, None
 
 
 def _sums(terms: Sequence[tuple[Tensor, Tensor, Tensor]], valid_T: Tensor, z_loss: float) -> tuple[Tensor, Tensor]:

@@ -1,7 +1,9 @@
 """Observers of training: named hooks, so that planner, profilers and error messages need no patches of the code."""
 
-from collections.abc import Iterable
-from contextlib import AbstractContextManager, nullcontext
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -13,7 +15,11 @@ class StepObserver:
         """An optimizer step begins, with the wait for its data."""
 
     def phase(self, name: str) -> None:
-        """A phase begins: data, forward, backward, update, validation, checkpoint."""
+        """A phase begins.
+
+        In a start: data preparation, model, checkpoint load. In the loop: data, forward, backward, update, metrics,
+        validation, checkpoint. Then export and end.
+        """
 
     def collective(self, category: str, unit: str) -> AbstractContextManager[None]:
         """An FSDP unit communicates within the context, and allocates and frees memory for it. Only for a model that
@@ -25,23 +31,77 @@ class StepObserver:
         """
         return nullcontext()
 
+    def waiting(self) -> AbstractContextManager[None]:
+        """This rank waits for other ranks within the context, which may be nested in another. FSDP units report their
+        waits only for a model that `observe_fsdp` was called on."""
+        return nullcontext()
+
     def label(self, tensors: Iterable[Tensor], category: str) -> None:
         """The memory of tensors has a category from here on: parameters, gradients, reduce-scatter, ..."""
 
 
-class CurrentPhase(StepObserver):
-    """Remembers where training is, for error messages."""
+class Observers(StepObserver):
+    """Several observers, called in their order."""
 
-    def __init__(self) -> None:
-        self.step = 0
-        """0 before the first step."""
-        self.name = "start"
+    def __init__(self, *observers: StepObserver) -> None:
+        self._observers = observers
 
     def begin_step(self, step: int) -> None:
-        self.step, self.name = step, "data"
+        for observer in self._observers:
+            observer.begin_step(step)
 
     def phase(self, name: str) -> None:
-        self.name = name
+        for observer in self._observers:
+            observer.phase(name)
+
+    def collective(self, category: str, unit: str) -> AbstractContextManager[None]:
+        return _together(observer.collective(category, unit) for observer in self._observers)
+
+    def waiting(self) -> AbstractContextManager[None]:
+        return _together(observer.waiting() for observer in self._observers)
+
+    def label(self, tensors: Iterable[Tensor], category: str) -> None:
+        tensors = [*tensors]
+        for observer in self._observers:
+            observer.label(tensors, category)
+
+
+@contextmanager
+def _together(contexts: Iterable[AbstractContextManager[None]]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for context in contexts:
+            stack.enter_context(context)
+        yield
+
+
+class Position(NamedTuple):
+    """Position of a process in its run."""
+
+    step: int
+    """0 before the first step."""
+    name: str
+    """Name of the phase."""
+    since: float
+    """Time at which the phase began, by `time.monotonic`."""
 
     def __str__(self) -> str:
         return f"step {self.step}, {self.name}" if self.step else self.name
+
+
+class CurrentPhase(StepObserver):
+    """Remembers where training is, for error messages and the watchdog.
+
+    `position` is replaced as a whole, so another thread always reads a step with its own phase.
+    """
+
+    def __init__(self) -> None:
+        self.position = Position(0, "start", time.monotonic())
+
+    def begin_step(self, step: int) -> None:
+        self.position = Position(step, "data", time.monotonic())
+
+    def phase(self, name: str) -> None:
+        self.position = Position(self.position.step, name, time.monotonic())
+
+    def __str__(self) -> str:
+        return str(self.position)

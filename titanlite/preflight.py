@@ -15,24 +15,21 @@ from titanlite.config.checks import are_right, why_not_writable
 from titanlite.config.schema import Config, Data, ModelSelection, Optimizer, Validation
 from titanlite.data.sources import FindText, check_path
 from titanlite.data.tokenizer import Tokenizer, load_tokenizer
+from titanlite.memory_check import check_model_disk, check_model_memory
 from titanlite.metrics.run_summary import check_attention
 from titanlite.models.base import Model, ModelArgs, initial_values, unique_parameters
 from titanlite.models.registry import ModelSpec, resolve_model
 from titanlite.optim import check_optimizer
 from titanlite.optim.registry import compiles_updates
-from titanlite.optim.state_size import state_bytes
 from titanlite.parallelize.activation_checkpoint import recompute_policies
 from titanlite.parallelize.float8 import check_float8
-from titanlite.parallelize.fsdp import largest_shard
-from titanlite.parallelize.materialize import check_memory
+from titanlite.parallelize.freeze import freeze
 from titanlite.runtime.compilers import check_compiler
-from titanlite.runtime.disk import check_room, folder_of
 from titanlite.runtime.errors import ConfigError, Problem, UserError
 from titanlite.runtime.hash_random import random_bits, salt
 from titanlite.runtime.process_group import Ranks
 from titanlite.runtime.user_code import find_object
 
-SIZES = {"bfloat16": 2, "float32": 4}
 T = TypeVar("T")
 
 
@@ -94,9 +91,7 @@ def examine(
     for key, names in (("training.loss", [training.loss]), ("metrics.loggers", config.metrics.loggers)):
         for name in filter(None, names):
             report.attempt(key, [key], partial(_check_callable, name))
-    model = report.attempt("model.file", [], spec.build) if spec else None
-    if model is not None and config.model.file:
-        report.attempt("model.file", [], lambda: check_own_model(model))
+    model = _build_model(report, spec, config) if spec else None
     report.attempt("checkpoint", ["checkpoint"], lambda: check_exports(config.checkpoint, model))
     checked = report.attempt(
         "optimizer", ["optimizer", "training.dtype"], lambda: _check_optimizer(config.optimizer, model, training.dtype)
@@ -114,9 +109,9 @@ def examine(
         report.attempt("data.tokenizer", [], lambda: _check_vocabulary(tokenizer, args))
     if checked:
         sizes = ["training", "parallelism", "offload"]
-        report.attempt("model.flavor", sizes, lambda: _check_memory(model, config, ranks, device))
+        report.attempt("model.flavor", sizes, lambda: check_model_memory(model, config, ranks, device))
         if config.offload.is_used:
-            report.attempt("offload.path", [*sizes, "job"], lambda: _check_disk(model, config, ranks))
+            report.attempt("offload.path", [*sizes, "job"], lambda: check_model_disk(model, config, ranks))
     spec = spec._replace(args=replace(args, max_seq_len=training.seq_len))
     return (ResolvedConfig(spec, tokenizer) if tokenizer else None), report.problems
 
@@ -129,6 +124,17 @@ def select_model(selection: ModelSelection, tokenizer: Tokenizer | None) -> Mode
     """
     size = tokenizer.vocab_size if tokenizer else None
     return resolve_model(selection.name, selection.flavor, selection.args, selection.file, tokenizer_size=size)
+
+
+def _build_model(report: "_Report", spec: ModelSpec, config: Config) -> Model | None:
+    """Return the model on the meta device, with frozen parameters marked."""
+    model = report.attempt("model.file", [], spec.build)
+    if model is None:
+        return None
+    if config.model.file:
+        report.attempt("model.file", [], lambda: check_own_model(model))
+    report.attempt("freeze.parameters", ["freeze"], lambda: freeze(model, config.freeze))
+    return model
 
 
 class _Report:
@@ -277,35 +283,3 @@ def _check_optimizer(config: Optimizer, model: Model | None, dtype: str) -> bool
     if problems := check_optimizer(config, model, dtype=dtype):
         raise ConfigError(problems)
     return True
-
-
-def _check_memory(model: Model, config: Config, ranks: Ranks, device: torch.device) -> None:
-    in_memory, _ = _bytes_per_parameter(model, config)
-    check_memory(
-        model,
-        bytes_per_parameter=in_memory,
-        shard_degree=config.parallelism.degrees(ranks.world_size).shard,
-        local_world_size=ranks.local_world_size,
-        device=device,
-        offload=config.training.enable_cpu_offload,
-    )
-
-
-def _check_disk(model: Model, config: Config, ranks: Ranks) -> None:
-    _, on_disk = _bytes_per_parameter(model, config)
-    of_a_rank = on_disk * largest_shard(model, config.parallelism.degrees(ranks.world_size).shard)
-    folder = folder_of(config.offload, Path(config.job.dump_folder, str(config.job.name)))
-    check_room(folder, of_a_rank * ranks.local_world_size)
-
-
-def _bytes_per_parameter(model: Model, config: Config) -> tuple[float, float]:
-    """Return the bytes (in memory, on disk) of a parameter with its gradient and its optimizer states.
-
-    With updates in backward the gradients of one FSDP unit exist at a time, which are not counted.
-    """
-    weight = SIZES[config.training.dtype]
-    gradient = 0 if config.optimizer.in_backward else weight
-    states = state_bytes(config.optimizer, model, dtype=config.training.dtype)
-    moments = states / sum(p.numel() for p in model.parameters())
-    on_disk = weight * (config.offload.parameters == "disk") + moments * (config.offload.optimizer == "disk")
-    return weight + gradient + moments - on_disk, on_disk

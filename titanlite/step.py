@@ -90,13 +90,14 @@ def train_step(
     gradients = [local_tensor(parameter.grad) for parameter in parameters if parameter.grad is not None]
     norms = in_backward.end() if in_backward else dict(zip(parameters, gradient_norms(gradients), strict=True))
     local_square, square = sums_of_squares(norms, replicas)
-    sums, square = reduce_over_ranks(
-        [micro_losses.sum(), totals.sum(), *([] if stop_flag is None else stop_flag)],
-        square.to(micro_losses.device),
-        model.counters(),
-        duplicates=world.size() // group.size(),
-        world=world,
-    )
+    with observer.waiting():
+        sums, square = reduce_over_ranks(
+            [micro_losses.sum(), totals.sum(), *([] if stop_flag is None else stop_flag)],
+            square.to(micro_losses.device),
+            model.counters(),
+            duplicates=world.size() // group.size(),
+            world=world,
+        )
     loss, total, stop_flags = sums[0], sums[1], sums[2:]
     norm = square.sqrt()
     if max_norm > 0:
@@ -125,7 +126,8 @@ def accumulate(
     Returns:
         cross entropy and minimized sum of each micro-batch / valid tokens of the global batch, each [micro-batches].
     """
-    valid_tokens = count_valid_tokens(batches, group)
+    with observer.waiting():
+        valid_tokens = count_valid_tokens(batches, group)
     losses = []
     for index, batch in enumerate(batches):
         observer.phase("forward")
@@ -143,7 +145,8 @@ def accumulate(
         )
         losses.append(torch.stack([loss.cross_entropy.detach(), loss.total.detach()]) / valid_tokens)
         if in_backward:
-            in_backward.begin(losses[-1], group)
+            with observer.waiting():
+                in_backward.begin(losses[-1], group)
         observer.phase("backward")
         # FSDP averages gradients over the group. They must be summed.
         (loss.total * (group.size() / valid_tokens)).backward()

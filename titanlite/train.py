@@ -10,9 +10,11 @@ from titanlite.build import Run
 from titanlite.checkpoint.manager import Progress
 from titanlite.guard import StoppedByGuard
 from titanlite.metrics.run_summary import report_end, report_start
+from titanlite.observer import Observers, StepObserver
 from titanlite.optim import set_learning_rate
 from titanlite.parallelize.float8 import weight_scaler
 from titanlite.runtime.errors import RunStopped
+from titanlite.runtime.private_torch.fsdp import observe_fsdp
 from titanlite.runtime.process_group import freeze_garbage_collector, seed_step
 from titanlite.runtime.signals import StoppedBySignal, StopRequests
 from titanlite.runtime.timeouts import PhaseTimeouts
@@ -21,11 +23,14 @@ from titanlite.step import train_step
 from titanlite.stop import AgreedStop
 
 
-def train(run: Run, stop_requests: StopRequests | None = None) -> RunStopped | None:
+def train(
+    run: Run, stop_requests: StopRequests | None = None, *, observer: StepObserver | None = None
+) -> RunStopped | None:
     """Train from the run's progress to its last step.
 
     Args:
         stop_requests: asked in every step.
+        observer: hears of steps and phases. Default: one that gives each phase its timeout.
 
     Returns:
         the reason, where a rule of the config or a request stopped the run earlier.
@@ -40,37 +45,36 @@ def train(run: Run, stop_requests: StopRequests | None = None) -> RunStopped | N
         accumulation=run.accumulation,
         steps=run.steps,
     )
-    phase = PhaseTimeouts(run.config.comm)
+    observer = observer or PhaseTimeouts(run.config.comm)
     try:
-        _loop(run, phase, stop_requests or StopRequests())
+        _loop(run, observer, stop_requests or StopRequests())
     except StoppedBySignal as stopped:
-        phase.phase("checkpoint")
+        observer.phase("checkpoint")
         run.checkpoints.save_if_newer(_progress(run, stopped.taken))
         return stopped
     except StoppedByGuard as stopped:
-        phase.phase("checkpoint")
+        observer.phase("checkpoint")
         run.metrics.record_skipped(stopped.skipped, run.micro_batches, run.samples)
         if not stopped.in_part:
             run.checkpoints.save_if_newer(_progress(run, stopped.taken))
         return stopped
-    except Exception as error:
-        error.add_note(str(phase))
-        raise
-    phase.phase("end")
+    observer.phase("end")
     return None
 
 
-def _loop(run: Run, phase: PhaseTimeouts, stop_requests: StopRequests) -> None:
+def _loop(run: Run, observer: StepObserver, stop_requests: StopRequests) -> None:
     config, metrics, checkpoints, validator = run.config, run.metrics, run.checkpoints, run.validator
     scale_weights = weight_scaler(run.model, config.quantize.linear.float8)
     scale_weights()
+    observe_fsdp(run.model, metrics.own_time)
     stop = AgreedStop(stop_requests, torch.device(run.mesh.device_type))
     samples = run.progress.samples_seen
     for step in range(run.progress.step + 1, run.steps + 1):
         last = step == run.steps
-        phase.begin_step(step)
+        observer.begin_step(step)
         with metrics.waiting_for_data():
             batches = list(islice(run.batches, run.accumulation))
+        metrics.begin_step(step, last=last)
         seed_step(config.debug.seed, step, run.ranks.rank)
         lr = learning_rate(step, peak=config.optimizer.lr, steps=run.steps, config=config.lr_scheduler)
         set_learning_rate(run.optimizer, lr)
@@ -87,8 +91,9 @@ def _loop(run: Run, phase: PhaseTimeouts, stop_requests: StopRequests) -> None:
             in_backward=run.in_backward,
             reduce_once=config.parallelism.fsdp_reduce_gradients == "last",
             stop_flag=stop.flag(),
-            observer=phase,
+            observer=Observers(observer, metrics.own_time),
         )
+        observer.phase("metrics")
         scale_weights()
         if step == run.progress.step + 1:
             freeze_garbage_collector()
@@ -102,12 +107,12 @@ def _loop(run: Run, phase: PhaseTimeouts, stop_requests: StopRequests) -> None:
         if stops:
             raise stop_requests.stopped(step)
         if validator.is_due(step, last=last):
-            phase.phase("validation")
+            observer.phase("validation")
             with metrics.not_training(waits_for_device=True), checkpoints.not_training():
                 if record := validator.run(run.model, stops=stop.is_asked if not last else None):
                     metrics.record_validation(step, record)
         if saves:
-            phase.phase("checkpoint")
+            observer.phase("checkpoint")
             with metrics.not_training(waits_for_device=not checkpoints.is_background):
                 checkpoints.save(_progress(run, step), last=last)
 

@@ -16,6 +16,7 @@ from tests.helpers import TinyRun, run_in_turn, run_ranks
 from tests.layouts import degrees, whole
 from titanlite.build import Run, build
 from titanlite.checkpoint.manifest import Manifest
+from titanlite.checkpoint.save import Save
 from titanlite.config.schema import Config
 from titanlite.ingest.prepare import prepare_text
 from titanlite.loss import TokenLoss
@@ -77,11 +78,11 @@ def fail_first_save(run: Run) -> None:
     saver = run.checkpoints._saver
     right = saver.start
 
-    def start(*args: Any, **kwargs: Any) -> Future[Any]:
+    def start(*args: Any, **kwargs: Any) -> Save:
         saver.start = right
         future: Future[Any] = Future()
         threading.Timer(1.0, lambda: future.set_exception(OSError("disk full"))).start()
-        return future
+        return Save(future, future)
 
     saver.start = start
 

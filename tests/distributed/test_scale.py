@@ -6,7 +6,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from tests.helpers import run_ranks
-from titanlite.config.schema import ActivationCheckpoint, Compile, Float8, Parallelism, Training
+from titanlite.config.schema import ActivationCheckpoint, Compile, Float8, Freeze, Parallelism, Training
 from titanlite.cpu.kernels import CpuKernels
 from titanlite.models.llama3 import Llama3
 from titanlite.optim import build_optimizer
@@ -28,6 +28,7 @@ def build_405b(rank: int, world_size: int) -> tuple[float, int, int]:
         activation_checkpoint=ActivationCheckpoint(mode="full"),
         compile=Compile(enable=True),
         float8=Float8(),
+        freeze=Freeze(),
     )
     from titanlite.config.schema import Optimizer
 

@@ -1,18 +1,18 @@
 """Signals to real jobs: what they save, what they return, and that no process is left."""
 
+import json
 import platform
 import signal
 import sys
 import time
+from collections.abc import Callable
 
 import pytest
 import torch
 
 from tests.helpers import TinyRun, run_ranks
-from tests.processes import Job, started
+from tests.processes import Job, newest, started
 from titanlite.build import build
-from titanlite.checkpoint import manifest as manifests
-from titanlite.checkpoint.storage import LocalStorage
 from titanlite.config.schema import Config
 from titanlite.ingest.prepare import prepare_text
 from titanlite.preflight import preflight
@@ -47,17 +47,6 @@ def stop_one_rank(rank: int, world_size: int, config: Config) -> int:
     return stopped.taken
 
 
-def newest(tiny: TinyRun) -> int:
-    """Return the newest step that is saved, after checking that every checkpoint is complete and nothing else is."""
-    storage = LocalStorage(f"{tiny.folder}/outputs/tiny/checkpoints", "")
-    listing = storage.list()
-    steps = manifests.committed_steps(listing)
-    assert [*map(manifests.folder_name, steps)] == sorted(listing), "a partial checkpoint"
-    for folder in listing:
-        manifests.verify(storage, folder, listing[folder])
-    return max(steps, default=0)
-
-
 def wait_for_next_step(job: Job) -> None:
     job.wait_for_step(max(job.steps(), default=0) + 2)
 
@@ -78,18 +67,50 @@ def test_workers_of_the_loader_end_with_a_killed_trainer(tiny: TinyRun) -> None:
         assert job.left() == {}
 
 
+def is_saving(tiny: TinyRun) -> bool:
+    return any((tiny.folder / "outputs" / "tiny" / "checkpoints").glob(".staging-*"))
+
+
+def is_validating(tiny: TinyRun) -> bool:
+    """Return whether the next line after that of a step is due: all other work is short."""
+    return (tiny.folder / "outputs" / "tiny" / "validation.jsonl").exists()
+
+
+def is_exporting(tiny: TinyRun) -> bool:
+    return any((tiny.folder / "outputs" / "tiny" / "logs").glob("export-*"))
+
+
+PHASES: dict[signal.Signals, tuple[str, Callable[[TinyRun], bool]]] = {
+    signal.SIGTERM: ("--checkpoint.interval=1 --checkpoint.async_mode=disabled", is_saving),
+    signal.SIGINT: ("--checkpoint.interval=1", is_saving),
+    signal.SIGUSR1: ("--validation.enable=true --validation.freq=1 --validation.path={text}", is_validating),
+    signal.SIGHUP: ("--training.steps=2 --checkpoint.last_save_in_hf=true", is_exporting),
+}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("sign", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
-def test_a_signal_to_one_process(tiny: TinyRun, sign: signal.Signals) -> None:
-    with started(tiny.folder, f"--config={tiny.toml}", *LONG, "--data.num_workers=1", command=TRAIN) as job:
+@pytest.mark.parametrize("sign", PHASES)
+def test_a_signal_in_each_phase(tiny: TinyRun, sign: signal.Signals) -> None:
+    """One complete checkpoint in a save, in a save in the background, in validation and in an export."""
+    phase, has_begun = PHASES[sign]
+    options = *LONG, "--data.num_workers=1", *phase.format(text=tiny.text).split()
+    with started(tiny.folder, f"--config={tiny.toml}", *options, command=TRAIN) as job:
         job.wait_for_step(2)
+        job.wait_until(lambda: has_begun(tiny))
         step = max(job.steps())
         job.process.send_signal(sign)
         assert job.end() == 75, job.text()
-        assert step <= newest(tiny) <= max(job.steps()) + 1
-        assert f"stopped after step {newest(tiny)} by {sign.name}; step {newest(tiny)} is saved in" in job.text()
+        saved = newest(tiny)
+        assert step <= saved <= max(job.steps()) + 1
         assert job.left() == {}
         assert "Traceback" not in job.text()
+        if sign == signal.SIGHUP:
+            assert "the export of step 2 was stopped. By hand: titanlite checkpoint export" in job.text()
+            assert not [*(tiny.folder / "outputs" / "tiny" / "exports").glob("hf-*")]
+        else:
+            assert f"stopped after step {saved} by {sign.name}; step {saved} is saved in" in job.text()
+    start = json.loads((tiny.folder / "outputs" / "tiny" / "run.json").read_text())["starts"][0]
+    assert start["end"] == {"code": 75, "reason": f"stopped after step {saved} by {sign.name}", "step": saved}
 
 
 @pytest.mark.slow
@@ -116,10 +137,14 @@ def test_signals_to_several_processes(tiny: TinyRun) -> None:
 @pytest.mark.slow
 def test_before_the_first_step_a_signal_ends_a_job_at_once(tiny: TinyRun) -> None:
     config = f"--config={tiny.toml}"
-    for number, (processes, delay) in enumerate((("1", 0.0), ("1", 1.0), ("2", 0.0), ("2", 2.0))):
+    (tiny.text / "long.txt").write_text("one two three four five " * 1_000_000)
+    cache = tiny.folder / "outputs" / "data_cache"
+    for number, (processes, delay) in enumerate((("1", 0.0), ("1", None), ("2", 0.0), ("2", 2.0))):
         with started(tiny.folder, config, *LONG, f"--job.name=at-{number}", NPROC=processes) as job:
             job.wait_until(job.catches_signals)  # Python's own start, of 0.1 s, ends as any program's
-            time.sleep(delay)
+            if delay is None:  # in the preparation of data
+                job.wait_until(cache.exists)
+            time.sleep(delay or 0)
             if job.steps():
                 continue
             job.signal(job.process.pid, signal.SIGTERM)
@@ -132,18 +157,21 @@ def test_before_the_first_step_a_signal_ends_a_job_at_once(tiny: TinyRun) -> Non
 
 
 @pytest.mark.slow
-def test_a_second_signal_ends_a_job_that_hangs(tiny: TinyRun) -> None:
+def test_a_second_signal_ends_a_job_that_hangs_in_a_save(tiny: TinyRun) -> None:
     """A stopped rank never answers the first signal, nor torchrun's second."""
-    with started(tiny.folder, f"--config={tiny.toml}", *LONG, NPROC="2") as job:
+    saving = "--checkpoint.interval=1", "--checkpoint.async_mode=disabled", "--checkpoint.keep_latest_k=0"
+    with started(tiny.folder, f"--config={tiny.toml}", *LONG, *saving, NPROC="2") as job:
         job.wait_for_step(2)
-        job.signal(job.ranks()[1], signal.SIGSTOP)
+        stopped = job.ranks()[1]
+        job.wait_until(lambda: is_saving(tiny))
+        job.signal(stopped, signal.SIGSTOP)
         job.signal(job.process.pid, signal.SIGTERM)
         time.sleep(SAME_SECONDS + 1)
         assert job.process.poll() is None
         job.signal(job.process.pid, signal.SIGTERM)
         assert job.end(30) == 128 + signal.SIGTERM
         assert job.left() == {}
-        assert newest(tiny) == 0
+        assert newest(tiny, killed=True) in (max(job.steps()) - 1, max(job.steps()))
         assert "stopped at once by a second signal, SIGTERM: no checkpoint was saved" in job.text()
 
 
@@ -171,6 +199,9 @@ from titanlite.loss import token_loss
 calls = []
 def loss(*args, **options):
     calls.append(1)
+    if len(calls) == 2 and dist.get_rank() == 1:
+        print("printed")
+        os.write(2, b"from a library\\n")
     if len(calls) == 3 and dist.get_rank() == 1:
         raise ValueError("planted")
     return token_loss(*args, **options)
@@ -193,5 +224,11 @@ def test_an_exception_on_one_rank_is_a_dozen_lines(tiny: TinyRun) -> None:
         assert len(lines) - at <= 12, job.text()
         assert "Traceback" not in job.text()
     logs = tiny.folder / "outputs" / "tiny" / "logs"
-    assert "ValueError: planted" in (logs / "rank-1.log").read_text()
-    assert "step     2  loss" in (logs / "rank-0.log").read_text()
+    log = (logs / "rank-1.log").read_text().splitlines()
+    assert [line for line in log if line in ("printed", "from a library")] in (
+        ["printed", "from a library"],
+        ["from a library", "printed"],
+    )
+    assert {"printed", "from a library"} <= {*lines}, "the console has them too"
+    assert any("ValueError: planted" in line for line in log)
+    assert (logs / "rank-0.log").read_text().count("step     2  loss") == 1

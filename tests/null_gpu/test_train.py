@@ -18,6 +18,9 @@ def test_a_run_ends_and_resumes(run_python: RunPython, tmp_path: Path, devices: 
     steps = [record for record in metrics(tmp_path) if "grad_norm" in record]
     assert [record["step"] for record in steps] == [1, 2, 3, 4, 5, 6]
     assert all(0.05 < record["memory_gib"] < 1 for record in steps)
+    for record in steps:  # of CUDA events on the compute stream
+        assert 0 < record["own_seconds_median"] <= record["own_seconds_slowest"] < 60
+        assert record["slowest_rank"] in range(devices)
     saved = sorted(path.name for path in (tmp_path / "outputs/run/checkpoints").glob("step-*"))
     assert saved[-1] == "step-00000006"
     second = train(run_python, "--training.steps=8", devices=devices)

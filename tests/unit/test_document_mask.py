@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from tests.helpers import TinyRun, train_on_this_rank
 from tests.models import SMALL, built, documents, oracle
 from titanlite.batch import IGNORE
-from titanlite.config.schema import ActivationCheckpoint, Compile, Float8, Parallelism, Training
+from titanlite.config.schema import ActivationCheckpoint, Compile, Float8, Freeze, Parallelism, Training
 from titanlite.cpu.kernels import CpuKernels
 from titanlite.kernels import DEFAULT_KERNELS, Kernels
 from titanlite.loss import token_loss
@@ -280,7 +280,7 @@ def sharded(compile: Compile, compute: Any = "float32", mode: ActivationCheckpoi
         model, mesh=build_mesh(parallelism, world_size=1, device_type="cpu"), kernels=CpuKernels(),
         parallelism=parallelism,
         training=Training(mixed_precision_param=compute), activation_checkpoint=mode or ActivationCheckpoint(),
-        compile=compile, float8=Float8(),
+        compile=compile, float8=Float8(), freeze=Freeze(),
     )  # fmt: skip
     return model
 

@@ -294,6 +294,28 @@ def test_a_tokenizer_of_another_size_is_pointed_out(run_folder: Path, capfd: pyt
         tokenizer_of(replace(source, tokenizer=None))
 
 
+def test_a_tokenizer_without_its_package_is_one_line(
+    run_folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The folder has its tokenizer: only the package that reads it is missing. What needs no tokenizer is silent."""
+    folder = tmp_path / "hf"
+    assert cli.run(["checkpoint", "export", str(run_folder), "--out", str(folder)]) == 0
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    capfd.readouterr()
+    reason = f"{folder}/tokenizer.json needs tokenizers: pip install 'titanlite[tokenizers]'; or"
+    code, out, err = generate(capfd, folder, "--prompt", PROMPT, "--max-new-tokens", 3)
+    assert (code, out) == (2, "")
+    assert err == f"error: {folder}: its tokenizer: {reason} name one with --tokenizer\n"
+    words = ["checkpoint", "export", str(folder), "--out", str(tmp_path / "again")]
+    assert cli.run(words) == 2
+    assert capfd.readouterr().err == (
+        f"error: the tokenizer of the run: {reason} name its file or folder with --tokenizer, or leave its files out "
+        "with --no-tokenizer\n"
+    )
+    assert cli.run([*words, "--no-tokenizer"]) == 0
+    assert capfd.readouterr().err == ""
+
+
 def test_an_exported_folder_generates_the_same_text(
     run_folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

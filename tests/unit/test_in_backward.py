@@ -15,7 +15,8 @@ from torch.nn import functional
 from tests.helpers import TinyRun
 from tests.layouts import degrees
 from tests.plans import profiled
-from titanlite.config.schema import Guard, Optimizer, OptimizerGroup
+from titanlite.config.optim_schema import OptimizerGroup
+from titanlite.config.schema import Guard, Optimizer
 from titanlite.guard import StepGuard, StoppedByGuard
 from titanlite.optim import build_optimizer
 from titanlite.optim.in_backward import InBackward

@@ -252,9 +252,7 @@ def test_a_disk_that_fails_while_training(tiny: TinyRun, monkeypatch: pytest.Mon
 
     run = build_run(tiny, monkeypatch)
     monkeypatch.setattr(os, "fdatasync", fail)
-    with pytest.raises(
-        RunError, match=r"^offload.path: .*/tiny/offload can no longer be written: Input/output error\nstep 1, update$"
-    ):
+    with pytest.raises(RunError, match=r"^offload.path: .*/tiny/offload can no longer be written: Input/output error$"):
         run()
 
 

@@ -3,6 +3,7 @@
 import pickle
 import weakref
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.nn.attention import SDPBackend
 from torch.testing._internal.two_tensor import TwoTensor
 
-from titanlite.observer import StepObserver
+from titanlite.observer import Observers, StepObserver
 from titanlite.runtime.private_torch.autograd import call_after_backward, has_gradient_hooks, is_in_backward
 from titanlite.runtime.private_torch.checkpoint import (
     MemoryFormat,
@@ -46,6 +47,7 @@ from titanlite.runtime.private_torch.fsdp import (
     gather_in_place,
     keeps_reduced_gradients,
     observe_fsdp,
+    observer_of,
     reduce_scatter_of,
     release_all_reduce_input,
     sharded_parameters,
@@ -61,7 +63,14 @@ from titanlite.runtime.private_torch.operators import (
     reads_found_inf,
     scale_in_place,
 )
-from titanlite.runtime.private_torch.process_groups import run_on_all_ranks, run_on_rank_0, set_timeouts
+from titanlite.runtime.private_torch.process_groups import (
+    connect_to_store,
+    count_collectives,
+    recent_collectives,
+    run_on_all_ranks,
+    run_on_rank_0,
+    set_timeouts,
+)
 from titanlite.runtime.private_torch.tensors import (
     has_hooks,
     local_tensor,
@@ -600,6 +609,43 @@ def test_modules_of_one_unit_are_observed_once() -> None:
     assert observer.heard == ["backward 0", "reduce 0"]
 
 
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("is_asynchronous", [False, True])
+def test_observers_hear_of_waits_for_other_ranks(world_size: int, is_asynchronous: bool) -> None:
+    class Waits(StepObserver):
+        def __init__(self) -> None:
+            self.heard: list[int] = []
+            self.count = 0
+
+        def waiting(self) -> AbstractContextManager[None]:
+            self.count += 1
+            return nullcontext()
+
+        def phase(self, name: str) -> None:
+            self.heard.append(self.count)
+
+    with fake_process_group(world_size):
+        model: Any = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
+        for module in (*model, model):
+            fully_shard(module, mesh=init_device_mesh("cpu", (world_size,)))
+            if is_asynchronous:
+                gather_asynchronously(module)
+        wait_for_reduction(model[2])
+        gather_in_place(model[1])
+        assert type(observer_of(model[0])) is StepObserver
+        observe_fsdp(model, first := Waits())
+        observe_fsdp(model, second := Waits())
+        assert isinstance(observer_of(model[0]), Observers)
+        model(torch.ones(1, 4)).sum().backward()
+    assert (first.heard, first.count) == (second.heard, second.count)
+    if world_size == 1:
+        assert (first.heard, first.count) == ([0] * 6, 0)
+    elif is_asynchronous:  # three all-gathers; for each unit another and its reduction; three ends of backward
+        assert (first.heard, first.count) == ([3, 4, 5, 6, 7, 8], 12)
+    else:  # each call that starts an all-gather waits too, the prefetching ones in backward as well
+        assert (first.heard, first.count) == ([6, 9, 10, 13, 14, 16], 20)
+
+
 def test_call_after_backward() -> None:
     calls: list[str] = []
     x = torch.ones(1, requires_grad=True)
@@ -663,3 +709,14 @@ def test_timeouts_are_set_in_all_groups_but_one() -> None:
     groups = [dist.group.WORLD, other, kept]
     seconds = [it._get_backend(torch.device("cpu")).options._timeout.total_seconds() for it in groups if it]
     assert seconds == [7.5, 7.5, 5]
+
+
+@pytest.mark.usefixtures("single_process_group")
+def test_what_the_watchdog_asks_process_groups() -> None:
+    """tests/distributed/test_timeouts.py counts the collectives of two ranks."""
+    assert count_collectives() == {}  # groups of one rank do not count
+    dist.all_reduce(torch.ones(3))
+    assert b'"gloo:all_reduce"' in recent_collectives()
+    store = connect_to_store()
+    assert store.add("a key of this test", 2) == 2
+    assert isinstance(store, dist.Store)

@@ -5,6 +5,8 @@ import logging
 import math
 import os
 import platform
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -76,13 +78,17 @@ def test_damaged_run_json_is_renamed_and_the_run_resumes_with_its_id(
         damaged = damage(record.read_bytes())
         record.write_bytes(damaged)
         opened = open_run_folder(
-            tiny.config().job, tiny.config().data, rank=0, saved_run_id=lambda path: run_id if path == folder else None
+            tiny.config().job,
+            tiny.config().data,
+            rank=0,
+            newest_saved=lambda run: (1, run_id if run == folder else None),
         )
         assert opened.run_id == run_id, name
         assert opened.lock is not None
         opened.lock.close()
         assert (folder / f"run.json.damaged-{number}").read_bytes() == damaged
-        assert json.loads(record.read_bytes()) == {"id": run_id, "starts": []}
+        run = json.loads(record.read_bytes())
+        assert (run["id"], len(run["starts"])) == (run_id, 1)
         assert warnings()[-1] == (
             f"{record} is damaged: it is now run.json.damaged-{number}, and the run continues with id {run_id}"
         )
@@ -174,14 +180,27 @@ def test_records_wait_for_room_on_the_disk(tmp_path: Path, warnings: Callable[[]
     assert warnings()[1:] == [f"{path} is written again, with all records since"]
 
 
+NAN_AT_STEP_2 = """
+from titanlite.loss import TokenLoss, token_loss
+calls = []
+
+def loss(*arguments, **options):
+    calls.append(None)
+    found = token_loss(*arguments, **options)
+    return TokenLoss(found.total, found.cross_entropy * (float("nan") if len(calls) == 2 else 1))
+"""
+
+
 @pytest.mark.usefixtures("single_process_group")
 def test_a_full_disk_under_records_stops_neither_training_nor_checkpoints(
     tiny: TinyRun, warnings: Callable[[], list[str]]
 ) -> None:
-    config = tiny.config("--checkpoint.interval=1", "--training.steps=3", *VALIDATION.format(tiny.text).split())
+    (tiny.folder / "odd.py").write_text(NAN_AT_STEP_2)
+    options = [f"--training.loss={tiny.folder / 'odd.py'}:loss", "--guard.nonfinite=skip", "--training.steps=3"]
+    config = tiny.config("--checkpoint.interval=1", *options, *VALIDATION.format(tiny.text).split())
     ranks, device = Ranks(0, 1, 0, 1), torch.device("cpu")
     run = build(config, preflight(config, ranks, device), ranks=ranks, device=device, prepare_text=prepare_text)
-    names = ("metrics.jsonl", "checkpoints.jsonl", "validation.jsonl")
+    names = ("metrics.jsonl", "checkpoints.jsonl", "validation.jsonl", "skipped.jsonl")
     for name in names:
         (run.folder.path / name).symlink_to("/dev/full")
     train_run(run)
@@ -190,6 +209,32 @@ def test_a_full_disk_under_records_stops_neither_training_nor_checkpoints(
     assert sorted(saved) == [folder_name(step) for step in (1, 2, 3)]
     full = [text for text in warnings() if "No space left on device" in text]
     assert sorted(text.partition(" ")[0] for text in full) == sorted(str(run.folder.path / name) for name in names)
+
+
+LIMITED = """
+import logging, resource, sys
+from pathlib import Path
+from titanlite.config.schema import Metrics
+from titanlite.metrics.loggers import Loggers
+
+logging.basicConfig(format="%(message)s")
+loggers = Loggers(Metrics(), Path(sys.argv[1]), step=0)
+resource.setrlimit(resource.RLIMIT_FSIZE, (300, 300))
+for step in range(1, 101):
+    loggers.log({"step": step, "loss": 1.0, "slowest_host": "a"})
+loggers.close()
+"""
+
+
+def test_tensorboard_without_room_is_put_aside_with_one_warning(tmp_path: Path) -> None:
+    """A limit of the size of files stands for a full disk. The thread of the writer ends with an error."""
+    words = [sys.executable, "-c", LIMITED, str(tmp_path)]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("TensorBoard failed, and gets no more metrics:") == 1
+    assert "File too large" in done.stderr
+    [file] = (tmp_path / "tensorboard").iterdir()
+    assert file.stat().st_size == 300
 
 
 def test_a_log_that_cannot_be_written_is_reported_once(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -1,5 +1,6 @@
 """Timeouts of collectives follow the phases of training."""
 
+import time
 from datetime import timedelta
 from pathlib import Path
 
@@ -9,10 +10,17 @@ import torch.distributed as dist
 
 from tests.helpers import TinyRun, train_on_this_rank
 from titanlite.config.schema import Comm
+from titanlite.observer import CurrentPhase
 from titanlite.runtime.flight_recorder import VARIABLES, keep_traces
 from titanlite.runtime.timeouts import CHECKPOINT_GROUP, PhaseTimeouts
 
-COMM = Comm(init_timeout_seconds=100, train_timeout_seconds=10, save_timeout_seconds=1000)
+COMM = Comm(
+    init_timeout_seconds=100,
+    compile_timeout_seconds=200,
+    train_timeout_seconds=10,
+    validation_timeout_seconds=300,
+    save_timeout_seconds=1000,
+)
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta:
@@ -22,6 +30,10 @@ def timeout_of(group: dist.ProcessGroup) -> timedelta:
 def test_each_phase_has_its_timeout() -> None:
     calls: list[float | str] = []
     phase = PhaseTimeouts(COMM, set_seconds=calls.append, wait_for_all=lambda: calls.append("all"))
+    assert calls == []  # there is no process group yet
+    assert (str(phase), phase.timeout) == ("start", ("comm.init_timeout_seconds", 100))
+    for name in ("data preparation", "model", "checkpoint load"):
+        phase.phase(name)
     for step in range(6, 10):
         phase.begin_step(step)
         for name in ("forward", "backward", "update"):
@@ -30,9 +42,22 @@ def test_each_phase_has_its_timeout() -> None:
             phase.phase("validation")
         if step == 8:
             phase.phase("checkpoint")
+    assert (str(phase), phase.timeout) == ("step 9, update", ("comm.train_timeout_seconds", 10))
     phase.phase("end")
-    assert calls == [100, "all", 10, 100, 1000, 10, 1000]
+    assert calls == [100, 200, 300, 200, "all", 10, 300, 1000, 10, 1000]
     assert str(phase) == "step 9, end"
+
+
+def test_a_position_is_a_step_with_its_phase_and_its_beginning() -> None:
+    before = time.monotonic()
+    phase = CurrentPhase()
+    start = phase.position
+    phase.begin_step(3)
+    step, name, since = phase.position
+    assert (step, name) == (3, "data")
+    assert before <= start.since <= since <= time.monotonic()
+    assert str(start) == "start"
+    assert str(phase.position) == "step 3, data"
 
 
 def test_a_short_run_keeps_the_timeout_of_the_start() -> None:
@@ -40,7 +65,7 @@ def test_a_short_run_keeps_the_timeout_of_the_start() -> None:
     phase = PhaseTimeouts(COMM, set_seconds=calls.append, wait_for_all=lambda: pytest.fail("no rank waits"))
     for step in (1, 2):
         phase.begin_step(step)
-    assert calls == [100]
+    assert calls == [200]
 
 
 @pytest.mark.usefixtures("single_process_group")
@@ -50,7 +75,7 @@ def test_training_sets_the_timeouts_of_its_groups_but_not_that_of_checkpoints(ti
     checkpoints = run.checkpoints._group
     assert checkpoints.group_desc == CHECKPOINT_GROUP
     assert timeout_of(run.world) == timeout_of(checkpoints) == timedelta(seconds=1000)  # at the end
-    PhaseTimeouts(COMM)
+    PhaseTimeouts(COMM).phase("model")
     assert timeout_of(run.world) == timedelta(seconds=100)
     assert timeout_of(checkpoints) == timedelta(seconds=1000)
 
@@ -66,3 +91,48 @@ def test_files_of_traces_that_the_user_names_stay(name: str, tmp_path: Path) -> 
     environ = {name: "/shared/trace-"}
     keep_traces(environ, tmp_path)
     assert environ == {name: "/shared/trace-"}
+
+
+class Phases(CurrentPhase):
+    """Remembers every step and phase."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heard: list[str] = []
+
+    def begin_step(self, step: int) -> None:
+        super().begin_step(step)
+        self.heard.append(str(self))
+
+    def phase(self, name: str) -> None:
+        super().phase(name)
+        self.heard.append(str(self))
+
+
+@pytest.mark.usefixtures("single_process_group")
+def test_a_whole_start_reports_its_phases(tiny: TinyRun) -> None:
+    phases = Phases()
+    config = tiny.config("--training.steps=1", "--validation.enable", f"--validation.path={tiny.text}")
+    train_on_this_rank(config, 0, 1, observer=phases)
+    steps = [f"step 1, {name}" for name in ("data", "forward", "backward", "update", "metrics")]
+    ends = [f"step 1, {name}" for name in ("validation", "checkpoint", "end")]
+    assert phases.heard == ["data preparation", "model", "checkpoint load", *steps, *ends]
+
+
+def test_usual_steps_are_those_without_compilation_validation_and_saves() -> None:
+    phase = PhaseTimeouts(COMM, set_seconds=lambda seconds: None, wait_for_all=lambda: None)
+    for step in range(1, 4):
+        phase.begin_step(step)
+        phase.phase("forward")
+    assert len(phase.recent_steps) == 0  # two starting steps, and the present one
+    phase.phase("validation")
+    assert len(phase.recent_steps) == 1
+    time.sleep(0.5)  # of validation
+    for step in range(4, 40):
+        phase.begin_step(step)
+    assert len(phase.recent_steps) == 20
+    assert max(phase.recent_steps) < 0.5
+    phase.recent_steps.clear()
+    phase.forget_step()
+    phase.begin_step(40)
+    assert len(phase.recent_steps) == 0

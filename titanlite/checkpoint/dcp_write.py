@@ -43,7 +43,7 @@ class WrittenFile:
         return FileRecord(self.size, f"{self.crc32:08x}")
 
 
-class _ChecksumStream(io.RawIOBase):
+class ChecksumStream(io.RawIOBase):
     """Stream that counts and sums what it passes on to another one."""
 
     def __init__(self, target: BinaryIO) -> None:
@@ -135,7 +135,7 @@ class ShardWriter(StorageWriter):
         results = []
         no_other_checksums = serialization.patch("save.compute_crc32", False)  # pyright: ignore
         with no_other_checksums, self.storage.create(f"{self.folder}/{self.name}") as file:
-            raw = _ChecksumStream(file)
+            raw = ChecksumStream(file)
             stream = io.BufferedWriter(cast(io.RawIOBase, raw), BUFFER)
             written = raw.written
             for item in items:

@@ -79,12 +79,15 @@ class Exports:
                 logger.warning(f"the export of step {step} could not be started: {error}")
             del self._waiting[0]
 
-    def finish(self, *, last: int = 0, give_up: Callable[[], bool] = lambda: False) -> None:
+    def finish(self, *, last: int = 0, give_up: Callable[[], bool] = lambda: False) -> bool:
         """Wait for all exports.
 
         Args:
             last: step of the run's last checkpoint, which `last_save_in_hf` exports; 0 for none.
             give_up: whether to end without the rest, which the next start resumes.
+
+        Returns:
+            whether all have ended.
         """
         if last and self.config.last_save_in_hf:
             self.start(last)
@@ -92,10 +95,11 @@ class Exports:
             logger.info(f"waiting for the export of step {self._running[0]}")
         while self.unfinished():
             if give_up():
-                return self.stop()
+                self.stop()
+                return False
             self.poll()
             time.sleep(0.05)
-        return None
+        return True
 
     def stop(self) -> None:
         """End the process that runs, and forget the others."""

@@ -16,6 +16,7 @@ def resume_settings(config: Config, *, model_args: Any, data: dict[str, Any]) ->
     return {
         **model_settings(config.model.title, model_args),
         **data,
+        **({"freeze.parameters": sorted(config.freeze.parameters)} if config.freeze.parameters else {}),
         "training.seq_len": config.training.seq_len,
         "training.global_batch_size": config.training.global_batch_size,
         "debug.seed": config.debug.seed,

@@ -2,7 +2,6 @@
 
 import logging
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -154,6 +153,8 @@ class Loader:
                 aside.append(folder)
                 continue
             where = self.storage.url_of(folder)
+            for lost in sorted(manifests.without_manifest(listing, since=step)):
+                logger.warning(f"{self.storage.url_of(lost)} has lost its {MANIFEST}, and does not count")
             check_settings(self.settings, manifest.settings, self.may_change, where)
             if manifest.run_id != self.storage.owner:
                 logger.warning(f"{where} was saved by another run (id {manifest.run_id}); this run resumes from it")
@@ -209,17 +210,15 @@ class Loader:
             raise error_of_ranks(error) from None
 
 
-def saved_run_id(config: Checkpoint, run: Path) -> str | None:
-    """Return the run id in the newest checkpoint whose manifest is not damaged; None if there is none.
+def newest_saved(config: Checkpoint, run: Path) -> tuple[int, str | None]:
+    """Return (step, run id) of the newest checkpoint whose manifest is not damaged; (0, None) if there is none.
 
     Args:
         run: folder of the run.
     """
     storage = open_storage(config.folder or str(run / "checkpoints"))
-    for step in reversed(manifests.committed_steps(storage.list())):
-        with suppress(DamagedCheckpoint):
-            return manifests.read_manifest(storage, folder_name(step)).run_id
-    return None
+    newest = manifests.read_newest(storage, manifests.committed_steps(storage.list()))
+    return (newest.step, newest.run_id) if newest else (0, None)
 
 
 def _nested(state: State) -> dict[str, Any]:

@@ -5,8 +5,6 @@ import json
 import logging
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
-from concurrent.futures import wait as wait_for
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
@@ -21,14 +19,16 @@ import titanlite
 from titanlite.checkpoint import manifest as manifests
 from titanlite.checkpoint.exports import Exports
 from titanlite.checkpoint.foreign import ForeignWeights
+from titanlite.checkpoint.in_flight import SavesInFlight
 from titanlite.checkpoint.load import Loader
+from titanlite.checkpoint.local import LocalFolder, recover
 from titanlite.checkpoint.manifest import FileRecord, Manifest, folder_name
 from titanlite.checkpoint.save import Saved, Saver
 from titanlite.checkpoint.save_overhead import SaveOverhead, StepClock
 from titanlite.checkpoint.state import complete_optimizer_state, put_back_numbers, state_of
 from titanlite.checkpoint.storage import Storage
 from titanlite.config.schema import Checkpoint
-from titanlite.runtime.errors import DamagedCheckpoint, RunError, UserError
+from titanlite.runtime.errors import DamagedCheckpoint, UserError
 from titanlite.runtime.ranks import on_rank_0
 from titanlite.runtime.timeouts import CHECKPOINT_GROUP
 
@@ -88,8 +88,8 @@ class CheckpointManager:
         self.settings = json.loads(json.dumps(settings))  # as in a manifest that was read
         self.config_hash = hashlib.sha256(whole_config.encode()).hexdigest()
         # A save runs in a thread: its collectives must not mix with training's.
-        group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds), group_desc=CHECKPOINT_GROUP)
-        assert isinstance(group, dist.ProcessGroup)
+        group = _new_group(timeout_seconds)
+        self._local = LocalFolder(config.local_path, storage.owner) if config.enable and config.local_path else None
         self.is_background = config.async_mode != "disabled" and flush is None
         self._flush = flush
         if config.enable and config.async_mode != "disabled" and flush is not None:
@@ -98,14 +98,22 @@ class CheckpointManager:
         if pin and device.type == "cpu":
             logger.info("checkpoint.async_mode: without a GPU there is nothing to pin memory for; async is used")
         pin = pin and device.type != "cpu"
-        self._saver = Saver(storage, group=group, device=device, pin=pin, config=whole_config)
+        self._saver = Saver(
+            storage,
+            group=group,
+            device=device,
+            pin=pin,
+            config=whole_config,
+            local=self._local,
+            copy_group=_new_group(timeout_seconds) if self._local else None,
+        )
         may_change = [*config.allow_changes, *may_change]
         self._loader = Loader(
             config, storage, group=group, settings=self.settings, may_change=may_change, open_weights=open_weights
         )
         self._group = group
         self._clock = StepClock(device)
-        self._save: tuple[int, Future[Saved]] | None = None
+        self._in_flight = SavesInFlight(self._clock, self._committed, most=2 if self._local else 1)
         self._ended: list[tuple[int, Saved, SaveOverhead]] = []
         self.exports = exports
         self._newest = 0
@@ -123,6 +131,8 @@ class CheckpointManager:
         """
         if self.config.enable:
             on_rank_0(self._group, self.storage.sweep)
+            if self._local:
+                recover(self._local, self.storage, group=self._group)
             while (manifest := self._loader.find()) is not None:
                 complete_optimizer_state(self.model, self.optimizer)
                 state = state_of(self.model, self.optimizer)
@@ -150,29 +160,24 @@ class CheckpointManager:
         return Progress()
 
     def watch(self) -> list[dict[str, Any]]:
-        """Check on a save in flight. Every rank calls it at the end of every step. Returns records of finished saves.
+        """Check on saves in flight. Every rank calls it at the end of every step. Returns records of finished saves.
 
         Raises:
-            RunError: on every rank at the same step, if the save failed on any.
+            RunError: on every rank at the same step, if a save failed on any.
         """
         self._clock.step()
         if self.exports:
             self.exports.poll()
-        if self._save is None:
-            return self._records()
-        save = self._save[1]
-        is_running = not save.done()
-        has_failed = save.done() and save.exception() is not None
-        flags = torch.tensor([is_running, has_failed], dtype=torch.int32)
-        dist.all_reduce(flags, op=dist.ReduceOp.MAX)  # on the CPU, and of 8 bytes
-        is_running, has_failed = map(bool, flags.tolist())
-        if has_failed or not is_running:
-            self._end_save(timeout=30 if is_running else None)
+        self._in_flight.check()
         return self._records()
 
     def not_training(self) -> AbstractContextManager[None]:
         """Exclude a block from the cost of saving."""
         return self._clock.not_training()
+
+    def is_saving(self) -> bool:
+        """Return whether a save has begun and not ended."""
+        return self._in_flight.any()
 
     def is_due(self, step: int, *, last: bool) -> bool:
         return self.config.enable and (last or step % self.config.interval == 0)
@@ -180,11 +185,12 @@ class CheckpointManager:
     def save(self, progress: Progress, *, last: bool) -> None:
         """Start a save, and return; with async_mode = "disabled" and at the end of the run, wait for it.
 
+        With `local_folder`, "disabled" waits until the state is on the nodes' disks.
+
         Raises:
             RunError: on every rank, if the previous save has failed, or this one where it is waited for.
         """
-        if self._save is not None:  # at most one at a time: the host holds one copy of the state
-            self._end_save()
+        self._in_flight.make_room()
         self._clock.begin_save()
         started = time.perf_counter()
         names = self.mesh.mesh_dim_names or ()
@@ -211,21 +217,22 @@ class CheckpointManager:
             self._flush()
         state = state_of(self.model, self.optimizer)
         background = self.is_background and not last
-        future = self._saver.start(state, folder_name(progress.step), manifest, background=background)
-        self._save = progress.step, future
+        save = self._saver.start(state, folder_name(progress.step), manifest, background=background)
+        self._in_flight.add(progress.step, save)
         if not background:
-            self._end_save()
+            self._in_flight.wait_until_written()
+        if last or not (background or self._local):
+            self._in_flight.end_all()
 
     def save_if_newer(self, progress: Progress) -> None:
         """Save an earlier step that the state is of, and wait; do nothing if that step or a later one is saved.
 
-        A save in flight is waited for. If it fails, this one takes its place.
+        Saves in flight are waited for. If one fails, this one takes its place.
 
         Raises:
             RunError: the save failed.
         """
-        if self._save is not None:
-            self._end_save(must_succeed=False)
+        self._in_flight.end_all(must_succeed=False)
         if self.config.enable and progress.step > self._newest:
             self.save(progress, last=True)
 
@@ -234,44 +241,25 @@ class CheckpointManager:
         self._saver.close()
         return self._records(wait=True)
 
-    def finish_exports(self, *, export_last: bool = True, give_up: Callable[[], bool] = lambda: False) -> None:
+    def finish_exports(self, *, export_last: bool = True, give_up: Callable[[], bool] = lambda: False) -> bool:
         """Wait for exports, after training and its process group have ended.
 
         Args:
             export_last: the run is complete, so its last checkpoint may be one to export.
             give_up: whether to end without the rest.
+
+        Returns:
+            whether all have ended.
         """
+        return not self.exports or self.exports.finish(last=self._newest if export_last else 0, give_up=give_up)
+
+    def _committed(self, step: int, saved: Saved, overhead: SaveOverhead) -> None:
+        self._newest = step
+        self._ended.append((step, saved, overhead))
         if self.exports:
-            self.exports.finish(last=self._newest if export_last else 0, give_up=give_up)
-
-    def _end_save(self, *, timeout: float | None = None, must_succeed: bool = True) -> None:
-        """Finish the save in flight.
-
-        Args:
-            timeout: seconds to wait after a failure of another rank, which may leave this rank's thread hanging.
-            must_succeed: raise if the save failed. Otherwise a warning reports it, and the next save replaces it.
-
-        Raises:
-            RunError: the save failed, and must_succeed is set.
-        """
-        assert self._save is not None
-        step, future = self._save
-        wait_for([future], timeout)
-        self._save = None
-        blocking = self._clock.end_save()
-        error = future.exception() if future.done() else RunError("another rank failed")
-        if error is None:
-            self._newest = step
-            self._ended.append((step, future.result(), blocking))
-            if self.exports:
-                self.exports.saved(step)
-            if dist.get_rank() == 0:
-                self._saver.later(lambda: self._retain(step))
-            return
-        text = f"the checkpoint of step {step} could not be saved: {error}"
-        if must_succeed:
-            raise RunError(text) from error
-        logger.warning(f"{text}. Continuing without it")
+            self.exports.saved(step)
+        if dist.get_rank() == 0:
+            self._saver.later(lambda: self._retain(step))
 
     def _retain(self, step: int) -> None:
         """Delete checkpoints by the retention rule, if the newest is that of this step, and complete."""
@@ -302,3 +290,10 @@ class CheckpointManager:
             logger.info(f"saved checkpoint of step {step}: {size:,.0f} MiB in {saved.total_seconds:.2f} s{blocked}")
             records.append({"step": step, "blocking_seconds": seconds, **asdict(saved)})
         return records
+
+
+def _new_group(timeout_seconds: float) -> dist.ProcessGroup:
+    """Return a gloo group of all ranks for one thread that saves."""
+    group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds), group_desc=CHECKPOINT_GROUP)
+    assert isinstance(group, dist.ProcessGroup)
+    return group

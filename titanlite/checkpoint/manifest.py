@@ -8,6 +8,7 @@ import json
 import re
 import zlib
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -112,6 +113,14 @@ def committed_steps(listing: dict[str, dict[str, int]]) -> list[int]:
     return sorted(step for step in steps if step is not None)
 
 
+def without_manifest(listing: dict[str, dict[str, int]], *, since: int) -> list[str]:
+    """Return the folders of steps after `since` that have no manifest, not even one set aside."""
+    steps = {
+        folder: step_of(folder) for folder, files in listing.items() if not any(MANIFEST in name for name in files)
+    }
+    return [folder for folder, step in steps.items() if step is not None and step > since]
+
+
 def read_manifest(storage: Storage, folder: str, file: str = MANIFEST) -> Manifest:
     """Read and check a manifest.
 
@@ -136,6 +145,14 @@ def read_manifest(storage: Storage, folder: str, file: str = MANIFEST) -> Manife
     if manifest.step != step_of(folder):
         raise DamagedCheckpoint(f"{storage.url_of(name)} is the manifest of step {manifest.step}")
     return manifest
+
+
+def read_newest(storage: Storage, steps: list[int]) -> Manifest | None:
+    """Return the manifest of the newest of some checkpoints, without those whose manifest is damaged."""
+    for step in reversed(steps):
+        with suppress(DamagedCheckpoint):
+            return read_manifest(storage, folder_name(step))
+    return None
 
 
 def check_sizes(storage: Storage, folder: str, manifest: Manifest, sizes: dict[str, int]) -> None:

@@ -27,6 +27,9 @@ class Storage(ABC):
         owner: id of the run. `sweep` deletes only unfinished folders of this id.
     """
 
+    PATIENCE = retry.PATIENCE
+    """Seconds after which a call that fails is no longer repeated."""
+
     def __init__(self, url: str, owner: str) -> None:
         self.url = url
         self.owner = owner
@@ -118,11 +121,11 @@ class LocalStorage(Storage):
         staging, final = self._staging(folder), self.root / folder
         with self.create(f"{staging.name}/{MANIFEST}") as file:
             file.write(manifest)
-        _sync_folder(staging)
+        sync_folder(staging)
         if final.exists():  # quarantined, or saved again
             self.delete(folder)
         os.rename(staging, final)
-        _sync_folder(self.root)
+        sync_folder(self.root)
 
     def discard(self, folder: str) -> None:
         shutil.rmtree(self._staging(folder), ignore_errors=True)
@@ -132,7 +135,7 @@ class LocalStorage(Storage):
 
     def restore(self, folder: str, reason: str) -> None:
         os.rename(self.root / folder / f"{MANIFEST}.{reason}", self.root / folder / MANIFEST)
-        _sync_folder(self.root / folder)
+        sync_folder(self.root / folder)
 
     def delete(self, folder: str) -> None:
         hidden = self.root / f".deleted-{folder}-{self.owner}"
@@ -151,8 +154,6 @@ class LocalStorage(Storage):
 
 class ObjectStorage(Storage):
     """An object store. Calls that fail are repeated for half a minute; then the error names the file."""
-
-    PATIENCE = retry.PATIENCE
 
     def __init__(self, url: str, owner: str) -> None:
         import fsspec
@@ -270,7 +271,8 @@ def _read_all(file: Any, size: int) -> bytes:
     return data
 
 
-def _sync_folder(folder: Path) -> None:
+def sync_folder(folder: Path) -> None:
+    """Make the names of a folder's files durable."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

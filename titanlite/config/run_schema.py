@@ -1,5 +1,6 @@
 """Options of how a run is saved, recorded and watched: [checkpoint], [metrics], [comm] and [debug]."""
 
+import os
 from typing import Literal
 
 from pydantic import Field
@@ -13,6 +14,9 @@ class Checkpoint(Section):
     folder: Name | None = None
     """Folder of the run's checkpoints, shared by all nodes, or a URL (s3://bucket/run, gs://, ...). Default:
     <dump_folder>/<name>/checkpoints."""
+    local_folder: Name | None = None
+    """Folder on a fast disk of each node, to which checkpoints are written first. They are copied to checkpoint.folder
+    in the background, and count from then on. Environment variables ($SLURM_TMPDIR) and ~ are resolved on each node."""
     interval: PositiveInt = 500
     """Steps between saves. The last step is always saved."""
     async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "async"
@@ -46,6 +50,11 @@ class Checkpoint(Section):
     """Tensors to leave out of exports, as globs, where Hugging Face's model has no place for them:
     layers.*.feed_forward.bias_E of Qwen3-MoE."""
 
+    @property
+    def local_path(self) -> str | None:
+        """`local_folder` as a path on this node."""
+        return os.path.expanduser(os.path.expandvars(self.local_folder)) if self.local_folder else None
+
 
 class Metrics(Section):
     log_freq: PositiveInt = 10
@@ -58,10 +67,14 @@ class Metrics(Section):
 
 class Comm(Section):
     init_timeout_seconds: PositiveInt = 1800
-    """Longest time that a rank waits for another one in a collective outside of steps and saves: at the start, in
-    validation, and in the first two steps, which compile. Then the run ends with an error."""
+    """Longest time that a rank waits for another one at the start, while data and checkpoints are read. Then the run
+    ends with an error."""
+    compile_timeout_seconds: PositiveInt = 1800
+    """The same in the first two steps, which compile."""
     train_timeout_seconds: PositiveInt = 300
     """The same in every further step."""
+    validation_timeout_seconds: PositiveInt = 1800
+    """The same in validation."""
     save_timeout_seconds: PositiveInt = 3600
     """The same while a checkpoint is written, and at the end of the run."""
 

@@ -10,13 +10,12 @@ from typing import Annotated, Any, Literal, NamedTuple
 from pydantic import AfterValidator, Field
 
 from titanlite.config.data_schema import Data, Validation
+from titanlite.config.optim_schema import Freeze, LRScheduler, Offload, Optimizer
 from titanlite.config.run_schema import Checkpoint, Comm, Debug, Metrics
 from titanlite.config.types import (
     AttentionBackend,
     Count,
-    Decay,
     Duration,
-    Fraction,
     Name,
     NonNegative,
     PositiveInt,
@@ -43,6 +42,9 @@ class Job(Section):
     name: FolderName | None = None
     """Name of the run: its folder is <dump_folder>/<name>. A base file never sets it. Default: the config file's name
     without .toml."""
+    max_failed_restarts: Count = 3
+    """Automatic restarts in a row (by torchrun, Slurm or Kubernetes) that may end without a newer checkpoint. The next
+    one stops with exit code 3. A start by hand never does. 0 is no limit."""
 
 
 class ModelSelection(Section):
@@ -228,75 +230,6 @@ class Quantize(Section):
     linear: LinearQuantization = LinearQuantization()
 
 
-class OptimizerGroup(Section):
-    """A group of parameters with settings of its own."""
-
-    match: Annotated[list[Name], Field(min_length=1)]
-    """Globs of parameter names, for example layers.*.attention.* of all attention layers."""
-    name: Name | None = None
-    """Optimizer of the group. Default: optimizer.name."""
-    lr: NonNegative | None = None
-    """Peak learning rate of the group. The schedule scales it like optimizer.lr. Default: optimizer.lr."""
-    weight_decay: NonNegative | None = None
-    """Weight decay of all parameters of the group. Default: optimizer.weight_decay for matrices, else 0."""
-    args: dict[str, Any] = Field(default_factory=dict)
-    """Further arguments of the class. They add to optimizer.args if the group uses the same optimizer."""
-
-
-class Optimizer(Section):
-    name: Name = "AdamW"
-    """Optimizer: AdamW; Muon (for matrices of the layers, with AdamW for the rest); another class of torch.optim, for
-    example SGD; or a class of your own: package.module.Class."""
-    lr: NonNegative = 3e-4
-    """Peak learning rate."""
-    beta1: Decay = 0.9
-    """Decay of the first moment, for AdamW and other optimizers with a pair of betas."""
-    beta2: Decay = 0.95
-    """Decay of the second moment, for the same optimizers."""
-    eps: NonNegative = 1e-8
-    """Term that keeps the division finite, for the same optimizers."""
-    weight_decay: NonNegative = 0.1
-    """Weight decay of parameters with two or more dimensions; norms and biases have none. It is decoupled, except in
-    SGD, Adam and others of torch.optim, where it is an L2 penalty."""
-    state_dtype: Literal["bfloat16", "float32"] = "float32"
-    """Dtype of AdamW's two moments. bfloat16 takes half the memory, and is rounded stochastically."""
-    in_backward: bool = False
-    """Update each parameter in backward, as soon as its gradient is reduced, and free the gradient, so that all
-    gradients never exist at once. It excludes clipping (training.max_norm must be 0), accumulation, Muon and skipped
-    steps."""
-    args: dict[str, Any] = Field(default_factory=dict)
-    """Further arguments of the class, for example momentum = 0.9."""
-    groups: list[OptimizerGroup] = Field(default_factory=list)
-    """Parameter groups with settings of their own. Each parameter must match exactly one. Default: the groups that
-    optimizer.name implies."""
-
-
-class Offload(Section):
-    optimizer: Literal["memory", "disk"] = "memory"
-    """Place of AdamW's two moments. disk keeps them in files, with a few slices at a time in memory."""
-    parameters: Literal["memory", "disk"] = "memory"
-    """Place of the parameters that training.enable_cpu_offload keeps on the host. disk keeps them in files."""
-    path: Name | None = None
-    """Folder of those files, on a fast local disk. The files vanish with the process. Default:
-    <dump_folder>/<name>/offload."""
-
-    @property
-    def is_used(self) -> bool:
-        return "disk" in (self.optimizer, self.parameters)
-
-
-class LRScheduler(Section):
-    warmup_steps: Count = 200
-    """Steps of linear warm-up. More than the run has gives a warning."""
-    decay_ratio: Fraction | None = None
-    """Fraction of all steps over which the rate decays at the end. The rate is stable between warm-up and decay.
-    Default: all steps after warm-up."""
-    decay_type: Literal["linear", "cosine", "sqrt"] = "linear"
-    """Shape of the decay."""
-    min_lr_factor: Fraction = 0.0
-    """Final learning rate, as a fraction of the peak."""
-
-
 class Config(Section):
     """Resolved config of a run."""
 
@@ -309,6 +242,7 @@ class Config(Section):
     activation_checkpoint: ActivationCheckpoint = ActivationCheckpoint()
     compile: Compile = Compile()
     quantize: Quantize = Quantize()
+    freeze: Freeze = Freeze()
     optimizer: Optimizer = Optimizer()
     offload: Offload = Offload()
     lr_scheduler: LRScheduler = LRScheduler()

@@ -116,9 +116,10 @@ def _small_files(
     """Return the content of all files but the weights; config.json is the last."""
     tokenizer = source.tokenizer
     if tokenizer is None and with_tokenizer:
+        reason = f": {source.no_tokenizer}; or" if source.no_tokenizer else " is not on this machine:"
         raise UserError(
-            "the tokenizer of the run is not on this machine: name its file or folder with --tokenizer, or leave its "
-            "files out with --no-tokenizer"
+            f"the tokenizer of the run{reason} name its file or folder with --tokenizer, or leave its files out with "
+            "--no-tokenizer"
         )
     args = source.spec.args
     if tokenizer and with_tokenizer and tokenizer.vocab_size > args.vocab_size:

@@ -22,7 +22,8 @@ def tokenizer_of(source: Source) -> Tokenizer:
         UserError: the tokenizer is not there, or has more tokens than the model.
     """
     if source.tokenizer is None:
-        raise UserError(f"{source.where}: its tokenizer is not on this machine: name one with --tokenizer")
+        reason = f": {source.no_tokenizer}; or" if source.no_tokenizer else " is not on this machine:"
+        raise UserError(f"{source.where}: its tokenizer{reason} name one with --tokenizer")
     name, tokens, entries = source.tokenizer.name, source.tokenizer.vocab_size, source.spec.args.vocab_size
     if tokens > entries:
         raise UserError(

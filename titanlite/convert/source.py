@@ -1,6 +1,5 @@
 """Sources of weights: a checkpoint with the model that it is of, opened without a process group or a GPU."""
 
-import logging
 import tempfile
 import warnings
 from dataclasses import dataclass, replace
@@ -36,8 +35,6 @@ from titanlite.runtime.errors import ConfigError, DamagedCheckpoint, UserError
 from titanlite.runtime.process_group import pick_kernels
 from titanlite.runtime.ranks import error_of_ranks
 
-logger = logging.getLogger(__name__)
-
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
@@ -47,7 +44,9 @@ class Source:
     config: Config | None
     """Resolved config of the run. None for weights of another program."""
     tokenizer: Tokenizer | None
-    """Tokenizer of the weights. None if its files are not on this machine."""
+    """Tokenizer of the weights. None if it cannot be loaded on this machine."""
+    no_tokenizer: str = ""
+    """Reason why the tokenizer that the weights name cannot be loaded."""
     where: str
     """Path or URL, for error messages."""
     reader: StorageReader
@@ -82,12 +81,13 @@ def open_source(path: str, *, config: str | Path | None = None, tokenizer: str |
         raise error if isinstance(error, UserError) else UserError(f"{path}: {error}") from None
     where = storage.url_of(folder)
     resolved = _read_config(storage, folder, manifest, config)
-    found = _load_tokenizer(tokenizer or resolved.data.tokenizer, must_exist=tokenizer is not None)
+    found, reason = _load_tokenizer(tokenizer or resolved.data.tokenizer, must_exist=tokenizer is not None)
     identity = " ".join(f"{name} {record.crc32}" for name, record in sorted(manifest.files.items()))
     return Source(
         spec=_as_trained(_model_of(resolved.model, manifest, found, where), manifest, reader.metadata),
         config=resolved,
         tokenizer=found,
+        no_tokenizer=reason,
         where=where,
         reader=reader,
         identity=identity,
@@ -97,11 +97,13 @@ def open_source(path: str, *, config: str | Path | None = None, tokenizer: str |
 def _open_foreign(foreign: ForeignSource, config: str | Path | None, tokenizer: str | None) -> Source:
     spec, resolved = resolve_source(foreign, config=config)
     name = tokenizer or (None if foreign.tokenizer() is None and config is None else resolved.data.tokenizer)
+    found, reason = _load_tokenizer(name, must_exist=tokenizer is not None) if name else (None, "")
     is_described = foreign.read_args(spec.model_cls) is not None
     return Source(
         spec=spec,
         config=None if config is None else resolved,
-        tokenizer=_load_tokenizer(name, must_exist=tokenizer is not None) if name else None,
+        tokenizer=found,
+        no_tokenizer=reason,
         where=foreign.where,
         reader=open_reader(foreign, table_of(foreign, spec.model_cls), spec, is_described=is_described),
         identity=" ".join(f"{file} {file.stat().st_size} {file.stat().st_mtime_ns}" for file in foreign.files()),
@@ -216,14 +218,14 @@ def _refuse_code_inside(text: str, url: str, where: str) -> None:
         )
 
 
-def _load_tokenizer(name: str, *, must_exist: bool) -> Tokenizer | None:
+def _load_tokenizer(name: str, *, must_exist: bool) -> tuple[Tokenizer | None, str]:
+    """Return a tokenizer; None and the reason if it cannot be loaded, which whoever needs it reports."""
     try:
-        return load_tokenizer(name)
+        return load_tokenizer(name), ""
     except UserError as error:
         if must_exist:
             raise UserError(str(error).replace("data.tokenizer", "--tokenizer", 1)) from None
-        logger.warning(f"{error}: going without the tokenizer")
-        return None
+        return None, str(error).removeprefix("data.tokenizer: ")
 
 
 def _as_trained(spec: ModelSpec, manifest: Manifest, stored: Metadata) -> ModelSpec:

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from titanlite.runtime.private_torch.autograd import call_after_backward, has_gradient_hooks
-from titanlite.runtime.private_torch.fsdp import gather_asynchronously, sharded_parameters
+from titanlite.runtime.private_torch.fsdp import gather_asynchronously, observer_of, sharded_parameters
 
 
 def adapt_fsdp_to_gloo(units: Sequence[FSDPModule], *, shard_degree: int, reduces_in_backward: bool) -> None:
@@ -100,7 +100,8 @@ class AllToAllReduceScatter:
         assert work is not None
 
         def finish() -> None:
-            work.wait()
+            with observer_of(self._unit).waiting():
+                work.wait()
             torch.mean(parts.view(group.size(), -1), dim=0, out=output_tensor)
 
         if self._in_flight and not self._is_read_in_backward():

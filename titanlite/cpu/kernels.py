@@ -62,9 +62,12 @@ class _WideLinear(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         gradient = gradients[0].to(ctx.wide)
-        d_x = (gradient @ weight.to(ctx.wide)).type_as(x)
-        d_weight = gradient.flatten(0, -2).t() @ x.to(ctx.wide).flatten(0, -2)
-        return d_x, d_weight.type_as(weight), None
+        d_x, d_weight = None, None
+        if ctx.needs_input_grad[0]:
+            d_x = (gradient @ weight.to(ctx.wide)).type_as(x)
+        if ctx.needs_input_grad[1]:
+            d_weight = (gradient.flatten(0, -2).t() @ x.to(ctx.wide).flatten(0, -2)).type_as(weight)
+        return d_x, d_weight, None
 
 
 class _RMSNorm(torch.autograd.Function):
@@ -85,4 +88,5 @@ class _RMSNorm(torch.autograd.Function):
         both = gradient * normal
         along = (both.flatten(0, -2) @ weight.float()).div_(-x.shape[-1]).view_as(scale)
         d_x = (gradient * weight).addcmul_(normal, along).mul_(scale)
-        return d_x.type_as(x), both.flatten(0, -2).sum(dim=0).type_as(weight), None
+        d_weight = both.flatten(0, -2).sum(dim=0).type_as(weight) if ctx.needs_input_grad[1] else None
+        return d_x.type_as(x), d_weight, None

@@ -20,7 +20,7 @@ import numpy as np
 from titanlite.batch import IGNORE
 from titanlite.data.tokens import TokenStore
 from titanlite.runtime.errors import RunError
-from titanlite.runtime.files import lock_file
+from titanlite.runtime.files import lock_work
 
 logger = logging.getLogger(__name__)
 
@@ -138,7 +138,8 @@ def _plan_once(store: TokenStore, seq_len: int, plan_folder: Path) -> Path:
     if folder.is_dir():
         return folder
     plan_folder.mkdir(parents=True, exist_ok=True)
-    with lock_file(plan_folder / f"{folder.name}.lock"):
+    lock = plan_folder / f"{folder.name}.lock"
+    with lock_work(lock, on_wait=lambda holder: logger.info(f"waiting for {holder}, which packs {store.folder}")):
         if folder.is_dir():
             return folder
         logger.info(f"packing {store.index['documents']:,} documents of {store.folder} into sequences of {seq_len}")

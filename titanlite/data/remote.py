@@ -26,7 +26,7 @@ from titanlite.checkpoint.storage import ObjectStorage
 from titanlite.data.tokens import FORMAT, INDEX, check_shard_file
 from titanlite.runtime.console import progress_console
 from titanlite.runtime.errors import RunError, UserError
-from titanlite.runtime.files import lock_file
+from titanlite.runtime.files import lock_work
 from titanlite.runtime.retry import PERMANENT, AccessDenied, RetriesExhausted, retry
 
 logger = logging.getLogger(__name__)
@@ -58,7 +58,10 @@ def localize(url: str, cache_folder: Path) -> Path:
     folder = cache_folder / f"{name}-{hashlib.sha256(index).hexdigest()[:16]}"
     try:
         cache_folder.mkdir(parents=True, exist_ok=True)
-        with lock_file(cache_folder / f"{folder.name}.lock"):
+        lock = cache_folder / f"{folder.name}.lock"
+        with lock_work(
+            lock, on_wait=lambda holder: logger.info(f"waiting for {holder}, which copies tokens to {folder}")
+        ):
             if not (folder / INDEX).is_file():
                 _copy(place, index, files, folder)
     except OSError as error:  # what reading raises is no OSError by now

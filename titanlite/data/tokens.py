@@ -1,12 +1,18 @@
-"""Token shards: what training reads. Random access to any stretch of tokens, memory-mapped.
+"""Token shards: what training reads. Random access to any stretch of tokens.
 
 A folder holds `index.json`, and for each shard `NAME.tokens` (uint16 or uint32, little endian), `NAME.documents`
 (uint64: where in the shard documents begin) and, if some of its tokens do not count in the loss, `NAME.mask` (one byte
 a token, 0 for those). The folder is written beside its place and renamed when it is whole.
+
+Files are read, not mapped into memory: a read of a file that has become shorter is an error, and access to a map of it
+ends the process with SIGBUS.
 """
 
 import hashlib
 import json
+import os
+import resource
+from bisect import bisect_left
 from collections.abc import Iterator
 from contextlib import suppress
 from functools import lru_cache
@@ -20,8 +26,10 @@ from titanlite.runtime.files import checked_name
 
 FORMAT = 2
 INDEX = "index.json"
-MOST_OPEN_SHARDS = 1024
-"""Most shards that are mapped at once: tens of thousands would exceed vm.max_map_count."""
+MOST_OPEN_FILES = 1024
+"""Most files of a store that are open at once, where the limit of the process allows so many."""
+BLOCK = 1024
+"""Starts of documents to read at once."""
 
 
 def check_shard_file(name: object, suffix: object, index: object) -> str:
@@ -64,10 +72,11 @@ class TokenStore:
         for path, size, _ in self.files():
             if not path.is_file() or path.stat().st_size != size:
                 raise UserError(f"data.path: {path} is missing or does not have the size that {INDEX} states")
-        self._map = lru_cache(MOST_OPEN_SHARDS)(self._map_file)
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]  # -1: none
+        self._open = lru_cache(min(limit // 32, MOST_OPEN_FILES) if limit > 0 else MOST_OPEN_FILES)(self._open_file)
 
     def __reduce__(self) -> tuple[type[Self], tuple[Path]]:
-        return type(self), (self.folder,)  # a worker process maps the files anew
+        return type(self), (self.folder,)  # a worker process opens the files anew
 
     def __len__(self) -> int:
         return int(self._starts[-1])
@@ -102,7 +111,7 @@ class TokenStore:
         """Tokens [start, start + count) of the stream, int64."""
         out = np.empty(count, dtype=np.int64)
         for shard, begin, end, at in self._pieces(start, count):
-            out[at : at + end - begin] = self._map(shard, "tokens")[begin:end]
+            out[at : at + end - begin] = self._open(shard, "tokens").read(begin, end)
         if count and (largest := int(out.max())) >= self.index["tokenizer"]["vocab_size"]:
             raise UserError(
                 f"data.path: {self.folder} has the token id {largest:,} at {start + int(out.argmax()):,}, beyond the "
@@ -125,16 +134,22 @@ class TokenStore:
         out = np.ones(count, dtype=np.bool_)
         for shard, begin, end, at in self._pieces(start, count):
             if "mask" in self.index["shards"][shard]["sha256"]:
-                out[at : at + end - begin] = self._map(shard, "mask")[begin:end]
+                out[at : at + end - begin] = self._open(shard, "mask").read(begin, end)
         return out
 
     def document_starts(self, start: int, count: int) -> np.ndarray:
         """Return the starts of the documents that begin within [start, start + count) of the stream, int64."""
         found = [np.empty(0, dtype=np.int64)]
         for shard, begin, end, _ in self._pieces(start, count):
-            starts = self._map(shard, "documents")
-            first, last = np.searchsorted(starts, np.array([begin, end], dtype=starts.dtype))
-            found.append(starts[first:last].astype(np.int64) + int(self._starts[shard]))
+            file = self._open(shard, "documents")
+            first = bisect_left(file, begin) if begin else 0
+            while first < len(file):
+                starts = file.read(first, min(first + max(BLOCK, (end - begin) // BLOCK), len(file)))
+                last = int(np.searchsorted(starts, np.array(end, dtype=starts.dtype)))
+                found.append(starts[:last].astype(np.int64) + int(self._starts[shard]))
+                first += len(starts)
+                if last < len(starts):
+                    break
         return np.concatenate(found)
 
     def _pieces(self, start: int, count: int) -> Iterator[tuple[int, int, int, int]]:
@@ -149,8 +164,58 @@ class TokenStore:
             done += end - begin
             shard += 1
 
-    def _map_file(self, shard: int, kind: str) -> np.ndarray:
-        path = self.folder / f"{self.index['shards'][shard]['name']}.{kind}"
-        if path.stat().st_size == 0:
-            return np.empty(0, dtype=self._dtypes[kind])
-        return np.memmap(path, dtype=self._dtypes[kind], mode="r").view(np.ndarray)  # a plain array is read faster
+    def _open_file(self, shard: int, kind: str) -> "_File":
+        about = self.index["shards"][shard]
+        count = about["documents" if kind == "documents" else "tokens"]
+        return _File(self.folder / f"{about['name']}.{kind}", self._dtypes[kind], count)
+
+
+class _File:
+    """Open file of numbers, which is closed when nothing refers to it.
+
+    Raises:
+        UserError: the file is not there any more.
+    """
+
+    def __init__(self, path: Path, dtype: np.dtype, count: int) -> None:
+        self.path = path
+        self._dtype = dtype
+        self._count = count
+        self._descriptor = -1
+        try:
+            self._descriptor = os.open(path, os.O_RDONLY)
+        except FileNotFoundError:
+            raise self._changed("is missing") from None
+
+    def __del__(self) -> None:
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, index: int) -> int:
+        size = self._dtype.itemsize
+        data = os.pread(self._descriptor, size, index * size)
+        if len(data) < size:
+            raise self._changed("has become shorter")
+        return int.from_bytes(data, "little")
+
+    def read(self, begin: int, end: int) -> np.ndarray:
+        """Return the numbers [begin, end).
+
+        Raises:
+            UserError: the file has become shorter.
+        """
+        size, offset = ((number * self._dtype.itemsize) for number in (end - begin, begin))
+        data = os.pread(self._descriptor, size, offset)
+        while len(data) < size:  # one read returns 2 GiB at most
+            more = os.pread(self._descriptor, size - len(data), offset + len(data))
+            if not more:
+                raise self._changed("has become shorter")
+            data += more
+        return np.frombuffer(data, dtype=self._dtype)
+
+    def _changed(self, how: str) -> UserError:
+        fix = "Restore it, or delete the folder and prepare the text again"
+        return UserError(f"data.path: {self.path} {how} since this start opened the folder. {fix}")

@@ -30,7 +30,7 @@ from titanlite.ingest.reading import open_dataset, read_chunks
 from titanlite.ingest.token_writer import TokenWriter
 from titanlite.runtime.console import progress_console
 from titanlite.runtime.errors import RunError, UserError
-from titanlite.runtime.files import lock_file, quarantine_path
+from titanlite.runtime.files import lock_work, quarantine_path
 
 logger = logging.getLogger(__name__)
 
@@ -138,7 +138,7 @@ def _made(task: _Task) -> TokenStore:
     try:
         task.folder.parent.mkdir(parents=True, exist_ok=True)
         lock = task.folder.with_name(f".{task.folder.name}.lock")
-        with lock_file(lock, on_wait=lambda holder: task.report(f"waiting for {holder}, which prepares {task.folder}")):
+        with lock_work(lock, on_wait=lambda holder: task.report(f"waiting for {holder}, which prepares {task.folder}")):
             if task.is_cache:
                 _quarantine_damaged(task.folder)
             if (store := _existing(task)) is None:

@@ -89,9 +89,9 @@ class Loggers:
 
 
 def _flat(record: dict[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
-    """Yield every value, those of nested tables by their path."""
+    """Yield every number, those of nested tables by their path."""
     for name, value in record.items():
         if isinstance(value, dict):
             yield from _flat(value, f"{prefix}{name}/")
-        elif value is not None:
+        elif isinstance(value, int | float):
             yield prefix + name, value

@@ -21,9 +21,12 @@ from titanlite.metrics.compile_watch import CompileWatch
 from titanlite.metrics.lines import step_line, validation_line
 from titanlite.metrics.loggers import Loggers
 from titanlite.metrics.memory_watch import MemoryWatch
+from titanlite.metrics.own_time import OwnTime
+from titanlite.metrics.rank_watch import RankMetrics, RankWatch, gather_metrics, slowest_rank
 from titanlite.metrics.records import RecordFile
 from titanlite.metrics.timer import StepTimer
 from titanlite.runtime.hardware import peak_flops
+from titanlite.runtime.ranks import host_names
 from titanlite.runtime.run_folder import RunFolder
 from titanlite.step import StepResult
 
@@ -63,7 +66,13 @@ class MetricsRecorder:
         self._timer = StepTimer(device)
         self._compiling = CompileWatch()
         self._memory = MemoryWatch(device)
+        self.own_time = OwnTime(device)
+        """Observer of steps and of FSDP's units."""
+        self._hosts = host_names(group)
+        self._records = 0
+        """Records of this start."""
         if self._writes:
+            self._ranks = RankWatch(self._hosts)
             self._steps = RecordFile(folder.metrics, step)
             self._saves = RecordFile(folder.saves, step)
             self._validations = RecordFile(folder.validation, step)
@@ -89,6 +98,11 @@ class MetricsRecorder:
         """Return whether to write a record: at log steps, the first and the last."""
         return step % self.config.log_freq == 0 or step == 1 or last
 
+    def begin_step(self, step: int, *, last: bool) -> None:
+        """Begin a step, when its data is there. This rank's own time is measured if a record of the step is due."""
+        if self.is_due(step, last=last):
+            self.own_time.begin()
+
     def end_step(
         self,
         step: int,
@@ -109,8 +123,10 @@ class MetricsRecorder:
         self._compiling.end_step()
         if not self.is_due(step, last=last):
             return
-        loss, grad_norm, added_loss = torch.stack([result.loss, result.grad_norm, result.added_loss]).tolist()
-        times = self._times(step)
+        self.own_time.end()
+        values = [result.loss, result.grad_norm, result.added_loss, result.shard_grad_norm]
+        loss, grad_norm, added_loss, shard_grad_norm = torch.stack(values).tolist()
+        times = self._times(step, shard_grad_norm)
         flops, causal_flops = (
             flops * times["tokens_per_second"] / dist.get_world_size(self._group) for flops in self.model_flops
         )
@@ -134,27 +150,42 @@ class MetricsRecorder:
             self._loggers.log(record)
         self._timer.restart()
 
-    def _times(self, step: int) -> dict[str, float]:
-        """Return times and memory of the window: the largest of any rank. Every rank calls it at the same steps."""
-        timer, steps, watch = self._timer, self._timer.steps, self._memory
-        elapsed = timer.elapsed()
-        compiled = self._compiling.take_seconds()
-        times = timer.data_wait, compiled, compiled - elapsed, self._compiling.recompiles
-        largest = torch.tensor([*times, watch.peak(), watch.retries()], dtype=torch.float64, device=self.device)
-        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self._group)
-        waited, compile_seconds, minus_steps, recompiles, memory, retries = largest.tolist()
-        if compile_seconds:
-            elapsed = -minus_steps  # of the rank that waited least for others to compile
+    def _times(self, step: int, grad_norm: float) -> dict[str, Any]:
+        """Return times and memory of the window: the largest of any rank. Every rank calls it at the same steps.
+
+        Args:
+            grad_norm: of this rank's part of the gradients.
+        """
+        timer, steps = self._timer, self._timer.steps
+        elapsed, data_wait, compiled = timer.elapsed(), timer.data_wait / steps, self._compiling.take_seconds()
+        own = RankMetrics(
+            own_seconds=self.own_time.seconds() + data_wait,
+            data_wait_seconds=data_wait,
+            compile_seconds=compiled,
+            compile_minus_elapsed=compiled - elapsed,
+            recompiles=self._compiling.recompiles,
+            memory_gib=self._memory.peak(),
+            num_alloc_retries=self._memory.retries(),
+            grad_norm=grad_norm,
+        )
+        ranks = gather_metrics(own, device=self.device, group=self._group)
+        compile_seconds = max(it.compile_seconds for it in ranks)
+        if compile_seconds:  # of the rank that waited least for others to compile
+            elapsed = -max(it.compile_minus_elapsed for it in ranks)
+        retries = int(max(it.num_alloc_retries for it in ranks))
+        self._records += 1
         if self._writes:
-            self._compiling.warn(int(recompiles))
-            watch.warn(int(retries), step=step)
+            self._compiling.warn(int(max(it.recompiles for it in ranks)))
+            self._memory.warn(retries, step=step)
+            self._ranks.warn(ranks, step=step, is_steady=self._records > 1 and not compile_seconds)
         return {
             "tokens_per_second": self.tokens_per_step * steps / elapsed,
             "step_seconds": elapsed / steps,
-            "data_wait_seconds": waited / steps,
+            "data_wait_seconds": max(it.data_wait_seconds for it in ranks),
+            **slowest_rank(ranks, self._hosts),
             **({"compile_seconds": compile_seconds} if compile_seconds else {}),
-            "memory_gib": memory,
-            **({"num_alloc_retries": int(retries)} if self.device.type == "cuda" else {}),
+            "memory_gib": max(it.memory_gib for it in ranks),
+            **({"num_alloc_retries": retries} if self.device.type == "cuda" else {}),
         }
 
     def record_saves(self, saves: Iterable[dict[str, Any]]) -> None:

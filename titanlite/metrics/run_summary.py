@@ -20,7 +20,7 @@ from titanlite.data.packing import BestFit
 from titanlite.data.samples import Samples, Source
 from titanlite.data.sources import store_of
 from titanlite.kernels import Kernels
-from titanlite.models.base import Model, unique_parameters
+from titanlite.models.base import Model, trainable_parameters, unique_parameters
 from titanlite.models.decoder import Decoder, DecoderArgs
 from titanlite.optim.groups import format_groups, parameter_groups
 from titanlite.optim.state_size import state_dtypes
@@ -69,7 +69,7 @@ def report_start(
         f"{share // accumulation} sequences of {training.seq_len} tokens"
     )
     _report_device(mesh)
-    trained = {name: parameter for name, parameter in unique_parameters(model) if parameter.requires_grad}
+    trained = trainable_parameters(model)
     for number, line in enumerate(format_groups(parameter_groups(config.optimizer, trained))):
         logger.info(("         " if number else "updates  ") + line)
     for source in samples.sources:

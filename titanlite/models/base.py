@@ -104,6 +104,11 @@ def unique_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     return model.named_parameters(remove_duplicate=True)
 
 
+def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the parameters that are not frozen, by name."""
+    return {name: parameter for name, parameter in unique_parameters(model) if parameter.requires_grad}
+
+
 def initial_values(model: Model, name: str, shape: torch.Size) -> InitialValues:
     """Ask a model for the initial values of a parameter.
 

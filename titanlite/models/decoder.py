@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from titanlite.models.base import Model, ModelArgs
+from titanlite.models.base import Model, ModelArgs, unique_parameters
 from titanlite.models.initial import Constant, InitialValues, Normal
 from titanlite.models.layers import (
     Attention,
@@ -132,10 +132,31 @@ class Decoder(Model):
         """Floating point operations of forward and backward for one token.
 
         Each weight of a matmul costs 2 operations forward and 4 backward. Attention's two matmuls cost 12 a layer, head
-        dim and visible position: seq_len, or (seq_len + 1) / 2 on average with a causal mask.
+        dim and visible position: seq_len, or (seq_len + 1) / 2 on average with a causal mask. A frozen weight has no
+        gradient, which saves 2. Backward ends at the first block with a trained parameter.
         """
         args = self.args
         attention = args.dim * args.head_size * (2 * args.n_heads + 2 * args.n_kv_heads)
         weights = args.n_layers * (attention + self.feed_forward_weights()) + args.dim * args.vocab_size
         seen = (seq_len + 1) / 2 if causal else seq_len
-        return 6 * weights + 12 * args.n_layers * args.n_heads * args.head_size * seen
+        scores = args.n_heads * args.head_size * seen
+        frozen = sum(self._weights_per_token(name, p) for name, p in unique_parameters(self) if not p.requires_grad)
+        skipped = self._blocks_without_backward() * (2 * (attention + self.feed_forward_weights()) + 8 * scores)
+        return 6 * weights + 12 * args.n_layers * scores - 2 * frozen - skipped
+
+    def _weights_per_token(self, name: str, parameter: Tensor) -> float:
+        """Weights of a parameter that a token is multiplied with. A lookup in a table multiplies none."""
+        if parameter.ndim < 2 or (name.startswith("tok_embeddings.") and not self.args.tied_head):
+            return 0
+        return parameter.numel() * (self.share_of_experts() if parameter.ndim == 3 else 1)
+
+    def share_of_experts(self) -> float:
+        """Share of the experts that compute a token."""
+        return 1.0
+
+    def _blocks_without_backward(self) -> int:
+        """Number of first blocks that backward does not reach, because nothing up to their end is trained."""
+        if any(parameter.requires_grad for parameter in self.tok_embeddings.parameters()):
+            return 0
+        trains = [any(parameter.requires_grad for parameter in block.parameters()) for block in self.layers]
+        return trains.index(True) if any(trains) else len(trains)

@@ -58,11 +58,12 @@ def _save_inputs(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, torch.dtype], o
     ctx.save_for_backward(*tensors)
 
 
-def _backward(ctx: Any, gradient_TF: Tensor) -> tuple[Tensor, Tensor, None, None]:
+def _backward(ctx: Any, gradient_TF: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
     x_TD, weights_EDF, ends_E = ctx.saved_tensors
     gradient_TF = gradient_TF.contiguous()
-    d_x_TD = _grouped_mm(gradient_TF, weights_EDF.transpose(1, 2), ends_E, ctx.dtype)
-    return d_x_TD, _weight_gradient(x_TD, gradient_TF, ends_E, ctx.dtype), None, None
+    x_needs, weights_need, *_ = ctx.needs_input_grad
+    d_x_TD = _grouped_mm(gradient_TF, weights_EDF.transpose(1, 2), ends_E, ctx.dtype) if x_needs else None
+    return d_x_TD, _weight_gradient(x_TD, gradient_TF, ends_E, ctx.dtype) if weights_need else None, None, None
 
 
 _grouped_mm.register_autograd(_backward, setup_context=_save_inputs)

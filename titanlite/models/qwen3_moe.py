@@ -169,6 +169,9 @@ class Qwen3Moe(Qwen3):
         args = self.args
         return args.n_active_experts * 3 * args.dim * args.hidden_dim + args.dim * args.n_experts
 
+    def share_of_experts(self) -> float:
+        return self.args.n_active_experts / self.args.n_experts
+
     def init_weight(self, name: str, shape: torch.Size) -> InitialValues:
         if name.endswith("feed_forward.router"):
             return Normal(std=0.02)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from titanlite.config.schema import Optimizer
-from titanlite.models.base import unique_parameters
+from titanlite.models.base import trainable_parameters
 from titanlite.optim.checks import check_optimizer
 from titanlite.optim.combined import CombinedOptimizer, update
 from titanlite.optim.groups import ParameterGroup, parameter_groups
@@ -44,7 +44,7 @@ def build_optimizer(
         UserError: a name is unknown, or the groups do not fit the model.
     """
     by_class: dict[tuple[str, str], list[ParameterGroup]] = {}
-    for group in parameter_groups(config, {name: p for name, p in unique_parameters(model) if p.requires_grad}):
+    for group in parameter_groups(config, trainable_parameters(model)):
         by_class.setdefault((group.name, repr(sorted(group.args.items()))), []).append(group)
     optimizers = [_build(groups, config, seed=seed, disk=disk, pick_kernel=pick_kernel) for groups in by_class.values()]
     return optimizers[0] if len(optimizers) == 1 else CombinedOptimizer(optimizers)

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from titanlite.config.schema import Optimizer
+from titanlite.models.base import trainable_parameters
 from titanlite.optim.combined import optimizers_in
 from titanlite.optim.groups import parameter_groups
 from titanlite.optim.quantized import block_size_of, inner_tensors, is_quantized
@@ -54,7 +55,7 @@ def state_bytes(config: Optimizer, model: nn.Module, *, dtype: str) -> int:
         UserError: the config is wrong.
     """
     total = 0
-    for group in parameter_groups(config, dict(model.named_parameters())):
+    for group in parameter_groups(config, trainable_parameters(model)):
         optimizer_cls = find_optimizer_cls(group.name)
         state = state_after_one_step(optimizer_cls, constructor_options(optimizer_cls, config, group.args)).values()
         kept = [value for value in state if isinstance(value, Tensor) and value.shape == SAMPLE]

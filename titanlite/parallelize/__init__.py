@@ -1,19 +1,20 @@
 """The ordered list of techniques that turn a single-device model on the meta device into the one that ranks train.
 
-The order matters. First the dtype of the weights. Then float8, which swaps linear layers: all later techniques must see
-the new ones. Activation checkpointing before compile, so that the compiler sees what is recomputed. Compile before
-sharding, so that FSDP's hooks stay outside of the compiled blocks. Sharding last, bottom up. Every technique changes
-the model in place, and no parameter's name.
+The order matters. First the dtype of the weights, and which of them are frozen. Then float8, which swaps linear
+layers: all later techniques must see the new ones. Activation checkpointing before compile, so that the compiler sees
+what is recomputed. Compile before sharding, so that FSDP's hooks stay outside of the compiled blocks. Sharding last,
+bottom up. Every technique changes the model in place, and no parameter's name.
 """
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from titanlite.config.schema import ActivationCheckpoint, Compile, Float8, Parallelism, Training
+from titanlite.config.schema import ActivationCheckpoint, Compile, Float8, Freeze, Parallelism, Training
 from titanlite.kernels import Kernels, set_kernels
 from titanlite.models.base import Model
 from titanlite.parallelize.activation_checkpoint import apply_activation_checkpoint, recompute_policies
 from titanlite.parallelize.compile import compile_blocks
 from titanlite.parallelize.float8 import convert_to_float8
+from titanlite.parallelize.freeze import freeze as freeze_parameters
 from titanlite.parallelize.fsdp import DTYPES, shard
 from titanlite.parallelize.materialize import materialize, set_dtype
 from titanlite.parallelize.mesh import build_mesh, shard_degree_of
@@ -31,6 +32,7 @@ def parallelize(
     activation_checkpoint: ActivationCheckpoint,
     compile: Compile,
     float8: Float8,
+    freeze: Freeze,
     compile_backend: str = "inductor",
     pin_memory: bool = True,
 ) -> None:
@@ -43,6 +45,7 @@ def parallelize(
     """
     set_kernels(model, kernels)
     set_dtype(model, DTYPES[training.dtype])
+    freeze_parameters(model, freeze)
     if float8.enable:
         convert_to_float8(model, float8=float8, shard_degree=shard_degree_of(mesh))
     policies = recompute_policies(activation_checkpoint, len(model.layers))

@@ -42,12 +42,13 @@ def shard(
         pin_memory: with CPU offload to a GPU: FSDP copies parameters to pinned memory.
     """
     on_gpu = mesh.device_type == "cuda"
-    has_compute_dtype = training.dtype == training.mixed_precision_param
+    compute_dtype = DTYPES[training.mixed_precision_param]
+    has_compute_dtype = all(parameter.dtype == compute_dtype for parameter in model.parameters())
     options: dict[str, Any] = {
         "mesh": sharding_mesh(mesh),
         "mp_policy": MixedPrecisionPolicy(
             # None: weights that have the compute dtype already are not copied.
-            param_dtype=None if has_compute_dtype else DTYPES[training.mixed_precision_param],
+            param_dtype=None if has_compute_dtype else compute_dtype,
             reduce_dtype=DTYPES[training.mixed_precision_reduce],
             cast_forward_inputs=False,
         ),

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from titanlite.models.base import Model, initial_values, unique_parameters
+from titanlite.models.base import Model, initial_values, trainable_parameters, unique_parameters
 from titanlite.models.initial import Constant, free_tables
 from titanlite.parallelize.fsdp import largest_shard
 from titanlite.runtime.disk import DiskTensors
@@ -43,7 +43,7 @@ def materialize(
 
     Args:
         device: of compute; with offload, parameters live on the CPU and buffers on the device.
-        dtype: that all parameters must have.
+        dtype: that all trained parameters must have.
         disk: of parameters; needs offload. None: they are in memory.
     """
     parameter_device = torch.device("cpu") if offload else device
@@ -96,7 +96,7 @@ def _drop_after_use(model: Model, disk: DiskTensors) -> None:
 
     for unit in units:
         unit.register_forward_hook(after_forward)
-    for parameter in model.parameters():
+    for parameter in trainable_parameters(model).values():
         parameter.register_post_accumulate_grad_hook(lambda parameter: disk.drop(local_tensor(parameter)))
 
 
@@ -135,7 +135,7 @@ def _check_complete(model: Model, parameter_device: torch.device, device: torch.
             )
     for name, parameter in unique_parameters(model):
         assert parameter.device.type == parameter_device.type, name
-        assert parameter.dtype == dtype, f"{name} is {parameter.dtype}"
+        assert parameter.dtype == dtype or not parameter.requires_grad, f"{name} is {parameter.dtype}"
 
 
 def check_memory(

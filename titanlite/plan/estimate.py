@@ -7,6 +7,7 @@ from typing import Any
 from titanlite.config.schema import Config, Degrees, Offload
 from titanlite.data.tokenizer import load_tokenizer
 from titanlite.models.registry import ModelSpec
+from titanlite.parallelize.freeze import freeze
 from titanlite.plan.memory import Profile, extend, profile
 from titanlite.plan.time import Kernel, StepTime, Unit, collective_time, offload_time, step_time
 from titanlite.plan.trace import trace_step
@@ -199,6 +200,7 @@ def estimate(traced: Trace, config: Config, layout: Layout) -> Plan:
     """Estimate memory and time of a traced step on this hardware."""
     training, hardware = config.training, layout.hardware
     model, workload = model_of(config).build(), traced.workload
+    freeze(model, config.freeze)
     degrees = config.parallelism.degrees(layout.world_size)
     micro_batch_size, accumulation = training.batch_split(degrees.data_parallel)
     time = step_time(

@@ -53,11 +53,15 @@ def bus_bandwidth(name: str, group: dist.ProcessGroup, device: torch.device) -> 
 
     Each byte of an all-reduce passes twice.
     """
-    size, found = group.size(), []
-    for power in (20, 23, 25) if device.type == "cpu" else (24, 26, 28):
-        seconds = seconds_of(name, group, 2**power, device, calls=5)
-        found.append(2**power * (size - 1) / size / seconds * (2 if name == "all_reduce" else 1))
-    return max(found)
+    powers = (20, 23, 25) if device.type == "cpu" else (24, 26, 28)
+    return max(bandwidth_at(name, group, device, 2**power, calls=5) for power in powers)
+
+
+def bandwidth_at(name: str, group: dist.ProcessGroup, device: torch.device, size: int, *, calls: int) -> float:
+    """Return the bytes a second that pass each member of a ring in collectives of `size` bytes."""
+    members = group.size()
+    seconds = seconds_of(name, group, size, device, calls=calls)
+    return size * (members - 1) / members / seconds * (2 if name == "all_reduce" else 1)
 
 
 def seconds_of(name: str, group: dist.ProcessGroup, size: int, device: torch.device, *, calls: int) -> float:

@@ -115,6 +115,7 @@ def parallelized(
         activation_checkpoint=config.activation_checkpoint,
         compile=config.compile,
         float8=config.quantize.linear.float8,
+        freeze=config.freeze,
         compile_backend="aot_eager_decomp_partition",
     )
     return model, mesh
@@ -203,7 +204,8 @@ def _updates_in_backward(model: Model, optimizer: torch.optim.Optimizer, recorde
         recorder.label([parameter.grad], "gradients")
 
     for _, parameter in unique_parameters(model):
-        parameter.register_post_accumulate_grad_hook(label)
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(label)
     return InBackward(model, optimizer)
 
 

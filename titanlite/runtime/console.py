@@ -56,9 +56,10 @@ def start_logging(rank: int) -> None:
     logger.propagate = False
 
 
-def log_to_file(folder: Path, rank: int) -> None:
-    """Log all lines of this rank, with the time, to logs/rank-N.log in the run's folder."""
+def log_to_file(folder: Path, rank: int) -> Path:
+    """Log all lines of this rank, with the time, to logs/rank-N.log in the run's folder. Returns that file."""
     folder.mkdir(parents=True, exist_ok=True)
     handler = LogFileHandler(folder / f"rank-{rank}.log")
     handler.setFormatter(_Formatter("%(asctime)s %(levelname)s %(message)s"))
     logging.getLogger(LOGGER).addHandler(handler)
+    return folder / f"rank-{rank}.log"

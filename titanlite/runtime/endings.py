@@ -13,11 +13,18 @@ from typing import NoReturn
 
 from titanlite.runtime.errors import RunError, UserError
 from titanlite.runtime.files import lock_file
+from titanlite.runtime.proc import kill_stopped_descendants
 from titanlite.runtime.signals import STOPPED
 
 LAST_LINES = 8
 """Lines of a traceback on the console: four frames."""
 MOST_CHARACTERS = 300
+FAILED = 1
+"""Exit code of an unexpected failure. A restart may follow it; after all other codes it would end the same way."""
+EXIT_FILE = "TITANLITE_EXIT_FILE"
+"""Environment variable: the file in which the first process of a machine that fails leaves its exit code."""
+HANG = "hang: "
+"""Beginning of a note that has the watchdog's report."""
 
 
 def report_errors(command: Callable[[], None]) -> int:
@@ -29,7 +36,7 @@ def report_errors(command: Callable[[], None]) -> int:
     try:
         command()
     except (UserError, RunError) as error:
-        with _first_to_fail(error.exit_code) as reports:
+        with _first_to_fail(error.exit_code, str(error)) as reports:
             if reports and error.exit_code != STOPPED:  # else rank 0 has reported it
                 print_errors(str(error).splitlines())
         return error.exit_code
@@ -42,7 +49,7 @@ def report_errors(command: Callable[[], None]) -> int:
             return 1
         text = describe(error, os.environ, log=_log_traceback(error))
         _leave_for_torchrun(error)
-        with _first_to_fail(1) as reports:
+        with _first_to_fail(1, text) as reports:
             if reports:
                 print(text, file=sys.stderr, flush=True)
         return 1
@@ -63,12 +70,14 @@ def describe(error: BaseException, environ: Mapping[str, str], *, log: Path | No
     if log is None:
         where = f"[rank {environ['RANK']}] " if "RANK" in environ else ""
         return "\n".join(where + line for line in [*lines, *notes])
-    at = f" at {', '.join(notes)}" if notes else ""
+    hangs = [note for note in notes if note.startswith(HANG)]
+    at = "".join(f" at {note}" for note in notes if note not in hangs)
     frames = [line for line in lines if line.startswith("  ") and set(line) - {" ", "^", "~"}]
     return "\n".join(
         [
             f"error: rank {environ.get('RANK', 0)} on {platform.node()} failed{at}: {cause[:MOST_CHARACTERS]}",
-            *(line[:MOST_CHARACTERS] for line in frames[-LAST_LINES:]),
+            *(f"  {hang}" for hang in hangs),
+            *(line[:MOST_CHARACTERS] for line in frames[-LAST_LINES + len(hangs) :]),
             f"  the whole traceback: {log}",
         ]
     )
@@ -107,7 +116,7 @@ def _is_closed_output(error: BaseException) -> bool:
 
 
 @contextmanager
-def _first_to_fail(code: int) -> Iterator[bool]:
+def _first_to_fail(code: int, reason: str) -> Iterator[bool]:
     """Write the exit code to the file that run_train.sh reads, because torchrun turns every code into 1.
 
     The other processes of the machine wait until this context ends. torchrun ends all of them as soon as one has
@@ -117,7 +126,7 @@ def _first_to_fail(code: int) -> Iterator[bool]:
         whether this process reports its error. Of the processes of a machine, the first to fail does: the others
         fail for the same reason. Without the file, each reports.
     """
-    name = os.environ.get("TITANLITE_EXIT_FILE")
+    name = os.environ.get(EXIT_FILE)
     if name is None:
         yield True
         return
@@ -125,8 +134,51 @@ def _first_to_fail(code: int) -> Iterator[bool]:
     with lock_file(path.with_name(f"{path.name}.lock")):
         is_first = not path.exists()
         if is_first:
-            path.write_text(str(code))
+            path.write_text(f"{code}\n{reason.partition(chr(10))[0]}")
         yield is_first
+
+
+def read_end(exit_file: Path) -> tuple[int | None, str]:
+    """Return (exit code, reason) of the first process of a machine that failed, and which processes were killed.
+
+    The code is None if no process has left one.
+    """
+    killed = [f"{mark.name} was killed" for mark, is_alive in _marks(exit_file) if not is_alive]
+    try:
+        code, _, reason = exit_file.read_text().partition("\n")
+    except FileNotFoundError:
+        return None, "; ".join(killed) or "a process ended without an error of its own"
+    return int(code), "; ".join([*killed, reason.removeprefix("error: ")])
+
+
+@contextmanager
+def leaving_mark() -> Iterator[None]:
+    """Keep a file rank-N beside the exit file. It stays behind if this process is killed."""
+    if mark := _own_mark():
+        mark.write_text(str(os.getpid()))
+    try:
+        yield
+    finally:
+        if mark:
+            mark.unlink(missing_ok=True)
+
+
+def _own_mark() -> Path | None:
+    name = os.environ.get(EXIT_FILE)
+    return Path(name).with_name(f"rank-{os.environ.get('RANK', '0')}") if name else None
+
+
+def _marks(exit_file: Path) -> Iterator[tuple[Path, bool]]:
+    """Yield the marks of processes that have not ended by themselves, and whether each process is alive."""
+    for mark in sorted(exit_file.parent.glob("rank-*")):
+        try:
+            os.kill(int(mark.read_text()), 0)
+        except ProcessLookupError:
+            yield mark, False
+        except (OSError, ValueError):  # it ends, or begins
+            continue
+        else:
+            yield mark, True
 
 
 def print_errors(lines: Iterable[object]) -> None:
@@ -135,12 +187,18 @@ def print_errors(lines: Iterable[object]) -> None:
 
 
 def another_has_ended() -> bool:
-    return Path(os.environ.get("TITANLITE_EXIT_FILE", "/nonexistent")).exists()
+    """Return whether another process of this machine has failed or was killed. torchrun ends this one then."""
+    if not (name := os.environ.get(EXIT_FILE)):
+        return False
+    return Path(name).exists() or not all(is_alive for _, is_alive in _marks(Path(name)))
 
 
 def end_now(message: str, code: int) -> NoReturn:
     """End this process at once, on a signal."""
-    with _first_to_fail(code) as reports:
-        if reports:
+    with _first_to_fail(code, message) as reports:
+        if reports and message:
             print(message, file=sys.stderr, flush=True)
+        if mark := _own_mark():
+            mark.unlink(missing_ok=True)
+        kill_stopped_descendants()
         os._exit(code)

@@ -1,11 +1,15 @@
 """Names from files, atomic writes, file locks, and quarantine of damaged files."""
 
+import errno
 import fcntl
+import hashlib
 import itertools
 import math
 import os
 import platform
 import re
+import stat
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +17,10 @@ from typing import IO
 
 PLAIN_NAME = re.compile(r"[\w.-]+", re.ASCII)
 """Letters, digits, dots and dashes: what titanlite's own names of files and runs consist of."""
+
+
+NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+"""Errors of file systems without locks."""
 
 
 class FileLocked(Exception):
@@ -98,3 +106,24 @@ def lock_file(
             file.truncate(0)
             print(f"process {os.getpid()} on {platform.node()}", file=file, flush=True)
             return file
+
+
+def lock_work(path: Path, *, on_wait: Callable[[str], None]) -> IO[str]:
+    """Lock a file, so that one process does some work and the others find it done.
+
+    On a file system without locks (some NFS and Lustre mounts), one process of each machine does the work: the lock is
+    in this machine's temporary folder then.
+
+    Arguments, result and errors: see `lock_file`.
+    """
+    try:
+        return lock_file(path, on_wait=on_wait)
+    except OSError as error:
+        if error.errno not in NO_LOCKS:
+            raise
+    folder = Path(tempfile.gettempdir(), f"titanlite-locks-{os.getuid()}")
+    folder.mkdir(mode=0o700, exist_ok=True)
+    about = folder.lstat()
+    if not stat.S_ISDIR(about.st_mode) or about.st_uid != os.getuid():
+        raise PermissionError(errno.EPERM, "is not a folder of this user", str(folder))
+    return lock_file(folder / hashlib.sha256(str(path.absolute()).encode()).hexdigest()[:32], on_wait=on_wait)

@@ -3,8 +3,9 @@
 import gc
 import hashlib
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+import socket
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -110,7 +111,12 @@ def pick_kernels(
 
 @contextmanager
 def process_group(
-    ranks: Ranks, device: torch.device, *, deterministic: bool = False, timeout_seconds: float = 1800
+    ranks: Ranks,
+    device: torch.device,
+    *,
+    deterministic: bool = False,
+    timeout_seconds: float = 1800,
+    watch: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> Iterator[None]:
     """Start the process group, also for one process, and shut it down in order.
 
@@ -122,6 +128,7 @@ def process_group(
 
     Args:
         timeout_seconds: longest wait of a rank for another one, until `PhaseTimeouts` sets it.
+        watch: returns a context that is entered while the group runs, its last barrier included.
 
     Raises:
         UserError: WORLD_SIZE is set and RANK is not.
@@ -132,6 +139,8 @@ def process_group(
         use_deterministic_kernels()
     if ranks.world_size > 1 and "RANK" not in os.environ:
         raise UserError("WORLD_SIZE is set and RANK is not: several processes are started with torchrun")
+    if ranks.world_size == ranks.local_world_size:
+        use_loopback(os.environ)
     backend, bound = "gloo", None
     if device.type == "cpu":
         keep_freed_memory()
@@ -140,9 +149,25 @@ def process_group(
         backend, bound = "cuda:nccl,cpu:gloo", device
     alone: dict[str, Any] = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
     dist.init_process_group(backend, timeout=timedelta(seconds=timeout_seconds), device_id=bound, **alone)
-    yield
-    dist.barrier()
+    with watch():
+        yield
+        dist.barrier()
     dist.destroy_process_group()
+
+
+def use_loopback(environ: MutableMapping[str, str]) -> None:
+    """Let gloo, and NCCL's start, listen on the loopback interface only: for processes of one machine.
+
+    What NCCL moves between GPUs of one machine does not go through sockets.
+    """
+    names = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
+    try:
+        socket.create_server(("127.0.0.1", 0)).close()
+    except OSError:  # the interface is down
+        return
+    for name in names:
+        environ.setdefault("GLOO_SOCKET_IFNAME", name)
+        environ.setdefault("NCCL_SOCKET_IFNAME", name)
 
 
 def use_deterministic_kernels() -> None:

@@ -1,5 +1,6 @@
 """Work that ranks do together: an error on one rank is raised on all of them."""
 
+import socket
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -46,6 +47,13 @@ def error_of_ranks(error: CheckpointException) -> Exception:
                 return failure
     rank, failure = next(iter(failures.items()))
     return RunError(f"rank {rank}: {failure}" if isinstance(failure, OSError) else f"rank {rank}: {failure!r}")
+
+
+def host_names(group: dist.ProcessGroup) -> list[str]:
+    """Return the name of each rank's host, in the order of ranks."""
+    names: list[str] = [""] * group.size()
+    dist.all_gather_object(names, socket.gethostname(), group=group)
+    return names
 
 
 def check_same_everywhere(value: str, what: str, *, group: dist.ProcessGroup) -> None:

@@ -3,11 +3,11 @@
 import errno
 import json
 import logging
+import os
 import platform
 import subprocess
 import sys
 import tempfile
-import time
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,12 +26,17 @@ from titanlite.runtime.console import log_to_file
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.files import FileLocked, checked_name, lock_file, quarantine_path, write_atomically
 from titanlite.runtime.process_group import Ranks
+from titanlite.runtime.raw_output import copy_output
+from titanlite.runtime.restarts import CrashLoop, begin_start, check_progress, end_last, is_own
 from titanlite.runtime.secrets import hide_secrets
 
 logger = logging.getLogger(__name__)
 
 LOCK_TIMEOUT = 15.0
 """Seconds to wait for the lock of a run folder: a killed job may need them to end."""
+
+NewestSaved = Callable[[Path], tuple[int, str | None]]
+"""Returns (step, run id) of the newest checkpoint in a run's folder; (0, None) if there is none."""
 
 
 @dataclass(frozen=True)
@@ -79,15 +84,17 @@ def open_run_folder(
     data: Data,
     *,
     rank: int,
-    saved_run_id: Callable[[Path], str | None] = lambda path: None,
+    newest_saved: NewestSaved = lambda run: (0, None),
 ) -> RunFolder:
     """Create the folder of the run, or open it again. Start a log file for each rank.
 
     Args:
-        saved_run_id: returns the run's id from its newest checkpoint, for a run whose run.json is damaged.
+        newest_saved: returns the newest checkpoint's step, for restarts without progress, and the run's id in it, for a
+            run whose run.json is damaged.
 
     Raises:
         UserError: the folder cannot be created or written, or another job trains in it.
+        CrashLoop: the restarts before this one made no progress.
     """
     outputs = Path(job.dump_folder)
     path = outputs / str(job.name)
@@ -97,17 +104,40 @@ def open_run_folder(
         try:
             _make_folder(path, job)
             lock = _lock(path)
-            shared = [_read_run(path, saved_run_id)["id"]]
-        except UserError as error:
+            shared = [_begin(path, job, newest_saved)]
+        except (UserError, CrashLoop) as error:
             shared = [error]
     dist.broadcast_object_list(shared)
-    if isinstance(shared[0], UserError):
+    if isinstance(shared[0], UserError | CrashLoop):
         raise shared[0]
     data_cache = Path(data.cache_folder or outputs / "data_cache")
     folder = RunFolder(path, run_id=str(shared[0]), data_cache=data_cache, lock=lock)
     _make_folder(folder.logs, job)
-    log_to_file(folder.logs, rank)
+    log = log_to_file(folder.logs, rank)
+    if "TORCHELASTIC_RUN_ID" in os.environ:  # one of several processes, started by torchrun
+        copy_output(log)
     return folder
+
+
+def _begin(path: Path, job: JobConfig, newest_saved: NewestSaved) -> str:
+    """Begin the record of this start in run.json, and return the run's id.
+
+    Raises:
+        CrashLoop: the restarts before this one made no progress.
+    """
+    run = _read_run(path, newest_saved)
+    starts = run["starts"]
+    end_last(starts, os.environ)
+    check_progress(
+        starts,
+        environ=os.environ,
+        limit=job.max_failed_restarts,
+        newest_step=lambda: newest_saved(path)[0],
+        logs=path / "logs",
+    )
+    starts.append(begin_start(os.environ))
+    _write_run(path, run)
+    return str(run["id"])
 
 
 def _make_folder(path: Path, job: JobConfig) -> None:
@@ -154,35 +184,48 @@ def _lock(path: Path) -> IO[str] | None:
         return None
 
 
-def record_start(folder: RunFolder, config: Config, *, ranks: Ranks, device: torch.device, mesh: DeviceMesh) -> None:
-    """Write config.toml (resolved), and add this start to run.json."""
+def record_start(
+    folder: RunFolder, config: Config, *, step: int, ranks: Ranks, device: torch.device, mesh: DeviceMesh
+) -> None:
+    """Write config.toml (resolved), and complete the record of this start in run.json.
+
+    Args:
+        step: step at which the run resumes.
+    """
     if ranks.rank != 0:
         return
     run: dict[str, Any] = {**_read_run(folder.path), "id": folder.run_id}
-    run["starts"].append(
-        {
-            "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-            "command": [hide_secrets(word) for word in sys.argv],
-            "mesh": dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True)),
-            "processes": ranks.world_size,
-            "host": platform.node(),
-            "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
-            "versions": {
-                "titanlite": titanlite.__version__,
-                "torch": torch.__version__,
-                "python": platform.python_version(),
-            },
-            "git_commit": _git_commit(),
-        }
-    )
-    for name, text in (("config.toml", hide_secrets(dump(config))), ("run.json", json.dumps(run, indent=1))):
-        try:
-            write_atomically(folder.path / name, text, mode=0o600)
-        except OSError as error:  # a record of the start is worth no run
-            logger.error(f"{folder.path / name} cannot be written: {error.strerror}. The run continues without it")
+    if not is_own(run["starts"]):  # it could not be written
+        run["starts"].append(begin_start(os.environ))
+    run["starts"][-1] |= {
+        "step": step,
+        "command": [hide_secrets(word) for word in sys.argv],
+        "mesh": dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True)),
+        "processes": ranks.world_size,
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        "versions": {
+            "titanlite": titanlite.__version__,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+        },
+        "git_commit": _git_commit(),
+    }
+    _write(folder.path / "config.toml", hide_secrets(dump(config)))
+    _write_run(folder.path, run)
 
 
-def _read_run(path: Path, saved_run_id: Callable[[Path], str | None] = lambda path: None) -> dict[str, Any]:
+def _write_run(path: Path, run: dict[str, Any]) -> None:
+    _write(path / "run.json", json.dumps(run, indent=1))
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        write_atomically(path, text, mode=0o600)
+    except OSError as error:  # a record of the start is worth no run
+        logger.error(f"{path} cannot be written: {error.strerror}. The run continues without it")
+
+
+def _read_run(path: Path, newest_saved: NewestSaved = lambda run: (0, None)) -> dict[str, Any]:
     """Return run.json, or what a new run.json begins with. A damaged one is renamed, and keeps no run from resuming."""
     record = path / "run.json"
     try:
@@ -201,7 +244,7 @@ def _read_run(path: Path, saved_run_id: Callable[[Path], str | None] = lambda pa
         return run
     damaged = quarantine_path(record)
     record.rename(damaged)
-    run_id = run_id or saved_run_id(path) or uuid.uuid4().hex
+    run_id = run_id or newest_saved(path)[1] or uuid.uuid4().hex
     logger.warning(f"{record} is damaged: it is now {damaged.name}, and the run continues with id {run_id}")
     run = {"id": run_id, "starts": []}
     write_atomically(record, json.dumps(run, indent=1), mode=0o600)

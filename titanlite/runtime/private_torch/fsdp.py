@@ -1,5 +1,6 @@
 """FSDP2: its units, their collectives, and what they hold in memory."""
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
-from titanlite.observer import StepObserver
+from titanlite.observer import Observers, StepObserver
 from titanlite.runtime.private_torch.autograd import has_gradient_hooks
 
 
@@ -55,6 +56,7 @@ def keeps_reduced_gradients(param_group: Any, reduce_dtype: torch.dtype) -> bool
         and not it.offload_to_cpu
         and not has_gradient_hooks(it.sharded_param)
         for it in param_group.fsdp_params
+        if it.sharded_param.requires_grad
     )
 
 
@@ -121,19 +123,28 @@ class _AwaitedUnit(FSDPParamGroup):
 
 
 def observe_fsdp(model: nn.Module, observer: StepObserver) -> None:
-    """Call an observer's hooks from inside FSDP, for every FSDP unit of a model.
+    """Call an observer's hooks from inside FSDP, for every FSDP unit of a model, beside those of earlier observers.
 
-    The hooks are the phases `backward NAME` and `reduce NAME`, collectives, and labels of gradients. NAME is that of
-    the unit's first module.
+    The hooks are the phases `backward NAME` and `reduce NAME`, collectives, waits for other ranks, and labels of
+    gradients. NAME is that of the unit's first module.
     """
     names = {module: name for name, module in model.named_modules()}
     for module in model.modules():
         unit = fsdp_param_group(module) if isinstance(module, FSDPModule) else None
         if unit is not None and unit.modules[0] is module:  # a tied embedding and head have one unit
             assert isinstance(unit, FSDPParamGroup)
+            if isinstance(unit, _ObservedUnit):
+                unit.observer = Observers(unit.observer, observer)
+                continue
             unit.__class__ = type(_ObservedUnit.__name__, (_ObservedUnit, type(unit)), {})
             assert isinstance(unit, _ObservedUnit)
             unit.observer, unit.name = observer, names[unit.modules[0]]
+
+
+def observer_of(module: FSDPModule) -> StepObserver:
+    """Return the observer of an FSDP unit; one that does nothing if it has none."""
+    unit = fsdp_param_group(module)
+    return unit.observer if isinstance(unit, _ObservedUnit) else StepObserver()
 
 
 class _ObservedUnit(FSDPParamGroup):
@@ -143,11 +154,13 @@ class _ObservedUnit(FSDPParamGroup):
     name: str
 
     def unshard(self, async_op: bool = False) -> None:
-        with self.observer.collective("all-gather", self.name):
+        # Gloo waits here. On a GPU compute waits in `wait_for_unshard` only.
+        waiting = self._waiting() if self.device.type == "cpu" and not async_op else nullcontext()
+        with waiting, self.observer.collective("all-gather", self.name):
             super().unshard(async_op)
 
     def wait_for_unshard(self) -> None:
-        with self.observer.collective("all-gather", ""):
+        with self._waiting(), self.observer.collective("all-gather", ""):
             super().wait_for_unshard()
 
     def reshard(self) -> None:
@@ -162,10 +175,17 @@ class _ObservedUnit(FSDPParamGroup):
         self.observer.phase(f"reduce {self.name}")
         unreduced = (_unsharded_gradient(it) for it in self.fsdp_params)  # not a list: it would keep them in memory
         self.observer.label((gradient for gradient in unreduced if gradient is not None), "reduce-scatter")
-        with self.observer.collective("reduce-scatter", self.name):
+        with self._waiting(), self.observer.collective("reduce-scatter", self.name):
             super().post_backward(*unused)
         sharded = (it.sharded_param.grad for it in self.fsdp_params)
         self.observer.label((gradient for gradient in sharded if gradient is not None), "gradients")
+
+    def finalize_backward(self) -> None:
+        with self._waiting():
+            super().finalize_backward()
+
+    def _waiting(self) -> AbstractContextManager[None]:
+        return self.observer.waiting() if self.mesh_info.mesh.size() > 1 else nullcontext()
 
 
 def _unsharded_gradient(parameter: FSDPParam) -> Tensor | None:

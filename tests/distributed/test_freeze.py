@@ -1,0 +1,194 @@
+"""Frozen parameters: the rest trains as if they were constants, on every layout and with every technique."""
+
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.helpers import TinyRun, run_in_turn, run_ranks
+from tests.layouts import built, degrees, trained, whole
+from titanlite.checkpoint.state import state_of
+from titanlite.config.load import load
+from titanlite.config.schema import Config, Freeze
+from titanlite.memory_check import bytes_per_parameter
+from titanlite.models.base import build_on_meta, trainable_parameters, unique_parameters
+from titanlite.models.decoder import Decoder
+from titanlite.models.registry import resolve_model
+from titanlite.parallelize.freeze import freeze
+from titanlite.preflight import preflight
+from titanlite.runtime.errors import ConfigError
+from titanlite.runtime.process_group import Ranks
+from titanlite.step import train_step
+
+PATTERNS = '["tok_embeddings.*", "layers.0.*", "layers.*.attention.w[qk].weight", "layers.1.ffn_norm.weight"]'
+FREEZE = f"--freeze.parameters={PATTERNS}"
+CONSTANTS = (
+    f"--optimizer.groups=[{{match={PATTERNS}, lr=0.0, weight_decay=0.0}}, "
+    '{match=["layers.[12].attention.w[vo].weight", "layers.[12].attention_norm.weight", "layers.2.ffn_norm.weight", '
+    '"layers.[12].feed_forward.*", "head.*"]}]'
+)
+NO_CLIPPING = "--training.max_norm=0"
+MOE = [
+    "--model.name=qwen3_moe", "--model.flavor=debug", "--model.args={dim=32, n_layers=2, vocab_size=259}",
+    '--freeze.parameters=["layers.*.feed_forward.w1", "layers.0.feed_forward.router", "head.output.weight"]',
+]  # fmt: skip
+TECHNIQUES = {
+    "FSDP": degrees(1, 2),
+    "HSDP, AC": [*degrees(2, 1), "--activation_checkpoint.mode=full"],
+    "in backward": [*degrees(1, 2), "--optimizer.in_backward=true"],
+    "bfloat16 frozen": [*degrees(1, 2), "--freeze.dtype=bfloat16"],
+    "offload": [*degrees(1, 2), "--training.enable_cpu_offload=true"],
+    "disk": [
+        *degrees(2, 1), "--training.enable_cpu_offload", "--offload.parameters=disk", "--offload.optimizer=disk",
+    ],
+    "Muon": [*degrees(1, 2), "--optimizer.name=Muon", "--training.local_batch_size=2"],
+    "bfloat16": [*degrees(1, 2), "--training.dtype=bfloat16", "--training.mixed_precision_param=bfloat16"],
+}  # fmt: skip
+
+
+def one_start(rank: int, world_size: int, config: Config) -> dict[str, Any]:
+    """Train, and return the weights before and after, gradients that exist, and names with optimizer state."""
+    run = built(rank, world_size, config)
+    before = {name: whole(p).float().numpy() for name, p in unique_parameters(run.model)}
+    with_gradient: set[str] = set()
+    for name, parameter in unique_parameters(run.model):
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(lambda _, name=name: with_gradient.add(name))
+    batches = list(islice(run.batches, run.accumulation))
+    result = train_step(
+        run.model, batches, optimizer=run.optimizer, group=run.group, max_norm=0.0, loss_function=run.loss_function,
+        in_backward=run.in_backward,
+    )  # fmt: skip
+    norm = float(result.grad_norm)
+    run.batches.close()
+    state = state_of(run.model, run.optimizer)
+    return {
+        "before": before,
+        "after": {name: whole(p).float().numpy() for name, p in unique_parameters(run.model)},
+        "dtypes": {name: p.dtype for name, p in unique_parameters(run.model)},
+        "gradients": with_gradient,
+        "kept": {name for name, p in unique_parameters(run.model) if p.grad is not None},
+        "moments": {name.removeprefix("state.").rpartition(".")[0] for name in state["optimizer"]},
+        "grad_norm": norm,
+    }
+
+
+def test_the_rest_trains_as_beside_constants(tiny: TinyRun) -> None:
+    """The oracle trains everything, with a learning rate of 0 for what is frozen here."""
+    several = [
+        tiny.config(*degrees(*layout), NO_CLIPPING, "--training.steps=4", option, f"--job.name={name}-{layout[1]}",
+                    world_size=2)
+        for layout in ((1, 2), (2, 1))
+        for name, option in (("frozen", FREEZE), ("constant", CONSTANTS))
+    ]  # fmt: skip
+    [frozen, constant, *of_replicas] = run_in_turn(trained, 2, several)
+    single = run_ranks(trained, 1, tiny.config(NO_CLIPPING, "--training.steps=4", FREEZE, "--job.name=single"))
+    for found, expected in ((frozen, constant), (of_replicas[0], of_replicas[1])):
+        for name, value in expected[0].items():
+            np.testing.assert_allclose(found[0][name], value, rtol=0, atol=1e-6, err_msg=name)
+    for name, value in single[0].items():
+        np.testing.assert_allclose(frozen[0][name], value, rtol=0, atol=2e-6, err_msg=name)
+    for shard in (1, 2):
+        assert tiny.losses(f"frozen-{shard}") == pytest.approx(tiny.losses(f"constant-{shard}"), abs=2e-6)
+        norms = [[record["grad_norm"] for record in tiny.records(f"{name}-{shard}")] for name in ("frozen", "constant")]
+        assert all(mine < theirs * (1 - 1e-4) for mine, theirs in zip(*norms, strict=True)), norms
+
+
+def test_frozen_bits_never_change_whatever_the_technique(tiny: TinyRun) -> None:
+    configs = [
+        tiny.config(*options, NO_CLIPPING, FREEZE, f"--job.name=case-{number}", world_size=2)
+        for number, options in enumerate(TECHNIQUES.values())
+    ]
+    moe = tiny.toml.with_name("moe.toml")
+    moe.write_text(
+        f'[data]\npath = "{tiny.text}"\n[job]\ndump_folder = "{tiny.folder}/outputs"\n[training]\nseq_len=32\n'
+    )
+    configs.append(load(moe, [*MOE, *degrees(1, 2), "--training.global_batch_size=4"], world_size=2))
+    for name, results in zip([*TECHNIQUES, "experts"], run_in_turn(one_start, 2, configs), strict=True):
+        [config] = [it for it, of in zip(configs, [*TECHNIQUES, "experts"], strict=True) if of == name]
+        spec = resolve_model(config.model.name, config.model.flavor, config.model.args, None, tokenizer_size=259)
+        meta = spec.build()
+        freeze(meta, config.freeze)
+        expected = set(trainable_parameters(meta))
+        for found in results:
+            assert found["kept"] == set(), name
+            assert found["gradients"] == expected, name
+            assert found["moments"] == expected, name
+            for parameter, value in found["before"].items():
+                same = np.array_equal(value, found["after"][parameter])
+                assert same == (parameter not in expected), (name, parameter)
+            narrow = {parameter for parameter, dtype in found["dtypes"].items() if dtype == torch.bfloat16}
+            if name == "bfloat16 frozen":
+                assert narrow == found["before"].keys() - expected
+        assert results[0]["grad_norm"] == results[1]["grad_norm"] > 0
+
+
+def test_a_frozen_run_resumes_bit_for_bit_on_another_layout(tiny: TinyRun) -> None:
+    options = [FREEZE, "--freeze.dtype=bfloat16", "--checkpoint.interval=2"]
+    run_ranks(trained, 1, tiny.config(*options, "--job.name=whole"))
+    run_ranks(trained, 1, tiny.config(*options, "--job.name=parts", "--training.steps=2"))
+    run_ranks(trained, 1, tiny.config(*options, "--job.name=parts"))
+    assert tiny.losses("parts") == tiny.losses("whole")
+    run_ranks(trained, 2, tiny.config(*options, "--job.name=parts", "--training.steps=7", world_size=2))
+    assert len(tiny.losses("parts")) == 7
+    with pytest.raises(Exception, match=r"freeze.parameters was \[.*\], is None"):
+        run_ranks(trained, 1, tiny.config("--freeze.dtype=bfloat16", "--job.name=parts", "--training.steps=8"))
+
+
+def decoder(name: str, *frozen: str, **args: Any) -> Decoder:
+    spec = resolve_model(name, "debug", args, None, tokenizer_size=None)
+    model = build_on_meta(spec.model_cls, spec.args)
+    freeze(model, Freeze(parameters=[*frozen]))
+    assert isinstance(model, Decoder)
+    return model
+
+
+@pytest.mark.parametrize("name", ["llama3", "qwen3_moe"])
+def test_frozen_weights_save_the_operations_of_their_gradients(name: str) -> None:
+    seq_len = 64
+    plain = decoder(name)
+    whole_flops = plain.flops_per_token(seq_len)
+    head = decoder(name, "head.output.weight")
+    assert whole_flops - head.flops_per_token(seq_len) == 2 * plain.args.dim * plain.args.vocab_size
+    assert decoder(name, "tok_embeddings.*").flops_per_token(seq_len) == whole_flops  # a lookup
+    norms = decoder(name, "*norm.weight")
+    assert norms.flops_per_token(seq_len) == whole_flops
+    blocks = decoder(name, "layers.*")  # the embedding is trained, so backward goes through them
+    weights = (whole_flops - 6 * plain.args.dim * plain.args.vocab_size) - 12 * plain.args.n_layers * (
+        plain.args.n_heads * plain.args.head_size * seq_len
+    )
+    assert whole_flops - blocks.flops_per_token(seq_len) == pytest.approx(weights / 3)
+    ends_at_head = decoder(name, "layers.*", "tok_embeddings.*")  # forward alone in the blocks
+    forward = weights / 3 + 4 * plain.args.n_layers * plain.args.n_heads * plain.args.head_size * seq_len
+    assert ends_at_head.flops_per_token(seq_len) == pytest.approx(6 * plain.args.dim * plain.args.vocab_size + forward)
+
+
+@pytest.mark.parametrize(
+    ("patterns", "message"),
+    [
+        ('["layers.9.*"]', r"freeze.parameters: layers.9.\* matches no parameter; there are tok_embeddings.weight, "),
+        ('["*"]', "freeze.parameters: matches every parameter: nothing is left to train"),
+    ],
+)
+def test_patterns_that_match_nothing_or_everything_are_refused(tiny: TinyRun, patterns: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        preflight(tiny.config(f"--freeze.parameters={patterns}"), Ranks(0, 1, 0, 1), torch.device("cpu"))
+
+
+def test_a_group_of_frozen_parameters_alone_is_refused(tiny: TinyRun) -> None:
+    options = FREEZE, '--optimizer.groups=[{match=["tok_embeddings.*"]}, {match=["layers.*", "head.*"]}]'
+    with pytest.raises(ConfigError, match=r"optimizer\.groups\.0\.match: matches no parameter"):
+        preflight(tiny.config(*options), Ranks(0, 1, 0, 1), torch.device("cpu"))
+
+
+def test_frozen_parameters_need_no_memory_for_training(tiny: TinyRun) -> None:
+    model = decoder("llama3", "layers.*", "tok_embeddings.*")
+    trained_share = sum(p.numel() for p in trainable_parameters(model).values()) / sum(
+        p.numel() for p in model.parameters()
+    )
+    config = tiny.config('--freeze.parameters=["layers.*", "tok_embeddings.*"]', "--freeze.dtype=bfloat16")
+    in_memory, on_disk = bytes_per_parameter(model, config)
+    assert in_memory == pytest.approx(16 * trained_share + 2 * (1 - trained_share))
+    assert on_disk == 0

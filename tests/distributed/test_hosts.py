@@ -1,0 +1,209 @@
+"""Two hosts with a network between them that fails: what the user sees on each, and that nothing is lost."""
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.helpers import TinyRun
+from tests.hosts import Network, network
+from tests.processes import Job
+from titanlite import cli
+from titanlite.checkpoint import manifest as manifests
+from titanlite.checkpoint.storage import LocalStorage
+
+HSDP = "--parallelism.data_parallel_replicate_degree=2", "--parallelism.data_parallel_shard_degree=2"
+SAVING = "--checkpoint.interval=10", "--checkpoint.keep_latest_k=0"
+STEPS = 45
+LONG = "--training.steps=1000000"
+SECONDS = 400
+"""Longest wait for a start, on a machine that is busy with other tests."""
+
+
+@pytest.fixture
+def hosts() -> Iterator[Network]:
+    with network("node0", "node1") as made:
+        yield made
+
+
+def ranks_of(network: Network, jobs: list[Job]) -> dict[str, list[int]]:
+    """Return {host: its ranks}, as the processes are."""
+    found = {}
+    for host, job in zip(network.hosts, jobs, strict=True):
+        environs = [Path(f"/proc/{pid}/environ").read_bytes().split(b"\0") for pid in job.ranks() if host.has(pid)]
+        found[host.name] = [int(entry[5:]) for environ in environs for entry in environ if entry.startswith(b"RANK=")]
+    return found
+
+
+def wait_for_step(job: Job, step: int) -> None:
+    job.wait_until(lambda: max(job.steps(), default=0) >= step, SECONDS)
+
+
+def wait_for_steps(job: Job, steps: int) -> None:
+    wait_for_step(job, max(job.steps(), default=0) + steps)
+
+
+def ends(jobs: list[Job], seconds: float) -> list[tuple[int, float]]:
+    """Return (exit code, seconds from now until it ended) of each job. No process is left of any."""
+    began = time.monotonic()
+    ended = []
+    for job in jobs:
+        code = job.end(max(1, began + seconds - time.monotonic()))
+        ended.append((code, time.monotonic() - began))
+    assert [job.left() for job in jobs] == [{} for _ in jobs]
+    return ended
+
+
+def newest(tiny: TinyRun) -> int:
+    """Return the newest step that is saved."""
+    storage = LocalStorage(f"{tiny.folder}/outputs/tiny/checkpoints", "")
+    return max(manifests.committed_steps(storage.list()), default=0)
+
+
+def error_lines(job: Job) -> list[str]:
+    return [line for line in job.text().splitlines() if line.startswith("error: ")]
+
+
+def test_hosts_have_names_and_a_network_and_end_with_the_process_that_made_them() -> None:
+    with network("node0", "node1", "node2") as made:
+        names = [host.run("hostname").strip() for host in made.hosts]
+        assert names == ["node0", "node1", "node2"]
+        namespaces = {host.run("readlink", "/proc/self/ns/net") for host in made.hosts}
+        assert len(namespaces) == 3
+        first, second, _ = made.hosts
+        reach = [sys.executable, "-c", "import socket; socket.create_connection(('node1', 7), 0.5)"]
+        refused = subprocess.run(first.inside(*reach), capture_output=True, text=True, timeout=60)
+        assert "ConnectionRefusedError" in refused.stderr, "node1 is there, and nothing listens"
+        made.tell("down", "node1")
+        cut = subprocess.run(first.inside(*reach), capture_output=True, text=True, timeout=60)
+        assert "TimeoutError" in cut.stderr
+        made.tell("up", "node1")
+        made.tell("delay", 0.2)
+        began = time.monotonic()
+        refused = subprocess.run(first.inside(*reach), capture_output=True, text=True, timeout=60)
+        assert "ConnectionRefusedError" in refused.stderr
+        assert time.monotonic() - began > 0.4
+        sleeper = subprocess.Popen(second.inside("sleep", "1000"))
+        made.process.kill()  # as with the process that makes the hosts
+        assert sleeper.wait(30) != 0
+
+
+INTERFACE = """
+from titanlite.runtime.launch import use_interface_of
+environ = {}
+use_interface_of(environ, "node0:29500")
+print(environ.get("GLOO_SOCKET_IFNAME"))
+"""
+
+
+def test_names_that_lead_to_the_machine_itself_do_not_reach_gloo(tmp_path: Path, hosts: Network) -> None:
+    """Installers write `127.0.1.1 node0` into /etc/hosts, and gloo would give that address to the other hosts."""
+    command = sys.executable, "-c", INTERFACE
+    assert [host.run(*command) for host in hosts.hosts] == ["None\n", "None\n"], "their names are right"
+    for number, (host, other) in enumerate(zip(hosts.hosts, hosts.hosts[::-1], strict=True)):
+        file = tmp_path / host.name
+        file.write_text(f"127.0.0.1 localhost\n127.0.1.1 {host.name}\n10.77.0.{2 - number} {other.name}\n")
+        host.run("umount", "/etc/hosts")
+        host.run("mount", "--bind", str(file), "/etc/hosts")
+    first, second = hosts.hosts
+    assert second.run(*command) == "eth0\n", "the way to node0"
+    assert first.run(*command) == "None\n"
+    first.run("ip", "route", "add", "default", "via", "10.77.0.2")
+    assert first.run(*command) == "eth0\n", "the default route"
+
+
+@pytest.mark.slow
+def test_nothing_is_lost_when_the_network_fails_and_when_a_host_dies(tiny: TinyRun, hosts: Network) -> None:
+    options = f"--config={tiny.toml}", *HSDP, *SAVING
+    with hosts.job(tiny.folder, *options, LONG, "--comm.train_timeout_seconds=150", NPROC="2") as jobs:
+        first, second = jobs
+        wait_for_step(first, 4)
+        assert ranks_of(hosts, jobs) == {"node0": [0, 1], "node1": [2, 3]}
+        start = json.loads((tiny.folder / "outputs" / "tiny" / "run.json").read_text())["starts"][-1]
+        assert start["mesh"] == {"replicate": 2, "shard": 2}
+        assert start["host"] == "node0"
+        began = time.monotonic()
+        hosts.tell("cut")
+        first.wait_until(lambda: "hang: " in first.text(), SECONDS)
+        reported = time.monotonic() - began
+        [line] = [line for line in first.text().splitlines() if "hang: " in line]
+        assert (
+            "ranks 2-3 on node1 send no heartbeat: the process is stopped, or the host is dead or unreachable" in line
+        )
+        hosts.tell("restore")
+        wait_for_steps(first, 2)
+        assert first.steps() == list(range(1, max(first.steps()) + 1))
+        first.wait_until(lambda: "hang is over: training continues" in first.text(), SECONDS)
+        hosts.tell("delay", 0.02)
+        hosts.tell("loss", 0.02)
+        wait_for_steps(first, 4)
+        hosts.tell("delay", 0)
+        hosts.tell("loss", 0)
+        first.wait_until(lambda: newest(tiny) >= 10, SECONDS)
+        saved = newest(tiny)
+        hosts.hosts[1].kill()
+        (code, seconds), _ = ends(jobs, 120)
+        assert code == 1
+        [line] = error_lines(first)
+        assert "on node0 failed at step " in line
+        assert "peer" in line, "the connection to the other host is what failed"
+        assert not error_lines(second)
+        assert newest(tiny) >= saved
+    print(f"cut reported: {reported:.1f} s; host killed: {seconds:.1f} s")
+    with (
+        network("node0", "node1") as again,
+        again.job(tiny.folder, *options, f"--training.steps={STEPS}", NPROC="2") as jobs,
+    ):
+        assert [code for code, _ in ends(jobs, SECONDS)] == [0, 0], [job.text() for job in jobs]
+        assert f"resumed from step {newest(tiny)}"
+    assert_as_one_process(tiny)
+
+
+@pytest.mark.nightly
+def test_a_link_that_stays_cut_ends_both_hosts(tiny: TinyRun, hosts: Network) -> None:
+    with hosts.job(
+        tiny.folder, f"--config={tiny.toml}", *HSDP, LONG, "--comm.train_timeout_seconds=8", NPROC="2"
+    ) as jobs:
+        wait_for_step(jobs[0], 4)
+        hosts.tell("cut")
+        ended = ends(jobs, 100)
+        assert [code for code, _ in ended] == [1, 1]
+        assert all(seconds > 7 for _, seconds in ended), "the timeout of steps"
+        errors = [error_lines(job) for job in jobs]
+        assert [len(lines) for lines in errors] == [1, 1], errors
+        for number, [line] in enumerate(errors):
+            assert f"on node{number} failed at step " in line
+        assert any("Timed out waiting 8000ms" in line for [line] in errors)
+    print(f"link cut: {ended}")
+
+
+@pytest.mark.nightly
+def test_a_host_that_is_left_resumes_alone(tiny: TinyRun, hosts: Network) -> None:
+    environ = {"NNODES": "1:2", "NPROC": "2", "MAX_RESTARTS": "2", "RDZV_CONF": "last_call_timeout=5"}
+    degrees = "--parallelism.data_parallel_replicate_degree=2", "--parallelism.data_parallel_shard_degree=-1"
+    with hosts.job(
+        tiny.folder, f"--config={tiny.toml}", *degrees, *SAVING, f"--training.steps={STEPS}", **environ
+    ) as jobs:
+        first, _ = jobs
+        first.wait_until(lambda: newest(tiny) >= 10, SECONDS)
+        hosts.hosts[1].kill()
+        began = time.monotonic()
+        first.wait_until(lambda: "replicate 2 x shard 1" in first.text(), SECONDS)
+        seconds = time.monotonic() - began
+        assert first.end(SECONDS) == 0, first.text()
+        assert first.left() == {}
+        assert "replicate 2 x shard 2" in first.text()
+    print(f"the host that is left trains alone after {seconds:.1f} s")
+    assert_as_one_process(tiny)
+
+
+def assert_as_one_process(tiny: TinyRun) -> None:
+    """Compare the losses of a run over two hosts with those of one process that nothing happened to."""
+    assert cli.run(["train", f"--config={tiny.toml}", "--job.name=alone", f"--training.steps={STEPS}"]) == 0
+    records = tiny.records()
+    assert [record["step"] for record in records] == list(range(1, STEPS + 1))
+    assert tiny.losses() == pytest.approx(tiny.losses("alone"), rel=1e-5)

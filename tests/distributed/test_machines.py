@@ -1,0 +1,154 @@
+"""Tests of the machines on two gloo ranks that stand for two hosts, healthy and with planted faults."""
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.helpers import TinyRun, run_ranks, run_train
+from titanlite.machines.clocks import check_clocks
+from titanlite.machines.command import check_software, machine_tests, run
+from titanlite.machines.devices import check_arithmetic
+from titanlite.machines.findings import Job, Result, on_each, open_job
+from titanlite.machines.folder import check_folder
+from titanlite.machines.links import check_bandwidths, check_neighbours, check_values
+from titanlite.plan.links import COLLECTIVES
+from titanlite.preflight import preflight
+from titanlite.runtime.errors import UserError
+from titanlite.runtime.process_group import Ranks
+from titanlite.runtime.versions import facts_of
+
+CPU = torch.device("cpu")
+
+
+def job_of(rank: int, world_size: int, within: int = 1) -> Job:
+    """Return the job, with names that this machine alone cannot give."""
+    job = open_job(Ranks(rank, world_size, rank % within, within))
+    return replace(job, hosts=[f"host-{rank // within}" for rank in range(world_size)])
+
+
+def wrong_sum(whole: torch.Tensor, part: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """Reduce as usual, and spoil one value on rank 1."""
+    dist.all_reduce(whole, group=group)
+    if dist.get_rank() == 1:
+        whole[3] += 2
+
+
+def with_faults(rank: int, world_size: int, tiny: TinyRun) -> dict[str, Result]:
+    job = job_of(rank, world_size)
+    facts = facts_of({}, CPU, {})
+    old = replace(facts, versions=facts.versions | {"torch": "1.0"}) if rank else facts
+
+    def spoiled(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return a @ b + rank
+
+    return {
+        "collectives": check_values(CPU, job, {**COLLECTIVES, "all_reduce": wrong_sum}),
+        "folder": check_folder(str(tiny.folder / f"own-{rank}"), job, size=2**20, wait=0.2),
+        "unwritable": check_folder(str(tiny.folder / ("shared" if rank else "tiny.toml")), job, size=2**20, wait=0.2),
+        "clocks": check_clocks(job, lambda: time.time() - 90 * rank),
+        "software": check_software(old),
+        "arithmetic": check_arithmetic(CPU, job, multiply=spoiled, seconds=1e-6),
+    }
+
+
+def test_each_planted_fault_is_found_and_named(tiny: TinyRun) -> None:
+    first, second = run_ranks(with_faults, 2, tiny)
+    found, on_rank_1 = (
+        {name: [*result.problems, *result.warnings] for name, result in results.items()} for results in (first, second)
+    )
+    assert found == on_rank_1, "every rank has the same lines"
+    assert [result.status for result in first.values()] == ["FAILED", "FAILED", "FAILED", "warning", "FAILED", "FAILED"]
+
+    assert first["collectives"].value == "wrong values"
+    assert found["collectives"][0].startswith("rank 1 on host-1: all_reduce of 65,536 bytes gives wrong values: 1 of ")
+    assert found["collectives"][0].endswith("the first 14 instead of 12: a faulty link, device or driver")
+    assert found["folder"] == [
+        f"rank {rank} on host-{rank}: {tiny.folder}/own-{rank} does not show what rank {1 - rank} on host-{1 - rank} "
+        "wrote there: it is not shared. Name a folder on a shared file system, or a URL, in checkpoint.folder"
+        for rank in (0, 1)
+    ]
+    [line] = found["unwritable"]
+    assert line.startswith(f"rank 0 on host-0: {tiny.folder}/tiny.toml")
+    assert line.endswith(("Not a directory", "File exists"))
+    [line] = found["clocks"]
+    assert line.startswith("host-1 is ")
+    assert 89 < float(line.split()[2]) < 91
+    assert line.endswith("s behind host-0: set their clocks with NTP (chrony, systemd-timesyncd)")
+    assert " has torch 1.0, rank 0 on " in found["software"][0]
+    assert found["arithmetic"][0].startswith("rank 1 on host-1: the CPU computes wrong values: 524,288 elements in 2 ")
+    assert sorted(path.name for path in tiny.folder.iterdir()) == ["text", "tiny.toml"], "everything is deleted"
+
+
+def healthy(rank: int, world_size: int, tiny: TinyRun) -> tuple[list[str], list[str], dict[str, Result], list[str]]:
+    """Run all tests as the command does; then measure links of one host with two ranks."""
+    config = tiny.config(world_size=world_size)
+    job = job_of(rank, world_size)
+    lines: list[str] = []
+    failed = run(machine_tests(config, preflight(config, job.ranks, CPU), job, CPU), lines.append)
+    together = job_of(rank, world_size, within=2)
+    links = dict(check_bandwidths(CPU, together)) | {"neighbours": check_neighbours(CPU, together)}
+    return failed, lines, links, [str(one) for one in on_each(lambda: 1 // rank)]
+
+
+def test_healthy_hosts(tiny: TinyRun) -> None:
+    for failed, lines, links, errors in run_ranks(healthy, 2, tiny):
+        assert failed == []
+        by_name = {line[9:27].strip(): line for line in lines if not line.startswith(" ")}
+        assert [*by_name] == [
+            "versions, config", "collectives", "links of all", "neighbours", "clocks", "checkpoint folder", "disk",
+            "host memory", "arithmetic", "GPUs",
+        ]  # fmt: skip
+        assert "all_gather, reduce_scatter, all_reduce right at 65,536, 1,048,576, " in by_name["collectives"]
+        assert "between hosts " in by_name["neighbours"]
+        assert "by each of 2 hosts: written at " in by_name["checkpoint folder"]
+        assert "seen by the other hosts after " in by_name["checkpoint folder"]
+        assert float(by_name["clocks"].partition("at most ")[2].split()[0]) < 1
+        assert [*links] == ["links of all", "neighbours"]
+        assert "in a host " in links["neighbours"].value
+        assert errors == ["ZeroDivisionError: integer division or modulo by zero", "1"]
+    assert not (tiny.folder / "outputs").exists()
+
+
+def uneven(rank: int, world_size: int) -> str:
+    try:
+        open_job(Ranks(rank, world_size, 0, rank + 1))
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+def four_ranks(rank: int, world_size: int) -> list[str]:
+    links = check_bandwidths(CPU, job_of(rank, world_size, within=2))
+    return [name for name, _ in links]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("function", "world_size", "expected"),
+    [
+        (uneven, 2, "the hosts have different numbers of processes ("),
+        (four_ranks, 4, ["links in a host", "links of hosts", "links of all"]),
+    ],
+)
+def test_layouts_of_hosts(function: Callable[..., object], world_size: int, expected: object) -> None:
+    for found in run_ranks(function, world_size):
+        assert found == expected if isinstance(expected, list) else str(found).startswith(str(expected))
+
+
+@pytest.mark.slow
+def test_the_script_tests_all_processes(tiny: TinyRun, tmp_path: Path) -> None:
+    """`run_train.sh check` reports a failed test once, and ends with 2. Nothing is left."""
+    words = ["check", "--config", str(tiny.toml), "--checkpoint.interval=1", "--checkpoint.keep_latest_k=0"]
+    result = run_train(*words, f"--training.steps={10**12}", cwd=tmp_path, NPROC="2")
+    assert result.returncode == 2, result.stderr
+    lines = result.stdout.splitlines()
+    assert [line[9:27].strip() for line in lines if line.startswith("FAILED")] == ["disk"]
+    assert sum(line.startswith("ok ") for line in lines) >= 7
+    assert lines[-1].startswith("1 FAILED: disk (processes: 2, hosts: 1, time: ")
+    assert "error" not in result.stderr
+    assert not (tiny.folder / "outputs").exists()

@@ -1,0 +1,96 @@
+"""Restarts of real jobs: by torchrun after a crash, with fewer machines, and the end of a loop of crashes."""
+
+import signal
+import socket
+import struct
+from pathlib import Path
+
+import pytest
+
+from tests.helpers import TinyRun
+from tests.processes import newest, started
+from titanlite import cli
+
+
+def listening(pids: list[int]) -> set[str]:
+    """Return the addresses on which processes listen."""
+    sockets = set()
+    for pid in pids:
+        for file in Path(f"/proc/{pid}/fd").iterdir():
+            try:
+                target = str(file.readlink())
+            except OSError:  # closed meanwhile
+                continue
+            if target.startswith("socket:["):
+                sockets.add(target[8:-1])
+    found = set()
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        for line in Path(table).read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and fields[9] in sockets:
+                raw = bytes.fromhex(fields[1].partition(":")[0])
+                words = struct.pack(f">{len(raw) // 4}I", *struct.unpack(f"<{len(raw) // 4}I", raw))
+                found.add(socket.inet_ntop(socket.AF_INET if len(raw) == 4 else socket.AF_INET6, words))
+    return found
+
+
+@pytest.mark.slow
+def test_a_killed_rank_restarts_the_job_and_a_signal_ends_it(tiny: TinyRun) -> None:
+    """The restart resumes exactly. A stop by a signal is final, though torchrun has restarts left."""
+    options = "--checkpoint.interval=5", "--checkpoint.keep_latest_k=0", "--training.steps=1000000"
+    with started(tiny.folder, f"--config={tiny.toml}", *options, NPROC="2", MAX_RESTARTS="3") as job:
+        job.wait_for_step(7)
+        addresses = listening([*job.pids()])
+        job.signal(job.ranks()[1], signal.SIGKILL)
+        job.wait_until(lambda: "resumes from its newest checkpoint" in job.text())
+        reached = max(job.steps())
+        job.wait_until(lambda: len(job.steps()) > len({*job.steps()}))  # a step for the second time
+        job.wait_for_step(reached + 2)
+        job.signal(job.ranks()[1], signal.SIGTERM)
+        assert job.end() == 75, job.text()
+        assert job.left() == {}
+    assert addresses == {"127.0.0.1"}
+    [line] = [line for line in job.text().splitlines() if line.startswith("restart ")]
+    assert line.startswith("restart 1 of 3: rank-1 was killed")
+    saved = newest(tiny)
+    assert saved > reached
+    assert [record["step"] for record in tiny.records()] == [*range(1, saved + 1)]
+    steps = f"--training.steps={saved}"
+    assert cli.run(["train", f"--config={tiny.toml}", "--job.name=uninterrupted", steps]) == 0
+    assert tiny.losses() == pytest.approx(tiny.losses("uninterrupted"), rel=1e-4)
+
+
+@pytest.mark.nightly
+def test_a_machine_is_lost_and_another_joins(tiny: TinyRun) -> None:
+    """Each launcher stands for a machine. The run continues exactly with fewer ranks, then with more."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        endpoint = f"127.0.0.1:{listener.getsockname()[1]}"
+    config, never_ends = f"--config={tiny.toml}", "--training.steps=1000000"
+    options = config, never_ends, "--checkpoint.interval=5", "--checkpoint.keep_latest_k=0"
+    environ = {
+        "NNODES": "1:2", "NPROC": "1", "MAX_RESTARTS": "3", "RDZV_ENDPOINT": endpoint, "GLOO_SOCKET_IFNAME": "lo",
+        "RDZV_CONF": "last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=3",
+    }  # fmt: skip
+    with (
+        started(tiny.folder, *options, **environ, LOCAL_ADDR="127.0.0.1") as first,
+        started(tiny.folder, *options, **environ, LOCAL_ADDR="127.0.0.2") as lost,
+    ):
+        first.wait_until(lambda: "saved checkpoint of step 5" in first.text())
+        for pid in lost.pids():
+            lost.signal(pid, signal.SIGKILL)
+        first.wait_until(lambda: "shard 1 on cpu" in first.text())
+        with started(tiny.folder, *options, **environ, LOCAL_ADDR="127.0.0.3") as joined:
+            first.wait_until(lambda: first.text().count("shard 2 on cpu") == 2)
+            first.wait_until(lambda: first.text().count("resuming after step") == 2)
+            first.wait_for_step(max(first.steps()) + 2)
+            joined.signal(joined.process.pid, signal.SIGTERM)
+            assert (joined.end(), first.end()) == (75, 75), first.text() + joined.text()
+        assert first.left() | lost.left() == {}
+    assert "restart 1 of 3: " in first.text()
+    assert "the number of machines changes; the run resumes from its newest checkpoint" in first.text()
+    saved = newest(tiny)
+    assert f"step {saved} is saved in" in first.text()
+    assert [record["step"] for record in tiny.records()] == [*range(1, saved + 1)]
+    assert cli.run(["train", config, "--job.name=uninterrupted", "--training.steps=15"]) == 0
+    assert tiny.losses()[:15] == pytest.approx(tiny.losses("uninterrupted"), rel=1e-4)

@@ -1,0 +1,208 @@
+"""scripts/slurm.sh with programs in place of Slurm's, the Kubernetes manifest, the Dockerfile, and docs/cluster.md."""
+
+import os
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from titanlite.cli import make_parser
+from titanlite.config.load import load
+
+ROOT = Path(__file__).parents[2]
+SLURM = ROOT / "scripts" / "slurm.sh"
+FAKES = {
+    "python3": "#!/bin/bash\n",  # has titanlite installed, and is asked nothing else
+    "srun": '#!/bin/bash\nprintf "%s\\n" "$@" >srun.txt\nenv >environment.txt\nexit "$CODE"\n',
+    "scontrol": """#!/bin/bash
+echo "$*" >>scontrol.txt
+case $1 in
+    show) printf 'node7\\nnode8\\n' ;;
+    --oneliner) echo "JobId=$4 JobState=$STATE Reason=None" ;;
+    requeue) exit "${REFUSED:-0}" ;;
+esac
+""",
+}
+
+
+def slurm(folder: Path, code: int, *words: str, state: str = "RUNNING", **environ: str) -> "tuple[int, str, list[str]]":
+    """Run the script where srun ends with a code; return its exit code, its output, and the calls of scontrol."""
+    for name, text in FAKES.items():
+        (folder / name).write_text(text)
+        (folder / name).chmod(0o755)
+    (folder / "scontrol.txt").write_text("")
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("SLURM_")}
+    environment |= {
+        "PATH": f"{folder}:{os.environ['PATH']}",
+        "SLURM_SUBMIT_DIR": str(ROOT), "SLURM_JOB_ID": "1234567", "SLURM_JOB_NUM_NODES": "2",
+        "SLURM_JOB_NODELIST": "node[7-8]", "SLURM_CPUS_PER_TASK": "64", "CODE": str(code), "STATE": state,
+    }  # fmt: skip
+    result = subprocess.run(
+        ["bash", str(SLURM), *words], env=environment | environ, cwd=folder, capture_output=True, text=True, timeout=120
+    )
+    return result.returncode, result.stdout + result.stderr, (folder / "scontrol.txt").read_text().splitlines()
+
+
+LATER = {"SECONDS": "100"}
+"""The job has run for some time: bash counts from here."""
+
+
+@pytest.mark.parametrize(
+    ("code", "environ", "requeued", "line"),
+    [
+        (0, {}, False, "done"),
+        (75, {}, True, "stopped with a checkpoint; requeued"),
+        (75, {"SLURM_RESTART_COUNT": "500"}, True, "stopped with a checkpoint; requeued"),
+        (2, LATER, False, "ended with exit code 2; not requeued, since it would end so again"),
+        (3, LATER, False, "ended with exit code 3; not requeued"),
+        (127, LATER, False, "ended with exit code 127; not requeued"),
+        (1, {}, False, "failed with exit code 1 in the first minute; not requeued"),
+        (1, LATER, True, "failed with exit code 1; requeued"),
+        (137, LATER, True, "failed with exit code 137; requeued"),
+        (1, {**LATER, "SLURM_RESTART_COUNT": "19"}, True, "failed with exit code 1; requeued"),
+        (1, {**LATER, "SLURM_RESTART_COUNT": "20"}, False, "after 20 restarts (MAX_REQUEUES); not requeued"),
+        (1, {**LATER, "SLURM_RESTART_COUNT": "3", "MAX_REQUEUES": "3"}, False, "after 3 restarts"),
+        (75, {"state": "COMPLETING"}, False, "not requeued: Slurm has ended the job (JobState=COMPLETING)"),
+        (75, {"REFUSED": "1"}, True, "error: stopped with a checkpoint, and Slurm does not requeue this job"),
+    ],
+)
+def test_slurm_requeues_by_the_exit_code(
+    tmp_path: Path, code: int, environ: dict[str, str], requeued: bool, line: str
+) -> None:
+    ended, output, calls = slurm(tmp_path, code, **environ)
+    assert ended == code
+    assert line in output
+    assert ("requeue 1234567" in calls) is requeued
+
+
+def test_slurm_starts_one_task_a_node(tmp_path: Path) -> None:
+    words = "--config", "my run.toml", "--training.steps=5"
+    ended, output, _ = slurm(tmp_path, 0, *words, SLURM_RESTART_COUNT="2")
+    assert ended == 0
+    assert "job 1234567, start 3: 2 nodes, rendezvous at node7:24567" in output
+    arguments = (tmp_path / "srun.txt").read_text().splitlines()
+    assert arguments[-4:] == [f"{ROOT}/run_train.sh", *words]
+    assert {"--nodes=2", "--ntasks=2", "--ntasks-per-node=1", "--cpus-per-task=64", "--kill-on-bad-exit=0"} <= {
+        *arguments
+    }
+    environ = (tmp_path / "environment.txt").read_text().splitlines()
+    assert {"NNODES=2", "RDZV_ENDPOINT=node7:24567"} <= {*environ}
+
+
+def test_slurm_needs_the_folder_of_the_script(tmp_path: Path) -> None:
+    ended, output, _ = slurm(tmp_path, 0, SLURM_SUBMIT_DIR=str(tmp_path))
+    assert ended == 2
+    assert f"error: no run_train.sh in {tmp_path}: submit from its folder, or set TITANLITE_ROOT" in output
+
+
+def test_slurm_asks_for_the_signal_before_the_limit_and_keeps_one_log() -> None:
+    options = set(re.findall(r"^#SBATCH (\S+)", SLURM.read_text(), re.M))
+    assert {"--requeue", "--open-mode=append", "--signal=USR1@300", "--ntasks-per-node=1"} <= options
+
+
+@pytest.mark.parametrize("script", [*ROOT.glob("*.sh"), *(ROOT / "scripts").rglob("*.sh")], ids=lambda path: path.name)
+def test_scripts_are_bash(script: Path) -> None:
+    assert subprocess.run(["bash", "-n", str(script)], capture_output=True, check=False).returncode == 0
+
+
+def container() -> "tuple[dict[str, Any], dict[str, Any], dict[str, Any]]":
+    """Return the JobSet, its Job and its container."""
+    jobset = yaml.safe_load((ROOT / "scripts" / "kubernetes" / "jobset.yaml").read_text())
+    [job] = jobset["spec"]["replicatedJobs"]
+    [train] = job["template"]["spec"]["template"]["spec"]["containers"]
+    return jobset, job, train
+
+
+def test_the_manifest_starts_as_many_pods_as_it_names(tmp_path: Path) -> None:
+    jobset, job, train = container()
+    environ = {entry["name"]: entry.get("value") for entry in train["env"]}
+    spec = job["template"]["spec"]
+    assert spec["parallelism"] == spec["completions"] == int(environ["NNODES"])
+    assert spec["completionMode"] == "Indexed"
+    name = jobset["metadata"]["name"]
+    assert environ["RDZV_ENDPOINT"] == f"{name}-{job['name']}-0-0.{name}:29500", "the first pod's name"
+    [attempt] = [entry["valueFrom"] for entry in train["env"] if entry["name"] == "JOBSET_RESTART_ATTEMPT"]
+    assert attempt["fieldRef"]["fieldPath"] == "metadata.labels['jobset.sigs.k8s.io/restart-attempt']"
+    option, config, *overrides = train["args"]
+    assert option == "--config"
+    assert load(ROOT / "train_configs" / config, overrides).job.dump_folder == "/shared/outputs"
+
+
+def test_the_manifest_ends_only_what_would_end_the_same_way() -> None:
+    jobset, job, train = container()
+    spec = job["template"]["spec"]
+    [final] = spec["podFailurePolicy"]["rules"]
+    codes = {"containerName": train["name"], "operator": "In", "values": [2, 3]}
+    assert (final["action"], final["onExitCodes"]) == ("FailJob", codes)
+    assert spec["backoffLimit"] == 0
+    assert spec["template"]["spec"]["restartPolicy"] == "Never", "podFailurePolicy needs it"
+    [rule] = jobset["spec"]["failurePolicy"]["rules"]
+    assert rule == {"action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}
+
+
+def test_the_manifest_gives_time_memory_and_a_volume() -> None:
+    _, job, train = container()
+    pod = job["template"]["spec"]["template"]["spec"]
+    assert pod["terminationGracePeriodSeconds"] >= 300
+    assert pod["securityContext"]["runAsNonRoot"] is True
+    mounts = {mount["name"]: mount["mountPath"] for mount in train["volumeMounts"]}
+    assert mounts == {"shared": "/shared", "shm": "/dev/shm"}
+    assert {volume["name"] for volume in pod["volumes"]} == set(mounts)
+
+
+def test_the_image_is_pinned_and_not_of_root() -> None:
+    lines = (ROOT / "Dockerfile").read_text().splitlines()
+    assert any("--constraint constraints.txt" in line for line in lines)
+    users = [line.split()[1] for line in lines if line.startswith("USER ")]
+    assert users == ["titanlite"]
+    assert not re.search(r"https?://", "\n".join(lines))
+    [command] = [line for line in lines if line.startswith("CMD ")]
+    [command_of_pods] = container()[2]["command"]
+    assert f'"{command_of_pods}"' in command
+
+
+GUIDE = (ROOT / "docs" / "cluster.md").read_text()
+
+
+def test_the_guide_names_what_there_is() -> None:
+    for path in set(re.findall(r"`?((?:scripts|tests)/[\w./]+\w)", GUIDE)):
+        assert (ROOT / path).is_file(), path
+    for page, anchor in re.findall(r"\]\((\w+\.md)?(?:#([\w-]+))?\)", GUIDE):
+        text = (ROOT / "docs" / page).read_text() if page else GUIDE
+        headings = {
+            re.sub(r"[^\w -]", "", line).lower().replace(" ", "-") for line in re.findall(r"^#+ (.+)", text, re.M)
+        }
+        assert not anchor or anchor in headings, f"{page}#{anchor}"
+    options = {
+        key for section in load(ROOT / "train_configs" / "debug.toml").model_dump().items() for key in keys(section)
+    }
+    named = set(re.findall(r"\b((?:job|data|checkpoint|parallelism|training|comm)\.[a-z_]+)\b", GUIDE)) - {"data.md"}
+    assert len(named) > 5
+    assert named <= options
+    for command in re.findall(r"`(titanlite [a-z ]+)`", GUIDE):
+        with pytest.raises(SystemExit) as end:
+            make_parser().parse([*command.split()[1:], "--help"])
+        assert end.value.code in (0, None), command
+
+
+def keys(section: "tuple[str, Any]") -> "list[str]":
+    name, value = section
+    return [f"{name}.{key}" for key in value] if isinstance(value, dict) else [name]
+
+
+def test_the_guide_names_variables_that_are_read() -> None:
+    read = "\n".join(path.read_text() for path in (ROOT / "run_train.sh", SLURM, *(ROOT / "titanlite").rglob("*.py")))
+    for name in (
+        "NNODES",
+        "RDZV_ENDPOINT",
+        "RDZV_CONF",
+        "LOCAL_ADDR",
+        "MAX_RESTARTS",
+        "MAX_REQUEUES",
+        "TITANLITE_ROOT",
+    ):
+        assert name in GUIDE
+        assert name in read

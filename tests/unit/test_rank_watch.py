@@ -1,0 +1,186 @@
+"""Ranks that lag, or have far more memory or gradient than the others, are named once; others never."""
+
+import logging
+import math
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+
+from titanlite.metrics.own_time import OwnTime
+from titanlite.metrics.rank_watch import RankMetrics, RankWatch, slowest_rank
+from titanlite.observer import Observers, StepObserver
+
+HOSTS = ["a"] * 4 + ["b"] * 4
+USUAL = RankMetrics(
+    own_seconds=0.5, data_wait_seconds=0.01, compile_seconds=0.0, compile_minus_elapsed=-10.0, recompiles=0.0,
+    memory_gib=50.0, num_alloc_retries=0.0, grad_norm=1.0,
+)  # fmt: skip
+Watched = Callable[..., list[str]]
+
+
+@pytest.fixture
+def watched(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> Watched:
+    """Pass a window to a watch over the ranks of HOSTS; return the new lines."""
+    monkeypatch.setattr(logging.getLogger("titanlite"), "propagate", True)
+    watches: dict[tuple[str, ...], RankWatch] = {}
+
+    def pass_window(*changed: int, step: int = 10, hosts: Sequence[str] = HOSTS, **values: float) -> list[str]:
+        """changed: ranks that have the values; with is_steady=False a window of a start."""
+        is_steady = bool(values.pop("is_steady", True))
+        watch = watches.setdefault(tuple(hosts), RankWatch(hosts))
+        caplog.clear()
+        ranks = [replace(USUAL, **values) if rank in changed else USUAL for rank in range(len(hosts))]
+        watch.warn(ranks, step=step, is_steady=is_steady)
+        return caplog.messages
+
+    return pass_window
+
+
+def test_a_rank_that_lags_is_named_once_with_what_it_does(watched: Watched) -> None:
+    assert watched(5, own_seconds=0.7) == []
+    assert watched(5, own_seconds=0.7) == []
+    assert watched(5, own_seconds=0.7, step=40) == [
+        "rank 5 of host b lags, and all others wait: 0.700 s of own time a step, the median of all ranks is 0.500 s (3 "
+        "log steps in a row, up to step 40). Most of the difference is compute (docs/running.md, Metrics)"
+    ]
+    assert [watched(5, own_seconds=0.7) for _ in range(20)] == [[]] * 20
+    assert watched() == watched(5, own_seconds=0.7) == watched() == []
+    assert [watched(5, own_seconds=0.7) for _ in range(3)] == [[]] * 3, "it is known"
+    assert watched() == watched() == watched() == []
+    [line] = [line for _ in range(4) for line in watched(5, own_seconds=0.9, data_wait_seconds=0.4)]
+    assert line.startswith("rank 5 of host b lags")
+    assert "the difference is the wait for data" in line
+
+
+@pytest.mark.parametrize(
+    ("ranks", "who"),
+    [
+        ((4, 5, 6, 7), "all 4 ranks of host b lag,"),
+        ((4, 5), "ranks 4, 5 of host b lag,"),
+        ((0,), "rank 0 of host a lags,"),
+    ],
+)
+def test_a_host_is_named_if_all_its_ranks_lag(watched: Watched, ranks: tuple[int, ...], who: str) -> None:
+    [line] = [line for _ in range(5) for line in watched(*ranks, own_seconds=0.8)]
+    assert line.startswith(who)
+
+
+def test_a_host_of_one_rank_and_a_job_of_one_host(watched: Watched) -> None:
+    for hosts in (["a", "b"], ["a", "a"], ["a", "a", "b"]):
+        last = len(hosts) - 1
+        [line] = [line for _ in range(4) for line in watched(last, own_seconds=0.8, hosts=hosts)]
+        assert line.startswith(f"rank {last} of host {hosts[-1]} lags,")
+
+
+@pytest.mark.parametrize("usual", [0.005, 0.5])
+def test_noise_names_nobody(usual: float, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Times differ by some percent, and some rank has a far longer step twice in a row."""
+    monkeypatch.setattr(logging.getLogger("titanlite"), "propagate", True)
+    draw, watch = random.Random(0), RankWatch(HOSTS)
+    for step in range(500):
+        times = [usual * draw.uniform(0.93, 1.07) for _ in HOSTS]
+        times[step // 2 % 8] *= 3
+        norm = 10 ** draw.uniform(-2, 2)  # of the whole gradient
+        ranks = [
+            replace(USUAL, own_seconds=seconds, grad_norm=norm * rank * draw.uniform(0.3, 3), memory_gib=50 + rank)
+            for rank, seconds in enumerate(times)
+        ]
+        watch.warn(ranks, step=step, is_steady=True)
+    if usual < 0.02:
+        for step in range(20):  # many times the median, but of no weight
+            ranks = [replace(USUAL, own_seconds=0.001 * (20 if rank == 3 else 1)) for rank in range(8)]
+            watch.warn(ranks, step=step, is_steady=True)
+    assert caplog.messages == []
+
+
+def test_windows_of_a_start_and_unknown_times_name_nobody(watched: Watched) -> None:
+    assert [watched(2, own_seconds=40.0, is_steady=False) for _ in range(5)] == [[]] * 5
+    assert [watched(2, own_seconds=math.nan) for _ in range(5)] == [[]] * 5
+
+
+def test_the_slowest_rank_of_a_record() -> None:
+    ranks = [replace(USUAL, own_seconds=seconds) for seconds in (0.2, 0.9, 0.3, math.nan)]
+    assert slowest_rank(ranks, HOSTS) == {
+        "slowest_rank": 1, "slowest_host": "a", "own_seconds_slowest": 0.9, "own_seconds_median": 0.3,
+    }  # fmt: skip
+    assert slowest_rank(ranks[3:], HOSTS) == {}
+
+
+def test_memory_far_above_that_of_others(watched: Watched) -> None:
+    assert watched(6, memory_gib=59.0) == []
+    assert watched(6, memory_gib=61.5) == [
+        "rank 6 of host b takes 61.50 GiB of memory, the median of all ranks is 50.00 GiB"
+    ]
+    assert watched(6, memory_gib=63.0) == []
+    small = [replace(USUAL, memory_gib=size) for size in (0.5, 0.5, 1.4)]
+    RankWatch(["a"] * 3).warn(small, step=1, is_steady=True)
+    assert watched(6, memory_gib=64.0) == []
+
+
+def test_gradients_far_from_those_of_others_and_from_their_own_history(watched: Watched) -> None:
+    assert [watched(3, grad_norm=40.0) for _ in range(8)] == [[]] * 8, "a rank may always have much of the gradient"
+    assert watched(3, grad_norm=300.0) == []
+    assert watched(3, grad_norm=500.0, step=7) == [
+        "rank 3 of host a: its part of the gradients of step 7 has norm 500, 500 times the median of all ranks; 40 "
+        "times is usual for it"
+    ]
+    assert watched(3, grad_norm=500.0) == []
+    assert watched(*range(8), grad_norm=1e6) == [], "a spike of all ranks is none of one"
+    assert watched(*range(8), grad_norm=math.nan) == [], "the guard's matter"
+    for value in (math.nan, math.inf):
+        assert watched(1, grad_norm=value, step=9) == [
+            "rank 1 of host a: its part of the gradients of step 9 is not finite, but that of other ranks is"
+        ]
+        assert watched() == []
+
+
+def test_own_time_is_the_step_without_its_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    own = OwnTime(torch.device("cpu"))
+    observer = Observers(StepObserver(), own)
+
+    def step() -> float:
+        now[0] += 1.0
+        with observer.waiting():
+            now[0] += 10.0
+            with observer.waiting():  # FSDP's hooks are nested
+                now[0] += 20.0
+        with observer.collective("all-gather", "layers.0"):
+            now[0] += 0.5
+        own.end()
+        now[0] += 100.0
+        return own.seconds()
+
+    own.begin()
+    assert step() == pytest.approx(1.5)
+    assert math.isnan(step()), "a step that was not measured"
+    own.begin()
+    with observer.waiting():
+        now[0] += 7.0
+    own.begin()  # the step before did not end
+    assert step() == pytest.approx(1.5)
+
+
+def test_several_observers_hear_the_same() -> None:
+    heard: list[str] = []
+
+    class Heard(StepObserver):
+        def begin_step(self, step: int) -> None:
+            heard.append(f"step {step}")
+
+        def phase(self, name: str) -> None:
+            heard.append(name)
+
+        def label(self, tensors: object, category: str) -> None:
+            heard.append(f"{category} {[*tensors]}")  # pyright: ignore
+
+    observers = Observers(Heard(), Heard())
+    observers.begin_step(3)
+    observers.phase("forward")
+    observers.label(iter([1]), "gradients")  # pyright: ignore
+    assert heard == ["step 3", "step 3", "forward", "forward", "gradients [1]", "gradients [1]"]

@@ -1,0 +1,111 @@
+"""Record of starts and their ends in run.json, and the stop of restarts that make no progress."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from tests.helpers import TinyRun
+from titanlite import cli
+from titanlite.runtime.restarts import COUNTERS, CrashLoop, RunEnd, begin_start, check_progress, end_last, is_automatic
+
+RESTARTED = {"SLURM_RESTART_COUNT": "2"}
+
+
+def failed(step: int | None, reason: str = "", *, code: int = 1, automatic: bool = True) -> dict[str, Any]:
+    start = begin_start(RESTARTED if automatic else {}) | {"step": step}
+    return start | ({"end": {"code": code, "reason": reason, "step": step}} if reason else {})
+
+
+def check(
+    starts: list[dict[str, Any]], *, newest: int = 40, limit: int = 3, environ: dict[str, str] = RESTARTED
+) -> None:
+    check_progress(starts, environ=environ, limit=limit, newest_step=lambda: newest, logs=Path("outputs/x/logs"))
+
+
+def test_restarts_are_automatic_by_what_counts_them() -> None:
+    assert not is_automatic({})
+    assert not is_automatic(dict.fromkeys(COUNTERS, "0"))
+    for name in COUNTERS:
+        assert is_automatic({name: "1"})
+
+
+def test_restarts_without_progress_stop() -> None:
+    starts = [failed(20, "x"), failed(40, "ValueError: planted"), failed(None), failed(40, "ValueError: planted")]
+    with pytest.raises(CrashLoop) as caught:
+        check(starts)
+    assert str(caught.value) == (
+        "3 restarts in a row from step 40 have saved no newer checkpoint, and job.max_failed_restarts is 3: "
+        "ValueError: planted (2 times); ended without a reason: killed, or its machine failed. "
+        "Logs: outputs/x/logs/rank-*.log. Remove the cause, and start the command by hand"
+    )
+    assert CrashLoop.exit_code == 3
+
+
+@pytest.mark.parametrize(
+    ("why", "starts", "options"),
+    [
+        ("there are fewer", [failed(40, "x")] * 2, {}),
+        ("a checkpoint was saved", [failed(40, "x")] * 5, {"newest": 50}),
+        ("one of them made progress", [failed(40, "x"), failed(20, "x"), failed(40, "x"), failed(40, "x")], {}),
+        ("one was asked to stop", [failed(40, "x"), failed(40, "SIGTERM", code=75), failed(40), failed(40)], {}),
+        ("one was by hand", [failed(40), failed(40), failed(40, automatic=False), failed(40), failed(40)], {}),
+        ("this one is by hand", [failed(40, "x")] * 5, {"environ": {}}),
+        ("there is no limit", [failed(40, "x")] * 5, {"limit": 0}),
+        ("older versions recorded no ends", [{"time": "2026-01-01", "host": "node0"}] * 5, {}),
+    ],
+)  # fmt: skip
+def test_a_restart_may_train(why: str, starts: list[dict[str, Any]], options: dict[str, Any]) -> None:
+    check(starts, **options)
+
+
+def test_the_first_failure_is_the_reason() -> None:
+    starts = [failed(40, "Connection closed by peer")]
+    end_last(starts, {"TITANLITE_LAST_END": "rank-1 was killed"})
+    assert starts[0]["end"] == {"code": 1, "reason": "rank-1 was killed", "step": 40}
+
+
+def test_only_the_own_start_is_ended(tmp_path: Path) -> None:
+    other = failed(40) | {"process": os.getppid()}
+    (tmp_path / "run.json").write_text(json.dumps({"id": "x", "starts": [other]}))
+    with RunEnd().recorded(tmp_path, rank=0, step=lambda: 50):
+        pass
+    assert "end" not in json.loads((tmp_path / "run.json").read_text())["starts"][0]
+
+
+def fail(command: list[str]) -> int:
+    """Run a command that fails in training. Its process group stays."""
+    try:
+        return cli.run(command)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_loop_of_crashes_ends(
+    tiny: TinyRun, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tiny.folder / "crashing.py").write_text("def loss(*args, **options):\n    raise RuntimeError('planted')\n")
+    command = ["train", f"--config={tiny.toml}", "--job.max_failed_restarts=2", "--checkpoint.interval=2"]
+    fails = f"--training.loss={tiny.folder / 'crashing.py'}:loss"
+    assert cli.run([*command, "--training.steps=2"]) == 0
+    command.append("--training.steps=4")
+    assert fail([*command, fails]) == 1
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    assert [fail([*command, fails]) for _ in range(2)] == [1, 1]
+    capfd.readouterr()
+    assert fail([*command, fails]) == 3
+    [line] = [line for line in capfd.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert line.startswith(
+        "error: 2 restarts in a row from step 2 have saved no newer checkpoint, and job.max_failed_r"
+    )
+    assert "RuntimeError: planted (step 3, forward) (2 times)" in line
+    monkeypatch.delenv("SLURM_RESTART_COUNT")
+    assert cli.run([*command, "--training.steps=oops"]) == 2
+    assert cli.run(command) == 0
+    starts = json.loads((tiny.folder / "outputs" / "tiny" / "run.json").read_text())["starts"]
+    assert [(start["automatic"], start["step"], start["end"]["code"], start["end"]["step"]) for start in starts] == [
+        (False, 0, 0, 2), (False, 2, 1, 3), (True, 2, 1, 3), (True, 2, 1, 3), (False, 2, 0, 4),
+    ]  # fmt: skip

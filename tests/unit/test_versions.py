@@ -1,0 +1,116 @@
+"""Comparison of what all ranks must have in common at a start. Facts are made up."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.helpers import TinyRun
+from titanlite.runtime.versions import Facts, differences, facts_of, flat, named_ranks, source_digest
+
+CPU = torch.device("cpu")
+ONE = Facts("host-a", {"torch": "2.13.0", "python": "3.11.7"}, {"optimizer.lr": "0.01"}, {"OMP_NUM_THREADS": "4"})
+OTHER = replace(ONE, host="host-b")
+
+
+def test_equal_ranks_have_no_differences() -> None:
+    assert differences([ONE, ONE, OTHER, OTHER]) == ([], [])
+
+
+def test_each_difference_is_one_line_with_rank_and_host() -> None:
+    odd = replace(
+        OTHER,
+        versions={"torch": "2.12.0", "python": "3.11.7", "torchao": "0.18.0"},
+        config={"optimizer.lr": "0.02"},
+        settings={"OMP_NUM_THREADS": "4", "NCCL_ALGO": "Ring"},
+    )
+    errors, warnings = differences([ONE, ONE, OTHER, odd])
+    same = "install and check out the same on all hosts"
+    assert errors == [
+        f"rank 3 on host-b has torch 2.12.0, rank 0 on host-a has torch 2.13.0: {same}",
+        f"rank 3 on host-b has torchao 0.18.0, rank 0 on host-a has no torchao: {same}",
+        "rank 3 on host-b has optimizer.lr = 0.02, rank 0 on host-a has optimizer.lr = 0.01: start all hosts with the "
+        "same config and options",
+    ]
+    assert warnings == [
+        "rank 3 on host-b has NCCL_ALGO=Ring, rank 0 on host-a has no NCCL_ALGO: set it the same on all hosts"
+    ]
+
+
+def test_ranks_with_the_same_value_share_a_line() -> None:
+    old = replace(OTHER, versions={"torch": "2.12.0", "python": "3.11.7"})
+    [line], _ = differences([ONE] * 8 + [old] * 8)
+    assert line.startswith("ranks 8-15 on host-b have torch 2.12.0, rank 0 on host-a has torch 2.13.0")
+
+
+def test_words_for_ranks() -> None:
+    hosts = [f"host-{rank // 4}" for rank in range(20)]
+    assert named_ranks([5], hosts) == "rank 5 on host-1"
+    assert named_ranks([0, 1, 3], hosts) == "ranks 0-1, 3 on host-0"
+    assert named_ranks([2, 4, 8], hosts) == "rank 2 on host-0, rank 4 on host-1 and rank 8 on host-2"
+    assert named_ranks([2, 4, 8, 12], hosts) == "rank 2 on host-0, rank 4 on host-1 and those of 2 more hosts"
+
+
+def test_places_of_a_host_may_differ(tiny: TinyRun) -> None:
+    """The place of data, tokenizer and cache is each host's own; the folder of the run only without the checkpoints."""
+    places = {
+        "data": {"path": "HOST/tok", "tokenizer": "HOST/tokenizer.json", "cache_folder": "HOST/cache"},
+        "validation": {"sources": [{"path": ["HOST/a", "HOST/b"], "name": "it"}]},
+        "job": {"dump_folder": "HOST/out"},
+        "checkpoint": {"folder": "/shared", "initial_load_path": "HOST/weights"},
+    }
+
+    def config_on(host: str, *left_out: str) -> dict[str, str]:
+        tree = tiny.config().model_dump(mode="json")
+        for name in places.keys() - {*left_out}:
+            tree[name] |= json.loads(json.dumps(places[name]).replace("HOST", f"/{host}"))
+        return facts_of(tree, CPU, {}).config
+
+    assert config_on("a") == config_on("b")
+    assert config_on("a")["checkpoint.folder"] == '"/shared"'
+    assert config_on("a")["validation.sources.0.name"] == '"it"'
+    found = [config_on(host, "checkpoint") for host in ("a", "b")]
+    assert {key for key, value in found[0].items() if found[1][key] != value} == {"job.dump_folder"}
+
+
+def test_variables_that_change_numerics_or_communication() -> None:
+    environ = {
+        "NCCL_ALGO": "Ring", "OMP_NUM_THREADS": "2", "TORCH_NCCL_DUMP_ON_TIMEOUT": "1", "CUDA_LAUNCH_BLOCKING": "1",
+        "TORCH_FR_DUMP_TEMP_FILE": "/a/nccl", "TORCHELASTIC_RUN_ID": "x", "RANK": "0", "HOME": "/root",
+    }  # fmt: skip
+    settings = facts_of({}, CPU, environ).settings
+    assert settings == dict([*environ.items()][:4])
+
+
+def test_keys_in_urls_are_not_gathered() -> None:
+    assert flat({"checkpoint": {"folder": "s3://me:secret@host/run"}, "list": [1, [True]], "none": None}) == {
+        "checkpoint.folder": '"s3://***@host/run"', "list.0": "1", "list.1.0": "true", "none": "null",
+    }  # fmt: skip
+
+
+def test_changed_code_is_another_version(tmp_path: Path) -> None:
+    """The digest sees every file by name and content; of a model of the user's own, its file counts."""
+    (tmp_path / "part").mkdir()
+    file = tmp_path / "part/a.py"
+    file.write_text("x = 1")
+    digests = [source_digest(tmp_path)]
+    file.write_text("x = 2")
+    digests.append(source_digest(tmp_path))
+    file.rename(tmp_path / "part/b.py")
+    digests.append(source_digest(tmp_path))
+    assert len(set(digests)) == 3
+    (tmp_path / "notes.txt").write_text("no code")
+    assert source_digest(tmp_path) == digests[-1]
+
+    tree = {"model": {"file": str(tmp_path / "part/b.py")}, "training": {"loss": f"{tmp_path}/part/b.py:loss"}}
+    before = facts_of(tree, CPU, {})
+    (tmp_path / "part/b.py").write_text("x = 3")
+    errors, _ = differences([before, facts_of(tree, CPU, {})])
+    assert [line.partition(" has ")[2].split(" with ")[0] for line in errors] == ["model.file", "training.loss"]
+
+
+@pytest.mark.parametrize("name", ["titanlite", "torch", "python", "device"])
+def test_versions_that_every_rank_reports(name: str) -> None:
+    assert facts_of({}, CPU, {}).versions[name]

@@ -1,0 +1,202 @@
+"""Check of the tokens of a run beside training: every checksum once, by one process of those that see the files.
+
+A start checks the sizes of files only: to read terabytes would take hours. This thread reads them at a low priority and
+a bounded speed, and a file that has changed ends the run. What was verified is noted beside the folder, so that the
+next start does not read it again.
+"""
+
+import hashlib
+import json
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Generator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import IO, Any
+
+from titanlite.batch import Batch
+from titanlite.data.samples import Source
+from titanlite.data.sources import store_of
+from titanlite.data.tokens import INDEX, TokenStore
+from titanlite.runtime.errors import UserError
+from titanlite.runtime.files import FileLocked, lock_file, quarantine_path, write_atomically
+from titanlite.runtime.process_group import Ranks
+
+logger = logging.getLogger(__name__)
+
+NICE = 10
+"""Nice value of the thread: training comes first."""
+CHUNK = 1 << 22
+BYTES_PER_SECOND = 1 << 27
+"""Speed of reading: a terabyte in about two hours."""
+VALID_SECONDS = 7 * 86400.0
+"""Time for which a verified folder is not read again, if sizes and times of its files are the same."""
+LARGE = 1 << 28
+"""Smaller folders are read at every start, without a word."""
+
+
+class TokenCheck:
+    """Check of token folders in a thread, which ends with the process.
+
+    Args:
+        cache_folder: folders in it are titanlite's own: one that is damaged is renamed, so that the next start makes
+            it again.
+        bytes_per_second: speed of reading.
+        large: size in bytes from which a folder is noted, logged and read by one process only.
+    """
+
+    def __init__(
+        self,
+        stores: Sequence[TokenStore],
+        cache_folder: Path,
+        *,
+        bytes_per_second: float = BYTES_PER_SECOND,
+        large: int = LARGE,
+    ) -> None:
+        self.cache_folder = cache_folder
+        self.large = large
+        self.bytes_per_second = bytes_per_second
+        self._stores = list({store.folder: store for store in stores}.values())
+        self._stop = threading.Event()
+        self._damaged: tuple[TokenStore, Path] | None = None
+        self._thread = threading.Thread(target=self._run, name="token check", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the check, whether it is complete or not."""
+        self._stop.set()
+        if self._thread.ident is not None:
+            self._thread.join()
+
+    def wait(self) -> None:
+        """Wait until all is read."""
+        self._thread.join()
+
+    def raise_if_damaged(self) -> None:
+        """Raise what the thread has found, if anything.
+
+        Raises:
+            UserError: a file does not have its checksum. Every rank ends with this one.
+        """
+        if self._damaged is None:
+            return
+        store, path = self._damaged
+        if store.folder.parent.resolve() == self.cache_folder.resolve():
+            aside = quarantine_path(store.folder)
+            store.folder.rename(aside)
+            fix = f"The folder is now {aside.name}, and the next start makes it again"
+        else:
+            fix = f"Restore it, or prepare the text again (titanlite data prepare ... --out {store.folder})"
+        raise UserError(
+            f"data.path: {path} does not have the checksum that {INDEX} states: training has read tokens that have "
+            f"changed since they were prepared. {fix}. checkpoint.load_step goes back to a step before that"
+        )
+
+    def _run(self) -> None:
+        if sys.platform == "linux":  # elsewhere, a priority belongs to the process
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
+        for store in self._stores:
+            try:
+                damaged = self._check(store)
+            except OSError as error:  # a reader that fails: training itself finds out whether it matters
+                logger.warning(f"the checksums of {store.folder} could not be verified: {error}")
+                continue
+            if damaged is not None:
+                self._damaged = store, damaged
+                return
+
+    def _check(self, store: TokenStore) -> Path | None:
+        """Return the first file that has changed; None if there is none, or if another process checks them."""
+        size = sum(size for _, size, _ in store.files())
+        state = {path.name: [(about := path.stat()).st_size, about.st_mtime_ns] for path, _, _ in store.files()}
+        if size < self.large:
+            return self._read(store)[0]
+        notes = [self._note(store, store.folder.parent), self._note(store, self.cache_folder)]
+        if any(_is_verified(note, state) for note in notes):
+            return None
+        note = next((note for note in notes if os.access(note.parent, os.W_OK)), notes[-1])
+        try:
+            lock = _lock(note)
+        except FileLocked:
+            return None
+        logger.info(f"verifying the checksums of {size / 2**30:,.1f} GiB of tokens beside training: {store.folder}")
+        damaged, is_complete = self._read(store)
+        if is_complete and damaged is None:
+            logger.info(f"the checksums of {store.folder} are right")
+            with suppress(OSError):  # a note that cannot be written costs the next start another reading
+                write_atomically(note, json.dumps({"verified_at": time.time(), "files": state}))
+        if lock is not None:
+            lock.close()
+        return damaged
+
+    def _read(self, store: TokenStore) -> tuple[Path | None, bool]:
+        """Return the first file that has changed, and whether the check was not stopped before its end."""
+        for path, _, checksum in store.files():
+            if (digest := self._digest(path)) is None:
+                return None, False
+            if digest != checksum:
+                return path, True
+        return None, True
+
+    def _note(self, store: TokenStore, folder: Path) -> Path:
+        """Return the path of the note about a store, in a folder."""
+        return folder / f".{store.folder.name}-{store.fingerprint}.verified"
+
+    def _digest(self, path: Path) -> str | None:
+        """Return the SHA-256 of a file; None if the check was stopped."""
+        digest, done, started = hashlib.sha256(), 0, time.monotonic()
+        with open(path, "rb", buffering=0) as file:
+            while data := file.read(CHUNK):
+                digest.update(data)
+                if sys.platform == "linux":  # memory is for what training reads
+                    os.posix_fadvise(file.fileno(), done, len(data), os.POSIX_FADV_DONTNEED)
+                done += len(data)
+                if self._stop.wait(max(0.0, started + done / self.bytes_per_second - time.monotonic())):
+                    return None
+        return digest.hexdigest()
+
+
+def while_checking(
+    batches: Generator[Batch, None, None], sources: Sequence[Source], cache_folder: Path, ranks: Ranks
+) -> Generator[Batch, None, None]:
+    """Yield batches. From the first on, one process of a node verifies the checksums of the tokens of all sources.
+
+    Raises:
+        UserError: a file of tokens has changed.
+    """
+    stores = [store for source in sources if ranks.local_rank == 0 and (store := store_of(source)) is not None]
+    check = TokenCheck(stores, cache_folder)
+    check.start()
+    try:
+        for batch in batches:
+            check.raise_if_damaged()
+            yield batch
+    finally:
+        batches.close()
+        check.stop()
+
+
+def _is_verified(note: Path, state: dict[str, Any]) -> bool:
+    """Return whether a note is young, and is about files of these sizes and times."""
+    try:
+        found = json.loads(note.read_text())
+        return found["files"] == state and 0 <= time.time() - found["verified_at"] < VALID_SECONDS
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return False
+
+
+def _lock(note: Path) -> IO[str] | None:
+    """Lock a note; return None where locks do not work.
+
+    Raises:
+        FileLocked: another process has the lock, and reads the files.
+    """
+    try:
+        return lock_file(note.with_name(f"{note.name}.lock"), timeout=0)
+    except OSError:
+        return None

@@ -1,0 +1,1 @@
+"""Test of the machines before an expensive job: `titanlite check --machines`."""
