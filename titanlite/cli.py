@@ -17,7 +17,6 @@ from titanlite.convert import arguments as convert
 from titanlite.convert import evaluate_arguments as evaluate
 from titanlite.convert import generate_arguments as generate
 from titanlite.ingest import arguments as ingest
-from titanlite.machines import arguments as machines
 from titanlite.migrate import arguments as migrate
 from titanlite.plan import arguments as plan
 from titanlite.report import arguments as report
@@ -28,6 +27,7 @@ from titanlite.runtime.errors import ConfigError, Problem, RunError, UserError, 
 from titanlite.runtime.proc import kill_stopped_descendants
 from titanlite.runtime.restarts import RunEnd
 from titanlite.runtime.signals import StopRequests, stop_with_launcher
+from titanlite.selfcheck import arguments as machines
 
 if TYPE_CHECKING:
     import torch
@@ -233,7 +233,7 @@ def _check(options: Namespace) -> None:
         if ranks.rank == 0:
             print(f"warning: {warning}", file=sys.stderr)
     if options.machines:
-        from titanlite.machines.command import main as test_machines
+        from titanlite.selfcheck.command import main as test_machines
 
         test_machines(config, resolved, ranks, device)
 

@@ -12,7 +12,8 @@ from titanlite.parallelize.materialize import check_memory
 from titanlite.runtime.disk import check_room, folder_of
 from titanlite.runtime.process_group import Ranks
 
-SIZES = {"bfloat16": 2, "float32": 4}
+SIZES = {"bfloat16": 2, "float16": 2, "float32": 4}
+"""Bytes of a value."""
 
 
 def check_model_memory(model: Model, config: Config, ranks: Ranks, device: torch.device) -> None:

@@ -67,6 +67,7 @@ def _loop(run: Run, observer: StepObserver, stop_requests: StopRequests) -> None
     scale_weights = weight_scaler(run.model, config.quantize.linear.float8)
     scale_weights()
     observe_fsdp(run.model, metrics.own_time)
+    observers = Observers(observer, metrics.own_time)
     stop = AgreedStop(stop_requests, torch.device(run.mesh.device_type))
     samples = run.progress.samples_seen
     for step in range(run.progress.step + 1, run.steps + 1):
@@ -91,7 +92,7 @@ def _loop(run: Run, observer: StepObserver, stop_requests: StopRequests) -> None
             in_backward=run.in_backward,
             reduce_once=config.parallelism.fsdp_reduce_gradients == "last",
             stop_flag=stop.flag(),
-            observer=Observers(observer, metrics.own_time),
+            observer=observers,
         )
         observer.phase("metrics")
         scale_weights()

@@ -10,17 +10,17 @@ import torch
 import torch.distributed as dist
 
 from tests.helpers import TinyRun, run_ranks, run_train
-from titanlite.machines.clocks import check_clocks
-from titanlite.machines.command import check_software, machine_tests, run
-from titanlite.machines.devices import check_arithmetic
-from titanlite.machines.findings import Job, Result, on_each, open_job
-from titanlite.machines.folder import check_folder
-from titanlite.machines.links import check_bandwidths, check_neighbours, check_values
 from titanlite.plan.links import COLLECTIVES
 from titanlite.preflight import preflight
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.process_group import Ranks
 from titanlite.runtime.versions import facts_of
+from titanlite.selfcheck.clocks import check_clocks
+from titanlite.selfcheck.command import check_software, machine_tests, run
+from titanlite.selfcheck.devices import check_arithmetic
+from titanlite.selfcheck.findings import Job, Result, on_each, open_job
+from titanlite.selfcheck.folder import check_folder
+from titanlite.selfcheck.links import check_bandwidths, check_neighbours, check_values
 
 CPU = torch.device("cpu")
 

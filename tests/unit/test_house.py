@@ -55,7 +55,7 @@ IMPORTS = {name: imported_modules(path) for name, path in MODULES.items()}
 
 # What trains, and what serves
 
-WINGS = ("ingest", "plan", "machines", "convert", "report", "migrate", "cli")
+WINGS = ("ingest", "plan", "selfcheck", "convert", "report", "migrate", "cli")
 
 
 def test_training_imports_no_wing() -> None:
@@ -101,7 +101,7 @@ def test_only_orchestrators_take_the_whole_config() -> None:
         for node in ast.walk(tree):
             if isinstance(node, ast.arg) and isinstance(node.annotation, ast.Name) and node.annotation.id == "Config":
                 takers.add(short(path))
-    assert {taker for taker in takers if not taker.startswith(("config/", "plan/", "machines/"))} <= whole
+    assert {taker for taker in takers if not taker.startswith(("config/", "plan/", "selfcheck/"))} <= whole
 
 
 # State, patches, and what is private

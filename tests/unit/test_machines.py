@@ -9,18 +9,18 @@ import torch
 
 from tests.helpers import TinyRun
 from titanlite import cli
-from titanlite.machines import needs
-from titanlite.machines.command import run
-from titanlite.machines.devices import NO_DRIVER_RECORDS, check_arithmetic, check_gpus, driver_records, known_matrices
-from titanlite.machines.findings import Job, Result, merge, size_text, table_lines
-from titanlite.machines.folder import check_folder
-from titanlite.machines.links import slowest_pairs
-from titanlite.machines.needs import Need, disk_needs, kept_checkpoints
-from titanlite.machines.room import Free, check_disk, check_memory, free_at
 from titanlite.parallelize.freeze import freeze
 from titanlite.preflight import preflight
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.process_group import Ranks
+from titanlite.selfcheck import needs
+from titanlite.selfcheck.command import run
+from titanlite.selfcheck.devices import NO_DRIVER_RECORDS, check_arithmetic, check_gpus, driver_records, known_matrices
+from titanlite.selfcheck.findings import Job, Result, merge, size_text, table_lines
+from titanlite.selfcheck.folder import check_folder
+from titanlite.selfcheck.links import slowest_pairs
+from titanlite.selfcheck.needs import Need, disk_needs, kept_checkpoints
+from titanlite.selfcheck.room import Free, check_disk, check_memory, free_at
 
 CPU = torch.device("cpu")
 ALONE = Job(Ranks(0, 1, 0, 1), ["host-a"])

@@ -60,7 +60,7 @@ def test_a_rank_that_lags_is_named_once_with_what_it_does(watched: Watched) -> N
     ("ranks", "who"),
     [
         ((4, 5, 6, 7), "all 4 ranks of host b lag,"),
-        ((4, 5), "ranks 4, 5 of host b lag,"),
+        ((4, 5), "ranks 4-5 of host b lag,"),
         ((0,), "rank 0 of host a lags,"),
     ],
 )

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from titanlite.config.schema import Comm
 from titanlite.runtime.proc import blocked_call, descendants, state_of, work_done
 from titanlite.runtime.process_group import Ranks
+from titanlite.runtime.ranks import ranks_text
 from titanlite.runtime.timeouts import PhaseTimeouts
 from titanlite.runtime.watchdog import Watchdog
 from titanlite.runtime.watchdog_board import Answer, Aside, Board
@@ -27,7 +28,6 @@ from titanlite.runtime.watchdog_report import (
     explain,
     find_culprits,
     may_report,
-    ranks_text,
     suspicious_after,
 )
 from titanlite.runtime.watchdog_waiting import Waiting, main_thread_waits_for
@@ -114,20 +114,29 @@ def test_hosts_that_wait_for_gpus_have_no_culprit() -> None:
 
 def test_a_culprit_that_works_has_its_time() -> None:
     both = beats(beat(0, world=7), replace(beat(1, world=6, kind="code"), limit=900.0))
-    assert not may_report(both, [1], [], 24.0)
-    assert may_report(both, [1], [], 900.0)
-    assert may_report(both, [0], [], 20.0)
+    assert not may_report(both, [1], [], replace(both[0], waited=24.0))
+    assert may_report(both, [1], [], replace(both[0], waited=900.0))
+    assert may_report(both, [0], [], replace(both[0], waited=20.0))
 
 
 def test_a_rank_without_a_reason_is_silent_or_has_its_time() -> None:
     both = beats(beat(0, world=7), beat(1, world=6, kind=""))
-    assert not may_report(both, [1], [], 24.0)
-    assert may_report(both, [1], [1], 24.0)
+    assert not may_report(both, [1], [], replace(both[0], waited=24.0))
+    assert may_report(both, [1], [1], replace(both[0], waited=24.0))
+
+
+def test_the_limit_of_an_earlier_step_does_not_count_for_a_silent_rank() -> None:
+    compiling = replace(beat(1, world=6), limit=900.0)
+    both = beats(beat(0, world=7), compiling)
+    mine = replace(both[0], waited=24.0, step=compiling.step + 1)
+    assert may_report(both, [1], [1], mine)
+    assert not may_report(both, [1], [], mine), "it has a heartbeat, and compiles"
+    assert not may_report(both, [1], [1], replace(mine, step=compiling.step))
 
 
 def test_a_debugger_is_no_hang() -> None:
     both = beats(beat(0, world=7), beat(1, world=6, kind="debugger"))
-    assert not may_report(both, [1], [], 1e6)
+    assert not may_report(both, [1], [], replace(both[0], waited=1e6))
 
 
 @pytest.mark.parametrize(

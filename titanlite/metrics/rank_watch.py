@@ -12,6 +12,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from titanlite.runtime.ranks import ranks_text
+
 logger = logging.getLogger(__name__)
 
 LAG = 1.2
@@ -138,7 +140,7 @@ class RankWatch:
             named = sorted(members if is_whole else members & new)
             worst = max(named, key=times.__getitem__)
             waits = ranks[worst].data_wait_seconds - data_median > (times[worst] - median) / 2
-            who = f"all {len(members)} ranks" if is_whole else _ranks(named)
+            who = f"all {len(members)} ranks" if is_whole else ranks_text(named)
             lines.append(
                 f"{who} of host {host} {'lags' if len(named) == 1 else 'lag'}, and all others wait: {times[worst]:.3f} "
                 f"s of own time a step, the median of all ranks is {median:.3f} s ({LAG_WINDOWS} log steps in a row, "
@@ -179,7 +181,3 @@ class RankWatch:
 
     def _name(self, rank: int) -> str:
         return f"rank {rank} of host {self._hosts[rank]}"
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"

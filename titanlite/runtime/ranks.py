@@ -1,7 +1,7 @@
 """Work that ranks do together: an error on one rank is raised on all of them."""
 
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import torch.distributed as dist
@@ -49,11 +49,16 @@ def error_of_ranks(error: CheckpointException) -> Exception:
     return RunError(f"rank {rank}: {failure}" if isinstance(failure, OSError) else f"rank {rank}: {failure!r}")
 
 
+def gather(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
+    """Return the value of every rank, in the order of ranks."""
+    values: list[T] = [value] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
+    return values
+
+
 def host_names(group: dist.ProcessGroup) -> list[str]:
     """Return the name of each rank's host, in the order of ranks."""
-    names: list[str] = [""] * group.size()
-    dist.all_gather_object(names, socket.gethostname(), group=group)
-    return names
+    return gather(socket.gethostname(), group)
 
 
 def check_same_everywhere(value: str, what: str, *, group: dist.ProcessGroup) -> None:
@@ -62,7 +67,35 @@ def check_same_everywhere(value: str, what: str, *, group: dist.ProcessGroup) ->
     Raises:
         UserError: the value differs.
     """
-    values: list[str] = [""] * group.size()
-    dist.all_gather_object(values, value, group=group)
+    values = gather(value, group)
     if odd := [rank for rank, other in enumerate(values) if other != values[0]]:
         raise UserError(f"{what} of rank {odd[0]} is not that of rank 0 ({values[odd[0]]} and {values[0]})")
+
+
+def ranks_text(ranks: Sequence[int]) -> str:
+    """Return words for ranks: rank 1; ranks 0, 2-3."""
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    text = ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+    return f"rank {text}" if len(ranks) == 1 else f"ranks {text}"
+
+
+def named_ranks(ranks: Sequence[int], hosts: Sequence[str], *, most: int = 3) -> str:
+    """Return words for some ranks, with their hosts: ranks 8-15 on host-b and rank 17 on host-c.
+
+    Args:
+        ranks: in ascending order.
+        hosts: host of every rank of the job.
+        most: hosts that are named; the others are counted.
+    """
+    by_host: dict[str, list[int]] = {}
+    for rank in ranks:
+        by_host.setdefault(hosts[rank], []).append(rank)
+    named = [f"{ranks_text(some)} on {host}" for host, some in by_host.items()]
+    if len(named) > most:
+        named = [*named[: most - 1], f"those of {len(named) - most + 1} more hosts"]
+    return named[0] if len(named) == 1 else f"{', '.join(named[:-1])} and {named[-1]}"

@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 import titanlite
 from titanlite.runtime.errors import UserError
+from titanlite.runtime.ranks import gather, named_ranks
 from titanlite.runtime.secrets import hide_secrets
 
 logger = logging.getLogger(__name__)
@@ -153,10 +154,10 @@ def compare(facts: Facts, group: dist.ProcessGroup | None = None) -> tuple[list[
     mine = asdict(facts)
     del mine["host"]
     digest = hashlib.sha256(json.dumps(mine, sort_keys=True).encode()).hexdigest()
-    digests = _gather(digest, group)
+    digests = gather(digest, group)
     if len(set(digests)) == 1:
         return None
-    return differences([Facts(**one) for one in _gather(asdict(facts), group)])
+    return differences([Facts(**one) for one in gather(asdict(facts), group)])
 
 
 def differences(ranks: Sequence[Facts]) -> tuple[list[str], list[str]]:
@@ -189,42 +190,7 @@ def _lines(values: Sequence[Mapping[str, str]], remedy: str, *, hosts: Sequence[
     return lines
 
 
-def named_ranks(ranks: Sequence[int], hosts: Sequence[str], *, most: int = 3) -> str:
-    """Return words for some ranks, with their hosts: ranks 8-15 on host-b and rank 17 on host-c.
-
-    Args:
-        ranks: in ascending order.
-        hosts: host of every rank of the job.
-        most: hosts that are named; the others are counted.
-    """
-    by_host: dict[str, list[int]] = {}
-    for rank in ranks:
-        by_host.setdefault(hosts[rank], []).append(rank)
-    named = [f"{_numbers(some)} on {host}" for host, some in by_host.items()]
-    if len(named) > most:
-        named = [*named[: most - 1], f"those of {len(named) - most + 1} more hosts"]
-    return named[0] if len(named) == 1 else f"{', '.join(named[:-1])} and {named[-1]}"
-
-
-def _numbers(ranks: Sequence[int]) -> str:
-    """Return words for numbers, with neighbours as ranges: ranks 0-3, 6."""
-    ranges: list[list[int]] = []
-    for rank in ranks:
-        if ranges and rank == ranges[-1][1] + 1:
-            ranges[-1][1] = rank
-        else:
-            ranges.append([rank, rank])
-    text = ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in ranges)
-    return f"rank {text}" if len(ranks) == 1 else f"ranks {text}"
-
-
 def _code_in(value: str) -> str:
     """Return a hash of the Python file that an option names; "" if it names a module or nothing."""
     path = Path(str(json.loads(value or "null")).partition(".py")[0] + ".py")
     return hashlib.sha256(path.read_bytes()).hexdigest()[:12] if ".py" in value and path.is_file() else ""
-
-
-def _gather(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
-    values: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(values, value, group=group)
-    return values

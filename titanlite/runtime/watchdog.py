@@ -191,7 +191,7 @@ class Watchdog:
             if now - self._seen.get(rank, (0, self._reads_since))[1] >= silent_after
         ]
         culprits = find_culprits(beats, silent)
-        if may_report(beats, culprits, silent, beat.waited) and (culprits or beat.waited >= beat.limit):
+        if may_report(beats, culprits, silent, beat) and (culprits or beat.waited >= beat.limit):
             here = {it: state_of(beats[it].pid) for it in silent if it in beats and beats[it].host == self._host}
             text = explain(beats, culprits, silent, here, ranks=self._ranks.world_size)
             ends = len(culprits) < self._ranks.world_size or not beats[beat.rank].busy

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field
 from itertools import groupby
 
 from titanlite.runtime.proc import STATES
+from titanlite.runtime.ranks import ranks_text
 from titanlite.runtime.watchdog_waiting import COLLECTIVE, DEBUGGER
 
 SUSPICIOUS_SHARE = 1 / 15
@@ -106,27 +107,20 @@ def find_culprits(beats: Mapping[int, Beat], silent: Sequence[int]) -> list[int]
     return sorted(alone)
 
 
-def may_report(beats: Mapping[int, Beat], culprits: Sequence[int], silent: Sequence[int], waited: float) -> bool:
+def may_report(beats: Mapping[int, Beat], culprits: Sequence[int], silent: Sequence[int], mine: Beat) -> bool:
     """Return whether a hang is reported now: the ranks that others wait for are over their limits, too.
 
-    A rank whose heartbeat has no reason yet gives one soon, or becomes silent.
+    A rank whose heartbeat has no reason yet gives one soon, or becomes silent. The last heartbeat of a silent rank may be
+    of an earlier step, which could have compiled: its limit no longer counts.
+
+    Args:
+        mine: heartbeat of the rank that reports.
     """
     suspects = [beats[rank] for rank in culprits if rank in beats]
     if any(beat.kind == DEBUGGER or (not beat.kind and beat.rank not in silent) for beat in suspects):
         return False
-    return waited >= max((beat.limit for beat in suspects), default=0)
-
-
-def ranks_text(ranks: Sequence[int]) -> str:
-    """Return ranks in words: rank 1; ranks 0, 2-3."""
-    runs: list[list[int]] = []
-    for rank in sorted(ranks):
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
-    parts = [f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs]
-    return f"rank{'s'[: len(ranks) > 1]} {', '.join(parts)}"
+    limits = [beat.limit for beat in suspects if beat.rank not in silent or beat.step >= mine.step]
+    return mine.waited >= max(limits, default=0)
 
 
 def explain(

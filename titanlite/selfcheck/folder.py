@@ -9,8 +9,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from titanlite.checkpoint.storage import Storage, open_storage
-from titanlite.machines.findings import Job, Result, describe, merge, on_each, size_text
-from titanlite.runtime.versions import named_ranks
+from titanlite.runtime.ranks import named_ranks
+from titanlite.selfcheck.findings import Job, Result, describe, merge, on_each, size_text
 
 BYTES = 2**26
 WAIT = 20.0

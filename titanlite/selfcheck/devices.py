@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from titanlite.machines.findings import Job, Result, gather, merge, on_each, size_text
+from titanlite.selfcheck.findings import Job, Result, gather, merge, on_each, size_text
 
 Matmul = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 INNER = 128

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.process_group import Ranks
-from titanlite.runtime.versions import named_ranks
+from titanlite.runtime.ranks import named_ranks
 
 Status = Literal["ok", "warning", "FAILED"]
 

@@ -9,12 +9,11 @@ from titanlite.config.schema import Checkpoint, Config, Data, Validation
 from titanlite.data.prepared import STDLIB, prepared_tokens
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.ingest.inputs import find_files
-from titanlite.machines.findings import size_text
-from titanlite.memory_check import bytes_per_parameter
+from titanlite.memory_check import SIZES, bytes_per_parameter
 from titanlite.models.base import Model, unique_parameters
 from titanlite.optim.state_size import state_bytes
+from titanlite.selfcheck.findings import size_text
 
-SIZES = {"bfloat16": 2, "float16": 2, "float32": 4}
 SMALL_FILES = 5
 """Files of a checkpoint beside one for each rank: manifest, metadata, checksums, config, mark of the owner."""
 EXPORT_FILES = 12

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from titanlite.machines.findings import Job, Result, gather
+from titanlite.selfcheck.findings import Job, Result, gather
 
 ROUNDS = 5
 MOST = 1.0

@@ -13,18 +13,18 @@ from functools import partial
 import torch
 
 from titanlite.config.schema import Config
-from titanlite.machines import needs
-from titanlite.machines.clocks import check_clocks
-from titanlite.machines.devices import check_arithmetic, check_gpus
-from titanlite.machines.findings import Job, Result, describe, open_job, table_lines
-from titanlite.machines.folder import check_folder
-from titanlite.machines.links import check_bandwidths, check_neighbours, check_values
-from titanlite.machines.room import check_disk, check_memory
 from titanlite.parallelize.freeze import freeze
 from titanlite.preflight import ResolvedConfig
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.process_group import Ranks, process_group
 from titanlite.runtime.versions import Facts, compare, facts_of
+from titanlite.selfcheck import needs
+from titanlite.selfcheck.clocks import check_clocks
+from titanlite.selfcheck.devices import check_arithmetic, check_gpus
+from titanlite.selfcheck.findings import Job, Result, describe, open_job, table_lines
+from titanlite.selfcheck.folder import check_folder
+from titanlite.selfcheck.links import check_bandwidths, check_neighbours, check_values
+from titanlite.selfcheck.room import check_disk, check_memory
 
 TIMEOUT = 120
 """Seconds that a rank waits for the others in one test."""

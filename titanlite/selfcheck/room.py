@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from titanlite.machines.findings import Job, Result, merge, on_each, size_text
-from titanlite.machines.needs import Need
 from titanlite.runtime.hardware import host_memory
+from titanlite.selfcheck.findings import Job, Result, merge, on_each, size_text
+from titanlite.selfcheck.needs import Need
 
 SPARE = 1.2
 """Free space in terms of the need below which there is a warning."""

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 import torch
 import torch.distributed as dist
 
-from titanlite.machines.findings import Job, Result, gather, merge
 from titanlite.plan.links import COLLECTIVES, Call, bandwidth_at
-from titanlite.runtime.versions import named_ranks
+from titanlite.runtime.ranks import named_ranks
+from titanlite.selfcheck.findings import Job, Result, gather, merge
 
 CPU_SIZES, GPU_SIZES = (2**16, 2**20, 2**24), (2**20, 2**24, 2**28)
 """Bytes of a collective."""
