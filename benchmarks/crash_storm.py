@@ -16,11 +16,8 @@ from pathlib import Path
 
 from record import add_record_option, record
 
-ROOT = Path(__file__).parents[1]
-
 
 def main() -> None:
-    sys.path.insert(0, str(ROOT))
     from tests.crash import CrashRun
     from titanlite.runtime.errors import DamagedCheckpoint
 

@@ -2,7 +2,6 @@
 
 import os
 import re
-import signal
 import subprocess
 import sys
 import time
@@ -11,7 +10,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-ROOT = Path(__file__).resolve().parents[1]
+from repository import ROOT
+
+from tests.processes import kill_all, processes_left, processes_with, trainers
+
 MARK = "TITANLITE_SOAK_JOB"
 REGULAR = re.compile(r"^(step +\d+ |saved checkpoint |rank \d+ of host .* lags|\[W\d+ |\s*$)")
 """Lines of a run in which nothing happens, and warnings of PyTorch's C++ code. On a busy machine some rank lags."""
@@ -97,27 +99,11 @@ class Job:
 
     def pids(self) -> dict[int, str]:
         """Return {process: command line} of every process of the job that is alive."""
-        found = {}
-        for folder in Path("/proc").glob("[0-9]*"):
-            try:
-                if self._mark.encode() in (folder / "environ").read_bytes():
-                    command = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode()
-                    if command:  # a zombie has none
-                        found[int(folder.name)] = command
-            except OSError:  # gone meanwhile
-                continue
-        return found
+        return processes_with(self._mark.encode())
 
     def ranks(self) -> list[int]:
         """Return the processes that train, by rank."""
-        ranks = {}
-        for pid, command in self.pids().items():
-            if " train " in command and "multiprocessing" not in command:
-                environ = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-                rank = next((int(entry[5:]) for entry in environ if entry.startswith(b"RANK=")), None)
-                if rank is not None:
-                    ranks[rank] = pid
-        return [pid for _, pid in sorted(ranks.items())] or [self.processes[0].pid]
+        return trainers(self.pids()) or [self.processes[0].pid]
 
     def launchers(self) -> list[int]:
         """Return the processes that run_train.sh has become, one a host."""
@@ -189,20 +175,13 @@ class Job:
                 raise Ended(f"did not end in {seconds:.0f} s ({self.codes()}): {one_line(self.notable())}")
             time.sleep(0.01)
 
-    def left(self, seconds: float = 15) -> dict[int, str]:
+    def left(self) -> dict[int, str]:
         """Return the processes that are alive after some time."""
-        deadline = time.monotonic() + seconds
-        while (pids := self.pids()) and time.monotonic() < deadline:
-            time.sleep(0.05)
-        return pids
+        return processes_left(self._mark.encode(), 15)
 
     def kill(self) -> None:
         """End every process of the job at once."""
-        for pid in self.pids():
-            try:
-                os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                continue
+        kill_all(self.pids())
         for process in self.processes:
             process.wait()
 

@@ -75,31 +75,40 @@ class Network:
             ]
 
 
+class NotPermitted(Exception):
+    """A system that lets nobody make hosts; the message is its reason."""
+
+
 @contextmanager
-def network(*names: str) -> Iterator[Network]:
+def open_network(*names: str) -> Iterator[Network]:
     """Make hosts with these names. They end with the context, and with this process.
 
-    Skips the test where the system does not permit it, with the system's reason.
+    Raises:
+        NotPermitted: the system makes no namespaces.
     """
     user = [] if os.geteuid() == 0 else ["--user", "--map-root-user"]
-    process = subprocess.Popen(
-        ["unshare", *user, "--net", sys.executable, str(WIRE), *names],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stdin is not None
-    assert process.stdout is not None
-    assert process.stderr is not None
-    try:
+    pipe = subprocess.PIPE
+    command = ["unshare", *user, "--net", sys.executable, str(WIRE), *names]
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        assert process.stderr is not None
         pids = process.stdout.readline().split()
         if not pids:
-            reason = (process.stderr.read().strip() or "no output").splitlines()[-1]
+            raise NotPermitted((process.stderr.read().strip() or "no output").splitlines()[-1])
+        try:
+            yield Network(process, [Host(name, int(pid)) for name, pid in zip(names, pids, strict=True)])
+        finally:
+            process.stdin.close()
+            process.wait(30)
+
+
+@contextmanager
+def network(*names: str) -> Iterator[Network]:
+    """Make hosts as `open_network` does. Skips the test where the system permits none, with the system's reason."""
+    with ExitStack() as stack:
+        try:
+            made = stack.enter_context(open_network(*names))
+        except (OSError, NotPermitted) as reason:
             pytest.skip(f"namespaces of hosts are not permitted here: {reason}")
-        yield Network(process, [Host(name, int(pid)) for name, pid in zip(names, pids, strict=True)])
-    finally:
-        process.stdin.close()
-        process.wait(30)
-        process.stdout.close()
-        process.stderr.close()
+        yield made

@@ -6,8 +6,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from tests.helpers import TinyRun
@@ -15,6 +15,51 @@ from titanlite.checkpoint import manifest as manifests
 from titanlite.checkpoint.storage import LocalStorage
 
 SCRIPT = Path(__file__).parents[1] / "run_train.sh"
+
+
+def processes_with(mark: bytes) -> dict[int, str]:
+    """Return {process: command line} of every process that is alive and has a mark in its environment."""
+    found = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if mark in (folder / "environ").read_bytes():
+                command = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+                if command:  # a zombie has none
+                    found[int(folder.name)] = command
+        except OSError:  # gone meanwhile
+            continue
+    return found
+
+
+def trainers(pids: Mapping[int, str]) -> list[int]:
+    """Return the processes that train, by rank.
+
+    Args:
+        pids: {process: command line}.
+    """
+    ranks = {}
+    for pid, command in pids.items():
+        if "titanlite train" in command:
+            environ = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+            rank = next((int(entry[5:]) for entry in environ if entry.startswith(b"RANK=")), None)
+            if rank is not None:
+                ranks[rank] = pid
+    return [pid for _, pid in sorted(ranks.items())]
+
+
+def processes_left(mark: bytes, seconds: float) -> dict[int, str]:
+    """Return {process: command line} of the processes with a mark that are alive after some time."""
+    deadline = time.monotonic() + seconds
+    while (pids := processes_with(mark)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return pids
+
+
+def kill_all(pids: Iterable[int]) -> None:
+    """End processes at once."""
+    for pid in pids:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
 class Job:
@@ -27,27 +72,11 @@ class Job:
 
     def pids(self) -> dict[int, str]:
         """Return {process: command line} of every process of the job that is alive."""
-        found = {}
-        for folder in Path("/proc").glob("[0-9]*"):
-            try:
-                if self.mark in (folder / "environ").read_bytes():
-                    command = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode()
-                    if command:  # a zombie has none
-                        found[int(folder.name)] = command
-            except OSError:  # gone meanwhile
-                continue
-        return found
+        return processes_with(self.mark)
 
     def ranks(self) -> list[int]:
         """Return the processes that train, by rank."""
-        ranks = {}
-        for pid, command in self.pids().items():
-            if "titanlite train" in command:
-                environ = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-                rank = next((int(entry[5:]) for entry in environ if entry.startswith(b"RANK=")), None)
-                if rank is not None:
-                    ranks[rank] = pid
-        return [pid for _, pid in sorted(ranks.items())]
+        return trainers(self.pids())
 
     def text(self) -> str:
         return self.output.read_text()
@@ -84,10 +113,7 @@ class Job:
 
     def left(self, seconds: float = 15) -> dict[int, str]:
         """Return the processes that are alive after some time."""
-        deadline = time.monotonic() + seconds
-        while (pids := self.pids()) and time.monotonic() < deadline:
-            time.sleep(0.05)
-        return pids
+        return processes_left(self.mark, seconds)
 
 
 @contextmanager
@@ -116,11 +142,7 @@ def started(folder: Path, *words: str, command: Sequence[str] | None = None, **e
     try:
         yield job
     finally:
-        for pid in job.pids():
-            try:
-                os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                continue
+        kill_all(job.pids())
         process.wait()
 
 

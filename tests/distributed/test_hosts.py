@@ -1,6 +1,7 @@
 """Two hosts with a network between them that fails: what the user sees on each, and that nothing is lost."""
 
 import json
+import signal
 import subprocess
 import sys
 import time
@@ -179,6 +180,18 @@ def test_a_link_that_stays_cut_ends_both_hosts(tiny: TinyRun, hosts: Network) ->
             assert f"on node{number} failed at step " in line
         assert any("Timed out waiting 8000ms" in line for [line] in errors)
     print(f"link cut: {ended}")
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_rank_that_stays_stopped_ends_with_the_other_host(tiny: TinyRun, hosts: Network, number: int) -> None:
+    """Only SIGKILL ends such a process, and only its own launcher can send that."""
+    options = f"--config={tiny.toml}", "--comm.train_timeout_seconds=8", LONG
+    with hosts.job(tiny.folder, *options, NPROC="1") as jobs:
+        wait_for_step(jobs[0], 4)
+        [rank] = [pid for pid in jobs[number].ranks() if hosts.hosts[number].has(pid)]
+        jobs[number].signal(rank, signal.SIGSTOP)
+        assert [code for code, _ in ends(jobs, 100)] == [1, 1]
 
 
 @pytest.mark.nightly

@@ -9,6 +9,7 @@ import pytest
 from torch.distributed import TCPStore
 from torch.distributed.elastic.rendezvous import (
     RendezvousConnectionError,
+    RendezvousError,
     RendezvousHandler,
     RendezvousInfo,
     RendezvousParameters,
@@ -25,9 +26,13 @@ class Answers(RendezvousHandler):
         self.network = Event()
         self.network.set()
         self.waiting = 0
+        self.closed = False
+        self.error: RendezvousError | None = None
 
     def num_nodes_waiting(self) -> int:
         self.network.wait()
+        if self.error:
+            raise self.error
         return self.waiting
 
     def next_rendezvous(self) -> RendezvousInfo:
@@ -44,7 +49,7 @@ class Answers(RendezvousHandler):
         return "job"
 
     def is_closed(self) -> bool:
-        return False
+        return self.closed
 
     def set_closed(self) -> None:
         raise NotImplementedError
@@ -87,6 +92,25 @@ def free_port() -> int:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return listener.getsockname()[1]
+
+
+def test_the_end_of_workers_elsewhere_is_known(answers: Answers) -> None:
+    port = free_port()
+    machines = SeveralMachines(answers, f"127.0.0.1:{port}", answer_seconds=60)
+
+    def is_over() -> bool:
+        machines.num_nodes_waiting()
+        return machines.is_over_elsewhere
+
+    assert not is_over()
+    answers.waiting = 1
+    assert is_over(), "a machine waits for the next generation"
+    answers.waiting, answers.closed = 0, True
+    assert is_over(), "a machine has closed the rendezvous"
+    answers.closed, answers.error = False, RendezvousConnectionError()
+    assert is_over(), "nothing listens: the first machine has ended"
+    with socket.create_server(("127.0.0.1", port)):
+        assert not is_over(), "the store is there, and does not answer"
 
 
 def settings(port: int, join_timeout: int) -> RendezvousParameters:

@@ -17,7 +17,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -92,7 +92,8 @@ def _launch(nodes: str, processes: int, endpoint: str, restarts: int, words: lis
     logging.disable(logging.ERROR)  # torchrun reports what is reported here
     ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN  # as nohup asks for
     signals = [it.name for it in (*STOP_SIGNALS, signal.SIGQUIT) if not (ignored and it == signal.SIGHUP)]
-    threading.Thread(target=_kill_stopped, args=(processes,), name="stopped workers", daemon=True).start()
+    arguments = processes, lambda: generations.is_over_elsewhere
+    threading.Thread(target=_kill_stopped, args=arguments, name="stopped workers", daemon=True).start()
     failure = ""
     try:
         torchrun(
@@ -189,13 +190,15 @@ def _end_now(folder: Path, message: str, code: int) -> NoReturn:
     os._exit(code)
 
 
-def _kill_stopped(processes: int) -> NoReturn:
-    """Kill workers that stay stopped (SIGSTOP) after another one has ended: SIGTERM would not end them."""
+def _kill_stopped(processes: int, is_over_elsewhere: Callable[[], bool]) -> NoReturn:
+    """Kill workers that stay stopped (SIGSTOP) after another one has ended, here or on another machine: SIGTERM would
+    not end them."""
     since: dict[int, float] = {}
     while True:
         time.sleep(1)
         workers, now = _workers(), time.monotonic()
-        stopped = [pid for pid in workers if state_of(pid) == "T"] if len(workers) < processes else []
+        must_end = len(workers) < processes or is_over_elsewhere()
+        stopped = [pid for pid in workers if must_end and state_of(pid) == "T"]
         since = {pid: since.get(pid, now) for pid in stopped}
         for pid in [pid for pid in stopped if now - since[pid] > GRACE_SECONDS]:
             with suppress(ProcessLookupError, PermissionError):

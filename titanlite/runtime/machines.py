@@ -4,6 +4,7 @@ torchrun's own asks its store, on the first machine, in the loop that watches th
 answer takes a minute or more, and so long torchrun notices neither that its workers have failed nor that it should end.
 """
 
+import socket
 import sys
 import time
 from contextlib import suppress
@@ -47,6 +48,7 @@ class SeveralMachines(RendezvousHandler):
         self._answer_seconds, self._close_seconds = answer_seconds, close_seconds
         self._asking: Thread | None = None
         self._waiting = 0
+        self._is_over = False
         self._is_shut = False
 
     def num_nodes_waiting(self) -> int:
@@ -58,8 +60,17 @@ class SeveralMachines(RendezvousHandler):
         return self._waiting
 
     def _ask(self) -> None:
-        with suppress(RendezvousError):
+        try:
             self._waiting = self._handler.num_nodes_waiting()
+            self._is_over = self._handler.is_closed()
+        except RendezvousError:
+            self._is_over = _refuses(self._endpoint)
+
+    @property
+    def is_over_elsewhere(self) -> bool:
+        """Return whether the workers of another machine have ended, by the latest answer: they close the rendezvous or
+        wait for the next one, and the first machine takes the store with it."""
+        return self._waiting > 0 or self._is_over
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Meet the other machines.
@@ -69,7 +80,7 @@ class SeveralMachines(RendezvousHandler):
         """
         if self._asking:
             self._asking.join()
-        self._waiting = 0
+        self._waiting, self._is_over = 0, False
         try:
             return self._handler.next_rendezvous()
         except RendezvousTimeoutError:
@@ -103,6 +114,18 @@ class SeveralMachines(RendezvousHandler):
 
     def set_closed(self) -> None:
         self._handler.set_closed()
+
+
+def _refuses(endpoint: str) -> bool:
+    """Return whether a machine answers that nothing listens at host:port: what listened there has ended."""
+    host, _, port = endpoint.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), ANSWER_SECONDS).close()
+    except ConnectionRefusedError:
+        return True
+    except OSError:  # no answer: the network may come back
+        return False
+    return False
 
 
 def connect(settings: RendezvousParameters) -> SeveralMachines:

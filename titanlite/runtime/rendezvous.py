@@ -21,7 +21,7 @@ from torch.distributed.elastic.rendezvous import (
 )
 
 from titanlite.runtime.endings import EXIT_FILE, FAILED, read_end
-from titanlite.runtime.machines import connect
+from titanlite.runtime.machines import SeveralMachines, connect
 
 BACKEND = "titanlite"
 """Name of this rendezvous for torchrun's option --rdzv-backend."""
@@ -44,7 +44,7 @@ class Generations(RendezvousHandler):
     def __init__(self, folder: Path, max_restarts: int) -> None:
         self._folder, self._max_restarts = folder, max_restarts
         self._run_id = ""
-        self._machines: RendezvousHandler | None = None
+        self._machines: SeveralMachines | None = None
         self._generation = self._restarts = 0
         self._waiting = False
         self._server: TCPStore | None = None
@@ -124,6 +124,11 @@ class Generations(RendezvousHandler):
         waiting = self._machines.num_nodes_waiting() if self._machines else 0
         self._waiting = waiting > 0
         return waiting
+
+    @property
+    def is_over_elsewhere(self) -> bool:
+        """Return whether the workers of another machine have ended."""
+        return self._machines is not None and self._machines.is_over_elsewhere
 
     def get_backend(self) -> str:
         return BACKEND

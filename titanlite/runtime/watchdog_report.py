@@ -110,8 +110,8 @@ def find_culprits(beats: Mapping[int, Beat], silent: Sequence[int]) -> list[int]
 def may_report(beats: Mapping[int, Beat], culprits: Sequence[int], silent: Sequence[int], mine: Beat) -> bool:
     """Return whether a hang is reported now: the ranks that others wait for are over their limits, too.
 
-    A rank whose heartbeat has no reason yet gives one soon, or becomes silent. The last heartbeat of a silent rank may be
-    of an earlier step, which could have compiled: its limit no longer counts.
+    A rank whose heartbeat has no reason yet gives one soon, or becomes silent. The last heartbeat of a silent rank may
+    be of an earlier step, which could have compiled: its limit no longer counts.
 
     Args:
         mine: heartbeat of the rank that reports.
