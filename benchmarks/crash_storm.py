@@ -14,6 +14,7 @@ import tempfile
 import time
 from pathlib import Path
 
+import repository  # noqa: F401
 from record import add_record_option, record
 
 
