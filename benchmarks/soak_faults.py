@@ -35,17 +35,25 @@ class Scene:
     random: random.Random
     hosts: Hosts | None
 
+    @property
+    def network(self) -> Hosts:
+        assert self.hosts is not None
+        return self.hosts
+
     def committed(self) -> list[int]:
         """Return the steps of the checkpoints that count."""
         return committed_steps(LocalStorage(str(self.checkpoints), "").list()) if self.checkpoints.exists() else []
+
+
+Strike = Callable[[Scene], None]
 
 
 class Kind(NamedTuple):
     """One kind of fault."""
 
     title: str
-    strike: Callable[[Scene], None]
-    repair: Callable[[Scene], None] | None = None
+    strike: Strike
+    repair: Strike | None = None
     """What an administrator does before the next start, or while the run continues."""
     codes: tuple[int, ...] = ()
     """Exit codes that run_train.sh may end with; empty: the run must continue by itself."""
@@ -70,28 +78,14 @@ class Fault(NamedTuple):
     """Processes from the start after this fault on."""
 
 
-def kill_rank(scene: Scene) -> None:
-    _kill(scene.random.choice(scene.job.ranks()), signal.SIGKILL)
+def to_rank(sign: signal.Signals) -> Strike:
+    """Return a fault that signals one rank."""
+    return lambda scene: _kill(scene.random.choice(scene.job.ranks()), sign)
 
 
-def kill_launcher(scene: Scene) -> None:
-    _kill(scene.job.launchers()[0], signal.SIGKILL)
-
-
-def terminate_rank(scene: Scene) -> None:
-    _kill(scene.random.choice(scene.job.ranks()), signal.SIGTERM)
-
-
-def terminate_launcher(scene: Scene) -> None:
-    _kill(scene.job.launchers()[0], signal.SIGTERM)
-
-
-def warn_launcher(scene: Scene) -> None:
-    _kill(scene.job.launchers()[0], signal.SIGUSR1)
-
-
-def stop_rank(scene: Scene) -> None:
-    _kill(scene.random.choice(scene.job.ranks()), signal.SIGSTOP)
+def to_launcher(sign: signal.Signals) -> Strike:
+    """Return a fault that signals run_train.sh."""
+    return lambda scene: _kill(scene.job.launchers()[0], sign)
 
 
 def plant_nan(scene: Scene) -> None:
@@ -99,46 +93,10 @@ def plant_nan(scene: Scene) -> None:
     (scene.job.hooks / f"nan-{rank}").touch()
 
 
-def cut_link(scene: Scene) -> None:
-    assert scene.hosts is not None
-    scene.hosts.cut()
-
-
-def restore_link(scene: Scene) -> None:
-    assert scene.hosts is not None
-    scene.hosts.restore()
-
-
 def cut_link_shortly(scene: Scene) -> None:
-    cut_link(scene)
+    scene.network.cut()
     time.sleep(SHORT_SECONDS)
-    restore_link(scene)
-
-
-def kill_host(scene: Scene) -> None:
-    assert scene.hosts is not None
-    scene.hosts.kill_one()
-
-
-def rebuild_hosts(scene: Scene) -> None:
-    assert scene.hosts is not None
-    scene.hosts.rebuild()
-
-
-def fill_checkpoints(scene: Scene) -> None:
-    fill(scene.checkpoints)
-
-
-def fill_records(scene: Scene) -> None:
-    fill(scene.records)
-
-
-def free_checkpoints(scene: Scene) -> None:
-    _ballast(scene.checkpoints).unlink(missing_ok=True)
-
-
-def free_records(scene: Scene) -> None:
-    _ballast(scene.records).unlink(missing_ok=True)
+    scene.network.restore()
 
 
 def flip_bits(scene: Scene) -> None:
@@ -162,19 +120,29 @@ def lose_manifest(scene: Scene) -> None:
 
 
 KINDS = {
-    "kill-rank": Kind("SIGKILL of a rank", kill_rank, codes=(1, -signal.SIGKILL)),
-    "kill-rank-in-save": Kind("SIGKILL of a rank in a save", kill_rank, codes=(1, -signal.SIGKILL), moment="save"),
-    "kill-launcher": Kind("SIGKILL of run_train.sh", kill_launcher, codes=(-signal.SIGKILL,), least_ranks=2),
-    "kill-rank-restarts": Kind("SIGKILL of a rank, with MAX_RESTARTS=1", kill_rank, least_ranks=2, max_restarts=1),
-    "term-rank": Kind("SIGTERM to a rank", terminate_rank, codes=(75,), most_lost=1),
-    "term-launcher": Kind("SIGTERM to run_train.sh", terminate_launcher, codes=(75,), most_lost=1),
-    "term-in-save": Kind("SIGTERM in a save", terminate_launcher, codes=(75,), moment="save", most_lost=1),
-    "usr1-in-validation": Kind("SIGUSR1 in validation", warn_launcher, codes=(75,), moment="validation", most_lost=1),
-    RANKS_CHANGE: Kind("SIGTERM, then another rank count", terminate_launcher, codes=(75,), most_lost=1),
-    "stop-rank": Kind("SIGSTOP of a rank", stop_rank, codes=(1,), least_ranks=2),
+    "kill-rank": Kind("SIGKILL of a rank", to_rank(signal.SIGKILL), codes=(1, -signal.SIGKILL)),
+    "kill-rank-in-save": Kind(
+        "SIGKILL of a rank in a save", to_rank(signal.SIGKILL), codes=(1, -signal.SIGKILL), moment="save"
+    ),
+    "kill-launcher": Kind(
+        "SIGKILL of run_train.sh", to_launcher(signal.SIGKILL), codes=(-signal.SIGKILL,), least_ranks=2
+    ),
+    "kill-rank-restarts": Kind(
+        "SIGKILL of a rank, with MAX_RESTARTS=1", to_rank(signal.SIGKILL), least_ranks=2, max_restarts=1
+    ),
+    "term-rank": Kind("SIGTERM to a rank", to_rank(signal.SIGTERM), codes=(75,), most_lost=1),
+    "term-launcher": Kind("SIGTERM to run_train.sh", to_launcher(signal.SIGTERM), codes=(75,), most_lost=1),
+    "term-in-save": Kind("SIGTERM in a save", to_launcher(signal.SIGTERM), codes=(75,), moment="save", most_lost=1),
+    "usr1-in-validation": Kind(
+        "SIGUSR1 in validation", to_launcher(signal.SIGUSR1), codes=(75,), moment="validation", most_lost=1
+    ),
+    RANKS_CHANGE: Kind("SIGTERM, then another rank count", to_launcher(signal.SIGTERM), codes=(75,), most_lost=1),
+    "stop-rank": Kind("SIGSTOP of a rank", to_rank(signal.SIGSTOP), codes=(1,), least_ranks=2),
     "nan": Kind("NaN in a loss, once", plant_nan, codes=(3,), most_lost=1),
-    "disk-checkpoints": Kind("disk full under checkpoints", fill_checkpoints, free_checkpoints, codes=(1,)),
-    "disk-records": Kind("disk full under records", fill_records, free_records),
+    "disk-checkpoints": Kind(
+        "disk full under checkpoints", lambda it: fill(it.checkpoints), lambda it: empty(it.checkpoints), codes=(1,)
+    ),
+    "disk-records": Kind("disk full under records", lambda it: fill(it.records), lambda it: empty(it.records)),
     "flip": Kind(
         "SIGKILL of all, bits of the newest checkpoint flipped",
         flip_bits,
@@ -192,10 +160,22 @@ KINDS = {
     "manifest": Kind(
         "SIGKILL of all, manifest of the newest lost", lose_manifest, codes=(1, -signal.SIGKILL), moment="checkpoint"
     ),
-    "link": Kind("link between two hosts cut", cut_link, restore_link, codes=(1,), least_ranks=2, hosts=2),
+    "link": Kind(
+        "link between two hosts cut",
+        lambda it: it.network.cut(),
+        lambda it: it.network.restore(),
+        codes=(1,),
+        least_ranks=2,
+        hosts=2,
+    ),
     "link-shortly": Kind("link cut for 2 s", cut_link_shortly, least_ranks=2, hosts=2),
     "host": Kind(
-        "one of two hosts killed", kill_host, rebuild_hosts, codes=(1, -signal.SIGKILL), least_ranks=2, hosts=2
+        "one of two hosts killed",
+        lambda it: it.network.kill_one(),
+        lambda it: it.network.rebuild(),
+        codes=(1, -signal.SIGKILL),
+        least_ranks=2,
+        hosts=2,
     ),
 }
 """Every kind of fault, by its name in the records."""
@@ -251,6 +231,11 @@ def fill(folder: Path) -> None:
             with suppress(OSError):
                 while True:
                     file.write(bytes(size))
+
+
+def empty(folder: Path) -> None:
+    """Free what `fill` has taken."""
+    _ballast(folder).unlink(missing_ok=True)
 
 
 def has_room_to_fill(folder: Path) -> bool:

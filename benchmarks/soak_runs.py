@@ -4,13 +4,14 @@ import argparse
 import json
 import math
 import random
+import signal
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from soak_compare import Made, different, makers, missing_or_twice, read_losses, read_made, segments, wrong_samples
-from soak_faults import KINDS, Fault, Scene, layout_for, terminate_launcher
+from soak_faults import KINDS, Fault, Scene, layout_for, to_launcher
 from soak_hosts import Hosts, environ
 from soak_job import Ended, Job, Layout, one_line
 from soak_survive import LIMIT, as_record, await_moment, conclude, problems, randomness, strike
@@ -182,7 +183,7 @@ def survive(state: Soak, job: Job, fault: Fault, coming: Sequence[Fault]) -> Job
 
 def stop(state: Soak, job: Job, coming: Sequence[Fault]) -> Job:
     """Stop a job as planned, and start the next one."""
-    terminate_launcher(Scene(job, state.checkpoints, state.records, random.Random(0), state.hosts))
+    to_launcher(signal.SIGTERM)(Scene(job, state.checkpoints, state.records, random.Random(0), state.hosts))
     try:
         job.wait_for_end(LIMIT)
     except Ended as ended:
