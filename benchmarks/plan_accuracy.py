@@ -13,6 +13,7 @@ in one process. --record FILE.jsonl appends ratios, and the largest error, to a 
 import argparse
 import json
 import statistics
+import sys
 import time
 from collections import defaultdict
 from collections.abc import Iterator
@@ -21,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from repository import ROOT
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -45,6 +45,7 @@ AIMS = {
     "published memory": "explained", "published tokens a second": "explained",
 }  # fmt: skip
 GIB, MIB = 2**30, 2**20
+ROOT = Path(__file__).parents[1]
 DEBUG, LLAMA_8B = "train_configs/debug.toml", "train_configs/llama3_8b.toml"
 SHAPE = [
     "--training.seq_len=256", "--training.mixed_precision_param=float32", "--model.args.dim=256",
@@ -202,6 +203,7 @@ def published(only: str, found: Ratios) -> Iterator[str]:
 
 def on_null_gpu(only: str, found: Ratios) -> Iterator[str]:
     """The plan of rank 0 beside PyTorch's own allocator, and torchtitan 0.2.2 where it was measured on a null GPU."""
+    sys.path.insert(0, str(ROOT))
     from tests.null_gpu.variants import VARIANTS
 
     recorded = json.loads((ROOT / "tests/null_gpu/recorded.json").read_text())

@@ -86,7 +86,7 @@ with process_group(ranks, device):
 """
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")
 @pytest.mark.usefixtures("single_process_group")
 def test_states_larger_than_memory(tiny: TinyRun) -> None:

@@ -73,7 +73,7 @@ def planned(config: Config, world_size: int) -> Plan:
     return plan(config, layout)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_one_rank_prints_the_plan_and_what_would_fit(tiny: TinyRun, code: Path) -> None:
     """Two ranks run out of memory at once."""
     loss = f"--training.loss={code}:in_backward"

@@ -5,7 +5,7 @@ import platform
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -113,14 +113,18 @@ def test_a_signal_in_each_phase(tiny: TinyRun, sign: signal.Signals) -> None:
     assert start["end"] == {"code": 75, "reason": f"stopped after step {saved} by {sign.name}", "step": saved}
 
 
-@pytest.mark.slow
-def test_signals_to_several_processes(tiny: TinyRun) -> None:
+@pytest.mark.parametrize(
+    "signals",
+    [
+        pytest.param((("torchrun", signal.SIGINT), ("rank 1", signal.SIGTERM)), marks=pytest.mark.slow),
+        pytest.param((("torchrun", signal.SIGUSR1), ("torchrun", signal.SIGKILL)), marks=pytest.mark.nightly),
+    ],
+    ids=["to a rank", "to the launcher"],
+)
+def test_signals_to_several_processes(tiny: TinyRun, signals: Sequence[tuple[str, signal.Signals]]) -> None:
     """Each start resumes what the one before has saved: torchrun or one rank is signalled, or torchrun is killed."""
     saved = 0
-    for target, sign in (
-        ("torchrun", signal.SIGINT), ("torchrun", signal.SIGUSR1),
-        ("rank 1", signal.SIGTERM), ("torchrun", signal.SIGKILL),
-    ):  # fmt: skip
+    for target, sign in signals:
         what = f"{sign.name} to {target}"
         with started(tiny.folder, f"--config={tiny.toml}", *LONG, "--data.num_workers=1", NPROC="2") as job:
             job.wait_for_step(saved + 2)
@@ -156,7 +160,7 @@ def test_before_the_first_step_a_signal_ends_a_job_at_once(tiny: TinyRun) -> Non
             assert "Traceback" not in job.text()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_second_signal_ends_a_job_that_hangs_in_a_save(tiny: TinyRun) -> None:
     """A stopped rank never answers the first signal, nor torchrun's second."""
     saving = "--checkpoint.interval=1", "--checkpoint.async_mode=disabled", "--checkpoint.keep_latest_k=0"

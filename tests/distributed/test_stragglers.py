@@ -51,7 +51,7 @@ def _train(rank: int, world_size: int, config: Config) -> list[str]:
     return [text for text in warnings if "own time" in text]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_rank_that_others_wait_for_is_named(tiny: TinyRun) -> None:
     code = tiny.folder / "late.py"
     code.write_text(CODE)

@@ -53,7 +53,7 @@ def test_a_contender_prints_nothing_but_its_answers(
             sys.modules.pop(name, None)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_gpu_benchmark_trains(gpu: Any, tiny: TinyRun, monkeypatch: pytest.MonkeyPatch) -> None:
     """A tiny model on the CPU, with float8 emulated: what is measured is a step as `train` makes it."""
     pytest.importorskip("torchao")
