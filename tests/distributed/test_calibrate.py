@@ -40,7 +40,7 @@ def test_links_of_two_processes() -> None:
         assert results[2] == [3] * 4 + [own, own], "sums"
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_network_of_two_nodes() -> None:
     """Two nodes of one process: there are no links within a node."""
     for links, _, _ in run_ranks(measured, 2, 1):

@@ -68,7 +68,7 @@ def loss(*args, **options):
 """
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_sleeping_rank_is_named_with_its_line_and_changes_nothing(tiny: TinyRun) -> None:
     """The rank sleeps until the report is there, so that training continues, with the same losses."""
     awake = tiny.folder / "awake"

@@ -185,7 +185,7 @@ def test_a_link_that_stays_cut_ends_both_hosts(tiny: TinyRun, hosts: Network) ->
 @pytest.mark.nightly
 @pytest.mark.parametrize("number", [0, 1])
 def test_a_rank_that_stays_stopped_ends_with_the_other_host(tiny: TinyRun, hosts: Network, number: int) -> None:
-    """Only SIGKILL ends such a process, and only its own launcher can send that."""
+    """Nothing but SIGKILL ends such a process, and only its own launcher can send that."""
     options = f"--config={tiny.toml}", "--comm.train_timeout_seconds=8", LONG
     with hosts.job(tiny.folder, *options, NPROC="1") as jobs:
         wait_for_step(jobs[0], 4)

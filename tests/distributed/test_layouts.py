@@ -133,7 +133,7 @@ def accumulated_gradients(rank: int, world_size: int, config: Config) -> dict[st
     return {"loss": np.array(float(step.loss)), "grad_norm": np.array(float(step.grad_norm)), **kept}
 
 
-@pytest.mark.parametrize("head", ["untied", pytest.param("tied", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("head", ["untied", pytest.param("tied", marks=pytest.mark.nightly)])
 def test_gradients_do_not_depend_on_layout_and_accumulation(tiny: TinyRun, head: str) -> None:
     options = ["--model.args.tied_head"] if head == "tied" else []
     sizes = [[*options, f"--training.local_batch_size={size}"] for size in (8, 1)]

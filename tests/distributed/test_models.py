@@ -62,9 +62,8 @@ def techniques_of(tiny: TinyRun, options: list[str]) -> list[Config]:
 @pytest.mark.parametrize(
     "family",
     [
-        pytest.param("qwen3", marks=pytest.mark.slow),
         pytest.param("qwen3_moe", marks=pytest.mark.slow),
-        pytest.param("outside the package", marks=pytest.mark.nightly),
+        *(pytest.param(name, marks=pytest.mark.nightly) for name in ("qwen3", "outside the package")),
     ],
 )
 def test_techniques_change_no_bit(tiny: TinyRun, family: str) -> None:

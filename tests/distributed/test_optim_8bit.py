@@ -43,7 +43,7 @@ def restored(rank: int, world_size: int, config: Config) -> dict[str, np.ndarray
     return moments(run.model, run.optimizer)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_losses_are_near_those_of_adamw(tiny: TinyRun) -> None:
     """40 steps nearly memorise the text. Losses must differ a little, or nothing was quantized."""
     options = [*SHAPE, "--training.steps=40", "--optimizer.lr=3e-3", "--checkpoint.enable=false"]

@@ -92,7 +92,7 @@ def test_float8_that_would_do_nothing_is_an_error() -> None:
 
 @pytest.mark.parametrize(
     "recipe",
-    ["tensorwise", *(pytest.param(it, marks=pytest.mark.slow) for it in ("rowwise", "rowwise_with_gw_hp"))],
+    ["tensorwise", *(pytest.param(it, marks=pytest.mark.nightly) for it in ("rowwise", "rowwise_with_gw_hp"))],
 )
 def test_float8_trains(tiny: TinyRun, recipe: str) -> None:
     sizes = [

@@ -160,7 +160,7 @@ def test_a_search_leaves_float8_where_every_layer_is_small() -> None:
 SHAPE = ["--model.args.dim=64", "--model.args.hidden_dim=96", "--model.args.n_heads=4", "--model.args.n_kv_heads=2"]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.usefixtures("single_process_group")
 def test_convergence_is_that_of_float32(tiny: TinyRun) -> None:
     """60 steps, emulated on the CPU, end within 2 % of float32, and are not the same."""

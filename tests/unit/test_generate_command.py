@@ -173,7 +173,7 @@ def test_ctrl_c_ends_quietly(
         return next_logits(self, ids)
 
     monkeypatch.setattr(Generator, "next_logits", interrupted)
-    code, out, err = generate(capfd, run_folder, "--prompt", "one", "--temperature", 1)
+    code, out, err = generate(capfd, run_folder, "--prompt", "one", "--temperature", 1, "--seed", 1)
     assert (code, err) == (130, "")
     assert out.endswith("\n")
     assert 1 < len(out) < 12

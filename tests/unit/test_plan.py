@@ -126,13 +126,13 @@ def test_memory_grows_and_shrinks_with_the_options(shard: int, mode: int, batch:
 @pytest.mark.parametrize(
     ("overrides", "gpu"),
     [
-        (["--activation_checkpoint.mode=full"], False),
+        pytest.param(["--activation_checkpoint.mode=full"], False, marks=pytest.mark.slow),
         (["--activation_checkpoint.mode=selective", "--activation_checkpoint.selective_ac_option=3"], True),
         (["--parallelism.data_parallel_replicate_degree=2", NEVER], True),
     ],
     ids=str,
 )
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_model_of_many_blocks_from_two_of_few(overrides: list[str], gpu: bool) -> None:
     config = read(*overrides, "--model.args.n_layers=12", world_size=4)
     found = trace(config, layout_of(4, gpu=gpu, gpus_per_node=4))

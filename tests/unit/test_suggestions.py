@@ -54,7 +54,7 @@ def test_three_suggestions_that_fit_are_enough_and_the_cheapest_is_first(tiny: T
     assert found[0].cost == "same results, by more and smaller forward passes"
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_what_fits_is_before_what_is_cheaper(tiny: TinyRun) -> None:
     """Half of the batch size does not fit here, and a quarter does."""
     config = tiny.config("--model.args.n_layers=2")
@@ -86,7 +86,7 @@ def test_every_option_that_takes_less_memory_is_offered(tiny: TinyRun) -> None:
     assert "--optimizer.in_backward=true --training.max_norm=0.0" in [it.text for it in found]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_what_a_config_cannot_take_is_not_offered(tiny: TinyRun) -> None:
     options = [
         "--optimizer.name=SGD",
@@ -151,7 +151,7 @@ def test_another_rank_explains_once_and_its_time_is_limited(tmp_path: Path, monk
     assert out_of_memory._is_first(tmp_path / "no such folder")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_no_option_is_planned_after_the_time_limit(tiny: TinyRun) -> None:
     config, layout = tiny.config("--model.args.n_layers=2"), layout_of(1000)
     found = suggest(config, layout, planned(config, layout), seconds=0)
