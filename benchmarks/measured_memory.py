@@ -206,6 +206,7 @@ def train(config: Config, record: AllocationRecord, rank: int, ranks: int, steps
     parallelize(
         model, mesh=mesh, kernels=kernels, parallelism=config.parallelism, training=training, compile=config.compile,
         activation_checkpoint=config.activation_checkpoint, float8=config.quantize.linear.float8, freeze=config.freeze,
+        lora=config.lora,
     )  # fmt: skip
     disk = open_disk(config.offload, Path(config.job.dump_folder))
     materialize(

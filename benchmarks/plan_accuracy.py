@@ -264,6 +264,7 @@ def trained(config: Config, device: torch.device, *, steps: int = 8) -> tuple[in
             activation_checkpoint=config.activation_checkpoint, compile=config.compile,
             float8=config.quantize.linear.float8,
             freeze=config.freeze,
+            lora=config.lora,
         )  # fmt: skip
         materialize(model, device=device, offload=False, dtype=DTYPES[config.training.dtype], seed=0)
         optimizer = build_optimizer(model, config.optimizer, seed=0)

@@ -194,6 +194,7 @@ def _build_state(
         compile=config.compile,
         float8=config.quantize.linear.float8,
         freeze=config.freeze,
+        lora=config.lora,
         pin_memory=not (disk and disk.holds_parameters),
     )
     materialize(

@@ -23,7 +23,7 @@ from titanlite.optim import check_optimizer
 from titanlite.optim.registry import compiles_updates
 from titanlite.parallelize.activation_checkpoint import recompute_policies
 from titanlite.parallelize.float8 import check_float8
-from titanlite.parallelize.freeze import freeze
+from titanlite.parallelize.lora import choose_trained
 from titanlite.runtime.compilers import check_compiler
 from titanlite.runtime.errors import ConfigError, Problem, UserError
 from titanlite.runtime.hash_random import random_bits, salt
@@ -127,13 +127,14 @@ def select_model(selection: ModelSelection, tokenizer: Tokenizer | None) -> Mode
 
 
 def _build_model(report: "_Report", spec: ModelSpec, config: Config) -> Model | None:
-    """Return the model on the meta device, with frozen parameters marked."""
+    """Return the model on the meta device, with its adapters, and frozen parameters marked."""
     model = report.attempt("model.file", [], spec.build)
     if model is None:
         return None
     if config.model.file:
         report.attempt("model.file", [], lambda: check_own_model(model))
-    report.attempt("freeze.parameters", ["freeze"], lambda: freeze(model, config.freeze))
+    trained = partial(choose_trained, model, freeze_config=config.freeze, lora=config.lora)
+    report.attempt("freeze.parameters", ["freeze", "lora"], trained)
     return model
 
 

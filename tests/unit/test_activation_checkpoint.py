@@ -5,9 +5,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.kept_matmuls import KeptMatmuls
 from tests.operators import OperatorNames
 from titanlite.models.base import Model, ModelArgs
 from titanlite.models.llama3 import Llama3, Llama3Args
@@ -79,23 +78,6 @@ class Matmuls(nn.Module):
         for linear in self.linears:
             y = linear(y.sin())
         return x + y
-
-
-class KeptMatmuls(TorchDispatchMode):
-    """Results of matmuls that are in memory."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.results: list[StorageWeakRef] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if func is torch.ops.aten.mm.default:
-            self.results.append(StorageWeakRef(result.untyped_storage()))
-        return result
-
-    def places(self) -> list[int]:
-        return [place for place, result in enumerate(self.results, 1) if not result.expired()]
 
 
 def test_the_compiler_drops_the_last_matmul_itself() -> None:

@@ -11,7 +11,7 @@ from torch import nn
 from tests.helpers import TinyRun, train_on_this_rank
 from tests.layouts import whole
 from titanlite.build import build
-from titanlite.config.schema import Freeze, Optimizer
+from titanlite.config.schema import Optimizer
 from titanlite.ingest.prepare import prepare_text
 from titanlite.models.llama3 import Llama3
 from titanlite.optim import build_optimizer, check_optimizer
@@ -19,7 +19,6 @@ from titanlite.optim.combined import optimizers_in
 from titanlite.optim.groups import collapse_names, format_groups, parameter_groups
 from titanlite.optim.registry import constructor_options
 from titanlite.optim.state_size import state_bytes
-from titanlite.parallelize.freeze import freeze
 from titanlite.preflight import preflight
 from titanlite.runtime.errors import ConfigError
 from titanlite.runtime.process_group import Ranks
@@ -182,11 +181,10 @@ def test_bfloat16_weights_need_an_optimizer_that_rounds() -> None:
 
 def test_examples_of_the_guide_are_valid() -> None:
     examples = re.findall(r"```toml\n(.*?)```", Path("docs/optimizers.md").read_text(), re.DOTALL)
-    assert len(examples) == 5
+    assert len(examples) == 4
     with torch.device("meta"):
         model = Llama3(Llama3.flavors["debug"])  # pyright: ignore[reportArgumentType]
     for example in map(tomli.loads, examples):
-        freeze(model, Freeze.model_validate(example.get("freeze", {})))  # the last example
         optimizer = Optimizer.model_validate(example.get("optimizer", {}))
         assert check_optimizer(optimizer, model, dtype="float32") == []
 

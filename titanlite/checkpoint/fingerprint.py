@@ -3,7 +3,11 @@
 from dataclasses import asdict
 from typing import Any
 
+from titanlite.config.optim_schema import Lora
 from titanlite.config.schema import Config
+
+LORA_ALPHA = "lora.alpha"
+"""Setting with which adapters in a checkpoint compute."""
 
 
 def resume_settings(config: Config, *, model_args: Any, data: dict[str, Any]) -> dict[str, Any]:
@@ -17,6 +21,7 @@ def resume_settings(config: Config, *, model_args: Any, data: dict[str, Any]) ->
         **model_settings(config.model.title, model_args),
         **data,
         **({"freeze.parameters": sorted(config.freeze.parameters)} if config.freeze.parameters else {}),
+        **_lora_settings(config.lora),
         "training.seq_len": config.training.seq_len,
         "training.global_batch_size": config.training.global_batch_size,
         "debug.seed": config.debug.seed,
@@ -32,3 +37,9 @@ def model_settings(title: str, model_args: Any) -> dict[str, Any]:
     """
     args = {f"model.args.{name}": value for name, value in asdict(model_args).items() if name != "max_seq_len"}
     return {"model.name": title, **args}
+
+
+def _lora_settings(lora: Lora) -> dict[str, Any]:
+    if lora.rank is None:
+        return {}
+    return {"lora.rank": lora.rank, LORA_ALPHA: lora.alpha, "lora.targets": sorted(lora.targets)}

@@ -1,7 +1,7 @@
 """Choice of the checkpoint at which a run resumes, its checks, and loading in place."""
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -93,8 +93,11 @@ class Loader:
         """Quarantine a checkpoint in which `load` has found damage, so that `find` returns the one before."""
         on_rank_0(self.group, lambda: self._quarantine(manifest.step, damage))
 
-    def load_initial(self, state: State) -> None:
+    def load_initial(self, state: State, *, added: Collection[str] = ()) -> None:
         """Load the tensors that `initial_load` selects from `initial_load_path`, by name and shape.
+
+        Args:
+            added: parameters that keep their initial values if they are not there, such as adapters of a base.
 
         Raises:
             UserError: there is no complete checkpoint, or names differ without being allowed to.
@@ -107,6 +110,9 @@ class Loader:
         where, reader = self._open_initial(path)
         if isinstance(reader, ForeignWeights):
             chosen = {name: tensor for name, tensor in chosen.items() if name not in reader.kept}
+        stored = reader.metadata.state_dict_metadata
+        new = {f"model.{name}" for name in added} - stored.keys()
+        chosen = {name: tensor for name, tensor in chosen.items() if name not in new}
         found = difference(chosen, reader.metadata, wanted)
         if isinstance(reader, ForeignWeights) and selected("model", wanted):
             found = Difference(found.missing, found.unexpected | reader.unknown)

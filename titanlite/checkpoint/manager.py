@@ -28,6 +28,7 @@ from titanlite.checkpoint.save_overhead import SaveOverhead, StepClock
 from titanlite.checkpoint.state import complete_optimizer_state, put_back_numbers, state_of
 from titanlite.checkpoint.storage import Storage
 from titanlite.config.schema import Checkpoint
+from titanlite.models.added import added_parameters
 from titanlite.runtime.errors import DamagedCheckpoint, UserError
 from titanlite.runtime.ranks import on_rank_0
 from titanlite.runtime.timeouts import CHECKPOINT_GROUP
@@ -155,7 +156,7 @@ class CheckpointManager:
             if any(name.startswith("optimizer") for name in self.config.initial_load):
                 complete_optimizer_state(self.model, self.optimizer)
             state = state_of(self.model, self.optimizer)
-            self._loader.load_initial(state)
+            self._loader.load_initial(state, added=added_parameters(self.model))
             put_back_numbers(self.model, self.optimizer, state)
         return Progress()
 

@@ -1,7 +1,6 @@
 """Checks across options, and checks of the files that a config names. Never imports torch."""
 
 import glob
-import importlib.util
 import os
 import re
 import sys
@@ -11,9 +10,14 @@ from pathlib import Path
 
 from titanlite.config.recompute import parse_policies
 from titanlite.config.schema import ActivationCheckpoint, Checkpoint, Config, Data, Validation
+from titanlite.config.technique_checks import (
+    Conflict,
+    check_float8,
+    check_in_backward,
+    check_lora,
+    check_reduce_gradients,
+)
 from titanlite.runtime.errors import UserError
-
-Conflict = tuple[str, str]  # dotted key, what is wrong
 
 SHIPPED_TOKENIZERS = Path(__file__).parents[1] / "data" / "tokenizers"
 
@@ -41,10 +45,11 @@ def find_conflicts(config: Config, world_size: int | None, bad_keys: Collection[
             ("activation_checkpoint.mode", "activation_checkpoint.per_block"),
             lambda: _per_block(config.activation_checkpoint),
         ),
-        (("quantize", "compile", "parallelism.fsdp_reshard_after_forward"), lambda: _float8(config)),
+        (("quantize", "compile", "parallelism.fsdp_reshard_after_forward"), lambda: check_float8(config)),
+        (("lora", "freeze", "quantize", "optimizer"), lambda: check_lora(config)),
         (("offload", "optimizer", "training.enable_cpu_offload", "quantize"), lambda: _offload(config)),
-        (("optimizer", "training.max_norm", "guard"), lambda: _in_backward(config)),
-        (("parallelism.fsdp_reduce_gradients", "training"), lambda: _reduce_gradients(config)),
+        (("optimizer", "training.max_norm", "guard"), lambda: check_in_backward(config)),
+        (("parallelism.fsdp_reduce_gradients", "training"), lambda: check_reduce_gradients(config)),
     ]
     if world_size is not None:
         degrees = ("parallelism.data_parallel_replicate_degree", "parallelism.data_parallel_shard_degree")
@@ -94,36 +99,6 @@ def _batch(config: Config, world_size: int) -> Iterator[Conflict]:
     except ValueError as error:
         uneven_share = training.global_batch_size % _data_parallel_degree(config, world_size) == 0
         yield f"training.{'local' if uneven_share else 'global'}_batch_size", str(error)
-
-
-def _in_backward(config: Config) -> Iterator[Conflict]:
-    optimizer, key = config.optimizer, "optimizer.in_backward"
-    if not optimizer.in_backward:
-        return
-    if config.training.max_norm:
-        yield (
-            key,
-            "updates parameters before the norm of all gradients is known: set training.max_norm = 0 (no clipping)",
-        )
-    if "Muon" in [group.name or optimizer.name for group in optimizer.groups or [optimizer]]:
-        yield (
-            key,
-            "updates parameters one by one, and Muon updates matrices of all ranks together: choose one of the two",
-        )
-    if config.guard.nonfinite == "skip":
-        yield key, 'cannot skip a step that has begun: set guard.nonfinite = "stop"'
-    if config.guard.spike_sigma:
-        yield key, "cannot skip a step that has begun: set guard.spike_sigma = 0"
-
-
-def _reduce_gradients(config: Config) -> Iterator[Conflict]:
-    dtypes = {config.training.mixed_precision_param, config.training.mixed_precision_reduce}
-    if config.parallelism.fsdp_reduce_gradients == "last" and dtypes == {"bfloat16"}:
-        yield (
-            "parallelism.fsdp_reduce_gradients",
-            "last would add the gradients of micro-batches in bfloat16: set training.mixed_precision_reduce = "
-            '"float32", or "each"',
-        )
 
 
 def _one_micro_batch(config: Config, world_size: int) -> Iterator[Conflict]:
@@ -261,21 +236,6 @@ def _per_block(config: ActivationCheckpoint) -> Iterator[Conflict]:
         parse_policies(config.per_block)
     except ValueError as error:
         yield key, str(error)
-
-
-def _float8(config: Config) -> Iterator[Conflict]:
-    float8 = config.quantize.linear.float8
-    if not float8.enable:
-        return
-    if importlib.util.find_spec("torchao") is None:
-        yield "quantize.linear.float8.enable", "needs torchao: pip install 'titanlite[float8]'"
-    keep = config.parallelism.fsdp_reshard_after_forward
-    gathers_float8 = float8.enable_fsdp_float8_all_gather and float8.recipe_name == "tensorwise"
-    if gathers_float8 and isinstance(keep, int) and keep > 1:
-        other = "quantize.linear.float8.enable_fsdp_float8_all_gather"
-        yield "parallelism.fsdp_reshard_after_forward", f"FSDP2 cannot combine {keep} with {other}: set that to false"
-    if not config.compile.enable and not float8.emulate:
-        yield "quantize.linear.float8.enable", "is slower than bfloat16 without compile.enable = true"
 
 
 def _offload(config: Config) -> Iterator[Conflict]:

@@ -1,10 +1,10 @@
-"""Options of what is updated and how: [freeze], [optimizer], [offload] and [lr_scheduler]."""
+"""Options of what is updated and how: [freeze], [lora], [optimizer], [offload] and [lr_scheduler]."""
 
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from titanlite.config.types import Count, Decay, Fraction, Name, NonNegative, Section
+from titanlite.config.types import Count, Decay, Fraction, Name, NonNegative, Positive, PositiveInt, Section
 
 
 class OptimizerGroup(Section):
@@ -57,6 +57,17 @@ class Freeze(Section):
     dtype: Literal["bfloat16"] | None = None
     """Dtype of frozen parameters. Without updates, bfloat16 loses nothing that compute in bfloat16 keeps. Default:
     training.dtype."""
+
+
+class Lora(Section):
+    rank: PositiveInt | None = None
+    """Rank of the adapters (LoRA): they alone are trained, and all other parameters are frozen, with the dtype of
+    freeze.dtype. Default: no adapters."""
+    alpha: Positive = 16.0
+    """Scale of the adapters: their output is multiplied by alpha / rank."""
+    targets: list[Name] = Field(default_factory=list)
+    """Globs of the names of linear layers that get an adapter, for example layers.*.attention.w[qv]. Default: all
+    linear layers of the blocks."""
 
 
 class Offload(Section):

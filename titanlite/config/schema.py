@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 from pydantic import AfterValidator, Field
 
 from titanlite.config.data_schema import Data, Validation
-from titanlite.config.optim_schema import Freeze, LRScheduler, Offload, Optimizer
+from titanlite.config.optim_schema import Freeze, Lora, LRScheduler, Offload, Optimizer
 from titanlite.config.run_schema import Checkpoint, Comm, Debug, Metrics
 from titanlite.config.types import (
     AttentionBackend,
@@ -243,6 +243,7 @@ class Config(Section):
     compile: Compile = Compile()
     quantize: Quantize = Quantize()
     freeze: Freeze = Freeze()
+    lora: Lora = Lora()
     optimizer: Optimizer = Optimizer()
     offload: Offload = Offload()
     lr_scheduler: LRScheduler = LRScheduler()

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from titanlite.kernels import DEFAULT_KERNELS, Kernels
+from titanlite.models.added import AddsParameters
 from titanlite.models.attention import Documents
 from titanlite.models.formats import Formats
 from titanlite.models.initial import InitialValues
@@ -110,11 +111,15 @@ def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def initial_values(model: Model, name: str, shape: torch.Size) -> InitialValues:
-    """Ask a model for the initial values of a parameter.
+    """Ask a model, or the layer that a technique has put in, for the initial values of a parameter.
 
     Raises:
         UserError: `init_weight` fails, returns something else, or has the arguments of older versions.
     """
+    place, _, attribute = name.rpartition(".")
+    layer = model.get_submodule(place)
+    if isinstance(layer, AddsParameters) and attribute in layer.added:
+        return layer.added_values(attribute)
     where = f"{type(model).__name__}.init_weight"
     advice = "return a distribution such as Normal(std=0.02) (docs/add_a_model.md)"
     if "generator" in signature(model.init_weight).parameters:

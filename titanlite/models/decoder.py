@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from titanlite.models.added import added_parameters
 from titanlite.models.base import Model, ModelArgs, unique_parameters
 from titanlite.models.initial import Constant, InitialValues, Normal
 from titanlite.models.layers import (
@@ -133,11 +134,13 @@ class Decoder(Model):
 
         Each weight of a matmul costs 2 operations forward and 4 backward. Attention's two matmuls cost 12 a layer, head
         dim and visible position: seq_len, or (seq_len + 1) / 2 on average with a causal mask. A frozen weight has no
-        gradient, which saves 2. Backward ends at the first block with a trained parameter.
+        gradient, which saves 2. Backward ends at the first block with a trained parameter. Adapters are
+        weights of matmuls, too.
         """
         args = self.args
         attention = args.dim * args.head_size * (2 * args.n_heads + 2 * args.n_kv_heads)
         weights = args.n_layers * (attention + self.feed_forward_weights()) + args.dim * args.vocab_size
+        weights += sum(parameter.numel() for parameter in added_parameters(self).values())
         seen = (seq_len + 1) / 2 if causal else seq_len
         scores = args.n_heads * args.head_size * seen
         frozen = sum(self._weights_per_token(name, p) for name, p in unique_parameters(self) if not p.requires_grad)

@@ -1,23 +1,25 @@
 """The ordered list of techniques that turn a single-device model on the meta device into the one that ranks train.
 
-The order matters. First the dtype of the weights, and which of them are frozen. Then float8, which swaps linear
-layers: all later techniques must see the new ones. Activation checkpointing before compile, so that the compiler sees
-what is recomputed. Compile before sharding, so that FSDP's hooks stay outside of the compiled blocks. Sharding last,
-bottom up. Every technique changes the model in place, and no parameter's name.
+The order matters. First the dtype of the weights, and which of them are frozen, or get an adapter. Then float8. Both
+swap linear layers: all later techniques must see the new ones. Activation checkpointing before compile, so that the
+compiler sees what is recomputed. Compile before sharding, so that FSDP's hooks stay outside of the compiled blocks.
+Sharding last, bottom up. Every technique changes the model in place, and no parameter's name.
 """
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from titanlite.config.schema import ActivationCheckpoint, Compile, Float8, Freeze, Parallelism, Training
+from titanlite.config.schema import ActivationCheckpoint, Compile, Float8, Freeze, Lora, Parallelism, Training
 from titanlite.kernels import Kernels, set_kernels
 from titanlite.models.base import Model
 from titanlite.parallelize.activation_checkpoint import apply_activation_checkpoint, recompute_policies
 from titanlite.parallelize.compile import compile_blocks
 from titanlite.parallelize.float8 import convert_to_float8
-from titanlite.parallelize.freeze import freeze as freeze_parameters
 from titanlite.parallelize.fsdp import DTYPES, shard
+from titanlite.parallelize.lora import choose_trained
 from titanlite.parallelize.materialize import materialize, set_dtype
 from titanlite.parallelize.mesh import build_mesh, shard_degree_of
+
+NO_ADAPTERS = Lora()
 
 __all__ = ["DTYPES", "build_mesh", "materialize", "parallelize"]
 
@@ -33,6 +35,7 @@ def parallelize(
     compile: Compile,
     float8: Float8,
     freeze: Freeze,
+    lora: Lora = NO_ADAPTERS,
     compile_backend: str = "inductor",
     pin_memory: bool = True,
 ) -> None:
@@ -43,9 +46,9 @@ def parallelize(
         compile_backend: of torch.compile; the planner has its own.
         pin_memory: whether parameters in host memory are pinned, with a GPU.
     """
-    set_kernels(model, kernels)
     set_dtype(model, DTYPES[training.dtype])
-    freeze_parameters(model, freeze)
+    choose_trained(model, freeze_config=freeze, lora=lora)
+    set_kernels(model, kernels)
     if float8.enable:
         convert_to_float8(model, float8=float8, shard_degree=shard_degree_of(mesh))
     policies = recompute_policies(activation_checkpoint, len(model.layers))

@@ -1,6 +1,6 @@
 """Activation checkpointing (arXiv:1604.06174): recompute activations in backward instead of keeping them."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 from typing import Any
 
@@ -9,6 +9,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from titanlite.config.recompute import RecomputePolicy, parse_policies
 from titanlite.config.schema import ActivationCheckpoint
+from titanlite.models.added import added_parameters
 from titanlite.models.base import Model
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.private_torch.operators import ATTENTION_OPERATORS
@@ -52,8 +53,14 @@ def apply_activation_checkpoint(
         if policy == "full":
             _checkpoint(block, preserve_rng_state=draws_random)
         elif policy == "op":
-            wide = sum(it.ndim > 1 and not _is_narrow(it.mT if it.ndim == 2 else it) for it in block.parameters())
-            save = partial(_save_expensive_ops, saves_first=is_compiled or wide % 2 == 0)
+            adapters = {*added_parameters(block).values()}
+            own = [parameter for parameter in block.parameters() if parameter not in adapters]
+            wide = sum(it.ndim > 1 and not _is_narrow(it.mT if it.ndim == 2 else it) for it in own)
+            save = partial(
+                _save_expensive_ops,
+                saves_first=is_compiled or wide % 2 == 0,
+                cheap={tuple(adapter.mT.shape) for adapter in adapters},
+            )
             _checkpoint(block, preserve_rng_state=draws_random, context_fn=save)
 
 
@@ -70,8 +77,8 @@ def _checkpoint(block: nn.Module, **options: Any) -> None:
     block.forward = forward
 
 
-def _save_expensive_ops(*, saves_first: bool) -> Any:
-    return create_selective_checkpoint_contexts(_SaveExpensiveOps(saves_first=saves_first))
+def _save_expensive_ops(*, saves_first: bool, cheap: Collection[tuple[int, ...]] = ()) -> Any:
+    return create_selective_checkpoint_contexts(_SaveExpensiveOps(saves_first=saves_first, cheap=cheap))
 
 
 def _is_narrow(weight: Tensor) -> bool:
@@ -90,15 +97,17 @@ class _SaveExpensiveOps:
 
     Args:
         saves_first: keep the first wide matmul, and so the last of an odd number.
+        cheap: shapes [in, out] of adapters. Their matmuls are recomputed, and not counted.
     """
 
-    def __init__(self, *, saves_first: bool) -> None:
+    def __init__(self, *, saves_first: bool, cheap: Collection[tuple[int, ...]] = ()) -> None:
+        self.cheap = cheap
         self.matmuls = dict.fromkeys((False, True), 0 if saves_first else 1)
 
     def __call__(self, ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         if op in ATTENTION_OPERATORS or op.name() == VARLEN_ATTENTION:
             return CheckpointPolicy.MUST_SAVE
-        if op.name() in MATMUL_OPS and not _is_narrow(args[1]):
+        if op.name() in MATMUL_OPS and not _is_narrow(args[1]) and tuple(args[1].shape) not in self.cheap:
             self.matmuls[ctx.is_recompute] += 1
             if self.matmuls[ctx.is_recompute] % 2:
                 return CheckpointPolicy.MUST_SAVE

@@ -1,5 +1,6 @@
 """Frozen parameters: no gradient, no optimizer state, the same bits at every step."""
 
+from collections.abc import Iterable
 from fnmatch import fnmatchcase
 
 import torch
@@ -27,10 +28,19 @@ def freeze(model: Model, config: Freeze) -> None:
     frozen = matching(parameters, config)
     if len(frozen) == len(parameters):
         raise ConfigError([Problem("freeze.parameters", "matches every parameter: nothing is left to train")])
-    for parameter in frozen.values():
+    freeze_parameters(frozen.values(), dtype=config.dtype)
+
+
+def freeze_parameters(parameters: Iterable[nn.Parameter], *, dtype: str | None) -> None:
+    """Freeze parameters in place.
+
+    Args:
+        dtype: name of their new dtype; None keeps theirs.
+    """
+    for parameter in parameters:
         parameter.requires_grad_(False)
-        if config.dtype is not None:
-            parameter.data = parameter.data.to(getattr(torch, config.dtype))
+        if dtype is not None:
+            parameter.data = parameter.data.to(getattr(torch, dtype))
 
 
 def matching(parameters: dict[str, nn.Parameter], config: Freeze) -> dict[str, nn.Parameter]:

@@ -6,13 +6,15 @@ from typing import Any
 
 from titanlite.config.schema import Config, Degrees, Offload
 from titanlite.data.tokenizer import load_tokenizer
+from titanlite.models.base import Model
 from titanlite.models.registry import ModelSpec
-from titanlite.parallelize.freeze import freeze
+from titanlite.parallelize.lora import choose_trained
 from titanlite.plan.memory import Profile, extend, profile
 from titanlite.plan.time import Kernel, StepTime, Unit, collective_time, offload_time, step_time
 from titanlite.plan.trace import trace_step
 from titanlite.plan.workload import Traffic, Workload, extend_workload, traffic_of, workload_of
 from titanlite.preflight import select_model
+from titanlite.runtime.errors import ConfigError
 from titanlite.runtime.hardware import Hardware
 
 OUTSIDE = 2 * 2**30
@@ -157,7 +159,7 @@ def trace(config: Config, layout: Layout, *, whole: bool = False) -> Trace:
     shapes: list[Any] = [spec.args]
     whole &= layout.is_gpu and not config.compile.enable
     is_short = config.activation_checkpoint.mode != "per_block" and not whole
-    if is_short and depth > few + period and _can_vary(spec):
+    if is_short and depth > few + period and _can_vary(spec, config, few):
         varied: Any = spec.args
         shapes = [replace(varied, n_layers=few), replace(varied, n_layers=few + period)]
     fuse = config.compile.enable and layout.is_gpu
@@ -199,8 +201,7 @@ def _with_disk(traced: Trace, offload: Offload) -> Trace:
 def estimate(traced: Trace, config: Config, layout: Layout) -> Plan:
     """Estimate memory and time of a traced step on this hardware."""
     training, hardware = config.training, layout.hardware
-    model, workload = model_of(config).build(), traced.workload
-    freeze(model, config.freeze)
+    model, workload = _trained_model(model_of(config), config), traced.workload
     degrees = config.parallelism.degrees(layout.world_size)
     micro_batch_size, accumulation = training.batch_split(degrees.data_parallel)
     time = step_time(
@@ -254,10 +255,22 @@ def _period(config: Config) -> int:
     return every_nth if options.mode == "selective" and isinstance(every_nth, int) else 1
 
 
-def _can_vary(spec: ModelSpec) -> bool:
-    """Return True if the number of blocks can be changed, and all blocks have the same parameters."""
-    layers = spec.build().layers
+def _can_vary(spec: ModelSpec, config: Config, few: int) -> bool:
+    """Return True if the number of blocks can be changed to a few, and all blocks train the same parameters."""
+    layers = _trained_model(spec, config).layers
     if getattr(spec.args, "n_layers", None) != len(layers):
         return False
-    shapes = [[(name, p.shape) for name, p in block.named_parameters()] for block in layers]
+    shapes = [[(name, p.shape, p.requires_grad) for name, p in block.named_parameters()] for block in layers]
+    args: Any = spec.args
+    try:
+        _trained_model(spec._replace(args=replace(args, n_layers=few)), config)
+    except ConfigError:  # a pattern names a block beyond the few
+        return False
     return all(shape == shapes[0] for shape in shapes)
+
+
+def _trained_model(spec: ModelSpec, config: Config) -> Model:
+    """Return the model with its adapters, and its frozen parameters marked."""
+    model = spec.build()
+    choose_trained(model, freeze_config=config.freeze, lora=config.lora)
+    return model

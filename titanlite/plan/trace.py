@@ -116,6 +116,7 @@ def parallelized(
         compile=config.compile,
         float8=config.quantize.linear.float8,
         freeze=config.freeze,
+        lora=config.lora,
         compile_backend="aot_eager_decomp_partition",
     )
     return model, mesh

@@ -13,7 +13,7 @@ from functools import partial
 import torch
 
 from titanlite.config.schema import Config
-from titanlite.parallelize.freeze import freeze
+from titanlite.parallelize.lora import choose_trained
 from titanlite.preflight import ResolvedConfig
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.process_group import Ranks, process_group
@@ -75,7 +75,7 @@ def run(all_tests: Tests, report: Callable[[str], object]) -> list[str]:
 def machine_tests(config: Config, resolved: ResolvedConfig, job: Job, device: torch.device) -> Tests:
     """Return the tests by name, in their order. All ranks run each together."""
     model = resolved.model.build()
-    freeze(model, config.freeze)
+    choose_trained(model, freeze_config=config.freeze, lora=config.lora)
     sizes = {"world_size": job.ranks.world_size, "local_world_size": job.ranks.local_world_size}
     url = config.checkpoint.folder or f"{config.job.dump_folder}/{config.job.name}/checkpoints"
 

@@ -1,0 +1,118 @@
+"""Training of adapters: the same on every layout and with every technique, on a base whose bits never change."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.helpers import TinyRun, run_in_turn, run_ranks, train_on_this_rank
+from tests.layouts import degrees, trained, whole
+from titanlite import cli
+from titanlite.checkpoint.state import state_of
+from titanlite.config.schema import Config
+from titanlite.models.registry import resolve_model
+from titanlite.parallelize.materialize import materialize
+
+LORA = ["--lora.rank=3", "--lora.alpha=6", "--training.steps=4", "--training.max_norm=0", "--optimizer.lr=0.03"]
+TECHNIQUES = {
+    "FSDP": degrees(1, 2),
+    "DDP": degrees(2, 1),
+    "AC": [*degrees(1, 2), "--activation_checkpoint.mode=full"],
+    "AC op": [*degrees(1, 2), "--activation_checkpoint.mode=selective"],
+    "offload": [*degrees(1, 2), "--training.enable_cpu_offload=true"],
+    "disk": [
+        *degrees(1, 2), "--training.enable_cpu_offload", "--offload.parameters=disk", "--offload.optimizer=disk",
+    ],
+    "in backward": [*degrees(1, 2), "--optimizer.in_backward=true"],
+    "accumulation": [*degrees(1, 2), "--training.local_batch_size=2"],
+    "compile": [*degrees(1, 2), "--compile.enable=true"],
+    "bfloat16 base": [*degrees(1, 2), "--freeze.dtype=bfloat16"],
+}  # fmt: skip
+
+
+def train(rank: int, world_size: int, config: Config) -> dict[str, Any]:
+    """Train, and return the weights, and the names of parameters with optimizer state or a gradient."""
+    run = train_on_this_rank(config, rank, world_size)
+    moments = state_of(run.model, run.optimizer)["optimizer"]
+    return {
+        "weights": {name: whole(parameter).float().numpy() for name, parameter in run.model.named_parameters()},
+        "moments": {name.removeprefix("state.").rpartition(".")[0] for name in moments},
+        "gradients": {name for name, parameter in run.model.named_parameters() if parameter.requires_grad},
+    }
+
+
+def base_of(config: Config) -> dict[str, np.ndarray]:
+    """Return the initial values of a model without adapters."""
+    model = resolve_model("llama3", None, config.model.args).build()
+    materialize(model, device=torch.device("cpu"), offload=False, dtype=torch.float32, seed=config.debug.seed)
+    return {name: parameter.detach().numpy() for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.slow
+def test_losses_are_equal_and_the_base_keeps_its_bits_whatever_the_technique(tiny: TinyRun) -> None:
+    single = tiny.config(*LORA, "--job.name=single")
+    base, [expected] = base_of(single), run_ranks(train, 1, single)
+    wanted = tiny.losses("single")
+    assert wanted[-1] < wanted[0] - 0.03
+    two = [
+        tiny.config(*LORA, *options, f"--job.name={name.replace(' ', '-')}", world_size=2)
+        for name, options in TECHNIQUES.items()
+    ]
+    four = tiny.config(*LORA, *degrees(2, 2), "--job.name=HSDP", world_size=4)
+    found = dict(zip(TECHNIQUES, run_in_turn(train, 2, two), strict=True)) | {"HSDP": run_ranks(train, 4, four)}
+    for name, results in found.items():
+        narrow = name == "bfloat16 base"
+        assert tiny.losses(name.replace(" ", "-")) == pytest.approx(wanted, abs=5e-3 if narrow else 1e-5), name
+        for result in results:
+            for parameter, value in result["weights"].items():
+                if "lora" not in parameter:
+                    kept = torch.from_numpy(base[parameter]).bfloat16().float().numpy() if narrow else base[parameter]
+                    assert np.array_equal(value, kept), (name, parameter)
+                elif not narrow:
+                    np.testing.assert_allclose(
+                        value, expected["weights"][parameter], rtol=0, atol=5e-4, err_msg=f"{name} {parameter}"
+                    )
+            adapters = expected["weights"].keys() - base.keys()
+            assert result["moments"] == result["gradients"] == adapters, name
+    changed = [value for name, value in expected["weights"].items() if name.endswith("lora_b")]
+    assert all(np.abs(value).max() > 1e-3 for value in changed)
+
+
+@pytest.mark.slow
+def test_a_run_begins_with_a_base_and_resumes_with_its_adapters(
+    tiny: TinyRun, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The base is a checkpoint of ours or a Hugging Face folder; neither has adapters."""
+    base = ["--training.steps=2", "--job.name=base", "--training.max_norm=0", "--optimizer.lr=0.03"]
+    [weights] = run_ranks(trained, 1, tiny.config(*base))
+    ours, folder = tiny.folder / "outputs" / "base", tiny.folder / "hf"
+    assert cli.run(["checkpoint", "export", str(ours), "--out", str(folder)]) == 0
+    options = [*LORA, "--checkpoint.interval=2"]
+    runs = [
+        tiny.config(*options, f"--checkpoint.initial_load_path={ours}", "--job.name=whole"),
+        tiny.config(*options, f"--checkpoint.initial_load_path={folder}", "--job.name=hf"),
+        tiny.config(*options, f"--checkpoint.initial_load_path={ours}", "--job.name=parts", "--training.steps=2"),
+    ]
+    [[whole_run], [of_folder], _] = run_in_turn(train, 1, runs)
+    assert tiny.losses("hf") == tiny.losses("whole")
+    for result in (whole_run, of_folder):
+        for name, value in weights.items():
+            assert np.array_equal(result["weights"][name], value), name
+
+    # Without initial_load_path: base and adapters are both in the checkpoint.
+    [resumed] = run_ranks(train, 1, tiny.config(*options, "--job.name=parts"))
+    assert tiny.losses("parts") == tiny.losses("whole")
+    for name, value in whole_run["weights"].items():
+        assert np.array_equal(resumed["weights"][name], value), name
+    run_ranks(train, 2, tiny.config(*options, "--job.name=parts", "--training.steps=6", world_size=2))
+    run_ranks(train, 1, tiny.config(*options, "--job.name=whole", "--training.steps=6"))
+    assert tiny.losses("parts") == pytest.approx(tiny.losses("whole"), abs=1e-5)
+    with pytest.raises(Exception, match=r"lora.alpha was 6.0, is 7.0"):
+        run_ranks(train, 1, tiny.config(*options, "--job.name=parts", "--lora.alpha=7", "--training.steps=8"))
+
+    # Adapters of another run are taken, too.
+    other = [*LORA, "--training.steps=1", f"--checkpoint.initial_load_path={tiny.folder}/outputs/whole"]
+    [taken] = run_ranks(train, 1, tiny.config(*other, "--job.name=taken", "--optimizer.lr=0"))
+    [kept] = run_ranks(train, 1, tiny.config(*options, "--job.name=whole", "--training.steps=6"))
+    assert all(np.array_equal(taken["weights"][name], value) for name, value in kept["weights"].items())

@@ -1,0 +1,74 @@
+"""Checks of techniques that exclude each other, or that need another option. Never imports torch."""
+
+import importlib.util
+from collections.abc import Iterator
+
+from titanlite.config.optim_schema import Lora
+from titanlite.config.schema import Config
+
+Conflict = tuple[str, str]  # dotted key, what is wrong
+
+
+def check_in_backward(config: Config) -> Iterator[Conflict]:
+    optimizer, key = config.optimizer, "optimizer.in_backward"
+    if not optimizer.in_backward:
+        return
+    if config.training.max_norm:
+        yield (
+            key,
+            "updates parameters before the norm of all gradients is known: set training.max_norm = 0 (no clipping)",
+        )
+    if "Muon" in [group.name or optimizer.name for group in optimizer.groups or [optimizer]]:
+        yield (
+            key,
+            "updates parameters one by one, and Muon updates matrices of all ranks together: choose one of the two",
+        )
+    if config.guard.nonfinite == "skip":
+        yield key, 'cannot skip a step that has begun: set guard.nonfinite = "stop"'
+    if config.guard.spike_sigma:
+        yield key, "cannot skip a step that has begun: set guard.spike_sigma = 0"
+
+
+def check_reduce_gradients(config: Config) -> Iterator[Conflict]:
+    dtypes = {config.training.mixed_precision_param, config.training.mixed_precision_reduce}
+    if config.parallelism.fsdp_reduce_gradients == "last" and dtypes == {"bfloat16"}:
+        yield (
+            "parallelism.fsdp_reduce_gradients",
+            "last would add the gradients of micro-batches in bfloat16: set training.mixed_precision_reduce = "
+            '"float32", or "each"',
+        )
+
+
+def check_float8(config: Config) -> Iterator[Conflict]:
+    float8 = config.quantize.linear.float8
+    if not float8.enable:
+        return
+    if importlib.util.find_spec("torchao") is None:
+        yield "quantize.linear.float8.enable", "needs torchao: pip install 'titanlite[float8]'"
+    keep = config.parallelism.fsdp_reshard_after_forward
+    gathers_float8 = float8.enable_fsdp_float8_all_gather and float8.recipe_name == "tensorwise"
+    if gathers_float8 and isinstance(keep, int) and keep > 1:
+        other = "quantize.linear.float8.enable_fsdp_float8_all_gather"
+        yield "parallelism.fsdp_reshard_after_forward", f"FSDP2 cannot combine {keep} with {other}: set that to false"
+    if not config.compile.enable and not float8.emulate:
+        yield "quantize.linear.float8.enable", "is slower than bfloat16 without compile.enable = true"
+
+
+def check_lora(config: Config) -> Iterator[Conflict]:
+    lora, optimizer = config.lora, config.optimizer
+    if lora.rank is None:
+        if lora != Lora():
+            yield "lora.rank", "is not set, and without it [lora] has no effect: set it, for example to 16"
+        return
+    if config.freeze.parameters:
+        yield "freeze.parameters", "has no effect with lora.rank, which freezes all but the adapters: leave it out"
+    if config.quantize.linear.float8.enable:
+        yield (
+            "quantize.linear.float8.enable",
+            "cannot convert layers with adapters: set it to false, or leave out lora.rank",
+        )
+    if "Muon" in [group.name or optimizer.name for group in optimizer.groups or [optimizer]]:
+        yield (
+            "optimizer.name",
+            "Muon is for whole matrices, and an adapter is two narrow ones: use AdamW with lora.rank",
+        )
