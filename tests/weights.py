@@ -15,9 +15,11 @@ from titanlite.checkpoint.manager import CheckpointManager, Progress
 from titanlite.checkpoint.manifest import folder_name
 from titanlite.checkpoint.storage import open_storage
 from titanlite.config.load import dump, load
+from titanlite.models.added import added_parameters
 from titanlite.models.base import Model
 from titanlite.models.registry import resolve_model
 from titanlite.parallelize import DTYPES, build_mesh
+from titanlite.parallelize.lora import choose_trained
 from titanlite.parallelize.materialize import materialize, set_dtype
 
 SMALL: dict[str, Any] = {"dim": 48, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "hidden_dim": 40, "vocab_size": 384}
@@ -59,8 +61,12 @@ def random_model(config_file: Path, *, scale: float = 6) -> Model:
     model = spec._replace(args=replace(spec.args, max_seq_len=config.training.seq_len)).build()
     dtype = DTYPES[config.training.dtype]
     set_dtype(model, dtype)
+    choose_trained(model, freeze_config=config.freeze, lora=config.lora)
     materialize(model, device=torch.device("cpu"), offload=False, dtype=dtype, seed=1)
     generator = torch.Generator().manual_seed(2)
+    adapters = torch.Generator().manual_seed(3)
+    for adapter in added_parameters(model).values():  # B begins as zero
+        adapter.data.copy_(0.1 * torch.randn(adapter.shape, generator=adapters))
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim > 1:

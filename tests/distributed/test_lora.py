@@ -11,6 +11,7 @@ from tests.layouts import degrees, trained, whole
 from titanlite import cli
 from titanlite.checkpoint.state import state_of
 from titanlite.config.schema import Config
+from titanlite.convert.source import load_model, open_source
 from titanlite.models.registry import resolve_model
 from titanlite.parallelize.materialize import materialize
 
@@ -108,6 +109,17 @@ def test_a_run_begins_with_a_base_and_resumes_with_its_adapters(
     run_ranks(train, 2, tiny.config(*options, "--job.name=parts", "--training.steps=6", world_size=2))
     run_ranks(train, 1, tiny.config(*options, "--job.name=whole", "--training.steps=6"))
     assert tiny.losses("parts") == pytest.approx(tiny.losses("whole"), abs=1e-5)
+    source = open_source(str(tiny.folder / "outputs" / "parts"))  # two ranks saved it
+    assert source.adapters is not None
+    for name, merged in load_model(source).named_parameters():
+        layer = name.removesuffix(".weight")
+        if layer in source.adapters.layers:
+            weight, a, b = (source.adapters.read(f"{layer}.{part}") for part in ("weight", "lora_a", "lora_b"))
+            assert np.array_equal(weight.numpy(), weights[name])
+            torch.testing.assert_close(merged.data, weight + 2 * b @ a)
+            assert (merged - weight).abs().max() > 1e-4
+        else:
+            assert np.array_equal(merged.detach().numpy(), weights[name])
     with pytest.raises(Exception, match=r"lora.alpha was 6.0, is 7.0"):
         run_ranks(train, 1, tiny.config(*options, "--job.name=parts", "--lora.alpha=7", "--training.steps=8"))
 

@@ -212,6 +212,18 @@ def test_examples_of_the_guide_are_valid() -> None:
         assert 0 < len(trainable_parameters(model)) < len([*unique_parameters(model)])
 
 
+@pytest.mark.parametrize("rank", [None, 4])
+def test_a_frozen_router_keeps_its_bias(rank: int | None) -> None:
+    """Balancing changes the bias of experts without a gradient."""
+    model = filled(adapted("qwen3_moe", rank=rank))
+    model(TOKENS)
+    metrics = model.end_step(torch.tensor(True))
+    biases = torch.stack([experts.bias_E for experts in model.experts()])  # pyright: ignore
+    assert biases.any() == (rank is None)
+    assert metrics["busiest_expert"] > 1
+    assert not any(counter.any() for counter in model.counters())
+
+
 def test_other_adapters_are_another_experiment(tiny: TinyRun) -> None:
     args = resolve_model("llama3", "debug", {}).args
     [plain, one, other] = [

@@ -16,6 +16,7 @@ from titanlite.checkpoint.manifest import folder_name
 from titanlite.checkpoint.state import model_state, selected, to_globs
 from titanlite.checkpoint.storage import open_storage
 from titanlite.config.schema import Checkpoint
+from titanlite.models.added import added_parameters
 from titanlite.models.base import Model
 from titanlite.runtime.errors import ConfigError, Problem
 from titanlite.runtime.signals import shielding_children
@@ -113,7 +114,8 @@ class Exports:
 
     def _is_done(self, step: int) -> bool:
         with suppress(Exception):  # a store that cannot be read: the export itself finds out
-            return "config.json" in open_storage(self.exports).list().get(f"hf-{folder_name(step)}", {})
+            written = open_storage(self.exports).list().get(f"hf-{folder_name(step)}", {})
+            return not {"config.json", "adapter_config.json"}.isdisjoint(written)
         return False
 
     def _place(self, step: int) -> str:
@@ -169,7 +171,8 @@ def check_exports(config: Checkpoint, model: Model | None) -> None:
     if (form := model.formats.hugging_face) is None:
         reason = f"{type(model).__name__} has no table of Hugging Face's names: give it `formats`"
         raise ConfigError([Problem(key, f"{reason} (docs/add_a_model.md)")])
-    lost = [name for name in model_state(model) if not form.tensors.find(name)]
+    adapters = added_parameters(model)  # PEFT's format has a place for them
+    lost = [name for name in model_state(model) if name not in adapters and not form.tensors.find(name)]
     if globs := to_globs(name for name in lost if not selected(name, config.export_drop)):
         fix = f"checkpoint.export_drop = {json.dumps([*config.export_drop, *globs])}"
         reason = f"{form.architecture} has no place for {', '.join(globs)}"

@@ -7,7 +7,8 @@ from titanlite.runtime.arguments import Parser
 CHECKPOINT = "a checkpoint, the folder of a run (its newest complete one), or a URL of either (s3://...)"
 EXPORT = """\
 hf writes a folder for transformers and others: config.json, safetensors, tokenizer. torch writes one file, which
-torch.load(weights_only=True) reads. An export that was killed resumes when the same command is started again.
+torch.load(weights_only=True) reads. Of a run with [lora], hf writes the adapters in PEFT's format. An export that was
+killed resumes when the same command is started again.
 """
 IMPORT = """\
 Reads a Hugging Face folder, a step of torchtitan, or Meta's consolidated.*.pth. The checkpoint is of step 0 and has the
@@ -62,6 +63,9 @@ def _add_export(checkpoint: Parser) -> None:
         help="leave out tensors that the format has no place for, such as layers.*.feed_forward.bias_E",
     )
     parser.add_argument(
+        "--merge", action="store_true", help="of a run with [lora]: write the whole model, with the adapters merged"
+    )
+    parser.add_argument(
         "--check", action="store_true", help="compare what transformers computes with our model, block by block"
     )
     parser.add_argument("--no-tokenizer", action="store_true", help="write no files of the tokenizer")
@@ -71,7 +75,7 @@ def _export(options: Namespace) -> None:
     from titanlite.convert.command import export
 
     names = "path", "config", "tokenizer", "format", "out", "dtype", "max_shard_size", "drop", "no_tokenizer", "check"
-    export(**{name: getattr(options, name) for name in names})
+    export(**{name: getattr(options, name) for name in (*names, "merge")})
 
 
 def _add_import(checkpoint: Parser) -> None:

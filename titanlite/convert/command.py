@@ -3,6 +3,7 @@
 import torch
 
 from titanlite.convert.export import export_folder
+from titanlite.convert.export_adapters import export_adapters
 from titanlite.convert.import_weights import import_weights
 from titanlite.convert.safetensors_file import parse_size
 from titanlite.convert.source import open_source
@@ -24,6 +25,7 @@ def export(
     drop: list[str],
     no_tokenizer: bool,
     check: bool,
+    merge: bool,
 ) -> None:
     """Run the command with the options of its parser.
 
@@ -36,6 +38,15 @@ def export(
         raise UserError("--check is for --format hf: it compares with transformers")
     try:
         source = open_source(path, config=config, tokenizer=tokenizer)
+        if merge and source.adapters is None:
+            raise UserError(f"--merge: {source.where} has no adapters")
+        if source.adapters is not None and not merge:
+            if format == "torch" or check:
+                raise UserError(f"{'--check' if check else '--format torch'} is for whole models: add --merge")
+            size = export_adapters(source, open_target(out), dtype=getattr(torch, dtype) if dtype else None, drop=drop)
+            print(f"wrote {out}: {len(source.adapters.layers)} adapters in PEFT's format, {size / 2**20:,.1f} MiB")
+            print(f"from  {source.where}")
+            return
         if format == "torch":
             write_torch_file(source, out, dtype=getattr(torch, dtype) if dtype else None)
             print(f"wrote {out}, the weights of {source.where}")

@@ -81,7 +81,7 @@ def export_folder(
             else:
                 target.write(name, _writer(part, read, advance))
     for name, data in small.items():
-        target.write(name, _content(data))
+        target.write(name, content(data))
     report = _checked(source, target, tensors) if check and isinstance(target, LocalTarget) else ""
     target.commit()
     return Exported(len(files), sum(tensor.bytes for tensor in tensors), len(kept), form.architecture, report)
@@ -132,18 +132,18 @@ def _small_files(
     dtypes = {tensor.dtype for tensor in tensors if tensor.dtype.is_floating_point}
     narrow = min(dtypes, key=lambda dtype: dtype.itemsize)
     config: dict[str, Any] = {**form.to_config(args), **ends, "torch_dtype": str(narrow).removeprefix("torch.")}
-    files = {"generation_config.json": _json(ends)} if ends else {}
+    files = {"generation_config.json": json_bytes(ends)} if ends else {}
     if tokenizer and with_tokenizer:
         add_bos = bool(source.config and source.config.data.add_bos)
         files |= tokenizer_files(tokenizer, add_bos=add_bos, max_length=args.max_seq_len)
-    return files | {"config.json": _json(config)}
+    return files | {"config.json": json_bytes(config)}
 
 
-def _json(value: Any) -> bytes:
+def json_bytes(value: Any) -> bytes:
     return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode()
 
 
-def _content(data: bytes) -> Write:
+def content(data: bytes) -> Write:
     return lambda file: write_all(file, data)
 
 

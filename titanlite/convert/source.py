@@ -24,6 +24,7 @@ from titanlite.checkpoint.state import Difference, difference, model_state
 from titanlite.checkpoint.storage import Storage, open_storage
 from titanlite.config.load import load, read
 from titanlite.config.schema import Config, ModelSelection
+from titanlite.convert.adapters import Adapters, MergedReader, find_adapters
 from titanlite.convert.describe import resolve_source
 from titanlite.convert.weights import ForeignSource, find_source, open_reader, table_of
 from titanlite.data.tokenizer import Tokenizer, load_tokenizer
@@ -38,7 +39,7 @@ from titanlite.runtime.ranks import error_of_ranks
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """Weights, and the model that computes with them."""
+    """Weights, and the model that computes with them. Adapters are merged."""
 
     spec: ModelSpec
     config: Config | None
@@ -51,6 +52,8 @@ class Source:
     """Path or URL, for error messages."""
     reader: StorageReader
     """Reader of tensors, whose names are "model." and the model's own."""
+    adapters: Adapters | None = None
+    """Adapters that `reader` merges into the weights. None: there are none."""
     identity: str = ""
     """Text that differs for other weights: a hash of names and checksums of the files."""
 
@@ -76,10 +79,12 @@ def open_source(path: str, *, config: str | Path | None = None, tokenizer: str |
     try:
         url, folder, manifest = find_checkpoint(path)
         storage = open_storage(url)
-        reader = ShardReader(storage, folder, manifest)
+        stored = ShardReader(storage, folder, manifest)
     except (ValueError, ImportError, NotADirectoryError) as error:  # damage, and what fsspec raises
         raise error if isinstance(error, UserError) else UserError(f"{path}: {error}") from None
     where = storage.url_of(folder)
+    adapters = find_adapters(stored, manifest.settings)
+    reader = MergedReader(adapters) if adapters else stored
     resolved = _read_config(storage, folder, manifest, config)
     found, reason = _load_tokenizer(tokenizer or resolved.data.tokenizer, must_exist=tokenizer is not None)
     identity = " ".join(f"{name} {record.crc32}" for name, record in sorted(manifest.files.items()))
@@ -90,6 +95,7 @@ def open_source(path: str, *, config: str | Path | None = None, tokenizer: str |
         no_tokenizer=reason,
         where=where,
         reader=reader,
+        adapters=adapters,
         identity=identity,
     )
 

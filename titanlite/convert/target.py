@@ -1,7 +1,8 @@
 """Places that an export is written to: a folder, or a URL of an object store. Killed, an export resumes.
 
 On a file system the folder is written beside its place and renamed at the end, so that there is a whole one or none. An
-object store cannot rename. There config.json, without which no program takes the folder for a model, is written last.
+object store cannot rename. There config.json (adapter_config.json of adapters), without which no program takes the
+folder for a model, is written last.
 """
 
 import json
@@ -19,7 +20,7 @@ from titanlite.runtime.errors import UserError
 from titanlite.runtime.files import FileLocked, lock_file
 
 RECORD = ".export.json"
-LAST = "config.json"
+LAST = "config.json", "adapter_config.json"
 CHUNK = 1 << 24
 
 Write = Callable[[BinaryIO], object]
@@ -216,9 +217,9 @@ class RemoteTarget(Target):
             self.storage.retry(lambda path=f"{self.objects.root}/{self.folder}/{name}": self.objects.fs.rm(path), name)
 
     def write(self, name: str, write: Write) -> None:
-        if name != LAST:
+        if name not in LAST:
             return super().write(name, write)
-        self._last = write
+        self._last = name, write
         return None
 
     def _create(self, name: str) -> Any:
@@ -227,7 +228,7 @@ class RemoteTarget(Target):
     def _publish(self, name: str) -> None: ...
 
     def commit(self) -> None:
-        super().write(LAST, self._last)
+        super().write(*self._last)
         path = f"{self.objects.root}/{self.folder}/{RECORD}"
         self.storage.retry(lambda: self.objects.fs.rm(path), RECORD)
 

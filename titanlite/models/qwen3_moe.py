@@ -197,6 +197,7 @@ class Qwen3Moe(Qwen3):
         for experts in self.experts():
             mean = experts.load_E.mean()
             busiest.append(experts.load_E.max() / mean)
-            experts.bias_E += self.args.balance_rate * torch.sign(mean - experts.load_E) * taken
+            if experts.router.requires_grad:  # the bias of a frozen router is frozen, too
+                experts.bias_E += self.args.balance_rate * torch.sign(mean - experts.load_E) * taken
             experts.load_E.zero_()
         return {"busiest_expert": torch.stack(busiest).max()}

@@ -1,0 +1,215 @@
+"""Adapters in a checkpoint: merged for every command, exported merged, and exported in PEFT's format."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+from torch import Tensor
+
+from tests.helpers import TinyRun
+from tests.weights import OWN, one_process, random_model, save_model, save_random, small_toml, state
+from titanlite import cli
+from titanlite.checkpoint.exports import Exports
+from titanlite.config.run_schema import Checkpoint
+from titanlite.convert.source import load_model, open_source, read_tensor
+from titanlite.models.base import Model
+from titanlite.preflight import preflight
+from titanlite.runtime.process_group import Ranks
+
+TOKENS = torch.arange(64).view(2, 32) * 5 % 384
+LORA = "[lora]\nrank = 3\nalpha = 12\n"
+SCALE = 4.0
+LIMIT = 1e-4
+"""Largest difference of float32 logits, whose largest is about 2. The merged model rounds W + s B A once, and sums in
+another order. These random weights have sharp attention, which multiplies that."""
+
+
+def export(*words: object) -> int:
+    return cli.run(["checkpoint", "export", *map(str, words)])
+
+
+def refusal(capsys: pytest.CaptureFixture[str], *words: object) -> str:
+    assert export(*words) == 2
+    [error] = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    return error
+
+
+def save_adapted(folder: Path, family: str, text: str = LORA, **args: Any) -> tuple[Path, Model]:
+    """Save a model with random adapters; return (checkpoint, model)."""
+    folder.mkdir(exist_ok=True)
+    toml = folder / "small.toml"
+    toml.write_text(small_toml(family, **args) + text)
+    model = random_model(toml, scale=3)  # with more, attention is so sharp that it multiplies rounding
+    with one_process():
+        return save_model(folder, model, toml), model.eval()
+
+
+def save_base(folder: Path, family: str, **args: Any) -> Path:
+    """Return a Hugging Face folder of the same model without adapters."""
+    checkpoint, _ = save_adapted(folder, family, "", **args)
+    assert export(checkpoint, "--out", folder / "hf") == 0
+    return folder / "hf"
+
+
+@torch.no_grad()
+def logits(model: Any, tokens: Tensor = TOKENS) -> Tensor:
+    found = model(tokens)
+    return found if isinstance(found, Tensor) else found.logits
+
+
+def transformers_model(folder: Path) -> Any:
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+
+@pytest.mark.parametrize("family", OWN)
+def test_merged_logits_are_those_of_the_adapters(
+    family: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    checkpoint, model = save_adapted(tmp_path / "run", family)
+    wanted = logits(model)
+    base = logits(load_model(open_source(str(save_base(tmp_path / "base", family)))))
+    assert (base - wanted).abs().max() > 0.5
+    merged = load_model(open_source(str(checkpoint)))
+    assert not [name for name, _ in merged.named_parameters() if "lora" in name]
+    assert (logits(merged) - wanted).abs().max() < LIMIT
+
+    tensors, name = state(model), "layers.1.attention.wo"
+    expected = tensors[f"{name}.weight"] + SCALE * tensors[f"{name}.lora_b"] @ tensors[f"{name}.lora_a"]
+    torch.testing.assert_close(read_tensor(open_source(str(checkpoint)), f"{name}.weight"), expected)
+
+    out = tmp_path / "merged"
+    assert export(checkpoint, "--out", out, "--merge", "--check") == 0
+    assert "transformers computes the same on 128 tokens" in capsys.readouterr().out
+    assert (logits(transformers_model(out)) - wanted).abs().max() < LIMIT
+    file = tmp_path / "merged.pt"
+    assert export(checkpoint, "--out", file, "--merge", "--format", "torch") == 0
+    assert torch.load(file, weights_only=True).keys() == {name for name in tensors if "lora" not in name}
+
+
+def test_a_bfloat16_base_is_merged_without_a_rounding(tmp_path: Path) -> None:
+    checkpoint, model = save_adapted(tmp_path / "run", "llama3", f'{LORA}[freeze]\ndtype = "bfloat16"\n')
+    assert state(model)["layers.0.attention.wq.weight"].dtype == torch.bfloat16
+    wanted = logits(model.float())
+    assert (logits(load_model(open_source(str(checkpoint)))) - wanted).abs().max() < LIMIT
+    assert export(checkpoint, "--out", tmp_path / "as-it-is", "--merge") == 0
+    found = load_file(tmp_path / "as-it-is" / "model.safetensors")
+    assert found["model.layers.0.self_attn.q_proj.weight"].dtype == torch.float32
+    assert found["model.embed_tokens.weight"].dtype == torch.bfloat16
+    assert export(checkpoint, "--out", tmp_path / "narrow", "--merge", "--dtype", "bfloat16") == 0
+    narrow = load_file(tmp_path / "narrow" / "model.safetensors")
+    assert {tensor.dtype for tensor in narrow.values()} == {torch.bfloat16}
+    name = "model.layers.0.self_attn.q_proj.weight"
+    assert torch.equal(narrow[name], found[name].bfloat16())
+
+
+@pytest.mark.parametrize("family", OWN)
+def test_peft_loads_the_export_and_computes_the_same(family: str, tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft", reason="peft is not installed (pip install -e '.[dev]')")
+    checkpoint, model = save_adapted(tmp_path / "run", family)
+    base, out = save_base(tmp_path / "base", family), tmp_path / "adapters"
+    assert export(checkpoint, "--out", out) == 0
+    assert sorted(path.name for path in out.iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
+    loaded = peft.PeftModel.from_pretrained(transformers_model(base), out)
+    wanted = logits(model)
+    assert (logits(loaded.eval()) - wanted).abs().max() < LIMIT
+    assert (logits(loaded.merge_and_unload()) - wanted).abs().max() < LIMIT
+
+
+def test_the_export_names_layers_as_peft_does(tmp_path: Path) -> None:
+    """target_modules has last parts of names where they match no other layer, and else whole names."""
+    config: dict[str, Any] = {}
+    for name, text, expected in (
+        ("all", LORA, ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]),
+        ("two", f'{LORA}targets = ["*.w[qv]"]\n', ["q_proj", "v_proj"]),
+        ("one", f'{LORA}targets = ["layers.1.attention.wq"]\n', ["model.layers.1.self_attn.q_proj"]),
+    ):
+        checkpoint, model = save_adapted(tmp_path / name, "llama3", text)
+        out = tmp_path / f"{name}-out"
+        assert export(checkpoint, "--out", out, "--dtype", "bfloat16") == 0
+        config = json.loads((out / "adapter_config.json").read_text())
+        assert config["target_modules"] == expected
+        tensors = load_file(out / "adapter_model.safetensors")
+        found = tensors["base_model.model.model.layers.1.self_attn.q_proj.lora_A.weight"]
+        assert torch.equal(found, state(model)["layers.1.attention.wq.lora_a"].bfloat16())
+    assert (config["peft_type"], config["r"], config["lora_alpha"], config["base_model_name_or_path"]) == (
+        "LORA", 3, 12, None,
+    )  # fmt: skip
+    assert len(tensors) == 2
+
+
+def test_the_export_names_the_folder_that_the_run_began_with(tmp_path: Path) -> None:
+    base = save_base(tmp_path / "base", "llama3")
+    checkpoint, _ = save_adapted(tmp_path / "run", "llama3", f'{LORA}[checkpoint]\ninitial_load_path = "{base}"\n')
+    url = "memory://bucket/adapters"
+    assert export(checkpoint, "--out", url) == 0
+    files = fsspec.filesystem("memory")
+    assert sorted(path.rpartition("/")[2] for path in files.find("bucket/adapters")) == [
+        "adapter_config.json", "adapter_model.safetensors",
+    ]  # fmt: skip
+    assert json.loads(files.cat("bucket/adapters/adapter_config.json"))["base_model_name_or_path"] == str(base)
+
+
+def test_what_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    checkpoint, _ = save_adapted(tmp_path / "run", "qwen3_moe")
+    out = tmp_path / "out"
+    (tmp_path / "plain").mkdir()
+    plain, _ = save_random(tmp_path / "plain", "llama3")
+    assert refusal(capsys, plain, "--out", out, "--merge").endswith("step-00000010 has no adapters")
+    for option in ("--check", "--format torch"):
+        assert refusal(capsys, checkpoint, "--out", out, *option.split()) == (
+            f"error: {option} is for whole models: add --merge"
+        )
+    toml = tmp_path / "run" / "small.toml"
+    model = random_model(toml)
+    model.get_buffer("layers.1.feed_forward.bias_E")[2] = 0.25
+    with one_process():
+        biased = save_model(tmp_path / "run", model, toml, step=11)
+    assert "layers.1.feed_forward.bias_E has no place in this format" in refusal(capsys, biased, "--out", out)
+    assert export(biased, "--out", out, "--drop", "layers.*.bias_E") == 0
+    assert f"error: {out} exists" in refusal(capsys, biased, "--out", out)
+
+
+OWN_MODEL = """
+from titanlite.models.formats import Entry, Formats, HuggingFace, Table
+from titanlite.models.llama3 import Llama3
+class Mine(Llama3):
+    draws_random = False
+    formats = Formats(hugging_face=HuggingFace(
+        architecture="M", model_type="m", fields={}, tensors=Table([
+            Entry("tok_embeddings.weight", "e"), Entry("head.norm.weight", "n"), Entry("head.output.weight", "o"),
+            Entry("layers.{layer}.attention_norm.weight", "a{layer}"),
+            Entry("layers.{layer}.ffn_norm.weight", "f{layer}"),
+            *(Entry(f"layers.{{layer}}.attention.{w}.weight", f"{w}{{layer}}.weight", transposed=w == "wk")
+              for w in ("wq", "wk", "wv", "wo")),
+            *(Entry(f"layers.{{layer}}.feed_forward.{w}.weight", f"{w}{{layer}}.weight") for w in ("w1", "w2", "w3")),
+        ])))
+"""
+
+
+def test_a_layer_of_another_layout_can_only_be_merged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file, toml = tmp_path / "mine.py", tmp_path / "small.toml"
+    file.write_text(OWN_MODEL)
+    toml.write_text(small_toml("llama3").replace('name = "llama3"', f'file = "{file}"\nflavor = "debug"') + LORA)
+    model = random_model(toml)
+    with one_process():
+        checkpoint = save_model(tmp_path, model, toml)
+    error = refusal(capsys, checkpoint, "--out", tmp_path / "out")
+    assert "layers.0.attention.wk has another layout in this format, so its adapter cannot be written" in error
+    assert export(checkpoint, "--out", tmp_path / "out", "--merge", "--no-tokenizer") == 0
+
+
+def test_exports_beside_training_are_adapters(tiny: TinyRun, tmp_path: Path) -> None:
+    config = tiny.config("--lora.rank=4", "--checkpoint.last_save_in_hf=true")
+    preflight(config, Ranks(0, 1, 0, 1), torch.device("cpu"))  # adapters need no place in the table
+    (tmp_path / "logs").mkdir()
+    exports = Exports(Checkpoint(export_every=10), run=tmp_path, is_first_rank=True)
+    done = tmp_path / "exports" / "hf-step-00000010"
+    done.mkdir(parents=True)
+    (done / "adapter_config.json").touch()
+    exports.start(10)
+    assert exports.unfinished() == set(), "it is exported already"
