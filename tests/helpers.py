@@ -92,6 +92,7 @@ def train_on_this_rank(config: Config, rank: int, world_size: int, observer: Any
     import torch
 
     from titanlite.build import build
+    from titanlite.convert.source import open_teacher
     from titanlite.convert.weights import open_weights
     from titanlite.ingest.prepare import prepare_text
     from titanlite.preflight import preflight
@@ -101,7 +102,7 @@ def train_on_this_rank(config: Config, rank: int, world_size: int, observer: Any
     ranks, device = Ranks(rank, world_size, rank, world_size), torch.device("cpu")
     run = build(
         config,
-        preflight(config, ranks, device),
+        preflight(config, ranks, device, open_teacher=open_teacher),
         ranks=ranks,
         device=device,
         prepare_text=prepare_text,

@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.helpers import TinyRun, run_in_turn, train_on_this_rank
 from titanlite.build import Run, build
 from titanlite.config.schema import Config
+from titanlite.convert.source import open_teacher
 from titanlite.convert.weights import open_weights
 from titanlite.ingest.prepare import prepare_text
 from titanlite.preflight import preflight
@@ -56,7 +57,7 @@ def built(rank: int, world_size: int, config: Config) -> Run:
     ranks, device = Ranks(rank, world_size, rank, world_size), torch.device("cpu")
     return build(
         config,
-        preflight(config, ranks, device),
+        preflight(config, ranks, device, open_teacher=open_teacher),
         ranks=ranks,
         device=device,
         prepare_text=prepare_text,
@@ -73,6 +74,7 @@ def one_step(run: Run) -> StepResult:
         group=run.group,
         max_norm=1.0,
         loss_function=run.loss_function,
+        teacher=run.teacher,
         decide=run.guard.decide,
     )
 

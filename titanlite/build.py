@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from titanlite.batch import Batch
+from titanlite.build_model import State, build_frozen_teacher, build_state
 from titanlite.checkpoint.exports import Exports
 from titanlite.checkpoint.fingerprint import resume_settings
 from titanlite.checkpoint.foreign import OpenWeights
@@ -28,18 +29,18 @@ from titanlite.loss import LossFunction, build_loss
 from titanlite.metrics.recorder import MetricsRecorder
 from titanlite.models.base import Model
 from titanlite.observer import StepObserver
-from titanlite.optim import build_optimizer
 from titanlite.optim.in_backward import InBackward
-from titanlite.parallelize import DTYPES, build_mesh, materialize, parallelize
+from titanlite.optim.norm import count_parameter_replicas
+from titanlite.parallelize import build_mesh
 from titanlite.parallelize.mesh import data_parallel_rank, loss_group, world_group
 from titanlite.preflight import ResolvedConfig
-from titanlite.runtime.disk import DiskTensors, open_disk
-from titanlite.runtime.process_group import Ranks, pick_kernels
+from titanlite.runtime.process_group import Ranks
 from titanlite.runtime.ranks import check_same_everywhere
 from titanlite.runtime.run_folder import RunFolder, open_run_folder, record_start
 from titanlite.runtime.secrets import hide_secrets
 from titanlite.schedule import count_steps
-from titanlite.step import count_parameter_replicas
+from titanlite.teacher import Teacher
+from titanlite.teacher_source import fingerprint
 from titanlite.validation import Validator
 
 
@@ -61,6 +62,7 @@ class Run:
     optimizer: torch.optim.Optimizer
     in_backward: InBackward | None
     loss_function: LossFunction
+    teacher: Teacher | None
     guard: StepGuard
     samples: Samples
     micro_batches: MicroBatches
@@ -74,17 +76,6 @@ class Run:
     steps: int
     """Steps of the whole run."""
     metrics: MetricsRecorder
-
-
-@dataclass(frozen=True, kw_only=True)
-class _State:
-    """The tensors of a run, and what computes with them."""
-
-    kernels: Kernels
-    model: Model
-    optimizer: torch.optim.Optimizer
-    disk: DiskTensors | None
-    """Disk that holds some of the tensors. None: all are in memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,12 +115,13 @@ def build(
     observer.phase("data preparation")
     samples, validation_sources = _open_samples(config, resolved, folder=folder, mesh=mesh, prepare_text=prepare_text)
     observer.phase("model")
-    state = _build_state(config, resolved, mesh=mesh, device=device, folder=folder)
+    state = build_state(config, resolved, mesh=mesh, device=device, folder=folder)
     observer.phase("checkpoint load")
     checkpoints = _open_checkpoints(
         config, resolved, state, samples, mesh=mesh, device=device, folder=folder, open_weights=open_weights
     )
     resumed = _resume(config, checkpoints, samples, mesh=mesh, device=device, folder=folder, ranks=ranks)
+    teacher = build_frozen_teacher(config, resolved, kernels=state.kernels, mesh=mesh, device=device)
     micro_batches, batches = _load_batches(config, resumed, mesh=mesh, device=device)
     return Run(
         config=config,
@@ -141,10 +133,9 @@ def build(
         model=state.model,
         replicas=count_parameter_replicas(state.model, world_group(mesh)),
         optimizer=state.optimizer,
-        in_backward=InBackward(state.model, state.optimizer, should_skip=resumed.guard.should_skip)
-        if config.optimizer.in_backward
-        else None,
-        loss_function=build_loss(config.training, state.kernels),
+        in_backward=_build_in_backward(config, state, resumed.guard),
+        loss_function=build_loss(config.training, state.kernels, config.distill if teacher else None),
+        teacher=teacher,
         guard=resumed.guard,
         samples=resumed.samples,
         micro_batches=micro_batches,
@@ -154,7 +145,7 @@ def build(
         checkpoints=resumed.checkpoints,
         progress=resumed.progress,
         steps=_count_steps(config, resumed),
-        metrics=_build_recorder(config, state.model, resumed.progress, folder=folder, mesh=mesh, device=device),
+        metrics=_build_recorder(config, state.model, teacher, resumed.progress, folder, mesh=mesh, device=device),
     )
 
 
@@ -177,42 +168,10 @@ def _open_samples(
     return samples, validation_sources
 
 
-def _build_state(
-    config: Config, resolved: ResolvedConfig, *, mesh: DeviceMesh, device: torch.device, folder: RunFolder
-) -> _State:
-    """Build the model on the meta device, parallelize it, give it memory and values; then build its optimizer."""
-    kernels = pick_kernels(device, compiles=config.compile.enable, attention_backend=config.training.attention_backend)
-    disk = open_disk(config.offload, folder.path)
-    model = resolved.model.build()
-    parallelize(
-        model,
-        mesh=mesh,
-        kernels=kernels,
-        parallelism=config.parallelism,
-        training=config.training,
-        activation_checkpoint=config.activation_checkpoint,
-        compile=config.compile,
-        float8=config.quantize.linear.float8,
-        freeze=config.freeze,
-        lora=config.lora,
-        pin_memory=not (disk and disk.holds_parameters),
-    )
-    materialize(
-        model,
-        device=device,
-        offload=config.training.enable_cpu_offload,
-        dtype=DTYPES[config.training.dtype],
-        seed=config.debug.seed,
-        disk=disk if disk and disk.holds_parameters else None,
-    )
-    optimizer = build_optimizer(model, config.optimizer, seed=config.debug.seed, disk=disk)
-    return _State(kernels=kernels, model=model, optimizer=optimizer, disk=disk)
-
-
 def _open_checkpoints(
     config: Config,
     resolved: ResolvedConfig,
-    state: _State,
+    state: State,
     samples: Samples,
     *,
     mesh: DeviceMesh,
@@ -228,7 +187,12 @@ def _open_checkpoints(
         optimizer=state.optimizer,
         mesh=mesh,
         device=device,
-        settings=resume_settings(config, model_args=resolved.model.args, data=samples.settings),
+        settings=resume_settings(
+            config,
+            model_args=resolved.model.args,
+            data=samples.settings,
+            teacher=fingerprint(resolved.teacher) if resolved.teacher else None,
+        ),
         may_change=["data.*"] if config.data.on_change != "error" else [],
         whole_config=hide_secrets(dump(config)),
         timeout_seconds=config.comm.save_timeout_seconds,
@@ -255,6 +219,12 @@ def _resume(
     record_start(folder, config, step=progress.step, ranks=ranks, device=device, mesh=mesh)
     guard = StepGuard(config.guard, device=device, step=progress.step, state=progress.guard)
     return _Resumed(checkpoints=checkpoints, progress=progress, samples=samples, guard=guard)
+
+
+def _build_in_backward(config: Config, state: State, guard: StepGuard) -> InBackward | None:
+    if not config.optimizer.in_backward:
+        return None
+    return InBackward(state.model, state.optimizer, should_skip=guard.should_skip)
 
 
 def _load_batches(
@@ -304,15 +274,24 @@ def _build_validator(
 
 
 def _build_recorder(
-    config: Config, model: Model, progress: Progress, *, folder: RunFolder, mesh: DeviceMesh, device: torch.device
+    config: Config,
+    model: Model,
+    teacher: Teacher | None,
+    progress: Progress,
+    folder: RunFolder,
+    *,
+    mesh: DeviceMesh,
+    device: torch.device,
 ) -> MetricsRecorder:
     seq_len = config.training.seq_len
+    of_teacher = teacher.flops_per_token if teacher else (0.0, 0.0)
+    full, causal = (model.flops_per_token(seq_len, causal=causal) + of_teacher[causal] for causal in (False, True))
     return MetricsRecorder(
         config.metrics,
         folder=folder,
         step=progress.step,
         tokens_per_step=config.training.global_batch_size * seq_len,
-        model_flops=(model.flops_per_token(seq_len), model.flops_per_token(seq_len, causal=True)),
+        model_flops=(full, causal),
         device=device,
         compute_type=config.training.mixed_precision_param,
         group=world_group(mesh),

@@ -256,6 +256,7 @@ def _checked(options: Namespace, *, log: bool = False) -> "Checked":
         print_errors(draft.new_problems())  # at once: importing torch for the other checks takes seconds
     if log:
         use_expandable_segments(os.environ)
+    from titanlite.convert.source import open_teacher
     from titanlite.ingest.inputs import find_files
     from titanlite.parallelize.compile import use_cache
     from titanlite.preflight import examine
@@ -271,7 +272,9 @@ def _checked(options: Namespace, *, log: bool = False) -> "Checked":
     except UserError as error:
         draft.add([Problem("", str(error))])
         raise ConfigError(draft.new_problems()) from None
-    resolved, problems = examine(draft.config, ranks, device, draft.bad_keys, find_text=find_files)
+    resolved, problems = examine(
+        draft.config, ranks, device, draft.bad_keys, find_text=find_files, open_teacher=open_teacher
+    )
     draft.add(problems)
     config = draft.resolve()
     assert resolved is not None

@@ -20,6 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from titanlite.config.types import AttentionBackend
 from titanlite.models.attention import AttentionMask, Boundaries, Documents, additive_mask, attend, repeat_heads
 from titanlite.models.cross_entropy import LabelSoftmax, label_softmax, label_softmax_in_place
+from titanlite.models.divergence import ChunkDivergence, divergence
 from titanlite.models.functions import linears
 from titanlite.models.grouped import loop_over_groups
 from titanlite.runtime.errors import UserError
@@ -209,6 +210,14 @@ class Kernels:
     @cached_property
     def _compiled_label_softmax(self) -> Callable[..., LabelSoftmax]:
         return torch.compile(label_softmax, fullgraph=True, dynamic=False)
+
+    def divergence(self, device: torch.device) -> Callable[..., ChunkDivergence]:
+        """Return `models.divergence.divergence`, compiled where the loss is."""
+        return self._compiled_divergence if self.compiles and self.is_gpu(device) else divergence
+
+    @cached_property
+    def _compiled_divergence(self) -> Callable[..., ChunkDivergence]:
+        return torch.compile(divergence, fullgraph=True, dynamic=False)
 
     def float32_mm(self, a: Tensor, b: Tensor) -> Tensor:
         """a @ b in float32: from bfloat16 operands without a rounding in between, where the device can do that."""

@@ -7,17 +7,22 @@ chunk are computed as soon as its logits exist, so that backward needs neither t
 Shape suffixes: see `models.layers`; C the tokens of a chunk.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from titanlite.batch import IGNORE
+from titanlite.config.distill_schema import Distill
 from titanlite.config.schema import Training
+from titanlite.distill import Divergence, TeacherOutput
 from titanlite.kernels import DEFAULT_KERNELS, Kernels
 from titanlite.runtime.user_code import find_object
+
+NO_DISTILLATION = Distill()
 
 
 class TokenLoss(NamedTuple):
@@ -27,6 +32,8 @@ class TokenLoss(NamedTuple):
     """The minimized sum: cross entropy, and terms that are added to it."""
     cross_entropy: Tensor
     """Cross entropy alone, without a gradient."""
+    metrics: Mapping[str, Tensor] = MappingProxyType({})
+    """Further sums for the metrics, by name, without a gradient. They are reported as means over tokens."""
 
 
 class LossFunction(Protocol):
@@ -38,19 +45,24 @@ class LossFunction(Protocol):
         Args:
             hidden_BLD: final hidden states; the logits are hidden @ weight^T.
             labels_BL: the next tokens, int64; IGNORE does not count.
+
+        With `[teacher]`, a further argument `teacher` is the `TeacherOutput` of the micro-batch.
         """
         ...
 
 
-def build_loss(training: Training, kernels: Kernels) -> LossFunction:
+def build_loss(training: Training, kernels: Kernels, distill: Distill | None = None) -> LossFunction:
     """Return the loss function of the config.
+
+    Args:
+        distill: of a run with a teacher.
 
     Raises:
         UserError: no function has that name.
     """
     if training.loss:
         return find_object(training.loss)
-    return partial(token_loss, z_loss=training.z_loss, kernels=kernels)
+    return partial(token_loss, z_loss=training.z_loss, kernels=kernels, **({"distill": distill} if distill else {}))
 
 
 def token_loss(
@@ -60,15 +72,25 @@ def token_loss(
     labels_BL: Tensor,
     z_loss: float = 0.0,
     kernels: Kernels = DEFAULT_KERNELS,
+    teacher: TeacherOutput | None = None,
+    distill: Distill = NO_DISTILLATION,
 ) -> TokenLoss:
-    """Cross entropy of the logits hidden @ weight^T.
+    """Cross entropy of the logits hidden @ weight^T; with a teacher (1 - ratio) * that + ratio * T^2 * divergence.
+
+    The formulas of the divergences are in `models.divergence`.
 
     Args:
         z_loss: weight of log(Z)^2, where Z is the sum in the denominator of softmax (arXiv:2204.02311).
+        teacher: its output for the same tokens. The metric distill_loss is T^2 * divergence.
     """
     hidden_TD, labels_T = hidden_BLD.flatten(0, 1), labels_BL.flatten()
     needs_gradients = torch.is_grad_enabled() and (hidden_TD.requires_grad or weight_VD.requires_grad)
-    return TokenLoss(*_ChunkedLoss.apply(hidden_TD, weight_VD, labels_T, z_loss, needs_gradients, kernels))
+    inputs = hidden_TD, weight_VD, labels_T, z_loss, needs_gradients, kernels
+    if teacher is None:
+        return TokenLoss(*_ChunkedLoss.apply(*inputs, 0.0, None)[:2])
+    with teacher.divergence(distill, kernels) as divergence:
+        total, cross_entropy, distilled = _ChunkedLoss.apply(*inputs, distill.ratio, divergence)
+    return TokenLoss(total, cross_entropy, {"distill_loss": distilled})
 
 
 class _ChunkedLoss(torch.autograd.Function):
@@ -87,7 +109,9 @@ class _ChunkedLoss(torch.autograd.Function):
         z_loss: float,
         needs_gradients: bool,
         kernels: Kernels,
-    ) -> tuple[Tensor, Tensor]:
+        ratio: float,
+        divergence: Divergence | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
         wide, narrow = kernels.logits_dtype(hidden_TD), kernels.matmul_dtype(hidden_TD)
         operand_VD = weight_VD.to(wide)
         narrow_VD = operand_VD if narrow == wide else weight_VD.to(narrow)
@@ -95,35 +119,46 @@ class _ChunkedLoss(torch.autograd.Function):
         d_weight_VD: Tensor | None = None
         trains_weight = ctx.needs_input_grad[1]
         valid_T, labels_T = (labels_T != IGNORE).float(), labels_T.clamp(min=0)
-        dtype = narrow if needs_gradients else None
+        own_T, taught_T = valid_T * (1 - ratio) if ratio else valid_T, valid_T * ratio  # weights of both gradients
+        # Gradients of two terms are added before they are rounded.
+        dtype = (torch.float32 if divergence else narrow) if needs_gradients else None
         terms: list[tuple[Tensor, Tensor, Tensor]] = []
-        chunk = kernels.loss_chunk(len(labels_T), len(weight_VD), hidden_TD.device)
+        diverged: list[Tensor] = []
+        matrices = 1 + divergence.matrices if divergence else 1
+        chunk = kernels.loss_chunk(len(labels_T), matrices * len(weight_VD), hidden_TD.device)
         for start in range(0, len(labels_T), chunk):
             part = slice(start, start + chunk)
             x_CD = hidden_TD[part].to(wide)
             logits_CV = kernels.float32_mm(x_CD, operand_VD.t())
-            softmax = kernels.label_softmax(logits_CV, labels_T[part], valid_T[part], z_loss=z_loss, dtype=dtype)
+            taught = divergence(logits_CV, part, taught_T[part] if needs_gradients else None) if divergence else None
+            softmax = kernels.label_softmax(logits_CV, labels_T[part], own_T[part], z_loss=z_loss, dtype=dtype)
             terms.append(softmax[:3])
-            if d_hidden_TD is not None and (d_logits_CV := softmax.d_logits_CV) is not None:
+            d_logits_CV = softmax.d_logits_CV
+            if taught is not None:
+                diverged.append(taught.value_C)
+                if d_logits_CV is not None and taught.d_logits_CV is not None:
+                    d_logits_CV = d_logits_CV.add_(taught.d_logits_CV).to(narrow)
+            del logits_CV, softmax, taught  # before the next chunk allocates its own
+            if d_hidden_TD is not None and d_logits_CV is not None:
                 x_CD = x_CD.to(narrow)
                 kernels.matmul_into(d_hidden_TD[part], d_logits_CV, narrow_VD)
                 if trains_weight and d_weight_VD is None:
                     d_weight_VD = kernels.float32_mm(d_logits_CV.t(), x_CD)
                 elif d_weight_VD is not None:
                     kernels.add_matmul(d_weight_VD, d_logits_CV.t(), x_CD)
-                del d_logits_CV
-            del logits_CV, softmax  # before the next chunk allocates its own
+            del d_logits_CV
         ctx.gradients = d_hidden_TD, None if d_weight_VD is None else d_weight_VD.to(weight_VD.dtype)
         total, cross_entropy = _sums(terms, valid_T, z_loss)
-        ctx.mark_non_differentiable(cross_entropy)
-        return total, cross_entropy
+        distilled = (torch.cat(diverged) * valid_T).sum() if diverged else torch.zeros_like(total)
+        ctx.mark_non_differentiable(cross_entropy, distilled)
+        return (total * (1 - ratio) + distilled * ratio if diverged else total), cross_entropy, distilled
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         d_hidden_TD, d_weight_VD = ctx.gradients
         del ctx.gradients  # they are scaled in place, which can be done once
         d_weight_VD = None if d_weight_VD is None else d_weight_VD.mul_(gradients[0])
-        return d_hidden_TD.mul_(gradients[0]), d_weight_VD, None, None, None, None
+        return d_hidden_TD.mul_(gradients[0]), d_weight_VD, None, None, None, None, None, None
 
 
 def _sums(terms: Sequence[tuple[Tensor, Tensor, Tensor]], valid_T: Tensor, z_loss: float) -> tuple[Tensor, Tensor]:

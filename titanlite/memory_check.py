@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 
 from titanlite.config.schema import Config
-from titanlite.models.base import Model, trainable_parameters
+from titanlite.models.base import Model, trainable_parameters, unique_parameters
 from titanlite.optim.state_size import state_bytes
 from titanlite.parallelize.fsdp import largest_shard
 from titanlite.parallelize.materialize import check_memory
@@ -16,16 +16,35 @@ SIZES = {"bfloat16": 2, "float16": 2, "float32": 4}
 """Bytes of a value."""
 
 
-def check_model_memory(model: Model, config: Config, ranks: Ranks, device: torch.device) -> None:
+def check_model_memory(
+    model: Model, config: Config, ranks: Ranks, device: torch.device, *, teacher: Model | None = None
+) -> None:
+    """Compare the least memory that a step needs with the available memory.
+
+    Args:
+        teacher: frozen model beside the one that is trained.
+
+    Raises:
+        UserError: it does not fit.
+    """
     in_memory, _ = bytes_per_parameter(model, config)
-    check_memory(
-        model,
-        bytes_per_parameter=in_memory,
-        shard_degree=config.parallelism.degrees(ranks.world_size).shard,
-        local_world_size=ranks.local_world_size,
-        device=device,
-        offload=config.training.enable_cpu_offload,
-    )
+    degree = config.parallelism.degrees(ranks.world_size).shard
+    needed = {config.training.enable_cpu_offload: largest_shard(model, degree) * in_memory}
+    if teacher is not None:
+        size = SIZES[config.teacher.dtype or config.training.mixed_precision_param]
+        place = config.teacher.enable_cpu_offload
+        needed[place] = needed.get(place, 0) + largest_shard(teacher, degree) * size
+    if device.type == "cpu":  # host memory is all there is
+        needed = {False: sum(needed.values())}
+    for offload, size in needed.items():
+        check_memory(
+            size,
+            parameters=[sum(p.numel() for _, p in unique_parameters(it)) for it in (model, teacher) if it is not None],
+            shard_degree=degree,
+            local_world_size=ranks.local_world_size,
+            device=device,
+            offload=offload,
+        )
 
 
 def check_model_disk(model: Model, config: Config, ranks: Ranks) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch.torch_version import TorchVersion
 
 from titanlite.checkpoint.exports import check_exports
-from titanlite.config.checks import are_right, why_not_writable
+from titanlite.config.checks import are_right
 from titanlite.config.schema import Config, Data, ModelSelection, Optimizer, Validation
 from titanlite.data.sources import FindText, check_path
 from titanlite.data.tokenizer import Tokenizer, load_tokenizer
@@ -26,30 +26,38 @@ from titanlite.parallelize.float8 import check_float8
 from titanlite.parallelize.lora import choose_trained
 from titanlite.runtime.compilers import check_compiler
 from titanlite.runtime.errors import ConfigError, Problem, UserError
+from titanlite.runtime.files import why_not_writable
 from titanlite.runtime.hash_random import random_bits, salt
 from titanlite.runtime.process_group import Ranks
 from titanlite.runtime.user_code import find_object
+from titanlite.teacher_source import OpenTeacher, TeacherSource, check_teacher, teacher_model
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class ResolvedConfig:
-    """The model and the tokenizer that a config names."""
+    """The model, the tokenizer and the teacher that a config names."""
 
     model: ModelSpec
     tokenizer: Tokenizer
+    teacher: TeacherSource | None = None
 
 
 def preflight(
-    config: Config, ranks: Ranks, device: torch.device, *, find_text: FindText | None = None
+    config: Config,
+    ranks: Ranks,
+    device: torch.device,
+    *,
+    find_text: FindText | None = None,
+    open_teacher: OpenTeacher | None = None,
 ) -> ResolvedConfig:
     """Resolve the model, the tokenizer and the data by name, and check that they fit together and fit in memory.
 
     Raises:
         ConfigError: lists all problems.
     """
-    resolved, problems = examine(config, ranks, device, find_text=find_text)
+    resolved, problems = examine(config, ranks, device, find_text=find_text, open_teacher=open_teacher)
     if problems:
         raise ConfigError(problems)
     assert resolved is not None
@@ -63,6 +71,7 @@ def examine(
     bad_keys: Collection[str] = (),
     *,
     find_text: FindText | None = None,
+    open_teacher: OpenTeacher | None = None,
 ) -> tuple[ResolvedConfig | None, list[Problem]]:
     """Resolve a config that may have problems.
 
@@ -70,6 +79,7 @@ def examine(
         config: with defaults in place of the options in bad_keys.
         bad_keys: options with a reported problem. Checks that read one of them are skipped.
         find_text: checks sources that are text, which are not checked without it.
+        open_teacher: opens the weights of `[teacher]`. Without it, a teacher is refused.
 
     Returns:
         the resolved config, or None if the model or the tokenizer is unknown, and all further problems.
@@ -107,13 +117,11 @@ def examine(
     report.attempt("training.seq_len", ["training.seq_len"], lambda: _check_seq_len(training.seq_len, args))
     if tokenizer:
         report.attempt("data.tokenizer", [], lambda: _check_vocabulary(tokenizer, args))
+    teacher, meta = _open_teacher(report, config, open_teacher, spec, tokenizer)
     if checked:
-        sizes = ["training", "parallelism", "offload"]
-        report.attempt("model.flavor", sizes, lambda: check_model_memory(model, config, ranks, device))
-        if config.offload.is_used:
-            report.attempt("offload.path", [*sizes, "job"], lambda: check_model_disk(model, config, ranks))
+        _check_sizes(report, model, meta, config, ranks, device)
     spec = spec._replace(args=replace(args, max_seq_len=training.seq_len))
-    return (ResolvedConfig(spec, tokenizer) if tokenizer else None), report.problems
+    return (ResolvedConfig(spec, tokenizer, teacher) if tokenizer else None), report.problems
 
 
 def select_model(selection: ModelSelection, tokenizer: Tokenizer | None) -> ModelSpec:
@@ -136,6 +144,32 @@ def _build_model(report: "_Report", spec: ModelSpec, config: Config) -> Model | 
     trained = partial(choose_trained, model, freeze_config=config.freeze, lora=config.lora)
     report.attempt("freeze.parameters", ["freeze", "lora"], trained)
     return model
+
+
+def _check_sizes(
+    report: "_Report", model: Model, teacher: Model | None, config: Config, ranks: Ranks, device: torch.device
+) -> None:
+    sizes = ["training", "parallelism", "offload", "teacher"]
+    report.attempt("model.flavor", sizes, lambda: check_model_memory(model, config, ranks, device, teacher=teacher))
+    if config.offload.is_used:
+        report.attempt("offload.path", [*sizes, "job"], lambda: check_model_disk(model, config, ranks))
+
+
+def _open_teacher(
+    report: "_Report", config: Config, open_teacher: OpenTeacher | None, student: ModelSpec, tokenizer: Tokenizer | None
+) -> tuple[TeacherSource | None, Model | None]:
+    """Return the teacher's weights and its model on the meta device, if there is a teacher."""
+    teacher = report.attempt(
+        "teacher.path",
+        ["teacher", "distill", "training.seq_len"],
+        lambda: check_teacher(
+            config.teacher, open_teacher, student=student, tokenizer=tokenizer, seq_len=config.training.seq_len
+        ),
+    )
+    model = teacher_model(teacher, seq_len=config.training.seq_len) if teacher else None
+    if model is not None:
+        report.attempt("teacher.path", ["data.document_mask"], lambda: _check_documents(model, config.data))
+    return teacher, model
 
 
 class _Report:

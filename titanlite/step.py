@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial, reduce
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -10,14 +10,14 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from titanlite.batch import IGNORE, Batch
+from titanlite.distill import TeacherOutput
 from titanlite.loss import LossFunction, token_loss
 from titanlite.models.attention import Documents
 from titanlite.models.base import Model
 from titanlite.observer import StepObserver
 from titanlite.optim import update
 from titanlite.optim.in_backward import InBackward
-from titanlite.optim.norm import gradient_norms, joined
-from titanlite.runtime.dtensor import count_replicas
+from titanlite.optim.norm import count_parameter_replicas, gradient_norms, joined, sums_of_squares
 from titanlite.runtime.private_torch.operators import scale_in_place
 from titanlite.runtime.private_torch.tensors import local_tensor
 
@@ -39,7 +39,7 @@ class StepResult:
     shard_grad_norm: Tensor
     """L2 norm of this rank's part of the gradients."""
     model_metrics: dict[str, Tensor] = field(default_factory=dict)
-    """Metrics of the model's own. Global."""
+    """Metrics of the model's own, and of the loss. Global."""
     stop_flags: Tensor = field(default_factory=lambda: torch.zeros(0))
     """[1]: above 0 if any rank asks to stop after this step; empty if `train_step` got no flag. Global."""
 
@@ -59,6 +59,7 @@ def train_step(
     world: dist.ProcessGroup | None = None,
     replicas: Mapping[nn.Parameter, int] | None = None,
     loss_function: LossFunction = token_loss,
+    teacher: Callable[[Batch], TeacherOutput] | None = None,
     decide: Callable[[Tensor, Tensor], Tensor] = never_skip,
     in_backward: InBackward | None = None,
     reduce_once: bool = False,
@@ -73,6 +74,7 @@ def train_step(
         max_norm: largest global norm of the gradients; 0 leaves them.
         world: ranks that hold parts or replicas of the parameters. Default: group.
         replicas: how many of those ranks hold the same part, for each parameter. Default: asked of each parameter.
+        teacher: called with each micro-batch before its forward pass. The loss function gets the result.
         decide: (loss, grad_norm) -> 0 if the optimizer is to make its step, else a skip reason.
         in_backward: updates parameters within backward. There is one micro-batch then, and no clipping.
         reduce_once: reduce gradients over shards after the last micro-batch, not after each.
@@ -81,9 +83,9 @@ def train_step(
     assert in_backward is None or (len(batches) == 1 and not max_norm)
     observer, world = observer or StepObserver(), world or group
     replicas = replicas or count_parameter_replicas(model, world)
-    micro_losses, totals = accumulate(
-        model, batches, group=group, loss_function=loss_function, in_backward=in_backward, reduce_once=reduce_once,
-        observer=observer,
+    micro_losses, totals, loss_metrics = accumulate(
+        model, batches, group=group, loss_function=loss_function, teacher=teacher, in_backward=in_backward,
+        reduce_once=reduce_once, observer=observer,
     )  # fmt: skip
     observer.phase("update")
     parameters = [parameter for parameter in model.parameters() if parameter.grad is not None]
@@ -92,13 +94,10 @@ def train_step(
     local_square, square = sums_of_squares(norms, replicas)
     with observer.waiting():
         sums, square = reduce_over_ranks(
-            [micro_losses.sum(), totals.sum(), *([] if stop_flag is None else stop_flag)],
-            square.to(micro_losses.device),
-            model.counters(),
-            duplicates=world.size() // group.size(),
-            world=world,
-        )
-    loss, total, stop_flags = sums[0], sums[1], sums[2:]
+            [micro_losses.sum(), totals.sum(), *loss_metrics.values(), *([] if stop_flag is None else stop_flag)],
+            square.to(micro_losses.device), model.counters(), duplicates=world.size() // group.size(), world=world,
+        )  # fmt: skip
+    (loss, total, *measured), stop_flags = sums[: 2 + len(loss_metrics)], sums[2 + len(loss_metrics) :]
     norm = square.sqrt()
     if max_norm > 0:
         clip(gradients, norm=norm, max_norm=max_norm)
@@ -106,9 +105,9 @@ def train_step(
     if not in_backward:
         update(optimizer, skip=skip_reason != 0)
         optimizer.zero_grad()
-    model_metrics = model.end_step(skip_reason == 0)
+    metrics = dict(zip(loss_metrics, measured, strict=True)) | model.end_step(skip_reason == 0)
     local_norm = local_square.to(micro_losses.device).sqrt()
-    return StepResult(loss, total - loss, norm, skip_reason, micro_losses, local_norm, model_metrics, stop_flags)
+    return StepResult(loss, total - loss, norm, skip_reason, micro_losses, local_norm, metrics, stop_flags)
 
 
 def accumulate(
@@ -117,20 +116,25 @@ def accumulate(
     *,
     group: dist.ProcessGroup,
     loss_function: LossFunction,
+    teacher: Callable[[Batch], TeacherOutput] | None,
     in_backward: InBackward | None,
     reduce_once: bool,
     observer: StepObserver,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """Add up the gradients of this rank's micro-batches in the parameters, reduced over the ranks.
 
     Returns:
-        cross entropy and minimized sum of each micro-batch / valid tokens of the global batch, each [micro-batches].
+        cross entropy and minimized sum of each micro-batch / valid tokens of the global batch, each [micro-batches];
+        and the loss's metrics, summed over micro-batches / the same.
     """
     with observer.waiting():
         valid_tokens = count_valid_tokens(batches, group)
-    losses = []
+    losses, metrics = [], dict[str, Tensor]()
     for index, batch in enumerate(batches):
-        observer.phase("forward")
+        observer.phase("teacher" if teacher else "forward")
+        loss_of = partial(loss_function, labels_BL=batch["labels"], **({"teacher": teacher(batch)} if teacher else {}))
+        if teacher:
+            observer.phase("forward")
         if len(batches) > 1 and isinstance(model, FSDPModule):
             # Shards are reduced after each backward or once, after the last; replicas (HSDP) always once.
             is_last = index == len(batches) - 1
@@ -138,12 +142,11 @@ def accumulate(
                 model.set_requires_gradient_sync(is_last)
             else:
                 model.set_requires_all_reduce(is_last)
-        loss = model(
-            batch["tokens"],
-            loss=partial(loss_function, labels_BL=batch["labels"]),
-            **document_arguments(batch),
-        )
+        loss = model(batch["tokens"], loss=loss_of, **document_arguments(batch))
+        del loss_of  # with the teacher's hidden states
         losses.append(torch.stack([loss.cross_entropy.detach(), loss.total.detach()]) / valid_tokens)
+        for name, value in loss.metrics.items():
+            metrics[name] = metrics.get(name, 0.0) + value.detach() / valid_tokens
         if in_backward:
             with observer.waiting():
                 in_backward.begin(losses[-1], group)
@@ -151,7 +154,7 @@ def accumulate(
         # FSDP averages gradients over the group. They must be summed.
         (loss.total * (group.size() / valid_tokens)).backward()
     micro_losses, totals = torch.stack(losses, dim=1)
-    return micro_losses, totals
+    return micro_losses, totals, metrics
 
 
 def reduce_over_ranks(
@@ -195,26 +198,6 @@ def count_valid_tokens(batches: Sequence[Batch], group: dist.ProcessGroup) -> Te
     count = torch.stack([(batch["labels"] != IGNORE).sum() for batch in batches]).sum()
     dist.all_reduce(count, group=group)
     return count.clamp(min=1)
-
-
-def count_parameter_replicas(model: nn.Module, group: dist.ProcessGroup) -> dict[nn.Parameter, int]:
-    """Return how many ranks of a group hold the same part, for each parameter."""
-    return {parameter: count_replicas(parameter, group) for parameter in model.parameters()}
-
-
-def sums_of_squares(
-    norms: Mapping[nn.Parameter, Tensor], replicas: Mapping[nn.Parameter, int]
-) -> tuple[Tensor, Tensor]:
-    """Return the sum of squares of this rank's gradients, and its share of the global sum.
-
-    Each element of the global sum is on `replicas` ranks, which share it evenly. Both are accurate to float32.
-    """
-    by_replicas: dict[int, list[Tensor]] = {}
-    for parameter, norm in norms.items():
-        by_replicas.setdefault(replicas[parameter], []).append(norm.flatten())
-    squares = {count: torch.cat(parts).square().sum() for count, parts in by_replicas.items()}
-    shares = [square / count for count, square in squares.items()]
-    return reduce(torch.add, squares.values()), reduce(torch.add, shares)
 
 
 def clip(gradients: Sequence[Tensor], *, norm: Tensor, max_norm: float) -> None:

@@ -66,7 +66,8 @@ def _loop(run: Run, observer: StepObserver, stop_requests: StopRequests) -> None
     config, metrics, checkpoints, validator = run.config, run.metrics, run.checkpoints, run.validator
     scale_weights = weight_scaler(run.model, config.quantize.linear.float8)
     scale_weights()
-    observe_fsdp(run.model, metrics.own_time)
+    for model in (run.model, *([run.teacher.model] if run.teacher else [])):
+        observe_fsdp(model, metrics.own_time)
     observers = Observers(observer, metrics.own_time)
     stop = AgreedStop(stop_requests, torch.device(run.mesh.device_type))
     samples = run.progress.samples_seen
@@ -88,6 +89,7 @@ def _loop(run: Run, observer: StepObserver, stop_requests: StopRequests) -> None
             replicas=run.replicas,
             max_norm=config.training.max_norm,
             loss_function=run.loss_function,
+            teacher=run.teacher,
             decide=run.guard.decide,
             in_backward=run.in_backward,
             reduce_once=config.parallelism.fsdp_reduce_gradients == "last",

@@ -146,13 +146,14 @@ def build_step(config: Any, device: Any, world_size: int) -> Any:
     from titanlite.models.base import build_on_meta
     from titanlite.optim import build_optimizer
     from titanlite.optim.in_backward import InBackward
+    from titanlite.optim.norm import count_parameter_replicas
     from titanlite.parallelize import build_mesh, parallelize
     from titanlite.parallelize.float8 import weight_scaler
     from titanlite.parallelize.materialize import allocate
     from titanlite.parallelize.mesh import loss_group, world_group
     from titanlite.plan.estimate import model_of
     from titanlite.runtime.process_group import pick_kernels
-    from titanlite.step import count_parameter_replicas, train_step
+    from titanlite.step import train_step
 
     spec = model_of(config)
     attention = config.training.attention_backend

@@ -7,9 +7,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
-from tests.operators import OperatorNames
+from tests.operators import LargestTensor, OperatorNames
 from titanlite.batch import IGNORE
 from titanlite.cpu.kernels import CpuKernels
 from titanlite.kernels import Kernels, adds_float32_matmul
@@ -87,32 +86,12 @@ def test_without_gradients_none_are_computed() -> None:
     assert seen.matmuls == 1
 
 
-class LargestTensor(TorchDispatchMode):
-    """The largest tensor that an operator makes, and the number of matmuls."""
-
-    def __init__(self, *, but: tuple[int, ...] = ()) -> None:
-        super().__init__()
-        self.but = but
-        self.numel = 0
-        self.matmuls = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        aten = torch.ops.aten
-        self.matmuls += func in (aten.mm.default, aten.mm.out, aten.addmm_.default)
-        sizes = [
-            t.numel() for t in tree_leaves(result) if isinstance(t, Tensor) and sorted(t.shape) != sorted(self.but)
-        ]
-        self.numel = max(self.numel, *sizes, 0)
-        return result
-
-
 @pytest.mark.parametrize("vocabulary", [1000, 4000, 16000])
 def test_logits_take_the_same_memory_whatever_the_vocabulary(vocabulary: int) -> None:
     kernels = CpuKernels(chunk_bytes=4 * 32_000)
     hidden = torch.randn(1, 64, 16, requires_grad=True)
     weight = torch.randn(vocabulary, 16, requires_grad=True)
-    with LargestTensor(but=(vocabulary, 16)) as seen:
+    with LargestTensor(but=[(vocabulary, 16)]) as seen:
         labels = torch.randint(0, vocabulary, (1, 64))
         token_loss(hidden, weight, labels_BL=labels, kernels=kernels).total.backward()
     assert seen.numel == 32_000
@@ -211,7 +190,7 @@ def test_a_matmul_is_added_in_pieces_where_no_kernel_adds(dtype: torch.dtype) ->
     generator = torch.Generator().manual_seed(0)
     a, b = (torch.randn(size, generator=generator).to(dtype) for size in ((300, 20), (20, 16)))
     total = torch.ones(300, 16)
-    with LargestTensor(but=(300, 16)) as seen:
+    with LargestTensor(but=[(300, 16)]) as seen:
         Kernels(chunk_bytes=4 * 16 * 128).add_matmul(total, a, b)
     assert seen.matmuls == (1 if dtype == torch.float32 else 3)
     torch.testing.assert_close(total, 1 + (a @ b).float(), rtol=1e-5, atol=1e-4)

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
 from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.storage import StorageReader
@@ -15,7 +16,7 @@ from titanlite.checkpoint import manifest as manifests
 from titanlite.checkpoint.dcp_read import ShardReader
 from titanlite.checkpoint.foreign import ForeignWeights
 from titanlite.checkpoint.manifest import DAMAGED, SUPERSEDED, Manifest, folder_name
-from titanlite.checkpoint.state import Difference, State, check_settings, difference, flat, selected
+from titanlite.checkpoint.state import Difference, State, check_settings, difference, flat, model_state, selected
 from titanlite.checkpoint.storage import MANIFEST, Storage, open_storage
 from titanlite.config.schema import Checkpoint
 from titanlite.optim.quantized import MIN_ELEMENTS
@@ -209,11 +210,49 @@ class Loader:
         return opened[0]
 
     def _read(self, reader: StorageReader, state: State) -> None:
-        planner = DefaultLoadPlanner(allow_partial_load=False)
-        try:
-            dcp.load(_nested(state), storage_reader=reader, planner=planner, process_group=self.group)
-        except CheckpointException as error:
-            raise error_of_ranks(error) from None
+        _read(reader, state, self.group)
+
+
+def _read(reader: StorageReader, state: State, group: dist.ProcessGroup) -> None:
+    planner = DefaultLoadPlanner(allow_partial_load=False)
+    try:
+        dcp.load(_nested(state), storage_reader=reader, planner=planner, process_group=group)
+    except CheckpointException as error:
+        raise error_of_ranks(error) from None
+
+
+def read_model(model: nn.Module, reader: StorageReader, *, where: str, key: str, group: dist.ProcessGroup) -> None:
+    """Read all parameters and persistent buffers of a (sharded) model in place, every rank its own part. Buffers that
+    another program does not have keep their values.
+
+    Args:
+        where, key: place of the weights, and the option that names it, for errors.
+
+    Raises:
+        UserError: the weights are of another model, or damaged.
+    """
+    try:
+        tensors = stored_tensors(reader, model_state(model), where=where)
+        _read(reader, {"model": tensors}, group)
+    except (UserError, DamagedCheckpoint) as error:
+        raise UserError(f"{key}: {error}") from None
+
+
+def stored_tensors(reader: StorageReader, model: dict[str, Tensor], *, where: str) -> dict[str, Tensor]:
+    """Return the tensors of a model that its weights hold: all but buffers that another program does not have.
+
+    Raises:
+        UserError: the weights have other tensors than the model.
+    """
+    kept, unknown = set[str](), dict[str, str]()
+    if isinstance(reader, ForeignWeights):
+        kept, unknown = reader.kept, reader.unknown
+    stored = {name: tensor for name, tensor in model.items() if f"model.{name}" not in kept}
+    named = {f"model.{name}": tensor for name, tensor in stored.items()}
+    found = difference(named, reader.read_metadata(), ["model"])
+    if wrong := Difference(found.missing, found.unexpected | unknown):
+        raise UserError(f"{where} is of another model:\n{wrong}")
+    return stored
 
 
 def newest_saved(config: Checkpoint, run: Path) -> tuple[int, str | None]:

@@ -4,10 +4,10 @@ import glob
 import os
 import re
 import sys
-import tempfile
 from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 
+from titanlite.config.distill_schema import find_teacher_conflicts
 from titanlite.config.recompute import parse_policies
 from titanlite.config.schema import ActivationCheckpoint, Checkpoint, Config, Data, Validation
 from titanlite.config.technique_checks import (
@@ -18,6 +18,7 @@ from titanlite.config.technique_checks import (
     check_reduce_gradients,
 )
 from titanlite.runtime.errors import UserError
+from titanlite.runtime.files import why_not_writable
 
 SHIPPED_TOKENIZERS = Path(__file__).parents[1] / "data" / "tokenizers"
 
@@ -37,6 +38,11 @@ def find_conflicts(config: Config, world_size: int | None, bad_keys: Collection[
             lambda: _sources(config.validation, "validation"),
         ),
         (("training.loss", "training.z_loss"), lambda: _loss(config)),
+        (
+            ("teacher", "distill", "training.loss"),
+            lambda: find_teacher_conflicts(config.teacher, config.distill, config.training.loss),
+        ),
+        (("teacher.path",), lambda: _existing("teacher.path", config.teacher.path)),
         (("data.tokenizer",), lambda: _tokenizer(config)),
         (("checkpoint.folder", "checkpoint.initial_load_path"), lambda: _checkpoint_places(config)),
         (("checkpoint", "job"), lambda: _local_folder(config)),
@@ -54,7 +60,8 @@ def find_conflicts(config: Config, world_size: int | None, bad_keys: Collection[
     if world_size is not None:
         degrees = ("parallelism.data_parallel_replicate_degree", "parallelism.data_parallel_shard_degree")
         batch = ("training.global_batch_size", "training.local_batch_size")
-        checks.append(((*degrees, "parallelism.fsdp_reshard_after_forward"), lambda: _layout(config, world_size)))
+        reshard = ("parallelism.fsdp_reshard_after_forward", "teacher.fsdp_reshard_after_forward")
+        checks.append(((*degrees, *reshard), lambda: _layout(config, world_size)))
         checks.append((batch, lambda: _batch(config, world_size)))
         checks.append((("optimizer.in_backward", *batch), lambda: _one_micro_batch(config, world_size)))
     return [conflict for reads, check in checks if are_right(reads, bad_keys) for conflict in check()]
@@ -80,9 +87,10 @@ def _layout(config: Config, world_size: int) -> Iterator[Conflict]:
         hint = ": start more with NPROC, or name their number in WORLD_SIZE for a check" if world_size == 1 else ""
         yield f"parallelism.data_parallel_{axis}_degree", f"{error}{hint}"
         return
-    keep = parallelism.fsdp_reshard_after_forward
-    if isinstance(keep, int) and shard % keep:
-        yield "parallelism.fsdp_reshard_after_forward", f"{keep} does not divide the shard degree {shard}"
+    for section, options in (("parallelism", parallelism), ("teacher", config.teacher)):
+        keep = options.fsdp_reshard_after_forward
+        if isinstance(keep, int) and shard % keep:
+            yield f"{section}.fsdp_reshard_after_forward", f"{keep} does not divide the shard degree {shard}"
 
 
 def _data_parallel_degree(config: Config, world_size: int) -> int:
@@ -184,12 +192,18 @@ def _tokenizer(config: Config) -> Iterator[Conflict]:
 
 
 def _checkpoint_places(config: Config) -> Iterator[Conflict]:
-    places = {"folder": config.checkpoint.folder, "initial_load_path": config.checkpoint.initial_load_path}
-    for name, place in places.items():
-        if place is not None and "://" in place:
-            yield from _url(f"checkpoint.{name}", place)
-        elif name == "initial_load_path" and place is not None and not os.path.exists(os.path.expanduser(place)):
-            yield f"checkpoint.{name}", f"no file or folder {place}"
+    folder = config.checkpoint.folder
+    if folder is not None and "://" in folder:
+        yield from _url("checkpoint.folder", folder)
+    yield from _existing("checkpoint.initial_load_path", config.checkpoint.initial_load_path)
+
+
+def _existing(key: str, place: str | None) -> Iterator[Conflict]:
+    """Yield a conflict if nothing is there. Of a URL, only the protocol is checked."""
+    if place is not None and "://" in place:
+        yield from _url(key, place)
+    elif place is not None and not os.path.exists(os.path.expanduser(place)):
+        yield key, f"no file or folder {place}"
 
 
 def _local_folder(config: Config) -> Iterator[Conflict]:
@@ -263,18 +277,3 @@ def _offload(config: Config) -> Iterator[Conflict]:
             yield "offload.parameters", f"disk cannot be combined with {other} = true"
     if offload.path is not None and (problem := why_not_writable(offload.path)):
         yield "offload.path", problem
-
-
-def why_not_writable(folder: str) -> str | None:
-    """Return the reason why files cannot be written into a folder or the folder cannot be created; None if they can."""
-    path = Path(os.path.expanduser(folder)).absolute()
-    existing = next(place for place in (path, *path.parents) if os.path.exists(place))
-    if not existing.is_dir():
-        return f"{existing} is a file, not a folder: name another folder"
-    if not os.access(existing, os.W_OK | os.X_OK):
-        return f"{existing} cannot be written: name another folder, or change its permissions"
-    try:
-        with tempfile.TemporaryFile(dir=existing):
-            return None
-    except OSError as error:  # what permissions do not show: a file system of the kernel's, a quota
-        return f"{existing} cannot be written ({error.strerror}): name another folder"

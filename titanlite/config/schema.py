@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 from pydantic import AfterValidator, Field
 
 from titanlite.config.data_schema import Data, Validation
+from titanlite.config.distill_schema import Distill, Teacher
 from titanlite.config.optim_schema import Freeze, Lora, LRScheduler, Offload, Optimizer
 from titanlite.config.run_schema import Checkpoint, Comm, Debug, Metrics
 from titanlite.config.types import (
@@ -244,6 +245,8 @@ class Config(Section):
     quantize: Quantize = Quantize()
     freeze: Freeze = Freeze()
     lora: Lora = Lora()
+    teacher: Teacher = Teacher()
+    distill: Distill = Distill()
     optimizer: Optimizer = Optimizer()
     offload: Offload = Offload()
     lr_scheduler: LRScheduler = LRScheduler()

@@ -6,9 +6,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from titanlite.checkpoint.load import stored_tensors
 from titanlite.checkpoint.state import model_state, selected, to_globs
 from titanlite.convert.rows import RowReader
-from titanlite.convert.source import Source, read_tensor, stored_tensors
+from titanlite.convert.source import Source, read_tensor
 from titanlite.models.formats import Entry, Table
 from titanlite.runtime.errors import UserError
 
@@ -42,7 +43,7 @@ def outgoing(source: Source, table: Table, *, dtype: torch.dtype | None, drop: S
     Raises:
         UserError: the checkpoint is of another model, or the format cannot hold a tensor that is not zero.
     """
-    model = stored_tensors(source, model_state(source.spec.build()))
+    model = stored_tensors(source.reader, model_state(source.spec.build()), where=source.where)
     found = []
     for name, tensor in model.items():
         if selected(name, drop):

@@ -1,7 +1,9 @@
 """Sources of weights: a checkpoint with the model that it is of, opened without a process group or a GPU."""
 
+import re
 import tempfile
 import warnings
+import zlib
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,10 +19,9 @@ from torch.distributed.checkpoint.storage import StorageReader
 
 from titanlite.checkpoint import manifest as manifests
 from titanlite.checkpoint.dcp_read import ShardReader, UnsafeCheckpoint
-from titanlite.checkpoint.foreign import ForeignWeights
-from titanlite.checkpoint.load import find_checkpoint
+from titanlite.checkpoint.load import find_checkpoint, stored_tensors
 from titanlite.checkpoint.manifest import Manifest
-from titanlite.checkpoint.state import Difference, difference, model_state
+from titanlite.checkpoint.state import difference, model_state
 from titanlite.checkpoint.storage import Storage, open_storage
 from titanlite.config.load import load, read
 from titanlite.config.schema import Config, ModelSelection
@@ -35,6 +36,9 @@ from titanlite.parallelize.materialize import allocate, set_dtype
 from titanlite.runtime.errors import ConfigError, DamagedCheckpoint, UserError
 from titanlite.runtime.process_group import pick_kernels
 from titanlite.runtime.ranks import error_of_ranks
+
+SAMPLES, SAMPLE = 16, 2**18
+"""Number and bytes of the parts of a file whose checksum stands for the whole."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,8 +116,26 @@ def _open_foreign(foreign: ForeignSource, config: str | Path | None, tokenizer: 
         no_tokenizer=reason,
         where=foreign.where,
         reader=open_reader(foreign, table_of(foreign, spec.model_cls), spec, is_described=is_described),
-        identity=" ".join(f"{file} {file.stat().st_size} {file.stat().st_mtime_ns}" for file in foreign.files()),
+        identity=" ".join(map(_sample, foreign.files())),
     )
+
+
+def _sample(file: Path) -> str:
+    """Return the name and size of a file, and the checksum of parts of it that add up to a few MiB."""
+    size, checksum = file.stat().st_size, 0
+    with file.open("rb") as stream:
+        for part in range(SAMPLES):
+            stream.seek(part * max(size - SAMPLE, 0) // (SAMPLES - 1))
+            checksum = zlib.crc32(stream.read(SAMPLE), checksum)
+    return f"{file.name} {size} {checksum:08x}"
+
+
+def open_teacher(path: str, config: str | None) -> Source:
+    """Open the weights of a teacher; see `open_source`."""
+    try:
+        return open_source(path, config=config)
+    except UserError as error:
+        raise UserError(re.sub(r"(--model, )?(--flavor, )?--config", "teacher.config", str(error))) from None
 
 
 def load_model(source: Source, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> Model:
@@ -126,25 +148,9 @@ def load_model(source: Source, *, dtype: torch.dtype = torch.float32, device: to
     set_dtype(model, dtype)
     device = torch.device(device)
     allocate(model, device, device)
-    _read(source, stored_tensors(source, model_state(model)))
+    _read(source, stored_tensors(source.reader, model_state(model), where=source.where))
     set_kernels(model, pick_kernels(device))
     return model.eval()
-
-
-def stored_tensors(source: Source, model: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors of a model that its weights hold: all but buffers that another program does not have.
-
-    Raises:
-        UserError: the weights have other tensors than the model.
-    """
-    kept, unknown = set[str](), dict[str, str]()
-    if isinstance(source.reader, ForeignWeights):
-        kept, unknown = source.reader.kept, source.reader.unknown
-    stored = {name: tensor for name, tensor in model.items() if f"model.{name}" not in kept}
-    found = difference({f"model.{name}": tensor for name, tensor in stored.items()}, source.metadata, ["model"])
-    if wrong := Difference(found.missing, found.unexpected | unknown):
-        raise UserError(f"{source.where} is of another model:\n{wrong}")
-    return stored
 
 
 def read_tensor(source: Source, name: str, *, dtype: torch.dtype | None = None) -> Tensor:

@@ -1,10 +1,13 @@
-"""Norms of gradients, one for each tensor, and their memory as few tensors."""
+"""Norms of gradients, one for each tensor; their sums over ranks; and the memory of gradients as few tensors."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import reduce
 
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
 
+from titanlite.runtime.dtensor import count_replicas
 from titanlite.runtime.private_torch.operators import foreach_norms
 from titanlite.runtime.private_torch.tensors import storage_key
 
@@ -20,6 +23,26 @@ def gradient_norms(gradients: Sequence[Tensor]) -> list[Tensor]:
     if gradients[0].device.type == "cpu":
         return [torch.linalg.vector_norm(gradient, dim=-1, dtype=torch.float32) for gradient in gradients]
     return foreach_norms(gradients, dtype=torch.float32)
+
+
+def count_parameter_replicas(model: nn.Module, group: dist.ProcessGroup) -> dict[nn.Parameter, int]:
+    """Return how many ranks of a group hold the same part, for each parameter."""
+    return {parameter: count_replicas(parameter, group) for parameter in model.parameters()}
+
+
+def sums_of_squares(
+    norms: Mapping[nn.Parameter, Tensor], replicas: Mapping[nn.Parameter, int]
+) -> tuple[Tensor, Tensor]:
+    """Return the sum of squares of this rank's gradients, and its share of the global sum.
+
+    Each element of the global sum is on `replicas` ranks, which share it evenly. Both are accurate to float32.
+    """
+    by_replicas: dict[int, list[Tensor]] = {}
+    for parameter, norm in norms.items():
+        by_replicas.setdefault(replicas[parameter], []).append(norm.flatten())
+    squares = {count: torch.cat(parts).square().sum() for count, parts in by_replicas.items()}
+    shares = [square / count for count, square in squares.items()]
+    return reduce(torch.add, squares.values()), reduce(torch.add, shares)
 
 
 def joined(gradients: Sequence[Tensor]) -> list[Tensor]:

@@ -37,6 +37,7 @@ def parallelize(
     freeze: Freeze,
     lora: Lora = NO_ADAPTERS,
     compile_backend: str = "inductor",
+    has_other_model: bool = False,
     pin_memory: bool = True,
 ) -> None:
     """Apply every technique that the config asks for, in place. `materialize` then gives the model its memory.
@@ -44,6 +45,7 @@ def parallelize(
     Args:
         kernels: how the device computes; see `titanlite.kernels`.
         compile_backend: of torch.compile; the planner has its own.
+        has_other_model: whether there is a teacher, or this is one; see `compile_blocks`.
         pin_memory: whether parameters in host memory are pinned, with a GPU.
     """
     set_dtype(model, DTYPES[training.dtype])
@@ -54,5 +56,5 @@ def parallelize(
     policies = recompute_policies(activation_checkpoint, len(model.layers))
     apply_activation_checkpoint(model, policies, is_compiled=compile.enable)
     if compile.enable:
-        compile_blocks(model, backend=compile_backend)
+        compile_blocks(model, backend=compile_backend, has_other_model=has_other_model)
     shard(model, mesh=mesh, kernels=kernels, parallelism=parallelism, training=training, pin_memory=pin_memory)

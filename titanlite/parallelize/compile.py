@@ -11,11 +11,16 @@ from titanlite.models.base import Model
 logger = logging.getLogger(__name__)
 
 
-def compile_blocks(model: Model, *, backend: str = "inductor") -> None:
+def compile_blocks(model: Model, *, backend: str = "inductor", has_other_model: bool = False) -> None:
     """Compile each block in place. Blocks are alike, so the compiler works once for all of them; compiling in place
-    (`block.compile()`, not `torch.compile(block)`) leaves parameter names alone."""
+    (`block.compile()`, not `torch.compile(block)`) leaves parameter names alone.
+
+    Args:
+        has_other_model: whether this process compiles blocks of a model with other sizes, too. The compiler would take
+            their sizes for one that changes, and generate slower code, or fail.
+    """
     for block in model.layers:
-        block.compile(fullgraph=True, backend=backend)
+        block.compile(fullgraph=True, backend=backend, dynamic=False if has_other_model else None)
 
 
 def use_cache(config: Compile) -> None:

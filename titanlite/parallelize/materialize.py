@@ -1,6 +1,7 @@
 """Materialization: allocate the local shards of a meta model, and give every parameter the values it has on any
 layout."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -9,7 +10,6 @@ from torch.distributed.fsdp import FSDPModule
 
 from titanlite.models.base import Model, initial_values, trainable_parameters, unique_parameters
 from titanlite.models.initial import Constant, free_tables
-from titanlite.parallelize.fsdp import largest_shard
 from titanlite.runtime.disk import DiskTensors
 from titanlite.runtime.dtensor import GlobalIndices, from_local_like
 from titanlite.runtime.errors import UserError
@@ -139,9 +139,9 @@ def _check_complete(model: Model, parameter_device: torch.device, device: torch.
 
 
 def check_memory(
-    model: Model,
+    needed: float,
     *,
-    bytes_per_parameter: float,
+    parameters: Sequence[int],
     shard_degree: int,
     local_world_size: int,
     device: torch.device,
@@ -150,13 +150,12 @@ def check_memory(
     """Compare the least memory that a step needs with the available memory, before anything is allocated.
 
     Args:
-        bytes_per_parameter: of the parameter, its gradient and its optimizer states, but for what is on disk.
+        needed: bytes of a process for parameters, gradients and optimizer states, but for what is on disk.
+        parameters: number of the model's parameters, and of the teacher's if there is one.
 
     Raises:
         UserError: it does not fit, with both numbers.
     """
-    parameters = sum(parameter.numel() for _, parameter in unique_parameters(model))
-    needed = largest_shard(model, shard_degree) * bytes_per_parameter
     if device.type == "cuda" and not offload:
         available, place = torch.cuda.get_device_properties(device).total_memory, "the GPU"
     else:
@@ -164,8 +163,11 @@ def check_memory(
         place = "this machine (it has no GPU)" if device.type == "cpu" else "this machine"
         place += f", for each of {local_world_size} processes," if local_world_size > 1 else ""
     if needed > available:
+        what, with_teacher = "the model does not fit", ""
+        if len(parameters) > 1:
+            what, with_teacher = "the model and the teacher do not fit", f" and the {parameters[1]:,} of the teacher"
         raise UserError(
-            f"the model does not fit: parameters, gradients and optimizer states of its {parameters:,} parameters take "
-            f"{needed / 2**30:,.1f} GiB on each process (sharded over {shard_degree}), and {place} has "
+            f"{what}: parameters, gradients and optimizer states of its {parameters[0]:,} parameters{with_teacher} "
+            f"take {needed / 2**30:,.1f} GiB on each process (sharded over {shard_degree}), and {place} has "
             f"{available / 2**30:,.1f} GiB. Use more processes, a higher shard degree, or a smaller flavor"
         )

@@ -1,5 +1,6 @@
 """Kernels of an NVIDIA GPU for fake tensors on the CPU. Without a CUDA build, only those can go through backward."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -8,6 +9,7 @@ from torch import Tensor
 
 from titanlite.kernels import Kernels
 from titanlite.models.cross_entropy import LabelSoftmax, label_softmax_in_place
+from titanlite.models.divergence import ChunkDivergence, divergence
 
 
 class GpuKernels(Kernels):
@@ -29,6 +31,9 @@ class GpuKernels(Kernels):
         d_logits_CV = logits_CV if dtype == logits_CV.dtype else torch.empty_like(logits_CV, dtype=dtype)
         torch.mul(logits_CV, sum_C.unsqueeze(1), out=d_logits_CV)
         return LabelSoftmax(largest_C, sum_C, label_logit_C, d_logits_CV)
+
+    def divergence(self, device: torch.device) -> Callable[..., ChunkDivergence]:
+        return divergence
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float | None) -> Tensor:
         """Run one kernel that keeps its input and one number for each vector for backward, as PyTorch does on a GPU.

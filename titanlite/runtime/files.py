@@ -127,3 +127,18 @@ def lock_work(path: Path, *, on_wait: Callable[[str], None]) -> IO[str]:
     if not stat.S_ISDIR(about.st_mode) or about.st_uid != os.getuid():
         raise PermissionError(errno.EPERM, "is not a folder of this user", str(folder))
     return lock_file(folder / hashlib.sha256(str(path.absolute()).encode()).hexdigest()[:32], on_wait=on_wait)
+
+
+def why_not_writable(folder: str) -> str | None:
+    """Return the reason why files cannot be written into a folder or the folder cannot be created; None if they can."""
+    path = Path(os.path.expanduser(folder)).absolute()
+    existing = next(place for place in (path, *path.parents) if os.path.exists(place))
+    if not existing.is_dir():
+        return f"{existing} is a file, not a folder: name another folder"
+    if not os.access(existing, os.W_OK | os.X_OK):
+        return f"{existing} cannot be written: name another folder, or change its permissions"
+    try:
+        with tempfile.TemporaryFile(dir=existing):
+            return None
+    except OSError as error:  # what permissions do not show: a file system of the kernel's, a quota
+        return f"{existing} cannot be written ({error.strerror}): name another folder"

@@ -1,0 +1,191 @@
+"""A run with a teacher: the same on every layout and with every technique, and its teacher stays what it is."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.helpers import TinyRun, run_in_turn, run_ranks, train_on_this_rank
+from tests.layouts import built, degrees, trained, whole
+from titanlite.checkpoint.state import model_state, state_of
+from titanlite.config.schema import Config
+from titanlite.convert.source import load_model, open_source, open_teacher
+from titanlite.metrics.lines import step_line
+from titanlite.runtime.errors import UserError
+from titanlite.step import document_arguments
+
+LAYOUTS = [(1, 1), (1, 2), (2, 2), (4, 1)]
+NARROW = ["--model.args.dim=36", "--model.args.n_layers=2"]
+MOE = [
+    "--model={name='qwen3_moe', flavor='debug', args={dim=32, n_layers=2, n_heads=2, n_kv_heads=1, head_dim=16, "
+    "hidden_dim=24, vocab_size=259}}",
+]
+DISTILL = ["--distill.ratio=0.6", "--distill.temperature=2.0", "--training.local_batch_size=1"]
+"""Options that accumulate on every layout."""
+TECHNIQUES = {
+    "plain": [],
+    "offload": ["--teacher.enable_cpu_offload", "--training.enable_cpu_offload"],
+    "teacher offload": ["--teacher.enable_cpu_offload"],
+    "gathered": ["--teacher.fsdp_reshard_after_forward=never"],
+    "part": ["--teacher.fsdp_reshard_after_forward=2"],
+    "AC": ["--activation_checkpoint.mode=full"],
+    "tied": [],
+    "in backward": ["--optimizer.in_backward", "--training.max_norm=0", "--training.local_batch_size=8"],
+}
+
+
+def make_teacher(tiny: TinyRun, name: str, *options: str) -> str:
+    """Train a teacher for a few steps, and return the option that names it."""
+    run_ranks(trained, 1, tiny.config("--training.steps=4", f"--job.name={name}", *options))
+    return f"--teacher.path={tiny.folder}/outputs/{name}"
+
+
+def taught(rank: int, world_size: int, config: Config) -> dict[str, Any]:
+    """Train, and return whether the teacher's bits are those of its checkpoint, and what the checkpoint holds."""
+    run = train_on_this_rank(config, rank, world_size)
+    assert run.teacher is not None
+    stored = load_model(open_source(str(config.teacher.path)))
+    theirs = model_state(stored)
+    return {
+        "unchanged": {
+            name: np.array_equal(whole(tensor).float().numpy(), theirs[name].float().numpy())
+            for name, tensor in model_state(run.teacher.model).items()
+        },
+        "gradients": [
+            name for name, p in run.teacher.model.named_parameters() if p.grad is not None or p.requires_grad
+        ],
+        "saved": {name for part in state_of(run.model, run.optimizer).values() for name in part},
+        "student": {name for name, _ in run.model.named_parameters()},
+        "weights": {name: whole(p).float().numpy() for name, p in run.model.named_parameters()},
+    }
+
+
+@pytest.mark.slow
+def test_losses_are_equal_on_every_layout_and_with_every_technique(tiny: TinyRun) -> None:
+    teacher = make_teacher(tiny, "teacher")
+    tied = make_teacher(tiny, "tied-teacher", "--model.args.tied_head=true")
+    options = {name: [*NARROW, *DISTILL, teacher, *extra] for name, extra in TECHNIQUES.items()}
+    options["tied"] = [*NARROW, *DISTILL, tied, "--model.args.tied_head=true"]
+    names = {layout: ["plain"] for layout in LAYOUTS}
+    names[1, 1] += ["offload", "tied", "AC"]
+    names[1, 2] += [*options.keys() - {"plain"}]
+    for world_size in (1, 2, 4):
+        cases = [(it, name) for it, some in names.items() if it[0] * it[1] == world_size for name in some]
+        configs = [
+            tiny.config(*options[name], *degrees(*it), f"--job.name={name}-{it[0]}-{it[1]}", world_size=world_size)
+            for it, name in cases
+        ]
+        for (_, name), results in zip(cases, run_in_turn(taught, world_size, configs), strict=True):
+            for found in results:
+                assert all(found["unchanged"].values()), name
+                assert found["gradients"] == [], name
+                assert not [it for it in found["saved"] if "teacher" in it], name
+                assert len(found["student"]) == len([it for it in found["saved"] if not it.startswith("state.")])
+    records = tiny.records("plain-1-1")
+    for layout, some in names.items():
+        for name in some:
+            expected = tiny.records("tied-1-1") if name == "tied" else records
+            other = tiny.records(f"{name}-{layout[0]}-{layout[1]}")
+            for key in ("loss", "distill_loss", "added_loss"):
+                values = [record[key] for record in expected][: 1 if name == "in backward" else None]  # it cannot clip
+                found = [record[key] for record in other][: len(values)]
+                assert found == pytest.approx(values, rel=2e-5, abs=2e-6), (layout, name, key)
+    first = records[0]
+    assert first["added_loss"] == pytest.approx(0.6 * (first["distill_loss"] - first["loss"]), rel=1e-5)
+    assert f"distill {first['distill_loss']:.4f}" in step_line(first)
+
+
+def test_a_distilled_run_resumes_bit_for_bit_and_with_its_teacher_only(tiny: TinyRun) -> None:
+    teacher, other = make_teacher(tiny, "teacher"), make_teacher(tiny, "other", "--debug.seed=1")
+    options = [*NARROW, *DISTILL, "--checkpoint.interval=2"]
+    run_ranks(trained, 1, tiny.config(*options, teacher, "--job.name=whole"))
+    run_ranks(trained, 1, tiny.config(*options, teacher, "--job.name=parts", "--training.steps=2"))
+    run_ranks(trained, 1, tiny.config(*options, teacher, "--job.name=parts"))
+    for key in ("loss", "distill_loss", "grad_norm"):
+        assert [it[key] for it in tiny.records("parts")] == [it[key] for it in tiny.records("whole")]
+    more = "--training.steps=7"
+    with pytest.raises(Exception, match=r"\n  teacher was [0-9a-f]{16}, is [0-9a-f]{16}\n"):
+        run_ranks(trained, 1, tiny.config(*options, other, "--job.name=parts", more))
+    allowed = '--checkpoint.allow_changes=["teacher"]'
+    run_ranks(trained, 1, tiny.config(*options, other, "--job.name=parts", more, allowed))
+    manifest = json.loads((tiny.folder / "outputs/parts/checkpoints/step-00000007/manifest.json").read_text())
+    assert len(manifest["settings"]["teacher"]) == 16
+
+
+def test_a_student_that_begins_as_its_teacher_stays_where_it_is(tiny: TinyRun) -> None:
+    """The loss and its gradients are 0 at ratio 1, so that only weight decay could move it."""
+    teacher = make_teacher(tiny, "teacher")
+    begin = f"--checkpoint.initial_load_path={tiny.folder}/outputs/teacher"
+    options = [teacher, begin, "--distill.ratio=1.0", "--optimizer.weight_decay=0", "--optimizer.name=SGD"]
+    [found] = run_ranks(taught, 1, tiny.config(*options))
+    for record in tiny.records():
+        assert abs(record["distill_loss"]) <= 1e-7
+        assert record["grad_norm"] <= 1e-7
+        assert record["added_loss"] == pytest.approx(-record["loss"], abs=1e-7)
+    assert found["student"]
+
+
+@pytest.mark.parametrize(
+    ("of_teacher", "of_student"), [(MOE, NARROW), (NARROW, MOE)], ids=["MoE teaches dense", "dense teaches MoE"]
+)
+def test_any_family_teaches_any_other(tiny: TinyRun, of_teacher: list[str], of_student: list[str]) -> None:
+    teacher = make_teacher(tiny, "teacher", *of_teacher)
+    options = [teacher, *of_student, *DISTILL, "--training.steps=2"]
+    for ranks in (1, 2):
+        config = tiny.config(*options, f"--job.name=of-{ranks}", world_size=ranks)
+        for found in run_ranks(taught, ranks, config):
+            assert all(found["unchanged"].values())
+    for key in ("loss", "distill_loss"):
+        one, two = ([record[key] for record in tiny.records(f"of-{ranks}")] for ranks in (1, 2))
+        assert one == pytest.approx(two, rel=2e-5)
+
+
+def own_output(rank: int, world_size: int, config: Config) -> dict[str, Any]:
+    """Return the teacher's logits of a batch by this run, and those of the model of its checkpoint."""
+    run = built(rank, world_size, config)
+    batch = next(run.batches)
+    assert run.teacher is not None
+    output = run.teacher(batch)
+    with run.teacher.head_weight() as weight:
+        logits = output.hidden_BLD @ weight.t()
+    stored = load_model(open_source(str(config.teacher.path)))
+    with torch.no_grad():
+        expected = stored(batch["tokens"], **document_arguments(batch))
+    run.batches.close()
+    return {"found": logits.numpy(), "expected": expected.numpy()}
+
+
+@pytest.mark.parametrize("mask", ["true", "false"])
+def test_the_teacher_computes_what_its_model_does(tiny: TinyRun, mask: str) -> None:
+    """Boundaries of documents reach the teacher, too."""
+    teacher = make_teacher(tiny, "teacher")
+    options = [teacher, *NARROW, *DISTILL, f"--data.document_mask={mask}"]
+    for found in run_ranks(own_output, 2, tiny.config(*options, world_size=2)):
+        np.testing.assert_allclose(found["found"], found["expected"], rtol=0, atol=1e-5)
+
+
+@pytest.mark.nightly
+def test_compiled_blocks_of_both_models(tiny: TinyRun) -> None:
+    teacher = make_teacher(tiny, "teacher")
+    options = [teacher, *NARROW, *DISTILL, "--training.steps=3"]
+    run_ranks(trained, 1, tiny.config(*options, "--job.name=eager"))
+    run_ranks(trained, 1, tiny.config(*options, "--job.name=compiled", "--compile.enable"), timeout=300)
+    for key in ("loss", "distill_loss"):
+        one, two = ([record[key] for record in tiny.records(name)] for name in ("eager", "compiled"))
+        assert one == pytest.approx(two, rel=1e-5)
+
+
+def test_a_damaged_teacher_is_refused(tiny: TinyRun) -> None:
+    teacher = make_teacher(tiny, "teacher")
+    [file] = (tiny.folder / "outputs/teacher/checkpoints/step-00000004").glob("*.distcp")
+    file.write_bytes(bytes(byte ^ 1 for byte in file.read_bytes()))
+    with pytest.raises(Exception, match=r"UserError: teacher\.path: \S*distcp"):
+        run_ranks(trained, 1, tiny.config(teacher, *NARROW, *DISTILL))
+
+
+def test_a_folder_without_weights_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError):
+        open_teacher(str(tmp_path), None)

@@ -1,0 +1,309 @@
+"""The loss with a teacher against the plain formulas, what it holds in memory, and what a config of it refuses."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import functional as F
+
+from tests.helpers import TinyRun, train_on_this_rank
+from tests.operators import LargestTensor
+from titanlite.batch import IGNORE
+from titanlite.checkpoint.fingerprint import resume_settings
+from titanlite.config.distill_schema import Distill
+from titanlite.config.load import read
+from titanlite.convert.source import Source, open_source, open_teacher
+from titanlite.cpu.kernels import CpuKernels
+from titanlite.data.tokenizer import ByteTokenizer, load_tokenizer
+from titanlite.distill import HeadDivergence
+from titanlite.kernels import Kernels
+from titanlite.loss import token_loss
+from titanlite.models.divergence import divergence
+from titanlite.plan.gpu_kernels import GpuKernels
+from titanlite.preflight import preflight
+from titanlite.runtime.errors import ConfigError, UserError
+from titanlite.runtime.process_group import Ranks
+from titanlite.teacher_source import check_teacher, different_tokens, fingerprint
+
+VOCABULARY, TOKENS, DIM, TEACHER_DIM = 301, 66, 48, 80
+KINDS = ["forward_kl", "reverse_kl", "js"]
+
+
+@dataclass(frozen=True)
+class Given:
+    """`TeacherOutput` of tensors."""
+
+    hidden_BLD: Tensor
+    weight_VD: Tensor
+
+    @contextmanager
+    def divergence(self, distill: Distill, kernels: Kernels) -> Iterator[HeadDivergence]:
+        yield HeadDivergence(self.hidden_BLD.flatten(0, 1), self.weight_VD, distill, kernels)
+
+
+def inputs(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor, Given]:
+    """Hidden states and weight of a student, labels, some of which do not count, and a wider teacher."""
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*sizes: int) -> Tensor:
+        return torch.randn(sizes, generator=generator).to(dtype)
+
+    hidden, weight = draw(2, TOKENS // 2, DIM).requires_grad_(), (draw(VOCABULARY, DIM) / 4).requires_grad_()
+    labels = torch.randint(0, VOCABULARY, (2, TOKENS // 2), generator=generator)
+    labels[0, :9] = IGNORE
+    return hidden, weight, labels, Given(draw(2, TOKENS // 2, TEACHER_DIM), draw(VOCABULARY, TEACHER_DIM) / 3)
+
+
+def kl(a: Tensor, b: Tensor) -> Tensor:
+    """KL(a, b) of each token, from the logarithms of both."""
+    return F.kl_div(b, a, reduction="none", log_target=True).sum(-1)
+
+
+def plain(
+    hidden: Tensor, weight: Tensor, labels: Tensor, teacher: Given, distill: Distill, z_loss: float
+) -> tuple[Tensor, Tensor]:
+    """Minimized sum and T^2 * divergence, by the formulas on whole logits in float64."""
+    logits = (hidden.double() @ weight.double().t()).flatten(0, 1)
+    theirs = (teacher.hidden_BLD.double() @ teacher.weight_VD.double().t()).flatten(0, 1)
+    valid = labels.flatten() != IGNORE
+    own = F.cross_entropy(logits, labels.flatten(), ignore_index=IGNORE, reduction="sum")
+    own = own + z_loss * (logits.logsumexp(1).square() * valid).sum()
+    log_p, log_q = ((x / distill.temperature).log_softmax(1) for x in (logits, theirs))
+    log_m = torch.logaddexp(log_p, log_q) - torch.log(torch.tensor(2.0, dtype=torch.float64))
+    values = {
+        "forward_kl": lambda: kl(log_q, log_p),
+        "reverse_kl": lambda: kl(log_p, log_q),
+        "js": lambda: (kl(log_p, log_m) + kl(log_q, log_m)) / 2,
+    }[distill.kind]()
+    distilled = distill.temperature**2 * (values * valid).sum()
+    return (1 - distill.ratio) * own + distill.ratio * distilled, distilled
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("ratio", "temperature", "z_loss"), [(1.0, 1.0, 0.0), (0.7, 2.5, 0.0), (0.4, 0.5, 1e-2)])
+@pytest.mark.parametrize("chunk", [7, 1000])
+def test_gradients_are_those_of_the_formulas(
+    kind: Any, ratio: float, temperature: float, z_loss: float, chunk: int
+) -> None:
+    hidden, weight, labels, teacher = inputs()
+    distill = Distill(ratio=ratio, temperature=temperature, kind=kind)
+    expected, distilled = plain(hidden, weight, labels, teacher, distill, z_loss)
+    expected_gradients = torch.autograd.grad(0.1 * expected, [hidden, weight])
+    kernels = CpuKernels(chunk_bytes=8 * VOCABULARY * chunk)
+    found = token_loss(
+        hidden, weight, labels_BL=labels, z_loss=z_loss, kernels=kernels, teacher=teacher, distill=distill
+    )
+    gradients = torch.autograd.grad(0.1 * found.total, [hidden, weight])
+    assert found.total.item() == pytest.approx(float(expected), rel=1e-6)
+    assert float(found.metrics["distill_loss"]) == pytest.approx(float(distilled), rel=1e-6)
+    own = token_loss(hidden, weight, labels_BL=labels).cross_entropy
+    assert float(found.cross_entropy) == pytest.approx(float(own), rel=1e-6)
+    for gradient, other in zip(gradients, expected_gradients, strict=True):
+        assert (gradient - other).norm() < 1e-6 * other.norm()
+    assert not gradients[0][0, :9].any(), "labels that do not count"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("temperature", [1.0, 2.0])
+def test_a_student_that_is_its_teacher_has_no_divergence_and_no_gradient(kind: Any, temperature: float) -> None:
+    hidden, weight, labels, _ = inputs()
+    teacher, distill = Given(hidden.detach(), weight.detach()), Distill(ratio=1.0, kind=kind, temperature=temperature)
+    found = token_loss(hidden, weight, labels_BL=labels, teacher=teacher, distill=distill)
+    assert abs(found.total.item()) <= 1e-7
+    for gradient in torch.autograd.grad(found.total, [hidden, weight]):
+        assert gradient.abs().max() <= 1e-7
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_certain_models_that_disagree_have_finite_numbers(kind: Any) -> None:
+    """Probabilities below the smallest float32, on both sides."""
+    student, teacher = torch.zeros(2, 5), torch.zeros(2, 5)
+    student[:, 1], teacher[:, 3] = 300.0, 300.0
+    found = divergence(student, teacher, kind=kind, temperature=1.0, weight_C=torch.tensor([1.0, 0.0]))
+    expected = {"forward_kl": 300.0, "reverse_kl": 300.0, "js": float(np.log(2))}[kind]
+    assert found.value_C.tolist() == pytest.approx([expected] * 2)
+    assert found.d_logits_CV is not None
+    assert found.d_logits_CV.isfinite().all()
+    assert not found.d_logits_CV[1].any()
+
+
+def test_gradients_in_bfloat16_are_rounded_once() -> None:
+    hidden, weight, labels, teacher = inputs(torch.bfloat16)
+    distill = Distill(ratio=0.5)
+    expected = torch.autograd.grad(plain(hidden, weight, labels, teacher, distill, 0.0)[0], [hidden, weight])
+    for hardware_bfloat16 in (False, True):
+        kernels = CpuKernels(hardware_bfloat16=hardware_bfloat16)
+        found = token_loss(hidden, weight, labels_BL=labels, kernels=kernels, teacher=teacher, distill=distill)
+        for gradient, other in zip(torch.autograd.grad(found.total, [hidden, weight]), expected, strict=True):
+            assert gradient.dtype == torch.bfloat16
+            assert (gradient - other).norm() < 2**-8 * other.norm()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_compiled_divergence_is_the_same(kind: Any) -> None:
+    """Run the function of which the compiler makes a GPU's kernel."""
+    generator = torch.Generator().manual_seed(0)
+    student, teacher = (4 * torch.randn(9, VOCABULARY, generator=generator) for _ in range(2))
+    options: dict[str, Any] = {"kind": kind, "temperature": 1.5, "weight_C": torch.linspace(0, 1, 9)}
+    expected = divergence(student, teacher.clone(), **options)
+    found = torch.compile(divergence, fullgraph=True, dynamic=False)(student, teacher, **options)
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+    assert GpuKernels(compiles=True).divergence(torch.device("cpu")) is divergence, "a plan traces operators"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("vocabulary", [32_000, 256_000])
+def test_logits_take_the_same_memory_whatever_the_vocabulary(kind: Any, vocabulary: int) -> None:
+    """No operator makes more than a chunk of one model's logits: half of what the loss without a teacher holds."""
+    kernels = CpuKernels(chunk_bytes=4 * 1_024_000)
+    hidden, weight = torch.randn(1, 64, 8, requires_grad=True), torch.randn(vocabulary, 8, requires_grad=True)
+    teacher = Given(torch.randn(1, 64, 12), torch.randn(vocabulary, 12))
+    labels = torch.randint(0, vocabulary, (1, 64))
+    with LargestTensor(but=[(vocabulary, 8), (vocabulary, 12)]) as seen:
+        distill = Distill(ratio=0.5, kind=kind)
+        token_loss(hidden, weight, labels_BL=labels, kernels=kernels, teacher=teacher, distill=distill).total.backward()
+    assert seen.numel == 512_000
+    chunks = 64 * vocabulary // 512_000
+    assert seen.matmuls == 4 * chunks, "logits of both models, and two gradients"
+
+
+# A whole run
+
+
+def teacher_options(folder: Path, ratio: float = 0.5) -> list[str]:
+    return [f"--teacher.path={folder}", f"--distill.ratio={ratio}"]
+
+
+@pytest.fixture(scope="module")
+def taught(tmp_path_factory: pytest.TempPathFactory) -> tuple[TinyRun, Path]:
+    """A folder of runs, and the folder of one that is a teacher."""
+    tiny = TinyRun(tmp_path_factory.mktemp("taught"))
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    train_on_this_rank(tiny.config("--job.name=teacher", "--training.steps=4"), 0, 1)
+    dist.destroy_process_group()
+    return tiny, tiny.folder / "outputs" / "teacher"
+
+
+ALONE, CPU = Ranks(0, 1, 0, 1), torch.device("cpu")
+
+
+def refusal(tiny: TinyRun, *options: str) -> str:
+    with pytest.raises(ConfigError) as error:
+        preflight(tiny.config(*options), ALONE, CPU, open_teacher=open_teacher)
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--distill.ratio=0.5"], "distill.ratio: needs a teacher: set teacher.path, or leave [distill] out"),
+        (["--teacher.dtype=float32"], "teacher.path: is not set: name the weights of the teacher, or leave [teacher]"),
+        (["--teacher.path=."], "distill.ratio: is 0, so the teacher has no effect: set it above 0, or leave [teacher]"),
+        (["--teacher.path=none", "--distill.ratio=1"], "teacher.path: no file or folder none"),
+        (
+            ["--teacher.path=.", "--distill.ratio=1", "--training.loss=a:b"],
+            "distill.ratio: belongs to titanlite's own loss, and training.loss names another: leave [distill] out",
+        ),
+        (["--distill.temperature=0"], "distill.temperature: expected a number above 0, got 0"),
+        (["--distill.kind=kl"], "distill.kind: expected 'forward_kl', 'reverse_kl' or 'js', got \"kl\""),
+        (
+            ["--teacher.path=.", "--distill.ratio=1", "--teacher.fsdp_reshard_after_forward=2"],
+            "teacher.fsdp_reshard_after_forward: 2 does not divide the shard degree 1",
+        ),
+    ],
+)
+def test_sections_that_do_not_fit_are_refused(tiny: TinyRun, options: list[str], message: str) -> None:
+    [problem] = read(tiny.toml, options, world_size=1).problems
+    assert f"{problem.key}: {problem.message}".startswith(message)
+
+
+def test_vocabularies_that_differ_are_refused(taught: tuple[TinyRun, Path]) -> None:
+    tiny, folder = taught
+    options = teacher_options(folder)
+    where = folder / "checkpoints" / "step-00000004"
+    assert refusal(tiny, *options, "--model.args.vocab_size=384").splitlines() == [
+        f"teacher.path: {where} has another vocabulary: it has 259 tokens, and the model 384. Both must be the same: "
+        "set model.args.vocab_size = 259"
+    ]
+    source = open_source(str(folder))
+    other = load_tokenizer("python-2k")
+    config = tiny.config(*options).teacher
+    with pytest.raises(UserError) as error:
+        check_teacher(config, open_teacher, student=source.spec, tokenizer=other, seq_len=32)
+    [line] = str(error.value).splitlines()
+    assert line.startswith(f"{where} has another vocabulary: its tokenizer is another: ")
+    assert "258 tokens, here" in line
+    assert line.endswith("Both must be the same: take the tokenizer of the teacher for the data")
+    assert source.tokenizer is not None
+    assert different_tokens(source.tokenizer, ByteTokenizer()) == []
+
+
+class Swapped(ByteTokenizer):
+    """The bytes, of which two have each other's id."""
+
+    fingerprint = "swapped"
+
+    def decode(self, ids: np.ndarray) -> str:
+        return super().decode(np.array([{65: 66, 66: 65}.get(int(i), int(i)) for i in ids]))
+
+
+class Renamed(ByteTokenizer):
+    fingerprint = "another file of the same tokens"
+
+
+def test_tokens_that_differ_are_named() -> None:
+    assert different_tokens(Swapped(), ByteTokenizer()) == ["65 is 'B', here 'A'", "66 is 'A', here 'B'"]
+    assert different_tokens(Renamed(), ByteTokenizer()) == []
+
+
+def test_a_teacher_too_large_for_the_machine_is_refused(taught: tuple[TinyRun, Path], tmp_path: Path) -> None:
+    """The weights need not be there for the check: it reads shapes."""
+    tiny, folder = taught
+
+    def large(path: str, config: str | None) -> Source:
+        source = open_teacher(path, config)
+        args: Any = source.spec.args
+        return replace(source, spec=source.spec._replace(args=replace(args, dim=6144, hidden_dim=2**24)))
+
+    with pytest.raises(ConfigError) as error:
+        preflight(tiny.config(*teacher_options(folder)), ALONE, CPU, open_teacher=large)
+    [line] = str(error.value).splitlines()
+    assert "the model and the teacher do not fit: parameters, gradients and optimizer states of its " in line
+    assert " parameters and the 9" in line
+    assert " of the teacher take 3," in line, "the weights in float32, as training.mixed_precision_param is"
+
+
+def test_sequences_that_are_too_long_for_the_teacher_are_refused(taught: tuple[TinyRun, Path]) -> None:
+    tiny, folder = taught
+    options = [*teacher_options(folder), "--training.seq_len=10000", "--model.args.max_seq_len=10000"]
+    [line] = refusal(tiny, *options).splitlines()
+    assert "has 8192 positions, and training.seq_len is 10000" in line
+
+
+def test_a_command_that_opens_no_teacher_refuses_it(taught: tuple[TinyRun, Path]) -> None:
+    tiny, folder = taught
+    with pytest.raises(ConfigError, match=r"teacher\.path: this command reads no teacher"):
+        preflight(tiny.config(*teacher_options(folder)), ALONE, CPU)
+
+
+def test_the_fingerprint_is_of_weights_and_arguments(taught: tuple[TinyRun, Path], tmp_path: Path) -> None:
+    tiny, folder = taught
+    source = open_source(str(folder))
+    args: Any = source.spec.args
+    longer = source.spec._replace(args=replace(args, max_seq_len=99))
+    other = source.spec._replace(args=replace(args, rope_theta=9.0))
+    first = fingerprint(source)
+    assert fingerprint(replace(source, spec=longer)) == first
+    assert fingerprint(replace(source, spec=other)) != first
+    assert fingerprint(replace(source, identity="others")) != first
+    settings = resume_settings(tiny.config(), model_args=args, data={}, teacher=first)
+    assert settings["teacher"] == first
+    assert "teacher" not in resume_settings(tiny.config(), model_args=args, data={})

@@ -1,0 +1,79 @@
+"""Build the models of a run: the one that is trained, with its optimizer, and its teacher."""
+
+from dataclasses import dataclass
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from titanlite.config.schema import Config
+from titanlite.kernels import Kernels
+from titanlite.models.base import Model
+from titanlite.optim import build_optimizer
+from titanlite.parallelize import DTYPES, materialize, parallelize
+from titanlite.preflight import ResolvedConfig
+from titanlite.runtime.disk import DiskTensors, open_disk
+from titanlite.runtime.process_group import pick_kernels
+from titanlite.runtime.run_folder import RunFolder
+from titanlite.teacher import Teacher, build_teacher
+
+
+@dataclass(frozen=True, kw_only=True)
+class State:
+    """The tensors of a run, and what computes with them."""
+
+    kernels: Kernels
+    model: Model
+    optimizer: torch.optim.Optimizer
+    disk: DiskTensors | None
+    """Disk that holds some of the tensors. None: all are in memory."""
+
+
+def build_state(
+    config: Config, resolved: ResolvedConfig, *, mesh: DeviceMesh, device: torch.device, folder: RunFolder
+) -> State:
+    """Build the model on the meta device, parallelize it, give it memory and values; then build its optimizer."""
+    kernels = pick_kernels(device, compiles=config.compile.enable, attention_backend=config.training.attention_backend)
+    disk = open_disk(config.offload, folder.path)
+    model = resolved.model.build()
+    parallelize(
+        model,
+        mesh=mesh,
+        kernels=kernels,
+        parallelism=config.parallelism,
+        training=config.training,
+        activation_checkpoint=config.activation_checkpoint,
+        compile=config.compile,
+        float8=config.quantize.linear.float8,
+        freeze=config.freeze,
+        lora=config.lora,
+        has_other_model=resolved.teacher is not None,
+        pin_memory=not (disk and disk.holds_parameters),
+    )
+    materialize(
+        model,
+        device=device,
+        offload=config.training.enable_cpu_offload,
+        dtype=DTYPES[config.training.dtype],
+        seed=config.debug.seed,
+        disk=disk if disk and disk.holds_parameters else None,
+    )
+    optimizer = build_optimizer(model, config.optimizer, seed=config.debug.seed, disk=disk)
+    return State(kernels=kernels, model=model, optimizer=optimizer, disk=disk)
+
+
+def build_frozen_teacher(
+    config: Config, resolved: ResolvedConfig, *, kernels: Kernels, mesh: DeviceMesh, device: torch.device
+) -> Teacher | None:
+    """Build the teacher that `[teacher]` names, if any, with its weights."""
+    if resolved.teacher is None:
+        return None
+    return build_teacher(
+        config.teacher,
+        resolved.teacher,
+        mesh=mesh,
+        device=device,
+        kernels=kernels,
+        parallelism=config.parallelism,
+        training=config.training,
+        compile=config.compile,
+    )

@@ -1,0 +1,67 @@
+"""Interface between the loss and a teacher: the teacher's distribution of each next token, chunk by chunk.
+
+`teacher.py` has the teacher itself. Another source of the same distributions, such as a cache on disk, implements
+`TeacherOutput` too.
+
+Shape suffixes: see `models.layers`; C the tokens of a chunk.
+"""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from titanlite.config.distill_schema import Distill
+from titanlite.kernels import Kernels
+from titanlite.models.divergence import ChunkDivergence
+
+
+class Divergence(Protocol):
+    """Divergence of the student from the teacher, for the tokens of one micro-batch."""
+
+    matrices: int
+    """Matrices [C, V] of logits that exist beside the student's. Chunks are smaller for them."""
+
+    def __call__(self, logits_CV: Tensor, part: slice, weight_C: Tensor | None) -> ChunkDivergence:
+        """Return T^2 D of the tokens of a chunk, and the gradient of its weighted sum.
+
+        Args:
+            logits_CV: of the student, float32; they are kept.
+            part: the chunk, among the tokens [T] of the micro-batch.
+            weight_C: weight of each token in the gradient. None: no gradient.
+        """
+        ...
+
+
+class TeacherOutput(Protocol):
+    """Output of a teacher for one micro-batch."""
+
+    def divergence(self, distill: Distill, kernels: Kernels) -> AbstractContextManager[Divergence]:
+        """Return the divergence that `[distill]` names. It can be computed within the context."""
+        ...
+
+
+class HeadDivergence:
+    """Divergence from a teacher whose logits are hidden @ weight^T. Its logits [T, V] never exist at once.
+
+    Args:
+        hidden_TD: the teacher's final hidden states. D need not be that of the student.
+    """
+
+    matrices = 1
+
+    def __init__(self, hidden_TD: Tensor, weight_VD: Tensor, distill: Distill, kernels: Kernels) -> None:
+        self._hidden_TD = hidden_TD
+        self._dtype = kernels.logits_dtype(hidden_TD)
+        self._weight_VD = weight_VD.to(self._dtype)
+        self._float32_mm = kernels.float32_mm
+        self._divergence: Callable[..., ChunkDivergence] = kernels.divergence(hidden_TD.device)
+        self._options = {"kind": distill.kind, "temperature": distill.temperature}
+
+    @torch.no_grad()
+    def __call__(self, logits_CV: Tensor, part: slice, weight_C: Tensor | None) -> ChunkDivergence:
+        x_CD = self._hidden_TD[part].to(self._dtype)
+        teacher_logits = self._float32_mm(x_CD, self._weight_VD.t())
+        return self._divergence(logits_CV, teacher_logits, weight_C=weight_C, **self._options)
