@@ -20,6 +20,7 @@ from titanlite.optim.in_backward import InBackward
 from titanlite.optim.norm import count_parameter_replicas, gradient_norms, joined, sums_of_squares
 from titanlite.runtime.private_torch.operators import scale_in_place
 from titanlite.runtime.private_torch.tensors import local_tensor
+from titanlite.runtime.ranks import reduce_over_ranks
 
 
 @dataclass(frozen=True)
@@ -155,35 +156,6 @@ def accumulate(
         (loss.total * (group.size() / valid_tokens)).backward()
     micro_losses, totals = torch.stack(losses, dim=1)
     return micro_losses, totals, metrics
-
-
-def reduce_over_ranks(
-    of_tokens: Sequence[Tensor],
-    of_parameters: Tensor,
-    counters: Sequence[Tensor],
-    *,
-    duplicates: int,
-    world: dist.ProcessGroup,
-) -> tuple[Tensor, Tensor]:
-    """Sum values over all ranks in one all-reduce, so that the ranks agree on them to the last bit.
-
-    Args:
-        of_tokens: scalars, sums over this rank's tokens.
-        of_parameters: scalar, sum over this rank's share of the parameters.
-        counters: of the model; they become sums over the global batch, in place.
-        duplicates: ranks that have the same tokens.
-
-    Returns:
-        the sums of of_tokens, as a vector, and of of_parameters.
-    """
-    values = torch.cat([*(it[None] for it in of_tokens), *(it.flatten() for it in counters), of_parameters[None]])
-    if duplicates > 1:
-        values[:-1] /= duplicates
-    dist.all_reduce(values, group=world)
-    totals, *wholes = values[:-1].split([len(of_tokens), *(counter.numel() for counter in counters)])
-    for counter, whole in zip(counters, wholes, strict=True):
-        counter.copy_(whole.view_as(counter))
-    return totals, values[-1]
 
 
 def document_arguments(batch: Batch) -> dict[str, Documents]:

@@ -4,7 +4,9 @@ import socket
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.checkpoint import CheckpointException
 
 from titanlite.runtime.errors import DamagedCheckpoint, RunError, UserError
@@ -59,6 +61,35 @@ def gather(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
 def host_names(group: dist.ProcessGroup) -> list[str]:
     """Return the name of each rank's host, in the order of ranks."""
     return gather(socket.gethostname(), group)
+
+
+def reduce_over_ranks(
+    of_tokens: Sequence[Tensor],
+    of_parameters: Tensor,
+    counters: Sequence[Tensor],
+    *,
+    duplicates: int,
+    world: dist.ProcessGroup,
+) -> tuple[Tensor, Tensor]:
+    """Sum values over all ranks in one all-reduce, so that the ranks agree on them to the last bit.
+
+    Args:
+        of_tokens: scalars, sums over this rank's tokens.
+        of_parameters: scalar, sum over this rank's share of the parameters.
+        counters: of the model; they become sums over the global batch, in place.
+        duplicates: ranks that have the same tokens.
+
+    Returns:
+        the sums of of_tokens, as a vector, and of of_parameters.
+    """
+    values = torch.cat([*(it[None] for it in of_tokens), *(it.flatten() for it in counters), of_parameters[None]])
+    if duplicates > 1:
+        values[:-1] /= duplicates
+    dist.all_reduce(values, group=world)
+    totals, *wholes = values[:-1].split([len(of_tokens), *(counter.numel() for counter in counters)])
+    for counter, whole in zip(counters, wholes, strict=True):
+        counter.copy_(whole.view_as(counter))
+    return totals, values[-1]
 
 
 def check_same_everywhere(value: str, what: str, *, group: dist.ProcessGroup) -> None:
