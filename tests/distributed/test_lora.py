@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from tests.helpers import TinyRun, run_in_turn, run_ranks, train_on_this_rank
+from tests.helpers import TINY_TOML, TinyRun, run_in_turn, run_ranks, train_on_this_rank
 from tests.layouts import degrees, trained, whole
 from titanlite import cli
 from titanlite.checkpoint.state import state_of
+from titanlite.config.load import load
 from titanlite.config.schema import Config
 from titanlite.convert.source import load_model, open_source
 from titanlite.models.registry import resolve_model
@@ -18,17 +19,29 @@ from titanlite.parallelize.materialize import materialize
 LORA = ["--lora.rank=3", "--lora.alpha=6", "--training.steps=4", "--training.max_norm=0", "--optimizer.lr=0.03"]
 TECHNIQUES = {
     "FSDP": degrees(1, 2),
-    "DDP": degrees(2, 1),
-    "AC": [*degrees(1, 2), "--activation_checkpoint.mode=full"],
     "AC op": [*degrees(1, 2), "--activation_checkpoint.mode=selective"],
     "offload": [*degrees(1, 2), "--training.enable_cpu_offload=true"],
+    "in backward": [*degrees(1, 2), "--optimizer.in_backward=true"],
+    "bfloat16 base": [*degrees(1, 2), "--freeze.dtype=bfloat16"],
+    "compile": [*degrees(1, 2), "--compile.enable=true"],
+}
+FURTHER = {
+    "DDP": degrees(2, 1),
+    "AC": [*degrees(1, 2), "--activation_checkpoint.mode=full"],
+    "compile, AC op": [*degrees(1, 2), "--compile.enable=true", "--activation_checkpoint.mode=selective"],
     "disk": [
         *degrees(1, 2), "--training.enable_cpu_offload", "--offload.parameters=disk", "--offload.optimizer=disk",
     ],
-    "in backward": [*degrees(1, 2), "--optimizer.in_backward=true"],
     "accumulation": [*degrees(1, 2), "--training.local_batch_size=2"],
-    "compile": [*degrees(1, 2), "--compile.enable=true"],
-    "bfloat16 base": [*degrees(1, 2), "--freeze.dtype=bfloat16"],
+    "all reduced at the end": [
+        *degrees(1, 2), "--training.local_batch_size=2", "--parallelism.fsdp_reduce_gradients=last",
+    ],
+}  # fmt: skip
+FAMILIES = {
+    "tied head": ["--model.args.tied_head=true"],
+    "experts": [
+        "--model.name=qwen3_moe", "--model.flavor=debug", "--model.args={dim=32, n_layers=2, vocab_size=259}",
+    ],
 }  # fmt: skip
 
 
@@ -50,21 +63,30 @@ def base_of(config: Config) -> dict[str, np.ndarray]:
     return {name: parameter.detach().numpy() for name, parameter in model.named_parameters()}
 
 
-@pytest.mark.slow
-def test_losses_are_equal_and_the_base_keeps_its_bits_whatever_the_technique(tiny: TinyRun) -> None:
+@pytest.mark.parametrize(
+    ("techniques", "further"),
+    [
+        pytest.param(TECHNIQUES, {"HSDP": degrees(2, 2)}, marks=pytest.mark.slow, id="first"),
+        pytest.param(FURTHER, {"more ranks than rank": degrees(1, 4)}, marks=pytest.mark.nightly, id="further"),
+    ],
+)
+def test_losses_are_equal_and_the_base_keeps_its_bits_whatever_the_technique(
+    tiny: TinyRun, techniques: dict[str, list[str]], further: dict[str, list[str]]
+) -> None:
     single = tiny.config(*LORA, "--job.name=single")
     base, [expected] = base_of(single), run_ranks(train, 1, single)
     wanted = tiny.losses("single")
     assert wanted[-1] < wanted[0] - 0.03
-    two = [
-        tiny.config(*LORA, *options, f"--job.name={name.replace(' ', '-')}", world_size=2)
-        for name, options in TECHNIQUES.items()
-    ]
-    four = tiny.config(*LORA, *degrees(2, 2), "--job.name=HSDP", world_size=4)
-    found = dict(zip(TECHNIQUES, run_in_turn(train, 2, two), strict=True)) | {"HSDP": run_ranks(train, 4, four)}
+    found = {}
+    for world_size, several in ((2, techniques), (4, further)):
+        configs = [
+            tiny.config(*LORA, *options, f"--job.name={name}", world_size=world_size)
+            for name, options in several.items()
+        ]
+        found |= dict(zip(several, run_in_turn(train, world_size, configs), strict=True))
     for name, results in found.items():
         narrow = name == "bfloat16 base"
-        assert tiny.losses(name.replace(" ", "-")) == pytest.approx(wanted, abs=5e-3 if narrow else 1e-5), name
+        assert tiny.losses(name) == pytest.approx(wanted, abs=5e-3 if narrow else 1e-5), name
         for result in results:
             for parameter, value in result["weights"].items():
                 if "lora" not in parameter:
@@ -78,6 +100,28 @@ def test_losses_are_equal_and_the_base_keeps_its_bits_whatever_the_technique(tin
             assert result["moments"] == result["gradients"] == adapters, name
     changed = [value for name, value in expected["weights"].items() if name.endswith("lora_b")]
     assert all(np.abs(value).max() > 1e-3 for value in changed)
+
+
+@pytest.mark.slow
+def test_tied_heads_and_experts_can_be_bases(tiny: TinyRun) -> None:
+    """All of an FSDP unit is frozen, or stacks of experts beside adapters of attention."""
+    moe = tiny.toml.with_name("moe.toml")
+    moe.write_text(tiny.toml.read_text().replace(TINY_TOML, TINY_TOML[TINY_TOML.index("[training]") :]))
+
+    def configs(world_size: int) -> list[Config]:
+        return [
+            load(moe if name == "experts" else tiny.toml, [*LORA, *options, f"--job.name={name[0]}{world_size}"],
+                 world_size=world_size)
+            for name, options in FAMILIES.items()
+        ]  # fmt: skip
+
+    one, two = run_in_turn(train, 1, configs(1)), run_in_turn(train, 2, configs(2))
+    for name, [expected], results in zip(FAMILIES, one, two, strict=True):
+        assert tiny.losses(f"{name[0]}2") == pytest.approx(tiny.losses(f"{name[0]}1"), abs=1e-5)
+        for result in results:
+            for parameter, value in expected["weights"].items():
+                assert "lora" in parameter or np.array_equal(result["weights"][parameter], value), parameter
+            assert result["moments"] == {parameter for parameter in expected["weights"] if "lora" in parameter}
 
 
 @pytest.mark.slow
@@ -123,8 +167,10 @@ def test_a_run_begins_with_a_base_and_resumes_with_its_adapters(
     with pytest.raises(Exception, match=r"lora.alpha was 6.0, is 7.0"):
         run_ranks(train, 1, tiny.config(*options, "--job.name=parts", "--lora.alpha=7", "--training.steps=8"))
 
-    # Adapters of another run are taken, too.
+    # Adapters of another run are taken, too, at the scale that they were trained with.
     other = [*LORA, "--training.steps=1", f"--checkpoint.initial_load_path={tiny.folder}/outputs/whole"]
+    with pytest.raises(Exception, match=r"lora.alpha: .*has adapters that were trained with 6.0, and this is 5.0"):
+        run_ranks(train, 1, tiny.config(*other, "--job.name=refused", "--lora.alpha=5"))
     [taken] = run_ranks(train, 1, tiny.config(*other, "--job.name=taken", "--optimizer.lr=0"))
     [kept] = run_ranks(train, 1, tiny.config(*options, "--job.name=whole", "--training.steps=6"))
     assert all(np.array_equal(taken["weights"][name], value) for name, value in kept["weights"].items())

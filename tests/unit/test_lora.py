@@ -26,6 +26,7 @@ from titanlite.parallelize.activation_checkpoint import apply_activation_checkpo
 from titanlite.parallelize.lora import LoraLinear, choose_trained
 from titanlite.parallelize.materialize import materialize, set_dtype
 from titanlite.plan.estimate import Layout, plan
+from titanlite.plan.search import _has_layers_for_float8
 from titanlite.runtime.hardware import find_hardware
 
 TOKENS = torch.arange(32).view(2, 16) * 5 % 64
@@ -200,6 +201,12 @@ def test_a_plan_does_not_take_one_block_for_all(tiny: TinyRun, options: str, lay
     trained = sum(parameter.numel() for parameter in trainable_parameters(model).values())
     planned = plan(config, Layout(1, find_hardware("H100"), 8))
     assert planned.most("gradients") == 4 * trained
+
+
+def test_a_search_offers_no_float8_for_layers_with_adapters(tiny: TinyRun) -> None:
+    small = "--quantize.linear.float8.skip_small=false", "--model.args={dim=48, hidden_dim=80, vocab_size=264}"
+    assert _has_layers_for_float8(tiny.config(*small))
+    assert not _has_layers_for_float8(tiny.config(*small, "--lora.rank=4"))
 
 
 def test_examples_of_the_guide_are_valid() -> None:

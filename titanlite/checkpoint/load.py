@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 
 from titanlite.checkpoint import manifest as manifests
 from titanlite.checkpoint.dcp_read import ShardReader
+from titanlite.checkpoint.fingerprint import LORA_ALPHA
 from titanlite.checkpoint.foreign import ForeignWeights
 from titanlite.checkpoint.manifest import DAMAGED, SUPERSEDED, Manifest, folder_name
 from titanlite.checkpoint.state import Difference, State, check_settings, difference, flat, model_state, selected
@@ -113,6 +114,8 @@ class Loader:
             chosen = {name: tensor for name, tensor in chosen.items() if name not in reader.kept}
         stored = reader.metadata.state_dict_metadata
         new = {f"model.{name}" for name in added} - stored.keys()
+        if isinstance(reader, ShardReader) and len(new) < len(added):
+            self._check_scale(reader, where)
         chosen = {name: tensor for name, tensor in chosen.items() if name not in new}
         found = difference(chosen, reader.metadata, wanted)
         if isinstance(reader, ForeignWeights) and selected("model", wanted):
@@ -129,6 +132,12 @@ class Loader:
         except DamagedCheckpoint as damage:
             raise UserError(f"checkpoint.initial_load_path: {damage}") from None
         logger.info(f"initial {', '.join(wanted)} from {where}")
+
+    def _check_scale(self, reader: ShardReader, where: str) -> None:
+        """Refuse adapters that were trained with another scale."""
+        then, now = (settings.get(LORA_ALPHA) for settings in (reader.manifest.settings, self.settings))
+        if then != now:
+            raise UserError(f"lora.alpha: {where} has adapters that were trained with {then}, and this is {now}")
 
     def _open_initial(self, path: str) -> tuple[str, ShardReader | ForeignWeights]:
         """Open the weights at a path on every rank, and return them with their place."""

@@ -101,7 +101,7 @@ def search(config: Config, layout: Layout, *, count: int = 5) -> Found:
 
 
 def _has_layers_for_float8(config: Config) -> bool:
-    return bool(choose_layers(model_of(config).build(), config.quantize.linear.float8)[0])
+    return config.lora.rank is None and bool(choose_layers(model_of(config).build(), config.quantize.linear.float8)[0])
 
 
 def _begin() -> None:
