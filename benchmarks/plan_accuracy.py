@@ -86,6 +86,7 @@ CPU_CASES: list[tuple[str, int, list[str]]] = [
                       "--training.mixed_precision_param=float32"]),
     ("Muon", 1, [*SHAPE, "--training.global_batch_size=4", "--optimizer.name=Muon",
                  '--optimizer.args.ns_dtype="float32"']),
+    ("adapters", 2, [*SHAPE, "--training.global_batch_size=8", "--lora.rank=8", "--freeze.dtype=bfloat16"]),
 ]  # fmt: skip
 
 PUBLISHED_LOSS = f"--training.loss={Path(__file__).resolve()}:logits_in_full"

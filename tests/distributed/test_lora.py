@@ -174,3 +174,11 @@ def test_a_run_begins_with_a_base_and_resumes_with_its_adapters(
     [taken] = run_ranks(train, 1, tiny.config(*other, "--job.name=taken", "--optimizer.lr=0"))
     [kept] = run_ranks(train, 1, tiny.config(*options, "--job.name=whole", "--training.steps=6"))
     assert all(np.array_equal(taken["weights"][name], value) for name, value in kept["weights"].items())
+
+    # It can be a teacher, with its adapters merged: one that begins with the same adapters has nothing to learn.
+    teacher = f"--teacher.path={tiny.folder}/outputs/whole"
+    student = [*other, teacher, "--distill.ratio=1.0", "--optimizer.lr=0", "--job.name=student"]
+    run_ranks(train, 2, tiny.config(*student, world_size=2))
+    [record] = tiny.records("student")
+    assert abs(record["distill_loss"]) <= 1e-6
+    assert record["loss"] == pytest.approx(tiny.losses("taken")[0], abs=1e-5)

@@ -16,6 +16,7 @@ from titanlite.runtime.hardware import find_hardware
         pytest.param("FSDP, 2, recompute op", marks=pytest.mark.slow),
         pytest.param("HSDP, 2 x 2, updates in backward", marks=pytest.mark.nightly),
         pytest.param("HSDP, 2 x 2, 2 micro-batches", marks=pytest.mark.nightly),
+        pytest.param("adapters", marks=pytest.mark.nightly),
     ],
 )
 def test_predicted_peak_is_the_measured_one(name: str) -> None:
