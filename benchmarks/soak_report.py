@@ -137,10 +137,10 @@ def picture(curves: Mapping[str, Any], faults: Sequence[Mapping[str, Any]]) -> s
     parts += _difference(curves, x, apart_top)
     parts += _lanes(titles, faults, x, lanes_top)
     bottom = lanes_top + LANE * len(titles)
-    for step in _ticks(0, steps):
+    for step in round_ticks(0, steps):
         parts.append(f'<line class="grid" x1="{x(step):.1f}" x2="{x(step):.1f}" y1="{TOP}" y2="{bottom}"/>')
-        parts.append(_text(x(step), bottom + 16, f"{step:g}", anchor="middle"))
-    parts.append(_text(LEFT + WIDTH / 2, bottom + 30, "optimizer step", anchor="middle"))
+        parts.append(svg_text(x(step), bottom + 16, f"{step:g}", anchor="middle"))
+    parts.append(svg_text(LEFT + WIDTH / 2, bottom + 30, "optimizer step", anchor="middle"))
     size = f'width="{LEFT + WIDTH + 20}" height="{height}" viewBox="0 0 {LEFT + WIDTH + 20} {height}"'
     body = "\n".join(parts)
     return (
@@ -156,23 +156,23 @@ def _losses(curves: Mapping[str, Any], faults: Sequence[Mapping[str, Any]], x: A
     def y(loss: float) -> float:
         return TOP + LOSSES * (high - loss) / (high - low)
 
-    parts = [_text(16, TOP + 8, "loss (nats a token)", "title")]
-    for loss in _ticks(low, high):
+    parts = [svg_text(16, TOP + 8, "loss (nats a token)", "title")]
+    for loss in round_ticks(low, high):
         parts.append(f'<line class="grid" x1="{LEFT}" x2="{LEFT + WIDTH}" y1="{y(loss):.1f}" y2="{y(loss):.1f}"/>')
-        parts.append(_text(LEFT - 6, y(loss) + 4, f"{loss:g}", anchor="end"))
+        parts.append(svg_text(LEFT - 6, y(loss) + 4, f"{loss:g}", anchor="end"))
     for number, (css, name, label) in enumerate(
         (("calm", "reference", "without faults, 2 ranks"), ("faults", "faults", f"with {len(faults)} faults"))
     ):
         parts.append(f'<polyline class="{css}" points="{_points(curves[name], x, y)}"/>')
         line = TOP + 34 + 20 * number
         parts.append(f'<line class="{css}" x1="16" x2="46" y1="{line}" y2="{line}"/>')
-        parts.append(_text(54, line + 4, label))
+        parts.append(svg_text(54, line + 4, label))
     for fault in faults:
         if (loss := curves["faults"][fault["at_step"] - 1]) is not None:
             where = f'cx="{x(fault["at_step"]):.1f}" cy="{y(loss):.1f}"'
             parts.append(f'<circle {where} r="3.2" fill="{color(fault["kind"])}"/>')
     parts.append(
-        f'<circle cx="31" cy="{TOP + 74}" r="3.2" fill="{OTHER}"/>' + _text(54, TOP + 78, "a fault, by kind below")
+        f'<circle cx="31" cy="{TOP + 74}" r="3.2" fill="{OTHER}"/>' + svg_text(54, TOP + 78, "a fault, by kind below")
     )
     return parts
 
@@ -187,18 +187,18 @@ def _difference(curves: Mapping[str, Any], x: Any, top: int) -> list[str]:
     def y(value: float) -> float:
         return top + APART * (high - math.log10(value)) / (high - low)
 
-    parts = [_text(16, top + 8, "difference of the two", "title"), _text(16, top + 24, "no dot: the same bits")]
+    parts = [svg_text(16, top + 8, "difference of the two", "title"), svg_text(16, top + 24, "no dot: the same bits")]
     for power in range(low, high + 1, max(1, (high - low) // 3)):
         at = y(10.0**power)
         parts.append(f'<line class="grid" x1="{LEFT}" x2="{LEFT + WIDTH}" y1="{at:.1f}" y2="{at:.1f}"/>')
-        parts.append(_text(LEFT - 6, at + 4, f"1e{power}", anchor="end"))
+        parts.append(svg_text(LEFT - 6, at + 4, f"1e{power}", anchor="end"))
     parts.append(f'<path class="apart" d="{_dots(apart, x, y)}"/>')
     begin = 0
     for last, ranks in curves["segments"]:
-        parts.append(_text((x(begin) + x(last)) / 2, top + APART + 20, f"{ranks}", anchor="middle"))
+        parts.append(svg_text((x(begin) + x(last)) / 2, top + APART + 20, f"{ranks}", anchor="middle"))
         parts.append(f'<line class="grid" x1="{x(last):.1f}" x2="{x(last):.1f}" y1="{top}" y2="{top + APART + 24}"/>')
         begin = last
-    return [*parts, _text(LEFT - 6, top + APART + 20, "ranks", anchor="end")]
+    return [*parts, svg_text(LEFT - 6, top + APART + 20, "ranks", anchor="end")]
 
 
 def _lanes(titles: Mapping[str, str], faults: Sequence[Mapping[str, Any]], x: Any, top: int) -> list[str]:
@@ -206,7 +206,7 @@ def _lanes(titles: Mapping[str, str], faults: Sequence[Mapping[str, Any]], x: An
     for number, (kind, title) in enumerate(titles.items()):
         middle = top + LANE * number + LANE / 2
         parts.append(f'<line class="grid" x1="{LEFT}" x2="{LEFT + WIDTH}" y1="{middle}" y2="{middle}"/>')
-        parts.append(_text(LEFT - 6, middle + 4, title.replace("SIGKILL of all, ", ""), anchor="end"))
+        parts.append(svg_text(LEFT - 6, middle + 4, title.replace("SIGKILL of all, ", ""), anchor="end"))
         for fault in faults:
             if fault["kind"] == kind:
                 where = f'x="{x(fault["at_step"]) - 1.5:.1f}" y="{middle - 6}" width="3" height="12"'
@@ -228,7 +228,7 @@ def _dots(values: Sequence[float | None], x: Any, y: Any) -> str:
     return " ".join(f"M{x(step):.1f} {y(value):.1f}h.01" for step, value in known)
 
 
-def _ticks(low: float, high: float) -> list[float]:
+def round_ticks(low: float, high: float) -> list[float]:
     """Return four to nine round numbers from low to high."""
     rough = (high - low) / 5
     power = 10.0 ** math.floor(math.log10(rough))
@@ -237,7 +237,7 @@ def _ticks(low: float, high: float) -> list[float]:
     return [round(number * width, 6) for number in range(first, math.floor(high / width + 1e-9) + 1)]
 
 
-def _text(x: float, y: float, text: str, css: str = "", *, anchor: str = "start") -> str:
+def svg_text(x: float, y: float, text: str, css: str = "", *, anchor: str = "start") -> str:
     text = text.replace("&", "&amp;").replace("<", "&lt;")
     named = f' class="{css}"' if css else ""
     return f'<text{named} x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{text}</text>'

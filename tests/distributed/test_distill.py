@@ -1,14 +1,18 @@
 """A run with a teacher: the same on every layout and with every technique, and its teacher stays what it is."""
 
 import json
+import re
+import shlex
+import shutil
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import tomli
 import torch
 
-from tests.helpers import TinyRun, run_in_turn, run_ranks, train_on_this_rank
+from tests.helpers import TinyRun, run_in_turn, run_ranks, titanlite, train_on_this_rank
 from tests.layouts import built, degrees, trained, whole
 from titanlite.checkpoint.state import model_state, state_of
 from titanlite.config.schema import Config
@@ -16,6 +20,7 @@ from titanlite.convert.source import load_model, open_source, open_teacher
 from titanlite.metrics.lines import step_line
 from titanlite.runtime.errors import UserError
 from titanlite.step import document_arguments
+from titanlite.teacher_source import fingerprint
 
 LAYOUTS = [(1, 1), (1, 2), (2, 2), (4, 1)]
 NARROW = ["--model.args.dim=36", "--model.args.n_layers=2"]
@@ -98,6 +103,7 @@ def test_losses_are_equal_on_every_layout_and_with_every_technique(tiny: TinyRun
     assert f"distill {first['distill_loss']:.4f}" in step_line(first)
 
 
+@pytest.mark.slow
 def test_a_distilled_run_resumes_bit_for_bit_and_with_its_teacher_only(tiny: TinyRun) -> None:
     teacher, other = make_teacher(tiny, "teacher"), make_teacher(tiny, "other", "--debug.seed=1")
     options = [*NARROW, *DISTILL, "--checkpoint.interval=2"]
@@ -189,3 +195,68 @@ def test_a_damaged_teacher_is_refused(tiny: TinyRun) -> None:
 def test_a_folder_without_weights_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError):
         open_teacher(str(tmp_path), None)
+
+
+@pytest.mark.slow
+def test_a_hugging_face_folder_is_a_teacher(tiny: TinyRun) -> None:
+    """Weights that another program wrote teach as the checkpoint that they were exported from."""
+    teacher = make_teacher(tiny, "teacher")
+    out = tiny.folder / "exported"
+    assert titanlite("checkpoint", "export", f"{tiny.folder}/outputs/teacher", "--out", str(out))[0] == 0
+    options = [*NARROW, *DISTILL, "--training.steps=2"]
+    run_ranks(trained, 1, tiny.config(*options, teacher, "--job.name=ours"))
+    run_ranks(trained, 2, tiny.config(*options, f"--teacher.path={out}", "--job.name=theirs", world_size=2))
+    one, two = ([record["distill_loss"] for record in tiny.records(name)] for name in ("ours", "theirs"))
+    assert one == pytest.approx(two, rel=2e-5)
+    before = fingerprint(open_teacher(str(out), None))
+    copied = shutil.copytree(out, tiny.folder / "copied")
+    assert fingerprint(open_teacher(str(copied), None)) == before, "the same weights elsewhere, written later"
+    [weights] = copied.glob("*.safetensors")
+    data = bytearray(weights.read_bytes())
+    data[-1] ^= 1
+    weights.write_bytes(data)
+    assert fingerprint(open_teacher(str(copied), None)) != before
+
+
+PAGE = Path("docs/distill.md").read_text()
+
+
+def test_an_own_loss_is_given_the_teacher(tiny: TinyRun) -> None:
+    """The example of docs/distill.md, as it stands."""
+    [source] = [text for text in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL) if "def matched" in text]
+    (tiny.folder / "match_hidden.py").write_text(source)
+    teacher = make_teacher(tiny, "teacher")
+    tiny.toml.write_text(tiny.toml.read_text().replace("[training]", '[training]\nloss = "match_hidden.py:matched"'))
+    for ranks in (1, 2):
+        options = [teacher, f"--job.name=matched-{ranks}", "--training.local_batch_size=2"]
+        run_ranks(trained, ranks, tiny.config(*options, world_size=ranks))
+    one, two = ([record["hidden_distance"] for record in tiny.records(f"matched-{ranks}")] for ranks in (1, 2))
+    assert one == pytest.approx(two, rel=2e-5)
+    assert 0 < one[-1] < one[0]
+    first = tiny.records("matched-1")[0]
+    assert first["added_loss"] == pytest.approx(first["hidden_distance"], rel=1e-4)
+
+
+@pytest.mark.slow
+def test_the_shipped_example_runs_by_the_commands_in_it(tiny: TinyRun) -> None:
+    text = Path("train_configs/distill_example.toml").read_text()
+    lines = "\n".join(line.removeprefix("#") for line in text.splitlines() if line.startswith("#   "))
+    commands = [shlex.split(line)[1:] for line in lines.replace("\\\n", " ").splitlines()]
+    assert [command[:2] for command in commands] == [
+        ["train", "debug"],
+        ["train", "distill_example"],
+        ["train", "debug"],
+    ]
+    outputs, few = tiny.folder / "outputs", [f"--data.path={tiny.text}", f"--validation.path={tiny.text}"]
+    few += [f"--job.dump_folder={outputs}", "--training.seq_len=32", "--lr_scheduler.warmup_steps=1"]
+    few += ["--metrics.enable_tensorboard=false", "--training.steps=2", "--validation.sequences=4"]
+    code, _, errors = titanlite(*commands[1], *few, f"--teacher.path={outputs}/teacher")
+    assert code == 2
+    assert errors[-1].startswith(f"error: teacher.path: no file or folder {outputs}/teacher")
+    for command in commands:
+        more = [f"--teacher.path={outputs}/teacher"] if command[1] == "distill_example" else []
+        assert titanlite(*command, *few, *more)[0] == 0, command
+    assert {path.name for path in outputs.iterdir()} >= {"teacher", "distill_example", "alone"}
+    assert tiny.records("distill_example")[-1]["distill_loss"] > 0
+    configs = [tomli.loads((outputs / name / "config.toml").read_text()) for name in ("distill_example", "alone")]
+    assert configs[0]["model"] == configs[1]["model"]

@@ -207,7 +207,6 @@ def refusal(tiny: TinyRun, *options: str) -> str:
         (["--distill.ratio=0.5"], "distill.ratio: needs a teacher: set teacher.path, or leave [distill] out"),
         (["--teacher.dtype=float32"], "teacher.path: is not set: name the weights of the teacher, or leave [teacher]"),
         (["--teacher.path=."], "distill.ratio: is 0, so the teacher has no effect: set it above 0, or leave [teacher]"),
-        (["--teacher.path=none", "--distill.ratio=1"], "teacher.path: no file or folder none"),
         (
             ["--teacher.path=.", "--distill.ratio=1", "--training.loss=a:b"],
             "distill.ratio: belongs to titanlite's own loss, and training.loss names another: leave [distill] out",
@@ -286,6 +285,12 @@ def test_sequences_that_are_too_long_for_the_teacher_are_refused(taught: tuple[T
     options = [*teacher_options(folder), "--training.seq_len=10000", "--model.args.max_seq_len=10000"]
     [line] = refusal(tiny, *options).splitlines()
     assert "has 8192 positions, and training.seq_len is 10000" in line
+
+
+def test_a_teacher_that_is_not_there_is_refused(tiny: TinyRun, tmp_path: Path) -> None:
+    assert refusal(tiny, *teacher_options(tmp_path / "none")) == f"teacher.path: no file or folder {tmp_path}/none"
+    (tmp_path / "empty").mkdir()
+    assert refusal(tiny, *teacher_options(tmp_path / "empty")).startswith("teacher.path: no good checkpoint in ")
 
 
 def test_a_command_that_opens_no_teacher_refuses_it(taught: tuple[TinyRun, Path]) -> None:

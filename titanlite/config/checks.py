@@ -42,7 +42,6 @@ def find_conflicts(config: Config, world_size: int | None, bad_keys: Collection[
             ("teacher", "distill", "training.loss"),
             lambda: find_teacher_conflicts(config.teacher, config.distill, config.training.loss),
         ),
-        (("teacher.path",), lambda: _existing("teacher.path", config.teacher.path)),
         (("data.tokenizer",), lambda: _tokenizer(config)),
         (("checkpoint.folder", "checkpoint.initial_load_path"), lambda: _checkpoint_places(config)),
         (("checkpoint", "job"), lambda: _local_folder(config)),
@@ -192,18 +191,12 @@ def _tokenizer(config: Config) -> Iterator[Conflict]:
 
 
 def _checkpoint_places(config: Config) -> Iterator[Conflict]:
-    folder = config.checkpoint.folder
-    if folder is not None and "://" in folder:
-        yield from _url("checkpoint.folder", folder)
-    yield from _existing("checkpoint.initial_load_path", config.checkpoint.initial_load_path)
-
-
-def _existing(key: str, place: str | None) -> Iterator[Conflict]:
-    """Yield a conflict if nothing is there. Of a URL, only the protocol is checked."""
-    if place is not None and "://" in place:
-        yield from _url(key, place)
-    elif place is not None and not os.path.exists(os.path.expanduser(place)):
-        yield key, f"no file or folder {place}"
+    places = {"folder": config.checkpoint.folder, "initial_load_path": config.checkpoint.initial_load_path}
+    for name, place in places.items():
+        if place is not None and "://" in place:
+            yield from _url(f"checkpoint.{name}", place)
+        elif name == "initial_load_path" and place is not None and not os.path.exists(os.path.expanduser(place)):
+            yield f"checkpoint.{name}", f"no file or folder {place}"
 
 
 def _local_folder(config: Config) -> Iterator[Conflict]:

@@ -1,0 +1,148 @@
+"""What a teacher brings: the same small student with and without one, at equal steps.
+
+    python benchmarks/bench_distill.py [--seeds 3] [--steps 100] [--teacher-steps 300] [--folder FOLDER] [--write]
+
+Trains the teacher of train_configs/distill_example.toml once, then the student of that file and the same student
+without the teacher, for each seed. Runs of one seed have the same initial weights and the same data in the same order.
+Prints the validation loss of each, and the difference. --write puts the table into docs/distill.md, and the picture
+beside it. With --folder, runs stay there, and finished ones are not repeated.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+from record import ROOT, add_record_option, record
+from soak_report import STYLE, round_ticks, svg_text
+
+from titanlite.config.load import load
+
+PAGE, PICTURE = ROOT / "docs" / "distill.md", ROOT / "docs" / "images" / "distill.svg"
+BEGIN, END = "<!-- from benchmarks/bench_distill.py --write: begin -->", "<!-- end -->"
+EXAMPLE, PLAIN = ROOT / "train_configs" / "distill_example.toml", ROOT / "train_configs" / "debug.toml"
+TEACHER = "--model.args={dim=256, n_layers=4, n_heads=4, n_kv_heads=2, hidden_dim=704}"
+VARIANTS = {"alone": "#1971c2", "distilled": "#d9480f"}
+LEFT, WIDTH, TOP, HEIGHT = 60, 620, 24, 300
+Curve = dict[int, float]
+"""Validation loss by step."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--teacher-steps", type=int, default=300)
+    parser.add_argument("--folder", type=Path)
+    parser.add_argument("--write", action="store_true", help="write docs/distill.md's table and picture")
+    add_record_option(parser)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as temporary:
+        measure(options, options.folder or Path(temporary))
+
+
+def measure(options: argparse.Namespace, folder: Path) -> None:
+    teacher = run(PLAIN, folder, "teacher", options.teacher_steps, TEACHER, f"--checkpoint.interval={10**6}")
+    args = load(EXAMPLE).model.args
+    shape = "--model.args={" + ", ".join(f"{name}={value}" for name, value in args.items()) + "}"
+    freq = max(1, options.steps // 4)
+    curves: dict[tuple[str, int], Curve] = {}
+    for seed in range(options.seeds):
+        same = [f"--debug.seed={seed}", f"--validation.freq={freq}", "--checkpoint.enable=false"]
+        curves["alone", seed] = run(PLAIN, folder, f"alone-{seed}", options.steps, shape, *same)
+        curves["distilled", seed] = run(
+            EXAMPLE, folder, f"distilled-{seed}", options.steps, f"--teacher.path={folder}/teacher", *same
+        )
+    losses = {name: [curves[name, seed][options.steps] for seed in range(options.seeds)] for name in VARIANTS}
+    gains = [alone - taught for alone, taught in zip(losses["alone"], losses["distilled"], strict=True)]
+    last = teacher[max(teacher)]
+    text = table(losses, gains, last)
+    print(text)
+    record(
+        options.record, name="validation loss of the debug student, alone - distilled", values=gains, unit="",
+        better="higher", aim="> 0",
+    )  # fmt: skip
+    if options.write:
+        PICTURE.write_text(picture(curves, last))
+        page = PAGE.read_text()
+        before, _, rest = page.partition(BEGIN)
+        PAGE.write_text(f"{before}{BEGIN}\n\n{text}\n{END}{rest.partition(END)[2]}")
+
+
+def run(config: Path, folder: Path, name: str, steps: int, *words: str) -> Curve:
+    """Train, unless the run is finished, and return its validation losses."""
+    file = folder / name / "validation.jsonl"
+    if not file.exists() or steps not in (curve := read(file)):
+        command = [
+            sys.executable, "-m", "titanlite", "train", str(config), f"--job.dump_folder={folder}",
+            f"--job.name={name}", f"--training.steps={steps}", "--metrics.enable_tensorboard=false", *words,
+        ]  # fmt: skip
+        environment = os.environ | {"PYTHONPATH": str(ROOT)}
+        subprocess.run(command, check=True, env=environment, stdout=subprocess.DEVNULL)
+        curve = read(file)
+    return curve
+
+
+def read(file: Path) -> Curve:
+    records = [json.loads(line) for line in file.read_text().splitlines()]
+    return {found["step"]: found["loss"] for found in records}
+
+
+def table(losses: Mapping[str, list[float]], gains: list[float], teacher: float) -> str:
+    """Return the table of docs/distill.md: one row a seed."""
+    lines = ["| seed | alone | distilled | alone - distilled |", "|---|---|---|---|"]
+    for seed, (alone, taught, gain) in enumerate(zip(*losses.values(), gains, strict=True)):
+        lines.append(f"| {seed} | {alone:.4f} | {taught:.4f} | {gain:+.4f} |")
+    means = [statistics.mean(values) for values in (*losses.values(), gains)]
+    lines.append(f"| mean | {means[0]:.4f} | {means[1]:.4f} | {means[2]:+.4f} |")
+    return "\n".join([*lines, "", f"The teacher's own validation loss is {teacher:.4f}.", ""])
+
+
+def picture(curves: Mapping[tuple[str, int], Curve], teacher: float) -> str:
+    """Return an SVG of all curves of validation loss. Colors suit light and dark pages."""
+    losses = [loss for curve in curves.values() for loss in curve.values()] + [teacher]
+    low, high = min(losses) - 0.1, max(losses) + 0.1
+    steps = max(step for curve in curves.values() for step in curve)
+    first = min(step for curve in curves.values() for step in curve)
+
+    def x(step: float) -> float:
+        return LEFT + WIDTH * (step - first) / (steps - first)
+
+    def y(loss: float) -> float:
+        return TOP + HEIGHT * (high - loss) / (high - low)
+
+    parts = [svg_text(LEFT, 14, "validation loss (nats a token), three seeds each", "title")]
+    for loss in round_ticks(low, high):
+        parts.append(f'<line class="grid" x1="{LEFT}" x2="{LEFT + WIDTH}" y1="{y(loss):.1f}" y2="{y(loss):.1f}"/>')
+        parts.append(svg_text(LEFT - 6, y(loss) + 4, f"{loss:g}", anchor="end"))
+    for step in sorted({step for curve in curves.values() for step in curve}):
+        parts.append(svg_text(x(step), TOP + HEIGHT + 18, f"{step}", anchor="middle"))
+    parts.append(svg_text(LEFT + WIDTH / 2, TOP + HEIGHT + 36, "optimizer step", anchor="middle"))
+    for (name, _), curve in curves.items():
+        points = " ".join(f"{x(step):.1f},{y(loss):.1f}" for step, loss in sorted(curve.items()))
+        parts.append(f'<polyline fill="none" stroke="{VARIANTS[name]}" stroke-width="2" points="{points}"/>')
+    ends = f'x1="{LEFT}" x2="{LEFT + WIDTH}" y1="{y(teacher):.1f}" y2="{y(teacher):.1f}"'
+    parts.append(f'<line stroke="#2f9e44" stroke-width="2" stroke-dasharray="6 4" {ends}/>')
+    for number, (label, stroke) in enumerate({**VARIANTS, "the teacher, at its end": "#2f9e44"}.items()):
+        line = TOP + 16 + 20 * number
+        begin = LEFT + WIDTH - 190
+        parts.append(
+            f'<line stroke="{stroke}" stroke-width="2" x1="{begin}" x2="{begin + 30}" y1="{line}" y2="{line}"/>'
+        )
+        parts.append(svg_text(begin + 38, line + 4, label))
+    width, height = LEFT + WIDTH + 20, TOP + HEIGHT + 48
+    size = f'width="{width}" height="{height}" viewBox="0 0 {width} {height}"'
+    title = "<title>Validation loss of a student with and without its teacher</title>"
+    body = "\n".join(parts)
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img">\n{title}\n<style>{STYLE}</style>\n{body}\n</svg>\n'
+    )
+
+
+if __name__ == "__main__":
+    main()
