@@ -219,7 +219,7 @@ def changed_trees(draw: st.DrawFn) -> str:
             break
         key = draw(st.sampled_from(sorted(table)))
         match draw(st.sampled_from(["rename", "move", "value", "new", "delete", "swap"])):
-            case "rename":
+            case "rename" if key:
                 at = draw(st.integers(0, len(key) - 1))
                 table[key[:at] + draw(st.sampled_from(["", "x", key[at] * 2])) + key[at + 1 :]] = table.pop(key)
             case "move":
