@@ -82,6 +82,8 @@ fast generation.py --runs 1 --dim 256 --layers 2 --vocab-size 2048 --new-tokens 
 full bench_rounding.py
 fast bench_rounding.py --steps 3
 bench bench_rounding.py --time
+full bench_distill.py
+fast bench_distill.py --seeds 1 --steps 4 --teacher-steps 4
 full bench_startup.py
 fast bench_startup.py --runs 1
 full plan_accuracy.py cpu

@@ -17,8 +17,8 @@ class StepObserver:
     def phase(self, name: str) -> None:
         """A phase begins.
 
-        In a start: data preparation, model, checkpoint load. In the loop: data, forward, backward, update, metrics,
-        validation, checkpoint. Then export and end.
+        In a start: data preparation, model, checkpoint load. In the loop: data, teacher, forward, backward, update,
+        metrics, validation, checkpoint. Then export and end.
         """
 
     def collective(self, category: str, unit: str) -> AbstractContextManager[None]:

@@ -1,6 +1,8 @@
 """The loss with a teacher against the plain formulas, what it holds in memory, and what a config of it refuses."""
 
+import json
 import re
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -293,6 +295,21 @@ def test_a_teacher_that_is_not_there_is_refused(tiny: TinyRun, tmp_path: Path) -
     assert refusal(tiny, *teacher_options(tmp_path / "none")) == f"teacher.path: no file or folder {tmp_path}/none"
     (tmp_path / "empty").mkdir()
     assert refusal(tiny, *teacher_options(tmp_path / "empty")).startswith("teacher.path: no good checkpoint in ")
+
+
+def test_a_config_can_describe_the_teacher(taught: tuple[TinyRun, Path]) -> None:
+    tiny, folder = taught
+    bare = shutil.copytree(folder / "checkpoints/step-00000004", tiny.folder / "bare" / "step-00000004")
+    manifest = json.loads((bare / "manifest.json").read_text())
+    del manifest["files"]["config.toml"], manifest["crc32"]
+    (bare / "manifest.json").write_text(json.dumps(manifest))
+    assert refusal(tiny, *teacher_options(bare)) == (
+        f"teacher.path: {bare} was saved without its config: name that of the run, with teacher.config"
+    )
+    described = [*teacher_options(bare), f"--teacher.config={tiny.toml}"]
+    resolved = preflight(tiny.config(*described), ALONE, CPU, open_teacher=open_teacher)
+    assert resolved.teacher is not None
+    assert resolved.teacher.spec == open_teacher(str(folder), None).spec
 
 
 def test_a_command_that_opens_no_teacher_refuses_it(taught: tuple[TinyRun, Path]) -> None:

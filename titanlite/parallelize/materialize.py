@@ -163,11 +163,12 @@ def check_memory(
         place = "this machine (it has no GPU)" if device.type == "cpu" else "this machine"
         place += f", for each of {local_world_size} processes," if local_world_size > 1 else ""
     if needed > available:
-        what, with_teacher = "the model does not fit", ""
+        what, with_teacher, or_offload = "the model does not fit", "", ""
         if len(parameters) > 1:
             what, with_teacher = "the model and the teacher do not fit", f" and the {parameters[1]:,} of the teacher"
+            or_offload = ", or set teacher.enable_cpu_offload = true" if device.type == "cuda" and not offload else ""
         raise UserError(
             f"{what}: parameters, gradients and optimizer states of its {parameters[0]:,} parameters{with_teacher} "
             f"take {needed / 2**30:,.1f} GiB on each process (sharded over {shard_degree}), and {place} has "
-            f"{available / 2**30:,.1f} GiB. Use more processes, a higher shard degree, or a smaller flavor"
+            f"{available / 2**30:,.1f} GiB. Use more processes, a higher shard degree, or a smaller flavor{or_offload}"
         )
