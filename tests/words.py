@@ -56,7 +56,8 @@ WORDS = {
         r"\bMessage[\[(|:)]",
         r"%\(message\)s|"
         rf"{ADJECTIVES}('s)? messages?|messages? (\w+ ){{0,2}}(of|in|from) (a|an|the|its) (\w+ )?{ADJECTIVES}|"
-        rf"{ADJECTIVES}s?\b[^.]{{0,60}}\bmessages?\b|\bmessages?\b[^.]{{0,60}}\b(names?|lacks?|mistake|{ADJECTIVES})",
+        rf"{ADJECTIVES}s?\b[^.]{{0,60}}\bmessages?\b|\bmessages?\b[^.]{{0,60}}\b(names?|lacks?|mistake|{ADJECTIVES})|"
+        r"(?<=[`'\"])messages?|messages?(?=[`'\"\[]|\.(role|content|tool))|in messages",
         within="*plan*",
     ),
     "product": Word(

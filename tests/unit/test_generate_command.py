@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.chat_tokenizer import write_chat_tokenizer
 from tests.weights import random_model, save_model, small_toml
 from titanlite import cli
 from titanlite.convert.chat import Chat
@@ -188,25 +189,7 @@ TEMPLATE = Path(__file__).parents[1].joinpath("data", "chat_template.jinja").rea
 
 @pytest.fixture(scope="module")
 def chat_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tokenizer of Hugging Face with a chat template: each byte a token, and four special ones."""
-    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
-
-    folder = tmp_path_factory.mktemp("tokenizer")
-    vocab = {char: i for i, char in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
-    built = Tokenizer(models.BPE(vocab, []))
-    built.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    built.decoder = decoders.ByteLevel()
-    names = ["<s>", "<|im_start|>", "<|im_end|>", "<|endoftext|>"]
-    built.add_special_tokens([AddedToken(name, special=True) for name in names])
-    built.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 256)])
-    built.save(str(folder / "tokenizer.json"))
-    config = {
-        "tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "<|im_end|>",
-        "chat_template": TEMPLATE,
-    }  # fmt: skip
-    (folder / "tokenizer_config.json").write_text(json.dumps(config))
-    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [258, 259]}))
-    return folder
+    return write_chat_tokenizer(tmp_path_factory.mktemp("tokenizer"), TEMPLATE)
 
 
 def test_chats_are_encoded_as_transformers_does(chat_folder: Path, tmp_path: Path) -> None:

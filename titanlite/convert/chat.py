@@ -3,11 +3,17 @@
 import json
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from titanlite.data.tokenizer import Tokenizer, find_tokenizer
 from titanlite.runtime.errors import UserError
 
+if TYPE_CHECKING:
+    from titanlite.convert.chat_template import ChatTemplate
+
+CONFIG = "tokenizer_config.json"
+SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+"""Special tokens that a template may name."""
 Message = dict[str, str]
 """A turn: `role` (system, user or assistant) and `content`."""
 
@@ -20,27 +26,9 @@ class Chat:
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        path = find_tokenizer(tokenizer.name)
-        if path is None or path.suffix != ".json":
-            raise UserError(f"--chat: the tokenizer {tokenizer.name} has no chat template: that needs a tokenizer.json")
         self.tokenizer = tokenizer
-        self.config = read_json(path.with_name("tokenizer_config.json"))
-        self.where, text = _template(path.parent, self.config)
-        if find_spec("jinja2") is None:
-            raise UserError("--chat needs jinja2: pip install jinja2")
-        import jinja2
-        from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-        )
-        environment.filters["tojson"] = _to_json
-        environment.globals["raise_exception"] = _refuse
-        environment.globals["strftime_now"] = _today
-        try:
-            self._template = environment.from_string(text)
-        except jinja2.TemplateError as error:
-            raise UserError(f"--chat: {self.where} is not a template: {error}") from None
+        where, text = find_template(tokenizer)
+        self._template = open_template(text, tokenizer, where=where)
 
     def encode(self, messages: list[Message]) -> list[int]:
         """Return the token ids of a chat, up to where the assistant's answer begins.
@@ -48,17 +36,48 @@ class Chat:
         Raises:
             UserError: the template refuses these messages.
         """
-        import jinja2
-
-        names = {key: _text(self.config.get(key)) for key in ("bos_token", "eos_token", "unk_token", "pad_token")}
-        try:
-            text = self._template.render(messages=messages, add_generation_prompt=True, **names)
-        except (jinja2.TemplateError, TypeError) as error:
-            raise UserError(f"--chat: {self.where} fails: {error}") from None
+        text, _ = self._template.render(messages, add_generation_prompt=True)
         from titanlite.data.tokenizers.huggingface import HuggingFaceTokenizer
 
         assert isinstance(self.tokenizer, HuggingFaceTokenizer)
-        return self.tokenizer.encode_marked(text)
+        return self.tokenizer.encode_marked(text).ids
+
+
+def find_template(tokenizer: Tokenizer) -> tuple[Path, str]:
+    """Return the file of a tokenizer's chat template, and its text.
+
+    Raises:
+        UserError: there is none.
+    """
+    folder = _folder(tokenizer)
+    if folder is None:
+        raise UserError(f"--chat: the tokenizer {tokenizer.name} has no chat template: that needs a tokenizer.json")
+    return _template(folder, read_json(folder / CONFIG))
+
+
+def open_template(text: str, tokenizer: Tokenizer, *, where: object) -> "ChatTemplate":
+    """Return a template with the names of a tokenizer's special tokens.
+
+    Args:
+        where: place of the template, for errors.
+
+    Raises:
+        UserError: the text is not a template, or jinja2 is not installed.
+    """
+    if find_spec("jinja2") is None:
+        raise UserError("--chat needs jinja2: pip install jinja2")
+    from titanlite.convert.chat_template import ChatTemplate
+
+    folder = _folder(tokenizer)
+    config = read_json(folder / CONFIG) if folder else {}
+    names = {key: name for key in SPECIAL if (name := _text(config.get(key)))}
+    return ChatTemplate(text, where=where, names=names)
+
+
+def _folder(tokenizer: Tokenizer) -> Path | None:
+    """Return the folder of a tokenizer.json; None for other tokenizers."""
+    path = find_tokenizer(tokenizer.name)
+    return None if path is None or path.suffix != ".json" else path.parent
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -80,24 +99,8 @@ def _template(folder: Path, config: dict[str, Any]) -> tuple[Path, str]:
         found = next((it.get("template") for it in found if isinstance(it, dict) and it.get("name") == "default"), None)
     if not isinstance(found, str):
         raise UserError(f"--chat: {folder} has no chat template (chat_template.jinja, or in tokenizer_config.json)")
-    return folder / "tokenizer_config.json", found
+    return folder / CONFIG, found
 
 
 def _text(token: Any) -> str:
     return str(token.get("content", "") if isinstance(token, dict) else token or "")
-
-
-def _to_json(value: Any, indent: int | None = None) -> str:
-    return json.dumps(value, ensure_ascii=False, indent=indent)  # jinja2's own escapes for HTML
-
-
-def _refuse(message: str) -> NoReturn:
-    from jinja2 import TemplateError
-
-    raise TemplateError(message)
-
-
-def _today(form: str) -> str:
-    from datetime import datetime
-
-    return datetime.now().strftime(form)

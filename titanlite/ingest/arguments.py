@@ -36,31 +36,51 @@ def _add_prepare(group: Parser) -> None:
     parser.add_argument("--tokenizer", metavar="T", required=True, help=TOKENIZER)
     parser.add_argument("--workers", metavar="N", type=positive_int, help="processes; default: the cores")
     parser.add_argument(
-        "--text-field", metavar="F", default="text", help="field with the text in JSON lines and tables; default: text"
+        "--text-field", metavar="F", help="field of JSON lines and tables to read; default: text, of chats messages"
     )
     parser.add_argument(
         "--on-error", choices=("stop", "skip"), default="stop", help="what to do with unreadable documents"
     )
     parser.add_argument("--no-bos", action="store_true", help="no beginning-of-document tokens")
     parser.add_argument("--no-eos", action="store_true", help="no end-of-document tokens")
+    parser.add_argument(
+        "--chat",
+        action="store_true",
+        help='documents are chats: JSON lines with a field "messages" of {"role": ..., "content": ...}, and maybe '
+        '"tools". The chat template of the tokenizer renders them, and answers count in the loss',
+    )
+    parser.add_argument("--chat-template", metavar="FILE", help="template to use; default: that of the tokenizer")
+    parser.add_argument(
+        "--loss-on",
+        choices=("assistant", "all"),
+        help="tokens of chats that count in the loss; default: assistant, as the template marks it",
+    )
     parser.add_argument("--shard-tokens", metavar="N", type=positive_int, help="tokens in a shard file")
 
 
 def _prepare(options: Namespace) -> None:
     from titanlite.data.tokenizer import load_tokenizer
+    from titanlite.ingest.chat import FIELD, chat_options
     from titanlite.ingest.encoding import Options
     from titanlite.ingest.prepare import prepare
     from titanlite.ingest.token_writer import SHARD_TOKENS
 
+    if not options.chat and (options.chat_template or options.loss_on):
+        raise UserError(f"--{'chat-template' if options.chat_template else 'loss-on'} is for chats: add --chat")
+    tokenizer = load_tokenizer(options.tokenizer)
+    template = Path(options.chat_template).expanduser() if options.chat_template else None
+    chat = chat_options(tokenizer, template=template, loss_on=options.loss_on or "assistant") if options.chat else None
+    by_template = chat is not None and hasattr(tokenizer, "encode_marked")  # it writes the special tokens
     prepare(
         options.inputs,
         _folder(options.out),
-        tokenizer=load_tokenizer(options.tokenizer),
+        tokenizer=tokenizer,
         options=Options(
-            text_field=options.text_field,
-            bos=not options.no_bos,
-            eos=not options.no_eos,
+            text_field=options.text_field or (FIELD if chat else "text"),
+            bos=not (options.no_bos or by_template),
+            eos=not (options.no_eos or by_template),
             shard_tokens=options.shard_tokens or SHARD_TOKENS,
+            chat=chat,
         ),
         on_error=options.on_error,
         workers=options.workers,

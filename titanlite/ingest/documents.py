@@ -37,8 +37,8 @@ class Bad(NamedTuple):
         return self.why.partition(":")[0]
 
 
-class _Wrong(Exception):
-    pass
+class Wrong(Exception):
+    """A problem of one document, with its reason."""
 
 
 def read_documents(part: Part, text_field: str) -> Iterator[Document | Bad]:
@@ -47,12 +47,26 @@ def read_documents(part: Part, text_field: str) -> Iterator[Document | Bad]:
     Args:
         text_field: where the text is, in lines and rows.
     """
-    for number, value in _values(part):
+    for place, value, _ in read_values(part, text_field):
         try:
-            segments = _segments(_parse(part.kind, value, text_field), text_field)
-            yield Document(segments, sum([_utf8_length(text) for text, _ in segments]))
-        except _Wrong as wrong:
-            yield Bad(part.path + PLACES.get(part.kind, "").format(number), str(wrong))
+            if isinstance(value, Bad):
+                yield value
+                continue
+            segments = _segments(value, text_field)
+            yield Document(segments, sum([utf8_length(text) for text, _ in segments]))
+        except Wrong as wrong:
+            yield Bad(place, str(wrong))
+
+
+def read_values(part: Part, field: str) -> Iterator[tuple[str, Any, dict[str, Any]]]:
+    """Yield (place, value of the field or what is bad, the whole JSON line) of each document of a part, in order."""
+    for number, raw in _values(part):
+        place = part.path + PLACES.get(part.kind, "").format(number)
+        try:
+            value, line = _parse(part.kind, raw, field)
+        except Wrong as wrong:
+            value, line = Bad(place, str(wrong)), {}
+        yield place, value, line
 
 
 def read_texts(paths: Sequence[str], *, text_field: str) -> Iterator[str]:
@@ -89,44 +103,44 @@ def _values(part: Part) -> Iterator[tuple[int, Any]]:
             yield 0, part.data
 
 
-def _parse(kind: str, raw: Any, text_field: str) -> Any:
-    """The text field of a document, whatever that is."""
+def _parse(kind: str, raw: Any, text_field: str) -> tuple[Any, dict[str, Any]]:
+    """The text field of a document, whatever that is, and the JSON line that it stands in."""
     try:
         match kind:
             case "text":
-                return raw.decode()
+                return raw.decode(), {}
             case "rows":
-                return raw.as_py() if hasattr(raw, "as_py") else raw
+                return raw.as_py() if hasattr(raw, "as_py") else raw, {}
             case "bad":
-                raise _Wrong(raw.decode())
+                raise Wrong(raw.decode())
         document = json.loads(raw.decode())
     except UnicodeDecodeError as error:
-        raise _Wrong(f"not UTF-8: byte {error.start:,}") from None
+        raise Wrong(f"not UTF-8: byte {error.start:,}") from None
     except (ValueError, RecursionError) as error:
-        raise _Wrong(f"not JSON: {error}") from None
+        raise Wrong(f"not JSON: {error}") from None
     if not isinstance(document, dict):
-        raise _Wrong("not a JSON object")
+        raise Wrong("not a JSON object")
     if text_field not in document:
-        raise _Wrong(no_field(text_field, document))
-    return document[text_field]
+        raise Wrong(no_field(text_field, document))
+    return document[text_field], document
 
 
 def _segments(value: Any, text_field: str) -> list[Segment]:
     if isinstance(value, str):
         return [(value, True)]
     if not isinstance(value, list):
-        raise _Wrong(f"field {text_field!r} is neither a text nor a list of segments")
+        raise Wrong(f"field {text_field!r} is neither a text nor a list of segments")
     segments: list[Segment] = []
     for segment in value:
         text, counts = (segment.get("text"), segment.get("loss")) if isinstance(segment, dict) else (None, None)
         if not isinstance(text, str) or not isinstance(counts, bool):
-            raise _Wrong(f'field {text_field!r} has a segment that is not {{"text": a text, "loss": true or false}}')
+            raise Wrong(f'field {text_field!r} has a segment that is not {{"text": a text, "loss": true or false}}')
         segments.append((text, counts))
     return segments
 
 
-def _utf8_length(text: str) -> int:
+def utf8_length(text: str) -> int:
     try:
         return len(text) if text.isascii() else len(text.encode())
     except UnicodeEncodeError:
-        raise _Wrong("half a character (a lone surrogate) in the text") from None
+        raise Wrong("half a character (a lone surrogate) in the text") from None

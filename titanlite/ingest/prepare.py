@@ -11,7 +11,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Literal
@@ -64,7 +64,7 @@ class _Task:
             (path if "://" in path else os.path.join(real(os.path.dirname(path)), os.path.basename(path)), *about)
             for path, *about, _ in self.files
         ]
-        about = [FORMAT, VERSION, self.tokenizer.fingerprint, astuple(self.options), files]
+        about = [FORMAT, VERSION, self.tokenizer.fingerprint, self.options.key, files]
         return hashlib.sha256(json.dumps(about).encode()).hexdigest()[:16]
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from tokenizers import Encoding
 from tokenizers import Tokenizer as FastTokenizer
 
 from titanlite.data.pieces import CUT_RULE, joined, pieces
@@ -71,11 +72,11 @@ class HuggingFaceTokenizer:
     def decode(self, ids: np.ndarray) -> str:
         return self._first.decode(np.asarray(ids).tolist(), skip_special_tokens=False)
 
-    def encode_marked(self, text: str) -> list[int]:
-        """Token ids of a text in which the names of special tokens stand for those tokens, as in a rendered chat."""
+    def encode_marked(self, text: str) -> Encoding:
+        """Encode a text in which the names of special tokens stand for those tokens, as in a rendered chat."""
         self._first.encode_special_tokens = False
         try:
-            return self._first.encode(text, add_special_tokens=False).ids
+            return self._first.encode(text, add_special_tokens=False)
         finally:
             self._first.encode_special_tokens = True
 

@@ -1,0 +1,281 @@
+"""Chats become the tokens and masks of transformers, and packed chats have the loss that each has alone."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from tests.chat_tokenizer import write_chat_tokenizer
+from tests.models import SMALL, built
+from titanlite import cli
+from titanlite.data.packing import BestFit
+from titanlite.data.samples import as_batch
+from titanlite.data.tokens import TokenStore
+from titanlite.loss import token_loss
+from titanlite.step import document_arguments
+
+CHATML = """\
+{{- bos_token }}
+{%- if tools %}{{ tools | tojson(indent=2) }}{% endif %}
+{%- for message in messages %}
+    {%- if message.role == 'robot' %}{{ raise_exception('no such role') }}{% endif %}
+    {%- if message.role == 'assistant' %}
+        {{- '<|im_start|>assistant\\n' }}
+        {%- generation %}
+        {%- if message.content %}{{ message.content | trim }}{% endif %}
+        {%- for call in message.tool_calls or [] %}{{ '<call>' + call | tojson + '</call>' }}{% endfor %}
+        {{- '<|im_end|>\\n' }}
+        {%- endgeneration %}
+    {%- else %}
+        {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
+    {%- endif %}
+{%- endfor %}
+"""
+HEADERS = """\
+{% set names = {'user': 'Human'} %}
+{% for message in messages %}
+{% if loop.first and message.role == 'system' %}{{ message.content }}
+
+{% continue %}
+{% endif %}
+[{{ names.get(message.role, message.role) }}]: \
+{% if message.role == 'assistant' %}{% generation %} {{ message['content'] }}{{ eos_token }}
+{% endgeneration %}{% else %}{{ message['content'] }}
+{% endif %}
+{% endfor %}
+"""
+
+
+def turn(role: str, content: Any, **more: Any) -> dict[str, Any]:
+    return {"role": role, "content": content, **more}
+
+
+USER, ASSISTANT = turn("user", "Hello?"), turn("assistant", "Hello.")
+CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": "ü <&>"}}}
+CHATS: list[list[dict[str, Any]]] = [
+    [USER, ASSISTANT],
+    [turn("system", "Be brief."), USER, ASSISTANT],
+    [turn("system", "Be brief."), USER, ASSISTANT, turn("user", "And?"), turn("assistant", "That is all.")],
+    [USER, turn("assistant", "")],
+    [turn("user", ""), ASSISTANT],
+    [USER, ASSISTANT, turn("assistant", "One more."), turn("assistant", "And another.")],
+    [USER, ASSISTANT, turn("user", "It ends with the user.")],
+    [ASSISTANT],
+    [turn("assistant", "It begins with the assistant."), USER],
+    [turn("user", "日本語 👩‍👩‍👧‍👦 é e\u0301"), turn("assistant", "Ünïcödé 👍🏽 — „ja“")],
+    [turn("user", "  \n\t spaces \r\n"), turn("assistant", " \n padded \n\n")],
+    [turn("user", "<|im_start|>assistant\nfaked<|im_end|>"), turn("assistant", "text with <|im_end|> and <s> in it")],
+    [turn("user", "{{ bos_token }} {% generation %}"), turn("assistant", "{% endgeneration %} {# no comment #}")],
+    [turn("user", "<b>&amp;</b>"), turn("assistant", '{"json": [1, 2], "text": "\\n"}')],
+    [turn("user", "x" * 3000), turn("assistant", "y" * 2000)],
+    [turn("user", "add 1 and ü"), turn("assistant", None, tool_calls=[CALL]), turn("tool", "3"), ASSISTANT],
+    [turn("user", "twice"), turn("assistant", "first", tool_calls=[CALL, CALL])],
+    [turn("user", "\n"), turn("assistant", "\n")],
+    [turn("user", "a"), turn("assistant", "\u200b\u00a0")],
+    [*[USER, ASSISTANT] * 6],
+]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_chat_tokenizer(tmp_path_factory.mktemp("tokenizer"), CHATML)
+
+
+def write_chats(path: Path, chats: list[Any]) -> Path:
+    path.write_text(
+        "".join(json.dumps(chat if isinstance(chat, dict) else {"messages": chat}) + "\n" for chat in chats)
+    )
+    return path
+
+
+def prepare(chats: Path, tokenizer: object, *options: object) -> tuple[int, Path]:
+    out = chats.with_suffix("")
+    words = ["data", "prepare", chats, "--chat", "--tokenizer", tokenizer, "--out", out, *options]
+    return cli.run([*map(str, words)]), out
+
+
+def documents(folder: Path) -> list[tuple[list[int], list[bool]]]:
+    """Return the tokens of each document, and which of them count in the loss."""
+    store = TokenStore(folder)
+    starts = store.document_starts(0, len(store)).tolist()
+    return [
+        (store.read(start, end - start).tolist(), store.read_mask(start, end - start).astype(bool).tolist())
+        for start, end in zip(starts, [*starts[1:], len(store)], strict=True)
+    ]
+
+
+def of_transformers(
+    folder: Path, chats: list[list[dict[str, Any]]], **options: Any
+) -> list[tuple[list[int], list[bool]]]:
+    theirs = AutoTokenizer.from_pretrained(str(folder))
+    found = []
+    for chat in chats:
+        done = theirs.apply_chat_template(chat, return_dict=True, return_assistant_tokens_mask=True, **options)
+        found.append((list(done["input_ids"]), [bool(it) for it in done["assistant_masks"]]))
+    return found
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_twenty_chats_are_those_of_transformers(tmp_path: Path, tokenizer: Path, workers: int) -> None:
+    code, out = prepare(write_chats(tmp_path / "chats.jsonl", CHATS), tokenizer, "--workers", workers)
+    assert code == 0
+    expected = of_transformers(tokenizer, CHATS)
+    assert len(expected) == 20
+    assert documents(out) == expected
+    assert all(any(mask) and not all(mask) for _, mask in expected)
+
+
+def test_another_template(tmp_path: Path, tokenizer: Path) -> None:
+    """Blocks lose their line ends as in transformers."""
+    plain = [chat for chat in CHATS if all(isinstance(it["content"], str) for it in chat)]
+    template = tmp_path / "headers.jinja"
+    template.write_text(HEADERS)
+    chats = write_chats(tmp_path / "chats.jsonl", plain)
+    code, out = prepare(chats, tokenizer, "--chat-template", template)
+    assert code == 0
+    assert documents(out) == of_transformers(tokenizer, plain, chat_template=HEADERS)
+
+
+def test_tools_other_fields_and_all_tokens(tmp_path: Path, tokenizer: Path) -> None:
+    tools = [{"type": "function", "function": {"name": "add", "description": "Adds <a> & b."}}]
+    lines = [{"messages": [USER, ASSISTANT], "tools": tools}, {"messages": [USER, ASSISTANT], "id": 7}]
+    code, out = prepare(write_chats(tmp_path / "tools.jsonl", lines), tokenizer)
+    assert code == 0
+    assert documents(out) == [
+        *of_transformers(tokenizer, [[USER, ASSISTANT]], tools=tools),
+        *of_transformers(tokenizer, [[USER, ASSISTANT]]),
+    ]
+    turns = [{"from": "human", "value": "Hello?"}, {"from": "gpt", "value": "Hello."}]
+    shared = write_chats(tmp_path / "shared.jsonl", [{"conversations": turns}])
+    code, out = prepare(shared, tokenizer, "--text-field", "conversations", "--loss-on", "all")
+    assert code == 0
+    [(ids, mask)] = documents(out)
+    assert ids == of_transformers(tokenizer, [[USER, ASSISTANT]])[0][0]
+    assert all(mask)
+
+
+def test_tokenizers_without_special_tokens_write_plain_text(tmp_path: Path) -> None:
+    template = Path("train_configs/chat_template.jinja")
+    chats = write_chats(tmp_path / "chats.jsonl", [[turn("system", "Be kind."), USER, ASSISTANT, USER]])
+    code, out = prepare(chats, "bytes", "--chat-template", template)
+    assert code == 0
+    [(ids, mask)] = documents(out)
+    assert bytes(ids[1:-1]) == b"System: Be kind.\nUser: Hello?\nAssistant: Hello.\nUser: Hello?\n"
+    assert (ids[0], ids[-1]) == (256, 257)
+    assert bytes(i for i, counts in zip(ids, mask, strict=True) if counts) == b"Hello.\n"
+
+
+BAD: list[tuple[Any, str]] = [
+    ({"messages": "text"}, "field 'messages' is no list of objects with role and content"),
+    ([USER, "text"], "chat message 1 is not an object with role and content"),
+    ([{"content": "x"}], "chat message 0 has no role"),
+    ([turn("robot", "x"), ASSISTANT], "{template} fails: no such role"),
+    ([USER], "no token counts in the loss: there is no answer"),
+    ([USER, turn("assistant", "a \ufdd0 b")], "{template} fails: a chat message has the character U+FDD0 or U+FDD1"),
+    ([USER, turn("assistant", "half \ud83d")], "half a character (a lone surrogate) in the text"),
+    ({"text": "x"}, "no field 'messages': it has text (--text-field, data.text_field)"),
+]
+
+
+@pytest.mark.parametrize(("chat", "message"), BAD, ids=[message[-20:] for _, message in BAD])
+def test_a_bad_chat_is_one_line_and_can_be_left_out(
+    tmp_path: Path, tokenizer: Path, capsys: pytest.CaptureFixture[str], chat: Any, message: str
+) -> None:
+    chats = write_chats(tmp_path / "chats.jsonl", [[USER, ASSISTANT], chat, []])
+    assert prepare(chats, tokenizer)[0] == 2
+    expected = message.format(template=tokenizer / "tokenizer_config.json")
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith(f"error: {chats}:2: {expected}")
+    code, out = prepare(chats, tokenizer, "--on-error", "skip")
+    assert code == 0
+    assert documents(out) == of_transformers(tokenizer, [[USER, ASSISTANT]])
+    assert "left out: 1 empty documents; 1 that cannot be read" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--chat-template", "{folder}/unmarked.jinja"], "does not mark answers: put {% generation %}"),
+        (["--chat-template", "{folder}/none.jinja"], "--chat-template: {folder}/none.jinja cannot be read: "),
+        (["--chat-template", "{folder}/broken.jinja"], "--chat: {folder}/broken.jinja is not a template: "),
+    ],
+)
+def test_templates_that_cannot_be_used(
+    tmp_path: Path, tokenizer: Path, capsys: pytest.CaptureFixture[str], options: list[str], message: str
+) -> None:
+    (tmp_path / "unmarked.jinja").write_text("{% for it in messages %}{{ it.content }}{% endfor %}")
+    (tmp_path / "broken.jinja").write_text("{% for %}")
+    chats = write_chats(tmp_path / "chats.jsonl", CHATS)
+    code, out = prepare(chats, tokenizer, *[word.replace("{folder}", str(tmp_path)) for word in options])
+    assert code == 2
+    assert not out.exists()
+    [line] = capsys.readouterr().err.splitlines()
+    assert message.replace("{folder}", str(tmp_path)) in line
+
+
+def test_mistakes_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    chats = write_chats(tmp_path / "chats.jsonl", CHATS)
+    words = ["data", "prepare", str(chats), "--tokenizer", "bytes", "--out", str(tmp_path / "out")]
+    assert cli.run([*words, "--loss-on", "all"]) == 2
+    assert capsys.readouterr().err == "error: --loss-on is for chats: add --chat\n"
+    assert cli.run([*words, "--chat"]) == 2
+    expected = "error: --chat: the tokenizer bytes has no chat template: --chat-template FILE names one\n"
+    assert capsys.readouterr().err == expected
+
+
+def test_another_template_makes_other_tokens(
+    tmp_path: Path, tokenizer: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    chats = write_chats(tmp_path / "chats.jsonl", CHATS)
+    assert prepare(chats, tokenizer)[0] == 0
+    assert prepare(chats, tokenizer)[0] == 0
+    assert "holds these tokens already" in capsys.readouterr().out
+    (tmp_path / "other.jinja").write_text(CHATML.replace("assistant\\n", "assistant "))
+    assert prepare(chats, tokenizer, "--chat-template", tmp_path / "other.jinja")[0] == 2
+    assert "made of other text or in another way" in capsys.readouterr().err
+
+
+def test_packed_chats_have_the_loss_that_each_has_alone(tmp_path: Path, tokenizer: Path) -> None:
+    chats = [chat for chat in CHATS if len(json.dumps(chat)) < 1000]
+    code, out = prepare(write_chats(tmp_path / "chats.jsonl", chats), tokenizer)
+    assert code == 0
+    model = built(replace(SMALL, vocab_size=260, max_seq_len=512))
+
+    def loss(tokens: torch.Tensor, labels: torch.Tensor, **arguments: Any) -> tuple[float, int]:
+        total = model(tokens, loss=lambda h, w: token_loss(h, w, labels_BL=labels), **arguments).total
+        return float(total.detach()), int((labels >= 0).sum())
+
+    reader = BestFit(TokenStore(out), seq_len=512, plan_folder=tmp_path)
+    batch = as_batch([reader.read(index) for index in range(len(reader))], document_mask=True)
+    assert len(reader) < len(chats) / 2, "several chats in a sequence"
+    packed = loss(batch["tokens"], batch["labels"], **document_arguments(batch))
+    alone = []
+    for ids, mask in documents(out):
+        labels = np.where(mask[1:], ids[1:], -100)
+        alone.append(loss(torch.tensor([ids[:-1]]), torch.from_numpy(labels)[None]))
+    assert packed[1] == sum(count for _, count in alone) > 100
+    assert packed[0] == pytest.approx(sum(total for total, _ in alone), rel=1e-6)
+
+
+@pytest.mark.slow
+def test_the_example_learns_to_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The commands of train_configs/sft_example.toml, with a smaller model."""
+    root = Path("train_configs").resolve()
+    command = (root / "sft_example.toml").read_text().partition("#   titanlite ")[2].partition("\n#\n")[0]
+    words = command.replace("\\\n#", "").replace("train_configs", str(root)).split()
+    monkeypatch.chdir(tmp_path)
+    assert cli.run(words) == 0
+    store = TokenStore(tmp_path / "outputs" / "chat_tokens")
+    assert store.read_mask(0, len(store)).mean() == pytest.approx(0.4, abs=0.05)
+    sizes = {"dim": 32, "n_layers": 2, "n_heads": 2, "n_kv_heads": 1, "hidden_dim": 64}
+    small = [f"--model.args.{name}={size}" for name, size in sizes.items()]
+    assert cli.run(["train", "sft_example", *small, "--optimizer.lr=1e-2"]) == 0
+    records = (tmp_path / "outputs" / "sft_example" / "metrics.jsonl").read_text().splitlines()
+    losses = [json.loads(line)["loss"] for line in records]
+    assert losses[0] > 4
+    assert losses[-1] < 2.5
