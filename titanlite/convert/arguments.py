@@ -104,10 +104,13 @@ def _add_import(checkpoint: Parser) -> None:
         default=[],
         help="leave out tensors that the model does not have",
     )
+    parser.add_argument(
+        "--layers", metavar="LIST", help="take these layers alone, such as 0,2,4-7; also of a checkpoint of titanlite"
+    )
 
 
 def _import(options: Namespace) -> None:
     from titanlite.convert.command import import_
 
-    names = "path", "out", "model", "flavor", "config", "dtype", "allow_unexpected"
+    names = "path", "out", "model", "flavor", "config", "dtype", "allow_unexpected", "layers"
     import_(**{name: getattr(options, name) for name in names})

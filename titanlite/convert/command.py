@@ -83,6 +83,7 @@ def import_(
     config: str | None,
     dtype: str | None,
     allow_unexpected: list[str],
+    layers: str | None,
 ) -> None:
     """Run the command with the options of its parser.
 
@@ -101,6 +102,7 @@ def import_(
             config=config,
             dtype=DTYPES[dtype] if dtype else None,
             allow_unexpected=allow_unexpected,
+            layers=layers,
         )
     except OSError as error:
         raise RunError(str(error)) from None

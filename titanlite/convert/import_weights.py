@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -26,9 +26,12 @@ from titanlite.checkpoint.manifest import Manifest, folder_name
 from titanlite.checkpoint.state import Difference, difference, model_state, to_globs
 from titanlite.checkpoint.storage import MANIFEST, Storage, open_storage
 from titanlite.config.load import dump
+from titanlite.config.schema import Config, Data
+from titanlite.convert.compress import depth_of
 from titanlite.convert.describe import resolve_source
 from titanlite.convert.reader import ForeignReader
-from titanlite.convert.weights import find_source, open_reader, table_of
+from titanlite.convert.source import Source, open_source, read_tensor
+from titanlite.convert.weights import ForeignSource, find_source, open_reader, table_of
 from titanlite.models.registry import ModelSpec
 from titanlite.runtime.console import progress_console
 from titanlite.runtime.errors import UserError
@@ -46,6 +49,7 @@ def import_weights(
     config: str | None,
     dtype: torch.dtype | None,
     allow_unexpected: Sequence[str],
+    layers: str | None = None,
 ) -> str:
     """Write weights of another format as a checkpoint of step 0, and return its place.
 
@@ -55,27 +59,30 @@ def import_weights(
         config: config with the model, instead of name and flavor.
         dtype: of parameters; None keeps that of the weights.
         allow_unexpected: globs of tensors to leave out.
+        layers: numbers of the layers to take, such as "0,2,4-7"; None takes all. With it, path may be a checkpoint of
+            ours, too.
 
     Raises:
         UserError: the weights are of another model, damaged or not safe to load, or the place is taken.
         OSError: the place cannot be written.
     """
-    source = find_source(path)
-    if source is None:
-        raise UserError(f"{path} holds no weights of another program. titanlite reads its own checkpoints as they are")
-    spec, resolved = resolve_source(source, model=model, flavor=flavor, config=config)
-    table = table_of(source, spec.model_cls)
-    reader = open_reader(source, table, spec, is_described=source.read_args(spec.model_cls) is not None)
+    teacher = _open(path, model, flavor, config, allow_unexpected, ours_too=layers is not None)
+    depth = None if layers is None else depth_of(layers, teacher.spec)
+    spec = teacher.spec if depth is None else depth.student(teacher.spec)
+    resolved = teacher.config
+    if depth:  # the run's other options are not the student's
+        data = Data(tokenizer=resolved.data.tokenizer)
+        resolved = Config(model=depth.model(resolved.model), data=data)
     tensors = {f"model.{name}": tensor for name, tensor in model_state(spec.build()).items()}
-    _check(reader, {name: it for name, it in tensors.items() if name not in reader.kept}, allow_unexpected)
+    theirs = {name: depth.teacher_name(name) if depth else name for name in tensors}
     storage, folder = _open_place(out)
-    kept = _initial_buffers(spec, reader.kept)
+    kept = _initial_buffers(spec, {name for name in tensors if theirs[name] in teacher.kept})
 
     def read(name: str) -> Tensor:
-        return kept[name] if name in kept else reader.read(name).to(dtype_of(name)).contiguous()
+        return kept[name] if name in kept else teacher.read(theirs[name]).to(dtype_of(name)).contiguous()
 
     def dtype_of(name: str) -> torch.dtype:
-        return kept[name].dtype if name in kept else dtype or reader.dtype(name)
+        return kept[name].dtype if name in kept else dtype or teacher.dtype(theirs[name])
 
     state = {  # views of one element: the writer asks for each tensor when it writes it
         name.removeprefix("model."): torch.empty((), dtype=dtype_of(name)).expand(tensor.shape)
@@ -84,6 +91,64 @@ def import_weights(
     settings = model_settings(resolved.model.title, spec.args)
     _write(storage, folder, state, read=read, settings=settings, config=dump(resolved))
     return storage.url_of(folder)
+
+
+class _Teacher(NamedTuple):
+    """Weights to import from, by the names of their model."""
+
+    spec: ModelSpec
+    config: Config
+    kept: set[str]
+    """Tensors that the source does not have: they keep their initial values."""
+    read: Callable[[str], Tensor]
+    dtype: Callable[[str], torch.dtype]
+
+
+def _open(
+    path: str,
+    model: str | None,
+    flavor: str | None,
+    config: str | None,
+    allow_unexpected: Sequence[str],
+    *,
+    ours_too: bool,
+) -> _Teacher:
+    if (source := find_source(path)) is not None:
+        return _foreign(source, model, flavor, config, allow_unexpected)
+    if not ours_too:
+        raise UserError(f"{path} holds no weights of another program. titanlite reads its own checkpoints as they are")
+    if model or flavor:
+        raise UserError("--model, --flavor: a checkpoint of titanlite names its model: leave them out")
+    return _of_ours(open_source(path, config=config))
+
+
+def _foreign(
+    source: ForeignSource, model: str | None, flavor: str | None, config: str | None, allow_unexpected: Sequence[str]
+) -> _Teacher:
+    spec, resolved = resolve_source(source, model=model, flavor=flavor, config=config)
+    table = table_of(source, spec.model_cls)
+    reader = open_reader(source, table, spec, is_described=source.read_args(spec.model_cls) is not None)
+    tensors = {f"model.{name}": tensor for name, tensor in model_state(spec.build()).items()}
+    _check(reader, {name: it for name, it in tensors.items() if name not in reader.kept}, allow_unexpected)
+    return _Teacher(
+        spec,
+        resolved,
+        reader.kept,
+        reader.read,
+        reader.dtype,
+    )
+
+
+def _of_ours(source: Source) -> _Teacher:
+    assert source.config is not None, "checkpoints of ours have one"
+    entries: dict[str, Any] = source.metadata.state_dict_metadata
+    return _Teacher(
+        source.spec,
+        source.config,
+        set(),
+        lambda name: read_tensor(source, name.removeprefix("model.")),
+        lambda name: entries[name].properties.dtype,
+    )
 
 
 def _check(reader: ForeignReader, tensors: dict[str, Tensor], allow_unexpected: Sequence[str]) -> None:
