@@ -166,7 +166,7 @@ def _open_teacher(
             config.teacher, open_teacher, student=student, tokenizer=tokenizer, seq_len=config.training.seq_len
         ),
     )
-    model = teacher_model(teacher, seq_len=config.training.seq_len) if teacher else None
+    model = teacher_model(teacher.spec, seq_len=config.training.seq_len) if teacher else None
     if model is not None:
         report.attempt("teacher.path", ["data.document_mask"], lambda: _check_documents(model, config.data))
     return teacher, model

@@ -144,8 +144,8 @@ def build_teacher(
         UserError: the weights are of another model or damaged, or not the same on all ranks.
     """
     check_same_everywhere(fingerprint(source), "teacher.path: the teacher", group=world_group(mesh))
-    model = teacher_model(source, seq_len=training.seq_len)
-    full, causal = (forward_flops(source, training.seq_len, causal=causal) for causal in (False, True))
+    model = teacher_model(source.spec, seq_len=training.seq_len)
+    full, causal = (forward_flops(source.spec, training.seq_len, causal=causal) for causal in (False, True))
     count = sum(parameter.numel() for _, parameter in unique_parameters(model))
     parallelize_teacher(
         model, config, mesh=mesh, kernels=kernels, parallelism=parallelism, training=training, compile=compile

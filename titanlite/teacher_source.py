@@ -52,21 +52,20 @@ class OpenTeacher(Protocol):
     def __call__(self, path: str, config: str | None, /) -> TeacherSource: ...
 
 
-def teacher_model(source: TeacherSource, *, seq_len: int) -> Model:
+def teacher_model(spec: ModelSpec, *, seq_len: int) -> Model:
     """Return the teacher on the meta device, with its parameters frozen.
 
     Args:
         seq_len: of training, for which tables of positions are made.
     """
-    spec = source.spec
     if isinstance(spec.args, DecoderArgs):  # others may have parameters for each position
         spec = spec._replace(args=replace(spec.args, max_seq_len=seq_len))
     return spec.build().requires_grad_(False)
 
 
-def forward_flops(source: TeacherSource, seq_len: int, *, causal: bool = False) -> float:
+def forward_flops(spec: ModelSpec, seq_len: int, *, causal: bool = False) -> float:
     """Floating point operations of the teacher's forward pass for one token: a third of those of training it."""
-    model = teacher_model(source, seq_len=seq_len).requires_grad_(True)
+    model = teacher_model(spec, seq_len=seq_len).requires_grad_(True)
     return model.flops_per_token(seq_len, causal=causal) / 3
 
 

@@ -6,16 +6,17 @@ from typing import Any
 
 from titanlite.config.schema import Config, Degrees, Offload
 from titanlite.data.tokenizer import load_tokenizer
-from titanlite.models.base import Model
+from titanlite.models.base import Model, ModelArgs
 from titanlite.models.registry import ModelSpec
-from titanlite.parallelize.lora import choose_trained
+from titanlite.plan import teacher as teachers
+from titanlite.plan.depth import can_vary, period_of, trained_model
 from titanlite.plan.memory import Profile, extend, profile
-from titanlite.plan.time import Kernel, StepTime, Unit, collective_time, offload_time, step_time
+from titanlite.plan.time import Kernel, StepTime, Unit, collective_time, copy_time, offload_time, step_time
 from titanlite.plan.trace import trace_step
 from titanlite.plan.workload import Traffic, Workload, extend_workload, traffic_of, workload_of
 from titanlite.preflight import select_model
-from titanlite.runtime.errors import ConfigError
 from titanlite.runtime.hardware import Hardware
+from titanlite.teacher_source import forward_flops
 
 OUTSIDE = 2 * 2**30
 """Bytes of a GPU that PyTorch cannot reserve: the CUDA context and the buffers of NCCL. On 8 H100s, 1.06 GB with one
@@ -152,36 +153,72 @@ def trace(config: Config, layout: Layout, *, whole: bool = False) -> Trace:
         UserError: as `plan`.
     """
     spec = model_of(config)
-    whole_depth = depth = len(spec.build().layers)
-    period = _period(config)
+    depth = len(spec.build().layers)
+    period = period_of(config)
     edge = max(2, period)
     few = 2 * edge + (depth - 2 * edge) % period
     shapes: list[Any] = [spec.args]
     whole &= layout.is_gpu and not config.compile.enable
     is_short = config.activation_checkpoint.mode != "per_block" and not whole
-    if is_short and depth > few + period and _can_vary(spec, config, few):
+    if is_short and depth > few + period and can_vary(spec, config, few):
         varied: Any = spec.args
         shapes = [replace(varied, n_layers=few), replace(varied, n_layers=few + period)]
+    guide = teachers.teacher_spec(config.teacher, seq_len=config.training.seq_len)
+    guides = teachers.few_blocks(guide) if guide and not whole else [guide]
+    steps = [(shape, guides[0]) for shape in shapes] + [(shapes[-1], it) for it in guides[1:]]
+    traces = [_traced(config, spec.model_cls, shape, it, layout) for shape, it in steps]
+    found = traces[0]
+    if len(shapes) > 1:
+        found = _extended(*traces[:2], blocks=depth, edge=edge, period=period)
+    if guide and len(guides) > 1:
+        found = _with_teacher(found, *traces[-2:], blocks=len(guide.build().layers) - teachers.FEW)
+    return _with_disk(found, config.offload)
+
+
+def _traced(
+    config: Config, model_cls: type[Model], args: ModelArgs, teacher: ModelSpec | None, layout: Layout
+) -> Trace:
+    """Trace a step of the whole model of these arguments, and the whole teacher."""
     fuse = config.compile.enable and layout.is_gpu
     _, accumulation = config.training.batch_split(config.parallelism.degrees(layout.world_size).data_parallel)
-    hidden = list(ON_HOST) if config.training.enable_cpu_offload and layout.is_gpu else []
-    hidden += [category for category, place in places_of_states(config.offload).items() if place == "disk"]
-    profiles, workloads, traffics = [], [], []
-    for shape in shapes:
-        traced = trace_step(config, spec.model_cls, shape, world_size=layout.world_size, gpu=layout.is_gpu)
-        depth = traced.blocks
-        profiles.append(profile(traced.recorder, depth, gpu=layout.is_gpu, compiled=fuse, hidden=hidden))
-        workloads.append(workload_of(traced.recorder, fuse=fuse, gpus_per_node=layout.gpus_per_node))
-        traffics.append(traffic_of(traced.recorder, traced=traced.micro_batches, accumulation=accumulation))
-    if len(shapes) == 1:
-        return _with_disk(Trace(profiles[0], workloads[0], traffics[0]), config.offload)
-    factor = (whole_depth - depth) / period
-    extended = Trace(
-        extend(profiles[0], profiles[1], whole_depth, edge),
-        extend_workload(*workloads, blocks=whole_depth, few=depth, edge=edge, period=period),
-        {key: round(size + (size - traffics[0].get(key, 0)) * factor) for key, size in traffics[1].items()},
+    traced = trace_step(config, model_cls, args, world_size=layout.world_size, gpu=layout.is_gpu, teacher=teacher)
+    return Trace(
+        profile(traced.recorder, traced.blocks, gpu=layout.is_gpu, compiled=fuse, hidden=_hidden(config, layout)),
+        workload_of(traced.recorder, fuse=fuse, gpus_per_node=layout.gpus_per_node),
+        traffic_of(traced.recorder, traced=traced.micro_batches, accumulation=accumulation),
     )
-    return _with_disk(extended, config.offload)
+
+
+def _hidden(config: Config, layout: Layout) -> list[str]:
+    """Return the categories that are not in the device's memory."""
+    hidden = on_host(config) if layout.is_gpu else []
+    return hidden + [category for category, place in places_of_states(config.offload).items() if place == "disk"]
+
+
+def on_host(config: Config) -> list[str]:
+    """Return the categories that CPU offload keeps in host memory, unless they are on disk."""
+    return [*(ON_HOST if config.training.enable_cpu_offload else ()), *["teacher"] * config.teacher.enable_cpu_offload]
+
+
+def _extended(small: Trace, large: Trace, *, blocks: int, edge: int, period: int) -> Trace:
+    """Return the trace of a model with more blocks; arguments as of `extend_workload`."""
+    few = large.profile.blocks
+    factor = (blocks - few) / period
+    return Trace(
+        extend(small.profile, large.profile, blocks, edge),
+        extend_workload(small.workload, large.workload, blocks=blocks, few=few, edge=edge, period=period),
+        {key: round(size + (size - small.traffic.get(key, 0)) * factor) for key, size in large.traffic.items()},
+    )
+
+
+def _with_teacher(traced: Trace, fewer: Trace, more: Trace, *, blocks: int) -> Trace:
+    """Return the trace with further blocks of the teacher; arguments as of `teacher.extend_profile`."""
+    return replace(
+        traced,
+        profile=teachers.extend_profile(traced.profile, fewer=fewer.profile, more=more.profile, blocks=blocks),
+        workload=replace(traced.workload, units=teachers.extend_units(traced.workload.units, blocks)),
+        traffic=teachers.extend_traffic(traced.traffic, fewer=fewer.traffic, more=more.traffic, blocks=blocks),
+    )
 
 
 def places_of_states(offload: Offload) -> dict[str, str]:
@@ -201,7 +238,7 @@ def _with_disk(traced: Trace, offload: Offload) -> Trace:
 def estimate(traced: Trace, config: Config, layout: Layout) -> Plan:
     """Estimate memory and time of a traced step on this hardware."""
     training, hardware = config.training, layout.hardware
-    model, workload = _trained_model(model_of(config), config), traced.workload
+    model, workload = trained_model(model_of(config), config), traced.workload
     degrees = config.parallelism.degrees(layout.world_size)
     micro_batch_size, accumulation = training.batch_split(degrees.data_parallel)
     time = step_time(
@@ -214,14 +251,21 @@ def estimate(traced: Trace, config: Config, layout: Layout) -> Plan:
     waiting = sum(collective_time(it, hardware, layout.gpus_per_node) for it in workload.whole)
     time = replace(time, total=time.total + waiting, exposed=time.exposed + waiting)
     phases, host, disk = traced.profile.phases, 0, sum(traced.on_disk.values())
+    added = 0.0
     if training.enable_cpu_offload and layout.is_gpu:
         host = sum(traced.profile.most(category) for category in ON_HOST)
         parameters = traced.profile.most("parameters") + traced.on_disk.get("parameters", 0)
         added = offload_time(parameters, host + disk, hardware=hardware, accumulation=accumulation)
+    if config.teacher.enable_cpu_offload and layout.is_gpu:
+        shards = traced.profile.most("teacher")
+        host, added = host + shards, added + accumulation * copy_time(shards, hardware)
+    if gone := on_host(config) if layout.is_gpu else []:
         time = replace(time, total=time.total + added)
-        phases = {name: {**sizes, **dict.fromkeys(ON_HOST, 0)} for name, sizes in phases.items()}
+        phases = {name: {**sizes, **dict.fromkeys(gone, 0)} for name, sizes in phases.items()}
     tokens = training.global_batch_size * training.seq_len
     model_flops = model.flops_per_token(training.seq_len) * tokens
+    if guide := teachers.teacher_spec(config.teacher, seq_len=training.seq_len):
+        model_flops += forward_flops(guide, training.seq_len) * tokens
     peak = {"bfloat16": hardware.bf16_flops, "float32": hardware.fp32_flops}[training.mixed_precision_param]
     return Plan(
         phases=phases,
@@ -246,31 +290,3 @@ def estimate(traced: Trace, config: Config, layout: Layout) -> Plan:
 
 def _kernels(units: Iterable[Unit]) -> Iterable[Kernel]:
     return (kernel for unit in units for kernel in (*unit.forward, *unit.backward))
-
-
-def _period(config: Config) -> int:
-    """Number of blocks after which activation checkpointing repeats."""
-    options = config.activation_checkpoint
-    every_nth = options.selective_ac_option
-    return every_nth if options.mode == "selective" and isinstance(every_nth, int) else 1
-
-
-def _can_vary(spec: ModelSpec, config: Config, few: int) -> bool:
-    """Return True if the number of blocks can be changed to a few, and all blocks train the same parameters."""
-    layers = _trained_model(spec, config).layers
-    if getattr(spec.args, "n_layers", None) != len(layers):
-        return False
-    shapes = [[(name, p.shape, p.requires_grad) for name, p in block.named_parameters()] for block in layers]
-    args: Any = spec.args
-    try:
-        _trained_model(spec._replace(args=replace(args, n_layers=few)), config)
-    except ConfigError:  # a pattern names a block beyond the few
-        return False
-    return all(shape == shapes[0] for shape in shapes)
-
-
-def _trained_model(spec: ModelSpec, config: Config) -> Model:
-    """Return the model with its adapters, and its frozen parameters marked."""
-    model = spec.build()
-    choose_trained(model, freeze_config=config.freeze, lora=config.lora)
-    return model

@@ -38,12 +38,15 @@ def grow(one: Unit, two: Unit, further: float, hardware: Hardware) -> Unit:
     return replace(one, forward=grown(one.forward, two.forward), backward=grown(one.backward, two.backward))
 
 
-def lay_out(unit: Unit, degrees: Degrees, *, reshard: str, reduce_once: bool, gpus_per_node: int) -> Unit:
+def lay_out(
+    unit: Unit, degrees: Degrees, *, reshard: str, reduce_once: bool, gpus_per_node: int, stays_gathered: bool = False
+) -> Unit:
     """Return the unit with the collectives of another layout, from those of full sharding.
 
     Args:
         reshard: the option fsdp_reshard_after_forward.
         reduce_once: whether gradients are reduced after the last micro-batch only.
+        stays_gathered: whether the unit is gathered in the first step only.
     """
     shards = Group(degrees.shard, min(degrees.shard, gpus_per_node))
     replicas = Group(degrees.replicate, max(1, min(degrees.replicate, gpus_per_node // degrees.shard)))
@@ -57,7 +60,7 @@ def lay_out(unit: Unit, degrees: Degrees, *, reshard: str, reduce_once: bool, gp
     all_reduce = tuple(Collective("all_reduce", each.bytes // degrees.shard, replicas) for each in gradients)
     return replace(
         unit,
-        gather=over_shards(unit.gather),
+        gather=() if stays_gathered else over_shards(unit.gather),
         gather_again=() if reshard == "never" else over_shards(unit.gather_again),
         reduce=() if reduce_once else over_shards(gradients),
         all_reduce=(

@@ -7,7 +7,7 @@ from typing import Any
 import tomlkit
 
 from titanlite.config.schema import Config
-from titanlite.plan.estimate import OUTSIDE, Layout, Plan
+from titanlite.plan.estimate import OUTSIDE, Layout, Plan, on_host
 from titanlite.plan.memory import Breakdown
 from titanlite.plan.search import Found, Options
 
@@ -34,7 +34,7 @@ def plan_lines(planned: Plan, config: Config) -> Iterator[str]:
         if size:
             yield f"           {category:15s}{size / GIB:8.2f} GiB{size / planned.peak:7.0%}"
     if planned.host:
-        yield f"           in host memory {planned.host / GIB:8.2f} GiB: parameters, gradients, optimizer"
+        yield f"           in host memory {planned.host / GIB:8.2f} GiB: {', '.join(on_host(config))}"
         yield (
             f"           host memory of a node: {planned.host_of_node / GIB:,.0f} GiB of "
             f"{hardware.node_memory / GIB:,.0f}, without data, checkpoints and the system"

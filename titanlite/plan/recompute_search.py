@@ -17,7 +17,7 @@ import numpy as np
 
 from titanlite.config.recompute import RecomputePolicy
 from titanlite.config.schema import ActivationCheckpoint, Config
-from titanlite.plan.estimate import ON_HOST, OUTSIDE, Layout, Trace, trace
+from titanlite.plan.estimate import OUTSIDE, Layout, Trace, on_host, trace
 from titanlite.plan.memory import Profile, block_of
 from titanlite.plan.time import Kernel, kernel_time
 from titanlite.runtime.errors import UserError
@@ -85,7 +85,7 @@ def choose_policies(config: Config, layout: Layout, *, budget: int) -> PolicyCho
     Raises:
         UserError: no choice fits.
     """
-    hidden = ON_HOST if layout.is_gpu and config.training.enable_cpu_offload else ()
+    hidden = on_host(config) if layout.is_gpu else ()
     uniform: dict[RecomputePolicy, Trace] = {
         policy: trace(config.model_copy(update={"activation_checkpoint": UNIFORM[policy]}), layout)
         for policy in POLICIES

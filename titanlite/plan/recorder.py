@@ -32,11 +32,11 @@ from titanlite.runtime.private_torch.tracing import (
 aten = torch.ops.aten
 CATEGORIES: tuple[str, ...] = (
     *("parameters", "gradients", "optimizer", "activations"),
-    *("logits", "all-gather", "reduce-scatter", "other"),
+    *("logits", "all-gather", "reduce-scatter", "other", "teacher"),
 )
 """Categories of memory. all-gather: gathered parameters and their buffers. reduce-scatter: gradients of whole
 parameters, until they are reduced, and their buffers. other: gradients of activations, temporary tensors of the
-optimizer, inputs, tables."""
+optimizer, inputs, tables. teacher: its parameters."""
 
 
 @dataclass
@@ -145,7 +145,7 @@ class Recorder(TorchDispatchMode, StepObserver):
         self._groups[group.group_name] = axis, tuple(dist.get_process_group_ranks(group))
 
     def phase(self, name: str) -> None:
-        if name in ("forward", "backward"):
+        if name in ("forward", "backward", "teacher"):
             return  # the FSDP units have phases of their own
         self.time += 1
         self.phases.append((self.time, name))

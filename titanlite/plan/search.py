@@ -19,20 +19,26 @@ import torch
 from titanlite.config.schema import Config, Degrees
 from titanlite.cpu.settings import cores
 from titanlite.parallelize.float8 import choose_layers
+from titanlite.plan import teacher as teachers
 from titanlite.plan.estimate import ON_HOST, Layout, Plan, Trace, estimate, model_of, trace
 from titanlite.plan.layouts import all_degrees, full_sharding, grow, lay_out, reductions
+from titanlite.plan.teacher import is_teacher
 from titanlite.plan.time import collective_time, offload_time, step_time
 from titanlite.runtime.errors import UserError
 
 MODES = ("none", "selective", "full")
+RESHARD, TEACHER = ("default", "never"), ("always", "never")
+"""Values of `parallelism.` and `teacher.fsdp_reshard_after_forward`; the first needs least memory."""
 LARGEST_BATCH = 16
 """Most sequences in a forward pass that are tried."""
 GIB = 2**30
 WORTH = 1.005
 """Least speed-up for which a candidate that needs more memory is listed beside one that needs less."""
 
+Sharding = tuple[Degrees, str, str | None]
+"""Degrees, and when gathered parameters of the model and of the teacher are freed."""
 Options = dict[str, Any]
-"""Dotted key -> value, as in the TOML file."""
+"""Values by dotted key."""
 Traces = dict[tuple[str, bool, int], Trace]
 """Traces of full sharding, by (recompute mode, float8, local batch size)."""
 
@@ -48,6 +54,8 @@ class Candidate:
     offload: bool
     degrees: Degrees
     reshard: str
+    teacher: str | None = None
+    """`teacher.fsdp_reshard_after_forward`; None without a teacher."""
     tokens_per_second: float = 0.0
     reserved: float = 0.0
     """Bytes."""
@@ -63,8 +71,8 @@ class Candidate:
 
     @property
     def title(self) -> str:
-        words = [f"{self.degrees}", f"reshard {self.reshard}"]
-        words += [f"recompute {self.mode}", f"local batch {self.batch}"]
+        words = [f"{self.degrees}", f"reshard {self.reshard}", f"recompute {self.mode}", f"local batch {self.batch}"]
+        words += [f"teacher {self.teacher}"] if self.teacher else []
         words += ["float8"] * self.float8 + ["CPU offload"] * self.offload
         return ", ".join(words)
 
@@ -133,6 +141,7 @@ class _Search:
         self.reduce_once = config.parallelism.fsdp_reduce_gradients == "last"
         self.batches = [size for size in range(1, min(share, LARGEST_BATCH) + 1) if share % size == 0]
         can_float8 = config.compile.enable and layout.hardware.fp8_flops is not None and _has_layers_for_float8(config)
+        self.policies = TEACHER if config.teacher.path else (None,)
         self.float8 = [False, True] if can_float8 else [False]
 
     def run(self, count: int) -> Found:
@@ -164,14 +173,14 @@ class _Search:
         futures = {}
         for mode, float8, batch in keys:
             degrees = full_sharding(self.layout.world_size)
-            options = self._options(mode, float8, batch, degrees, "default", offload=False)
+            options = self._options(mode, float8, batch, (degrees, RESHARD[0], self.policies[0]), offload=False)
             futures[mode, float8, batch] = self._submit(with_options(self.config, options))
         return {key: future.result() for key, future in futures.items()}
 
-    def _options(
-        self, mode: str, float8: bool, batch: int, degrees: Degrees, reshard: str, *, offload: bool
-    ) -> Options:
+    def _options(self, mode: str, float8: bool, batch: int, sharding: Sharding, *, offload: bool) -> Options:
+        degrees, reshard, teacher = sharding
         return {
+            **({"teacher.fsdp_reshard_after_forward": teacher} if teacher else {}),
             **{f"parallelism.data_parallel_{axis}_degree": degree for axis, degree in degrees._asdict().items()},
             "parallelism.fsdp_reshard_after_forward": reshard,
             "activation_checkpoint.mode": mode,
@@ -185,9 +194,10 @@ class _Search:
     def _candidates(self, *, offload: bool) -> Iterator[Candidate]:
         world = self.layout.world_size
         for degrees, mode, float8, batch in product(all_degrees(world), MODES, self.float8, self.batches):
-            for reshard in ("default", "never") if degrees.shard > 1 else ("default",):
-                options = self._options(mode, float8, batch, degrees, reshard, offload=offload)
-                yield Candidate(options, mode, batch, float8, offload, degrees, reshard)
+            several = degrees.shard > 1
+            for reshard, teacher in product(RESHARD if several else RESHARD[:1], self.policies[: 1 + several]):
+                options = self._options(mode, float8, batch, (degrees, reshard, teacher), offload=offload)
+                yield Candidate(options, mode, batch, float8, offload, degrees, reshard, teacher)
 
     def _expect(self, it: Candidate, traces: Traces) -> Candidate:
         """Return the candidate with its expected memory and time."""
@@ -202,7 +212,8 @@ class _Search:
         reserved = without + further * (grown - without) + self._held_gradients(one, it.batch)
         states = sum(one.profile.most(category) for category in ON_HOST)
         host = states * world / it.degrees.shard if it.offload else 0.0
-        gathered = sum(it.bytes for unit in one.workload.units for it in unit.gather)
+        gathered = sum(it.bytes for unit in one.workload.units for it in unit.gather if not is_teacher(unit))
+        reserved += teachers.kept_bytes(one.profile, one.workload, it.teacher, shard=it.degrees.shard, world=world)
         reserved += -states if it.offload else states * (world / it.degrees.shard - 1)
         if world > 1 and (it.reshard == "never" or it.degrees.shard == 1):
             reserved += gathered
@@ -213,6 +224,7 @@ class _Search:
                 reshard=it.reshard,
                 reduce_once=self.reduce_once,
                 gpus_per_node=per_node,
+                stays_gathered=it.teacher == "never" and is_teacher(of_one),
             )
             for of_one, of_two in zip(one.workload.units, two.workload.units, strict=True)
         ]

@@ -200,6 +200,11 @@ def offload_time(parameters: float, states: float, *, hardware: Hardware, accumu
     return accumulation * transfers + 1.75 * states / HOST_MEMORY
 
 
+def copy_time(size: float, hardware: Hardware) -> float:
+    """Return the seconds that a copy of so many bytes from host memory to the device takes."""
+    return size / ((hardware.rates or Rates()).to_device or HOST_LINK)
+
+
 class _Pass(NamedTuple):
     """Forward or backward of a unit, in seconds."""
 

@@ -19,6 +19,7 @@ from titanlite.cpu.kernels import CpuKernels
 from titanlite.kernels import Kernels
 from titanlite.loss import build_loss
 from titanlite.models.base import Model, ModelArgs, build_on_meta, unique_parameters
+from titanlite.models.registry import ModelSpec
 from titanlite.optim import build_optimizer, check_optimizer
 from titanlite.optim.in_backward import InBackward
 from titanlite.parallelize import build_mesh, parallelize
@@ -28,6 +29,7 @@ from titanlite.parallelize.materialize import allocate
 from titanlite.parallelize.mesh import axis_sizes, data_parallel_rank, loss_group, world_group
 from titanlite.plan.gpu_kernels import GpuKernels
 from titanlite.plan.recorder import Recorder
+from titanlite.plan.teacher import PREFIX
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.private_torch.fsdp import observe_fsdp
 from titanlite.runtime.private_torch.operators import fused_adamw_
@@ -39,7 +41,11 @@ from titanlite.runtime.private_torch.tracing import (
     without_fake_tensors,
 )
 from titanlite.step import train_step
+from titanlite.teacher import Teacher, parallelize_teacher
+from titanlite.teacher_source import teacher_model
 
+BACKEND = "aot_eager_decomp_partition"
+"""Backend of torch.compile in a trace."""
 MICRO_BATCHES = 2
 """Number of traced micro-batches: the second adds to gradients of the first, and further ones are like the second."""
 
@@ -62,12 +68,14 @@ def trace_step(
     world_size: int,
     gpu: bool,
     steps: int = 1,
+    teacher: ModelSpec | None = None,
 ) -> StepTrace:
     """Trace a step whose optimizer has its states already.
 
     Args:
         gpu: whether the kernels are those of an NVIDIA GPU, or those of this machine's CPU.
         steps: number of recorded steps; all are alike.
+        teacher: model of the teacher, if the config has one.
 
     Raises:
         UserError: the model, the loss or the optimizer needs values, which fake tensors lack.
@@ -86,7 +94,8 @@ def trace_step(
     ):
         warnings.simplefilter("ignore")
         model, mesh = parallelized(config, model_cls, args, world_size=world_size, kernels=kernels)
-        recorder = _record(config, model, mesh, kernels, steps)
+        guide = traced_teacher(config, teacher, mesh=mesh, kernels=kernels) if teacher else None
+        recorder = _record(config, model, mesh, kernels, steps, guide)
     micro_batches = min(MICRO_BATCHES, accumulation)
     return StepTrace(recorder, len(model.layers), micro_batches)
 
@@ -117,12 +126,32 @@ def parallelized(
         float8=config.quantize.linear.float8,
         freeze=config.freeze,
         lora=config.lora,
-        compile_backend="aot_eager_decomp_partition",
+        has_other_model=config.teacher.path is not None,
+        compile_backend=BACKEND,
     )
     return model, mesh
 
 
-def _record(config: Config, model: Model, mesh: DeviceMesh, kernels: Kernels, steps: int) -> Recorder:
+def traced_teacher(config: Config, spec: ModelSpec, *, mesh: DeviceMesh, kernels: Kernels) -> Teacher:
+    """Return the parallelized teacher, with its tensors still on the meta device."""
+    model = teacher_model(spec, seq_len=config.training.seq_len)
+    parallelize_teacher(
+        model,
+        config.teacher,
+        mesh=mesh,
+        kernels=kernels,
+        parallelism=config.parallelism,
+        training=config.training,
+        compile=config.compile,
+        compile_backend=BACKEND,
+    )
+    keeps_gathered = config.teacher.fsdp_reshard_after_forward == "never"
+    return Teacher(model.eval(), keeps_gathered=keeps_gathered, flops_per_token=(0.0, 0.0))
+
+
+def _record(
+    config: Config, model: Model, mesh: DeviceMesh, kernels: Kernels, steps: int, teacher: Teacher | None
+) -> Recorder:
     with FakeTensorMode(allow_non_fake_inputs=True) as fakes:
         recorder = Recorder(fakes, gpu=isinstance(kernels, GpuKernels))
         recorder.name_group(world_group(mesh), "world")
@@ -130,10 +159,18 @@ def _record(config: Config, model: Model, mesh: DeviceMesh, kernels: Kernels, st
             if size > 1:
                 recorder.name_group(mesh.get_group(axis), axis)
         observe_fsdp(model, recorder)
-        with recorder, _forward_phases(model, recorder):
+        phases = ExitStack()
+        if teacher:
+            observe_fsdp(teacher.model, recorder, prefix=PREFIX)
+            phases.enter_context(_forward_phases(teacher.model, recorder, prefix=PREFIX))
+        with recorder, _forward_phases(model, recorder), phases:
             with recorder.category("other"):
                 allocate(model, torch.device("cpu"), torch.device("cpu"))
+                if teacher:
+                    allocate(teacher.model, torch.device("cpu"), torch.device("cpu"))
             recorder.label((p for _, p in unique_parameters(model)), "parameters")
+            if teacher:
+                recorder.label((p for _, p in unique_parameters(teacher.model)), "teacher")
             with without_fake_tensors():  # some optimizers read their part of a mesh, which is not fake
                 check_optimizer(config.optimizer, None, dtype=config.training.dtype)  # some allocate tables, once
                 on_gpu = isinstance(kernels, GpuKernels) and not config.training.enable_cpu_offload
@@ -148,6 +185,10 @@ def _record(config: Config, model: Model, mesh: DeviceMesh, kernels: Kernels, st
             recorder.label((value for value in states if isinstance(value, Tensor)), "optimizer")
             in_backward = _updates_in_backward(model, optimizer, recorder) if config.optimizer.in_backward else None
             scale_weights = recorder.during("other", weight_scaler(model, config.quantize.linear.float8))
+            if teacher and config.teacher.fsdp_reshard_after_forward == "never":
+                teacher(batches[0])  # gathers all that later steps find gathered
+                recorder.sent.clear()
+            loss = build_loss(config.training, kernels, config.distill if teacher else None)
             for _ in range(steps):
                 recorder.phase("step")
                 scale_weights()  # training does this after the update before
@@ -158,7 +199,8 @@ def _record(config: Config, model: Model, mesh: DeviceMesh, kernels: Kernels, st
                     group=loss_group(mesh),
                     world=world_group(mesh),
                     max_norm=config.training.max_norm,
-                    loss_function=recorder.during("logits", build_loss(config.training, kernels)),
+                    loss_function=recorder.during("logits", loss),
+                    teacher=teacher,
                     in_backward=in_backward,
                     reduce_once=config.parallelism.fsdp_reduce_gradients == "last",
                     observer=recorder,
@@ -260,12 +302,16 @@ def _batches(config: Config, ranks: int) -> list[Batch]:
 
 
 @contextmanager
-def _forward_phases(model: Model, recorder: Recorder) -> Iterator[None]:
-    """Begin a phase with the forward pass of each FSDP unit."""
+def _forward_phases(model: Model, recorder: Recorder, *, prefix: str = "") -> Iterator[None]:
+    """Begin a phase with the forward pass of each FSDP unit.
+
+    Args:
+        prefix: of the units' names.
+    """
     names = {module: name for name, module in model.named_modules()}
 
     def begin_forward(module: nn.Module, _: Any) -> None:
-        recorder.phase(f"forward {names[module]}")
+        recorder.phase(f"forward {prefix}{names[module]}")
 
     hook: Any = torch.compiler.disable(begin_forward)  # else it would be recompiled for each phase
     with ExitStack() as stack:

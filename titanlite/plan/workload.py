@@ -44,7 +44,7 @@ def workload_of(recorder: Recorder, *, fuse: bool, gpus_per_node: int) -> Worklo
 
     def kernels(direction: str, unit: str) -> tuple[Kernel, ...]:
         found = operators[f"{direction} {unit}"]
-        return tuple(_fused(found, last_read) if fuse and unit.startswith("layers.") else map(_kernel, found))
+        return tuple(_fused(found, last_read) if fuse and "layers." in unit else map(_kernel, found))
 
     def collectives(unit: str, op: str, *, forward: bool) -> tuple[Collective, ...]:
         return tuple(

@@ -122,11 +122,14 @@ class _AwaitedUnit(FSDPParamGroup):
         states.clear()
 
 
-def observe_fsdp(model: nn.Module, observer: StepObserver) -> None:
+def observe_fsdp(model: nn.Module, observer: StepObserver, *, prefix: str = "") -> None:
     """Call an observer's hooks from inside FSDP, for every FSDP unit of a model, beside those of earlier observers.
 
     The hooks are the phases `backward NAME` and `reduce NAME`, collectives, waits for other ranks, and labels of
     gradients. NAME is that of the unit's first module.
+
+    Args:
+        prefix: of each name, where a step has several models.
     """
     names = {module: name for name, module in model.named_modules()}
     for module in model.modules():
@@ -138,7 +141,7 @@ def observe_fsdp(model: nn.Module, observer: StepObserver) -> None:
                 continue
             unit.__class__ = type(_ObservedUnit.__name__, (_ObservedUnit, type(unit)), {})
             assert isinstance(unit, _ObservedUnit)
-            unit.observer, unit.name = observer, names[unit.modules[0]]
+            unit.observer, unit.name = observer, prefix + names[unit.modules[0]]
 
 
 def observer_of(module: FSDPModule) -> StepObserver:

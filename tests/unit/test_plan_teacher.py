@@ -1,0 +1,146 @@
+"""The teacher in a plan: its shards, its forward pass and its collectives, and what a search says of it."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tomlkit
+
+from tests.plans import SMALL, layout_of, read
+from titanlite import cli
+from titanlite.config.schema import Config
+from titanlite.models.base import unique_parameters
+from titanlite.plan.estimate import Layout, Plan, plan, trace
+from titanlite.plan.search import _Search, with_options
+from titanlite.plan.teacher import teacher_spec
+from titanlite.runtime.hardware import find_hardware
+from titanlite.teacher_source import forward_flops, teacher_model
+
+RANKS, BLOCKS = 4, 6
+TEACHER: dict[str, Any] = {
+    "dim": 96, "n_layers": BLOCKS, "n_heads": 4, "n_kv_heads": 2, "hidden_dim": 200, "vocab_size": 512,
+}  # fmt: skip
+
+
+@pytest.fixture
+def options(tmp_path: Path) -> list[str]:
+    file = tmp_path / "teacher.toml"
+    model = {"name": "llama3", "flavor": "debug", "args": TEACHER}
+    file.write_text(tomlkit.dumps({"model": model, "data": {"tokenizer": "bytes"}}))
+    return ["--teacher.path=nowhere", f"--teacher.config={file}", "--distill.ratio=0.5"]
+
+
+def config_of(options: list[str], *more: str) -> Config:
+    return read("--parallelism.data_parallel_shard_degree=4", *options, *more, world_size=RANKS)
+
+
+def planned(options: list[str], *more: str, whole: bool = False, gpu: bool = True) -> Plan:
+    return plan(config_of(options, *more), layout_of(RANKS, gpu=gpu), whole=whole)
+
+
+def sizes_of(config: Config) -> tuple[int, int]:
+    """Return the parameters of the teacher: all, and those of its head."""
+    spec = teacher_spec(config.teacher, seq_len=config.training.seq_len)
+    assert spec is not None
+    parameters = dict(unique_parameters(teacher_model(spec, seq_len=config.training.seq_len)))
+    head = sum(parameter.numel() for name, parameter in parameters.items() if name.startswith("head"))
+    return sum(parameter.numel() for parameter in parameters.values()), head
+
+
+def gathered(found: Plan) -> int:
+    return found.traffic["all_gather", "shard"]
+
+
+def test_shards_arithmetic_and_collectives_of_the_teacher(options: list[str]) -> None:
+    config = config_of(options)
+    without, found = planned([]), planned(options)
+    parameters, head = sizes_of(config)
+    assert found.most("teacher") == pytest.approx(2 * parameters / RANKS, rel=0.01), "bfloat16, padded"
+    assert without.most("teacher") == 0
+    assert {name: sizes["teacher"] for name, sizes in found.phases.items()} == dict.fromkeys(
+        found.phases, found.most("teacher")
+    )
+    each = 2 * (parameters + head)
+    assert gathered(found) - gathered(without) == pytest.approx(found.accumulation * each, rel=0.01)
+    for category in ("parameters", "gradients", "optimizer"):
+        assert found.most(category) == without.most(category)
+    spec = teacher_spec(config.teacher, seq_len=config.training.seq_len)
+    assert spec is not None
+    flops = forward_flops(spec, config.training.seq_len) * found.tokens
+    assert found.model_flops - without.model_flops == pytest.approx(flops)
+    assert found.flops - without.flops == pytest.approx(flops, rel=0.1)
+    assert found.time.total > without.time.total
+
+
+@pytest.mark.slow
+def test_a_compiled_teacher_has_the_same_collectives(options: list[str]) -> None:
+    compiled = "--compile.enable=true"
+    added = gathered(planned(options, compiled)) - gathered(planned([], compiled))
+    assert added == gathered(planned(options)) - gathered(planned([]))
+
+
+@pytest.mark.parametrize("blocks", [3, 9])
+def test_a_teacher_of_many_blocks_from_few(options: list[str], blocks: int) -> None:
+    """With 9 blocks of the student, few of them are traced as well."""
+    more = f"--model.args.n_layers={blocks}"
+    few, whole = planned(options, more), planned(options, more, whole=True)
+    assert few.breakdown == whole.breakdown
+    assert few.peak_phase == whole.peak_phase
+    assert few.traffic == whole.traffic
+    assert few.flops == whole.flops
+    assert few.time.total == pytest.approx(whole.time.total)
+    assert few.reserved == pytest.approx(whole.reserved, rel=0.1)
+
+
+def test_reshard_policies_and_host_memory(options: list[str]) -> None:
+    without, always = planned([]), planned(options)
+    never = planned(options, "--teacher.fsdp_reshard_after_forward=never")
+    parameters, _ = sizes_of(config_of(options))
+    assert gathered(never) == gathered(without), "only the first step gathers the teacher"
+    assert never.peak - always.peak == pytest.approx(2 * parameters, rel=0.2), "of which always has a part at the peak"
+    offloaded = planned(options, "--teacher.enable_cpu_offload=true")
+    assert offloaded.host == always.most("teacher")
+    assert offloaded.most("teacher") == 0
+    assert always.peak - offloaded.peak == always.most("teacher")
+    assert offloaded.time.total > always.time.total
+
+
+@pytest.mark.slow
+def test_a_search_expects_what_the_plan_finds(options: list[str]) -> None:
+    config = read(*options, world_size=RANKS)
+    layout = Layout(RANKS, replace(find_hardware("H100"), link_bandwidth=1e8), RANKS)  # so slow that collectives count
+    unused: Any = None  # nothing is traced in other processes
+    searching = _Search(config, layout, unused, share=4)
+    candidates = [
+        it
+        for it in searching._candidates(offload=False)
+        if (it.mode, it.reshard) == ("full", "default") and it.batch in (1, 2)
+    ]
+    assert {it.teacher for it in candidates if it.degrees.shard > 1} == {"always", "never"}
+    assert {it.teacher for it in candidates if it.degrees.shard == 1} == {"always"}
+    traces = {
+        (it.mode, it.float8, it.batch): trace(with_options(config, it.options), layout)
+        for it in candidates
+        if it.degrees.shard == RANKS and it.teacher == "always"
+    }
+    for it in candidates:
+        if it.degrees.shard > 1 and it.batch == 1:
+            expected = searching._expect(it, traces)
+            found = plan(with_options(config, it.options), layout)
+            assert expected.tokens_per_second == pytest.approx(found.tokens_per_second, rel=0.03), it.title
+            assert expected.reserved == pytest.approx(found.reserved, rel=0.15), it.title
+
+
+def test_the_command(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["plan", "debug", *SMALL, *options, "--world-size", "4", "--gpu", "H100", "--json"]
+    assert cli.run(words) == 0
+    memory = json.loads(capsys.readouterr().out)["memory"]
+    assert memory["by_category"]["teacher"] == planned(options).most("teacher")
+    assert cli.run([*words[:-1], "--teacher.enable_cpu_offload=true"]) == 0
+    assert "GiB: teacher\n" in capsys.readouterr().out
+    unknown = [word for word in words if "teacher.config" not in word]
+    assert cli.run(unknown) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert "nowhere" in line
