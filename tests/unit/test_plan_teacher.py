@@ -1,4 +1,4 @@
-"""The teacher in a plan: its shards, its forward pass and its collectives, and what a search says of it."""
+"""The teacher in a plan: its shards, its forward pass and its collectives, and a search that counts them."""
 
 import json
 from dataclasses import replace
@@ -83,7 +83,7 @@ def test_a_compiled_teacher_has_the_same_collectives(options: list[str]) -> None
 
 @pytest.mark.parametrize("blocks", [3, 9])
 def test_a_teacher_of_many_blocks_from_few(options: list[str], blocks: int) -> None:
-    """With 9 blocks of the student, few of them are traced as well."""
+    """Few of 9 blocks of the student are traced as well."""
     more = f"--model.args.n_layers={blocks}"
     few, whole = planned(options, more), planned(options, more, whole=True)
     assert few.breakdown == whole.breakdown
