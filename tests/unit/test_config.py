@@ -6,6 +6,7 @@ import pytest
 import tomli
 from pydantic import BaseModel
 
+from tests.helpers import PREPARED
 from titanlite.config.checks import find_warnings
 from titanlite.config.keys import dotted_keys
 from titanlite.config.load import dump, load, read
@@ -16,9 +17,6 @@ from titanlite.runtime.errors import ConfigError
 
 CONFIGS = sorted(Path("train_configs").glob("*.toml"))
 WORLD_SIZES = {"llama3_70b": 64, "llama3_405b": 512, "debug": 2}
-
-PREPARED = ["--data.path=stdlib://train"]
-"""Data in place of tokens that a command in the config makes first."""
 
 
 def problems(tmp_path: Path, text: str, *overrides: str, world_size: int | None = None) -> list[str]:

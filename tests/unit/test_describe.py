@@ -9,6 +9,7 @@ import tomli
 from jsonschema import Draft202012Validator
 from pydantic import Field
 
+from tests.helpers import PREPARED
 from titanlite.config.data_schema import DataSource
 from titanlite.config.describe import (
     first_sentence,
@@ -110,7 +111,7 @@ def test_every_shipped_config_names_the_schema_and_is_valid(path: Path) -> None:
     text = path.read_text()
     assert text.splitlines()[0] == "#:schema ./schema.json"
     assert complaints(text) == []
-    assert complaints(show(load(path))) == []
+    assert complaints(show(load(path, PREPARED))) == []
 
 
 @pytest.mark.parametrize(
@@ -149,7 +150,11 @@ RICH = [
 @pytest.mark.parametrize("only_changes", [False, True], ids=["all", "diff"])
 def test_what_is_shown_loads_to_the_same_config(only_changes: bool, tmp_path: Path) -> None:
     (tmp_path / "empty.toml").write_text("")
-    configs = [*(load(path) for path in CONFIGS), load(tmp_path / "empty.toml", RICH), load(tmp_path / "empty.toml")]
+    configs = [
+        *(load(path, PREPARED) for path in CONFIGS),
+        load(tmp_path / "empty.toml", RICH),
+        load(tmp_path / "empty.toml"),
+    ]
     for config in configs:
         for text in (show(config, only_changes=only_changes), dump(config)):
             (tmp_path / "another.toml").write_text(text)

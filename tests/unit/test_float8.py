@@ -142,7 +142,7 @@ def test_what_the_machine_cannot_do_is_refused(
 
 
 def test_a_missing_torchao_is_reported(tiny: TinyRun, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("titanlite.config.checks.importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr("titanlite.config.technique_checks.importlib.util.find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"needs torchao: pip install 'titanlite\[float8\]'"):
         tiny.config("--quantize.linear.float8.enable", "--compile.enable")
 

@@ -2,7 +2,6 @@
 
 import io
 import json
-import os
 import signal
 import sys
 from dataclasses import replace
@@ -170,7 +169,7 @@ def test_ctrl_c_ends_quietly(
 
     def interrupted(self: Generator, ids: list[int]) -> torch.Tensor:
         if len(ids) == 14:
-            os.kill(os.getpid(), signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)  # in this thread, at once
         return next_logits(self, ids)
 
     monkeypatch.setattr(Generator, "next_logits", interrupted)

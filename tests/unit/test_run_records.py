@@ -318,12 +318,12 @@ def loss(*args, **options):
 def test_an_exception_in_training_is_a_few_lines_and_a_traceback_in_the_log(
     tiny: TinyRun, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    (tiny.folder / "mine.py").write_text(LOSS)
-    assert cli.run(["train", str(tiny.toml), f"--training.loss={tiny.folder / 'mine.py'}:loss"]) == 1
+    (tiny.folder / "failing_loss.py").write_text(LOSS)
+    assert cli.run(["train", str(tiny.toml), f"--training.loss={tiny.folder / 'failing_loss.py'}:loss"]) == 1
     lines = capfd.readouterr().err.splitlines()
     log = tiny.folder / "outputs" / "tiny" / "logs" / "rank-0.log"
     assert lines[0] == f"error: rank 0 on {platform.node()} failed at step 1, forward: ValueError: planted"
-    assert f'  File "{tiny.folder / "mine.py"}", line 3, in loss' in lines
+    assert f'  File "{tiny.folder / "failing_loss.py"}", line 3, in loss' in lines
     assert lines[-1] == f"  the whole traceback: {log}"
     assert len(lines) <= 12
     assert "Traceback (most recent call last)" in log.read_text()
