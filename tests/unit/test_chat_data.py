@@ -50,6 +50,25 @@ HEADERS = """\
 {% endfor %}
 """
 
+LLAMA3 = """\
+{{- bos_token }}
+{%- if messages[0]['role'] == 'system' %}
+    {%- set system = messages[0]['content'] | trim %}
+    {%- set messages = messages[1:] %}
+{%- else %}
+    {%- set system = '' %}
+{%- endif %}
+{{- '<|start_header_id|>system<|end_header_id|>\\n\\n' + system + '<|eot_id|>' }}
+{%- for message in messages %}
+    {{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n' }}
+    {%- if message['role'] == 'assistant' %}
+        {%- generation %}{{- message['content'] | trim + '<|eot_id|>' }}{% endgeneration %}
+    {%- else %}
+        {{- message['content'] | trim + '<|eot_id|>' }}
+    {%- endif %}
+{%- endfor %}
+"""
+
 
 def turn(role: str, content: Any, **more: Any) -> dict[str, Any]:
     return {"role": role, "content": content, **more}
@@ -130,15 +149,16 @@ def test_twenty_chats_are_those_of_transformers(tmp_path: Path, tokenizer: Path,
     assert all(any(mask) and not all(mask) for _, mask in expected)
 
 
-def test_another_template(tmp_path: Path, tokenizer: Path) -> None:
+@pytest.mark.parametrize("template", [HEADERS, LLAMA3], ids=["headers", "llama3"])
+def test_another_template(tmp_path: Path, tokenizer: Path, template: str) -> None:
     """Blocks lose their line ends as in transformers."""
     plain = [chat for chat in CHATS if all(isinstance(it["content"], str) for it in chat)]
-    template = tmp_path / "headers.jinja"
-    template.write_text(HEADERS)
+    file = tmp_path / "template.jinja"
+    file.write_text(template)
     chats = write_chats(tmp_path / "chats.jsonl", plain)
-    code, out = prepare(chats, tokenizer, "--chat-template", template)
+    code, out = prepare(chats, tokenizer, "--chat-template", file)
     assert code == 0
-    assert documents(out) == of_transformers(tokenizer, plain, chat_template=HEADERS)
+    assert documents(out) == of_transformers(tokenizer, plain, chat_template=template)
 
 
 def test_tools_other_fields_and_all_tokens(tmp_path: Path, tokenizer: Path) -> None:
@@ -175,6 +195,7 @@ BAD: list[tuple[Any, str]] = [
     ([USER, "text"], "chat message 1 is not an object with role and content"),
     ([{"content": "x"}], "chat message 0 has no role"),
     ([turn("robot", "x"), ASSISTANT], "{template} fails: no such role"),
+    ([turn("system", "Be brief.")], "no token counts in the loss: there is no answer"),
     ([USER], "no token counts in the loss: there is no answer"),
     ([USER, turn("assistant", "a \ufdd0 b")], "{template} fails: a chat message has the character U+FDD0 or U+FDD1"),
     ([USER, turn("assistant", "half \ud83d")], "half a character (a lone surrogate) in the text"),
