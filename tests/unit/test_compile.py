@@ -137,7 +137,7 @@ def test_nothing_is_compiled_after_the_first_step(
     """Documents of other lengths in each batch, several micro-batches, and validation, which compiles once for itself:
     it has no backward. The blocks are traced as always, and not turned into machine code."""
 
-    def trace_blocks(model: Model, *, backend: str) -> None:
+    def trace_blocks(model: Model, **_: object) -> None:
         compile_blocks(model, backend="aot_eager")
 
     monkeypatch.setattr("titanlite.parallelize.compile_blocks", trace_blocks)
