@@ -1,6 +1,7 @@
 """Build the models of a run: the one that is trained, with its optimizer, and its teacher."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -35,6 +36,25 @@ def build_state(
     kernels = pick_kernels(device, compiles=config.compile.enable, attention_backend=config.training.attention_backend)
     disk = open_disk(config.offload, folder.path)
     model = resolved.model.build()
+    parallelize_student(model, config, mesh=mesh, kernels=kernels, pin_memory=not (disk and disk.holds_parameters))
+    materialize(
+        model,
+        device=device,
+        offload=config.training.enable_cpu_offload,
+        dtype=DTYPES[config.training.dtype],
+        seed=config.debug.seed,
+        disk=disk if disk and disk.holds_parameters else None,
+    )
+    optimizer = build_optimizer(model, config.optimizer, seed=config.debug.seed, disk=disk)
+    return State(kernels=kernels, model=model, optimizer=optimizer, disk=disk)
+
+
+def parallelize_student(model: Model, config: Config, *, mesh: DeviceMesh, kernels: Kernels, **options: Any) -> None:
+    """Apply every technique of the config to the model that is trained, in place.
+
+    Args:
+        options: further ones of `parallelize`.
+    """
     parallelize(
         model,
         mesh=mesh,
@@ -46,19 +66,9 @@ def build_state(
         float8=config.quantize.linear.float8,
         freeze=config.freeze,
         lora=config.lora,
-        has_other_model=resolved.teacher is not None,
-        pin_memory=not (disk and disk.holds_parameters),
+        has_other_model=config.teacher.path is not None,
+        **options,
     )
-    materialize(
-        model,
-        device=device,
-        offload=config.training.enable_cpu_offload,
-        dtype=DTYPES[config.training.dtype],
-        seed=config.debug.seed,
-        disk=disk if disk and disk.holds_parameters else None,
-    )
-    optimizer = build_optimizer(model, config.optimizer, seed=config.debug.seed, disk=disk)
-    return State(kernels=kernels, model=model, optimizer=optimizer, disk=disk)
 
 
 def build_frozen_teacher(

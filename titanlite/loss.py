@@ -111,7 +111,7 @@ class _ChunkedLoss(torch.autograd.Function):
         kernels: Kernels,
         ratio: float,
         divergence: Divergence | None,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
         wide, narrow = kernels.logits_dtype(hidden_TD), kernels.matmul_dtype(hidden_TD)
         operand_VD = weight_VD.to(wide)
         narrow_VD = operand_VD if narrow == wide else weight_VD.to(narrow)
@@ -119,7 +119,8 @@ class _ChunkedLoss(torch.autograd.Function):
         d_weight_VD: Tensor | None = None
         trains_weight = ctx.needs_input_grad[1]
         valid_T, labels_T = (labels_T != IGNORE).float(), labels_T.clamp(min=0)
-        own_T, taught_T = valid_T * (1 - ratio) if ratio else valid_T, valid_T * ratio  # weights of both gradients
+        own_T = valid_T * (1 - ratio) if ratio else valid_T  # weights of the gradients of both terms
+        taught_T = valid_T * ratio if divergence and needs_gradients else None
         # Gradients of two terms are added before they are rounded.
         dtype = (torch.float32 if divergence else narrow) if needs_gradients else None
         terms: list[tuple[Tensor, Tensor, Tensor]] = []
@@ -130,7 +131,7 @@ class _ChunkedLoss(torch.autograd.Function):
             part = slice(start, start + chunk)
             x_CD = hidden_TD[part].to(wide)
             logits_CV = kernels.float32_mm(x_CD, operand_VD.t())
-            taught = divergence(logits_CV, part, taught_T[part] if needs_gradients else None) if divergence else None
+            taught = divergence(logits_CV, part, None if taught_T is None else taught_T[part]) if divergence else None
             softmax = kernels.label_softmax(logits_CV, labels_T[part], own_T[part], z_loss=z_loss, dtype=dtype)
             terms.append(softmax[:3])
             d_logits_CV = softmax.d_logits_CV
@@ -149,9 +150,12 @@ class _ChunkedLoss(torch.autograd.Function):
             del d_logits_CV
         ctx.gradients = d_hidden_TD, None if d_weight_VD is None else d_weight_VD.to(weight_VD.dtype)
         total, cross_entropy = _sums(terms, valid_T, z_loss)
-        distilled = (torch.cat(diverged) * valid_T).sum() if diverged else torch.zeros_like(total)
+        if not diverged:
+            ctx.mark_non_differentiable(cross_entropy)
+            return total, cross_entropy, None
+        distilled = (torch.cat(diverged) * valid_T).sum()
         ctx.mark_non_differentiable(cross_entropy, distilled)
-        return (total * (1 - ratio) + distilled * ratio if diverged else total), cross_entropy, distilled
+        return total * (1 - ratio) + distilled * ratio, cross_entropy, distilled
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from titanlite.batch import Batch
+from titanlite.build_model import parallelize_student
 from titanlite.config.schema import Config
 from titanlite.cpu.kernels import CpuKernels
 from titanlite.kernels import Kernels
@@ -22,7 +23,7 @@ from titanlite.models.base import Model, ModelArgs, build_on_meta, unique_parame
 from titanlite.models.registry import ModelSpec
 from titanlite.optim import build_optimizer, check_optimizer
 from titanlite.optim.in_backward import InBackward
-from titanlite.parallelize import build_mesh, parallelize
+from titanlite.parallelize import build_mesh
 from titanlite.parallelize.float8 import weight_scaler
 from titanlite.parallelize.fsdp import fsdp_units
 from titanlite.parallelize.materialize import allocate
@@ -115,20 +116,7 @@ def parallelized(
     """
     model = build_on_meta(model_cls, args)
     mesh = build_mesh(config.parallelism, world_size=world_size, device_type="cpu")
-    parallelize(
-        model,
-        mesh=mesh,
-        kernels=kernels,
-        parallelism=config.parallelism,
-        training=config.training,
-        activation_checkpoint=config.activation_checkpoint,
-        compile=config.compile,
-        float8=config.quantize.linear.float8,
-        freeze=config.freeze,
-        lora=config.lora,
-        has_other_model=config.teacher.path is not None,
-        compile_backend=BACKEND,
-    )
+    parallelize_student(model, config, mesh=mesh, kernels=kernels, compile_backend=BACKEND)
     return model, mesh
 
 
