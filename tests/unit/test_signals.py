@@ -2,7 +2,10 @@
 
 import os
 import signal
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -70,6 +73,35 @@ def test_signals_of_this_process_arrive() -> None:
             time.sleep(0.01)
     assert requests.reason == "SIGUSR1"
     assert [signal.getsignal(number) for number in STOP_SIGNALS] == before
+
+
+STARTS_A_WORKER = """
+import multiprocessing, os, signal, threading, time
+from titanlite.runtime.endings import end_now
+from titanlite.runtime.proc import descendants
+from titanlite.runtime.signals import StopRequests, shielding_children
+
+def signal_at_the_start():
+    while not any("spawn_main" in line for line in descendants(os.getpid()).values()):
+        time.sleep(0.001)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+if __name__ == "__main__":
+    with StopRequests().listening(end_now, lambda: False):
+        threading.Thread(target=signal_at_the_start, daemon=True).start()
+        with shielding_children():
+            multiprocessing.get_context("spawn").Process(target=len, args=(bytes(10_000_000),)).start()
+        time.sleep(60)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="finds the worker in /proc")
+def test_a_worker_that_begins_says_nothing_when_a_signal_ends_its_process(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(STARTS_A_WORKER)
+    ended = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=50, check=False)
+    assert (ended.returncode, ended.stdout) == (75, "")
+    assert ended.stderr == "stopped by SIGTERM before a step was complete: nothing is lost\n"
 
 
 @pytest.mark.parametrize(

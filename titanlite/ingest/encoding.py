@@ -191,7 +191,8 @@ def encode_chunks(
         return
     context = multiprocessing.get_context("spawn")
     watched, held = context.Pipe(duplex=False)  # workers end once no process holds the other end
-    pool = ProcessPoolExecutor(workers, context, initializer=_start_worker, initargs=(watched,))
+    with shielding_children():  # its queues start a process
+        pool = ProcessPoolExecutor(workers, context, initializer=_start_worker, initargs=(watched,))
     waiting: deque[tuple[Chunk, Future[Encoded]]] = deque()
     try:
         for chunk in chunks:

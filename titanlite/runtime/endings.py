@@ -14,7 +14,7 @@ from typing import NoReturn
 from titanlite.runtime.errors import RunError, UserError
 from titanlite.runtime.files import lock_file
 from titanlite.runtime.proc import kill_stopped_descendants
-from titanlite.runtime.signals import STOPPED
+from titanlite.runtime.signals import STOPPED, kill_workers
 
 LAST_LINES = 8
 """Lines of a traceback on the console: four frames."""
@@ -201,4 +201,5 @@ def end_now(message: str, code: int) -> NoReturn:
         if mark := _own_mark():
             mark.unlink(missing_ok=True)
         kill_stopped_descendants()
+        kill_workers()
         os._exit(code)

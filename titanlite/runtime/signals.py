@@ -28,6 +28,10 @@ SLURM_MARGIN = 300.0
 STOPPED = 75
 """Exit code of a run that was asked to stop (EX_TEMPFAIL of sysexits.h): start it again."""
 PR_SET_PDEATHSIG = 1
+START_SECONDS = 10.0
+"""Longest time for which the end of a process waits for the start of its children."""
+STARTING_CHILDREN = threading.RLock()
+"""Held while a child process starts."""
 
 
 EndNow = Callable[[str, int], object]
@@ -167,16 +171,27 @@ def shielding_children() -> Iterator[None]:
     """Let processes that start in this context never get the signals that stop a run.
 
     A terminal, a scheduler and torchrun send a signal to the whole process group. What it means is decided by the
-    process that trains, and its workers are needed until then. Signals to this process arrive after the context.
+    process that trains, and its workers are needed until then. `kill_workers` waits for the end of this context.
     """
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
-    try:
-        with _without_warnings(os.environ):  # of what a process leaves that ends at once
-            resource_tracker.ensure_running()  # its first start unblocks SIGTERM and SIGINT
-        signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    with STARTING_CHILDREN:
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+        try:
+            with _without_warnings(os.environ):  # of what a process leaves that ends at once
+                resource_tracker.ensure_running()  # its first start unblocks SIGTERM and SIGINT
+            signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+            yield
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def kill_workers() -> None:
+    """Kill the worker processes of this one, which ends next. No further one starts.
+
+    A worker that has just begun still reads from this process, and would print a traceback.
+    """
+    STARTING_CHILDREN.acquire(timeout=START_SECONDS)  # and never released
+    for worker in multiprocessing.active_children():
+        worker.kill()
 
 
 @contextmanager
