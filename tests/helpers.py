@@ -110,9 +110,9 @@ def train_on_this_rank(config: Config, rank: int, world_size: int, observer: Any
         device=device,
         prepare_text=prepare_text,
         open_weights=open_weights,
-        observer=observer,
+        phase=observer,
     )
-    train(run, observer=observer)
+    train(run)
     finish(run)
     run.checkpoints.finish_exports()
     return run

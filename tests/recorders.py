@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from titanlite.config.schema import Metrics
 from titanlite.metrics.recorder import MetricsRecorder
+from titanlite.observer import CurrentPhase
 from titanlite.runtime.run_folder import RunFolder
 from titanlite.step import StepResult
 
@@ -25,6 +26,7 @@ def recorder(folder: Path, *, step: int = 0, log_freq: int = 2) -> MetricsRecord
         device=torch.device("cpu"),
         compute_type="bfloat16",
         group=group,
+        phase=CurrentPhase(),
     )
 
 

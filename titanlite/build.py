@@ -28,7 +28,7 @@ from titanlite.kernels import Kernels
 from titanlite.loss import LossFunction, build_loss
 from titanlite.metrics.recorder import MetricsRecorder
 from titanlite.models.base import Model
-from titanlite.observer import StepObserver
+from titanlite.observer import CurrentPhase
 from titanlite.optim.in_backward import InBackward
 from titanlite.optim.norm import count_parameter_replicas
 from titanlite.parallelize import build_mesh
@@ -38,6 +38,7 @@ from titanlite.runtime.process_group import Ranks
 from titanlite.runtime.ranks import check_same_everywhere
 from titanlite.runtime.run_folder import RunFolder, open_run_folder, record_start
 from titanlite.runtime.secrets import hide_secrets
+from titanlite.runtime.timeouts import PhaseTimeouts
 from titanlite.schedule import count_steps
 from titanlite.teacher import Teacher
 from titanlite.teacher_source import fingerprint
@@ -76,6 +77,8 @@ class Run:
     steps: int
     """Steps of the whole run."""
     metrics: MetricsRecorder
+    phase: CurrentPhase
+    """Phase of this process."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,27 +99,27 @@ def build(
     device: torch.device,
     prepare_text: PrepareText | None = None,
     open_weights: OpenWeights | None = None,
-    observer: StepObserver | None = None,
+    phase: CurrentPhase | None = None,
 ) -> Run:
     """Build every part of a run, and resume from the run's newest checkpoint.
 
     Args:
         prepare_text: makes tokens of data that is text. Without it, text is refused.
         open_weights: opens weights of other programs. Without it, a run begins from titanlite's checkpoints only.
-        observer: hears of the phases "data preparation", "model" and "checkpoint load".
+        phase: remembers the phase. Default: one that gives each phase its timeout.
 
     Raises:
         UserError: the parts do not fit together, or the data or the checkpoint do not fit the config.
     """
-    observer = observer or StepObserver()
+    phase = phase or PhaseTimeouts(config.comm)
     mesh = build_mesh(config.parallelism, world_size=ranks.world_size, device_type=device.type)
     newest = partial(newest_saved, config.checkpoint)
     folder = open_run_folder(config.job, config.data, rank=ranks.rank, newest_saved=newest)
-    observer.phase("data preparation")
+    phase.phase("data preparation")
     samples, validation_sources = _open_samples(config, resolved, folder=folder, mesh=mesh, prepare_text=prepare_text)
-    observer.phase("model")
+    phase.phase("model")
     state = build_state(config, resolved, mesh=mesh, device=device, folder=folder)
-    observer.phase("checkpoint load")
+    phase.phase("checkpoint load")
     checkpoints = _open_checkpoints(
         config, resolved, state, samples, mesh=mesh, device=device, folder=folder, open_weights=open_weights
     )
@@ -145,7 +148,8 @@ def build(
         checkpoints=resumed.checkpoints,
         progress=resumed.progress,
         steps=_count_steps(config, resumed),
-        metrics=_build_recorder(config, state.model, teacher, resumed.progress, folder, mesh=mesh, device=device),
+        metrics=_build_recorder(config, state.model, teacher, resumed.progress, folder, mesh, device, phase),
+        phase=phase,
     )
 
 
@@ -279,9 +283,9 @@ def _build_recorder(
     teacher: Teacher | None,
     progress: Progress,
     folder: RunFolder,
-    *,
     mesh: DeviceMesh,
     device: torch.device,
+    phase: CurrentPhase,
 ) -> MetricsRecorder:
     seq_len = config.training.seq_len
     of_teacher = teacher.flops_per_token if teacher else (0.0, 0.0)
@@ -295,4 +299,5 @@ def _build_recorder(
         device=device,
         compute_type=config.training.mixed_precision_param,
         group=world_group(mesh),
+        phase=phase,
     )

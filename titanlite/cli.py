@@ -148,7 +148,7 @@ def _run(words: list[str]) -> None:
 
 
 def _train(options: Namespace) -> None:
-    started = time.time()
+    started, began = time.time(), time.monotonic()
     if "TORCHELASTIC_RUN_ID" in os.environ:
         stop_with_launcher()
     requests, end = StopRequests(), RunEnd()
@@ -161,11 +161,14 @@ def _train(options: Namespace) -> None:
     with leaving_mark(), requests.listening(stop_at_once, another_has_ended):
         config, resolved, ranks, device = _checked(options, log=True)
         requests.plan(config.training.max_seconds, os.environ, started=started)
+        from titanlite.metrics.phase_seconds import phase_seconds
         from titanlite.runtime.timeouts import PhaseTimeouts
 
-        phase = PhaseTimeouts(config.comm)
+        phase = PhaseTimeouts(config.comm, began=began)
         run = Path(config.job.dump_folder, str(config.job.name))
-        with end.recorded(run, rank=ranks.rank, step=lambda: phase.position.step):
+        with end.recorded(
+            run, rank=ranks.rank, step=lambda: phase.position.step, phase_seconds=partial(phase_seconds, phase)
+        ):
             _run_training(config, resolved, ranks, device, requests, phase)
 
 
@@ -206,9 +209,9 @@ def _run_training(
                 device=device,
                 prepare_text=prepare_text,
                 open_weights=open_weights,
-                observer=phase,
+                phase=phase,
             )
-            stopped = train(run, requests, observer=phase)
+            stopped = train(run, requests)
             finish(run, stopped)
         phase.phase("export")
         if not run.checkpoints.finish_exports(export_last=not stopped, give_up=requests.requested):

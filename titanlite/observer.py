@@ -1,7 +1,7 @@
 """Observers of training: named hooks, so that planner, profilers and error messages need no patches of the code."""
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import NamedTuple
 
@@ -82,26 +82,41 @@ class Position(NamedTuple):
     name: str
     """Name of the phase."""
     since: float
-    """Time at which the phase began, by `time.monotonic`."""
+    """Time at which the phase began, by the clock."""
 
     def __str__(self) -> str:
         return f"step {self.step}, {self.name}" if self.step else self.name
 
 
 class CurrentPhase(StepObserver):
-    """Remembers where training is, for error messages and the watchdog.
+    """Remembers where training is, for error messages and the watchdog, and the time of each phase.
 
     `position` is replaced as a whole, so another thread always reads a step with its own phase.
+
+    Args:
+        began: time at which the process began, by the clock.
     """
 
-    def __init__(self) -> None:
-        self.position = Position(0, "start", time.monotonic())
+    def __init__(self, *, began: float | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._spent: dict[str, float] = {}
+        self.position = Position(0, "start", clock() if began is None else began)
 
     def begin_step(self, step: int) -> None:
-        self.position = Position(step, "data", time.monotonic())
+        self._move(step, "data")
 
     def phase(self, name: str) -> None:
-        self.position = Position(self.position.step, name, time.monotonic())
+        self._move(self.position.step, name)
+
+    def _move(self, step: int, name: str) -> None:
+        now, before = self._clock(), self.position
+        self._spent[before.name] = self._spent.get(before.name, 0) + now - before.since
+        self.position = Position(step, name, now)
+
+    def seconds(self) -> dict[str, float]:
+        """Return the seconds of each phase since the process began, the present one included."""
+        now = self._clock() - self.position.since
+        return {**self._spent, self.position.name: self._spent.get(self.position.name, 0) + now}
 
     def __str__(self) -> str:
         return str(self.position)

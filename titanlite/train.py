@@ -10,27 +10,23 @@ from titanlite.build import Run
 from titanlite.checkpoint.manager import Progress
 from titanlite.guard import StoppedByGuard
 from titanlite.metrics.run_summary import report_end, report_start
-from titanlite.observer import Observers, StepObserver
+from titanlite.observer import Observers
 from titanlite.optim import set_learning_rate
 from titanlite.parallelize.float8 import weight_scaler
 from titanlite.runtime.errors import RunStopped
 from titanlite.runtime.private_torch.fsdp import observe_fsdp
 from titanlite.runtime.process_group import freeze_garbage_collector, seed_step
 from titanlite.runtime.signals import StoppedBySignal, StopRequests
-from titanlite.runtime.timeouts import PhaseTimeouts
 from titanlite.schedule import learning_rate
 from titanlite.step import train_step
 from titanlite.stop import AgreedStop
 
 
-def train(
-    run: Run, stop_requests: StopRequests | None = None, *, observer: StepObserver | None = None
-) -> RunStopped | None:
+def train(run: Run, stop_requests: StopRequests | None = None) -> RunStopped | None:
     """Train from the run's progress to its last step.
 
     Args:
         stop_requests: asked in every step.
-        observer: hears of steps and phases. Default: one that gives each phase its timeout.
 
     Returns:
         the reason, where a rule of the config or a request stopped the run earlier.
@@ -45,30 +41,29 @@ def train(
         accumulation=run.accumulation,
         steps=run.steps,
     )
-    observer = observer or PhaseTimeouts(run.config.comm)
     try:
-        _loop(run, observer, stop_requests or StopRequests())
+        _loop(run, stop_requests or StopRequests())
     except StoppedBySignal as stopped:
-        observer.phase("checkpoint")
+        run.phase.phase("checkpoint")
         run.checkpoints.save_if_newer(_progress(run, stopped.taken))
         return stopped
     except StoppedByGuard as stopped:
-        observer.phase("checkpoint")
+        run.phase.phase("checkpoint")
         run.metrics.record_skipped(stopped.skipped, run.micro_batches, run.samples)
         if not stopped.in_part:
             run.checkpoints.save_if_newer(_progress(run, stopped.taken))
         return stopped
-    observer.phase("end")
+    run.phase.phase("end")
     return None
 
 
-def _loop(run: Run, observer: StepObserver, stop_requests: StopRequests) -> None:
+def _loop(run: Run, stop_requests: StopRequests) -> None:
     config, metrics, checkpoints, validator = run.config, run.metrics, run.checkpoints, run.validator
     scale_weights = weight_scaler(run.model, config.quantize.linear.float8)
     scale_weights()
     for model in (run.model, *([run.teacher.model] if run.teacher else [])):
         observe_fsdp(model, metrics.own_time)
-    observers = Observers(observer, metrics.own_time)
+    observer = Observers(run.phase, metrics.own_time)
     stop = AgreedStop(stop_requests, torch.device(run.mesh.device_type))
     samples = run.progress.samples_seen
     for step in range(run.progress.step + 1, run.steps + 1):
@@ -94,7 +89,7 @@ def _loop(run: Run, observer: StepObserver, stop_requests: StopRequests) -> None
             in_backward=run.in_backward,
             reduce_once=config.parallelism.fsdp_reduce_gradients == "last",
             stop_flag=stop.flag(),
-            observer=observers,
+            observer=observer,
         )
         observer.phase("metrics")
         scale_weights()

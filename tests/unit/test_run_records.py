@@ -165,7 +165,7 @@ def test_damaged_lines_move_to_a_file_of_their_own(name: str, tiny: TinyRun, war
 def test_records_wait_for_room_on_the_disk(tmp_path: Path, warnings: Callable[[], list[str]]) -> None:
     path = tmp_path / "metrics.jsonl"
     path.symlink_to("/dev/full")
-    file = RecordFile(path, None)
+    file = RecordFile(path, None, clock=lambda: 7.0)
     file.write({"step": 1})
     file.write({"step": 2, "loss": math.nan})
     assert warnings() == [
@@ -175,7 +175,7 @@ def test_records_wait_for_room_on_the_disk(tmp_path: Path, warnings: Callable[[]
     path.unlink()
     file.write({"step": 3})
     assert [json.loads(line) for line in path.read_bytes().splitlines()] == [
-        {"step": 1}, {"step": 2, "loss": None}, {"step": 3},
+        {"schema": 2, **record, "time": 7.0} for record in ({"step": 1}, {"step": 2, "loss": None}, {"step": 3})
     ]  # fmt: skip
     assert warnings()[1:] == [f"{path} is written again, with all records since"]
 

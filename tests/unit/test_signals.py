@@ -96,7 +96,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="finds the worker in /proc")
-def test_a_worker_that_begins_says_nothing_when_a_signal_ends_its_process(tmp_path: Path) -> None:
+def test_a_worker_that_begins_prints_nothing_when_a_signal_ends_its_process(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(STARTS_A_WORKER)
     ended = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=50, check=False)

@@ -22,9 +22,11 @@ from titanlite.metrics.lines import step_line, validation_line
 from titanlite.metrics.loggers import Loggers
 from titanlite.metrics.memory_watch import MemoryWatch
 from titanlite.metrics.own_time import OwnTime
+from titanlite.metrics.phase_seconds import phase_seconds
 from titanlite.metrics.rank_watch import RankMetrics, RankWatch, gather_metrics, slowest_rank
 from titanlite.metrics.records import RecordFile
 from titanlite.metrics.timer import StepTimer
+from titanlite.observer import CurrentPhase
 from titanlite.runtime.hardware import peak_flops
 from titanlite.runtime.ranks import host_names
 from titanlite.runtime.run_folder import RunFolder
@@ -42,6 +44,7 @@ class MetricsRecorder:
         step: step at which the run resumes.
         tokens_per_step: tokens of the global batch.
         model_flops: `Model.flops_per_token` at this sequence length, full and causal.
+        phase: has the time of each phase so far.
     """
 
     def __init__(
@@ -55,6 +58,7 @@ class MetricsRecorder:
         device: torch.device,
         compute_type: str,
         group: dist.ProcessGroup,
+        phase: CurrentPhase,
     ) -> None:
         self.config = config
         self.tokens_per_step = tokens_per_step
@@ -62,6 +66,7 @@ class MetricsRecorder:
         self.device = device
         self.peak_flops = peak_flops(device, compute_type)
         self._group = group
+        self._phase = phase
         self._writes = dist.get_rank(group) == 0
         self._timer = StepTimer(device)
         self._compiling = CompileWatch()
@@ -142,6 +147,7 @@ class MetricsRecorder:
             "mfu": flops / self.peak_flops if self.peak_flops else None,
             "mfu_causal": causal_flops / self.peak_flops if self.peak_flops else None,
             "data_shares": shares(),
+            "phase_seconds": {name: round(seconds, 3) for name, seconds in phase_seconds(self._phase).items()},
             **{name: float(value) for name, value in result.model_metrics.items()},
         }
         if self._writes:

@@ -4,12 +4,15 @@ import json
 import logging
 import math
 import os
+import time
 from collections import deque
+from collections.abc import Callable
 from contextlib import suppress
 from io import FileIO
 from pathlib import Path
 from typing import Any
 
+from titanlite.metrics.schema import SCHEMA
 from titanlite.runtime.files import quarantine_path
 
 logger = logging.getLogger(__name__)
@@ -29,10 +32,12 @@ class RecordFile:
 
     Args:
         step: step at which the run resumes; None keeps all records.
+        clock: returns the time of day, in seconds since 1970.
     """
 
-    def __init__(self, path: Path, step: int | None) -> None:
+    def __init__(self, path: Path, step: int | None, *, clock: Callable[[], float] = time.time) -> None:
         self.path = path
+        self._clock = clock
         self._file: FileIO | None = None
         self._waiting: deque[bytes] = deque(maxlen=MOST_WAITING)
         self._is_failing = False
@@ -43,7 +48,8 @@ class RecordFile:
                 logger.warning(f"{path} cannot be cleaned: {error.strerror}. Records of later steps stay in it")
 
     def write(self, record: dict[str, Any]) -> None:
-        """Append a record. JSON has no NaN and no infinity: they become null."""
+        """Append a record, with its time and the schema. JSON has no NaN and no infinity: they become null."""
+        record = {"schema": SCHEMA, **record, "time": round(self._clock(), 3)}
         self._waiting.append(json.dumps(_finite(record)).encode() + b"\n")
         try:
             self._flush()

@@ -119,16 +119,20 @@ class RunEnd:
 
     def __init__(self) -> None:
         self._run: Path | None = None
+        self._phase_seconds: Callable[[], dict[str, float]] = dict
 
     @contextmanager
-    def recorded(self, run: Path, *, rank: int, step: Callable[[], int]) -> Iterator[None]:
+    def recorded(
+        self, run: Path, *, rank: int, step: Callable[[], int], phase_seconds: Callable[[], dict[str, float]] = dict
+    ) -> Iterator[None]:
         """Record how this context ends.
 
         Args:
             run: folder of the run.
             step: returns the step at which training is.
+            phase_seconds: returns the seconds of this start by phase.
         """
-        self._run = run if rank == 0 else None
+        self._run, self._phase_seconds = run if rank == 0 else None, phase_seconds
         try:
             yield
         except CrashLoop:  # it has begun nothing
@@ -161,4 +165,6 @@ class RunEnd:
                 starts.pop()  # a refused command has started nothing
             else:
                 starts[-1]["end"] = {"code": code, "reason": reason[:MOST_CHARACTERS], "step": step}
+                if seconds := self._phase_seconds():
+                    starts[-1]["phase_seconds"] = {name: round(time, 3) for name, time in seconds.items()}
             write_atomically(record, json.dumps(run, indent=1), mode=0o600)

@@ -49,6 +49,7 @@ class PhaseTimeouts(CurrentPhase):
     Args:
         set_seconds: sets the timeout of collectives that start from now on.
         wait_for_all: returns when every rank has called it.
+        began: time at which the process began, by `time.monotonic`.
     """
 
     def __init__(
@@ -57,8 +58,9 @@ class PhaseTimeouts(CurrentPhase):
         *,
         set_seconds: Callable[[float], None] = set_training_timeouts,
         wait_for_all: Callable[[], object] = dist.barrier,
+        began: float | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(began=began)
         self._config = config
         self._set_seconds, self._wait_for_all = set_seconds, wait_for_all
         self._steps = 0

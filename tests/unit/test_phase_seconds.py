@@ -1,0 +1,123 @@
+"""Time of a start by phase, with a clock of the test; records of the form that is documented."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.helpers import TinyRun, train_on_this_rank
+from titanlite.metrics.phase_seconds import CATEGORIES, by_category, format_phases, format_seconds
+from titanlite.metrics.records import RecordFile
+from titanlite.metrics.schema import METRICS, SAVES, VALIDATION, Field, find_faults
+from titanlite.observer import CurrentPhase
+
+RUNNING = Path(__file__, "../../../docs/running.md").resolve()
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_each_phase_has_the_time_until_the_next_begins() -> None:
+    clock = Clock()
+    phase = CurrentPhase(began=90.0, clock=clock)
+
+    def move(seconds: float, name: str, step: int | None = None) -> None:
+        clock.now += seconds
+        phase.phase(name) if step is None else phase.begin_step(step)
+
+    for name in ("model", "checkpoint load"):
+        move(2, name)
+    for step in (1, 2):
+        move(0.5, "", step)
+        for name, seconds in (("forward", 1.0), ("backward", 4.0), ("update", 8.0), ("metrics", 0.25)):
+            move(seconds, name)
+    for name in ("validation", "checkpoint", "end"):
+        move(16, name)
+    clock.now += 3
+    found = by_category(phase.seconds(), compiling=7.0)
+    # start: 10 before the first phase, 2 + 2 and 0.5 until the first step. Data: 1 in each step. Compute: 4 + 8 + 0.25,
+    # and until the next begins 0.5 in the first step, 16 in the second.
+    assert found == {
+        "start": 14.5,
+        "compile": 7.0,
+        "compute": 2 * 12.25 + 16.5 - 7,
+        "data": 2.0,
+        "checkpoint": 16 + 3,
+        "validation": 16,
+    }
+    assert sum(found.values()) == clock.now - 90
+    assert by_category({"forward": 2.0}, compiling=5.0)["compile"] == 2.0  # the rest was in validation
+    assert format_phases({"start": 2, "compile": 0, "compute": 97.0, "data": 0.05, "checkpoint": 0.95}) == (
+        "1 min 40 s: start 2.0%, compute 97.0%, checkpoint 0.9%"
+    )
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0.4, "0 s"),
+        (59.4, "59 s"),
+        (59.6, "1 min 00 s"),
+        (3599, "59 min 59 s"),
+        (7500, "2 h 05 min"),
+        (97200, "1 d 03 h"),
+    ],
+)
+def test_times_have_two_units(seconds: float, text: str) -> None:
+    assert format_seconds(seconds) == text
+
+
+def test_records_have_a_schema_and_a_time(tmp_path: Path) -> None:
+    clock = Clock()
+    file = RecordFile(tmp_path / "x.jsonl", None, clock=clock)
+    file.write({"step": 3, "loss": float("nan")})
+    clock.now += 1.23456
+    file.write({"step": 4, "loss": 1.5})
+    file.close()
+    assert [json.loads(line) for line in (tmp_path / "x.jsonl").read_text().splitlines()] == [
+        {"schema": 2, "step": 3, "loss": None, "time": 100.0},
+        {"schema": 2, "step": 4, "loss": 1.5, "time": 101.235},
+    ]
+
+
+@pytest.mark.usefixtures("single_process_group")
+def test_a_runs_records_are_of_the_form(tiny: TinyRun) -> None:
+    validation = "--validation.enable=true", "--validation.freq=2", f"--validation.path={tiny.text}"
+    run = train_on_this_rank(tiny.config("--training.steps=4", "--checkpoint.interval=2", *validation), 0, 1)
+    for path, fields, steps in (
+        (run.folder.metrics, METRICS, [1, 2, 3, 4]),
+        (run.folder.validation, VALIDATION, [2, 4]),
+        (run.folder.saves, SAVES, [2, 4]),
+    ):
+        records = [json.loads(line) for line in path.read_text().splitlines()]
+        assert [record["step"] for record in records] == steps
+        assert [fault for record in records for fault in find_faults(record, fields)] == []
+        assert not {name for record in records for name in record} - set(fields), path.name
+    last = json.loads(run.folder.metrics.read_text().splitlines()[-1])
+    assert tuple(last["phase_seconds"]) == CATEGORIES
+    assert last["phase_seconds"]["compute"] > 0 < last["phase_seconds"]["validation"]
+
+
+def test_faults_of_a_record_are_found() -> None:
+    record = {"schema": 2, "step": 1.0, "loss": None, "time": 5, "sources": [], "own": "text", "number": 3}
+    assert find_faults(record, VALIDATION) == [
+        "step is float, not int",
+        "sources is list, not dict",
+        "own is str, not float",
+    ]
+    assert find_faults({"step": 1, "time": None}, {"schema": Field(int, ""), "time": Field(float, "")}) == [
+        "schema is missing",
+        "time is null",
+    ]
+
+
+def test_every_field_is_documented() -> None:
+    text = RUNNING.read_text()
+    documented = set(re.findall(r"`(\w+)`", text[text.index("## Metrics") :]))
+    assert set(METRICS) | set(VALIDATION) <= documented
