@@ -80,7 +80,7 @@ def run(config: Path, folder: Path, name: str, steps: int, *words: str) -> Curve
     if not file.exists() or steps not in (curve := read(file)):
         command = [
             sys.executable, "-m", "titanlite", "train", str(config), f"--job.dump_folder={folder}",
-            f"--job.name={name}", f"--training.steps={steps}", "--metrics.enable_tensorboard=false", *words,
+            f"--job.name={name}", f"--training.steps={steps}", "--metrics.loggers=[]", *words,
         ]  # fmt: skip
         environment = os.environ | {"PYTHONPATH": str(ROOT)}
         subprocess.run(command, check=True, env=environment, stdout=subprocess.DEVNULL)

@@ -36,7 +36,7 @@ VARIANTS: dict[str, list[str]] = {
     ],
 }  # fmt: skip
 SIZES = ["training.seq_len=64", "training.global_batch_size=1", "metrics.log_freq=1"]
-NOT_MEASURED = ["checkpoint.enable=false", "validation.enable=false", "metrics.enable_tensorboard=false"]
+NOT_MEASURED = ["checkpoint.enable=false", "validation.enable=false", "metrics.loggers=[]"]
 MIB = 2**20
 
 

@@ -50,7 +50,7 @@ NOISE = 0.001
 OPTIONS = [
     *(f"model.args.{size}" for size in ("dim=128", "n_layers=4", "n_heads=4", "n_kv_heads=2", "hidden_dim=352")),
     *("training.global_batch_size=8", "optimizer.lr=1e-3", "lr_scheduler.warmup_steps=20", "validation.sequences=64"),
-    *("checkpoint.enable=false", "metrics.enable_tensorboard=false"),
+    *("checkpoint.enable=false", "metrics.loggers=[]"),
 ]
 
 

@@ -91,7 +91,7 @@ class Case:
             f"--training.local_batch_size={self.batch}",
             "--model.args.vocab_size=128256",
             "--checkpoint.enable=false",
-            "--metrics.enable_tensorboard=false",
+            "--metrics.loggers=[]",
             "--training.mixed_precision_param=bfloat16",
             *self.options,
         ]

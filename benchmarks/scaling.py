@@ -66,7 +66,7 @@ SMALL = [
     "--training.seq_len=16",
     "--validation.enable=false",
     "--checkpoint.enable=false",
-    "--metrics.enable_tensorboard=false",
+    "--metrics.loggers=[]",
 ]
 LAYOUTS = [(1, 2), (1, 4), (2, 2), (2, 1)]
 COLLECTIVES = {

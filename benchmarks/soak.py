@@ -60,7 +60,7 @@ freq = {validation}
 sequences = 64
 [metrics]
 log_freq = 1
-enable_tensorboard = false
+loggers = []
 loggers = ["{hooks}:Watch"]
 [checkpoint]
 interval = {interval}

@@ -43,7 +43,7 @@ warmup_steps = 2
 decay_ratio = 0.0
 [metrics]
 log_freq = 1
-enable_tensorboard = false
+loggers = []
 [checkpoint]
 interval = 100
 """

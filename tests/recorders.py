@@ -18,7 +18,7 @@ def recorder(folder: Path, *, step: int = 0, log_freq: int = 2) -> MetricsRecord
     group = dist.group.WORLD
     assert group is not None
     return MetricsRecorder(
-        Metrics(log_freq=log_freq, enable_tensorboard=False),
+        Metrics(log_freq=log_freq, loggers=[]),
         folder=RunFolder(folder, run_id="x", data_cache=folder),
         step=step,
         tokens_per_step=1000,

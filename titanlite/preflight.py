@@ -16,6 +16,7 @@ from titanlite.config.schema import Config, Data, ModelSelection, Optimizer, Val
 from titanlite.data.sources import FindText, check_path
 from titanlite.data.tokenizer import Tokenizer, load_tokenizer
 from titanlite.memory_check import check_model_disk, check_model_memory
+from titanlite.metrics.loggers import check_logger
 from titanlite.metrics.run_summary import check_attention
 from titanlite.models.base import Model, ModelArgs, initial_values, unique_parameters
 from titanlite.models.registry import ModelSpec, resolve_model
@@ -29,7 +30,7 @@ from titanlite.runtime.errors import ConfigError, Problem, UserError
 from titanlite.runtime.files import why_not_writable
 from titanlite.runtime.hash_random import random_bits, salt
 from titanlite.runtime.process_group import Ranks
-from titanlite.runtime.user_code import find_object
+from titanlite.runtime.user_code import find_callable
 from titanlite.teacher_source import OpenTeacher, TeacherSource, check_teacher, teacher_model
 
 T = TypeVar("T")
@@ -98,9 +99,10 @@ def examine(
     for key, path in [*_paths(config.data, "data"), *_paths(config.validation, "validation")]:
         report.attempt(key, [key], partial(check_path, path, find_text))
     _check_techniques(report, config, device)
-    for key, names in (("training.loss", [training.loss]), ("metrics.loggers", config.metrics.loggers)):
-        for name in filter(None, names):
-            report.attempt(key, [key], partial(_check_callable, name))
+    if loss := training.loss:
+        report.attempt("training.loss", ["training.loss"], lambda: find_callable(loss))
+    for name in config.metrics.loggers:
+        report.attempt("metrics.loggers", ["metrics.loggers"], partial(check_logger, name))
     model = _build_model(report, spec, config) if spec else None
     report.attempt("checkpoint", ["checkpoint"], lambda: check_exports(config.checkpoint, model))
     checked = report.attempt(
@@ -241,11 +243,6 @@ def check_offloaded_update(config: Config, device: torch.device, *, torch_versio
 def _paths(section: Data | Validation, name: str) -> Iterator[tuple[str, str | list[str]]]:
     for number, source in enumerate(section.all_sources()):
         yield (f"{name}.sources.{number}.path" if section.sources else f"{name}.path"), source.path
-
-
-def _check_callable(name: str) -> None:
-    if not callable(find_object(name)):
-        raise UserError(f"{name} is not a function or class")
 
 
 def _check_checkpoint_folder(config: Config) -> None:

@@ -12,7 +12,7 @@ from titanlite import cli
 
 
 def test_a_run_from_start_to_resume(tiny: TinyRun, capfd: pytest.CaptureFixture[str]) -> None:
-    command = ("train", "--config", str(tiny.toml), "--training.steps=3", "--metrics.enable_tensorboard=true")
+    command = ("train", "--config", str(tiny.toml), "--training.steps=3", "--metrics.loggers=['tensorboard']")
     code, out, err = titanlite(*command)
     assert (code, err) == (0, [])
     run = tiny.folder / "outputs" / "tiny"

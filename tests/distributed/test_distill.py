@@ -257,7 +257,7 @@ def test_the_shipped_example_runs_by_the_commands_in_it(tiny: TinyRun) -> None:
     ]
     outputs, few = tiny.folder / "outputs", [f"--data.path={tiny.text}", f"--validation.path={tiny.text}"]
     few += [f"--job.dump_folder={outputs}", "--training.seq_len=32", "--lr_scheduler.warmup_steps=1"]
-    few += ["--metrics.enable_tensorboard=false", "--training.steps=2", "--validation.sequences=4"]
+    few += ["--metrics.loggers=[]", "--training.steps=2", "--validation.sequences=4"]
     code, _, errors = titanlite(*commands[1], *few, f"--teacher.path={outputs}/teacher")
     assert code == 2
     assert errors[-1].startswith(f"error: teacher.path: no file or folder {outputs}/teacher")

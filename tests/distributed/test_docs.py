@@ -15,7 +15,7 @@ from titanlite import cli
 ROOT = Path(__file__).parents[2]
 SMALL = (
     "--training.steps=2 --lr_scheduler.warmup_steps=0 --training.seq_len=64 --training.global_batch_size=4 "
-    "--metrics.enable_tensorboard=false"
+    "--metrics.loggers=[]"
 )
 
 

@@ -26,7 +26,7 @@ OPTIONS = [
     *(f"model.args.{size}" for size in ("dim=128", "n_layers=4", "n_heads=4", "n_kv_heads=2", "hidden_dim=352")),
     *("training.steps=80", "training.global_batch_size=8", "optimizer.lr=2e-2", "lr_scheduler.warmup_steps=20"),
     "debug.seed=2",
-    *("validation.freq=80", "validation.sequences=32", "metrics.enable_tensorboard=false", "checkpoint.enable=false"),
+    *("validation.freq=80", "validation.sequences=32", "metrics.loggers=[]", "checkpoint.enable=false"),
 ]
 
 

@@ -16,7 +16,7 @@ from titanlite.runtime.process_group import freeze_garbage_collector
 
 BESIDE = {
     "nothing": [],
-    "logging": ["--metrics.log_freq=2", "--metrics.enable_tensorboard=true"],
+    "logging": ["--metrics.log_freq=2", "--metrics.loggers=['tensorboard']"],
     "validation": ["--validation.enable", "--validation.freq=2", "--validation.sequences=8"],
     "checkpoints": ["--checkpoint.interval=2", "--checkpoint.async_mode=disabled"],
     "checkpoints beside training": ["--checkpoint.interval=1"],

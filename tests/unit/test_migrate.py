@@ -172,7 +172,7 @@ def test_a_config_of_0_2_at_8_processes() -> None:
     expected = """
         job.dump_folder = "./outputs"
         metrics.log_freq = 1
-        metrics.enable_tensorboard = false
+        metrics.loggers = []
         model.name = "llama3"
         model.flavor = "debug"
         model.args = {dim = 256, n_heads = 16, n_kv_heads = 16, hidden_dim = 768, rope_theta = 500000.0,
@@ -329,7 +329,13 @@ CASES: list[tuple[str, int | None, dict[str, Any], list[str]]] = [
     ("profiling.enable_profiling = true", 1, {}, []),
     ("comm.init_timeout_seconds = 900", 1, {"comm.init_timeout_seconds": 900, "comm.train_timeout_seconds": None}, []),
     ("comm = {train_timeout_seconds = 100, mode = 'default'}", 1, {"comm.train_timeout_seconds": 100}, []),
-    ("metrics.enable_wandb = true", 1, {}, []),
+    ("metrics.enable_wandb = true", 1, {"metrics.loggers": ["wandb"]}, []),
+    (
+        "metrics = {enable_tensorboard = true, enable_wandb = true}",
+        2,
+        {"metrics.loggers": ["tensorboard", "wandb"]},
+        [],
+    ),
     ("memory_estimation.enabled = true", 1, {}, []),
     ("fault_tolerance = {enable = false, group_size = 2}", 1, {}, []),
     ("fault_tolerance.enable = true", 1, {}, ["fault_tolerance.enable"]),
@@ -353,7 +359,7 @@ def test_defaults_that_differ_are_written() -> None:
         "training.global_batch_size": 16,
         "optimizer.lr": 8e-4,
         "optimizer.groups": [{"match": ["*"], "weight_decay": 0.1}],
-        "metrics.enable_tensorboard": False,
+        "metrics.loggers": [],
         "checkpoint.enable": False,
         "checkpoint.async_mode": "disabled",
         "activation_checkpoint.mode": "selective",

@@ -59,10 +59,9 @@ class Checkpoint(Section):
 class Metrics(Section):
     log_freq: PositiveInt = 10
     """Steps between lines on the console and in metrics.jsonl."""
-    enable_tensorboard: bool = True
-    """Write TensorBoard events."""
-    loggers: list[Name] = Field(default_factory=list)
-    """Further loggers of your own: file.py:Class or package.module:Class."""
+    loggers: list[Name] = Field(default_factory=lambda: ["tensorboard"])
+    """Loggers beside metrics.jsonl: tensorboard, wandb (Weights & Biases), trackio, or a class of your own as
+    file.py:Class or package.module:Class. All get the same records."""
 
 
 class Comm(Section):

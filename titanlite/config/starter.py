@@ -18,7 +18,7 @@ OFTEN_SET = {
     "quantize.linear.float8.enable", "optimizer.name", "optimizer.lr", "optimizer.weight_decay",
     "lr_scheduler.warmup_steps", "lr_scheduler.decay_ratio", "lr_scheduler.decay_type", "lr_scheduler.min_lr_factor",
     "checkpoint.interval", "checkpoint.keep_latest_k", "checkpoint.initial_load_path",
-    "validation.enable", "validation.path", "validation.freq", "metrics.log_freq", "metrics.enable_tensorboard",
+    "validation.enable", "validation.path", "validation.freq", "metrics.log_freq", "metrics.loggers",
     "debug.seed",
 }  # fmt: skip
 """Options that the file names even if the config it starts from leaves them at their defaults."""

@@ -10,7 +10,7 @@ FOREIGN_KEYS = {
     "training": "dataset dataset_path compile gc_freq deterministic seed",
     "parallelism": "tensor_parallel_degree pipeline_parallel_degree context_parallel_degree expert_parallel_degree "
     "enable_async_tensor_parallel pipeline_parallel_schedule",
-    "metrics": "save_tb_folder enable_wandb save_for_all_ranks disable_color_printing",
+    "metrics": "enable_tensorboard save_tb_folder enable_wandb save_for_all_ranks disable_color_printing",
     "optimizer": "implementation early_step_in_backward",
     "checkpoint": "enable_checkpoint last_save_model_only last_save_model_weights_only "
     "initial_load_in_hf enable_first_step_checkpoint",

@@ -1,18 +1,29 @@
-"""Loggers of metrics beside the console and metrics.jsonl: TensorBoard, and the classes in `metrics.loggers`."""
+"""Loggers of metrics beside the console and metrics.jsonl: those that `metrics.loggers` names.
 
+TensorBoard, Weights & Biases, trackio and classes of the user's own get the same records. A resumed run keeps its id
+with each of them, and no step is there twice.
+"""
+
+import json
 import logging
-from collections.abc import Iterator
+import os
+from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
-from titanlite.config.schema import Metrics
-from titanlite.runtime.user_code import find_object
+import tomli
+
+from titanlite.runtime.errors import UserError
+from titanlite.runtime.nearest import did_you_mean
+from titanlite.runtime.signals import shielding_children
+from titanlite.runtime.user_code import find_callable, find_object
 
 logger = logging.getLogger(__name__)
 
 
 class Logger(Protocol):
-    """Contract of TensorBoard and of the classes in `metrics.loggers`. Created and called on rank 0 only."""
+    """Contract of a logger. Created and called on rank 0 only."""
 
     def __init__(self, folder: Path, *, step: int) -> None:
         """Open the logger.
@@ -54,17 +65,112 @@ class TensorBoard:
             self._writer.close()
 
 
+class WeightsAndBiases:
+    """Weights & Biases, as its own environment variables set it up (WANDB_PROJECT, WANDB_ENTITY, WANDB_MODE).
+
+    The run's id there is the id of the run. Weights & Biases ignores steps that it has already.
+    """
+
+    def __init__(self, folder: Path, *, step: int) -> None:
+        import wandb
+
+        with shielding_children():  # its process sends what is left after a signal
+            self._run = wandb.init(
+                project=os.environ.get("WANDB_PROJECT", PROJECT),
+                id=_run_id(folder),
+                name=folder.name,
+                config=_config(folder),
+                dir=str(folder),
+                resume="allow",
+            )
+
+    def log(self, metrics: dict[str, float], *, step: int) -> None:
+        self._run.log(metrics, step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class Trackio:
+    """Trackio, as its own environment variables set it up (TRACKIO_DIR, TRACKIO_SPACE_ID).
+
+    It would keep a step that comes again twice. So the step that was logged last is remembered in a file, and a resumed
+    run logs those after it only.
+    """
+
+    def __init__(self, folder: Path, *, step: int) -> None:
+        import trackio
+
+        self._last = folder / "trackio.json"
+        self._logged = json.loads(self._last.read_bytes())["step"] if self._last.exists() else 0
+        self._run = trackio.init(
+            project=os.environ.get("TRACKIO_PROJECT", PROJECT),
+            name=f"{folder.name}-{_run_id(folder)[:8]}",
+            config=_config(folder),
+            resume="allow",
+            embed=False,
+            auto_log_gpu=False,
+            auto_log_cpu=False,
+        )
+
+    def log(self, metrics: dict[str, float], *, step: int) -> None:
+        if step > self._logged:
+            self._run.log(metrics, step=step)
+            staging = self._last.with_suffix(".staging")
+            staging.write_text(json.dumps({"step": step}))
+            staging.replace(self._last)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+PROJECT = "titanlite"
+"""Project at Weights & Biases and trackio that the environment does not name."""
+BUILT_IN: dict[str, type[Logger]] = {"tensorboard": TensorBoard, "wandb": WeightsAndBiases, "trackio": Trackio}
+"""Loggers by their names in `metrics.loggers`. The name is also that of the package."""
+
+
+def _run_id(folder: Path) -> str:
+    return json.loads((folder / "run.json").read_bytes())["id"]
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    return tomli.loads((folder / "config.toml").read_text())
+
+
+def check_logger(name: str) -> None:
+    """Check that a logger can be made.
+
+    Raises:
+        UserError: it is unknown, or its package is not installed.
+    """
+    if name in BUILT_IN:
+        if find_spec(name) is None:
+            raise UserError(f"{name} is not installed: pip install 'titanlite[{name}]'")
+    elif ":" not in name and "." not in name:
+        known = ", ".join(BUILT_IN)
+        raise UserError(
+            f"no logger {name}{did_you_mean(name, BUILT_IN)} (there are {known}, and file.py:Class of yours)"
+        )
+    else:
+        find_callable(name)
+
+
 class Loggers:
     """All loggers of a run. One that fails gets a warning and no more metrics, and the run continues."""
 
-    def __init__(self, config: Metrics, folder: Path, *, step: int) -> None:
-        classes: list[type[Logger]] = [TensorBoard] if config.enable_tensorboard else []
+    def __init__(self, names: Sequence[str], folder: Path, *, step: int) -> None:
         self._loggers: list[Logger] = []
-        for logger_cls in [*classes, *map(find_object, config.loggers)]:
+        for logger_cls in [BUILT_IN.get(name) or find_object(name) for name in names]:
             try:
                 self._loggers.append(logger_cls(folder, step=step))
             except Exception:
                 logger.warning(f"{logger_cls.__name__} failed, and gets no metrics:", exc_info=True)
+
+    @property
+    def names(self) -> list[str]:
+        """Return the loggers that have not failed."""
+        return [type(one).__name__ for one in self._loggers]
 
     def log(self, record: dict[str, Any], *, prefix: str = "") -> None:
         """Log all numbers of a record, which has a step.

@@ -82,7 +82,7 @@ class MetricsRecorder:
             self._saves = RecordFile(folder.saves, step)
             self._validations = RecordFile(folder.validation, step)
             self._skipped = RecordFile(folder.skipped, None)
-            self._loggers = Loggers(config, folder.path, step=step)
+            self._loggers = Loggers(config.loggers, folder.path, step=step)
         self._timer.restart()
 
     def waiting_for_data(self) -> AbstractContextManager[None]:

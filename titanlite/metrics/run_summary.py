@@ -224,7 +224,7 @@ def report_end(
         f"  another run    add --job.name=second, and change any option: --optimizer.lr={config.optimizer.lr / 2:g}",
         f"  another model  titanlite train NAME, with NAME one of {', '.join(shipped_names())}",
     ]
-    if config.metrics.enable_tensorboard:
+    if "tensorboard" in config.metrics.loggers:
         lines.append(f"  curves         tensorboard --logdir {folder.path.parent}")
     for line in lines:
         logger.info(line)

@@ -49,7 +49,7 @@ COMPONENTS = "the model's blocks are compiled and the loss is not; compile.enabl
 
 SAME: dict[str, dict[str, Any]] = {
     "job": {"dump_folder": "outputs"},
-    "metrics": {"log_freq": 10, "enable_tensorboard": False},
+    "metrics": {"log_freq": 10},
     "optimizer": {"lr": 8e-4, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1},
     "lr_scheduler": {"decay_type": "linear", "min_lr_factor": 0.0},
     "training": {
@@ -69,6 +69,8 @@ SAME: dict[str, dict[str, Any]] = {
 """Same name, same meaning: torchtitan's defaults, by section."""
 
 CONVERTED: dict[str, Rule] = {
+    "metrics.enable_tensorboard": _to("metrics.loggers", False, t.loggers),
+    "metrics.enable_wandb": _to("metrics.loggers", False, t.loggers),
     "model.name": _to("model.name", "llama3", t.model),
     "model.flavor": _to("model.flavor", "debugmodel", t.flavor),
     "model.tokenizer_path": _to("data.tokenizer", None, t.tokenizer, str),
@@ -155,8 +157,7 @@ DROPS = {
     "the resolved config is config.toml in the folder of the run; titanlite config show prints it":
         "job: print_args print_config save_config_file",
     "job.name names the run; comments describe it": "job: description config_file",
-    "metrics.jsonl and tensorboard/ are in the folder of the run; wandb can read the latter":
-        "metrics: enable_wandb save_tb_folder save_for_all_ranks",
+    "metrics.jsonl and tensorboard/ are in the folder of the run": "metrics: save_tb_folder save_for_all_ranks",
     "the log lists the float8 layers": "model: print_after_conversion",
     "is not needed here": """
         job: use_for_integration_test; metrics: disable_color_printing; optimizer: implementation;

@@ -97,6 +97,11 @@ def global_batch(value: int, old: Old) -> Outcome:
     return Outcome({}, note, lost=True)
 
 
+def loggers(value: bool, old: Old) -> Outcome:
+    names = {"tensorboard": old["metrics.enable_tensorboard"], "wandb": old["metrics.enable_wandb"]}
+    return Outcome({"metrics.loggers": [name for name, enabled in names.items() if enabled]})
+
+
 def warmup(value: int, old: Old) -> Outcome:
     return Outcome({"lr_scheduler.warmup_steps": min(value, old["training.steps"])})  # torchtitan cuts it, we do not
 

@@ -211,7 +211,7 @@ def _base_options(steps: int, *, warmup_steps: int) -> list[str]:
         f"lr_scheduler.warmup_steps={min(warmup_steps, steps // 2)}",
         "debug.deterministic=true",
         "metrics.log_freq=1",
-        "metrics.enable_tensorboard=false",
+        "metrics.loggers=[]",
         "checkpoint.enable=false",
         "validation.enable=false",
     ]

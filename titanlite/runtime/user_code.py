@@ -55,6 +55,17 @@ def find_object(name: str) -> Any:
     return getattr(module, attribute)
 
 
+def find_callable(name: str) -> Any:
+    """Return the function or class of a name.
+
+    Raises:
+        UserError: it does not exist, or is something else.
+    """
+    if not callable(found := find_object(name)):
+        raise UserError(f"{name} is not a function or class")
+    return found
+
+
 def describe_error(error: BaseException, file: str | None = None) -> str:
     """Return an exception of the user's code on one line: model.py:12: KeyError: 'dim'.
 

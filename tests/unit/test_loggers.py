@@ -1,0 +1,95 @@
+"""Loggers of other programs get each step once, under the id of the run."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.helpers import TinyRun
+from titanlite.config.load import dump
+from titanlite.metrics.loggers import BUILT_IN, Loggers, check_logger
+from titanlite.runtime.errors import UserError
+
+RUN_ID = "0123456789abcdef0123456789abcdef"
+
+
+@pytest.fixture
+def folder(tiny: TinyRun) -> Path:
+    folder = tiny.folder / "run"
+    folder.mkdir()
+    (folder / "run.json").write_text(json.dumps({"id": RUN_ID, "starts": []}))
+    (folder / "config.toml").write_text(dump(tiny.config()))
+    return folder
+
+
+def log(name: str, folder: Path, *, resumed: int, last: int) -> Loggers:
+    """Log steps after `resumed`; step 4 has a validation, too. The loggers are left open, as by a kill."""
+    loggers = Loggers([name], folder, step=resumed)
+    for step in range(resumed + 1, last + 1):
+        loggers.log({"step": step, "loss": 10.0 - step, "data_shares": {"text": 1.0}})
+        if step == 4:
+            loggers.log({"step": step, "loss": 5.5}, prefix="validation/")
+    assert loggers.names == [BUILT_IN[name].__name__]  # none has failed
+    return loggers
+
+
+def test_trackio_has_each_step_once_after_a_kill(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("trackio")
+    from trackio import utils
+    from trackio.sqlite_storage import SQLiteStorage
+
+    monkeypatch.setattr(utils, "TRACKIO_DIR", folder / "trackio")
+    monkeypatch.setattr("trackio.sqlite_storage.TRACKIO_DIR", folder / "trackio")
+    monkeypatch.setenv("TRACKIO_PROJECT", "project")
+    log("trackio", folder, resumed=0, last=5).close()
+    log("trackio", folder, resumed=3, last=7).close()
+    [run] = SQLiteStorage.get_runs("project")
+    assert run == f"run-{RUN_ID[:8]}"
+    rows = SQLiteStorage.get_logs("project", run)
+    found = [(row["step"], row["loss"]) for row in rows if "loss" in row]
+    assert found == [(step, 10.0 - step) for step in range(1, 8)]
+    assert [(row["step"], row["validation/loss"]) for row in rows if "validation/loss" in row] == [(4, 5.5)]
+    assert (SQLiteStorage.get_run_config("project", run) or {})["training"]["steps"] == 6
+
+
+def test_wandb_keeps_the_runs_id(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    messages = pytest.importorskip("wandb.proto.wandb_internal_pb2")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    log("wandb", folder, resumed=0, last=4).close()
+    [file] = (folder / "wandb").glob(f"offline-run-*/run-{RUN_ID}.wandb")
+    content, records = file.read_bytes()[7:], []  # LevelDB's log: checksum, length and kind before each record
+    assert len(content) < 32_768, "more than a block"
+    while content:
+        size = int.from_bytes(content[4:6], "little")
+        records.append(messages.Record.FromString(content[7 : 7 + size]))
+        content = content[7 + size :]
+    [run] = [record.run for record in records if record.HasField("run")]
+    assert (run.run_id, run.project, run.display_name) == (RUN_ID, "titanlite", "run")
+    rows = [
+        {"/".join(item.nested_key) or item.key: json.loads(item.value_json) for item in record.history.item}
+        for record in records
+        if record.HasField("history")
+    ]
+    assert [(row["_step"], row["loss"]) for row in rows] == [(step, 10.0 - step) for step in range(1, 5)]
+    assert rows[-1]["validation/loss"] == 5.5
+    assert rows[0]["data_shares/text"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("tensorbord", "no logger tensorbord, did you mean tensorboard? (there are tensorboard, wandb, trackio, and"),
+        ("os.path:sep", "os.path:sep is not a function or class"),
+    ],
+)
+def test_a_logger_that_cannot_be_made_is_one_line(name: str, message: str) -> None:
+    with pytest.raises(UserError) as caught:
+        check_logger(name)
+    assert str(caught.value).startswith(message)
+
+
+def test_an_extra_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("titanlite.metrics.loggers.find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"^wandb is not installed: pip install 'titanlite\[wandb\]'$"):
+        check_logger("wandb")
