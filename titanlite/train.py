@@ -9,6 +9,7 @@ import torch
 from titanlite.build import Run
 from titanlite.checkpoint.manager import Progress
 from titanlite.guard import StoppedByGuard
+from titanlite.metrics.phase_seconds import phase_seconds
 from titanlite.metrics.run_summary import report_end, report_start
 from titanlite.observer import Observers
 from titanlite.optim import set_learning_rate
@@ -42,7 +43,8 @@ def train(run: Run, stop_requests: StopRequests | None = None) -> RunStopped | N
         steps=run.steps,
     )
     try:
-        _loop(run, stop_requests or StopRequests())
+        with run.metrics.shown(str(run.config.job.name), steps=run.steps, step=run.progress.step):
+            _loop(run, stop_requests or StopRequests())
     except StoppedBySignal as stopped:
         run.phase.phase("checkpoint")
         run.checkpoints.save_if_newer(_progress(run, stopped.taken))
@@ -134,4 +136,5 @@ def finish(run: Run, stopped: RunStopped | None = None) -> None:
         checkpoints=run.checkpoints.storage,
         resumed_at=run.progress.step,
         stopped=stopped,
+        seconds=phase_seconds(run.phase),
     )

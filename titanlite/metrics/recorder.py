@@ -6,7 +6,7 @@ Time of checkpoints, validation and compilation is not step time. The host waits
 import logging
 import math
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict
 from typing import Any
 
@@ -19,6 +19,7 @@ from titanlite.data.samples import Samples
 from titanlite.guard import SkippedStep
 from titanlite.metrics.compile_watch import CompileWatch
 from titanlite.metrics.lines import step_line, validation_line
+from titanlite.metrics.live import LiveBlock, live_block
 from titanlite.metrics.loggers import Loggers
 from titanlite.metrics.memory_watch import MemoryWatch
 from titanlite.metrics.own_time import OwnTime
@@ -74,6 +75,7 @@ class MetricsRecorder:
         self.own_time = OwnTime(device)
         """Observer of steps and of FSDP's units."""
         self._hosts = host_names(group)
+        self._block: LiveBlock | None = None
         self._records = 0
         """Records of this start."""
         if self._writes:
@@ -103,8 +105,22 @@ class MetricsRecorder:
         """Return whether to write a record: at log steps, the first and the last."""
         return step % self.config.log_freq == 0 or step == 1 or last
 
+    @contextmanager
+    def shown(self, name: str, *, steps: int, step: int) -> Iterator[None]:
+        """Show the run in a live block within the context, where the console is a terminal.
+
+        Args:
+            name: of the run.
+            steps: of the whole run.
+            step: step at which it resumes.
+        """
+        with live_block(name, steps=steps, step=step) if self._writes else nullcontext() as self._block:
+            yield
+
     def begin_step(self, step: int, *, last: bool) -> None:
         """Begin a step, when its data is there. This rank's own time is measured if a record of the step is due."""
+        if self._block:
+            self._block.begin_step(step)
         if self.is_due(step, last=last):
             self.own_time.begin()
 
@@ -151,7 +167,9 @@ class MetricsRecorder:
             **{name: float(value) for name, value in result.model_metrics.items()},
         }
         if self._writes:
-            logger.info(step_line(record))
+            logger.info(step_line(record), extra={"in_block": True})
+            if self._block:
+                self._block.show(record)
             self._steps.write(record)
             self._loggers.log(record)
         self._timer.restart()
@@ -199,12 +217,16 @@ class MetricsRecorder:
         for record in saves if self._writes else ():
             self._saves.write(record)
             self._loggers.log(record, prefix="checkpoint/")
+            if self._block:
+                self._block.show_saved(record["step"])
 
     def record_validation(self, step: int, record: dict[str, Any]) -> None:
         """Write the metrics of a validation."""
         record = {"step": step, **record}
         if self._writes:
             logger.info(validation_line(record))
+            if self._block:
+                self._block.show_validation(step, record["loss"])
             self._validations.write(record)
             self._loggers.log(record, prefix="validation/")
 

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import shlex
 from collections.abc import Mapping, Sequence
 from math import prod
 from pathlib import Path
@@ -20,6 +21,7 @@ from titanlite.data.packing import BestFit
 from titanlite.data.samples import Samples, Source
 from titanlite.data.sources import store_of
 from titanlite.kernels import Kernels
+from titanlite.metrics.phase_seconds import format_phases
 from titanlite.models.base import Model, trainable_parameters, unique_parameters
 from titanlite.models.decoder import Decoder, DecoderArgs
 from titanlite.optim.groups import format_groups, parameter_groups
@@ -30,6 +32,7 @@ from titanlite.runtime.errors import RunStopped
 from titanlite.runtime.private_torch.fsdp import fsdp_param_group
 from titanlite.runtime.process_group import pick_kernels, why_no_gpu
 from titanlite.runtime.run_folder import RunFolder
+from titanlite.runtime.secrets import hide_secrets
 from titanlite.runtime.signals import STOPPED, StoppedBySignal
 
 logger = logging.getLogger(__name__)
@@ -63,6 +66,7 @@ def report_start(
         )
         chosen = " (PyTorch's choice)" if training.attention_backend == "auto" else ""
         logger.info(f"kernels  attention by {name}{', within documents' if config.data.document_mask else ''}{chosen}")
+    logger.info(f"applied  {', '.join(applied(config, blocks=len(model.layers)))}")
     logger.info(
         f"mesh     {axes} on {mesh.device_type}; "
         f"global batch {training.global_batch_size} = {ranks} processes x {accumulation} micro-batches x "
@@ -75,6 +79,7 @@ def report_start(
     for source in samples.sources:
         _report_source(source, share=source.weight / sum(other.weight for other in samples.sources))
     total = progress.samples_seen + (steps - progress.step) * training.global_batch_size
+    logger.info(f"saves    {saves_of(config)}")
     passes = [f"{passes:.2f} of {name}" for name, passes in samples.passes(total).items()]
     logger.info(f"length   {steps:,} steps, {total:,} sequences; passes over the data: {', '.join(passes)}")
     if training.epochs is not None and (limit := samples.limit(training.epochs)) is not None:
@@ -86,6 +91,36 @@ def report_start(
         logger.info(f"this run is complete at step {progress.step}; to continue it, raise training.steps")
     elif progress.step:
         logger.info(f"resuming after step {progress.step}, {progress.samples_seen:,} sequences into the data")
+
+
+def applied(config: Config, *, blocks: int) -> list[str]:
+    """Describe the techniques that the config asks for."""
+    recompute, float8, training = config.activation_checkpoint, config.quantize.linear.float8, config.training
+    resharding = config.parallelism.fsdp_reshard_after_forward
+    found = {
+        f"FSDP of {blocks} blocks, reshard_after_forward {resharding}": True,
+        f"activation checkpointing {recompute.mode}": recompute.mode != "none",
+        f"compile of {blocks} blocks": config.compile.enable,
+        f"float8 {float8.recipe_name}": float8.enable,
+        f"LoRA of rank {config.lora.rank}": config.lora.rank is not None,
+        f"frozen parameters {', '.join(config.freeze.parameters)}": bool(config.freeze.parameters),
+        f"a teacher ({config.teacher.path})": config.teacher.path is not None,
+        "CPU offload": training.enable_cpu_offload,
+        "optimizer in backward": config.optimizer.in_backward,
+        "attention within documents": config.data.document_mask,
+    }
+    return [text for text, is_applied in found.items() if is_applied]
+
+
+def saves_of(config: Config) -> str:
+    """Describe when checkpoints are saved, and where."""
+    checkpoint = config.checkpoint
+    if not checkpoint.enable:
+        return "no checkpoint (checkpoint.enable = false)"
+    folder = checkpoint.folder or Path(config.job.dump_folder, str(config.job.name), "checkpoints")
+    kept = f"the newest {checkpoint.keep_latest_k} are kept" if checkpoint.keep_latest_k else "all are kept"
+    manner = "while training waits" if checkpoint.async_mode == "disabled" else "in the background"
+    return f"every {checkpoint.interval:,} steps and the last, {manner}, to {hide_secrets(str(folder))}; {kept}"
 
 
 def _report_device(mesh: DeviceMesh) -> None:
@@ -192,15 +227,26 @@ def report_end(
     checkpoints: Storage,
     resumed_at: int,
     stopped: RunStopped | None,
+    seconds: Mapping[str, float],
 ) -> None:
+    """Log the last lines of a run: its results, its time, and how it continues.
+
+    Args:
+        resumed_at: step at which this start resumed.
+        seconds: of this start, by phase.
+    """
+    resume = f"titanlite train {shlex.quote(str(folder.path / 'config.toml'))}"
     done = manifests.committed_steps(checkpoints.list())
     if isinstance(stopped, StoppedBySignal):
         newest = f"step {done[-1]} is saved in {checkpoints.url}" if done else "no checkpoint was asked for"
         logger.info(f"{stopped}; {newest}; the same command resumes (exit code {STOPPED})")
+        logger.info(f"  time         {format_phases(seconds)}")
+        logger.info(f"  resume       {resume}")
         return
     if stopped:
         logger.info(f"stopped: the skipped steps are in {folder.skipped}, with the sequences in question")
         logger.info(f"  the last step taken is {stopped.taken}")
+        logger.info(f"  time         {format_phases(seconds)}")
         if done:
             logger.info(f"  checkpoints  {checkpoints.url} ({', '.join(map(str, done))})")
         if config.guard.nonfinite == "stop" and done and not config.optimizer.in_backward:
@@ -215,12 +261,13 @@ def report_end(
     lines = [
         "",
         f"{config.job.name}: {steps} steps done" + (f", from step {resumed_at} on" if resumed_at else ""),
+        f"  time         {format_phases(seconds)}",
         f"  checkpoints  {checkpoints.url} ({', '.join(map(str, done))})" if done else "  no checkpoint was asked for",
         f"  metrics      {folder.metrics}",
         f"  config       {folder.path / 'config.toml'}, versions and commit in run.json beside it",
         "What next?",
         *([f"  look           titanlite generate {folder.path} --prompt TEXT"] if done else []),
-        f"  continue       the same command with {more}",
+        f"  continue       the same command with {more}, or {resume} {more}",
         f"  another run    add --job.name=second, and change any option: --optimizer.lr={config.optimizer.lr / 2:g}",
         f"  another model  titanlite train NAME, with NAME one of {', '.join(shipped_names())}",
     ]
