@@ -1,0 +1,154 @@
+"""The loss with what a cache holds of a teacher: against autograd of the plain formulas over K + 1 outcomes."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.distillation import KINDS, VOCABULARY, Given, inputs, kl, plain
+from tests.operators import LargestTensor
+from titanlite.batch import IGNORE
+from titanlite.config.distill_schema import Distill
+from titanlite.cpu.kernels import CpuKernels
+from titanlite.distill import TopK
+from titanlite.loss import token_loss
+from titanlite.models.divergence import top_k_divergence
+
+
+def top_k(teacher: Given, k: int, temperature: float, dtype: torch.dtype = torch.float32) -> TopK:
+    """Return what a cache of k tokens holds of a teacher, computed in float64."""
+    logits = teacher.hidden_BLD.double() @ teacher.weight_VD.double().t()
+    log_q, ids = (logits / temperature).log_softmax(-1).sort(dim=-1, descending=True)
+    return TopK(ids[..., :k].int(), log_q[..., :k].to(dtype), log_q[..., k:].logsumexp(-1).float())
+
+
+def outcomes(logits: Tensor, ids: Tensor) -> Tensor:
+    """Logarithms of the probabilities of some tokens, and of 1 minus their sum, from logits in float64."""
+    known = logits.softmax(-1).gather(-1, ids.long())
+    return torch.cat([known, 1 - known.sum(-1, keepdim=True)], dim=-1).log()
+
+
+def of_outcomes(logits: Tensor, stored: TopK, distill: Distill) -> Tensor:
+    """T^2 D of the K + 1 outcomes of each token, by the formulas in float64, from the student's logits."""
+    log_p = outcomes(logits.double() / distill.temperature, stored.ids_BLK)
+    log_q = torch.cat([stored.log_probs_BLK, stored.log_tail_BL[..., None]], dim=-1).double()
+    log_m = torch.logaddexp(log_p, log_q) - torch.log(torch.tensor(2.0, dtype=torch.float64))
+    values = {
+        "forward_kl": lambda: kl(log_q, log_p),
+        "reverse_kl": lambda: kl(log_p, log_q),
+        "js": lambda: (kl(log_p, log_m) + kl(log_q, log_m)) / 2,
+    }[distill.kind]()
+    return distill.temperature**2 * values
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("ratio", "temperature", "z_loss"), [(1.0, 1.0, 0.0), (0.4, 2.5, 1e-2)])
+@pytest.mark.parametrize("k", [1, 20, VOCABULARY - 1])
+def test_gradients_are_those_of_the_divergence_of_the_outcomes(
+    kind: Any, ratio: float, temperature: float, z_loss: float, k: int
+) -> None:
+    """The student's tail is 1 minus the sum of its probabilities of the teacher's k tokens."""
+    hidden, weight, labels, teacher = inputs()
+    stored, distill = top_k(teacher, k, temperature), Distill(ratio=ratio, temperature=temperature, kind=kind)
+    logits = hidden.double() @ weight.double().t()
+    distilled = (of_outcomes(logits, stored, distill) * (labels != IGNORE)).sum()
+    own = plain(hidden, weight, labels, teacher, Distill(ratio=0.0), z_loss)[0]
+    expected = (1 - ratio) * own + ratio * distilled
+    expected_gradients = torch.autograd.grad(expected, [hidden, weight])
+    kernels = CpuKernels(chunk_bytes=8 * VOCABULARY * 7)
+    found = token_loss(
+        hidden, weight, labels_BL=labels, z_loss=z_loss, kernels=kernels, teacher=stored, distill=distill
+    )
+    assert found.metrics["distill_loss"].item() == pytest.approx(distilled.item(), rel=1e-6)
+    assert found.total.item() == pytest.approx(expected.item(), rel=1e-6)
+    gradients = torch.autograd.grad(found.total, [hidden, weight])
+    for gradient, other in zip(gradients, expected_gradients, strict=True):
+        # Terms of a small reverse KL cancel each other, after they were rounded to float32.
+        assert (gradient - other).norm() < (2e-6 if kind == "reverse_kl" else 1e-6) * other.norm()
+    assert not gradients[0][0, :9].any(), "labels that do not count"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("k", [1, 20, VOCABULARY])
+def test_the_formulas_are_exact(kind: Any, k: int) -> None:
+    """The same in float64, where rounding hides nothing."""
+    generator = torch.Generator().manual_seed(0)
+    logits, theirs = (2 * torch.randn(1, 9, VOCABULARY, generator=generator).double() for _ in range(2))
+    log_q, ids = (theirs / 1.7).log_softmax(-1).sort(dim=-1, descending=True)
+    stored = TopK(ids[..., :k], log_q[..., :k], log_q[..., k:].logsumexp(-1))
+    distill, weight = Distill(kind=kind, temperature=1.7), torch.linspace(0, 1, 9).double()
+    logits.requires_grad_()
+    if k < VOCABULARY:
+        expected = of_outcomes(logits, stored, distill)[0]
+    else:
+        log_p, all_q = (logits / 1.7).log_softmax(-1), (theirs / 1.7).log_softmax(-1)
+        log_m = torch.logaddexp(log_p, all_q) - torch.log(torch.tensor(2.0, dtype=torch.float64))
+        terms = {"forward_kl": [(all_q, log_p)], "reverse_kl": [(log_p, all_q)], "js": [(log_p, log_m), (all_q, log_m)]}
+        expected = 1.7**2 * torch.stack([kl(*pair)[0] for pair in terms[kind]]).mean(0)
+    [gradient] = torch.autograd.grad((expected * weight).sum(), logits)
+    found = top_k_divergence(
+        logits.detach()[0], ids[0, :, :k], stored.log_probs_BLK[0], stored.log_tail_BL[0], kind=kind, temperature=1.7,
+        weight_C=weight,
+    )  # fmt: skip
+    assert found.d_logits_CV is not None
+    torch.testing.assert_close(found.value_C, expected.detach(), rtol=1e-11, atol=1e-12)
+    torch.testing.assert_close(found.d_logits_CV, gradient[0], rtol=1e-9, atol=1e-13)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("temperature", [1.0, 2.5])
+def test_all_tokens_in_the_cache_are_the_teacher_itself(kind: Any, temperature: float) -> None:
+    hidden, weight, labels, teacher = inputs()
+    distill = Distill(ratio=0.7, temperature=temperature, kind=kind)
+    results = []
+    for output in (teacher, top_k(teacher, VOCABULARY, temperature)):
+        found = token_loss(hidden, weight, labels_BL=labels, teacher=output, distill=distill)
+        results.append((found, torch.autograd.grad(found.total, [hidden, weight])))
+    (live, live_gradients), (cached, gradients) = results
+    assert cached.total.item() == pytest.approx(live.total.item(), rel=1e-6)
+    assert float(cached.metrics["distill_loss"]) == pytest.approx(float(live.metrics["distill_loss"]), rel=1e-6)
+    for gradient, other in zip(gradients, live_gradients, strict=True):
+        assert (gradient - other).norm() < 1e-6 * other.norm()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_student_that_is_its_teacher_has_no_gradient(kind: Any) -> None:
+    """The outcomes of both are the same, whatever happens within the tail. With rounded values, almost the same."""
+    hidden, weight, labels, _ = inputs()
+    teacher = Given(hidden.detach(), weight.detach())
+    distill = Distill(ratio=1.0, kind=kind)
+    for dtype, most in ((torch.float32, 1e-6), (torch.float16, 1e-3)):
+        output = top_k(teacher, 20, 1.0, dtype)
+        found = token_loss(hidden, weight, labels_BL=labels, teacher=output, distill=distill)
+        assert abs(found.total.item()) <= most
+        for gradient in torch.autograd.grad(found.total, [hidden, weight]):
+            assert gradient.abs().max() <= 3 * most
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_tails_of_almost_no_probability_have_finite_numbers(kind: Any) -> None:
+    """Probabilities below the smallest float32, on both sides."""
+    logits = torch.zeros(2, 6)
+    logits[:, 1] = 300.0
+    ids = torch.tensor([[1, 2], [3, 4]])
+    log_q, log_tail = torch.tensor([[0.0, -200.0], [-1e-3, -8.0]]), torch.tensor([-250.0, -8.0])
+    found = top_k_divergence(logits, ids, log_q, log_tail, kind=kind, temperature=1.0, weight_C=torch.ones(2))
+    assert found.d_logits_CV is not None
+    assert found.value_C.isfinite().all()
+    assert found.d_logits_CV.isfinite().all()
+    assert found.value_C[0].item() == pytest.approx(0.0, abs=1e-6)
+    torch.testing.assert_close(found.d_logits_CV.sum(1), torch.zeros(2), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("vocabulary", [32_000, 256_000])
+def test_memory_does_not_grow_with_the_vocabulary(vocabulary: int) -> None:
+    kernels = CpuKernels(chunk_bytes=4 * 1_024_000)
+    hidden, weight = torch.randn(1, 64, 8, requires_grad=True), torch.randn(vocabulary, 8, requires_grad=True)
+    output = TopK(torch.arange(20).int().expand(1, 64, 20), torch.full((1, 64, 20), -4.0), torch.full((1, 64), -1.0))
+    labels = torch.randint(0, vocabulary, (1, 64))
+    with LargestTensor(but=[(vocabulary, 8)]) as seen:
+        distill = Distill(ratio=0.5)
+        token_loss(hidden, weight, labels_BL=labels, kernels=kernels, teacher=output, distill=distill).total.backward()
+    assert seen.numel == 512_000
+    assert seen.matmuls == 3 * (64 * vocabulary // 512_000), "no matmul of a teacher"
