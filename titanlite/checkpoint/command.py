@@ -4,8 +4,8 @@ import json
 import os
 import re
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
 from rich.console import Console
@@ -28,8 +28,15 @@ Check = Callable[[Storage, str, dict[str, int]], Manifest]
 def main(name: str, **options: Any) -> None:
     """Run `titanlite checkpoint NAME` with the options of its parser."""
     act = {"list": list_checkpoints, "verify": verify, "show": show, "prune": prune, "restore": restore}
-    try:
+    with explaining_damage():
         act[name](**options)
+
+
+@contextmanager
+def explaining_damage() -> Iterator[None]:
+    """Turn damage and errors of a disk into errors for users."""
+    try:
+        yield
     except DamagedCheckpoint as damage:
         raise UserError(str(damage)) from None
     except BrokenPipeError:
@@ -97,10 +104,7 @@ def restore(path: str) -> None:
 
 def show(path: str, *, tensors: bool) -> None:
     """Print the manifest of a checkpoint; of several, the newest complete one."""
-    [(storage, founds)] = _find(path, counting=True, single=True)
-    found = next((found for found in reversed(founds) if found.manifest), founds[-1])
-    if (manifest := found.manifest) is None:
-        raise UserError(f"{storage.url_of(found.folder)} is not whole: {found.state}")
+    storage, found, manifest = find_newest(path)
     from titanlite.checkpoint.dcp_read import ShardReader
 
     entries: Any = ShardReader(storage, found.folder, manifest).metadata.state_dict_metadata
@@ -117,6 +121,19 @@ def show(path: str, *, tensors: bool) -> None:
     print("settings", *(f"  {name} = {json.dumps(value)}" for name, value in manifest.settings.items()), sep="\n")
     lines = [f"  {name}  {[*entry.size]}  {entry.properties.dtype}" for name, entry in entries.items() if tensors]
     print(f"tensors   {len(entries)}; of the model {len(model)}, {sum(model):,} parameters", *lines, sep="\n")
+
+
+def find_newest(path: str) -> tuple[Storage, Found, Manifest]:
+    """Return the newest complete checkpoint of a run, or the named one.
+
+    Raises:
+        UserError: there is none, or it is damaged.
+    """
+    [(storage, founds)] = _find(path, counting=True, single=True)
+    found = next((found for found in reversed(founds) if found.manifest), founds[-1])
+    if found.manifest is None:
+        raise UserError(f"{storage.url_of(found.folder)} is not whole: {found.state}")
+    return storage, found, found.manifest
 
 
 def prune(path: str, *, keep_latest_k: int, keep_every: int, quarantined: bool, dry_run: bool) -> None:
@@ -165,7 +182,8 @@ def _find(path: str, *, counting: bool = False, single: bool = False) -> list[tu
     if not runs:
         raise UserError(f"no checkpoint {'that counts ' if counting else ''}in {path}")
     if single and len(runs) > 1:
-        raise UserError(f"{path} holds {len(runs)} runs, name one: {', '.join(storage.url for storage, _ in runs)}")
+        urls = [storage.url for storage, _ in runs[:5]] + ["..."] * (len(runs) > 5)
+        raise UserError(f"{path} holds {len(runs)} runs, name one: {', '.join(urls)}")
     return runs
 
 

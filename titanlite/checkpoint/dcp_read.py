@@ -13,6 +13,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.futures import Future
 
 from titanlite.checkpoint import manifest as manifests
+from titanlite.checkpoint.coverage import Piece, find_fault
 from titanlite.checkpoint.manifest import Manifest
 from titanlite.checkpoint.rank_reader import RankReader
 from titanlite.checkpoint.storage import Storage
@@ -74,8 +75,9 @@ class ShardReader(RankReader):
             if not isinstance(entry, TensorStorageMetadata):
                 raise UnsafeCheckpoint(f"{where}: {name} is not a tensor: refused, nothing was run")
             chunks = {MetadataIndex(name, part.offsets): part.sizes for part in entry.chunks}
-            if not chunks.keys() <= places.keys() or sum(map(torch.Size.numel, chunks.values())) != entry.size.numel():
-                raise UnsafeCheckpoint(f"{where}: {name} is not complete: refused")
+            fault = find_fault(entry.size, [Piece(part.offsets, part.sizes) for part in entry.chunks])
+            if not chunks.keys() <= places.keys() or fault:
+                raise UnsafeCheckpoint(f"{where}: {name} is not complete ({fault or 'a piece has no place'}): refused")
             self.chunks |= chunks
 
     def _read_small(self, name: str) -> bytes:
