@@ -36,6 +36,7 @@ from titanlite.runtime.private_torch.checkpoint import (
 from titanlite.runtime.private_torch.compiler import (
     compile_seconds,
     compiled_graphs,
+    is_compiled,
     last_recompile_reason,
     mark_dynamic,
     without_autograd_cache,
@@ -279,6 +280,12 @@ def test_cached_plans(tmp_path: Path) -> None:
     caches = [cache for name, cache in vars(dcp.planner.SavePlanner).items() if name.startswith("_cached_")]
     assert len(caches) >= 5
     assert not [cache for cache in caches if "mine" in cache]
+
+
+def test_a_module_that_compiles_its_forward() -> None:
+    one, other = nn.Linear(2, 2), nn.Linear(2, 2)
+    one.compile(backend="eager")
+    assert (is_compiled(one), is_compiled(other)) == (True, False)
 
 
 def test_counters_of_the_compiler() -> None:
@@ -698,6 +705,8 @@ def test_a_fake_process_group_has_ranks_that_do_nothing() -> None:
         x = torch.ones(2)
         dist.all_reduce(x)
         assert x.tolist() == [1.0, 1.0]
+    with fake_process_group(8, rank=5):
+        assert (dist.get_rank(), dist.get_world_size()) == (5, 8)
     assert not dist.is_initialized()
 
 

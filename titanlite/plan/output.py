@@ -54,7 +54,7 @@ def plan_lines(planned: Plan, config: Config) -> Iterator[str]:
         f"{planned.flops / planned.model_flops:.2f} of the model's (recomputation adds, causal attention saves)"
     )
     for (collective, axis), size in sorted(planned.traffic.items(), key=lambda item: -item[1]):
-        yield f"traffic  {collective.replace('_', '-')} over {axis}: {_size(size)} a step"
+        yield f"traffic  {collective.replace('_', '-')} over {axis}: {format_size(size)} a step"
     yield (
         f"run      {planned.steps:,} steps, {planned.tokens * planned.steps:,} tokens: {planned.days:,.2f} days, "
         f"{planned.gpu_hours:,.0f} GPU-hours"
@@ -83,8 +83,9 @@ def _other_peaks(planned: Plan) -> Iterator[tuple[str, Breakdown]]:
             yield name, planned.phases[name]
 
 
-def _size(size: float) -> str:
-    if size >= GIB / 100:
+def format_size(size: float) -> str:
+    """Return a number of bytes in GiB, MiB or B."""
+    if size >= GIB:
         return f"{size / GIB:,.2f} GiB"
     return f"{size / 2**20:,.2f} MiB" if size >= 2**20 else f"{size:,} B"
 

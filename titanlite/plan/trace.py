@@ -1,12 +1,9 @@
 """A step trace: one real step on fake tensors. The model, the techniques, the optimizer and the step are those of
 training; ranks, memory and values do not exist."""
 
-import traceback
-import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,19 +25,14 @@ from titanlite.parallelize.float8 import weight_scaler
 from titanlite.parallelize.fsdp import fsdp_units
 from titanlite.parallelize.materialize import allocate
 from titanlite.parallelize.mesh import axis_sizes, data_parallel_rank, loss_group, world_group
+from titanlite.plan.fake_ranks import fake_ranks
 from titanlite.plan.gpu_kernels import GpuKernels
 from titanlite.plan.recorder import Recorder
 from titanlite.plan.teacher import PREFIX
-from titanlite.runtime.errors import UserError
+from titanlite.runtime.errors import ConfigError, UserError
 from titanlite.runtime.private_torch.fsdp import observe_fsdp
 from titanlite.runtime.private_torch.operators import fused_adamw_
-from titanlite.runtime.private_torch.tracing import (
-    FakeTensorMode,
-    ValueNeeded,
-    fake_process_group,
-    propagate_shardings_without_modes,
-    without_fake_tensors,
-)
+from titanlite.runtime.private_torch.tracing import FakeTensorMode, without_fake_tensors
 from titanlite.step import train_step
 from titanlite.teacher import Teacher, parallelize_teacher
 from titanlite.teacher_source import teacher_model
@@ -86,14 +78,7 @@ def trace_step(
         raise UserError("optimizer.in_backward: updates after each forward pass, and this would have several in a step")
     attention = config.training.attention_backend
     kernels = GpuKernels(compiles=config.compile.enable, attention=attention) if gpu else CpuKernels()
-    with (
-        fake_process_group(world_size),
-        propagate_shardings_without_modes(),
-        warnings.catch_warnings(),
-        _explained_need_of_values(),
-        _fresh_compiler(config),
-    ):
-        warnings.simplefilter("ignore")
+    with fake_ranks(world_size), _fresh_compiler(config):
         model, mesh = parallelized(config, model_cls, args, world_size=world_size, kernels=kernels)
         guide = traced_teacher(config, teacher, mesh=mesh, kernels=kernels) if teacher else None
         recorder = _record(config, model, mesh, kernels, steps, guide)
@@ -159,15 +144,9 @@ def _record(
             recorder.label((p for _, p in unique_parameters(model)), "parameters")
             if teacher:
                 recorder.label((p for _, p in unique_parameters(teacher.model)), "teacher")
-            with without_fake_tensors():  # some optimizers read their part of a mesh, which is not fake
-                check_optimizer(config.optimizer, None, dtype=config.training.dtype)  # some allocate tables, once
-                on_gpu = isinstance(kernels, GpuKernels) and not config.training.enable_cpu_offload
-                built = build_optimizer(
-                    model, config.optimizer, seed=0, pick_kernel=lambda _: _update_as_one if on_gpu else None
-                )
-                optimizer: Any = _TracedOptimizer(built, recorder)
+            optimizer: Any = _TracedOptimizer(fake_optimizer(config, model, kernels), recorder)
             with recorder.category("other"):
-                _fill_states(optimizer, one_by_one=config.optimizer.in_backward)
+                fill_states(optimizer, one_by_one=config.optimizer.in_backward)
                 batches = _batches(config, data_parallel_rank(mesh)[1])
             states = (value for state in optimizer.state.values() for value in state.values())
             recorder.label((value for value in states if isinstance(value, Tensor)), "optimizer")
@@ -195,6 +174,21 @@ def _record(
                 )
             recorder.phase("end")
     return recorder
+
+
+def fake_optimizer(config: Config, model: Model, kernels: Kernels) -> torch.optim.Optimizer:
+    """Return the optimizer of a model whose parameters are fake tensors.
+
+    Raises:
+        ConfigError: its options are wrong.
+    """
+    on_gpu = isinstance(kernels, GpuKernels) and not config.training.enable_cpu_offload
+    with without_fake_tensors():  # some optimizers read their part of a mesh, which is not fake
+        if problems := check_optimizer(config.optimizer, None, dtype=config.training.dtype):  # may allocate, once
+            raise ConfigError(problems)
+        return build_optimizer(
+            model, config.optimizer, seed=0, pick_kernel=lambda _: _update_as_one if on_gpu else None
+        )
 
 
 def _update_as_one(
@@ -241,20 +235,6 @@ def _updates_in_backward(model: Model, optimizer: torch.optim.Optimizer, recorde
 
 
 @contextmanager
-def _explained_need_of_values() -> Iterator[None]:
-    try:
-        yield
-    except ValueNeeded as error:
-        places = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
-        ours = f"{Path(torch.__file__).parent}/", f"{Path(__file__).parent}/"
-        file, line = [place for place in places if not place[0].startswith(ours)][-1]
-        raise UserError(
-            f"the step cannot be traced: {Path(file).name}:{line} asks for values ({error.func}), and a plan's "
-            "tensors have none"
-        ) from error
-
-
-@contextmanager
 def _fresh_compiler(config: Config) -> Iterator[None]:
     """Forget compiled code before and after a trace of compiled blocks."""
     if config.compile.enable:
@@ -264,7 +244,7 @@ def _fresh_compiler(config: Config) -> Iterator[None]:
         torch.compiler.reset()
 
 
-def _fill_states(optimizer: torch.optim.Optimizer, *, one_by_one: bool) -> None:
+def fill_states(optimizer: torch.optim.Optimizer, *, one_by_one: bool) -> None:
     """Make one step of the optimizer on zeros, so that its states exist, as after a step of training."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for together in [[parameter] for parameter in parameters] if one_by_one else [parameters]:

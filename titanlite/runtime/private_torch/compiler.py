@@ -4,13 +4,18 @@ import sys
 from contextlib import AbstractContextManager
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._functorch import config as functorch_config
 
 
 def without_autograd_cache() -> AbstractContextManager[None]:
     """Compile without torch.compile's cache of traced code (AOTAutograd)."""
     return functorch_config.patch(enable_autograd_cache=False)
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Return whether `module.compile()` has been called: calling the module then compiles its forward."""
+    return module._compiled_call_impl is not None
 
 
 def compiled_graphs() -> int:

@@ -87,11 +87,11 @@ def run_random_operators_plainly(mode_cls: type[TorchDispatchMode]) -> None:
 
 
 @contextmanager
-def fake_process_group(world_size: int) -> Iterator[None]:
-    """Start a process group as rank 0; the other ranks do not exist. This process must have no process group."""
+def fake_process_group(world_size: int, *, rank: int = 0) -> Iterator[None]:
+    """Start a process group as one rank; the others do not exist. This process must have no process group."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     try:
         yield
     finally:

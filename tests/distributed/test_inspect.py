@@ -1,0 +1,38 @@
+"""`titanlite inspect` on fake ranks has the layout that processes really have, and reads what they save."""
+
+from typing import Any
+
+import pytest
+
+from tests.helpers import TinyRun, run_in_turn, train_on_this_rank
+from tests.layouts import degrees
+from titanlite.config.schema import Config
+from titanlite.plan.parameters import inspect_ranks, layouts_of
+from titanlite.report.pieces import read_pieces
+
+
+def layouts_in_training(rank: int, world_size: int, config: Config) -> list[Any]:
+    run = train_on_this_rank(config, rank, world_size)
+    return layouts_of(run.model, run.optimizer, config, run.mesh)
+
+
+@pytest.mark.slow
+def test_fake_ranks_have_the_layout_of_two_processes(tiny: TinyRun) -> None:
+    overrides = "--training.steps=1", "--training.mixed_precision_param=bfloat16", "--optimizer.name=Muon"
+    configs = [
+        tiny.config(*overrides, f"--job.name=mesh-{shard}", *degrees(2 // shard, shard), world_size=2)
+        for shard in (2, 1)
+    ]
+    measured = run_in_turn(layouts_in_training, 2, configs)
+    for config, ranks in zip(configs, measured, strict=True):
+        for rank, real in enumerate(ranks):
+            assert inspect_ranks(config, world_size=2, rank=rank).parameters == real
+    assert measured[0][0] != measured[0][1], "shards are uneven"
+    for config, ranks in zip(configs, measured, strict=True):
+        stored = {
+            tensor.name: tensor for tensor in read_pieces(str(tiny.folder / "outputs" / str(config.job.name))).tensors
+        }
+        for here in zip(*ranks, strict=True):
+            sizes = [piece.sizes for piece in stored[f"model.{here[0].name}"].pieces]
+            assert sizes == [it.local_shape for it in here][: len(sizes)]
+            assert sum(size[0] for size in sizes) == here[0].shape[0]

@@ -1,0 +1,150 @@
+"""`titanlite inspect CHECKPOINT`: each element of each tensor is in exactly one piece, or the checkpoint is refused."""
+
+import json
+import pickle
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from tests.manifests import save
+from titanlite.checkpoint.coverage import Piece, find_fault
+from titanlite.checkpoint.manifest import folder_name
+from titanlite.cli import run
+from titanlite.runtime.private_torch.checkpoint import StorageInfo
+
+Ends = pytest.CaptureFixture[str]
+Box = tuple[Sequence[int], Sequence[int]]
+ROWS = [([0, 0], [4, 6]), ([4, 0], [3, 6])]
+"""The rows of a tensor [7, 6] on two ranks."""
+FRAME = 10
+"""Bytes that a piece has beside its elements."""
+
+
+@pytest.mark.parametrize(
+    ("shape", "pieces", "fault"),
+    [
+        ([7, 6], ROWS, None),
+        ([7, 6], ROWS[::-1], None),
+        ([7, 6], [*ROWS, ([7, 0], [0, 6])], None),  # a rank without rows
+        ([7, 6], ROWS[:1], "elements [4:7, :] are in no piece"),
+        ([7, 6], ROWS[1:], "elements [0:4, :] are in no piece"),
+        ([7, 6], [*ROWS, ([2, 1], [1, 2])], "elements [2:3, 1:3] are in 2 pieces"),
+        ([7, 6], [([0, 0], [4, 6]), ([3, 0], [3, 6])], "elements [3:4, 0:6] are in 2 pieces"),  # as many as there are
+        ([2, 4], [([0, 0], [2, 1]), ([0, 1], [1, 3]), ([1, 1], [1, 3])], None),
+        ([2, 4], [([0, 0], [2, 1]), ([0, 1], [1, 3]), ([1, 2], [1, 2])], "elements [1:2, 1:2] are in no piece"),
+        ([7, 6], [([4, 0], [4, 6])], "a piece at [4, 0] of size [4, 6] is not within [7, 6]"),
+        ([7, 6], [([0], [7])], "a piece at [0] of size [7] is not within [7, 6]"),
+        ([], [([], [])], None),
+        ([], [], "its value is in no piece"),
+        ([], [([], []), ([], [])], "its value is in 2 pieces"),
+        ([0, 6], [], None),
+        ([3, 2, 2], [([0, 0, 0], [3, 2, 1]), ([0, 0, 1], [3, 1, 1])], "elements [0:3, 1:2, 1:2] are in no piece"),
+    ],
+)
+def test_faults(shape: list[int], pieces: list[Box], fault: str | None) -> None:
+    assert find_fault(shape, [Piece(*piece) for piece in pieces]) == fault
+
+
+def stored(folder: Path, tensors: dict[str, tuple[Sequence[int], list[Box]]], **places: Any) -> None:
+    """Write a checkpoint of float32 tensors. Piece N of a tensor is in the file of rank N.
+
+    Args:
+        tensors: shape and pieces of each tensor.
+        places: change an entry of the metadata: bytes (a map of (name, piece) to length), checksums.
+    """
+    lengths: dict[tuple[str, int], int] = places.get("lengths", {})
+    offsets: dict[tuple[str, int], int] = places.get("offsets", {})
+    sizes: dict[str, int] = {}
+    ends: dict[str, list[Any]] = {}
+    storage: dict[MetadataIndex, Any] = {}
+    entries: dict[str, Any] = {}
+    for name, (shape, boxes) in tensors.items():
+        chunks = [ChunkStorageMetadata(torch.Size(offset), torch.Size(size)) for offset, size in boxes]
+        entries[name] = TensorStorageMetadata(TensorProperties(torch.float32), torch.Size(shape), chunks)
+        for rank, chunk in enumerate(chunks):
+            file = f"__{rank}_0.distcp"
+            length = lengths.get((name, rank), 4 * chunk.sizes.numel() + FRAME)
+            offset = offsets.get((name, rank), sizes.get(file, 0))
+            storage[MetadataIndex(name, chunk.offsets)] = StorageInfo(file, offset, length)
+            sizes[file] = max(sizes.get(file, 0), offset + length)
+            ends.setdefault(file, []).append([offset + length, "00000000"])
+    metadata = Metadata(entries, storage_data=storage, storage_meta=StorageMeta())
+    contents = {name: bytes(size) for name, size in sizes.items()}
+    contents |= {".metadata": pickle.dumps(metadata), "checksums.json": json.dumps(ends).encode()}
+    save(str(folder), 3, contents=contents)
+
+
+BLOCKS: dict[str, Any] = {f"model.layers.{block}.w": ([7, 6], ROWS) for block in range(3)}
+SCALAR: dict[str, Any] = {"optimizer.state.layers.0.w.step": ([], [([], [])])}
+
+
+def test_pieces_and_their_files(tmp_path: Path, capsys: Ends) -> None:
+    stored(tmp_path, BLOCKS | SCALAR)
+    assert run(["inspect", str(tmp_path)]) == 0
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    sizes = 3 * (4 * 24 + FRAME) + 4 + FRAME, 3 * (4 * 18 + FRAME)
+    assert lines == [
+        str(tmp_path / folder_name(3)),
+        "step 3, saved on replicate 1 x shard 2: 4 tensors in 7 pieces",
+        "tensor shape dtype pieces bytes of ranks",
+        f"model.layers.0-2.w, each of 3 [7, 6] float32 2 {4 * 42 + 2 * FRAME} B 0-1",
+        f"optimizer.state.layers.0.w.step [] float32 1 {4 + FRAME} B 0",
+        f"__0_0.distcp: {sizes[0]} B, 4 pieces",
+        f"__1_0.distcp: {sizes[1]} B, 3 pieces",
+        "Every element of every tensor is in exactly one piece, and every file has the size of the manifest.",
+    ]
+    assert run(["inspect", str(tmp_path / folder_name(3)), "--json"]) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert record["files"] == {"__0_0.distcp": sizes[0], "__1_0.distcp": sizes[1]}
+    assert record["tensors"][1] == {
+        "name": "model.layers.1.w", "shape": [7, 6], "dtype": "float32", "pieces": [
+            {"offsets": [0, 0], "sizes": [4, 6], "file": "__0_0.distcp", "rank": 0, "offset": 106, "bytes": 106},
+            {"offsets": [4, 0], "sizes": [3, 6], "file": "__1_0.distcp", "rank": 1, "offset": 82, "bytes": 82},
+        ],
+    }  # fmt: skip
+
+
+GAP = {"model.w": ([7, 6], ROWS[:1])}
+OVERLAP = {"model.w": ([7, 6], [([0, 0], [4, 6]), ([3, 0], [3, 6])])}
+
+
+@pytest.mark.parametrize(
+    ("tensors", "places", "error"),
+    [
+        (GAP, {}, ".metadata: model.w is not complete (elements [4:7, :] are in no piece): refused"),
+        (OVERLAP, {}, ".metadata: model.w is not complete (elements [3:4, 0:6] are in 2 pieces): refused"),
+        (BLOCKS, {"offsets": {("model.layers.1.w", 1): 0}},
+         "__1_0.distcp: model.layers.0.w and model.layers.1.w lie in the same bytes"),
+        (BLOCKS, {"lengths": {("model.layers.2.w", 0): 95}},
+         "__0_0.distcp: model.layers.2.w has 95 bytes for a piece of size [4, 6]"),
+        (BLOCKS, {"offsets": {("model.layers.2.w", 0): 300}},
+         "__0_0.distcp: a piece of model.layers.2.w has no checksum"),
+    ],
+)  # fmt: skip
+def test_damage_is_one_line(
+    tmp_path: Path, capfd: Ends, tensors: dict[str, Any], places: dict[str, Any], error: str
+) -> None:
+    stored(tmp_path, tensors, **places)
+    assert run(["inspect", str(tmp_path)]) == 2
+    assert capfd.readouterr() == ("", f"error: {tmp_path / folder_name(3)}/{error}\n")
+
+
+def test_a_file_of_another_size_than_the_manifest_states(tmp_path: Path, capfd: Ends) -> None:
+    stored(tmp_path, BLOCKS)
+    file = tmp_path / folder_name(3) / "__1_0.distcp"
+    file.write_bytes(file.read_bytes()[:-1])
+    assert run(["inspect", str(tmp_path)]) == 2
+    out, error = capfd.readouterr()
+    assert (out, len(error.splitlines())) == ("", 1)
+    assert "__1_0.distcp has 245 bytes, its manifest states 246" in error

@@ -1,0 +1,175 @@
+"""`titanlite inspect CONFIG`: what parallelize did, on fake ranks."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.helpers import TinyRun
+from tests.layouts import degrees
+from titanlite.cli import run
+from titanlite.config.load import load
+from titanlite.plan.parameters import ParameterLayout, inspect_ranks
+from titanlite.report.blocks import format_numbers, join_blocks, split_block
+
+SIZES = ("parameter_bytes", "gradient_bytes", "optimizer_bytes")
+SMALL = ["--model.args.dim=64", "--model.args.n_layers=2", "--model.args.n_heads=4", "--model.args.n_kv_heads=2",
+         "--model.args.hidden_dim=160", "--model.args.vocab_size=512"]  # fmt: skip
+Ends = pytest.CaptureFixture[str]
+
+
+def layouts(*overrides: str, world_size: int = 1, path: str | Path = "debug", rank: int = 0) -> dict[str, Any]:
+    file = f"train_configs/{path}.toml" if isinstance(path, str) else path
+    config = load(file, [*(SMALL if isinstance(path, str) else []), *overrides], world_size=world_size)
+    return {it.name: it for it in inspect_ranks(config, world_size=world_size, rank=rank).parameters}
+
+
+def test_debug_on_one_process(capsys: Ends) -> None:
+    assert run(["inspect", "debug", "--json"]) == 0
+    record = json.loads(capsys.readouterr().out)
+    by_name = {it["name"]: it for it in record["parameters"]}
+    assert (record["name"], record["rank"], record["mesh"]) == ("debug", 0, {"replicate": 1, "shard": 1})
+    assert list(record["units"]) == ["tok_embeddings", *(f"layers.{n}" for n in range(6)), "head"]
+    assert by_name["layers.5.feed_forward.w2.weight"] == {
+        "name": "layers.5.feed_forward.w2.weight", "unit": "layers.5", "shape": [384, 1024],
+        "local_shape": [384, 1024], "placements": {"replicate": "R", "shard": "S(0)"}, "dtype": "float32",
+        "compute_dtype": "float32", "reduce_dtype": "float32", "recompute": "none", "compiled": False,
+        "float8": None, "float8_all_gather": False, "frozen": False, "lora": False, "optimizer": "AdamW",
+        "group": "matrices", "lr": 0.003, "weight_decay": 0.1, "parameter_bytes": 4 * 384 * 1024,
+        "gradient_bytes": 4 * 384 * 1024, "optimizer_bytes": 8 * 384 * 1024 + 4,
+    }  # fmt: skip
+    assert by_name["head.norm.weight"]["weight_decay"] == 0
+    assert by_name["tok_embeddings.weight"]["recompute"] is None
+    elements, tensors = 11_309_952, 57
+    assert record["total"] == dict(zip(SIZES, (4 * elements, 4 * elements, 8 * elements + 4 * tensors), strict=True))
+    for name in SIZES:
+        assert sum(unit[name] for unit in record["units"].values()) == record["total"][name]
+
+
+def test_hybrid_sharding_halves_what_a_rank_holds_and_keeps_the_dtypes() -> None:
+    found = layouts("--training.mixed_precision_param=bfloat16", *degrees(2, 2), world_size=4)
+    for it in found.values():
+        assert it.placements == {"replicate": "R", "shard": "S(0)"}
+        assert it.local_shape == [it.shape[0] // 2, *it.shape[1:]]
+        assert (it.dtype, it.compute_dtype, it.reduce_dtype) == ("float32", "bfloat16", "float32")
+    assert layouts(*degrees(4, 1), world_size=4)["head.output.weight"].local_shape == [512, 64]
+
+
+def test_uneven_shards_sum_to_the_whole(tiny: TinyRun) -> None:
+    """No dim divides by 4. torch.chunk gives the last rank what is left."""
+    ranks = [layouts(world_size=4, path=tiny.toml, rank=rank) for rank in range(4)]
+    assert [it["layers.0.attention.wq.weight"].local_shape for it in ranks] == [[11, 42], [11, 42], [11, 42], [9, 42]]
+    assert [it["layers.0.attention.wk.weight"].local_shape for it in ranks] == [[4, 42], [4, 42], [4, 42], [2, 42]]
+    for name, first in ranks[0].items():
+        assert sum(it[name].local_shape[0] for it in ranks) == first.shape[0], name
+        assert all(it[name].parameter_bytes == 4 * _count(it[name].local_shape) for it in ranks), name
+
+
+def test_frozen_float8_muon_op_and_compile_are_shown() -> None:
+    found = layouts(
+        '--freeze.parameters=["tok_embeddings.*"]', "--freeze.dtype=bfloat16", "--optimizer.name=Muon",
+        *(f"--quantize.linear.float8.{option}" for option in ("enable", "emulate", "skip_small=false")),
+        '--quantize.linear.float8.filter_fqns=["wo"]', "--activation_checkpoint.mode=selective", "--compile.enable",
+        world_size=2,
+    )  # fmt: skip
+    table, wq, wo = found["tok_embeddings.weight"], *(found[f"layers.1.attention.{it}.weight"] for it in ("wq", "wo"))
+    assert (table.frozen, table.optimizer, table.lr, table.weight_decay) == (True, None, None, None)
+    assert (table.dtype, table.bytes, table.gradient_bytes) == ("bfloat16", 2 * 256 * 64, 0)
+    assert (wq.float8, wq.float8_all_gather, wq.frozen) == ("tensorwise", True, False)
+    assert (wo.float8, wo.float8_all_gather) == (None, False)
+    assert (wq.optimizer, wq.group, wq.optimizer_bytes) == ("Muon", "matrices in layers", wq.parameter_bytes)
+    assert found["head.output.weight"].optimizer == "AdamW"
+    assert (wq.recompute, wq.compiled) == ("op", True)
+    assert not table.compiled
+    assert not found["head.output.weight"].compiled
+
+
+def test_adapters_and_policies_of_blocks_are_shown() -> None:
+    policies = ['--activation_checkpoint.mode="per_block"', '--activation_checkpoint.per_block=["full", "none"]']
+    found = layouts("--lora.rank=4", *policies, world_size=2)
+    trained = {name: it for name, it in found.items() if it.lora}
+    assert len(trained) == 2 * 2 * 7
+    assert {it.frozen for it in trained.values()} == {False}
+    assert {it.frozen for name, it in found.items() if name not in trained} == {True}
+    assert found["layers.0.attention.wq.lora_a"].local_shape == [2, 64]
+    assert [found[f"layers.{block}.attention.wq.weight"].recompute for block in range(2)] == ["full", "none"]
+
+
+def test_children_that_share_a_parameter_are_one_unit() -> None:
+    found = layouts("--model.name=qwen3", "--model.flavor=debug", "--model.args.tied_head=true")
+    assert found["tok_embeddings.weight"].unit == "tok_embeddings + head"
+    assert "head.output.weight" not in found
+
+
+def test_gradients_that_live_in_backward_only_take_no_bytes() -> None:
+    found: dict[str, ParameterLayout] = layouts("--optimizer.in_backward", "--training.max_norm=0")
+    assert {it.gradient_bytes for it in found.values()} == {0}
+    assert found["head.output.weight"].optimizer_bytes == 8 * 512 * 64 + 4
+
+
+def test_the_table_has_one_set_of_rows_for_blocks_that_are_alike(capsys: Ends) -> None:
+    every_2nd = ["--activation_checkpoint.mode=selective", "--activation_checkpoint.selective_ac_option=2"]
+    words = ["inspect", "debug", *SMALL, "--model.args.n_layers=6", "--world-size", "4", *every_2nd]
+    assert run(words) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[:2] == [
+        "debug: 324,416 parameters in 57 tensors",
+        "mesh     replicate 1 x shard 4; rank 0 holds 81,104 of the parameters",
+    ]
+    units = [" ".join(line.split()) for line in lines[3:-4] if not line.startswith(" ")]
+    norms = [" ".join(line.split()) for line in lines if line.startswith("  attention_norm.weight")]
+    block = (2 * 64 + 2 * 64 * 64 + 2 * 32 * 64 + 3 * 160 * 64) // 4
+    sizes = f"{4 * block:,} B {4 * block:,} B {8 * block + 9 * 4:,} B"
+    assert units[1:3] == [
+        f"layers.0,2,4, each of 3 recompute full {sizes}",
+        f"layers.1,3,5, each of 3 {sizes}",
+    ]
+    assert norms == ["attention_norm.weight [64] [16] R S(0) float32 AdamW vectors 64 B 64 B 132 B"] * 2
+    assert [line.split()[0] for line in lines if line.startswith(("all", "together"))] == ["all", "together"]
+    assert lines[-4:-2] == [
+        "AdamW matrices: peak lr 0.003, weight decay 0.1",
+        "AdamW vectors: peak lr 0.003, weight decay 0",
+    ]
+    assert run([*words, "--all"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len([line for line in lines if line.startswith("layers.")]) == 6
+
+
+def test_blocks_as_one_name() -> None:
+    assert split_block("model.layers.12.attention.wq.weight") == ("model.layers", 12, ".attention.wq.weight")
+    assert split_block("head.layers_norm.1") is None
+    assert join_blocks("layers.0.w", [*range(32)]) == "layers.0-31.w"
+    assert [format_numbers(it) for it in ([4], [0, 1, 2, 7], [1, 3, 5], [0, 2, 4, 6], [])] == [
+        "4", "0-2,7", "1,3,5", "0,2,..,6", "",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        ("inspect", "error: titanlite inspect: name a config, a run or a checkpoint; see titanlite inspect --help"),
+        ("inspect debug --world-size 4 --rank 4", "error: titanlite inspect: --rank 4: there are ranks 0 to 3"),
+        ("inspect debug --rank 1", "error: --rank 1: there are ranks 0 to 0; set --world-size"),
+        ("inspect tests --world-size 4", "error: titanlite inspect: --world-size is for a config, and tests is a run"),
+        ("inspect tests --job.name=a", "error: titanlite inspect: --job.name=a is for a config, and tests is a run"),
+        ("inspect tests", "error: no checkpoint that counts in tests"),
+        ("inspect debug --optimizer.name=Adan", "error: optimizer.name: unknown value 'Adan', did you mean Adam?"),
+        (
+            "inspect debug --world-size 4 --parallelism.data_parallel_replicate_degree=3",
+            "error: parallelism.data_parallel_replicate_degree: 4 processes cannot be split into 3 replicas",
+        ),
+    ],
+)
+def test_mistakes_are_one_line(words: str, error: str, capfd: Ends) -> None:
+    assert run(words.split()) == 2
+    out, errors = capfd.readouterr()
+    assert (out, len(errors.splitlines())) == ("", 1)
+    assert errors.startswith(error)
+
+
+def _count(shape: list[int]) -> int:
+    count = 1
+    for size in shape:
+        count *= size
+    return count
