@@ -2,7 +2,7 @@
 
 from collections.abc import Generator
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 
 import torch
 import torch.distributed as dist
@@ -34,6 +34,7 @@ from titanlite.optim.norm import count_parameter_replicas
 from titanlite.parallelize import build_mesh
 from titanlite.parallelize.mesh import data_parallel_rank, loss_group, world_group
 from titanlite.preflight import ResolvedConfig
+from titanlite.profiling import Profiler, build_profilers
 from titanlite.runtime.process_group import Ranks
 from titanlite.runtime.ranks import check_same_everywhere
 from titanlite.runtime.run_folder import RunFolder, open_run_folder, record_start
@@ -79,6 +80,19 @@ class Run:
     metrics: MetricsRecorder
     phase: CurrentPhase
     """Phase of this process."""
+
+    @cached_property
+    def profilers(self) -> list[Profiler]:
+        """Profiler of `[profiling]`; none where it is off."""
+        return build_profilers(
+            self.config.profiling,
+            models={"": self.model, **({"teacher.": self.teacher.model} if self.teacher else {})},
+            run=self.folder.path,
+            ranks=self.ranks,
+            steps=self.steps,
+            device=torch.device(self.mesh.device_type),
+            not_training=partial(self.metrics.not_training, waits_for_device=True),
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

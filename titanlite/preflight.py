@@ -25,6 +25,7 @@ from titanlite.optim.registry import compiles_updates
 from titanlite.parallelize.activation_checkpoint import recompute_policies
 from titanlite.parallelize.float8 import check_float8
 from titanlite.parallelize.lora import choose_trained
+from titanlite.profiling import check_memory_snapshot
 from titanlite.runtime.compilers import check_compiler
 from titanlite.runtime.errors import ConfigError, Problem, UserError
 from titanlite.runtime.files import why_not_writable
@@ -204,6 +205,8 @@ def _check_techniques(report: _Report, config: Config, device: torch.device) -> 
     report.attempt("quantize.linear.float8.enable", ["quantize"], lambda: check_float8(config.quantize.linear.float8))
     if config.compile.enable:
         report.attempt("compile.enable", ["compile"], lambda: check_compiler(device))
+    key = "profiling.enable_memory_snapshot"
+    report.attempt(key, ["profiling"], lambda: check_memory_snapshot(config.profiling, device))
     report.attempt(
         "optimizer.in_backward",
         ["optimizer.in_backward", "training.enable_cpu_offload"],

@@ -326,7 +326,25 @@ CASES: list[tuple[str, int | None, dict[str, Any], list[str]]] = [
     ("validation = {enable = true, steps = -1}", None, {"validation.sequences": 0, "validation.freq": 10}, ["*"]),
     ("validation = {enable = true, steps = 5, local_batch_size = 2}", 4, {"validation.sequences": 40}, []),
     ("validation.enable = false", 1, {"validation.path": None, "validation.freq": None}, []),
-    ("profiling.enable_profiling = true", 1, {}, []),
+    (
+        "profiling = {enable_profiling = true, save_traces_folder = 't', profiler_active = 2}",
+        1,
+        {"profiling.enable_profiling": True, "profiling.profile_freq": 10, "profiling.profiler_active": 2},
+        [],
+    ),
+    (
+        "profiling = {enable_memory_snapshot = true, profile_freq = 50, profiler_warmup = 1}",
+        1,
+        {"profiling.enable_memory_snapshot": True, "profiling.profile_freq": 50, "profiling.profiler_warmup": 1},
+        [],
+    ),
+    ("profiling = {enable_profiling = false, profile_freq = 50}", 1, {"profiling.profile_freq": None}, []),
+    (
+        "profiling = {enable_profiling = true, profile_freq = 50}\ntraining.steps = 20",
+        1,
+        {"profiling.enable_profiling": None, "profiling.profile_freq": None},
+        [],
+    ),
     ("comm.init_timeout_seconds = 900", 1, {"comm.init_timeout_seconds": 900, "comm.train_timeout_seconds": None}, []),
     ("comm = {train_timeout_seconds = 100, mode = 'default'}", 1, {"comm.train_timeout_seconds": 100}, []),
     ("metrics.enable_wandb = true", 1, {"metrics.loggers": ["wandb"]}, []),
@@ -461,9 +479,10 @@ filter_fqns = [
 [job]  # beside its header
 dump_folder = './x'  # kept as written
 
-# [profiling]
+[profiling]
 # about profiling
-# enable_profiling = true
+enable_profiling = true
+profile_freq = 10  # torchtitan's default
 
 # --- training ---
 [training]

@@ -54,6 +54,7 @@ from titanlite.runtime.private_torch.fsdp import (
     sharded_parameters,
     wait_for_reduction,
 )
+from titanlite.runtime.private_torch.memory import dump_memory_snapshot, record_memory_history
 from titanlite.runtime.private_torch.operators import (
     ATTENTION_OPERATORS,
     add_in_place,
@@ -729,3 +730,20 @@ def test_what_the_watchdog_asks_process_groups() -> None:
     store = connect_to_store()
     assert store.add("a key of this test", 2) == 2
     assert isinstance(store, dist.Store)
+
+
+def test_memory_history_and_snapshot(tmp_path: Path) -> None:
+    """A snapshot has the allocations since the history began. Without a GPU, PyTorch takes the arguments and fails."""
+    if torch.cuda.is_available():
+        record_memory_history(max_entries=100)
+        kept = torch.ones(1000, device="cuda")
+        dump_memory_snapshot(tmp_path / "snapshot")
+        snapshot = pickle.loads((tmp_path / "snapshot").read_bytes())
+        assert kept.data_ptr() in {entry["addr"] for trace in snapshot["device_traces"] for entry in trace}
+        return
+    for call, name in (
+        (lambda: record_memory_history(max_entries=100), "record_memory_history"),
+        (lambda: dump_memory_snapshot(tmp_path / "snapshot"), "memorySnapshot"),
+    ):
+        with pytest.raises((AttributeError, RuntimeError), match=f"{name}|NVIDIA|CUDA"):
+            call()

@@ -15,6 +15,7 @@ from titanlite.config.technique_checks import (
     check_float8,
     check_in_backward,
     check_lora,
+    check_profiling,
     check_reduce_gradients,
 )
 from titanlite.runtime.errors import UserError
@@ -55,6 +56,7 @@ def find_conflicts(config: Config, world_size: int | None, bad_keys: Collection[
         (("offload", "optimizer", "training.enable_cpu_offload", "quantize"), lambda: _offload(config)),
         (("optimizer", "training.max_norm", "guard"), lambda: check_in_backward(config)),
         (("parallelism.fsdp_reduce_gradients", "training"), lambda: check_reduce_gradients(config)),
+        (("profiling", "training.steps", "training.epochs"), lambda: check_profiling(config)),
     ]
     if world_size is not None:
         degrees = ("parallelism.data_parallel_replicate_degree", "parallelism.data_parallel_shard_degree")

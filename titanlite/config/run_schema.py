@@ -1,4 +1,4 @@
-"""Options of how a run is saved, recorded and watched: [checkpoint], [metrics], [comm] and [debug]."""
+"""Options of how a run is saved, recorded and watched: [checkpoint], [metrics], [profiling], [comm] and [debug]."""
 
 import os
 from typing import Literal
@@ -62,6 +62,25 @@ class Metrics(Section):
     loggers: list[Name] = Field(default_factory=lambda: ["tensorboard"])
     """Loggers beside metrics.jsonl: tensorboard, wandb (Weights & Biases), trackio, or a class of your own as
     file.py:Class or package.module:Class. All get the same records."""
+
+
+class Profiling(Section):
+    enable_profiling: bool = False
+    """Write a trace of some steps to <run>/profile, one file a rank, for ui.perfetto.dev and `titanlite profile`."""
+    profile_freq: PositiveInt = 100
+    """Steps between windows. A window ends with each step that is a multiple of this number."""
+    profiler_active: PositiveInt = 1
+    """Steps in a window."""
+    profiler_warmup: Count = 3
+    """Steps before each window in which the profiler is set up already, so that its set-up does not show in the
+    trace."""
+    enable_memory_snapshot: bool = False
+    """Write a snapshot of the GPU's memory, with the history of allocations, at each multiple of profile_freq and after
+    out-of-memory, for pytorch.org/memory_viz. Independent of enable_profiling. Needs a GPU."""
+
+    @property
+    def is_used(self) -> bool:
+        return self.enable_profiling or self.enable_memory_snapshot
 
 
 class Comm(Section):

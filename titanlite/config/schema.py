@@ -12,7 +12,7 @@ from pydantic import AfterValidator, Field
 from titanlite.config.data_schema import Data, Validation
 from titanlite.config.distill_schema import Distill, Teacher
 from titanlite.config.optim_schema import Freeze, Lora, LRScheduler, Offload, Optimizer
-from titanlite.config.run_schema import Checkpoint, Comm, Debug, Metrics
+from titanlite.config.run_schema import Checkpoint, Comm, Debug, Metrics, Profiling
 from titanlite.config.types import (
     AttentionBackend,
     Count,
@@ -253,5 +253,6 @@ class Config(Section):
     checkpoint: Checkpoint = Checkpoint()
     validation: Validation = Validation()
     metrics: Metrics = Metrics()
+    profiling: Profiling = Profiling()
     comm: Comm = Comm()
     debug: Debug = Debug()

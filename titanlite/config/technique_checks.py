@@ -29,6 +29,26 @@ def check_in_backward(config: Config) -> Iterator[Conflict]:
         yield key, "cannot skip a step that has begun: set guard.spike_sigma = 0"
 
 
+def check_profiling(config: Config) -> Iterator[Conflict]:
+    """Find windows that overlap, and windows that never open."""
+    profiling, key = config.profiling, "profiling.profile_freq"
+    if not profiling.is_used:
+        return
+    needed = profiling.profiler_warmup + profiling.profiler_active
+    if profiling.enable_profiling and profiling.profile_freq < needed:
+        yield (
+            key,
+            f"{profiling.profile_freq} steps are too few for profiler_warmup + profiler_active = {needed}: set it to "
+            f"{needed} or more",
+        )
+    elif config.training.epochs is None and profiling.profile_freq > config.training.steps:
+        yield (
+            key,
+            f"no window ends within the {config.training.steps} steps of the run: set it to "
+            f"{config.training.steps} or less",
+        )
+
+
 def check_reduce_gradients(config: Config) -> Iterator[Conflict]:
     dtypes = {config.training.mixed_precision_param, config.training.mixed_precision_reduce}
     if config.parallelism.fsdp_reduce_gradients == "last" and dtypes == {"bfloat16"}:

@@ -14,7 +14,7 @@ FOREIGN_KEYS = {
     "optimizer": "implementation early_step_in_backward",
     "checkpoint": "enable_checkpoint last_save_model_only last_save_model_weights_only "
     "initial_load_in_hf enable_first_step_checkpoint",
-    "profiling": "enable_profiling save_traces_folder profile_freq enable_memory_snapshot",
+    "profiling": "save_traces_folder save_memory_snapshot_folder",
     "compile": "components backend",
     "experimental": "custom_args_module custom_import",
     "memory_estimation": "enable enabled",

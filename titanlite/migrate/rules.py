@@ -100,6 +100,13 @@ CONVERTED: dict[str, Rule] = {
     "checkpoint.initial_load_in_hf": _to("checkpoint.initial_load_path", False, t.initial_in_hf),
     "checkpoint.initial_load_model_only": _to("checkpoint.initial_load", True, t.initial_parts),
     "checkpoint.initial_load_model_weights_only": _to("checkpoint.initial_load", True, t.initial_parts),
+    "profiling.enable_profiling": _to("profiling.enable_profiling", False, t.profiling("enable_profiling")),
+    "profiling.enable_memory_snapshot": _to(
+        "profiling.enable_memory_snapshot", False, t.profiling("enable_memory_snapshot")
+    ),
+    "profiling.profile_freq": _to("profiling.profile_freq", 10, t.profiling("profile_freq")),
+    "profiling.profiler_active": _to("profiling.profiler_active", 1, t.profiling("profiler_active")),
+    "profiling.profiler_warmup": _to("profiling.profiler_warmup", 3, t.profiling("profiler_warmup")),
     "comm.init_timeout_seconds": _to("comm.init_timeout_seconds", None, value_type=int),
     "comm.train_timeout_seconds": _to("comm.train_timeout_seconds", None, value_type=int),
     "validation.dataset": _to(
@@ -152,8 +159,7 @@ LOSES: dict[str, tuple[Any, str]] = {
 """No counterpart, and training changes unless the value is this one: by what to do instead."""
 
 DROPS = {
-    "profile with torch.profiler or nsys from outside": """profiling: enable_profiling save_traces_folder profile_freq
-        profiler_active profiler_warmup enable_memory_snapshot save_memory_snapshot_folder""",
+    "profiles are in the folder of the run, in profile/": "profiling: save_traces_folder save_memory_snapshot_folder",
     "the resolved config is config.toml in the folder of the run; titanlite config show prints it":
         "job: print_args print_config save_config_file",
     "job.name names the run; comments describe it": "job: description config_file",

@@ -102,6 +102,19 @@ def loggers(value: bool, old: Old) -> Outcome:
     return Outcome({"metrics.loggers": [name for name, enabled in names.items() if enabled]})
 
 
+def profiling(name: str) -> Convert:
+    """Return the translation of an option of [profiling]: nothing where no window would open."""
+
+    def convert(value: bool | int, old: Old) -> Outcome:
+        if not (old["profiling.enable_profiling"] or old["profiling.enable_memory_snapshot"]):
+            return Outcome({}, "does nothing while profiling is off")
+        if old["profiling.profile_freq"] > old["training.steps"]:
+            return Outcome({}, "no window ends within training.steps")
+        return Outcome({f"profiling.{name}": value})
+
+    return convert
+
+
 def warmup(value: int, old: Old) -> Outcome:
     return Outcome({"lr_scheduler.warmup_steps": min(value, old["training.steps"])})  # torchtitan cuts it, we do not
 

@@ -5,7 +5,7 @@ The plan is made after the error, in a child process with a time limit: it needs
 
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
@@ -15,6 +15,7 @@ import torch
 from titanlite.config.schema import Config
 from titanlite.plan.estimate import Layout, plan
 from titanlite.plan.suggestions import Suggestion, suggest
+from titanlite.profiling import PROFILE, save_memory_snapshot
 from titanlite.runtime.files import FileLocked, lock_file
 from titanlite.runtime.hardware import find_hardware, host_memory
 from titanlite.runtime.process_group import Ranks
@@ -33,11 +34,12 @@ def explain(error: torch.OutOfMemoryError, config: Config, ranks: Ranks, device:
     """Return the lines to print for an out-of-memory error of this rank.
 
     Several ranks can run out of memory at once, and torchrun ends all of them when the first one exits. So one rank
-    explains. The others wait for it, for at most `WAIT_SECONDS`, and return the first line only.
+    explains. The others wait for it, for at most `WAIT_SECONDS`, and return the first lines only: the reason, and the
+    memory snapshot.
     """
     reason = str(error).partition(" If reserved")[0].partition("\n")[0]
     phase = ", ".join(reversed(getattr(error, "__notes__", ["start"])))
-    head = f"out of memory on rank {ranks.rank}, {phase}: {reason}"
+    head = "\n".join([f"out of memory on rank {ranks.rank}, {phase}: {reason}", *snapshot_lines(config, ranks)])
     if not _is_first(Path(config.job.dump_folder) / str(config.job.name)):
         return head
     logger.warning(f"out of memory: planning what would fit, for at most {2 * PLAN_SECONDS:.0f} s")
@@ -57,6 +59,20 @@ def _is_first(run_folder: Path) -> bool:
         return True
     os.dup(lock.fileno())  # never closed: the lock is held until the process ends
     return not holders
+
+
+def snapshot_lines(
+    config: Config, ranks: Ranks, save: Callable[[Path, int], Path] = save_memory_snapshot
+) -> Iterator[str]:
+    """Write the rank's memory snapshot if the run records one, and yield a line with its path."""
+    if not config.profiling.enable_memory_snapshot:
+        return
+    try:
+        path = save(Path(config.job.dump_folder, str(config.job.name), PROFILE, "out-of-memory"), ranks.rank)
+    except (OSError, RuntimeError) as error:
+        yield f"The memory snapshot cannot be written: {error}"
+    else:
+        yield f"Memory snapshot, for pytorch.org/memory_viz: {path}"
 
 
 def _device_memory(ranks: Ranks, device: torch.device) -> int:
