@@ -26,15 +26,16 @@ from titanlite.data.verify import while_checking
 from titanlite.guard import StepGuard
 from titanlite.kernels import Kernels
 from titanlite.loss import LossFunction, build_loss
+from titanlite.metrics.layers import build_layer_health
 from titanlite.metrics.recorder import MetricsRecorder
 from titanlite.models.base import Model
-from titanlite.observer import CurrentPhase
+from titanlite.observer import CurrentPhase, StepObserver
 from titanlite.optim.in_backward import InBackward
 from titanlite.optim.norm import count_parameter_replicas
 from titanlite.parallelize import build_mesh
 from titanlite.parallelize.mesh import data_parallel_rank, loss_group, world_group
 from titanlite.preflight import ResolvedConfig
-from titanlite.profiling import Profiler, build_profilers
+from titanlite.profiling import build_profilers
 from titanlite.runtime.process_group import Ranks
 from titanlite.runtime.ranks import check_same_everywhere
 from titanlite.runtime.run_folder import RunFolder, open_run_folder, record_start
@@ -82,17 +83,21 @@ class Run:
     """Phase of this process."""
 
     @cached_property
-    def profilers(self) -> list[Profiler]:
-        """Profiler of `[profiling]`; none where it is off."""
-        return build_profilers(
+    def observers(self) -> list[StepObserver]:
+        """Observers of training that the config asks for."""
+        device = torch.device(self.mesh.device_type)
+        profilers = build_profilers(
             self.config.profiling,
             models={"": self.model, **({"teacher.": self.teacher.model} if self.teacher else {})},
             run=self.folder.path,
             ranks=self.ranks,
             steps=self.steps,
-            device=torch.device(self.mesh.device_type),
+            device=device,
             not_training=partial(self.metrics.not_training, waits_for_device=True),
         )
+        place = self.folder.layers, self.progress.step
+        options = {"replicas": self.replicas, "world": self.world, "device": device}
+        return [*profilers, *build_layer_health(self.config.metrics.layers, self.model, place, **options)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,8 +132,7 @@ def build(
     """
     phase = phase or PhaseTimeouts(config.comm)
     mesh = build_mesh(config.parallelism, world_size=ranks.world_size, device_type=device.type)
-    newest = partial(newest_saved, config.checkpoint)
-    folder = open_run_folder(config.job, config.data, rank=ranks.rank, newest_saved=newest)
+    folder = open_run_folder(config.job, config.data, ranks.rank, partial(newest_saved, config.checkpoint))
     phase.phase("data preparation")
     samples, validation_sources = _open_samples(config, resolved, folder=folder, mesh=mesh, prepare_text=prepare_text)
     phase.phase("model")

@@ -39,6 +39,9 @@ class StepObserver:
     def label(self, tensors: Iterable[Tensor], category: str) -> None:
         """The memory of tensors has a category from here on: parameters, gradients, reduce-scatter, ..."""
 
+    def close(self) -> None:
+        """Training has ended, by itself or by a request."""
+
 
 class Observers(StepObserver):
     """Several observers, called in their order."""
@@ -64,6 +67,10 @@ class Observers(StepObserver):
         tensors = [*tensors]
         for observer in self._observers:
             observer.label(tensors, category)
+
+    def close(self) -> None:
+        for observer in self._observers:
+            observer.close()
 
 
 @contextmanager

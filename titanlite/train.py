@@ -65,7 +65,7 @@ def _loop(run: Run, stop_requests: StopRequests) -> None:
     scale_weights()
     for model in (run.model, *([run.teacher.model] if run.teacher else [])):
         observe_fsdp(model, metrics.own_time)
-    observer = Observers(*run.profilers, run.phase, metrics.own_time)
+    observer = Observers(*run.observers, run.phase, metrics.own_time)
     stop = AgreedStop(stop_requests, torch.device(run.mesh.device_type))
     samples = run.progress.samples_seen
     for step in range(run.progress.step + 1, run.steps + 1):
@@ -127,8 +127,7 @@ def finish(run: Run, stopped: RunStopped | None = None) -> None:
     """Close all files and workers, and report where everything is."""
     gc.unfreeze()
     run.batches.close()
-    for profiler in run.profilers:
-        profiler.close()
+    Observers(*run.observers).close()
     run.metrics.record_saves(run.checkpoints.finish())
     run.metrics.close()
     report_end(

@@ -128,7 +128,7 @@ def test_a_run_with_windows_has_the_same_losses(tiny: TinyRun) -> None:
     )
     off = train_on_this_rank(tiny.config(steps, "--job.name=off"), 0, 1)
     assert tiny.losses("on") == tiny.losses("off")
-    assert (len(on.profilers), off.profilers) == (1, [])
+    assert (len(on.observers), off.observers) == (1, [])
     assert not (tiny.folder / "outputs/off/profile").exists()
     trace = read(tiny.folder / "outputs/on/profile/step-00000003/rank-0.json.gz")
     assert trace["titanlite"] == {"steps": [3, 3], "rank": 0, "world_size": 1, "device": "cpu"}

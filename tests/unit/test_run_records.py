@@ -218,7 +218,7 @@ from titanlite.config.schema import Metrics
 from titanlite.metrics.loggers import Loggers
 
 logging.basicConfig(format="%(message)s")
-loggers = Loggers(Metrics(), Path(sys.argv[1]), step=0)
+loggers = Loggers(Metrics().loggers, Path(sys.argv[1]), step=0)
 resource.setrlimit(resource.RLIMIT_FSIZE, (300, 300))
 for step in range(1, 101):
     loggers.log({"step": step, "loss": 1.0, "slowest_host": "a"})

@@ -56,12 +56,19 @@ class Checkpoint(Section):
         return os.path.expanduser(os.path.expandvars(self.local_folder)) if self.local_folder else None
 
 
+class Layers(Section):
+    freq: Count = 0
+    """Steps between records of each layer in layers.jsonl: norms, largest values, zeros and non-finite values of its
+    parameters, gradients, updates and outputs. 0 writes none."""
+
+
 class Metrics(Section):
     log_freq: PositiveInt = 10
     """Steps between lines on the console and in metrics.jsonl."""
     loggers: list[Name] = Field(default_factory=lambda: ["tensorboard"])
     """Loggers beside metrics.jsonl: tensorboard, wandb (Weights & Biases), trackio, or a class of your own as
     file.py:Class or package.module:Class. All get the same records."""
+    layers: Layers = Field(default_factory=Layers)
 
 
 class Profiling(Section):

@@ -68,6 +68,10 @@ SAVES = {
 }
 """checkpoints.jsonl: one record a save."""
 
+LAYERS = {**COMMON, "layers": Field(dict, "")}
+"""layers.jsonl: one record every `metrics.layers.freq` steps. By layer, and by parameters, gradients, updates and
+activations: norm (L2), rms, max (largest absolute value), zeros and nonfinite (shares of 1)."""
+
 
 def find_faults(record: dict[str, Any], fields: dict[str, Field]) -> list[str]:
     """Return what in a record is not of the form. Further numbers are no fault."""

@@ -66,6 +66,10 @@ class RunFolder:
         return self.path / "validation.jsonl"
 
     @property
+    def layers(self) -> Path:
+        return self.path / "layers.jsonl"
+
+    @property
     def skipped(self) -> Path:
         return self.path / "skipped.jsonl"
 
@@ -80,11 +84,7 @@ class RunFolder:
 
 
 def open_run_folder(
-    job: JobConfig,
-    data: Data,
-    *,
-    rank: int,
-    newest_saved: NewestSaved = lambda run: (0, None),
+    job: JobConfig, data: Data, rank: int, newest_saved: NewestSaved = lambda run: (0, None)
 ) -> RunFolder:
     """Create the folder of the run, or open it again. Start a log file for each rank.
 

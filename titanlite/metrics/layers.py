@@ -1,0 +1,183 @@
+"""Health of layers, at some steps: norms, largest values, zeros and non-finite values of what each layer holds.
+
+The values are those of the whole model and the global batch, on any layout. Each rank measures its own shards and
+tokens, and two all-reduces join them.
+"""
+
+import math
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from titanlite.config.run_schema import Layers
+from titanlite.metrics.records import RecordFile
+from titanlite.models.base import Model
+from titanlite.observer import StepObserver
+from titanlite.runtime.private_torch.tensors import local_tensor
+
+KINDS = ("parameters", "gradients", "updates", "activations")
+"""Tensors that are measured of each layer. Activations are its output."""
+
+
+class _Sums(NamedTuple):
+    """Sums over the elements of tensors on this rank, float64 scalars."""
+
+    squares: Tensor
+    zeros: Tensor
+    nonfinite: Tensor
+    elements: Tensor
+    largest: Tensor
+
+
+class LayerHealth(StepObserver):
+    """Measurement of some steps, as an observer of training. Other steps cost nothing.
+
+    A measured step keeps a copy of this rank's trainable parameters until its end, reads parameters, gradients and the
+    outputs of layers once each, and waits for the device.
+
+    Args:
+        freq: steps between measured steps.
+        file: on the rank that writes, the place of the records.
+        replicas: ranks that hold the same part, of each parameter.
+        world: all ranks.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        *,
+        freq: int,
+        file: RecordFile | None,
+        replicas: Mapping[nn.Parameter, int],
+        world: dist.ProcessGroup,
+        device: torch.device,
+    ) -> None:
+        self._model, self._freq, self._file = model, freq, file
+        self._replicas, self._world, self._device = replicas, world, device
+        self._layers = layers_of(model)
+        self._step = 0
+        """Step that is measured; 0: none is."""
+        self._is_forward = False
+        self._before: dict[nn.Parameter, Tensor] = {}
+        self._sums: dict[tuple[str, str], list[_Sums]] = {}
+        self._hooks: list[Any] = []
+
+    @torch.no_grad()
+    def begin_step(self, step: int) -> None:
+        if step % self._freq:
+            return
+        self._step, self._sums = step, {}
+        self._before = {p: local_tensor(p).clone() for p in self._model.parameters() if p.requires_grad}
+        for name, layer in self._layers.items():
+            self._hooks.append(layer.register_forward_hook(partial(self._measure_output, name)))
+
+    @torch.no_grad()
+    def phase(self, name: str) -> None:
+        if not self._step:
+            return
+        self._is_forward = name == "forward"
+        if name == "update":
+            while self._hooks:
+                self._hooks.pop().remove()
+            self._measure_parameters("gradients", lambda p: None if p.grad is None else local_tensor(p.grad))
+        elif name == "metrics":
+            self._measure_parameters("parameters", local_tensor)
+            self._measure_parameters("updates", self._update_of)
+            step, self._step = self._step, 0
+            self._before = {}
+            self._write(step)
+
+    def close(self) -> None:
+        while self._hooks:
+            self._hooks.pop().remove()
+        if self._file:
+            self._file.close()
+
+    def _update_of(self, parameter: nn.Parameter) -> Tensor | None:
+        before = self._before.get(parameter)
+        return None if before is None else local_tensor(parameter).float() - before.float()
+
+    def _measure_output(self, layer: str, module: nn.Module, inputs: object, output: object) -> None:
+        if self._is_forward and isinstance(output, Tensor):  # not of a recomputation in backward
+            with torch.no_grad():
+                self._add(layer, "activations", output.detach(), share=1)
+
+    def _measure_parameters(self, kind: str, tensor_of: Callable[[nn.Parameter], Tensor | None]) -> None:
+        for name, layer in self._layers.items():
+            for parameter in layer.parameters():
+                if (tensor := tensor_of(parameter)) is not None:
+                    self._add(name, kind, tensor.detach(), share=self._replicas[parameter])
+
+    def _add(self, layer: str, kind: str, tensor: Tensor, *, share: int) -> None:
+        if tensor.numel():
+            sums = _Sums(*(value.to(self._device) for value in _measure(tensor)))
+            shared = [value / share for value in sums[:-1]]
+            self._sums.setdefault((layer, kind), []).append(_Sums(*shared, largest=sums.largest))
+
+    def _write(self, step: int) -> None:
+        """Join the sums of all ranks, and write them. Every rank calls it."""
+        zero = torch.zeros((), dtype=torch.float64, device=self._device)
+        keys = [(layer, kind) for layer in self._layers for kind in KINDS]
+        found = [self._sums.get(key, [_Sums(*[zero] * 5)]) for key in keys]
+        sums = torch.stack([torch.stack([torch.stack(one[:-1]) for one in parts]).sum(dim=0) for parts in found])
+        largest = torch.stack([torch.stack([one.largest for one in parts]).max() for parts in found])
+        self._sums = {}
+        dist.all_reduce(sums, group=self._world)
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self._world)
+        if self._file is None:
+            return
+        layers: dict[str, dict[str, Any]] = {layer: {} for layer in self._layers}
+        for (layer, kind), (squares, zeros, nonfinite, count), high in zip(
+            keys, sums.tolist(), largest.tolist(), strict=True
+        ):
+            if count:
+                layers[layer][kind] = {
+                    "norm": math.sqrt(squares),
+                    "rms": math.sqrt(squares / count),
+                    "max": high,
+                    "zeros": zeros / count,
+                    "nonfinite": nonfinite / count,
+                }
+        self._file.write({"step": step, "layers": layers})
+
+
+def build_layer_health(config: Layers, model: Model, place: tuple[Path, int], **options: Any) -> list[LayerHealth]:
+    """Return the observer that `[metrics.layers]` asks for, if any.
+
+    Args:
+        place: file of the records, and the step at which the run resumes.
+        options: further ones of `LayerHealth`.
+    """
+    if not config.freq:
+        return []
+    file = RecordFile(*place) if dist.get_rank() == 0 else None
+    return [LayerHealth(model, freq=config.freq, file=file, **options)]
+
+
+def layers_of(model: Model) -> dict[str, nn.Module]:
+    """Return the layers that are measured, by name: the blocks, and the other children of the model."""
+    blocks = {block: index for index, block in enumerate(model.layers)}
+    found: dict[str, nn.Module] = {}
+    for name, child in model.named_children():
+        inner = [(f"{name}.{part}", module) for part, module in child.named_children() if module in blocks]
+        found.update(inner or [(name, child)])
+    return found
+
+
+def _measure(tensor: Tensor) -> _Sums:
+    """Return the sums of a tensor. Norms and the largest value are those of its finite elements."""
+    finite = tensor.isfinite()
+    values = torch.where(finite, tensor, 0).float()
+    rows = torch.linalg.vector_norm(values, dim=-1, dtype=torch.float32) if values.ndim else values
+    return _Sums(
+        squares=rows.double().square().sum(),
+        zeros=(tensor == 0).sum().double(),
+        nonfinite=(~finite).sum().double(),
+        elements=torch.tensor(float(tensor.numel()), dtype=torch.float64, device=tensor.device),
+        largest=values.abs().max().double(),
+    )
