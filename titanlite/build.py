@@ -80,7 +80,6 @@ class Run:
     """Steps of the whole run."""
     metrics: MetricsRecorder
     phase: CurrentPhase
-    """Phase of this process."""
 
     @cached_property
     def observers(self) -> list[StepObserver]:
