@@ -8,13 +8,16 @@ import torch
 import torch.distributed as dist
 
 from titanlite.config.schema import Metrics
+from titanlite.metrics.phase_memory import PhaseMemory
 from titanlite.metrics.recorder import MetricsRecorder
 from titanlite.observer import CurrentPhase
 from titanlite.runtime.run_folder import RunFolder
 from titanlite.step import StepResult
 
 
-def recorder(folder: Path, *, step: int = 0, log_freq: int = 2) -> MetricsRecorder:
+def recorder(
+    folder: Path, *, step: int = 0, log_freq: int = 2, phase_memory: PhaseMemory | None = None
+) -> MetricsRecorder:
     group = dist.group.WORLD
     assert group is not None
     return MetricsRecorder(
@@ -27,6 +30,7 @@ def recorder(folder: Path, *, step: int = 0, log_freq: int = 2) -> MetricsRecord
         compute_type="bfloat16",
         group=group,
         phase=CurrentPhase(),
+        phase_memory=phase_memory,
     )
 
 

@@ -165,7 +165,7 @@ def build(
         checkpoints=resumed.checkpoints,
         progress=resumed.progress,
         steps=_count_steps(config, resumed),
-        metrics=_build_recorder(config, state.model, teacher, resumed.progress, folder, mesh, device, phase),
+        metrics=_build_recorder(config, state, teacher, resumed.progress, folder, mesh, phase),
         phase=phase,
     )
 
@@ -296,25 +296,25 @@ def _build_validator(
 
 def _build_recorder(
     config: Config,
-    model: Model,
+    state: State,
     teacher: Teacher | None,
     progress: Progress,
     folder: RunFolder,
     mesh: DeviceMesh,
-    device: torch.device,
     phase: CurrentPhase,
 ) -> MetricsRecorder:
     seq_len = config.training.seq_len
     of_teacher = teacher.flops_per_token if teacher else (0.0, 0.0)
-    full, causal = (model.flops_per_token(seq_len, causal=causal) + of_teacher[causal] for causal in (False, True))
+    full, causal = (state.model.flops_per_token(seq_len, causal=it) + of_teacher[it] for it in (False, True))
     return MetricsRecorder(
         config.metrics,
         folder=folder,
         step=progress.step,
         tokens_per_step=config.training.global_batch_size * seq_len,
         model_flops=(full, causal),
-        device=device,
+        device=state.memory.watch.device,
         compute_type=config.training.mixed_precision_param,
         group=world_group(mesh),
         phase=phase,
+        phase_memory=state.memory,
     )

@@ -8,7 +8,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from titanlite.config.schema import Config
 from titanlite.kernels import Kernels
-from titanlite.models.base import Model
+from titanlite.metrics.memory_watch import MemoryWatch
+from titanlite.metrics.phase_memory import PhaseMemory
+from titanlite.models.base import Model, unique_parameters
 from titanlite.optim import build_optimizer
 from titanlite.parallelize import DTYPES, materialize, parallelize
 from titanlite.preflight import ResolvedConfig
@@ -27,15 +29,20 @@ class State:
     optimizer: torch.optim.Optimizer
     disk: DiskTensors | None
     """Disk that holds some of the tensors. None: all are in memory."""
+    memory: PhaseMemory
+    """Memory of each phase so far. The present one is the load of a checkpoint."""
 
 
 def build_state(
     config: Config, resolved: ResolvedConfig, *, mesh: DeviceMesh, device: torch.device, folder: RunFolder
 ) -> State:
     """Build the model on the meta device, parallelize it, give it memory and values; then build its optimizer."""
+    memory = PhaseMemory(MemoryWatch(device), is_on=mesh.get_rank() == 0)
+    memory.phase("model")
     kernels = pick_kernels(device, compiles=config.compile.enable, attention_backend=config.training.attention_backend)
     disk = open_disk(config.offload, folder.path)
     model = resolved.model.build()
+    memory.phase("sharding")
     parallelize_student(model, config, mesh=mesh, kernels=kernels, pin_memory=not (disk and disk.holds_parameters))
     materialize(
         model,
@@ -45,8 +52,12 @@ def build_state(
         seed=config.debug.seed,
         disk=disk if disk and disk.holds_parameters else None,
     )
+    memory.label((parameter for _, parameter in unique_parameters(model)), "parameters")
+    memory.phase("optimizer")
     optimizer = build_optimizer(model, config.optimizer, seed=config.debug.seed, disk=disk)
-    return State(kernels=kernels, model=model, optimizer=optimizer, disk=disk)
+    memory.follow(optimizer)
+    memory.phase("checkpoint load")
+    return State(kernels=kernels, model=model, optimizer=optimizer, disk=disk, memory=memory)
 
 
 def parallelize_student(model: Model, config: Config, *, mesh: DeviceMesh, kernels: Kernels, **options: Any) -> None:

@@ -65,7 +65,7 @@ def _loop(run: Run, stop_requests: StopRequests) -> None:
     scale_weights()
     for model in (run.model, *([run.teacher.model] if run.teacher else [])):
         observe_fsdp(model, metrics.own_time)
-    observer = Observers(*run.observers, run.phase, metrics.own_time)
+    observer = Observers(*run.observers, run.phase, metrics.own_time, metrics.phase_memory)
     stop = AgreedStop(stop_requests, torch.device(run.mesh.device_type))
     samples = run.progress.samples_seen
     for step in range(run.progress.step + 1, run.steps + 1):

@@ -1,4 +1,4 @@
-"""`titanlite inspect` on fake ranks has the layout that processes really have, and reads what they save."""
+"""`titanlite inspect` has the layout and the memory that processes really have, and reads what they save."""
 
 from typing import Any
 
@@ -9,6 +9,7 @@ from tests.layouts import degrees
 from titanlite.config.schema import Config
 from titanlite.plan.parameters import inspect_ranks, layouts_of
 from titanlite.report.pieces import read_pieces
+from titanlite.report.run_memory import newest_record
 
 
 def layouts_in_training(rank: int, world_size: int, config: Config) -> list[Any]:
@@ -29,9 +30,12 @@ def test_fake_ranks_have_the_layout_of_two_processes(tiny: TinyRun) -> None:
             assert inspect_ranks(config, world_size=2, rank=rank).parameters == real
     assert measured[0][0] != measured[0][1], "shards are uneven"
     for config, ranks in zip(configs, measured, strict=True):
-        stored = {
-            tensor.name: tensor for tensor in read_pieces(str(tiny.folder / "outputs" / str(config.job.name))).tensors
-        }
+        folder = tiny.folder / "outputs" / str(config.job.name)
+        memory = newest_record(folder)["phases"]
+        for name, phase in (("parameter", "sharding"), ("gradient", "backward"), ("optimizer", "update")):
+            there = memory[phase][name if name == "optimizer" else f"{name}s"]
+            assert there == sum(getattr(it, f"{name}_bytes") for it in ranks[0]), name
+        stored = {tensor.name: tensor for tensor in read_pieces(str(folder)).tensors}
         for here in zip(*ranks, strict=True):
             sizes = [piece.sizes for piece in stored[f"model.{here[0].name}"].pieces]
             assert sizes == [it.local_shape for it in here][: len(sizes)]

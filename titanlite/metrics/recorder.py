@@ -23,6 +23,7 @@ from titanlite.metrics.live import LiveBlock, live_block
 from titanlite.metrics.loggers import Loggers
 from titanlite.metrics.memory_watch import MemoryWatch
 from titanlite.metrics.own_time import OwnTime
+from titanlite.metrics.phase_memory import PhaseMemory, memory_line
 from titanlite.metrics.phase_seconds import phase_seconds
 from titanlite.metrics.rank_watch import RankMetrics, RankWatch, gather_metrics, slowest_rank
 from titanlite.metrics.records import RecordFile
@@ -46,6 +47,7 @@ class MetricsRecorder:
         tokens_per_step: tokens of the global batch.
         model_flops: `Model.flops_per_token` at this sequence length, full and causal.
         phase: has the time of each phase so far.
+        phase_memory: has the memory of each phase so far. Default: nothing is measured.
     """
 
     def __init__(
@@ -60,6 +62,7 @@ class MetricsRecorder:
         compute_type: str,
         group: dist.ProcessGroup,
         phase: CurrentPhase,
+        phase_memory: PhaseMemory | None = None,
     ) -> None:
         self.config = config
         self.tokens_per_step = tokens_per_step
@@ -71,7 +74,9 @@ class MetricsRecorder:
         self._writes = dist.get_rank(group) == 0
         self._timer = StepTimer(device)
         self._compiling = CompileWatch()
-        self._memory = MemoryWatch(device)
+        self.phase_memory = phase_memory or PhaseMemory(MemoryWatch(device), is_on=False)
+        """Observer of the first steps."""
+        self._memory = self.phase_memory.watch
         self.own_time = OwnTime(device)
         """Observer of steps and of FSDP's units."""
         self._hosts = host_names(group)
@@ -84,6 +89,7 @@ class MetricsRecorder:
             self._saves = RecordFile(folder.saves, step)
             self._validations = RecordFile(folder.validation, step)
             self._skipped = RecordFile(folder.skipped, None)
+            self._phase_memory = RecordFile(folder.memory, step)
             self._loggers = Loggers(config.loggers, folder.path, step=step)
         self._timer.restart()
 
@@ -142,6 +148,9 @@ class MetricsRecorder:
         """
         self._timer.steps += 1
         self._compiling.end_step()
+        if (measured := self.phase_memory.take(last=last)) and self._writes:
+            logger.info(memory_line(measured))
+            self._phase_memory.write({"step": step, "world_size": dist.get_world_size(self._group), **measured})
         if not self.is_due(step, last=last):
             return
         self.own_time.end()
@@ -251,6 +260,6 @@ class MetricsRecorder:
 
     def close(self) -> None:
         if self._writes:
-            for file in (self._steps, self._saves, self._validations, self._skipped):
+            for file in (self._steps, self._saves, self._validations, self._skipped, self._phase_memory):
                 file.close()
             self._loggers.close()

@@ -13,6 +13,7 @@ from titanlite.optim.groups import parameter_groups
 from titanlite.optim.quantized import block_size_of, inner_tensors, is_quantized
 from titanlite.optim.registry import constructor_options, find_optimizer_cls
 from titanlite.optim.rounding import SlicedAdamW
+from titanlite.runtime.private_torch.tensors import local_tensor
 
 SAMPLE = 64, 64
 """Shape of the matrix on which an optimizer class is tried."""
@@ -69,6 +70,21 @@ def _bytes_per_element(value: Tensor, *, at_most: int) -> float:
     if is_quantized(value):
         return sum(inner.nbytes for inner in inner_tensors(value).values()) / value.numel()
     return min(at_most, value.element_size())
+
+
+def local_bytes(tensor: Tensor | None) -> int:
+    """Return the bytes of this rank's part of a tensor. None has none."""
+    if tensor is None:
+        return 0
+    local = local_tensor(tensor)
+    return local.numel() * local.element_size()
+
+
+def local_state_bytes(state: Mapping[str, Any]) -> int:
+    """Return the bytes of a parameter's optimizer state on this rank. Numbers take none."""
+    tensors = [value for value in state.values() if isinstance(value, Tensor)]
+    parts = [inner_tensors(value).values() if is_quantized(value) else [value] for value in tensors]
+    return sum(local_bytes(part) for several in parts for part in several)
 
 
 def state_dtypes(optimizer: torch.optim.Optimizer) -> set[torch.dtype]:

@@ -17,8 +17,8 @@ from titanlite.config.schema import Config
 from titanlite.models.added import added_parameters
 from titanlite.models.base import Model, trainable_parameters, unique_parameters
 from titanlite.optim.groups import ParameterGroup, parameter_groups
-from titanlite.optim.quantized import inner_tensors, is_quantized
 from titanlite.optim.registry import accepts, find_optimizer_cls
+from titanlite.optim.state_size import local_bytes, local_state_bytes
 from titanlite.parallelize.activation_checkpoint import recompute_policies
 from titanlite.parallelize.materialize import allocate
 from titanlite.parallelize.mesh import axis_sizes
@@ -132,7 +132,7 @@ def layouts_of(
         local = local_tensor(parameter)
         unit, policy = units.get(parameter, (ROOT, None))
         compute = (policy and policy.param_dtype) or parameter.dtype
-        size = local.numel() * local.element_size()
+        size = local_bytes(parameter)
         keeps_gradient = parameter.requires_grad and not config.optimizer.in_backward
         found.append(
             ParameterLayout(
@@ -153,7 +153,7 @@ def layouts_of(
                 **_update_of(groups.get(parameter)),
                 parameter_bytes=size,
                 gradient_bytes=size if keeps_gradient else 0,
-                optimizer_bytes=sum(_bytes_of(value) for value in optimizer.state.get(parameter, {}).values()),
+                optimizer_bytes=local_state_bytes(optimizer.state.get(parameter, {})),
             )
         )
     return found
@@ -195,16 +195,6 @@ def _update_of(group: ParameterGroup | None) -> dict[str, Any]:
         "lr": group.lr,
         "weight_decay": group.weight_decay if decays else None,
     }
-
-
-def _bytes_of(value: Any) -> int:
-    """Return the bytes of an optimizer state on this rank. Numbers take none."""
-    if is_quantized(value):
-        return sum(_bytes_of(inner) for inner in inner_tensors(value).values())
-    if not isinstance(value, Tensor):
-        return 0
-    local = local_tensor(value)
-    return local.numel() * local.element_size()
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -34,7 +34,7 @@ def inspect_config(
         raise UserError(f"--rank {rank}: there are ranks 0 to {world_size - 1}; set --world-size")
     torch.set_num_threads(1)
     layout = inspect_ranks(config, world_size=world_size, rank=rank)
-    _print(layout_record(layout) if as_json else layout_lines(layout, whole=whole))
+    show(layout_record(layout) if as_json else layout_lines(layout, whole=whole))
 
 
 def inspect_checkpoint(path: str, *, whole: bool, as_json: bool) -> None:
@@ -44,7 +44,7 @@ def inspect_checkpoint(path: str, *, whole: bool, as_json: bool) -> None:
         UserError: there is no checkpoint, or it is damaged.
     """
     stored = read_pieces(path)
-    _print(pieces_record(stored) if as_json else pieces_lines(stored, whole=whole))
+    show(pieces_record(stored) if as_json else pieces_lines(stored, whole=whole))
 
 
 def _smallest_world(path: str, overrides: Sequence[str]) -> int:
@@ -53,7 +53,8 @@ def _smallest_world(path: str, overrides: Sequence[str]) -> int:
     return parallelism.data_parallel_replicate_degree * max(1, parallelism.data_parallel_shard_degree)
 
 
-def _print(output: dict[str, Any] | Iterable[str | Table]) -> None:
+def show(output: dict[str, Any] | Iterable[str | Table]) -> None:
+    """Print a record as JSON, or lines and tables for people."""
     if isinstance(output, dict):
         print(json.dumps(output, indent=1))
         return

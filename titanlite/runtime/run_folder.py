@@ -70,6 +70,10 @@ class RunFolder:
         return self.path / "layers.jsonl"
 
     @property
+    def memory(self) -> Path:
+        return self.path / "memory.jsonl"
+
+    @property
     def skipped(self) -> Path:
         return self.path / "skipped.jsonl"
 

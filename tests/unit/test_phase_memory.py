@@ -1,0 +1,271 @@
+"""Memory by phase: what a run measures in its first steps, and `titanlite inspect RUN --memory` beside the plan."""
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.helpers import TinyRun
+from tests.recorders import recorder, result_of
+from titanlite.cli import run
+from titanlite.config.load import dump
+from titanlite.metrics.memory_watch import MemoryWatch
+from titanlite.metrics.phase_memory import PhaseMemory, memory_line
+from titanlite.metrics.schema import MEMORY, find_faults
+from titanlite.optim.state_size import local_state_bytes
+from titanlite.plan.memory import Profile
+from titanlite.report.run_memory import memory_lines, planned_memory
+
+Ends = pytest.CaptureFixture[str]
+
+
+class ScriptedWatch(MemoryWatch):
+    """An allocator whose values a test sets."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.device("cpu"))
+        self.source = "allocator"
+        self.allocated = self.peak_now = 0
+        self.calls = 0
+
+    def now(self) -> dict[str, int]:
+        self.calls += 1
+        return {"allocated": self.allocated, "peak": self.peak_now, "reserved": 4096}
+
+    def restart_peak(self) -> None:
+        self.peak_now = self.allocated
+
+    def allocate(self, size: int) -> None:
+        self.allocated += size
+        self.peak_now = max(self.peak_now, self.allocated)
+
+
+def start(memory: PhaseMemory, watch: ScriptedWatch) -> tuple[list[nn.Parameter], torch.optim.Optimizer]:
+    """Build a model of 12 float32 values and 2 bfloat16 values, and its optimizer."""
+    memory.phase("model")
+    memory.phase("sharding")
+    weights = [nn.Parameter(torch.ones(3, 4)), nn.Parameter(torch.ones(2, dtype=torch.bfloat16))]
+    watch.allocate(52)
+    memory.label(weights, "parameters")
+    memory.label([torch.ones(100)], "other")
+    memory.phase("optimizer")
+    optimizer = torch.optim.Adam(weights)
+    memory.follow(optimizer)
+    memory.phase("checkpoint load")
+    return weights, optimizer
+
+
+def step(memory: PhaseMemory, watch: ScriptedWatch, weights: list[nn.Parameter], optimizer: Any, number: int) -> None:
+    memory.begin_step(number)
+    for activations in (700, 300):  # two micro-batches
+        memory.phase("forward")
+        watch.allocate(activations)
+        memory.phase("backward")
+        for weight in weights:
+            weight.grad = torch.ones_like(weight) if weight.grad is None else weight.grad
+        watch.allocate(50)
+        watch.allocate(-50 - activations)
+    memory.phase("update")
+    optimizer.step()
+    optimizer.zero_grad()
+    memory.phase("metrics")
+
+
+def test_bytes_of_tensors_and_peaks_of_each_phase() -> None:
+    watch = ScriptedWatch()
+    memory = PhaseMemory(watch)
+    weights, optimizer = start(memory, watch)
+    step(memory, watch, weights, optimizer, 1)
+    assert memory.take(last=False) is None
+    memory.phase("validation")  # not measured
+    step(memory, watch, weights, optimizer, 2)
+    record = memory.take(last=False)
+    assert record is not None
+    none = {"parameters": 0, "gradients": 0, "optimizer": 0, "allocated": 0, "peak": 0, "reserved": 4096}
+    here = none | {"parameters": 52, "allocated": 52, "peak": 52}
+    states = here | {"optimizer": 2 * 52 + 2 * 4}  # two moments, and a count of steps for each weight
+    assert record == {"source": "allocator", "phases": {
+        "model": none, "sharding": here, "optimizer": here, "checkpoint load": here,
+        "data": states,
+        "forward": states | {"gradients": 52, "allocated": 352, "peak": 752},  # the first micro-batch has the peak
+        "backward": states | {"gradients": 52, "peak": 802},
+        "update": states,
+    }}  # fmt: skip
+
+
+def test_after_the_measured_steps_nothing_is_measured() -> None:
+    watch = ScriptedWatch()
+    memory = PhaseMemory(watch)
+    weights, optimizer = start(memory, watch)
+    for number in (1, 2):
+        step(memory, watch, weights, optimizer, number)
+    assert memory.take(last=False)
+    calls = watch.calls
+    step(memory, watch, weights, optimizer, 3)
+    assert memory.take(last=True) is None
+    off = PhaseMemory(watch, is_on=False)
+    step(off, watch, *start(off, watch), 1)
+    assert off.take(last=True) is None
+    assert watch.calls == calls
+
+
+def test_a_run_of_one_step_is_measured() -> None:
+    watch = ScriptedWatch()
+    memory = PhaseMemory(watch)
+    step(memory, watch, *start(memory, watch), 1)
+    record = memory.take(last=True)
+    assert record is not None
+    assert record["phases"]["backward"]["gradients"] == 52
+    assert record["phases"]["data"]["optimizer"] == 0
+
+
+def test_state_of_one_parameter() -> None:
+    state: dict[str, Any] = {"a": torch.ones(3), "b": torch.ones(2, 2).bfloat16(), "steps": 7, "none": None}
+    assert local_state_bytes(state) == 12 + 8
+
+
+def test_memory_of_this_process() -> None:
+    watch = MemoryWatch(torch.device("cpu"))
+    if not Path("/proc/self/statm").exists():
+        assert watch.now() == {}
+        return
+    before = watch.now()["resident"]
+    held: Tensor = torch.ones(2**24)
+    assert watch.now()["resident"] - before > held.nbytes / 2
+    assert watch.now()["resident"] < 1.1 * watch.peak() * 2**30
+
+
+def test_the_line_of_the_log() -> None:
+    mib = {"parameters": 2**20, "gradients": 0, "optimizer": 2**21}
+    record = {
+        "source": "process",
+        "phases": {"forward": mib | {"resident": 2**23}, "update": mib | {"gradients": 2**20}},
+    }
+    assert memory_line(record) == (
+        "memory   MiB of rank 0: parameters 1.0; gradients 1.0; optimizer 2.0; process resident 8.0, libraries included"
+    )
+    record = {"source": "allocator", "phases": {"model": mib | {"peak": 1}, "forward": mib | {"peak": 3 * 2**20}}}
+    assert memory_line(record) == (
+        "memory   MiB of rank 0: parameters 1.0; gradients 0.0; optimizer 2.0; peaks of allocated memory in forward 3.0"
+    )
+
+
+@pytest.mark.usefixtures("single_process_group")
+def test_the_record_of_a_start(tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: Any) -> None:
+    monkeypatch.setattr(logging.getLogger("titanlite"), "propagate", True)
+    caplog.set_level(logging.INFO)
+    watch = ScriptedWatch()
+    memory = PhaseMemory(watch)
+    metrics = recorder(tmp_path, step=10, phase_memory=memory)
+    weights, optimizer = start(memory, watch)
+    for number in (11, 12, 13):
+        step(memory, watch, weights, optimizer, number)
+        metrics.end_step(number, result_of(1.0, 1.0), lr=0.1, samples=1, shares=dict, last=number == 13)
+    metrics.close()
+    [record] = [json.loads(line) for line in (tmp_path / "memory.jsonl").read_text().splitlines()]
+    assert find_faults(record, MEMORY) == []
+    assert (record["step"], record["world_size"], record["source"]) == (12, 1, "allocator")
+    assert record["phases"]["backward"]["peak"] == 802
+    assert len([line for line in caplog.messages if line.startswith("memory   MiB of rank 0")]) == 1
+
+
+PLANNED = Profile(
+    {
+        "step": {"parameters": 100, "gradients": 0, "optimizer": 200, "activations": 1},
+        "forward layers.0": {"parameters": 100, "gradients": 0, "optimizer": 200, "activations": 50},
+        "forward teacher.layers.0": {"parameters": 100, "gradients": 0, "optimizer": 200, "activations": 500},
+        "forward head": {"parameters": 100, "gradients": 0, "optimizer": 200, "activations": 300},
+        "backward head": {"parameters": 100, "gradients": 10, "optimizer": 200, "activations": 300},
+        "reduce layers.0": {"parameters": 100, "gradients": 90, "optimizer": 200, "activations": 290},
+        "update": {"parameters": 100, "gradients": 100, "optimizer": 200, "activations": 0},
+    },
+    blocks=1,
+)
+
+
+def test_the_plan_has_the_peak_of_each_phase_that_it_knows() -> None:
+    assert planned_memory(PLANNED, hidden=[]) == {
+        "peaks": {"data": 301, "forward": 600, "teacher": 800, "backward": 680, "update": 400},
+        "tensors": {"parameters": 100, "gradients": 100, "optimizer": 200},
+    }
+    assert planned_memory(PLANNED, hidden=["optimizer"])["peaks"]["backward"] == 480
+
+
+def test_the_table_has_the_share_of_the_plan(capsys: Ends) -> None:
+    from titanlite.report.inspect_command import show
+
+    sizes = {"parameters": 100, "gradients": 0, "optimizer": 200, "allocated": 310, "reserved": 900}
+    phases = {"sharding": sizes | {"peak": 320}, "forward": sizes | {"peak": 570}}
+    record = {"source": "allocator", "step": 2, "world_size": 8, "phases": phases}
+    show(memory_lines(record, planned_memory(PLANNED, hidden=[]), name="outputs/a"))
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert lines[:5] == [
+        "outputs/a: memory of rank 0 of 8 at step 2, at the end of each phase",
+        "phase parameters gradients optimizer allocated reserved peak plan's peak of plan",
+        "sharding 100 B 0 B 200 B 310 B 900 B 320 B none",
+        "forward 100 B 0 B 200 B 310 B 900 B 570 B 600 B 95.0%",
+        "plan, most 100 B 100 B 200 B",
+    ]
+
+
+def write_run(tiny: TinyRun, **changes: Any) -> Path:
+    """Write the folder of a run on two processes, without training."""
+    folder = tiny.folder / "outputs" / "tiny"
+    folder.mkdir(parents=True)
+    config = tiny.config("--parallelism.data_parallel_shard_degree=2", world_size=2)
+    (folder / "config.toml").write_text(dump(config))
+    sizes = {"parameters": 1, "gradients": 2, "optimizer": 3, "resident": 4}
+    record = {"schema": 2, "step": 2, "world_size": 2, "source": "process", "phases": {"forward": sizes}, "time": 1.0}
+    (folder / "memory.jsonl").write_text(json.dumps(record | changes) + "\n")
+    return folder
+
+
+def test_a_run_on_a_cpu_beside_its_plan(tiny: TinyRun, capsys: Ends) -> None:
+    folder = write_run(tiny)
+    assert run(["inspect", str(folder), "--memory", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    config = folder / "config.toml"
+    assert run(["inspect", str(config), "--world-size", "2", "--json"]) == 0
+    total = json.loads(capsys.readouterr().out)["total"]
+    planned = found["plan"]["tensors"]
+    assert found["phases"]["forward"]["resident"] == 4
+    assert planned["optimizer"] == total["optimizer_bytes"]
+    assert (planned["parameters"], planned["gradients"]) == (total["parameter_bytes"], total["gradient_bytes"])
+    assert list(found["plan"]["peaks"]) == ["data", "forward", "backward", "update"]
+    assert run(["inspect", str(folder), "--memory"]) == 0
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert lines[1] == "phase parameters gradients optimizer resident plan's peak"
+    assert lines[2].startswith("forward 1 B 2 B 3 B 4 B ")
+
+
+@pytest.mark.parametrize(
+    ("changes", "error"),
+    [
+        ({"phases": {"forward": 3}}, "no record of memory (phases or source)"),
+        ({"source": "a guess"}, "no record of memory (phases or source)"),
+        ({"world_size": "2"}, "no record of memory (world_size is str, not int)"),
+    ],
+)
+def test_a_record_of_another_form_is_one_line(tiny: TinyRun, capfd: Ends, changes: Any, error: str) -> None:
+    folder = write_run(tiny, **changes)
+    assert run(["inspect", str(folder), "--memory"]) == 2
+    assert capfd.readouterr() == ("", f"error: {folder}/memory.jsonl: the last line is {error}\n")
+
+
+def test_what_memory_needs(tmp_path: Path, capfd: Ends) -> None:
+    cases = {
+        "debug": "titanlite inspect: --memory is for the folder of a run, and debug is none",
+        f"{tmp_path} --all": "titanlite inspect: --all and --memory exclude each other",
+        f"{tmp_path}": f"{tmp_path}/memory.jsonl: no record of this run's memory: its first two steps are not done, or "
+        "an older version started it",
+    }
+    for words, error in cases.items():
+        assert run(["inspect", *words.split(), "--memory"]) == 2
+        assert capfd.readouterr() == ("", f"error: {error}\n")
+    (tmp_path / "memory.jsonl").write_text('{"schema": 2, "st')
+    assert run(["inspect", str(tmp_path), "--memory"]) == 2
+    assert capfd.readouterr().err.startswith(f"error: {tmp_path}/memory.jsonl: the last line is damaged (")
