@@ -21,6 +21,7 @@ from titanlite.migrate import arguments as migrate
 from titanlite.plan import arguments as plan
 from titanlite.report import arguments as report
 from titanlite.report import inspect_arguments as inspect
+from titanlite.report import profile_arguments as profile
 from titanlite.runtime.allocator import use_expandable_segments
 from titanlite.runtime.arguments import Parser
 from titanlite.runtime.endings import another_has_ended, end_now, leaving_mark, print_errors, report_errors
@@ -79,6 +80,7 @@ def make_parser() -> Parser:
     plan.add_commands(titanlite)
     report.add_commands(titanlite)
     inspect.add_commands(titanlite)
+    profile.add_commands(titanlite)
     ingest.add_commands(titanlite)
     convert.add_commands(titanlite, checkpoint.add_commands(titanlite))
     generate.add_commands(titanlite)

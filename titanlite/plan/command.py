@@ -71,13 +71,13 @@ def _read(path: str, options: Namespace) -> tuple[Config, Layout]:
     hardware = load_hardware(Path(options.gpu)) if options.gpu.endswith(".toml") else find_hardware(options.gpu)
     world_size = options.world_size
     if hardware.measured:
-        hardware = _share(hardware, min(world_size, options.gpus_per_node))
+        hardware = share_of_process(hardware, min(world_size, options.gpus_per_node))
     layout = Layout(world_size, hardware, options.gpus_per_node)
     # A search sets the degrees, so those of the config need not match the number of processes.
     return with_vocab_size(load(path, options.overrides, world_size=None if options.search else world_size)), layout
 
 
-def _share(machine: Hardware, processes: int) -> Hardware:
+def share_of_process(machine: Hardware, processes: int) -> Hardware:
     """Return the share of each process of a machine without GPUs."""
     return replace(
         machine,

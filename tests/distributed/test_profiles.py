@@ -1,0 +1,41 @@
+"""Profiles of several ranks."""
+
+import pytest
+
+from tests.helpers import TinyRun, run_in_turn, train_on_this_rank
+from titanlite.config.schema import Config
+from titanlite.report.profile_analysis import analyse
+from titanlite.report.trace_file import read_trace
+
+UNITS = ("tok_embeddings", "layers.0", "layers.1", "layers.2", "head")
+STEPS, WINDOW = 6, 2
+
+
+def train(rank: int, world_size: int, config: Config) -> None:
+    train_on_this_rank(config, rank, world_size)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("compiles", [False, True])
+def test_every_rank_writes_its_collectives(tiny: TinyRun, compiles: bool) -> None:
+    """Two ranks have the same losses with windows as without, and each has the collectives of each step."""
+    options = ["--profiling.enable_profiling=true", "--profiling.profile_freq=6", "--profiling.profiler_active=2"]
+    compiling = ["--compile.enable=true"] if compiles else []
+    configs = [
+        tiny.config(*options, *compiling, "--job.name=on", world_size=2),
+        tiny.config(*compiling, "--job.name=off", world_size=2),
+    ]
+    run_in_turn(train, 2, configs, timeout=240)
+    assert tiny.losses("on") == tiny.losses("off")
+    for rank in (0, 1):
+        trace = read_trace(tiny.folder / f"outputs/on/profile/step-{STEPS:08}/rank-{rank}.json.gz")
+        assert (trace.rank, trace.world_size) == (rank, 2)
+        found = analyse(trace)
+        assert (found.first, found.last) == (STEPS - WINDOW + 1, STEPS)
+        collectives = {it.name: it for it in found.collectives}
+        # 5 units in forward and 3 in backward; tok_embeddings and the head keep their parameters. One for metrics.
+        assert collectives["all-gather"].calls >= 8 * WINDOW
+        assert collectives["reduce-scatter"].calls == 5 * WINDOW
+        assert all(0 <= it.hidden <= it.total for it in found.collectives)
+        names = {event.name for event in trace.events}
+        assert {f"{kind} {unit}" for kind in ("all-gather", "reduce-scatter", "backward") for unit in UNITS} <= names
