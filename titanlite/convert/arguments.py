@@ -85,7 +85,8 @@ def _add_import(checkpoint: Parser) -> None:
         _import,
         details=IMPORT.rstrip(),
         example="checkpoint import models/Qwen3-0.6B --out outputs/qwen3\n"
-        "checkpoint import torchtitan/outputs/checkpoint/step-1000 --model llama3 --flavor 8B --out outputs/llama3",
+        "checkpoint import torchtitan/outputs/checkpoint/step-1000 --model llama3 --flavor 8B --out outputs/llama3\n"
+        "checkpoint import models/Qwen3-30B-A3B --experts keep=64 --sample 'texts/*.txt' --out outputs/student",
     )
     parser.add_argument("path", metavar="DIR_OR_FILE", help="weights of another program")
     parser.add_argument("--out", metavar="DIR", required=True, help="folder or URL for the checkpoint, step-00000000")
@@ -107,10 +108,26 @@ def _add_import(checkpoint: Parser) -> None:
     parser.add_argument(
         "--layers", metavar="LIST", help="take these layers alone, such as 0,2,4-7; also of a checkpoint of titanlite"
     )
+    parser.add_argument(
+        "--experts",
+        metavar="keep=K",
+        help="keep the K experts of each layer that its router uses most on --sample; also of titanlite's checkpoints",
+    )
+    parser.add_argument("--sample", metavar="PATH", help="text or prepared tokens on which the routers are watched")
+    parser.add_argument(
+        "--sample-tokens", metavar="N", type=int, default=262_144, help="tokens of the sample; default: 262144"
+    )
+    parser.add_argument(
+        "--statistics",
+        metavar="FILE",
+        help="JSON file of an earlier import with the tokens of each expert, instead of --sample. It is "
+        "DIR/router_statistics.json",
+    )
 
 
 def _import(options: Namespace) -> None:
     from titanlite.convert.command import import_
 
     names = "path", "out", "model", "flavor", "config", "dtype", "allow_unexpected", "layers"
-    import_(**{name: getattr(options, name) for name in names})
+    of_experts = "experts", "sample", "sample_tokens", "statistics"
+    import_(**{name: getattr(options, name) for name in (*names, *of_experts)})

@@ -1,7 +1,11 @@
 """`titanlite checkpoint export` and `import`."""
 
+from functools import partial
+from pathlib import Path
+
 import torch
 
+from titanlite.convert.experts import Sample, choose_experts
 from titanlite.convert.export import export_folder
 from titanlite.convert.export_adapters import export_adapters
 from titanlite.convert.import_weights import import_weights
@@ -84,6 +88,10 @@ def import_(
     dtype: str | None,
     allow_unexpected: list[str],
     layers: str | None,
+    experts: str | None,
+    sample: str | None,
+    sample_tokens: int,
+    statistics: str | None,
 ) -> None:
     """Run the command with the options of its parser.
 
@@ -93,6 +101,16 @@ def import_(
     """
     if config is not None and (model or flavor):
         raise UserError("--config names the model: leave out --model and --flavor")
+    chosen = None
+    if experts is not None:
+        if (sample is None) == (statistics is None):
+            raise UserError("--experts: name a text with --sample, or the --statistics of an earlier import")
+        if sample is not None and sample_tokens < 1:
+            raise UserError(f"--sample-tokens: expected a number above 0, got {sample_tokens}")
+        source = Path(statistics) if sample is None and statistics else Sample(str(sample), sample_tokens)
+        chosen = partial(choose_experts, keep=experts, source=source, out=out)
+    elif sample or statistics:
+        raise UserError("--sample, --statistics: are for --experts keep=K")
     try:
         written = import_weights(
             path,
@@ -103,6 +121,7 @@ def import_(
             dtype=DTYPES[dtype] if dtype else None,
             allow_unexpected=allow_unexpected,
             layers=layers,
+            choose_experts=chosen,
         )
     except OSError as error:
         raise RunError(str(error)) from None

@@ -1,7 +1,11 @@
-"""A student from its teacher's weights: some of the layers, renumbered, as `checkpoint import --layers` writes them."""
+"""A student from its teacher's weights: some of the layers and experts, as `checkpoint import` writes them."""
 
 import re
 from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
 
 from titanlite.config.schema import ModelSelection
 from titanlite.models.registry import ModelSpec
@@ -35,27 +39,48 @@ def parse_layers(text: str, n_layers: int) -> list[int]:
 
 
 @dataclass(frozen=True)
-class Depth:
-    """Layers of a teacher that a student has, by their numbers there."""
+class Student:
+    """Parts of a teacher that a student has."""
 
-    layers: list[int]
+    layers: list[int] | None = None
+    """Layers, by their numbers in the teacher. None: all."""
+    experts: dict[str, list[int]] | None = None
+    """Experts of each layer of the teacher, by their numbers, for each name of a tensor with one entry an expert. None:
+    all."""
 
-    def student(self, spec: ModelSpec) -> ModelSpec:
-        """Return the teacher's model with these layers alone."""
-        return spec._replace(args=replace(spec.args, n_layers=len(self.layers)))
+    @property
+    def changes(self) -> dict[str, Any]:
+        """Return the model's arguments that differ from the teacher's."""
+        found = {} if self.layers is None else {"n_layers": len(self.layers)}
+        return found if self.experts is None else found | {"n_experts": len(next(iter(self.experts.values())))}
+
+    def spec(self, teacher: ModelSpec) -> ModelSpec:
+        """Return the student's model."""
+        return teacher._replace(args=replace(teacher.args, **self.changes))
 
     def model(self, selection: ModelSelection) -> ModelSelection:
         """Return the student's part of the config."""
-        return selection.model_copy(update={"args": {**selection.args, "n_layers": len(self.layers)}})
+        return selection.model_copy(update={"args": {**selection.args, **self.changes}})
 
     def teacher_name(self, name: str) -> str:
         """Return the teacher's name of a tensor of the student."""
         match = LAYER.fullmatch(name)
-        return f"{match[1] or ''}layers.{self.layers[int(match[2])]}.{match[3]}" if match else name
+        if match is None or self.layers is None:
+            return name
+        return f"{match[1] or ''}layers.{self.layers[int(match[2])]}.{match[3]}"
+
+    def part_of(self, name: str, tensor: Tensor) -> Tensor:
+        """Return the student's part of a tensor of the teacher.
+
+        Args:
+            name: of the teacher.
+        """
+        kept = (self.experts or {}).get(name.removeprefix("model."))
+        return tensor if kept is None else tensor.index_select(0, torch.tensor(kept))
 
 
-def depth_of(text: str, spec: ModelSpec) -> Depth:
-    """Return the choice of `--layers` for a teacher.
+def choose_layers(text: str, spec: ModelSpec) -> list[int]:
+    """Return the layers that `--layers` names.
 
     Raises:
         UserError: the list is wrong, or the model's arguments do not state its number of layers.
@@ -63,4 +88,4 @@ def depth_of(text: str, spec: ModelSpec) -> Depth:
     n_layers = getattr(spec.args, "n_layers", None)
     if not isinstance(n_layers, int):
         raise UserError(f"--layers: {spec.model_cls.__name__} has no argument n_layers, so its depth cannot be changed")
-    return Depth(parse_layers(text, n_layers))
+    return parse_layers(text, n_layers)

@@ -27,7 +27,7 @@ from titanlite.checkpoint.state import Difference, difference, model_state, to_g
 from titanlite.checkpoint.storage import MANIFEST, Storage, open_storage
 from titanlite.config.load import dump
 from titanlite.config.schema import Config, Data
-from titanlite.convert.compress import depth_of
+from titanlite.convert.compress import Student, choose_layers
 from titanlite.convert.describe import resolve_source
 from titanlite.convert.reader import ForeignReader
 from titanlite.convert.source import Source, open_source, read_tensor
@@ -40,6 +40,26 @@ from titanlite.runtime.ranks import error_of_ranks
 OWNER = "import"  # the next import to a place sweeps what a killed one left there
 
 
+class Teacher(NamedTuple):
+    """Weights to import from, by the names of their model."""
+
+    spec: ModelSpec
+    config: Config
+    kept: set[str]
+    """Tensors that the source does not have: they keep their initial values."""
+    read: Callable[[str], Tensor]
+    dtype: Callable[[str], torch.dtype]
+
+    def read_or_initial(self, name: str) -> Tensor:
+        """Return a tensor by its name in the model; its initial value if the source does not have it."""
+        whole = f"model.{name}"
+        return _initial_buffers(self.spec, {whole})[whole] if whole in self.kept else self.read(whole)
+
+
+ChooseExperts = Callable[[Teacher], dict[str, list[int]]]
+"""Returns the experts to take, for each name of a tensor with one entry an expert."""
+
+
 def import_weights(
     path: str,
     *,
@@ -50,6 +70,7 @@ def import_weights(
     dtype: torch.dtype | None,
     allow_unexpected: Sequence[str],
     layers: str | None = None,
+    choose_experts: ChooseExperts | None = None,
 ) -> str:
     """Write weights of another format as a checkpoint of step 0, and return its place.
 
@@ -59,27 +80,33 @@ def import_weights(
         config: config with the model, instead of name and flavor.
         dtype: of parameters; None keeps that of the weights.
         allow_unexpected: globs of tensors to leave out.
-        layers: numbers of the layers to take, such as "0,2,4-7"; None takes all. With it, path may be a checkpoint of
+        layers: numbers of the layers to take, such as "0,2,4-7"; None takes all.
+        choose_experts: returns the experts to take; None takes all. With one of the two, path may be a checkpoint of
             ours, too.
 
     Raises:
         UserError: the weights are of another model, damaged or not safe to load, or the place is taken.
         OSError: the place cannot be written.
     """
-    teacher = _open(path, model, flavor, config, allow_unexpected, ours_too=layers is not None)
-    depth = None if layers is None else depth_of(layers, teacher.spec)
-    spec = teacher.spec if depth is None else depth.student(teacher.spec)
-    resolved = teacher.config
-    if depth:  # the run's other options are not the student's
-        data = Data(tokenizer=resolved.data.tokenizer)
-        resolved = Config(model=depth.model(resolved.model), data=data)
-    tensors = {f"model.{name}": tensor for name, tensor in model_state(spec.build()).items()}
-    theirs = {name: depth.teacher_name(name) if depth else name for name in tensors}
+    compresses = layers is not None or choose_experts is not None
+    teacher = _open(path, model, flavor, config, allow_unexpected, ours_too=compresses)
     storage, folder = _open_place(out)
+    student = Student(
+        None if layers is None else choose_layers(layers, teacher.spec),
+        choose_experts and choose_experts(teacher),
+    )
+    spec, resolved = student.spec(teacher.spec), teacher.config
+    if compresses:  # the run's other options are not the student's
+        data = Data(tokenizer=resolved.data.tokenizer)
+        resolved = Config(model=student.model(resolved.model), data=data)
+    tensors = {f"model.{name}": tensor for name, tensor in model_state(spec.build()).items()}
+    theirs = {name: student.teacher_name(name) for name in tensors}
     kept = _initial_buffers(spec, {name for name in tensors if theirs[name] in teacher.kept})
 
     def read(name: str) -> Tensor:
-        return kept[name] if name in kept else teacher.read(theirs[name]).to(dtype_of(name)).contiguous()
+        if name in kept:
+            return kept[name]
+        return student.part_of(theirs[name], teacher.read(theirs[name])).to(dtype_of(name)).contiguous()
 
     def dtype_of(name: str) -> torch.dtype:
         return kept[name].dtype if name in kept else dtype or teacher.dtype(theirs[name])
@@ -93,17 +120,6 @@ def import_weights(
     return storage.url_of(folder)
 
 
-class _Teacher(NamedTuple):
-    """Weights to import from, by the names of their model."""
-
-    spec: ModelSpec
-    config: Config
-    kept: set[str]
-    """Tensors that the source does not have: they keep their initial values."""
-    read: Callable[[str], Tensor]
-    dtype: Callable[[str], torch.dtype]
-
-
 def _open(
     path: str,
     model: str | None,
@@ -112,7 +128,7 @@ def _open(
     allow_unexpected: Sequence[str],
     *,
     ours_too: bool,
-) -> _Teacher:
+) -> Teacher:
     if (source := find_source(path)) is not None:
         return _foreign(source, model, flavor, config, allow_unexpected)
     if not ours_too:
@@ -124,13 +140,13 @@ def _open(
 
 def _foreign(
     source: ForeignSource, model: str | None, flavor: str | None, config: str | None, allow_unexpected: Sequence[str]
-) -> _Teacher:
+) -> Teacher:
     spec, resolved = resolve_source(source, model=model, flavor=flavor, config=config)
     table = table_of(source, spec.model_cls)
     reader = open_reader(source, table, spec, is_described=source.read_args(spec.model_cls) is not None)
     tensors = {f"model.{name}": tensor for name, tensor in model_state(spec.build()).items()}
     _check(reader, {name: it for name, it in tensors.items() if name not in reader.kept}, allow_unexpected)
-    return _Teacher(
+    return Teacher(
         spec,
         resolved,
         reader.kept,
@@ -139,10 +155,10 @@ def _foreign(
     )
 
 
-def _of_ours(source: Source) -> _Teacher:
+def _of_ours(source: Source) -> Teacher:
     assert source.config is not None, "checkpoints of ours have one"
     entries: dict[str, Any] = source.metadata.state_dict_metadata
-    return _Teacher(
+    return Teacher(
         source.spec,
         source.config,
         set(),
