@@ -64,6 +64,8 @@ def build_profilers(
     """
     if not config.is_used:
         return []
+    if config.profile_freq > steps:  # which is known before the start, but with training.epochs
+        logger.warning(f"profiling.profile_freq: no window ends within the {steps} steps of the run")
     profiler = Profiler(config, run=run, ranks=ranks, steps=steps, device=device, not_training=not_training)
     for prefix, model in models.items():
         observe_fsdp(model, profiler.units, prefix=prefix)

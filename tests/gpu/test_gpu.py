@@ -3,6 +3,7 @@
 import inspect
 import json
 import os
+import pickle
 import subprocess
 import sys
 from dataclasses import replace
@@ -329,3 +330,22 @@ def test_other_models_and_optimizers_learn_on_the_gpu(tiny: TinyRun, model: str)
     losses = train(tiny, "other", *MODELS[model], "--training.steps=20")
     assert losses[0] == pytest.approx(5.557, abs=0.3)
     assert losses[-1] < 0.9 * losses[0]
+
+
+def test_a_window_is_profiled_on_the_gpu(tiny: TinyRun) -> None:
+    """The trace has kernels, and matmuls have device time. The memory snapshot has allocations."""
+    from titanlite.report.profile_analysis import analyse
+    from titanlite.report.trace_file import read_trace
+
+    options = ["--profiling.enable_profiling", "--profiling.enable_memory_snapshot", "--profiling.profile_freq=6"]
+    assert train(tiny, "on", *options) == pytest.approx(train(tiny, "off"), rel=1e-3)
+    folder = tiny.folder / "outputs/on/profile/step-00000006"
+    trace = read_trace(folder / "rank-0.json.gz")
+    assert trace.is_of_gpu
+    assert trace.device != "cpu"
+    found = analyse(trace)
+    assert (found.first, found.last) == (6, 6)
+    assert found.compute + found.exposed + found.transfers + found.idle == pytest.approx(found.total)
+    assert next(it for it in found.operators if it.name == "aten::mm").device > 0
+    snapshot = pickle.loads((folder / "memory-rank-0.pickle").read_bytes())
+    assert any(snapshot["device_traces"])

@@ -200,7 +200,7 @@ def test_a_real_run(tiny: TinyRun, capsys: pytest.CaptureFixture[str]) -> None:
     assert lines[0] == f"steps 2 to 3, rank 0 of 1 on cpu: {trace.path}"
     assert f"  time                  {1e3 * found.total / 2:7.2f} ms" in lines
     assert lines[lines.index("longest idle gaps") - 2].startswith(f"  {found.operators[2].name[:57]}")
-    assert profile(run, "--gpu", "H100", "--json", "--top", 1) == 0
+    assert profile(run, "--gpu", "H100", "--gpus-per-node", 4, "--json", "--top", 1) == 0
     record = json.loads(capsys.readouterr().out)
     assert (record["first"], record["last"], record["total"]) == (2, 3, found.total)
     assert [it["name"] for it in record["operators"]] == [found.operators[0].name]

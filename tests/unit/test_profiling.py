@@ -4,7 +4,7 @@ import gzip
 import json
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from titanlite.config.load import ConfigError
 from titanlite.config.schema import Profiling
 from titanlite.plan.out_of_memory import snapshot_lines
 from titanlite.preflight import preflight
-from titanlite.profiling import Profiler, save_memory_snapshot
+from titanlite.profiling import Profiler, build_profilers, save_memory_snapshot
 from titanlite.runtime.process_group import Ranks
 
 ON = "--profiling.enable_profiling=true"
@@ -101,11 +101,7 @@ def test_a_run_that_stops_within_a_window_leaves_no_part_of_it(
 
 
 def build(config: Profiling, folder: Path) -> Profiler:
-    @contextmanager
-    def not_training() -> Iterator[None]:
-        yield
-
-    return Profiler(config, run=folder, ranks=ONE, steps=8, device=torch.device("cpu"), not_training=not_training)
+    return Profiler(config, run=folder, ranks=ONE, steps=8, device=torch.device("cpu"), not_training=nullcontext)
 
 
 def test_a_full_disk_is_reported_and_training_continues(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -117,6 +113,17 @@ def test_a_full_disk_is_reported_and_training_continues(tmp_path: Path, caplog: 
     assert "the profile cannot be written" in caplog.text
     assert "Training continues without it" in caplog.text
     profiler.close()
+
+
+def test_a_run_by_epochs_that_is_too_short_warns(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The number of its steps is known when the data is open, which is too late for the check of the config."""
+    config = Profiling(enable_profiling=True, profile_freq=50)
+    options: dict[str, Any] = {"models": {}, "run": tmp_path, "ranks": ONE, "device": torch.device("cpu")}
+    build_profilers(config, steps=49, not_training=nullcontext, **options)
+    assert "profiling.profile_freq: no window ends within the 49 steps of the run" in caplog.text
+    caplog.clear()
+    build_profilers(config, steps=50, not_training=nullcontext, **options)
+    assert caplog.text == ""
 
 
 @pytest.mark.usefixtures("single_process_group")

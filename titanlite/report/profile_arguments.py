@@ -25,6 +25,9 @@ def add_commands(titanlite: Parser) -> None:
         metavar="NAME|FILE.toml",
         help="hardware of the plan, as for titanlite plan; default: that of the trace",
     )
+    parser.add_argument(
+        "--gpus-per-node", metavar="N", type=positive_int, help="for the plan; default: the GPUs that the rank saw"
+    )
     parser.add_argument("--no-plan", action="store_true", help="print what was measured only, which is faster")
     parser.add_argument("--top", metavar="N", type=positive_int, default=10, help="operators to print; default: 10")
     parser.add_argument("--json", action="store_true", help="print JSON, in seconds of the whole window")
@@ -38,6 +41,7 @@ def _run(options: Namespace) -> None:
         step=options.step,
         rank=options.rank,
         gpu=options.gpu,
+        gpus_per_node=options.gpus_per_node,
         with_plan=not options.no_plan,
         top=options.top,
         as_json=options.json,

@@ -18,7 +18,17 @@ WIDTH = 60
 """Characters of an operator's name."""
 
 
-def main(run: str, *, step: int | None, rank: int, gpu: str | None, with_plan: bool, top: int, as_json: bool) -> None:
+def main(
+    run: str,
+    *,
+    step: int | None,
+    rank: int,
+    gpu: str | None,
+    gpus_per_node: int | None,
+    with_plan: bool,
+    top: int,
+    as_json: bool,
+) -> None:
     """Run `titanlite profile RUN` with the options of its parser.
 
     Raises:
@@ -30,7 +40,7 @@ def main(run: str, *, step: int | None, rank: int, gpu: str | None, with_plan: b
     planned, reason = None, "--no-plan"
     if with_plan:
         try:
-            planned = predict(Path(run), trace, gpu=gpu)
+            planned = predict(Path(run), trace, gpu=gpu, gpus_per_node=gpus_per_node)
         except UserError as error:
             if gpu:
                 raise

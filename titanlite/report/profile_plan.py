@@ -32,18 +32,19 @@ class Prediction:
         return max(0.0, 1 - self.exposed / self.communication) if self.communication else None
 
 
-def predict(run: Path, trace: Trace, *, gpu: str | None) -> Prediction:
+def predict(run: Path, trace: Trace, *, gpu: str | None, gpus_per_node: int | None) -> Prediction:
     """Plan a step of a run on the hardware that a trace is of.
 
     Args:
         gpu: name or TOML file of the hardware, as for `titanlite plan`. None: the name in the trace.
+        gpus_per_node: None: the GPUs that the trace's process saw.
 
     Raises:
         UserError: the hardware is not known, or the config of the run cannot be planned here.
     """
     config = load(run / "config.toml", world_size=trace.world_size)
     hardware = load_hardware(Path(gpu)) if gpu and gpu.endswith(".toml") else find_hardware(gpu or trace.device)
-    in_node = min(trace.world_size, trace.devices or trace.world_size)
+    in_node = min(trace.world_size, gpus_per_node or trace.devices or trace.world_size)
     if hardware.measured:
         hardware = share_of_process(hardware, in_node)
     torch.set_num_threads(1)
