@@ -2,7 +2,10 @@
 
 import json
 import pickle
+import random
+from collections import Counter
 from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +57,22 @@ FRAME = 10
 )
 def test_faults(shape: list[int], pieces: list[Box], fault: str | None) -> None:
     assert find_fault(shape, [Piece(*piece) for piece in pieces]) == fault
+
+
+def test_faults_are_those_that_counting_each_element_finds() -> None:
+    draw, found = random.Random(0), Counter[bool]()
+    for _ in range(1000):
+        shape = [draw.randint(0, 3) for _ in range(draw.randint(0, 3))]
+        pieces = [Piece([draw.randint(0, 2) for _ in shape], [draw.randint(0, 3) for _ in shape])
+                  for _ in range(draw.randint(0, 3))]  # fmt: skip
+        pieces += [Piece([0] * len(shape), shape)] * draw.randint(0, 1)
+        boxes = [[range(o, o + size) for o, size in zip(*piece, strict=True)] for piece in pieces]
+        counts = Counter(index for box in boxes for index in product(*box))
+        are_inside = all(o + size <= n for piece in pieces for o, size, n in zip(*piece, shape, strict=True))
+        is_right = are_inside and counts == Counter(product(*map(range, shape)))
+        assert (find_fault(shape, pieces) is None) == is_right, (shape, pieces)
+        found[is_right] += 1
+    assert min(found.values()) > 100
 
 
 def stored(folder: Path, tensors: dict[str, tuple[Sequence[int], list[Box]]], **places: Any) -> None:
