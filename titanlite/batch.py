@@ -19,4 +19,10 @@ Only with a document mask (`data.document_mask = true`):
 - `positions` [B, L] int64: position of each token in its document, from 0.
 - `documents` [B, L] int32: number of the token's document within its sequence, ascending from 0.
 - `boundaries` [documents + 1] int32: start of each document among the B * L tokens, then B * L.
+
+Only with a cache of a teacher (`teacher.cache`), of the K tokens that the teacher finds most probable next:
+
+- `teacher_ids` [B, L, K] int32: token ids.
+- `teacher_log_probs` [B, L, K] float16 or float32: logarithms of their probabilities, at `distill.temperature`.
+- `teacher_log_tail` [B, L] float32: logarithm of the probability of all other tokens together; -inf if K is all.
 """

@@ -43,7 +43,6 @@ from titanlite.runtime.secrets import hide_secrets
 from titanlite.runtime.timeouts import PhaseTimeouts
 from titanlite.schedule import count_steps
 from titanlite.teacher import Teacher
-from titanlite.teacher_source import fingerprint
 from titanlite.validation import Validator
 
 
@@ -154,7 +153,7 @@ def build(
         replicas=count_parameter_replicas(state.model, world_group(mesh)),
         optimizer=state.optimizer,
         in_backward=_build_in_backward(config, state, resumed.guard),
-        loss_function=build_loss(config.training, state.kernels, config.distill if teacher else None),
+        loss_function=build_loss(config.training, state.kernels, config.distill if config.teacher.is_set else None),
         teacher=teacher,
         guard=resumed.guard,
         samples=resumed.samples,
@@ -174,7 +173,7 @@ def _open_samples(
     config: Config, resolved: ResolvedConfig, *, folder: RunFolder, mesh: DeviceMesh, prepare_text: PrepareText | None
 ) -> tuple[Samples, list[Source]]:
     """Open the training data, which must be the same on all ranks, and the validation sources."""
-    group = world_group(mesh)
+    group, cache = world_group(mesh), resolved.teacher_cache
     samples, validation_sources = open_data(
         config.data,
         config.validation,
@@ -184,8 +183,9 @@ def _open_samples(
         cache_folder=folder.data_cache,
         group=group,
         prepare_text=prepare_text,
+        teach=cache.teach if cache else None,
     )
-    check_same_everywhere(str(samples.settings), "the training data", group=group)
+    check_same_everywhere(f"{samples.settings} {cache and cache.settings}", "the training data", group=group)
     return samples, validation_sources
 
 
@@ -212,7 +212,7 @@ def _open_checkpoints(
             config,
             model_args=resolved.model.args,
             data=samples.settings,
-            teacher=fingerprint(resolved.teacher) if resolved.teacher else None,
+            teacher=resolved.teacher_fingerprint,
         ),
         may_change=["data.*"] if config.data.on_change != "error" else [],
         whole_config=hide_secrets(dump(config)),

@@ -77,7 +77,7 @@ def parallelize_student(model: Model, config: Config, *, mesh: DeviceMesh, kerne
         float8=config.quantize.linear.float8,
         freeze=config.freeze,
         lora=config.lora,
-        has_other_model=config.teacher.path is not None,
+        has_other_model=config.teacher.is_live,
         **options,
     )
 

@@ -14,6 +14,7 @@ from titanlite import __version__
 from titanlite.checkpoint import arguments as checkpoint
 from titanlite.config.shipped import find_config
 from titanlite.convert import arguments as convert
+from titanlite.convert import distill_arguments as distill
 from titanlite.convert import evaluate_arguments as evaluate
 from titanlite.convert import generate_arguments as generate
 from titanlite.ingest import arguments as ingest
@@ -85,6 +86,7 @@ def make_parser() -> Parser:
     convert.add_commands(titanlite, checkpoint.add_commands(titanlite))
     generate.add_commands(titanlite)
     evaluate.add_commands(titanlite)
+    distill.add_commands(titanlite)
     _add_config_commands(titanlite.add_command("config", "check, show and translate configs"))
     return titanlite
 

@@ -45,28 +45,41 @@ class TeacherOutput(Protocol):
         ...
 
 
-class HeadDivergence:
-    """Divergence from a teacher whose logits are hidden @ weight^T. Its logits [T, V] never exist at once.
+class HeadLogits:
+    """Logits of a teacher: hidden @ weight^T, a part of the tokens at a time.
 
     Args:
         hidden_TD: the teacher's final hidden states. D need not be that of the student.
     """
 
-    matrices = 1
-
-    def __init__(self, hidden_TD: Tensor, weight_VD: Tensor, distill: Distill, kernels: Kernels) -> None:
+    def __init__(self, hidden_TD: Tensor, weight_VD: Tensor, kernels: Kernels) -> None:
         self._hidden_TD = hidden_TD
         self._dtype = kernels.logits_dtype(hidden_TD)
         self._weight_VD = weight_VD.to(self._dtype)
         self._float32_mm = kernels.float32_mm
+
+    @torch.no_grad()
+    def __call__(self, part: slice) -> Tensor:
+        """Return the logits [C, V] of some tokens, float32."""
+        return self._float32_mm(self._hidden_TD[part].to(self._dtype), self._weight_VD.t())
+
+
+class HeadDivergence:
+    """Divergence from a teacher whose logits are hidden @ weight^T. Its logits [T, V] never exist at once.
+
+    Args: as of `HeadLogits`.
+    """
+
+    matrices = 1
+
+    def __init__(self, hidden_TD: Tensor, weight_VD: Tensor, distill: Distill, kernels: Kernels) -> None:
+        self._logits = HeadLogits(hidden_TD, weight_VD, kernels)
         self._divergence: Callable[..., ChunkDivergence] = kernels.divergence(hidden_TD.device)
         self._options = {"kind": distill.kind, "temperature": distill.temperature}
 
     @torch.no_grad()
     def __call__(self, logits_CV: Tensor, part: slice, weight_C: Tensor | None) -> ChunkDivergence:
-        x_CD = self._hidden_TD[part].to(self._dtype)
-        teacher_logits = self._float32_mm(x_CD, self._weight_VD.t())
-        return self._divergence(logits_CV, teacher_logits, weight_C=weight_C, **self._options)
+        return self._divergence(logits_CV, self._logits(part), weight_C=weight_C, **self._options)
 
 
 @dataclass(frozen=True)

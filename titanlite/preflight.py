@@ -3,7 +3,6 @@
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from inspect import signature
 from pathlib import Path
 from typing import TypeVar
 
@@ -18,7 +17,8 @@ from titanlite.data.tokenizer import Tokenizer, load_tokenizer
 from titanlite.memory_check import check_model_disk, check_model_memory
 from titanlite.metrics.loggers import check_logger
 from titanlite.metrics.run_summary import check_attention
-from titanlite.models.base import Model, ModelArgs, initial_values, unique_parameters
+from titanlite.model_checks import check_documents, check_own_model
+from titanlite.models.base import Model, ModelArgs
 from titanlite.models.registry import ModelSpec, resolve_model
 from titanlite.optim import check_optimizer
 from titanlite.optim.registry import compiles_updates
@@ -29,10 +29,10 @@ from titanlite.profiling import check_memory_snapshot
 from titanlite.runtime.compilers import check_compiler
 from titanlite.runtime.errors import ConfigError, Problem, UserError
 from titanlite.runtime.files import why_not_writable
-from titanlite.runtime.hash_random import random_bits, salt
 from titanlite.runtime.process_group import Ranks
 from titanlite.runtime.user_code import find_callable
-from titanlite.teacher_source import OpenTeacher, TeacherSource, check_teacher, teacher_model
+from titanlite.teacher_cache import TeacherCache, data_settings, open_cache
+from titanlite.teacher_source import OpenTeacher, TeacherSource, check_teacher, fingerprint, teacher_model
 
 T = TypeVar("T")
 
@@ -44,6 +44,16 @@ class ResolvedConfig:
     model: ModelSpec
     tokenizer: Tokenizer
     teacher: TeacherSource | None = None
+    """Teacher that runs in training."""
+    teacher_cache: TeacherCache | None = None
+    """Cache of a teacher, instead of one that runs."""
+
+    @property
+    def teacher_fingerprint(self) -> str | None:
+        """Hash of all that the output of the teacher depends on; None without one."""
+        if self.teacher_cache:
+            return self.teacher_cache.settings.fingerprint
+        return fingerprint(self.teacher) if self.teacher else None
 
 
 def preflight(
@@ -120,11 +130,11 @@ def examine(
     report.attempt("training.seq_len", ["training.seq_len"], lambda: _check_seq_len(training.seq_len, args))
     if tokenizer:
         report.attempt("data.tokenizer", [], lambda: _check_vocabulary(tokenizer, args))
-    teacher, meta = _open_teacher(report, config, open_teacher, spec, tokenizer)
+    teacher, cache = _open_teacher(report, config, open_teacher, spec, tokenizer)
     if checked:
-        _check_sizes(report, model, meta, config, ranks, device)
+        _check_sizes(report, model, teacher, config, ranks, device)
     spec = spec._replace(args=replace(args, max_seq_len=training.seq_len))
-    return (ResolvedConfig(spec, tokenizer, teacher) if tokenizer else None), report.problems
+    return (ResolvedConfig(spec, tokenizer, teacher, cache) if tokenizer else None), report.problems
 
 
 def select_model(selection: ModelSelection, tokenizer: Tokenizer | None) -> ModelSpec:
@@ -150,8 +160,9 @@ def _build_model(report: "_Report", spec: ModelSpec, config: Config) -> Model | 
 
 
 def _check_sizes(
-    report: "_Report", model: Model, teacher: Model | None, config: Config, ranks: Ranks, device: torch.device
+    report: "_Report", model: Model, source: TeacherSource | None, config: Config, ranks: Ranks, device: torch.device
 ) -> None:
+    teacher = teacher_model(source.spec, seq_len=config.training.seq_len) if source else None
     sizes = ["training", "parallelism", "offload", "teacher"]
     report.attempt("model.flavor", sizes, lambda: check_model_memory(model, config, ranks, device, teacher=teacher))
     if config.offload.is_used:
@@ -160,8 +171,8 @@ def _check_sizes(
 
 def _open_teacher(
     report: "_Report", config: Config, open_teacher: OpenTeacher | None, student: ModelSpec, tokenizer: Tokenizer | None
-) -> tuple[TeacherSource | None, Model | None]:
-    """Return the teacher's weights and its model on the meta device, if there is a teacher."""
+) -> tuple[TeacherSource | None, TeacherCache | None]:
+    """Return the weights of a teacher that runs in training, or the cache of one."""
     teacher = report.attempt(
         "teacher.path",
         ["teacher", "distill", "training.seq_len"],
@@ -169,10 +180,29 @@ def _open_teacher(
             config.teacher, open_teacher, student=student, tokenizer=tokenizer, seq_len=config.training.seq_len
         ),
     )
-    model = teacher_model(teacher.spec, seq_len=config.training.seq_len) if teacher else None
-    if model is not None:
-        report.attempt("teacher.path", ["data.document_mask"], lambda: _check_documents(model, config.data))
-    return teacher, model
+    if teacher is not None:
+        model = teacher_model(teacher.spec, seq_len=config.training.seq_len)
+        report.attempt("teacher.path", ["data.document_mask"], lambda: check_documents(model, config.data))
+    cache = _open_cache(report, config, teacher, student, tokenizer)
+    return teacher if config.teacher.is_live else None, cache
+
+
+def _open_cache(
+    report: "_Report", config: Config, teacher: TeacherSource | None, student: ModelSpec, tokenizer: Tokenizer | None
+) -> TeacherCache | None:
+    """Return the cache of the teacher, if there is one. If weights are named too, it must be of those."""
+    if config.teacher.cache is None or tokenizer is None:
+        return None
+    wanted = data_settings(
+        config.data,
+        config.distill,
+        tokenizer=tokenizer.fingerprint,
+        vocab_size=student.args.vocab_size,
+        seq_len=config.training.seq_len,
+    )
+    wanted |= {"teacher": fingerprint(teacher)} if teacher else {}
+    reads = ["teacher", "distill", "data", "training.seq_len"]
+    return report.attempt("teacher.cache", reads, partial(open_cache, config.teacher.cache, wanted))
 
 
 class _Report:
@@ -215,7 +245,7 @@ def _check_techniques(report: _Report, config: Config, device: torch.device) -> 
 
 
 def _check_documents_and_attention(report: _Report, model: Model, config: Config, device: torch.device) -> None:
-    report.attempt("data.document_mask", ["data.document_mask"], lambda: _check_documents(model, config.data))
+    report.attempt("data.document_mask", ["data.document_mask"], lambda: check_documents(model, config.data))
     key = "training.attention_backend"
     report.attempt(key, ["training", "data.document_mask"], lambda: check_attention(model, config, device))
 
@@ -260,41 +290,6 @@ def _check_checkpoint_folder(config: Config) -> None:
 def _check_writable(folder: str) -> None:
     if problem := why_not_writable(folder):
         raise UserError(problem)
-
-
-def check_own_model(model: Model) -> None:
-    """Check that a model of the user's own defines all its methods and gives every parameter its initial values.
-
-    Args:
-        model: on the meta device.
-
-    Raises:
-        UserError: a method is missing, or `init_weight` fails or returns no distribution.
-    """
-    name = type(model).__name__
-    for method in ("forward", "init_weight", "flops_per_token"):
-        if getattr(type(model), method) is getattr(Model, method):
-            raise UserError(f"{name} does not define {method}: see docs/add_a_model.md")
-    for name, parameter in unique_parameters(model):
-        values = initial_values(model, name, parameter.shape)
-        indices = torch.arange(min(parameter.numel(), 1000))
-        try:
-            found = values.values(random_bits(salt(name), indices), indices)
-            assert found.shape == indices.shape
-            assert found.isfinite().all()
-        except Exception as error:  # code of the user's own may raise anything
-            reason = "" if isinstance(error, AssertionError) else f": {type(error).__name__}: {error}"
-            kind = type(values).__name__
-            raise UserError(f"{kind}.values must return a finite number for each index of {name}{reason}") from error
-
-
-def _check_documents(model: Model, data: Data) -> None:
-    parameters = signature(model.forward).parameters.values()
-    if data.document_mask and not any(it.name == "documents" or it.kind is it.VAR_KEYWORD for it in parameters):
-        raise UserError(
-            f"true needs a model whose forward takes `documents`, and {type(model).__name__}.forward does not: add the "
-            "argument and mask attention by it (docs/add_a_model.md), or set data.document_mask = false"
-        )
 
 
 def _check_seq_len(seq_len: int, args: ModelArgs) -> None:

@@ -8,6 +8,7 @@ import torch
 
 from titanlite.build import Run
 from titanlite.checkpoint.manager import Progress
+from titanlite.distill import cached_output
 from titanlite.guard import StoppedByGuard
 from titanlite.metrics.phase_seconds import phase_seconds
 from titanlite.metrics.run_summary import report_end, report_start
@@ -86,7 +87,7 @@ def _loop(run: Run, stop_requests: StopRequests) -> None:
             replicas=run.replicas,
             max_norm=config.training.max_norm,
             loss_function=run.loss_function,
-            teacher=run.teacher,
+            teacher=cached_output if config.teacher.cache else run.teacher,
             decide=run.guard.decide,
             in_backward=run.in_backward,
             reduce_once=config.parallelism.fsdp_reduce_gradients == "last",

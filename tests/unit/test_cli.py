@@ -371,7 +371,7 @@ def test_every_command_is_there() -> None:
         "train", "init", "check", "plan", "calibrate", "parity", "inspect", "profile",
         "data prepare", "data inspect", "data tokenizer",
         "checkpoint list", "checkpoint verify", "checkpoint restore", "checkpoint show", "checkpoint prune",
-        "checkpoint export", "checkpoint import", "generate", "evaluate",
+        "checkpoint export", "checkpoint import", "generate", "evaluate", "distill cache",
         "config check", "config show", "config schema", "config migrate",
     ]  # fmt: skip
 
@@ -397,7 +397,7 @@ def test_help_lists_the_commands(words: list[str], capfd: pytest.CaptureFixture[
     assert lines[0] == "usage: titanlite [-h] [--version] COMMAND ..."
     assert [line.split()[0] for line in lines if line.startswith("    ") and line[4] != " "] == [
         "train", "init", "check", "plan", "calibrate", "parity", "inspect", "profile", "data", "checkpoint",
-        "generate", "evaluate", "config",
+        "generate", "evaluate", "distill", "config",
     ]  # fmt: skip
 
 

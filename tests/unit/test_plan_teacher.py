@@ -13,6 +13,7 @@ from titanlite import cli
 from titanlite.config.schema import Config
 from titanlite.models.base import unique_parameters
 from titanlite.plan.estimate import Layout, Plan, plan, trace
+from titanlite.plan.output import plan_lines, plan_record
 from titanlite.plan.search import _Search, with_options
 from titanlite.plan.teacher import teacher_spec
 from titanlite.runtime.hardware import find_hardware
@@ -144,3 +145,33 @@ def test_the_command(options: list[str], capsys: pytest.CaptureFixture[str]) -> 
     assert cli.run(unknown) == 2
     [line] = capsys.readouterr().err.splitlines()
     assert "nowhere" in line
+
+
+def test_a_cache_of_the_teacher_is_read_instead(tmp_path: Path) -> None:
+    """Inputs of 20 tokens a position are added to memory, and no collective and no weights."""
+    (tmp_path / "cache" / "source").mkdir(parents=True)
+    settings = {
+        "teacher": "", "compute_dtype": "bfloat16", "vocab_size": 512, "tokenizer": "", "seq_len": 64,
+        "packing": "stream", "document_mask": False, "temperature": 1.0, "top_k": 20, "dtype": "float16",
+        "block_sequences": 4,
+    }  # fmt: skip
+    (tmp_path / "cache" / "teacher.json").write_text(json.dumps({"format": 1, **settings}))
+    (tmp_path / "cache" / "source" / "0000000.topk").write_bytes(bytes(1000))
+    offload = ["--teacher.enable_cpu_offload", "--teacher.path=nowhere"]
+    without, found = planned([]), planned([f"--teacher.cache={tmp_path}/cache", "--distill.ratio=0.5", *offload])
+    assert found.most("teacher") == found.host == 0
+    of_metrics = ("all_reduce", "shard")
+    assert found.traffic == {**without.traffic, of_metrics: without.traffic[of_metrics] + 4}, "the sum of distill_loss"
+    assert found.model_flops == without.model_flops
+    tokens = found.micro_batch_size * 64 * found.accumulation
+    assert found.most("other") - without.most("other") == pytest.approx(tokens * (20 * (4 + 2) + 4), rel=0.05)
+    assert found.cache is not None
+    assert (found.cache.entry, found.cache.on_disk) == (20 * (2 + 2) + 4, 1000)
+    config = config_of([f"--teacher.cache={tmp_path}/cache", "--distill.ratio=0.5"])
+    line = "cache    of the teacher: 1,000 B on disk; 84 B a token, 86,016 B read a step by all ranks"
+    assert line in list(plan_lines(found, config))
+    assert plan_record(found)["teacher_cache"]["bytes_a_step"] == 84 * found.tokens == 86_016
+    unwritten = planned([f"--teacher.cache={tmp_path}/none", "--distill.ratio=0.5"])
+    assert unwritten.cache is not None
+    assert (unwritten.cache.entry, unwritten.cache.on_disk) == (64 * (2 + 2) + 4, None)
+    assert plan_record(without)["teacher_cache"] is None

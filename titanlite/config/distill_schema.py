@@ -10,6 +10,10 @@ class Teacher(Section):
     path: Name | None = None
     """Weights of the teacher: a checkpoint, the folder of a run (its newest complete checkpoint), a URL of either, or a
     Hugging Face folder. The teacher has the vocabulary of the model, is frozen, and is never in a checkpoint."""
+    cache: Name | None = None
+    """Folder with the teacher's most probable tokens for all of the training data, which training reads instead of
+    running the teacher. `titanlite distill cache` writes it, from teacher.path. If that is set in training, too, the
+    cache must be of that teacher."""
     config: Name | None = None
     """Config file with the model of the teacher, where the weights do not describe it. Default: what is beside the
     weights."""
@@ -20,6 +24,16 @@ class Teacher(Section):
     never keeps the whole teacher on every process from the first step on. A number k keeps a 1/k shard of each unit."""
     enable_cpu_offload: bool = False
     """Keep the shards of the teacher in host memory."""
+
+    @property
+    def is_set(self) -> bool:
+        """Return whether training has a teacher, or a cache of one."""
+        return self.path is not None or self.cache is not None
+
+    @property
+    def is_live(self) -> bool:
+        """Return whether the teacher runs in training."""
+        return self.path is not None and self.cache is None
 
 
 class Distill(Section):
@@ -39,7 +53,9 @@ def find_teacher_conflicts(teacher: Teacher, distill: Distill, loss: str | None)
     Args:
         loss: `training.loss`. A loss of the user's own is given the teacher's output instead of `[distill]`.
     """
-    if teacher.path is None:
+    if teacher.path is None and teacher.cache is not None and teacher != Teacher(cache=teacher.cache):
+        yield "teacher.path", "is not set, and other options of [teacher] are of its weights: set it, or leave them out"
+    if not teacher.is_set:
         if teacher != Teacher():
             yield "teacher.path", "is not set: name the weights of the teacher, or leave [teacher] out"
         if distill != Distill():

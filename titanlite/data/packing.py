@@ -40,6 +40,8 @@ class TokenSequence(NamedTuple):
     """[L], int64: the next token, or IGNORE."""
     starts: np.ndarray
     """int64, ascending from 0: positions at which documents, and the padding, begin."""
+    teacher: np.ndarray | None = None
+    """[L] entries of a teacher's cache, if there is one; see `titanlite.data.teacher_entries`."""
 
 
 class Stream:

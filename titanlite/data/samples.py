@@ -18,6 +18,7 @@ from titanlite.batch import Batch
 from titanlite.data.mixture import Mixture
 from titanlite.data.order import Order
 from titanlite.data.packing import TokenSequence
+from titanlite.data.teacher_entries import stacked
 from titanlite.runtime.errors import UserError
 
 logger = logging.getLogger(__name__)
@@ -174,6 +175,7 @@ def as_batch(sequences: Sequence[TokenSequence], *, document_mask: bool) -> Batc
     batch = {
         "tokens": torch.from_numpy(np.stack([sequence.tokens for sequence in sequences])),
         "labels": torch.from_numpy(np.stack([sequence.labels for sequence in sequences])),
+        **{f"teacher_{name}": torch.from_numpy(values) for name, values in stacked(sequences).items()},
     }
     if not document_mask:
         return batch

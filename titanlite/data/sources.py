@@ -10,7 +10,8 @@ from titanlite.config.data_schema import Data, DataSource, Validation, Validatio
 from titanlite.data.custom import PREFIX, CustomSequences
 from titanlite.data.packing import BestFit, Stream
 from titanlite.data.prepared import open_prepared, prepared_tokens
-from titanlite.data.samples import Samples, Source
+from titanlite.data.samples import Samples, SequenceReader, Source
+from titanlite.data.teacher_entries import TaughtSequences
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.data.tokens import TokenStore
 from titanlite.runtime.errors import UserError
@@ -38,11 +39,13 @@ def open_data(
     cache_folder: Path,
     group: dist.ProcessGroup,
     prepare_text: PrepareText | None = None,
+    teach: Callable[[Source], Source] | None = None,
 ) -> tuple[Samples, list[Source]]:
     """Return the samples to train on, and the sources to validate on. An error of one rank is raised on all.
 
     Args:
         group: all ranks; each opens the same.
+        teach: adds what a cache holds of a teacher to a source to train on.
 
     Other arguments and errors: see `open_sources`.
     """
@@ -60,6 +63,8 @@ def open_data(
                     prepare_text=prepare_text,
                 )
             )
+        if teach:
+            opened[0] = [teach(source) for source in opened[0]]
 
     on_all(group, open_on_this_rank)
     sources, validation_sources = opened
@@ -174,4 +179,10 @@ def _shares(source: ValidationSource) -> tuple[float, int | None]:
 
 def store_of(source: Source) -> TokenStore | None:
     """Return the token store of a source, or None for a user's own sequences."""
-    return source.sequences.store if isinstance(source.sequences, Stream | BestFit) else None
+    sequences = reader_of(source)
+    return sequences.store if isinstance(sequences, Stream | BestFit) else None
+
+
+def reader_of(source: Source) -> SequenceReader:
+    """Return the reader of a source's sequences, without the cache of a teacher."""
+    return source.sequences.sequences if isinstance(source.sequences, TaughtSequences) else source.sequences

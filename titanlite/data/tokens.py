@@ -3,14 +3,10 @@
 A folder holds `index.json`, and for each shard `NAME.tokens` (uint16 or uint32, little endian), `NAME.documents`
 (uint64: where in the shard documents begin) and, if some of its tokens do not count in the loss, `NAME.mask` (one byte
 a token, 0 for those). The folder is written beside its place and renamed when it is whole.
-
-Files are read, not mapped into memory: a read of a file that has become shorter is an error, and access to a map of it
-ends the process with SIGBUS.
 """
 
 import hashlib
 import json
-import os
 import resource
 from bisect import bisect_left
 from collections.abc import Iterator
@@ -21,6 +17,7 @@ from typing import Any, Self
 
 import numpy as np
 
+from titanlite.data.records import RecordFile
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.files import checked_name
 
@@ -28,6 +25,7 @@ FORMAT = 2
 INDEX = "index.json"
 MOST_OPEN_FILES = 1024
 """Most files of a store that are open at once, where the limit of the process allows so many."""
+REMEDY = "Restore it, or delete the folder and prepare the text again"
 BLOCK = 1024
 """Starts of documents to read at once."""
 
@@ -164,58 +162,8 @@ class TokenStore:
             done += end - begin
             shard += 1
 
-    def _open_file(self, shard: int, kind: str) -> "_File":
+    def _open_file(self, shard: int, kind: str) -> RecordFile:
         about = self.index["shards"][shard]
         count = about["documents" if kind == "documents" else "tokens"]
-        return _File(self.folder / f"{about['name']}.{kind}", self._dtypes[kind], count)
-
-
-class _File:
-    """Open file of numbers, which is closed when nothing refers to it.
-
-    Raises:
-        UserError: the file is not there any more.
-    """
-
-    def __init__(self, path: Path, dtype: np.dtype, count: int) -> None:
-        self.path = path
-        self._dtype = dtype
-        self._count = count
-        self._descriptor = -1
-        try:
-            self._descriptor = os.open(path, os.O_RDONLY)
-        except FileNotFoundError:
-            raise self._changed("is missing") from None
-
-    def __del__(self) -> None:
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-
-    def __len__(self) -> int:
-        return self._count
-
-    def __getitem__(self, index: int) -> int:
-        size = self._dtype.itemsize
-        data = os.pread(self._descriptor, size, index * size)
-        if len(data) < size:
-            raise self._changed("has become shorter")
-        return int.from_bytes(data, "little")
-
-    def read(self, begin: int, end: int) -> np.ndarray:
-        """Return the numbers [begin, end).
-
-        Raises:
-            UserError: the file has become shorter.
-        """
-        size, offset = ((number * self._dtype.itemsize) for number in (end - begin, begin))
-        data = os.pread(self._descriptor, size, offset)
-        while len(data) < size:  # one read returns 2 GiB at most
-            more = os.pread(self._descriptor, size - len(data), offset + len(data))
-            if not more:
-                raise self._changed("has become shorter")
-            data += more
-        return np.frombuffer(data, dtype=self._dtype)
-
-    def _changed(self, how: str) -> UserError:
-        fix = "Restore it, or delete the folder and prepare the text again"
-        return UserError(f"data.path: {self.path} {how} since this start opened the folder. {fix}")
+        path = self.folder / f"{about['name']}.{kind}"
+        return RecordFile(path, self._dtypes[kind], count, key="data.path", remedy=REMEDY)

@@ -19,7 +19,7 @@ from titanlite.config.schema import Config, Training
 from titanlite.config.shipped import shipped_names
 from titanlite.data.packing import BestFit
 from titanlite.data.samples import Samples, Source
-from titanlite.data.sources import store_of
+from titanlite.data.sources import reader_of, store_of
 from titanlite.kernels import Kernels
 from titanlite.metrics.phase_seconds import format_phases
 from titanlite.models.base import Model, trainable_parameters, unique_parameters
@@ -104,7 +104,8 @@ def applied(config: Config, *, blocks: int) -> list[str]:
         f"float8 {float8.recipe_name}": float8.enable,
         f"LoRA of rank {config.lora.rank}": config.lora.rank is not None,
         f"frozen parameters {', '.join(config.freeze.parameters)}": bool(config.freeze.parameters),
-        f"a teacher ({config.teacher.path})": config.teacher.path is not None,
+        f"a teacher ({config.teacher.path})": config.teacher.is_live,
+        f"a teacher's cache ({config.teacher.cache})": config.teacher.cache is not None,
         "CPU offload": training.enable_cpu_offload,
         "optimizer in backward": config.optimizer.in_backward,
         "attention within documents": config.data.document_mask,
@@ -210,7 +211,8 @@ def _report_source(source: Source, *, share: float) -> None:
         logger.info(f"data     {source.name}: {share:.2%} of the sequences; {own}")
         return
     index = store.index
-    fill = source.sequences.fill if isinstance(source.sequences, BestFit) else 1
+    reader = reader_of(source)
+    fill = reader.fill if isinstance(reader, BestFit) else 1
     packed = "" if fill == 1 else f", packed to {fill:.1%}"
     logger.info(
         f"data     {source.name}: {share:.2%} of the sequences; {index['tokens']:,} tokens in {index['documents']:,} "

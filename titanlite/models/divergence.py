@@ -86,6 +86,14 @@ def _log_softmax(logits_CV: Tensor, temperature: float) -> Tensor:
     return torch.log_softmax(logits_CV if temperature == 1 else logits_CV / temperature, dim=1)
 
 
+def most_probable(logits_CV: Tensor, k: int, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Return what `top_k_divergence` needs of a teacher: the ids of its k most probable tokens [C, K], the logarithms
+    of their probabilities, and that of the probability of all others [C]; -inf if there are none."""
+    log_q_CV = _log_softmax(logits_CV, temperature)
+    log_q_CK, ids_CK = log_q_CV.topk(k, dim=1)
+    return ids_CK, log_q_CK, log_q_CV.scatter_(1, ids_CK, -torch.inf).logsumexp(1)
+
+
 def top_k_divergence(
     logits_CV: Tensor,
     ids_CK: Tensor,

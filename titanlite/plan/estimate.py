@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from titanlite.config.schema import Config, Degrees, Offload
+from titanlite.config.schema import Config, Degrees, Offload, Teacher
 from titanlite.data.tokenizer import load_tokenizer
 from titanlite.models.base import Model, ModelArgs
 from titanlite.models.registry import ModelSpec
@@ -87,6 +87,8 @@ class Plan(Profile):
     """Tokens of a step, over all ranks."""
     mfu: float
     """Share of the device's peak for mixed_precision_param."""
+    cache: teachers.CacheSize | None
+    """Cache of a teacher that is read instead of running it."""
 
     @property
     def fits(self) -> bool:
@@ -195,9 +197,13 @@ def _hidden(config: Config, layout: Layout) -> list[str]:
     return hidden + [category for category, place in places_of_states(config.offload).items() if place == "disk"]
 
 
+def _offloads(teacher: Teacher) -> bool:
+    return teacher.is_live and teacher.enable_cpu_offload
+
+
 def on_host(config: Config) -> list[str]:
     """Return the categories that CPU offload keeps in host memory, unless they are on disk."""
-    return [*(ON_HOST if config.training.enable_cpu_offload else ()), *["teacher"] * config.teacher.enable_cpu_offload]
+    return [*(ON_HOST if config.training.enable_cpu_offload else ()), *["teacher"] * _offloads(config.teacher)]
 
 
 def _extended(small: Trace, large: Trace, *, blocks: int, edge: int, period: int) -> Trace:
@@ -256,7 +262,7 @@ def estimate(traced: Trace, config: Config, layout: Layout) -> Plan:
         host = sum(traced.profile.most(category) for category in ON_HOST)
         parameters = traced.profile.most("parameters") + traced.on_disk.get("parameters", 0)
         added = offload_time(parameters, host + disk, hardware=hardware, accumulation=accumulation)
-    if config.teacher.enable_cpu_offload and layout.is_gpu:
+    if _offloads(config.teacher) and layout.is_gpu:
         shards = traced.profile.most("teacher")
         host, added = host + shards, added + accumulation * copy_time(shards, hardware)
     if gone := on_host(config) if layout.is_gpu else []:
@@ -285,6 +291,7 @@ def estimate(traced: Trace, config: Config, layout: Layout) -> Plan:
         steps=training.steps,
         tokens=tokens,
         mfu=model_flops / (time.total * peak * layout.world_size),
+        cache=teachers.cache_size(config.teacher, vocab_size=model_of(config).args.vocab_size),
     )
 
 

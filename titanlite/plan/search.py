@@ -141,7 +141,7 @@ class _Search:
         self.reduce_once = config.parallelism.fsdp_reduce_gradients == "last"
         self.batches = [size for size in range(1, min(share, LARGEST_BATCH) + 1) if share % size == 0]
         can_float8 = config.compile.enable and layout.hardware.fp8_flops is not None and _has_layers_for_float8(config)
-        self.policies = TEACHER if config.teacher.path else (None,)
+        self.policies = TEACHER if config.teacher.is_live else (None,)
         self.float8 = [False, True] if can_float8 else [False]
 
     def run(self, count: int) -> Found:

@@ -5,12 +5,13 @@ further block adds its parameters to every phase, and its kernels and collective
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from titanlite.config.distill_schema import Teacher
 from titanlite.config.load import load
 from titanlite.convert.source import open_teacher
+from titanlite.data.teacher_entries import TOP_K, StoredDtype, entry_type, read_settings
 from titanlite.models.decoder import DecoderArgs
 from titanlite.models.registry import ModelSpec
 from titanlite.plan.allocator import PoolSize
@@ -18,6 +19,7 @@ from titanlite.plan.memory import Profile
 from titanlite.plan.time import Unit
 from titanlite.plan.workload import Traffic, Workload
 from titanlite.preflight import select_model
+from titanlite.teacher_cache import cache_folder
 
 PREFIX = "teacher."
 """Prefix of the teacher's FSDP units."""
@@ -25,13 +27,42 @@ FEW = 2
 """Blocks in a trace: the first, and one like all others."""
 
 
+@dataclass(frozen=True)
+class CacheSize:
+    """Size of what a cache holds of a teacher."""
+
+    top_k: int
+    dtype: StoredDtype
+    entry: int
+    """Bytes of a token."""
+    on_disk: int | None
+    """Bytes of the cache. None: it is not written yet, and `titanlite distill cache` has its defaults."""
+
+
+def cache_size(config: Teacher, *, vocab_size: int) -> CacheSize | None:
+    """Return the size of the cache of a config; None without one.
+
+    Raises:
+        UserError: the folder is no cache.
+    """
+    if config.cache is None:
+        return None
+    folder = cache_folder(config.cache)
+    if not folder.exists():
+        top_k = min(TOP_K, vocab_size)
+        return CacheSize(top_k, "float16", entry_type(vocab_size, top_k, "float16").itemsize, None)
+    settings = read_settings(folder)
+    on_disk = sum(path.stat().st_size for path in folder.glob("*/*.topk"))
+    return CacheSize(settings.top_k, settings.dtype, settings.entry.itemsize, on_disk)
+
+
 def teacher_spec(config: Teacher, *, seq_len: int) -> ModelSpec | None:
-    """Return the model of the teacher; None without one. Weights need not be there if `teacher.config` is.
+    """Return the model of the teacher that runs; None without one. Weights need not be there if `teacher.config` is.
 
     Raises:
         UserError: there are no such weights, or they do not describe their model.
     """
-    if config.path is None:
+    if config.path is None or not config.is_live:
         return None
     if config.config is not None:
         spec = select_model(load(config.config).model, None)

@@ -14,6 +14,7 @@ from titanlite.batch import Batch
 from titanlite.build_model import parallelize_student
 from titanlite.config.schema import Config
 from titanlite.cpu.kernels import CpuKernels
+from titanlite.distill import cached_output
 from titanlite.kernels import Kernels
 from titanlite.loss import build_loss
 from titanlite.models.base import Model, ModelArgs, build_on_meta, unique_parameters
@@ -28,7 +29,7 @@ from titanlite.parallelize.mesh import axis_sizes, data_parallel_rank, loss_grou
 from titanlite.plan.fake_ranks import fake_ranks
 from titanlite.plan.gpu_kernels import GpuKernels
 from titanlite.plan.recorder import Recorder
-from titanlite.plan.teacher import PREFIX
+from titanlite.plan.teacher import PREFIX, CacheSize, cache_size
 from titanlite.runtime.errors import ConfigError, UserError
 from titanlite.runtime.private_torch.fsdp import observe_fsdp
 from titanlite.runtime.private_torch.operators import fused_adamw_
@@ -81,7 +82,8 @@ def trace_step(
     with fake_ranks(world_size), _fresh_compiler(config):
         model, mesh = parallelized(config, model_cls, args, world_size=world_size, kernels=kernels)
         guide = traced_teacher(config, teacher, mesh=mesh, kernels=kernels) if teacher else None
-        recorder = _record(config, model, mesh, kernels, steps, guide)
+        cache = cache_size(config.teacher, vocab_size=args.vocab_size)
+        recorder = _record(config, model, mesh, kernels, steps, guide, cache)
     micro_batches = min(MICRO_BATCHES, accumulation)
     return StepTrace(recorder, len(model.layers), micro_batches)
 
@@ -123,7 +125,13 @@ def traced_teacher(config: Config, spec: ModelSpec, *, mesh: DeviceMesh, kernels
 
 
 def _record(
-    config: Config, model: Model, mesh: DeviceMesh, kernels: Kernels, steps: int, teacher: Teacher | None
+    config: Config,
+    model: Model,
+    mesh: DeviceMesh,
+    kernels: Kernels,
+    steps: int,
+    teacher: Teacher | None,
+    cache: CacheSize | None,
 ) -> Recorder:
     with FakeTensorMode(allow_non_fake_inputs=True) as fakes:
         recorder = Recorder(fakes, gpu=isinstance(kernels, GpuKernels))
@@ -147,7 +155,7 @@ def _record(
             optimizer: Any = _TracedOptimizer(fake_optimizer(config, model, kernels), recorder)
             with recorder.category("other"):
                 fill_states(optimizer, one_by_one=config.optimizer.in_backward)
-                batches = _batches(config, data_parallel_rank(mesh)[1])
+                batches = _batches(config, data_parallel_rank(mesh)[1], cache)
             states = (value for state in optimizer.state.values() for value in state.values())
             recorder.label((value for value in states if isinstance(value, Tensor)), "optimizer")
             in_backward = _updates_in_backward(model, optimizer, recorder) if config.optimizer.in_backward else None
@@ -155,7 +163,8 @@ def _record(
             if teacher and config.teacher.fsdp_reshard_after_forward == "never":
                 teacher(batches[0])  # gathers all that later steps find gathered
                 recorder.sent.clear()
-            loss = build_loss(config.training, kernels, config.distill if teacher else None)
+            teacher_output = cached_output if cache else teacher
+            loss = build_loss(config.training, kernels, config.distill if teacher_output else None)
             for _ in range(steps):
                 recorder.phase("step")
                 scale_weights()  # training does this after the update before
@@ -167,7 +176,7 @@ def _record(
                     world=world_group(mesh),
                     max_norm=config.training.max_norm,
                     loss_function=recorder.during("logits", loss),
-                    teacher=teacher,
+                    teacher=teacher_output,
                     in_backward=in_backward,
                     reduce_once=config.parallelism.fsdp_reduce_gradients == "last",
                     observer=recorder,
@@ -254,7 +263,7 @@ def fill_states(optimizer: torch.optim.Optimizer, *, one_by_one: bool) -> None:
         optimizer.zero_grad()
 
 
-def _batches(config: Config, ranks: int) -> list[Batch]:
+def _batches(config: Config, ranks: int, cache: CacheSize | None) -> list[Batch]:
     size, accumulation = config.training.batch_split(ranks)
     seq_len = config.training.seq_len
     batches = []
@@ -265,6 +274,10 @@ def _batches(config: Config, ranks: int) -> list[Batch]:
             batch["positions"] = torch.zeros_like(tokens)
             batch["documents"] = torch.zeros_like(tokens, dtype=torch.int32)
             batch["boundaries"] = torch.zeros(size + 1, dtype=torch.int32)
+        if cache:
+            batch["teacher_ids"] = torch.zeros(size, seq_len, cache.top_k, dtype=torch.int32)
+            batch["teacher_log_probs"] = torch.zeros(size, seq_len, cache.top_k, dtype=getattr(torch, cache.dtype))
+            batch["teacher_log_tail"] = torch.zeros(size, seq_len)
         batches.append(batch)
     return batches
 

@@ -1,0 +1,386 @@
+"""A cache of a teacher: its entries, its files after an interruption, runs that read it, and mistakes."""
+
+import json
+import pickle
+import resource
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.helpers import TinyRun, train_on_this_rank
+from tests.layouts import built
+from titanlite import cli
+from titanlite.build import Run
+from titanlite.config.load import read
+from titanlite.convert.source import load_model, open_source, open_teacher
+from titanlite.convert.teacher_cache import main
+from titanlite.convert.teacher_writer import rounds
+from titanlite.data.loader import MicroBatches
+from titanlite.data.packing import TokenSequence
+from titanlite.data.samples import Samples, as_batch
+from titanlite.data.sources import reader_of, store_of
+from titanlite.data.teacher_entries import TaughtSequences, entry_type
+from titanlite.ingest.prepare import prepare_text
+from titanlite.preflight import preflight
+from titanlite.runtime.errors import ConfigError, UserError
+from titanlite.runtime.process_group import Ranks
+from titanlite.step import document_arguments
+from titanlite.teacher_source import fingerprint
+
+VOCABULARY, SEQ_LEN, TOP_K = 259, 32, 20
+MASK = "--data.document_mask=true"
+STEPS = "--training.steps=3"
+
+
+@contextmanager
+def group() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def train(tiny: TinyRun, *options: str) -> Run:
+    with group():
+        return train_on_this_rank(tiny.config(*options), 0, 1)
+
+
+@contextmanager
+def ending_its_group() -> Iterator[None]:
+    """Destroy the process group of a command that fails, whose process would end."""
+    try:
+        yield
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def write(toml: Path, *options: str, top_k: int = TOP_K, block_sequences: int = 16) -> None:
+    """Write a cache of float32 with small files, in this process."""
+    block_bytes = block_sequences * (SEQ_LEN * entry_type(VOCABULARY, top_k, "float32").itemsize + 4)
+    given: Any = {"top_k": top_k, "dtype": "float32", "batch_size": 3, "block_bytes": block_bytes}
+    with ending_its_group():
+        main(str(toml), options, prepare_text=prepare_text, **given)
+
+
+def command(*words: str) -> int:
+    with ending_its_group():
+        return cli.run(["distill", "cache", *words])
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {str(it.relative_to(folder)): it.read_bytes() for it in folder.rglob("*") if it.is_file()}
+
+
+@dataclass
+class Cached:
+    """A teacher, and a cache of it."""
+
+    tiny: TinyRun
+    options: list[str]
+    """Options of a run that reads the cache."""
+    live: list[str]
+    """Options of a run with the teacher itself."""
+
+    @property
+    def folder(self) -> Path:
+        return self.tiny.folder / "cache"
+
+    @property
+    def of_source(self) -> Path:
+        [place] = [path for path in self.folder.iterdir() if path.is_dir()]
+        return place
+
+    def samples(self, *options: str, name: str = "read") -> Samples:
+        """Samples of a run with the cache."""
+        with group():
+            run = built(0, 1, self.tiny.config(*self.options, *options, f"--job.name={name}"))
+            run.batches.close()
+            return run.samples
+
+
+@pytest.fixture(scope="module")
+def cached(tmp_path_factory: pytest.TempPathFactory) -> Cached:
+    tiny = TinyRun(tmp_path_factory.mktemp("cached"))
+    data = [f"--data.path={tiny.text}/a.txt", MASK]
+    train(tiny, *data, "--job.name=teacher", "--training.steps=2", "--checkpoint.interval=1")
+    live = [*data, f"--teacher.path={tiny.folder}/outputs/teacher", "--distill.ratio=0.6", "--distill.temperature=2.0"]
+    options = [*live, f"--teacher.cache={tiny.folder}/cache"]
+    write(tiny.toml, *options)
+    return Cached(tiny, options, live)
+
+
+def test_rows_are_the_teachers_probabilities(cached: Cached) -> None:
+    """Compare with the model as it was saved, at the temperature, within documents."""
+    samples = cached.samples()
+    model = load_model(open_source(f"{cached.tiny.folder}/outputs/teacher"))
+    batch = samples.__getitems__([0, 1, 77])
+    with torch.no_grad():
+        expected = (model(batch["tokens"], **document_arguments(batch)) / 2.0).log_softmax(-1)
+    ids, found, log_tail = (batch[f"teacher_{name}"] for name in ("ids", "log_probs", "log_tail"))
+    assert (ids.shape, ids.dtype) == ((3, SEQ_LEN, TOP_K), torch.int32)
+    torch.testing.assert_close(found, expected.topk(TOP_K, dim=-1).values, rtol=0, atol=1e-5)
+    torch.testing.assert_close(found, expected.gather(-1, ids.long()), rtol=0, atol=1e-5)
+    torch.testing.assert_close(log_tail.exp(), 1 - found.exp().sum(-1), rtol=0, atol=1e-5)
+
+
+def test_any_number_of_ranks_and_workers_reads_the_same(cached: Cached) -> None:
+    """Batches of two ranks are the halves of those of one, also in the second epoch and in another process."""
+    samples = cached.samples()
+    copied: Samples = pickle.loads(pickle.dumps(samples))
+    epoch = len(samples.sources[0].sequences)
+    sizes = {"global_batch_size": 8, "micro_batch_size": 2}
+    parts = []
+    for of_ranks, reader in ((1, samples), (2, copied)):
+        streams = [iter(MicroBatches(epoch - 4, **sizes, rank=rank, ranks=of_ranks)) for rank in range(of_ranks)]
+        step = [next(stream) for stream in streams for _ in range(4 // of_ranks)]
+        parts.append([reader.__getitems__(numbers) for numbers in step])
+    for one, two in zip(*parts, strict=True):
+        assert one.keys() == two.keys() >= {"teacher_ids", "teacher_log_probs", "teacher_log_tail"}
+        assert all(torch.equal(one[name], two[name]) for name in one)
+    plain = as_batch([reader_of(samples.sources[0]).read(0)], document_mask=False)
+    assert store_of(samples.sources[0]) is not None, "its checksums are verified beside training"
+    assert plain.keys() == {"tokens", "labels"}, "batches without a cache are as before"
+
+
+def test_an_interrupted_cache_resumes_and_has_the_same_bits(cached: Cached, tmp_path: Path) -> None:
+    whole = files(cached.folder)
+    entries = sorted(name for name in whole if name.endswith(".topk"))
+    assert len(entries) == 8
+    moved = shutil.copytree(cached.folder, tmp_path / "cache")
+    place = moved / cached.of_source.name
+    (place / "manifest.json").unlink()
+    for name in (entries[1], entries[4], entries[7]):
+        (moved / name).unlink()
+    (moved / entries[5]).write_bytes(b"shorter")
+    (place / ".0000004.topk").write_bytes(b"what a killed process has left")
+    options = [*cached.options, f"--teacher.cache={moved}"]
+    with pytest.raises(UserError, match=r"cache/\S+ is not complete: 4 of 8 files are written\. Start `titanlite dis"):
+        train(cached.tiny, *options, "--job.name=incomplete")
+    kept = (moved / entries[0]).stat().st_mtime_ns
+    write(cached.tiny.toml, *options)
+    found = files(moved)
+    assert found.pop(".lock")
+    assert found == {name: data for name, data in whole.items() if name != ".lock"}
+    assert (moved / entries[0]).stat().st_mtime_ns == kept, "what was whole is not made again"
+
+
+def test_each_file_is_written_by_one_rank() -> None:
+    blocks = [0, 2, 3, 5, 8, 9, 11]
+    of_ranks = [list(rounds(blocks, rank=rank, ranks=3)) for rank in range(3)]
+    assert {len(some) for some in of_ranks} == {3}, "all ranks compute as often"
+    assert sorted(block for some in of_ranks for _, block, is_own in some if is_own) == blocks
+    assert [some[2] for some in of_ranks] == [([11], 11, True), ([11], 11, False), ([11], 11, False)]
+
+
+def test_a_full_disk_loses_nothing(cached: Cached, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Files of more than a limit fail to be written: that of the second source, after the first is done."""
+    (tmp_path / "short.txt").write_text("one two three " * 20)
+    sources = f"sources = [{{path='{tmp_path}/short.txt', name='a'}}, {{path='{cached.tiny.text}/b.txt', name='b'}}]"
+    toml = tmp_path / "two.toml"
+    toml.write_text(cached.tiny.toml.read_text().replace(f'path = "{cached.tiny.text}"', sources))
+    options = [*cached.live[1:], f"--teacher.cache={tmp_path}/cache"]
+    write(toml, *options, f"--teacher.cache={tmp_path}/expected")  # and the tokens of both
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, before[1]))
+    try:
+        with pytest.raises(UserError) as error:
+            write(toml, *options)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    [line] = str(error.value).splitlines()
+    assert line.startswith(f"teacher.cache: {tmp_path}/cache/")
+    assert (
+        "cannot be written: File too large. The files that are whole are kept: `titanlite distill cache` resumes"
+        in line
+    )
+    names = sorted(name.rpartition("/")[2] for name in files(tmp_path / "cache"))
+    assert names == [".lock", "0000000.topk", "manifest.json", "teacher.json"], "the first source is complete"
+    write(toml, *options)
+    expected = files(tmp_path / "expected")
+    assert len(expected) > 8
+    assert {**files(tmp_path / "cache"), ".lock": b""} == {**expected, ".lock": b""}
+    capfd.readouterr()
+
+
+def test_all_tokens_in_a_cache_are_the_teacher_itself(cached: Cached, tmp_path: Path) -> None:
+    options = [*cached.live, f"--teacher.cache={tmp_path}/all"]
+    write(cached.tiny.toml, *options, top_k=VOCABULARY)
+    live = train(cached.tiny, *cached.live, STEPS, "--job.name=live")
+    run = train(cached.tiny, *options, STEPS, "--job.name=all")
+    assert live.teacher is not None
+    assert run.teacher is None, "it is not in memory"
+    pairs = list(zip(cached.tiny.records("live"), cached.tiny.records("all"), strict=True))
+    for key in ("loss", "distill_loss", "added_loss", "grad_norm"):
+        for step, (one, two) in enumerate(pairs):
+            assert two[key] == pytest.approx(one[key], rel=1e-6 if step == 0 else 1e-5, abs=2e-7), key
+
+
+def test_a_run_resumes_bit_for_bit_and_with_its_cache_only(cached: Cached) -> None:
+    """The checkpoint knows the cache as it knows a teacher. Without teacher.path, any cache is read."""
+    options = [it for it in cached.options if not it.startswith("--teacher.path")]
+    run = train(cached.tiny, *options, STEPS, "--job.name=whole", "--checkpoint.interval=2")
+    assert run.teacher is None
+    train(cached.tiny, *options, "--training.steps=2", "--job.name=parts")
+    train(cached.tiny, *options, STEPS, "--job.name=parts", "--data.num_workers=0")
+    for key in ("loss", "distill_loss", "grad_norm"):
+        whole, parts = ([it[key] for it in cached.tiny.records(name)] for name in ("whole", "parts"))
+        assert whole == parts
+    manifest = cached.tiny.folder / "outputs/parts/checkpoints/step-00000003/manifest.json"
+    assert len(json.loads(manifest.read_text())["settings"]["teacher"]) == 16
+    with pytest.raises(UserError, match=r"\n  teacher was [0-9a-f]{16}, is [0-9a-f]{16}\n"):
+        train(cached.tiny, *cached.live, "--training.steps=4", "--job.name=parts")
+
+
+# Mistakes
+
+
+def check(cached: Cached, *options: str) -> str:
+    """Problems that `titanlite check` reports."""
+    with pytest.raises(ConfigError) as error:
+        preflight(
+            cached.tiny.config(*cached.options, *options),
+            Ranks(0, 1, 0, 1),
+            torch.device("cpu"),
+            open_teacher=open_teacher,
+        )
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ("--training.seq_len=16", "training.seq_len was 32, is 16"),
+        ("--distill.temperature=1", "distill.temperature was 2.0, is 1.0"),
+        ("--data.document_mask=false", "data.document_mask was True, is False"),
+        ("--data.packing=best_fit", "data.packing was 'stream', is 'best_fit'"),
+    ],
+)
+def test_a_cache_of_other_settings_is_refused(cached: Cached, option: str, message: str) -> None:
+    [line] = check(cached, option).splitlines()
+    assert line == (
+        f"teacher.cache: {cached.folder} was made with other settings: {message}. Restore them, or write another cache "
+        "with `titanlite distill cache`"
+    )
+
+
+def test_a_cache_of_another_teacher_or_vocabulary_is_refused(cached: Cached) -> None:
+    """The other teacher is the same one, a step earlier."""
+    paths = [f"{cached.tiny.folder}/outputs/teacher/checkpoints/step-0000000{step}" for step in (2, 1)]
+    one, two = (fingerprint(open_teacher(path, None)) for path in paths)
+    [line] = check(cached, f"--teacher.path={paths[1]}").splitlines()
+    assert f"was made with other settings: the teacher's fingerprint was {one!r}, is {two!r}. " in line
+    options = [it for it in cached.options if not it.startswith("--teacher.path")]
+    unnamed = Cached(cached.tiny, options, [])
+    [line] = check(unnamed, "--model.args.vocab_size=384").splitlines()
+    assert "the vocabulary was 259, is 384. " in line
+    [line] = check(unnamed, "--data.tokenizer=python-2k", "--model.args.vocab_size=2048").splitlines()
+    assert "the vocabulary was 259, is 2048; the fingerprint of data.tokenizer was " in line
+    [line] = check(unnamed, f"--teacher.cache={cached.tiny.text}").splitlines()
+    assert line.startswith(f"teacher.cache: {cached.tiny.text} is not a cache of a teacher, which `titanlite distill")
+
+
+class Shifted:
+    """Sequences of which each is the next one."""
+
+    def __init__(self, sequences: Any) -> None:
+        self.sequences = sequences
+
+    def __len__(self) -> int:
+        return len(self.sequences)
+
+    def read(self, index: int) -> TokenSequence:
+        return self.sequences.read(index + 1)
+
+
+def test_rows_of_other_data_or_with_damage_are_refused(cached: Cached, tmp_path: Path) -> None:
+    with pytest.raises(UserError) as error:
+        cached.samples(f"--data.path={cached.tiny.text}/b.txt", name="without-cache")
+    assert str(error.value) == (
+        f"teacher.cache: {cached.folder} has nothing of b.txt with its tokens and sequences as they are now: "
+        "`titanlite distill cache` adds it"
+    )
+    samples = cached.samples()
+    source = samples.sources[0]
+    assert isinstance(source.sequences, TaughtSequences)
+    shifted = TaughtSequences(Shifted(source.sequences.sequences), source.sequences.folder, source.sequences.settings)
+    with pytest.raises(UserError, match=r"does not have the checksum of sequence 5: it is damaged, or the tokens have"):
+        shifted.read(5)
+    moved = shutil.copytree(cached.folder, tmp_path / "cache")
+    file = moved / cached.of_source.name / "0000001.topk"
+    data = bytearray(file.read_bytes())
+    data[100] ^= 1
+    file.write_bytes(bytes(data))
+    damaged = cached.samples(f"--teacher.cache={moved}").sources[0].sequences
+    np.testing.assert_array_equal(damaged.read(17).teacher, source.sequences.read(17).teacher)
+    with pytest.raises(UserError, match=r"^teacher\.cache: \S+/0000001\.topk does not have the checksum of sequenc"):
+        damaged.read(16)
+    file.write_bytes(bytes(data[:-1]))
+    with pytest.raises(UserError, match=r"0000001\.topk is missing or has another size: Restore it, or delete it and"):
+        cached.samples(f"--teacher.cache={moved}", name="shorter")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--top-k", "260"], "--top-k: 260 is more than the 259 tokens of the vocabulary"),
+        (
+            ["--top-k", "21", "--dtype", "float32"],
+            "cache has other settings: --top-k was 20, is 21. Name anot",
+        ),
+        (["--teacher.cache=TEXT"], "holds other files: name a folder of its own"),
+        (["--teacher.path=nowhere"], "teacher.path: no file or folder nowhere"),
+        (["--top-k", "0"], "--top-k: expected a number of at least 1, got '0'"),
+    ],
+)
+def test_mistakes_of_the_command(
+    cached: Cached, words: list[str], message: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    words = [word.replace("TEXT", str(cached.tiny.text)) for word in words]
+    before = files(cached.folder).keys()
+    assert command(str(cached.tiny.toml), *cached.options, *words) == 2
+    [line] = capfd.readouterr().err.splitlines()
+    assert message in line
+    assert files(cached.folder).keys() == before
+
+
+def test_the_command_reports_what_it_has_written(cached: Cached, capfd: pytest.CaptureFixture[str]) -> None:
+    assert command(str(cached.tiny.toml), *cached.options, "--top-k", str(TOP_K), "--dtype", "float32") == 0
+    [line] = capfd.readouterr().out.splitlines()
+    tokens = len(cached.samples().sources[0].sequences) * SEQ_LEN
+    assert line == (
+        f"{cached.folder}: {tokens:,} tokens, the 20 most probable of 259 for each, 124 bytes a token, "
+        f"{(tokens * 124 + tokens // SEQ_LEN * 4) / 2**20:,.1f} MiB in 8 files; 0 of them were made now"
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--teacher.cache=x"], "distill.ratio: is 0, so the teacher has no effect"),
+        (
+            ["--teacher.cache=x", "--distill.ratio=1", "--teacher.dtype=float32"],
+            "teacher.path: is not set, and other options of [teacher] are of its weights: set it, or leave them out",
+        ),
+    ],
+)
+def test_sections_that_do_not_fit_are_refused(tiny: TinyRun, options: list[str], message: str) -> None:
+    [problem] = read(tiny.toml, options, world_size=1).problems
+    assert f"{problem.key}: {problem.message}".startswith(message)
+
+
+@pytest.mark.parametrize("option", ["cache", "path"])
+def test_the_command_needs_both_paths(tiny: TinyRun, option: str, capfd: pytest.CaptureFixture[str]) -> None:
+    other = {"cache": "path", "path": "cache"}[option]
+    assert command(str(tiny.toml), f"--teacher.{other}=x", "--distill.ratio=1") == 2
+    [line] = capfd.readouterr().err.splitlines()
+    assert f"teacher.{option}: is not set: name the " in line

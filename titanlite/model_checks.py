@@ -1,0 +1,50 @@
+"""Checks of a model on the meta device: what a class of the user's own must define, and what the data asks of it."""
+
+from inspect import signature
+
+import torch
+
+from titanlite.config.schema import Data
+from titanlite.models.base import Model, initial_values, unique_parameters
+from titanlite.runtime.errors import UserError
+from titanlite.runtime.hash_random import random_bits, salt
+
+
+def check_own_model(model: Model) -> None:
+    """Check that a model of the user's own defines all its methods and gives every parameter its initial values.
+
+    Args:
+        model: on the meta device.
+
+    Raises:
+        UserError: a method is missing, or `init_weight` fails or returns no distribution.
+    """
+    name = type(model).__name__
+    for method in ("forward", "init_weight", "flops_per_token"):
+        if getattr(type(model), method) is getattr(Model, method):
+            raise UserError(f"{name} does not define {method}: see docs/add_a_model.md")
+    for name, parameter in unique_parameters(model):
+        values = initial_values(model, name, parameter.shape)
+        indices = torch.arange(min(parameter.numel(), 1000))
+        try:
+            found = values.values(random_bits(salt(name), indices), indices)
+            assert found.shape == indices.shape
+            assert found.isfinite().all()
+        except Exception as error:  # code of the user's own may raise anything
+            reason = "" if isinstance(error, AssertionError) else f": {type(error).__name__}: {error}"
+            kind = type(values).__name__
+            raise UserError(f"{kind}.values must return a finite number for each index of {name}{reason}") from error
+
+
+def check_documents(model: Model, data: Data) -> None:
+    """Check that a model can keep documents apart.
+
+    Raises:
+        UserError: it cannot, and `data.document_mask` asks for it.
+    """
+    parameters = signature(model.forward).parameters.values()
+    if data.document_mask and not any(it.name == "documents" or it.kind is it.VAR_KEYWORD for it in parameters):
+        raise UserError(
+            f"true needs a model whose forward takes `documents`, and {type(model).__name__}.forward does not: add the "
+            "argument and mask attention by it (docs/add_a_model.md), or set data.document_mask = false"
+        )
