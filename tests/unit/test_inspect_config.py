@@ -113,11 +113,15 @@ def test_the_table_has_one_set_of_rows_for_blocks_that_are_alike(capsys: Ends) -
     words = ["inspect", "debug", *SMALL, "--model.args.n_layers=6", "--world-size", "4", *every_2nd]
     assert run(words) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[:2] == [
+    assert lines[:6] == [
         "debug: 324,416 parameters in 57 tensors",
-        "mesh     replicate 1 x shard 4; rank 0 holds 81,104 of the parameters",
+        "mesh       replicate 1 x shard 4; rank 0 holds 81,104 of the parameters",
+        "placement  R S(0) on replicate x shard, unless noted; S(0): sharded along dim 0, R: replicated",
+        "dtype      stored float32, compute float32, reduction of gradients float32, unless noted",
+        "update     AdamW matrices: peak lr 0.003, weight decay 0.1",
+        "update     AdamW vectors: peak lr 0.003, weight decay 0",
     ]
-    units = [" ".join(line.split()) for line in lines[3:-4] if not line.startswith(" ")]
+    units = [" ".join(line.split()) for line in lines[7:] if not line.startswith(" ")]
     norms = [" ".join(line.split()) for line in lines if line.startswith("  attention_norm.weight")]
     block = (2 * 64 + 2 * 64 * 64 + 2 * 32 * 64 + 3 * 160 * 64) // 4
     sizes = f"{4 * block:,} B {4 * block:,} B {8 * block + 9 * 4:,} B"
@@ -125,15 +129,23 @@ def test_the_table_has_one_set_of_rows_for_blocks_that_are_alike(capsys: Ends) -
         f"layers.0,2,4, each of 3 recompute full {sizes}",
         f"layers.1,3,5, each of 3 {sizes}",
     ]
-    assert norms == ["attention_norm.weight [64] [16] R S(0) float32 AdamW vectors 64 B 64 B 132 B"] * 2
+    assert norms == ["attention_norm.weight [64] [16] AdamW vectors 64 B 64 B 132 B"] * 2
     assert [line.split()[0] for line in lines if line.startswith(("all", "together"))] == ["all", "together"]
-    assert lines[-4:-2] == [
-        "AdamW matrices: peak lr 0.003, weight decay 0.1",
-        "AdamW vectors: peak lr 0.003, weight decay 0",
-    ]
+    assert lines[-1].split() == ["together", f"{(16 * 81_104 + 57 * 4) / 2**20:.2f}", "MiB"]
     assert run([*words, "--all"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert len([line for line in lines if line.startswith("layers.")]) == 6
+
+
+def test_the_table_notes_what_is_not_as_usual(capsys: Ends) -> None:
+    frozen = ['--freeze.parameters=["head.*"]', "--freeze.dtype=bfloat16"]
+    assert run(["inspect", "debug", *SMALL, *frozen, "--training.mixed_precision_param=bfloat16"]) == 0
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert "dtype stored float32, compute bfloat16, reduction of gradients float32, unless noted" in lines
+    assert "frozen no gradient, no update" in lines
+    notes = "frozen, bfloat16 / bfloat16 / float32"
+    assert f"output.weight [512, 64] [512, 64] {notes} 65,536 B 0 B 0 B" in lines
+    assert len([line for line in lines if "bfloat16 / " in line]) == 2
 
 
 def test_blocks_as_one_name() -> None:

@@ -1,6 +1,7 @@
 """Table and record of what `parallelize` did with each parameter, for `titanlite inspect CONFIG`."""
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from typing import Any
@@ -50,37 +51,48 @@ def layout_lines(layout: RankLayout, *, whole: bool) -> Iterator[str | Table]:
     elements = sum(math.prod(it.shape) for it in layout.parameters)
     here = sum(math.prod(it.local_shape) for it in layout.parameters)
     axes = " x ".join(f"{axis} {size}" for axis, size in layout.mesh.items())
+    usual = _most_common(map(_placement, layout.parameters)), _most_common(map(_dtypes, layout.parameters))
+    stored, compute, reduction = usual[1]
     yield f"{layout.name}: {elements:,} parameters in {len(layout.parameters):,} tensors"
-    yield f"mesh     {axes}; rank {layout.rank} holds {here:,} of the parameters"
-    yield _table(layout, whole=whole)
+    yield f"mesh       {axes}; rank {layout.rank} holds {here:,} of the parameters"
+    yield f"placement  {usual[0]} on {' x '.join(layout.mesh)}, unless noted; S(0): sharded along dim 0, R: replicated"
+    yield f"dtype      stored {stored}, compute {compute}, reduction of gradients {reduction}, unless noted"
     yield from dict.fromkeys(_update_line(it) for it in layout.parameters)
-    yield "placement on each axis of the mesh: S(0) is sharded along dim 0, R is replicated"
-    yield "dtype: stored / compute / reduction of gradients, or one for all three"
+    yield _table(layout, whole=whole, usual=usual)
 
 
-def _table(layout: RankLayout, *, whole: bool) -> Table:
+def _most_common(values: Iterable[Any]) -> Any:
+    return Counter(values).most_common(1)[0][0]
+
+
+def _placement(parameter: ParameterLayout) -> str:
+    return " ".join(parameter.placements.values())
+
+
+def _dtypes(parameter: ParameterLayout) -> tuple[str, str, str]:
+    return parameter.dtype, parameter.compute_dtype, parameter.reduce_dtype
+
+
+def _table(layout: RankLayout, *, whole: bool, usual: tuple[str, tuple[str, str, str]]) -> Table:
+    """Return the table.
+
+    Args:
+        usual: placement and dtypes that are not noted.
+    """
     numbers = [Column(name, justify="right", no_wrap=True) for name in ("parameter", "gradient", "optimizer")]
-    names = "unit, parameter", "shape", "on this rank", "placement", "dtype", "update", "notes"
-    table = Table(*names, *numbers, box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    texts = Column("unit, parameter", no_wrap=True), "shape", "on this rank", "update", "notes"
+    table = Table(*texts, *numbers, box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for units in _alike(layout, whole=whole):
         parameters = next(iter(units.values()))
         name = _unit_name([*units])
         each = f", each of {len(units)}" if len(units) > 1 else ""
-        table.add_row(f"{name}{each}", *[""] * 5, _unit_notes(parameters), *_sizes(totals(parameters)))
+        table.add_row(f"{name}{each}", *[""] * 3, _unit_notes(parameters), *_sizes(totals(parameters)))
         for it in parameters:
-            dtypes = it.dtype, it.compute_dtype, it.reduce_dtype
-            table.add_row(
-                f"  {_short_name(it)}",
-                *(str(shape) for shape in (it.shape, it.local_shape)),
-                " ".join(it.placements.values()),
-                " / ".join(dict.fromkeys(dtypes) if len({*dtypes}) == 1 else dtypes),
-                _update(it) or "",
-                _notes(it),
-                *_sizes(totals([it])),
-            )
+            shapes = str(it.shape), str(it.local_shape)
+            table.add_row(f"  {_short_name(it)}", *shapes, _update(it) or "", _notes(it, usual), *_sizes(totals([it])))
     total = totals(layout.parameters)
-    table.add_row("all units", *[""] * 6, *_sizes(total))
-    table.add_row("together", *[""] * 6, format_size(sum(total.values())))
+    table.add_row("all units", *[""] * 4, *_sizes(total))
+    table.add_row("together", *[""] * 4, format_size(sum(total.values())))
     return table
 
 
@@ -110,10 +122,16 @@ def _unit_notes(parameters: list[ParameterLayout]) -> str:
     return ", ".join(notes + ["compiled"] * parameters[0].compiled)
 
 
-def _notes(parameter: ParameterLayout) -> str:
+def _notes(parameter: ParameterLayout, usual: tuple[str, tuple[str, str, str]]) -> str:
     gathered = " (all-gather too)" if parameter.float8_all_gather else ""
-    notes = ["frozen"] * parameter.frozen + ["LoRA"] * parameter.lora
-    return ", ".join(notes + ([f"float8 {parameter.float8}{gathered}"] if parameter.float8 else []))
+    notes = {
+        "frozen": parameter.frozen,
+        "LoRA": parameter.lora,
+        f"float8 {parameter.float8}{gathered}": parameter.float8,
+        _placement(parameter): _placement(parameter) != usual[0],
+        " / ".join(_dtypes(parameter)): _dtypes(parameter) != usual[1],
+    }
+    return ", ".join(note for note, is_noted in notes.items() if is_noted)
 
 
 def _update(parameter: ParameterLayout) -> str | None:
@@ -122,9 +140,9 @@ def _update(parameter: ParameterLayout) -> str | None:
 
 def _update_line(parameter: ParameterLayout) -> str:
     if (update := _update(parameter)) is None:
-        return "frozen: no gradient, no update"
+        return "frozen     no gradient, no update"
     decay = "" if parameter.weight_decay is None else f", weight decay {parameter.weight_decay:g}"
-    return f"{update}: peak lr {parameter.lr:g}{decay}"
+    return f"update     {update}: peak lr {parameter.lr:g}{decay}"
 
 
 def _sizes(sizes: dict[str, int]) -> list[str]:
