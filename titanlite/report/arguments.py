@@ -1,8 +1,15 @@
 """Arguments of `titanlite parity`."""
 
 from argparse import Namespace
+from pathlib import Path
 
 from titanlite.runtime.arguments import Parser, positive_int
+
+DETAILS = """\
+Exit code 1 if a variant fails, or differs from its reference by more than it may.
+With --where, one step of two sides A and B, value by value: the first module and direction (forward, gradient, update)
+whose values differ, and a table by block. A side is a layout (2x2, replicas x shards), options of the config without
+dashes, both in quotes, or the folder of a dump. Exit code 1 if they differ."""
 
 
 def add_commands(titanlite: Parser) -> None:
@@ -11,8 +18,14 @@ def add_commands(titanlite: Parser) -> None:
         "parity",
         "train a config in every layout and compare losses step by step",
         lambda options: _run(parser, options),
-        details="Exit code 1 if a variant fails, or differs from its reference by more than it may.",
-        example="parity debug --steps 20 --processes 4",
+        details=DETAILS,
+        example=(
+            "parity debug --steps 20 --processes 4\n"
+            "parity debug --where 2x2 1x1\n"
+            "parity debug --where '2x1 compile.enable=true' 1x1\n"
+            "parity debug --dump dumps/before\n"
+            "parity --where dumps/after dumps/before"
+        ),
     )
     parser.add_config()
     parser.add_argument("--steps", metavar="N", type=positive_int, default=20, help="steps to train; default: 20")
@@ -20,14 +33,37 @@ def add_commands(titanlite: Parser) -> None:
         "--processes", metavar="N", type=positive_int, help="processes of sharded variants; default: one a GPU, else 4"
     )
     parser.add_argument(
-        "--tolerance", metavar="X", type=float, default=1e-5, help="largest relative loss difference; default: 1e-5"
+        "--tolerance",
+        metavar="X",
+        type=float,
+        help="largest relative difference; default: 1e-5; with --where, 5e-2 in bfloat16",
     )
     parser.add_argument("--only", metavar="TEXT", default="", help="only variants whose name contains TEXT")
+    group = parser.add_argument_group("where values differ")
+    group.add_argument("--where", metavar=("A", "B"), nargs=2, help="name the first module whose values differ in A")
+    group.add_argument(
+        "--dump", metavar="FOLDER", help="write the values of one step; torchrun starts it on several processes"
+    )
+    group.add_argument(
+        "--step", metavar="N", type=positive_int, default=1, help="step of --where and --dump; default: 1"
+    )
 
 
 def _run(parser: Parser, options: Namespace) -> None:
+    if options.where and options.dump:
+        parser.error("--where and --dump exclude each other")
+    if options.where:
+        from titanlite.report.where_command import where
+
+        where(options.config, options.overrides, options.where, step=options.step, tolerance=options.tolerance)
+        return
     if not options.config:
         parser.error("no config: name a TOML file, or one that titanlite ships, for example titanlite parity debug")
+    if options.dump:
+        from titanlite.report.where_command import dump
+
+        dump(options.config, options.overrides, folder=Path(options.dump), step=options.step)
+        return
     from titanlite.report.parity import main
 
     main(
@@ -35,6 +71,6 @@ def _run(parser: Parser, options: Namespace) -> None:
         options.overrides,
         steps=options.steps,
         processes=options.processes,
-        tolerance=options.tolerance,
+        tolerance=1e-5 if options.tolerance is None else options.tolerance,
         only=options.only,
     )

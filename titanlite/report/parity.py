@@ -17,6 +17,7 @@ from titanlite.config.load import load
 from titanlite.runtime.errors import ConfigError, RunError, UserError
 
 ONE = "1 process"
+RESHARD = "parallelism.fsdp_reshard_after_forward=default"
 
 
 @dataclass(frozen=True)
@@ -92,6 +93,12 @@ def variants(global_batch_size: int, processes: int, *, on_gpu: bool) -> list[Va
 def _degrees(replicate: int) -> tuple[str, ...]:
     names = "parallelism.data_parallel_replicate_degree", "parallelism.data_parallel_shard_degree"
     return f"{names[0]}={replicate}", f"{names[1]}=-1"
+
+
+def layout_options(replicate: int, shard: int) -> list[str]:
+    """Return the overrides that replace the layout of a config."""
+    shards = f"parallelism.data_parallel_shard_degree={shard}"
+    return [f"--{option}" for option in (_degrees(replicate)[0], shards, RESHARD)]
 
 
 def _selective(option: str) -> tuple[str, ...]:
@@ -205,15 +212,19 @@ def _run_all(
 
 def _base_options(steps: int, *, warmup_steps: int) -> list[str]:
     """Return options of all variants, before those of the user: few steps in float32, every step logged."""
+    warmup = f"lr_scheduler.warmup_steps={min(warmup_steps, steps // 2)}"
+    return [f"training.steps={steps}", warmup, *(option.removeprefix("--") for option in parity_options())]
+
+
+def parity_options() -> list[str]:
+    """Return overrides of all runs that are compared, before those of the user."""
     return [
-        f"training.steps={steps}",
-        "training.mixed_precision_param=float32",
-        f"lr_scheduler.warmup_steps={min(warmup_steps, steps // 2)}",
-        "debug.deterministic=true",
-        "metrics.log_freq=1",
-        "metrics.loggers=[]",
-        "checkpoint.enable=false",
-        "validation.enable=false",
+        "--training.mixed_precision_param=float32",
+        "--debug.deterministic=true",
+        "--metrics.log_freq=1",
+        "--metrics.loggers=[]",
+        "--checkpoint.enable=false",
+        "--validation.enable=false",
     ]
 
 
@@ -223,7 +234,7 @@ def _command(path: str, base: list[str], overrides: list[str], variant: Variant)
     Raises:
         UserError: the config and the variant exclude each other.
     """
-    layout = [*_degrees(1), "parallelism.fsdp_reshard_after_forward=default"]  # instead of the layout of the config
+    layout = [*_degrees(1), RESHARD]  # instead of the layout of the config
     options = [f"--{option}" for option in base] + overrides
     options += [f"--{option}" for option in (*layout, *variant.options)]
     options += [f"--{option}" for option in base if option.startswith("job.")] + [f"--job.name={_slug(variant.name)}"]
@@ -250,9 +261,20 @@ def _slug(name: str) -> str:
 def _run(command: list[str], processes: int, run: Path) -> Curve | str:
     """Train from the start in the folder `run`. Return losses and norms, or the first line of an error."""
     shutil.rmtree(run, ignore_errors=True)
-    run.parent.mkdir(parents=True, exist_ok=True)
+    if error := start(command, processes, run.with_suffix(".log")):
+        return error
+    records: list[dict[str, Any]] = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return Curve([record["loss"] for record in records], [record["grad_norm"] for record in records])
+
+
+def start(command: list[str], processes: int, log: Path) -> str | None:
+    """Run a command of titanlite on some processes. Return the first line of an error, if it fails.
+
+    Args:
+        log: file for what the processes print.
+    """
+    log.parent.mkdir(parents=True, exist_ok=True)
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
-    log = run.with_suffix(".log")
     with log.open("w") as output:
         arguments = [sys.executable, *(launcher if processes > 1 else []), "-m", "titanlite", *command]
         environment = {name: value for name, value in os.environ.items() if name != "TITANLITE_EXIT_FILE"}
@@ -260,5 +282,4 @@ def _run(command: list[str], processes: int, run: Path) -> Curve | str:
     if result.returncode:
         errors = [line for line in log.read_text().splitlines() if "rror" in line]
         return f"{errors[0] if errors else f'exit code {result.returncode}'} ({log})"
-    records: list[dict[str, Any]] = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return Curve([record["loss"] for record in records], [record["grad_norm"] for record in records])
+    return None

@@ -1,0 +1,162 @@
+"""`titanlite parity --where`: planted errors are named by module and direction."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.dumps import PLANTED, compared, dumped, options
+from tests.helpers import TinyRun
+from tests.layouts import built
+from titanlite import cli
+from titanlite.report.value_dump import ValueDump, read_dump
+from titanlite.report.where import compare_dumps, summary, table
+from titanlite.runtime.errors import UserError
+
+
+@pytest.fixture(scope="module")
+def right(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TinyRun]:
+    """Dumps of steps 1 and 2 without an error, and a process group of one rank."""
+    torch.set_num_threads(1)
+    tiny = TinyRun(tmp_path_factory.mktemp("where"))
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    for step in (1, 2):
+        dump(tiny, f"right-{step}", step=step)
+    yield tiny
+    dist.destroy_process_group()
+
+
+def dump(tiny: TinyRun, name: str, *more: str, step: int = 1) -> Path:
+    dumped(0, 1, tiny.config(*options(*more, name=name)), tiny.folder / name, step=step)
+    return tiny.folder / name
+
+
+def test_planted_errors_are_named(right: TinyRun) -> None:
+    for number, (more, step, module, direction, reason) in enumerate(PLANTED.values()):
+        dump(right, f"wrong-{number}", *more, step=step)
+        first = compared(right, f"wrong-{number}", f"right-{step}").first
+        assert first is not None, module
+        assert (first.direction, first.module.startswith(module)) == (direction, True), first
+        assert reason in first.reason
+
+
+def test_runs_that_trade_memory_are_equal_in_every_value(right: TinyRun) -> None:
+    dump(right, "full", "--activation_checkpoint.mode=full")
+    found = compared(right, "full", "right-1")
+    assert found.first is None
+    assert found.left_out == 0
+    assert {it.most for it in found.differences} == {0.0}
+    dump(right, "parts", "--training.local_batch_size=2", "--activation_checkpoint.mode=selective")
+    found = compared(right, "parts", "right-1")
+    assert found.first is None
+    assert {it.most for it in found.differences if it.direction == "forward" and it.name != "loss"} == {0.0}
+    assert list(summary(found))[-1] == "equal"
+
+
+def test_a_dump_has_every_module_and_parameter(right: TinyRun) -> None:
+    index = read_dump(right.folder / "right-1").index
+    inner = ["attention_norm", "attention.wq", "attention.wk", "attention.wv", "attention.wo", "attention", "ffn_norm"]
+    inner += ["feed_forward.w1", "feed_forward.w3", "feed_forward.w2", "feed_forward"]
+    outputs = [key.removeprefix("forward output ") for key in index.forward if key.startswith("forward output ")]
+    blocks = [f"layers.{block}{end}" for block in range(3) for end in [*(f".{name}" for name in inner), ""]]
+    assert [name for name in outputs if not name.endswith(("q_norm", "k_norm"))] == [
+        "tok_embeddings", *blocks, "head.norm", "loss",
+    ]  # fmt: skip
+    names = {key.split(" ", 2)[2] for key in index.updates}
+    assert len(names) == 30
+    assert {key for key in index.gradients if " parameter " in key} == {f"gradient parameter {it}" for it in names}
+    first = index.gradients.index("gradient output head.norm")
+    assert first < index.gradients.index("gradient output layers.2") < index.gradients.index("gradient output layers.0")
+    values = read_dump(right.folder / "right-1")
+    assert values["forward output layers.1"].shape == (8, 32, 42)  # of the global batch
+    after = values["before parameter head.norm.weight"] + values["update parameter head.norm.weight"]
+    later = read_dump(right.folder / "right-2")["before parameter head.norm.weight"]
+    assert after.allclose(later, rtol=1e-6)
+
+
+def test_other_samples_are_named(right: TinyRun) -> None:
+    config = right.config(*options("--debug.seed=1", name="seed"))
+    dumped(0, 1, config, right.folder / "seed")
+    first = compared(right, "seed", "right-1").first
+    assert first is not None
+    assert (first.module, first.direction) == ("data", "forward")
+    assert first.reason.startswith("the tokens of samples 0, 1, 2, 3, 4, 5, 6, 7 of the global batch differ, first on")
+
+
+def test_the_table_marks_blocks(right: TinyRun) -> None:
+    dump(right, "halved", *PLANTED["gradient of an input"][0])
+    lines = [line.split() for line in table(compared(right, "halved", "right-1"))]
+    assert [line[0] for line in lines[1:]] == [
+        "tokens", "tok_embeddings", "layers.0", "layers.1", "layers.2", "head", "loss",
+    ]  # fmt: skip
+    marks = {line[0]: [cell.endswith("*") for cell in line[2::2]] for line in lines[1:]}
+    assert [marks[f"layers.{block}"][1] for block in range(3)] == [True, True, False]
+    assert not any(cells[0] for cells in marks.values())
+
+
+def test_the_command_compares_dumps(right: TinyRun, capfd: pytest.CaptureFixture[str]) -> None:
+    a, b = (str(right.folder / name) for name in ("right-1", "wrong"))
+    dump(right, "wrong", *PLANTED["dtype"][0])
+    capfd.readouterr()
+    assert cli.run(["parity", "--where", a, a]) == 0
+    assert capfd.readouterr().out.splitlines()[-1] == "equal"
+    assert cli.run(["parity", "--where", b, a]) == 1
+    captured = capfd.readouterr()
+    assert "first difference: layers.1.feed_forward.w2, forward" in captured.out.splitlines()
+    assert captured.err == "error: not equal: first layers.1.feed_forward.w2, forward\n"
+    assert cli.run(["parity", "--where", b, a, "--tolerance=10"]) == 0
+
+    record = json.loads(Path(a, "dump.json").read_text())
+    (right.folder / "older").mkdir()
+    (right.folder / "older" / "dump.json").write_text(json.dumps(record | {"schema": 0}))
+    (right.folder / "half").mkdir()
+    (right.folder / "half" / "dump.json").write_text(json.dumps(record))
+    (right.folder / "none").mkdir()
+    (right.folder / "damaged").mkdir()
+    (right.folder / "damaged" / "dump.json").write_text("{")
+    for folder, text in {
+        "none": "is no whole dump: dump.json is missing; titanlite parity CONFIG --dump",
+        "half": "is no whole dump: rank-0.safetensors is missing",
+        "older": "the dump has schema 0, and this version reads 1",
+        "damaged": "the dump is damaged",
+        "right-2": "--where: one dump is of step 2, the other of step 1",
+    }.items():
+        assert cli.run(["parity", "--where", str(right.folder / folder), a]) == 2
+        [line] = capfd.readouterr().err.splitlines()
+        assert text in line, line
+
+
+def test_mistakes_of_the_command_are_one_line(tiny: TinyRun, capfd: pytest.CaptureFixture[str]) -> None:
+    config = str(tiny.toml)
+    for words, text in {
+        ("--where", "1x1", "1x1"): "titanlite parity: --where runs a config: name one, or the folders of two dumps",
+        (config, "--where", "two", "1x1"): "--where: 'two' is no side: write a layout (2x2, replicas x shards)",
+        (config, "--where", "0x1", "1x1"): "--where: '0x1' is no side: write a layout as 2x2",
+        (config, "--where", "3x1", "1x1"): "3x1: training.global_batch_size",
+        (config, "--where", "training.stepss=1", "1x1"): "training.stepss=1: training.stepss: unknown key",
+        (config, "--where", "1x1", "1x1", "--step", "7"): "--step 7: the run has 6 steps (training.steps)",
+        (config, "--dump", "x", "--step", "7"): "--step 7: the run has 6 steps (training.steps)",
+        (config, "--where", "1x1", "1x1", "--dump", "x"): "titanlite parity: --where and --dump exclude each other",
+    }.items():
+        assert cli.run(["parity", *words]) == 2
+        [line] = capfd.readouterr().err.splitlines()
+        assert line.startswith(f"error: {text}"), line
+
+
+def test_too_many_values_are_refused(right: TinyRun) -> None:
+    run = built(0, 1, right.config(*options(name="large")))
+    arguments = {"folder": right.folder, "step": 1, "dtype": "float32"}
+    with pytest.raises(UserError, match=r"need more than 102,400 B on a rank; compare a smaller model\.args\.n_layers"):
+        ValueDump(run.model, run.mesh, **arguments, most_bytes=100 * 1024)
+    run.batches.close()
+    run.metrics.close()
+
+
+def test_dumps_of_other_models_are_refused(right: TinyRun) -> None:
+    one = read_dump(right.folder / "right-1")
+    one.index.forward[:] = one.index.gradients[:] = one.index.updates[:] = []
+    with pytest.raises(UserError, match="the dumps have no module in common"):
+        compare_dumps(read_dump(right.folder / "right-1"), one)

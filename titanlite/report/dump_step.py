@@ -1,0 +1,56 @@
+"""A training run that ends with the dump of one step."""
+
+import os
+import shutil
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from titanlite.build import Run, build
+from titanlite.config.load import load
+from titanlite.convert.source import open_teacher
+from titanlite.convert.weights import open_weights
+from titanlite.ingest.inputs import find_files
+from titanlite.ingest.prepare import prepare_text
+from titanlite.preflight import preflight
+from titanlite.report.value_dump import StepDumped, ValueDump
+from titanlite.runtime.console import start_logging
+from titanlite.runtime.process_group import pick_device, process_group, read_ranks
+from titanlite.train import train
+
+
+def dump_step(path: str, overrides: Sequence[str], *, folder: Path, step: int) -> None:
+    """Train on the processes of the environment until a step, and write its values.
+
+    Raises:
+        UserError: the parts do not fit together, or the step has too many values.
+    """
+    ranks = read_ranks(os.environ)
+    config = load(path, overrides, world_size=ranks.world_size)
+    start_logging(ranks.rank)
+    device = pick_device(ranks)
+    resolved = preflight(config, ranks, device, find_text=find_files, open_teacher=open_teacher)
+    if ranks.rank == 0:
+        shutil.rmtree(folder / "run", ignore_errors=True)
+    with process_group(ranks, device, deterministic=config.debug.deterministic):
+        run = build(
+            config,
+            resolved,
+            ranks=ranks,
+            device=device,
+            prepare_text=prepare_text,
+            open_weights=open_weights,
+        )
+        record(run, folder=folder, step=step)
+
+
+def record(run: Run, *, folder: Path, step: int) -> None:
+    """Train until a step, write its values, and close the run."""
+    dtype = run.config.training.mixed_precision_param
+    run.observers.append(ValueDump(run.model, run.mesh, folder=folder, step=step, dtype=dtype))
+    try:
+        with suppress(StepDumped):
+            train(run)
+    finally:
+        run.batches.close()
+        run.metrics.close()
