@@ -19,7 +19,12 @@ def layouts_in_training(rank: int, world_size: int, config: Config) -> list[Any]
 
 @pytest.mark.slow
 def test_fake_ranks_have_the_layout_of_two_processes(tiny: TinyRun) -> None:
-    overrides = "--training.steps=1", "--training.mixed_precision_param=bfloat16", "--optimizer.name=Muon"
+    overrides = (
+        "--training.steps=1",
+        "--model.args.n_layers=1",
+        "--training.mixed_precision_param=bfloat16",
+        "--optimizer.name=Muon",
+    )
     configs = [
         tiny.config(*overrides, f"--job.name=mesh-{shard}", *degrees(2 // shard, shard), world_size=2)
         for shard in (2, 1)

@@ -216,7 +216,7 @@ def write_run(tiny: TinyRun, **changes: Any) -> Path:
     """Write the folder of a run on two processes, without training."""
     folder = tiny.folder / "outputs" / "tiny"
     folder.mkdir(parents=True)
-    config = tiny.config("--parallelism.data_parallel_shard_degree=2", world_size=2)
+    config = tiny.config("--model.args.n_layers=1", "--parallelism.data_parallel_shard_degree=2", world_size=2)
     (folder / "config.toml").write_text(dump(config))
     sizes = {"parameters": 1, "gradients": 2, "optimizer": 3, "resident": 4}
     record = {"schema": 2, "step": 2, "world_size": 2, "source": "process", "phases": {"forward": sizes}, "time": 1.0}
