@@ -189,6 +189,8 @@ def test_a_full_disk_loses_nothing(cached: Cached, tmp_path: Path, capfd: pytest
     toml = tmp_path / "two.toml"
     toml.write_text(cached.tiny.toml.read_text().replace(f'path = "{cached.tiny.text}"', sources))
     options = [*cached.live[1:], f"--teacher.cache={tmp_path}/cache"]
+    (tmp_path / "expected").mkdir()
+    (tmp_path / "expected" / ".teacher.json.staging").write_text("what a process has left that was killed at once")
     write(toml, *options, f"--teacher.cache={tmp_path}/expected")  # and the tokens of both
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, before[1]))

@@ -188,7 +188,7 @@ def _opened(folder: Path, settings: CacheSettings, group: dist.ProcessGroup) -> 
             except FileLocked as error:
                 raise UserError(f"teacher.cache: {error.holder} is writing {folder}: wait for it") from None
             if not (folder / SETTINGS).exists():
-                if [path for path in folder.iterdir() if path.name != ".lock"]:
+                if [path for path in folder.iterdir() if not path.name.startswith(".")]:  # the lock, and staging
                     raise UserError(f"teacher.cache: {folder} holds other files: name a folder of its own")
                 write_json(folder / SETTINGS, asdict(settings))
             there = read_settings(folder)
