@@ -1,4 +1,4 @@
-"""Arguments of `titanlite parity`."""
+"""Arguments of `titanlite parity` and `report`."""
 
 from argparse import Namespace
 from pathlib import Path
@@ -13,7 +13,8 @@ dashes, both in quotes, or the folder of a dump. Exit code 1 if they differ."""
 
 
 def add_commands(titanlite: Parser) -> None:
-    """Add `parity`."""
+    """Add `parity` and `report`."""
+    _add_report(titanlite)
     parser = titanlite.add_command(
         "parity",
         "train a config in every layout and compare losses step by step",
@@ -46,6 +47,40 @@ def add_commands(titanlite: Parser) -> None:
     )
     group.add_argument(
         "--step", metavar="N", type=positive_int, default=1, help="step of --where and --dump; default: 1"
+    )
+
+
+def _add_report(titanlite: Parser) -> None:
+    parser = titanlite.add_command(
+        "report",
+        "write an HTML page about runs, or serve it while they train",
+        _report,
+        details="The page needs no network. Several runs are drawn in the same charts.",
+        example="report outputs/debug\nreport outputs/first outputs/second --out compare.html --png compare.png\n"
+        "report outputs/debug --watch",
+    )
+    parser.add_argument("runs", metavar="RUN", nargs="+", help="folder of a run, such as outputs/debug")
+    parser.add_argument(
+        "--out", metavar="FILE", help="page to write; default: report.html in the folder of the first run"
+    )
+    parser.add_argument(
+        "--png", metavar="FILE", help="also draw loss, gradient norm, learning rate and speed for papers"
+    )
+    parser.add_argument(
+        "--watch", action="store_true", help="serve the page on this machine alone, and keep it current"
+    )
+    parser.add_argument("--port", metavar="N", type=int, default=8765, help="port of --watch; default: 8765; 0: any")
+
+
+def _report(options: Namespace) -> None:
+    from titanlite.report.page import main
+
+    main(
+        [Path(run) for run in options.runs],
+        out=Path(options.out) if options.out else None,
+        png=Path(options.png) if options.png else None,
+        watch=options.watch,
+        port=options.port,
     )
 
 
