@@ -152,8 +152,8 @@ def restarts(run: RunRecords) -> list[tuple[int, str]]:
 def phase_totals(run: RunRecords) -> dict[str, float]:
     """Return the seconds of all starts by phase.
 
-    A start that ended by itself has left its times in run.json. Of one that was killed, the last record that is left has
-    them: records of steps that a later start trained again are gone.
+    A start that ended by itself has left its times in run.json. Of one that was killed, the last record that is left
+    has them: records of steps that a later start trained again are gone.
     """
     totals = dict.fromkeys(CATEGORIES, 0.0)
     starts = [start for start in run.starts if start.get("step") is not None] or [{"step": 0}]
