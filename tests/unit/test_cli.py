@@ -368,7 +368,7 @@ COMMANDS = dict(commands(cli.make_parser()))
 
 def test_every_command_is_there() -> None:
     assert list(COMMANDS) == [
-        "train", "init", "check", "plan", "calibrate", "parity", "inspect", "profile",
+        "train", "init", "check", "plan", "calibrate", "report", "parity", "inspect", "profile",
         "data prepare", "data inspect", "data tokenizer",
         "checkpoint list", "checkpoint verify", "checkpoint restore", "checkpoint show", "checkpoint prune",
         "checkpoint export", "checkpoint import", "generate", "evaluate", "distill cache",
@@ -396,7 +396,7 @@ def test_help_lists_the_commands(words: list[str], capfd: pytest.CaptureFixture[
     lines = capfd.readouterr().out.splitlines()
     assert lines[0] == "usage: titanlite [-h] [--version] COMMAND ..."
     assert [line.split()[0] for line in lines if line.startswith("    ") and line[4] != " "] == [
-        "train", "init", "check", "plan", "calibrate", "parity", "inspect", "profile", "data", "checkpoint",
+        "train", "init", "check", "plan", "calibrate", "report", "parity", "inspect", "profile", "data", "checkpoint",
         "generate", "evaluate", "distill", "config",
     ]  # fmt: skip
 

@@ -1,20 +1,17 @@
-"""`titanlite report`: arithmetic, the page in a browser, the served page, and what cannot be read."""
+"""`titanlite report`: arithmetic, the served page, and what cannot be read."""
 
 import json
-import re
-import shutil
-import subprocess
 import threading
 import urllib.error
 import urllib.request
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from tests.run_folders import write_run
 from titanlite import cli
 from titanlite.report.charts import report_of
-from titanlite.report.page import page, server, to_json
+from titanlite.report.page import server, to_json
 from titanlite.report.run_records import (
     config_differences,
     phase_totals,
@@ -24,50 +21,6 @@ from titanlite.report.run_records import (
     smoothed,
 )
 from titanlite.runtime.errors import UserError
-
-CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
-FLAGS = (
-    "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
-    "--disable-component-update --disable-sync --virtual-time-budget=8000 --enable-logging=stderr --v=0"
-)
-
-
-def seconds(start: float, compute: float) -> dict[str, float]:
-    return {"start": start, "compile": 0.0, "compute": compute, "data": 1.0, "checkpoint": 0.0, "validation": 0.0}
-
-
-def write_run(folder: Path, *, lr: float = 0.1, steps: int = 6, resumed: int = 4) -> Path:
-    """Write the records of a run that was killed, and resumed once."""
-    folder.mkdir(parents=True)
-    records: list[dict[str, Any]] = [
-        {
-            "schema": 2, "step": step, "time": 100.0 + step, "loss": None if step == 3 else 8.0 / step,
-            "grad_norm": 1.0, "lr": lr, "samples": 8 * step, "data_shares": {"a": 0.25, "b": 0.75},
-            "phase_seconds": seconds(5, step) if step <= resumed else seconds(3, step - resumed),
-            "tokens_per_second": 100.0 * step, "step_seconds": 1.0, "data_wait_seconds": 0.1, "memory_gib": 2.0,
-            "tflops_per_device": 1.0, "mfu": None, "mfu_causal": None,
-            "slowest_rank": step % 2, "slowest_host": "h", "own_seconds_slowest": 1.0, "own_seconds_median": 0.9,
-        }
-        for step in range(1, steps + 1)
-    ]  # fmt: skip
-    validation = [{"schema": 2, "step": step, "loss": 9.0 / step, "sources": {"v": {"loss": 1.0}}} for step in (2, 6)]
-    layers = {"layers.0": {"gradients": {"rms": 0.5}}, "head": {"gradients": {"rms": 0.25}}}
-    for name, found in (
-        ("metrics", records),
-        ("validation", validation),
-        ("checkpoints", [{"schema": 2, "step": 4}]),
-        ("skipped", [{"schema": 2, "step": 3}]),
-        ("layers", [{"schema": 2, "step": 2, "layers": layers}]),
-    ):
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in found))
-    starts = [
-        {"time": "t0", "host": "h", "processes": 2, "device": "cpu", "step": 0},
-        {"time": "t1", "host": "h", "processes": 1, "device": "cpu", "step": resumed,
-         "end": {"code": 0, "reason": "done </script><b>", "step": steps}, "phase_seconds": seconds(3, 2.5)},
-    ]  # fmt: skip
-    (folder / "run.json").write_text(json.dumps({"id": "abc", "starts": starts}))
-    (folder / "config.toml").write_text(f"[optimizer]\nlr = {lr}\n[training]\nsteps = {steps}\n")
-    return folder
 
 
 def test_smoothing_is_an_unbiased_moving_average() -> None:
@@ -104,39 +57,6 @@ def test_a_run_that_was_killed_and_resumed(tmp_path: Path) -> None:
     assert summary["tokens/s"] == "400"  # the median without the first
     assert summary["restarts"] == "1"
     assert json.loads(to_json({"x": [float("nan"), 1.0]})) == {"x": [None, 1.0]}
-
-
-@pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium: apt install chromium")
-@pytest.mark.parametrize("theme", ["light", "dark"])
-def test_the_page_in_a_browser(theme: str, tmp_path: Path) -> None:
-    runs = [read_run(write_run(tmp_path / "run")), read_run(write_run(tmp_path / "other", lr=0.2))]
-    file = tmp_path / "report.html"
-    # What plotly has drawn is read back from its own objects.
-    read_back = (
-        "<script>document.body.dataset.values = JSON.stringify(['loss', 'phases'].map("
-        "name => document.getElementById('chart-' + name).data.map(trace => [...trace.x])))</script></body>"
-    )
-    dark = theme == "dark"
-    text = (
-        page(runs).replace("</body>", read_back).replace("matchMedia(", f"{json.dumps(dark)} ? {{matches: true}} : (")
-    )
-    file.write_text(text)
-    picture = tmp_path / "page.png"
-    words = [str(CHROMIUM), *FLAGS.split(), f"--user-data-dir={tmp_path}/browser", "--window-size=1280,2400"]
-    shown = subprocess.run(
-        [*words, "--dump-dom", f"file://{file}"], capture_output=True, text=True, timeout=110, check=True
-    )
-    assert "CONSOLE" not in shown.stderr, "an error of the page"
-    assert f'data-theme="{theme}"' in shown.stdout
-    assert int(re.findall(r'data-drawn="(\d+)"', shown.stdout)[0]) == len(report_of(runs)["charts"])
-    [values] = re.findall(r'data-values="([^"]*)"', shown.stdout)
-    loss, phases = json.loads(values)
-    assert loss[0] == [1, 2, 3, 4, 5, 6]
-    assert phases[0] == [8 / 3600, 8 / 3600]
-    assert "done </script><b>" in shown.stdout.replace("&lt;", "<").replace("&gt;", ">")
-    assert "http://" not in page(runs).partition('id="report"')[2].replace("http://www.w3.org", "")
-    subprocess.run([*words, f"--screenshot={picture}", f"file://{file}"], capture_output=True, timeout=110, check=True)
-    assert len(picture.read_bytes()) > 30_000
 
 
 def test_the_served_page_is_read_only_and_current(tmp_path: Path) -> None:

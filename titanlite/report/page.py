@@ -163,12 +163,11 @@ def draw_png(runs: Sequence[RunRecords], place: Path) -> None:
         UserError: matplotlib is missing.
     """
     _need("matplotlib")
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
+    import matplotlib.pyplot as plt
 
-    figure = Figure(figsize=(9, 6), layout="constrained", dpi=200)
-    FigureCanvasAgg(figure)
-    for axes, (name, label) in zip(figure.subplots(2, 2).flat, PAPER.items(), strict=True):
+    plt.switch_backend("agg")
+    sheet, grid = plt.subplots(2, 2, figsize=(9, 6), layout="constrained", dpi=200)
+    for axes, (name, label) in zip(grid.flat, PAPER.items(), strict=True):
         for number, run in enumerate(runs):
             values = [math.nan if value is None else value for value in run.column(name)]
             color = f"C{number}"
@@ -181,5 +180,6 @@ def draw_png(runs: Sequence[RunRecords], place: Path) -> None:
         axes.set(xlabel="step", ylabel=label)
         axes.spines[["top", "right"]].set_visible(False)
     if len(runs) > 1:
-        figure.axes[0].legend(frameon=False)
-    figure.savefig(place)
+        grid.flat[0].legend(frameon=False)
+    sheet.savefig(place)
+    plt.close(sheet)

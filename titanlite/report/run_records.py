@@ -27,7 +27,7 @@ class RunRecords:
     path: Path
     run_id: str
     starts: list[Record]
-    """Of run.json, the first start first."""
+    """Starts in run.json, the first one first."""
     metrics: list[Record]
     validation: list[Record]
     saves: list[Record]
@@ -47,7 +47,7 @@ class RunRecords:
 
 
 def read_run(path: Path) -> RunRecords:
-    """Read the folder of a run. The last line of a file may be half written: the run may be going on.
+    """Read the folder of a run. The last line of a file may be half written: the run may still train.
 
     Raises:
         UserError: the folder is no run, has no records yet, or records of another schema.
