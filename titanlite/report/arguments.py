@@ -9,7 +9,7 @@ DETAILS = """\
 Exit code 1 if a variant fails, or differs from its reference by more than it may.
 With --where, one step of two sides A and B, value by value: the first module and direction (forward, gradient, update)
 whose values differ, and a table by block. A side is a layout (2x2, replicas x shards), options of the config without
-dashes, both in quotes, or the folder of a dump. Exit code 1 if they differ."""
+dashes, both in quotes, the folder of a dump, or transformers. Exit code 1 if they differ."""
 
 
 def add_commands(titanlite: Parser) -> None:
@@ -24,6 +24,7 @@ def add_commands(titanlite: Parser) -> None:
             "parity debug --steps 20 --processes 4\n"
             "parity debug --where 2x2 1x1\n"
             "parity debug --where '2x1 compile.enable=true' 1x1\n"
+            "parity debug --where 1x1 transformers\n"
             "parity debug --dump dumps/before\n"
             "parity --where dumps/after dumps/before"
         ),

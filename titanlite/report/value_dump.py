@@ -54,6 +54,9 @@ class Index:
     """Dtypes in which values were computed, by key. The dump itself is in float32."""
     compiled: list[str] = field(default_factory=list)
     """Modules whose inner values are not seen."""
+    hugging_face: dict[str, Any] = field(default_factory=dict)
+    """The model in transformers, if its family has a table: config.json, its name of each parameter, parameters that
+    have none of their own, and whether the batch had a document mask."""
 
 
 class ValueDump(StepObserver):
@@ -95,7 +98,7 @@ class ValueDump(StepObserver):
             if name and not any(name.startswith(f"{block}.") for block in compiled):
                 self._hooks.append(module.register_forward_pre_hook(partial(self._see_input, name)))
                 self._hooks.append(module.register_forward_hook(partial(self._see_output, name)))
-        self._hooks.append(self._model.register_forward_pre_hook(self._see_tokens))
+        self._hooks.append(self._model.register_forward_pre_hook(self._see_tokens, with_kwargs=True))
 
     def phase(self, name: str) -> None:
         if not self._is_on:
@@ -116,8 +119,9 @@ class ValueDump(StepObserver):
 
     # The forward pass. A compiled block's hooks are compiled with it, so all they do is to append.
 
-    def _see_tokens(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
+    def _see_tokens(self, module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
         self._batch = inputs[0].shape
+        self._index.hugging_face.update(_in_transformers(self._model, has_documents="documents" in named))
         self._add(TOKENS, inputs[0])
 
     def _see_input(self, name: str, module: nn.Module, inputs: tuple[Any, ...]) -> None:
@@ -267,6 +271,16 @@ def _existing(folder: Path, name: str) -> Path:
     if not (folder / name).is_file():
         raise UserError(f"{folder} is no whole dump: {name} is missing; titanlite parity CONFIG --dump {folder}")
     return folder / name
+
+
+def _in_transformers(model: Model, *, has_documents: bool) -> dict[str, Any]:
+    form, args = model.formats.hugging_face, getattr(model, "args", None)
+    if form is None or args is None:
+        return {}
+    found = {name: form.tensors.find(name) for name, _ in unique_parameters(model)}
+    names = {ours: it[1] for ours, it in found.items() if it and "{" not in it[1] and not it[0].transposed}
+    unknown = [name for name in found if name not in names]
+    return {"config": form.to_config(args), "names": names, "unknown": unknown, "documents": has_documents}
 
 
 def _file(rank: int) -> str:

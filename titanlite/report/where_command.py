@@ -15,6 +15,7 @@ from titanlite.config.schema import Training
 from titanlite.report.parity import layout_options, parity_options, start
 from titanlite.runtime.errors import ConfigError, RunError, UserError, whole_number
 
+TRANSFORMERS = "transformers"
 LAYOUT = re.compile(r"(\d+)x(\d+)")
 
 
@@ -34,7 +35,8 @@ class Side:
 
 
 def parse_side(text: str, folder: Path) -> Side:
-    """Read a side: a layout as 2x2 (replicas x shards), options of the config, or both; or the folder of a dump.
+    """Read a side: a layout as 2x2 (replicas x shards), options of the config, or both; the folder of a dump; or
+    transformers.
 
     Args:
         folder: of the dump that the side will write.
@@ -42,7 +44,7 @@ def parse_side(text: str, folder: Path) -> Side:
     Raises:
         UserError: the text is none of these.
     """
-    if Path(text).is_dir():
+    if text == TRANSFORMERS or Path(text).is_dir():
         return Side(text, 0, [], Path(text))
     replicate, shard, options = 1, 1, list[str]()
     for word in text.split():
@@ -67,7 +69,9 @@ def where(path: str | None, overrides: list[str], sides: Sequence[str], *, step:
         UserError: the config or a side is wrong.
         RunError: a side failed, or they differ.
     """
-    stored = [Path(text).is_dir() for text in sides]
+    if [*sides] == [TRANSFORMERS] * 2:
+        raise UserError("--where: both sides are transformers; one of them must be ours")
+    stored = [text == TRANSFORMERS or Path(text).is_dir() for text in sides]
     if path is None and not all(stored):
         raise UserError("titanlite parity: --where runs a config: name one, or the folders of two dumps")
     root = Path(".")
@@ -86,8 +90,12 @@ def where(path: str | None, overrides: list[str], sides: Sequence[str], *, step:
             _run(path, overrides, side, step)
     from titanlite.report.value_dump import read_dump
     from titanlite.report.where import compare_dumps, summary, table
+    from titanlite.report.where_transformers import transformers_dump
 
-    compared = compare_dumps(read_dump(one.folder), read_dump(other.folder), tolerance=tolerance)
+    dumps = [None if side.text == TRANSFORMERS else read_dump(side.folder) for side in (one, other)]
+    ours = next(it for it in dumps if it)
+    a, b = (it or transformers_dump(ours) for it in dumps)
+    compared = compare_dumps(a, b, tolerance=tolerance)
     print(f"A: {one.text}; B, the reference: {other.text}; step {step}" if path else f"A: {one.text}; B: {other.text}")
     for line in (*table(compared), *summary(compared)):
         print(line)
