@@ -7,7 +7,7 @@ import pytest
 from tests.helpers import TinyRun
 from titanlite import cli
 from titanlite.config.load import load
-from titanlite.report.parity import ONE, Curve, compare, variants
+from titanlite.report.parity import ONE, Curve, compare, error_in, variants
 
 
 def test_it_covers_every_technique() -> None:
@@ -92,3 +92,10 @@ def test_mistakes_are_reported_before_anything_is_trained(tiny: TinyRun, capfd: 
         assert cli.run(["parity", "--config", str(tiny.toml), argument]) == 2
         assert capfd.readouterr().err.splitlines()[0].startswith(message)
     assert not (tiny.folder / "outputs").exists()
+
+
+def test_a_failed_run_is_explained_by_its_own_error() -> None:
+    lines = ["W1123 x.py: this will be an error in a later version", "model    llama3", "error: data.path: is empty"]
+    assert error_in(lines) == "error: data.path: is empty"
+    assert error_in(["model    llama3", "RuntimeError: too large"]) == "RuntimeError: too large"
+    assert error_in(["model    llama3"]) is None

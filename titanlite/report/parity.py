@@ -280,6 +280,11 @@ def start(command: list[str], processes: int, log: Path) -> str | None:
         environment = {name: value for name, value in os.environ.items() if name != "TITANLITE_EXIT_FILE"}
         result = subprocess.run(arguments, stdout=output, stderr=output, env=environment, check=False)
     if result.returncode:
-        errors = [line for line in log.read_text().splitlines() if "rror" in line]
-        return f"{errors[0] if errors else f'exit code {result.returncode}'} ({log})"
+        return f"{error_in(log.read_text().splitlines()) or f'exit code {result.returncode}'} ({log})"
     return None
+
+
+def error_in(lines: list[str]) -> str | None:
+    """Return the first line that titanlite reports as an error; without one, the first that names an error."""
+    found = [line for line in lines if line.startswith("error:")] or [line for line in lines if "rror" in line]
+    return found[0] if found else None
