@@ -13,9 +13,11 @@ from transformers import AutoTokenizer
 from tests.chat_tokenizer import write_chat_tokenizer
 from tests.models import SMALL, built
 from titanlite import cli
-from titanlite.data.packing import BestFit
-from titanlite.data.samples import as_batch
+from titanlite.data.loader import MicroBatches
+from titanlite.data.packing import BestFit, Stream
+from titanlite.data.samples import Samples, Source, as_batch
 from titanlite.data.tokens import TokenStore
+from titanlite.ingest.token_writer import TokenWriter
 from titanlite.loss import token_loss
 from titanlite.step import document_arguments
 
@@ -281,6 +283,52 @@ def test_packed_chats_have_the_loss_that_each_has_alone(tmp_path: Path, tokenize
         alone.append(loss(torch.tensor([ids[:-1]]), torch.from_numpy(labels)[None]))
     assert packed[1] == sum(count for _, count in alone) > 100
     assert packed[0] == pytest.approx(sum(total for total, _ in alone), rel=1e-6)
+
+
+def in_small_shards(store: TokenStore, folder: Path, *, shard_tokens: int) -> TokenStore:
+    """Write the same tokens, documents and mask again, in shards that end anywhere in a chat."""
+    about = store.index["tokenizer"]
+    sizes = {"vocab_size": about["vocab_size"], "shard_tokens": shard_tokens}
+    with TokenWriter(folder, tokenizer=about["fingerprint"], bos=False, eos=False, **sizes) as writer:
+        for at in range(0, len(store), shard_tokens):
+            count = min(shard_tokens, len(store) - at)
+            tokens, mask = store.read(at, count).astype(np.uint16), store.read_mask(at, count)
+            writer.add(tokens, store.document_starts(at, count) - at, mask)
+    return TokenStore(folder)
+
+
+@pytest.mark.parametrize("packing", [BestFit, Stream])
+def test_masks_across_shards_on_resume_and_on_more_ranks(tmp_path: Path, tokenizer: Path, packing: Any) -> None:
+    code, out = prepare(write_chats(tmp_path / "chats.jsonl", CHATS), tokenizer)
+    assert code == 0
+    one = TokenStore(out)
+    many = in_small_shards(one, tmp_path / "many", shard_tokens=97)
+    edges = range(97, len(one), 97)
+    assert len(many.index["shards"]) == len(edges) + 1
+    starts = set(one.document_starts(0, len(one)).tolist())
+    assert [edge for edge in edges if edge not in starts and one.read_mask(edge - 1, 2).all()], "cuts an answer"
+    assert documents(tmp_path / "many") == documents(out)
+
+    def labels(store: TokenStore, *, ranks: int, steps: range) -> list[list[int]]:
+        more: dict[str, Any] = {"plan_folder": tmp_path / "plans"} if packing is BestFit else {"document_mask": True}
+        source = Source("chats", packing(store, seq_len=64, **more), store.fingerprint)
+        samples = Samples([source], seed=0, document_mask=True)
+        each = [
+            iter(MicroBatches(4 * steps.start, global_batch_size=4, micro_batch_size=2, rank=rank, ranks=ranks))
+            for rank in range(ranks)
+        ]
+        found: list[list[int]] = []
+        for _ in steps:
+            for batches in each:
+                for _ in range(2 // ranks):
+                    found += samples.__getitems__(next(batches))["labels"].tolist()
+        return found
+
+    whole = labels(one, ranks=1, steps=range(10))
+    counted = [label for row in whole for label in row if label >= 0]
+    assert 0 < len(counted) < sum(len(row) for row in whole)
+    resumed = labels(many, ranks=1, steps=range(4)) + labels(many, ranks=2, steps=range(4, 10))
+    assert resumed == whole
 
 
 @pytest.mark.slow
