@@ -62,6 +62,8 @@ full bench_step.py --runs 5 --dtype bfloat16 --turn 1 --turns 2
 full bench_step.py --runs 5 --dtype bfloat16 --turn 1 --turns 2 --compile.enable=true
 fast bench_step.py --runs 1
 fast bench_step.py --runs 1 --processes 2
+full bench_metrics.py
+fast bench_metrics.py --steps 20
 full bench_profile.py --runs 5
 fast bench_profile.py --runs 1
 full bench_checkpoint.py --saves 8

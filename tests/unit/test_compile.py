@@ -69,7 +69,7 @@ def test_compiling_is_no_step_time(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("titanlite.metrics.timer.time.perf_counter", lambda: now[0])
     monkeypatch.setattr("titanlite.metrics.compile_watch.compile_seconds", lambda: compiling[0])
     lines: list[str] = []
-    monkeypatch.setattr("titanlite.metrics.recorder.logger.info", lines.append)
+    monkeypatch.setattr("titanlite.metrics.recorder.logger.info", lambda line, **options: lines.append(line))
     metrics = recorder(tmp_path, log_freq=1)
 
     def takes(seconds: float, of_compiler: float = 0.0) -> None:

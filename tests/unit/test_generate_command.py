@@ -173,7 +173,11 @@ def test_ctrl_c_ends_quietly(
         return next_logits(self, ids)
 
     monkeypatch.setattr(Generator, "next_logits", interrupted)
-    code, out, err = generate(capfd, run_folder, "--prompt", "one", "--temperature", 1, "--seed", 1)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job begins with none
+    try:
+        code, out, err = generate(capfd, run_folder, "--prompt", "one", "--temperature", 1, "--seed", 1)
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert (code, err) == (130, "")
     assert out.endswith("\n")
     assert 1 < len(out) < 12

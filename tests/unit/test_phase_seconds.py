@@ -101,7 +101,8 @@ def test_a_runs_records_are_of_the_form(tiny: TinyRun) -> None:
         assert not {name for record in records for name in record} - set(fields), path.name
     last = json.loads(run.folder.metrics.read_text().splitlines()[-1])
     assert tuple(last["phase_seconds"]) == CATEGORIES
-    assert last["phase_seconds"]["compute"] > 0 < last["phase_seconds"]["validation"]
+    # What other tests have compiled in this process counts as compile.
+    assert last["phase_seconds"]["compile"] + last["phase_seconds"]["compute"] > 0 < last["phase_seconds"]["validation"]
 
 
 def test_faults_of_a_record_are_found() -> None:
