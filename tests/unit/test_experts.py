@@ -12,6 +12,9 @@ from torch import nn
 from tests.foreign import assert_same, logits, oracle_of
 from titanlite import cli
 from titanlite.checkpoint.state import model_state
+from titanlite.config.schema import Data
+from titanlite.convert.compress import Student
+from titanlite.convert.experts import RouterStatistics, Sample, read_sample
 from titanlite.convert.source import load_model, open_source
 
 UNUSED = {0: [1, 4], 1: [0, 3]}
@@ -103,6 +106,58 @@ def test_all_experts_are_the_teacher_bit_for_bit(folder: Path) -> None:
     assert cli.run(["checkpoint", "import", str(folder / "hf"), "--out", str(folder / "all")]) == 0
     student, whole = (model_state(load_model(open_source(str(folder / name)))) for name in ("student", "all"))
     assert_same({n: t.detach() for n, t in student.items()}, {n: t.detach() for n, t in whole.items()})
+
+
+def test_most_used_are_those_with_most_tokens_of_each_layer() -> None:
+    counts = {"a": [1, 5, 3, 5, 9], "b": [2, 2, 2, 2, 2], "c": [9, 0, 0, 1, 8]}
+    found = RouterStatistics("", 1, counts)
+    assert found.most_used(3) == {"a": [1, 3, 4], "b": [0, 1, 2], "c": [0, 3, 4]}, "of equal ones the first"
+
+
+def test_the_bias_of_an_expert_goes_with_it() -> None:
+    kept = {"layers.0.feed_forward.bias_E": [0, 1, 2], "layers.1.feed_forward.bias_E": [1, 2, 4]}
+    student = Student([1], kept)
+    name = student.teacher_name("model.layers.0.feed_forward.bias_E")
+    assert name == "model.layers.1.feed_forward.bias_E"
+    assert student.part_of(name, torch.tensor([0.5, -1.0, 2.0, 3.0, 7.0])).tolist() == [-1.0, 2.0, 7.0]
+
+
+def test_tokens_are_counted_as_transformers_chooses_experts(folder: Path) -> None:
+    oracle = oracle_of("qwen3_moe", vocab_size=2048)
+    oracle.save_pretrained(folder / "plain")
+    assert run(folder, "student", "--experts", "keep=3", path="plain") == 0
+    found = json.loads((folder / "student" / "router_statistics.json").read_text())["counts"]
+    spec = open_source(str(folder / "plain")).spec
+    tokens_BL = read_sample(
+        Sample(str(folder / "text.txt"), 512), spec, Data().tokenizer, cache_folder=folder / "cache"
+    )
+    with torch.no_grad():
+        chosen = oracle(tokens_BL, output_router_logits=True).router_logits
+    for layer, logits_TE in enumerate(chosen):
+        picked = logits_TE.topk(2, dim=-1).indices.flatten().bincount(minlength=5).tolist()
+        assert found[f"layers.{layer}.feed_forward"] == picked
+
+
+def test_damaged_statistics_are_one_line(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert run(folder, "student", "--experts", "keep=3") == 0
+    whole = json.loads((folder / "student" / "router_statistics.json").read_text())
+    first, second = "layers.0.feed_forward", "layers.1.feed_forward"
+    right = whole["counts"][first]
+    layers, number = "has other layers than the teacher", f"has no 5 counts for {second}"
+    capfd.readouterr()
+    for counts, message in (
+        (None, layers),
+        ([], layers),
+        ({first: right}, layers),
+        ({first: right, second: [1, 2]}, number),
+        ({first: right, second: [1] * 7}, number),
+        ({first: right, second: "abcde"}, number),
+        ({first: right, second: [1, 2, None, 3, 4]}, number),
+    ):
+        (folder / "bad.json").write_text(json.dumps(whole | {"counts": counts}))
+        assert run(folder, "out", "--experts", "keep=3", "--statistics", "bad.json") == 2, counts
+        assert capfd.readouterr().err == f"error: --statistics: bad.json {message}: leave it out, and give a --sample\n"
+        assert not (folder / "out").exists()
 
 
 def test_mistakes_are_one_line(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:

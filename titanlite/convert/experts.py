@@ -7,7 +7,7 @@ block by block. Only one block of it is in memory at a time, beside the hidden s
 import hashlib
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -72,14 +72,16 @@ class RouterStatistics:
         write_atomically(path, json.dumps(asdict(self), indent=1))
 
 
-def load_statistics(path: Path, teacher: str) -> RouterStatistics:
+def load_statistics(path: Path, teacher: str, *, layers: Iterable[str], n_experts: int) -> RouterStatistics:
     """Read saved statistics.
 
     Args:
         teacher: hash of the teacher that they must be of.
+        layers: names of the layers' experts, each of which must have its counts.
+        n_experts: number of counts of a layer.
 
     Raises:
-        UserError: the file cannot be read, or is of another teacher.
+        UserError: the file cannot be read, is damaged, or is of another teacher.
     """
     try:
         found = RouterStatistics(**json.loads(path.read_bytes()))
@@ -87,6 +89,14 @@ def load_statistics(path: Path, teacher: str) -> RouterStatistics:
         raise UserError(f"--statistics: {path} holds no router statistics: {error}") from None
     if found.teacher != teacher:
         raise UserError(f"--statistics: {path} is of another teacher: leave it out, and give a --sample")
+    counts: Any = found.counts
+    if not isinstance(counts, dict) or set(counts) != set(layers):
+        raise UserError(f"--statistics: {path} has other layers than the teacher: leave it out, and give a --sample")
+    for name, tokens in counts.items():
+        if not (isinstance(tokens, list) and len(tokens) == n_experts and all(type(it) is int for it in tokens)):
+            raise UserError(
+                f"--statistics: {path} has no {n_experts} counts for {name}: leave it out, and give a --sample"
+            )
     return found
 
 
@@ -235,9 +245,10 @@ def choose_experts(teacher: Teacher, *, keep: str, source: Sample | Path, out: s
         UserError: a mistake in the input.
     """
     count, read = parse_keep(keep, teacher.spec), teacher.read_or_initial
-    name = identify_teacher(teacher.spec, read)
+    name, stacks = identify_teacher(teacher.spec, read), expert_stacks(teacher.spec.build())
     if isinstance(source, Path):
-        found = load_statistics(source, name)
+        n_experts = int(getattr(teacher.spec.args, "n_experts", 0))
+        found = load_statistics(source, name, layers=stacks, n_experts=n_experts)
     else:
         tokenizer = teacher.config.data.tokenizer
         cache = Path("outputs", "data_cache")
@@ -251,5 +262,4 @@ def choose_experts(teacher: Teacher, *, keep: str, source: Sample | Path, out: s
     for layer, experts in kept.items():
         share = sum(found.counts[layer][expert] for expert in experts) / max(sum(found.counts[layer]), 1)
         print(f"{layer}: the kept experts had {share:.1%} of the tokens")
-    stacks = expert_stacks(teacher.spec.build())
     return {f"{layer}.{tensor}": kept[layer] for layer, tensors in stacks.items() for tensor in tensors}
