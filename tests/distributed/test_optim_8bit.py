@@ -61,7 +61,7 @@ def test_losses_are_near_those_of_adamw(tiny: TinyRun) -> None:
     ("class_name", "shape"),
     [
         # 259 rows, each of one block: uneven shards
-        pytest.param("AdamW8bit", "--model.args.dim=256", marks=pytest.mark.slow),
+        pytest.param("AdamW8bit", "--model.args.dim=256", marks=pytest.mark.nightly),
         pytest.param("AdamW4bit", "--model.args.vocab_size=260", marks=pytest.mark.nightly),
         pytest.param("AdamWFp8", "--model.args.vocab_size=260", marks=pytest.mark.nightly),
     ],

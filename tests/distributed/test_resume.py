@@ -78,7 +78,7 @@ def test_tied_model_resumes_and_is_stored_once(tiny: TinyRun) -> None:
     assert "model.head.output.weight" not in stored
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_float8_run_resumes_without_float8(tiny: TinyRun) -> None:
     """The checkpoint holds plain tensors: no torchao is needed to read it."""
     sizes = ["--model.args.dim=48", "--model.args.hidden_dim=64", "--optimizer.lr=1e-3", *degrees(1, 2)]

@@ -75,7 +75,7 @@ def test_shards_arithmetic_and_collectives_of_the_teacher(options: list[str]) ->
     assert found.time.total > without.time.total
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_compiled_teacher_has_the_same_collectives(options: list[str]) -> None:
     compiled = "--compile.enable=true"
     added = gathered(planned(options, compiled)) - gathered(planned([], compiled))

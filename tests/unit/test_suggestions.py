@@ -70,7 +70,7 @@ def test_what_fits_is_before_what_is_cheaper(tiny: TinyRun) -> None:
     assert SELECTIVE in [it.options for it in found if not it.fits]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_every_option_that_takes_less_memory_is_offered(tiny: TinyRun) -> None:
     """Everything that the config can take is offered if nothing fits."""
     pytest.importorskip("torchao")
