@@ -70,7 +70,8 @@ def random_model(config_file: Path, *, scale: float = 6) -> Model:
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim > 1:
-                parameter.mul_(scale)
+                if parameter.itemsize > 1:  # codes are as they are
+                    parameter.mul_(scale)
             else:  # norms, which begin as ones: a swap would go unseen
                 parameter.mul_(1 + 0.3 * torch.rand(parameter.shape, generator=generator))
     return model

@@ -1,15 +1,18 @@
 """Memory and disk that a model needs for training, checked before anything is allocated."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
 from titanlite.config.schema import Config
 from titanlite.models.base import Model, trainable_parameters, unique_parameters
+from titanlite.models.quantized import quantized_parameters
 from titanlite.optim.state_size import state_bytes
 from titanlite.parallelize.fsdp import largest_shard
-from titanlite.parallelize.materialize import check_memory
 from titanlite.runtime.disk import check_room, folder_of
+from titanlite.runtime.errors import UserError
+from titanlite.runtime.hardware import host_memory
 from titanlite.runtime.process_group import Ranks
 
 SIZES = {"bfloat16": 2, "float16": 2, "float32": 4}
@@ -54,6 +57,18 @@ def check_model_disk(model: Model, config: Config, ranks: Ranks) -> None:
     check_room(folder, of_a_rank * ranks.local_world_size)
 
 
+def weight_bytes(model: Model, config: Config) -> int:
+    """Return the bytes of a model's parameters, unsharded.
+
+    Args:
+        model: with its frozen and quantized parameters.
+    """
+    quantized, dtype = quantized_parameters(model), config.training.dtype
+    sizes = {True: SIZES[dtype], False: SIZES[config.freeze.dtype or dtype]}
+    parameters = [parameter for _, parameter in unique_parameters(model)]
+    return sum(it.numel() * (it.itemsize if it in quantized else sizes[it.requires_grad]) for it in parameters)
+
+
 def bytes_per_parameter(model: Model, config: Config) -> tuple[float, float]:
     """Return the bytes (in memory, on disk) of a parameter with its gradient and its optimizer states.
 
@@ -62,8 +77,44 @@ def bytes_per_parameter(model: Model, config: Config) -> tuple[float, float]:
     parameters = sum(p.numel() for p in model.parameters())
     trained = sum(p.numel() for p in trainable_parameters(model).values()) / parameters
     size = SIZES[config.training.dtype]
-    weight = trained * size + (1 - trained) * SIZES[config.freeze.dtype or config.training.dtype]
+    weight = weight_bytes(model, config) / parameters
     gradient = 0 if config.optimizer.in_backward else trained * size
     moments = state_bytes(config.optimizer, model, dtype=config.training.dtype) / parameters
     on_disk = weight * (config.offload.parameters == "disk") + moments * (config.offload.optimizer == "disk")
     return weight + gradient + moments - on_disk, on_disk
+
+
+def check_memory(
+    needed: float,
+    *,
+    parameters: Sequence[int],
+    shard_degree: int,
+    local_world_size: int,
+    device: torch.device,
+    offload: bool,
+) -> None:
+    """Compare the least memory that a step needs with the available memory, before anything is allocated.
+
+    Args:
+        needed: bytes of a process for parameters, gradients and optimizer states, but for what is on disk.
+        parameters: number of the model's parameters, and of the teacher's if there is one.
+
+    Raises:
+        UserError: it does not fit, with both numbers.
+    """
+    if device.type == "cuda" and not offload:
+        available, place = torch.cuda.get_device_properties(device).total_memory, "the GPU"
+    else:
+        available = host_memory() / local_world_size
+        place = "this machine (it has no GPU)" if device.type == "cpu" else "this machine"
+        place += f", for each of {local_world_size} processes," if local_world_size > 1 else ""
+    if needed > available:
+        what, with_teacher, or_offload = "the model does not fit", "", ""
+        if len(parameters) > 1:
+            what, with_teacher = "the model and the teacher do not fit", f" and the {parameters[1]:,} of the teacher"
+            or_offload = ", or set teacher.enable_cpu_offload = true" if device.type == "cuda" and not offload else ""
+        raise UserError(
+            f"{what}: parameters, gradients and optimizer states of its {parameters[0]:,} parameters{with_teacher} "
+            f"take {needed / 2**30:,.1f} GiB on each process (sharded over {shard_degree}), and {place} has "
+            f"{available / 2**30:,.1f} GiB. Use more processes, a higher shard degree, or a smaller flavor{or_offload}"
+        )

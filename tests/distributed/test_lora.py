@@ -13,10 +13,13 @@ from titanlite.checkpoint.state import state_of
 from titanlite.config.load import load
 from titanlite.config.schema import Config
 from titanlite.convert.source import load_model, open_source
+from titanlite.models.quantized import CODES, quantize
 from titanlite.models.registry import resolve_model
 from titanlite.parallelize.materialize import materialize
 
 LORA = ["--lora.rank=3", "--lora.alpha=6", "--training.steps=4", "--training.max_norm=0", "--optimizer.lr=0.03"]
+QUANTIZED = {name: [f"--lora.quantize_base={name}"] for name in ("int8", "float8")}
+"""Options of a quantized base. Runs whose names begin so are compared with such a run on one rank."""
 TECHNIQUES = {
     "FSDP": degrees(1, 2),
     "AC op": [*degrees(1, 2), "--activation_checkpoint.mode=selective"],
@@ -24,6 +27,8 @@ TECHNIQUES = {
     "in backward": [*degrees(1, 2), "--optimizer.in_backward=true"],
     "bfloat16 base": [*degrees(1, 2), "--freeze.dtype=bfloat16"],
     "compile": [*degrees(1, 2), "--compile.enable=true"],
+    "int8 base": [*QUANTIZED["int8"], *degrees(1, 2)],
+    "float8 base": [*QUANTIZED["float8"], *degrees(1, 2), "--freeze.dtype=bfloat16"],
 }
 FURTHER = {
     "DDP": degrees(2, 1),
@@ -35,6 +40,21 @@ FURTHER = {
     "accumulation": [*degrees(1, 2), "--training.local_batch_size=2"],
     "all reduced at the end": [
         *degrees(1, 2), "--training.local_batch_size=2", "--parallelism.fsdp_reduce_gradients=last",
+    ],
+    "int8, DDP": [*QUANTIZED["int8"], *degrees(2, 1)],
+    "int8, AC op, offload": [
+        *QUANTIZED["int8"], *degrees(1, 2), "--activation_checkpoint.mode=selective",
+        "--training.enable_cpu_offload",
+    ],
+    "int8, compile, AC": [
+        *QUANTIZED["int8"], *degrees(1, 2), "--compile.enable=true", "--activation_checkpoint.mode=full",
+    ],
+    "int8, bfloat16": [*QUANTIZED["int8"], *degrees(1, 2), "--training.mixed_precision_param=bfloat16"],
+    "float8, in backward, compile": [
+        *QUANTIZED["float8"], *degrees(1, 2), "--optimizer.in_backward=true", "--compile.enable=true",
+    ],
+    "float8, disk": [
+        *QUANTIZED["float8"], *degrees(1, 2), "--training.enable_cpu_offload", "--offload.parameters=disk",
     ],
 }  # fmt: skip
 FAMILIES = {
@@ -50,34 +70,53 @@ def train(rank: int, world_size: int, config: Config) -> dict[str, Any]:
     run = train_on_this_rank(config, rank, world_size)
     moments = state_of(run.model, run.optimizer)["optimizer"]
     return {
-        "weights": {name: whole(parameter).float().numpy() for name, parameter in run.model.named_parameters()},
+        "weights": {name: whole(parameter.float()).numpy() for name, parameter in run.model.named_parameters()},
         "moments": {name.removeprefix("state.").rpartition(".")[0] for name in moments},
         "gradients": {name for name, parameter in run.model.named_parameters() if parameter.requires_grad},
     }
 
 
-def base_of(config: Config) -> dict[str, np.ndarray]:
-    """Return the initial values of a model without adapters."""
+def base_of(config: Config, name: str) -> dict[str, np.ndarray]:
+    """Return the values of the base of a run: the initial ones of a model without adapters, converted."""
     model = resolve_model("llama3", None, config.model.args).build()
     materialize(model, device=torch.device("cpu"), offload=False, dtype=torch.float32, seed=config.debug.seed)
-    return {name: parameter.detach().numpy() for name, parameter in model.named_parameters()}
+    found = {parameter: value.detach() for parameter, value in model.named_parameters()}
+    for parameter, value in [*found.items()]:
+        if (dtype := CODES.get(name.split()[0].strip(","))) and parameter.startswith("layers.") and value.ndim == 2:
+            found[parameter], found[f"{parameter}_scale"] = quantize(value, dtype)
+        elif name in ("bfloat16 base", "float8 base"):
+            found[parameter] = value.bfloat16()
+    return {parameter: value.float().numpy() for parameter, value in found.items()}
 
 
 @pytest.mark.parametrize(
     ("techniques", "further"),
     [
-        pytest.param(TECHNIQUES, {"HSDP": degrees(2, 2)}, marks=pytest.mark.slow, id="first"),
-        pytest.param(FURTHER, {"more ranks than rank": degrees(1, 4)}, marks=pytest.mark.nightly, id="further"),
+        pytest.param(
+            TECHNIQUES,
+            {"HSDP": degrees(2, 2), "int8, HSDP": [*QUANTIZED["int8"], *degrees(2, 2)]},
+            marks=pytest.mark.slow,
+            id="first",
+        ),
+        pytest.param(
+            FURTHER,
+            {"more ranks than rank": degrees(1, 4), "float8, HSDP": [*QUANTIZED["float8"], *degrees(2, 2)]},
+            marks=pytest.mark.nightly,
+            id="further",
+        ),
     ],
 )
 def test_losses_are_equal_and_the_base_keeps_its_bits_whatever_the_technique(
     tiny: TinyRun, techniques: dict[str, list[str]], further: dict[str, list[str]]
 ) -> None:
-    single = tiny.config(*LORA, "--job.name=single")
-    base, [expected] = base_of(single), run_ranks(train, 1, single)
-    wanted = tiny.losses("single")
-    assert wanted[-1] < wanted[0] - 0.03
-    found = {}
+    singles = {"single": [], **QUANTIZED}
+    configs = {name: tiny.config(*LORA, *options, f"--job.name={name}") for name, options in singles.items()}
+    expected = {
+        name: result for name, [result] in zip(singles, run_in_turn(train, 1, [*configs.values()]), strict=True)
+    }
+    wanted = {name: tiny.losses(name) for name in singles}
+    assert all(losses[-1] < losses[0] - 0.03 for losses in wanted.values())
+    found = {name: [result] for name, result in expected.items()}
     for world_size, several in ((2, techniques), (4, further)):
         configs = [
             tiny.config(*LORA, *options, f"--job.name={name}", world_size=world_size)
@@ -85,20 +124,22 @@ def test_losses_are_equal_and_the_base_keeps_its_bits_whatever_the_technique(
         ]
         found |= dict(zip(several, run_in_turn(train, world_size, configs), strict=True))
     for name, results in found.items():
-        narrow = name == "bfloat16 base"
-        assert tiny.losses(name) == pytest.approx(wanted, abs=5e-3 if narrow else 1e-5), name
+        like = next((format for format in QUANTIZED if name.startswith(format)), "single")
+        narrow = "bfloat16" in name or name == "float8 base"
+        assert tiny.losses(name) == pytest.approx(wanted[like], abs=5e-3 if narrow else 1e-5), name
+        base = base_of(tiny.config(), name)
         for result in results:
             for parameter, value in result["weights"].items():
                 if "lora" not in parameter:
-                    kept = torch.from_numpy(base[parameter]).bfloat16().float().numpy() if narrow else base[parameter]
-                    assert np.array_equal(value, kept), (name, parameter)
+                    assert np.array_equal(value, base[parameter]), (name, parameter)
                 elif not narrow:
                     np.testing.assert_allclose(
-                        value, expected["weights"][parameter], rtol=0, atol=5e-4, err_msg=f"{name} {parameter}"
+                        value, expected[like]["weights"][parameter], rtol=0, atol=5e-4, err_msg=f"{name} {parameter}"
                     )
-            adapters = expected["weights"].keys() - base.keys()
+            adapters = result["weights"].keys() - base.keys()
+            assert len(adapters) == 2 * 7 * 3
             assert result["moments"] == result["gradients"] == adapters, name
-    changed = [value for name, value in expected["weights"].items() if name.endswith("lora_b")]
+    changed = [value for name, value in expected["single"]["weights"].items() if name.endswith("lora_b")]
     assert all(np.abs(value).max() > 1e-3 for value in changed)
 
 
@@ -131,15 +172,18 @@ def test_a_run_begins_with_a_base_and_resumes_with_its_adapters(
     """The base is a checkpoint of ours or a Hugging Face folder; neither has adapters."""
     base = ["--training.steps=2", "--job.name=base", "--training.max_norm=0", "--optimizer.lr=0.03"]
     [weights] = run_ranks(trained, 1, tiny.config(*base))
+    matrices = [name for name, value in weights.items() if name.startswith("layers.") and value.ndim == 2]
     ours, folder = tiny.folder / "outputs" / "base", tiny.folder / "hf"
     assert cli.run(["checkpoint", "export", str(ours), "--out", str(folder)]) == 0
-    options = [*LORA, "--checkpoint.interval=2"]
+    options, steps = [*LORA, "--checkpoint.interval=2"], "--training.steps=2"
     runs = [
         tiny.config(*options, f"--checkpoint.initial_load_path={ours}", "--job.name=whole"),
         tiny.config(*options, f"--checkpoint.initial_load_path={folder}", "--job.name=hf"),
-        tiny.config(*options, f"--checkpoint.initial_load_path={ours}", "--job.name=parts", "--training.steps=2"),
+        tiny.config(*options, f"--checkpoint.initial_load_path={ours}", "--job.name=parts", steps),
+        tiny.config(*options, *QUANTIZED["int8"], f"--checkpoint.initial_load_path={ours}", "--job.name=int8-whole"),
+        tiny.config(*options, *QUANTIZED["int8"], f"--checkpoint.initial_load_path={folder}", "--job.name=int8", steps),
     ]
-    [[whole_run], [of_folder], _] = run_in_turn(train, 1, runs)
+    [[whole_run], [of_folder], _, [int8_run], _] = run_in_turn(train, 1, runs)
     assert tiny.losses("hf") == tiny.losses("whole")
     for result in (whole_run, of_folder):
         for name, value in weights.items():
@@ -150,9 +194,18 @@ def test_a_run_begins_with_a_base_and_resumes_with_its_adapters(
     assert tiny.losses("parts") == tiny.losses("whole")
     for name, value in whole_run["weights"].items():
         assert np.array_equal(resumed["weights"][name], value), name
-    run_ranks(train, 2, tiny.config(*options, "--job.name=parts", "--training.steps=6", world_size=2))
-    run_ranks(train, 1, tiny.config(*options, "--job.name=whole", "--training.steps=6"))
-    assert tiny.losses("parts") == pytest.approx(tiny.losses("whole"), abs=1e-5)
+    longer = [*options, "--training.steps=6"]
+    two = [*longer, "--job.name=parts"], [*options, *QUANTIZED["int8"], "--job.name=int8", "--training.steps=3"]
+    run_in_turn(train, 2, [tiny.config(*words, world_size=2) for words in two])
+    one = [*longer, "--job.name=whole"], [*options, *QUANTIZED["int8"], "--job.name=int8"]
+    [_, [int8_parts]] = run_in_turn(train, 1, [tiny.config(*words) for words in one])
+    for whole_name, parts in (("whole", "parts"), ("int8-whole", "int8")):
+        assert tiny.losses(parts) == pytest.approx(tiny.losses(whole_name), abs=1e-5)
+    for name, value in weights.items():  # quantized on one rank; two ranks and then one have resumed with the bits
+        codes, scale = quantize(torch.from_numpy(value), torch.int8) if name in matrices else (value, None)
+        for result in (int8_run, int8_parts):
+            assert np.array_equal(result["weights"][name], np.asarray(codes)), name
+            assert scale is None or np.array_equal(result["weights"][f"{name}_scale"], scale.numpy()), name
     source = open_source(str(tiny.folder / "outputs" / "parts"))  # two ranks saved it
     assert source.adapters is not None
     for name, merged in load_model(source).named_parameters():

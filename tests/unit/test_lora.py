@@ -1,7 +1,6 @@
 """Adapters of linear layers: what is trained, what a layer computes, what a step needs, and what is refused."""
 
 import re
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +9,7 @@ import tomli
 import torch
 from torch import Tensor, nn
 
+from tests.adapted import FROZEN_BASE, TOKENS, adapted, filled
 from tests.helpers import TinyRun
 from tests.kept_matmuls import KeptMatmuls
 from titanlite import cli
@@ -24,32 +24,11 @@ from titanlite.models.registry import resolve_model
 from titanlite.optim.groups import parameter_groups
 from titanlite.parallelize.activation_checkpoint import apply_activation_checkpoint
 from titanlite.parallelize.lora import LoraLinear, choose_trained
-from titanlite.parallelize.materialize import materialize, set_dtype
 from titanlite.plan.estimate import Layout, plan
 from titanlite.plan.search import _has_layers_for_float8
 from titanlite.runtime.hardware import find_hardware
 
-TOKENS = torch.arange(32).view(2, 16) * 5 % 64
-SMALL = {"dim": 48, "n_layers": 2, "n_heads": 4, "n_kv_heads": 1, "hidden_dim": 80, "vocab_size": 64}
-FROZEN_BASE = Freeze()
 GUIDE = Path("docs/finetune.md")
-
-
-def adapted(
-    family: str = "llama3", *, rank: int | None = 4, targets: Sequence[str] = (), freeze: Freeze = FROZEN_BASE,
-    **args: Any,
-) -> Any:  # fmt: skip
-    """Return a model on the meta device."""
-    spec = resolve_model(family, "debug", {**SMALL, "max_seq_len": 16, **args})
-    model = spec.build()
-    choose_trained(model, freeze_config=freeze, lora=Lora(rank=rank, targets=[*targets]))
-    return model
-
-
-def filled(model: Model, dtype: torch.dtype = torch.float32) -> Model:
-    set_dtype(model, dtype)
-    materialize(model, device=torch.device("cpu"), offload=False, dtype=dtype, seed=3)
-    return model
 
 
 def test_adapters_alone_are_trained_and_the_base_keeps_its_names_and_values() -> None:
@@ -143,11 +122,10 @@ def test_a_model_of_the_users_own_gets_adapters_too() -> None:
 @pytest.mark.parametrize(("is_compiled", "kept"), [(False, [4, 6]), (True, [1, 5, 7])])
 def test_policy_op_keeps_the_same_matmuls_with_adapters_as_without(is_compiled: bool, kept: list[int]) -> None:
     """Matmuls of each layer: the base's, A's, B's."""
-    for rank, stride in ((None, 1), (4, 3)):
-        model = adapted(rank=rank, n_layers=1)
-        model = filled(model)
+    for rank, stride, quantize_base in ((None, 1, "none"), (4, 3, "none"), (4, 3, "int8")):
+        model = filled(adapted(rank=rank, quantize_base=quantize_base, n_layers=1))
         for parameter in model.parameters():  # else nothing is kept without adapters
-            parameter.requires_grad_(True)
+            parameter.requires_grad_(parameter.is_floating_point())
         apply_activation_checkpoint(model, ["op"], is_compiled=is_compiled)
         with KeptMatmuls() as mode:
             _ = model(TOKENS)
@@ -173,17 +151,17 @@ def test_operations_gradients_and_moments_are_counted_for_adapters_only(tiny: Ti
     assert (group.name, group.weight_decay, len(group.parameters)) == ("AdamW", 0.1, 2 * 7 * 2)
 
 
-@pytest.mark.parametrize("dtype", ["", "bfloat16"])
-def test_a_plan_has_gradients_and_moments_of_adapters_alone(tiny: TinyRun, dtype: str) -> None:
-    options = ["--lora.rank=4", *([f"--freeze.dtype={dtype}"] if dtype else [])]
-    config = tiny.config(*options, "--model.args={dim=48, hidden_dim=80, n_heads=4, n_kv_heads=1, vocab_size=264}",
+def test_a_plan_has_gradients_and_moments_of_adapters_alone(tiny: TinyRun) -> None:
+    """A base in bfloat16 and in 8 bits is planned in tests/unit/test_quantized_base.py."""
+    config = tiny.config("--lora.rank=4",
+                         "--model.args={dim=48, hidden_dim=80, n_heads=4, n_kv_heads=1, vocab_size=264}",
                          "--training.mixed_precision_param=bfloat16", world_size=2)  # fmt: skip
     planned = plan(config, Layout(2, find_hardware("H100"), 8))
     model = adapted(n_layers=config.model.args.get("n_layers", 6), vocab_size=264)
     adapters = sum(parameter.numel() for parameter in trainable_parameters(model).values())
     whole = sum(parameter.numel() for parameter in model.parameters())
     assert planned.parameters == whole
-    assert planned.most("parameters") == (4 * adapters + (2 if dtype else 4) * (whole - adapters)) / 2
+    assert planned.most("parameters") == 4 * whole / 2
     assert planned.most("gradients") == 4 * adapters / 2
     numbers = 4 * 2 * planned.blocks * 7  # AdamW's count of steps, of each tensor
     assert planned.most("optimizer") == 8 * adapters / 2 + numbers

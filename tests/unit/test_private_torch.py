@@ -18,7 +18,7 @@ from torch._functorch import config as functorch_config
 from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.nn.attention import SDPBackend
@@ -46,6 +46,7 @@ from titanlite.runtime.private_torch.fsdp import (
     fsdp_param_group,
     gather_asynchronously,
     gather_in_place,
+    keep_dtypes,
     keeps_reduced_gradients,
     observe_fsdp,
     observer_of,
@@ -511,6 +512,30 @@ def test_gathering_in_place_copies_nothing_and_follows_the_weights() -> None:
     assert torch.allclose(model(x), 2 * before)
     model(x).sum().backward()
     assert model[0].weight.grad is not None
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+@pytest.mark.usefixtures("single_process_group")
+def test_parameters_are_gathered_in_their_own_dtype_with_mixed_precision(keeps: bool) -> None:
+    model: Any = nn.Linear(4, 4, bias=False)
+    values = {"int8": torch.arange(4), "float8_e4m3fn": torch.tensor([0.5, 448.0, -3.5]), "float32": torch.rand(4)}
+    for name, value in values.items():
+        model.register_parameter(name, nn.Parameter(value.to(getattr(torch, name)), requires_grad=False))
+    fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    if keeps:
+        keep_dtypes(model, {parameter for parameter in model.parameters() if not parameter.requires_grad})
+    gathered: dict[str, Tensor] = {}
+    model.register_forward_pre_hook(
+        lambda *_: gathered.update({name: it.detach().clone() for name, it in model.named_parameters()})
+    )
+    model(torch.ones(2, 4)).float().sum().backward()
+    assert gathered["weight"].dtype == torch.bfloat16
+    for name, value in values.items():
+        own = getattr(torch, name)
+        assert gathered[name].dtype == (own if keeps or name == "int8" else torch.bfloat16)
+        if keeps:
+            assert torch.equal(gathered[name].float(), value.to(own).float())
+    assert model.weight.grad.dtype == torch.float32
 
 
 @pytest.mark.usefixtures("single_process_group")

@@ -18,6 +18,7 @@ from titanlite.checkpoint.storage import open_storage
 from titanlite.config.schema import Checkpoint
 from titanlite.models.added import added_parameters
 from titanlite.models.base import Model
+from titanlite.models.quantized import scales_of
 from titanlite.runtime.errors import ConfigError, Problem
 from titanlite.runtime.signals import shielding_children
 
@@ -171,8 +172,9 @@ def check_exports(config: Checkpoint, model: Model | None) -> None:
     if (form := model.formats.hugging_face) is None:
         reason = f"{type(model).__name__} has no table of Hugging Face's names: give it `formats`"
         raise ConfigError([Problem(key, f"{reason} (docs/add_a_model.md)")])
-    adapters = added_parameters(model)  # PEFT's format has a place for them
-    lost = [name for name in model_state(model) if name not in adapters and not form.tensors.find(name)]
+    state = model_state(model)
+    known = {*added_parameters(model), *scales_of(state).values()}  # PEFT's format has a place for adapters
+    lost = [name for name in state if name not in known and not form.tensors.find(name)]
     if globs := to_globs(name for name in lost if not selected(name, config.export_drop)):
         fix = f"checkpoint.export_drop = {json.dumps([*config.export_drop, *globs])}"
         reason = f"{form.architecture} has no place for {', '.join(globs)}"

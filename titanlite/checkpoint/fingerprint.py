@@ -46,4 +46,5 @@ def model_settings(title: str, model_args: Any) -> dict[str, Any]:
 def _lora_settings(lora: Lora) -> dict[str, Any]:
     if lora.rank is None:
         return {}
-    return {"lora.rank": lora.rank, LORA_ALPHA: lora.alpha, "lora.targets": sorted(lora.targets)}
+    quantized = {"lora.quantize_base": lora.quantize_base} if lora.quantize_base != "none" else {}
+    return {"lora.rank": lora.rank, LORA_ALPHA: lora.alpha, "lora.targets": sorted(lora.targets), **quantized}

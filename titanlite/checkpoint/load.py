@@ -9,7 +9,6 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.storage import StorageReader
 
 from titanlite.checkpoint import manifest as manifests
@@ -17,6 +16,7 @@ from titanlite.checkpoint.dcp_read import ShardReader
 from titanlite.checkpoint.fingerprint import LORA_ALPHA
 from titanlite.checkpoint.foreign import ForeignWeights
 from titanlite.checkpoint.manifest import DAMAGED, SUPERSEDED, Manifest, folder_name
+from titanlite.checkpoint.quantize import QuantizingPlanner, to_quantize
 from titanlite.checkpoint.state import Difference, State, check_settings, difference, flat, model_state, selected
 from titanlite.checkpoint.storage import MANIFEST, Storage, open_storage
 from titanlite.config.schema import Checkpoint
@@ -73,6 +73,7 @@ class Loader:
         """
         where = self.storage.url_of(folder_name(manifest.step))
         reader = self._open(self.storage, folder_name(manifest.step), manifest)
+        to_quantize(flat(state), reader.metadata, where)
         if wrong := difference(flat(state), reader.metadata, ["*"]):
             if wrong.is_of_quantization():
                 mesh = " x ".join(f"{axis} {degree}" for axis, degree in manifest.mesh.items())
@@ -87,7 +88,7 @@ class Loader:
             raise UserError(
                 f"{where} is of another {section}:\n{wrong}\nRestore [{section}], or give the new run another job.name"
             )
-        self._read(reader, state)
+        _read(reader, state, self.group)
         if self.config.load_step is not None:
             on_rank_0(self.group, lambda: self._quarantine_newer(manifest.step))
 
@@ -113,9 +114,11 @@ class Loader:
         if isinstance(reader, ForeignWeights):
             chosen = {name: tensor for name, tensor in chosen.items() if name not in reader.kept}
         stored = reader.metadata.state_dict_metadata
+        scales = to_quantize(names, reader.metadata, where)
         new = {f"model.{name}" for name in added} - stored.keys()
         if isinstance(reader, ShardReader) and len(new) < len(added):
             self._check_scale(reader, where)
+        new |= {f"{name}_scale" for name in scales}
         chosen = {name: tensor for name, tensor in chosen.items() if name not in new}
         found = difference(chosen, reader.metadata, wanted)
         if isinstance(reader, ForeignWeights) and selected("model", wanted):
@@ -128,7 +131,8 @@ class Loader:
         if found:
             logger.warning(f"from {where} are not loaded, as allowed:\n{found}")
         try:
-            self._read(reader, {"": {name: tensor for name, tensor in chosen.items() if name not in found.missing}})
+            there = {name: tensor for name, tensor in chosen.items() if name not in found.missing}
+            _read(reader, {"": there}, self.group, QuantizingPlanner(scales))
         except DamagedCheckpoint as damage:
             raise UserError(f"checkpoint.initial_load_path: {damage}") from None
         logger.info(f"initial {', '.join(wanted)} from {where}")
@@ -218,12 +222,11 @@ class Loader:
         on_all(self.group, lambda: opened.append(ShardReader(storage, folder, manifest)))
         return opened[0]
 
-    def _read(self, reader: StorageReader, state: State) -> None:
-        _read(reader, state, self.group)
 
-
-def _read(reader: StorageReader, state: State, group: dist.ProcessGroup) -> None:
-    planner = DefaultLoadPlanner(allow_partial_load=False)
+def _read(
+    reader: StorageReader, state: State, group: dist.ProcessGroup, planner: QuantizingPlanner | None = None
+) -> None:
+    planner = planner or QuantizingPlanner({})
     try:
         dcp.load(_nested(state), storage_reader=reader, planner=planner, process_group=group)
     except CheckpointException as error:

@@ -23,6 +23,7 @@ from torch.futures import Future
 from titanlite.checkpoint.dcp_read import ShardReader
 from titanlite.checkpoint.fingerprint import LORA_ALPHA
 from titanlite.checkpoint.rank_reader import RankReader
+from titanlite.models.quantized import SCALE, dequantize
 from titanlite.parallelize.lora import LORA_A, LORA_B
 
 
@@ -37,6 +38,9 @@ class Adapters:
     reader: ShardReader
     """Reader of the checkpoint as it is."""
 
+    def is_quantized(self, layer: str) -> bool:
+        return f"model.{layer}.{SCALE}" in self.reader.metadata.state_dict_metadata
+
     def read(self, name: str) -> Tensor:
         """Return a whole tensor of the checkpoint as it is, by the model's name."""
         entry: Any = self.reader.metadata.state_dict_metadata[f"model.{name}"]
@@ -50,6 +54,8 @@ class Adapters:
     def merged(self, layer: str) -> Tensor:
         """Return the merged weight of a layer, in float32."""
         weight, a, b = (self.read(f"{layer}.{part}").float() for part in ("weight", LORA_A, LORA_B))
+        if self.is_quantized(layer):
+            weight = dequantize(weight, self.read(f"{layer}.{SCALE}"))
         return weight.addmm_(b, a, alpha=self.alpha / self.rank)
 
 
@@ -76,20 +82,22 @@ def find_adapters(reader: ShardReader, settings: Mapping[str, Any]) -> Adapters 
 class MergedReader(RankReader):
     """Reader of a checkpoint with adapters, as if it were of the merged model.
 
-    A merged weight has the wider dtype of base and adapter. The others are as they are stored.
+    A merged weight has the wider dtype of base and adapter, or the adapter's if the base is quantized. The others are
+    as they are stored.
     """
 
     def __init__(self, adapters: Adapters) -> None:
         self.adapters = adapters
         self._layers = {f"model.{layer}.weight": layer for layer in adapters.layers}
-        parts = {f"model.{layer}.{part}" for layer in adapters.layers for part in (LORA_A, LORA_B)}
+        parts = {f"model.{layer}.{part}" for layer in adapters.layers for part in (LORA_A, LORA_B, SCALE)}
         stored: dict[str, Any] = dict(adapters.reader.metadata.state_dict_metadata)
         entries = {name: entry for name, entry in stored.items() if name not in parts}
         for name, layer in self._layers.items():
-            size = entries[name].size
-            dtypes = entries[name].properties.dtype, stored[f"model.{layer}.{LORA_A}"].properties.dtype
+            size, dtype = entries[name].size, stored[f"model.{layer}.{LORA_A}"].properties.dtype
+            if not adapters.is_quantized(layer):
+                dtype = torch.promote_types(dtype, entries[name].properties.dtype)
             whole = ChunkStorageMetadata(torch.Size([0] * len(size)), size)
-            entries[name] = TensorStorageMetadata(TensorProperties(dtype=torch.promote_types(*dtypes)), size, [whole])
+            entries[name] = TensorStorageMetadata(TensorProperties(dtype=dtype), size, [whole])
         self.metadata = Metadata(entries)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:

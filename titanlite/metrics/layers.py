@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from titanlite.config.run_schema import Layers
 from titanlite.metrics.records import RecordFile
 from titanlite.models.base import Model
+from titanlite.models.quantized import quantized_parameters
 from titanlite.observer import StepObserver
 from titanlite.runtime.private_torch.tensors import local_tensor
 
@@ -60,6 +61,7 @@ class LayerHealth(StepObserver):
         self._model, self._freq, self._file = model, freq, file
         self._replicas, self._world, self._device = replicas, world, device
         self._layers = layers_of(model)
+        self._quantized = quantized_parameters(model)
         self._step = 0
         """Step that is measured; 0: none is."""
         self._is_forward = False
@@ -86,7 +88,7 @@ class LayerHealth(StepObserver):
                 self._hooks.pop().remove()
             self._measure_parameters("gradients", lambda p: None if p.grad is None else local_tensor(p.grad))
         elif name == "metrics":
-            self._measure_parameters("parameters", local_tensor)
+            self._measure_parameters("parameters", lambda p: None if p in self._quantized else local_tensor(p))
             self._measure_parameters("updates", self._update_of)
             step, self._step = self._step, 0
             self._before = {}

@@ -97,12 +97,13 @@ def applied(config: Config, *, blocks: int) -> list[str]:
     """Describe the techniques that the config asks for."""
     recompute, float8, training = config.activation_checkpoint, config.quantize.linear.float8, config.training
     resharding = config.parallelism.fsdp_reshard_after_forward
+    base = "" if config.lora.quantize_base == "none" else f" on {config.lora.quantize_base} weights"
     found = {
         f"FSDP of {blocks} blocks, reshard_after_forward {resharding}": True,
         f"activation checkpointing {recompute.mode}": recompute.mode != "none",
         f"compile of {blocks} blocks": config.compile.enable,
         f"float8 {float8.recipe_name}": float8.enable,
-        f"LoRA of rank {config.lora.rank}": config.lora.rank is not None,
+        f"LoRA of rank {config.lora.rank}{base}": config.lora.rank is not None,
         f"frozen parameters {', '.join(config.freeze.parameters)}": bool(config.freeze.parameters),
         f"a teacher ({config.teacher.path})": config.teacher.is_live,
         f"a teacher's cache ({config.teacher.cache})": config.teacher.cache is not None,
@@ -165,9 +166,10 @@ def types_of(model: Model, optimizer: torch.optim.Optimizer) -> dict[str, str]:
     units = [fsdp_param_group(module) for module in model.modules() if isinstance(module, FSDPModule)]
     policies = [unit.mp_policy for unit in units if unit is not None]
     weights = [parameter.dtype for parameter in model.parameters()]
+    trained = [parameter.dtype for parameter in trainable_parameters(model).values()]
     types: dict[str, list[torch.dtype | None]] = {
         "weights": [*weights],
-        "compute": [policy.param_dtype or dtype for policy in policies for dtype in weights],
+        "compute": [policy.param_dtype or dtype for policy in policies for dtype in trained],
         "reduction": [policy.reduce_dtype for policy in policies],
         "moments": [*state_dtypes(optimizer)],
     }

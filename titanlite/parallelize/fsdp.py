@@ -16,9 +16,10 @@ from torch.distributed.fsdp import (
 from titanlite.config.schema import Parallelism, Training
 from titanlite.kernels import Kernels
 from titanlite.models.base import Model, head_of, unique_parameters
+from titanlite.models.quantized import quantized_parameters
 from titanlite.parallelize.mesh import has_replicas, shard_degree_of, sharding_mesh
 from titanlite.runtime.dtensor import chunk_sizes
-from titanlite.runtime.private_torch.fsdp import free_gather_buffer, gather_in_place, wait_for_reduction
+from titanlite.runtime.private_torch.fsdp import free_gather_buffer, gather_in_place, keep_dtypes, wait_for_reduction
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 GPUS_OF_A_NODE = 8
@@ -43,7 +44,8 @@ def shard(
     """
     on_gpu = mesh.device_type == "cuda"
     compute_dtype = DTYPES[training.mixed_precision_param]
-    has_compute_dtype = all(parameter.dtype == compute_dtype for parameter in model.parameters())
+    quantized = quantized_parameters(model)
+    has_compute_dtype = all(it.dtype == compute_dtype for it in model.parameters() if it not in quantized)
     options: dict[str, Any] = {
         "mesh": sharding_mesh(mesh),
         "mp_policy": MixedPrecisionPolicy(
@@ -74,11 +76,14 @@ def shard(
         wait_for_reduction(head)
     _prefetch(sharded[:-1], parallelism)
     head.register_forward_pre_hook(_free_gather_buffer)  # no all-gather follows, and the loss needs the memory
+    quantized = quantized_parameters(model)  # they are others now
     for unit in sharded:
         if isinstance(unit, nn.Embedding) and [unit] in units:
             unit.set_unshard_in_backward(False)  # the gradient of a lookup does not need the table
         if shard_degree == 1 and has_compute_dtype and not training.enable_cpu_offload:
             gather_in_place(unit)
+        elif quantized and not has_compute_dtype:
+            keep_dtypes(unit, quantized)
 
 
 def _can_wait(mesh: DeviceMesh, training: Training) -> bool:

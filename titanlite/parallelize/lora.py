@@ -3,7 +3,7 @@
 A layer with an adapter computes W x + (alpha / rank) B (A x), with A [rank, in] and B [out, rank]. B begins as zero, so
 the first step computes what the base does. A and B are parameters of the layer: `<layer>.lora_a` and `<layer>.lora_b`.
 No name of the base changes. So sharding, initial values, the optimizer and checkpoints treat adapters like any other
-parameters.
+parameters. The weights of such layers can be quantized (QLoRA, arXiv:2305.14314, with 8 bits; `models/quantized.py`).
 """
 
 from collections.abc import Iterable
@@ -17,6 +17,7 @@ from titanlite.models.added import AddsParameters
 from titanlite.models.base import Model, head_of, unique_parameters
 from titanlite.models.initial import Constant, InitialValues, Uniform
 from titanlite.models.layers import Linear
+from titanlite.models.quantized import CODES, SCALE, QuantizedLinear
 from titanlite.optim.groups import collapse_names
 from titanlite.parallelize.freeze import freeze, freeze_parameters
 from titanlite.runtime.errors import ConfigError, Problem
@@ -40,9 +41,19 @@ class LoraLinear(AddsParameters, Linear):
         self.lora_a = nn.Parameter(self.weight.new_empty(rank, base.in_features))
         self.lora_b = nn.Parameter(self.weight.new_empty(base.out_features, rank))
         self.scale = alpha / rank
+        self.register_parameter(SCALE, None)
+
+    def quantize_base(self, dtype: torch.dtype) -> None:
+        """Replace the weight by codes of a dtype and their scales, without values."""
+        with torch.device(self.weight.device):
+            self.weight = nn.Parameter(torch.empty(self.weight.shape, dtype=dtype), requires_grad=False)
+            self.weight_scale = nn.Parameter(torch.empty(self.out_features), requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        out = super().forward(x)
+        if self.weight_scale is None:
+            out = super().forward(x)
+        else:
+            out = QuantizedLinear.apply(x, self.weight, self.weight_scale, self.kernels.matmul_dtype(x))
         out = out if self.bias is None else out + self.bias
         return out + self.kernels.linear(self.kernels.linear(x, self.lora_a) * self.scale, self.lora_b)
 
@@ -69,6 +80,11 @@ def choose_trained(model: Model, *, freeze_config: Freeze, lora: Lora) -> None:
     for name, layer in layers.items():
         model.set_submodule(name, LoraLinear(layer, rank=lora.rank, alpha=lora.alpha))
     freeze_parameters(base, dtype=freeze_config.dtype)
+    if lora.quantize_base != "none":
+        for name in layers:
+            layer = model.get_submodule(name)
+            assert isinstance(layer, LoraLinear)
+            layer.quantize_base(CODES[lora.quantize_base])
 
 
 def target_layers(model: Model, lora: Lora) -> dict[str, nn.Linear]:

@@ -1,7 +1,6 @@
 """Materialization: allocate the local shards of a meta model, and give every parameter the values it has on any
 layout."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,10 +9,10 @@ from torch.distributed.fsdp import FSDPModule
 
 from titanlite.models.base import Model, initial_values, trainable_parameters, unique_parameters
 from titanlite.models.initial import Constant, free_tables
+from titanlite.models.quantized import quantize, scales_of
 from titanlite.runtime.disk import DiskTensors
 from titanlite.runtime.dtensor import GlobalIndices, from_local_like
 from titanlite.runtime.errors import UserError
-from titanlite.runtime.hardware import host_memory
 from titanlite.runtime.hash_random import random_bits, salt
 from titanlite.runtime.private_torch.tensors import local_tensor, replace_tensors
 
@@ -102,14 +101,20 @@ def _drop_after_use(model: Model, disk: DiskTensors) -> None:
 
 @torch.no_grad()
 def draw_weights(model: Model, *, device: torch.device, seed: int, disk: DiskTensors | None = None) -> None:
-    """Give every parameter its initial values, slice by slice.
+    """Give every parameter its initial values, slice by slice. Quantized weights are drawn in float32, one at a time.
 
     Args:
         device: computes the values. It may be another than that of the parameters.
     """
-    for name, parameter in unique_parameters(model):
+    parameters = dict(unique_parameters(model))
+    scales = scales_of(parameters)
+    for name, parameter in parameters.items():
+        if name in scales.values():
+            continue  # they follow from the weight
         values = initial_values(model, name, parameter.shape)
-        flat = local_tensor(parameter).view(-1)
+        local = local_tensor(parameter)
+        drawn = torch.empty_like(local, dtype=torch.float32) if name in scales else local
+        flat = drawn.view(-1)
         indices, name_salt = GlobalIndices(parameter), salt(f"{seed}/{name}/initial")
         size = SLICE * torch.get_num_threads()
         for start in range(0, len(flat), size):
@@ -119,8 +124,14 @@ def draw_weights(model: Model, *, device: torch.device, seed: int, disk: DiskTen
             else:
                 here = indices(start, len(part), device)
                 part.copy_(values.values(random_bits(name_salt, here), here).float())
-            if disk:
+            if disk and drawn is local:
                 disk.changed(part)
+        if name in scales:
+            targets = local, local_tensor(parameters[scales[name]])
+            for target, value in zip(targets, quantize(drawn, local.dtype), strict=True):
+                target.copy_(value)
+                if disk:
+                    disk.changed(target)
     free_tables()
 
 
@@ -136,39 +147,3 @@ def _check_complete(model: Model, parameter_device: torch.device, device: torch.
     for name, parameter in unique_parameters(model):
         assert parameter.device.type == parameter_device.type, name
         assert parameter.dtype == dtype or not parameter.requires_grad, f"{name} is {parameter.dtype}"
-
-
-def check_memory(
-    needed: float,
-    *,
-    parameters: Sequence[int],
-    shard_degree: int,
-    local_world_size: int,
-    device: torch.device,
-    offload: bool,
-) -> None:
-    """Compare the least memory that a step needs with the available memory, before anything is allocated.
-
-    Args:
-        needed: bytes of a process for parameters, gradients and optimizer states, but for what is on disk.
-        parameters: number of the model's parameters, and of the teacher's if there is one.
-
-    Raises:
-        UserError: it does not fit, with both numbers.
-    """
-    if device.type == "cuda" and not offload:
-        available, place = torch.cuda.get_device_properties(device).total_memory, "the GPU"
-    else:
-        available = host_memory() / local_world_size
-        place = "this machine (it has no GPU)" if device.type == "cpu" else "this machine"
-        place += f", for each of {local_world_size} processes," if local_world_size > 1 else ""
-    if needed > available:
-        what, with_teacher, or_offload = "the model does not fit", "", ""
-        if len(parameters) > 1:
-            what, with_teacher = "the model and the teacher do not fit", f" and the {parameters[1]:,} of the teacher"
-            or_offload = ", or set teacher.enable_cpu_offload = true" if device.type == "cuda" and not offload else ""
-        raise UserError(
-            f"{what}: parameters, gradients and optimizer states of its {parameters[0]:,} parameters{with_teacher} "
-            f"take {needed / 2**30:,.1f} GiB on each process (sharded over {shard_degree}), and {place} has "
-            f"{available / 2**30:,.1f} GiB. Use more processes, a higher shard degree, or a smaller flavor{or_offload}"
-        )

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from titanlite.config.schema import Config
 from titanlite.models.added import added_parameters
 from titanlite.models.base import Model, trainable_parameters, unique_parameters
+from titanlite.models.quantized import quantized_parameters
 from titanlite.optim.groups import ParameterGroup, parameter_groups
 from titanlite.optim.registry import accepts, find_optimizer_cls
 from titanlite.optim.state_size import local_bytes, local_state_bytes
@@ -123,7 +124,7 @@ def layouts_of(
     compiled = {it for module in model.modules() if is_compiled(module) for it in module.parameters()}
     float8 = {it for module in model.modules() if type(module).__module__.startswith(FLOAT8_LINEAR)
               for it in module.parameters(recurse=False)}  # fmt: skip
-    added = {*added_parameters(model).values()}
+    added, quantized = {*added_parameters(model).values()}, quantized_parameters(model)
     groups = {it: group for group in parameter_groups(config.optimizer, trainable_parameters(model))
               for it in group.parameters.values()}  # fmt: skip
     units = {it: (unit, policy) for unit, policy, parameters in _units(model) for it in parameters}
@@ -131,7 +132,7 @@ def layouts_of(
     for name, parameter in unique_parameters(model):
         local = local_tensor(parameter)
         unit, policy = units.get(parameter, (ROOT, None))
-        compute = (policy and policy.param_dtype) or parameter.dtype
+        compute = (policy and parameter not in quantized and policy.param_dtype) or parameter.dtype
         size = local_bytes(parameter)
         keeps_gradient = parameter.requires_grad and not config.optimizer.in_backward
         found.append(

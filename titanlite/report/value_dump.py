@@ -294,5 +294,5 @@ def _kept(tensor: Tensor) -> Tensor:
 
 def _whole(tensor: Tensor) -> Tensor:
     """Return the whole of a sharded tensor in float32, as a copy."""
-    tensor = tensor.detach()
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).float().clone()
+    tensor = tensor.detach().float()  # no collective knows float8
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()

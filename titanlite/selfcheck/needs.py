@@ -9,7 +9,7 @@ from titanlite.config.schema import Checkpoint, Config, Data, Validation
 from titanlite.data.prepared import STDLIB, prepared_tokens
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.ingest.inputs import find_files
-from titanlite.memory_check import SIZES, bytes_per_parameter
+from titanlite.memory_check import SIZES, bytes_per_parameter, weight_bytes
 from titanlite.models.base import Model, unique_parameters
 from titanlite.optim.state_size import state_bytes
 from titanlite.selfcheck.findings import size_text
@@ -39,10 +39,7 @@ def checkpoint_bytes(model: Model, config: Config) -> int:
     Args:
         model: with its frozen parameters frozen.
     """
-    dtype = config.training.dtype
-    sizes = {True: SIZES[dtype], False: SIZES[config.freeze.dtype or dtype]}
-    weights = sum(parameter.numel() * sizes[parameter.requires_grad] for _, parameter in unique_parameters(model))
-    return weights + state_bytes(config.optimizer, model, dtype=dtype)
+    return weight_bytes(model, config) + state_bytes(config.optimizer, model, dtype=config.training.dtype)
 
 
 def kept_checkpoints(checkpoint: Checkpoint, steps: int) -> int:

@@ -1,5 +1,6 @@
 """FSDP2: its units, their collectives, and what they hold in memory."""
 
+from collections.abc import Collection
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -97,6 +98,23 @@ class _InPlaceParam(FSDPParam):
 
     def free_unsharded_param(self) -> None:
         """The memory is that of the sharded parameter, and stays."""
+
+
+def keep_dtypes(module: FSDPModule, parameters: Collection[nn.Parameter]) -> None:
+    """Let FSDP gather some sharded parameters of a unit in their own dtype, whatever its mixed precision."""
+    unit = fsdp_param_group(module)
+    for parameter in unit.fsdp_params if unit else ():
+        if parameter.sharded_param in parameters:
+            assert type(parameter) is FSDPParam
+            parameter.__class__ = _KeptDtypeParam
+
+
+class _KeptDtypeParam(FSDPParam):
+    """FSDPParam without mixed precision."""
+
+    def init_dtype_attrs(self, mp_policy: Any) -> None:
+        super().init_dtype_attrs(mp_policy)
+        self.param_dtype = None
 
 
 def wait_for_reduction(module: FSDPModule) -> None:
