@@ -20,6 +20,9 @@ Only with a document mask (`data.document_mask = true`):
 - `documents` [B, L] int32: number of the token's document within its sequence, ascending from 0.
 - `boundaries` [documents + 1] int32: start of each document among the B * L tokens, then B * L.
 
+Where several ranks split sequences (`parallelism.context_parallel_degree`), a batch has these as well, `documents` and
+`boundaries` for all tokens of a sequence, the others for this rank's.
+
 Only with a cache of a teacher (`teacher.cache`), of the K tokens that the teacher finds most probable next:
 
 - `teacher_ids` [B, L, K] int32: token ids.

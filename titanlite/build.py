@@ -33,6 +33,7 @@ from titanlite.observer import CurrentPhase, StepObserver
 from titanlite.optim.in_backward import InBackward
 from titanlite.optim.norm import count_parameter_replicas
 from titanlite.parallelize import build_mesh
+from titanlite.parallelize.context import split_batch
 from titanlite.parallelize.mesh import data_parallel_rank, loss_group, world_group
 from titanlite.preflight import ResolvedConfig
 from titanlite.profiling import build_profilers
@@ -209,10 +210,7 @@ def _open_checkpoints(
         mesh=mesh,
         device=device,
         settings=resume_settings(
-            config,
-            model_args=resolved.model.args,
-            data=samples.settings,
-            teacher=resolved.teacher_fingerprint,
+            config, model_args=resolved.model.args, data=samples.settings, teacher=resolved.teacher_fingerprint
         ),
         may_change=["data.*"] if config.data.on_change != "error" else [],
         whole_config=hide_secrets(dump(config)),
@@ -261,7 +259,8 @@ def _load_batches(
         ranks=ranks,
         step=resumed.progress.step,
     )
-    loader = build_loader(resumed.samples, micro_batches, num_workers=config.data.num_workers, device=device)
+    split, workers = partial(split_batch, mesh=mesh), config.data.num_workers
+    loader = build_loader(resumed.samples, micro_batches, num_workers=workers, device=device, split=split)
     return micro_batches, loader
 
 
@@ -291,6 +290,7 @@ def _build_validator(
         rank=rank,
         ranks=ranks,
         group=loss_group(mesh),
+        split=partial(split_batch, mesh=mesh),
     )
 
 

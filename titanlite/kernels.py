@@ -18,7 +18,17 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from titanlite.config.types import AttentionBackend
-from titanlite.models.attention import AttentionMask, Boundaries, Documents, additive_mask, attend, repeat_heads
+from titanlite.models.attention import (
+    AttentionMask,
+    Boundaries,
+    Documents,
+    SplitSequences,
+    additive_mask,
+    attend,
+    chunk_boundaries,
+    offsets_of,
+    repeat_heads,
+)
 from titanlite.models.cross_entropy import LabelSoftmax, label_softmax, label_softmax_in_place
 from titanlite.models.divergence import ChunkDivergence, divergence
 from titanlite.models.functions import linears
@@ -57,6 +67,8 @@ class Kernels:
     ) -> None:
         self.compiles = compiles
         self.attention = attention
+        self.context: SplitSequences | None = None
+        """Split of sequences over processes; None without one. `parallelize.context` sets it."""
         self.chunk_bytes = chunk_bytes
 
     def is_gpu(self, device: torch.device) -> bool:
@@ -98,6 +110,8 @@ class Kernels:
         On GPUs, the kernel for float32 knows no groups. PyTorch would take plain formulas, which hold scores [N, L, L].
         So keys and values are repeated first.
         """
+        if self.context:
+            k_BKLH, v_BKLH = self.context.gather(k_BKLH, v_BKLH)
         grouped = q_BNLH.shape[1] != k_BKLH.shape[1]
         if grouped and self.is_gpu(q_BNLH.device) and not self.has_grouped_attention(q_BNLH.dtype):
             k_BKLH, v_BKLH = (repeat_heads(x, q_BNLH.shape[1]) for x in (k_BKLH, v_BKLH))
@@ -156,10 +170,12 @@ class Kernels:
     def attention_mask(self, documents: Documents, x_BLD: Tensor, head_dim: int) -> AttentionMask:
         """Mask for all blocks of one forward pass, in the form that the device takes best."""
         if not self.has_packed_attention(x_BLD.device, x_BLD.dtype, head_dim):
-            return additive_mask(documents, x_BLD.dtype)
+            return additive_mask(documents, x_BLD.dtype, self.context.part if self.context else None)
+        masks = chunk_boundaries(documents, self.context.part) if self.context else Boundaries(documents.boundaries)
         # The number of documents differs from batch to batch. Unmarked, the second batch would recompile every block.
-        mark_dynamic(documents.boundaries, dim=0)
-        return Boundaries(documents.boundaries)
+        for offsets in offsets_of(masks):
+            mark_dynamic(offsets, dim=0)
+        return masks
 
     def has_packed_attention(self, device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
         """Return True if PyTorch's flash attention of variable length runs. It needs an NVIDIA GPU from Ampere on, half

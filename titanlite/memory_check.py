@@ -31,7 +31,7 @@ def check_model_memory(
         UserError: it does not fit.
     """
     in_memory, _ = bytes_per_parameter(model, config)
-    degree = config.parallelism.degrees(ranks.world_size).shard
+    degree = config.parallelism.degrees(ranks.world_size).sharded
     needed = {config.training.enable_cpu_offload: largest_shard(model, degree) * in_memory}
     if teacher is not None:
         size = SIZES[config.teacher.dtype or config.training.mixed_precision_param]
@@ -52,7 +52,7 @@ def check_model_memory(
 
 def check_model_disk(model: Model, config: Config, ranks: Ranks) -> None:
     _, on_disk = bytes_per_parameter(model, config)
-    of_a_rank = on_disk * largest_shard(model, config.parallelism.degrees(ranks.world_size).shard)
+    of_a_rank = on_disk * largest_shard(model, config.parallelism.degrees(ranks.world_size).sharded)
     folder = folder_of(config.offload, Path(config.job.dump_folder, str(config.job.name)))
     check_room(folder, of_a_rank * ranks.local_world_size)
 

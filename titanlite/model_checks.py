@@ -6,6 +6,7 @@ import torch
 
 from titanlite.config.schema import Data
 from titanlite.models.base import Model, initial_values, unique_parameters
+from titanlite.models.layers import Attention
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.hash_random import random_bits, salt
 
@@ -42,9 +43,33 @@ def check_documents(model: Model, data: Data) -> None:
     Raises:
         UserError: it cannot, and `data.document_mask` asks for it.
     """
-    parameters = signature(model.forward).parameters.values()
-    if data.document_mask and not any(it.name == "documents" or it.kind is it.VAR_KEYWORD for it in parameters):
+    if data.document_mask and not _takes_documents(model):
         raise UserError(
             f"true needs a model whose forward takes `documents`, and {type(model).__name__}.forward does not: add the "
             "argument and mask attention by it (docs/add_a_model.md), or set data.document_mask = false"
         )
+
+
+def check_context(model: Model) -> None:
+    """Check that several processes can split the sequences of a model.
+
+    Raises:
+        UserError: they cannot.
+    """
+    name = type(model).__name__
+    if not _takes_documents(model):
+        raise UserError(
+            f"needs a model whose forward takes `documents`, and {name}.forward does not: add the argument and take "
+            "positions and the mask from it (docs/add_a_model.md), or set 1"
+        )
+    for number, block in enumerate(model.layers):
+        if not any(isinstance(module, Attention) for module in block.modules()):
+            raise UserError(
+                f"block {number} of {name} has no titanlite.models.layers.Attention, which gathers the keys of other "
+                "processes: use it, or set 1"
+            )
+
+
+def _takes_documents(model: Model) -> bool:
+    parameters = signature(model.forward).parameters.values()
+    return any(it.name == "documents" or it.kind is it.VAR_KEYWORD for it in parameters)

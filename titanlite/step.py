@@ -159,7 +159,7 @@ def accumulate(
 
 
 def document_arguments(batch: Batch) -> dict[str, Documents]:
-    """Return the argument `documents` of the model's forward for a batch with a document mask, else nothing."""
+    """Return the argument `documents` of the model's forward for a batch with documents, else nothing."""
     if "boundaries" not in batch:
         return {}
     return {"documents": Documents(batch["positions"], batch["documents"], batch["boundaries"])}

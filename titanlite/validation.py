@@ -37,6 +37,7 @@ class Validator:
         document_mask: as in training.
         rank, ranks: among the ranks that read different data.
         group: ranks whose token losses are summed.
+        split: returns this rank's part of the sequences of a batch.
     """
 
     def __init__(
@@ -52,6 +53,7 @@ class Validator:
         rank: int,
         ranks: int,
         group: dist.ProcessGroup,
+        split: Callable[[Batch], Batch] = lambda batch: batch,
     ) -> None:
         self.config = config
         self.sources = sources
@@ -62,6 +64,7 @@ class Validator:
         self.loss_function = partial(token_loss, kernels=kernels)
         self.rank, self.ranks = rank, ranks
         self.group = group
+        self.split = split
 
     def is_due(self, step: int, *, last: bool) -> bool:
         return bool(self.sources) and (last or step % self.config.freq == 0)
@@ -85,7 +88,7 @@ class Validator:
         for number, (total, batch) in enumerate(batches):
             if stopped := stops is not None and number % ASK_BATCHES == 0 and stops():
                 break
-            total += self._measure(model, to_device(batch, self.device))
+            total += self._measure(model, self.split(to_device(batch, self.device)))
         model.train(was_training)
         for module in model.modules():
             if isinstance(module, FSDPModule):

@@ -100,7 +100,7 @@ def test_a_changed_token_changes_no_bit_of_another_document(
     for document, first in enumerate(torch.tensor([0, *lengths]).cumsum(0)[:-1]):
         changed = tokens.clone()
         changed[0, first] += 1
-        within = where.ids_BL[0] == document
+        within = where.ids_BS[0] == document
         same = (model(changed, documents=where) == logits)[0].all(dim=-1)
         assert torch.equal(same, ~within)
         _, others = loss_and_gradients(model, changed, labels, where)
@@ -113,10 +113,10 @@ def test_a_changed_token_changes_no_bit_of_another_document(
 def test_a_document_alone_has_gradients(document: int) -> None:
     where = documents([[5, 4, 7]])
     labels = tokens_for([[16]], seed=2)
-    labels[where.ids_BL != document] = IGNORE
+    labels[where.ids_BS != document] = IGNORE
     _, gradients = loss_and_gradients(built(GROUPED), tokens_for([[16]]), labels, where)
     touched = (gradients["embeddings"] != 0)[0].any(dim=-1)
-    assert torch.equal(touched, where.ids_BL[0] == document)
+    assert torch.equal(touched, where.ids_BS[0] == document)
 
 
 def alone(model: Llama3, tokens: Tensor, labels: Tensor, rows: list[list[int]]) -> tuple[Tensor, dict[str, Tensor]]:
@@ -147,7 +147,7 @@ def test_packed_sequences_are_their_documents_alone(args: Llama3Args) -> None:
 def test_logits_are_those_of_transformers() -> None:
     model = built(GROUPED)
     tokens, where = tokens_for(ROWS), documents(ROWS)
-    same = where.ids_BL[:, None, :, None] == where.ids_BL[:, None, None, :]
+    same = where.ids_BS[:, None, :, None] == where.ids_BS[:, None, None, :]
     later = torch.ones(16, 16, dtype=torch.bool).triu(1)
     bias = torch.zeros(2, 1, 16, 16).masked_fill(~same | later, torch.finfo(torch.float32).min)
     theirs = oracle(model)(tokens, attention_mask=bias, position_ids=where.positions_BL).logits
@@ -205,7 +205,7 @@ def test_the_mask_is_made_once_and_equals_a_boolean_one() -> None:
     mask = DEFAULT_KERNELS.attention_mask(where, torch.zeros(2, 16, 64), 16)
     assert isinstance(mask, Tensor)
     allowed = torch.tensor(
-        [[ids[i] == ids[j] and j <= i for j in range(16)] for ids in where.ids_BL.tolist() for i in range(16)]
+        [[ids[i] == ids[j] and j <= i for j in range(16)] for ids in where.ids_BS.tolist() for i in range(16)]
     ).view(2, 1, 16, 16)
     assert torch.equal(mask == 0, allowed)
     assert torch.equal(mask == -torch.inf, ~allowed)

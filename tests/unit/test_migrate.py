@@ -183,6 +183,7 @@ def test_a_config_of_0_2_at_8_processes() -> None:
         training = {local_batch_size = 8, seq_len = 2048, max_norm = 1.0, steps = 10, global_batch_size = 64}
         parallelism.data_parallel_replicate_degree = 1
         parallelism.data_parallel_shard_degree = -1
+        parallelism.context_parallel_degree = 1
         parallelism.fsdp_reshard_after_forward = "default"
         checkpoint = {enable = false, interval = 10, async_mode = "disabled", export_dtype = "float32"}
         activation_checkpoint = {mode = "selective", selective_ac_option = 2}
@@ -225,8 +226,8 @@ CASES: list[tuple[str, int | None, dict[str, Any], list[str]]] = [
     (
         "parallelism = {tensor_parallel_degree = 2, context_parallel_degree = 2}",
         8,
-        {"training.global_batch_size": 16},
-        ["parallelism.tensor_parallel_degree", "parallelism.context_parallel_degree"],
+        {"training.global_batch_size": 16, "parallelism.context_parallel_degree": 2},
+        ["parallelism.tensor_parallel_degree"],
     ),
     ("parallelism.pipeline_parallel_degree = 4", 4, {}, ["parallelism.pipeline_parallel_degree"]),
     ("parallelism.expert_parallel_degree = 4", 4, {}, ["parallelism.expert_parallel_degree"]),

@@ -59,6 +59,7 @@ REASONS = {
     "parallelism.fsdp_reshard_after_forward": "torchtitan",
     "parallelism.fsdp_forward_prefetch": "DESIGN 3",
     "parallelism.fsdp_reduce_gradients": "issue 20",
+    "parallelism.context_parallel_degree": "issue 25",
     "parallelism.fsdp_backward_prefetch": "DESIGN 3",
     "activation_checkpoint.per_block": "issue 19",
     "quantize.linear.float8.enable": "torchtitan",

@@ -33,6 +33,7 @@ from titanlite.runtime.private_torch.checkpoint import (
     has_cached_plan,
     set_plan_cache_key,
 )
+from titanlite.runtime.private_torch.collectives import gather_with_gradient
 from titanlite.runtime.private_torch.compiler import (
     compile_seconds,
     compiled_graphs,
@@ -56,6 +57,7 @@ from titanlite.runtime.private_torch.fsdp import (
     wait_for_reduction,
 )
 from titanlite.runtime.private_torch.memory import dump_memory_snapshot, record_memory_history
+from titanlite.runtime.private_torch.meshes import flatten_axes, join_meshes, unflatten_axis
 from titanlite.runtime.private_torch.operators import (
     ATTENTION_OPERATORS,
     add_in_place,
@@ -772,3 +774,33 @@ def test_memory_history_and_snapshot(tmp_path: Path) -> None:
     ):
         with pytest.raises((AttributeError, RuntimeError), match=f"{name}|NVIDIA|CUDA"):
             call()
+
+
+def test_parts_of_a_mesh() -> None:
+    with fake_process_group(16, rank=13):
+        mesh = init_device_mesh("cpu", (2, 2, 2, 2), mesh_dim_names=("a", "b", "c", "d"))
+        flat = flatten_axes(mesh, ("b", "c"), "bc")
+        assert dist.get_process_group_ranks(flat.get_group()) == [9, 11, 13, 15]
+        assert flat.get_local_rank() == 2
+        assert flatten_axes(mesh, ("b", "c"), "bc") is flat
+        both = join_meshes(mesh["a"], flat)
+        assert both.mesh_dim_names == ("a", "bc")
+        assert both.mesh.tolist() == [[1, 3, 5, 7], [9, 11, 13, 15]]
+        assert both.get_group("bc") is flat.get_group()
+        parts = unflatten_axis(flat, (2, 2), ("outer", "inner"))
+        assert dist.get_process_group_ranks(parts.get_group("inner")) == [13, 15]
+        assert dist.get_process_group_ranks(parts.get_group("outer")) == [9, 13]
+
+
+@pytest.mark.usefixtures("single_process_group")
+def test_gather_with_gradient() -> None:
+    group = dist.group.WORLD
+    assert group is not None
+    x = torch.arange(6.0).view(1, 2, 3).requires_grad_()
+    for gather in (gather_with_gradient, torch.compile(gather_with_gradient, backend="aot_eager", fullgraph=True)):
+        x.grad = None
+        gathered = gather(x, group)
+        assert torch.equal(gathered, x)
+        (gathered * torch.arange(6.0).view(1, 2, 3)).sum().backward()
+        assert x.grad is not None
+        assert torch.equal(x.grad, torch.arange(6.0).view(1, 2, 3))

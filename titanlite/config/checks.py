@@ -56,10 +56,12 @@ def find_conflicts(config: Config, world_size: int | None, bad_keys: Collection[
         (("offload", "optimizer", "training.enable_cpu_offload", "quantize"), lambda: _offload(config)),
         (("optimizer", "training.max_norm", "guard"), lambda: check_in_backward(config)),
         (("parallelism.fsdp_reduce_gradients", "training"), lambda: check_reduce_gradients(config)),
+        (("parallelism.context_parallel_degree", "training.seq_len"), lambda: _context(config)),
         (("profiling", "training.steps", "training.epochs"), lambda: check_profiling(config)),
     ]
     if world_size is not None:
-        degrees = ("parallelism.data_parallel_replicate_degree", "parallelism.data_parallel_shard_degree")
+        axes = ("data_parallel_replicate", "data_parallel_shard", "context_parallel")
+        degrees = tuple(f"parallelism.{axis}_degree" for axis in axes)
         batch = ("training.global_batch_size", "training.local_batch_size")
         reshard = ("parallelism.fsdp_reshard_after_forward", "teacher.fsdp_reshard_after_forward")
         checks.append(((*degrees, *reshard), lambda: _layout(config, world_size)))
@@ -82,7 +84,7 @@ def are_right(keys: Iterable[str], bad_keys: Collection[str]) -> bool:
 def _layout(config: Config, world_size: int) -> Iterator[Conflict]:
     parallelism = config.parallelism
     try:
-        shard = parallelism.degrees(world_size).shard
+        sharded = parallelism.degrees(world_size).sharded
     except ValueError as error:
         axis = "replicate" if parallelism.data_parallel_shard_degree == -1 else "shard"
         hint = ": start more with NPROC, or name their number in WORLD_SIZE for a check" if world_size == 1 else ""
@@ -90,8 +92,19 @@ def _layout(config: Config, world_size: int) -> Iterator[Conflict]:
         return
     for section, options in (("parallelism", parallelism), ("teacher", config.teacher)):
         keep = options.fsdp_reshard_after_forward
-        if isinstance(keep, int) and shard % keep:
-            yield f"{section}.fsdp_reshard_after_forward", f"{keep} does not divide the shard degree {shard}"
+        if isinstance(keep, int) and sharded % keep:
+            yield f"{section}.fsdp_reshard_after_forward", f"{keep} does not divide the shard degree {sharded}"
+
+
+def _context(config: Config) -> Iterator[Conflict]:
+    degree, seq_len = config.parallelism.context_parallel_degree, config.training.seq_len
+    if degree > 1 and seq_len % (2 * degree):
+        near = -(-seq_len // (2 * degree)) * 2 * degree
+        yield (
+            "parallelism.context_parallel_degree",
+            f"{degree} ranks split each sequence into {2 * degree} equal chunks, and training.seq_len is {seq_len}: "
+            f"set it to {near}",
+        )
 
 
 def _data_parallel_degree(config: Config, world_size: int) -> int:

@@ -4,6 +4,7 @@ Names follow torchtitan 0.2 wherever the idea is the same. Every option is defin
 on the number of processes.
 """
 
+import math
 import re
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -139,15 +140,25 @@ class Degrees(NamedTuple):
 
     replicate: int
     shard: int
+    context: int = 1
 
     @property
     def data_parallel(self) -> int:
-        """Number of ranks that read different data."""
+        """Number of ranks that read different sequences."""
         return self.replicate * self.shard
+
+    @property
+    def sharded(self) -> int:
+        """Number of ranks that a replica's parameters are sharded over."""
+        return self.shard * self.context
+
+    def axes(self) -> dict[str, int]:
+        """Return the size of each axis by name: replicate and shard, and further axes of more than one rank."""
+        return {name: size for name, size in self._asdict().items() if size > 1 or name in ("replicate", "shard")}
 
     def __str__(self) -> str:
         """Return for example replicate 2 x shard 8."""
-        return " x ".join(f"{axis} {degree}" for axis, degree in self._asdict().items())
+        return " x ".join(f"{axis} {degree}" for axis, degree in self.axes().items())
 
 
 class Parallelism(Section):
@@ -155,6 +166,9 @@ class Parallelism(Section):
     """Replicas of the sharded model (HSDP; DDP when the shard degree is 1)."""
     data_parallel_shard_degree: Literal[-1] | PositiveInt = -1
     """Processes that shard one replica (FSDP); -1 is all remaining processes."""
+    context_parallel_degree: PositiveInt = 1
+    """Processes that split each sequence. Parameters are sharded over them, too. training.seq_len must be a multiple of
+    twice the degree."""
     fsdp_reshard_after_forward: Literal["default", "always", "never"] | PositiveInt = "default"
     """Time at which the gathered parameters of an FSDP unit are freed. always frees them after forward and gathers them
     again for backward (ZeRO-3). never keeps them for backward (ZeRO-2). A number k keeps a 1/k shard (ZeRO++ hpZ).
@@ -175,15 +189,16 @@ class Parallelism(Section):
             ValueError: the configured degrees do not fit world_size.
         """
         replicate, shard = self.data_parallel_replicate_degree, self.data_parallel_shard_degree
+        context = self.context_parallel_degree
         if shard == -1:
-            shard, rest = divmod(world_size, replicate)
+            shard, rest = divmod(world_size, replicate * context)
             if rest:
-                raise ValueError(f"{world_size} processes cannot be split into {replicate} replicas")
-        if replicate * shard != world_size:
-            raise ValueError(
-                f"replicate {replicate} x shard {shard} = {replicate * shard} processes, there are {world_size}"
-            )
-        return Degrees(replicate=replicate, shard=shard)
+                parts = " x ".join([f"{replicate} replicas", *[f"context {context}"] * (context > 1)])
+                raise ValueError(f"{world_size} processes cannot be split into {parts}")
+        degrees = Degrees(replicate, shard, context)
+        if (product := math.prod(degrees)) != world_size:
+            raise ValueError(f"{degrees} = {product} processes, there are {world_size}")
+        return degrees
 
 
 class ActivationCheckpoint(Section):

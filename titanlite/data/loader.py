@@ -4,7 +4,7 @@ samples that the whole run has consumed. So worker processes, ranks and prefetch
 import gc
 import multiprocessing
 import warnings
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -55,10 +55,18 @@ class MicroBatches:
 
 
 def build_loader(
-    samples: Dataset[Batch], batches: MicroBatches, *, num_workers: int, device: torch.device
+    samples: Dataset[Batch],
+    batches: MicroBatches,
+    *,
+    num_workers: int,
+    device: torch.device,
+    split: Callable[[Batch], Batch] = lambda batch: batch,
 ) -> Generator[Batch, None, None]:
     """Micro-batches on the device, read ahead by worker processes if there are any; `close()` ends those. Draws nothing
     from the global random state.
+
+    Args:
+        split: returns this rank's part of each sequence.
 
     Workers are forked from a server that does nothing else. A trainer has many threads (of process groups, of
     checkpoints), and a worker forked from it could wait for ever for a lock that one of them held.
@@ -83,7 +91,7 @@ def build_loader(
         read_ahead = iter(loader)  # starts the workers
     try:
         for batch in read_ahead:
-            yield to_device(batch, device)
+            yield split(to_device(batch, device))
     except UserError as error:  # a worker's has its traceback
         raise UserError(
             str(error).rstrip().splitlines()[-1].removeprefix(f"{UserError.__module__}.UserError: ")

@@ -57,7 +57,8 @@ SAME: dict[str, dict[str, Any]] = {
         "dtype": "float32", "mixed_precision_param": "bfloat16", "mixed_precision_reduce": "float32",
     },
     "parallelism": {
-        "data_parallel_replicate_degree": 1, "data_parallel_shard_degree": -1, "fsdp_reshard_after_forward": "default",
+        "data_parallel_replicate_degree": 1, "data_parallel_shard_degree": -1, "context_parallel_degree": 1,
+        "fsdp_reshard_after_forward": "default",
     },
     "checkpoint": {
         "enable": False, "interval": 500, "async_mode": "disabled", "keep_latest_k": 10,
@@ -131,10 +132,10 @@ CONVERTED: dict[str, Rule] = {
 }
 
 LOSES: dict[str, tuple[Any, str]] = {
-    "titanlite shards over data parallel ranks only: use FSDP or HSDP, and activation checkpointing or "
+    "titanlite has no such axis: use FSDP, HSDP or context parallelism, and activation checkpointing or "
     "training.enable_cpu_offload where memory is short": (
         1,
-        """parallelism: tensor_parallel_degree pipeline_parallel_degree context_parallel_degree expert_parallel_degree
+        """parallelism: tensor_parallel_degree pipeline_parallel_degree expert_parallel_degree
         expert_tensor_parallel_degree""",
     ),
     "model.file names a model of your own; what else this code does is lost": (

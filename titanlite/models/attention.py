@@ -4,26 +4,59 @@ Shape suffixes: see `layers`.
 """
 
 import math
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 
+class SequencePart(NamedTuple):
+    """Tokens of each sequence of S tokens that one of several ranks computes.
+
+    Rank r of R has the chunks r and 2R - 1 - r of the 2R chunks of a sequence. So all ranks have equal work under a
+    causal mask, which lets late tokens see more (arXiv:2407.21783, section 3.3.2).
+    """
+
+    rank: int
+    ranks: int
+
+    def chunks(self, seq_len: int) -> list[tuple[int, int]]:
+        """Return the first token of both chunks, and the one behind the last."""
+        size = seq_len // (2 * self.ranks)
+        return [(number * size, (number + 1) * size) for number in (self.rank, 2 * self.ranks - 1 - self.rank)]
+
+    def indices(self, seq_len: int, device: torch.device) -> Tensor:
+        """Return the places of this rank's tokens in a sequence: int64 [S / R]."""
+        return torch.cat([torch.arange(*chunk, device=device) for chunk in self.chunks(seq_len)])
+
+
+class SplitSequences(Protocol):
+    """Split of sequences over several processes."""
+
+    @property
+    def part(self) -> SequencePart:
+        """Tokens of this process."""
+        ...
+
+    def gather(self, k_BKLH: Tensor, v_BKLH: Tensor) -> tuple[Tensor, Tensor]:
+        """Return keys and values of whole sequences, each [B, K, S, H], from this process's part of them."""
+        ...
+
+
 class Documents(NamedTuple):
     """Positions and boundaries of the documents of a batch. Each document is then processed as if it were alone.
 
     The type is a tuple of tensors, so that FSDP, activation checkpointing and the compiler find the tensors in a
-    block's inputs.
+    block's inputs. S is the length of whole sequences, of which a rank computes L tokens.
     """
 
     positions_BL: Tensor
     """Position of each token in its document, int64, from 0."""
-    ids_BL: Tensor
+    ids_BS: Tensor
     """Number of each token's document within its sequence, int32, ascending."""
     boundaries: Tensor
-    """Start of each document among the B * L tokens, then B * L: int32 [documents + 1]. Sequences start one too."""
+    """Start of each document among the B * S tokens, then B * S: int32 [documents + 1]. Sequences start one too."""
 
 
 class Boundaries(NamedTuple):
@@ -32,15 +65,35 @@ class Boundaries(NamedTuple):
     offsets: Tensor
 
 
-AttentionMask = Tensor | Boundaries
-"""Mask that keeps attention within documents. A tensor [B, 1, L, L] is added to the scores: 0, or -inf where the key is
-of another document or of a later token."""
+class ChunkBoundaries(NamedTuple):
+    """Boundaries of documents for the queries of one chunk of each sequence, and for all keys up to its end.
+
+    A document that ends before the chunk has no queries, one that begins behind it has neither.
+    """
+
+    end: int
+    """Place in the sequence behind the chunk's last token."""
+    queries: Tensor
+    """int32 [documents + 1], among the B * C queries of chunks of C tokens."""
+    keys: Tensor
+    """int32 [documents + 1], among the B * end keys."""
+
+
+AttentionMask = Tensor | Boundaries | tuple[ChunkBoundaries, ...]
+"""Mask that keeps attention within documents. A tensor [B, 1, L, S] is added to the scores: 0, or -inf where the key is
+of another document or of a later token. Kernels of packed documents take their boundaries: of whole sequences, or of
+each chunk in its order."""
 
 
 def attend(q_BNLH: Tensor, k_BKLH: Tensor, v_BKLH: Tensor, mask: AttentionMask | None) -> Tensor:
-    """Causal attention -> [B, N, L, H]; with a mask, within documents only. Query heads can share key heads."""
+    """Causal attention -> [B, N, L, H]; with a mask, within documents only. Query heads can share key heads.
+
+    Keys and values are of whole sequences, queries of this rank's part of them. Without a mask, that is all.
+    """
     if isinstance(mask, Boundaries):
-        return _packed_attention(q_BNLH, k_BKLH, v_BKLH, mask)
+        return _packed_attention(q_BNLH, k_BKLH, v_BKLH, mask.offsets, mask.offsets)
+    if isinstance(mask, tuple):
+        return _chunked_attention(q_BNLH, k_BKLH, v_BKLH, mask)
     grouped = q_BNLH.shape[1] != k_BKLH.shape[1]
     return F.scaled_dot_product_attention(
         q_BNLH, k_BKLH, v_BKLH, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped
@@ -52,26 +105,67 @@ def repeat_heads(x_BKLH: Tensor, n_heads: int) -> Tensor:
     return x_BKLH.repeat_interleave(n_heads // x_BKLH.shape[1], dim=1)
 
 
-def additive_mask(documents: Documents, dtype: torch.dtype) -> Tensor:
-    """Mask [B, 1, L, L] of a dtype: 0 within a document and -inf elsewhere.
+def additive_mask(documents: Documents, dtype: torch.dtype, part: SequencePart | None = None) -> Tensor:
+    """Mask [B, 1, L, S] of a dtype: 0 within a document and -inf elsewhere.
 
     The mask has the dtype of the scores. A boolean mask would be converted, and kept for backward, once a block.
+
+    Args:
+        part: tokens whose queries this process computes. None: all.
     """
-    ids_BL = documents.ids_BL
-    allowed_B1LL = (ids_BL[:, None, :, None] == ids_BL[:, None, None, :]).tril()
-    blocked_B1LL = torch.zeros(allowed_B1LL.shape, dtype=dtype, device=ids_BL.device)
-    return blocked_B1LL.masked_fill_(~allowed_B1LL, -math.inf)
+    ids_BS = documents.ids_BS
+    if part is None:
+        allowed_B1LS = (ids_BS[:, None, :, None] == ids_BS[:, None, None, :]).tril()
+    else:
+        places_L = part.indices(ids_BS.shape[1], ids_BS.device)
+        is_past_LS = places_L[:, None] >= torch.arange(ids_BS.shape[1], device=ids_BS.device)
+        allowed_B1LS = (ids_BS[:, None, places_L, None] == ids_BS[:, None, None, :]) & is_past_LS
+    blocked_B1LS = torch.zeros(allowed_B1LS.shape, dtype=dtype, device=ids_BS.device)
+    return blocked_B1LS.masked_fill_(~allowed_B1LS, -math.inf)
 
 
-def _packed_attention(q_BNLH: Tensor, k_BKLH: Tensor, v_BKLH: Tensor, boundaries: Boundaries) -> Tensor:
-    """Causal attention within documents -> [B, N, L, H]. Time grows with the documents' lengths; no mask is stored."""
+def chunk_boundaries(documents: Documents, part: SequencePart) -> tuple[ChunkBoundaries, ...]:
+    """Return the boundaries of documents for each chunk of a part."""
+    seq_len = documents.ids_BS.shape[1]
+    sequence, place = documents.boundaries // seq_len, documents.boundaries % seq_len
+    return tuple(
+        ChunkBoundaries(
+            end,
+            sequence * (end - start) + (place - start).clamp(0, end - start),
+            sequence * end + place.clamp(max=end),
+        )
+        for start, end in part.chunks(seq_len)
+    )
+
+
+def offsets_of(mask: Boundaries | tuple[ChunkBoundaries, ...]) -> list[Tensor]:
+    """Return all offsets of a mask of packed documents."""
+    return [mask.offsets] if isinstance(mask, Boundaries) else [it for c in mask for it in (c.queries, c.keys)]
+
+
+def _chunked_attention(q_BNLH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, chunks: tuple[ChunkBoundaries, ...]) -> Tensor:
+    """Causal attention of each chunk's queries to all keys before them -> [B, N, L, H]."""
+    parts = [
+        _packed_attention(q_BNCH, k_BKSH[:, :, : chunk.end], v_BKSH[:, :, : chunk.end], chunk.queries, chunk.keys)
+        for q_BNCH, chunk in zip(q_BNLH.chunk(len(chunks), dim=2), chunks, strict=True)
+    ]
+    return torch.cat(parts, dim=2)
+
+
+def _packed_attention(
+    q_BNLH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, query_offsets: Tensor, key_offsets: Tensor
+) -> Tensor:
+    """Causal attention within documents -> [B, N, L, H]. Time grows with the documents' lengths; no mask is stored.
+
+    The last query of a document is aligned with its last key.
+    """
     from torch.nn.attention.varlen import varlen_attn  # the import takes a second, and not every device needs it
 
-    q_TNH, k_TKH, v_TKH = (x.transpose(1, 2).flatten(0, 1) for x in (q_BNLH, k_BKLH, v_BKLH))
+    q_TNH, k_TKH, v_TKH = (x.transpose(1, 2).flatten(0, 1) for x in (q_BNLH, k_BKSH, v_BKSH))
     B, _, L, _ = q_BNLH.shape
-    # The longest document has at most L tokens. Its true length is on the device, and reading it would wait.
+    # The longest document has at most L queries. Its true length is on the device, and reading it would wait.
     out_TNH = varlen_attn(
-        q_TNH, k_TKH, v_TKH, boundaries.offsets, boundaries.offsets, L, L, window_size=(-1, 0), enable_gqa=True
+        q_TNH, k_TKH, v_TKH, query_offsets, key_offsets, L, k_BKSH.shape[2], window_size=(-1, 0), enable_gqa=True
     )
     assert isinstance(out_TNH, Tensor)
     return out_TNH.unflatten(0, (B, L)).transpose(1, 2)

@@ -13,6 +13,7 @@ from titanlite.kernels import Kernels, set_kernels
 from titanlite.models.base import Model
 from titanlite.parallelize.activation_checkpoint import apply_activation_checkpoint, recompute_policies
 from titanlite.parallelize.compile import compile_blocks
+from titanlite.parallelize.context import split_attention
 from titanlite.parallelize.float8 import convert_to_float8
 from titanlite.parallelize.fsdp import DTYPES, shard
 from titanlite.parallelize.lora import choose_trained
@@ -50,7 +51,7 @@ def parallelize(
     """
     set_dtype(model, DTYPES[training.dtype])
     choose_trained(model, freeze_config=freeze, lora=lora)
-    set_kernels(model, kernels)
+    set_kernels(model, split_attention(kernels, mesh))
     if float8.enable:
         convert_to_float8(model, float8=float8, shard_degree=shard_degree_of(mesh))
     policies = recompute_policies(activation_checkpoint, len(model.layers))

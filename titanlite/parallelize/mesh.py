@@ -1,51 +1,42 @@
 """Degrees -> DeviceMesh, and what follows from it. This is the only file that knows the axes by name and order."""
 
-import inspect
-
-import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from titanlite.config.schema import Degrees, Parallelism
+from titanlite.config.schema import Parallelism
+from titanlite.runtime.private_torch.meshes import flatten_axes, join_meshes
+from titanlite.runtime.split_groups import can_split_groups, split_world
+
+CONTEXT = "context"
 
 
 def build_mesh(parallelism: Parallelism, *, world_size: int, device_type: str) -> DeviceMesh:
-    """Return the 2D mesh (replicate, shard), also on one process: (1, 1).
+    """Return the mesh (replicate, shard), also on one process: (1, 1). Further axes follow where their degree is not 1.
 
-    Neighbouring ranks are in one shard group: sharding communicates most, and neighbours share the fast links of a
-    node.
+    Neighbouring ranks are in one group of the last axis. That axis communicates most, and neighbours share the fast
+    links of a node.
 
     Raises:
         ValueError: the degrees do not multiply to world_size.
     """
-    degrees = parallelism.degrees(world_size)
-    if device_type == "cuda" and "backend" in inspect.signature(dist.split_group).parameters:  # torch 2.13
-        return _split_world(degrees)
-    return init_device_mesh(device_type, (*degrees,), mesh_dim_names=degrees._fields)
-
-
-def _split_world(degrees: Degrees) -> DeviceMesh:
-    """Return the mesh with communicators split from that of all ranks.
-
-    `init_device_mesh` splits gloo's group too, which no axis uses: it connects all pairs of ranks again, and every rank
-    prints a warning.
-    """
-    world = dist.group.WORLD
-    ranks = torch.arange(degrees.data_parallel).view(*degrees)
-    groups = []
-    for axis, (name, size) in enumerate(degrees._asdict().items()):
-        parts = ranks.movedim(axis, -1).reshape(-1, size).tolist()
-        is_world = size == degrees.data_parallel
-        group = world if is_world else dist.split_group(split_ranks=parts, group_desc=name, backend="cuda:nccl")
-        assert group is not None
-        groups.append(group)
-    return DeviceMesh.from_group(groups, "cuda", mesh=ranks, mesh_dim_names=degrees._fields)
+    axes = parallelism.degrees(world_size).axes()
+    if device_type == "cuda" and can_split_groups():
+        return split_world(axes)
+    return init_device_mesh(device_type, (*axes.values(),), mesh_dim_names=(*axes,))
 
 
 def sharding_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """Return the mesh for `fully_shard`: both axes, or the shard axis alone where there is one replica. That saves an
-    all-reduce over one rank."""
-    return mesh if has_replicas(mesh) else mesh["shard"]
+    """Return the mesh for `fully_shard`: replicas and shards, or the shards alone where there is one replica. That
+    saves an all-reduce over one rank."""
+    if not has_replicas(mesh):
+        return _shards(mesh)
+    is_split = CONTEXT in axis_sizes(mesh)
+    return join_meshes(mesh["replicate"], _shards(mesh)) if is_split else mesh["replicate", "shard"]
+
+
+def _shards(mesh: DeviceMesh) -> DeviceMesh:
+    """Return the axis over which a replica's parameters are sharded. It spans the ranks that split sequences."""
+    return flatten_axes(mesh, ("shard", CONTEXT), "fsdp") if CONTEXT in axis_sizes(mesh) else mesh["shard"]
 
 
 def has_replicas(mesh: DeviceMesh) -> bool:
@@ -55,18 +46,31 @@ def has_replicas(mesh: DeviceMesh) -> bool:
 
 def shard_degree_of(mesh: DeviceMesh) -> int:
     """Return the number of ranks that a replica's parameters are sharded over."""
-    return mesh["shard"].size()
+    return _shards(mesh).size()
 
 
 def data_parallel_rank(mesh: DeviceMesh) -> tuple[int, int]:
-    """Return (rank, size) among the ranks that read different data: both axes, flattened."""
-    return mesh.get_rank(), mesh.size()
+    """Return (rank, size) among the ranks that read different sequences: replicas and shards, flattened."""
+    shard = mesh["shard"]
+    return mesh.get_local_rank("replicate") * shard.size() + shard.get_local_rank(), mesh[
+        "replicate"
+    ].size() * shard.size()
+
+
+def context_rank(mesh: DeviceMesh) -> tuple[int, int]:
+    """Return (rank, size) among the ranks that split one sequence."""
+    return (mesh.get_local_rank(CONTEXT), mesh[CONTEXT].size()) if CONTEXT in axis_sizes(mesh) else (0, 1)
+
+
+def context_group(mesh: DeviceMesh) -> dist.ProcessGroup | None:
+    """Return the ranks that split one sequence, or None if sequences are whole."""
+    return mesh.get_group(CONTEXT) if CONTEXT in axis_sizes(mesh) else None
 
 
 def loss_group(mesh: DeviceMesh) -> dist.ProcessGroup:
     """Return the ranks whose token losses and token counts are summed: those that compute the loss of different tokens.
 
-    FSDP averages gradients over as many ranks. Both axes hold different tokens, so the group is every process.
+    FSDP averages gradients over as many ranks. All axes hold different tokens, so the group is every process.
     """
     return world_group(mesh)
 
