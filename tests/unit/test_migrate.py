@@ -664,6 +664,9 @@ CHOICES: dict[str, list[Any]] = {
     "activation_checkpoint.selective_ac_option": ["op", "3"],
     "lr_scheduler.decay_type": ["sqrt", "cosine"],
     "parallelism.fsdp_reshard_after_forward": ["always", "never"],
+    "parallelism.context_parallel_degree": [2],
+    "training.seq_len": [8, 4096],
+    "profiling.profile_freq": [4, 100],  # fewer are an error in torchtitan, too
     "checkpoint.async_mode": ["async"],
     "checkpoint.export_dtype": ["float16", "float32"],
     "optimizer.beta1": [0.5, 0.8],
