@@ -22,8 +22,10 @@ from titanlite.step import StepResult, train_step
 LAYOUTS = [(1, 1), (4, 1), (1, 4), (2, 2)]
 
 
-def degrees(replicate: int, shard: int) -> list[str]:
+def degrees(replicate: int, shard: int, context: int = 1) -> list[str]:
+    further = [f"--parallelism.context_parallel_degree={context}"] if context > 1 else []
     return [
+        *further,
         f"--parallelism.data_parallel_replicate_degree={replicate}",
         f"--parallelism.data_parallel_shard_degree={shard}",
     ]

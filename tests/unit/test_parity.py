@@ -28,17 +28,20 @@ def test_it_covers_every_technique() -> None:
         *(f"parallelism.data_parallel_replicate_degree={degree}" for degree in (1, 2, 4)),
     }
     names = [variant.name for variant in found]
-    assert len(set(names)) == len(names) == 19
+    assert len(set(names)) == len(names) == 21
     for number, variant in enumerate(found[1:], 1):
         assert variant.reference in names[:number], "compared with what comes later"
     inexact = [variant.name for variant in found if not variant.exact]
     assert inexact == [
         ONE, "2 micro-batches", "compile", "DDP 4 x 1", "FSDP 1 x 4", "HSDP 2 x 2", "HSDP 2 x 2, 2 micro-batches",
+        "context 2 x FSDP 2", "context 4 x FSDP 1",
     ]  # fmt: skip
     on_gpu = {variant.name: variant.exact for variant in variants(8, 4, on_gpu=True)}
     assert not on_gpu["FSDP, CPU offload"]
     assert len(variants(8, 1, on_gpu=True)) == 8
-    assert "HSDP 2 x 1" not in [variant.name for variant in variants(8, 2, on_gpu=False)]
+    two = [variant.name for variant in variants(8, 2, on_gpu=False, seq_len=6)]
+    assert "HSDP 2 x 1" not in two
+    assert not any("context" in name for name in two)
 
 
 @pytest.mark.parametrize(
@@ -75,9 +78,10 @@ def test_a_config_of_many_processes_can_be_compared(tiny: TinyRun, monkeypatch: 
     (tiny.folder / "outputs" / "tiny-parity").mkdir(parents=True)
     arguments = ["--config", str(tiny.toml), *(f"--parallelism.{option}" for option in layout)]
     assert cli.run(["parity", *arguments, "--processes=4"]) == 1
-    assert ran[0] == (1, (1, 1), "default")
-    assert {(4, (4, 1), "default"), (4, (1, 4), "default"), (4, (1, 4), 2), (4, (2, 2), "default")} <= set(ran)
-    assert len(ran) == 19
+    assert ran[0] == (1, (1, 1, 1), "default")
+    layouts = {(4, 1, 1), (1, 4, 1), (2, 2, 1), (1, 2, 2), (1, 1, 4)}
+    assert {(4, (1, 4, 1), 2), *((4, layout, "default") for layout in layouts)} <= set(ran)
+    assert len(ran) == 21
 
 
 def test_mistakes_are_reported_before_anything_is_trained(tiny: TinyRun, capfd: pytest.CaptureFixture[str]) -> None:

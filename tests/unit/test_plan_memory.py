@@ -6,10 +6,11 @@ from typing import Any
 from titanlite.config.load import load
 from titanlite.config.schema import Degrees
 from titanlite.plan.allocator import GRANULES, Change, PoolSize, replay, reserved
+from titanlite.plan.candidates import Candidate
 from titanlite.plan.estimate import Layout, plan
 from titanlite.plan.fusion import LONGEST, fused_sizes
 from titanlite.plan.recorder import Operator, Recorder, Storage
-from titanlite.plan.search import Candidate, _Search
+from titanlite.plan.search import _Search
 from titanlite.runtime.hardware import find_hardware
 from titanlite.runtime.private_torch.tracing import FakeTensorMode
 

@@ -83,8 +83,11 @@ def main(
     settings = _settings(
         fingerprint(source), top_k=top_k, dtype=dtype, block_bytes=block_bytes, compute_dtype=compute, **wanted
     )
+    # Entries are of whole sequences: ranks that would split them shard the teacher instead.
+    whole = {"context_parallel_degree": 1, "data_parallel_shard_degree": -1}
+    parallelism = config.parallelism.model_copy(update=whole)
     with process_group(ranks, device, deterministic=config.debug.deterministic):
-        mesh = build_mesh(config.parallelism, world_size=ranks.world_size, device_type=device.type)
+        mesh = build_mesh(parallelism, world_size=ranks.world_size, device_type=device.type)
         group = world_group(mesh)
         with _opened(folder, settings, group) as settings:
             samples, _ = open_data(
@@ -99,7 +102,7 @@ def main(
             )
             missing = on_rank_0(group, lambda: _missing(folder, samples.sources, settings))
             kernels = pick_kernels(device, compiles=config.compile.enable, attention_backend=training.attention_backend)
-            options = {"parallelism": config.parallelism, "training": training, "compile": config.compile}
+            options = {"parallelism": parallelism, "training": training, "compile": config.compile}
             teacher = build_teacher(config.teacher, source, mesh=mesh, device=device, kernels=kernels, **options)
             writer = CacheWriter(teacher, settings, kernels=kernels, mesh=mesh, batch_size=batch_size)
             _write(writer, folder, samples.sources, missing, settings, shown=ranks.rank == 0)

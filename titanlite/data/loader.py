@@ -46,7 +46,9 @@ class MicroBatches:
 
     def of_step(self, step: int, wanted: Sequence[Sequence[bool]]) -> list[int]:
         """The samples of a step: of the micro-batches with wanted[rank][number of the micro-batch], or if there are
-        none, of all."""
+        none, of all. Several ranks in a row may have the same samples."""
+        same = max(1, len(wanted) // self.ranks)
+        wanted = [[*map(any, zip(*wanted[i : i + same], strict=True))] for i in range(0, len(wanted), same)]
         first = self.start + (step - self.step - 1) * self.global_batch_size
         samples = range(first, first + self.global_batch_size)
         numbers = [sample // self.micro_batch_size for sample in range(self.global_batch_size)]  # over all ranks

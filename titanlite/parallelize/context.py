@@ -6,6 +6,7 @@ the sequences were short. Positions and documents come with the batch. Losses ar
 """
 
 import copy
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -34,9 +35,7 @@ class ContextSplit:
         """All-gather keys and values in one collective, and put the chunks in their order."""
         both_BJLH = torch.cat([k_BKLH, v_BKLH], dim=1)
         ranks_RBJLH = gather_with_gradient(both_BJLH[None], self.group)
-        first, second = ranks_RBJLH.chunk(2, dim=3)  # later ranks have later first chunks, and earlier second ones
-        chunks = [*first.unbind(), *second.flip(0).unbind()]
-        k_BKSH, v_BKSH = torch.cat(chunks, dim=2).chunk(2, dim=1)
+        k_BKSH, v_BKSH = join_parts(ranks_RBJLH.unbind(), dim=2).chunk(2, dim=1)
         return k_BKSH, v_BKSH
 
 
@@ -48,6 +47,16 @@ def split_attention(kernels: Kernels, mesh: DeviceMesh) -> Kernels:
     kernels = copy.copy(kernels)
     kernels.context = ContextSplit(SequencePart(*context_rank(mesh)), group)
     return kernels
+
+
+def join_parts(parts: Sequence[Tensor], *, dim: int = 1) -> Tensor:
+    """Return whole sequences of the parts of all ranks.
+
+    Args:
+        dim: of the tokens of a sequence.
+    """
+    first, second = zip(*(part.chunk(2, dim=dim) for part in parts), strict=True)
+    return torch.cat([*first, *reversed(second)], dim=dim)
 
 
 def split_batch(batch: Batch, mesh: DeviceMesh) -> Batch:

@@ -8,6 +8,10 @@ from titanlite.runtime.private_torch.meshes import flatten_axes, join_meshes
 from titanlite.runtime.split_groups import can_split_groups, split_world
 
 CONTEXT = "context"
+ACTIVATION_AXES = (CONTEXT,)
+"""Axes over which activations are communicated, not parameters."""
+FSDP = "fsdp"
+"""Axis of the ranks that a replica's parameters are sharded over, where those are several axes."""
 
 
 def build_mesh(parallelism: Parallelism, *, world_size: int, device_type: str) -> DeviceMesh:
@@ -36,7 +40,7 @@ def sharding_mesh(mesh: DeviceMesh) -> DeviceMesh:
 
 def _shards(mesh: DeviceMesh) -> DeviceMesh:
     """Return the axis over which a replica's parameters are sharded. It spans the ranks that split sequences."""
-    return flatten_axes(mesh, ("shard", CONTEXT), "fsdp") if CONTEXT in axis_sizes(mesh) else mesh["shard"]
+    return flatten_axes(mesh, ("shard", CONTEXT), FSDP) if CONTEXT in axis_sizes(mesh) else mesh["shard"]
 
 
 def has_replicas(mesh: DeviceMesh) -> bool:
@@ -86,3 +90,14 @@ def world_group(mesh: DeviceMesh) -> dist.ProcessGroup:
 def axis_sizes(mesh: DeviceMesh) -> dict[str, int]:
     """Return the size of each axis by name, for records and reports."""
     return dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
+
+
+def axis_groups(mesh: DeviceMesh) -> dict[str, dist.ProcessGroup]:
+    """Return this rank's process group of each axis, by name. That of `shard` shards the parameters of a replica."""
+    groups = {axis: mesh.get_group(axis) for axis, size in axis_sizes(mesh).items() if size > 1}
+    return groups | ({"shard": _shards(mesh).get_group()} if shard_degree_of(mesh) > 1 else {})
+
+
+def root_axes(axis: str) -> tuple[str, ...]:
+    """Return the names in the whole mesh of an axis of a parameter's mesh."""
+    return ("shard", CONTEXT) if axis == FSDP else (axis,)

@@ -10,16 +10,30 @@ from titanlite.config.schema import Degrees
 from titanlite.plan.time import Collective, Group, Kernel, Unit, kernel_time, lasting
 from titanlite.runtime.hardware import Hardware
 
-
-def all_degrees(world_size: int) -> list[Degrees]:
-    """Return every way to split the ranks, from replicas alone to full sharding."""
-    shards = [degree for degree in range(1, world_size + 1) if world_size % degree == 0]
-    return [Degrees(replicate=world_size // shard, shard=shard) for shard in shards]
+MOST_CONTEXT = 64
+"""Largest number of ranks that split a sequence in a search."""
 
 
-def full_sharding(world_size: int) -> Degrees:
+def all_degrees(world_size: int, context: int = 1) -> list[Degrees]:
+    """Return every way to split the ranks, from replicas alone to full sharding.
+
+    Args:
+        context: ranks that split a sequence.
+    """
+    rest = world_size // context
+    shards = [degree for degree in range(1, rest + 1) if rest % degree == 0]
+    return [Degrees(rest // shard, shard, context) for shard in shards]
+
+
+def full_sharding(world_size: int, context: int = 1) -> Degrees:
     """Return the degrees of the layout that a search traces, and derives the others from."""
-    return Degrees(replicate=1, shard=world_size)
+    return Degrees(1, world_size // context, context)
+
+
+def context_degrees(world_size: int, seq_len: int) -> list[int]:
+    """Return the numbers of ranks that can split a sequence, from the smallest: powers of 2, at most `MOST_CONTEXT`."""
+    powers = [2**exponent for exponent in range(1, MOST_CONTEXT.bit_length())]
+    return [degree for degree in powers if world_size % degree == 0 and seq_len % (2 * degree) == 0]
 
 
 def grow(one: Unit, two: Unit, further: float, hardware: Hardware) -> Unit:
@@ -48,16 +62,16 @@ def lay_out(
         reduce_once: whether gradients are reduced after the last micro-batch only.
         stays_gathered: whether the unit is gathered in the first step only.
     """
-    shards = Group(degrees.shard, min(degrees.shard, gpus_per_node))
-    replicas = Group(degrees.replicate, max(1, min(degrees.replicate, gpus_per_node // degrees.shard)))
-    if degrees.data_parallel == 1:
+    shards = Group(degrees.sharded, min(degrees.sharded, gpus_per_node))
+    replicas = Group(degrees.replicate, max(1, min(degrees.replicate, gpus_per_node // degrees.sharded)))
+    if degrees.replicate * degrees.sharded == 1:
         return unit
 
     def over_shards(collectives: Iterable[Collective]) -> tuple[Collective, ...]:
-        return tuple(each._replace(group=shards) for each in collectives) if degrees.shard > 1 else ()
+        return tuple(each._replace(group=shards) for each in collectives) if degrees.sharded > 1 else ()
 
     gradients = reductions(unit)
-    all_reduce = tuple(Collective("all_reduce", each.bytes // degrees.shard, replicas) for each in gradients)
+    all_reduce = tuple(Collective("all_reduce", each.bytes // degrees.sharded, replicas) for each in gradients)
     return replace(
         unit,
         gather=() if stays_gathered else over_shards(unit.gather),

@@ -7,9 +7,9 @@ from typing import Any
 import tomlkit
 
 from titanlite.config.schema import Config
+from titanlite.plan.candidates import Found, Options
 from titanlite.plan.estimate import OUTSIDE, Layout, Plan, on_host
 from titanlite.plan.memory import Breakdown
-from titanlite.plan.search import Found, Options
 
 GIB = 2**30
 

@@ -22,7 +22,7 @@ from titanlite.optim.registry import accepts, find_optimizer_cls
 from titanlite.optim.state_size import local_bytes, local_state_bytes
 from titanlite.parallelize.activation_checkpoint import recompute_policies
 from titanlite.parallelize.materialize import allocate
-from titanlite.parallelize.mesh import axis_sizes
+from titanlite.parallelize.mesh import axis_sizes, root_axes
 from titanlite.plan.estimate import model_of
 from titanlite.plan.fake_ranks import fake_ranks
 from titanlite.plan.gpu_kernels import GpuKernels
@@ -182,7 +182,8 @@ def _placements(parameter: Tensor, mesh: DeviceMesh) -> dict[str, str]:
     placements = dict.fromkeys(axis_sizes(mesh), "R")
     if isinstance(parameter, DTensor):
         axes = parameter.device_mesh.mesh_dim_names or ()
-        placements |= {axis: str(placement) for axis, placement in zip(axes, parameter.placements, strict=True)}
+        for axis, placement in zip(axes, parameter.placements, strict=True):
+            placements |= dict.fromkeys(root_axes(axis), str(placement))
     return placements
 
 

@@ -13,10 +13,10 @@ from typing import Any, Literal, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils.flop_counter import flop_registry
 
 from titanlite.observer import StepObserver
 from titanlite.plan.gpu_kernels import attention_scratch
+from titanlite.plan.operator_costs import INDEXED, flops_of, moved_bytes
 from titanlite.runtime.private_torch.autograd import is_in_backward
 from titanlite.runtime.private_torch.tensors import storage_key, wrapped_tensors
 from titanlite.runtime.private_torch.tracing import (
@@ -76,10 +76,12 @@ class Sent(NamedTuple):
     bytes: int
     """Size of the whole, unsharded tensor."""
     axis: str
-    """shard, replicate, world, or neighbours: a part of a shard group."""
+    """Axis of the mesh, world, or neighbours: a part of a shard group."""
     ranks: tuple[int, ...]
     unit: str
-    """FSDP unit whose parameters or gradients are communicated; empty for a collective of the whole step."""
+    """FSDP unit whose parameters or gradients are communicated; empty for other collectives."""
+    is_inside: bool = False
+    """True for activations, for which the kernels of a unit wait."""
 
 
 class Recorder(TorchDispatchMode, StepObserver):
@@ -103,7 +105,7 @@ class Recorder(TorchDispatchMode, StepObserver):
         self._number_of: dict[Hashable, int] = {}
         self._alive: dict[Hashable, weakref.ref[Any]] = {}
         self._categories: list[str] = []
-        self._groups: dict[str, tuple[str, tuple[int, ...]]] = {}
+        self._groups: dict[tuple[bool, str], tuple[str, tuple[int, ...]]] = {}
         self._unit = ""
         self._streams: dict[torch.cpu.Stream, int] = {torch.cpu.current_stream(): 0}
 
@@ -140,9 +142,13 @@ class Recorder(TorchDispatchMode, StepObserver):
         finally:
             self._unit = before
 
-    def name_group(self, group: dist.ProcessGroup, axis: str) -> None:
-        """Name the mesh axis of a process group."""
-        self._groups[group.group_name] = axis, tuple(dist.get_process_group_ranks(group))
+    def name_group(self, group: dist.ProcessGroup, axis: str, *, inside: bool = False) -> None:
+        """Name the mesh axis of a process group. Axes that span all ranks can share a group.
+
+        Args:
+            inside: activations are communicated over the axis, by functional collectives.
+        """
+        self._groups[inside, group.group_name] = axis, tuple(dist.get_process_group_ranks(group))
 
     def phase(self, name: str) -> None:
         if name in ("forward", "backward", "teacher"):
@@ -164,7 +170,7 @@ class Recorder(TorchDispatchMode, StepObserver):
         inputs = self._tensors((args, kwargs))
         known = len(self.storages)
         outputs = self._tensors(result)
-        if func.namespace == "c10d":
+        if func.namespace in ("c10d", "_c10d_functional"):
             self._collective(func, args, inputs)
         elif inputs or outputs:
             self._operator(func, args, kwargs or {}, result, inputs, outputs, known)
@@ -231,12 +237,12 @@ class Recorder(TorchDispatchMode, StepObserver):
         is_new = any(number >= known for number, _ in outputs)
         if not (is_new or is_mutating(func)) or func.__name__.startswith(("empty", "new_empty", "detach")):
             return  # a view, or new memory without values
-        kind, flops = _flops(func, args, kwargs, result)
+        kind, flops = flops_of(func, args, kwargs, result)
         operand = inputs[func.overloadpacket is aten.addmm][1] if inputs else outputs[0][1]  # addmm: after the sum
         dtype = "float8" if "float8" in str(operand.dtype) else str(operand.dtype).removeprefix("torch.")
         touched = args[2].numel() if func.overloadpacket in INDEXED else None
-        reads = tuple((number, _bytes(tensor, touched)) for number, tensor in inputs)
-        writes = tuple((number, _bytes(tensor, touched)) for number, tensor in outputs)
+        reads = tuple((number, moved_bytes(tensor, touched)) for number, tensor in inputs)
+        writes = tuple((number, moved_bytes(tensor, touched)) for number, tensor in outputs)
         phase = len(self.phases) - 1
         category = self._categories[-1] if self._categories else ""
         self.operators.append(Operator(self.time, phase, str(func), kind, flops, dtype, reads, writes, category))
@@ -246,16 +252,20 @@ class Recorder(TorchDispatchMode, StepObserver):
 
     def _collective(self, func: Any, args: Any, inputs: list[Any]) -> None:
         collective = COLLECTIVES.get(str(func.overloadpacket))
+        is_inside = func.namespace == "_c10d_functional"
         group = next((group for leaf in args if (group := unboxed_group(leaf)) is not None), None)
-        if group is None or collective is None:
+        if collective is None or not (is_inside or group):
             return
+        name = group.group_name if group else args[-1]
         if self._unit and str(func.overloadpacket) == "c10d.alltoall_base_":
             collective = "reduce_scatter"  # on gloo; those of optimizers are in no unit
-        size = max((tensor.numel() * tensor.element_size() for _, tensor in inputs), default=0)
-        if group.group_name not in self._groups:
+        if group and (False, name) not in self._groups:
             self.name_group(group, "neighbours")
-        axis, ranks = self._groups[group.group_name]
-        self.sent.append(Sent(len(self.phases) - 1, collective, size, axis, ranks, self._unit))
+        axis, ranks = self._groups[is_inside, name]
+        size = max((tensor.numel() * tensor.element_size() for _, tensor in inputs), default=0)
+        if is_inside and collective == "all_gather":  # others have the whole tensor among their inputs
+            size *= len(ranks)
+        self.sent.append(Sent(len(self.phases) - 1, collective, size, axis, ranks, self._unit, is_inside))
 
 
 COLLECTIVES: dict[str, Literal["all_gather", "reduce_scatter", "all_reduce"]] = {
@@ -263,38 +273,9 @@ COLLECTIVES: dict[str, Literal["all_gather", "reduce_scatter", "all_reduce"]] = 
     "c10d._reduce_scatter_base_": "reduce_scatter",
     "c10d.allreduce_": "all_reduce",
     "c10d.alltoall_base_": "all_gather",
+    "_c10d_functional.all_gather_into_tensor": "all_gather",
+    "_c10d_functional.reduce_scatter_tensor": "reduce_scatter",
 }
-
-INDEXED = {aten.gather, aten.scatter_, aten.scatter_add_}
-"""Operators that touch as many elements as their index has: their third argument."""
-
-ATTENTION = {
-    "aten._scaled_dot_product_flash_attention_for_cpu": (0, 2, 4),
-    "aten._scaled_dot_product_flash_attention_for_cpu_backward": (1, 5, 7),
-}
-"""Kernels that PyTorch's table of FLOPs lacks: (place of the query among the arguments, number of matmuls over all
-scores, place of is_causal)."""
-
-
-def _flops(func: Any, args: Any, kwargs: Any, result: Any) -> tuple[Literal["matmul", "attention", "memory"], int]:
-    """Return the kind of a kernel and its FLOPs. Causal attention counts as half, as kernels skip masked scores."""
-    packet = func.overloadpacket
-    name = str(packet)
-    if name in ATTENTION:
-        first, matmuls, causal = ATTENTION[name]
-        B, N, L, H = args[first].shape
-        flops = matmuls * 2 * B * N * L * args[first + 1].shape[2] * H
-        is_causal = kwargs.get("is_causal", args[causal] if len(args) > causal else False)
-        return "attention", flops // 2 if is_causal else flops
-    if name.startswith("torch_attn._varlen_attn"):
-        is_backward = name.endswith("backward")
-        (T, N, H), L = args[is_backward].shape, args[8 if is_backward else 5]
-        return "attention", (5 if is_backward else 2) * T * N * H * L  # at most: as if each sequence were one document
-    formula = flop_registry.get(packet) or (flop_registry[aten.addmm] if packet is aten.addmm_ else None)
-    if formula is not None:
-        operands = args[:3] if packet is aten.addmm else args  # the dtype of the result may follow
-        return "matmul", int(formula(*operands, **kwargs, out_val=result))
-    return "memory", 0
 
 
 def _plain(tensor: Tensor) -> Iterator[Tensor]:
@@ -304,16 +285,6 @@ def _plain(tensor: Tensor) -> Iterator[Tensor]:
         yield tensor
     for part in inner.values():
         yield from _plain(part)
-
-
-def _bytes(tensor: Tensor, touched: int | None) -> int:
-    """Return the bytes that a kernel moves to read or write a tensor. An expanded tensor is read once.
-
-    Args:
-        touched: largest number of elements that the kernel touches. None: all.
-    """
-    elements = tensor.numel() if touched is None else min(touched, tensor.numel())
-    return min(elements * tensor.element_size(), tensor.untyped_storage().nbytes())
 
 
 run_random_operators_plainly(Recorder)

@@ -8,9 +8,10 @@ are dropped.
 
 import multiprocessing
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -18,74 +19,35 @@ import torch
 
 from titanlite.config.schema import Config, Degrees
 from titanlite.cpu.settings import cores
+from titanlite.model_checks import check_context
 from titanlite.parallelize.float8 import choose_layers
 from titanlite.plan import teacher as teachers
+from titanlite.plan.candidates import (
+    MODES,
+    Candidate,
+    Found,
+    Options,
+    is_no_better,
+    needs_host,
+    slower,
+    too_large,
+)
 from titanlite.plan.estimate import ON_HOST, Layout, Plan, Trace, estimate, model_of, trace
-from titanlite.plan.layouts import all_degrees, full_sharding, grow, lay_out, reductions
+from titanlite.plan.layouts import all_degrees, context_degrees, full_sharding, grow, lay_out, reductions
 from titanlite.plan.teacher import is_teacher
 from titanlite.plan.time import collective_time, offload_time, step_time
 from titanlite.runtime.errors import UserError
 
-MODES = ("none", "selective", "full")
 RESHARD, TEACHER = ("default", "never"), ("always", "never")
 """Values of `parallelism.` and `teacher.fsdp_reshard_after_forward`; the first needs least memory."""
 LARGEST_BATCH = 16
 """Most sequences in a forward pass that are tried."""
 GIB = 2**30
-WORTH = 1.005
-"""Least speed-up for which a candidate that needs more memory is listed beside one that needs less."""
 
 Sharding = tuple[Degrees, str, str | None]
 """Degrees, and when gathered parameters of the model and of the teacher are freed."""
-Options = dict[str, Any]
-"""Values by dotted key."""
 Traces = dict[tuple[str, bool, int], Trace]
 """Traces of full sharding, by (recompute mode, float8, local batch size)."""
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """A way to run the config, with its expected memory and time before it is planned in full."""
-
-    options: Options
-    mode: str
-    batch: int
-    float8: bool
-    offload: bool
-    degrees: Degrees
-    reshard: str
-    teacher: str | None = None
-    """`teacher.fsdp_reshard_after_forward`; None without a teacher."""
-    tokens_per_second: float = 0.0
-    reserved: float = 0.0
-    """Bytes."""
-    host_of_node: float = 0.0
-    """Bytes of host memory in a node."""
-    exposed: float = 0.0
-    """Seconds of a step in which devices wait for collectives."""
-
-    @property
-    def kernels(self) -> tuple[Any, ...]:
-        """Options that determine the work of the device."""
-        return self.mode, self.batch, self.float8, self.offload
-
-    @property
-    def title(self) -> str:
-        words = [f"{self.degrees}", f"reshard {self.reshard}", f"recompute {self.mode}", f"local batch {self.batch}"]
-        words += [f"teacher {self.teacher}"] if self.teacher else []
-        words += ["float8"] * self.float8 + ["CPU offload"] * self.offload
-        return ", ".join(words)
-
-
-@dataclass(frozen=True)
-class Found:
-    """Result of a search."""
-
-    best: list[tuple[Candidate, Plan]]
-    """Fastest first; all fit."""
-    losers: list[tuple[Candidate, str]]
-    """The next ones, and why they lose."""
-    tried: int
 
 
 def search(config: Config, layout: Layout, *, count: int = 5) -> Found:
@@ -98,14 +60,54 @@ def search(config: Config, layout: Layout, *, count: int = 5) -> Found:
     Raises:
         UserError: nothing fits, or the global batch cannot be split over the processes.
     """
-    share, rest = divmod(config.training.global_batch_size, layout.world_size)
+    with ProcessPoolExecutor(cores(), multiprocessing.get_context("spawn"), _begin) as pool:
+        return _best_context(config, layout, partial(_search, pool=pool, count=count))
+
+
+def _best_context(config: Config, layout: Layout, find: Callable[[Config, Layout], Found]) -> Found:
+    """Return the result without further ranks for a sequence, or with the fewest that need no offload if it is faster.
+
+    Raises:
+        UserError: that of the config's own degree.
+    """
+    found, failure = None, None
+    own = config.parallelism.context_parallel_degree
+    others = context_degrees(layout.world_size, config.training.seq_len) if own == 1 and can_split(config) else []
+    for degree in [own, *others]:
+        try:
+            further = find(with_options(config, {"parallelism.context_parallel_degree": degree}), layout)
+        except UserError as error:
+            failure = failure or error
+            continue
+        if found is None or further.best[0][1].tokens_per_second > found.best[0][1].tokens_per_second:
+            found = replace(further, tried=further.tried + (found.tried if found else 0))
+        if not further.best[0][0].offload:
+            break
+    if found is None:
+        assert failure
+        raise failure
+    return found
+
+
+def can_split(config: Config) -> bool:
+    """Return True if several processes can compute the sequences of the config's model."""
+    try:
+        check_context(model_of(config).build())
+    except UserError:
+        return False
+    return True
+
+
+def _search(config: Config, layout: Layout, *, pool: ProcessPoolExecutor, count: int) -> Found:
+    """Search with the config's degree of context parallelism."""
+    readers = layout.world_size // config.parallelism.context_parallel_degree
+    share, rest = divmod(config.training.global_batch_size, readers)
     if rest or not share:
         raise UserError(
             f"training.global_batch_size: {config.training.global_batch_size} sequences cannot be split over "
-            f"{layout.world_size} processes: name a multiple with --global-batch-size"
+            f"{readers} processes: name a multiple with --global-batch-size"
         )
-    with ProcessPoolExecutor(cores(), multiprocessing.get_context("spawn"), _begin) as pool:
-        return _Search(config, layout, pool, share).run(count)
+    return _Search(config, layout, pool, share).run(count)
 
 
 def _has_layers_for_float8(config: Config) -> bool:
@@ -138,6 +140,7 @@ class _Search:
         self.layout = layout
         self.pool = pool
         self.share = share
+        self.context = config.parallelism.context_parallel_degree
         self.reduce_once = config.parallelism.fsdp_reduce_gradients == "last"
         self.batches = [size for size in range(1, min(share, LARGEST_BATCH) + 1) if share % size == 0]
         can_float8 = config.compile.enable and layout.hardware.fp8_flops is not None and _has_layers_for_float8(config)
@@ -161,7 +164,7 @@ class _Search:
         least = min((it for it in candidates if not it.offload), key=lambda it: it.reserved)
         hosts = [it.host_of_node for it in candidates if it.offload and it.reserved <= room]
         offload = (
-            f"; CPU offload {_needs_host(min(hosts))}, which has {hardware.node_memory / GIB:,.0f}" if hosts else ""
+            f"; CPU offload {needs_host(min(hosts))}, which has {hardware.node_memory / GIB:,.0f}" if hosts else ""
         )
         return (
             f"nothing fits: the least is {least.reserved / GIB:.1f} GiB ({least.title}), and a {hardware.name} has "
@@ -172,7 +175,7 @@ class _Search:
         keys = list(product(MODES, self.float8, self.batches[:2]))
         futures = {}
         for mode, float8, batch in keys:
-            degrees = full_sharding(self.layout.world_size)
+            degrees = full_sharding(self.layout.world_size, self.context)
             options = self._options(mode, float8, batch, (degrees, RESHARD[0], self.policies[0]), offload=False)
             futures[mode, float8, batch] = self._submit(with_options(self.config, options))
         return {key: future.result() for key, future in futures.items()}
@@ -181,7 +184,9 @@ class _Search:
         degrees, reshard, teacher = sharding
         return {
             **({"teacher.fsdp_reshard_after_forward": teacher} if teacher else {}),
-            **{f"parallelism.data_parallel_{axis}_degree": degree for axis, degree in degrees._asdict().items()},
+            "parallelism.data_parallel_replicate_degree": degrees.replicate,
+            "parallelism.data_parallel_shard_degree": degrees.shard,
+            "parallelism.context_parallel_degree": degrees.context,
             "parallelism.fsdp_reshard_after_forward": reshard,
             "activation_checkpoint.mode": mode,
             "activation_checkpoint.selective_ac_option": "op",
@@ -193,8 +198,8 @@ class _Search:
 
     def _candidates(self, *, offload: bool) -> Iterator[Candidate]:
         world = self.layout.world_size
-        for degrees, mode, float8, batch in product(all_degrees(world), MODES, self.float8, self.batches):
-            several = degrees.shard > 1
+        for degrees, mode, float8, batch in product(all_degrees(world, self.context), MODES, self.float8, self.batches):
+            several = degrees.sharded > 1
             for reshard, teacher in product(RESHARD if several else RESHARD[:1], self.policies[: 1 + several]):
                 options = self._options(mode, float8, batch, (degrees, reshard, teacher), offload=offload)
                 yield Candidate(options, mode, batch, float8, offload, degrees, reshard, teacher)
@@ -211,11 +216,11 @@ class _Search:
         )
         reserved = without + further * (grown - without) + self._held_gradients(one, it.batch)
         states = sum(one.profile.most(category) for category in ON_HOST)
-        host = states * world / it.degrees.shard if it.offload else 0.0
+        host = states * world / it.degrees.sharded if it.offload else 0.0
         gathered = sum(it.bytes for unit in one.workload.units for it in unit.gather if not is_teacher(unit))
-        reserved += teachers.kept_bytes(one.profile, one.workload, it.teacher, shard=it.degrees.shard, world=world)
-        reserved += -states if it.offload else states * (world / it.degrees.shard - 1)
-        if world > 1 and (it.reshard == "never" or it.degrees.shard == 1):
+        reserved += teachers.kept_bytes(one.profile, one.workload, it.teacher, shard=it.degrees.sharded, world=world)
+        reserved += -states if it.offload else states * (world / it.degrees.sharded - 1)
+        if world > 1 and (it.reshard == "never" or it.degrees.sharded == 1):
             reserved += gathered
         units = [
             lay_out(
@@ -228,7 +233,7 @@ class _Search:
             )
             for of_one, of_two in zip(one.workload.units, two.workload.units, strict=True)
         ]
-        update = [kernel._replace(bytes=kernel.bytes * world // it.degrees.shard) for kernel in one.workload.update]
+        update = [kernel._replace(bytes=kernel.bytes * world // it.degrees.sharded) for kernel in one.workload.update]
         time = step_time(
             units,
             update=update,
@@ -239,7 +244,7 @@ class _Search:
         waiting = sum(collective_time(whole, hardware, per_node) for whole in one.workload.whole)
         total = time.total + waiting
         if it.offload:
-            parameters = one.profile.most("parameters") * world // it.degrees.shard
+            parameters = one.profile.most("parameters") * world // it.degrees.sharded
             total += offload_time(parameters, host, hardware=hardware, accumulation=self.share // it.batch)
         tokens = self.config.training.global_batch_size * self.config.training.seq_len
         return replace(
@@ -266,10 +271,10 @@ class _Search:
             while rest and len(best) + len(chosen) < count:
                 it = rest.popleft()
                 if it.reserved > 1.05 * room:
-                    losers.setdefault(it.kernels, (it, _too_large(it.reserved)))
+                    losers.setdefault(it.kernels, (it, too_large(it.reserved)))
                 elif it.host_of_node > self.layout.hardware.node_memory:
-                    losers.setdefault(it.kernels, (it, _needs_host(it.host_of_node)))
-                elif not any(_is_no_better(it, other) for other in (*(one for one, _ in best), *chosen)):
+                    losers.setdefault(it.kernels, (it, needs_host(it.host_of_node)))
+                elif not any(is_no_better(it, other) for other in (*(one for one, _ in best), *chosen)):
                     chosen.append(it)
             for it, plan in zip(chosen, self._plan(chosen), strict=True):
                 if plan.fits:
@@ -277,12 +282,12 @@ class _Search:
                 else:
                     losers.setdefault(
                         it.kernels,
-                        (it, _too_large(plan.reserved) if plan.reserved > room else _needs_host(plan.host_of_node)),
+                        (it, too_large(plan.reserved) if plan.reserved > room else needs_host(plan.host_of_node)),
                     )
         best.sort(key=lambda pair: -pair[1].tokens_per_second)
         for it in rest:
             if it.reserved <= room and len(losers) < 2 * count and best:
-                losers.setdefault(it.kernels, (it, _slower(it, best[0][0])))
+                losers.setdefault(it.kernels, (it, slower(it, best[0][0])))
         return Found(best, list(losers.values())[:count], len(candidates))
 
     def _plan(self, chosen: Sequence[Candidate]) -> list[Plan]:
@@ -293,28 +298,3 @@ class _Search:
 
     def _submit(self, config: Config, *, whole: bool = False) -> Future[Trace]:
         return self.pool.submit(trace, config, self.layout, whole=whole)
-
-
-def _is_no_better(it: Candidate, other: Candidate) -> bool:
-    """Return True if a candidate has the same kernels, is not noticeably faster, and needs no less memory."""
-    faster = it.tokens_per_second > other.tokens_per_second * WORTH
-    return it.kernels == other.kernels and not faster and it.reserved >= other.reserved
-
-
-def _too_large(reserved: float) -> str:
-    return f"does not fit: {reserved / GIB:,.1f} GiB"
-
-
-def _needs_host(size: float) -> str:
-    return f"needs {size / GIB:,.0f} GiB of host memory in a node"
-
-
-def _slower(it: Candidate, best: Candidate) -> str:
-    reason = f"{1 - it.tokens_per_second / best.tokens_per_second:.1%} slower than the best"
-    if it.exposed > best.exposed * 1.5:
-        reason += f": {it.exposed:.2f} s of each step wait for collectives, instead of {best.exposed:.2f}"
-    elif MODES.index(it.mode) > MODES.index(best.mode):
-        reason += ": recomputes more of forward"
-    elif it.batch < best.batch:
-        reason += ": smaller kernels, and collectives for more micro-batches"
-    return reason

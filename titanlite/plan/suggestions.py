@@ -12,8 +12,9 @@ from typing import Any
 from titanlite.config.checks import find_conflicts
 from titanlite.config.schema import Config
 from titanlite.optim import check_optimizer
+from titanlite.plan.candidates import Options
 from titanlite.plan.estimate import Layout, Plan, model_of, plan
-from titanlite.plan.search import Options, with_options
+from titanlite.plan.search import with_options
 
 logger = logging.getLogger(__name__)
 

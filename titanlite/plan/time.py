@@ -75,6 +75,9 @@ class Unit:
     """Reduce-scatters after backward of every micro-batch."""
     all_reduce: tuple[Collective, ...] = ()
     """Collectives after backward of the last micro-batch: all-reduces, and reduce-scatters that others do not have."""
+    forward_waits: tuple[Collective, ...] = ()
+    """Collectives of activations in forward, which kernels wait for."""
+    backward_waits: tuple[Collective, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -177,7 +180,7 @@ def step_time(
     assert accumulation > 0
     passes = _passes(units, hardware, gpus_per_node=gpus_per_node)
     compute = accumulation * sum(work.compute for work in passes)
-    communication = accumulation * sum(work.gather + work.reduce for work in passes)
+    communication = accumulation * sum(work.gather + work.reduce + work.waits for work in passes)
     communication += sum(work.all_reduce for work in passes)
     updating = sum(kernel_time(kernel, hardware) for kernel in update)
     if hardware.overlaps:
@@ -214,6 +217,7 @@ class _Pass(NamedTuple):
     all_reduce: float = 0.0
     ahead: bool = True
     """The gather is issued when the pass before begins, and not when it ends."""
+    waits: float = 0.0
 
 
 def _passes(units: Sequence[Unit], hardware: Hardware, *, gpus_per_node: int) -> list[_Pass]:
@@ -225,7 +229,9 @@ def _passes(units: Sequence[Unit], hardware: Hardware, *, gpus_per_node: int) ->
     def communicate(collectives: Sequence[Collective]) -> float:
         return sum(collective_time(it, hardware, gpus_per_node) for it in collectives)
 
-    forward = [_Pass(compute(unit.forward), communicate(unit.gather)) for unit in units]
+    forward = [
+        _Pass(compute(unit.forward), communicate(unit.gather), waits=communicate(unit.forward_waits)) for unit in units
+    ]
     backward = [
         _Pass(
             compute(unit.backward),
@@ -233,6 +239,7 @@ def _passes(units: Sequence[Unit], hardware: Hardware, *, gpus_per_node: int) ->
             communicate(unit.reduce),
             communicate(unit.all_reduce),
             ahead=index > 0,
+            waits=communicate(unit.backward_waits),
         )
         for index, unit in enumerate(reversed(units))
     ]
@@ -260,7 +267,8 @@ def _micro_batch(passes: Sequence[_Pass], *, is_last: bool) -> float:
     done = 0.0
     for work, following in pairwise((*passes, _Pass(0.0, 0.0))):
         began = max(done, gathered)
-        done = began + work.compute
+        done = began + work.compute + work.waits
+        link.run(work.waits, issued=began)
         if following.ahead:
             gathered = link.run(following.gather, issued=began)
         link.run(work.reduce + (work.all_reduce if is_last else 0.0), issued=done)

@@ -22,10 +22,11 @@ from titanlite.models.registry import ModelSpec
 from titanlite.optim import build_optimizer, check_optimizer
 from titanlite.optim.in_backward import InBackward
 from titanlite.parallelize import build_mesh
+from titanlite.parallelize.context import split_batch
 from titanlite.parallelize.float8 import weight_scaler
 from titanlite.parallelize.fsdp import fsdp_units
 from titanlite.parallelize.materialize import allocate
-from titanlite.parallelize.mesh import axis_sizes, data_parallel_rank, loss_group, world_group
+from titanlite.parallelize.mesh import ACTIVATION_AXES, axis_groups, data_parallel_rank, loss_group, world_group
 from titanlite.plan.fake_ranks import fake_ranks
 from titanlite.plan.gpu_kernels import GpuKernels
 from titanlite.plan.recorder import Recorder
@@ -136,9 +137,8 @@ def _record(
     with FakeTensorMode(allow_non_fake_inputs=True) as fakes:
         recorder = Recorder(fakes, gpu=isinstance(kernels, GpuKernels))
         recorder.name_group(world_group(mesh), "world")
-        for axis, size in axis_sizes(mesh).items():
-            if size > 1:
-                recorder.name_group(mesh.get_group(axis), axis)
+        for axis, group in axis_groups(mesh).items():
+            recorder.name_group(group, axis, inside=axis in ACTIVATION_AXES)
         observe_fsdp(model, recorder)
         phases = ExitStack()
         if teacher:
@@ -155,7 +155,7 @@ def _record(
             optimizer: Any = _TracedOptimizer(fake_optimizer(config, model, kernels), recorder)
             with recorder.category("other"):
                 fill_states(optimizer, one_by_one=config.optimizer.in_backward)
-                batches = _batches(config, data_parallel_rank(mesh)[1], cache)
+                batches = [split_batch(it, mesh) for it in _batches(config, data_parallel_rank(mesh)[1], cache)]
             states = (value for state in optimizer.state.values() for value in state.values())
             recorder.label((value for value in states if isinstance(value, Tensor)), "optimizer")
             in_backward = _updates_in_backward(model, optimizer, recorder) if config.optimizer.in_backward else None

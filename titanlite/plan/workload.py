@@ -40,7 +40,7 @@ def workload_of(recorder: Recorder, *, fuse: bool, gpus_per_node: int) -> Worklo
     reduced_once = _reduced_once(recorder)
     for it in recorder.sent:
         if it.phase in firsts or _is_once(it, reduced_once):
-            sent[it.unit].append(it)
+            sent[recorder.phases[it.phase][1] if it.is_inside else it.unit].append(it)
 
     def kernels(direction: str, unit: str) -> tuple[Kernel, ...]:
         found = operators[f"{direction} {unit}"]
@@ -52,6 +52,9 @@ def workload_of(recorder: Recorder, *, fuse: bool, gpus_per_node: int) -> Worklo
             for it in sent[unit]
             if it.collective == op and recorder.phases[it.phase][1].startswith("forward") == forward
         )
+
+    def waits(direction: str, unit: str) -> tuple[Collective, ...]:
+        return tuple(_collective(it, gpus_per_node) for it in sent[f"{direction} {unit}"])
 
     units = []
     for _, phase in recorder.phases:
@@ -70,6 +73,8 @@ def workload_of(recorder: Recorder, *, fuse: bool, gpus_per_node: int) -> Worklo
                     *(collectives(name, "reduce_scatter", forward=False) if name in reduced_once else ()),
                     *collectives(name, "all_reduce", forward=False),
                 ),
+                forward_waits=waits("forward", name),
+                backward_waits=waits("backward", name),
             )
         )
     update = tuple(map(_kernel, operators["update"]))
@@ -86,7 +91,7 @@ def traffic_of(recorder: Recorder, *, traced: int, accumulation: int) -> Traffic
     total: Traffic = {}
     reduced_once = _reduced_once(recorder)
     for it in recorder.sent:
-        each_micro_batch = it.unit and not _is_once(it, reduced_once)
+        each_micro_batch = it.is_inside or (it.unit and not _is_once(it, reduced_once))
         size = it.bytes * accumulation // traced if each_micro_batch else it.bytes
         total[it.collective, it.axis] = total.get((it.collective, it.axis), 0) + size
     return total
@@ -132,12 +137,14 @@ def _first_of_each_name(recorder: Recorder) -> Iterator[int]:
 def _reduced_once(recorder: Recorder) -> set[str]:
     """Return the units whose gradients are not reduced after the first micro-batch, but after the last."""
     firsts = set(_first_of_each_name(recorder))
-    reductions = [it for it in recorder.sent if it.collective == "reduce_scatter"]
+    reductions = [it for it in recorder.sent if it.collective == "reduce_scatter" and not it.is_inside]
     return {it.unit for it in reductions} - {it.unit for it in reductions if it.phase in firsts}
 
 
 def _is_once(sent: Sent, reduced_once: Container[str]) -> bool:
     """Return whether a unit's collective runs in the last micro-batch only."""
+    if sent.is_inside:
+        return False
     return sent.collective == "all_reduce" or (sent.collective == "reduce_scatter" and sent.unit in reduced_once)
 
 

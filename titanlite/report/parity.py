@@ -54,8 +54,8 @@ class Comparison:
     is_equal: bool
 
 
-def variants(global_batch_size: int, processes: int, *, on_gpu: bool) -> list[Variant]:
-    """Return all variants that the batch and the processes allow, each after its reference."""
+def variants(global_batch_size: int, processes: int, *, on_gpu: bool, seq_len: int = 2048) -> list[Variant]:
+    """Return all variants that the batch, the sequences and the processes allow, each after its reference."""
     found = [
         Variant(ONE, 1, ()),
         Variant("the same again", 1, (), exact=True),
@@ -87,18 +87,22 @@ def variants(global_batch_size: int, processes: int, *, on_gpu: bool) -> list[Va
             Variant(hsdp, processes, _degrees(2)),
             *_accumulated(f"{hsdp}, 2 micro-batches", global_batch_size, processes, _degrees(2)),
         ]
+    for context in sorted({2, processes}):
+        if processes % context == 0 and seq_len % (2 * context) == 0:
+            options = (*_degrees(1), f"parallelism.context_parallel_degree={context}")
+            found.append(Variant(f"context {context} x FSDP {processes // context}", processes, options))
     return found
 
 
 def _degrees(replicate: int) -> tuple[str, ...]:
     names = "parallelism.data_parallel_replicate_degree", "parallelism.data_parallel_shard_degree"
-    return f"{names[0]}={replicate}", f"{names[1]}=-1"
+    return f"{names[0]}={replicate}", f"{names[1]}=-1", "parallelism.context_parallel_degree=1"
 
 
 def layout_options(replicate: int, shard: int) -> list[str]:
     """Return the overrides that replace the layout of a config."""
     shards = f"parallelism.data_parallel_shard_degree={shard}"
-    return [f"--{option}" for option in (_degrees(replicate)[0], shards, RESHARD)]
+    return [f"--{option}" for option in (*_degrees(replicate), shards, RESHARD)]
 
 
 def _selective(option: str) -> tuple[str, ...]:
@@ -148,7 +152,7 @@ def main(path: str, overrides: list[str], *, steps: int, processes: int | None, 
     processes = processes or gpus or 4
     if (batch := config.training.global_batch_size) % processes:
         raise UserError(f"--processes: {batch} (training.global_batch_size) is not a multiple of {processes}")
-    chosen = _select(variants(batch, processes, on_gpu=gpus > 0), only)
+    chosen = _select(variants(batch, processes, on_gpu=gpus > 0, seq_len=config.training.seq_len), only)
     folder = Path(config.job.dump_folder, f"{config.job.name}-parity")
     base = [
         *_base_options(steps, warmup_steps=config.lr_scheduler.warmup_steps),

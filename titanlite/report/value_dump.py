@@ -18,7 +18,8 @@ from torch.distributed.tensor import DTensor
 
 from titanlite.models.base import Model, head_of, unique_parameters
 from titanlite.observer import StepObserver
-from titanlite.parallelize.mesh import data_parallel_rank
+from titanlite.parallelize.context import join_parts
+from titanlite.parallelize.mesh import context_rank, data_parallel_rank
 from titanlite.plan.output import format_size
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.private_torch.compiler import is_compiled
@@ -41,6 +42,7 @@ class Index:
 
     step: int
     ranks: int
+    """Number of ranks with different tokens."""
     compute_dtype: str
     schema: int = SCHEMA
     forward: list[str] = field(default_factory=list)
@@ -52,6 +54,8 @@ class Index:
     """Modules that have a tensor as their input, by the tensor's forward key."""
     dtypes: dict[str, str] = field(default_factory=dict)
     """Dtypes in which values were computed, by key. The dump itself is in float32."""
+    context: int = 1
+    """Number of ranks in a row that split sequences."""
     compiled: list[str] = field(default_factory=list)
     """Modules whose inner values are not seen."""
     hugging_face: dict[str, Any] = field(default_factory=dict)
@@ -72,8 +76,9 @@ class ValueDump(StepObserver):
         self, model: Model, mesh: DeviceMesh, *, folder: Path, step: int, dtype: str, most_bytes: int = MOST_BYTES
     ) -> None:
         self._model, self._folder, self._most_bytes = model, folder, most_bytes
-        self._rank, self._ranks = data_parallel_rank(mesh)
-        self._index = Index(step, self._ranks, dtype)
+        (rank, ranks), (context, contexts) = data_parallel_rank(mesh), context_rank(mesh)
+        self._rank, self._ranks = rank * contexts + context, ranks * contexts
+        self._index = Index(step, self._ranks, dtype, context=contexts)
         self._head = next(name for name, module in model.named_modules() if module is head_of(model))
         self._is_forward = self._is_on = False
         self._micro_batch = -1
@@ -121,7 +126,7 @@ class ValueDump(StepObserver):
 
     def _see_tokens(self, module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
         self._batch = inputs[0].shape
-        self._index.hugging_face.update(_in_transformers(self._model, has_documents="documents" in named))
+        self._index.hugging_face.update(_in_transformers(self._model, has_documents=_has_documents(named)))
         self._add(TOKENS, inputs[0])
 
     def _see_input(self, name: str, module: nn.Module, inputs: tuple[Any, ...]) -> None:
@@ -242,8 +247,15 @@ class Dump:
     def __getitem__(self, key: str) -> Tensor:
         if " parameter " in key:
             return self.parts[0][key]
-        joined = torch.cat([part[key] for part in self.parts])
-        return joined.sum() if key == LOSS else joined
+        parts, context = [part[key] for part in self.parts], self.index.context
+        if key == LOSS or context == 1:
+            joined = torch.cat(parts)
+            return joined.sum() if key == LOSS else joined
+        size = len(self.parts[0][TOKENS])  # sequences of a rank
+        with_sequences = [part.unflatten(0, (size, -1)) if len(part) > size else part for part in parts]
+        split = [with_sequences[first : first + context] for first in range(0, len(parts), context)]
+        joined = torch.cat([join_parts(of_sequences) for of_sequences in split])
+        return joined.flatten(0, 1) if len(parts[0]) > size else joined
 
     def __contains__(self, key: str) -> bool:
         return all(key in part for part in (self.parts[:1] if " parameter " in key else self.parts))
@@ -281,6 +293,11 @@ def _in_transformers(model: Model, *, has_documents: bool) -> dict[str, Any]:
     names = {ours: it[1] for ours, it in found.items() if it and "{" not in it[1] and not it[0].transposed}
     unknown = [name for name in found if name not in names]
     return {"config": form.to_config(args), "names": names, "unknown": unknown, "documents": has_documents}
+
+
+def _has_documents(arguments: dict[str, Any]) -> bool:
+    """Return True if a sequence has several documents."""
+    return "documents" in arguments and bool(arguments["documents"].ids_BS.any())
 
 
 def _file(rank: int) -> str:
