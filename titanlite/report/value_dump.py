@@ -126,8 +126,12 @@ class ValueDump(StepObserver):
 
     def _see_tokens(self, module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
         self._batch = inputs[0].shape
-        self._index.hugging_face.update(_in_transformers(self._model, has_documents=_has_documents(named)))
+        self._index.hugging_face.update(_in_transformers(self._model, has_documents=self._has_documents(named)))
         self._add(TOKENS, inputs[0])
+
+    def _has_documents(self, arguments: dict[str, Any]) -> bool:
+        """Return True if the batch had a document mask. Split sequences have documents without one, too."""
+        return "documents" in arguments and (self._index.context == 1 or bool(arguments["documents"].ids_BS.any()))
 
     def _see_input(self, name: str, module: nn.Module, inputs: tuple[Any, ...]) -> None:
         if self._is_forward and inputs and isinstance(inputs[0], Tensor) and inputs[0].is_floating_point():
@@ -293,11 +297,6 @@ def _in_transformers(model: Model, *, has_documents: bool) -> dict[str, Any]:
     names = {ours: it[1] for ours, it in found.items() if it and "{" not in it[1] and not it[0].transposed}
     unknown = [name for name in found if name not in names]
     return {"config": form.to_config(args), "names": names, "unknown": unknown, "documents": has_documents}
-
-
-def _has_documents(arguments: dict[str, Any]) -> bool:
-    """Return True if a sequence has several documents."""
-    return "documents" in arguments and bool(arguments["documents"].ids_BS.any())
 
 
 def _file(rank: int) -> str:
