@@ -25,7 +25,11 @@ FURTHER = {
     "compile": [*MASK, "--compile.enable"],
     "compile, AC": [*MASK, "--compile.enable", "--activation_checkpoint.mode=full"],
     "offload": [*MASK, "--training.enable_cpu_offload"],
-    "Muon": [*MASK, '--optimizer.groups=[{match = ["layers.*.w?.weight"], name = "Muon", args.ns_dtype = "float32"}, {match = ["*"]}]'],
+    "Muon": [
+        *MASK,
+        '--optimizer.groups=[{match = ["layers.*.w?.weight"], name = "Muon", args.ns_dtype = "float32"}, '
+        '{match = ["tok*", "head*", "*norm*"]}]',
+    ],
     "qwen3": [*MASK, "--model.name=qwen3", "--model.args.head_dim=14"],
 }
 
