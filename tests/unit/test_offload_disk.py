@@ -344,6 +344,6 @@ def test_states_on_disk_are_not_in_memory(tiny: TinyRun, monkeypatch: pytest.Mon
     command = ["config", "check", "--config", str(tiny.toml)]
     for options, size in (([], 16), (MOMENTS, 8), (EVERYTHING, 4)):
         for memory, code in ((size * count, 0), (size * count - 1, 2)):
-            module = sys.modules["titanlite.parallelize.materialize"]  # the package names a function so
+            module = sys.modules["titanlite.memory_check"]
             monkeypatch.setattr(module, "host_memory", lambda memory=memory: memory)
             assert run_command([*command, *options]) == code, (options, size)

@@ -1,17 +1,15 @@
 """Materialization: allocate the local shards of a meta model, and give every parameter the values it has on any
 layout."""
 
-from typing import Any
-
 import torch
-from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
+from torch import nn
 
-from titanlite.models.base import Model, initial_values, trainable_parameters, unique_parameters
+from titanlite.models.base import Model, initial_values, unique_parameters
 from titanlite.models.initial import Constant, free_tables
 from titanlite.models.quantized import quantize, scales_of
+from titanlite.parallelize.disk import drop_after_use, tensors_on_disk
 from titanlite.runtime.disk import DiskTensors
-from titanlite.runtime.dtensor import GlobalIndices, from_local_like
+from titanlite.runtime.dtensor import GlobalIndices
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.hash_random import random_bits, salt
 from titanlite.runtime.private_torch.tensors import local_tensor, replace_tensors
@@ -49,7 +47,7 @@ def materialize(
     allocate(model, parameter_device, device, disk)
     draw_weights(model, device=device, seed=seed, disk=disk)
     if disk:
-        _drop_after_use(model, disk)
+        drop_after_use(model, disk)
     _check_complete(model, parameter_device, device, dtype)
 
 
@@ -60,7 +58,7 @@ def allocate(
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)
-    on_disk = _on_disk(model, disk) if disk else {}
+    on_disk = tensors_on_disk(model, disk) if disk else {}
     replace_tensors(
         model,
         lambda tensor: on_disk[tensor] if tensor in on_disk else torch.empty_like(tensor, device=parameter_device),
@@ -71,32 +69,6 @@ def allocate(
             setattr(model.get_submodule(module), attribute, model.get_parameter(first))
     with device:
         model.init_buffers()
-
-
-def _on_disk(model: Model, disk: DiskTensors) -> dict[Tensor, Tensor]:
-    """Return the tensor on disk for each parameter. Where rows do not divide evenly, FSDP copies the last rank's part
-    to pad it, and that copy is in memory."""
-    parameters = [parameter for _, parameter in unique_parameters(model)]
-    parts = disk.allocate([(local_tensor(parameter).shape, parameter.dtype) for parameter in parameters])
-    return {p: from_local_like(part, p) for p, part in zip(parameters, parts, strict=True)}
-
-
-def _drop_after_use(model: Model, disk: DiskTensors) -> None:
-    """Drop parameters from memory after their FSDP unit's forward (compiled units excepted) and after their gradients
-    are reduced."""
-    units = [unit for unit in model.modules() if isinstance(unit, FSDPModule) and unit is not model]
-    parts: dict[nn.Module, list[Tensor]] = {
-        unit: [local_tensor(parameter) for parameter in unit.parameters()] for unit in units
-    }
-
-    def after_forward(unit: nn.Module, *_: Any) -> None:
-        if not torch.compiler.is_compiling():
-            disk.drop(*parts[unit])
-
-    for unit in units:
-        unit.register_forward_hook(after_forward)
-    for parameter in trainable_parameters(model).values():
-        parameter.register_post_accumulate_grad_hook(lambda parameter: disk.drop(local_tensor(parameter)))
 
 
 @torch.no_grad()
