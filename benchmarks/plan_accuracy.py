@@ -1,6 +1,7 @@
 """Accuracy of `titanlite plan`: predicted against measured memory and time.
 
     python benchmarks/plan_accuracy.py cpu          peak memory of runs on this machine's CPU, byte by byte
+    python benchmarks/plan_accuracy.py axes         measurements of further mesh axes by NeMo AutoModel, beside the plan
     python benchmarks/plan_accuracy.py published    measurements that torchtitan published, beside the plan
     python benchmarks/plan_accuracy.py null-gpu     memory that PyTorch's allocator gave on a null GPU (docs/gpu.md)
     python benchmarks/plan_accuracy.py gpu          peak memory and step time on this machine's GPU
@@ -42,6 +43,7 @@ Ratios = dict[str, list[float]]
 AIMS = {
     "measured peak memory": "< 10 %", "measured time of a step": "< 25 %",
     "allocated memory": "< 1 %", "reserved memory": "< 3 %",
+    "published tokens a second of further axes": "explained",
     "published memory": "explained", "published tokens a second": "explained",
 }  # fmt: skip
 GIB, MIB = 2**30, 2**20
@@ -109,6 +111,14 @@ PUBLISHED: list[tuple[str, Hardware, int, str, int, float | None, float]] = [
 local batch, GiB a GPU, tokens a second and GPU). H100: its benchmarks of December 2024. H200: those by Trainy of June
 2025. A100: its docs/performance.md of 2024; it is not known whether it was compiled."""
 
+CONTEXT = "--parallelism.context_parallel_degree="
+AXES: list[tuple[str, str, int, list[str], float]] = [
+    ("70B, FSDP 32 x context 2", "llama3_70b", 64,
+     [CONTEXT + "2", "--training.global_batch_size=128", RECOMPUTE + "full"], 866.77),
+]  # fmt: skip
+"""NeMo AutoModel on H100s (docs/performance-summary of its repository, April 2026), sequences of 8,192: (which, config,
+GPUs, options, tokens a second and GPU). What is recomputed is not published."""
+
 TORCHTITAN = {
     "8B, batch 1": "39.66, 47.38", "8B, batch 2": "67.06, 76.74",
     "8B, batch 1, compiled": "29.83, 38.99 in blocks", "8B, batch 2, compiled": "47.40, 55.11 in blocks",
@@ -131,13 +141,13 @@ def main() -> None:
     from record import add_record_option  # a script beside this one
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("cpu", "published", "null-gpu", "gpu"))
+    parser.add_argument("what", choices=("cpu", "published", "axes", "null-gpu", "gpu"))
     parser.add_argument("--only", default="", help="cases whose name contains this")
     add_record_option(parser)
     options = parser.parse_args()
     torch.set_num_threads(1)
     found: Ratios = defaultdict(list)
-    modes = {"cpu": on_cpu, "published": published, "null-gpu": on_null_gpu, "gpu": on_gpu}
+    modes = {"cpu": on_cpu, "published": published, "axes": on_further_axes, "null-gpu": on_null_gpu, "gpu": on_gpu}
     for line in modes[options.what](options.only, found):
         print(line, flush=True)
     note(options, found)
@@ -150,7 +160,9 @@ def note(options: argparse.Namespace, found: Ratios) -> None:
     for what, ratios in found.items():
         name = f"predicted / {what}, cases of {options.what}{f': {options.only}' if options.only else ''}"
         errors = [100 * abs(ratio - 1) for ratio in ratios]
-        low = None if options.what == "published" else min(errors)  # nothing is measured there, so nothing varies
+        low = (
+            None if options.what in ("published", "axes") else min(errors)
+        )  # nothing is measured there, so nothing varies
         record(options.record, name=name, values=ratios)
         record(
             options.record, name=f"{name}, largest error", value=max(errors), low=low, unit="%", better="lower",
@@ -200,6 +212,19 @@ def published(only: str, found: Ratios) -> Iterator[str]:
                 found["published memory"].append(both[0].peak / GIB / gib)
             found["published tokens a second"].append(each / speed)
             yield row(name, how, gib or "-", *peaks, f"{speed:,}", f"{each:,.0f} ({each / speed:.2f})")
+
+
+def on_further_axes(only: str, found: Ratios) -> Iterator[str]:
+    """The plan of Llama 3 and Qwen3-MoE on meshes with further axes, beside published speeds."""
+    yield row("config", "GPUs", "plan GiB", "published tokens/s/GPU", "plan")
+    yield row(*["---"] * 5)
+    for name, config, world_size, options, speed in AXES:
+        if only in name:
+            loaded = load(f"train_configs/{config}.toml", options, world_size=world_size)
+            it = planned(loaded, world_size, find_hardware("H100"), 8)
+            each = it.tokens_per_second / world_size
+            found["published tokens a second of further axes"].append(each / speed)
+            yield row(name, world_size, f"{it.peak / GIB:.1f}", f"{speed:,}", f"{each:,.0f} ({each / speed:.2f})")
 
 
 def on_null_gpu(only: str, found: Ratios) -> Iterator[str]:

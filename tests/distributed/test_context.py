@@ -52,7 +52,13 @@ def finished(rank: int, world_size: int, config: Config) -> dict[str, Any]:
 
 def compared(tiny: TinyRun, techniques: dict[str, list[str]], layouts: list[tuple[int, int, int]]) -> None:
     """Train on one process and on each layout, and compare losses, gradient norms and validation losses."""
-    common = ["--training.steps=20", "--validation.enable", "--validation.freq=20", f"--validation.path={tiny.text}"]
+    common = [
+        "--training.steps=20",
+        "--optimizer.lr=3e-3",
+        "--validation.enable",
+        "--validation.freq=20",
+        f"--validation.path={tiny.text}",
+    ]
 
     def options(name: str, *layout: int) -> list[str]:
         job = f"--job.name={name} {'-'.join(map(str, layout))}".replace(",", "").replace(" ", "-")

@@ -1,6 +1,8 @@
 """Context parallelism in one process: parts of sequences, masks, the mesh, and mistakes."""
 
 from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -9,7 +11,7 @@ from torch import Tensor, nn
 
 from tests.helpers import TinyRun
 from tests.layouts import degrees
-from titanlite.config.schema import Parallelism
+from titanlite.config.schema import Config, Parallelism
 from titanlite.data.loader import MicroBatches
 from titanlite.kernels import DEFAULT_KERNELS
 from titanlite.model_checks import check_context
@@ -27,9 +29,12 @@ from titanlite.parallelize.mesh import (
     shard_degree_of,
     sharding_mesh,
 )
-from titanlite.plan.estimate import model_of
+from titanlite.plan.candidates import Found
+from titanlite.plan.estimate import Layout, model_of
+from titanlite.plan.search import best_context
 from titanlite.plan.trace import trace_step
 from titanlite.runtime.errors import ConfigError, UserError
+from titanlite.runtime.hardware import find_hardware
 from titanlite.runtime.private_torch.tracing import fake_process_group
 
 
@@ -178,3 +183,38 @@ def test_the_plan_counts_what_a_step_sends(tiny: TinyRun) -> None:
     assert [it.collective for it in inside].count("reduce_scatter") == 3
     sizes = {it.bytes for it in inside}
     assert sizes == {4 * 2 * 32 * 14 * 4}, "keys and values of 4 sequences in float32"
+
+
+@pytest.mark.parametrize(
+    ("found", "tried", "best"),
+    [
+        ({1: (100.0, False)}, [1], 1),  # fits without: no further axis is tried
+        ({1: None, 2: None, 4: (70.0, False)}, [1, 2, 4], 4),
+        ({1: (10.0, True), 2: (70.0, False)}, [1, 2], 2),
+        ({1: (80.0, True), 2: (70.0, False)}, [1, 2], 1),  # offload is faster
+        ({1: None, 2: None, 4: None, 8: None}, [1, 2, 4, 8], None),
+    ],
+)
+def test_a_search_splits_sequences_where_it_pays(
+    tiny: TinyRun, found: dict[int, tuple[float, bool] | None], tried: list[int], best: int | None
+) -> None:
+    """The tiny run's sequences of 32 tokens can be split over up to 16 ranks, and there are 8."""
+    asked = []
+
+    def find(config: Config, layout: Layout) -> Found:
+        degree = config.parallelism.context_parallel_degree
+        asked.append(degree)
+        if (result := found[degree]) is None:
+            raise UserError(f"nothing fits {degree}")
+        pair: Any = SimpleNamespace(offload=result[1]), SimpleNamespace(tokens_per_second=result[0], degree=degree)
+        return Found([pair], [], tried=10)
+
+    config, layout = tiny.config(), Layout(8, find_hardware("H100"), 8)
+    if best is None:
+        with pytest.raises(UserError, match=r"nothing fits 1$"):
+            best_context(config, layout, find)
+    else:
+        result = best_context(config, layout, find)
+        assert result.best[0][1].degree == best  # pyright: ignore[reportAttributeAccessIssue]
+        assert result.tried == 10 * len([degree for degree in asked[: asked.index(best) + 1] if found[degree]])
+    assert asked == tried

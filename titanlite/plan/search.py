@@ -61,10 +61,10 @@ def search(config: Config, layout: Layout, *, count: int = 5) -> Found:
         UserError: nothing fits, or the global batch cannot be split over the processes.
     """
     with ProcessPoolExecutor(cores(), multiprocessing.get_context("spawn"), _begin) as pool:
-        return _best_context(config, layout, partial(_search, pool=pool, count=count))
+        return best_context(config, layout, partial(_search, pool=pool, count=count))
 
 
-def _best_context(config: Config, layout: Layout, find: Callable[[Config, Layout], Found]) -> Found:
+def best_context(config: Config, layout: Layout, find: Callable[[Config, Layout], Found]) -> Found:
     """Return the result without further ranks for a sequence, or with the fewest that need no offload if it is faster.
 
     Raises:
