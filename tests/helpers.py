@@ -49,9 +49,6 @@ interval = 100
 """
 """No dimension divides by 4, so that uneven shards are the rule."""
 
-PREPARED = ["--data.path=stdlib://train"]
-"""Data for a shipped config that begins with a command to make tokens."""
-
 
 @contextmanager
 def closed_stdout() -> Iterator[None]:

@@ -266,6 +266,7 @@ def _checked(options: Namespace, *, log: bool = False) -> "Checked":
     if log:
         use_expandable_segments(os.environ)
     from titanlite.convert.source import open_teacher
+    from titanlite.ingest.chat import template_problems
     from titanlite.ingest.inputs import find_files
     from titanlite.parallelize.compile import use_cache
     from titanlite.preflight import examine
@@ -285,6 +286,8 @@ def _checked(options: Namespace, *, log: bool = False) -> "Checked":
         draft.config, ranks, device, draft.bad_keys, find_text=find_files, open_teacher=open_teacher
     )
     draft.add(problems)
+    if resolved is not None:
+        draft.add(template_problems(draft.config.data, resolved.tokenizer))
     config = draft.resolve()
     assert resolved is not None
     return config, resolved, ranks, device

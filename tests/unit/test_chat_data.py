@@ -13,12 +13,18 @@ from transformers import AutoTokenizer
 from tests.chat_tokenizer import write_chat_tokenizer
 from tests.models import SMALL, built
 from titanlite import cli
+from titanlite.config.data_schema import Data
+from titanlite.config.load import load
 from titanlite.data.loader import MicroBatches
 from titanlite.data.packing import BestFit, Stream
 from titanlite.data.samples import Samples, Source, as_batch
+from titanlite.data.sources import open_tokens
+from titanlite.data.tokenizer import load_tokenizer
 from titanlite.data.tokens import TokenStore
+from titanlite.ingest.prepare import prepare_text
 from titanlite.ingest.token_writer import TokenWriter
 from titanlite.loss import token_loss
+from titanlite.runtime.errors import UserError
 from titanlite.step import document_arguments
 
 CHATML = """\
@@ -247,7 +253,9 @@ def test_mistakes_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixt
     assert cli.run([*words, "--loss-on", "all"]) == 2
     assert capsys.readouterr().err == "error: --loss-on is for chats: add --chat\n"
     assert cli.run([*words, "--chat"]) == 2
-    expected = "error: --chat: the tokenizer bytes has no chat template: --chat-template FILE names one\n"
+    expected = (
+        "error: --chat: the tokenizer bytes has no chat template: name a file (--chat-template, data.chat_template)\n"
+    )
     assert capsys.readouterr().err == expected
 
 
@@ -331,19 +339,105 @@ def test_masks_across_shards_on_resume_and_on_more_ranks(tmp_path: Path, tokeniz
     assert resumed == whole
 
 
+def of_config(data: Data, folder: Path) -> TokenStore:
+    """Return the tokens of raw chats that a config names."""
+    return prepare_text(
+        [str(data.path)], data=data, tokenizer=load_tokenizer(data.tokenizer), cache_folder=folder / "cache"
+    )
+
+
+@pytest.mark.parametrize("own_tokens", [True, False])
+def test_raw_chats_of_a_config_are_the_tokens_of_the_command(tmp_path: Path, tokenizer: Path, own_tokens: bool) -> None:
+    chats = write_chats(tmp_path / "chats.jsonl", CHATS)
+    file = tmp_path / "a.jinja"
+    file.write_text(CHATML)
+    name, template = (tokenizer, "tokenizer") if own_tokens else ("python-2k", str(file))
+    code, out = prepare(chats, name, *([] if own_tokens else ["--chat-template", template]))
+    assert code == 0
+    data = Data(path=str(chats), tokenizer=str(name), chat_template=template)
+    store = of_config(data, tmp_path)
+    assert documents(store.folder) == documents(out)
+    assert not all(mask for _, marks in documents(out) for mask in marks)
+    assert {key: store.index[key] for key in ("key", "bos", "eos", "shards")} == {
+        key: TokenStore(out).index[key] for key in ("key", "bos", "eos", "shards")
+    }
+    assert store.index["bos"] == (not own_tokens)  # the template of a tokenizer.json writes it
+    # The place of a template does not matter, its text does.
+    (tmp_path / "b.jinja").write_text(CHATML)
+    assert of_config(data.model_copy(update={"chat_template": f"{tmp_path}/b.jinja"}), tmp_path).folder == store.folder
+    (tmp_path / "b.jinja").write_text(CHATML.replace("assistant\\n", "assistant "))
+    other = of_config(data.model_copy(update={"chat_template": f"{tmp_path}/b.jinja"}), tmp_path)
+    assert other.fingerprint != store.fingerprint
+    with pytest.raises(UserError, match=r"data.chat_template: .* holds tokens, not chats: leave it out, or name the"):
+        open_tokens(
+            str(out), data=data, tokenizer=load_tokenizer(str(name)), cache_folder=tmp_path, prepare_text=prepare_text
+        )
+
+
+def test_chats_and_templates_are_found_beside_the_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    configs, here = tmp_path / "configs", tmp_path / "here"
+    for folder in (configs, here):
+        folder.mkdir()
+        (folder / "both.jsonl").touch()
+    for name in ("mine.jinja", "mine.jsonl", "run.toml"):
+        (configs / name).touch()
+    monkeypatch.chdir(here)
+
+    def data_of(**options: object) -> Data:
+        lines = "\n".join(f"{key} = {json.dumps(value)}" for key, value in options.items())
+        (configs / "run.toml").write_text(f"[data]\n{lines}\n")
+        return load(configs / "run.toml").data
+
+    data = data_of(path="mine.jsonl", chat_template="mine.jinja")
+    assert (data.path, data.chat_template) == (str(configs / "mine.jsonl"), str(configs / "mine.jinja"))
+    data = data_of(path="both.jsonl", chat_template="tokenizer")
+    assert (data.path, data.chat_template) == ("both.jsonl", "tokenizer")
+
+
+@pytest.mark.usefixtures("own_process_group")
+@pytest.mark.parametrize(
+    ("template", "message"),
+    [
+        ("none.jinja", "data.chat_template: none.jinja cannot be read: "),
+        ("unmarked.jinja", "data.chat_template: {folder}/unmarked.jinja does not mark answers: put {{% generation %}}"),
+        ("broken.jinja", "data.chat_template: {folder}/broken.jinja is not a template: "),
+        ("tokenizer", "data.chat_template: the tokenizer bytes has no chat template: name a file"),
+        ("good.jinja", "{folder}/chats.jsonl:2: not JSON: "),
+        ("refuses.jinja", "{folder}/chats.jsonl:1: {folder}/refuses.jinja fails: no such role"),
+    ],
+)
+def test_mistakes_in_a_config_are_one_line(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], template: str, message: str
+) -> None:
+    marked = "{% for it in messages %}{% generation %}{{ it.content }}{% endgeneration %}{% endfor %}"
+    for name, text in (("unmarked", "no marks"), ("broken", "{% for %}"), ("good", marked),
+                       ("refuses", marked + "{{ raise_exception('no such role') }}")):  # fmt: skip
+        (tmp_path / f"{name}.jinja").write_text(text)
+    chats = write_chats(tmp_path / "chats.jsonl", CHATS[:1])
+    chats.write_text(chats.read_text() + "{broken\n")
+    toml = tmp_path / "run.toml"
+    toml.write_text(
+        f'[data]\npath = "chats.jsonl"\nchat_template = "{template}"\n[job]\ndump_folder = "{tmp_path}/outputs"\n'
+        "[model.args]\ndim = 16\nn_layers = 1\nn_heads = 1\nn_kv_heads = 1\nhidden_dim = 16\nvocab_size = 259\n"
+        "[training]\nsteps = 1\nseq_len = 16\nglobal_batch_size = 1\n"
+    )
+    is_of_text = "chats.jsonl:" in message  # `check` does not read it
+    assert cli.run(["train" if is_of_text else "check", str(toml)]) == 2
+    [line] = [line for line in capfd.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert line.removeprefix("error: ").removeprefix("data.path: ").startswith(message.format(folder=tmp_path))
+
+
 @pytest.mark.slow
+@pytest.mark.usefixtures("own_process_group")
 def test_the_example_learns_to_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The commands of train_configs/sft_example.toml, with a smaller model."""
-    root = Path("train_configs").resolve()
-    command = (root / "sft_example.toml").read_text().partition("#   titanlite ")[2].partition("\n#\n")[0]
-    words = command.replace("\\\n#", "").replace("train_configs", str(root)).split()
+    """train_configs/sft_example.toml, with a smaller model, from a folder without its files."""
     monkeypatch.chdir(tmp_path)
-    assert cli.run(words) == 0
-    store = TokenStore(tmp_path / "outputs" / "chat_tokens")
-    assert store.read_mask(0, len(store)).mean() == pytest.approx(0.4, abs=0.05)
     sizes = {"dim": 32, "n_layers": 2, "n_heads": 2, "n_kv_heads": 1, "hidden_dim": 64}
     small = [f"--model.args.{name}={size}" for name, size in sizes.items()]
     assert cli.run(["train", "sft_example", *small, "--optimizer.lr=1e-2"]) == 0
+    [cache] = Path("outputs/data_cache").glob("*/index.json")
+    store = TokenStore(cache.parent)
+    assert store.read_mask(0, len(store)).mean() == pytest.approx(0.4, abs=0.05)
     records = (tmp_path / "outputs" / "sft_example" / "metrics.jsonl").read_text().splitlines()
     losses = [json.loads(line)["loss"] for line in records]
     assert losses[0] > 4

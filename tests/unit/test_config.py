@@ -6,7 +6,6 @@ import pytest
 import tomli
 from pydantic import BaseModel
 
-from tests.helpers import PREPARED
 from titanlite.config.checks import find_warnings
 from titanlite.config.keys import dotted_keys
 from titanlite.config.load import dump, load, read
@@ -35,7 +34,7 @@ def good(tmp_path: Path, text: str, *overrides: str) -> Config:
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_every_shipped_config_loads_and_round_trips(path: Path, tmp_path: Path) -> None:
-    config = load(path, PREPARED, world_size=WORLD_SIZES.get(path.stem, 8))
+    config = load(path, world_size=WORLD_SIZES.get(path.stem, 8))
     assert config.job.name == path.stem
     again = tmp_path / "other_name.toml"
     again.write_text(dump(config))
@@ -43,7 +42,7 @@ def test_every_shipped_config_loads_and_round_trips(path: Path, tmp_path: Path) 
 
 
 def test_there_is_a_config_for_each_flavor() -> None:
-    assert {load(path, PREPARED).model.flavor for path in CONFIGS} == {
+    assert {load(path).model.flavor for path in CONFIGS} == {
         "debug",
         "1B",
         "3B",

@@ -9,7 +9,6 @@ import tomli
 from jsonschema import Draft202012Validator
 from pydantic import Field
 
-from tests.helpers import PREPARED
 from titanlite.config.data_schema import DataSource
 from titanlite.config.describe import (
     first_sentence,
@@ -111,7 +110,7 @@ def test_every_shipped_config_names_the_schema_and_is_valid(path: Path) -> None:
     text = path.read_text()
     assert text.splitlines()[0] == "#:schema ./schema.json"
     assert complaints(text) == []
-    assert complaints(show(load(path, PREPARED))) == []
+    assert complaints(show(load(path))) == []
 
 
 @pytest.mark.parametrize(
@@ -151,7 +150,7 @@ RICH = [
 def test_what_is_shown_loads_to_the_same_config(only_changes: bool, tmp_path: Path) -> None:
     (tmp_path / "empty.toml").write_text("")
     configs = [
-        *(load(path, PREPARED) for path in CONFIGS),
+        *(load(path) for path in CONFIGS),
         load(tmp_path / "empty.toml", RICH),
         load(tmp_path / "empty.toml"),
     ]

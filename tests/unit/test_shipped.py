@@ -71,7 +71,6 @@ def test_a_base_can_be_a_shipped_config(folder: Path) -> None:
 def test_init_writes_a_config_that_trains_the_same(
     origin: str, folder: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    Path("outputs/chat_tokens").mkdir(parents=True)  # sft_example begins with a command that makes it
     assert cli.run(["init", "mine", "--from", origin]) == 0
     settings = load(find_config(origin), ["--job.name=mine"])
     assert load("mine.toml") == settings

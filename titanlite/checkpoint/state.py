@@ -193,7 +193,8 @@ def _change(key: str, then: Any, now: Any) -> str:
         return f"{key}.weight was {old_weight}, is {new_weight}"
     if old.partition("-")[0] == new.partition("-")[0]:
         return f"{key} has its tokens in other sequences (data.packing, training.seq_len)"
-    return f"{key} has other tokens (other text in data.path, or another data.tokenizer, add_bos or add_eos)"
+    options = "data.tokenizer, chat_template, add_bos or add_eos"
+    return f"{key} has other tokens (other text in data.path, or another {options})"
 
 
 def _as_tensor(value: Tensor | int | float) -> Tensor:

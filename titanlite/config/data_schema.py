@@ -38,7 +38,8 @@ class Data(Section):
     path: Name | list[Name] | None = None
     """Training data: files, folders or globs of text (.txt, .jsonl, .parquet, source code, ...; one, or a list), a
     folder or URL of prepared tokens, python://file.py:Class for sequences from your own code, or stdlib:// for the
-    source of Python's standard library, which is also the default."""
+    source of Python's standard library, which is also the default. A file that is not there from the current folder is
+    looked for beside the config file."""
     sources: list[DataSource] = Field(default_factory=list)
     """Several sources, mixed in exact shares, instead of data.path."""
     tokenizer: Name = "bytes"
@@ -48,8 +49,12 @@ class Data(Section):
     """Begin each document with the tokenizer's beginning-of-document token."""
     add_eos: bool = True
     """End each document with the tokenizer's end-of-document token."""
-    text_field: Name = "text"
-    """Field of JSON lines and table columns that holds the text of a document."""
+    text_field: Name | None = None
+    """Field of JSON lines and table columns that holds the text of a document. Default: text, of chats messages."""
+    chat_template: Name | None = None
+    """Template that renders documents which are chats, JSON lines of messages: a Jinja file, also beside the config
+    file, or "tokenizer" for that of the tokenizer's folder. The answers that it marks count in the loss. Default:
+    documents are text."""
     shuffle: bool = True
     """Shuffle sequences, in another order in each epoch. false reads in the order of the files."""
     packing: Literal["stream", "best_fit"] = "stream"

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from math import inf
-from os.path import relpath
+from os.path import exists, relpath
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +21,10 @@ CODE = [
     tuple(key.split("."))
     for key in (
         "model.file", "training.loss", "metrics.loggers.*", "optimizer.name", "optimizer.groups.*.name", "data.path",
-        "data.sources.*.path", "validation.path", "validation.sources.*.path",
+        "data.sources.*.path", "validation.path", "validation.sources.*.path", "data.chat_template",
     )
 ]  # fmt: skip
-"""Options that can name a file of the user's own code."""
+"""Options that can name a file of the user's own code, or of data."""
 CODE_FILE = re.compile(r"(?P<scheme>(?:python://)?)(?P<file>[^/~:][^:]*\.py)(?P<name>(?::\w+)?)")
 
 Tree = dict[str, Any]
@@ -118,7 +118,8 @@ def _read_file(
 
 
 def _anchor(node: Any, key: Key, folder: Path) -> None:
-    """Make a file of code that is named relative to its TOML file absolute."""
+    """Make a file that is named relative to its TOML file absolute: of code, or of data that the current folder does
+    not have."""
     part, *rest = key
     places: list[Any] = []
     if isinstance(node, list) and part == "*":
@@ -130,8 +131,13 @@ def _anchor(node: Any, key: Key, folder: Path) -> None:
         if rest:
             _anchor(value, tuple(rest), folder)
             continue
-        match = CODE_FILE.fullmatch(value) if isinstance(value, str) else None
-        if match and bool(match["scheme"]) == (part == "path"):
+        if not isinstance(value, str):
+            continue
+        match = CODE_FILE.fullmatch(value)
+        is_data = part in ("path", "chat_template") and value and not exists(value)
+        if is_data and exists(beside := folder / value):
+            node[place] = str(beside.resolve())
+        elif match and bool(match["scheme"]) == (part == "path"):
             node[place] = f"{match['scheme']}{(folder / match['file']).resolve()}{match['name']}"
 
 

@@ -146,7 +146,7 @@ def _options_of(source: ValidationSource, data: Data, tokenizer: Tokenizer, cach
             f"{tokenizer.name} ({tokenizer.vocab_size:,} tokens): name the text, or prepare it with "
             f"--tokenizer {tokenizer.name}"
         )
-    return data.model_copy(update={"add_bos": store.index["bos"], "add_eos": store.index["eos"]})
+    return data.model_copy(update={"add_bos": store.index["bos"], "add_eos": store.index["eos"], "chat_template": None})
 
 
 def _measure(

@@ -43,6 +43,8 @@ def open_prepared(place: str, *, data: Data, tokenizer: Tokenizer, cache_folder:
 
         folder = localize(place, cache_folder)
     store = TokenStore(folder)
+    if data.chat_template is not None:
+        raise UserError(f"data.chat_template: {store.folder} holds tokens, not chats: leave it out, or name the chats")
     _check_tokenizer(store, tokenizer)
     for name, wanted in (("bos", data.add_bos), ("eos", data.add_eos)):
         if store.index[name] != wanted:

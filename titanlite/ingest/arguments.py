@@ -60,8 +60,8 @@ def _add_prepare(group: Parser) -> None:
 
 def _prepare(options: Namespace) -> None:
     from titanlite.data.tokenizer import load_tokenizer
-    from titanlite.ingest.chat import FIELD, chat_options
-    from titanlite.ingest.encoding import Options
+    from titanlite.ingest.chat import chat_options
+    from titanlite.ingest.encoding import options_for
     from titanlite.ingest.prepare import prepare
     from titanlite.ingest.token_writer import SHARD_TOKENS
 
@@ -70,17 +70,17 @@ def _prepare(options: Namespace) -> None:
     tokenizer = load_tokenizer(options.tokenizer)
     template = Path(options.chat_template).expanduser() if options.chat_template else None
     chat = chat_options(tokenizer, template=template, loss_on=options.loss_on or "assistant") if options.chat else None
-    by_template = chat is not None and hasattr(tokenizer, "encode_marked")  # it writes the special tokens
     prepare(
         options.inputs,
         _folder(options.out),
         tokenizer=tokenizer,
-        options=Options(
-            text_field=options.text_field or (FIELD if chat else "text"),
-            bos=not (options.no_bos or by_template),
-            eos=not (options.no_eos or by_template),
-            shard_tokens=options.shard_tokens or SHARD_TOKENS,
+        options=options_for(
+            tokenizer,
             chat=chat,
+            text_field=options.text_field,
+            bos=not options.no_bos,
+            eos=not options.no_eos,
+            shard_tokens=options.shard_tokens or SHARD_TOKENS,
         ),
         on_error=options.on_error,
         workers=options.workers,

@@ -1,5 +1,6 @@
 """Chats -> tokens: conversations as JSON lines of messages, rendered by a chat template. Answers count in the loss."""
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -7,12 +8,14 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
+from titanlite.config.data_schema import Data
 from titanlite.convert.chat import find_template, open_template
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.ingest.documents import Bad, Document, Segment, Wrong, read_values, utf8_length
 from titanlite.ingest.reading import Part
-from titanlite.runtime.errors import UserError
+from titanlite.runtime.errors import Problem, UserError
 
+KEY = "data.chat_template"
 FIELD = "messages"
 """Field of a JSON line with a chat, unless --text-field names another."""
 ROLES = {"human": "user", "gpt": "assistant", "system": "system", "tool": "tool"}
@@ -52,7 +55,8 @@ def chat_options(tokenizer: Tokenizer, *, template: Path | None, loss_on: Litera
     if template is None:
         if not hasattr(tokenizer, "encode_marked"):
             raise UserError(
-                f"--chat: the tokenizer {tokenizer.name} has no chat template: --chat-template FILE names one"
+                f"--chat: the tokenizer {tokenizer.name} has no chat template: name a file (--chat-template, "
+                "data.chat_template)"
             )
         where, text = find_template(tokenizer)
     else:
@@ -64,9 +68,33 @@ def chat_options(tokenizer: Tokenizer, *, template: Path | None, loss_on: Litera
     if loss_on == "assistant" and not open_template(text, tokenizer, where=where).has_marks:
         raise UserError(
             f"--chat: {where} does not mark answers: put {{% generation %}} and {{% endgeneration %}} around "
-            "them in a copy, which --chat-template names, or count all tokens in the loss with --loss-on all"
+            "them in a copy, and name that; or count all tokens in the loss (titanlite data prepare --loss-on all)"
         )
     return ChatOptions(template=text, where=str(where), loss_on=loss_on)
+
+
+def chats_of(data: Data, tokenizer: Tokenizer) -> ChatOptions | None:
+    """Return the options of chats of `[data]`; None if documents are text.
+
+    Raises:
+        UserError: the template cannot be used.
+    """
+    if data.chat_template is None:
+        return None
+    template = None if data.chat_template == "tokenizer" else Path(data.chat_template).expanduser()
+    try:
+        return chat_options(tokenizer, template=template, loss_on="assistant")
+    except UserError as error:
+        raise UserError(re.sub(r"^--chat(-template)?:? ", f"{KEY}: ", str(error))) from None
+
+
+def template_problems(data: Data, tokenizer: Tokenizer) -> list[Problem]:
+    """Return what is wrong with the template of `[data]`, before any chat is read."""
+    try:
+        chats_of(data, tokenizer)
+    except UserError as error:
+        return [Problem(KEY, str(error).removeprefix(f"{KEY}: "))]
+    return []
 
 
 class ChatReader:

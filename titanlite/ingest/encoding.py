@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from titanlite.data.tokenizer import Tokenizer, load_tokenizer
-from titanlite.ingest.chat import ChatDocument, ChatOptions, ChatReader
+from titanlite.ingest.chat import FIELD, ChatDocument, ChatOptions, ChatReader
 from titanlite.ingest.documents import Bad, Document, Segment, read_documents
 from titanlite.ingest.reading import CHUNK_BYTES, Chunk, Part
 from titanlite.ingest.token_writer import SHARD_TOKENS
@@ -44,8 +44,18 @@ class Options:
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """All values, for a hash; those of text alone are as they were before there were chats."""
-        return astuple(self) if self.chat else astuple(self)[:-1]
+        """All values, for a hash, but for the place of a template."""
+        *of_text, _ = astuple(self)
+        return (*of_text, self.chat.template, self.chat.loss_on) if self.chat else (*of_text,)
+
+
+def options_for(
+    tokenizer: Tokenizer, *, chat: ChatOptions | None, text_field: str | None, bos: bool, eos: bool, **others: Any
+) -> Options:
+    """Return options of text, or of chats. A template writes the special tokens of a tokenizer.json itself."""
+    by_template = chat is not None and hasattr(tokenizer, "encode_marked")
+    bos, eos = bos and not by_template, eos and not by_template
+    return Options(text_field=text_field or (FIELD if chat else "text"), bos=bos, eos=eos, chat=chat, **others)
 
 
 @dataclass(frozen=True)

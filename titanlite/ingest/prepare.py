@@ -23,7 +23,8 @@ from titanlite.cpu.settings import cores
 from titanlite.data.prepared import prepared_tokens
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.data.tokens import FORMAT, INDEX, TokenStore
-from titanlite.ingest.encoding import Encoder, Options, encode_chunks
+from titanlite.ingest.chat import chats_of
+from titanlite.ingest.encoding import Encoder, Options, encode_chunks, options_for
 from titanlite.ingest.inputs import File, find_files
 from titanlite.ingest.outcome import left_out, new_notes, note, report_lines
 from titanlite.ingest.reading import open_dataset, read_chunks
@@ -73,13 +74,14 @@ def prepare_text(paths: Sequence[str], *, data: Data, tokenizer: Tokenizer, cach
 
     Args:
         paths: text files, folders, globs, datasets; see `ingest.inputs`.
-        data: `text_field`, `add_bos` and `add_eos`.
+        data: `text_field`, `chat_template`, `add_bos` and `add_eos`.
 
     Raises:
         UserError: there is nothing to read, or text that cannot be read.
         RunError: the cache cannot be written.
     """
-    options = Options(text_field=data.text_field, bos=data.add_bos, eos=data.add_eos)
+    chat = chats_of(data, tokenizer)
+    options = options_for(tokenizer, chat=chat, text_field=data.text_field, bos=data.add_bos, eos=data.add_eos)
     task = _Task(paths=[*paths], tokenizer=tokenizer, options=options, files=_find(paths))
     return _made(replace(task, folder=cache_folder / task.key, is_cache=True))
 
