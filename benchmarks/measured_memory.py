@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._profiler import _EventType
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from torch.profiler import ProfilerActivity, profile, record_function
 
@@ -36,6 +37,7 @@ from titanlite.config.schema import Config
 from titanlite.data.packing import TokenSequence
 from titanlite.data.samples import as_batch
 from titanlite.guard import StepGuard
+from titanlite.kernels import Kernels
 from titanlite.loss import build_loss
 from titanlite.models.base import Model
 from titanlite.models.registry import resolve_model
@@ -43,12 +45,16 @@ from titanlite.optim import build_optimizer
 from titanlite.optim.in_backward import InBackward
 from titanlite.optim.quantized import inner_tensors, is_quantized
 from titanlite.parallelize import DTYPES, build_mesh, materialize, parallelize
+from titanlite.parallelize.materialize import allocate, draw_weights
 from titanlite.parallelize.mesh import loss_group
+from titanlite.plan.teacher import teacher_spec
 from titanlite.runtime.disk import open_disk
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.private_torch.tensors import local_tensor
 from titanlite.runtime.process_group import pick_kernels, seed_step
 from titanlite.step import train_step
+from titanlite.teacher import Teacher, parallelize_teacher
+from titanlite.teacher_source import teacher_model
 
 SPAN, OPTIMIZER_STEP = "measured: ", "Optimizer.step#"
 TIMEOUT = timedelta(seconds=120)  # of one collective
@@ -188,15 +194,18 @@ def measure_rank(config: Config, rank: int, processes: int, steps: int, meeting:
     dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=processes, timeout=TIMEOUT)
     try:
         with AllocationRecord() as record, seen_releases():
-            model, optimizer, batch = train(config, record, rank, processes, steps)
+            model, optimizer, batch, teacher = train(config, record, rank, processes, steps)
         dist.barrier()
     finally:
         dist.destroy_process_group()
-    return read_off(record, model, optimizer, steps, batch=batch)
+    return read_off(record, model, optimizer, steps, batch=batch, teacher=teacher)
 
 
-def train(config: Config, record: AllocationRecord, rank: int, ranks: int, steps: int) -> tuple[Model, Optimizer, int]:
-    """As `titanlite.train` builds and trains, and nothing else. Returns also the bytes of a step's batches."""
+def train(
+    config: Config, record: AllocationRecord, rank: int, ranks: int, steps: int
+) -> tuple[Model, Optimizer, int, Teacher | None]:
+    """As `titanlite.train` builds and trains, and nothing else. Returns also the bytes of a step's batches. The weights
+    of a teacher are random."""
     device, training, seed = torch.device("cpu"), config.training, config.debug.seed
     mesh = build_mesh(config.parallelism, world_size=ranks, device_type="cpu")
     kind, args = resolve_model(config.model.name, config.model.flavor, config.model.args, config.model.file)
@@ -218,7 +227,8 @@ def train(config: Config, record: AllocationRecord, rank: int, ranks: int, steps
     in_backward = InBackward(model, optimizer, should_skip=guard.should_skip) if config.optimizer.in_backward else None
     micro_batch_size, accumulation = training.batch_split(ranks)
     source = random_batches(config, micro_batch_size, args.vocab_size, seed=rank)
-    loss_function = build_loss(training, kernels)
+    teacher = build_random_teacher(config, mesh=mesh, kernels=kernels)
+    loss_function = build_loss(training, kernels, config.distill if teacher else None)
     size = 0
     for step in range(1, steps + 1):
         with record.span(f"step {step},"):
@@ -228,9 +238,26 @@ def train(config: Config, record: AllocationRecord, rank: int, ranks: int, steps
             train_step(
                 model, batches, optimizer=optimizer, group=loss_group(mesh), decide=guard.decide,
                 max_norm=training.max_norm, loss_function=loss_function, in_backward=in_backward,
+                teacher=teacher,
             )  # fmt: skip
             del batches
-    return model, optimizer, size
+    return model, optimizer, size, teacher
+
+
+def build_random_teacher(config: Config, *, mesh: DeviceMesh, kernels: Kernels) -> Teacher | None:
+    """As `titanlite.teacher` builds the teacher of `teacher.config`; None if there is none."""
+    device, training = torch.device("cpu"), config.training
+    if (spec := teacher_spec(config.teacher, seq_len=training.seq_len)) is None:
+        return None
+    model = teacher_model(spec, seq_len=training.seq_len)
+    parallelize_teacher(
+        model, config.teacher, mesh=mesh, kernels=kernels, parallelism=config.parallelism, training=training,
+        compile=config.compile,
+    )  # fmt: skip
+    allocate(model, device, device)
+    draw_weights(model, device=device, seed=config.debug.seed)
+    keeps_gathered = config.teacher.fsdp_reshard_after_forward == "never"
+    return Teacher(model.eval(), keeps_gathered=keeps_gathered, flops_per_token=(0.0, 0.0))
 
 
 def random_batches(config: Config, size: int, vocab_size: int, *, seed: int) -> Iterator[Batch]:
@@ -245,12 +272,16 @@ def random_batches(config: Config, size: int, vocab_size: int, *, seed: int) -> 
         yield {name: tensor.clone() for name, tensor in batch.items()}
 
 
-def read_off(record: AllocationRecord, model: Model, optimizer: Optimizer, steps: int, *, batch: int) -> Measured:
+def read_off(
+    record: AllocationRecord, model: Model, optimizer: Optimizer, steps: int, *, batch: int, teacher: Teacher | None
+) -> Measured:
     first, *steady = [record.find(f"step {step},") for step in range(1, steps + 1)]
     updates = [record.find(OPTIMIZER_STEP, after=begin)[0] for begin, _ in steady]
     begin, end = steady[0][0], steady[-1][1]
     states = [value for state in optimizer.state.values() for value in state.values()]
     held = {"parameters": model.parameters(), "optimizer": states, "buffers": model.buffers()}
+    if teacher:
+        held |= {"teacher": teacher.model.parameters(), "teacher's buffers": teacher.model.buffers()}
     return Measured(
         peak=record.peak(begin, end),
         peak_with_gloo=record.peak(begin, end, with_buffers=True),

@@ -59,6 +59,7 @@ RESHARD = "--parallelism.fsdp_reshard_after_forward="
 RECOMPUTE = "--activation_checkpoint.mode="
 COMPILE = "--compile.enable=true"
 LAYERS = "--activation_checkpoint.selective_ac_option="
+TEACHER = ["--teacher.path=nowhere", f"--teacher.config={DEBUG}", "--distill.ratio=0.5"]
 CPU_CASES: list[tuple[str, int, list[str]]] = [
     ("one process", 1, [*SHAPE, "--training.global_batch_size=4"]),
     ("FSDP, 2", 2, [*SHAPE, "--training.global_batch_size=8"]),
@@ -89,6 +90,11 @@ CPU_CASES: list[tuple[str, int, list[str]]] = [
     ("Muon", 1, [*SHAPE, "--training.global_batch_size=4", "--optimizer.name=Muon",
                  '--optimizer.args.ns_dtype="float32"']),
     ("adapters", 2, [*SHAPE, "--training.global_batch_size=8", "--lora.rank=8", "--freeze.dtype=bfloat16"]),
+    ("adapters on 8 bits, recompute full", 2,
+     [*SHAPE, "--training.global_batch_size=8", "--lora.rank=8", "--lora.quantize_base=int8", RECOMPUTE + "full"]),
+    ("teacher", 2, [*SHAPE, "--training.global_batch_size=8", *TEACHER]),
+    ("teacher, never resharded", 2,
+     [*SHAPE, "--training.global_batch_size=8", *TEACHER, "--teacher.fsdp_reshard_after_forward=never"]),
 ]  # fmt: skip
 
 PUBLISHED_LOSS = f"--training.loss={Path(__file__).resolve()}:logits_in_full"

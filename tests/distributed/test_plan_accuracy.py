@@ -17,6 +17,9 @@ from titanlite.runtime.hardware import find_hardware
         pytest.param("HSDP, 2 x 2, updates in backward", marks=pytest.mark.nightly),
         pytest.param("HSDP, 2 x 2, 2 micro-batches", marks=pytest.mark.nightly),
         pytest.param("adapters", marks=pytest.mark.nightly),
+        pytest.param("adapters on 8 bits, recompute full", marks=pytest.mark.nightly),
+        pytest.param("teacher", marks=pytest.mark.nightly),
+        pytest.param("teacher, never resharded", marks=pytest.mark.nightly),
     ],
 )
 def test_predicted_peak_is_the_measured_one(name: str) -> None:
@@ -25,4 +28,6 @@ def test_predicted_peak_is_the_measured_one(name: str) -> None:
     predicted = planned(config, processes, replace(find_hardware("H100"), measured=True), processes)
     for rank in measure(config, processes=processes):
         assert predicted.peak == pytest.approx(rank.peak, rel=0.02)
-        assert max(phase["parameters"] for phase in predicted.phases.values()) == rank.breakdown["parameters"]
+        assert predicted.most("parameters") == rank.breakdown["parameters"]
+        kept = processes if "never resharded" in name else 1  # what is gathered is not of this category
+        assert rank.breakdown.get("teacher", 0) == kept * predicted.most("teacher")

@@ -1,5 +1,6 @@
 """Adapters on a base of 8 bits: codes, what a layer computes and keeps, memory, weights that come and go, refusals."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -134,16 +135,16 @@ def test_weights_of_targets_are_quantized_from_the_initial_values(family: str, n
 
 
 def test_a_plan_and_a_check_count_a_byte_for_each_weight_and_a_scale_for_each_row(tiny: TinyRun) -> None:
-    size = "--model.args={dim=48, hidden_dim=80, n_heads=4, n_kv_heads=1, vocab_size=264}"
+    size = "--model.args={n_layers=2, dim=48, hidden_dim=80, n_heads=4, n_kv_heads=1, vocab_size=264}"
     config = tiny.config("--lora.rank=4", "--lora.quantize_base=int8", "--freeze.dtype=bfloat16", size,
                          "--training.mixed_precision_param=bfloat16", world_size=2)  # fmt: skip
-    model = adapted(n_layers=6, vocab_size=264, quantize_base="int8")
+    model = adapted(vocab_size=264, quantize_base="int8")
     parameters = dict(unique_parameters(model))
     scales = scales_of(parameters)
     adapters = sum(parameter.numel() for parameter in trainable_parameters(model).values())
     codes = sum(parameters[name].numel() for name in scales)
     rows = sum(parameters[name].numel() for name in scales.values())
-    assert (len(scales), rows) == (42, sum(parameters[name].shape[0] for name in scales))
+    assert (len(scales), rows) == (14, sum(parameters[name].shape[0] for name in scales))
     others = sum(parameter.numel() for parameter in parameters.values()) - adapters - codes - rows
     planned = plan(config, Layout(2, find_hardware("H100"), 8))
     assert planned.most("parameters") == (4 * adapters + codes + 4 * rows + 2 * others) / 2
@@ -194,7 +195,7 @@ def test_weights_are_quantized_when_they_are_loaded_and_other_formats_are_refuse
     tiny: TinyRun, tmp_path: Path
 ) -> None:
     """The base is a checkpoint of ours, a Hugging Face folder, or one that is quantized already."""
-    options = ["--training.steps=1", "--lora.rank=3", "--optimizer.lr=0"]
+    options = ["--training.steps=1", "--lora.rank=3", "--optimizer.lr=0", "--metrics.layers.freq=1"]
     with one_process():
         plain = train_on_this_rank(tiny.config("--training.steps=1", "--job.name=base"), 0, 1)
         base = dict(unique_parameters(plain.model))
@@ -214,6 +215,12 @@ def test_weights_are_quantized_when_they_are_loaded_and_other_formats_are_refuse
                     assert torch.equal(whole(found[scales[parameter]]), scale), (name, parameter)
                 else:
                     assert torch.equal(whole(found[parameter]), whole(value)), (name, parameter)
+        # Records of layers have weights, and no codes or scales.
+        record = json.loads(Path(tiny.folder, "outputs", "int8", "layers.jsonl").read_text().splitlines()[0])
+        eight_bits = {*scales, *scales.values()}
+        measured = [whole(found[name]) for name in found.keys() - eight_bits if name.startswith("layers.0.")]
+        squares = sum(value.double().square().sum() for value in measured)
+        assert record["layers"]["layers.0"]["parameters"]["norm"] == pytest.approx(float(squares) ** 0.5)
         for other, reason in (
             ([], "is quantized as torch.int8, and this run's is not"),
             (["--lora.quantize_base=float8"], "is quantized as torch.int8, and this run's as torch.float8_e4m3fn"),
