@@ -100,6 +100,17 @@ class Kernels:
             return F.grouped_mm(x_TD, weights_EDF, offs=ends_E)
         return loop_over_groups(x_TD, weights_EDF, ends_E, self.matmul_dtype(x_TD))
 
+    def read_counts(self, sent_RX: Tensor, received_RX: Tensor, *, tokens: int) -> tuple[list[int], list[int]]:
+        """Return the numbers of tokens to and from each of R ranks. The host waits for the device.
+
+        Args:
+            sent_RX: tokens to each of the X experts of each rank.
+            received_RX: tokens from each rank to each of this rank's experts.
+            tokens: number of all that are sent.
+        """
+        to_others, from_others = torch.stack([sent_RX, received_RX]).sum(dim=2).tolist()
+        return to_others, from_others
+
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float | None) -> Tensor:
         """x / sqrt(mean(x^2) + eps) * weight over the last dim, computed in float32; the dtype of x."""
         return F.rms_norm(x, weight.shape, weight, eps)

@@ -1,11 +1,14 @@
 """Checks of a model on the meta device: what a class of the user's own must define, and what the data asks of it."""
 
+from collections.abc import Callable
+from functools import partial
 from inspect import signature
 
 import torch
 
-from titanlite.config.schema import Data
+from titanlite.config.schema import Data, Parallelism
 from titanlite.models.base import Model, initial_values, unique_parameters
+from titanlite.models.experts import expert_layers
 from titanlite.models.layers import Attention
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.hash_random import random_bits, salt
@@ -50,6 +53,18 @@ def check_documents(model: Model, data: Data) -> None:
         )
 
 
+def axis_checks(model: Model, parallelism: Parallelism, world_size: int) -> dict[str, Callable[[], None]]:
+    """Return the checks of a model for further axes of the mesh, by option. They raise UserError."""
+    checks: dict[str, Callable[[], None]] = {}
+    if parallelism.context_parallel_degree > 1:
+        checks["parallelism.context_parallel_degree"] = partial(check_context, model)
+    if (degree := parallelism.expert_parallel_degree) > 1:
+        checks["parallelism.expert_parallel_degree"] = lambda: check_experts(
+            model, degree, parallelism.degrees(world_size).sharded
+        )
+    return checks
+
+
 def check_context(model: Model) -> None:
     """Check that several processes can split the sequences of a model.
 
@@ -67,6 +82,29 @@ def check_context(model: Model) -> None:
             raise UserError(
                 f"block {number} of {name} has no titanlite.models.layers.Attention, which gathers the keys of other "
                 "processes: use it, or set 1"
+            )
+
+
+def check_experts(model: Model, degree: int, sharded: int) -> None:
+    """Check that several processes can have different experts of a model.
+
+    Args:
+        degree: divides `sharded`.
+        sharded: processes that a replica's parameters are sharded over.
+
+    Raises:
+        UserError: they cannot.
+    """
+    layers = expert_layers(model)
+    if not layers:
+        raise UserError(f"needs a model with experts, and {type(model).__name__} has none: set 1")
+    for shape in sorted({getattr(layer, name).shape for layer in layers for name in layer.stacks}):
+        if shape[0] % degree:
+            raise UserError(f"{degree} does not divide the {shape[0]} experts of a layer: set a divisor of {shape[0]}")
+        if all(size % (sharded // degree) for size in shape[1:]):
+            raise UserError(
+                f"{degree} leaves {sharded // degree} processes to share each expert, and no dim of {[*shape[1:]]} is "
+                "a multiple of that: set a higher degree"
             )
 
 

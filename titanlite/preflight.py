@@ -17,7 +17,7 @@ from titanlite.data.tokenizer import Tokenizer, load_tokenizer
 from titanlite.memory_check import check_model_disk, check_model_memory
 from titanlite.metrics.loggers import check_logger
 from titanlite.metrics.run_summary import check_attention
-from titanlite.model_checks import check_context, check_documents, check_own_model
+from titanlite.model_checks import axis_checks, check_documents, check_own_model
 from titanlite.models.base import Model, ModelArgs
 from titanlite.models.registry import ModelSpec, resolve_model
 from titanlite.optim import check_optimizer
@@ -126,7 +126,7 @@ def examine(
     args, recompute = spec.args, config.activation_checkpoint
     key = "activation_checkpoint.per_block"
     report.attempt(key, ["activation_checkpoint"], lambda: recompute_policies(recompute, len(model.layers)))
-    _check_documents_and_attention(report, model, config, device)
+    _check_axes_and_attention(report, model, config, ranks, device)
     report.attempt("training.seq_len", ["training.seq_len"], lambda: _check_seq_len(training.seq_len, args))
     if tokenizer:
         report.attempt("data.tokenizer", [], lambda: _check_vocabulary(tokenizer, args))
@@ -244,11 +244,12 @@ def _check_techniques(report: _Report, config: Config, device: torch.device) -> 
     )
 
 
-def _check_documents_and_attention(report: _Report, model: Model, config: Config, device: torch.device) -> None:
+def _check_axes_and_attention(
+    report: _Report, model: Model, config: Config, ranks: Ranks, device: torch.device
+) -> None:
     report.attempt("data.document_mask", ["data.document_mask"], lambda: check_documents(model, config.data))
-    key = "parallelism.context_parallel_degree"
-    if config.parallelism.context_parallel_degree > 1:
-        report.attempt(key, [key], lambda: check_context(model))
+    for key, check in axis_checks(model, config.parallelism, ranks.world_size).items():
+        report.attempt(key, ["parallelism"], check)
     key = "training.attention_backend"
     report.attempt(key, ["training", "data.document_mask"], lambda: check_attention(model, config, device))
 

@@ -116,7 +116,7 @@ def parallelize_teacher(
         model,
         mesh=mesh,
         kernels=kernels,
-        parallelism=parallelism.model_copy(update={"fsdp_reshard_after_forward": reshard}),
+        parallelism=parallelism.model_copy(update={"fsdp_reshard_after_forward": reshard, "expert_parallel_degree": 1}),
         training=teacher_training(config, training),
         activation_checkpoint=ActivationCheckpoint(),
         compile=compile,

@@ -230,7 +230,8 @@ CASES: list[tuple[str, int | None, dict[str, Any], list[str]]] = [
         ["parallelism.tensor_parallel_degree"],
     ),
     ("parallelism.pipeline_parallel_degree = 4", 4, {}, ["parallelism.pipeline_parallel_degree"]),
-    ("parallelism.expert_parallel_degree = 4", 4, {}, ["parallelism.expert_parallel_degree"]),
+    ("parallelism.expert_parallel_degree = 4", 4, {"parallelism.expert_parallel_degree": 4}, []),
+    ("parallelism.expert_tensor_parallel_degree = 4", 4, {}, ["parallelism.expert_tensor_parallel_degree"]),
     ("parallelism.data_parallel_shard_degree = -1", 1, {"parallelism.data_parallel_shard_degree": -1}, []),
     ("parallelism.fsdp_reshard_after_forward = 'never'", 1, {"parallelism.fsdp_reshard_after_forward": "never"}, []),
     ("parallelism.enable_async_tensor_parallel = true", 1, {}, []),
@@ -665,6 +666,7 @@ CHOICES: dict[str, list[Any]] = {
     "lr_scheduler.decay_type": ["sqrt", "cosine"],
     "parallelism.fsdp_reshard_after_forward": ["always", "never"],
     "parallelism.context_parallel_degree": [2],
+    "parallelism.expert_parallel_degree": [1],
     "training.seq_len": [8, 4096],
     "profiling.profile_freq": [4, 100],  # fewer are an error in torchtitan, too
     "checkpoint.async_mode": ["async"],

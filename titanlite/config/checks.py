@@ -12,6 +12,7 @@ from titanlite.config.recompute import parse_policies
 from titanlite.config.schema import ActivationCheckpoint, Checkpoint, Config, Data, Validation
 from titanlite.config.technique_checks import (
     Conflict,
+    check_expert_parallel,
     check_float8,
     check_in_backward,
     check_lora,
@@ -57,10 +58,11 @@ def find_conflicts(config: Config, world_size: int | None, bad_keys: Collection[
         (("optimizer", "training.max_norm", "guard"), lambda: check_in_backward(config)),
         (("parallelism.fsdp_reduce_gradients", "training"), lambda: check_reduce_gradients(config)),
         (("parallelism.context_parallel_degree", "training.seq_len"), lambda: _context(config)),
+        (("parallelism",), lambda: check_expert_parallel(config)),
         (("profiling", "training.steps", "training.epochs"), lambda: check_profiling(config)),
     ]
     if world_size is not None:
-        axes = ("data_parallel_replicate", "data_parallel_shard", "context_parallel")
+        axes = ("data_parallel_replicate", "data_parallel_shard", "context_parallel", "expert_parallel")
         degrees = tuple(f"parallelism.{axis}_degree" for axis in axes)
         batch = ("training.global_batch_size", "training.local_batch_size")
         reshard = ("parallelism.fsdp_reshard_after_forward", "teacher.fsdp_reshard_after_forward")
@@ -94,6 +96,12 @@ def _layout(config: Config, world_size: int) -> Iterator[Conflict]:
         keep = options.fsdp_reshard_after_forward
         if isinstance(keep, int) and sharded % keep:
             yield f"{section}.fsdp_reshard_after_forward", f"{keep} does not divide the shard degree {sharded}"
+    if sharded % parallelism.expert_parallel_degree:
+        yield (
+            "parallelism.expert_parallel_degree",
+            f"{parallelism.expert_parallel_degree} does not divide the {sharded} processes that parameters are sharded "
+            f"over: set a divisor of {sharded}",
+        )
 
 
 def _context(config: Config) -> Iterator[Conflict]:

@@ -169,6 +169,9 @@ class Parallelism(Section):
     context_parallel_degree: PositiveInt = 1
     """Processes that split each sequence. Parameters are sharded over them, too. training.seq_len must be a multiple of
     twice the degree."""
+    expert_parallel_degree: PositiveInt = 1
+    """Neighbouring processes that have different experts of a layer, and send each other tokens. They read different
+    data, and shard all other parameters. It must divide the experts, and the shard degree times the context degree."""
     fsdp_reshard_after_forward: Literal["default", "always", "never"] | PositiveInt = "default"
     """Time at which the gathered parameters of an FSDP unit are freed. always frees them after forward and gathers them
     again for backward (ZeRO-3). never keeps them for backward (ZeRO-2). A number k keeps a 1/k shard (ZeRO++ hpZ).

@@ -59,6 +59,15 @@ def check_reduce_gradients(config: Config) -> Iterator[Conflict]:
         )
 
 
+def check_expert_parallel(config: Config) -> Iterator[Conflict]:
+    keep = config.parallelism.fsdp_reshard_after_forward
+    if config.parallelism.expert_parallel_degree > 1 and isinstance(keep, int):
+        yield (
+            "parallelism.fsdp_reshard_after_forward",
+            f"{keep} cannot be combined with parallelism.expert_parallel_degree: set it to always or never",
+        )
+
+
 def check_float8(config: Config) -> Iterator[Conflict]:
     float8 = config.quantize.linear.float8
     if not float8.enable:

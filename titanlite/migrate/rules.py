@@ -58,7 +58,7 @@ SAME: dict[str, dict[str, Any]] = {
     },
     "parallelism": {
         "data_parallel_replicate_degree": 1, "data_parallel_shard_degree": -1, "context_parallel_degree": 1,
-        "fsdp_reshard_after_forward": "default",
+        "expert_parallel_degree": 1, "fsdp_reshard_after_forward": "default",
     },
     "checkpoint": {
         "enable": False, "interval": 500, "async_mode": "disabled", "keep_latest_k": 10,
@@ -132,11 +132,10 @@ CONVERTED: dict[str, Rule] = {
 }
 
 LOSES: dict[str, tuple[Any, str]] = {
-    "titanlite has no such axis: use FSDP, HSDP or context parallelism, and activation checkpointing or "
+    "titanlite has no such axis: use FSDP, HSDP, context or expert parallelism, and activation checkpointing or "
     "training.enable_cpu_offload where memory is short": (
         1,
-        """parallelism: tensor_parallel_degree pipeline_parallel_degree expert_parallel_degree
-        expert_tensor_parallel_degree""",
+        "parallelism: tensor_parallel_degree pipeline_parallel_degree expert_tensor_parallel_degree",
     ),
     "model.file names a model of your own; what else this code does is lost": (
         "",

@@ -7,6 +7,7 @@ So the loss stays what it is, and the balance does not depend on how the batch i
 Shape suffixes: as in `layers`; E experts, K those of one token, S = T * K.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -27,10 +28,12 @@ from titanlite.models.decoder_formats import (
     read_plain_rope,
     write_plain_rope,
 )
+from titanlite.models.experts import ExpertLayer
 from titanlite.models.formats import ConfigJson, Entry, Formats, HuggingFace, Table
 from titanlite.models.functions import swiglu
 from titanlite.models.initial import InitialValues, Normal
 from titanlite.models.qwen3 import Qwen3, Qwen3Args
+from titanlite.runtime.private_torch.operators import reshape_result
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,10 +59,11 @@ class Qwen3MoeArgs(Qwen3Args):
             )
 
 
-class Experts(nn.Module):
+class Experts(ExpertLayer):
     """SwiGLU feed-forward layers, each token through the K that the router weighs most."""
 
     kernels: Kernels = DEFAULT_KERNELS
+    stacks = ("w1", "w2", "w3")
     bias_E: Tensor
     load_E: Tensor
 
@@ -86,11 +90,15 @@ class Experts(nn.Module):
             # With activation checkpointing a block counts twice, which changes no expert's share.
             self.load_E.add_(ends_E.diff(prepend=ends_E.new_zeros(1)))
         x_SD = x_TD.index_select(0, order_S // self.n_active)
-        grouped_mm = self.kernels.grouped_mm
-        hidden_SF = swiglu(grouped_mm(x_SD, self.w1, ends_E), grouped_mm(x_SD, self.w3, ends_E))
-        out_SD = grouped_mm(hidden_SF, self.w2, ends_E)
+        out_SD = self.pass_through_experts(x_SD, ends_E)
         out_TKD = torch.empty_like(out_SD).index_copy(0, order_S, out_SD).unflatten(0, chosen_TK.shape)
-        return torch.bmm(weights_TK.to(x_TD.dtype).unsqueeze(1), out_TKD).view_as(x_BLD)
+        return reshape_result(torch.bmm(weights_TK.to(x_TD.dtype).unsqueeze(1), out_TKD), x_BLD.shape)
+
+    def compute(self, x_SD: Tensor, ends_E: Tensor, weights: Sequence[Tensor]) -> Tensor:
+        w1_EDF, w2_EFD, w3_EDF = weights
+        grouped_mm = self.kernels.grouped_mm
+        hidden_SF = swiglu(grouped_mm(x_SD, w1_EDF, ends_E), grouped_mm(x_SD, w3_EDF, ends_E))
+        return grouped_mm(hidden_SF, w2_EFD, ends_E)
 
 
 def _write_rest(args: Qwen3MoeArgs) -> ConfigJson:

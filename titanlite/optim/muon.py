@@ -5,7 +5,8 @@ some rows of every matrix. So the S ranks of a shard group take S matrices at a 
 matrix j to rank j, which orthogonalizes it, and a second one sends the rows back. Rows are sent in the dtype of the
 orthogonalization, usually bfloat16: nothing is lost. Replicas (HSDP) do the same, each within its own shard group.
 
-Matrices that are sharded by columns or over several mesh axes are gathered, and orthogonalized by every rank.
+Stacks of matrices that one axis shards by rows or columns are sent in the same way. Other matrices that are sharded by
+columns or over several mesh axes are gathered, and orthogonalized by every rank.
 
 Source: https://kellerjordan.github.io/posts/muon/
 """
@@ -172,11 +173,37 @@ def _orthogonalize_gathered(part: Tensor, parameter: Tensor, orthogonalize: Orth
     Args:
         part: [F, D] or [E, F, D], sharded as the parameter is.
     """
+    if axis := _axis_of_stacks(parameter):
+        return _orthogonalize_swapped(part, parameter, *axis, orthogonalize)
     if not _has_whole_matrices(parameter):
         whole = from_local_like(part, parameter)
         assert isinstance(whole, DTensor)
         return slice_like(_orthogonalize_each(whole.full_tensor(), orthogonalize), parameter)
     return _orthogonalize_each(part, orthogonalize)
+
+
+def _axis_of_stacks(parameter: Tensor) -> tuple[int, int] | None:
+    """Return the mesh axis that shards the matrices of a stack, and the dim. None unless it is the only one."""
+    axes = [(axis, dim) for axis, dim in sharded_axes(parameter).items() if dim > 0]
+    return axes[0] if parameter.ndim == 3 and len(axes) == 1 else None
+
+
+def _orthogonalize_swapped(
+    part: Tensor, parameter: Tensor, axis: int, dim: int, orthogonalize: Orthogonalize
+) -> Tensor:
+    """Return this rank's part of the matrices of a stack that it shares with the ranks of one axis, orthogonalized.
+
+    Each of these ranks computes some of their matrices, whole, between two all-to-alls.
+    """
+    assert isinstance(parameter, DTensor)
+    group = parameter.device_mesh.get_group(axis)
+    size, counts = group.size(), chunk_sizes(len(part), group.size())
+    mine = counts[group.rank()]
+    received = part.new_empty(size * mine, *part.shape[1:])
+    dist.all_to_all_single(received, part, [mine] * size, counts, group=group)
+    matrices = _orthogonalize_each(torch.cat(received.unflatten(0, (size, mine)).unbind(), dim=dim), orthogonalize)
+    dist.all_to_all_single(part, torch.cat(matrices.chunk(size, dim=dim)), counts, [mine] * size, group=group)
+    return part
 
 
 def _orthogonalize_each(matrices: Tensor, orthogonalize: Orthogonalize) -> Tensor:

@@ -12,13 +12,14 @@ from titanlite.config.schema import ActivationCheckpoint, Compile, Float8, Freez
 from titanlite.kernels import Kernels, set_kernels
 from titanlite.models.base import Model
 from titanlite.parallelize.activation_checkpoint import apply_activation_checkpoint, recompute_policies
-from titanlite.parallelize.compile import compile_blocks
+from titanlite.parallelize.compile import compile_around_exchange, compile_blocks
 from titanlite.parallelize.context import split_attention
+from titanlite.parallelize.expert import DistributedExperts
 from titanlite.parallelize.float8 import convert_to_float8
 from titanlite.parallelize.fsdp import DTYPES, shard
 from titanlite.parallelize.lora import choose_trained
 from titanlite.parallelize.materialize import materialize, set_dtype
-from titanlite.parallelize.mesh import build_mesh, shard_degree_of
+from titanlite.parallelize.mesh import build_mesh, expert_meshes, shard_degree_of
 
 NO_ADAPTERS = Lora()
 
@@ -54,8 +55,17 @@ def parallelize(
     set_kernels(model, split_attention(kernels, mesh))
     if float8.enable:
         convert_to_float8(model, float8=float8, shard_degree=shard_degree_of(mesh))
+    experts = None
+    if (degree := parallelism.expert_parallel_degree) > 1:
+        experts = DistributedExperts(model, *expert_meshes(mesh, degree))
+        experts.distribute(kernels, is_compiled=compile.enable)
+    if compile.enable:
+        compile_around_exchange(model, backend=compile_backend, has_other_model=has_other_model)
     policies = recompute_policies(activation_checkpoint, len(model.layers))
     apply_activation_checkpoint(model, policies, is_compiled=compile.enable)
     if compile.enable:
         compile_blocks(model, backend=compile_backend, has_other_model=has_other_model)
-    shard(model, mesh=mesh, kernels=kernels, parallelism=parallelism, training=training, pin_memory=pin_memory)
+    shard(
+        model, mesh=mesh, kernels=kernels, parallelism=parallelism, training=training, experts=experts,
+        pin_memory=pin_memory,
+    )  # fmt: skip

@@ -1,5 +1,6 @@
 """FSDP2 / HSDP: every block, the embedding and the head are FSDP units of their own (arXiv:2304.11277)."""
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,23 +10,19 @@ from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
     MixedPrecisionPolicy,
-    OffloadPolicy,
     fully_shard,
 )
 
 from titanlite.config.schema import Parallelism, Training
 from titanlite.kernels import Kernels
-from titanlite.models.base import Model, head_of, unique_parameters
+from titanlite.models.base import Model, head_of
 from titanlite.models.quantized import quantized_parameters
+from titanlite.parallelize.expert import DistributedExperts
 from titanlite.parallelize.mesh import has_replicas, shard_degree_of, sharding_mesh
-from titanlite.runtime.dtensor import chunk_sizes
+from titanlite.parallelize.reductions import adds_gradients, can_wait
 from titanlite.runtime.private_torch.fsdp import free_gather_buffer, gather_in_place, keep_dtypes, wait_for_reduction
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
-GPUS_OF_A_NODE = 8
-"""Largest shard group that is taken to be connected by NVLink."""
-MANY_TOKENS = 2**14
-"""Tokens of a micro-batch from which on blocks need more memory in backward than the loss."""
 
 
 def shard(
@@ -35,43 +32,46 @@ def shard(
     kernels: Kernels,
     parallelism: Parallelism,
     training: Training,
+    experts: DistributedExperts | None = None,
     pin_memory: bool = True,
 ) -> None:
     """Apply `fully_shard` to every FSDP unit and to the root, in place. FSDP averages gradients over the mesh.
 
     Args:
+        experts: those that are not on all ranks.
         pin_memory: with CPU offload to a GPU: FSDP copies parameters to pinned memory.
     """
-    on_gpu = mesh.device_type == "cuda"
     compute_dtype = DTYPES[training.mixed_precision_param]
     quantized = quantized_parameters(model)
     has_compute_dtype = all(it.dtype == compute_dtype for it in model.parameters() if it not in quantized)
-    options: dict[str, Any] = {
-        "mesh": sharding_mesh(mesh),
-        "mp_policy": MixedPrecisionPolicy(
-            # None: weights that have the compute dtype already are not copied.
-            param_dtype=None if has_compute_dtype else compute_dtype,
-            reduce_dtype=DTYPES[training.mixed_precision_reduce],
-            cast_forward_inputs=False,
-        ),
-        "offload_policy": CPUOffloadPolicy(on_gpu and pin_memory) if training.enable_cpu_offload else OffloadPolicy(),
-    }
+    policy = MixedPrecisionPolicy(
+        param_dtype=None if has_compute_dtype else compute_dtype,  # None: weights are not copied
+        reduce_dtype=DTYPES[training.mixed_precision_reduce],
+        cast_forward_inputs=False,
+    )
+    options: dict[str, Any] = {"mesh": sharding_mesh(mesh), "mp_policy": policy}
+    if training.enable_cpu_offload:
+        options["offload_policy"] = CPUOffloadPolicy(pin_memory and mesh.device_type == "cuda")
     shard_degree = shard_degree_of(mesh)
     reshard = _reshard_after_forward(parallelism, shard_degree=shard_degree)
     units = fsdp_units(model)
     head = head_of(model)
+    ignored = experts.weights() if experts else None  # they become units of their own
     for unit in units:
         keeps = head in unit and parallelism.fsdp_reshard_after_forward == "default"
         together = unit if len(unit) > 1 else unit[0]
-        fully_shard(together, reshard_after_forward=False if keeps else reshard, **options)
+        fully_shard(together, reshard_after_forward=False if keeps else reshard, ignored_params=ignored, **options)
     fully_shard(model, reshard_after_forward=reshard, **options)
     sharded: list[FSDPModule] = [it for it in (*(unit[0] for unit in units), model) if isinstance(it, FSDPModule)]
-    reduces_in_backward = has_replicas(mesh) or training.dtype != training.mixed_precision_reduce
-    kernels.adapt_fsdp(
-        sharded, shard_degree=shard_degree, reduces_in_backward=reduces_in_backward,
-        adds_gradients=_adds_gradients(mesh, parallelism, training),
+    adapt = partial(
+        kernels.adapt_fsdp, adds_gradients=adds_gradients(mesh, parallelism, training),
+        reduces_in_backward=has_replicas(mesh) or training.dtype != training.mixed_precision_reduce,
     )  # fmt: skip
-    if [head] in units and kernels.is_gpu(torch.device(mesh.device_type)) and _can_wait(mesh, training):
+    adapt(sharded, shard_degree=shard_degree)
+    if experts:
+        layers = experts.shard(reshard_after_forward=parallelism.fsdp_reshard_after_forward != "never", **options)
+        adapt([*layers, sharded[-1]], shard_degree=experts.shard_degree)
+    if [head] in units and kernels.is_gpu(torch.device(mesh.device_type)) and can_wait(mesh, training):
         assert isinstance(head, FSDPModule)
         wait_for_reduction(head)
     _prefetch(sharded[:-1], parallelism)
@@ -84,23 +84,6 @@ def shard(
             gather_in_place(unit)
         elif quantized and not has_compute_dtype:
             keep_dtypes(unit, quantized)
-
-
-def _can_wait(mesh: DeviceMesh, training: Training) -> bool:
-    """Return True if backward can wait for the reduce-scatter of the head.
-
-    FSDP would keep its input beside the backward pass of the last block, which is the peak of memory: 2 GiB of Llama 3
-    8B. It takes some 5 ms on the links within a node, which is little beside a step of many tokens.
-    """
-    sequences = training.local_batch_size or training.global_batch_size // mesh.size()
-    return shard_degree_of(mesh) <= GPUS_OF_A_NODE and sequences * training.seq_len >= MANY_TOKENS
-
-
-def _adds_gradients(mesh: DeviceMesh, parallelism: Parallelism, training: Training) -> bool:
-    """Return True if reduced gradients of one micro-batch are kept for the next one to add to. With replicas, FSDP adds
-    them up before they become gradients."""
-    accumulates = training.global_batch_size > mesh.size() * (training.local_batch_size or training.global_batch_size)
-    return accumulates and parallelism.fsdp_reduce_gradients == "each" and not has_replicas(mesh)
 
 
 def _free_gather_buffer(module: nn.Module, _: Any) -> None:
@@ -128,15 +111,6 @@ def fsdp_units(model: Model) -> list[list[nn.Module]]:
             units.append(unit := [child])
         unit_of.update(dict.fromkeys(parameters, unit or []))
     return units
-
-
-def largest_shard(model: Model, shard_degree: int) -> int:
-    """Return the number of elements that the first rank will have of a model that is not sharded yet.
-
-    FSDP shards dim 0 of each parameter, and the first rank has the most: of 128 experts on 256 ranks, one.
-    """
-    shapes = [parameter.shape for _, parameter in unique_parameters(model)]
-    return sum(chunk_sizes(shape[0], shard_degree)[0] * shape[1:].numel() for shape in shapes)
 
 
 def _reshard_after_forward(parallelism: Parallelism, *, shard_degree: int) -> bool | int:

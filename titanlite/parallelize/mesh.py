@@ -4,11 +4,12 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from titanlite.config.schema import Parallelism
-from titanlite.runtime.private_torch.meshes import flatten_axes, join_meshes
+from titanlite.runtime.private_torch.meshes import flatten_axes, join_meshes, unflatten_axis
 from titanlite.runtime.split_groups import can_split_groups, split_world
 
 CONTEXT = "context"
-ACTIVATION_AXES = (CONTEXT,)
+EXPERT, EXPERT_SHARD = "expert", "expert_shard"
+ACTIVATION_AXES = (CONTEXT, EXPERT)
 """Axes over which activations are communicated, not parameters."""
 FSDP = "fsdp"
 """Axis of the ranks that a replica's parameters are sharded over, where those are several axes."""
@@ -41,6 +42,21 @@ def sharding_mesh(mesh: DeviceMesh) -> DeviceMesh:
 def _shards(mesh: DeviceMesh) -> DeviceMesh:
     """Return the axis over which a replica's parameters are sharded. It spans the ranks that split sequences."""
     return flatten_axes(mesh, ("shard", CONTEXT), FSDP) if CONTEXT in axis_sizes(mesh) else mesh["shard"]
+
+
+def expert_meshes(mesh: DeviceMesh, degree: int) -> tuple[DeviceMesh, DeviceMesh]:
+    """Return the mesh for `fully_shard` of experts, and the axis of ranks with different experts.
+
+    Both are another view of the ranks that a replica's parameters are sharded over: neighbours have different experts,
+    and the ranks with the same experts shard those.
+
+    Args:
+        degree: of expert parallelism; divides the number of those ranks.
+    """
+    shards = _shards(mesh)
+    view = unflatten_axis(shards, (shards.size() // degree, degree), ("expert_shard", EXPERT))
+    sharding = join_meshes(mesh["replicate"], view[EXPERT_SHARD]) if has_replicas(mesh) else view[EXPERT_SHARD]
+    return sharding, view[EXPERT]
 
 
 def has_replicas(mesh: DeviceMesh) -> bool:
@@ -100,4 +116,4 @@ def axis_groups(mesh: DeviceMesh) -> dict[str, dist.ProcessGroup]:
 
 def root_axes(axis: str) -> tuple[str, ...]:
     """Return the names in the whole mesh of an axis of a parameter's mesh."""
-    return ("shard", CONTEXT) if axis == FSDP else (axis,)
+    return ("shard", CONTEXT) if axis in (FSDP, EXPERT, EXPERT_SHARD) else (axis,)

@@ -7,12 +7,29 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from titanlite.cpu.kernels import CpuKernels
 from titanlite.kernels import Kernels
 from titanlite.models.cross_entropy import LabelSoftmax, label_softmax_in_place
 from titanlite.models.divergence import ChunkDivergence, divergence
 
+EXPERT_SKEW = 1.1
+"""Tokens that a rank receives for its experts, over an even share. The router's balance keeps the busiest rank near."""
 
-class GpuKernels(Kernels):
+
+class FakeCounts(Kernels):
+    """Kernels that know how many tokens come from other ranks without reading a tensor."""
+
+    def read_counts(self, sent_RX: Tensor, received_RX: Tensor, *, tokens: int) -> tuple[list[int], list[int]]:
+        ranks = len(sent_RX)
+        to_others = [len(part) for part in torch.arange(tokens).tensor_split(ranks)]
+        return to_others, [round(EXPERT_SKEW * size) for size in to_others]
+
+
+class FakeCpuKernels(FakeCounts, CpuKernels):
+    """Kernels of this machine's CPU for fake tensors."""
+
+
+class GpuKernels(FakeCounts):
     """Kernels that make the planner trace on CPU tensors the operators that a GPU would run.
 
     Args:
@@ -60,8 +77,8 @@ def attention_scratch(func: Any, args: Any) -> int:
     if not str(func.overloadpacket).endswith("backward") or args[1].dtype == torch.float32:
         return 0
     query, key = args[1:3]
-    groups = query.shape[1] // key.shape[1]
-    return query.numel() * 4 + (2 * groups * key.numel() * query.element_size() if groups > 1 else 0)
+    grouped = query.shape[1] != key.shape[1]
+    return query.numel() * (4 + 2 * query.element_size() * grouped)
 
 
 @torch.library.custom_op("titanlite_plan::softmax_sums", mutates_args=())

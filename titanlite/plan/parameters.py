@@ -179,12 +179,13 @@ def _units(model: Model) -> Iterator[tuple[str, Any, list[nn.Parameter]]]:
 
 def _placements(parameter: Tensor, mesh: DeviceMesh) -> dict[str, str]:
     """Return the placement on each axis of the whole mesh. A parameter knows only the axes that it is sharded over."""
-    placements = dict.fromkeys(axis_sizes(mesh), "R")
+    placements = {axis: list[str]() for axis in axis_sizes(mesh)}
     if isinstance(parameter, DTensor):
         axes = parameter.device_mesh.mesh_dim_names or ()
         for axis, placement in zip(axes, parameter.placements, strict=True):
-            placements |= dict.fromkeys(root_axes(axis), str(placement))
-    return placements
+            for root in placements.keys() & root_axes(axis):
+                placements[root].append(str(placement))
+    return {axis: " ".join(found) or "R" for axis, found in placements.items()}
 
 
 def _update_of(group: ParameterGroup | None) -> dict[str, Any]:

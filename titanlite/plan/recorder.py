@@ -17,6 +17,7 @@ from torch import Tensor
 from titanlite.observer import StepObserver
 from titanlite.plan.gpu_kernels import attention_scratch
 from titanlite.plan.operator_costs import INDEXED, flops_of, moved_bytes
+from titanlite.plan.time import CollectiveName
 from titanlite.runtime.private_torch.autograd import is_in_backward
 from titanlite.runtime.private_torch.tensors import storage_key, wrapped_tensors
 from titanlite.runtime.private_torch.tracing import (
@@ -71,10 +72,10 @@ class Sent(NamedTuple):
     """One collective of this rank."""
 
     phase: int
-    collective: Literal["all_gather", "reduce_scatter", "all_reduce"]
-    """An all-to-all counts as an all-gather, which takes as long."""
+    collective: CollectiveName
+    """An all-to-all of even parts of weights or gradients counts as an all-gather, which takes as long."""
     bytes: int
-    """Size of the whole, unsharded tensor."""
+    """Size of the whole, unsharded tensor; of an all-to-all, of all that a rank sends."""
     axis: str
     """Axis of the mesh, world, or neighbours: a part of a shard group."""
     ranks: tuple[int, ...]
@@ -268,13 +269,14 @@ class Recorder(TorchDispatchMode, StepObserver):
         self.sent.append(Sent(len(self.phases) - 1, collective, size, axis, ranks, self._unit, is_inside))
 
 
-COLLECTIVES: dict[str, Literal["all_gather", "reduce_scatter", "all_reduce"]] = {
+COLLECTIVES: dict[str, CollectiveName] = {
     "c10d._allgather_base_": "all_gather",
     "c10d._reduce_scatter_base_": "reduce_scatter",
     "c10d.allreduce_": "all_reduce",
     "c10d.alltoall_base_": "all_gather",
     "_c10d_functional.all_gather_into_tensor": "all_gather",
     "_c10d_functional.reduce_scatter_tensor": "reduce_scatter",
+    "_c10d_functional.all_to_all_single": "all_to_all",
 }
 
 

@@ -42,6 +42,9 @@ class Kernel(NamedTuple):
     launches: int = 1
 
 
+CollectiveName = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all"]
+
+
 class Group(NamedTuple):
     """Processes that take part in a collective."""
 
@@ -53,9 +56,9 @@ class Group(NamedTuple):
 class Collective(NamedTuple):
     """One collective operation."""
 
-    op: Literal["all_gather", "reduce_scatter", "all_reduce"]
+    op: CollectiveName
     bytes: int
-    """Size of the whole, unsharded buffer."""
+    """Size of the whole, unsharded buffer; of an all-to-all, of all that a rank sends."""
     group: Group
 
 
@@ -146,6 +149,8 @@ def collective_time(collective: Collective, hardware: Hardware, gpus_per_node: i
         return 0.0
     nodes = -(-size // per_node)
     rates = hardware.rates or Rates()
+    if collective.op == "all_to_all":
+        return _all_to_all_time(collective, hardware, rates)
     bus = rates.links.get(collective.op) or hardware.link_bandwidth * BUS_EFFICIENCY
     if nodes > 1:
         bus = min(bus, per_node * (rates.network.get(collective.op) or hardware.network_bandwidth * BUS_EFFICIENCY))
@@ -154,6 +159,17 @@ def collective_time(collective: Collective, hardware: Hardware, gpus_per_node: i
     if collective.op == "all_reduce":
         return 2 * (once + within + math.ceil(math.log2(nodes)) * NETWORK_HOP_SECONDS)
     return once + within + (nodes - 1) * NETWORK_HOP_SECONDS
+
+
+def _all_to_all_time(collective: Collective, hardware: Hardware, rates: Rates) -> float:
+    """Return the seconds of an all-to-all. Each rank sends its parts to the others directly, by its own network card
+    beyond its node. Rates are those of an all-gather."""
+    size, per_node = collective.group
+    link = rates.links.get("all_gather") or hardware.link_bandwidth * BUS_EFFICIENCY
+    network = rates.network.get("all_gather") or hardware.network_bandwidth * BUS_EFFICIENCY
+    within = collective.bytes * (per_node - 1) / size / link
+    beyond = collective.bytes * (size - per_node) / size / network
+    return max(within, beyond) + (NETWORK_HOP_SECONDS if size > per_node else rates.hop_seconds or HOP_SECONDS)
 
 
 def step_time(

@@ -7,13 +7,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from titanlite.batch import Batch
 from titanlite.build_model import parallelize_student
 from titanlite.config.schema import Config
-from titanlite.cpu.kernels import CpuKernels
 from titanlite.distill import cached_output
 from titanlite.kernels import Kernels
 from titanlite.loss import build_loss
@@ -28,7 +29,7 @@ from titanlite.parallelize.fsdp import fsdp_units
 from titanlite.parallelize.materialize import allocate
 from titanlite.parallelize.mesh import ACTIVATION_AXES, axis_groups, data_parallel_rank, loss_group, world_group
 from titanlite.plan.fake_ranks import fake_ranks
-from titanlite.plan.gpu_kernels import GpuKernels
+from titanlite.plan.gpu_kernels import FakeCpuKernels, GpuKernels
 from titanlite.plan.recorder import Recorder
 from titanlite.plan.teacher import PREFIX, CacheSize, cache_size
 from titanlite.runtime.errors import ConfigError, UserError
@@ -79,7 +80,7 @@ def trace_step(
     if config.optimizer.in_backward and accumulation > 1:
         raise UserError("optimizer.in_backward: updates after each forward pass, and this would have several in a step")
     attention = config.training.attention_backend
-    kernels = GpuKernels(compiles=config.compile.enable, attention=attention) if gpu else CpuKernels()
+    kernels = GpuKernels(compiles=config.compile.enable, attention=attention) if gpu else FakeCpuKernels()
     with fake_ranks(world_size), _fresh_compiler(config):
         model, mesh = parallelized(config, model_cls, args, world_size=world_size, kernels=kernels)
         guide = traced_teacher(config, teacher, mesh=mesh, kernels=kernels) if teacher else None
@@ -137,7 +138,7 @@ def _record(
     with FakeTensorMode(allow_non_fake_inputs=True) as fakes:
         recorder = Recorder(fakes, gpu=isinstance(kernels, GpuKernels))
         recorder.name_group(world_group(mesh), "world")
-        for axis, group in axis_groups(mesh).items():
+        for axis, group in (_groups_of_parameters(model) | axis_groups(mesh)).items():
             recorder.name_group(group, axis, inside=axis in ACTIVATION_AXES)
         observe_fsdp(model, recorder)
         phases = ExitStack()
@@ -183,6 +184,12 @@ def _record(
                 )
             recorder.phase("end")
     return recorder
+
+
+def _groups_of_parameters(model: Model) -> dict[str, dist.ProcessGroup]:
+    """Return the process groups of the axes that parameters know, by name. Those of experts are no axes of the mesh."""
+    meshes = {it.device_mesh for it in model.parameters() if isinstance(it, DTensor)}
+    return {axis: it.get_group(axis) for it in meshes for axis in it.mesh_dim_names or ()}
 
 
 def fake_optimizer(config: Config, model: Model, kernels: Kernels) -> torch.optim.Optimizer:

@@ -144,11 +144,15 @@ def observe_fsdp(model: nn.Module, observer: StepObserver, *, prefix: str = "") 
     """Call an observer's hooks from inside FSDP, for every FSDP unit of a model, beside those of earlier observers.
 
     The hooks are the phases `backward NAME` and `reduce NAME`, collectives, waits for other ranks, and labels of
-    gradients. NAME is that of the unit's first module.
+    gradients. NAME is that of the unit's first module. A unit inside another one has that one's name, and no phases.
 
     Args:
         prefix: of each name, where a step has several models.
     """
+    outer = {model: ""}
+    for name, module in model.named_modules():
+        if name and isinstance(module, FSDPModule):
+            outer |= dict.fromkeys(set(model.get_submodule(name).modules()) - outer.keys(), name)
     names = {module: name for name, module in model.named_modules()}
     for module in model.modules():
         unit = fsdp_param_group(module) if isinstance(module, FSDPModule) else None
@@ -159,7 +163,8 @@ def observe_fsdp(model: nn.Module, observer: StepObserver, *, prefix: str = "") 
                 continue
             unit.__class__ = type(_ObservedUnit.__name__, (_ObservedUnit, type(unit)), {})
             assert isinstance(unit, _ObservedUnit)
-            unit.observer, unit.name = observer, prefix + names[unit.modules[0]]
+            unit.observer, unit.name = observer, prefix + outer[module]
+            unit.is_inside = names[module] != outer[module]
 
 
 def observer_of(module: FSDPModule) -> StepObserver:
@@ -173,6 +178,7 @@ class _ObservedUnit(FSDPParamGroup):
 
     observer: StepObserver
     name: str
+    is_inside: bool
 
     def unshard(self, async_op: bool = False) -> None:
         # Gloo waits here. On a GPU compute waits in `wait_for_unshard` only.
@@ -189,11 +195,13 @@ class _ObservedUnit(FSDPParamGroup):
             super().reshard()
 
     def pre_backward(self, default_prefetch: bool, *unused: Any) -> None:
-        self.observer.phase(f"backward {self.name}")
+        if not self.is_inside:
+            self.observer.phase(f"backward {self.name}")
         super().pre_backward(default_prefetch, *unused)
 
     def post_backward(self, *unused: Any) -> None:
-        self.observer.phase(f"reduce {self.name}")
+        if not self.is_inside:
+            self.observer.phase(f"reduce {self.name}")
         unreduced = (_unsharded_gradient(it) for it in self.fsdp_params)  # not a list: it would keep them in memory
         self.observer.label((gradient for gradient in unreduced if gradient is not None), "reduce-scatter")
         with self._waiting(), self.observer.collective("reduce-scatter", self.name):

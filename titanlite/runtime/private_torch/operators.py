@@ -73,3 +73,11 @@ def scale_in_place(tensors: Sequence[Tensor], factor: Tensor) -> None:
 def has_hardware_bfloat16() -> bool:
     """Return whether this CPU multiplies bfloat16 in hardware (AMX or AVX-512 BF16)."""
     return torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
+
+
+def reshape_result(x: Tensor, shape: torch.Size) -> Tensor:
+    """Return a contiguous tensor that nobody else uses with another shape, without a copy.
+
+    It is no view for autograd. FSDP warns of views that its units return, as in-place operators on them would be wrong.
+    """
+    return torch.ops.aten._unsafe_view(x, shape)

@@ -1,0 +1,104 @@
+"""Expert parallelism without processes: what is refused, the memory check, the plan and the placements."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.plans import traced
+from titanlite.config.load import ConfigError, load
+from titanlite.memory_check import largest_shard
+from titanlite.model_checks import check_experts
+from titanlite.models.base import build_on_meta
+from titanlite.models.llama3 import Llama3, Llama3Args
+from titanlite.models.qwen3_moe import Qwen3Moe, Qwen3MoeArgs
+from titanlite.parallelize.expert import even_dim
+from titanlite.plan.gpu_kernels import EXPERT_SKEW
+from titanlite.plan.time import Collective, Group, collective_time
+from titanlite.plan.workload import workload_of
+from titanlite.runtime.errors import UserError
+from titanlite.runtime.hardware import find_hardware
+
+KEY = "parallelism.expert_parallel_degree"
+SMALL: dict[str, Any] = {"dim": 64, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "vocab_size": 512, "head_dim": 16}
+MOE = Qwen3MoeArgs(hidden_dim=24, n_experts=8, n_active_experts=2, max_seq_len=64, **SMALL)
+
+
+@pytest.mark.parametrize(
+    ("options", "world_size", "message"),
+    [
+        ([f"--{KEY}=3"], 4, f"{KEY}: 3 does not divide the 4 processes that parameters are sharded over"),
+        (
+            [f"--{KEY}=2", "--parallelism.data_parallel_replicate_degree=4"], 4,
+            f"{KEY}: 2 does not divide the 1 processes that parameters are sharded over",
+        ),
+        (
+            [f"--{KEY}=2", "--parallelism.fsdp_reshard_after_forward=2"], 4,
+            f"parallelism.fsdp_reshard_after_forward: 2 cannot be combined with {KEY}",
+        ),
+    ],
+)  # fmt: skip
+def test_layouts_that_are_refused(options: list[str], world_size: int, message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        load("train_configs/debug.toml", options, world_size=world_size)
+    assert [problem for problem in str(error.value).splitlines() if problem.startswith(message)]
+
+
+def test_models_that_are_refused() -> None:
+    model = build_on_meta(Qwen3Moe, MOE)
+    check_experts(model, 4, 4)
+    check_experts(model, 2, 16)
+    with pytest.raises(UserError, match=r"^3 does not divide the 8 experts of a layer"):
+        check_experts(model, 3, 3)
+    with pytest.raises(UserError, match=r"^2 leaves 128 processes to share each expert, and no dim of \[24, 64\]"):
+        check_experts(model, 2, 256)
+    llama = build_on_meta(Llama3, Llama3Args(dim=64, n_layers=1, n_heads=4, n_kv_heads=2, hidden_dim=96, vocab_size=99))
+    with pytest.raises(UserError, match=r"^needs a model with experts, and Llama3 has none"):
+        check_experts(llama, 2, 2)
+
+
+def test_the_dim_that_ranks_shard() -> None:
+    shape = torch.Size([8, 12, 20])
+    assert [even_dim(shape, degree) for degree in (1, 4, 6, 5, 10)] == [1, 1, 1, 2, 2]
+
+
+def test_the_largest_shard_has_an_even_share_of_the_experts() -> None:
+    model = build_on_meta(Qwen3Moe, MOE)
+    stacks = 2 * 3 * 8 * 64 * 24
+    others = largest_shard(model, 16) - 2 * 3 * 64 * 24  # one whole expert of each layer
+    assert largest_shard(model, 16, 4) == others + stacks // 16
+
+
+def test_a_plan_counts_the_exchange_of_tokens() -> None:
+    """64 tokens go to two experts each; a token has 64 bfloat16 values. Forward is recomputed."""
+    found = traced(
+        "--model={name='qwen3_moe', flavor='debug', args={dim=64, n_layers=1, n_heads=4, n_kv_heads=2, head_dim=16, "
+        "hidden_dim=24, vocab_size=512}}",
+        "--training.global_batch_size=4",
+        "--parallelism.expert_parallel_degree=2",
+        "--activation_checkpoint.mode=full",
+        world_size=4,
+        gpu=True,
+    )
+    counts, sent = 8 * 4, 2 * 64 * 64 * 2
+    received = 2 * round(EXPERT_SKEW * 64) * 64 * 2
+    sizes: dict[str, list[int]] = {}
+    for it in found.recorder.sent:
+        if it.collective == "all_to_all":
+            sizes.setdefault(found.recorder.phases[it.phase][1], []).append(it.bytes)
+            assert (it.axis, it.ranks) == ("expert", (0, 1))
+    once = [counts, sent, received]
+    assert sizes == {"forward layers.0": once, "backward layers.0": [*once, sent, received]}
+    workload = workload_of(found.recorder, fuse=False, gpus_per_node=8)
+    block = next(unit for unit in workload.units if unit.name == "layers.0")
+    assert [it.bytes for it in block.forward_waits] == once
+    # The two ranks that share an expert gather a quarter of the experts each, in bfloat16.
+    assert 3 * 8 * 64 * 24 // 2 * 2 in [it.bytes for it in block.gather if it.group.size == 2]
+
+
+def test_the_time_of_an_all_to_all() -> None:
+    h100 = find_hardware("H100")
+    within = collective_time(Collective("all_to_all", 2**30, Group(8, 8)), h100, 8)
+    assert within == pytest.approx(2**30 * 7 / 8 / (0.8 * h100.link_bandwidth), rel=0.01)
+    beyond = collective_time(Collective("all_to_all", 2**30, Group(16, 8)), h100, 8)
+    assert beyond == pytest.approx(2**30 * 8 / 16 / (0.8 * h100.network_bandwidth), rel=0.01)

@@ -1,0 +1,120 @@
+"""Expert parallelism: neighbouring ranks have different experts, and send each other tokens (arXiv:2006.16668).
+
+Each layer has two all-to-alls in forward, and as many in backward: tokens to the ranks of their experts, and the
+results back. No token is dropped. How many tokens each rank sends follows from the router, so that an all-to-all of
+counts comes first. The host waits for the counts, as the sizes of tensors follow from them.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from titanlite.kernels import Kernels
+from titanlite.models.experts import ComputeExperts, expert_layers
+from titanlite.runtime.private_torch.collectives import exchange_rows, exchange_with_gradient
+
+
+class DistributedExperts:
+    """Experts of a model that are not on all ranks: each rank of one axis has some, which other ranks shard.
+
+    Args:
+        mesh: for `fully_shard`: the ranks that have the same experts.
+        axis: the ranks that have different ones.
+    """
+
+    def __init__(self, model: nn.Module, mesh: DeviceMesh, axis: DeviceMesh) -> None:
+        self.layers = expert_layers(model)
+        self.mesh = mesh
+        self.axis = axis
+        self.shard_degree = mesh.size(mesh.ndim - 1)
+
+    def distribute(self, kernels: Kernels, *, is_compiled: bool) -> None:
+        """Give each rank its experts, in place: weights become DTensors, and layers exchange tokens.
+
+        Args:
+            is_compiled: blocks are compiled afterwards. The exchange is not, as sizes of its tensors are values.
+        """
+        exchange = AllToAllExchange(self.axis.get_group(), kernels).compute
+        uncompiled: Any = torch.compiler.disable(exchange) if is_compiled else exchange
+        for layer in self.layers:
+            layer.exchange = uncompiled
+            for name in layer.stacks:
+                whole = layer.get_parameter(name)
+                part = distribute_tensor(whole.detach(), self.axis, [Shard(0)], src_data_rank=None)
+                layer.register_parameter(name, nn.Parameter(part, requires_grad=whole.requires_grad))
+
+    def weights(self) -> set[nn.Parameter]:
+        return {layer.get_parameter(name) for layer in self.layers for name in layer.stacks}
+
+    def shard(self, **options: Any) -> list[FSDPModule]:
+        """Make the experts of each layer an FSDP unit. The layers' other parameters are in units already.
+
+        Args:
+            options: of `fully_shard`, but for the mesh.
+        """
+        weights = self.weights()
+        options |= {"mesh": self.mesh, "shard_placement_fn": lambda it: Shard(even_dim(it.shape, self.shard_degree))}
+        return [
+            fully_shard(layer, ignored_params={it for it in layer.parameters() if it not in weights}, **options)
+            for layer in self.layers
+        ]
+
+
+def even_dim(shape: torch.Size, degree: int) -> int:
+    """Return the dim of a stack of experts, beyond that of the experts, which some ranks shard evenly."""
+    return next(dim for dim, size in enumerate(shape[1:], start=1) if size % degree == 0)
+
+
+class AllToAllExchange:
+    """Token exchange by plain all-to-alls; see `TokenExchange`.
+
+    Args:
+        group: ranks that have different experts, each as many, in the order of ranks.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, kernels: Kernels) -> None:
+        self.group = group
+        self.kernels = kernels
+
+    def compute(self, x_SD: Tensor, ends_E: Tensor, weights: Sequence[Tensor], compute: ComputeExperts) -> Tensor:
+        ranks = self.group.size()
+        sent_RX = ends_E.diff(prepend=ends_E.new_zeros(1)).view(ranks, -1)  # X experts of each rank
+        received_RX = exchange_rows(sent_RX, [1] * ranks, [1] * ranks, self.group)
+        to_others, from_others = self.kernels.read_counts(sent_RX, received_RX, tokens=len(x_SD))
+        x_TD = exchange_with_gradient(x_SD, to_others, from_others, self.group)
+        # The tokens of each rank are sorted by expert. Sorted anew, all tokens of an expert follow each other.
+        experts_RX = torch.arange(received_RX.shape[1], device=x_TD.device).expand_as(received_RX)
+        expert_T = experts_RX.flatten().repeat_interleave(received_RX.flatten(), output_size=len(x_TD))
+        order_T = expert_T.argsort(stable=True)
+        ends_X = received_RX.sum(dim=0).cumsum(dim=0).to(torch.int32)
+        own = [_own_experts(weight, ranks) for weight in weights]
+        out_TD = compute(x_TD.index_select(0, order_T), ends_X, own)
+        out_TD = torch.empty_like(out_TD).index_copy(0, order_T, out_TD)
+        return exchange_with_gradient(out_TD, from_others, to_others, self.group)
+
+
+def _own_experts(weight: Tensor, ranks: int) -> Tensor:
+    """Return the weights of this rank's experts, with the gradient as FSDP averages it.
+
+    The gradient has the tokens of several ranks already. FSDP divides by the number of ranks that it adds up, which is
+    smaller by that factor than for other parameters.
+    """
+    assert isinstance(weight, DTensor)
+    return _ScaleGradient.apply(weight.to_local(), 1 / ranks)
+
+
+class _ScaleGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: float) -> Tensor:
+        ctx.scale = scale
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        return gradients[0] * ctx.scale, None
