@@ -148,6 +148,7 @@ def build_step(config: Any, device: Any, world_size: int) -> Any:
     from titanlite.optim.in_backward import InBackward
     from titanlite.optim.norm import count_parameter_replicas
     from titanlite.parallelize import build_mesh, parallelize
+    from titanlite.parallelize.context import split_batch
     from titanlite.parallelize.float8 import weight_scaler
     from titanlite.parallelize.materialize import allocate
     from titanlite.parallelize.mesh import loss_group, world_group
@@ -177,6 +178,7 @@ def build_step(config: Any, device: Any, world_size: int) -> Any:
         batch["positions"] = torch.zeros_like(tokens)
         batch["documents"] = torch.zeros_like(tokens, dtype=torch.int32)
         batch["boundaries"] = torch.zeros(size + 1, dtype=torch.int32, device=device)
+    batch = split_batch(batch, mesh)
     scale_weights = weight_scaler(model, config.quantize.linear.float8)
     scale_weights()
     replicas, loss = count_parameter_replicas(model, world_group(mesh)), build_loss(config.training, kernels)

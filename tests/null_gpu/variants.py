@@ -10,6 +10,7 @@ BUDGET = (
     "--activation_checkpoint.mode=per_block",
     '--activation_checkpoint.per_block=["full x 8", "op x 16", "none x 8"]',
 )
+CONTEXT = "--parallelism.context_parallel_degree="
 REPLICATE = "--parallelism.data_parallel_replicate_degree="
 
 
@@ -64,6 +65,22 @@ VARIANTS = [
     Variant("float32, seq 2048", ("--training.mixed_precision_param=float32", "--training.seq_len=2048")),
     Variant("Qwen3 8B", config="qwen3_8b"),
     Variant("Qwen3 30B-A3B, 16 GPUs", config="qwen3_30b_a3b", world_size=16),
+    Variant("context 2, 16,384 tokens", (CONTEXT + "2", "--training.seq_len=16384", "--training.global_batch_size=4")),
+    Variant(
+        "context 2, documents, compiled",
+        (CONTEXT + "2", "--data.document_mask=true", "--training.global_batch_size=4", *COMPILE),
+    ),
+    Variant(
+        "context 64, 1,048,576 tokens, full AC",
+        (CONTEXT + "64", "--training.seq_len=1048576", "--training.global_batch_size=1", FULL),
+        world_size=64,
+    ),
+    Variant(
+        "70B, 64 GPUs, context 2",
+        (CONTEXT + "2", "--training.global_batch_size=128"),
+        config="llama3_70b",
+        world_size=64,
+    ),
     Variant("float8 tensorwise, batch 2, compiled", (*BATCH_2, *FLOAT8)),
     Variant("float8 rowwise, batch 2, compiled", (*BATCH_2, *FLOAT8, "--quantize.linear.float8.recipe_name=rowwise")),
     Variant("70B, 64 GPUs", config="llama3_70b", world_size=64),

@@ -33,7 +33,7 @@ from titanlite.runtime.private_torch.checkpoint import (
     has_cached_plan,
     set_plan_cache_key,
 )
-from titanlite.runtime.private_torch.collectives import exchange_rows, exchange_with_gradient, gather_with_gradient
+from titanlite.runtime.private_torch.collectives import all_gather, exchange_rows, reduce_scatter
 from titanlite.runtime.private_torch.compiler import (
     compile_seconds,
     compiled_graphs,
@@ -794,31 +794,18 @@ def test_parts_of_a_mesh() -> None:
 
 
 @pytest.mark.usefixtures("single_process_group")
-def test_gather_with_gradient() -> None:
+def test_functional_collectives() -> None:
+    """They are traced by the compiler. More ranks: tests/distributed/test_context.py."""
     group = dist.group.WORLD
     assert group is not None
-    x = torch.arange(6.0).view(1, 2, 3).requires_grad_()
-    for gather in (gather_with_gradient, torch.compile(gather_with_gradient, backend="aot_eager", fullgraph=True)):
-        x.grad = None
-        gathered = gather(x, group)
-        assert torch.equal(gathered, x)
-        (gathered * torch.arange(6.0).view(1, 2, 3)).sum().backward()
-        assert x.grad is not None
-        assert torch.equal(x.grad, torch.arange(6.0).view(1, 2, 3))
-
-
-@pytest.mark.usefixtures("single_process_group")
-def test_exchange_with_gradient() -> None:
-    """tests/distributed/test_expert.py exchanges rows of two ranks."""
-    group = dist.group.WORLD
-    assert group is not None
-    x = torch.arange(6.0).view(3, 2).requires_grad_()
-    assert torch.equal(exchange_rows(x.detach(), [3], [3], group), x)
-    received = exchange_with_gradient(x, [3], [3], group)
-    assert torch.equal(received, x)
-    (received * x.detach()).sum().backward()
-    assert x.grad is not None
-    assert torch.equal(x.grad, x)
+    x = torch.arange(6.0).view(1, 2, 3)
+    for collective in (all_gather, reduce_scatter):
+        compiled = torch.compile(collective, backend="aot_eager", fullgraph=True)
+        for function in (collective, compiled):
+            found = function(x, group.size(), group.group_name)
+            assert torch.equal(found, x)
+            assert found.data_ptr() != x.data_ptr()
+    assert torch.equal(exchange_rows(x[0], [2], [2], group.group_name), x[0])
 
 
 def test_a_reshaped_result_is_no_view() -> None:

@@ -8,6 +8,7 @@ the sequences were short. Positions and documents come with the batch. Losses ar
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,7 +19,7 @@ from titanlite.batch import Batch
 from titanlite.kernels import Kernels
 from titanlite.models.attention import SequencePart
 from titanlite.parallelize.mesh import context_group, context_rank
-from titanlite.runtime.private_torch.collectives import gather_with_gradient
+from titanlite.runtime.private_torch.collectives import all_gather, reduce_scatter
 
 WHOLE = "documents", "boundaries"
 """Tensors of a batch that each rank needs of whole sequences."""
@@ -32,11 +33,35 @@ class ContextSplit:
     group: dist.ProcessGroup
 
     def gather(self, k_BKLH: Tensor, v_BKLH: Tensor) -> tuple[Tensor, Tensor]:
-        """All-gather keys and values in one collective, and put the chunks in their order."""
+        """All-gather keys and values in one collective."""
         both_BJLH = torch.cat([k_BKLH, v_BKLH], dim=1)
-        ranks_RBJLH = gather_with_gradient(both_BJLH[None], self.group)
-        k_BKSH, v_BKSH = join_parts(ranks_RBJLH.unbind(), dim=2).chunk(2, dim=1)
+        k_BKSH, v_BKSH = _Gather.apply(both_BJLH, self.group.size(), self.group.group_name).chunk(2, dim=1)
         return k_BKSH, v_BKSH
+
+
+class _Gather(torch.autograd.Function):
+    """All-gather sequences, and put their chunks in order. Backward reduce-scatters the gradients' sum.
+
+    R is the number of ranks, C the tokens of a chunk. Later ranks have later first chunks, and earlier second ones.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x_BJLH: Tensor, size: int, name: str) -> Tensor:
+        ctx.group = size, name
+        ranks_RBJLH = all_gather(x_BJLH[None], size, name)
+        B, J, L, H = x_BJLH.shape
+        chunks_BJRCH = ranks_RBJLH.new_empty(B, J, 2 * size, L // 2, H)
+        first_RBJCH, second_RBJCH = ranks_RBJLH.chunk(2, dim=3)
+        chunks_BJRCH[:, :, :size] = first_RBJCH.permute(1, 2, 0, 3, 4)
+        chunks_BJRCH[:, :, size:] = second_RBJCH.flip(0).permute(1, 2, 0, 3, 4)
+        return chunks_BJRCH.flatten(2, 3)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        size, name = ctx.group
+        chunks_RBJCH = gradients[0].unflatten(2, (2 * size, -1)).permute(2, 0, 1, 3, 4)
+        ranks_RBJLH = torch.cat([chunks_RBJCH[:size], chunks_RBJCH[size:].flip(0)], dim=3)
+        return reduce_scatter(ranks_RBJLH, size, name)[0], None, None
 
 
 def split_attention(kernels: Kernels, mesh: DeviceMesh) -> Kernels:
@@ -49,14 +74,10 @@ def split_attention(kernels: Kernels, mesh: DeviceMesh) -> Kernels:
     return kernels
 
 
-def join_parts(parts: Sequence[Tensor], *, dim: int = 1) -> Tensor:
-    """Return whole sequences of the parts of all ranks.
-
-    Args:
-        dim: of the tokens of a sequence.
-    """
-    first, second = zip(*(part.chunk(2, dim=dim) for part in parts), strict=True)
-    return torch.cat([*first, *reversed(second)], dim=dim)
+def join_parts(parts: Sequence[Tensor]) -> Tensor:
+    """Return whole sequences [B, S, ...] of the parts of all ranks, each [B, L, ...]."""
+    first, second = zip(*(part.chunk(2, dim=1) for part in parts), strict=True)
+    return torch.cat([*first, *reversed(second)], dim=1)
 
 
 def split_batch(batch: Batch, mesh: DeviceMesh) -> Batch:

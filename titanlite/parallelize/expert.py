@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from titanlite.kernels import Kernels
 from titanlite.models.experts import ComputeExperts, expert_layers
-from titanlite.runtime.private_torch.collectives import exchange_rows, exchange_with_gradient
+from titanlite.runtime.private_torch.collectives import exchange_rows
 
 
 class DistributedExperts:
@@ -83,11 +83,11 @@ class AllToAllExchange:
         self.kernels = kernels
 
     def compute(self, x_SD: Tensor, ends_E: Tensor, weights: Sequence[Tensor], compute: ComputeExperts) -> Tensor:
-        ranks = self.group.size()
+        ranks, name = self.group.size(), self.group.group_name
         sent_RX = ends_E.diff(prepend=ends_E.new_zeros(1)).view(ranks, -1)  # X experts of each rank
-        received_RX = exchange_rows(sent_RX, [1] * ranks, [1] * ranks, self.group)
+        received_RX = exchange_rows(sent_RX, [1] * ranks, [1] * ranks, name)
         to_others, from_others = self.kernels.read_counts(sent_RX, received_RX, tokens=len(x_SD))
-        x_TD = exchange_with_gradient(x_SD, to_others, from_others, self.group)
+        x_TD = _Exchange.apply(x_SD, to_others, from_others, name)
         # The tokens of each rank are sorted by expert. Sorted anew, all tokens of an expert follow each other.
         experts_RX = torch.arange(received_RX.shape[1], device=x_TD.device).expand_as(received_RX)
         expert_T = experts_RX.flatten().repeat_interleave(received_RX.flatten(), output_size=len(x_TD))
@@ -96,7 +96,7 @@ class AllToAllExchange:
         own = [_own_experts(weight, ranks) for weight in weights]
         out_TD = compute(x_TD.index_select(0, order_T), ends_X, own)
         out_TD = torch.empty_like(out_TD).index_copy(0, order_T, out_TD)
-        return exchange_with_gradient(out_TD, from_others, to_others, self.group)
+        return _Exchange.apply(out_TD, from_others, to_others, name)
 
 
 def _own_experts(weight: Tensor, ranks: int) -> Tensor:
@@ -118,3 +118,16 @@ class _ScaleGradient(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         return gradients[0] * ctx.scale, None
+
+
+class _Exchange(torch.autograd.Function):
+    """`exchange_rows`, whose backward sends gradients back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, to_others: list[int], from_others: list[int], name: str) -> Tensor:
+        ctx.back = from_others, to_others, name
+        return exchange_rows(x, to_others, from_others, name)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        return exchange_rows(gradients[0], *ctx.back), None, None, None

@@ -77,8 +77,8 @@ def attention_scratch(func: Any, args: Any) -> int:
     if not str(func.overloadpacket).endswith("backward") or args[1].dtype == torch.float32:
         return 0
     query, key = args[1:3]
-    grouped = query.shape[1] != key.shape[1]
-    return query.numel() * (4 + 2 * query.element_size() * grouped)
+    groups = query.shape[1] // key.shape[1]
+    return query.numel() * 4 + (2 * groups * key.numel() * query.element_size() if groups > 1 else 0)
 
 
 @torch.library.custom_op("titanlite_plan::softmax_sums", mutates_args=())
