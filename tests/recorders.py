@@ -16,7 +16,12 @@ from titanlite.step import StepResult
 
 
 def recorder(
-    folder: Path, *, step: int = 0, log_freq: int = 2, phase_memory: PhaseMemory | None = None
+    folder: Path,
+    *,
+    step: int = 0,
+    log_freq: int = 2,
+    phase_memory: PhaseMemory | None = None,
+    phase: CurrentPhase | None = None,
 ) -> MetricsRecorder:
     group = dist.group.WORLD
     assert group is not None
@@ -29,7 +34,7 @@ def recorder(
         device=torch.device("cpu"),
         compute_type="bfloat16",
         group=group,
-        phase=CurrentPhase(),
+        phase=phase or CurrentPhase(),
         phase_memory=phase_memory,
     )
 

@@ -120,6 +120,9 @@ class CurrentPhase(StepObserver):
         self._spent[before.name] = self._spent.get(before.name, 0) + now - before.since
         self.position = Position(step, name, now)
 
+    def forget_step(self) -> None:
+        """Take the present step for no usual one: it has time in it that is no training."""
+
     def seconds(self) -> dict[str, float]:
         """Return the seconds of each phase since the process began, the present one included."""
         now = self._clock() - self.position.since

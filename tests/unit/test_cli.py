@@ -31,10 +31,10 @@ def test_a_run_folder_records_how_it_was_made(
     command = ["train", "--config", str(tiny.toml), "--training.steps=2"]
     monkeypatch.setattr(sys, "argv", ["titanlite", *command])
     assert cli.run(command) == 0
-    assert (
-        "  another model  titanlite train NAME, with NAME one of debug, distill_example, llama3_"
-        in capfd.readouterr().out
-    )
+    output = capfd.readouterr().out
+    assert "  another model  titanlite train NAME, with NAME one of debug, distill_example, llama3_" in output
+    assert "kernels  attention by flash (PyTorch's choice)" in output
+    assert "  profile  " not in output
     folder = tiny.folder / "outputs" / "tiny"
     assert load(folder / "config.toml") == tiny.config("--training.steps=2")
     run = json.loads((folder / "run.json").read_text())

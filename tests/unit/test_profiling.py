@@ -127,9 +127,10 @@ def test_a_run_by_epochs_that_is_too_short_warns(tmp_path: Path, caplog: pytest.
 
 
 @pytest.mark.usefixtures("single_process_group")
-def test_a_run_with_windows_has_the_same_losses(tiny: TinyRun) -> None:
+def test_a_run_with_windows_has_the_same_losses(tiny: TinyRun, caplog: pytest.LogCaptureFixture) -> None:
     """Bit for bit. Off means: no observer in the loop, and none in the FSDP units beside that of metrics."""
     steps = "--training.steps=3"
+    caplog.set_level(logging.INFO, "titanlite")
     on = train_on_this_rank(
         tiny.config(steps, ON, "--profiling.profile_freq=3", "--profiling.profiler_warmup=2", "--job.name=on"), 0, 1
     )
@@ -137,6 +138,8 @@ def test_a_run_with_windows_has_the_same_losses(tiny: TinyRun) -> None:
     assert tiny.losses("on") == tiny.losses("off")
     assert (len(on.observers), off.observers) == (1, [])
     assert not (tiny.folder / "outputs/off/profile").exists()
+    shown = [record.getMessage() for record in caplog.records if "  profile  " in record.getMessage()]
+    assert shown == [f"  profile      titanlite profile {tiny.folder / 'outputs/on'}"]
     trace = read(tiny.folder / "outputs/on/profile/step-00000003/rank-0.json.gz")
     assert trace["titanlite"] == {"steps": [3, 3], "rank": 0, "world_size": 1, "device": "cpu"}
     names = ranges(trace)

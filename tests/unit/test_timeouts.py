@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from tests.helpers import TinyRun, train_on_this_rank
+from tests.recorders import recorder
 from titanlite.config.schema import Comm
 from titanlite.observer import CurrentPhase
 from titanlite.runtime.flight_recorder import VARIABLES, keep_traces
@@ -136,3 +137,18 @@ def test_usual_steps_are_those_without_compilation_validation_and_saves() -> Non
     phase.forget_step()
     phase.begin_step(40)
     assert len(phase.recent_steps) == 0
+
+
+@pytest.mark.usefixtures("single_process_group")
+def test_a_step_with_other_work_in_it_is_no_usual_one(tmp_path: Path) -> None:
+    """Writing a trace is no training, and has no phase of its own."""
+    phase = PhaseTimeouts(Comm(), set_seconds=lambda _: None, wait_for_all=lambda: None)
+    metrics = recorder(tmp_path, phase=phase)
+    for step in range(1, 6):
+        phase.begin_step(step)
+        phase.phase("forward")
+        if step == 4:
+            with metrics.not_training(waits_for_device=False):
+                pass
+    assert len(phase.recent_steps) == 1, "the third; two are starting steps, and the fifth has not ended"
+    metrics.close()

@@ -53,23 +53,24 @@ def report_start(
     parameters = sum(parameter.numel() for _, parameter in unique_parameters(model))
     ranks = data_parallel_rank(mesh)[1]
     share = training.global_batch_size // ranks
+    readers = f"{ranks} processes" if mesh.size() == ranks else f"{ranks} groups of {mesh.size() // ranks} processes"
     axes = " x ".join(f"{axis} {size}" for axis, size in axis_sizes(mesh).items())
     logger.info(f"model    {config.model.title} {config.model.flavor or ''}".rstrip() + f", {parameters:,} parameters")
     logger.info("types    " + ", ".join(f"{what} {name}" for what, name in types_of(model, optimizer).items()))
-    if mesh.device_type == "cuda" and isinstance(model, Decoder):
+    if isinstance(model, Decoder):
         name = attention_of(
             model.args,
             kernels=model.kernels,
             training=training,
             documents=config.data.document_mask,
-            device=torch.device("cuda"),
+            device=torch.device(mesh.device_type),
         )
         chosen = " (PyTorch's choice)" if training.attention_backend == "auto" else ""
         logger.info(f"kernels  attention by {name}{', within documents' if config.data.document_mask else ''}{chosen}")
     logger.info(f"applied  {', '.join(applied(config, blocks=len(model.layers)))}")
     logger.info(
         f"mesh     {axes} on {mesh.device_type}; "
-        f"global batch {training.global_batch_size} = {ranks} processes x {accumulation} micro-batches x "
+        f"global batch {training.global_batch_size} = {readers} x {accumulation} micro-batches x "
         f"{share // accumulation} sequences of {training.seq_len} tokens"
     )
     _report_device(mesh)
@@ -269,6 +270,7 @@ def report_end(
         f"  checkpoints  {checkpoints.url} ({', '.join(map(str, done))})" if done else "  no checkpoint was asked for",
         f"  metrics      {folder.metrics}",
         f"  config       {folder.path / 'config.toml'}, versions and commit in run.json beside it",
+        *([f"  profile      titanlite profile {folder.path}"] if (folder.path / "profile").is_dir() else []),
         "What next?",
         *([f"  look           titanlite generate {folder.path} --prompt TEXT"] if done else []),
         f"  continue       the same command with {more}, or {resume} {more}",
