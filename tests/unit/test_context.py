@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from tests.helpers import TinyRun
 from tests.layouts import degrees
-from titanlite.config.schema import Config, Parallelism
+from titanlite.config.schema import Config, Parallelism, Training
 from titanlite.data.loader import MicroBatches
 from titanlite.kernels import DEFAULT_KERNELS
 from titanlite.model_checks import check_context
@@ -29,6 +29,7 @@ from titanlite.parallelize.mesh import (
     shard_degree_of,
     sharding_mesh,
 )
+from titanlite.parallelize.reductions import adds_gradients, can_wait
 from titanlite.plan.candidates import Found
 from titanlite.plan.estimate import Layout, model_of
 from titanlite.plan.search import best_context
@@ -218,3 +219,17 @@ def test_a_search_splits_sequences_where_it_pays(
         assert result.best[0][1].degree == best  # pyright: ignore[reportAttributeAccessIssue]
         assert result.tried == 10 * len([degree for degree in asked[: asked.index(best) + 1] if found[degree]])
     assert asked == tried
+
+
+def test_reductions_count_the_sequences_and_tokens_of_a_rank() -> None:
+    """Four ranks: two read each sequence. A step has 4 sequences of 16,384 tokens."""
+    training = Training(global_batch_size=4, seq_len=16384, local_batch_size=1)
+    with fake_process_group(4, rank=0):
+        split = build_mesh(Parallelism(context_parallel_degree=2), world_size=4, device_type="cpu")
+        assert adds_gradients(split, Parallelism(), training), "two micro-batches"
+        assert not can_wait(split, training), "8,192 tokens"
+        assert can_wait(split, training.model_copy(update={"local_batch_size": 2}))
+    with fake_process_group(4, rank=0):
+        mesh = build_mesh(Parallelism(), world_size=4, device_type="cpu")
+        assert not adds_gradients(mesh, Parallelism(), training)
+        assert can_wait(mesh, training)

@@ -3,7 +3,7 @@
 from torch.distributed.device_mesh import DeviceMesh
 
 from titanlite.config.schema import Parallelism, Training
-from titanlite.parallelize.mesh import has_replicas, shard_degree_of
+from titanlite.parallelize.mesh import context_rank, data_parallel_rank, has_replicas, shard_degree_of
 
 GPUS_OF_A_NODE = 8
 """Largest shard group that is taken to be connected by NVLink."""
@@ -17,12 +17,14 @@ def can_wait(mesh: DeviceMesh, training: Training) -> bool:
     FSDP would keep its input beside the backward pass of the last block, which is the peak of memory: 2 GiB of Llama 3
     8B. It takes some 5 ms on the links within a node, which is little beside a step of many tokens.
     """
-    sequences = training.local_batch_size or training.global_batch_size // mesh.size()
-    return shard_degree_of(mesh) <= GPUS_OF_A_NODE and sequences * training.seq_len >= MANY_TOKENS
+    sequences = training.local_batch_size or training.global_batch_size // data_parallel_rank(mesh)[1]
+    tokens = sequences * training.seq_len // context_rank(mesh)[1]
+    return shard_degree_of(mesh) <= GPUS_OF_A_NODE and tokens >= MANY_TOKENS
 
 
 def adds_gradients(mesh: DeviceMesh, parallelism: Parallelism, training: Training) -> bool:
     """Return True if reduced gradients of one micro-batch are kept for the next one to add to. With replicas, FSDP adds
     them up before they become gradients."""
-    accumulates = training.global_batch_size > mesh.size() * (training.local_batch_size or training.global_batch_size)
+    at_once = data_parallel_rank(mesh)[1] * (training.local_batch_size or training.global_batch_size)
+    accumulates = training.global_batch_size > at_once
     return accumulates and parallelism.fsdp_reduce_gradients == "each" and not has_replicas(mesh)
