@@ -795,7 +795,7 @@ def test_parts_of_a_mesh() -> None:
 
 @pytest.mark.usefixtures("single_process_group")
 def test_functional_collectives() -> None:
-    """They are traced by the compiler. More ranks: tests/distributed/test_context.py."""
+    """The compiler traces them. More ranks: tests/distributed/test_context.py."""
     group = dist.group.WORLD
     assert group is not None
     x = torch.arange(6.0).view(1, 2, 3)
