@@ -128,17 +128,19 @@ def test_two_nodes_with_disks_of_their_own(tiny: TinyRun, monkeypatch: pytest.Mo
         assert "Input/output error" in message
         assert last <= 8
     assert moved in [("", 8, 4), ("", 8, 6)], "saves on the nodes' disks are copied by whichever rank is there"
-    assert lost == ("", 8, 2)
-    assert "which was not copied yet, is deleted: 1 of its 5 files are on no node of this start" in log("lost")
+    # The copy of step 6 may succeed while the run ends for that of step 4, which is of no use then.
+    assert lost in [("", 8, 2), ("", 8, 6)]
+    gone = "which was not copied yet, is deleted: 1 of its 5 files are on no node of this start"
+    assert gone in log("lost") or lost == ("", 8, 6)
     assert full == ("", 6, 0)
     assert "checkpoint.local_folder: rank 1: [Errno 28] No space left on device" in log("full")
-    # The copy of step 6 may succeed while the run ends for that of step 4, which is of no use then.
     superseded = "which was not copied yet, is deleted: the run has continued elsewhere since, to step 6" in log(
         "moved"
     )
     assert not superseded or moved == ("", 8, 6)
     of_moved = [2, 6, 8] if superseded else [2, 4, 6, 8]
-    for name, steps in {"slow": [2, 4, 6], "moved": of_moved, "lost": [2, 4, 6, 8], "full": [2, 4, 6]}.items():
+    of_lost = [2, 4, 6, 8] if lost == ("", 8, 2) else [2, 6, 8]
+    for name, steps in {"slow": [2, 4, 6], "moved": of_moved, "lost": of_lost, "full": [2, 4, 6]}.items():
         listing = storage(name).list()
         assert sorted(listing) == [folder_name(step) for step in steps]
         for folder, sizes in listing.items():
