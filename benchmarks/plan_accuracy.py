@@ -121,9 +121,12 @@ CONTEXT = "--parallelism.context_parallel_degree="
 AXES: list[tuple[str, str, int, list[str], float]] = [
     ("70B, FSDP 32 x context 2", "llama3_70b", 64,
      [CONTEXT + "2", "--training.global_batch_size=128", RECOMPUTE + "full"], 866.77),
+    ("30B-A3B, FSDP 8 x expert 8", "qwen3_30b_a3b", 8,
+     ["--parallelism.expert_parallel_degree=8", "--training.global_batch_size=512", "--training.local_batch_size=4",
+      RECOMPUTE + "full", "--training.dtype=bfloat16", "--optimizer.state_dtype=bfloat16"], 12_040),
 ]  # fmt: skip
-"""NeMo AutoModel on H100s (docs/performance-summary of its repository, April 2026), sequences of 8,192: (which, config,
-GPUs, options, tokens a second and GPU). What is recomputed is not published."""
+"""NeMo AutoModel on H100s (docs/performance-summary of its repository, April 2026), sequences of 8,192, of Qwen3 4,096:
+(which, config, GPUs, options, tokens a second and GPU). What is recomputed, and dtypes of states, are not published."""
 
 TORCHTITAN = {
     "8B, batch 1": "39.66, 47.38", "8B, batch 2": "67.06, 76.74",
