@@ -22,8 +22,9 @@ from titanlite.step import StepResult, train_step
 LAYOUTS = [(1, 1), (4, 1), (1, 4), (2, 2)]
 
 
-def degrees(replicate: int, shard: int, context: int = 1) -> list[str]:
-    further = [f"--parallelism.context_parallel_degree={context}"] if context > 1 else []
+def degrees(replicate: int, shard: int, context: int = 1, tensor: int = 1) -> list[str]:
+    axes = {"context": context, "tensor": tensor}
+    further = [f"--parallelism.{axis}_parallel_degree={degree}" for axis, degree in axes.items() if degree > 1]
     return [
         *further,
         f"--parallelism.data_parallel_replicate_degree={replicate}",

@@ -13,6 +13,7 @@ from titanlite.metrics.phase_memory import PhaseMemory
 from titanlite.models.base import Model, unique_parameters
 from titanlite.optim import build_optimizer
 from titanlite.parallelize import DTYPES, materialize, parallelize
+from titanlite.parallelize.tensor import split_vocabulary
 from titanlite.preflight import ResolvedConfig
 from titanlite.runtime.disk import DiskTensors, open_disk
 from titanlite.runtime.process_group import pick_kernels
@@ -40,6 +41,7 @@ def build_state(
     memory = PhaseMemory(MemoryWatch(device), is_on=mesh.get_rank() == 0)
     memory.phase("model")
     kernels = pick_kernels(device, compiles=config.compile.enable, attention_backend=config.training.attention_backend)
+    kernels = split_vocabulary(kernels, mesh)
     disk = open_disk(config.offload, folder.path)
     model = resolved.model.build()
     memory.phase("sharding")

@@ -29,7 +29,7 @@ from titanlite.models.attention import (
     offsets_of,
     repeat_heads,
 )
-from titanlite.models.cross_entropy import LabelSoftmax, label_softmax, label_softmax_in_place
+from titanlite.models.cross_entropy import LabelSoftmax, SplitVocabulary, label_softmax, label_softmax_in_place
 from titanlite.models.divergence import ChunkDivergence, divergence
 from titanlite.models.functions import linears
 from titanlite.models.grouped import loop_over_groups
@@ -69,6 +69,8 @@ class Kernels:
         self.attention = attention
         self.context: SplitSequences | None = None
         """Split of sequences over processes; None without one. `parallelize.context` sets it."""
+        self.vocabulary: SplitVocabulary | None = None
+        """Split of the vocabulary over processes; None without one. `parallelize.tensor` sets it."""
         self.chunk_bytes = chunk_bytes
 
     def is_gpu(self, device: torch.device) -> bool:
@@ -230,6 +232,10 @@ class Kernels:
 
         The arguments are those of `models.cross_entropy.label_softmax_in_place`.
         """
+        if self.vocabulary:
+            return label_softmax_in_place(
+                logits_CV, labels_C, valid_C, z_loss=z_loss, dtype=dtype, vocabulary=self.vocabulary
+            )
         if self.compiles and self.is_gpu(logits_CV.device):
             return self._compiled_label_softmax(logits_CV, labels_C, valid_C, z_loss=z_loss, dtype=dtype)
         return label_softmax_in_place(logits_CV, labels_C, valid_C, z_loss=z_loss, dtype=dtype)

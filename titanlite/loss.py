@@ -84,6 +84,8 @@ def token_loss(
         teacher: its output for the same tokens. The metric distill_loss is T^2 * divergence.
     """
     hidden_TD, labels_T = hidden_BLD.flatten(0, 1), labels_BL.flatten()
+    if kernels.vocabulary:  # the weight has this process's tokens only
+        hidden_TD = kernels.vocabulary.enter(hidden_TD)
     needs_gradients = torch.is_grad_enabled() and (hidden_TD.requires_grad or weight_VD.requires_grad)
     inputs = hidden_TD, weight_VD, labels_T, z_loss, needs_gradients, kernels
     if teacher is None:

@@ -10,6 +10,7 @@ from titanlite.models.base import Model, trainable_parameters, unique_parameters
 from titanlite.models.experts import expert_layers
 from titanlite.models.quantized import quantized_parameters
 from titanlite.optim.state_size import state_bytes
+from titanlite.parallelize.tensor import split_parameters
 from titanlite.runtime.disk import check_room, folder_of
 from titanlite.runtime.dtensor import chunk_sizes
 from titanlite.runtime.errors import UserError
@@ -32,8 +33,9 @@ def check_model_memory(
         UserError: it does not fit.
     """
     in_memory, _ = bytes_per_parameter(model, config)
-    degree = config.parallelism.degrees(ranks.world_size).sharded
-    shard = largest_shard(model, degree, config.parallelism.expert_parallel_degree)
+    degrees = config.parallelism.degrees(ranks.world_size)
+    degree = degrees.sharded
+    shard = largest_shard(model, degree, config.parallelism.expert_parallel_degree, degrees.tensor)
     needed = {config.training.enable_cpu_offload: shard * in_memory}
     if teacher is not None:
         size = SIZES[config.teacher.dtype or config.training.mixed_precision_param]
@@ -56,7 +58,8 @@ def check_model_disk(model: Model, config: Config, ranks: Ranks) -> None:
     _, on_disk = bytes_per_parameter(model, config)
     parallelism = config.parallelism
     degrees = parallelism.degrees(ranks.world_size)
-    of_a_rank = on_disk * largest_shard(model, degrees.sharded, parallelism.expert_parallel_degree)
+    shard = largest_shard(model, degrees.sharded, parallelism.expert_parallel_degree, degrees.tensor)
+    of_a_rank = on_disk * shard
     folder = folder_of(config.offload, Path(config.job.dump_folder, str(config.job.name)))
     check_room(folder, of_a_rank * ranks.local_world_size)
 
@@ -73,22 +76,25 @@ def weight_bytes(model: Model, config: Config) -> int:
     return sum(it.numel() * (it.itemsize if it in quantized else sizes[it.requires_grad]) for it in parameters)
 
 
-def largest_shard(model: Model, shard_degree: int, expert_degree: int = 1) -> int:
+def largest_shard(model: Model, shard_degree: int, expert_degree: int = 1, tensor_degree: int = 1) -> int:
     """Return the number of elements that the first rank will have of a model that is not sharded yet.
 
     FSDP shards dim 0 of each parameter, and the first rank has the most: of 128 experts on 256 ranks, one.
 
     Args:
         expert_degree: ranks with different experts. Each of these has an even share.
+        tensor_degree: ranks that split layers. Each of these has as much of a layer.
     """
     distributed = expert_layers(model) if expert_degree > 1 else []
     stacks = {getattr(layer, name) for layer in distributed for name in layer.stacks}
+    split = split_parameters(model) if tensor_degree > 1 else ()
     total = 0
-    for _, parameter in unique_parameters(model):
+    for name, parameter in unique_parameters(model):
         if parameter in stacks:
             total += parameter.numel() // shard_degree
         else:
-            total += chunk_sizes(parameter.shape[0], shard_degree)[0] * parameter.shape[1:].numel()
+            shard = chunk_sizes(parameter.shape[0], shard_degree)[0] * parameter.shape[1:].numel()
+            total += shard // (tensor_degree if name in split else 1)
     return total
 
 

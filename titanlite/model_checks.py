@@ -10,6 +10,7 @@ from titanlite.config.schema import Data, Parallelism
 from titanlite.models.base import Model, initial_values, unique_parameters
 from titanlite.models.experts import expert_layers
 from titanlite.models.layers import Attention
+from titanlite.parallelize.tensor import check_tensor
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.hash_random import random_bits, salt
 
@@ -62,6 +63,8 @@ def axis_checks(model: Model, parallelism: Parallelism, world_size: int) -> dict
         checks["parallelism.expert_parallel_degree"] = lambda: check_experts(
             model, degree, parallelism.degrees(world_size).sharded
         )
+    if (ranks := parallelism.tensor_parallel_degree) > 1:
+        checks["parallelism.tensor_parallel_degree"] = partial(check_tensor, model, ranks)
     return checks
 
 

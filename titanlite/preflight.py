@@ -102,11 +102,8 @@ def examine(
     if config.checkpoint.enable:
         report.attempt("checkpoint.folder", ["checkpoint", "job"], lambda: _check_checkpoint_folder(config))
     tokenizer = report.attempt("data.tokenizer", ["data.tokenizer"], lambda: load_tokenizer(config.data.tokenizer))
-    spec = report.attempt(
-        "model",
-        ["model.name", "model.file", "model.flavor", "model.args"],
-        lambda: select_model(config.model, tokenizer),
-    )
+    keys = ["model.name", "model.file", "model.flavor", "model.args"]
+    spec = report.attempt("model", keys, lambda: select_model(config.model, tokenizer))
     for key, path in [*_paths(config.data, "data"), *_paths(config.validation, "validation")]:
         report.attempt(key, [key], partial(check_path, path, find_text))
     _check_techniques(report, config, device)

@@ -364,9 +364,9 @@ def test_batch_split() -> None:
 
 
 def test_degrees() -> None:
-    assert Parallelism().degrees(8) == (1, 8, 1)
-    assert Parallelism(data_parallel_replicate_degree=2).degrees(8) == (2, 4, 1)
-    assert Parallelism(data_parallel_replicate_degree=8, data_parallel_shard_degree=1).degrees(8) == (8, 1, 1)
+    assert Parallelism().degrees(8) == (1, 8, 1, 1)
+    assert Parallelism(data_parallel_replicate_degree=2).degrees(8) == (2, 4, 1, 1)
+    assert Parallelism(data_parallel_replicate_degree=8, data_parallel_shard_degree=1).degrees(8) == (8, 1, 1, 1)
 
 
 def sections(model: type[BaseModel]) -> list[type[BaseModel]]:

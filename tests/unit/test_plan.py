@@ -343,7 +343,7 @@ def test_offload_moves_states_to_the_host() -> None:
 
 def test_metrics_are_consistent() -> None:
     found = planned("--training.steps=1000", "--training.local_batch_size=1", world_size=8)
-    assert (found.degrees, found.micro_batch_size, found.accumulation) == ((1, 8, 1), 1, 2)
+    assert (found.degrees, found.micro_batch_size, found.accumulation) == ((1, 8, 1, 1), 1, 2)
     assert found.tokens == 16 * 64
     assert found.tokens_per_second == found.tokens / found.time.total
     assert found.days == pytest.approx(1000 * found.time.total / 86400)

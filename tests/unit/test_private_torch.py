@@ -33,7 +33,7 @@ from titanlite.runtime.private_torch.checkpoint import (
     has_cached_plan,
     set_plan_cache_key,
 )
-from titanlite.runtime.private_torch.collectives import all_gather, exchange_rows, reduce_scatter
+from titanlite.runtime.private_torch.collectives import all_gather, all_reduce, exchange_rows, reduce_scatter
 from titanlite.runtime.private_torch.compiler import (
     compile_seconds,
     compiled_graphs,
@@ -47,6 +47,7 @@ from titanlite.runtime.private_torch.fsdp import (
     fsdp_param_group,
     gather_asynchronously,
     gather_in_place,
+    gather_local_parts,
     keep_dtypes,
     keeps_reduced_gradients,
     observe_fsdp,
@@ -542,6 +543,28 @@ def test_parameters_are_gathered_in_their_own_dtype_with_mixed_precision(keeps: 
 
 
 @pytest.mark.usefixtures("single_process_group")
+def test_parameters_on_further_axes_are_gathered_as_plain_tensors() -> None:
+    mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("shard", "tensor"))
+    model: Any = nn.Linear(4, 4)
+    values = model.weight.detach().clone()
+    for name, parameter in [*model.named_parameters()]:
+        whole = distribute_tensor(parameter.detach(), mesh["tensor"], [Shard(0)])
+        model.register_parameter(name, nn.Parameter(whole))
+    fully_shard(model, mesh=mesh["shard"])
+    gather_local_parts(model, gradient_hooks={(model, "weight"): lambda gradient: 2 * gradient})
+    gathered: list[Tensor] = []
+    model.register_forward_pre_hook(lambda *_: gathered.extend(model.parameters()))
+    for _ in range(2):
+        model(torch.ones(3, 4)).sum().backward()
+    assert [type(it) for it in gathered] == [nn.Parameter] * 4
+    assert model.weight.device_mesh.mesh_dim_names == ("shard", "tensor")
+    assert torch.equal(model.weight.full_tensor(), values)
+    assert model.weight.grad.placements == model.weight.placements
+    assert torch.equal(model.weight.grad.full_tensor(), torch.full((4, 4), 2 * 2 * 3.0))
+    assert torch.equal(model.bias.grad.full_tensor(), torch.full((4,), 2 * 3.0))
+
+
+@pytest.mark.usefixtures("single_process_group")
 def test_reduced_gradients_that_last_until_after_backward() -> None:
     model: Any = small_model()
     group = fsdp_param_group(model[0])
@@ -817,3 +840,14 @@ def test_a_reshaped_result_is_no_view() -> None:
     result.mul(torch.arange(6.0).view(3, 2)).sum().backward()
     assert x.grad is not None
     assert torch.equal(x.grad, 2 * torch.arange(6.0).view(2, 3))
+
+
+@pytest.mark.usefixtures("single_process_group")
+def test_all_reduce() -> None:
+    """tests/distributed/test_tensor.py has values of two ranks."""
+    assert dist.group.WORLD is not None
+    name = dist.group.WORLD.group_name
+    x = torch.tensor([3.0, 1.0])
+    for call in (all_reduce, torch.compile(all_reduce, backend="aot_eager", fullgraph=True)):
+        for operation in ("sum", "max"):
+            assert torch.equal(call(x, operation, name), x)

@@ -18,6 +18,7 @@ from titanlite.config.technique_checks import (
     check_lora,
     check_profiling,
     check_reduce_gradients,
+    check_tensor,
 )
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.files import why_not_writable
@@ -53,6 +54,7 @@ def find_conflicts(config: Config, world_size: int | None, bad_keys: Collection[
             lambda: _per_block(config.activation_checkpoint),
         ),
         (("quantize", "compile", "parallelism.fsdp_reshard_after_forward"), lambda: check_float8(config)),
+        (("parallelism", "quantize", "lora", "teacher", "training.loss"), lambda: check_tensor(config)),
         (("lora", "freeze", "quantize", "optimizer"), lambda: check_lora(config)),
         (("offload", "optimizer", "training.enable_cpu_offload", "quantize"), lambda: _offload(config)),
         (("optimizer", "training.max_norm", "guard"), lambda: check_in_backward(config)),
@@ -62,7 +64,8 @@ def find_conflicts(config: Config, world_size: int | None, bad_keys: Collection[
         (("profiling", "training.steps", "training.epochs"), lambda: check_profiling(config)),
     ]
     if world_size is not None:
-        axes = ("data_parallel_replicate", "data_parallel_shard", "context_parallel", "expert_parallel")
+        further = ("context", "expert", "tensor")
+        axes = ("data_parallel_replicate", "data_parallel_shard", *(f"{axis}_parallel" for axis in further))
         degrees = tuple(f"parallelism.{axis}_degree" for axis in axes)
         batch = ("training.global_batch_size", "training.local_batch_size")
         reshard = ("parallelism.fsdp_reshard_after_forward", "teacher.fsdp_reshard_after_forward")

@@ -141,6 +141,7 @@ class Degrees(NamedTuple):
     replicate: int
     shard: int
     context: int = 1
+    tensor: int = 1
 
     @property
     def data_parallel(self) -> int:
@@ -172,6 +173,9 @@ class Parallelism(Section):
     expert_parallel_degree: PositiveInt = 1
     """Neighbouring processes that have different experts of a layer, and send each other tokens. They read different
     data, and shard all other parameters. It must divide the experts, and the shard degree times the context degree."""
+    tensor_parallel_degree: PositiveInt = 1
+    """Neighbouring processes that split the layers of the model and its vocabulary. It must divide the numbers of
+    heads, of feed-forward dims and of tokens in the vocabulary. Use it within a node: layers communicate often."""
     fsdp_reshard_after_forward: Literal["default", "always", "never"] | PositiveInt = "default"
     """Time at which the gathered parameters of an FSDP unit are freed. always frees them after forward and gathers them
     again for backward (ZeRO-3). never keeps them for backward (ZeRO-2). A number k keeps a 1/k shard (ZeRO++ hpZ).
@@ -192,13 +196,14 @@ class Parallelism(Section):
             ValueError: the configured degrees do not fit world_size.
         """
         replicate, shard = self.data_parallel_replicate_degree, self.data_parallel_shard_degree
-        context = self.context_parallel_degree
+        further = {"context": self.context_parallel_degree, "tensor": self.tensor_parallel_degree}
         if shard == -1:
-            shard, rest = divmod(world_size, replicate * context)
+            shard, rest = divmod(world_size, replicate * math.prod(further.values()))
             if rest:
-                parts = " x ".join([f"{replicate} replicas", *[f"context {context}"] * (context > 1)])
+                named = [f"{axis} {degree}" for axis, degree in further.items() if degree > 1]
+                parts = " x ".join([f"{replicate} replicas", *named])
                 raise ValueError(f"{world_size} processes cannot be split into {parts}")
-        degrees = Degrees(replicate, shard, context)
+        degrees = Degrees(replicate, shard, **further)
         if (product := math.prod(degrees)) != world_size:
             raise ValueError(f"{degrees} = {product} processes, there are {world_size}")
         return degrees

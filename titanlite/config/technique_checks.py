@@ -68,6 +68,24 @@ def check_expert_parallel(config: Config) -> Iterator[Conflict]:
         )
 
 
+def check_tensor(config: Config) -> Iterator[Conflict]:
+    key = "parallelism.tensor_parallel_degree"
+    if config.parallelism.tensor_parallel_degree == 1:
+        return
+    refused = {
+        "quantize.linear.float8.enable": config.quantize.linear.float8.enable,
+        "lora.rank": config.lora.rank is not None,
+        "teacher.path": config.teacher.is_set,
+        "training.loss": config.training.loss is not None,
+    }
+    for other, is_set in refused.items():
+        if is_set:
+            yield key, f"cannot be combined with {other} yet: set it to 1, or leave that out"
+    keep = config.parallelism.fsdp_reshard_after_forward
+    if isinstance(keep, int) and keep > 1:
+        yield "parallelism.fsdp_reshard_after_forward", f"FSDP2 cannot combine {keep} with {key}: set default"
+
+
 def check_float8(config: Config) -> Iterator[Conflict]:
     float8 = config.quantize.linear.float8
     if not float8.enable:

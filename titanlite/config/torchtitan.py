@@ -8,8 +8,7 @@ FOREIGN_KEYS = {
     "job": "description print_args print_config custom_config_module use_for_integration_test",
     "model": "tokenizer_path hf_assets_path converters print_after_conversion",
     "training": "dataset dataset_path compile gc_freq deterministic seed",
-    "parallelism": "tensor_parallel_degree pipeline_parallel_degree "
-    "enable_async_tensor_parallel pipeline_parallel_schedule",
+    "parallelism": "pipeline_parallel_degree enable_async_tensor_parallel pipeline_parallel_schedule",
     "metrics": "enable_tensorboard save_tb_folder enable_wandb save_for_all_ranks disable_color_printing",
     "optimizer": "implementation early_step_in_backward",
     "checkpoint": "enable_checkpoint last_save_model_only last_save_model_weights_only "

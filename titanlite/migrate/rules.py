@@ -71,6 +71,7 @@ SAME: dict[str, dict[str, Any]] = {
 
 CONVERTED: dict[str, Rule] = {
     "metrics.enable_tensorboard": _to("metrics.loggers", False, t.loggers),
+    "parallelism.tensor_parallel_degree": _to("parallelism.tensor_parallel_degree", 1, t.degree),
     "metrics.enable_wandb": _to("metrics.loggers", False, t.loggers),
     "model.name": _to("model.name", "llama3", t.model),
     "model.flavor": _to("model.flavor", "debugmodel", t.flavor),
@@ -132,10 +133,10 @@ CONVERTED: dict[str, Rule] = {
 }
 
 LOSES: dict[str, tuple[Any, str]] = {
-    "titanlite has no such axis: use FSDP, HSDP, context or expert parallelism, and activation checkpointing or "
-    "training.enable_cpu_offload where memory is short": (
+    "titanlite has no such axis: use FSDP, HSDP, context, expert or tensor parallelism, and activation checkpointing "
+    "or training.enable_cpu_offload where memory is short": (
         1,
-        "parallelism: tensor_parallel_degree pipeline_parallel_degree expert_tensor_parallel_degree",
+        "parallelism: pipeline_parallel_degree expert_tensor_parallel_degree",
     ),
     "model.file names a model of your own; what else this code does is lost": (
         "",
@@ -170,7 +171,7 @@ DROPS = {
         training: gc_freq gc_debug; parallelism: enable_compiled_autograd;
         checkpoint: create_seed_checkpoint enable_first_step_checkpoint""",
     "goes with a kind of parallelism that is not here": """
-        parallelism: disable_loss_parallel enable_async_tensor_parallel
+        parallelism:
         pipeline_parallel_split_points pipeline_parallel_layers_per_stage pipeline_parallel_schedule
         pipeline_parallel_schedule_csv pipeline_parallel_microbatch_size pipeline_parallel_first_stage_less_layers
         pipeline_parallel_last_stage_less_layers pipeline_parallel_expert_parallel_overlap module_fqns_per_model_part
@@ -184,7 +185,8 @@ DROPS = {
     "has no option here; it costs memory or time, and changes no loss": """
         activation_checkpoint: early_stop memory_budget
         per_op_sac_force_recompute_mm_shapes_by_fqns visualize_memory_budget_pareto preserve_rng_state determinism_check
-        debug; compile: backend; float8: force_recompute_fp8_weight_in_bwd""",
+        debug; compile: backend; parallelism: disable_loss_parallel enable_async_tensor_parallel;
+        float8: force_recompute_fp8_weight_in_bwd""",
     "goes with a converter of model.converters that is not here": """
         mx: use_fp8_dim1_cast_triton_kernel recipe_name filter_fqns; quantize.grouped_mm.float8: fqns;
         quantize.linear.mx: mxfp8_dim1_cast_kernel_choice recipe_name filter_fqns;

@@ -97,6 +97,10 @@ def global_batch(value: int, old: Old) -> Outcome:
     return Outcome({}, note, lost=True)
 
 
+def degree(value: int, old: Old) -> Outcome:
+    return Outcome({"parallelism.tensor_parallel_degree": max(1, value)})
+
+
 def loggers(value: bool, old: Old) -> Outcome:
     names = {"tensorboard": old["metrics.enable_tensorboard"], "wandb": old["metrics.enable_wandb"]}
     return Outcome({"metrics.loggers": [name for name, enabled in names.items() if enabled]})

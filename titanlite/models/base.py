@@ -19,6 +19,7 @@ from titanlite.models.attention import Documents
 from titanlite.models.formats import Formats
 from titanlite.models.initial import InitialValues
 from titanlite.models.layers import Loss
+from titanlite.models.tensor_plan import TensorPlan
 from titanlite.runtime.errors import UserError
 
 
@@ -49,6 +50,9 @@ class Model(nn.Module):
 
     formats: ClassVar[Formats] = Formats()
     """Tables of the names and layouts in which weights are imported and exported. Optional."""
+
+    tensor_plan: ClassVar[TensorPlan] = {}
+    """Roles of modules in tensor parallelism, by patterns of their names. Optional."""
 
     layers: nn.ModuleList
 

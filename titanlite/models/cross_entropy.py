@@ -3,10 +3,30 @@
 Shape suffixes: see `layers`; C the tokens of a chunk.
 """
 
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+
+
+class SplitVocabulary(Protocol):
+    """Split of the vocabulary over several processes, each with as many tokens."""
+
+    def place(self, tokens: Tensor, size: int) -> tuple[Tensor, Tensor]:
+        """Return the places of tokens among this process's `size` tokens, 0 for others, and whether they are there."""
+        ...
+
+    def largest(self, x: Tensor) -> Tensor:
+        """Return the largest values of any process."""
+        ...
+
+    def total(self, x: Tensor) -> Tensor:
+        """Return the sum over processes."""
+        ...
+
+    def enter(self, x: Tensor) -> Tensor:
+        """Return x, which is the same on all processes. Its gradient is summed over them."""
+        ...
 
 
 class LabelSoftmax(NamedTuple):
@@ -24,7 +44,13 @@ class LabelSoftmax(NamedTuple):
 
 
 def label_softmax_in_place(
-    logits_CV: Tensor, labels_C: Tensor, valid_C: Tensor, *, z_loss: float, dtype: torch.dtype | None
+    logits_CV: Tensor,
+    labels_C: Tensor,
+    valid_C: Tensor,
+    *,
+    z_loss: float,
+    dtype: torch.dtype | None,
+    vocabulary: SplitVocabulary | None = None,
 ) -> LabelSoftmax:
     """Compute the softmax and its gradient in the memory of the logits, which are lost.
 
@@ -34,11 +60,21 @@ def label_softmax_in_place(
         valid_C: float32, 0 where the gradient is 0, else 1.
         z_loss: weight of log(Z)^2.
         dtype: of the gradient. None: no gradient.
+        vocabulary: logits are those of this process's tokens of it; None: of all. Labels are of all, and so is the
+            softmax.
     """
     label_C1, valid_C1 = labels_C.unsqueeze(1), valid_C.unsqueeze(1)
+    is_here_C1 = None
+    if vocabulary:
+        label_C1, is_here_C1 = vocabulary.place(label_C1, logits_CV.shape[1])
     label_logit_C1 = logits_CV.gather(1, label_C1)
     largest_C1 = logits_CV.amax(dim=1, keepdim=True)
+    if vocabulary and is_here_C1 is not None:
+        largest_C1 = vocabulary.largest(largest_C1)
+        label_logit_C1 = label_logit_C1.masked_fill(~is_here_C1, 0)
     sum_C1 = logits_CV.sub_(largest_C1).exp_().sum(dim=1, keepdim=True)
+    if vocabulary:
+        sum_C1, label_logit_C1 = vocabulary.total(torch.stack([sum_C1, label_logit_C1]))
     sums = largest_C1.squeeze(1), sum_C1.squeeze(1), label_logit_C1.squeeze(1)
     if dtype is None:
         return LabelSoftmax(*sums, None)
@@ -46,7 +82,8 @@ def label_softmax_in_place(
     gradient_C1 = valid_C1 * (1 + 2 * z_loss * (largest_C1 + sum_C1.log())) if z_loss else valid_C1
     scale_C1 = gradient_C1 / sum_C1
     at_label_C1 = logits_CV.gather(1, label_C1).mul_(scale_C1)
-    d_label_C1 = torch.sub(at_label_C1, valid_C1, out=torch.empty_like(valid_C1, dtype=dtype))  # rounded once
+    onehot_C1 = valid_C1 if is_here_C1 is None else valid_C1 * is_here_C1
+    d_label_C1 = torch.sub(at_label_C1, onehot_C1, out=torch.empty_like(valid_C1, dtype=dtype))  # rounded once
     d_logits_CV = logits_CV if dtype == logits_CV.dtype else torch.empty_like(logits_CV, dtype=dtype)
     torch.mul(logits_CV, scale_C1, out=d_logits_CV)
     d_logits_CV.scatter_(1, label_C1, d_label_C1)

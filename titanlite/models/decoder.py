@@ -23,6 +23,7 @@ from titanlite.models.layers import (
     rope_at,
     rope_cos_sin,
 )
+from titanlite.models.tensor_plan import DECODER
 
 MAX_LAYERS = 10_000
 
@@ -71,6 +72,7 @@ class Block(nn.Module):
 class Decoder(Model):
     """Decoder of Llama. Other families override the parts of its blocks and their costs."""
 
+    tensor_plan = DECODER
     rope_cos: Tensor
     rope_sin: Tensor
 

@@ -33,6 +33,7 @@ from titanlite.models.formats import ConfigJson, Entry, Formats, HuggingFace, Ta
 from titanlite.models.functions import swiglu
 from titanlite.models.initial import InitialValues, Normal
 from titanlite.models.qwen3 import Qwen3, Qwen3Args
+from titanlite.models.tensor_plan import TensorPlan
 from titanlite.runtime.private_torch.operators import reshape_result
 
 
@@ -136,6 +137,7 @@ TORCHTITAN_EXPERTS = (
 
 class Qwen3Moe(Qwen3):
     draws_random = False
+    tensor_plan: ClassVar[TensorPlan] = {}  # experts are not split
     formats = Formats(
         hugging_face=HuggingFace(
             architecture="Qwen3MoeForCausalLM",

@@ -1,9 +1,9 @@
 """The ordered list of techniques that turn a single-device model on the meta device into the one that ranks train.
 
 The order matters. First the dtype of the weights, and which of them are frozen, or get an adapter. Then float8. Both
-swap linear layers: all later techniques must see the new ones. Activation checkpointing before compile, so that the
-compiler sees what is recomputed. Compile before sharding, so that FSDP's hooks stay outside of the compiled blocks.
-Sharding last, bottom up. Every technique changes the model in place, and no parameter's name.
+swap linear layers: all later techniques must see the new ones. Then layers are split over ranks. Checkpointing of
+activations before compile, so that the compiler sees what is recomputed. Compile before sharding, so that FSDP's hooks
+stay outside of compiled code. Sharding last, bottom up. All change the model in place, and no parameter's name.
 """
 
 from torch.distributed.device_mesh import DeviceMesh
@@ -20,6 +20,7 @@ from titanlite.parallelize.fsdp import DTYPES, shard
 from titanlite.parallelize.lora import choose_trained
 from titanlite.parallelize.materialize import materialize, set_dtype
 from titanlite.parallelize.mesh import build_mesh, expert_meshes, shard_degree_of
+from titanlite.parallelize.tensor import split_layers, use_local_parts
 
 NO_ADAPTERS = Lora()
 
@@ -55,6 +56,7 @@ def parallelize(
     set_kernels(model, split_attention(kernels, mesh))
     if float8.enable:
         convert_to_float8(model, float8=float8, shard_degree=shard_degree_of(mesh))
+    split_layers(model, mesh)
     experts = None
     if (degree := parallelism.expert_parallel_degree) > 1:
         experts = DistributedExperts(model, *expert_meshes(mesh, degree))
@@ -69,3 +71,4 @@ def parallelize(
         model, mesh=mesh, kernels=kernels, parallelism=parallelism, training=training, experts=experts,
         pin_memory=pin_memory,
     )  # fmt: skip
+    use_local_parts(model, mesh)

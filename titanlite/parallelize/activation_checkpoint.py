@@ -13,6 +13,7 @@ from titanlite.models.added import added_parameters
 from titanlite.models.base import Model
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.private_torch.operators import ATTENTION_OPERATORS
+from titanlite.runtime.private_torch.tensors import local_tensor
 
 VARLEN_ATTENTION = "torch_attn::_varlen_attn"
 """Name of the operator, which exists once something imports it."""
@@ -54,7 +55,7 @@ def apply_activation_checkpoint(
             _checkpoint(block, preserve_rng_state=draws_random)
         elif policy == "op":
             adapters = {*added_parameters(block).values()}
-            own = [parameter for parameter in block.parameters() if parameter not in adapters]
+            own = [local_tensor(parameter) for parameter in block.parameters() if parameter not in adapters]
             wide = sum(it.ndim > 1 and not _is_narrow(it.mT if it.ndim == 2 else it) for it in own)
             save = partial(
                 _save_expensive_ops,

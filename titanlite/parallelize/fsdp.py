@@ -20,6 +20,7 @@ from titanlite.models.quantized import quantized_parameters
 from titanlite.parallelize.expert import DistributedExperts
 from titanlite.parallelize.mesh import has_replicas, shard_degree_of, sharding_mesh
 from titanlite.parallelize.reductions import adds_gradients, can_wait
+from titanlite.parallelize.tensor import placement_of
 from titanlite.runtime.private_torch.fsdp import free_gather_buffer, gather_in_place, keep_dtypes, wait_for_reduction
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -60,7 +61,8 @@ def shard(
     for unit in units:
         keeps = head in unit and parallelism.fsdp_reshard_after_forward == "default"
         together = unit if len(unit) > 1 else unit[0]
-        fully_shard(together, reshard_after_forward=False if keeps else reshard, ignored_params=ignored, **options)
+        policies = {"reshard_after_forward": False if keeps else reshard, "shard_placement_fn": placement_of(mesh)}
+        fully_shard(together, ignored_params=ignored, **policies, **options)
     fully_shard(model, reshard_after_forward=reshard, **options)
     sharded: list[FSDPModule] = [it for it in (*(unit[0] for unit in units), model) if isinstance(it, FSDPModule)]
     adapt = partial(

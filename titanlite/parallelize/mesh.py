@@ -7,9 +7,9 @@ from titanlite.config.schema import Parallelism
 from titanlite.runtime.private_torch.meshes import flatten_axes, join_meshes, unflatten_axis
 from titanlite.runtime.split_groups import can_split_groups, split_world
 
-CONTEXT = "context"
+CONTEXT, TENSOR = "context", "tensor"
 EXPERT, EXPERT_SHARD = "expert", "expert_shard"
-ACTIVATION_AXES = (CONTEXT, EXPERT)
+ACTIVATION_AXES = (CONTEXT, EXPERT, TENSOR)
 """Axes over which activations are communicated, not parameters."""
 FSDP = "fsdp"
 """Axis of the ranks that a replica's parameters are sharded over, where those are several axes."""
@@ -35,8 +35,7 @@ def sharding_mesh(mesh: DeviceMesh) -> DeviceMesh:
     saves an all-reduce over one rank."""
     if not has_replicas(mesh):
         return _shards(mesh)
-    is_split = CONTEXT in axis_sizes(mesh)
-    return join_meshes(mesh["replicate"], _shards(mesh)) if is_split else mesh["replicate", "shard"]
+    return join_meshes(mesh["replicate"], _shards(mesh)) if CONTEXT in axis_sizes(mesh) else mesh["replicate", "shard"]
 
 
 def _shards(mesh: DeviceMesh) -> DeviceMesh:
@@ -71,10 +70,8 @@ def shard_degree_of(mesh: DeviceMesh) -> int:
 
 def data_parallel_rank(mesh: DeviceMesh) -> tuple[int, int]:
     """Return (rank, size) among the ranks that read different sequences: replicas and shards, flattened."""
-    shard = mesh["shard"]
-    return mesh.get_local_rank("replicate") * shard.size() + shard.get_local_rank(), mesh[
-        "replicate"
-    ].size() * shard.size()
+    replicate, shard = mesh["replicate"], mesh["shard"]
+    return replicate.get_local_rank() * shard.size() + shard.get_local_rank(), replicate.size() * shard.size()
 
 
 def context_rank(mesh: DeviceMesh) -> tuple[int, int]:
@@ -87,12 +84,21 @@ def context_group(mesh: DeviceMesh) -> dist.ProcessGroup | None:
     return mesh.get_group(CONTEXT) if CONTEXT in axis_sizes(mesh) else None
 
 
+def tensor_mesh(mesh: DeviceMesh) -> DeviceMesh | None:
+    """Return the axis of the ranks that compute one layer together, or None if layers are whole."""
+    return mesh[TENSOR] if TENSOR in axis_sizes(mesh) else None
+
+
 def loss_group(mesh: DeviceMesh) -> dist.ProcessGroup:
     """Return the ranks whose token losses and token counts are summed: those that compute the loss of different tokens.
 
-    FSDP averages gradients over as many ranks. All axes hold different tokens, so the group is every process.
+    FSDP averages gradients over as many ranks. Ranks of the axis `tensor` have the same tokens.
     """
-    return world_group(mesh)
+    if TENSOR not in axis_sizes(mesh):
+        return world_group(mesh)
+    if not has_replicas(mesh):
+        return _shards(mesh).get_group()
+    return flatten_axes(mesh, tuple(axis for axis in axis_sizes(mesh) if axis != TENSOR), "tokens").get_group()
 
 
 def world_group(mesh: DeviceMesh) -> dist.ProcessGroup:

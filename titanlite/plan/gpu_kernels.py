@@ -42,8 +42,11 @@ class GpuKernels(FakeCounts):
     def label_softmax(
         self, logits_CV: Tensor, labels_C: Tensor, valid_C: Tensor, *, z_loss: float, dtype: torch.dtype | None
     ) -> LabelSoftmax:
-        if not self.compiles or dtype is None:
-            return label_softmax_in_place(logits_CV, labels_C, valid_C, z_loss=z_loss, dtype=dtype)
+        if not self.compiles or dtype is None or self.vocabulary:
+            vocabulary = self.vocabulary
+            return label_softmax_in_place(
+                logits_CV, labels_C, valid_C, z_loss=z_loss, dtype=dtype, vocabulary=vocabulary
+            )
         largest_C, sum_C, label_logit_C = torch.ops.titanlite_plan.softmax_sums(logits_CV, labels_C)
         d_logits_CV = logits_CV if dtype == logits_CV.dtype else torch.empty_like(logits_CV, dtype=dtype)
         torch.mul(logits_CV, sum_C.unsqueeze(1), out=d_logits_CV)

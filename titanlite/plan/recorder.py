@@ -253,11 +253,11 @@ class Recorder(TorchDispatchMode, StepObserver):
 
     def _collective(self, func: Any, args: Any, inputs: list[Any]) -> None:
         collective = COLLECTIVES.get(str(func.overloadpacket))
-        is_inside = func.namespace == "_c10d_functional"
         group = next((group for leaf in args if (group := unboxed_group(leaf)) is not None), None)
-        if collective is None or not (is_inside or group):
-            return
         name = group.group_name if group else args[-1]
+        is_inside = group is None and (True, name) in self._groups
+        if collective is None or not (is_inside or group or (False, name) in self._groups):
+            return
         if self._unit and str(func.overloadpacket) == "c10d.alltoall_base_":
             collective = "reduce_scatter"  # on gloo; those of optimizers are in no unit
         if group and (False, name) not in self._groups:
@@ -275,6 +275,7 @@ COLLECTIVES: dict[str, CollectiveName] = {
     "c10d.allreduce_": "all_reduce",
     "c10d.alltoall_base_": "all_gather",
     "_c10d_functional.all_gather_into_tensor": "all_gather",
+    "_c10d_functional.all_reduce": "all_reduce",
     "_c10d_functional.reduce_scatter_tensor": "reduce_scatter",
     "_c10d_functional.all_to_all_single": "all_to_all",
 }

@@ -28,6 +28,7 @@ from titanlite.parallelize.float8 import weight_scaler
 from titanlite.parallelize.fsdp import fsdp_units
 from titanlite.parallelize.materialize import allocate
 from titanlite.parallelize.mesh import ACTIVATION_AXES, axis_groups, data_parallel_rank, loss_group, world_group
+from titanlite.parallelize.tensor import split_vocabulary
 from titanlite.plan.fake_ranks import fake_ranks
 from titanlite.plan.gpu_kernels import FakeCpuKernels, GpuKernels
 from titanlite.plan.recorder import Recorder
@@ -165,7 +166,8 @@ def _record(
                 teacher(batches[0])  # gathers all that later steps find gathered
                 recorder.sent.clear()
             teacher_output = cached_output if cache else teacher
-            loss = build_loss(config.training, kernels, config.distill if teacher_output else None)
+            loss_kernels = split_vocabulary(kernels, mesh)
+            loss = build_loss(config.training, loss_kernels, config.distill if teacher_output else None)
             for _ in range(steps):
                 recorder.phase("step")
                 scale_weights()  # training does this after the update before

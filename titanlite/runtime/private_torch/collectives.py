@@ -3,6 +3,8 @@
 PyTorch's own gradients of these operators differ between releases, so that callers define theirs.
 """
 
+from typing import Literal
+
 import torch
 import torch.distributed._functional_collectives
 from torch import Tensor
@@ -22,6 +24,12 @@ def reduce_scatter(x: Tensor, size: int, name: str) -> Tensor:
     """Sum tensors over all ranks, and return this rank's part of dim 0; arguments as of `all_gather`."""
     total = torch.ops._c10d_functional.reduce_scatter_tensor(x.contiguous(), "sum", size, name)
     return torch.ops._c10d_functional.wait_tensor(total)
+
+
+def all_reduce(x: Tensor, operation: Literal["sum", "max"], name: str) -> Tensor:
+    """Return the sums, or the largest values, of the tensors of all ranks of the process group `name`."""
+    reduced = torch.ops._c10d_functional.all_reduce(x.contiguous(), operation, name)
+    return torch.ops._c10d_functional.wait_tensor(reduced)
 
 
 def exchange_rows(x: Tensor, to_others: list[int], from_others: list[int], name: str) -> Tensor:

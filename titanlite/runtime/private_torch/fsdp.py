@@ -1,6 +1,6 @@
 """FSDP2: its units, their collectives, and what they hold in memory."""
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -115,6 +115,39 @@ class _KeptDtypeParam(FSDPParam):
     def init_dtype_attrs(self, mp_policy: Any) -> None:
         super().init_dtype_attrs(mp_policy)
         self.param_dtype = None
+
+
+def gather_local_parts(
+    module: FSDPModule, *, gradient_hooks: Mapping[tuple[nn.Module, str], Callable[[Tensor], Tensor]]
+) -> None:
+    """Let a unit's gathered parameters be plain tensors where they were DTensors before `fully_shard`: this rank's part
+    over the axes that FSDP does not shard. Sharded parameters and gradients stay DTensors on all axes.
+
+    Args:
+        gradient_hooks: functions of the gradients of gathered parameters, by their module and name in it.
+    """
+    unit = fsdp_param_group(module)
+    for parameter in unit.fsdp_params if unit else ():
+        assert isinstance(parameter, FSDPParam)
+        parameter.is_dtensor = False
+        parameter._unsharded_dtensor_spec = None
+        hook = gradient_hooks.get((parameter._module_info.module, parameter._module_info.param_name))
+        if hook is not None:
+            parameter.__class__ = type(_HookedParam.__name__, (_HookedParam, type(parameter)), {})
+            assert isinstance(parameter, _HookedParam)
+            parameter.gradient_hook = hook
+
+
+class _HookedParam(FSDPParam):
+    """FSDPParam whose gathered parameter has a hook of its gradient."""
+
+    gradient_hook: Callable[[Tensor], Tensor]
+
+    def init_unsharded_param(self) -> None:
+        is_new = not hasattr(self, "_unsharded_param")
+        super().init_unsharded_param()
+        if is_new and self._unsharded_param.requires_grad:
+            self._unsharded_param.register_hook(self.gradient_hook)
 
 
 def wait_for_reduction(module: FSDPModule) -> None:

@@ -1,0 +1,208 @@
+"""Tensor parallelism on one process: what is refused, by which line, and the split loss."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from tests.helpers import TinyRun
+from tests.layouts import CountOperators
+from titanlite.config.schema import Degrees, Parallelism
+from titanlite.kernels import Kernels
+from titanlite.loss import token_loss
+from titanlite.memory_check import largest_shard
+from titanlite.models.base import Model, build_on_meta
+from titanlite.models.llama3 import Llama3, Llama3Args
+from titanlite.models.qwen3 import Qwen3, Qwen3Args
+from titanlite.models.qwen3_moe import Qwen3Moe
+from titanlite.models.tensor_plan import DECODER, TensorPlan
+from titanlite.parallelize.tensor import TensorRanks, check_tensor, roles_of, split_parameters
+from titanlite.runtime.errors import ConfigError, UserError
+
+ARGS = Llama3Args(dim=48, n_layers=2, n_heads=6, n_kv_heads=3, hidden_dim=72, vocab_size=264, max_seq_len=64)
+
+
+def refusal(model: Model, degree: int) -> str:
+    with pytest.raises(UserError) as caught:
+        check_tensor(model, degree)
+    return str(caught.value)
+
+
+def llama(plan: TensorPlan = DECODER, *, args: Llama3Args = ARGS) -> Model:
+    return build_on_meta(type("Own", (Llama3,), {"tensor_plan": plan, "draws_random": False}), args)
+
+
+def test_degrees_and_axes() -> None:
+    assert Degrees(1, 4, 2, 3).axes() == {"replicate": 1, "shard": 4, "context": 2, "tensor": 3}
+    assert Parallelism(tensor_parallel_degree=2).degrees(8) == Degrees(1, 4, 1, 2)
+    assert Parallelism(tensor_parallel_degree=2).degrees(8).data_parallel == 4
+    with pytest.raises(ValueError, match="6 processes cannot be split into 1 replicas x tensor 4"):
+        Parallelism(tensor_parallel_degree=4).degrees(6)
+
+
+def test_roles_follow_from_the_table() -> None:
+    model = build_on_meta(Qwen3, Qwen3Args(dim=48, n_layers=1, n_heads=2, n_kv_heads=2, hidden_dim=8, vocab_size=8))
+    roles = roles_of(model)
+    assert {name: role for name, role in roles.items() if "layers.0.attention" in name} == {
+        "layers.0.attention": "split",
+        "layers.0.attention.wq": "columns",
+        "layers.0.attention.wk": "columns",
+        "layers.0.attention.wv": "columns",
+        "layers.0.attention.wo": "rows",
+    }
+    whole = {name for name, _ in model.named_parameters()} - split_parameters(model)
+    assert {name.removeprefix("layers.0.") for name in whole} == {
+        "attention_norm.weight", "ffn_norm.weight", "attention.q_norm.weight", "attention.k_norm.weight",
+        "head.norm.weight",
+    }  # fmt: skip
+
+
+def test_uneven_sizes_are_refused_with_the_fix() -> None:
+    check_tensor(llama(), 3)
+    assert refusal(llama(), 2) == "2 does not divide the 3 key/value heads of layers.0.attention: set 1"
+    assert refusal(llama(), 6) == "6 does not divide the 3 key/value heads of layers.0.attention: set 3"
+    assert "5 does not divide the 264 tokens of the vocabulary: set model.args.vocab_size = 265" in refusal(llama(), 5)
+    uneven = build_on_meta(Qwen3, Qwen3Args(dim=48, n_layers=1, n_heads=2, n_kv_heads=2, hidden_dim=9, vocab_size=8))
+    assert refusal(uneven, 2) == "2 does not divide the 9 columns of layers.0.feed_forward.w1: set 1"
+
+
+def test_models_and_tables_that_are_wrong() -> None:
+    moe = build_on_meta(Qwen3Moe, Qwen3Moe.flavors["debug"])
+    assert refusal(moe, 2).startswith("needs a model with a tensor_plan, and Qwen3Moe has none (docs/add_a_model.md)")
+    drawing = build_on_meta(type("Dropping", (Llama3,), {}), ARGS)
+    assert "blocks of Dropping may draw random numbers" in refusal(drawing, 3)
+    for change, expected in {
+        ("layers.*.attention.wo", "row"): "layers.*.attention.wo has the unknown role 'row': choose split, columns",
+        ("layers.*.nothing", "rows"): "layers.*.nothing matches no module",
+        ("layers.*.ffn_norm", "columns"): "layers.0.ffn_norm is a RMSNorm, and columns is for linear layers",
+        ("head.output", "columns"): "no layer of the head, the last child, is vocabulary",
+        ("layers.*.attention", "columns"): "layers.0.attention is a Attention, and columns is for linear layers",
+    }.items():
+        pattern, role = change
+        plan: Any = {**DECODER, pattern: role}
+        assert f"Own.tensor_plan: {expected}" in refusal(llama(plan), 3)
+    without: Any = {name: role for name, role in DECODER.items() if name != "layers.*.feed_forward"}
+    assert "layers.0.feed_forward.w1 is in no module that is split" in refusal(llama(without), 3)
+    biased = llama()
+    biased.layers[1].feed_forward.w2 = nn.Linear(72, 48, device="meta")  # pyright: ignore[reportAttributeAccessIssue]
+    assert "layers.1.feed_forward.w2 has a bias, which each rank would add" in refusal(biased, 3)
+
+
+def test_options_that_do_not_compose_are_refused_by_name(tiny: TinyRun) -> None:
+    for options, expected in {
+        ("--lora.rank=2",): "cannot be combined with lora.rank yet",
+        ("--training.loss=own.py:loss",): "cannot be combined with training.loss yet",
+        (f"--teacher.path={tiny.folder}", "--distill.ratio=0.5"): "cannot be combined with teacher.path yet",
+        ("--quantize.linear.float8.enable", "--quantize.linear.float8.emulate"): "with quantize.linear.float8.enable",
+        ("--parallelism.fsdp_reshard_after_forward=2",): "fsdp_reshard_after_forward: FSDP2 cannot combine 2 with",
+    }.items():
+        with pytest.raises(ConfigError, match=r"parallelism\.tensor_parallel_degree") as caught:
+            tiny.config("--parallelism.tensor_parallel_degree=2", *options, world_size=4)
+        assert expected in str(caught.value)
+
+
+def test_memory_of_a_rank_counts_split_layers_once() -> None:
+    model = llama()
+    sizes = {name: p.numel() for name, p in model.named_parameters()}
+    norms = sum(size for name, size in sizes.items() if "norm" in name)
+    assert largest_shard(model, 1, 1, 3) == (sum(sizes.values()) - norms) // 3 + norms
+    assert largest_shard(model, 2, 1, 3) == largest_shard(model, 1, 1, 3) // 2
+
+
+@dataclass
+class Parts:
+    """Split of the vocabulary over ranks that are computed one after the other, in rounds of the same collectives.
+
+    Each round answers the collectives that the round before has collected; the last round has all answers.
+    """
+
+    ranks: int
+    rank: int = 0
+    call: int = 0
+
+    def __post_init__(self) -> None:
+        self.given: dict[int, list[Tensor]] = {}
+
+    def start(self, rank: int) -> "Parts":
+        self.rank, self.call = rank, 0
+        return self
+
+    def place(self, tokens: Tensor, size: int) -> tuple[Tensor, Tensor]:
+        local = tokens - self.rank * size
+        is_here = (local >= 0) & (local < size)
+        return local * is_here, is_here
+
+    def _collect(self, x: Tensor) -> list[Tensor]:
+        values = self.given.setdefault(self.call, [x.clone() for _ in range(self.ranks)])
+        values[self.rank] = x.clone()
+        self.call += 1
+        return values
+
+    def largest(self, x: Tensor) -> Tensor:
+        return torch.stack(self._collect(x)).amax(dim=0)
+
+    def total(self, x: Tensor) -> Tensor:
+        return torch.stack(self._collect(x)).sum(dim=0)
+
+    def enter(self, x: Tensor) -> Tensor:
+        return x
+
+
+@pytest.mark.parametrize("z_loss", [0.0, 1e-2])
+def test_loss_of_a_split_vocabulary_is_that_of_the_whole(z_loss: float) -> None:
+    """Chunks of 2 tokens, and labels on both sides of the borders between ranks, some of them ignored."""
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(1, 5, 8, generator=generator, requires_grad=True)
+    weight = torch.randn(12, 8, generator=generator, requires_grad=True)
+    labels = torch.tensor([[0, 3, 4, 11, -100]])
+    expected = token_loss(hidden, weight, labels_BL=labels, z_loss=z_loss)
+    (expected.total * 3).backward()
+    assert hidden.grad is not None
+    assert weight.grad is not None
+    d_hidden, d_weight = hidden.grad.clone(), weight.grad.clone()
+
+    parts, found = Parts(3), []
+    kernels = Kernels(chunk_bytes=2 * 4 * 4)
+    kernels.vocabulary = parts
+    for _ in range(4):  # maxima, then sums that need them
+        found = []
+        for rank in range(3):
+            parts.start(rank)
+            own = weight.detach()[4 * rank : 4 * rank + 4].requires_grad_()
+            hidden.grad = None
+            loss = token_loss(hidden, own, labels_BL=labels, z_loss=z_loss, kernels=kernels)
+            (loss.total * 3).backward()
+            found.append((loss, own.grad, hidden.grad))
+        assert parts.call == 3 * 2  # three chunks, each with one all-reduce of maxima and one of sums
+    for loss, _, _ in found:
+        assert loss.total.item() == pytest.approx(expected.total.item(), rel=1e-6)
+        assert loss.cross_entropy.item() == pytest.approx(expected.cross_entropy.item(), rel=1e-6)
+    torch.testing.assert_close(torch.cat([gradient for _, gradient, _ in found]), d_weight)
+    torch.testing.assert_close(torch.stack([gradient for _, _, gradient in found]).sum(dim=0), d_hidden)
+
+
+@pytest.mark.usefixtures("single_process_group")
+def test_sums_over_ranks() -> None:
+    """Add nothing with one rank. There is one collective all the same: in forward, or in backward."""
+    assert dist.group.WORLD is not None
+    ranks = TensorRanks(0, 1, dist.group.WORLD.group_name)
+    x = torch.tensor([3.0, 1.0], requires_grad=True)
+    for function, forward, backward in ((ranks.total, 1, 0), (ranks.enter, 0, 1)):
+        for call in (function, torch.compile(function, backend="aot_eager", fullgraph=True)):
+            x.grad = None
+            y = call(x)
+            assert torch.equal(y, x)
+            (y * torch.tensor([5.0, 7.0])).sum().backward()
+            assert x.grad is not None
+            assert x.grad.tolist() == [5.0, 7.0]
+        with CountOperators("_c10d_functional.all_reduce") as operators:
+            y = function(x)
+            assert operators.count == forward
+            y.sum().backward()
+            assert operators.count == forward + backward
+    assert ranks.largest(x.detach()).tolist() == [3.0, 1.0]
+    place, is_here = TensorRanks(1, 3, "").place(torch.tensor([3, 4, 7, 8]), 4)
+    assert (place.tolist(), is_here.tolist()) == ([0, 0, 3, 0], [False, True, True, False])

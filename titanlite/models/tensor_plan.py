@@ -1,0 +1,25 @@
+"""Roles of modules in tensor parallelism, and the table of the decoders here. `parallelize/tensor.py` applies them."""
+
+from collections.abc import Mapping
+from typing import Literal
+
+TensorRole = Literal["split", "columns", "rows", "vocabulary"]
+"""split: a module whose input is the same on all ranks, and inside of which each rank computes its part.
+
+columns, rows: linear layers in it whose outputs, or inputs, are split. The outputs of rows are summed over ranks.
+vocabulary: an embedding, or the linear layer of the head, whose tokens are split. No split module is around it.
+"""
+
+TensorPlan = Mapping[str, TensorRole]
+"""Roles by patterns of modules' names, as of `fnmatch`. The first pattern that matches counts."""
+
+DECODER: TensorPlan = {
+    "tok_embeddings": "vocabulary",
+    "layers.*.attention": "split",
+    "layers.*.attention.w[qkv]": "columns",
+    "layers.*.attention.wo": "rows",
+    "layers.*.feed_forward": "split",
+    "layers.*.feed_forward.w[13]": "columns",
+    "layers.*.feed_forward.w2": "rows",
+    "head.output": "vocabulary",
+}
