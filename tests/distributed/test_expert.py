@@ -114,29 +114,38 @@ def two_ranks(rank: int, world_size: int, built_only: Config, config: Config) ->
     # Rank 1 sends nothing. Expert 1 gets nothing. Rank 0 has experts without any token.
     for name, counts in (("empty", [[1, 0, 2, 3], [0, 0, 0, 0]]), ("other", [[0, 0, 2, 1], [0, 0, 3, 0]])):
         found[name] = exchanged(counts)
-    train_on_this_rank(config, rank, world_size)
+    run = train_on_this_rank(config, rank, world_size)
+    found["moments"] = {
+        f"{name}.{key}": whole(value).numpy()
+        for name, parameter in run.model.named_parameters()
+        for key, value in run.optimizer.state[parameter].items()
+    }
     return found
 
 
-def one_process(rank: int, world_size: int, built_only: Config, config: Config) -> dict[str, Any]:
+def one_process(rank: int, world_size: int, built_only: Config, config: Config, loaded: Config) -> list[dict[str, Any]]:
+    """Return initial weights, and the moments that two ranks saved."""
     run = built(rank, world_size, built_only)
     initial = {name: whole(parameter).numpy() for name, parameter in run.model.named_parameters()}
     train_on_this_rank(config, rank, world_size)
-    return initial
+    return [initial, optimizer_moments(rank, world_size, loaded)]
 
 
 def test_two_ranks_with_different_experts_train_as_one(tiny: TinyRun) -> None:
     options = [*MOE, "--activation_checkpoint.mode=selective", "--data.document_mask"]
     two = [tiny.config(*options, *expert(2, 1, 2), job(name), world_size=2) for name in ("two built", "two")]
-    one = [tiny.config(*options, job(name)) for name in ("one built", "one")]
+    one = [tiny.config(*options, job(name)) for name in ("one built", "one", "two")]
     found = run_ranks(two_ranks, 2, *two)
-    [initial] = run_ranks(one_process, 1, *one)
+    [[initial, loaded]] = run_ranks(one_process, 1, *one)
     compare(tiny, "two", "one")
     for rank in (0, 1):
         assert found[rank]["part"] == [4, 32, 24], "four of eight experts"
         assert found[rank]["all-to-alls"] == 2 * (3 + 3 + 2), "counts, tokens and results; recomputed; gradients"
         for name, value in initial.items():
             assert (found[rank]["initial"][name] == value).all(), name
+        assert found[rank]["moments"].keys() == loaded.keys()
+        for name, value in loaded.items():
+            assert (found[rank]["moments"][name] == value).all(), name
         for name in ("empty", "other"):
             assert found[rank][name][0] == found[rank][name][1], name
 
