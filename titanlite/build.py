@@ -95,7 +95,7 @@ class Run:
             not_training=partial(self.metrics.not_training, waits_for_device=True),
         )
         place = self.folder.layers, self.progress.step
-        options = {"replicas": self.replicas, "world": self.world, "device": device}
+        options = {"replicas": self.replicas, "world": self.world, "tokens": self.group, "device": device}
         return [*profilers, *build_layer_health(self.config.metrics.layers, self.model, place, **options)]
 
 

@@ -7,6 +7,7 @@ import pytest
 from tests.helpers import TinyRun
 from titanlite import cli
 from titanlite.config.load import load
+from titanlite.report.further_layouts import further_layouts
 from titanlite.report.parity import ONE, Curve, compare, error_in, variants
 
 
@@ -28,20 +29,37 @@ def test_it_covers_every_technique() -> None:
         *(f"parallelism.data_parallel_replicate_degree={degree}" for degree in (1, 2, 4)),
     }
     names = [variant.name for variant in found]
-    assert len(set(names)) == len(names) == 21
+    assert len(set(names)) == len(names) == 19
     for number, variant in enumerate(found[1:], 1):
         assert variant.reference in names[:number], "compared with what comes later"
     inexact = [variant.name for variant in found if not variant.exact]
     assert inexact == [
         ONE, "2 micro-batches", "compile", "DDP 4 x 1", "FSDP 1 x 4", "HSDP 2 x 2", "HSDP 2 x 2, 2 micro-batches",
-        "context 2 x FSDP 2", "context 4 x FSDP 1",
     ]  # fmt: skip
     on_gpu = {variant.name: variant.exact for variant in variants(8, 4, on_gpu=True)}
     assert not on_gpu["FSDP, CPU offload"]
     assert len(variants(8, 1, on_gpu=True)) == 8
-    two = [variant.name for variant in variants(8, 2, on_gpu=False, seq_len=6)]
-    assert "HSDP 2 x 1" not in two
-    assert not any("context" in name for name in two)
+    assert "HSDP 2 x 1" not in [variant.name for variant in variants(8, 2, on_gpu=False)]
+
+
+def test_further_axes_are_compared_where_the_config_allows_them(tiny: TinyRun) -> None:
+    def names(*options: str) -> list[str]:
+        return [layout.name for layout in further_layouts(str(tiny.toml), list(options), 4)]
+
+    assert names() == ["context 2 x FSDP 2", "context 4 x FSDP 1"]  # 3 heads cannot be split
+    even = ["--model.args.dim=48", "--model.args.n_heads=2", "--model.args.n_kv_heads=2", "--model.args.vocab_size=260"]
+    assert names(*even) == [
+        "context 2 x FSDP 2", "context 4 x FSDP 1", "tensor 2 x FSDP 2", "context 2 x tensor 2 x FSDP 1",
+    ]  # fmt: skip
+    assert names("--training.seq_len=6") == []
+    moe = "--model={name='qwen3_moe', flavor='debug', args={vocab_size=259}}"
+    assert names(moe, "--training.seq_len=4") == ["context 2 x FSDP 2", "expert 2 x FSDP 4"]
+    [first, *_] = variants(8, 4, on_gpu=False, further=further_layouts(str(tiny.toml), [], 4))[-2:]
+    assert (first.name, first.exact, first.reference) == ("context 2 x FSDP 2", False, ONE)
+    assert first.options[-3:] == (
+        "parallelism.context_parallel_degree=2", "parallelism.expert_parallel_degree=1",
+        "parallelism.tensor_parallel_degree=1",
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(

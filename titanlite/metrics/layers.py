@@ -46,6 +46,7 @@ class LayerHealth(StepObserver):
         file: on the rank that writes, the place of the records.
         replicas: ranks that hold the same part, of each parameter.
         world: all ranks.
+        tokens: ranks that compute outputs of different tokens. Default: all.
     """
 
     def __init__(
@@ -57,7 +58,10 @@ class LayerHealth(StepObserver):
         replicas: Mapping[nn.Parameter, int],
         world: dist.ProcessGroup,
         device: torch.device,
+        tokens: dist.ProcessGroup | None = None,
     ) -> None:
+        self._copies = world.size() // (tokens or world).size()
+        """Ranks that compute the same outputs."""
         self._model, self._freq, self._file = model, freq, file
         self._replicas, self._world, self._device = replicas, world, device
         self._layers = layers_of(model)
@@ -107,7 +111,7 @@ class LayerHealth(StepObserver):
     def _measure_output(self, layer: str, module: nn.Module, inputs: object, output: object) -> None:
         if self._is_forward and isinstance(output, Tensor):  # not of a recomputation in backward
             with torch.no_grad():
-                self._add(layer, "activations", output.detach(), share=1)
+                self._add(layer, "activations", output.detach(), share=self._copies)
 
     def _measure_parameters(self, kind: str, tensor_of: Callable[[nn.Parameter], Tensor | None]) -> None:
         for name, layer in self._layers.items():

@@ -15,6 +15,7 @@ from titanlite.ingest.prepare import prepare_text
 from titanlite.preflight import preflight
 from titanlite.report.value_dump import StepDumped, ValueDump
 from titanlite.runtime.console import start_logging
+from titanlite.runtime.errors import UserError
 from titanlite.runtime.process_group import pick_device, process_group, read_ranks
 from titanlite.train import train
 
@@ -27,6 +28,8 @@ def dump_step(path: str, overrides: Sequence[str], *, folder: Path, step: int) -
     """
     ranks = read_ranks(os.environ)
     config = load(path, overrides, world_size=ranks.world_size)
+    if config.parallelism.tensor_parallel_degree > 1:
+        raise UserError("parallelism.tensor_parallel_degree: values of parts of layers cannot be compared yet: set 1")
     start_logging(ranks.rank)
     device = pick_device(ranks)
     resolved = preflight(config, ranks, device, find_text=find_files, open_teacher=open_teacher)

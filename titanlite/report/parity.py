@@ -9,11 +9,13 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from titanlite.config.load import load
+from titanlite.report.further_layouts import ONE_OF_EACH, FurtherLayout, further_layouts
 from titanlite.runtime.errors import ConfigError, RunError, UserError
 
 ONE = "1 process"
@@ -54,8 +56,14 @@ class Comparison:
     is_equal: bool
 
 
-def variants(global_batch_size: int, processes: int, *, on_gpu: bool, seq_len: int = 2048) -> list[Variant]:
-    """Return all variants that the batch, the sequences and the processes allow, each after its reference."""
+def variants(
+    global_batch_size: int, processes: int, *, on_gpu: bool, further: Iterable[FurtherLayout] = ()
+) -> list[Variant]:
+    """Return all variants that the batch and the processes allow, each after its reference.
+
+    Args:
+        further: layouts with further axes of the mesh.
+    """
     found = [
         Variant(ONE, 1, ()),
         Variant("the same again", 1, (), exact=True),
@@ -87,16 +95,12 @@ def variants(global_batch_size: int, processes: int, *, on_gpu: bool, seq_len: i
             Variant(hsdp, processes, _degrees(2)),
             *_accumulated(f"{hsdp}, 2 micro-batches", global_batch_size, processes, _degrees(2)),
         ]
-    for context in sorted({2, processes}):
-        if processes % context == 0 and seq_len % (2 * context) == 0:
-            options = (*_degrees(1), f"parallelism.context_parallel_degree={context}")
-            found.append(Variant(f"context {context} x FSDP {processes // context}", processes, options))
-    return found
+    return [*found, *(Variant(name, processes, (*_degrees(1), *options)) for name, options in further)]
 
 
 def _degrees(replicate: int) -> tuple[str, ...]:
     names = "parallelism.data_parallel_replicate_degree", "parallelism.data_parallel_shard_degree"
-    return f"{names[0]}={replicate}", f"{names[1]}=-1", "parallelism.context_parallel_degree=1"
+    return f"{names[0]}={replicate}", f"{names[1]}=-1", *ONE_OF_EACH
 
 
 def layout_options(replicate: int, shard: int) -> list[str]:
@@ -152,7 +156,8 @@ def main(path: str, overrides: list[str], *, steps: int, processes: int | None, 
     processes = processes or gpus or 4
     if (batch := config.training.global_batch_size) % processes:
         raise UserError(f"--processes: {batch} (training.global_batch_size) is not a multiple of {processes}")
-    chosen = _select(variants(batch, processes, on_gpu=gpus > 0, seq_len=config.training.seq_len), only)
+    further = further_layouts(path, overrides, processes) if processes > 1 else ()
+    chosen = _select(variants(batch, processes, on_gpu=gpus > 0, further=further), only)
     folder = Path(config.job.dump_folder, f"{config.job.name}-parity")
     base = [
         *_base_options(steps, warmup_steps=config.lr_scheduler.warmup_steps),
