@@ -159,3 +159,27 @@ def test_a_teacher_and_the_health_of_layers(short_documents: TinyRun) -> None:
             for layer, kinds in theirs["layers"].items():
                 expected = pytest.approx(kinds.get(key, {}), rel=1e-3, abs=1e-6)
                 assert mine["layers"][layer].get(key, {}) == expected, (key, layer)
+
+
+@pytest.mark.nightly
+def test_the_health_of_layers_that_ranks_split(tiny: TinyRun) -> None:
+    """Both ranks have the same outputs, which count once."""
+    sizes = [
+        "--model.args.dim=48",
+        "--model.args.n_heads=2",
+        "--model.args.n_kv_heads=2",
+        "--model.args.vocab_size=260",
+    ]
+    options = [*sizes, "--metrics.layers.freq=3", "--training.steps=3"]
+    run_ranks(trained, 1, tiny.config(*options, "--job.name=one"))
+    two = tiny.config(
+        *options, *degrees(1, 1), "--parallelism.tensor_parallel_degree=2", "--job.name=two", world_size=2
+    )
+    run_ranks(trained, 2, two)
+    one, split = (
+        json.loads((tiny.folder / "outputs" / name / "layers.jsonl").read_text())["layers"] for name in ("one", "two")
+    )
+    assert len(one) == 5
+    for layer, kinds in one.items():
+        for kind, values in kinds.items():
+            assert split[layer][kind] == pytest.approx(values, rel=1e-3, abs=1e-6), (layer, kind)
