@@ -58,10 +58,13 @@ def search(config: Config, layout: Layout, *, count: int = 5) -> Found:
         count: number of best candidates, and of runners-up.
 
     Raises:
-        UserError: nothing fits, experts are on several ranks, or the global batch cannot be split over the processes.
+        UserError: nothing fits, experts or layers are on several ranks, or the global batch cannot be split over the
+            processes.
     """
     if config.parallelism.expert_parallel_degree > 1:
         raise UserError("parallelism.expert_parallel_degree: --search knows no experts on several ranks: set it to 1")
+    if config.parallelism.tensor_parallel_degree > 1:
+        raise UserError("parallelism.tensor_parallel_degree: --search knows no layers on several ranks: set it to 1")
     with ProcessPoolExecutor(cores(), multiprocessing.get_context("spawn"), _begin) as pool:
         return best_context(config, layout, partial(_search, pool=pool, count=count))
 
