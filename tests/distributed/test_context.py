@@ -163,7 +163,7 @@ def test_a_teacher_and_the_health_of_layers(short_documents: TinyRun) -> None:
 
 @pytest.mark.nightly
 def test_the_health_of_layers_that_ranks_split(tiny: TinyRun) -> None:
-    """Both ranks have the same outputs, which count once."""
+    """Count outputs once that both ranks have."""
     sizes = [
         "--model.args.dim=48",
         "--model.args.n_heads=2",

@@ -60,7 +60,7 @@ class LayerHealth(StepObserver):
         device: torch.device,
         tokens: dist.ProcessGroup | None = None,
     ) -> None:
-        self._copies = world.size() // (tokens or world).size()
+        self._duplicates = world.size() // (tokens or world).size()
         """Ranks that compute the same outputs."""
         self._model, self._freq, self._file = model, freq, file
         self._replicas, self._world, self._device = replicas, world, device
@@ -111,7 +111,7 @@ class LayerHealth(StepObserver):
     def _measure_output(self, layer: str, module: nn.Module, inputs: object, output: object) -> None:
         if self._is_forward and isinstance(output, Tensor):  # not of a recomputation in backward
             with torch.no_grad():
-                self._add(layer, "activations", output.detach(), share=self._copies)
+                self._add(layer, "activations", output.detach(), share=self._duplicates)
 
     def _measure_parameters(self, kind: str, tensor_of: Callable[[nn.Parameter], Tensor | None]) -> None:
         for name, layer in self._layers.items():
