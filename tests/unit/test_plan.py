@@ -371,3 +371,18 @@ def test_a_world_of_4096() -> None:
     assert states == 16 * sum(-(-shape[0] // 1024) * shape[1:].numel() for shape in shapes()) + 4 * len(shapes())
     assert found.traffic["all_reduce", "replicate"] * 1024 == found.traffic["reduce_scatter", "shard"]
     assert found.time.exposed > 0.5 * found.time.communication, "nothing hides the collectives of a model so small"
+
+
+def test_collectives_of_split_layers() -> None:
+    """A block has two all-reduces of activations in forward and two in backward; the loss has two, of its tokens."""
+    options = ["--parallelism.tensor_parallel_degree=2", "--model.args.n_heads=4", "--model.args.n_kv_heads=2"]
+    found = traced(*options, world_size=2)
+    inside = [(found.recorder.phases[it.phase][1], it) for it in found.recorder.sent if it.axis == "tensor"]
+    assert {(it.collective, it.is_inside) for _, it in inside} == {("all_reduce", True)}
+    sizes = [it.bytes for phase, it in inside if phase == "forward layers.1"]
+    assert len(sizes) == 2 * found.micro_batches
+    assert len([it for phase, it in inside if phase == "backward layers.1"]) == 2 * found.micro_batches
+    config = read(*options, world_size=2)
+    width = model_of(config).build().layers[0].attention_norm.weight.numel()  # pyright: ignore[reportAttributeAccessIssue]
+    tokens = config.training.seq_len * config.training.global_batch_size // found.micro_batches
+    assert set(sizes) == {2 * width * tokens}  # bfloat16
