@@ -383,6 +383,6 @@ def test_collectives_of_split_layers() -> None:
     assert len(sizes) == 2 * found.micro_batches
     assert len([it for phase, it in inside if phase == "backward layers.1"]) == 2 * found.micro_batches
     config = read(*options, world_size=2)
-    width = model_of(config).build().layers[0].attention_norm.weight.numel()  # pyright: ignore[reportAttributeAccessIssue]
+    width = dict(model_of(config).build().named_parameters())["layers.0.attention_norm.weight"].numel()
     tokens = config.training.seq_len * config.training.global_batch_size // found.micro_batches
     assert set(sizes) == {2 * width * tokens}  # bfloat16
