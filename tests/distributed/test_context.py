@@ -50,13 +50,15 @@ def finished(rank: int, world_size: int, config: Config) -> dict[str, Any]:
     return {name: whole(parameter).float().numpy() for name, parameter in run.model.named_parameters()}
 
 
-def compared(tiny: TinyRun, techniques: dict[str, list[str]], layouts: list[tuple[int, int, int]]) -> None:
+def compared(
+    tiny: TinyRun, techniques: dict[str, list[str]], layouts: list[tuple[int, int, int]], steps: int = 20
+) -> None:
     """Train on one process and on each layout, and compare losses, gradient norms and validation losses."""
     common = [
-        "--training.steps=20",
+        f"--training.steps={steps}",
         "--optimizer.lr=3e-3",
         "--validation.enable",
-        "--validation.freq=20",
+        f"--validation.freq={steps}",
         f"--validation.path={tiny.text}",
     ]
 
@@ -72,7 +74,7 @@ def compared(tiny: TinyRun, techniques: dict[str, list[str]], layouts: list[tupl
     for name in techniques:
         start = f"{name}-".replace(",", "").replace(" ", "-")
         reference = tiny.records(f"{start}1-1-1")
-        assert len(reference) == 20
+        assert len(reference) == steps
         for layout in layouts:
             found = tiny.records(f"{start}{'-'.join(map(str, layout))}")
             for key, tolerance in (("loss", 1e-5), ("grad_norm", 1e-4)):
@@ -87,12 +89,12 @@ def compared(tiny: TinyRun, techniques: dict[str, list[str]], layouts: list[tupl
 
 
 def test_two_ranks_that_split_sequences_train_as_one(short_documents: TinyRun) -> None:
-    compared(short_documents, TECHNIQUES, [(1, 1, 2)])
+    compared(short_documents, TECHNIQUES, [(1, 1, 2)], steps=6)
 
 
 @pytest.mark.nightly
 def test_further_techniques(short_documents: TinyRun) -> None:
-    compared(short_documents, FURTHER, [(1, 1, 2), (1, 2, 2)])
+    compared(short_documents, TECHNIQUES | FURTHER, [(1, 1, 2), (1, 2, 2)])
 
 
 @pytest.mark.nightly
@@ -127,7 +129,7 @@ def test_saved_by_ranks_that_split_sequences_loads_anywhere(short_documents: Tin
     expected = run_ranks(optimizer_moments, 4, tiny.config(*MASK, *degrees(1, 2, 2), "--job.name=saved", world_size=4))
     whole_run = tiny.config(*MASK, *degrees(1, 1), "--training.steps=6", "--job.name=whole")
     run_ranks(trained, 1, whole_run)
-    layouts = [(1, 1, 1), (4, 1, 1), (1, 4, 1), (1, 1, 4)]
+    layouts = [(1, 1, 1), (1, 4, 1), (1, 1, 4)]
     for layout in layouts:
         world_size, name = layout[0] * layout[1] * layout[2], f"on-{'-'.join(map(str, layout))}"
         shutil.copytree(outputs / "saved", outputs / name)

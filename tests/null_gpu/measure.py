@@ -152,6 +152,7 @@ def build_step(config: Any, device: Any, world_size: int) -> Any:
     from titanlite.parallelize.float8 import weight_scaler
     from titanlite.parallelize.materialize import allocate
     from titanlite.parallelize.mesh import loss_group, world_group
+    from titanlite.parallelize.tensor import split_vocabulary
     from titanlite.plan.estimate import model_of
     from titanlite.runtime.process_group import pick_kernels
     from titanlite.step import train_step
@@ -160,6 +161,7 @@ def build_step(config: Any, device: Any, world_size: int) -> Any:
     attention = config.training.attention_backend
     kernels = pick_kernels(device, compiles=config.compile.enable, attention_backend=attention)
     mesh = build_mesh(config.parallelism, world_size=world_size, device_type="cuda")
+    kernels = split_vocabulary(kernels, mesh)
     model = build_on_meta(spec.model_cls, spec.args)
     parallelize(
         model, mesh=mesh, kernels=kernels, parallelism=config.parallelism, training=config.training,

@@ -11,6 +11,7 @@ BUDGET = (
     '--activation_checkpoint.per_block=["full x 8", "op x 16", "none x 8"]',
 )
 CONTEXT = "--parallelism.context_parallel_degree="
+TENSOR = "--parallelism.tensor_parallel_degree="
 REPLICATE = "--parallelism.data_parallel_replicate_degree="
 
 
@@ -80,6 +81,11 @@ VARIANTS = [
         (CONTEXT + "2", "--training.global_batch_size=128"),
         config="llama3_70b",
         world_size=64,
+    ),
+    Variant("tensor 2", (TENSOR + "2", "--training.global_batch_size=4")),
+    Variant("tensor 2, compiled", (TENSOR + "2", "--training.global_batch_size=4", *COMPILE)),
+    Variant(
+        "70B, 64 GPUs, tensor 8", (TENSOR + "8", "--training.global_batch_size=8"), config="llama3_70b", world_size=64
     ),
     Variant("float8 tensorwise, batch 2, compiled", (*BATCH_2, *FLOAT8)),
     Variant("float8 rowwise, batch 2, compiled", (*BATCH_2, *FLOAT8, "--quantize.linear.float8.recipe_name=rowwise")),
