@@ -11,8 +11,5 @@ if [[ ${1:-} == null_gpu ]]; then
 fi
 find_python dev pytest xdist transformers torchao s3fs moto
 cd "$ROOT"
-# One worker more than cores, at most 4: many tests wait for processes or timeouts.
-CORES=$(getconf _NPROCESSORS_ONLN)
-export PYTEST_XDIST_AUTO_NUM_WORKERS=$((CORES < 4 ? CORES + 1 : 4))
-(($#)) || set -- --numprocesses auto
+(($#)) || set -- --numprocesses auto --maxprocesses 4
 exec "$PYTHON" -m pytest "$@"
