@@ -458,6 +458,10 @@ def test_the_file_that_a_thread_waits_for_is_named(tmp_path: Path) -> None:
 def test_processes_their_states_and_their_work() -> None:
     sleeper = subprocess.Popen(["sleep", "60"])
     try:
+        deadline = time.monotonic() + 30
+        while not descendants(os.getpid())[sleeper.pid]:  # its memory is replaced just now
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
         assert descendants(os.getpid())[sleeper.pid] == "sleep 60 "
         sleeper.send_signal(signal.SIGSTOP)
         os.waitid(os.P_PID, sleeper.pid, os.WSTOPPED)
