@@ -94,11 +94,16 @@ class Wire:
         else:
             self.loss = float(value)
 
-    def receive(self, name: str) -> None:
-        frame = self.ports[name].recv(LARGEST)
+    def receive(self, name: str) -> bool:
+        """Take a frame; return False if the link is gone with its host, as frames before that may be reported with it."""
+        try:
+            frame = self.ports[name].recv(LARGEST)
+        except OSError:
+            return False
         if len(frame) > HEADER and self.is_up[name] and self.draw.random() >= self.loss:
             self.count += 1
             heapq.heappush(self.waiting, (time.monotonic() + self.delay, self.count, name, frame))
+        return True
 
     def send_due(self) -> float:
         """Send the frames whose time has come; return seconds until the next one."""
@@ -129,9 +134,7 @@ class Wire:
                     for line in lines:
                         self.command(*line.split())
                         print("done", flush=True)
-                elif event & select.POLLIN:
-                    self.receive(names[number])
-                else:  # the link is gone with its host
+                elif not (event & select.POLLIN and self.receive(names[number])):
                     poll.unregister(number)
 
 

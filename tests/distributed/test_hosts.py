@@ -93,6 +93,34 @@ def test_hosts_have_names_and_a_network_and_end_with_the_process_that_made_them(
         assert sleeper.wait(30) != 0
 
 
+FLOOD = """
+import socket
+sender = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+print("sending", flush=True)
+while True:
+    sender.sendto(bytes(1000), ("node0", 9))
+"""
+
+
+def test_hosts_outlive_one_that_dies_while_it_sends() -> None:
+    """Its last frames and the end of its link reach the wire together."""
+    with network("node0", "node1") as made:
+        first, second = made.hosts
+        sender = subprocess.Popen(second.inside(sys.executable, "-c", FLOOD), stdout=subprocess.PIPE)
+        assert sender.stdout is not None
+        assert sender.stdout.readline() == b"sending\n"
+        made.process.send_signal(signal.SIGSTOP)  # so that both wait for it
+        second.kill()
+        assert sender.wait(60) == -signal.SIGKILL
+        sender.stdout.close()
+        port = ["nsenter", f"--net=/proc/{made.process.pid}/ns/net", "ip", "link", "show", "port1"]
+        while subprocess.run(port, capture_output=True).returncode == 0:  # Linux removes the link a little later
+            time.sleep(0.1)
+        made.process.send_signal(signal.SIGCONT)
+        made.tell("delay", 0)
+        assert first.run("hostname") == "node0\n"
+
+
 INTERFACE = """
 from titanlite.runtime.launch import use_interface_of
 environ = {}
