@@ -95,7 +95,7 @@ class Wire:
             self.loss = float(value)
 
     def receive(self, name: str) -> bool:
-        """Take a frame; return False if the link is gone with its host, as frames before that may be reported with it."""
+        """Take a frame; return False if the link is gone with its host. Both may be reported together."""
         try:
             frame = self.ports[name].recv(LARGEST)
         except OSError:

@@ -26,6 +26,7 @@ def measured(rank: int, world_size: int, local_world_size: int) -> tuple[Links, 
     return links, lines, results
 
 
+@pytest.mark.nightly
 def test_links_of_two_processes() -> None:
     for rank, (links, lines, results) in enumerate(run_ranks(measured, 2, 2)):
         assert {*links.within_node} == {*COLLECTIVES}

@@ -43,6 +43,7 @@ def trained_and_logged(rank: int, world_size: int, config: Config) -> None:
     train_on_this_rank(config, rank, world_size)
 
 
+@pytest.mark.slow
 def test_finite_data_ends_for_all_ranks_and_validates_the_whole_set(tiny: TinyRun) -> None:
     """1,003 sequences of 8 tokens, and 37 to validate on, which no number of ranks here divides."""
     train_text = text_of(tiny.folder / "train.txt", 1003 * 8 + 1 - 2)

@@ -142,6 +142,7 @@ def test_a_student_that_begins_as_its_teacher_stays_where_it_is(tiny: TinyRun) -
     assert found["student"]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("of_teacher", "of_student"), [(MOE, NARROW), (NARROW, MOE)], ids=["MoE teaches dense", "dense teaches MoE"]
 )
@@ -245,7 +246,7 @@ def test_an_own_loss_is_given_the_teacher(tiny: TinyRun) -> None:
     assert first["added_loss"] == pytest.approx(first["hidden_distance"], rel=1e-4)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_shipped_example_runs_by_the_commands_in_it(tiny: TinyRun) -> None:
     text = Path("train_configs/distill_example.toml").read_text()
     lines = "\n".join(line.removeprefix("#") for line in text.splitlines() if line.startswith("#   "))

@@ -96,6 +96,7 @@ def test_the_rest_trains_as_beside_constants(tiny: TinyRun) -> None:
         assert all(mine < theirs * (1 - 1e-4) for mine, theirs in zip(*norms, strict=True)), norms
 
 
+@pytest.mark.nightly
 def test_frozen_bits_never_change_whatever_the_technique(tiny: TinyRun) -> None:
     configs = [
         tiny.config(*options, NO_CLIPPING, FREEZE, f"--job.name=case-{number}", world_size=2)

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import pytest
 import torch.distributed.checkpoint as dcp
 
 from tests.foreign import assert_same, expected_tensors, options_of, oracle_of, save_meta, save_torchtitan, spec_of
@@ -33,6 +34,7 @@ def loaded(rank: int, world_size: int, config: Config) -> tuple[dict[str, Any], 
     return found, reader.bytes_read, shards, sum(tensor.nbytes for tensor in found.values())
 
 
+@pytest.mark.slow
 def test_every_layout_begins_with_the_same_bits(tiny: TinyRun) -> None:
     """Four ranks share the rows so that heads are cut, which interleaved rows do not mind."""
     llama, moe = oracle_of("llama3", vocab_size=260), oracle_of("qwen3_moe", vocab_size=260)
@@ -85,6 +87,7 @@ def saved(rank: int, world_size: int, config: Config) -> dict[str, Any]:
     return {name: whole(tensor) for name, tensor in model_state(run.model).items()}
 
 
+@pytest.mark.slow
 def test_weights_go_out_of_one_layout_and_into_others(tiny: TinyRun) -> None:
     """Trained on (2, 2), exported for Hugging Face, and begun from there on (1, 1) and (1, 4)."""
     families = ("llama3", "qwen3_moe")

@@ -4,6 +4,7 @@ import math
 from dataclasses import replace
 from typing import Any
 
+import pytest
 import torch
 
 from tests.helpers import TinyRun, run_in_turn
@@ -52,6 +53,7 @@ def check_equal(tiny: TinyRun, name: str, off: list[dict[str, Any]], on: list[di
         assert [record[metric] for record in records[1]] == [record[metric] for record in records[0]], (name, metric)
 
 
+@pytest.mark.slow
 def test_weights_are_those_of_updates_after_backward(tiny: TinyRun) -> None:
     """Four steps, with a warm-up, on FSDP and HSDP, with a tied head and with several optimizers."""
     configs = [config for name, options in CASES.items() for config in configs_of(tiny, options, name, 2)]

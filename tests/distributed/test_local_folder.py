@@ -96,6 +96,7 @@ def start_in_turn(rank: int, world_size: int, starts: list[tuple[Config, str, Tr
     return results
 
 
+@pytest.mark.slow
 def test_two_nodes_with_disks_of_their_own(tiny: TinyRun, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NODE", "0")
     local = f"--checkpoint.local_folder={tiny.folder}/node-$NODE"

@@ -95,7 +95,7 @@ def base_of(config: Config, name: str) -> dict[str, np.ndarray]:
         pytest.param(
             TECHNIQUES,
             {"HSDP": degrees(2, 2), "int8, HSDP": [*QUANTIZED["int8"], *degrees(2, 2)]},
-            marks=pytest.mark.slow,
+            marks=pytest.mark.nightly,
             id="first",
         ),
         pytest.param(

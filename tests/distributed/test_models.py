@@ -31,7 +31,9 @@ TECHNIQUES = [
     ["--training.enable_cpu_offload"],
 ]
 
-families = pytest.mark.parametrize("family", FAMILIES)
+families = pytest.mark.parametrize(
+    "family", [name if name == "qwen3_moe" else pytest.param(name, marks=pytest.mark.nightly) for name in FAMILIES]
+)
 
 
 @pytest.mark.parametrize(

@@ -33,6 +33,7 @@ def assert_same_bits(expected_of_ranks: list[dict[str, Any]], found_of_ranks: li
                 assert (one == other).all(), name
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")
 def test_shards_on_disk_train_as_in_memory(tiny: TinyRun) -> None:
     """Rows do not divide evenly: the last rank's parts are padded. Two ranks save; the run resumes in memory."""

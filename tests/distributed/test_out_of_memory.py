@@ -105,6 +105,7 @@ def test_one_rank_prints_the_plan_and_what_would_fit(tiny: TinyRun, code: Path) 
         assert size == gib(planned(tiny.config(loss, option, world_size=2), 2).peak).split()[0]
 
 
+@pytest.mark.nightly
 @pytest.mark.usefixtures("own_process_group")
 def test_a_config_that_cannot_be_planned_ends_the_run_all_the_same(
     tiny: TinyRun, code: Path, capfd: pytest.CaptureFixture[str]

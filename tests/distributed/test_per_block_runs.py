@@ -61,7 +61,7 @@ def test_measured_peaks_are_in_the_order_of_the_predicted(tiny: TinyRun, between
         assert share == pytest.approx((predicted[1] - predicted[2]) / (predicted[0] - predicted[2]), abs=0.05)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_policies_change_no_loss(tiny: TinyRun, between: PolicyChoice) -> None:
     """Shards are uneven."""
     for name, options in (("per_block", written(between)), ("plain", [])):

@@ -21,7 +21,9 @@ FLAGS = (
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium: apt install chromium")
-@pytest.mark.parametrize("theme", ["light", "dark"])
+@pytest.mark.parametrize(
+    "theme", [pytest.param("light", marks=pytest.mark.slow), pytest.param("dark", marks=pytest.mark.nightly)]
+)
 def test_the_page_in_a_browser(theme: str, tmp_path: Path) -> None:
     runs = [read_run(write_run(tmp_path / "run")), read_run(write_run(tmp_path / "other", lr=0.2))]
     file = tmp_path / "report.html"

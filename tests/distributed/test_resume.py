@@ -26,10 +26,7 @@ def owner(tiny: TinyRun) -> str:
 
 @pytest.mark.parametrize(
     ("replicate", "shard"),
-    [
-        pytest.param(*layout, marks=pytest.mark.slow if layout in [(1, 4), (4, 1)] else pytest.mark.nightly)
-        for layout in LAYOUTS
-    ],
+    [pytest.param(*layout, marks=pytest.mark.slow if layout == (1, 4) else pytest.mark.nightly) for layout in LAYOUTS],
 )
 def test_saved_on_one_layout_loads_on_each(tiny: TinyRun, replicate: int, shard: int) -> None:
     outputs = tiny.folder / "outputs"

@@ -88,8 +88,13 @@ PHASES: dict[signal.Signals, tuple[str, Callable[[TinyRun], bool]]] = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("sign", PHASES)
+@pytest.mark.parametrize(
+    "sign",
+    [
+        pytest.param(sign, marks=pytest.mark.slow if sign in (signal.SIGTERM, signal.SIGINT) else pytest.mark.nightly)
+        for sign in PHASES
+    ],
+)
 def test_a_signal_in_each_phase(tiny: TinyRun, sign: signal.Signals) -> None:
     """One complete checkpoint in a save, in a save in the background, in validation and in an export."""
     phase, has_begun = PHASES[sign]

@@ -2,6 +2,7 @@
 
 import time
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -33,6 +34,7 @@ def _steps(rank: int, world_size: int) -> list[str | float]:
     return ends
 
 
+@pytest.mark.slow
 def test_a_late_rank_is_waited_for_at_the_start_and_ends_a_later_step() -> None:
     (*steps, error, seconds), _ = run_ranks(_steps, 2)
     assert steps == [2, 2, 2]

@@ -47,6 +47,7 @@ def test_random_draws_are_never_shifted(tiny: TinyRun, monkeypatch: pytest.Monke
             assert torch.equal(state[name], weight), (what, name)
 
 
+@pytest.mark.nightly
 @pytest.mark.usefixtures("single_process_group")
 def test_the_garbage_collector_leaves_a_run_alone_until_its_end(tiny: TinyRun, monkeypatch: pytest.MonkeyPatch) -> None:
     set_apart, plain = [], train.train_step

@@ -307,7 +307,7 @@ def test_compiled_blocks_are_recorded_any_number_of_times() -> None:
     assert begun == 4 * [f"forward layers.{block}" for block in range(3)]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_float8_gathers_half() -> None:
     pytest.importorskip("torchao")
     options = ("--compile.enable=true", *FLOAT8)

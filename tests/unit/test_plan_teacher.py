@@ -82,7 +82,7 @@ def test_a_compiled_teacher_has_the_same_collectives(options: list[str]) -> None
     assert added == gathered(planned(options)) - gathered(planned([]))
 
 
-@pytest.mark.parametrize("blocks", [3, 9])
+@pytest.mark.parametrize("blocks", [3, pytest.param(9, marks=pytest.mark.nightly)])
 def test_a_teacher_of_many_blocks_from_few(options: list[str], blocks: int) -> None:
     """Few of 9 blocks of the student are traced as well."""
     more = f"--model.args.n_layers={blocks}"
@@ -95,6 +95,7 @@ def test_a_teacher_of_many_blocks_from_few(options: list[str], blocks: int) -> N
     assert few.reserved == pytest.approx(whole.reserved, rel=0.1)
 
 
+@pytest.mark.nightly
 def test_reshard_policies_and_host_memory(options: list[str]) -> None:
     without, always = planned([]), planned(options)
     never = planned(options, "--teacher.fsdp_reshard_after_forward=never")
@@ -108,7 +109,7 @@ def test_reshard_policies_and_host_memory(options: list[str]) -> None:
     assert offloaded.time.total > always.time.total
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_search_expects_what_the_plan_finds(options: list[str]) -> None:
     config = read(*options, world_size=RANKS)
     layout = Layout(RANKS, replace(find_hardware("H100"), link_bandwidth=1e8), RANKS)  # so slow that collectives count

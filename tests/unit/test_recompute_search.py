@@ -74,6 +74,7 @@ def test_a_larger_budget_never_recomputes_more(within: Callable[[int], PolicyCho
     assert found[-1].policies == free.policies
 
 
+@pytest.mark.nightly
 def test_no_mix_that_costs_less_fits(within: Callable[[int], PolicyChoice]) -> None:
     """Compare with traces of the whole model. Two blocks with `op` cost more than one with any policy, at any rates."""
     free = within(10**12)

@@ -118,6 +118,7 @@ def settings(port: int, join_timeout: int) -> RendezvousParameters:
     return RendezvousParameters("c10d", endpoint, "job", 2, 2, join_timeout=join_timeout, read_timeout=1, is_host=False)
 
 
+@pytest.mark.slow
 def test_a_first_machine_that_starts_late_is_waited_for(capsys: pytest.CaptureFixture[str]) -> None:
     """PyTorch's own wait ends after read_timeout."""
     port, servers = free_port(), []

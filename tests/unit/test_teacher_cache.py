@@ -182,6 +182,7 @@ def test_each_file_is_written_by_one_rank() -> None:
     assert [some[2] for some in of_ranks] == [([11], 11, True), ([11], 11, False), ([11], 11, False)]
 
 
+@pytest.mark.slow
 def test_a_full_disk_loses_nothing(cached: Cached, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Files of more than a limit fail to be written: that of the second source, after the first is done."""
     (tmp_path / "short.txt").write_text("one two three " * 20)

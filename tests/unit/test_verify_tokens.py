@@ -165,7 +165,10 @@ def error_of(loader: Any) -> str:
     return message
 
 
-@pytest.mark.parametrize(("kind", "workers"), [("tokens", 0), ("documents", 0), ("mask", 0), ("tokens", 1)])
+@pytest.mark.parametrize(
+    ("kind", "workers"),
+    [("tokens", 0), ("documents", 0), ("mask", 0), pytest.param("tokens", 1, marks=pytest.mark.slow)],
+)
 def test_a_file_that_became_shorter_is_one_line(kind: str, workers: int, tmp_path: Path) -> None:
     write(tmp_path / "tokens")
     loader = loader_of(tmp_path / "tokens", workers=workers)

@@ -26,6 +26,7 @@ def rules(tmp_path: Path, name: str, text: str, monkeypatch: pytest.MonkeyPatch)
     return [hit.rule for hit in hits_in(tmp_path / name)]
 
 
+@pytest.mark.slow
 def test_counts_fall() -> None:
     hits = [hit for path in everything() for hit in hits_in(path)]
     counts = Counter(hit.path.split("/")[0] if "/" in hit.path else "." for hit in hits)
