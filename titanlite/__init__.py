@@ -1,3 +1,56 @@
-"""titanlite: a composable PyTorch pretraining framework. Nothing heavy is imported here."""
+"""titanlite: a composable PyTorch pretraining framework.
+
+Nothing heavy is imported here: each name of the Python interface is imported when it is first used.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from titanlite.api import build_run, load_config, run_training
+    from titanlite.config.schema import Config
+    from titanlite.models.base import Model, ModelArgs
+    from titanlite.report.run_records import RunRecords, read_run
+    from titanlite.runtime.errors import ConfigError, RunStopped, UserError
 
 __version__ = "0.1.0"
+
+PUBLIC = {
+    "load_config": "titanlite.api",
+    "run_training": "titanlite.api",
+    "build_run": "titanlite.api",
+    "read_run": "titanlite.report.run_records",
+    "RunRecords": "titanlite.report.run_records",
+    "Config": "titanlite.config.schema",
+    "Model": "titanlite.models.base",
+    "ModelArgs": "titanlite.models.base",
+    "UserError": "titanlite.runtime.errors",
+    "ConfigError": "titanlite.runtime.errors",
+    "RunStopped": "titanlite.runtime.errors",
+}
+"""The Python interface: {name: its module}."""
+
+__all__ = [
+    "Config",
+    "ConfigError",
+    "Model",
+    "ModelArgs",
+    "RunRecords",
+    "RunStopped",
+    "UserError",
+    "__version__",
+    "build_run",
+    "load_config",
+    "read_run",
+    "run_training",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in PUBLIC:
+        return getattr(import_module(PUBLIC[name]), name)
+    raise AttributeError(f"module 'titanlite' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return __all__

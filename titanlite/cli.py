@@ -188,9 +188,7 @@ def _run_training(
 ) -> None:
     import torch
 
-    from titanlite.build import build
-    from titanlite.convert.weights import open_weights
-    from titanlite.ingest.prepare import prepare_text
+    from titanlite.assemble import assemble
     from titanlite.runtime.flight_recorder import keep_traces
     from titanlite.runtime.process_group import process_group
     from titanlite.runtime.versions import check_equal_start
@@ -208,15 +206,7 @@ def _run_training(
             watch=partial(watching, phase, ranks, device=device, logs=logs, end=end_now),
         ):
             check_equal_start(config.model_dump(mode="json"), device)
-            run = build(
-                config,
-                resolved,
-                ranks=ranks,
-                device=device,
-                prepare_text=prepare_text,
-                open_weights=open_weights,
-                phase=phase,
-            )
+            run = assemble(config, resolved, ranks=ranks, device=device, phase=phase)
             stopped = train(run, requests)
             finish(run, stopped)
         phase.phase("export")
@@ -265,11 +255,8 @@ def _checked(options: Namespace, *, log: bool = False) -> "Checked":
         print_errors(draft.new_problems())  # at once: importing torch for the other checks takes seconds
     if log:
         use_expandable_segments(os.environ)
-    from titanlite.convert.source import open_teacher
-    from titanlite.ingest.chat import template_problems
-    from titanlite.ingest.inputs import find_files
+    from titanlite.assemble import resolve
     from titanlite.parallelize.compile import use_cache
-    from titanlite.preflight import examine
     from titanlite.runtime.console import start_logging
     from titanlite.runtime.process_group import pick_device, read_ranks
 
@@ -282,15 +269,7 @@ def _checked(options: Namespace, *, log: bool = False) -> "Checked":
     except UserError as error:
         draft.add([Problem("", str(error))])
         raise ConfigError(draft.new_problems()) from None
-    resolved, problems = examine(
-        draft.config, ranks, device, draft.bad_keys, find_text=find_files, open_teacher=open_teacher
-    )
-    draft.add(problems)
-    if resolved is not None:
-        draft.add(template_problems(draft.config.data, resolved.tokenizer))
-    config = draft.resolve()
-    assert resolved is not None
-    return config, resolved, ranks, device
+    return *resolve(draft, ranks, device), ranks, device
 
 
 def _init(options: Namespace) -> None:

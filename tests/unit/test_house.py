@@ -55,7 +55,7 @@ IMPORTS = {name: imported_modules(path) for name, path in MODULES.items()}
 
 # What trains, and what serves
 
-WINGS = ("ingest", "plan", "selfcheck", "convert", "report", "migrate", "cli")
+WINGS = ("ingest", "plan", "selfcheck", "convert", "report", "migrate", "cli", "assemble", "api")
 
 
 def test_training_imports_no_wing() -> None:
@@ -95,7 +95,7 @@ def test_models_know_nothing_of_ranks_and_meshes(path: Path) -> None:
 def test_only_orchestrators_take_the_whole_config() -> None:
     """A stage is given its own section."""
     whole = {"cli.py", "preflight.py", "train.py", "runtime/run_folder.py", "metrics/run_summary.py"}
-    whole |= {"build.py", "build_model.py", "checkpoint/fingerprint.py", "memory_check.py"}
+    whole |= {"api.py", "assemble.py", "build.py", "build_model.py", "checkpoint/fingerprint.py", "memory_check.py"}
     takers = set()
     for path, tree in TREES.items():
         for node in ast.walk(tree):

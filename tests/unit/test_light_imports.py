@@ -13,6 +13,7 @@ IMPORTS = [
     ("import titanlite, titanlite.cli", {"torch", "numpy", "pydantic", "rich", "fsspec"}),
     ("import titanlite.data.tokenizer, titanlite.ingest.bpe", {"torch", "tokenizers", "tiktoken"}),
     ("import titanlite.config.schema", TORCH),
+    ("import titanlite; titanlite.load_config('debug')", TORCH),
     ("import titanlite.migrate.command", TORCH),
     ("import titanlite.checkpoint.manifest", TORCH),
     ("import titanlite.data.packing, titanlite.data.remote", TORCH),

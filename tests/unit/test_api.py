@@ -1,0 +1,90 @@
+"""The Python interface: what a notebook calls."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import titanlite
+from tests.helpers import TinyRun
+from titanlite import cli
+
+
+def test_a_notebook_trains_as_the_command_does(tiny: TinyRun) -> None:
+    steps = {"training.steps": 3, "metrics.log_freq": 1}
+    records = titanlite.run_training(titanlite.load_config(tiny.toml, {"job.name": "notebook"} | steps))
+    options = "--job.name=command", "--training.steps=3", "--metrics.log_freq=1"
+    assert cli.run(["train", "--config", str(tiny.toml), *options]) == 0
+    assert records.steps == [1, 2, 3]
+    assert records.column("loss") == tiny.losses("command")
+    assert not dist.is_initialized()
+    further = titanlite.run_training(
+        titanlite.load_config(tiny.toml, {"job.name": "notebook", "training.steps": 5, "metrics.log_freq": 1})
+    )
+    assert further.steps == [1, 2, 3, 4, 5], "it resumes"
+    assert further.run_id == records.run_id
+
+
+def test_parts_of_a_run_are_there_for_a_loop_of_ones_own(tiny: TinyRun) -> None:
+    config = titanlite.load_config(tiny.toml, {"model.args.dim": 24, "checkpoint.enable": False})
+    with titanlite.build_run(config) as run:
+        assert isinstance(run.model, titanlite.Model)
+        batch = next(run.batches)
+        loss = torch.nn.functional.cross_entropy(
+            run.model(batch["tokens"]).flatten(0, 1).float(), batch["labels"].flatten()
+        )
+        assert 4 < float(loss) < 8
+        with pytest.raises(titanlite.UserError, match="another run is open"), titanlite.build_run(config):
+            pass
+    with pytest.raises(ZeroDivisionError), titanlite.build_run(config):
+        raise ZeroDivisionError
+    with titanlite.build_run(config) as run:
+        assert run.progress.step == 0
+    config = titanlite.load_config(tiny.toml, {"model.args.dim": 25})
+    with pytest.raises(titanlite.ConfigError, match=r"model.args: dim 25 must be .* \(the given config\)$"):
+        titanlite.run_training(config)
+
+
+def test_a_rule_that_stops_the_run_is_an_error_that_can_be_caught(tiny: TinyRun) -> None:
+    config = titanlite.load_config(tiny.toml, {"optimizer.lr": 1e38, "lr_scheduler.warmup_steps": 0})
+    with pytest.raises(titanlite.RunStopped, match="not finite"):
+        titanlite.run_training(config)
+    assert not dist.is_initialized()
+
+
+def test_options_are_values_of_python(tmp_path: Path) -> None:
+    options = {
+        "training.steps": 20,
+        "optimizer.lr": 1e-3,
+        "compile.enable": True,
+        "job.name": "2026",
+        "job.dump_folder": tmp_path,
+        "model.args": {"dim": 128, "n_heads": 4},
+        "metrics.loggers": ["tensorboard"],
+    }
+    config = titanlite.load_config("debug", options)
+    assert (config.training.steps, config.optimizer.lr, config.compile.enable) == (20, 1e-3, True)
+    assert (config.job.name, config.job.dump_folder) == ("2026", str(tmp_path))
+    assert config.model.args == {"dim": 128, "n_heads": 4}
+    assert config.metrics.loggers == ["tensorboard"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"training.stepss": 3}, "training.stepss: unknown key, did you mean training.steps?"),
+        ({"training.steps": None}, "training.steps: None is no value of TOML; leave the key out for its default"),
+        ({"model.args": {"dim": object}}, "model.args: .* is no value of TOML"),
+    ],
+)
+def test_mistakes_are_named(options: dict[str, object], message: str) -> None:
+    with pytest.raises(titanlite.ConfigError, match=message):
+        titanlite.load_config("debug", options)
+
+
+def test_all_names_are_there() -> None:
+    assert set(titanlite.__all__) == {*titanlite.PUBLIC, "__version__"} == set(dir(titanlite))
+    assert all(getattr(titanlite, name) for name in titanlite.__all__)
+    with pytest.raises(AttributeError, match="'titanlite' has no attribute 'nothing'"):
+        titanlite.nothing  # noqa: B018
