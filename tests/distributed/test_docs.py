@@ -67,6 +67,36 @@ def test_own_data_in_two_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 EXAMPLE = ROOT / "examples" / "my_model"
 
 
+@pytest.mark.slow
+def test_the_tutorial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    """Each command as it stands, with fewer steps in the TOML and after it."""
+    for name in ("docs", "README.md", "CHANGELOG.md", "CONTRIBUTING.md"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    monkeypatch.chdir(tmp_path)
+    [toml] = blocks("tutorial.md", "toml")
+    assert toml.count("steps = 100") == toml.count("interval = 50") == toml.count("warmup_steps = 10") == 1
+    short = (
+        toml.replace("steps = 100", "steps = 4")
+        .replace("freq = 50", "freq = 4")
+        .replace("warmup_steps = 10", "warmup_steps = 1")
+    )
+    Path("tutorial.toml").write_text(short.replace("interval = 50", "interval = 2"))
+    printed = {}
+    for command in "".join(blocks("tutorial.md", "sh")).strip().splitlines():
+        if command.startswith("titanlite "):
+            assert cli.run(shlex.split(command)[1:]) == 0, command
+            printed[command.split(" --")[0]] = capfd.readouterr().out
+        else:
+            printed[command] = run(command.replace("=150", "=6").replace("./run", f"{ROOT}/run"), tmp_path)
+    assert "vocabulary 1,024" in printed["titanlite data inspect tutorial/tokens"]
+    resumed = printed["NPROC=2 ./run_train.sh --config tutorial.toml --training.steps=150"]
+    assert "mesh     replicate 1 x shard 2" in resumed
+    assert "(2, 4, 6)" in resumed
+    assert Path("tutorial.html").stat().st_size > 1e6
+    assert Path("tutorial_hf/config.json").exists()
+    assert 5 < losses(tmp_path, "tutorial")[-1] < 7.2
+
+
 def without_blank_lines(text: str) -> list[str]:
     return [line for line in text.splitlines() if line.strip()]
 

@@ -1,0 +1,51 @@
+"""Hooks of the site (mkdocs.yml): files outside docs/ that are pages, and links that lead out of docs/.
+
+Links in the Markdown are those of the repository, so that they work there. On the site, a link to another page of the
+site leads to that page. A link to any other file leads to the repository, if TITANLITE_REPOSITORY has its address.
+"""
+
+import re
+from pathlib import Path, PurePosixPath
+from posixpath import normpath, relpath
+from typing import Any
+
+from mkdocs.structure.files import File, Files
+
+ROOT = Path(__file__).parents[1]
+PAGES = {
+    "CHANGELOG.md": "changelog.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "SECURITY.md": "security.md",
+    "benchmarks/README.md": "benchmarks.md",
+    "README.md": "index.md",
+}
+"""Pages of the site, by their files in the repository. The site has a landing page of its own."""
+LINK = re.compile(r"(!?\[(?:[^\]\[]|\[[^\]]*\])*\])\(([^)\s:#]+)(#[^)\s]*)?(\s+\"[^\"]*\")?\)")
+
+
+def on_files(files: Files, config: Any) -> Files:
+    """Add the pages that lie outside docs/."""
+    for source, page in PAGES.items():
+        if page != "index.md":
+            files.append(File.generated(config, page, abs_src_path=str(ROOT / source)))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
+    """Point links to pages of the site, or to the repository."""
+    place = next((source for source, name in PAGES.items() if name == page.file.src_uri and name != "index.md"), None)
+    source = PurePosixPath(place or f"docs/{page.file.src_uri}")
+
+    def pointed(match: re.Match[str]) -> str:
+        text, path, anchor = match[1], match[2], (match[3] or "") + (match[4] or "")
+        target = normpath(str(source.parent / path))
+        page_name = PAGES.get(target) or (target.removeprefix("docs/") if target.startswith("docs/") else None)
+        if page_name is not None:
+            return f"{text}({relpath(page_name, str(PurePosixPath(page.file.src_uri).parent))}{anchor})"
+        if not (ROOT / target).exists():
+            raise ValueError(f"{source}: a link leads to {target}, which is no file")
+        if config.repo_url:
+            return f"{text}({config.repo_url.rstrip('/')}/blob/main/{target}{anchor})"
+        return text[1:-1]
+
+    return LINK.sub(pointed, markdown)

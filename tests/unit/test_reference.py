@@ -1,0 +1,74 @@
+"""Pages of docs/ that are made from the code are current, and the lists in them are complete."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+from scripts.reference import command_page, commands, error_page, error_texts, errors
+from titanlite.cli import make_parser
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+@pytest.mark.parametrize(("name", "made"), [("cli.md", command_page), ("errors.md", error_page)])
+def test_pages_are_current(name: str, made: object) -> None:
+    assert callable(made)
+    assert (DOCS / name).read_text() == made(), "make it anew: python scripts/reference.py"
+
+
+def test_every_command_and_option_is_there() -> None:
+    page = (DOCS / "cli.md").read_text()
+    shown = [line.removeprefix("## ") for line in page.splitlines() if line.startswith("## ")]
+    assert shown == [parser.prog for parser in commands(make_parser())]
+    assert len(shown) > 20
+    for parser in commands(make_parser()):
+        section = page.partition(f"## {parser.prog}\n")[2].partition("\n## ")[0]
+        for option in parser.format_usage().replace("[", " ").replace("]", " ").split():
+            assert not option.startswith("--") or option == "--help" or option in section, (parser.prog, option)
+
+
+CODE = """
+def check_size(size):
+    if size < 1:
+        raise UserError(f"size {size}: " "expected a positive number" if size else "no size at all")
+    logger.warning(f"size {size} is large")
+    text = f"{size} is odd"
+    if size % 2:
+        raise UserError(text)
+    raise ValueError("of the code's own")
+
+def why_not(path):
+    return f"{path} cannot be read"
+
+def find_conflicts(config):
+    yield "training.steps", "must be positive"
+
+def other():
+    return "some text"
+"""
+
+
+def test_errors_of_code() -> None:
+    assert set(error_texts(ast.parse(CODE))) == {
+        "size ...: expected a positive number",
+        "no size at all",
+        "... is odd",
+        "warning: size ... is large",
+        "... cannot be read",
+        "must be positive",
+    }
+
+
+def test_errors_that_users_meet_are_listed() -> None:
+    texts = [error.text for error in errors()]
+    assert len(texts) > 380
+    for part in (
+        "does not fit",
+        "could not be saved",
+        "was trained with other settings",
+        "is being trained by",
+        "unknown key",
+        "not finite",
+    ):
+        assert any(part in text for text in texts), part
