@@ -36,7 +36,7 @@ def load_config(name: str | Path = "debug", options: Mapping[str, Any] | None = 
 def run_training(config: Config) -> "RunRecords":
     """Train from the run's newest checkpoint to its last step, as `titanlite train` does; return its records.
 
-    The run's folder is `outputs/<name>` below the current folder, as `job.dump_folder` and `job.name` say. Ctrl-C ends
+    The run's folder is `outputs/<name>` below the current folder, by `job.dump_folder` and `job.name`. Ctrl-C ends
     it at once: the next call resumes from the newest checkpoint.
 
     Raises:
