@@ -103,7 +103,7 @@ while True:
 
 
 def test_hosts_outlive_one_that_dies_while_it_sends() -> None:
-    """Its last frames and the end of its link reach the wire together."""
+    """The last frames of a host and the end of its link reach the wire together."""
     with network("node0", "node1") as made:
         first, second = made.hosts
         sender = subprocess.Popen(second.inside(sys.executable, "-c", FLOOD), stdout=subprocess.PIPE)

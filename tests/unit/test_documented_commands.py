@@ -75,7 +75,7 @@ def test_commands_are_commands(page: Path) -> None:
 
 def test_commands_are_found_and_mistakes_are_seen() -> None:
     fenced = "```sh\ntitanlite plan llama3_8b \\\n  --wurld 3\n```\n"
-    lines = command_lines(f"    NPROC=2 ./run_train.sh --training.stepss=3  # a comment\n\n    text\n\n{fenced}")
+    lines = command_lines(f"    NNODES=1 ./run_train.sh --training.stepss=3  # a comment\n\n    text\n\n{fenced}")
     assert [problem_of(line) for line in lines] == [
         "titanlite plan: unknown option --wurld",
         "training.stepss is no option, nearest training.steps",
