@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from titanlite.batch import Batch
-from titanlite.build_model import State, build_frozen_teacher, build_state
+from titanlite.build_model import State, build_frozen_teacher, build_loss_function, build_state
 from titanlite.checkpoint.exports import Exports
 from titanlite.checkpoint.fingerprint import resume_settings
 from titanlite.checkpoint.foreign import OpenWeights
@@ -25,7 +25,7 @@ from titanlite.data.sources import PrepareText, open_data
 from titanlite.data.verify import while_checking
 from titanlite.guard import StepGuard
 from titanlite.kernels import Kernels
-from titanlite.loss import LossFunction, build_loss
+from titanlite.loss import LossFunction
 from titanlite.metrics.layers import build_layer_health
 from titanlite.metrics.recorder import MetricsRecorder
 from titanlite.models.base import Model
@@ -154,7 +154,7 @@ def build(
         replicas=count_parameter_replicas(state.model, world_group(mesh)),
         optimizer=state.optimizer,
         in_backward=_build_in_backward(config, state, resumed.guard),
-        loss_function=build_loss(config.training, state.kernels, config.distill if config.teacher.is_set else None),
+        loss_function=build_loss_function(config, state.kernels, resumed.samples),
         teacher=teacher,
         guard=resumed.guard,
         samples=resumed.samples,
@@ -259,9 +259,9 @@ def _load_batches(
         ranks=ranks,
         step=resumed.progress.step,
     )
+    resumed.samples.number_sources = config.metrics.loss_by_source
     split, workers = partial(split_batch, mesh=mesh), config.data.num_workers
-    loader = build_loader(resumed.samples, micro_batches, num_workers=workers, device=device, split=split)
-    return micro_batches, loader
+    return micro_batches, build_loader(resumed.samples, micro_batches, num_workers=workers, device=device, split=split)
 
 
 def _count_steps(config: Config, resumed: _Resumed) -> int:

@@ -1,4 +1,4 @@
-"""Build the models of a run: the one that is trained, with its optimizer, and its teacher."""
+"""Build the models of a run: the one that is trained, with its optimizer and its loss, and its teacher."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -7,9 +7,12 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from titanlite.config.schema import Config
+from titanlite.data.samples import Samples
 from titanlite.kernels import Kernels
+from titanlite.loss import LossFunction, build_loss
 from titanlite.metrics.memory_watch import MemoryWatch
 from titanlite.metrics.phase_memory import PhaseMemory
+from titanlite.metrics.source_losses import LossBySource
 from titanlite.models.base import Model, unique_parameters
 from titanlite.optim import build_optimizer
 from titanlite.parallelize import DTYPES, materialize, parallelize
@@ -100,3 +103,9 @@ def build_frozen_teacher(
         training=config.training,
         compile=config.compile,
     )
+
+
+def build_loss_function(config: Config, kernels: Kernels, samples: Samples) -> LossFunction:
+    """Return the loss function of the config, which also sums by source if the config asks for that."""
+    loss = build_loss(config.training, kernels, config.distill if config.teacher.is_set else None)
+    return LossBySource(loss, [source.name for source in samples.sources]) if config.metrics.loss_by_source else loss

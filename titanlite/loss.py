@@ -34,6 +34,8 @@ class TokenLoss(NamedTuple):
     """Cross entropy alone, without a gradient."""
     metrics: Mapping[str, Tensor] = MappingProxyType({})
     """Further sums for the metrics, by name, without a gradient. They are reported as means over tokens."""
+    cross_entropy_T: Tensor | None = None
+    """Cross entropy of each token [B * L], 0 where it does not count, without a gradient; for `loss_by_source`."""
 
 
 class LossFunction(Protocol):
@@ -89,17 +91,15 @@ def token_loss(
     needs_gradients = torch.is_grad_enabled() and (hidden_TD.requires_grad or weight_VD.requires_grad)
     inputs = hidden_TD, weight_VD, labels_T, z_loss, needs_gradients, kernels
     if teacher is None:
-        return TokenLoss(*_ChunkedLoss.apply(*inputs, 0.0, None)[:2])
+        return TokenLoss(*_ChunkedLoss.apply(*inputs, 0.0, None))
     with teacher.divergence(distill, kernels) as divergence:
-        total, cross_entropy, distilled = _ChunkedLoss.apply(*inputs, distill.ratio, divergence)
-    return TokenLoss(total, cross_entropy, {"distill_loss": distilled})
+        return TokenLoss(*_ChunkedLoss.apply(*inputs, distill.ratio, divergence))
 
 
 class _ChunkedLoss(torch.autograd.Function):
     """Loss and gradients, chunk by chunk.
 
-    `F.linear_cross_entropy` of torch 2.12 works like this. But it returns the loss in the dtype of the hidden states,
-    which for bfloat16 is wrong in the third digit, and it has no z-loss.
+    `F.linear_cross_entropy` of torch 2.12 has no z-loss, and for bfloat16 a loss that is wrong in the third digit.
     """
 
     @staticmethod
@@ -113,13 +113,12 @@ class _ChunkedLoss(torch.autograd.Function):
         kernels: Kernels,
         ratio: float,
         divergence: Divergence | None,
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
+    ) -> tuple[Tensor, Tensor, dict[str, Tensor], Tensor]:
         wide, narrow = kernels.logits_dtype(hidden_TD), kernels.matmul_dtype(hidden_TD)
         operand_VD = weight_VD.to(wide)
         narrow_VD = operand_VD if narrow == wide else weight_VD.to(narrow)
         d_hidden_TD = torch.empty_like(hidden_TD) if needs_gradients else None
         d_weight_VD: Tensor | None = None
-        trains_weight = ctx.needs_input_grad[1]
         valid_T, labels_T = (labels_T != IGNORE).float(), labels_T.clamp(min=0)
         own_T = valid_T * (1 - ratio) if ratio else valid_T  # weights of the gradients of both terms
         taught_T = valid_T * ratio if divergence and needs_gradients else None
@@ -145,19 +144,18 @@ class _ChunkedLoss(torch.autograd.Function):
             if d_hidden_TD is not None and d_logits_CV is not None:
                 x_CD = x_CD.to(narrow)
                 kernels.matmul_into(d_hidden_TD[part], d_logits_CV, narrow_VD)
-                if trains_weight and d_weight_VD is None:
+                if ctx.needs_input_grad[1] and d_weight_VD is None:
                     d_weight_VD = kernels.float32_mm(d_logits_CV.t(), x_CD)
                 elif d_weight_VD is not None:
                     kernels.add_matmul(d_weight_VD, d_logits_CV.t(), x_CD)
             del d_logits_CV
         ctx.gradients = d_hidden_TD, None if d_weight_VD is None else d_weight_VD.to(weight_VD.dtype)
-        total, cross_entropy = _sums(terms, valid_T, z_loss)
-        if not diverged:
-            ctx.mark_non_differentiable(cross_entropy)
-            return total, cross_entropy, None
-        distilled = (torch.cat(diverged) * valid_T).sum()
-        ctx.mark_non_differentiable(cross_entropy, distilled)
-        return total * (1 - ratio) + distilled * ratio, cross_entropy, distilled
+        total, cross_entropy, cross_entropy_T = _sums(terms, valid_T, z_loss)
+        metrics = {"distill_loss": (torch.cat(diverged) * valid_T).sum()} if diverged else {}
+        if diverged:
+            total = total * (1 - ratio) + metrics["distill_loss"] * ratio
+        ctx.mark_non_differentiable(cross_entropy, cross_entropy_T)
+        return total, cross_entropy, metrics, cross_entropy_T
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
@@ -167,15 +165,15 @@ class _ChunkedLoss(torch.autograd.Function):
         return d_hidden_TD.mul_(gradients[0]), d_weight_VD, None, None, None, None, None, None
 
 
-def _sums(terms: Sequence[tuple[Tensor, Tensor, Tensor]], valid_T: Tensor, z_loss: float) -> tuple[Tensor, Tensor]:
-    """Return the minimized sum and the cross entropy.
+def _sums(terms: Sequence[tuple[Tensor, Tensor, Tensor]], valid_T: Tensor, z_loss: float) -> tuple[Tensor, ...]:
+    """Return the minimized sum, the cross entropy, and that of each token.
 
     Args:
         terms: the largest logit, the sum of the softmax, and the logit of the label, of each chunk.
     """
     largest_T, sum_T, label_logit_T = (torch.cat(parts) for parts in zip(*terms, strict=True))
     log_z_T = largest_T + sum_T.log()
-    cross_entropy = ((log_z_T - label_logit_T) * valid_T).sum()
-    if not z_loss:
-        return cross_entropy.clone(), cross_entropy
-    return cross_entropy + z_loss * (log_z_T.square() * valid_T).sum(), cross_entropy
+    cross_entropy_T = (log_z_T - label_logit_T) * valid_T
+    cross_entropy = cross_entropy_T.sum()
+    added = z_loss * (log_z_T.square() * valid_T).sum() if z_loss else None
+    return cross_entropy.clone() if added is None else cross_entropy + added, cross_entropy, cross_entropy_T

@@ -133,18 +133,17 @@ def accumulate(
     losses, metrics = [], dict[str, Tensor]()
     for index, batch in enumerate(batches):
         observer.phase("teacher" if teacher else "forward")
-        loss_of = partial(loss_function, labels_BL=batch["labels"], **({"teacher": teacher(batch)} if teacher else {}))
+        taught = {"teacher": teacher(batch)} if teacher else {}
+        sources = {"sources_B": batch["sources"]} if "sources" in batch else {}
+        loss_of = partial(loss_function, labels_BL=batch["labels"], **taught, **sources)
         if teacher:
             observer.phase("forward")
         if len(batches) > 1 and isinstance(model, FSDPModule):
             # Shards are reduced after each backward or once, after the last; replicas (HSDP) always once.
-            is_last = index == len(batches) - 1
-            if reduce_once:
-                model.set_requires_gradient_sync(is_last)
-            else:
-                model.set_requires_all_reduce(is_last)
+            set_reduces = model.set_requires_gradient_sync if reduce_once else model.set_requires_all_reduce
+            set_reduces(index == len(batches) - 1)
         loss = model(batch["tokens"], loss=loss_of, **document_arguments(batch))
-        del loss_of  # with the teacher's hidden states
+        del loss_of, taught  # with the teacher's hidden states
         losses.append(torch.stack([loss.cross_entropy.detach(), loss.total.detach()]) / valid_tokens)
         for name, value in loss.metrics.items():
             metrics[name] = metrics.get(name, 0.0) + value.detach() / valid_tokens

@@ -27,6 +27,7 @@ from titanlite.metrics.phase_memory import PhaseMemory, memory_line
 from titanlite.metrics.phase_seconds import phase_seconds
 from titanlite.metrics.rank_watch import RankMetrics, RankWatch, gather_metrics, slowest_rank
 from titanlite.metrics.records import RecordFile
+from titanlite.metrics.source_losses import SourceLosses
 from titanlite.metrics.timer import StepTimer
 from titanlite.observer import CurrentPhase
 from titanlite.runtime.hardware import peak_flops
@@ -79,6 +80,7 @@ class MetricsRecorder:
         self._memory = self.phase_memory.watch
         self.own_time = OwnTime(device)
         """Observer of steps and of FSDP's units."""
+        self._source_losses = SourceLosses()
         self._hosts = host_names(group)
         self._block: LiveBlock | None = None
         self._records = 0
@@ -149,6 +151,7 @@ class MetricsRecorder:
         """
         self._timer.steps += 1
         self._compiling.end_step()
+        model_metrics = self._source_losses.add(result.model_metrics, is_taken=result.skip_reason == 0)
         if (measured := self.phase_memory.take(last=last)) and self._writes:
             logger.info(memory_line(measured))
             self._phase_memory.write({"step": step, "world_size": dist.get_world_size(self._group), **measured})
@@ -174,7 +177,8 @@ class MetricsRecorder:
             "mfu_causal": causal_flops / self.peak_flops if self.peak_flops else None,
             "data_shares": shares(),
             "phase_seconds": {name: round(seconds, 3) for name, seconds in phase_seconds(self._phase).items()},
-            **{name: float(value) for name, value in result.model_metrics.items()},
+            **self._source_losses.take(),
+            **{name: float(value) for name, value in model_metrics.items()},
         }
         if self._writes:
             logger.info(step_line(record), extra={"in_block": True})

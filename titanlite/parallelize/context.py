@@ -21,7 +21,7 @@ from titanlite.models.attention import SequencePart
 from titanlite.parallelize.mesh import context_group, context_rank
 from titanlite.runtime.private_torch.collectives import all_gather, reduce_scatter
 
-WHOLE = "documents", "boundaries"
+WHOLE = "documents", "boundaries", "sources"
 """Tensors of a batch that each rank needs of whole sequences."""
 
 

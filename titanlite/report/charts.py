@@ -43,6 +43,7 @@ def report_of(runs: Sequence[RunRecords]) -> dict[str, Any]:
 
 def _charts(runs: Sequence[RunRecords]) -> Iterator[Chart]:
     yield {**_chart("loss", "Loss", "nats a token"), **_loss(runs), "wide": True}
+    yield {**_chart("source_losses", "Training loss by source", "nats a token"), "traces": [*_by_source(runs)]}
     yield {**_chart("validation", "Validation by source", "nats a token"), "traces": [*_validation(runs)]}
     for name, (title, unit, is_log) in LINES.items():
         traces = [_line(run, name, color) for color, run in enumerate(runs)]
@@ -96,6 +97,19 @@ def _validation(runs: Sequence[RunRecords]) -> Iterator[Trace]:
             points = [(it["step"], it["sources"][name]["loss"]) for it in run.validation if name in it["sources"]]
             yield {
                 "name": f"{run.name}: {name}",
+                "x": [step for step, _ in points],
+                "y": [loss for _, loss in points],
+                "color": color if len(runs) > 1 else number,
+            }
+
+
+def _by_source(runs: Sequence[RunRecords]) -> Iterator[Trace]:
+    for color, run in enumerate(runs):
+        losses = [record.get("source_losses") or {} for record in run.metrics]
+        for number, name in enumerate(sorted({name for record in losses for name in record})):
+            points = [(step, record[name]) for step, record in zip(run.steps, losses, strict=True) if name in record]
+            yield {
+                "name": f"{run.name}: {name}" if len(runs) > 1 else name,
                 "x": [step for step, _ in points],
                 "y": [loss for _, loss in points],
                 "color": color if len(runs) > 1 else number,

@@ -1,0 +1,30 @@
+"""Training loss by source is that of the whole global batch, on every layout."""
+
+import pytest
+
+from tests.helpers import TinyRun, run_in_turn, train_on_two_sources
+from tests.layouts import degrees, trained
+
+CONTEXT, TENSOR = "--parallelism.context_parallel_degree=2", "--parallelism.tensor_parallel_degree=2"
+
+
+@pytest.mark.nightly
+def test_values_do_not_depend_on_the_layout(tiny: TinyRun) -> None:
+    train_on_two_sources(tiny)
+    options = ["--metrics.log_freq=2", "--model.args={n_heads=4,n_kv_heads=2,dim=32}"]
+    layouts = {
+        "one": (1, degrees(1, 1)),
+        "accumulated": (1, [*degrees(1, 1), "--training.local_batch_size=2"]),
+        "sharded": (2, degrees(1, 2)),
+        "context": (2, [*degrees(1, 1), CONTEXT]),
+        "tensor": (2, [*degrees(1, 1), TENSOR]),
+        "hsdp": (4, degrees(2, 2)),
+    }
+    for name, (ranks, layout) in layouts.items():
+        run_in_turn(trained, ranks, [tiny.config(*options, *layout, f"--job.name={name}", world_size=ranks)])
+    expected = [record["source_losses"] for record in tiny.records("one")]
+    assert len(expected) > 2
+    assert all(set(losses) == {"digits", "words"} for losses in expected)
+    for name in layouts:
+        for found, wanted in zip(tiny.records(name), expected, strict=True):
+            assert found["source_losses"] == pytest.approx(wanted, rel=1e-5), name
