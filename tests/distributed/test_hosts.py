@@ -12,7 +12,7 @@ import pytest
 
 from tests.helpers import TinyRun
 from tests.hosts import Network, network
-from tests.processes import Job
+from tests.processes import SCRIPT, Job, started
 from titanlite import cli
 from titanlite.checkpoint import manifest as manifests
 from titanlite.checkpoint.storage import LocalStorage
@@ -248,3 +248,17 @@ def assert_as_one_process(tiny: TinyRun) -> None:
     records = tiny.records()
     assert [record["step"] for record in records] == list(range(1, STEPS + 1))
     assert tiny.losses() == pytest.approx(tiny.losses("alone"), rel=1e-5)
+
+
+@pytest.mark.nightly
+def test_the_example_of_two_hosts(tiny: TinyRun, hosts: Network) -> None:
+    script = SCRIPT.parent / "examples" / "two_hosts.sh"
+    settings = f"FIRST=node0 FOLDER={tiny.folder}/outputs CONFIG={tiny.toml} NPROC=1".split()
+    commands = [host.inside("env", *settings, f"--chdir={tiny.folder}", str(script)) for host in hosts.hosts]
+    with (
+        started(tiny.folder, "--training.steps=3", command=commands[0]) as first,
+        started(tiny.folder, "--training.steps=3", command=commands[1]) as second,
+    ):
+        assert [code for code, _ in ends([first, second], SECONDS)] == [0, 0], [first.text(), second.text()]
+        assert "mesh     replicate 2 x shard 1" in first.text()
+    assert [record["step"] for record in tiny.records()] == [1, 2, 3]

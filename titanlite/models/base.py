@@ -60,8 +60,8 @@ class Model(nn.Module):
         super().__init__()
 
     def forward(self, tokens: Tensor, loss: Loss | None = None, *, documents: Documents | None = None) -> Any:
-        """tokens [B, L] int64 -> logits [B, L, V]; with `loss`, what it returns for the final hidden states. With
-        `documents`, the logits of each document are those that it has alone."""
+        """Return logits [B, L, V] of tokens [B, L] int64; with `loss`, what it returns for the final hidden states.
+        With `documents`, the logits of each document are those that it has alone."""
         raise NotImplementedError
 
     def init_weight(self, name: str, shape: torch.Size) -> InitialValues:

@@ -43,6 +43,7 @@ class RunRecords:
 
     @property
     def steps(self) -> list[int]:
+        """Steps of the records, ascending."""
         return [record["step"] for record in self.metrics]
 
 
