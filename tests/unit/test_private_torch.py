@@ -851,3 +851,11 @@ def test_all_reduce() -> None:
     for call in (all_reduce, torch.compile(all_reduce, backend="aot_eager", fullgraph=True)):
         for operation in ("sum", "max"):
             assert torch.equal(call(x, operation, name), x)
+
+
+def test_a_fake_world_uses_no_groups_of_an_earlier_one() -> None:
+    for _ in range(2):
+        with fake_process_group(2):
+            mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tensor",))
+            part = DTensor.from_local(torch.ones(2), mesh, [Shard(0)])
+            assert part.detach().device_mesh is mesh

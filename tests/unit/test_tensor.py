@@ -20,7 +20,6 @@ from titanlite.models.qwen3 import Qwen3, Qwen3Args
 from titanlite.models.qwen3_moe import Qwen3Moe
 from titanlite.models.tensor_plan import DECODER, TensorPlan
 from titanlite.parallelize.tensor import TensorRanks, check_tensor, roles_of, split_parameters
-from titanlite.plan.search import search
 from titanlite.runtime.errors import ConfigError, UserError
 
 ARGS = Llama3Args(dim=48, n_layers=2, n_heads=6, n_kv_heads=3, hidden_dim=72, vocab_size=264, max_seq_len=64)
@@ -103,13 +102,6 @@ def test_options_that_do_not_compose_are_refused_by_name(tiny: TinyRun) -> None:
         with pytest.raises(ConfigError, match=r"parallelism\.tensor_parallel_degree") as caught:
             tiny.config("--parallelism.tensor_parallel_degree=2", *options, world_size=4)
         assert expected in str(caught.value)
-
-
-def test_a_search_refuses_split_layers(tiny: TinyRun) -> None:
-    config = tiny.config("--parallelism.tensor_parallel_degree=2", world_size=2)
-    layout: Any = None
-    with pytest.raises(UserError, match="tensor_parallel_degree: --search knows no layers on several ranks"):
-        search(config, layout)
 
 
 def test_memory_of_a_rank_counts_split_layers_once() -> None:

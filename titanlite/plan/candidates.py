@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from titanlite.config.schema import Degrees
+from titanlite.config.schema import Config, Degrees
 from titanlite.plan.estimate import Plan
 
 MODES = ("none", "selective", "full")
@@ -83,3 +83,19 @@ def slower(it: Candidate, best: Candidate) -> str:
     elif it.batch < best.batch:
         reason += ": smaller kernels, and collectives for more micro-batches"
     return reason
+
+
+def with_options(config: Config, options: Options) -> Config:
+    """Return the config with these options.
+
+    Raises:
+        ValueError: the options conflict.
+    """
+    tree = config.model_dump()
+    for key, value in options.items():
+        *path, last = key.split(".")
+        section = tree
+        for name in path:
+            section = section[name]
+        section[last] = value
+    return Config.model_validate(tree)

@@ -6,34 +6,74 @@ What the search knows of mesh axes stands here.
 from collections.abc import Iterable
 from dataclasses import replace
 
-from titanlite.config.schema import Degrees
+from titanlite.config.checks import find_conflicts
+from titanlite.config.schema import Config, Degrees, Parallelism
+from titanlite.model_checks import axis_checks, check_experts
+from titanlite.plan.candidates import Options, with_options
+from titanlite.plan.estimate import model_of
 from titanlite.plan.time import Collective, Group, Kernel, Unit, kernel_time, lasting
+from titanlite.runtime.errors import UserError
 from titanlite.runtime.hardware import Hardware
 
 MOST_CONTEXT = 64
 """Largest number of ranks that split a sequence in a search."""
 
+CONTEXT, EXPERT, TENSOR = (f"parallelism.{axis}_parallel_degree" for axis in ("context", "expert", "tensor"))
 
-def all_degrees(world_size: int, context: int = 1) -> list[Degrees]:
+
+def all_degrees(world_size: int, context: int = 1, tensor: int = 1) -> list[Degrees]:
     """Return every way to split the ranks, from replicas alone to full sharding.
 
     Args:
         context: ranks that split a sequence.
+        tensor: ranks that split layers.
     """
-    rest = world_size // context
+    rest = world_size // (context * tensor)
     shards = [degree for degree in range(1, rest + 1) if rest % degree == 0]
-    return [Degrees(rest // shard, shard, context) for shard in shards]
+    return [Degrees(rest // shard, shard, context, tensor) for shard in shards]
 
 
-def full_sharding(world_size: int, context: int = 1) -> Degrees:
-    """Return the degrees of the layout that a search traces, and derives the others from."""
-    return Degrees(1, world_size // context, context)
+def further_axes(parallelism: Parallelism, world_size: int, *, seq_len: int, gpus_per_node: int) -> list[Options]:
+    """Return the options of further axes that a search tries, each list of degrees from the smallest.
+
+    Experts are spread over a node at most, and layers too: both wait for their collectives.
+    """
+    if (
+        parallelism.context_parallel_degree * parallelism.expert_parallel_degree * parallelism.tensor_parallel_degree
+        > 1
+    ):
+        return []
+    powers = [2**exponent for exponent in range(1, MOST_CONTEXT.bit_length()) if world_size % 2**exponent == 0]
+    within_node = [degree for degree in powers if degree <= gpus_per_node]
+    return [
+        *({EXPERT: degree} for degree in within_node[-1:]),
+        *({CONTEXT: degree} for degree in powers if seq_len % (2 * degree) == 0),
+        *({TENSOR: degree} for degree in within_node),
+    ]
 
 
-def context_degrees(world_size: int, seq_len: int) -> list[int]:
-    """Return the numbers of ranks that can split a sequence, from the smallest: powers of 2, at most `MOST_CONTEXT`."""
-    powers = [2**exponent for exponent in range(1, MOST_CONTEXT.bit_length())]
-    return [degree for degree in powers if world_size % degree == 0 and seq_len % (2 * degree) == 0]
+def can_have(config: Config, options: Options, world_size: int) -> bool:
+    """Return True if the config and its model allow these options of further axes, with full sharding."""
+    full = {"parallelism.data_parallel_replicate_degree": 1, "parallelism.data_parallel_shard_degree": -1}
+    changed = with_options(config, options | full)
+    try:
+        for check in axis_checks(model_of(changed).build(), changed.parallelism, world_size).values():
+            check()
+    except UserError:
+        return False
+    return not any(key.startswith("parallelism.") for key, _ in find_conflicts(changed, world_size, ()))
+
+
+def can_share_experts(config: Config, sharded: int) -> bool:
+    """Return True if the config's experts can be on several ranks, of which so many share parameters."""
+    experts = config.parallelism.expert_parallel_degree
+    if experts == 1 or sharded % experts:
+        return experts == 1
+    try:
+        check_experts(model_of(config).build(), experts, sharded)
+    except UserError:
+        return False
+    return True
 
 
 def grow(one: Unit, two: Unit, further: float, hardware: Hardware) -> Unit:
@@ -49,29 +89,52 @@ def grow(one: Unit, two: Unit, further: float, hardware: Hardware) -> Unit:
         least, more = (sum(kernel_time(kernel, hardware) for kernel in it) for it in (first, second))
         return (lasting(least + further * (more - least), hardware),)
 
-    return replace(one, forward=grown(one.forward, two.forward), backward=grown(one.backward, two.backward))
+    def grown_waits(first: Iterable[Collective], second: Iterable[Collective]) -> tuple[Collective, ...]:
+        pairs = zip(first, second, strict=True)
+        return tuple(it._replace(bytes=round(it.bytes + further * (more.bytes - it.bytes))) for it, more in pairs)
+
+    return replace(
+        one,
+        forward=grown(one.forward, two.forward),
+        backward=grown(one.backward, two.backward),
+        forward_waits=grown_waits(one.forward_waits, two.forward_waits),
+        backward_waits=grown_waits(one.backward_waits, two.backward_waits),
+    )
 
 
 def lay_out(
-    unit: Unit, degrees: Degrees, *, reshard: str, reduce_once: bool, gpus_per_node: int, stays_gathered: bool = False
+    unit: Unit,
+    degrees: Degrees,
+    *,
+    full: int,
+    reshard: str,
+    reduce_once: bool,
+    gpus_per_node: int,
+    stays_gathered: bool = False,
 ) -> Unit:
     """Return the unit with the collectives of another layout, from those of full sharding.
 
     Args:
+        full: ranks that share parameters in full sharding. Experts on several ranks are shared by fewer.
         reshard: the option fsdp_reshard_after_forward.
         reduce_once: whether gradients are reduced after the last micro-batch only.
         stays_gathered: whether the unit is gathered in the first step only.
     """
-    shards = Group(degrees.sharded, min(degrees.sharded, gpus_per_node))
-    replicas = Group(degrees.replicate, max(1, min(degrees.replicate, gpus_per_node // degrees.sharded)))
+    neighbours = gpus_per_node // degrees.tensor  # ranks of a node that hold the same part of layers
+    replicas = Group(degrees.replicate, max(1, min(degrees.replicate, neighbours // degrees.sharded)))
     if degrees.replicate * degrees.sharded == 1:
         return unit
 
+    def shards(each: Collective) -> Group:
+        experts = full // each.group.size  # ranks with different experts, which are neighbours
+        size = degrees.sharded // experts
+        return Group(size, max(1, min(size, neighbours // experts)))
+
     def over_shards(collectives: Iterable[Collective]) -> tuple[Collective, ...]:
-        return tuple(each._replace(group=shards) for each in collectives) if degrees.sharded > 1 else ()
+        return tuple(each._replace(group=shards(each)) for each in collectives if shards(each).size > 1)
 
     gradients = reductions(unit)
-    all_reduce = tuple(Collective("all_reduce", each.bytes // degrees.sharded, replicas) for each in gradients)
+    all_reduce = tuple(Collective("all_reduce", each.bytes // shards(each).size, replicas) for each in gradients)
     return replace(
         unit,
         gather=() if stays_gathered else over_shards(unit.gather),

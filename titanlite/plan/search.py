@@ -19,7 +19,6 @@ import torch
 
 from titanlite.config.schema import Config, Degrees
 from titanlite.cpu.settings import cores
-from titanlite.model_checks import check_context
 from titanlite.parallelize.float8 import choose_layers
 from titanlite.plan import teacher as teachers
 from titanlite.plan.candidates import (
@@ -31,9 +30,21 @@ from titanlite.plan.candidates import (
     needs_host,
     slower,
     too_large,
+    with_options,
 )
 from titanlite.plan.estimate import ON_HOST, Layout, Plan, Trace, estimate, model_of, trace
-from titanlite.plan.layouts import all_degrees, context_degrees, full_sharding, grow, lay_out, reductions
+from titanlite.plan.layouts import (
+    CONTEXT,
+    EXPERT,
+    TENSOR,
+    all_degrees,
+    can_have,
+    can_share_experts,
+    further_axes,
+    grow,
+    lay_out,
+    reductions,
+)
 from titanlite.plan.teacher import is_teacher
 from titanlite.plan.time import collective_time, offload_time, step_time
 from titanlite.runtime.errors import UserError
@@ -58,54 +69,50 @@ def search(config: Config, layout: Layout, *, count: int = 5) -> Found:
         count: number of best candidates, and of runners-up.
 
     Raises:
-        UserError: nothing fits, experts or layers are on several ranks, or the global batch cannot be split over the
-            processes.
+        UserError: nothing fits, or the global batch cannot be split over the processes.
     """
-    if config.parallelism.expert_parallel_degree > 1:
-        raise UserError("parallelism.expert_parallel_degree: --search knows no experts on several ranks: set it to 1")
-    if config.parallelism.tensor_parallel_degree > 1:
-        raise UserError("parallelism.tensor_parallel_degree: --search knows no layers on several ranks: set it to 1")
     with ProcessPoolExecutor(cores(), multiprocessing.get_context("spawn"), _begin) as pool:
-        return best_context(config, layout, partial(_search, pool=pool, count=count))
+        return best_axes(config, layout, partial(_search, pool=pool, count=count))
 
 
-def best_context(config: Config, layout: Layout, find: Callable[[Config, Layout], Found]) -> Found:
-    """Return the result without further ranks for a sequence, or with the fewest that need no offload if it is faster.
+def best_axes(config: Config, layout: Layout, find: Callable[[Config, Layout], Found]) -> Found:
+    """Return the fastest result of the config's own axes, and of experts on the ranks of a node.
+
+    If these need offload or do not fit, take the fewest ranks for a sequence, or else for a layer, that need none.
 
     Raises:
-        UserError: that of the config's own degree.
+        UserError: that of the config's own axes.
     """
-    found, failure = None, None
-    own = config.parallelism.context_parallel_degree
-    others = context_degrees(layout.world_size, config.training.seq_len) if own == 1 and can_split(config) else []
-    for degree in [own, *others]:
+    parallelism = config.parallelism
+    found: Found | None = None
+    failure: UserError | None = None
+    fits = False
+    axes = further_axes(
+        parallelism, layout.world_size, seq_len=config.training.seq_len, gpus_per_node=layout.gpus_per_node
+    )
+    for options in [{}, *(options for options in axes if can_have(config, options, layout.world_size))]:
+        if fits and not {CONTEXT, TENSOR}.isdisjoint(options):
+            break
         try:
-            further = find(with_options(config, {"parallelism.context_parallel_degree": degree}), layout)
+            further = find(with_options(config, options), layout)
         except UserError as error:
             failure = failure or error
             continue
+        fits = fits or not further.best[0][0].offload
+        tried = further.tried + (found.tried if found else 0)
         if found is None or further.best[0][1].tokens_per_second > found.best[0][1].tokens_per_second:
-            found = replace(further, tried=further.tried + (found.tried if found else 0))
-        if not further.best[0][0].offload:
-            break
+            found = further
+        found = replace(found, tried=tried)
     if found is None:
         assert failure
         raise failure
     return found
 
 
-def can_split(config: Config) -> bool:
-    """Return True if several processes can compute the sequences of the config's model."""
-    try:
-        check_context(model_of(config).build())
-    except UserError:
-        return False
-    return True
-
-
 def _search(config: Config, layout: Layout, *, pool: ProcessPoolExecutor, count: int) -> Found:
-    """Search with the config's degree of context parallelism."""
-    readers = layout.world_size // config.parallelism.context_parallel_degree
+    """Search with the config's degrees of further axes."""
+    parallelism = config.parallelism
+    readers = layout.world_size // (parallelism.context_parallel_degree * parallelism.tensor_parallel_degree)
     share, rest = divmod(config.training.global_batch_size, readers)
     if rest or not share:
         raise UserError(
@@ -123,32 +130,23 @@ def _begin() -> None:
     torch.set_num_threads(1)
 
 
-def with_options(config: Config, options: Options) -> Config:
-    """Return the config with these options.
-
-    Raises:
-        ValueError: the options conflict.
-    """
-    tree = config.model_dump()
-    for key, value in options.items():
-        *path, last = key.split(".")
-        section = tree
-        for name in path:
-            section = section[name]
-        section[last] = value
-    return Config.model_validate(tree)
-
-
 class _Search:
     def __init__(self, config: Config, layout: Layout, pool: ProcessPoolExecutor, share: int) -> None:
         self.config = config
         self.layout = layout
         self.pool = pool
         self.share = share
-        self.context = config.parallelism.context_parallel_degree
+        parallelism = config.parallelism
+        world, tensor = layout.world_size, parallelism.tensor_parallel_degree
+        every = all_degrees(world, parallelism.context_parallel_degree, tensor)
+        self.degrees = [it for it in every if can_share_experts(config, it.sharded)]
+        self.full = self.degrees[-1].sharded
+        """Ranks that share parameters in the layout that is traced, from which the others are derived."""
+        self.experts = parallelism.expert_parallel_degree
         self.reduce_once = config.parallelism.fsdp_reduce_gradients == "last"
         self.batches = [size for size in range(1, min(share, LARGEST_BATCH) + 1) if share % size == 0]
         can_float8 = config.compile.enable and layout.hardware.fp8_flops is not None and _has_layers_for_float8(config)
+        can_float8 = can_float8 and tensor == 1
         self.policies = TEACHER if config.teacher.is_live else (None,)
         self.float8 = [False, True] if can_float8 else [False]
 
@@ -180,8 +178,8 @@ class _Search:
         keys = list(product(MODES, self.float8, self.batches[:2]))
         futures = {}
         for mode, float8, batch in keys:
-            degrees = full_sharding(self.layout.world_size, self.context)
-            options = self._options(mode, float8, batch, (degrees, RESHARD[0], self.policies[0]), offload=False)
+            sharding = self.degrees[-1], RESHARD[0], self.policies[0]
+            options = self._options(mode, float8, batch, sharding, offload=False)
             futures[mode, float8, batch] = self._submit(with_options(self.config, options))
         return {key: future.result() for key, future in futures.items()}
 
@@ -191,7 +189,9 @@ class _Search:
             **({"teacher.fsdp_reshard_after_forward": teacher} if teacher else {}),
             "parallelism.data_parallel_replicate_degree": degrees.replicate,
             "parallelism.data_parallel_shard_degree": degrees.shard,
-            "parallelism.context_parallel_degree": degrees.context,
+            CONTEXT: degrees.context,
+            **({EXPERT: self.experts} if self.experts > 1 else {}),
+            **({TENSOR: degrees.tensor} if degrees.tensor > 1 else {}),
             "parallelism.fsdp_reshard_after_forward": reshard,
             "activation_checkpoint.mode": mode,
             "activation_checkpoint.selective_ac_option": "op",
@@ -202,8 +202,7 @@ class _Search:
         }
 
     def _candidates(self, *, offload: bool) -> Iterator[Candidate]:
-        world = self.layout.world_size
-        for degrees, mode, float8, batch in product(all_degrees(world, self.context), MODES, self.float8, self.batches):
+        for degrees, mode, float8, batch in product(self.degrees, MODES, self.float8, self.batches):
             several = degrees.sharded > 1
             for reshard, teacher in product(RESHARD if several else RESHARD[:1], self.policies[: 1 + several]):
                 options = self._options(mode, float8, batch, (degrees, reshard, teacher), offload=offload)
@@ -214,6 +213,7 @@ class _Search:
         one = traces[it.mode, it.float8, self.batches[0]]
         two = traces[it.mode, it.float8, self.batches[:2][-1]]
         world, hardware, per_node = self.layout.world_size, self.layout.hardware, self.layout.gpus_per_node
+        full = self.full
         further = (it.batch - self.batches[0]) / max(1, self.batches[:2][-1] - self.batches[0])
         without, grown = (
             trace.profile.reserved - self._held_gradients(trace, batch)
@@ -221,16 +221,17 @@ class _Search:
         )
         reserved = without + further * (grown - without) + self._held_gradients(one, it.batch)
         states = sum(one.profile.most(category) for category in ON_HOST)
-        host = states * world / it.degrees.sharded if it.offload else 0.0
+        host = states * full / it.degrees.sharded if it.offload else 0.0
         gathered = sum(it.bytes for unit in one.workload.units for it in unit.gather if not is_teacher(unit))
-        reserved += teachers.kept_bytes(one.profile, one.workload, it.teacher, shard=it.degrees.sharded, world=world)
-        reserved += -states if it.offload else states * (world / it.degrees.sharded - 1)
+        reserved += teachers.kept_bytes(one.profile, one.workload, it.teacher, shard=it.degrees.sharded, world=full)
+        reserved += -states if it.offload else states * (full / it.degrees.sharded - 1)
         if world > 1 and (it.reshard == "never" or it.degrees.sharded == 1):
             reserved += gathered
         units = [
             lay_out(
                 grow(of_one, of_two, further, hardware),
                 it.degrees,
+                full=full,
                 reshard=it.reshard,
                 reduce_once=self.reduce_once,
                 gpus_per_node=per_node,
@@ -238,7 +239,7 @@ class _Search:
             )
             for of_one, of_two in zip(one.workload.units, two.workload.units, strict=True)
         ]
-        update = [kernel._replace(bytes=kernel.bytes * world // it.degrees.sharded) for kernel in one.workload.update]
+        update = [kernel._replace(bytes=kernel.bytes * full // it.degrees.sharded) for kernel in one.workload.update]
         time = step_time(
             units,
             update=update,
@@ -249,7 +250,7 @@ class _Search:
         waiting = sum(collective_time(whole, hardware, per_node) for whole in one.workload.whole)
         total = time.total + waiting
         if it.offload:
-            parameters = one.profile.most("parameters") * world // it.degrees.sharded
+            parameters = one.profile.most("parameters") * full // it.degrees.sharded
             total += offload_time(parameters, host, hardware=hardware, accumulation=self.share // it.batch)
         tokens = self.config.training.global_batch_size * self.config.training.seq_len
         return replace(

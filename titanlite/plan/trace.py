@@ -136,6 +136,7 @@ def _record(
     teacher: Teacher | None,
     cache: CacheSize | None,
 ) -> Recorder:
+    tokens = loss_group(mesh)  # its ranks are values, which a fake tensor lacks
     with FakeTensorMode(allow_non_fake_inputs=True) as fakes:
         recorder = Recorder(fakes, gpu=isinstance(kernels, GpuKernels))
         recorder.name_group(world_group(mesh), "world")
@@ -175,7 +176,7 @@ def _record(
                     model,
                     batches,
                     optimizer=optimizer,
-                    group=loss_group(mesh),
+                    group=tokens,
                     world=world_group(mesh),
                     max_norm=config.training.max_norm,
                     loss_function=recorder.during("logits", loss),

@@ -88,7 +88,12 @@ def run_random_operators_plainly(mode_cls: type[TorchDispatchMode]) -> None:
 
 @contextmanager
 def fake_process_group(world_size: int, *, rank: int = 0) -> Iterator[None]:
-    """Start a process group as one rank; the others do not exist. This process must have no process group."""
+    """Start a process group as one rank; the others do not exist. This process must have no process group.
+
+    DTensor remembers the layouts of operators by meshes, and takes one of an earlier world of the same shape for its
+    own. Its groups are gone, so the memory is cleared.
+    """
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
@@ -96,3 +101,4 @@ def fake_process_group(world_size: int, *, rank: int = 0) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
+        _clear_sharding_prop_cache()

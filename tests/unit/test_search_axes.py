@@ -1,0 +1,105 @@
+"""`plan --search` with further axes: what it tries, and that it expects what the plan finds."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.plans import read
+from titanlite.config.schema import Config
+from titanlite.plan.candidates import Found, with_options
+from titanlite.plan.estimate import Layout, plan, trace
+from titanlite.plan.layouts import can_have, can_share_experts, further_axes
+from titanlite.plan.search import _Search, best_axes
+from titanlite.runtime.errors import UserError
+from titanlite.runtime.hardware import find_hardware
+
+TENSOR = "--parallelism.tensor_parallel_degree=2"
+EXPERT = "--parallelism.expert_parallel_degree=2"
+HEADS = "--model.args={n_heads=8,n_kv_heads=8}"
+MOE = (
+    "--model={name='qwen3_moe', flavor='debug', args={dim=64, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=16, "
+    "hidden_dim=32, n_experts=8, n_active_experts=2}}"
+)
+
+
+def axis_of(options: dict[str, Any]) -> str:
+    return " ".join(f"{key.split('.')[1].partition('_')[0]} {value}" for key, value in options.items())
+
+
+def test_axes_that_are_tried() -> None:
+    axes = further_axes(read().parallelism, 24, seq_len=32, gpus_per_node=8)
+    assert [axis_of(it) for it in axes] == [
+        "expert 8", "context 2", "context 4", "context 8", "tensor 2", "tensor 4", "tensor 8",
+    ]  # fmt: skip
+    assert further_axes(read(TENSOR, HEADS, world_size=2).parallelism, 24, seq_len=32, gpus_per_node=8) == []
+    assert [axis_of(it) for it in further_axes(read().parallelism, 2, seq_len=6, gpus_per_node=1)] == []
+
+
+def test_only_what_the_config_and_its_model_allow() -> None:
+    dense, moe = read(HEADS), read(MOE)
+    expert, tensor = ({f"parallelism.{axis}_parallel_degree": 2} for axis in ("expert", "tensor"))
+    assert [can_have(config, expert, 4) for config in (dense, moe)] == [False, True]
+    assert [can_have(config, tensor, 4) for config in (dense, moe)] == [True, False]
+    assert not can_have(read(HEADS, "--training.loss=own.py:loss"), tensor, 4)
+    assert [can_share_experts(with_options(moe, expert), sharded) for sharded in (1, 2, 4, 3)] == [
+        False,
+        True,
+        True,
+        False,
+    ]
+
+
+@pytest.mark.parametrize(
+    ("options", "speeds", "tried", "best"),
+    [
+        ([MOE], {"": 10.0, "expert 8": 20.0}, ["", "expert 8"], "expert 8"),
+        ([MOE], {"": 10.0, "expert 8": 5.0}, ["", "expert 8"], ""),
+        ([MOE], {"expert 8": 5.0}, ["", "expert 8"], "expert 8"),
+        ([MOE], {"context 4": 5.0}, ["", "expert 8", "context 2", "context 4"], "context 4"),
+        ([HEADS], {"": 10.0}, [""], ""),
+        ([HEADS], {"tensor 4": 3.0}, ["", "context 2", "context 4", "context 8", "tensor 2", "tensor 4"], "tensor 4"),
+    ],
+)
+def test_what_is_proposed(options: list[str], speeds: dict[str, float], tried: list[str], best: str) -> None:
+    asked: list[str] = []
+
+    def find(config: Config, layout: Layout) -> Found:
+        degrees = config.parallelism.model_dump()
+        found = {key: degrees[key] for key in degrees if key.split("_")[0] in ("expert", "context", "tensor")}
+        asked.append(axis_of({f"parallelism.{key}": value for key, value in found.items() if value > 1}))
+        if asked[-1] not in speeds:
+            raise UserError("nothing fits")
+        pair: Any = SimpleNamespace(offload=False), SimpleNamespace(tokens_per_second=speeds[asked[-1]], axis=asked[-1])
+        return Found([pair], [], tried=1)
+
+    config = read(*options, "--training.seq_len=32")
+    result: Any = best_axes(config, Layout(8, find_hardware("H100"), 8), find)
+    assert result.best[0][1].axis == best
+    assert asked == tried
+    assert result.tried == len([axis for axis in asked if axis in speeds])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("options", "world_size"), [((TENSOR, HEADS), 8), ((EXPERT, MOE), 4)], ids=["layers", "experts"]
+)
+def test_it_expects_what_the_plan_finds(options: tuple[str, ...], world_size: int) -> None:
+    config = read(*options, "--training.global_batch_size=16", world_size=world_size)
+    layout = Layout(world_size, replace(find_hardware("H100"), link_bandwidth=1e8), 8)  # so slow that collectives count
+    unused: Any = None  # nothing is traced in other processes
+    readers = world_size // config.parallelism.tensor_parallel_degree
+    searching = _Search(config, layout, unused, share=16 // readers)
+    candidates = [it for it in searching._candidates(offload=False) if (it.mode, it.reshard) == ("full", "default")]
+    traces = {
+        (it.mode, it.float8, it.batch): trace(with_options(config, it.options), layout)
+        for it in candidates
+        if it.degrees.sharded == searching.full and it.batch in searching.batches[:2]
+    }
+    assert len({it.degrees for it in candidates}) == len(searching.degrees) > 1
+    for it in [it for it in candidates if it.batch in (1, 4) and it.degrees.sharded > 1]:
+        expected = searching._expect(it, traces)
+        found = plan(with_options(config, it.options), layout)
+        assert expected.tokens_per_second == pytest.approx(found.tokens_per_second, rel=0.03), it.title
+        assert expected.reserved == pytest.approx(found.reserved, rel=0.12), it.title
