@@ -1,7 +1,7 @@
 """Accuracy of `titanlite plan`: predicted against measured memory and time.
 
     python benchmarks/plan_accuracy.py cpu          peak memory of runs on this machine's CPU, byte by byte
-    python benchmarks/plan_accuracy.py axes         measurements of further mesh axes by NeMo AutoModel, beside the plan
+    python benchmarks/plan_accuracy.py axes         published measurements of further mesh axes, beside the plan
     python benchmarks/plan_accuracy.py published    measurements that torchtitan published, beside the plan
     python benchmarks/plan_accuracy.py null-gpu     memory that PyTorch's allocator gave on a null GPU (docs/gpu.md)
     python benchmarks/plan_accuracy.py gpu          peak memory and step time on this machine's GPU
@@ -118,15 +118,23 @@ local batch, GiB a GPU, tokens a second and GPU). H100: its benchmarks of Decemb
 2025. A100: its docs/performance.md of 2024; it is not known whether it was compiled."""
 
 CONTEXT = "--parallelism.context_parallel_degree="
+TENSOR = "--parallelism.tensor_parallel_degree="
 AXES: list[tuple[str, str, int, list[str], float]] = [
     ("70B, FSDP 32 x context 2", "llama3_70b", 64,
      [CONTEXT + "2", "--training.global_batch_size=128", RECOMPUTE + "full"], 866.77),
     ("30B-A3B, FSDP 8 x expert 8", "qwen3_30b_a3b", 8,
      ["--parallelism.expert_parallel_degree=8", "--training.global_batch_size=512", "--training.local_batch_size=4",
       RECOMPUTE + "full", "--training.dtype=bfloat16", "--optimizer.state_dtype=bfloat16"], 12_040),
+    ("70B, FSDP 32 x tensor 8", "llama3_70b", 256,
+     [TENSOR + "8", "--training.global_batch_size=512", "--training.local_batch_size=16", RECOMPUTE + "full"], 652),
+    ("405B, FSDP 16 x tensor 8", "llama3_405b", 128,
+     [TENSOR + "8", "--training.global_batch_size=32", "--training.local_batch_size=2", RECOMPUTE + "full"], 109),
 ]  # fmt: skip
-"""NeMo AutoModel on H100s (docs/performance-summary of its repository, April 2026), sequences of 8,192, of Qwen3 4,096:
-(which, config, GPUs, options, tokens a second and GPU). What is recomputed, and dtypes of states, are not published."""
+"""Published on H100s: (which, config, GPUs, options, tokens a second and GPU). Sequences: 8,192 tokens, of Qwen3 4,096.
+
+Context and experts: NeMo AutoModel (docs/performance-summary of its repository, April 2026). Recomputation and dtypes
+are not published. Tensor: torchtitan on GPUs of 94 GB in bfloat16, with full recomputation (docs/performance.md
+of its repository, 2024)."""
 
 TORCHTITAN = {
     "8B, batch 1": "39.66, 47.38", "8B, batch 2": "67.06, 76.74",
