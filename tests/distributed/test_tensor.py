@@ -193,3 +193,34 @@ def test_initial_weights_and_checkpoints_are_those_of_one_process(tiny: TinyRun)
     shutil.copytree(outputs / "one", outputs / "back")
     [back] = on("tensor", (values, config("back", "tensor", 6)))
     assert equal(own, back) == []
+
+
+@pytest.mark.nightly
+def test_saved_by_four_ranks_loads_on_each_layout(tiny: TinyRun) -> None:
+    """Saved on shard 2 x tensor 2: the same bits of parameters and moments elsewhere, and the same samples."""
+    outputs = tiny.folder / "outputs"
+    places = {"split": (1, 2, 1, 2), "one": (1, 1), "4-1": (4, 1), "1-4": (1, 4), "context": (1, 2, 2)}
+
+    def config(name: str, place: tuple[int, ...], steps: int = 3) -> Config:
+        options = [*QWEN, *degrees(*place), f"--job.name={name}", f"--training.steps={steps}"]
+        return tiny.config(*options, world_size=math.prod(place))
+
+    def on(place: tuple[int, ...], *calls: tuple[Any, Config]) -> list[Any]:
+        return [found[0] for found in run_in_turn(in_order, math.prod(place), calls)]  # pyright: ignore[reportArgumentType]
+
+    on((1, 1), (finished, config("whole", (1, 1), 6)))
+    split = places["split"]
+    _, saved, moments = on(
+        split, (finished, config("saved", split)), (values, config("saved", split)),
+        (optimizer_moments, config("saved", split)),
+    )  # fmt: skip
+    for name, place in places.items():
+        shutil.copytree(outputs / "saved", outputs / name)
+        loaded, loaded_moments, _ = on(
+            place, (values, config(name, place)), (optimizer_moments, config(name, place)),
+            (finished, config(name, place, 6)),
+        )  # fmt: skip
+        assert equal(saved, loaded) == [], name
+        assert equal(moments, loaded_moments) == [], name
+        assert tiny.losses(name) == pytest.approx(tiny.losses("whole"), rel=1e-5), name
+        assert [it["samples"] for it in tiny.records(name)] == [it["samples"] for it in tiny.records("whole")], name
