@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from scripts.reference import command_page, commands, error_page, error_texts, errors
+from scripts.samples import renewed
 from titanlite.cli import make_parser
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -72,3 +73,28 @@ def test_errors_that_users_meet_are_listed() -> None:
         "not finite",
     ):
         assert any(part in text for text in texts), part
+
+
+def test_a_sample_gets_the_values_of_a_run() -> None:
+    sample = [
+        "mesh     replicate 1 x shard 1",
+        "...",
+        "data     train: 90.00%; 12 tokens (...); unigram entropy 5, ...",
+        "step     1  loss 7.0  lr 1 ...",
+        "step    20  validation loss 4.0",
+    ]
+    output = [
+        "model    other", "mesh     replicate 1 x shard 2", "saves    every step",
+        "data     train: 100.00%; 13 tokens (outputs/data); unigram entropy 6, the loss",
+        "step     1  loss 7.5  lr 2  more here",
+        "step    10  loss 6.0", "step    20  loss 5.0", "step    20  validation loss 4.5",
+    ]  # fmt: skip
+    assert renewed(sample, output) == [
+        "mesh     replicate 1 x shard 2",
+        "...",
+        "data     train: 100.00%; 13 tokens (...); unigram entropy 6, ...",
+        "step     1  loss 7.5  lr 2 ...",
+        "step    20  validation loss 4.5",
+    ]
+    with pytest.raises(ValueError, match="prints no line like: kernels"):
+        renewed(["kernels  plain"], output)
