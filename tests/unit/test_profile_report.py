@@ -11,14 +11,17 @@ import torch.distributed as dist
 
 from tests.helpers import TinyRun, train_on_this_rank
 from titanlite import cli
+from titanlite.config.load import dump
 from titanlite.plan.command import share_of_process
 from titanlite.plan.estimate import Layout, plan
+from titanlite.plan.schedule import CollectiveTime
 from titanlite.report.intervals import gaps, intersection, length, union
 from titanlite.report.profile_analysis import Analysis, Collective, Gap, Operator, analyse, collective_name
 from titanlite.report.profile_command import profile_lines
-from titanlite.report.profile_plan import Prediction
+from titanlite.report.profile_plan import Prediction, has_rates_of_links, predict
 from titanlite.report.trace_file import Event, read_trace
 from titanlite.runtime.hardware import find_hardware
+from titanlite.runtime.rates import Rates
 
 GEMM = "ampere_sgemm_128x64_tn"
 GATHER = "ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
@@ -212,7 +215,10 @@ def test_a_real_run(tiny: TinyRun, capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_the_plan_is_printed_beside_what_was_measured(tmp_path: Path) -> None:
     trace = read_trace(write(tmp_path / "t.json.gz", ON_GPU))
-    predicted = Prediction("H100", 1e-3, 8e-4, 5e-4, 1e-4, {"all-gather": 3 * 2**20})
+    predicted = Prediction(
+        "H100", 1e-3, 8e-4, 5e-4, 1e-4, {"all-gather": 3 * 2**20, "all-reduce": 2**19},
+        {"all-gather": CollectiveTime(4e-4, 3.8e-4), "all-reduce": CollectiveTime(1e-4, 2e-5)},
+    )  # fmt: skip
     assert predicted.hidden_share == pytest.approx(0.8)
     lines = [*profile_lines(trace, analyse(trace), predicted, reason="", top=1)]
     assert lines[2:9] == [
@@ -225,7 +231,76 @@ def test_the_plan_is_printed_beside_what_was_measured(tmp_path: Path) -> None:
         "  idle                     0.20 ms",
     ]
     assert lines[9] == "  collectives hidden         50.0%        80.0%"
-    assert lines[13] == "  all-gather                   1   0.25 ms    80.0%     0.05 ms       3.00 MiB"
+    assert lines[11:15] == [
+        "collectives of a step      calls       time   hidden  not hidden   plan: time   hidden          bytes",
+        "  reduce-scatter               1   0.35 ms    28.6%     0.25 ms         none                0.00 MiB",
+        "  all-gather                   1   0.25 ms    80.0%     0.05 ms      0.40 ms    95.0%       3.00 MiB",
+        "  all-reduce                   0   0.00 ms              0.00 ms      0.10 ms    20.0%       0.50 MiB",
+    ]
+
+
+def test_a_plan_without_times_of_collectives_says_so(tmp_path: Path) -> None:
+    """What was measured of the machine is printed, nothing else."""
+    trace = read_trace(write(tmp_path / "t.json.gz", ON_CPU))
+    unknown = Prediction("cpu", None, 8e-4, None, None, {"all-gather": 2**20}, note="the plan has no times")
+    assert unknown.hidden_share is None
+    lines = [*profile_lines(trace, analyse(trace), unknown, reason="", top=1)]
+    assert lines[3:9] == [
+        "  time                     1.00 ms",
+        "  compute                  0.40 ms      0.80 ms",
+        "  collectives              0.34 ms",
+        "    not hidden             0.22 ms",
+        "  idle                     0.38 ms",
+        "  collectives hidden         35.3%",
+    ]
+    assert lines[9] == "the plan has no times"
+    assert (
+        lines[12]
+        == "  all-gather                   1   0.29 ms    34.5%     0.19 ms         none                1.00 MiB"
+    )
+
+
+def test_links_of_a_cpu_are_known_when_they_were_calibrated() -> None:
+    cpu = replace(find_hardware("H100"), measured=True)
+    links = replace(cpu, rates=Rates(links={"all_gather": 1e9}))
+    network = replace(cpu, rates=Rates(links={"all_gather": 1e9}, network={"all_gather": 1e8}))
+    found = [[has_rates_of_links(it, nodes=nodes) for nodes in (1, 2)] for it in (find_hardware("H100"), cpu, links)]
+    assert found == [[True, True], [False, False], [True, False]]
+    assert has_rates_of_links(network, nodes=2)
+
+
+@pytest.mark.parametrize("gpu", ["H100", pytest.param("calibrated", marks=pytest.mark.nightly), "cpu"])
+def test_the_prediction_of_a_run_with_collectives(gpu: str, tiny: TinyRun) -> None:
+    """Two ranks: FSDP's collectives have a time and a hidden part on a GPU of the table; on a machine whose links were
+    calibrated a time, of which nothing is hidden; and no time on a CPU whose links nobody measured."""
+    config = tiny.config()
+    run = tiny.folder / "run"
+    run.mkdir()
+    (run / "config.toml").write_text(dump(config))
+    trace = read_trace(write(run / "t.json.gz", ON_CPU, titanlite={"rank": 0, "world_size": 2}))
+    calibrated = "\n[rates.links]\nall_gather = 1e8\nreduce_scatter = 5e7\nall_reduce = 1e8\n"
+    machine = run / "machine.toml"
+    figures = dict.fromkeys(("memory", "bf16_flops", "fp32_flops", "memory_bandwidth", "link_bandwidth"), 1e11)
+    text = "".join(f"{key} = {value}\n" for key, value in figures.items()) + "network_bandwidth = 1e9\n"
+    machine.write_text('base = "cpu"\n' + text + (calibrated if gpu == "calibrated" else ""))
+    found = predict(run, trace, gpu=gpu if gpu == "H100" else str(machine), gpus_per_node=None)
+    assert found.bytes["all-gather"] > found.bytes["reduce-scatter"] // 2 > 0
+    if gpu == "cpu":
+        assert (found.total, found.communication, found.collectives) == (None, None, {})
+        assert found.note == (
+            "the plan has no times of collectives on machine, whose links were not measured: titanlite calibrate "
+            "writes a file for --gpu"
+        )
+        return
+    times = {name: found.collectives[name] for name in ("all-gather", "reduce-scatter")}
+    assert found.note == ""
+    assert found.communication == pytest.approx(sum(it.total for it in found.collectives.values()))
+    if gpu == "H100":
+        assert all(0 < it.hidden < it.total for it in times.values())
+        return
+    assert [it.hidden for it in found.collectives.values()] == [0.0] * len(found.collectives)
+    for name, rate in (("all-gather", 1e8 / 2), ("reduce-scatter", 5e7 / 2)):  # two processes share the machine
+        assert times[name].total == pytest.approx(found.bytes[name] / 2 / rate, rel=0.01)
 
 
 def test_what_is_printed_of_a_gpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,7 +11,8 @@ from titanlite.models.registry import ModelSpec
 from titanlite.plan import teacher as teachers
 from titanlite.plan.depth import can_vary, period_of, trained_model
 from titanlite.plan.memory import Profile, extend, profile
-from titanlite.plan.time import Kernel, StepTime, Unit, collective_time, copy_time, offload_time, step_time
+from titanlite.plan.schedule import StepTime, step_time
+from titanlite.plan.time import Kernel, Unit, copy_time, offload_time
 from titanlite.plan.trace import trace_step
 from titanlite.plan.workload import Traffic, Workload, extend_workload, traffic_of, workload_of
 from titanlite.preflight import select_model
@@ -253,9 +254,8 @@ def estimate(traced: Trace, config: Config, layout: Layout) -> Plan:
         hardware=hardware,
         gpus_per_node=layout.gpus_per_node,
         accumulation=accumulation,
+        whole=workload.whole,
     )
-    waiting = sum(collective_time(it, hardware, layout.gpus_per_node) for it in workload.whole)
-    time = replace(time, total=time.total + waiting, exposed=time.exposed + waiting)
     phases, host, disk = traced.profile.phases, 0, sum(traced.on_disk.values())
     added = 0.0
     if training.enable_cpu_offload and layout.is_gpu:

@@ -45,8 +45,9 @@ from titanlite.plan.layouts import (
     lay_out,
     reductions,
 )
+from titanlite.plan.schedule import step_time
 from titanlite.plan.teacher import is_teacher
-from titanlite.plan.time import collective_time, offload_time, step_time
+from titanlite.plan.time import offload_time
 from titanlite.runtime.errors import UserError
 
 RESHARD, TEACHER = ("default", "never"), ("always", "never")
@@ -246,9 +247,9 @@ class _Search:
             hardware=hardware,
             gpus_per_node=per_node,
             accumulation=self.share // it.batch,
+            whole=one.workload.whole,
         )
-        waiting = sum(collective_time(whole, hardware, per_node) for whole in one.workload.whole)
-        total = time.total + waiting
+        total = time.total
         if it.offload:
             parameters = one.profile.most("parameters") * full // it.degrees.sharded
             total += offload_time(parameters, host, hardware=hardware, accumulation=self.share // it.batch)
@@ -258,7 +259,7 @@ class _Search:
             tokens_per_second=tokens / total,
             reserved=reserved,
             host_of_node=host * min(world, per_node),
-            exposed=time.exposed + waiting,
+            exposed=time.exposed,
         )
 
     def _held_gradients(self, traced: Trace, batch: int) -> int:

@@ -1,4 +1,4 @@
-"""Step time: a roofline for each kernel, rings and trees for each collective, and FSDP2's order of both.
+"""Times of the parts of a step: a roofline for each kernel, rings and trees for each collective.
 
 The assumptions are the constants below, and the efficiencies of the hardware: what well-built kernels and NCCL commonly
 reach. Not modelled: collectives that take memory bandwidth and multiprocessors from kernels, waiting for data, and slow
@@ -6,9 +6,7 @@ ranks.
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Literal, NamedTuple
 
 from titanlite.runtime.hardware import Hardware
@@ -81,21 +79,6 @@ class Unit:
     forward_waits: tuple[Collective, ...] = ()
     """Collectives of activations in forward, which kernels wait for."""
     backward_waits: tuple[Collective, ...] = ()
-
-
-@dataclass(frozen=True)
-class StepTime:
-    """Seconds of one optimizer step."""
-
-    total: float
-    compute: float
-    """All kernels of forward and backward."""
-    exposed: float
-    """Time in which the device does nothing but wait for collectives."""
-    update: float
-    """Clipping and the optimizer."""
-    communication: float
-    """All collectives, hidden or not."""
 
 
 def kernel_time(kernel: Kernel, hardware: Hardware) -> float:
@@ -172,40 +155,6 @@ def _all_to_all_time(collective: Collective, hardware: Hardware, rates: Rates) -
     return max(within, beyond) + (NETWORK_HOP_SECONDS if size > per_node else rates.hop_seconds or HOP_SECONDS)
 
 
-def step_time(
-    units: Sequence[Unit],
-    *,
-    update: Sequence[Kernel],
-    hardware: Hardware,
-    gpus_per_node: int,
-    accumulation: int,
-) -> StepTime:
-    """Return the time of one optimizer step, as FSDP2 schedules it on a GPU: kernels in order, collectives beside them.
-
-    Forward goes through the units, and backward through them in reverse. A unit waits for its gather, which is issued
-    when the unit before begins (one ahead). Its gradients are reduced after its backward. Each micro-batch ends with
-    its last reduction, and the update follows the last micro-batch. Collectives run one after the other in the order of
-    issue. NCCL could run some side by side, but they share the network card. On a CPU nothing overlaps.
-
-    Args:
-        units: in the order of forward.
-        update: kernels of clipping and the optimizer.
-        accumulation: micro-batches in a step.
-    """
-    assert units
-    assert accumulation > 0
-    passes = _passes(units, hardware, gpus_per_node=gpus_per_node)
-    compute = accumulation * sum(work.compute for work in passes)
-    communication = accumulation * sum(work.gather + work.reduce + work.waits for work in passes)
-    communication += sum(work.all_reduce for work in passes)
-    updating = sum(kernel_time(kernel, hardware) for kernel in update)
-    if hardware.overlaps:
-        worked = (accumulation - 1) * _micro_batch(passes, is_last=False) + _micro_batch(passes, is_last=True)
-    else:
-        worked = compute + communication
-    return StepTime(worked + updating, compute, max(0.0, worked - compute), updating, communication)
-
-
 def offload_time(parameters: float, states: float, *, hardware: Hardware, accumulation: int) -> float:
     """Return the seconds that CPU offload adds to a step, if nothing of it is hidden.
 
@@ -222,72 +171,3 @@ def offload_time(parameters: float, states: float, *, hardware: Hardware, accumu
 def copy_time(size: float, hardware: Hardware) -> float:
     """Return the seconds that a copy of so many bytes from host memory to the device takes."""
     return size / ((hardware.rates or Rates()).to_device or HOST_LINK)
-
-
-class _Pass(NamedTuple):
-    """Forward or backward of a unit, in seconds."""
-
-    compute: float
-    gather: float
-    reduce: float = 0.0
-    all_reduce: float = 0.0
-    ahead: bool = True
-    """The gather is issued when the pass before begins, and not when it ends."""
-    waits: float = 0.0
-
-
-def _passes(units: Sequence[Unit], hardware: Hardware, *, gpus_per_node: int) -> list[_Pass]:
-    """Return the passes of a micro-batch, in order. The last unit still has its parameters when backward begins."""
-
-    def compute(kernels: Sequence[Kernel]) -> float:
-        return sum(kernel_time(kernel, hardware) for kernel in kernels)
-
-    def communicate(collectives: Sequence[Collective]) -> float:
-        return sum(collective_time(it, hardware, gpus_per_node) for it in collectives)
-
-    forward = [
-        _Pass(compute(unit.forward), communicate(unit.gather), waits=communicate(unit.forward_waits)) for unit in units
-    ]
-    backward = [
-        _Pass(
-            compute(unit.backward),
-            communicate(unit.gather_again),
-            communicate(unit.reduce),
-            communicate(unit.all_reduce),
-            ahead=index > 0,
-            waits=communicate(unit.backward_waits),
-        )
-        for index, unit in enumerate(reversed(units))
-    ]
-    return forward + backward
-
-
-class _Link:
-    """Runs one collective after the other."""
-
-    def __init__(self) -> None:
-        self.free = 0.0
-
-    def run(self, seconds: float, *, issued: float) -> float:
-        """Return the time when the collective ends. One that takes no time waits for nothing."""
-        if not seconds:
-            return issued
-        self.free = max(self.free, issued) + seconds
-        return self.free
-
-
-def _micro_batch(passes: Sequence[_Pass], *, is_last: bool) -> float:
-    """Return the seconds from the first gather to the end of the last kernel and the last collective."""
-    link = _Link()
-    gathered = link.run(passes[0].gather, issued=0.0)
-    done = 0.0
-    for work, following in pairwise((*passes, _Pass(0.0, 0.0))):
-        began = max(done, gathered)
-        done = began + work.compute + work.waits
-        link.run(work.waits, issued=began)
-        if following.ahead:
-            gathered = link.run(following.gather, issued=began)
-        link.run(work.reduce + (work.all_reduce if is_last else 0.0), issued=done)
-        if not following.ahead:
-            gathered = link.run(following.gather, issued=done)
-    return max(done, link.free)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from titanlite.checkpoint.manifest import folder_name, step_of
 from titanlite.profiling import PROFILE
-from titanlite.report.profile_analysis import Analysis, Operator, analyse
+from titanlite.report.profile_analysis import Analysis, Collective, Operator, analyse
 from titanlite.report.profile_plan import Prediction, predict
 from titanlite.report.trace_file import Trace, read_trace
 from titanlite.runtime.errors import UserError
@@ -96,16 +96,7 @@ def profile_lines(trace: Trace, found: Analysis, planned: Prediction | None, *, 
     window = f"step {found.last}" if found.steps == 1 else f"steps {found.first} to {found.last}"
     yield f"{window}, rank {trace.rank} of {trace.world_size} on {trace.device}: {trace.path}"
     yield from _time_lines(found, planned, reason)
-    if found.collectives:
-        yield ""
-        title = f"{'collectives of a step':24}{'calls':>8}{'time':>11}{'hidden':>9}{'not hidden':>12}"
-        yield title + (f"{'planned bytes':>15}" if planned else "")
-        for it in found.collectives:
-            size = f"{planned.bytes.get(it.name, 0) / 2**20:11,.2f} MiB" if planned else ""
-            yield (
-                f"  {it.name:22}{it.calls / found.steps:8.0f}{_ms(it.total / found.steps)}"
-                f"{it.hidden / it.total if it.total else 0:9.1%}{_ms((it.total - it.hidden) / found.steps):>12}{size}"
-            )
+    yield from _collective_lines(found, planned)
     yield ""
     whole = sum(found.phases.values())
     phases = (f"{name} {seconds / whole:.1%}" for name, seconds in found.phases.items() if whole)
@@ -140,6 +131,30 @@ def _time_lines(found: Analysis, planned: Prediction | None, reason: str) -> Ite
         yield f"  {'collectives hidden':22}{found.hidden_share:10.1%}" + (f"{share:13.1%}" if share is not None else "")
     if planned is None:
         yield f"no plan to compare with: {reason}"
+    elif planned.note:
+        yield planned.note
+
+
+def _collective_lines(found: Analysis, planned: Prediction | None) -> Iterator[str]:
+    """Yield the table of collectives: those that were measured, then those that only the plan has."""
+    by_name = planned.collectives if planned else {}
+    missing = [Collective(name, 0, 0.0, 0.0) for name in by_name if name not in {it.name for it in found.collectives}]
+    if not (found.collectives or missing):
+        return
+    yield ""
+    title = f"{'collectives of a step':24}{'calls':>8}{'time':>11}{'hidden':>9}{'not hidden':>12}"
+    yield title + (f"{'plan: time':>13}{'hidden':>9}{'bytes':>15}" if planned else "")
+    for it in (*found.collectives, *missing):
+        share = f"{it.hidden / it.total:9.1%}" if it.total else f"{'':9}"
+        line = (
+            f"  {it.name:22}{it.calls / found.steps:8.0f}{_ms(it.total / found.steps)}{share}"
+            f"{_ms((it.total - it.hidden) / found.steps):>12}"
+        )
+        if planned:
+            time = by_name.get(it.name)
+            line += f"{_ms(time.total):>13}{time.hidden / time.total:9.1%}" if time else f"{'none':>13}{'':9}"
+            line += f"{planned.bytes.get(it.name, 0) / 2**20:11,.2f} MiB"
+        yield line
 
 
 def _operator_lines(operators: list[Operator], found: Analysis, *, on_gpu: bool) -> Iterator[str]:

@@ -1,6 +1,6 @@
 """Prediction of the plan for a window's step, to print beside what was measured."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -8,28 +8,35 @@ import torch
 from titanlite.config.load import load
 from titanlite.plan.command import share_of_process
 from titanlite.plan.estimate import Layout, plan
+from titanlite.plan.schedule import CollectiveTime
 from titanlite.report.trace_file import Trace
-from titanlite.runtime.hardware import find_hardware, load_hardware
+from titanlite.runtime.hardware import Hardware, find_hardware, load_hardware
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """Predicted times of a step in seconds, and bytes of each collective."""
+    """Predicted times of a step in seconds, and bytes of each collective. None: the plan has no figure."""
 
     hardware: str
-    total: float
+    total: float | None
     compute: float
     """Forward, backward and update."""
-    communication: float
+    communication: float | None
     """All collectives, hidden or not."""
-    exposed: float
+    exposed: float | None
     """Time in which the device waits for collectives."""
     bytes: dict[str, int]
     """Sent by a rank in a step, by the name of the collective."""
+    collectives: dict[str, CollectiveTime] = field(default_factory=dict)
+    """Times by the name of the collective."""
+    note: str = ""
+    """Reason why times of collectives are missing."""
 
     @property
     def hidden_share(self) -> float | None:
-        return max(0.0, 1 - self.exposed / self.communication) if self.communication else None
+        if not self.communication or self.exposed is None:
+            return None
+        return max(0.0, 1 - self.exposed / self.communication)
 
 
 def predict(run: Path, trace: Trace, *, gpu: str | None, gpus_per_node: int | None) -> Prediction:
@@ -54,11 +61,26 @@ def predict(run: Path, trace: Trace, *, gpu: str | None, gpus_per_node: int | No
         name = collective.replace("_", "-")
         sizes[name] = sizes.get(name, 0) + size
     time = planned.time
-    return Prediction(
+    found = Prediction(
         hardware=hardware.name,
         total=time.total,
         compute=time.compute + time.update,
         communication=time.communication,
         exposed=time.exposed,
         bytes=sizes,
+        collectives={name.replace("_", "-"): it for name, it in time.by_collective.items()},
     )
+    if not time.communication or has_rates_of_links(hardware, nodes=-(-trace.world_size // in_node)):
+        return found
+    note = (
+        f"the plan has no times of collectives on {hardware.name}, whose links were not measured: titanlite calibrate "
+        "writes a file for --gpu"
+    )
+    return replace(found, total=None, communication=None, exposed=None, collectives={}, note=note)
+
+
+def has_rates_of_links(hardware: Hardware, *, nodes: int) -> bool:
+    """Return whether the speed of collectives is known: that of GPUs is in the table or the user's file, and that of a
+    CPU where `titanlite calibrate` measured it."""
+    rates = hardware.rates
+    return not hardware.measured or bool(rates and rates.links and (nodes == 1 or rates.network))
