@@ -239,8 +239,8 @@ def test_the_plan_is_printed_beside_what_was_measured(tmp_path: Path) -> None:
     ]
 
 
-def test_a_plan_without_times_of_collectives_says_so(tmp_path: Path) -> None:
-    """What was measured of the machine is printed, nothing else."""
+def test_a_plan_without_times_of_collectives(tmp_path: Path) -> None:
+    """The reason and the measured times are printed, nothing else."""
     trace = read_trace(write(tmp_path / "t.json.gz", ON_CPU))
     unknown = Prediction("cpu", None, 8e-4, None, None, {"all-gather": 2**20}, note="the plan has no times")
     assert unknown.hidden_share is None
@@ -280,8 +280,8 @@ def test_the_prediction_of_a_run_with_collectives(gpu: str, tiny: TinyRun) -> No
     trace = read_trace(write(run / "t.json.gz", ON_CPU, titanlite={"rank": 0, "world_size": 2}))
     calibrated = "\n[rates.links]\nall_gather = 1e8\nreduce_scatter = 5e7\nall_reduce = 1e8\n"
     machine = run / "machine.toml"
-    figures = dict.fromkeys(("memory", "bf16_flops", "fp32_flops", "memory_bandwidth", "link_bandwidth"), 1e11)
-    text = "".join(f"{key} = {value}\n" for key, value in figures.items()) + "network_bandwidth = 1e9\n"
+    rates = dict.fromkeys(("memory", "bf16_flops", "fp32_flops", "memory_bandwidth", "link_bandwidth"), 1e11)
+    text = "".join(f"{key} = {value}\n" for key, value in rates.items()) + "network_bandwidth = 1e9\n"
     machine.write_text('base = "cpu"\n' + text + (calibrated if gpu == "calibrated" else ""))
     found = predict(run, trace, gpu=gpu if gpu == "H100" else str(machine), gpus_per_node=None)
     assert found.bytes["all-gather"] > found.bytes["reduce-scatter"] // 2 > 0

@@ -87,9 +87,10 @@ def step_time(
         parts += [_micro_batch(forward + backward, is_last=False)] * (accumulation - 1)
     outside = timed(whole)
     totals, hidden = dict[CollectiveName, float](), dict[CollectiveName, float]()
-    for op, seconds, beside in (*(it for part in parts for it in part.collectives), *((*it, 0.0) for it in outside)):
-        totals[op] = totals.get(op, 0.0) + seconds
-        hidden[op] = hidden.get(op, 0.0) + (beside if hardware.overlaps else 0.0)
+    ran = [it for part in parts for it in part.collectives] + [_Ran(it.op, it.seconds, 0.0) for it in outside]
+    for it in ran:
+        totals[it.op] = totals.get(it.op, 0.0) + it.seconds
+        hidden[it.op] = hidden.get(it.op, 0.0) + (it.hidden if hardware.overlaps else 0.0)
     compute = accumulation * last.compute
     communication = sum(totals.values())
     waiting = sum(it.seconds for it in outside)
@@ -114,6 +115,14 @@ class _Timed(NamedTuple):
     seconds: float
 
 
+class _Ran(NamedTuple):
+    """A collective, its seconds, and those in which kernels run beside it."""
+
+    op: CollectiveName
+    seconds: float
+    hidden: float
+
+
 class _Pass(NamedTuple):
     """Forward or backward of a unit: seconds of its kernels, and its collectives."""
 
@@ -132,8 +141,7 @@ class _MicroBatch(NamedTuple):
     seconds: float
     """Time from the first gather to the end of the last kernel and the last collective."""
     compute: float
-    collectives: list[tuple[CollectiveName, float, float]]
-    """(kind, seconds, of those hidden)."""
+    collectives: list[_Ran]
 
 
 class _Link:
@@ -162,7 +170,7 @@ class _Link:
 
 def _micro_batch(passes: Sequence[_Pass], *, is_last: bool) -> _MicroBatch:
     link, compute = _Link(), _Compute()
-    waited: list[tuple[CollectiveName, float, float]] = []
+    waited: list[_Ran] = []
     gathered = link.run(passes[0].gather, issued=0.0)
     done = 0.0
     for work, following in pairwise((*passes, _Pass(0.0, ()))):
@@ -170,14 +178,14 @@ def _micro_batch(passes: Sequence[_Pass], *, is_last: bool) -> _MicroBatch:
         waits = sum(it.seconds for it in work.waits)
         done = began + work.compute + waits
         compute.add(began + waits, done)
-        waited += [(*it, 0.0) for it in work.waits]
+        waited += [_Ran(it.op, it.seconds, 0.0) for it in work.waits]
         link.occupy(work.waits, issued=began)
         if following.ahead:
             gathered = link.run(following.gather, issued=began)
         link.run(work.reduce + (work.all_reduce if is_last else ()), issued=done)
         if not following.ahead:
             gathered = link.run(following.gather, issued=done)
-    beside = [(op, end - begin, compute.until(end) - compute.until(begin)) for op, begin, end in link.ran]
+    beside = [_Ran(op, end - begin, compute.until(end) - compute.until(begin)) for op, begin, end in link.ran]
     return _MicroBatch(max(done, link.free), sum(work.compute for work in passes), waited + beside)
 
 

@@ -15,7 +15,7 @@ from titanlite.runtime.hardware import Hardware, find_hardware, load_hardware
 
 @dataclass(frozen=True)
 class Prediction:
-    """Predicted times of a step in seconds, and bytes of each collective. None: the plan has no figure."""
+    """Predicted times of a step in seconds, and bytes of each collective. None: the plan has none."""
 
     hardware: str
     total: float | None
