@@ -82,17 +82,12 @@ def step_time(
         for index, unit in enumerate(reversed(units))
     ]  # the last unit still has its parameters when backward begins
     last = _micro_batch(forward + backward, is_last=True)
-    parts = [last]
-    if accumulation > 1:
-        parts += [_micro_batch(forward + backward, is_last=False)] * (accumulation - 1)
+    parts = [last, *[_micro_batch(forward + backward, is_last=False)] * (accumulation - 1)]
     outside = timed(whole)
-    totals, hidden = dict[CollectiveName, float](), dict[CollectiveName, float]()
     ran = [it for part in parts for it in part.collectives] + [_Ran(it.op, it.seconds, 0.0) for it in outside]
-    for it in ran:
-        totals[it.op] = totals.get(it.op, 0.0) + it.seconds
-        hidden[it.op] = hidden.get(it.op, 0.0) + (it.hidden if hardware.overlaps else 0.0)
+    by_collective = _by_kind(ran, overlaps=hardware.overlaps)
     compute = accumulation * last.compute
-    communication = sum(totals.values())
+    communication = sum(it.total for it in by_collective.values())
     waiting = sum(it.seconds for it in outside)
     worked = compute + communication
     if hardware.overlaps:
@@ -104,7 +99,7 @@ def step_time(
         max(0.0, worked - compute),
         updating,
         communication,
-        {op: CollectiveTime(total, min(total, hidden[op])) for op, total in totals.items()},
+        by_collective,
     )
 
 
@@ -121,6 +116,14 @@ class _Ran(NamedTuple):
     op: CollectiveName
     seconds: float
     hidden: float
+
+
+def _by_kind(ran: Sequence[_Ran], *, overlaps: bool) -> dict[CollectiveName, CollectiveTime]:
+    totals, hidden = dict[CollectiveName, float](), dict[CollectiveName, float]()
+    for it in ran:
+        totals[it.op] = totals.get(it.op, 0.0) + it.seconds
+        hidden[it.op] = hidden.get(it.op, 0.0) + (it.hidden if overlaps else 0.0)
+    return {op: CollectiveTime(total, min(total, hidden[op])) for op, total in totals.items()}
 
 
 class _Pass(NamedTuple):
