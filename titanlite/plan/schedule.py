@@ -69,20 +69,12 @@ def step_time(
     def computed(kernels: Sequence[Kernel]) -> float:
         return sum(kernel_time(kernel, hardware) for kernel in kernels)
 
-    forward = [_Pass(computed(unit.forward), timed(unit.gather), waits=timed(unit.forward_waits)) for unit in units]
-    backward = [
-        _Pass(
-            computed(unit.backward),
-            timed(unit.gather_again),
-            timed(unit.reduce),
-            timed(unit.all_reduce),
-            ahead=index > 0,
-            waits=timed(unit.backward_waits),
-        )
-        for index, unit in enumerate(reversed(units))
-    ]  # the last unit still has its parameters when backward begins
-    last = _micro_batch(forward + backward, is_last=True)
-    parts = [last, *[_micro_batch(forward + backward, is_last=False)] * (accumulation - 1)]
+    passes = [_Pass(computed(it.forward), timed(it.gather), waits=timed(it.forward_waits)) for it in units]
+    for index, it in enumerate(reversed(units)):  # the last unit still has its parameters when backward begins
+        collectives = timed(it.gather_again), timed(it.reduce), timed(it.all_reduce)
+        passes.append(_Pass(computed(it.backward), *collectives, ahead=index > 0, waits=timed(it.backward_waits)))
+    last = _micro_batch(passes, is_last=True)
+    parts = [last, *[_micro_batch(passes, is_last=False)] * (accumulation - 1)]
     outside = timed(whole)
     ran = [it for part in parts for it in part.collectives] + [_Ran(it.op, it.seconds, 0.0) for it in outside]
     by_collective = _by_kind(ran, overlaps=hardware.overlaps)

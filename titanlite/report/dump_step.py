@@ -6,12 +6,11 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from titanlite.build import Run, build
+from titanlite.assemble import assemble
+from titanlite.build import Run
 from titanlite.config.load import load
 from titanlite.convert.source import open_teacher
-from titanlite.convert.weights import open_weights
 from titanlite.ingest.inputs import find_files
-from titanlite.ingest.prepare import prepare_text
 from titanlite.preflight import preflight
 from titanlite.report.value_dump import StepDumped, ValueDump
 from titanlite.runtime.console import start_logging
@@ -36,14 +35,7 @@ def dump_step(path: str, overrides: Sequence[str], *, folder: Path, step: int) -
     if ranks.rank == 0:
         shutil.rmtree(folder / "run", ignore_errors=True)
     with process_group(ranks, device, deterministic=config.debug.deterministic):
-        run = build(
-            config,
-            resolved,
-            ranks=ranks,
-            device=device,
-            prepare_text=prepare_text,
-            open_weights=open_weights,
-        )
+        run = assemble(config, resolved, ranks=ranks, device=device)
         record(run, folder=folder, step=step)
 
 
