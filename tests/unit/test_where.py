@@ -142,7 +142,22 @@ def test_transformers_computes_the_same(right: TinyRun) -> None:
         wanted = {f"{it} output layers.2.{leaf}" for leaf in leaves for it in ("forward", "gradient")}
         wanted |= {"forward output layers.2.attention", "forward output layers.2", "forward output head.norm"}
         wanted |= {"gradient output tok_embeddings", "gradient parameter layers.0.feed_forward.w3.weight"}
+        wanted |= {
+            "forward output loss",
+            "gradient parameter tok_embeddings.weight",
+        }
+        wanted |= {"gradient parameter head.output.weight"} if name == "llama3" else set()  # the other one's is tied
+        wanted |= {f"update parameter {it}" for it in ("layers.1.attention.wk.weight", "head.norm.weight")}
         assert wanted - keys == set()
+    for key, module in {
+        "update parameter layers.1.attention.wk.weight": "layers.1.attention.wk",
+        "gradient parameter head.norm.weight": "head.norm",
+        "forward output loss": "loss",
+    }.items():
+        ours.parts[0][key] *= 1.01
+        first = compare_dumps(ours, transformers_dump(ours)).first
+        assert first is not None
+        assert (first.module, first.direction) == (module, key.split()[0])
     wrong = read_dump(dump(right, "mask", *PLANTED["mask"][0]))
     first = compare_dumps(wrong, transformers_dump(wrong)).first
     assert first is not None
@@ -151,6 +166,22 @@ def test_transformers_computes_the_same(right: TinyRun) -> None:
     first = compare_dumps(wrong, transformers_dump(wrong)).first
     assert first is not None
     assert (first.module, first.direction) == ("layers.1.feed_forward.w2", "gradient")
+
+
+def test_transformers_clips_and_decays_as_we_do(right: TinyRun) -> None:
+    others = '{match=["*.w?.weight", "tok*", "*output*"], lr=0.02}'
+    groups = f'--optimizer.groups=[{{match=["*norm*"], weight_decay=0.0}}, {others}]'
+    clipped = read_dump(dump(right, "clipped", "--training.max_norm=0.01", groups))
+    found = compare_dumps(clipped, transformers_dump(clipped))
+    assert found.first is None, found.first
+    assert sum(it.direction == "update" for it in found.differences) == 30
+    added = read_dump(dump(right, "z-loss", "--training.z_loss=1e-3"))
+    found = compare_dumps(added, transformers_dump(added))
+    assert found.first is None, found.first
+    assert "forward output loss" not in {it.key for it in found.differences}, "it has another loss"
+    assert {it.direction for it in found.differences} == {"forward", "gradient"}
+    second = read_dump(right.folder / "right-2")
+    assert "update" not in {it.direction for it in compare_dumps(second, transformers_dump(second)).differences}
 
 
 def test_what_transformers_cannot_compute_is_refused(right: TinyRun) -> None:

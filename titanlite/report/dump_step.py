@@ -42,7 +42,8 @@ def dump_step(path: str, overrides: Sequence[str], *, folder: Path, step: int) -
 def record(run: Run, *, folder: Path, step: int) -> None:
     """Train until a step, write its values, and close the run."""
     dtype = run.config.training.mixed_precision_param
-    run.observers.append(ValueDump(run.model, run.mesh, folder=folder, step=step, dtype=dtype))
+    optimizer = run.optimizer, run.config.training.max_norm
+    run.observers.append(ValueDump(run.model, run.mesh, folder=folder, step=step, dtype=dtype, optimizer=optimizer))
     try:
         with suppress(StepDumped):
             train(run)

@@ -21,6 +21,7 @@ from titanlite.observer import StepObserver
 from titanlite.parallelize.context import join_parts
 from titanlite.parallelize.mesh import context_rank, data_parallel_rank
 from titanlite.plan.output import format_size
+from titanlite.report.dump_oracle import adamw_settings, in_transformers, labels_of
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.private_torch.compiler import is_compiled
 
@@ -28,8 +29,8 @@ SCHEMA = 1
 MOST_BYTES = 4 * 2**30
 """Largest dump of a rank, in memory."""
 INDEX = "dump.json"
-TOKENS, LOSS = "forward input tokens", "forward output loss"
-"""Keys of the token ids [B, L], and of the sum of the cross entropy of each micro-batch."""
+TOKENS, LABELS, LOSS = "forward input tokens", "forward input labels", "forward output loss"
+"""Keys of the token ids and labels [B, L], and of the sum of the cross entropy of each micro-batch."""
 
 
 class StepDumped(Exception):
@@ -59,8 +60,7 @@ class Index:
     compiled: list[str] = field(default_factory=list)
     """Modules whose inner values are not seen."""
     hugging_face: dict[str, Any] = field(default_factory=dict)
-    """The model in transformers, if its family has a table: config.json, its name of each parameter, parameters that
-    have none of their own, and whether the batch had a document mask."""
+    """What transformers needs to compute the same, if the family has a table (`dump_oracle`)."""
 
 
 class ValueDump(StepObserver):
@@ -70,11 +70,21 @@ class ValueDump(StepObserver):
         folder: of the dump; the same for all ranks.
         dtype: in which matmuls compute.
         most_bytes: largest dump of a rank.
+        optimizer: of the run, whose settings transformers' update takes, with the largest norm of gradients.
     """
 
     def __init__(
-        self, model: Model, mesh: DeviceMesh, *, folder: Path, step: int, dtype: str, most_bytes: int = MOST_BYTES
+        self,
+        model: Model,
+        mesh: DeviceMesh,
+        *,
+        folder: Path,
+        step: int,
+        dtype: str,
+        most_bytes: int = MOST_BYTES,
+        optimizer: tuple[torch.optim.Optimizer, float] | None = None,
     ) -> None:
+        self._optimizer = optimizer
         self._model, self._folder, self._most_bytes = model, folder, most_bytes
         (rank, ranks), (context, contexts) = data_parallel_rank(mesh), context_rank(mesh)
         self._rank, self._ranks = rank * contexts + context, ranks * contexts
@@ -116,6 +126,8 @@ class ValueDump(StepObserver):
         elif name == "update":
             while self._hooks:
                 self._hooks.pop().remove()
+            if self._optimizer:
+                self._index.hugging_face["adamw"] = adamw_settings(self._model, *self._optimizer)
             self._take_parameter_gradients()
         elif name == "metrics":
             self._take_updates()
@@ -126,8 +138,11 @@ class ValueDump(StepObserver):
 
     def _see_tokens(self, module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
         self._batch = inputs[0].shape
-        self._index.hugging_face.update(_in_transformers(self._model, has_documents=self._has_documents(named)))
+        loss = named.get("loss")
+        self._index.hugging_face.update(in_transformers(self._model, loss, has_documents=self._has_documents(named)))
         self._add(TOKENS, inputs[0])
+        if (labels := labels_of(loss)) is not None:
+            self._values.setdefault(LABELS, []).append(labels.cpu())
 
     def _has_documents(self, arguments: dict[str, Any]) -> bool:
         """Return True if the batch had a document mask. Split sequences have documents without one, too."""
@@ -287,16 +302,6 @@ def _existing(folder: Path, name: str) -> Path:
     if not (folder / name).is_file():
         raise UserError(f"{folder} is no whole dump: {name} is missing; titanlite parity CONFIG --dump {folder}")
     return folder / name
-
-
-def _in_transformers(model: Model, *, has_documents: bool) -> dict[str, Any]:
-    form, args = model.formats.hugging_face, getattr(model, "args", None)
-    if form is None or args is None:
-        return {}
-    found = {name: form.tensors.find(name) for name, _ in unique_parameters(model)}
-    names = {ours: it[1] for ours, it in found.items() if it and "{" not in it[1] and not it[0].transposed}
-    unknown = [name for name in found if name not in names]
-    return {"config": form.to_config(args), "names": names, "unknown": unknown, "documents": has_documents}
 
 
 def _file(rank: int) -> str:

@@ -1,7 +1,8 @@
 """The values that transformers computes with the weights and tokens of a dump, under our names.
 
-The names of modules follow from the tables of parameter names that export uses. The backward pass starts with the
-dump's own gradient of the final norm, so transformers needs no labels.
+The names of modules follow from the tables of parameter names that export uses. Where the loss is cross entropy alone,
+transformers computes its own loss, gradients and the first update of AdamW. Else its backward pass starts with the
+dump's gradient of the final norm, and there is no update.
 """
 
 from collections.abc import Mapping
@@ -11,16 +12,18 @@ from importlib.util import find_spec
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from titanlite.report.value_dump import TOKENS, Dump
+from titanlite.batch import IGNORE
+from titanlite.report.value_dump import LABELS, LOSS, TOKENS, Dump
 from titanlite.runtime.errors import UserError
 
 FINAL_NORM = "head.norm"
 
 
 def transformers_dump(dump: Dump) -> Dump:
-    """Return the values of the same step as transformers computes them in float32, without loss, logits and update.
+    """Return the values of the same step as transformers computes them in float32.
 
     Raises:
         UserError: transformers is missing, or does not have this model.
@@ -48,21 +51,30 @@ def transformers_dump(dump: Dump) -> Dump:
             )
     decoder = model.get_submodule(next(it for it, ours in names.items() if ours == FINAL_NORM).rpartition(".")[0])
     hidden = decoder(dump[TOKENS], use_cache=False).last_hidden_state
-    hidden.backward(dump[f"gradient output {FINAL_NORM}"])
-    tied = form["config"].get("tie_word_embeddings", False)
+    has_loss = bool(form.get("is_cross_entropy")) and LABELS in dump
+    if has_loss:
+        logits, labels = model.get_output_embeddings()(hidden), dump[LABELS]
+        loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE, reduction="sum")
+        values[LOSS] = loss[None]
+        (loss / (labels != IGNORE).sum().clamp(min=1)).backward()
+    else:
+        hidden.backward(dump[f"gradient output {FINAL_NORM}"])
+    tied = form["config"].get("tie_word_embeddings", False) and not has_loss
     for ours, theirs in form["names"].items():
         gradient = model.get_parameter(theirs).grad
         if gradient is not None and not (tied and ours.startswith("tok_embeddings.")):  # the head's part is missing
-            values[f"gradient parameter {ours}"] = gradient
+            values[f"gradient parameter {ours}"] = gradient.clone()  # clipping changes it
+    if has_loss and (adamw := form.get("adamw")):
+        values |= _updates(model, form["names"], **adamw)
     values = {key: value.detach() for key, value in values.items()} | {
         f"before parameter {ours}": weights[theirs] for ours, theirs in form["names"].items()
     }
     index = dump.index
-    here = {name: [key for key in getattr(index, name) if key in values] for name in ("forward", "gradients")}
+    here = {
+        name: [key for key in getattr(index, name) if key in values] for name in ("forward", "gradients", "updates")
+    }
     dtypes = dict.fromkeys(values, "float32") | {TOKENS: index.dtypes[TOKENS]}
-    return Dump(
-        replace(index, ranks=1, compute_dtype="float32", updates=[], dtypes=dtypes, compiled=[], **here), [values]
-    )
+    return Dump(replace(index, ranks=1, compute_dtype="float32", dtypes=dtypes, compiled=[], **here), [values])
 
 
 def _build(config: Mapping[str, Any], weights: Mapping[str, Tensor]) -> Any:
@@ -75,6 +87,22 @@ def _build(config: Mapping[str, Any], weights: Mapping[str, Tensor]) -> Any:
     if missing or found.unexpected_keys:
         raise UserError(f"--where transformers: its model has other tensors: {[*missing, *found.unexpected_keys][0]}")
     return model.train()
+
+
+def _updates(
+    model: nn.Module, names: Mapping[str, str], *, max_norm: float, groups: Mapping[str, dict[str, Any]]
+) -> dict[str, Tensor]:
+    """Return the first update of PyTorch's AdamW, after clipping.
+
+    Args:
+        groups: settings by our name of a parameter. Parameters without any are frozen.
+    """
+    parameters = {ours: model.get_parameter(names[ours]) for ours in groups}
+    before = {ours: parameter.detach().clone() for ours, parameter in parameters.items()}
+    if max_norm:
+        nn.utils.clip_grad_norm_(parameters.values(), max_norm)
+    torch.optim.AdamW([{"params": [parameters[ours]], **settings} for ours, settings in groups.items()]).step()
+    return {f"update parameter {ours}": parameters[ours].detach() - before[ours] for ours in groups}
 
 
 def _modules(names: Mapping[str, str]) -> dict[str, str]:
