@@ -149,6 +149,7 @@ def test_transformers_computes_the_same(right: TinyRun) -> None:
         wanted |= {"gradient parameter head.output.weight"} if name == "llama3" else set()  # the other one's is tied
         wanted |= {f"update parameter {it}" for it in ("layers.1.attention.wk.weight", "head.norm.weight")}
         assert wanted - keys == set()
+    ours = read_dump(right.folder / "llama3")
     for key, module in {
         "update parameter layers.1.attention.wk.weight": "layers.1.attention.wk",
         "gradient parameter head.norm.weight": "head.norm",

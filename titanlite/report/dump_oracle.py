@@ -1,4 +1,4 @@
-"""What transformers needs to compute the values of a dump: its names, the labels, and the settings of AdamW."""
+"""Needs of transformers, to compute the values of a dump: its names, the labels, and the settings of AdamW."""
 
 from functools import partial
 from typing import Any

@@ -60,7 +60,7 @@ class Index:
     compiled: list[str] = field(default_factory=list)
     """Modules whose inner values are not seen."""
     hugging_face: dict[str, Any] = field(default_factory=dict)
-    """What transformers needs to compute the same, if the family has a table (`dump_oracle`)."""
+    """Needs of transformers to compute the same, if the family has a table (`dump_oracle`)."""
 
 
 class ValueDump(StepObserver):
