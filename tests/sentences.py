@@ -1,7 +1,4 @@
-"""Lengths of the sentences of a page.
-
-python -m tests.sentences PAGE ...        list sentences of more than 25 words
-"""
+"""Lengths of the sentences of a page. `python -m tests.sentences PAGE ...` lists those of more than 25 words."""
 
 import re
 import sys
