@@ -74,7 +74,7 @@ def taught(rank: int, world_size: int, config: Config) -> dict[str, Any]:
     }
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_losses_are_equal_on_every_layout_and_with_every_technique(tiny: TinyRun) -> None:
     teacher = make_teacher(tiny, "teacher")
     tied = make_teacher(tiny, "tied-teacher", "--model.args.tied_head=true")

@@ -87,7 +87,7 @@ def saved(rank: int, world_size: int, config: Config) -> dict[str, Any]:
     return {name: whole(tensor) for name, tensor in model_state(run.model).items()}
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_weights_go_out_of_one_layout_and_into_others(tiny: TinyRun) -> None:
     """Trained on (2, 2), exported for Hugging Face, and begun from there on (1, 1) and (1, 4)."""
     families = ("llama3", "qwen3_moe")

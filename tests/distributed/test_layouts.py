@@ -284,7 +284,7 @@ def expected_types(layout: tuple[int, int], weight: str, moment: str, reduction:
     return expected
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_types_are_the_same_on_every_layout(tiny: TinyRun) -> None:
     """bfloat16 compute with float32 weights, moments and reduction, unless configured."""
     several = [[*options, "--training.mixed_precision_param=bfloat16"] for options, *_ in TYPES.values()]

@@ -140,7 +140,7 @@ def test_layouts_of_hosts(function: Callable[..., object], world_size: int, expe
         assert found == expected if isinstance(expected, list) else str(found).startswith(str(expected))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_script_tests_all_processes(tiny: TinyRun, tmp_path: Path) -> None:
     """`run_train.sh check` reports a failed test once, and ends with 2. Nothing is left."""
     words = ["check", "--config", str(tiny.toml), "--checkpoint.interval=1", "--checkpoint.keep_latest_k=0"]

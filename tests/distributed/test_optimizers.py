@@ -202,7 +202,7 @@ def of_four(tmp_path_factory: pytest.TempPathFactory) -> OnFour:
 
 
 @pytest.mark.usefixtures("single_process_group")
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_runs_are_equal_on_every_layout_and_after_a_resume(of_four: OnFour) -> None:
     tiny, (unbroken, resumed, *moments, _) = of_four.tiny, of_four.by_rank[0]
     for name, value in unbroken.items():

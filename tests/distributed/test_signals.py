@@ -121,7 +121,7 @@ def test_a_signal_in_each_phase(tiny: TinyRun, sign: signal.Signals) -> None:
 @pytest.mark.parametrize(
     "signals",
     [
-        pytest.param((("torchrun", signal.SIGINT), ("rank 1", signal.SIGTERM)), marks=pytest.mark.slow),
+        pytest.param((("torchrun", signal.SIGINT), ("rank 1", signal.SIGTERM)), marks=pytest.mark.nightly),
         pytest.param((("torchrun", signal.SIGUSR1), ("torchrun", signal.SIGKILL)), marks=pytest.mark.nightly),
     ],
     ids=["to a rank", "to the launcher"],

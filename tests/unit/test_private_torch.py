@@ -858,4 +858,6 @@ def test_a_fake_world_uses_no_groups_of_an_earlier_one() -> None:
         with fake_process_group(2):
             mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tensor",))
             part = DTensor.from_local(torch.ones(2), mesh, [Shard(0)])
-            assert part.detach().device_mesh is mesh
+            detached = part.detach()
+            assert isinstance(detached, DTensor)
+            assert detached.device_mesh is mesh

@@ -81,9 +81,12 @@ def test_what_is_proposed(options: list[str], speeds: dict[str, float], tried: l
     assert result.tried == len([axis for axis in asked if axis in speeds])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("options", "world_size"), [((TENSOR, HEADS), 8), ((EXPERT, MOE), 4)], ids=["layers", "experts"]
+    ("options", "world_size"),
+    [
+        pytest.param((TENSOR, HEADS), 8, marks=pytest.mark.nightly, id="layers"),
+        pytest.param((EXPERT, MOE), 4, marks=pytest.mark.slow, id="experts"),
+    ],
 )
 def test_it_expects_what_the_plan_finds(options: tuple[str, ...], world_size: int) -> None:
     config = read(*options, "--training.global_batch_size=16", world_size=world_size)
