@@ -3,6 +3,7 @@
 import gzip
 import json
 import logging
+import multiprocessing
 import os
 import platform
 import re
@@ -12,7 +13,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -35,9 +36,10 @@ from titanlite.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 from titanlite.data.tokens import INDEX, TokenStore
 from titanlite.ingest import prepare as prepare_module
 from titanlite.ingest import reading as reading_module
-from titanlite.ingest.encoding import Encoder, Options, encode_chunks
+from titanlite.ingest.encoding import CHUNKS_AHEAD, Encoder, Options, encode_chunks
 from titanlite.ingest.inputs import find_files
 from titanlite.ingest.prepare import prepare, prepare_text
+from titanlite.ingest.reading import Chunk
 from titanlite.runtime.errors import RunError, UserError
 
 BOS, EOS = 256, 257
@@ -545,7 +547,7 @@ def test_workers_are_as_many_as_cores_where_affinity_is_unknown(
 
 
 def test_little_input_starts_no_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr("titanlite.ingest.encoding.ProcessPoolExecutor")
+    monkeypatch.delattr("titanlite.ingest.encoding._Processes")
     assert tokens_of(make(write(tmp_path / "a.txt", "a"), tmp_path / "out", workers=8)) == [BOS, 97, EOS]
 
 
@@ -642,17 +644,53 @@ def test_what_skipped_errors_does_not_resume_as_if_there_were_none(tmp_path: Pat
 def test_a_worker_that_dies_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     paths = mixed_input(tmp_path)
     monkeypatch.setattr(prepare_module, "WORKER_BYTES", 1)
-    before, killed = set(children(os.getpid())), []
+    others, killed = set(multiprocessing.active_children()), []
 
     def kill_one(*_: Any) -> None:
-        for child in set(children(os.getpid())) - before if not killed else ():
-            if b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes():
-                os.kill(child, signal.SIGKILL)
-                killed.append(child)
+        for worker in set(multiprocessing.active_children()) - others if not killed else ():
+            worker.kill()
+            killed.append(worker)
 
     monkeypatch.setattr(prepare_module, "note", kill_one)
     with pytest.raises(RunError, match="a process that tokenizes was killed, for want of memory most likely"):
         make(paths, tmp_path / "out", workers=2, **SMALL)
+
+
+@pytest.mark.parametrize("killed", [0, 1])
+def test_a_worker_that_is_killed_while_it_waits_is_an_error(killed: int) -> None:
+    """It may hold the lock of the queue, for which the other one then waits, and workers do not hear SIGTERM."""
+    encoder = Encoder(load_tokenizer("bytes"), Options())
+    others, ended = set(multiprocessing.active_children()), []
+
+    def chunks() -> Iterator[Chunk]:
+        for number in range(2 * CHUNKS_AHEAD + 1):
+            yield Chunk([], [], number)
+        time.sleep(0.2)  # both workers wait
+        workers = sorted(set(multiprocessing.active_children()) - others, key=lambda it: it.name)
+        workers[killed % len(workers)].kill()
+        while True:  # the other worker does what there is until the death is seen
+            yield Chunk([], [], 0)
+
+    def encode() -> None:
+        with pytest.raises(RunError, match="a process that tokenizes was killed"):
+            list(encode_chunks(chunks(), encoder, workers=2))
+        ended.append(True)
+
+    thread = threading.Thread(target=encode, daemon=True)
+    thread.start()
+    thread.join(60)
+    assert ended
+
+
+def test_an_error_in_a_worker_is_the_error_of_the_command() -> None:
+    class Missing(ByteTokenizer):
+        name = "/nowhere/tokenizer.json"
+
+    with pytest.raises(UserError) as alone:
+        load_tokenizer(Missing.name)
+    with pytest.raises(UserError) as found:
+        list(encode_chunks(iter([Chunk([], [], 0)]), Encoder(Missing(), Options()), workers=2))
+    assert str(found.value) == str(alone.value)
 
 
 def test_two_at_once_make_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

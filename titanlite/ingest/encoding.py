@@ -4,14 +4,15 @@ chunks, so that the number of processes changes nothing.
 
 import multiprocessing
 import os
-import threading
+import traceback
 from collections import Counter, deque
 from collections.abc import Generator, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import astuple, dataclass
-from functools import lru_cache
 from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnProcess
+from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,7 @@ from titanlite.ingest.documents import Bad, Document, Segment, read_documents
 from titanlite.ingest.reading import CHUNK_BYTES, Chunk, Part
 from titanlite.ingest.token_writer import SHARD_TOKENS
 from titanlite.runtime.errors import RunError, UserError
-from titanlite.runtime.signals import shielding_children
+from titanlite.runtime.signals import end_with_parent, shielding_children
 
 FIRST = 10
 """Number of errors and binary files that are named; all are counted."""
@@ -199,55 +200,87 @@ def encode_chunks(
         for chunk in chunks:
             yield chunk, encoder.encode(chunk.parts)
         return
-    context = multiprocessing.get_context("spawn")
-    watched, held = context.Pipe(duplex=False)  # workers end once no process holds the other end
-    with shielding_children():  # its queues start a process
-        pool = ProcessPoolExecutor(workers, context, initializer=_start_worker, initargs=(watched,))
     waiting: deque[tuple[Chunk, Future[Encoded]]] = deque()
+    processes = _Processes(encoder, workers)
     try:
         for chunk in chunks:
-            with shielding_children():  # worker processes begin here, and keep it
-                job = pool.submit(_encode, encoder.tokenizer.name, encoder.options, chunk.parts)
-            waiting.append((chunk._replace(parts=[]), job))
+            waiting.append((chunk._replace(parts=[]), processes.submit(chunk.parts)))
             if len(waiting) == CHUNKS_AHEAD * workers:
                 done, result = waiting.popleft()
                 yield done, result.result()
         while waiting:
             done, result = waiting.popleft()
             yield done, result.result()
-    except BrokenProcessPool:
-        raise RunError(
-            "a process that tokenizes was killed, for want of memory most likely: with fewer workers it takes less"
-        ) from None
-    except BaseException:
-        held.close()  # what the workers still have at hand is of no use
-        raise
     finally:
-        pool.shutdown(cancel_futures=True)
-        held.close()
-        watched.close()
+        processes.end()
 
 
-def _encode(tokenizer: str, options: Options, parts: Sequence[Part]) -> Encoded:
-    return _load_encoder(tokenizer, options).encode(parts)
+class _Processes:
+    """Worker processes, each with a pipe of its own and a thread here that waits for it.
 
-
-@lru_cache(1)
-def _load_encoder(tokenizer: str, options: Options) -> Encoder:
-    return Encoder(load_tokenizer(tokenizer), options)
-
-
-def _start_worker(watched: Connection) -> None:
-    """Prepare a worker.
-
-    Args:
-        watched: end of a pipe whose other end the parent process holds. The worker ends when that is closed, as it is
-            when the parent is killed.
+    They share no lock and no pipe: one that is killed at any moment ends its own pipe, and nobody waits for it.
     """
+
+    def __init__(self, encoder: Encoder, workers: int) -> None:
+        self._of_worker = (encoder.tokenizer.name, encoder.options)
+        self._workers = workers
+        self._threads = ThreadPoolExecutor(workers)
+        self._started: list[SpawnProcess] = []
+        self._free: SimpleQueue[Connection] = SimpleQueue()
+
+    def submit(self, parts: Sequence[Part]) -> Future[Encoded]:
+        if len(self._started) < self._workers:
+            self._start()
+        return self._threads.submit(self._encode, parts)
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        here, there = context.Pipe()
+        with shielding_children():
+            process = context.Process(target=_work, args=(there, *self._of_worker))
+            process.start()
+        there.close()  # the process holds the only one: its end is the end of the pipe
+        self._started.append(process)
+        self._free.put(here)
+
+    def _encode(self, parts: Sequence[Part]) -> Encoded:
+        worker = self._free.get()
+        try:
+            worker.send(parts)
+            result = worker.recv()
+        except (EOFError, OSError):
+            raise RunError(
+                "a process that tokenizes was killed, for want of memory most likely: with fewer workers it takes less"
+            ) from None
+        finally:
+            self._free.put(worker)
+        if isinstance(result, Exception):
+            raise result
+        return result
+
+    def end(self) -> None:
+        """End the workers. What they still have at hand is of no use."""
+        for process in self._started:
+            process.kill()
+        self._threads.shutdown(cancel_futures=True)
+        for process in self._started:
+            process.join()
+        while not self._free.empty():
+            self._free.get().close()
+
+
+def _work(connection: Connection, tokenizer: str, options: Options) -> None:
+    """Encode what comes, until nobody sends any more."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-
-    def leave_with_parent() -> None:
-        watched.poll(None)
-        os._exit(1)
-
-    threading.Thread(target=leave_with_parent, daemon=True).start()
+    end_with_parent()
+    encoder: Encoder | None = None
+    with suppress(EOFError, OSError):
+        while True:
+            parts = connection.recv()
+            try:
+                encoder = encoder or Encoder(load_tokenizer(tokenizer), options)
+                result: Encoded | Exception = encoder.encode(parts)
+            except Exception as error:
+                error.add_note(traceback.format_exc())
+                result = error
+            connection.send(result)
