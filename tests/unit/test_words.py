@@ -131,10 +131,10 @@ def test_everything_is_looked_at() -> None:
 
 GENERATED = {"errors.md", "cli.md", "config.md"}
 LONG_SENTENCES = {
-    "add_a_model.md": 2, "architecture.md": 1, "checkpoints.md": 1, "cluster.md": 2, "compile.md": 1, "convert.md": 4,
-    "data.md": 1, "decisions.md": 8, "distill.md": 7, "faq.md": 2, "finetune.md": 3, "float8.md": 3, "generate.md": 2,
-    "gpu.md": 4, "migrate.md": 4, "next_steps.md": 3, "optimizers.md": 4, "reliability.md": 4, "running.md": 3,
-    "see_the_run.md": 7, "troubleshooting.md": 2,
+    "add_a_model.md": 1, "architecture.md": 1, "cluster.md": 2, "compile.md": 1, "convert.md": 1, "data.md": 1,
+    "decisions.md": 8, "distill.md": 1, "faq.md": 1, "finetune.md": 1, "float8.md": 3, "generate.md": 2,
+    "gpu.md": 1, "migrate.md": 2, "next_steps.md": 3, "optimizers.md": 3, "reliability.md": 3, "running.md": 2,
+    "see_the_run.md": 1, "troubleshooting.md": 1,
 }  # fmt: skip
 """Sentences of more than 25 words that a page still has. Lower a number when it has fallen; the aim is none."""
 
