@@ -658,7 +658,7 @@ def test_a_worker_that_dies_is_an_error(tmp_path: Path, monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("killed", [0, 1])
 def test_a_worker_that_is_killed_while_it_waits_is_an_error(killed: int) -> None:
-    """It may hold the lock of the queue, for which the other one then waits, and workers do not hear SIGTERM."""
+    """A lock that the dead one holds would stop the other, which does not hear SIGTERM."""
     encoder = Encoder(load_tokenizer("bytes"), Options())
     others, ended = set(multiprocessing.active_children()), []
 

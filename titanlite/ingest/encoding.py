@@ -218,7 +218,7 @@ def encode_chunks(
 class _Processes:
     """Worker processes, each with a pipe of its own and a thread here that waits for it.
 
-    They share no lock and no pipe: one that is killed at any moment ends its own pipe, and nobody waits for it.
+    They share no lock and no pipe: one that is killed at any time ends its own pipe, and nobody waits for it.
     """
 
     def __init__(self, encoder: Encoder, workers: int) -> None:
