@@ -91,10 +91,10 @@ def largest_shard(model: Model, shard_degree: int, expert_degree: int = 1, tenso
     total = 0
     for name, parameter in unique_parameters(model):
         if parameter in stacks:
-            total += parameter.numel() // shard_degree
+            shard = parameter.numel() // shard_degree
         else:
             shard = chunk_sizes(parameter.shape[0], shard_degree)[0] * parameter.shape[1:].numel()
-            total += shard // (tensor_degree if name in split else 1)
+        total += shard // (tensor_degree if name in split else 1)
     return total
 
 

@@ -61,7 +61,7 @@ def axis_checks(model: Model, parallelism: Parallelism, world_size: int) -> dict
         checks["parallelism.context_parallel_degree"] = partial(check_context, model)
     if (degree := parallelism.expert_parallel_degree) > 1:
         checks["parallelism.expert_parallel_degree"] = lambda: check_experts(
-            model, degree, parallelism.degrees(world_size).sharded
+            model, degree, parallelism.degrees(world_size).sharded, split_layers=parallelism.tensor_parallel_degree > 1
         )
     if (ranks := parallelism.tensor_parallel_degree) > 1:
         checks["parallelism.tensor_parallel_degree"] = partial(check_tensor, model, ranks)
@@ -88,12 +88,13 @@ def check_context(model: Model) -> None:
             )
 
 
-def check_experts(model: Model, degree: int, sharded: int) -> None:
+def check_experts(model: Model, degree: int, sharded: int, *, split_layers: bool = False) -> None:
     """Check that several processes can have different experts of a model.
 
     Args:
         degree: divides `sharded`.
         sharded: processes that a replica's parameters are sharded over.
+        split_layers: whether other processes split the hidden dims of experts.
 
     Raises:
         UserError: they cannot.
@@ -101,12 +102,18 @@ def check_experts(model: Model, degree: int, sharded: int) -> None:
     layers = expert_layers(model)
     if not layers:
         raise UserError(f"needs a model with experts, and {type(model).__name__} has none: set 1")
-    for shape in sorted({getattr(layer, name).shape for layer in layers for name in layer.stacks}):
+    shapes = {
+        (getattr(layer, name).shape, *(layer.hidden_dims[index : index + 1] if split_layers else ()))
+        for layer in layers
+        for index, name in enumerate(layer.stacks)
+    }
+    for shape, *taken in sorted(shapes):
         if shape[0] % degree:
             raise UserError(f"{degree} does not divide the {shape[0]} experts of a layer: set a divisor of {shape[0]}")
-        if all(size % (sharded // degree) for size in shape[1:]):
+        free = [size for dim, size in enumerate(shape) if dim and dim not in taken]
+        if all(size % (sharded // degree) for size in free):
             raise UserError(
-                f"{degree} leaves {sharded // degree} processes to share each expert, and no dim of {[*shape[1:]]} is "
+                f"{degree} leaves {sharded // degree} processes to share each expert, and no dim of {free} is "
                 "a multiple of that: set a higher degree"
             )
 

@@ -21,6 +21,8 @@ MOE = [
     "hidden_dim=24, vocab_size=259}}",
     "--training.steps=20",
 ]
+SPLIT = ["--model.args.n_kv_heads=2", "--model.args.vocab_size=260"]
+"""Sizes that two ranks can split."""
 MUON = ["--optimizer.name=Muon", "--optimizer.args.ns_dtype=float32"]
 FURTHER = {
     "plain": [],
@@ -207,3 +209,35 @@ def test_saved_by_ranks_with_different_experts_loads_anywhere(tiny: TinyRun) -> 
             run_ranks(trained, world_size, config)
             assert tiny.losses(new) == pytest.approx(tiny.losses("whole"), rel=1e-5), (first, name)
             assert [it["samples"] for it in tiny.records(new)] == [it["samples"] for it in tiny.records("whole")]
+
+
+@pytest.mark.nightly
+def test_experts_whose_hidden_dims_ranks_split(tiny: TinyRun) -> None:
+    """Experts and tensor parallelism, alone and together, whole and shared by other ranks."""
+    layouts = {
+        "tensor 2": (2, degrees(1, 1, 1, 2)),
+        "shard 2, tensor 2": (4, degrees(1, 2, 1, 2)),
+        "context 2, tensor 2": (4, degrees(1, 1, 2, 2)),
+        "expert 2, tensor 2": (4, expert(2, 1, 2, 1, 2)),
+    }
+    techniques = {
+        "plain": [],
+        "mask, AC op": ["--activation_checkpoint.mode=selective", "--data.document_mask"],
+        "AC full": ["--activation_checkpoint.mode=full"],
+        "compile": ["--compile.enable"],
+        "Muon": MUON,
+        "in backward": ["--optimizer.in_backward", "--training.max_norm=0"],
+    }
+    moe = [*MOE, *SPLIT]
+    run_in_turn(trained, 1, [tiny.config(*moe, *more, job(f"one {name}")) for name, more in techniques.items()])
+    for world_size in (2, 4):
+        configs = [
+            tiny.config(*moe, *more, *options, job(f"{layout} {name}"), world_size=world_size)
+            for layout, (ranks, options) in layouts.items()
+            for name, more in techniques.items()
+            if ranks == world_size
+        ]
+        run_in_turn(trained, world_size, configs, timeout=300)
+    for layout in layouts:
+        for name in techniques:
+            compare(tiny, f"{layout} {name}", f"one {name}")

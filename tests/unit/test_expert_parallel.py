@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.tensor import DTensor
 
 from tests.plans import traced
 from titanlite.config.load import ConfigError, load
@@ -13,8 +14,10 @@ from titanlite.models.base import build_on_meta
 from titanlite.models.llama3 import Llama3, Llama3Args
 from titanlite.models.qwen3_moe import Qwen3Moe, Qwen3MoeArgs
 from titanlite.parallelize.expert import even_dim
-from titanlite.plan.gpu_kernels import EXPERT_SKEW
+from titanlite.plan.fake_ranks import fake_ranks
+from titanlite.plan.gpu_kernels import EXPERT_SKEW, FakeCpuKernels
 from titanlite.plan.time import Collective, Group, collective_time
+from titanlite.plan.trace import parallelized
 from titanlite.plan.workload import workload_of
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.hardware import find_hardware
@@ -52,6 +55,10 @@ def test_models_that_are_refused() -> None:
         check_experts(model, 3, 3)
     with pytest.raises(UserError, match=r"^2 leaves 128 processes to share each expert, and no dim of \[24, 64\]"):
         check_experts(model, 2, 256)
+    check_experts(model, 2, 16, split_layers=True)
+    check_experts(model, 2, 48)
+    with pytest.raises(UserError, match=r"^2 leaves 24 processes to share each expert, and no dim of \[64\]"):
+        check_experts(model, 2, 48, split_layers=True)
     llama = build_on_meta(Llama3, Llama3Args(dim=64, n_layers=1, n_heads=4, n_kv_heads=2, hidden_dim=96, vocab_size=99))
     with pytest.raises(UserError, match=r"^needs a model with experts, and Llama3 has none"):
         check_experts(llama, 2, 2)
@@ -60,6 +67,23 @@ def test_models_that_are_refused() -> None:
 def test_the_dim_that_ranks_shard() -> None:
     shape = torch.Size([8, 12, 20])
     assert [even_dim(shape, degree) for degree in (1, 4, 6, 5, 10)] == [1, 1, 1, 2, 2]
+    assert [even_dim(shape, degree, taken=[0, 1]) for degree in (1, 4)] == [2, 2]
+
+
+def test_experts_on_ranks_that_also_split_them() -> None:
+    """Rank 0 of shard 4 x tensor 2 with experts on 2: a quarter of each expert's matrices, in both dims."""
+    config = load(
+        "train_configs/debug.toml",
+        ["--model.name=qwen3_moe", f"--{KEY}=2", "--parallelism.tensor_parallel_degree=2"],
+        world_size=8,
+    )
+    with fake_ranks(8):
+        model, _ = parallelized(config, Qwen3Moe, MOE, world_size=8, kernels=FakeCpuKernels())
+        for name, local in {"w1": [4, 32, 12], "w2": [4, 12, 32], "w3": [4, 32, 12], "router": [2, 64]}.items():
+            weight = model.get_parameter(f"layers.0.feed_forward.{name}")
+            assert isinstance(weight, DTensor)
+            assert [*weight.to_local().shape] == local, name
+        assert model.get_parameter("layers.0.feed_forward.w1").shape == (8, 64, 24)
 
 
 def test_the_largest_shard_has_an_even_share_of_the_experts() -> None:
@@ -67,6 +91,8 @@ def test_the_largest_shard_has_an_even_share_of_the_experts() -> None:
     stacks = 2 * 3 * 8 * 64 * 24
     others = largest_shard(model, 16) - 2 * 3 * 64 * 24  # one whole expert of each layer
     assert largest_shard(model, 16, 4) == others + stacks // 16
+    split = largest_shard(model, 16, 4, 2) - stacks // 32
+    assert split == largest_shard(model, 16, 1, 2) - 2 * 3 * 64 * 24 // 2, "half of each matrix"
 
 
 def test_a_plan_counts_the_exchange_of_tokens() -> None:

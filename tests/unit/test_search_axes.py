@@ -41,7 +41,11 @@ def test_only_what_the_config_and_its_model_allow() -> None:
     dense, moe = read(HEADS), read(MOE)
     expert, tensor = ({f"parallelism.{axis}_parallel_degree": 2} for axis in ("expert", "tensor"))
     assert [can_have(config, expert, 4) for config in (dense, moe)] == [False, True]
-    assert [can_have(config, tensor, 4) for config in (dense, moe)] == [True, False]
+    assert [can_have(it, tensor, 4) for it in (dense, moe, read(MOE, "--model.args.n_kv_heads=1"))] == [
+        True,
+        True,
+        False,
+    ]
     assert not can_have(read(HEADS, "--training.loss=own.py:loss"), tensor, 4)
     assert [can_share_experts(with_options(moe, expert), sharded) for sharded in (1, 2, 4, 3)] == [
         False,
@@ -86,6 +90,7 @@ def test_what_is_proposed(options: list[str], speeds: dict[str, float], tried: l
     [
         pytest.param((TENSOR, HEADS), 8, marks=pytest.mark.nightly, id="layers"),
         pytest.param((EXPERT, MOE), 4, marks=pytest.mark.slow, id="experts"),
+        pytest.param((EXPERT, TENSOR, MOE), 8, marks=pytest.mark.nightly, id="experts and layers"),
     ],
 )
 def test_it_expects_what_the_plan_finds(options: tuple[str, ...], world_size: int) -> None:

@@ -1,6 +1,6 @@
 """Tensor parallelism on one process: what is refused, by which line, and the split loss."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -19,7 +19,7 @@ from titanlite.models.llama3 import Llama3, Llama3Args
 from titanlite.models.qwen3 import Qwen3, Qwen3Args
 from titanlite.models.qwen3_moe import Qwen3Moe
 from titanlite.models.tensor_plan import DECODER, TensorPlan
-from titanlite.parallelize.tensor import TensorRanks, check_tensor, roles_of, split_parameters
+from titanlite.parallelize.tensor import TensorRanks, check_tensor, roles_of, split_dims, split_parameters
 from titanlite.runtime.errors import ConfigError, UserError
 
 ARGS = Llama3Args(dim=48, n_layers=2, n_heads=6, n_kv_heads=3, hidden_dim=72, vocab_size=264, max_seq_len=64)
@@ -60,6 +60,18 @@ def test_roles_follow_from_the_table() -> None:
     }  # fmt: skip
 
 
+def test_experts_are_split_by_their_hidden_dims() -> None:
+    moe = build_on_meta(Qwen3Moe, Qwen3Moe.flavors["debug"])
+    check_tensor(moe, 2)
+    assert refusal(moe, 4) == "4 does not divide the 2 key/value heads of layers.0.attention: set 2"
+    layer = moe.get_submodule("layers.0.feed_forward")
+    assert split_dims(layer, roles_of(moe)["layers.0.feed_forward"]) == {"w1": 2, "w2": 1, "w3": 2}
+    whole = {name for name, _ in moe.named_parameters() if name.startswith("layers.0.feed")} - split_parameters(moe)
+    assert whole == {"layers.0.feed_forward.router"}
+    odd = build_on_meta(Qwen3Moe, replace(Qwen3Moe.flavors["debug"], hidden_dim=191))
+    assert refusal(odd, 2) == "2 does not divide the 191 hidden dims of the experts of layers.0.feed_forward: set 1"
+
+
 def test_uneven_sizes_are_refused_with_the_fix() -> None:
     check_tensor(llama(), 3)
     assert refusal(llama(), 2) == "2 does not divide the 3 key/value heads of layers.0.attention: set 1"
@@ -70,16 +82,19 @@ def test_uneven_sizes_are_refused_with_the_fix() -> None:
 
 
 def test_models_and_tables_that_are_wrong() -> None:
-    moe = build_on_meta(Qwen3Moe, Qwen3Moe.flavors["debug"])
-    assert refusal(moe, 2).startswith("needs a model with a tensor_plan, and Qwen3Moe has none (docs/add_a_model.md)")
+    assert refusal(llama({}), 2).startswith("needs a model with a tensor_plan, and Own has none (docs/add_a_model.md)")
     drawing = build_on_meta(type("Dropping", (Llama3,), {}), ARGS)
     assert "blocks of Dropping may draw random numbers" in refusal(drawing, 3)
     for change, expected in {
-        ("layers.*.attention.wo", "row"): "layers.*.attention.wo has the unknown role 'row': choose split, columns",
+        (
+            "layers.*.attention.wo",
+            "row",
+        ): "layers.*.attention.wo has the unknown role 'row': choose split, columns, rows, experts or vocabulary",
         ("layers.*.nothing", "rows"): "layers.*.nothing matches no module",
         ("layers.*.ffn_norm", "columns"): "layers.0.ffn_norm is a RMSNorm, and columns is for linear layers",
         ("head.output", "columns"): "no layer of the head, the last child, is vocabulary",
         ("layers.*.attention", "columns"): "layers.0.attention is a Attention, and columns is for linear layers",
+        ("layers.*.feed_forward", "experts"): "layers.0.feed_forward is no ExpertLayer with a dim in hidden_dims for",
     }.items():
         pattern, role = change
         plan: Any = {**DECODER, pattern: role}

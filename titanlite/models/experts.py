@@ -31,6 +31,9 @@ class ExpertLayer(nn.Module):
 
     stacks: ClassVar[tuple[str, ...]]
     """Names of the parameters that each expert has a part of: [E, ...]."""
+    hidden_dims: ClassVar[tuple[int, ...]] = ()
+    """Dim of each of `stacks` that is the hidden one of an expert. The output is a sum over it, so that tensor
+    parallelism can split it. (): it is not split."""
     exchange: TokenExchange | None = None
     """None: this process has all experts. `parallelize.expert` sets it."""
 

@@ -33,7 +33,7 @@ from titanlite.models.formats import ConfigJson, Entry, Formats, HuggingFace, Ta
 from titanlite.models.functions import swiglu
 from titanlite.models.initial import InitialValues, Normal
 from titanlite.models.qwen3 import Qwen3, Qwen3Args
-from titanlite.models.tensor_plan import TensorPlan
+from titanlite.models.tensor_plan import DECODER_OF_EXPERTS, TensorPlan
 from titanlite.runtime.private_torch.operators import reshape_result
 
 
@@ -65,6 +65,7 @@ class Experts(ExpertLayer):
 
     kernels: Kernels = DEFAULT_KERNELS
     stacks = ("w1", "w2", "w3")
+    hidden_dims = (2, 1, 2)
     bias_E: Tensor
     load_E: Tensor
 
@@ -137,7 +138,7 @@ TORCHTITAN_EXPERTS = (
 
 class Qwen3Moe(Qwen3):
     draws_random = False
-    tensor_plan: ClassVar[TensorPlan] = {}  # experts are not split
+    tensor_plan: ClassVar[TensorPlan] = DECODER_OF_EXPERTS
     formats = Formats(
         hugging_face=HuggingFace(
             architecture="Qwen3MoeForCausalLM",

@@ -3,23 +3,28 @@
 from collections.abc import Mapping
 from typing import Literal
 
-TensorRole = Literal["split", "columns", "rows", "vocabulary"]
+TensorRole = Literal["split", "columns", "rows", "experts", "vocabulary"]
 """split: a module whose input is the same on all ranks, and inside of which each rank computes its part.
 
 columns, rows: linear layers in it whose outputs, or inputs, are split. The outputs of rows are summed over ranks.
+experts: an `ExpertLayer`. Each of its experts is split by `hidden_dims`, and its output is summed over ranks.
 vocabulary: an embedding, or the linear layer of the head, whose tokens are split. No split module is around it.
 """
 
 TensorPlan = Mapping[str, TensorRole]
 """Roles by patterns of modules' names, as of `fnmatch`. The first pattern that matches counts."""
 
-DECODER: TensorPlan = {
+ALL_BUT_FEED_FORWARD: TensorPlan = {
     "tok_embeddings": "vocabulary",
     "layers.*.attention": "split",
     "layers.*.attention.w[qkv]": "columns",
     "layers.*.attention.wo": "rows",
+    "head.output": "vocabulary",
+}
+DECODER: TensorPlan = {
+    **ALL_BUT_FEED_FORWARD,
     "layers.*.feed_forward": "split",
     "layers.*.feed_forward.w[13]": "columns",
     "layers.*.feed_forward.w2": "rows",
-    "head.output": "vocabulary",
 }
+DECODER_OF_EXPERTS: TensorPlan = {**ALL_BUT_FEED_FORWARD, "layers.*.feed_forward": "experts"}

@@ -5,7 +5,7 @@ results back. No token is dropped. How many tokens each rank sends follows from 
 counts comes first. The host waits for the counts, as the sizes of tensors follow from them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from titanlite.kernels import Kernels
 from titanlite.models.experts import ComputeExperts, expert_layers
+from titanlite.runtime.dtensor import sharded_axes
 from titanlite.runtime.private_torch.collectives import exchange_rows
 
 
@@ -25,13 +26,13 @@ class DistributedExperts:
 
     Args:
         mesh: for `fully_shard`: the ranks that have the same experts.
-        axis: the ranks that have different ones.
+        parts: the axis of the ranks that have different ones, then that of ranks that split layers, if there is one.
     """
 
-    def __init__(self, model: nn.Module, mesh: DeviceMesh, axis: DeviceMesh) -> None:
+    def __init__(self, model: nn.Module, mesh: DeviceMesh, parts: DeviceMesh) -> None:
         self.layers = expert_layers(model)
         self.mesh = mesh
-        self.axis = axis
+        self.parts = parts
         self.shard_degree = mesh.size(mesh.ndim - 1)
 
     def distribute(self, kernels: Kernels, *, is_compiled: bool) -> None:
@@ -40,14 +41,16 @@ class DistributedExperts:
         Args:
             is_compiled: blocks are compiled afterwards. The exchange is not, as sizes of its tensors are values.
         """
-        exchange = AllToAllExchange(self.axis.get_group(), kernels).compute
+        exchange = AllToAllExchange(self.parts.get_group(0), kernels).compute
         uncompiled: Any = torch.compiler.disable(exchange) if is_compiled else exchange
         for layer in self.layers:
             layer.exchange = uncompiled
             for name in layer.stacks:
-                whole = layer.get_parameter(name)
-                part = distribute_tensor(whole.detach(), self.axis, [Shard(0)], src_data_rank=None)
-                layer.register_parameter(name, nn.Parameter(part, requires_grad=whole.requires_grad))
+                old = layer.get_parameter(name)
+                placements = [Shard(0), *(old.placements if isinstance(old, DTensor) else ())]
+                whole = torch.empty(old.shape, dtype=old.dtype, device="meta")
+                part = distribute_tensor(whole, self.parts, placements, src_data_rank=None)
+                layer.register_parameter(name, nn.Parameter(part, requires_grad=old.requires_grad))
 
     def weights(self) -> set[nn.Parameter]:
         return {layer.get_parameter(name) for layer in self.layers for name in layer.stacks}
@@ -59,16 +62,25 @@ class DistributedExperts:
             options: of `fully_shard`, but for the mesh.
         """
         weights = self.weights()
-        options |= {"mesh": self.mesh, "shard_placement_fn": lambda it: Shard(even_dim(it.shape, self.shard_degree))}
+
+        def placement(weight: Tensor) -> Shard:
+            taken = sharded_axes(weight).values()
+            return Shard(even_dim(weight.shape, self.shard_degree, taken=taken))
+
+        options |= {"mesh": self.mesh, "shard_placement_fn": placement}
         return [
             fully_shard(layer, ignored_params={it for it in layer.parameters() if it not in weights}, **options)
             for layer in self.layers
         ]
 
 
-def even_dim(shape: torch.Size, degree: int) -> int:
-    """Return the dim of a stack of experts, beyond that of the experts, which some ranks shard evenly."""
-    return next(dim for dim, size in enumerate(shape[1:], start=1) if size % degree == 0)
+def even_dim(shape: torch.Size, degree: int, *, taken: Collection[int] = ()) -> int:
+    """Return the dim of a stack of experts, beyond that of the experts, which some ranks shard evenly.
+
+    Args:
+        taken: dims that other ranks shard.
+    """
+    return next(dim for dim, size in enumerate(shape[1:], start=1) if size % degree == 0 and dim not in taken)
 
 
 class AllToAllExchange:
@@ -105,8 +117,7 @@ def _own_experts(weight: Tensor, ranks: int) -> Tensor:
     The gradient has the tokens of several ranks already. FSDP divides by the number of ranks that it adds up, which is
     smaller by that factor than for other parameters.
     """
-    assert isinstance(weight, DTensor)
-    return _ScaleGradient.apply(weight.to_local(), 1 / ranks)
+    return _ScaleGradient.apply(weight.to_local() if isinstance(weight, DTensor) else weight, 1 / ranks)
 
 
 class _ScaleGradient(torch.autograd.Function):

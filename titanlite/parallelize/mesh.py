@@ -44,10 +44,11 @@ def _shards(mesh: DeviceMesh) -> DeviceMesh:
 
 
 def expert_meshes(mesh: DeviceMesh, degree: int) -> tuple[DeviceMesh, DeviceMesh]:
-    """Return the mesh for `fully_shard` of experts, and the axis of ranks with different experts.
+    """Return the mesh for `fully_shard` of experts, and the mesh of ranks that have different parts of them.
 
-    Both are another view of the ranks that a replica's parameters are sharded over: neighbours have different experts,
-    and the ranks with the same experts shard those.
+    The latter has the axis of ranks with different experts, and that of ranks that split layers, if there is one. The
+    ranks that a replica's parameters are sharded over have another view here: neighbours have different experts, and
+    the ranks with the same experts shard those.
 
     Args:
         degree: of expert parallelism; divides the number of those ranks.
@@ -55,7 +56,7 @@ def expert_meshes(mesh: DeviceMesh, degree: int) -> tuple[DeviceMesh, DeviceMesh
     shards = _shards(mesh)
     view = unflatten_axis(shards, (shards.size() // degree, degree), ("expert_shard", EXPERT))
     sharding = join_meshes(mesh["replicate"], view[EXPERT_SHARD]) if has_replicas(mesh) else view[EXPERT_SHARD]
-    return sharding, view[EXPERT]
+    return sharding, join_meshes(view[EXPERT], mesh[TENSOR]) if TENSOR in axis_sizes(mesh) else view[EXPERT]
 
 
 def has_replicas(mesh: DeviceMesh) -> bool:

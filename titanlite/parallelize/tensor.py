@@ -20,7 +20,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from titanlite.kernels import Kernels
-from titanlite.models.base import Model, head_of, unique_parameters
+from titanlite.models.base import Model, head_of
+from titanlite.models.experts import ExpertLayer
 from titanlite.models.layers import Attention
 from titanlite.models.tensor_plan import TensorRole
 from titanlite.parallelize.mesh import shard_degree_of, tensor_mesh
@@ -31,6 +32,7 @@ from titanlite.runtime.private_torch.fsdp import gather_local_parts
 
 SPLIT_DIM: dict[TensorRole | None, int] = {"columns": 0, "rows": 1, "vocabulary": 0}
 """Dimension of a weight [out, in] that a role splits."""
+ROLES = "split", "columns", "rows", "experts", "vocabulary"
 VOCABULARY = "tokens of the vocabulary"
 
 
@@ -111,14 +113,15 @@ def split_layers(model: Model, mesh: DeviceMesh) -> None:
     new: dict[nn.Parameter, nn.Parameter] = {}
     for name, module in model.named_modules():
         role = roles.get(name)
+        dims = split_dims(module, role)
         for attribute, parameter in module.named_parameters(recurse=False):
             if parameter not in new:
-                part = _part_of(parameter, axis, SPLIT_DIM.get(role))
+                part = _part_of(parameter, axis, dims.get(attribute))
                 new[parameter] = nn.Parameter(part, requires_grad=parameter.requires_grad)
             module.register_parameter(attribute, new[parameter])
-        if role in ("split", "vocabulary") and not isinstance(module, nn.Embedding):
+        if role in ("split", "experts", "vocabulary") and not isinstance(module, nn.Embedding):
             module.register_forward_pre_hook(_entering(ranks))
-        if role == "rows":
+        if role in ("rows", "experts"):
             module.register_forward_hook(lambda _module, _args, out: ranks.total(out))
         elif isinstance(module, nn.Embedding) and role == "vocabulary":
             module.forward = _lookup(module.forward, ranks, module.num_embeddings // ranks.ranks)
@@ -185,8 +188,9 @@ def use_local_parts(model: Model, mesh: DeviceMesh) -> None:
     summed: dict[tuple[nn.Module, str], Callable[[Tensor], Tensor]] = {
         (module, attribute): ranks.total
         for name, module in model.named_modules()
-        if _is_in_split(name, roles) and roles.get(name) not in SPLIT_DIM
+        if _is_in_split(name, roles)
         for attribute, _ in module.named_parameters(recurse=False)
+        if attribute not in split_dims(module, roles.get(name))
     }
     for unit in model.modules():
         if isinstance(unit, FSDPModule):
@@ -205,14 +209,22 @@ def roles_of(model: Model) -> dict[str, TensorRole]:
 
 def split_parameters(model: Model) -> set[str]:
     """Return the names of the parameters that the plan splits."""
-    roles = roles_of(model)
-    return {name for name, _ in unique_parameters(model) if roles.get(name.rpartition(".")[0]) in SPLIT_DIM}
+    modules = dict(model.named_modules())
+    return {f"{name}.{it}" for name, role in roles_of(model).items() for it in split_dims(modules[name], role)}
+
+
+def split_dims(module: nn.Module, role: TensorRole | None) -> dict[str, int]:
+    """Return the dimension that a role splits of each of a module's own parameters, for those that it splits."""
+    if isinstance(module, ExpertLayer) and role == "experts":
+        return dict(zip(module.stacks, module.hidden_dims, strict=True))
+    names = (name for name, _ in module.named_parameters(recurse=False))
+    return dict.fromkeys(names, SPLIT_DIM[role]) if role in SPLIT_DIM else {}
 
 
 def _is_in_split(name: str, roles: dict[str, TensorRole]) -> bool:
     """Return whether a module is a split one, or is inside of one."""
     parts = name.split(".")
-    return any(roles.get(".".join(parts[:end])) == "split" for end in range(1, len(parts) + 1))
+    return any(roles.get(".".join(parts[:end])) in ("split", "experts") for end in range(1, len(parts) + 1))
 
 
 def check_tensor(model: Model, degree: int) -> None:
@@ -247,6 +259,9 @@ def _sizes(model: Model) -> Iterator[tuple[str, int]]:
             yield from ((f"{kind} heads of {name}", it.out_features // module.head_dim) for kind, it in heads.items())
         elif role == "vocabulary":
             yield VOCABULARY, next(module.parameters()).shape[0]
+        elif isinstance(module, ExpertLayer):
+            for stack, dim in split_dims(module, role).items():
+                yield f"hidden dims of the experts of {name}", module.get_parameter(stack).shape[dim]
         elif isinstance(module, nn.Linear):
             yield f"{role} of {name}", module.out_features if role == "columns" else module.in_features
 
@@ -255,8 +270,8 @@ def _problems(model: Model) -> Iterator[str]:
     """Yield the mistakes of a plan."""
     roles = roles_of(model)
     for pattern, role in model.tensor_plan.items():
-        if role not in ("split", *SPLIT_DIM):
-            yield f"{pattern} has the unknown role {role!r}: choose split, columns, rows or vocabulary"
+        if role not in ROLES:
+            yield f"{pattern} has the unknown role {role!r}: choose {', '.join(ROLES[:-1])} or {ROLES[-1]}"
         if not any(fnmatchcase(name, pattern) for name, _ in model.named_modules()):
             yield f"{pattern} matches no module"
     in_head = {*head_of(model).modules()}
@@ -267,6 +282,9 @@ def _problems(model: Model) -> Iterator[str]:
         if isinstance(module, nn.Embedding) and role == "vocabulary":
             if module.padding_idx is not None or module.max_norm is not None:
                 yield f"{name} has a padding_idx or max_norm, which cannot be split"
+        elif role == "experts":
+            if not isinstance(module, ExpertLayer) or len(module.hidden_dims) != len(module.stacks):
+                yield f"{name} is no ExpertLayer with a dim in hidden_dims for each of its stacks"
         elif role != "split" and not isinstance(module, nn.Linear):
             yield f"{name} is a {type(module).__name__}, and {role} is for linear layers"
         elif role == "rows" and isinstance(module, nn.Linear) and module.bias is not None:

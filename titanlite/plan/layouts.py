@@ -70,7 +70,9 @@ def can_share_experts(config: Config, sharded: int) -> bool:
     if experts == 1 or sharded % experts:
         return experts == 1
     try:
-        check_experts(model_of(config).build(), experts, sharded)
+        check_experts(
+            model_of(config).build(), experts, sharded, split_layers=config.parallelism.tensor_parallel_degree > 1
+        )
     except UserError:
         return False
     return True
