@@ -154,12 +154,10 @@ def build_step(config: Any, device: Any, world_size: int) -> Any:
     from titanlite.parallelize.mesh import loss_group, world_group
     from titanlite.parallelize.tensor import split_vocabulary
     from titanlite.plan.estimate import model_of
-    from titanlite.runtime.process_group import pick_kernels
     from titanlite.step import train_step
 
     spec = model_of(config)
-    attention = config.training.attention_backend
-    kernels = pick_kernels(device, compiles=config.compile.enable, attention_backend=attention)
+    kernels = kernels_with_stated_counts(config)
     mesh = build_mesh(config.parallelism, world_size=world_size, device_type="cuda")
     kernels = split_vocabulary(kernels, mesh)
     model = build_on_meta(spec.model_cls, spec.args)
@@ -194,6 +192,22 @@ def build_step(config: Any, device: Any, world_size: int) -> Any:
         scale_weights()
 
     return step
+
+
+def kernels_with_stated_counts(config: Any) -> Any:
+    """Return a GPU's kernels that wait for counts of tokens as in training, and then use those of the plan.
+
+    The device has only zeros.
+    """
+    from titanlite.kernels import Kernels
+    from titanlite.plan.gpu_kernels import FakeCounts
+
+    class StatedCounts(FakeCounts):
+        def read_counts(self, sent_RX: Any, received_RX: Any, *, tokens: int) -> tuple[list[int], list[int]]:
+            Kernels.read_counts(self, sent_RX, received_RX, tokens=tokens)
+            return super().read_counts(sent_RX, received_RX, tokens=tokens)
+
+    return StatedCounts(compiles=config.compile.enable, attention=config.training.attention_backend)
 
 
 class Events:

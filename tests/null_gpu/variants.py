@@ -10,6 +10,7 @@ BUDGET = (
     "--activation_checkpoint.mode=per_block",
     '--activation_checkpoint.per_block=["full x 8", "op x 16", "none x 8"]',
 )
+EXPERT = "--parallelism.expert_parallel_degree="
 CONTEXT = "--parallelism.context_parallel_degree="
 TENSOR = "--parallelism.tensor_parallel_degree="
 REPLICATE = "--parallelism.data_parallel_replicate_degree="
@@ -25,6 +26,8 @@ class Variant:
     world_size: int = 8
     device: str = "H100"
     """Device of the plan. The stand-in has its memory."""
+    waits: int = 0
+    """Times that the host waits for the device in a step: for gradients that it updates, or for counts of tokens."""
 
     @property
     def words(self) -> list[str]:
@@ -56,7 +59,7 @@ VARIANTS = [
     Variant("HSDP 2 x 4, accumulation 2", ("--training.global_batch_size=16", REPLICATE + "2")),
     Variant("replicas 8 x 1, 1B", (REPLICATE + "8",), config="llama3_1b"),
     Variant("never resharded", ("--parallelism.fsdp_reshard_after_forward=never",)),
-    Variant("CPU offload, 64 GPUs", ("--training.enable_cpu_offload=true",), world_size=64),
+    Variant("CPU offload, 64 GPUs", ("--training.enable_cpu_offload=true",), world_size=64, waits=297),
     Variant("update in backward", ("--optimizer.in_backward=true", "--training.max_norm=0")),
     Variant("bfloat16 moments", ("--optimizer.state_dtype=bfloat16",)),
     Variant("bfloat16 weights and moments", ("--optimizer.state_dtype=bfloat16", "--training.dtype=bfloat16")),
@@ -86,6 +89,29 @@ VARIANTS = [
     Variant("tensor 2, compiled", (TENSOR + "2", "--training.global_batch_size=4", *COMPILE)),
     Variant(
         "70B, 64 GPUs, tensor 8", (TENSOR + "8", "--training.global_batch_size=8"), config="llama3_70b", world_size=64
+    ),
+    Variant("context 2, tensor 2", (CONTEXT + "2", TENSOR + "2", "--training.global_batch_size=2")),
+    Variant("30B-A3B, 16 GPUs, expert 8", (EXPERT + "8",), config="qwen3_30b_a3b", world_size=16, waits=192),
+    Variant(
+        "30B-A3B, 16 GPUs, expert 8, compiled",
+        (EXPERT + "8", *COMPILE),
+        config="qwen3_30b_a3b",
+        world_size=16,
+        waits=192,
+    ),
+    Variant(
+        "30B-A3B, 16 GPUs, context 2, expert 8",
+        (CONTEXT + "2", EXPERT + "8", "--training.global_batch_size=8"),
+        config="qwen3_30b_a3b",
+        world_size=16,
+        waits=192,
+    ),
+    Variant(
+        "30B-A3B, 16 GPUs, expert 4, tensor 2",
+        (EXPERT + "4", TENSOR + "2", "--training.global_batch_size=8"),
+        config="qwen3_30b_a3b",
+        world_size=16,
+        waits=192,
     ),
     Variant("float8 tensorwise, batch 2, compiled", (*BATCH_2, *FLOAT8)),
     Variant("float8 rowwise, batch 2, compiled", (*BATCH_2, *FLOAT8, "--quantize.linear.float8.recipe_name=rowwise")),

@@ -9,6 +9,8 @@ from torch import Tensor, nn
 from tests.kept_matmuls import KeptMatmuls
 from tests.operators import OperatorNames
 from titanlite.models.base import Model, ModelArgs
+from titanlite.models.experts import ExpertLayer
+from titanlite.models.grouped import loop_over_groups
 from titanlite.models.llama3 import Llama3, Llama3Args
 from titanlite.models.registry import resolve_model
 from titanlite.parallelize.activation_checkpoint import apply_activation_checkpoint
@@ -119,6 +121,33 @@ def test_op_recomputes_keys_and_values_that_heads_share(is_compiled: bool, kept:
     with KeptMatmuls() as mode:
         _ = model(torch.zeros(1, 8, dtype=torch.int64))
     assert [place for place in mode.places() if place <= 7] == kept
+
+
+class Experts(ExpertLayer):
+    """Layer with one matmul by an expert, and one before and behind it."""
+
+    stacks = ("weight",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1, 4, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        ends, first = torch.tensor([len(x)], dtype=torch.int32), self.weight[0]
+        return loop_over_groups(x @ first, self.weight, ends, torch.float32) @ first
+
+
+@pytest.mark.parametrize(("is_exchanged", "kept"), [(False, [1, 2]), (True, [])])
+def test_matmuls_of_compiled_parts_around_an_exchange_are_not_kept(is_exchanged: bool, kept: list[int]) -> None:
+    """The compiler's own memory cannot be kept, and the plan must not count it. Matmuls of experts can."""
+    model, layer = Own(), Experts()
+    layer.exchange = (lambda x, ends, weights, compute: compute(x, ends, weights)) if is_exchanged else None
+    model.layers = nn.ModuleList([layer])
+    apply_activation_checkpoint(model, ["op"], is_compiled=True)
+    with KeptMatmuls() as mode:
+        out = model(torch.randn(3, 4, requires_grad=True))
+    assert mode.places() == kept
+    out.sum().backward()
 
 
 ATTENTION = torch.ops.aten

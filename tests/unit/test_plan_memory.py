@@ -1,7 +1,11 @@
 """Reserved memory, and memory of compiled blocks: what a plan knows of PyTorch's allocator and of fusion."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
+
+import pytest
+import torch
 
 from titanlite.config.load import load
 from titanlite.config.schema import Degrees
@@ -9,6 +13,7 @@ from titanlite.plan.allocator import GRANULES, Change, PoolSize, replay, reserve
 from titanlite.plan.candidates import Candidate
 from titanlite.plan.estimate import Layout, plan
 from titanlite.plan.fusion import LONGEST, fused_sizes
+from titanlite.plan.gpu_kernels import attention_scratch
 from titanlite.plan.recorder import Operator, Recorder, Storage
 from titanlite.plan.search import _Search
 from titanlite.runtime.hardware import find_hardware
@@ -127,6 +132,17 @@ def test_a_result_of_many_operations_is_stored() -> None:
     operators = [("memory", [it - 1], [it]) for it in range(1, count + 1)]
     found = fused_sizes(recorded(sizes, [*operators, ("matmul", [count], [])]))
     assert [it for it in range(1, count + 1) if found[it]] == [LONGEST, count]
+
+
+@pytest.mark.parametrize(("keys", "buffer"), [(32_768, 0), (1_048_576, 2**32)])
+def test_scratch_of_flash_attention(keys: int, buffer: int) -> None:
+    """Test backward of 128 queries, with 4 query heads for each of 8 key heads of 128 numbers."""
+    query, key = (
+        torch.empty(*shape, dtype=torch.bfloat16, device="meta") for shape in ((128, 32, 128), (keys, 8, 128))
+    )
+    operator = SimpleNamespace(overloadpacket="torch_attn._varlen_attn_backward")
+    expanded = 2 * keys * 32 * 128 * 2  # gradients of keys and values for each query head
+    assert attention_scratch(operator, (None, query, key)) == 128 * 32 * 128 * 4 + expanded + buffer
 
 
 def test_a_plan_that_fits_only_with_too_much_host_memory_does_not_fit() -> None:

@@ -55,3 +55,8 @@ class ExpertLayer(nn.Module):
 
 def expert_layers(model: nn.Module) -> list[ExpertLayer]:
     return [module for module in model.modules() if isinstance(module, ExpertLayer)]
+
+
+def exchanges_tokens(block: nn.Module) -> bool:
+    """Return True if the experts of a block are on several processes."""
+    return any(layer.exchange is not None for layer in expert_layers(block))

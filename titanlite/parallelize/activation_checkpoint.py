@@ -11,12 +11,12 @@ from titanlite.config.recompute import RecomputePolicy, parse_policies
 from titanlite.config.schema import ActivationCheckpoint
 from titanlite.models.added import added_parameters
 from titanlite.models.base import Model
+from titanlite.models.experts import exchanges_tokens
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.private_torch.operators import ATTENTION_OPERATORS
 from titanlite.runtime.private_torch.tensors import local_tensor
 
-VARLEN_ATTENTION = "torch_attn::_varlen_attn"
-"""Name of the operator, which exists once something imports it."""
+VARLEN_ATTENTION = "torch_attn::_varlen_attn"  # the operator exists once something imports it
 MATMUL_OPS = {"aten::mm", "aten::_scaled_mm", "aten::_grouped_mm", "titanlite::grouped_mm"}
 
 
@@ -33,10 +33,9 @@ def recompute_policies(config: ActivationCheckpoint, blocks: int) -> list[Recomp
                 f"activation_checkpoint.per_block: lists {len(policies)} blocks, and the model has {blocks}"
             )
         return policies
-    every_nth = config.selective_ac_option
     if config.mode != "selective":
         return [config.mode] * blocks
-    if every_nth == "op":
+    if (every_nth := config.selective_ac_option) == "op":
         return ["op"] * blocks
     return ["none" if index % every_nth else "full" for index in range(blocks)]
 
@@ -61,6 +60,7 @@ def apply_activation_checkpoint(
                 _save_expensive_ops,
                 saves_first=is_compiled or wide % 2 == 0,
                 cheap={tuple(adapter.mT.shape) for adapter in adapters},
+                in_parts=is_compiled and exchanges_tokens(block),
             )
             _checkpoint(block, preserve_rng_state=draws_random, context_fn=save)
 
@@ -78,8 +78,8 @@ def _checkpoint(block: nn.Module, **options: Any) -> None:
     block.forward = forward
 
 
-def _save_expensive_ops(*, saves_first: bool, cheap: Collection[tuple[int, ...]] = ()) -> Any:
-    return create_selective_checkpoint_contexts(_SaveExpensiveOps(saves_first=saves_first, cheap=cheap))
+def _save_expensive_ops(**options: Any) -> Any:
+    return create_selective_checkpoint_contexts(_SaveExpensiveOps(**options))
 
 
 def _is_narrow(weight: Tensor) -> bool:
@@ -92,23 +92,24 @@ class _SaveExpensiveOps:
 
     Attention is expensive and keeps little. Of the wide matmuls, every second one is a fair trade, as in torchtitan.
     The narrow ones are those of keys and values that query heads share: small kernels to recompute. Backward does not
-    need the result of a block's last matmul, which is added to the residual stream. The compiler does
-    not keep it. Without the compiler, the counting starts where the last one is not kept. Forward and recomputation
-    count separately, so that both decide alike.
+    need a block's last matmul, which is added to the residual stream. The compiler does not keep it; without one, the
+    counting starts so that it is not kept. Forward and recomputation count separately, so that both decide alike.
 
     Args:
         saves_first: keep the first wide matmul, and so the last of an odd number.
         cheap: shapes [in, out] of adapters. Their matmuls are recomputed, and not counted.
+        in_parts: parts of the block are compiled, whose own matmuls cannot be kept, and are not counted.
     """
 
-    def __init__(self, *, saves_first: bool, cheap: Collection[tuple[int, ...]] = ()) -> None:
+    def __init__(self, *, saves_first: bool, cheap: Collection[tuple[int, ...]] = (), in_parts: bool = False) -> None:
         self.cheap = cheap
+        self.ops = MATMUL_OPS - {"aten::mm", "aten::_scaled_mm"} if in_parts else MATMUL_OPS
         self.matmuls = dict.fromkeys((False, True), 0 if saves_first else 1)
 
     def __call__(self, ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         if op in ATTENTION_OPERATORS or op.name() == VARLEN_ATTENTION:
             return CheckpointPolicy.MUST_SAVE
-        if op.name() in MATMUL_OPS and not _is_narrow(args[1]) and tuple(args[1].shape) not in self.cheap:
+        if op.name() in self.ops and not _is_narrow(args[1]) and tuple(args[1].shape) not in self.cheap:
             self.matmuls[ctx.is_recompute] += 1
             if self.matmuls[ctx.is_recompute] % 2:
                 return CheckpointPolicy.MUST_SAVE

@@ -6,11 +6,10 @@ import tempfile
 from pathlib import Path
 
 import torch
-from torch import nn
 
 from titanlite.config.schema import Compile
 from titanlite.models.base import Model
-from titanlite.models.experts import expert_layers
+from titanlite.models.experts import exchanges_tokens
 
 logger = logging.getLogger(__name__)
 
@@ -24,7 +23,7 @@ def compile_blocks(model: Model, *, backend: str = "inductor", has_other_model: 
             their sizes for one that changes, and generate slower code, or fail.
     """
     for block in model.layers:
-        if not _exchanges_tokens(block):
+        if not exchanges_tokens(block):
             block.compile(fullgraph=True, backend=backend, dynamic=False if has_other_model else None)
 
 
@@ -32,17 +31,13 @@ def compile_around_exchange(model: Model, *, backend: str = "inductor", has_othe
     """Compile blocks whose experts are on several ranks, in place: what comes before and after the exchange of tokens.
 
     The compiler cannot trace activation checkpointing around such a block, and would compile nothing. So this comes
-    before, and each part is recomputed as a whole.
+    before. A part is recomputed as a whole, but for attention, which is kept where the policy keeps it.
 
     Args:
         has_other_model: as for `compile_blocks`.
     """
-    for block in filter(_exchanges_tokens, model.layers):
+    for block in filter(exchanges_tokens, model.layers):
         block.forward = torch.compile(block.forward, backend=backend, dynamic=False if has_other_model else None)
-
-
-def _exchanges_tokens(block: nn.Module) -> bool:
-    return any(layer.exchange is not None for layer in expert_layers(block))
 
 
 def use_cache(config: Compile) -> None:

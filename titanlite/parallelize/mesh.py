@@ -44,11 +44,10 @@ def _shards(mesh: DeviceMesh) -> DeviceMesh:
 
 
 def expert_meshes(mesh: DeviceMesh, degree: int) -> tuple[DeviceMesh, DeviceMesh]:
-    """Return the mesh for `fully_shard` of experts, and the mesh of ranks that have different parts of them.
+    """Return the mesh for `fully_shard` of experts, and that of different parts: expert, and tensor where layers split.
 
-    The latter has the axis of ranks with different experts, and that of ranks that split layers, if there is one. The
-    ranks that a replica's parameters are sharded over have another view here: neighbours have different experts, and
-    the ranks with the same experts shard those.
+    Both are another view of the ranks that a replica's parameters are sharded over: neighbours have different experts,
+    and the ranks with the same experts shard those.
 
     Args:
         degree: of expert parallelism; divides the number of those ranks.

@@ -16,6 +16,10 @@ EXPERT_SKEW = 1.1
 """Tokens that a rank receives for its experts, over an even share. The router's balance keeps the busiest rank near."""
 
 
+MOST_OFFSET = 2**31 - 1
+"""Largest offset in bytes that PyTorch's kernels count in 32 bits."""
+
+
 class FakeCounts(Kernels):
     """Kernels that know how many tokens come from other ranks without reading a tensor."""
 
@@ -75,13 +79,16 @@ def attention_scratch(func: Any, args: Any) -> int:
     """Return the bytes that flash attention allocates and frees within backward.
 
     They are the query's gradient in float32 and, with grouped queries, the gradients of keys and values for each query
-    head. Source: `mha_bwd` in aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp.
+    head. Their sum over a group needs a float32 buffer where offsets in bytes exceed 32 bits. Sources: `mha_bwd` in
+    aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp, `gpu_reduce_kernel` in
+    aten/src/ATen/native/cuda/Reduce.cuh.
     """
     if not str(func.overloadpacket).endswith("backward") or args[1].dtype == torch.float32:
         return 0
     query, key = args[1:3]
     groups = query.shape[1] // key.shape[1]
-    return query.numel() * 4 + (2 * groups * key.numel() * query.element_size() if groups > 1 else 0)
+    each = groups * key.numel() * query.element_size() if groups > 1 else 0
+    return query.numel() * 4 + 2 * each + (key.numel() * 4 if each > MOST_OFFSET else 0)
 
 
 @torch.library.custom_op("titanlite_plan::softmax_sums", mutates_args=())
