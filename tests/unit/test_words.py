@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.sentences import long_sentences, sentences
+from tests.sentences import LINK, SPAN, long_sentences, sentences
 from tests.words import ROOT, docstring_problems, everything, hits_in
 
 LIMITS = {
@@ -175,3 +175,10 @@ def test_what_a_long_sentence_is() -> None:
     assert long_sentences("word " * 26) == [" ".join(["word"] * 26)]
     assert len(long_sentences("- item\n- " + "word " * 26 + "\n\n| " + "word " * 30)) == 1
     assert len(long_sentences("`code` word, " * 13)) == 1
+
+
+def test_links_are_closed() -> None:
+    """A link whose bracket is not closed is text, which the site's builder does not report."""
+    files = [*(ROOT / "docs").glob("*.md"), *(ROOT / name for name in MORE_PAGES), ROOT / "CHANGELOG.md"]
+    rest = {path.name: LINK.sub("", SPAN.sub("", path.read_text())) for path in files}
+    assert {name: line for name, text in rest.items() for line in text.splitlines() if "](" in line} == {}
