@@ -11,8 +11,8 @@
 #   RDZV_ENDPOINT  host:port of the first machine, the same on all
 #   LOCAL_ADDR     IPv4 address of this machine, where the machines do not know each other by name
 #   RDZV_CONF      further settings of torchrun's rendezvous (join_timeout=60,last_call_timeout=5)
-# Exit codes: 0 done, 1 failed, 2 wrong config or input, 3 stopped by a rule of the config (a loss that is not finite),
-# 75 stopped by a signal (TERM, INT, USR1, HUP) or at a planned time, with a checkpoint: start it again.
+# Exit codes: 0 done; 1 failed; 2 wrong config or input; 3 stopped by a rule of the config, such as a loss that is not
+# finite; 75 stopped with a checkpoint, by a signal (TERM, INT, USR1, HUP) or at a planned time: start it again.
 set -euo pipefail
 trap 'exit 75' TERM INT USR1 HUP # until Python takes over: nothing is lost
 # shellcheck source=scripts/environment.sh

@@ -57,11 +57,12 @@ def with_results(page: str, text: str) -> str:
 
 def results(end: Mapping[str, Any], faults: Sequence[Mapping[str, Any]], skipped: Sequence[Mapping[str, Any]]) -> str:
     """Return the measured part of the page."""
-    counts = ", ".join(f"{ranks} to step {last:,}" for last, ranks in end["segments"])
+    counts = ", ".join(f"{ranks} ({last:,})" for last, ranks in end["segments"])
     lost = sum(fault["lost"] for fault in faults)
     lines = [
         f"{end['steps']:,} steps, {len(faults)} faults, {end['starts']} starts, {end['seconds'] / 60:.0f} minutes. "
-        f"{end['steps_trained']:,} steps were trained, {lost:,} of them a second time after faults; ranks: {counts}.",
+        f"{end['steps_trained']:,} steps were trained, {lost:,} of them a second time after faults. "
+        f"Numbers of ranks, each with its last step: {counts}.",
         "",
         f"- Problems: {len(end['problems'])}." + "".join(f"\n  - {problem}" for problem in end["problems"]),
         f"- Samples: the hash of every step of every start is that without faults ({end['hashes']:,} compared).",

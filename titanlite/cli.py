@@ -51,8 +51,8 @@ Every option of the config can be set here. The value is read as TOML, text need
 means true. N is the number of an entry in a list; the next number makes a new entry.
 """
 EXIT_CODES = """\
-exit codes: 0 done, 1 failed, 2 wrong config or input, 3 stopped by a rule of the config (a loss that is not finite),
-75 stopped by a signal or at a planned time: start it again
+exit codes: 0 done; 1 failed; 2 wrong config or input; 3 stopped by a rule of the config, such as a loss that is not
+finite; 75 stopped by a signal or at a planned time: start it again
 """
 
 

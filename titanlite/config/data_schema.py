@@ -36,15 +36,15 @@ class DataSource(ValidationSource):
 
 class Data(Section):
     path: Name | list[Name] | None = None
-    """Training data: files, folders or globs of text (.txt, .jsonl, .parquet, source code, ...; one, or a list), a
-    folder or URL of prepared tokens, python://file.py:Class for sequences from your own code, or stdlib:// for the
-    source of Python's standard library, which is also the default. A file that is not there from the current folder is
+    """Training data: files, folders or globs of text (.txt, .jsonl, .parquet, source code, ...), one or a list. It can
+    also be a folder or URL of prepared tokens, or python://file.py:Class for sequences from your own code. Without
+    it, stdlib:// is read, the source of Python's standard library. A file that is not there from the current folder is
     looked for beside the config file."""
     sources: list[DataSource] = Field(default_factory=list)
     """Several sources, mixed in exact shares, instead of data.path."""
     tokenizer: Name = "bytes"
-    """Tokenizer: bytes (one token per byte), the name of a shipped tokenizer, or a path to a tiktoken rank file (Llama
-    3's tokenizer.model), to Hugging Face's tokenizer.json, or to its folder."""
+    """Tokenizer: bytes (one token per byte), the name of a shipped tokenizer, or a path. The path is that of a tiktoken
+    rank file (Llama 3's tokenizer.model), of Hugging Face's tokenizer.json, or of its folder."""
     add_bos: bool = True
     """Begin each document with the tokenizer's beginning-of-document token."""
     add_eos: bool = True
@@ -52,9 +52,9 @@ class Data(Section):
     text_field: Name | None = None
     """Field of JSON lines and table columns that holds the text of a document. Default: text, of chats messages."""
     chat_template: Name | None = None
-    """Template that renders documents which are chats, JSON lines of messages: a Jinja file, also beside the config
-    file, or "tokenizer" for that of the tokenizer's folder. The answers that it marks count in the loss. Default:
-    documents are text."""
+    """Template that renders documents which are chats, JSON lines of messages. It is a Jinja file, also beside the
+    config file, or "tokenizer" for that of the tokenizer's folder. The answers that it marks count in the loss.
+    Default: documents are text."""
     shuffle: bool = True
     """Shuffle sequences, in another order in each epoch. false reads in the order of the files."""
     packing: Literal["stream", "best_fit"] = "stream"

@@ -30,8 +30,8 @@ class Checkpoint(Section):
     allow_changes: list[Name] = Field(default_factory=list)
     """Settings that may differ from those of the checkpoint on resume, as globs (training.seq_len, model.args.*)."""
     initial_load_path: Name | None = None
-    """Weights to start from while this run has no checkpoint of its own: a checkpoint, the folder of a run's
-    checkpoints, or weights of Hugging Face (a folder), torchtitan (a step) or Meta (consolidated.*.pth)."""
+    """Weights to start from while this run has no checkpoint of its own. The path is a checkpoint, the folder of a
+    run's checkpoints, or weights of Hugging Face (a folder), torchtitan (a step) or Meta (consolidated.*.pth)."""
     initial_load: list[Name] = Field(default_factory=lambda: ["model"])
     """Parts to load from initial_load_path, as globs (model, optimizer, model.layers.*)."""
     allow_missing: list[Name] = Field(default_factory=list)

@@ -58,9 +58,9 @@ class ModelSelection(Section):
     flavor: Name | None = None
     """Named size of the family, for example 8B. Default: debug, or else the first flavor of the family."""
     args: dict[str, Any] = Field(default_factory=dict)
-    """Fields of the flavor to change, for example dim = 512. Unless vocab_size is set here, it follows the tokenizer:
-    it is the flavor's size where the tokenizer fills at least 99 % of it, else the tokenizer's size rounded up to a
-    multiple of 128."""
+    """Fields of the flavor to change, for example dim = 512. Unless vocab_size is set here, it follows the tokenizer.
+    It is the flavor's size where the tokenizer fills at least 99 % of it. Else it is the tokenizer's size, rounded up
+    to a multiple of 128."""
 
     @property
     def title(self) -> str:
@@ -217,8 +217,8 @@ class ActivationCheckpoint(Section):
     """Choice of mode selective: a number n checkpoints every n-th block. op checkpoints every block, and keeps the
     results that are expensive to recompute (attention and every second matmul)."""
     per_block: list[Name] = Field(default_factory=list)
-    """Recompute policies of mode per_block, in the order of the blocks: none, op (see selective_ac_option) or full,
-    each with its number of blocks: ["full x 20", "op x 8", "none x 4"]. `titanlite plan --memory-budget-gib` chooses
+    """Recompute policies of mode per_block, in the order of the blocks: ["full x 20", "op x 8", "none x 4"]. Each is
+    none, op (see selective_ac_option) or full, with its number of blocks. `titanlite plan --memory-budget-gib` chooses
     them."""
 
 

@@ -5,10 +5,11 @@ from argparse import Namespace
 from titanlite.runtime.arguments import Parser, positive_int
 
 DETAILS = """\
-Runs teacher.path over all of the training data once, and writes to the folder teacher.cache, for each token, the K most
-probable next tokens with the logarithms of their probabilities, and the probability of all others together. Training
-with the same config reads them, and the teacher is not in memory. The same command resumes after an interruption, and
-adds sources that the data has got since. Several processes: torchrun --nproc_per_node N -m titanlite ...
+Runs teacher.path over all of the training data once, and writes to the folder teacher.cache. For each token it keeps
+the K most probable next tokens with the logarithms of their probabilities, and the probability of all others
+together. Training with the same config reads them, and the teacher is not in memory. The same command resumes after an
+interruption, and adds sources that the data has got since.
+Several processes: torchrun --nproc_per_node N -m titanlite ...
 """
 
 

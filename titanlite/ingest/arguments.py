@@ -9,8 +9,9 @@ from titanlite.runtime.arguments import Parser, non_negative_int, positive_int
 from titanlite.runtime.errors import UserError
 
 INPUTS = """\
-INPUT is a file of text or JSON lines (also .gz or .zst), a .parquet file, a folder or glob of such files, a dataset
-that Hugging Face's save_to_disk wrote, hf://NAME[:CONFIG][:SPLIT], or stdlib:// (stdlib://train, stdlib://validation).
+INPUT is a file of text or JSON lines (also .gz or .zst), a .parquet file, or a folder or glob of such files. It can
+also be a dataset that Hugging Face's save_to_disk wrote, hf://NAME[:CONFIG][:SPLIT], or stdlib:// (stdlib://train,
+stdlib://validation).
 """
 TOKENIZER = "bytes, the name of a tokenizer that titanlite ships, or a path, as data.tokenizer"
 

@@ -7,9 +7,9 @@ from titanlite.runtime.arguments import Parser, positive_int
 
 DETAILS = """\
 Exit code 1 if a variant fails, or differs from its reference by more than it may.
-With --where, one step of two sides A and B, value by value: the first module and direction (forward, gradient, update)
-whose values differ, and a table by block. A side is a layout (2x2, replicas x shards), options of the config without
-dashes, both in quotes, the folder of a dump, or transformers. Exit code 1 if they differ."""
+With --where, compare the values of one step on two sides, A and B. It prints the first module and direction (forward,
+gradient, update) whose values differ, and a table by block. A side is a layout (2x2, replicas x shards), options of the
+config without dashes, both in quotes, the folder of a dump, or transformers. Exit code 1 if they differ."""
 
 
 def add_commands(titanlite: Parser) -> None:
