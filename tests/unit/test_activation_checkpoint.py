@@ -141,13 +141,13 @@ class Experts(ExpertLayer):
 def test_matmuls_of_compiled_parts_around_an_exchange_are_not_kept(is_exchanged: bool, kept: list[int]) -> None:
     """The compiler's own memory cannot be kept, and the plan must not count it. Matmuls of experts can."""
     model, layer = Own(), Experts()
-    layer.exchange = (lambda x, ends, weights, compute: compute(x, ends, weights)) if is_exchanged else None
+    layer.exchange = (lambda x_SD, ends_E, weights, compute: compute(x_SD, ends_E, weights)) if is_exchanged else None
     model.layers = nn.ModuleList([layer])
     apply_activation_checkpoint(model, ["op"], is_compiled=True)
     with KeptMatmuls() as mode:
-        out = model(torch.randn(3, 4, requires_grad=True))
+        total = model(torch.randn(3, 4, requires_grad=True)).sum()
     assert mode.places() == kept
-    out.sum().backward()
+    total.backward()
 
 
 ATTENTION = torch.ops.aten

@@ -137,9 +137,8 @@ def test_a_result_of_many_operations_is_stored() -> None:
 @pytest.mark.parametrize(("keys", "buffer"), [(32_768, 0), (1_048_576, 2**32)])
 def test_scratch_of_flash_attention(keys: int, buffer: int) -> None:
     """Test backward of 128 queries, with 4 query heads for each of 8 key heads of 128 numbers."""
-    query, key = (
-        torch.empty(*shape, dtype=torch.bfloat16, device="meta") for shape in ((128, 32, 128), (keys, 8, 128))
-    )
+    shapes = ((128, 32), (keys, 8))
+    query, key = (torch.empty(tokens, heads, 128, dtype=torch.bfloat16, device="meta") for tokens, heads in shapes)
     operator = SimpleNamespace(overloadpacket="torch_attn._varlen_attn_backward")
     expanded = 2 * keys * 32 * 128 * 2  # gradients of keys and values for each query head
     assert attention_scratch(operator, (None, query, key)) == 128 * 32 * 128 * 4 + expanded + buffer
