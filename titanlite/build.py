@@ -35,6 +35,7 @@ from titanlite.optim.norm import count_parameter_replicas
 from titanlite.parallelize import build_mesh
 from titanlite.parallelize.context import split_batch
 from titanlite.parallelize.mesh import data_parallel_rank, loss_group, world_group
+from titanlite.parallelize.tensor import count_output_replicas
 from titanlite.preflight import ResolvedConfig
 from titanlite.profiling import build_profilers
 from titanlite.runtime.process_group import Ranks
@@ -88,14 +89,12 @@ class Run:
         profilers = build_profilers(
             self.config.profiling,
             models={"": self.model, **({"teacher.": self.teacher.model} if self.teacher else {})},
-            run=self.folder.path,
-            ranks=self.ranks,
-            steps=self.steps,
-            device=device,
+            run=self.folder.path, ranks=self.ranks, steps=self.steps, device=device,
             not_training=partial(self.metrics.not_training, waits_for_device=True),
-        )
+        )  # fmt: skip
         place = self.folder.layers, self.progress.step
-        options = {"replicas": self.replicas, "world": self.world, "tokens": self.group, "device": device}
+        outputs = count_output_replicas(self.model, self.mesh)
+        options = {"replicas": self.replicas, "world": self.world, "outputs": outputs, "device": device}
         return [*profilers, *build_layer_health(self.config.metrics.layers, self.model, place, **options)]
 
 

@@ -10,7 +10,7 @@ from titanlite.config.schema import Data, Parallelism
 from titanlite.models.base import Model, initial_values, unique_parameters
 from titanlite.models.experts import expert_layers
 from titanlite.models.layers import Attention
-from titanlite.parallelize.tensor import check_tensor
+from titanlite.parallelize.tensor_checks import check_tensor
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.hash_random import random_bits, salt
 
@@ -54,7 +54,9 @@ def check_documents(model: Model, data: Data) -> None:
         )
 
 
-def axis_checks(model: Model, parallelism: Parallelism, world_size: int) -> dict[str, Callable[[], None]]:
+def axis_checks(
+    model: Model, parallelism: Parallelism, world_size: int, *, seq_len: int
+) -> dict[str, Callable[[], None]]:
     """Return the checks of a model for further axes of the mesh, by option. They raise UserError."""
     checks: dict[str, Callable[[], None]] = {}
     if parallelism.context_parallel_degree > 1:
@@ -64,7 +66,8 @@ def axis_checks(model: Model, parallelism: Parallelism, world_size: int) -> dict
             model, degree, parallelism.degrees(world_size).sharded, split_layers=parallelism.tensor_parallel_degree > 1
         )
     if (ranks := parallelism.tensor_parallel_degree) > 1:
-        checks["parallelism.tensor_parallel_degree"] = partial(check_tensor, model, ranks)
+        of_a_rank = seq_len // parallelism.context_parallel_degree
+        checks["parallelism.tensor_parallel_degree"] = partial(check_tensor, model, ranks, seq_len=of_a_rank)
     return checks
 
 

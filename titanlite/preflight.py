@@ -245,8 +245,9 @@ def _check_axes_and_attention(
     report: _Report, model: Model, config: Config, ranks: Ranks, device: torch.device
 ) -> None:
     report.attempt("data.document_mask", ["data.document_mask"], lambda: check_documents(model, config.data))
-    for key, check in axis_checks(model, config.parallelism, ranks.world_size).items():
-        report.attempt(key, ["parallelism"], check)
+    seq_len = config.training.seq_len
+    for key, check in axis_checks(model, config.parallelism, ranks.world_size, seq_len=seq_len).items():
+        report.attempt(key, ["parallelism", "training.seq_len"], check)
     key = "training.attention_backend"
     report.attempt(key, ["training", "data.document_mask"], lambda: check_attention(model, config, device))
 

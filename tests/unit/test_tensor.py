@@ -19,7 +19,8 @@ from titanlite.models.llama3 import Llama3, Llama3Args
 from titanlite.models.qwen3 import Qwen3, Qwen3Args
 from titanlite.models.qwen3_moe import Qwen3Moe
 from titanlite.models.tensor_plan import DECODER, TensorPlan
-from titanlite.parallelize.tensor import TensorRanks, check_tensor, roles_of, split_dims, split_parameters
+from titanlite.parallelize.tensor import TensorRanks, roles_of, split_dims, split_parameters
+from titanlite.parallelize.tensor_checks import check_tensor
 from titanlite.runtime.errors import ConfigError, UserError
 
 ARGS = Llama3Args(dim=48, n_layers=2, n_heads=6, n_kv_heads=3, hidden_dim=72, vocab_size=264, max_seq_len=64)
@@ -73,7 +74,13 @@ def test_experts_are_split_by_their_hidden_dims() -> None:
 
 
 def test_uneven_sizes_are_refused_with_the_fix() -> None:
-    check_tensor(llama(), 3)
+    check_tensor(llama(), 3, seq_len=63)
+    whole = llama({name: role for name, role in DECODER.items() if role != "tokens"})
+    check_tensor(whole, 3, seq_len=64)
+    with pytest.raises(
+        UserError, match=r"^3 does not divide the 64 tokens of a sequence: set another training.seq_len"
+    ):
+        check_tensor(llama(), 3, seq_len=64)
     assert refusal(llama(), 2) == "2 does not divide the 3 key/value heads of layers.0.attention: set 1"
     assert refusal(llama(), 6) == "6 does not divide the 3 key/value heads of layers.0.attention: set 3"
     assert "5 does not divide the 264 tokens of the vocabulary: set model.args.vocab_size = 265" in refusal(llama(), 5)
@@ -89,11 +96,12 @@ def test_models_and_tables_that_are_wrong() -> None:
         (
             "layers.*.attention.wo",
             "row",
-        ): "layers.*.attention.wo has the unknown role 'row': choose split, columns, rows, experts or vocabulary",
+        ): "layers.*.attention.wo has the unknown role 'row': choose tokens, split",
         ("layers.*.nothing", "rows"): "layers.*.nothing matches no module",
         ("layers.*.ffn_norm", "columns"): "layers.0.ffn_norm is a RMSNorm, and columns is for linear layers",
         ("head.output", "columns"): "no layer of the head, the last child, is vocabulary",
         ("layers.*.attention", "columns"): "layers.0.attention is a Attention, and columns is for linear layers",
+        ("layers.0", "tokens"): "layers.0 is not the model's layers, whose tokens alone can be split",
         ("layers.*.feed_forward", "experts"): "layers.0.feed_forward is no ExpertLayer with a dim in hidden_dims for",
     }.items():
         pattern, role = change

@@ -46,7 +46,7 @@ class LayerHealth(StepObserver):
         file: on the rank that writes, the place of the records.
         replicas: ranks that hold the same part, of each parameter.
         world: all ranks.
-        tokens: ranks that compute outputs of different tokens. Default: all.
+        outputs: ranks that compute the same output, of each layer where there are several.
     """
 
     def __init__(
@@ -58,12 +58,10 @@ class LayerHealth(StepObserver):
         replicas: Mapping[nn.Parameter, int],
         world: dist.ProcessGroup,
         device: torch.device,
-        tokens: dist.ProcessGroup | None = None,
+        outputs: Mapping[nn.Module, int],
     ) -> None:
-        self._duplicates = world.size() // (tokens or world).size()
-        """Ranks that compute the same outputs."""
         self._model, self._freq, self._file = model, freq, file
-        self._replicas, self._world, self._device = replicas, world, device
+        self._replicas, self._outputs, self._world, self._device = replicas, outputs, world, device
         self._layers = layers_of(model)
         self._quantized = quantized_parameters(model)
         self._step = 0
@@ -111,7 +109,7 @@ class LayerHealth(StepObserver):
     def _measure_output(self, layer: str, module: nn.Module, inputs: object, output: object) -> None:
         if self._is_forward and isinstance(output, Tensor):  # not of a recomputation in backward
             with torch.no_grad():
-                self._add(layer, "activations", output.detach(), share=self._duplicates)
+                self._add(layer, "activations", output.detach(), share=self._outputs.get(module, 1))
 
     def _measure_parameters(self, kind: str, tensor_of: Callable[[nn.Parameter], Tensor | None]) -> None:
         for name, layer in self._layers.items():

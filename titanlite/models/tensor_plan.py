@@ -3,8 +3,10 @@
 from collections.abc import Mapping
 from typing import Literal
 
-TensorRole = Literal["split", "columns", "rows", "experts", "vocabulary"]
-"""split: a module whose input is the same on all ranks, and inside of which each rank computes its part.
+TensorRole = Literal["tokens", "split", "columns", "rows", "experts", "vocabulary"]
+"""tokens: the list of blocks, which outside of split modules compute single tokens. Each rank has some of the tokens.
+
+split: a module whose input is the same on all ranks, and inside of which each rank computes its part.
 
 columns, rows: linear layers in it whose outputs, or inputs, are split. The outputs of rows are summed over ranks.
 experts: an `ExpertLayer`. Each of its experts is split by `hidden_dims`, and its output is summed over ranks.
@@ -15,6 +17,7 @@ TensorPlan = Mapping[str, TensorRole]
 """Roles by patterns of modules' names, as of `fnmatch`. The first pattern that matches counts."""
 
 ALL_BUT_FEED_FORWARD: TensorPlan = {
+    "layers": "tokens",
     "tok_embeddings": "vocabulary",
     "layers.*.attention": "split",
     "layers.*.attention.w[qkv]": "columns",

@@ -2,12 +2,12 @@
 
 A model's `tensor_plan` gives layers their roles. Weights become DTensors on the mesh's axis `tensor`, so that FSDP,
 optimizers and checkpoints know the whole weight. The model itself computes with this rank's part of each weight, as
-plain tensors: FSDP gathers those. Hooks of modules communicate activations. The residual stream is the same on every
-rank of the axis, to the bit, and so are the weights that are not split.
+plain tensors: FSDP gathers those. Hooks of modules communicate activations. Between split modules each rank has a part
+of the tokens (arXiv:2205.05198), or all of them, the same to the bit. Weights that are not split are the same, too.
 """
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -22,18 +22,14 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from titanlite.kernels import Kernels
 from titanlite.models.base import Model, head_of
 from titanlite.models.experts import ExpertLayer
-from titanlite.models.layers import Attention
 from titanlite.models.tensor_plan import TensorRole
 from titanlite.parallelize.mesh import shard_degree_of, tensor_mesh
 from titanlite.runtime.dtensor import sharded_axes
-from titanlite.runtime.errors import UserError
-from titanlite.runtime.private_torch.collectives import all_reduce
+from titanlite.runtime.private_torch.collectives import all_gather, all_reduce, reduce_scatter
 from titanlite.runtime.private_torch.fsdp import gather_local_parts
 
 SPLIT_DIM: dict[TensorRole | None, int] = {"columns": 0, "rows": 1, "vocabulary": 0}
 """Dimension of a weight [out, in] that a role splits."""
-ROLES = "split", "columns", "rows", "experts", "vocabulary"
-VOCABULARY = "tokens of the vocabulary"
 
 
 @dataclass(frozen=True)
@@ -51,6 +47,29 @@ class TensorRanks:
     def total(self, x: Tensor) -> Tensor:
         """Sum over ranks. The gradient of the sum is the same on all ranks, and passes unchanged."""
         return _Total.apply(x, self.group_name)
+
+    def gather(self, x_BLD: Tensor) -> Tensor:
+        """Return the tokens of all ranks. The gradient is summed, of this rank's tokens."""
+        return _AlongTokens.apply(x_BLD, "gather", "sum", self)
+
+    def sum_own(self, x_BLD: Tensor) -> Tensor:
+        """Sum over ranks, of this rank's tokens. The gradient is gathered."""
+        return _AlongTokens.apply(x_BLD, "sum", "gather", self)
+
+    def own(self, x_BLD: Tensor) -> Tensor:
+        """Return this rank's part of tokens that are the same on all ranks. The gradient is gathered."""
+        return _AlongTokens.apply(x_BLD, "own", "gather", self)
+
+    def join(self, x_BLD: Tensor) -> Tensor:
+        """Return the tokens of all ranks, for what computes the same on each. The gradient is the same, too."""
+        return _AlongTokens.apply(x_BLD, "gather", "own", self)
+
+    def along_tokens(self, x_BLD: Tensor, what: str) -> Tensor:
+        """Gather the tokens of all ranks, sum this rank's tokens over ranks, or take this rank's own."""
+        if what == "own":
+            return x_BLD.chunk(self.ranks, dim=1)[self.rank].contiguous()
+        collective = all_gather if what == "gather" else reduce_scatter
+        return collective(x_BLD.transpose(0, 1), self.ranks, self.group_name).transpose(0, 1).contiguous()
 
     def largest(self, x: Tensor) -> Tensor:
         """Return the largest values of any rank."""
@@ -87,6 +106,18 @@ class _Total(torch.autograd.Function):
         return gradients[0], None
 
 
+class _AlongTokens(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, forward: str, backward: str, ranks: TensorRanks) -> Tensor:
+        ctx.backward_with = ranks, backward
+        return ranks.along_tokens(x, forward)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        ranks, backward = ctx.backward_with
+        return ranks.along_tokens(gradients[0], backward), None, None, None
+
+
 def tensor_ranks(mesh: DeviceMesh) -> TensorRanks | None:
     """Return the ranks that compute a layer together; None where each rank computes whole layers."""
     axis = tensor_mesh(mesh)
@@ -110,9 +141,12 @@ def split_layers(model: Model, mesh: DeviceMesh) -> None:
     if axis is None or ranks is None:
         return
     roles = roles_of(model)
+    if split_blocks(model):
+        model.layers[0].register_forward_pre_hook(_first_argument(ranks.own))
+        head_of(model).register_forward_pre_hook(_first_argument(ranks.join))
     new: dict[nn.Parameter, nn.Parameter] = {}
     for name, module in model.named_modules():
-        role = roles.get(name)
+        role, has_part = roles.get(name), _has_part_of_tokens(name, roles)
         dims = split_dims(module, role)
         for attribute, parameter in module.named_parameters(recurse=False):
             if parameter not in new:
@@ -120,9 +154,9 @@ def split_layers(model: Model, mesh: DeviceMesh) -> None:
                 new[parameter] = nn.Parameter(part, requires_grad=parameter.requires_grad)
             module.register_parameter(attribute, new[parameter])
         if role in ("split", "experts", "vocabulary") and not isinstance(module, nn.Embedding):
-            module.register_forward_pre_hook(_entering(ranks))
+            module.register_forward_pre_hook(_first_argument(ranks.gather if has_part else ranks.enter))
         if role in ("rows", "experts"):
-            module.register_forward_hook(lambda _module, _args, out: ranks.total(out))
+            module.register_forward_hook(_result(ranks.sum_own if has_part else ranks.total))
         elif isinstance(module, nn.Embedding) and role == "vocabulary":
             module.forward = _lookup(module.forward, ranks, module.num_embeddings // ranks.ranks)
         elif role == "vocabulary":  # for logits; the loss takes the weight alone
@@ -138,8 +172,12 @@ def _part_of(parameter: Tensor, axis: DeviceMesh, dim: int | None) -> DTensor:
     )
 
 
-def _entering(ranks: TensorRanks) -> Callable[..., Any]:
-    return lambda _module, args: (ranks.enter(args[0]), *args[1:])
+def _first_argument(change: Callable[[Tensor], Tensor]) -> Callable[..., Any]:
+    return lambda _module, args: (change(args[0]), *args[1:])
+
+
+def _result(change: Callable[[Tensor], Tensor]) -> Callable[..., Any]:
+    return lambda _module, _args, out: change(out)
 
 
 def _lookup(whole: Callable[[Tensor], Tensor], ranks: TensorRanks, size: int) -> Any:
@@ -179,8 +217,8 @@ def placement_of(mesh: DeviceMesh) -> Callable[[Tensor], Shard | None]:
 def use_local_parts(model: Model, mesh: DeviceMesh) -> None:
     """Let the modules of a model that FSDP shards compute with plain tensors, in place.
 
-    Weights that are not split and belong to a split module, such as those of norms of heads, get gradients of each
-    rank's heads. They are summed over the axis.
+    Weights that are not split get gradients of each rank's part: of heads in a split module, of tokens elsewhere in a
+    block. These are summed over the axis.
     """
     if (ranks := tensor_ranks(mesh)) is None:
         return
@@ -188,7 +226,7 @@ def use_local_parts(model: Model, mesh: DeviceMesh) -> None:
     summed: dict[tuple[nn.Module, str], Callable[[Tensor], Tensor]] = {
         (module, attribute): ranks.total
         for name, module in model.named_modules()
-        if _is_in_split(name, roles)
+        if is_in_split(name, roles) or _has_part_of_tokens(name, roles)
         for attribute, _ in module.named_parameters(recurse=False)
         if attribute not in split_dims(module, roles.get(name))
     }
@@ -221,73 +259,23 @@ def split_dims(module: nn.Module, role: TensorRole | None) -> dict[str, int]:
     return dict.fromkeys(names, SPLIT_DIM[role]) if role in SPLIT_DIM else {}
 
 
-def _is_in_split(name: str, roles: dict[str, TensorRole]) -> bool:
+def split_blocks(model: Model) -> list[nn.Module]:
+    """Return the blocks between whose split modules the ranks of a layer have different tokens: all, or none."""
+    return [*model.layers] if "tokens" in roles_of(model).values() else []
+
+
+def count_output_replicas(model: Model, mesh: DeviceMesh) -> dict[nn.Module, int]:
+    """Return how many ranks compute the same output, for each module where there are several."""
+    axis = tensor_mesh(mesh)
+    return dict.fromkeys({*model.modules()} - {*split_blocks(model)}, axis.size()) if axis else {}
+
+
+def _has_part_of_tokens(name: str, roles: dict[str, TensorRole]) -> bool:
+    """Return whether a module is in a list of blocks whose tokens are split."""
+    return any(role == "tokens" and name.startswith(f"{blocks}.") for blocks, role in roles.items())
+
+
+def is_in_split(name: str, roles: dict[str, TensorRole]) -> bool:
     """Return whether a module is a split one, or is inside of one."""
     parts = name.split(".")
     return any(roles.get(".".join(parts[:end])) in ("split", "experts") for end in range(1, len(parts) + 1))
-
-
-def check_tensor(model: Model, degree: int) -> None:
-    """Check that ranks can split the layers of a model on the meta device.
-
-    Raises:
-        UserError: they cannot.
-    """
-    cls, name = type(model), type(model).__name__
-    if not model.tensor_plan:
-        raise UserError(f"needs a model with a tensor_plan, and {name} has none (docs/add_a_model.md): set 1")
-    if vars(cls).get("draws_random", True):
-        raise UserError(
-            f"the blocks of {name} may draw random numbers, which ranks would draw differently: set draws_random = "
-            "False in the class if they draw none, or set 1"
-        )
-    if (problem := next(_problems(model), None)) is not None:
-        raise UserError(f"{name}.tensor_plan: {problem}")
-    for what, size in _sizes(model):
-        if size % degree:
-            near = max(other for other in range(1, degree + 1) if size % other == 0)
-            fix = f"set model.args.vocab_size = {-(-size // degree) * degree}" if what == VOCABULARY else f"set {near}"
-            raise UserError(f"{degree} does not divide the {size:,} {what}: {fix}")
-
-
-def _sizes(model: Model) -> Iterator[tuple[str, int]]:
-    """Yield what is split, and into how many pieces at most."""
-    for name, role in roles_of(model).items():
-        module = model.get_submodule(name)
-        if role == "split" and isinstance(module, Attention):
-            heads = {"query": module.wq, "key/value": module.wk}
-            yield from ((f"{kind} heads of {name}", it.out_features // module.head_dim) for kind, it in heads.items())
-        elif role == "vocabulary":
-            yield VOCABULARY, next(module.parameters()).shape[0]
-        elif isinstance(module, ExpertLayer):
-            for stack, dim in split_dims(module, role).items():
-                yield f"hidden dims of the experts of {name}", module.get_parameter(stack).shape[dim]
-        elif isinstance(module, nn.Linear):
-            yield f"{role} of {name}", module.out_features if role == "columns" else module.in_features
-
-
-def _problems(model: Model) -> Iterator[str]:
-    """Yield the mistakes of a plan."""
-    roles = roles_of(model)
-    for pattern, role in model.tensor_plan.items():
-        if role not in ROLES:
-            yield f"{pattern} has the unknown role {role!r}: choose {', '.join(ROLES[:-1])} or {ROLES[-1]}"
-        if not any(fnmatchcase(name, pattern) for name, _ in model.named_modules()):
-            yield f"{pattern} matches no module"
-    in_head = {*head_of(model).modules()}
-    if not any(role == "vocabulary" and model.get_submodule(name) in in_head for name, role in roles.items()):
-        yield "no layer of the head, the last child, is vocabulary"
-    for name, role in roles.items():
-        module = model.get_submodule(name)
-        if isinstance(module, nn.Embedding) and role == "vocabulary":
-            if module.padding_idx is not None or module.max_norm is not None:
-                yield f"{name} has a padding_idx or max_norm, which cannot be split"
-        elif role == "experts":
-            if not isinstance(module, ExpertLayer) or len(module.hidden_dims) != len(module.stacks):
-                yield f"{name} is no ExpertLayer with a dim in hidden_dims for each of its stacks"
-        elif role != "split" and not isinstance(module, nn.Linear):
-            yield f"{name} is a {type(module).__name__}, and {role} is for linear layers"
-        elif role == "rows" and isinstance(module, nn.Linear) and module.bias is not None:
-            yield f"{name} has a bias, which each rank would add: rows is for layers without one"
-        if role in ("columns", "rows") and not _is_in_split(name, roles):
-            yield f"{name} is in no module that is split, so that gradients would be wrong: add the module around it"

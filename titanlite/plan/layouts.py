@@ -57,7 +57,8 @@ def can_have(config: Config, options: Options, world_size: int) -> bool:
     full = {"parallelism.data_parallel_replicate_degree": 1, "parallelism.data_parallel_shard_degree": -1}
     changed = with_options(config, options | full)
     try:
-        for check in axis_checks(model_of(changed).build(), changed.parallelism, world_size).values():
+        model, seq_len = model_of(changed).build(), changed.training.seq_len
+        for check in axis_checks(model, changed.parallelism, world_size, seq_len=seq_len).values():
             check()
     except UserError:
         return False

@@ -36,7 +36,9 @@ def further_layouts(path: str, overrides: Sequence[str], processes: int) -> Iter
         options = tuple(f"{key}={degree}" for key, degree in axes.items())
         try:
             config = load(path, [*overrides, *PLAIN, *(f"--{it}" for it in options)], world_size=processes)
-            for check in axis_checks(model_of(config).build(), config.parallelism, processes).values():
+            for check in axis_checks(
+                model_of(config).build(), config.parallelism, processes, seq_len=config.training.seq_len
+            ).values():
                 check()
         except UserError:
             continue
