@@ -66,6 +66,7 @@ def transformers_model(folder: Path) -> Any:
     return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("family", OWN)
 def test_merged_logits_are_those_of_the_adapters(
     family: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -107,6 +108,7 @@ def test_a_bfloat16_base_is_merged_without_a_rounding(tmp_path: Path) -> None:
     assert torch.equal(narrow[name], found[name].bfloat16())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("family", OWN)
 def test_peft_loads_the_export_and_computes_the_same(family: str, tmp_path: Path) -> None:
     peft = pytest.importorskip("peft", reason="peft is not installed (pip install -e '.[dev]')")

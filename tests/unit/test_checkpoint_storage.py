@@ -74,6 +74,7 @@ def steps(storage: Storage) -> list[int]:
     return manifests.committed_steps(storage.list())
 
 
+@pytest.mark.long
 def test_only_what_is_published_counts(storage: Storage) -> None:
     assert steps(storage) == []
     for step in (20, 3, 123456789):
@@ -87,6 +88,7 @@ def test_only_what_is_published_counts(storage: Storage) -> None:
     assert storage.read("step-00000020/__0_0.distcp", 1, 3) == b"234"
 
 
+@pytest.mark.long
 def test_a_sweep_takes_what_a_killed_process_of_this_run_left_and_nothing_else(storage: Storage) -> None:
     save(storage, 1)
     stage(storage, 2, {"__0_0.distcp": b"1"})

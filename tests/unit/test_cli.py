@@ -283,6 +283,7 @@ def test_output_into_a_closed_pipe_has_no_traceback(words: str, code: int, capfd
     assert capfd.readouterr().err == ""
 
 
+@pytest.mark.long
 def test_a_run_continues_after_the_reader_of_its_log(tiny: TinyRun, capfd: pytest.CaptureFixture[str]) -> None:
     with closed_stdout():
         assert cli.run(["train", str(tiny.toml), "--training.steps=2"]) == 0

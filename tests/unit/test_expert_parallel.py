@@ -69,6 +69,7 @@ def test_the_largest_shard_has_an_even_share_of_the_experts() -> None:
     assert largest_shard(model, 16, 4) == others + stacks // 16
 
 
+@pytest.mark.long
 def test_a_plan_counts_the_exchange_of_tokens() -> None:
     """64 tokens go to two experts each; a token has 64 bfloat16 values. Forward is recomputed."""
     found = traced(

@@ -254,6 +254,7 @@ def test_reading_one_tensor_takes_no_more(tmp_path: Path) -> None:
         read_tensor(source, "head.nothing")
 
 
+@pytest.mark.long
 def test_a_killed_export_leaves_nothing_and_resumes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     checkpoint, model = save_random(tmp_path, "qwen3_moe", n_layers=6, n_experts=16)
     out, staging = tmp_path / "hf", tmp_path / ".hf.staging"

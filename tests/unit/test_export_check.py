@@ -112,6 +112,7 @@ MISTAKES: dict[str, tuple[str, Change, str]] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", MISTAKES)
 def test_a_mistake_of_the_table_is_named(name: str, sources: dict[str, Source], tmp_path: Path) -> None:
     family, change, pattern = MISTAKES[name]

@@ -111,6 +111,7 @@ def test_other_ranks_export_nothing(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.long
 def test_an_export_ends_with_the_trainer(tmp_path: Path) -> None:
     """The process is killed when the one that started it is."""
     program = (
@@ -147,6 +148,7 @@ def _lives(number: int) -> bool:
         return False
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("single_process_group")
 def test_a_run_exports_while_it_trains_and_at_its_end(
     tiny: TinyRun, begin: Callable[[str], None], warnings: Callable[[], list[str]]

@@ -203,6 +203,7 @@ class A:
     assert set(private_uses(tree)) == {"torch.optim._muon", "other._theirs", "torch._C"}
 
 
+@pytest.mark.long
 def test_private_names_of_pytorch_are_in_one_room() -> None:
     room = PACKAGE / "runtime" / "private_torch"
     found = {short(path): sorted(set(private_uses(tree))) for path, tree in TREES.items() if path.parent != room}
@@ -318,6 +319,7 @@ def processes(function: ast.FunctionDef, functions: dict[str, ast.FunctionDef]) 
     return count(function, 1)
 
 
+@pytest.mark.long
 def test_unit_tests_start_one_process_at_most() -> None:
     """Tests with several processes are in tests/distributed. Workers of loaders and of `data prepare` do not count."""
     several = set()

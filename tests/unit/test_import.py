@@ -362,6 +362,7 @@ def test_a_run_begins_from_a_hugging_face_folder(tiny: TinyRun) -> None:
         assert torch.equal(found[name], tensor.float()), name
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("single_process_group")
 def test_keys_that_differ_are_all_listed_with_the_options_that_accept_them(tiny: TinyRun) -> None:
     from safetensors.torch import load_file, save_file

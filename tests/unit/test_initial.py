@@ -65,6 +65,7 @@ def test_quantiles_are_those_of_the_normal_distribution() -> None:
     assert standard_normal(torch.tensor([2.0**-49], dtype=torch.float64)).item() == pytest.approx(-7.87, abs=0.05)
 
 
+@pytest.mark.long
 def test_truncated_normal() -> None:
     for values in (
         TruncatedNormal(std=0.02, low=-0.04, high=0.04),
@@ -147,6 +148,7 @@ MOE = Qwen3MoeArgs(
 )  # fmt: skip
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("args", [LLAMA, MOE], ids=["llama", "experts"])
 @pytest.mark.parametrize("dim", [0, 1])

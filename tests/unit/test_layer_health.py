@@ -27,6 +27,7 @@ def check(found: dict[str, float], values: torch.Tensor) -> None:
     assert found["nonfinite"] == 0.0
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("single_process_group")
 def test_values_are_those_of_the_whole_tensors(tiny: TinyRun, monkeypatch: pytest.MonkeyPatch) -> None:
     from titanlite import train as training

@@ -65,6 +65,7 @@ def stored(folder: Path, messages: Any) -> list[Any]:
     return records
 
 
+@pytest.mark.long
 def test_wandb_keeps_the_runs_id(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     messages = pytest.importorskip("wandb.proto.wandb_internal_pb2")
     monkeypatch.setenv("WANDB_MODE", "offline")

@@ -72,6 +72,7 @@ def test_state_dtypes_are_those_of_codes(class_name: str, codes: torch.dtype) ->
     assert state_dtypes(build_optimizer(nn.Linear(64, 64), Optimizer(name=named(class_name)), seed=0)) == {codes}
 
 
+@pytest.mark.long
 def test_the_plan_counts_inner_tensors() -> None:
     """Matrices have codes, scales and a table; norms, and 64 x 32 of keys and values, have float32 moments."""
     found = profiled(f"--optimizer.name={named('AdamW8bit')}")

@@ -219,6 +219,7 @@ class Signs(torch.optim.Optimizer):
 """
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("single_process_group")
 def test_a_user_class_trains_and_resumes(tiny: TinyRun, monkeypatch: pytest.MonkeyPatch) -> None:
     """The class keeps numbers, which are saved as tensors and loaded as numbers."""

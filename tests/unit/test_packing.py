@@ -77,6 +77,7 @@ def test_documents_without_a_token_do_not_show(tmp_path: Path) -> None:
     assert as_lists(sequence) == ([1, 2, 3, 4], [2, IGNORE, IGNORE, 5], [0, 2, 3])
 
 
+@pytest.mark.long
 @FEW
 @given(lengths=LENGTHS, seq_len=st.integers(1, 12), masked=st.sets(st.integers(0, 30), max_size=9), apart=st.booleans())
 def test_stream_is_what_plain_code_gives(lengths: list[int], seq_len: int, masked: set[int], apart: bool) -> None:
@@ -162,6 +163,7 @@ def naive_best_fit_decreasing(lengths: list[int], capacity: int) -> list[int]:
     return rooms
 
 
+@pytest.mark.long
 @MANY
 @given(st.integers(1, 100).flatmap(lambda n: st.tuples(st.just(n), st.lists(st.integers(1, n), max_size=150))))
 def test_bins_are_those_of_best_fit_decreasing(case: tuple[int, list[int]]) -> None:

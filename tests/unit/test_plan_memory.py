@@ -3,6 +3,8 @@
 from dataclasses import replace
 from typing import Any
 
+import pytest
+
 from titanlite.config.load import load
 from titanlite.config.schema import Degrees
 from titanlite.plan.allocator import GRANULES, Change, PoolSize, replay, reserved
@@ -129,6 +131,7 @@ def test_a_result_of_many_operations_is_stored() -> None:
     assert [it for it in range(1, count + 1) if found[it]] == [LONGEST, count]
 
 
+@pytest.mark.long
 def test_a_plan_that_fits_only_with_too_much_host_memory_does_not_fit() -> None:
     options = ["--training.enable_cpu_offload", "--training.global_batch_size=8", "--model.args.n_layers=2"]
     config, hardware = load("train_configs/llama3_8b.toml", options, world_size=8), find_hardware("H100")

@@ -464,6 +464,7 @@ def small_model() -> nn.Module:
     return model
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("single_process_group")
 def test_sharded_parameters_and_their_hooks() -> None:
     model: Any = small_model()

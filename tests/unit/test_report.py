@@ -117,6 +117,7 @@ def test_mistakes_are_one_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]
         server([tmp_path / "run"], port=99999)
 
 
+@pytest.mark.long
 def test_files_are_written(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     folder = write_run(tmp_path / "run")
     (folder / "metrics.jsonl").open("a").write("damaged\n")

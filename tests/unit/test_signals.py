@@ -166,6 +166,7 @@ def test_a_requested_stop_saves_that_step_and_resumes_exactly(tiny: TinyRun) -> 
     assert tiny.losses() == tiny.losses("whole")
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("single_process_group")
 @pytest.mark.parametrize("calls", [1, 5])
 def test_a_stop_beside_other_saves(tiny: TinyRun, calls: int) -> None:

@@ -165,6 +165,7 @@ def error_of(loader: Any) -> str:
     return message
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("kind", "workers"),
     [("tokens", 0), ("documents", 0), ("mask", 0), pytest.param("tokens", 1, marks=pytest.mark.slow)],
@@ -180,6 +181,7 @@ def test_a_file_that_became_shorter_is_one_line(kind: str, workers: int, tmp_pat
     assert len(message.splitlines()) == 1
 
 
+@pytest.mark.long
 def test_a_file_that_is_gone_is_one_line(tmp_path: Path) -> None:
     write(tmp_path / "tokens")
     loader = loader_of(tmp_path / "tokens", workers=0, packing="best_fit")

@@ -316,6 +316,7 @@ def test_a_rank_that_stops_is_named(job: TwoRanks, lines: pytest.LogCaptureFixtu
     assert job.ranks[1].watchdog.report == ""
 
 
+@pytest.mark.long
 def test_training_is_quiet(job: TwoRanks, lines: pytest.LogCaptureFixture) -> None:
     for step in range(8, 40):  # each step takes 10 s
         for rank in job.ranks:

@@ -38,6 +38,7 @@ def test_counts_fall() -> None:
     assert not risen, "\n".join([f"{risen} against {LIMITS}; `python -m tests.words` lists them", *shown])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "text",
     [
@@ -147,6 +148,7 @@ def test_sentences_are_short() -> None:
     assert {name: mean for name, found in lengths.items() if (mean := sum(found) / len(found)) >= 18} == {}
 
 
+@pytest.mark.long
 def test_what_a_sentence_is() -> None:
     text = "# Title\n\nOne sentence ends. It is `a b c` [a link](x.md): titanlite is\nlast.\n\n- An item of words\n\n"
     text += "    code\n"
