@@ -25,12 +25,14 @@ OWN_DATA = [f"--data.path={TEXT}", f"--validation.path={TEXT}", "--validation.se
 FEW_STEPS = ["--training.steps=2", "--lr_scheduler.warmup_steps=0"]
 FEW_LAYERS = ["--model.args.n_layers=2"]
 """For plans and tables of large models."""
+AS_IN_PAGES = {"--training.steps=140", "--training.steps=280"}
+"""Steps that pages count with: the first run, and what continues it."""
 LESS = {
     "plan": FEW_LAYERS,
     "inspect": FEW_LAYERS,
     "generate": ["--max-new-tokens", "4"],
     "evaluate": ["--sequences", "2"],
-    "data tokenizer": ["--vocab-size", "300"],
+    "data tokenizer": ["--vocab-size", "600"],
     "parity": [*SHORT, *OWN_DATA],
     "distill cache": [*SHORT, *OWN_DATA],
 }
@@ -42,11 +44,13 @@ OWN_TEXT = ("sft_example", "gpt2.toml", "--data.path")
 def shortened(words: list[str]) -> list[str]:
     """Return a command of titanlite with less to do."""
     if words[0] == "train":
-        steps = [] if any(word.startswith("--training.steps=280") for word in words) else FEW_STEPS
+        steps = [] if AS_IN_PAGES.intersection(words) else FEW_STEPS
         data = [] if any(name in word for word in words for name in OWN_TEXT) else OWN_DATA
         return [*words, *SHORT, *data, *steps]
     names_folder = any(word.startswith("outputs/") for word in words)
     key = next((key for key in (" ".join(words[:2]), words[0]) if key in LESS), None)
+    if words[0] == "parity" and not {"--where", "--dump"}.intersection(words):
+        return [*words, *LESS["parity"], "--steps", "2", "--processes", "2", "--only", "FSDP"]
     if key is None or (words[0] == "inspect" and names_folder) or "--where" in words:
         return words
     return [*words, *LESS[key]]
@@ -123,7 +127,7 @@ def make_prompts_and_tokens() -> None:
 
 def make_chats() -> None:
     Path("path/to/folder").mkdir(parents=True)
-    write_chat_tokenizer(Path("path/to/folder"), (ROOT / "tests" / "data" / "chat_template.jinja").read_text())
+    write_chat_tokenizer(Path("path/to/folder"), (ROOT / "train_configs" / "chat_template.jinja").read_text())
     shutil.copy(ROOT / "train_configs" / "chats.jsonl", "chats.jsonl")
 
 
@@ -154,6 +158,27 @@ FIRST = {
     "docs/next_steps.md": [train_debug],
     "docs/see_the_run.md": [train_debug, make_runs_to_compare],
 }
+LEFT = {
+    "CONTRIBUTING.md": ["outputs/try/checkpoints/step-00000002/manifest.json"],
+    "README.md": ["outputs/debug/checkpoints/step-00000002/manifest.json"],
+    "docs/checkpoints.md": ["full.pt"],
+    "docs/convert.md": ["outputs/qwen3/step-00000000/manifest.json", "debug_hf/config.json"],
+    "docs/data.md": ["tok/index.json", "tokens/chats/index.json", "tokenizer"],
+    "docs/distill.md": ["outputs/distill_example/metrics.jsonl", "teacher_cache/teacher.json", "outputs/my/run.json"],
+    "docs/finetune.md": ["outputs/sft_example/run.json", "tuned_adapters/adapter_config.json", "tuned_hf/config.json"],
+    "docs/generate.md": ["debug_hf/config.json"],
+    "docs/layouts.md": ["best.toml"],
+    "docs/memory.md": ["outputs/run/checkpoints/step-00000002/manifest.json"],
+    "docs/migrate.md": ["NEW.toml"],
+    "docs/next_steps.md": [
+        "outputs/debug/checkpoints/step-00000280/manifest.json", "outputs/wide/run.json", "outputs/mine/run.json",
+        "outputs/hsdp/run.json", "outputs/experts/run.json", "outputs/gpt2/run.json", "outputs/adapters/run.json",
+        "new.toml", "best.toml",
+    ],
+    "docs/plan.md": ["best.toml", "within_30.toml"],
+    "docs/see_the_run.md": ["outputs/debug/report.html", "compare.html", "compare.png", "dumps/after", "dumps/before"],
+}  # fmt: skip
+"""What the commands of a page leave behind."""
 REPLACED = {"/nvme/scratch": "scratch"}
 """Folders of a page that no test may write to."""
 
@@ -171,3 +196,4 @@ def test_commands_of_a_page(page: str, tmp_path: Path, monkeypatch: pytest.Monke
         for before, after in REPLACED.items():
             command = command.replace(before, after)
         run(command)
+    assert [path for path in LEFT.get(page, []) if not Path(path).exists()] == []

@@ -54,6 +54,7 @@ def skip_reasons(folder: Path, old: list[dict[str, Any]], new: list[dict[str, An
     return run.returncode, found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("old", "new", "code", "line"),
     [

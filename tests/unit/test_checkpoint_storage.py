@@ -103,6 +103,7 @@ def test_a_sweep_takes_what_a_killed_process_of_this_run_left_and_nothing_else(s
     assert [*storage.list()] == ["step-00000001"]
 
 
+@pytest.mark.long
 def test_saving_a_step_again_replaces_it(storage: Storage) -> None:
     save(storage, 1)
     storage.quarantine(folder_name(1), "damaged")
@@ -122,6 +123,7 @@ def test_a_quarantined_checkpoint_is_not_swept(storage: Storage) -> None:
     assert storage.list()[folder_name(1)]["__0_0.distcp"] == 5
 
 
+@pytest.mark.long
 def test_deletion_killed_half_way_leaves_nothing_that_counts(storage: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
     save(storage, 1)
     save(storage, 2)
@@ -158,6 +160,7 @@ DAMAGE = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_damage_of_a_file_is_named(storage: Storage, damage: str) -> None:
     save(storage, 1)
@@ -231,6 +234,7 @@ def test_what_counts_is_not_discarded(storage: Storage) -> None:
     assert [*storage.list()] == ["step-00000001"]
 
 
+@pytest.mark.long
 def test_an_attempt_that_takes_long_is_followed_by_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ObjectStorage, "PATIENCE", 0.2)
     attempts = []
@@ -271,6 +275,7 @@ def test_one_listing_call_of_an_object_store() -> None:
     assert Flaky.calls["ls"] <= 1
 
 
+@pytest.mark.long
 def test_an_object_store_that_stays_away_is_named_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     Flaky.register()
     storage = open_storage("flaky://bucket/run", owner="me")

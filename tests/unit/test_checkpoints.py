@@ -411,6 +411,7 @@ def test_resuming_from_another_runs_checkpoint_warns(tiny: TinyRun, warnings: Ca
     assert "was saved by another run" in warnings()[0]
 
 
+@pytest.mark.long
 def test_a_host_without_memory_is_not_damage(tiny: TinyRun, monkeypatch: pytest.MonkeyPatch) -> None:
     trained(tiny.config("--training.steps=2"))
 
@@ -450,6 +451,7 @@ def test_changed_settings_need_an_option(tiny: TinyRun) -> None:
         trained(tiny.config(*other, "--model.args.hidden_dim=64", '--checkpoint.allow_changes=["*"]'))
 
 
+@pytest.mark.long
 def test_two_jobs_in_one_folder_are_refused(tiny: TinyRun, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     monkeypatch.setattr("titanlite.runtime.run_folder.LOCK_TIMEOUT", 0.2)
@@ -533,6 +535,7 @@ def test_initial_load_lists_what_does_not_fit(tiny: TinyRun, warnings: Callable[
     assert not torch.equal(part["layers.0.attention.wq.weight"], source["layers.0.attention.wq.weight"])
 
 
+@pytest.mark.long
 def test_initial_load_from_nothing(tiny: TinyRun) -> None:
     trained(tiny.config("--training.steps=1", "--lr_scheduler.warmup_steps=1", "--job.name=source"))
     path = f"--checkpoint.initial_load_path={folder(tiny, 'source')}"
@@ -663,6 +666,7 @@ def trained_once(tmp_path_factory: pytest.TempPathFactory) -> TinyRun:
     return TinyRun(tmp_path_factory.mktemp("trained"))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("payload", PAYLOADS)
 def test_a_malicious_checkpoint_is_refused_and_nothing_runs(payload: str, trained_once: TinyRun) -> None:
     tiny = trained_once
@@ -710,6 +714,7 @@ def test_a_run_whose_checkpoints_are_in_a_store_that_fails_now_and_then(tiny: Ti
         Flaky.store.clear()
 
 
+@pytest.mark.long
 def test_a_store_that_stays_away_ends_the_run(tiny: TinyRun, monkeypatch: pytest.MonkeyPatch) -> None:
     Flaky.register()
     monkeypatch.setattr(ObjectStorage, "PATIENCE", 0.2)

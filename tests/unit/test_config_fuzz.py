@@ -301,6 +301,7 @@ def test_keys_and_values_that_were_changed(folder: Path, text: str) -> None:
     check(folder, text)
 
 
+@pytest.mark.long
 @run
 @given(text=changed_texts())
 def test_letters_and_lines_that_were_changed(folder: Path, text: str) -> None:

@@ -300,6 +300,7 @@ def change(model: Llama3, before: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: before[name] - parameter for name, parameter in now.items()}
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("single_process_group")
 @pytest.mark.parametrize("mode", [None, *MODES.values()], ids=["none", *MODES])
 def test_a_sharded_step_follows_the_masked_mean(mode: ActivationCheckpoint | None) -> None:

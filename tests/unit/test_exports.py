@@ -54,6 +54,7 @@ def exports_of(folder: Path, **options: object) -> Exports:
     return Exports(Checkpoint.model_validate(options), run=folder, is_first_rank=True)
 
 
+@pytest.mark.long
 def test_one_export_runs_at_a_time_and_each_once(tmp_path: Path, begin: Callable[[str], None]) -> None:
     begin(SLOW)
     exports = exports_of(tmp_path, export_every=500, last_save_in_hf=True, export_dtype="bfloat16", export_drop=["a.*"])

@@ -149,6 +149,7 @@ class Unmasked(OwnDecoder):
         return super().forward(tokens, loss)
 
 
+@pytest.mark.long
 def test_models_of_ones_own_are_tried_with_a_cache() -> None:
     known = models.built(models.SMALL)
     expected = greedy(generator(known))

@@ -92,6 +92,7 @@ def test_models_know_nothing_of_ranks_and_meshes(path: Path) -> None:
     assert not [name for name in imports(TREES[path]) if name.startswith(forbidden)]
 
 
+@pytest.mark.long
 def test_only_orchestrators_take_the_whole_config() -> None:
     """A stage is given its own section."""
     whole = {"cli.py", "preflight.py", "train.py", "runtime/run_folder.py", "metrics/run_summary.py"}
@@ -262,6 +263,7 @@ def test_files_are_short(path: Path) -> None:
     assert len(path.read_text().splitlines()) <= LARGE_FILES.get(short(path), 320)
 
 
+@pytest.mark.long
 def test_functions_are_short() -> None:
     long = {
         f"{short(path)}:{node.name}"

@@ -69,6 +69,7 @@ def tensors_of(model: Model) -> dict[str, Tensor]:
 # Hugging Face
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("family", "tied"), CASES)
 def test_hugging_face_folders_are_read_bit_for_bit(family: str, tied: bool, tmp_path: Path) -> None:
     for dtype in (torch.float32, torch.bfloat16):

@@ -44,6 +44,7 @@ def tensors_at(path: Path, dtype: torch.dtype = torch.float32) -> dict[str, torc
     return found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("tied", [False, True])
 def test_folders_become_checkpoints_bit_for_bit(family: str, tied: bool, tmp_path: Path) -> None:

@@ -41,6 +41,7 @@ def distance_to(cdf: Callable[[float], float], sample: Tensor) -> float:
     return distance.item() * math.sqrt(len(sample))
 
 
+@pytest.mark.long
 def test_normal() -> None:
     sample = drawn(Normal(std=0.02, mean=0.1))
     assert distance_to(NormalDist(0.1, 0.02).cdf, sample) < 1.63, "exceeded by 1 % of true samples"
@@ -199,6 +200,7 @@ class Largest(TorchDispatchMode):
         return result
 
 
+@pytest.mark.long
 def test_a_rank_draws_its_shard_and_no_more() -> None:
     """The embedding of 405B: 2.1 billion values, of which a rank of 512 holds 4.1 million."""
 

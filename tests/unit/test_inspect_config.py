@@ -25,6 +25,7 @@ def layouts(*overrides: str, world_size: int = 1, path: str | Path = "debug", ra
     return {it.name: it for it in inspect_ranks(config, world_size=world_size, rank=rank).parameters}
 
 
+@pytest.mark.long
 def test_debug_on_one_process(capsys: Ends) -> None:
     assert run(["inspect", "debug", "--json"]) == 0
     record = json.loads(capsys.readouterr().out)
@@ -91,6 +92,7 @@ def test_frozen_float8_muon_op_and_compile_are_shown() -> None:
     assert not found["head.output.weight"].compiled
 
 
+@pytest.mark.long
 def test_adapters_and_policies_of_blocks_are_shown() -> None:
     policies = ['--activation_checkpoint.mode="per_block"', '--activation_checkpoint.per_block=["full", "none"]']
     found = layouts("--lora.rank=4", *policies, world_size=2)

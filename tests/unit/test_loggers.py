@@ -35,6 +35,7 @@ def log(name: str, folder: Path, *, resumed: int, last: int) -> Loggers:
     return loggers
 
 
+@pytest.mark.long
 def test_trackio_has_each_step_once_after_a_kill(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("trackio")
     from trackio import utils

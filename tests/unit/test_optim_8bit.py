@@ -91,6 +91,7 @@ def test_weights_in_bfloat16_must_be_rounded_stochastically() -> None:
     assert check_optimizer(rounding, model, dtype="bfloat16") == []
 
 
+@pytest.mark.long
 def test_another_learning_rate_does_not_recompile(monkeypatch: pytest.MonkeyPatch) -> None:
     model = nn.Linear(64, 64, bias=False)
     optimizer = build_optimizer(model, Optimizer(name=named("AdamW8bit"), lr=0.1), seed=0)

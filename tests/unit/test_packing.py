@@ -128,6 +128,7 @@ def test_empty_room_is_padding_and_counts_as_a_document_of_its_own(tmp_path: Pat
     assert as_lists(sequences.read(2)) == ([7, 8, 9, 10, 11], [8, 9, 10, 11, IGNORE], [0])
 
 
+@pytest.mark.long
 @FEW
 @given(lengths=LENGTHS, seq_len=st.integers(1, 12), masked=st.sets(st.integers(0, 30), max_size=9))
 def test_every_token_is_in_one_sequence_and_only_long_documents_are_cut(
@@ -177,6 +178,7 @@ def test_bins_are_those_of_best_fit_decreasing(case: tuple[int, list[int]]) -> N
     assert all(lengths[bin_] == max(np.array(lengths)[bins == bin_]) for bin_ in used)
 
 
+@pytest.mark.long
 def test_a_large_case_takes_few_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     turns = Counter[str]()
     take = packing._Rooms.take
@@ -195,6 +197,7 @@ def test_a_large_case_takes_few_turns(monkeypatch: pytest.MonkeyPatch) -> None:
 # Plans
 
 
+@pytest.mark.long
 def test_a_plan_is_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = write(tmp_path / "a", [3, 10, 1, 2])
     made: list[int] = []

@@ -773,6 +773,7 @@ def test_a_folder_that_is_there_is_never_written_over(tmp_path: Path) -> None:
     assert tokens_of(make(path, tmp_path / "empty")) == [BOS, *b"two", EOS]
 
 
+@pytest.mark.long
 def test_text_is_prepared_once_and_again_when_it_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, calls = write(tmp_path / "text" / "a.txt", "one").parent, []
     original = prepare_module._write

@@ -154,6 +154,7 @@ def test_missing_files_are_reported_at_once(tokens: Path, tmp_path: Path) -> Non
     assert time.monotonic() - began < 1
 
 
+@pytest.mark.long
 def test_a_place_that_does_not_answer_is_given_up(
     tokens: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -286,6 +287,7 @@ def localize_counting(cache_folder: Path) -> int:
     return Flaky.calls["cat_file"] - before
 
 
+@pytest.mark.long
 def test_processes_that_come_together_copy_once(tokens: Path, tmp_path: Path) -> None:
     with multiprocessing.get_context("fork").Pool(1) as pool:  # the store in memory comes along
         other = pool.apply_async(localize_counting, [tmp_path / "cache"])

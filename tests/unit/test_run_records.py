@@ -126,6 +126,7 @@ def test_names_that_may_not_become_paths(name: object) -> None:
     assert checked_name("__0_0.distcp") == "__0_0.distcp"
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("single_process_group")
 def test_files_with_settings_are_for_the_user_alone(tiny: TinyRun) -> None:
     folder = train(tiny, "--training.steps=1")
@@ -133,6 +134,7 @@ def test_files_with_settings_are_for_the_user_alone(tiny: TinyRun) -> None:
         assert (folder / name).stat().st_mode & 0o777 == 0o600, name
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("single_process_group")
 def test_without_checkpoints_damaged_run_json_gives_a_new_id(tiny: TinyRun, warnings: Callable[[], list[str]]) -> None:
     folder = tiny.folder / "outputs" / "tiny"

@@ -57,6 +57,7 @@ weights = st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=6)
 # Shares
 
 
+@pytest.mark.long
 @settings(max_examples=60, deadline=None, derandomize=True, database=None)
 @given(weights=weights)
 def test_shares_are_exact_at_every_prefix(weights: list[float]) -> None:

@@ -114,6 +114,7 @@ def test_one_process_reads_for_all(tmp_path: Path, lines: Callable[[], list[str]
     assert lines() == []
 
 
+@pytest.mark.long
 def test_the_speed_is_bounded_and_the_end_of_a_run_does_not_wait(tmp_path: Path) -> None:
     token_check = TokenCheck([write(tmp_path / "tokens")], tmp_path / "cache", bytes_per_second=1.0)
     started = time.monotonic()
@@ -124,6 +125,7 @@ def test_the_speed_is_bounded_and_the_end_of_a_run_does_not_wait(tmp_path: Path)
     assert time.monotonic() - started < 60
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("single_process_group")
 def test_a_run_whose_tokens_have_changed_ends(tiny: TinyRun) -> None:
     """The start checks checksums of small caches. Here they change after that."""

@@ -90,6 +90,7 @@ def test_other_samples_are_named(right: TinyRun) -> None:
     assert first.reason.startswith("the tokens of samples 0, 1, 2, 3, 4, 5, 6, 7 of the global batch differ, first on")
 
 
+@pytest.mark.long
 def test_the_table_marks_blocks(right: TinyRun) -> None:
     dump(right, "halved", *PLANTED["gradient of an input"][0])
     lines = [line.split() for line in table(compared(right, "halved", "right-1"))]

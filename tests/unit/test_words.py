@@ -140,6 +140,7 @@ LONG_SENTENCES = {
 """Sentences of more than 25 words that a page still has. Lower a number when it has fallen; the aim is none."""
 
 
+@pytest.mark.long
 def test_sentences_are_short() -> None:
     pages = {path.name: path.read_text() for path in (ROOT / "docs").glob("*.md") if path.name not in GENERATED}
     long = {name: long_sentences(text) for name, text in pages.items()}
