@@ -92,6 +92,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish() -> None:
-    """Collect what tests left, once, and hide the rest: pytest and the interpreter would walk through it for seconds."""
+    """Collect what tests left once, and hide the rest: pytest and the interpreter would walk through it for seconds."""
     gc.collect()
     gc.freeze()
