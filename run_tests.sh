@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
 # Run the test suite:  ./run_tests.sh [pytest arguments]
+# Unit tests that take under a minute together:  ./run_tests.sh unit [pytest arguments]
 # PyTorch's CUDA code without a GPU, in an environment of 5 GB:  ./run_tests.sh null_gpu [--record | pytest arguments]
 set -euo pipefail
 # shellcheck source=scripts/environment.sh
@@ -11,5 +12,9 @@ if [[ ${1:-} == null_gpu ]]; then
 fi
 find_python dev pytest xdist transformers torchao s3fs moto
 cd "$ROOT"
-(($#)) || set -- --numprocesses auto --maxprocesses 4
+side_by_side=(--numprocesses auto --maxprocesses 4)
+if [[ ${1:-} == unit ]]; then # prints what should be marked long, too
+    set -- tests/unit -m "not long and not slow and not nightly" "${side_by_side[@]}" --durations=10 --durations-min=1 "${@:2}"
+fi
+(($#)) || set -- "${side_by_side[@]}"
 exec "$PYTHON" -m pytest "$@"

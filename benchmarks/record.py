@@ -194,7 +194,7 @@ def git(*words: str) -> str:
 # Reading
 
 
-def read(path: Path | str) -> dict[str, Measurement]:
+def read(path: Path | str, *, may_be_empty: bool = False) -> dict[str, Measurement]:
     """Measurements of a file by their names. Of two with the same name the later counts, at the place of the first.
 
     Raises:
@@ -205,7 +205,7 @@ def read(path: Path | str) -> dict[str, Measurement]:
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
     found = [measurement_of(line, f"{path}:{number}") for number, line in enumerate(lines, 1) if line.strip()]
-    if not found:
+    if not found and not may_be_empty:
         raise UserError(f"{path}: has no measurements")
     return {measurement.name: measurement for measurement in found}
 

@@ -1,48 +1,80 @@
-"""The table of benchmarks/README.md, from recorded measurements.
+"""Tables of recorded measurements, in Markdown: of files, or the page of a release.
 
     python benchmarks/table.py FILE.jsonl [...]
+    python benchmarks/table.py releases/0.2.0.jsonl --before releases/0.1.0.jsonl > releases/0.2.0.md
 
-The files are those of --record. A measurement that several of them have is taken from the last one.
+The files are those of --record; paths are relative to the current folder or to benchmarks/. A measurement that several
+of them have is taken from the last one.
+
+With --before, the page of a release: each measurement, the same one of the release before, and the ratio of the two.
+What got worse by the rule of compare.py is marked. What was measured before and not anew is named.
 """
 
 import argparse
+import shlex
 import sys
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
-from record import Measurement, number, read, with_unit
+from compare import skip_reason
+from record import ROOT, Measurement, number, read, with_unit
 
 from titanlite.runtime.errors import UserError
 
 HEADER = ("what", "measurement (least to most)", "aim", "command", "date", "machine", "versions")
+RELEASE_HEADER = ("measurement", "value (least to most)", "aim", "before", "ratio to before", "mark", "command")
+BENCHMARKS = ROOT / "benchmarks"
+MARKS = {"WORSE": "**worse**", "OTHER UNIT": "**other unit**", "same": ""}
+"""The others of compare.py stand as they are."""
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("files", nargs="+", type=Path, metavar="FILE.jsonl")
+    parser.add_argument("files", nargs="+", type=in_benchmarks, metavar="FILE.jsonl")
+    parser.add_argument(
+        "--before", type=in_benchmarks, metavar="OLD.jsonl", help="print the page of a release, compared with this file"
+    )
+    options = parser.parse_args()
     measurements: dict[str, Measurement] = {}
     try:
-        for path in parser.parse_args().files:
-            measurements |= read(path)
+        for path in options.files:
+            measurements |= read(path, may_be_empty=options.before is not None)
+        before = read(options.before) if options.before else {}
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
-    print(line(*HEADER), line(*["---"] * len(HEADER)), *map(row, measurements.values()), sep="\n")
+    if options.before:
+        print("\n".join(release_page(options.files, options.before, measurements, before)))
+    else:
+        print(line(*HEADER), line(*["---"] * len(HEADER)), *map(row, measurements.values()), sep="\n")
     return 0
 
 
+def in_benchmarks(text: str) -> Path:
+    """Return the path, or that below benchmarks/ if only there is such a file."""
+    return BENCHMARKS / text if not Path(text).exists() and (BENCHMARKS / text).exists() else Path(text)
+
+
+# Table of files
+
+
 def row(measurement: Measurement) -> str:
-    versions = [f"{name} {version}" for name, version in measurement.versions.items() if version]
-    known = ", ".join([*versions, *([measurement.commit] if measurement.commit else [])])
-    command = f"`{measurement.command}`"
     return line(
         measurement.name,
         shown(measurement),
         measurement.aim,
-        command,
+        f"`{measurement.command}`",
         measurement.date[:10],
         measurement.machine,
-        known,
+        known(measurement),
     )
+
+
+def known(measurement: Measurement) -> str:
+    """Versions and commit."""
+    versions = [f"{name} {version}" for name, version in measurement.versions.items() if version]
+    return ", ".join([*versions, *([measurement.commit] if measurement.commit else [])])
 
 
 def shown(measurement: Measurement) -> str:
@@ -53,6 +85,92 @@ def shown(measurement: Measurement) -> str:
 def line(*cells: str) -> str:
     """A row of a table in Markdown; a bar within a cell is no border."""
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+# Page of a release
+
+
+def release_page(
+    files: list[Path], before_file: Path, now: dict[str, Measurement], before: dict[str, Measurement]
+) -> Iterator[str]:
+    """Yield the lines of the page."""
+    name = files[-1].stem
+    paths = [path_below_root(path) for path in (*files, before_file)]
+    yield f"# Measurements of {name}"
+    yield ""
+    yield "<!-- made by a command, not by hand:"
+    yield f"python benchmarks/table.py {shlex.join(paths[:-1])} --before {shlex.quote(paths[-1])}"
+    yield "-->"
+    yield ""
+    if BENCHMARKS / "archive" in before_file.resolve().parents:
+        yield f"There is no release before {name}: it is compared with older measurements."
+    yield f'"Before" is `{paths[-1]}`. "Mark" follows the rule of `benchmarks/compare.py`.'
+    yield "How to run and record benchmarks is in [benchmarks/README.md](../README.md)."
+    yield from section("Machines and versions", origins(now))
+    yield from section("Worse than before", worse(now, before))
+    yield from section("Measured before, not in this release", missing(now, before))
+    beside_plain = {name: it for name, it in now.items() if is_beside_plain(name)}
+    yield from table("Ratios to the plain loop", beside_plain, before)
+    yield from table("Other measurements", {name: it for name, it in now.items() if name not in beside_plain}, before)
+
+
+def path_below_root(path: Path) -> str:
+    return str(path.resolve().relative_to(ROOT) if path.resolve().is_relative_to(ROOT) else path)
+
+
+def section(heading: str, items: list[str]) -> Iterator[str]:
+    yield from ("", f"## {heading}", "", *([f"- {item}" for item in items] or ["None."]))
+
+
+def origins(measurements: dict[str, Measurement]) -> list[str]:
+    counts = Counter(f"{it.date[:10]}, {it.machine}; {known(it)}" for it in measurements.values())
+    return [f"{count} of {origin}" for origin, count in sorted(counts.items())]
+
+
+def worse(now: dict[str, Measurement], before: dict[str, Measurement]) -> list[str]:
+    """Measurements that are marked, with both values."""
+    return [
+        f"`{name}`: {shown(before[name])} became {shown(it)}"
+        for name, it in now.items()
+        if name in before and skip_reason(before[name], it) in ("WORSE", "OTHER UNIT")
+    ]
+
+
+def missing(now: dict[str, Measurement], before: dict[str, Measurement]) -> list[str]:
+    """Measurements of `before` that are not there; in one line those of a script that did not run."""
+    ran = {script_of(it) for it in now.values()}
+    idle = Counter(script_of(it) for it in before.values() if script_of(it) not in ran)
+    named = [f"`{name}`: {shown(it)}" for name, it in before.items() if name not in now and script_of(it) in ran]
+    return [*named, *(f"all {count} of `{script}`" for script, count in idle.items())]
+
+
+def script_of(measurement: Measurement) -> str:
+    return next((word for word in measurement.command.split() if word.endswith(".py")), measurement.command)
+
+
+def is_beside_plain(name: str) -> bool:
+    """Whether a measurement is a ratio of titanlite and the plain loop, whichever is above the line."""
+    return "plain / titanlite" in name or "titanlite / plain" in name
+
+
+def table(heading: str, now: dict[str, Measurement], before: dict[str, Measurement]) -> Iterator[str]:
+    yield from ("", f"## {heading}", "")
+    if not now:
+        yield "Nothing is recorded yet."
+        return
+    yield line(*RELEASE_HEADER)
+    yield line(*["---"] * len(RELEASE_HEADER))
+    yield from (release_row(it, before.get(name)) for name, it in now.items())
+
+
+def release_row(now: Measurement, before: Measurement | None) -> str:
+    then, ratio, mark = "", "", "new"
+    if before is not None:
+        reason = skip_reason(before, now)
+        then, mark = shown(before), MARKS.get(reason, reason)
+        if before.value and before.unit == now.unit:
+            ratio = f"{now.value / before.value:.3f}"
+    return line(now.name, shown(now), now.aim, then, ratio, mark, f"`{now.command}`")
 
 
 if __name__ == "__main__":

@@ -17,6 +17,11 @@ PAGES = {
     "CONTRIBUTING.md": "contributing.md",
     "SECURITY.md": "security.md",
     "benchmarks/README.md": "benchmarks.md",
+    **{
+        str(page.relative_to(ROOT)): f"benchmarks_{page.name}"
+        for folder in ("releases", "archive")
+        for page in sorted((ROOT / "benchmarks" / folder).glob("*.md"))
+    },
     "README.md": "index.md",
 }
 """Pages of the site, by their files in the repository. The site has a landing page of its own."""

@@ -1,5 +1,6 @@
 """Fixtures that many tests share."""
 
+import gc
 import logging
 import multiprocessing
 import multiprocessing.forkserver
@@ -87,3 +88,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if "gpu" in item.keywords:
                 item.add_marker(skip)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish() -> None:
+    """Collect what tests left once, and hide the rest: pytest and the interpreter would walk through it for seconds."""
+    gc.collect()
+    gc.freeze()

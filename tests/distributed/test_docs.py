@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.documented import commands_to_run
 from titanlite import cli
 
 ROOT = Path(__file__).parents[2]
@@ -82,7 +83,9 @@ def test_the_tutorial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: py
     )
     Path("tutorial.toml").write_text(short.replace("interval = 50", "interval = 2"))
     printed = {}
-    for command in "".join(blocks("tutorial.md", "sh")).strip().splitlines():
+    lines = "".join(blocks("tutorial.md", "sh")).strip().splitlines()
+    assert lines == commands_to_run("docs/tutorial.md")
+    for command in lines:
         if command.startswith("titanlite "):
             assert cli.run(shlex.split(command)[1:]) == 0, command
             printed[command.split(" --")[0]] = capfd.readouterr().out
@@ -114,6 +117,7 @@ def test_a_model_outside_the_package_trains_by_the_commands_of_its_guide(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     plain, wider, sharded = commands("add_a_model.md", "Train it")
+    assert [plain, wider, sharded] == commands_to_run("docs/add_a_model.md")
     small = "--training.steps=2 --lr_scheduler.warmup_steps=0 --training.seq_len=32 --training.global_batch_size=4"
     small += " --validation.enable=false"
     at_root = [

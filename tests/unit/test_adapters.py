@@ -66,6 +66,7 @@ def transformers_model(folder: Path) -> Any:
     return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("family", OWN)
 def test_merged_logits_are_those_of_the_adapters(
     family: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -91,6 +92,7 @@ def test_merged_logits_are_those_of_the_adapters(
     assert torch.load(file, weights_only=True).keys() == {name for name in tensors if "lora" not in name}
 
 
+@pytest.mark.long
 def test_a_bfloat16_base_is_merged_without_a_rounding(tmp_path: Path) -> None:
     checkpoint, model = save_adapted(tmp_path / "run", "llama3", f'{LORA}[freeze]\ndtype = "bfloat16"\n')
     assert state(model)["layers.0.attention.wq.weight"].dtype == torch.bfloat16
@@ -107,6 +109,7 @@ def test_a_bfloat16_base_is_merged_without_a_rounding(tmp_path: Path) -> None:
     assert torch.equal(narrow[name], found[name].bfloat16())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("family", OWN)
 def test_peft_loads_the_export_and_computes_the_same(family: str, tmp_path: Path) -> None:
     peft = pytest.importorskip("peft", reason="peft is not installed (pip install -e '.[dev]')")
@@ -120,6 +123,7 @@ def test_peft_loads_the_export_and_computes_the_same(family: str, tmp_path: Path
     assert (logits(loaded.merge_and_unload()) - wanted).abs().max() < LIMIT
 
 
+@pytest.mark.long
 def test_the_export_names_layers_as_peft_does(tmp_path: Path) -> None:
     """target_modules has last parts of names where they match no other layer, and else whole names."""
     config: dict[str, Any] = {}
@@ -142,6 +146,7 @@ def test_the_export_names_layers_as_peft_does(tmp_path: Path) -> None:
     assert len(tensors) == 2
 
 
+@pytest.mark.long
 def test_the_export_names_the_folder_that_the_run_began_with(tmp_path: Path) -> None:
     base = save_base(tmp_path / "base", "llama3")
     checkpoint, _ = save_adapted(tmp_path / "run", "llama3", f'{LORA}[checkpoint]\ninitial_load_path = "{base}"\n')
@@ -154,6 +159,7 @@ def test_the_export_names_the_folder_that_the_run_began_with(tmp_path: Path) -> 
     assert json.loads(files.cat("bucket/adapters/adapter_config.json"))["base_model_name_or_path"] == str(base)
 
 
+@pytest.mark.long
 def test_what_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     checkpoint, _ = save_adapted(tmp_path / "run", "qwen3_moe")
     out = tmp_path / "out"
@@ -191,6 +197,7 @@ class Mine(Llama3):
 """
 
 
+@pytest.mark.long
 def test_a_layer_of_another_layout_can_only_be_merged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file, toml = tmp_path / "mine.py", tmp_path / "small.toml"
     file.write_text(OWN_MODEL)

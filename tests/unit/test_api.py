@@ -11,6 +11,7 @@ from tests.helpers import TinyRun
 from titanlite import cli
 
 
+@pytest.mark.long
 def test_a_notebook_trains_as_the_command_does(tiny: TinyRun) -> None:
     steps = {"training.steps": 3, "metrics.log_freq": 1}
     records = titanlite.run_training(titanlite.load_config(tiny.toml, {"job.name": "notebook"} | steps))
@@ -26,6 +27,7 @@ def test_a_notebook_trains_as_the_command_does(tiny: TinyRun) -> None:
     assert further.run_id == records.run_id
 
 
+@pytest.mark.long
 def test_parts_of_a_run_are_there_for_a_loop_of_ones_own(tiny: TinyRun) -> None:
     config = titanlite.load_config(tiny.toml, {"model.args.dim": 24, "checkpoint.enable": False})
     with titanlite.build_run(config) as run:
@@ -46,6 +48,7 @@ def test_parts_of_a_run_are_there_for_a_loop_of_ones_own(tiny: TinyRun) -> None:
         titanlite.run_training(config)
 
 
+@pytest.mark.long
 def test_a_rule_that_stops_the_run_is_an_error_that_can_be_caught(tiny: TinyRun) -> None:
     config = titanlite.load_config(tiny.toml, {"optimizer.lr": 1e38, "lr_scheduler.warmup_steps": 0})
     with pytest.raises(titanlite.RunStopped, match="not finite"):

@@ -34,6 +34,7 @@ def test_every_case_of_the_gpu_benchmark_is_a_config(gpu: object) -> None:
         assert config.training.batch_split(1) == (case.batch, 1)
 
 
+@pytest.mark.long
 def test_a_contender_prints_nothing_but_its_answers(
     tiny: TinyRun, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,6 +1,7 @@
 """Files that benchmarks/record.py writes, compare.py compares and table.py shows, made by hand."""
 
 import json
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -53,6 +54,7 @@ def skip_reasons(folder: Path, old: list[dict[str, Any]], new: list[dict[str, An
     return run.returncode, found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("old", "new", "code", "line"),
     [
@@ -204,6 +206,68 @@ def test_table(tmp_path: Path) -> None:
         f"| plain / ours | 1.01 (0.95 to 1.05) | >= 0.97 {where} | {versions} |",
         f"| a\\|b | 12,346 MiB |  {where} | {versions}, a2426e7 |",
     ]
+
+
+def page_of_a_release(folder: Path, now: list[dict[str, Any]], before: list[dict[str, Any]]) -> list[str]:
+    old = written(folder / "0.1.0.jsonl", *before)
+    run = script("table.py", written(folder / "0.2.0.jsonl", *now), "--before", old)
+    assert (run.returncode, run.stderr) == (0, "")
+    return run.stdout.splitlines()
+
+
+def below(page: list[str], heading: str) -> list[str]:
+    """The lines of a section."""
+    rest = page[page.index(f"## {heading}") + 2 :]
+    return rest[: next((at for at, line in enumerate(rest) if line.startswith("## ")), len(rest) + 1) - 1]
+
+
+def test_page_of_a_release(tmp_path: Path) -> None:
+    step = {**RATIO, "name": "plain / titanlite, time of a step"}
+    lost = {**SECONDS, "name": "lost", "value": 0, "low": 0, "high": 0, "unit": "of 50", "aim": ""}
+    slower = {**step, "value": 0.94, "low": 0.93, "high": 0.95, "commit": "c88f508"}
+    quicker = {**SECONDS, "value": 1.5, "low": 1.4, "high": 1.6}
+    storm = {**lost, "name": "kills", "command": "python benchmarks/crash_storm.py"}
+    added = {**RATIO, "name": "added", "aim": ""}
+    page = page_of_a_release(tmp_path, [slower, quicker, added], [step, SECONDS, lost, storm, {**storm, "name": "two"}])
+    assert page[0] == "# Measurements of 0.2.0"
+    assert page[3] == f"python benchmarks/table.py {tmp_path}/0.2.0.jsonl --before {tmp_path}/0.1.0.jsonl"
+    where = "2026-11-22, EPYC, 2 cores, 24 GiB; python 3.11.7, torch 2.13.0, titanlite 0.1.0"
+    assert below(page, "Machines and versions") == [f"- 2 of {where}, a2426e7", f"- 1 of {where}, c88f508"]
+    assert below(page, "Worse than before") == [
+        "- `plain / titanlite, time of a step`: 1 (0.95 to 1.05) became 0.94 (0.93 to 0.95)"
+    ]
+    assert below(page, "Measured before, not in this release") == [
+        "- `lost`: 0 of 50",
+        "- all 2 of `benchmarks/crash_storm.py`",
+    ]
+    head, command = "| measurement | value (least to most) | aim | before | ratio to before |", RATIO["command"]
+    assert below(page, "Ratios to the plain loop") == [
+        f"{head} mark | command |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+        "| plain / titanlite, time of a step | 0.94 (0.93 to 0.95) | >= 0.97 | 1 (0.95 to 1.05) | 0.940 | **worse** "
+        f"| `{command}` |",
+    ]
+    assert below(page, "Other measurements")[2:] == [
+        f"| start | 1.5 s (1.4 to 1.6) | >= 0.97 | 2 s (1.9 to 2.1) | 0.750 | better | `{command}` |",
+        f"| added | 1 (0.95 to 1.05) |  |  |  | new | `{command}` |",
+    ]
+
+
+def test_page_of_a_release_of_which_nothing_is_recorded(tmp_path: Path) -> None:
+    page = page_of_a_release(tmp_path, [], [RATIO])
+    assert below(page, "Worse than before") == ["None."]
+    assert below(page, "Measured before, not in this release") == ["- all 1 of `benchmarks/bench_step.py`"]
+    assert below(page, "Other measurements") == ["Nothing is recorded yet."]
+
+
+@pytest.mark.parametrize("page", sorted((BENCHMARKS / "releases").glob("*.md")), ids=lambda page: page.stem)
+def test_pages_of_releases_are_current(page: Path) -> None:
+    """A stale page is made anew by the command in it."""
+    command = page.read_text().splitlines()[3]
+    program, path, *words = shlex.split(command)
+    assert (program, path, words[0]) == ("python", "benchmarks/table.py", f"benchmarks/releases/{page.stem}.jsonl")
+    made = script("table.py", *(word if word.startswith("-") else BENCHMARKS.parent / word for word in words))
+    assert made.stdout == page.read_text(), f"{command} > {page.relative_to(BENCHMARKS.parent)}"
 
 
 def test_measurements_of_before_can_be_read(tmp_path: Path) -> None:

@@ -118,6 +118,7 @@ def test_processes_share_a_machine() -> None:
     assert half.links == {"all_gather": 1.5e11, "reduce_scatter": 1e11}
 
 
+@pytest.mark.long
 def test_seconds_of_known_work_become_rates() -> None:
     """A timer that gives each call the same time: rates are sizes over it."""
 
@@ -148,6 +149,7 @@ def test_the_timer_measures_one_call() -> None:
     assert 0.004 <= found < 0.1
 
 
+@pytest.mark.long
 def test_the_command_measures_this_machine_and_plan_reads_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -424,6 +424,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> TinyRun:
     return run
 
 
+@pytest.mark.long
 def test_show(titanlite: Command, trained: TinyRun) -> None:
     run = trained.folder / "outputs" / "tiny"
     manifest = json.loads((run / "checkpoints" / "step-00000003" / MANIFEST).read_text())

@@ -74,6 +74,7 @@ def steps(storage: Storage) -> list[int]:
     return manifests.committed_steps(storage.list())
 
 
+@pytest.mark.long
 def test_only_what_is_published_counts(storage: Storage) -> None:
     assert steps(storage) == []
     for step in (20, 3, 123456789):
@@ -87,6 +88,7 @@ def test_only_what_is_published_counts(storage: Storage) -> None:
     assert storage.read("step-00000020/__0_0.distcp", 1, 3) == b"234"
 
 
+@pytest.mark.long
 def test_a_sweep_takes_what_a_killed_process_of_this_run_left_and_nothing_else(storage: Storage) -> None:
     save(storage, 1)
     stage(storage, 2, {"__0_0.distcp": b"1"})
@@ -101,6 +103,7 @@ def test_a_sweep_takes_what_a_killed_process_of_this_run_left_and_nothing_else(s
     assert [*storage.list()] == ["step-00000001"]
 
 
+@pytest.mark.long
 def test_saving_a_step_again_replaces_it(storage: Storage) -> None:
     save(storage, 1)
     storage.quarantine(folder_name(1), "damaged")
@@ -120,6 +123,7 @@ def test_a_quarantined_checkpoint_is_not_swept(storage: Storage) -> None:
     assert storage.list()[folder_name(1)]["__0_0.distcp"] == 5
 
 
+@pytest.mark.long
 def test_deletion_killed_half_way_leaves_nothing_that_counts(storage: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
     save(storage, 1)
     save(storage, 2)
@@ -156,6 +160,7 @@ DAMAGE = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_damage_of_a_file_is_named(storage: Storage, damage: str) -> None:
     save(storage, 1)
@@ -229,6 +234,7 @@ def test_what_counts_is_not_discarded(storage: Storage) -> None:
     assert [*storage.list()] == ["step-00000001"]
 
 
+@pytest.mark.long
 def test_an_attempt_that_takes_long_is_followed_by_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ObjectStorage, "PATIENCE", 0.2)
     attempts = []
@@ -269,6 +275,7 @@ def test_one_listing_call_of_an_object_store() -> None:
     assert Flaky.calls["ls"] <= 1
 
 
+@pytest.mark.long
 def test_an_object_store_that_stays_away_is_named_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     Flaky.register()
     storage = open_storage("flaky://bucket/run", owner="me")

@@ -83,6 +83,7 @@ def slow(monkeypatch: pytest.MonkeyPatch, seconds: float) -> list[str]:
     return happened
 
 
+@pytest.mark.long
 def test_a_checkpoint_holds_the_state_of_its_step_beside_training(
     tiny: TinyRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -113,6 +114,7 @@ def test_a_checkpoint_holds_the_state_of_its_step_beside_training(
     assert_equal(trained(tiny.config("--job.name=copy", "--training.steps=2")), expected)
 
 
+@pytest.mark.long
 def test_the_optimizer_waits_until_the_state_is_copied(tiny: TinyRun, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = trained(tiny.config("--job.name=until-2", "--training.steps=2"))
     copy = staging_module._copy
@@ -157,6 +159,7 @@ def test_staging_is_one_allocation_of_the_size_of_the_state() -> None:
     }
 
 
+@pytest.mark.long
 def test_plans_are_made_once(tiny: TinyRun, monkeypatch: pytest.MonkeyPatch) -> None:
     from torch.distributed.checkpoint import default_planner
 
@@ -170,6 +173,7 @@ def test_plans_are_made_once(tiny: TinyRun, monkeypatch: pytest.MonkeyPatch) -> 
     assert len(made) == 1
 
 
+@pytest.mark.long
 def test_every_save_leaves_a_record(tiny: TinyRun) -> None:
     trained(tiny.config("--checkpoint.interval=2"))
     lines = (tiny.folder / "outputs" / "tiny" / "checkpoints.jsonl").read_text().splitlines()
@@ -207,6 +211,7 @@ def test_blocking_time_is_what_steps_take_longer(monkeypatch: pytest.MonkeyPatch
     assert clock.end_save().seconds() == 1.5  # waited for, with no step in it
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mode", ["disabled", "async_with_pinned_mem"])
 def test_other_modes_save_the_same(
     tiny: TinyRun, mode: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
@@ -233,6 +238,7 @@ def test_retention(tiny: TinyRun) -> None:
     assert sorted(os.listdir(folder(tiny))) == [folder_name(step) for step in (3, 6, 9, 10)]
 
 
+@pytest.mark.long
 def test_nothing_is_deleted_while_the_newest_is_damaged(
     tiny: TinyRun, monkeypatch: pytest.MonkeyPatch, warnings: Callable[[], list[str]]
 ) -> None:
@@ -316,6 +322,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(
     )
 
 
+@pytest.mark.long
 def test_a_damaged_checkpoint_that_was_asked_for_is_an_error(tiny: TinyRun) -> None:
     trained(tiny.config("--training.steps=4", "--checkpoint.interval=2"))
     flip(checkpoint(tiny, 4) / "__0_0.distcp", 5000)
@@ -324,6 +331,7 @@ def test_a_damaged_checkpoint_that_was_asked_for_is_an_error(tiny: TinyRun) -> N
     assert steps(tiny) == [2, 4]
 
 
+@pytest.mark.long
 def test_a_run_whose_checkpoints_are_all_damaged_does_not_start_over(tiny: TinyRun) -> None:
     trained(tiny.config("--training.steps=4", "--checkpoint.interval=2"))
     for step in (2, 4):
@@ -334,6 +342,7 @@ def test_a_run_whose_checkpoints_are_all_damaged_does_not_start_over(tiny: TinyR
     assert {f"{MANIFEST}.{DAMAGED}", "__0_0.distcp"} <= {path.name for path in checkpoint(tiny, 4).iterdir()}
 
 
+@pytest.mark.long
 def test_checksums_need_no_second_reading(tiny: TinyRun, monkeypatch: pytest.MonkeyPatch) -> None:
     trained(tiny.config("--training.steps=2"))
     size = manifests.read_manifest(LocalStorage(str(folder(tiny)), ""), folder_name(2)).size
@@ -349,6 +358,7 @@ def test_checksums_need_no_second_reading(tiny: TinyRun, monkeypatch: pytest.Mon
     assert size * 0.99 < sum(data_read) < size * 1.01
 
 
+@pytest.mark.long
 def test_going_back_to_an_older_step(tiny: TinyRun) -> None:
     options = ["--checkpoint.interval=2", "--training.steps=6"]
     trained(tiny.config(*options))
@@ -367,6 +377,7 @@ def test_going_back_to_an_older_step(tiny: TinyRun) -> None:
     assert steps(tiny) == [2, 4, 6]
 
 
+@pytest.mark.long
 def test_a_branch_resumes_whatever_is_newer(tiny: TinyRun) -> None:
     every_2 = "--checkpoint.interval=2"
     trained(tiny.config("--training.steps=6", every_2))
@@ -380,6 +391,7 @@ def test_a_branch_resumes_whatever_is_newer(tiny: TinyRun) -> None:
     assert steps(tiny) == [6]
 
 
+@pytest.mark.long
 def test_a_run_whose_checkpoints_are_elsewhere_does_not_start_over(tiny: TinyRun) -> None:
     trained(tiny.config("--training.steps=2"))
     folder(tiny).rename(tiny.folder / "unmounted")
@@ -392,12 +404,14 @@ def test_a_run_whose_checkpoints_are_elsewhere_does_not_start_over(tiny: TinyRun
     assert len(tiny.records()) == 4
 
 
+@pytest.mark.long
 def test_resuming_from_another_runs_checkpoint_warns(tiny: TinyRun, warnings: Callable[[], list[str]]) -> None:
     trained(tiny.config("--training.steps=2"))
     trained(tiny.config("--training.steps=3", "--job.name=b", f"--checkpoint.folder={folder(tiny)}"))
     assert "was saved by another run" in warnings()[0]
 
 
+@pytest.mark.long
 def test_a_host_without_memory_is_not_damage(tiny: TinyRun, monkeypatch: pytest.MonkeyPatch) -> None:
     trained(tiny.config("--training.steps=2"))
 
@@ -437,6 +451,7 @@ def test_changed_settings_need_an_option(tiny: TinyRun) -> None:
         trained(tiny.config(*other, "--model.args.hidden_dim=64", '--checkpoint.allow_changes=["*"]'))
 
 
+@pytest.mark.long
 def test_two_jobs_in_one_folder_are_refused(tiny: TinyRun, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     monkeypatch.setattr("titanlite.runtime.run_folder.LOCK_TIMEOUT", 0.2)
@@ -455,6 +470,7 @@ def test_two_jobs_in_one_folder_are_refused(tiny: TinyRun, monkeypatch: pytest.M
 # Beginning from another run's
 
 
+@pytest.mark.long
 def test_initial_load_of_the_model_alone(tiny: TinyRun) -> None:
     expected = trained(tiny.config("--training.steps=3", "--training.seq_len=16"))
     path = f"--checkpoint.initial_load_path={folder(tiny).parent}"
@@ -473,6 +489,7 @@ def test_initial_load_of_the_model_alone(tiny: TinyRun) -> None:
     assert steps(tiny, "second") == [1, 2]
 
 
+@pytest.mark.long
 def test_initial_load_of_the_optimizer_too(tiny: TinyRun) -> None:
     expected = trained(tiny.config("--training.steps=3"))
     names = '--checkpoint.initial_load=["model", "optimizer"]'
@@ -484,6 +501,7 @@ def test_initial_load_of_the_optimizer_too(tiny: TinyRun) -> None:
     assert not torch.equal(final["layers.0.attention.wq.weight"], expected["layers.0.attention.wq.weight"])
 
 
+@pytest.mark.long
 def test_initial_load_lists_what_does_not_fit(tiny: TinyRun, warnings: Callable[[], list[str]]) -> None:
     source = trained(tiny.config("--training.steps=3"))
     path = f"--checkpoint.initial_load_path={folder(tiny)}"
@@ -517,6 +535,7 @@ def test_initial_load_lists_what_does_not_fit(tiny: TinyRun, warnings: Callable[
     assert not torch.equal(part["layers.0.attention.wq.weight"], source["layers.0.attention.wq.weight"])
 
 
+@pytest.mark.long
 def test_initial_load_from_nothing(tiny: TinyRun) -> None:
     trained(tiny.config("--training.steps=1", "--lr_scheduler.warmup_steps=1", "--job.name=source"))
     path = f"--checkpoint.initial_load_path={folder(tiny, 'source')}"
@@ -647,6 +666,7 @@ def trained_once(tmp_path_factory: pytest.TempPathFactory) -> TinyRun:
     return TinyRun(tmp_path_factory.mktemp("trained"))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("payload", PAYLOADS)
 def test_a_malicious_checkpoint_is_refused_and_nothing_runs(payload: str, trained_once: TinyRun) -> None:
     tiny = trained_once
@@ -675,6 +695,7 @@ def test_the_payloads_would_run(tmp_path: Path) -> None:
 # Object stores
 
 
+@pytest.mark.long
 def test_a_run_whose_checkpoints_are_in_a_store_that_fails_now_and_then(tiny: TinyRun) -> None:
     Flaky.register()
     try:
@@ -693,6 +714,7 @@ def test_a_run_whose_checkpoints_are_in_a_store_that_fails_now_and_then(tiny: Ti
         Flaky.store.clear()
 
 
+@pytest.mark.long
 def test_a_store_that_stays_away_ends_the_run(tiny: TinyRun, monkeypatch: pytest.MonkeyPatch) -> None:
     Flaky.register()
     monkeypatch.setattr(ObjectStorage, "PATIENCE", 0.2)

@@ -139,6 +139,7 @@ name = "Moun"
     assert lines[3].endswith("(base.toml:2)")
 
 
+@pytest.mark.long
 def test_mistakes_of_the_options_are_reported_before_torch_is_imported(tiny: TinyRun) -> None:
     code = "import sys; sys.modules['torch'] = None; from titanlite.cli import main; main()"
     command = [sys.executable, "-c", code, "config", "check", "--config", str(tiny.toml), "--training.stepss=1"]
@@ -283,6 +284,7 @@ def test_output_into_a_closed_pipe_has_no_traceback(words: str, code: int, capfd
     assert capfd.readouterr().err == ""
 
 
+@pytest.mark.long
 def test_a_run_continues_after_the_reader_of_its_log(tiny: TinyRun, capfd: pytest.CaptureFixture[str]) -> None:
     with closed_stdout():
         assert cli.run(["train", str(tiny.toml), "--training.steps=2"]) == 0
@@ -311,6 +313,7 @@ def test_the_first_rank_to_fail_reports_for_all(
     assert record.read_text().startswith("2\n"), "what follows from the first failure does not hide it"
 
 
+@pytest.mark.long
 def test_other_ranks_end_after_the_first_to_fail_has_reported(
     tiny: TinyRun, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

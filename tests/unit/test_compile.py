@@ -96,6 +96,7 @@ def test_without_a_compiler_nothing_is_imported(monkeypatch: pytest.MonkeyPatch)
     assert "torch._dynamo.utils" not in sys.modules
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("dynamo")
 def test_a_recompilation_is_warned_of_with_its_reason(log: Callable[[], list[str]]) -> None:
     compiled = torch.compile(lambda x: x * 2, backend="eager", dynamic=False)

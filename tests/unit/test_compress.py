@@ -18,6 +18,7 @@ from titanlite.runtime.errors import UserError
 TOKENS = torch.randint(0, 67, (2, 33), generator=torch.Generator().manual_seed(1))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("family", ["llama3", "qwen3_moe"])
 def test_a_student_has_the_bits_of_its_teachers_layers(family: str, tmp_path: Path) -> None:
     oracle = oracle_of(family)

@@ -294,18 +294,21 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("fuzz")
 
 
+@pytest.mark.long
 @run
 @given(text=changed_trees())
 def test_keys_and_values_that_were_changed(folder: Path, text: str) -> None:
     check(folder, text)
 
 
+@pytest.mark.long
 @run
 @given(text=changed_texts())
 def test_letters_and_lines_that_were_changed(folder: Path, text: str) -> None:
     check(folder, text)
 
 
+@pytest.mark.long
 @run
 @given(
     text=st.sampled_from(sorted(TEXTS.values())),

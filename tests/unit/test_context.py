@@ -174,6 +174,7 @@ def test_models_whose_sequences_cannot_be_split() -> None:
         check_context(build_on_meta(Deaf, args))
 
 
+@pytest.mark.long
 def test_the_plan_counts_what_a_step_sends(tiny: TinyRun) -> None:
     config = tiny.config(*degrees(1, 2, 2), "--activation_checkpoint.mode=full", world_size=4)
     spec = model_of(config)

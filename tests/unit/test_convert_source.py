@@ -37,6 +37,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Model]:
     return folder, model
 
 
+@pytest.mark.long
 def test_a_checkpoint_knows_its_model(saved: tuple[Path, Model], tmp_path: Path) -> None:
     folder, model = saved
     newest = folder / "checkpoints" / "step-00000010"

@@ -157,6 +157,7 @@ def test_each_epoch_is_a_permutation(size: int) -> None:
         assert [Order(size, seed=4).locate(i)[1] for i in range(size)] != [s for _, s in epochs[0]]
 
 
+@pytest.mark.long
 def test_permutations_are_even() -> None:
     """Over many keys, each index goes everywhere equally often, and neighbours go their own ways."""
     size, keys = 10, 5_000
@@ -194,6 +195,7 @@ def test_labels_are_the_next_tokens(samples: Samples) -> None:
     assert sorted(every["labels"].flatten().tolist()) == list(range(1, 897)), "each token is predicted once an epoch"
 
 
+@pytest.mark.long
 def test_workers_read_the_same_and_nothing_is_drawn_from_the_global_random_state(samples: Samples) -> None:
     torch.manual_seed(0)
     before = torch.get_rng_state()
@@ -220,6 +222,7 @@ def test_names_of_shards_are_plain(name: str, tmp_path: Path) -> None:
         TokenStore(tmp_path / "tokens")
 
 
+@pytest.mark.long
 def test_workers_send_no_state(samples: Samples) -> None:
     """torchdata would snapshot each worker after each batch; nothing uses these states."""
     batches = MicroBatches(start=0, global_batch_size=4, micro_batch_size=2, rank=0, ranks=1)
@@ -240,6 +243,7 @@ def test_too_little_data_is_an_error(tmp_path: Path) -> None:
     assert len(source.sequences) == 1
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("workers", [0, 1])
 def test_ids_beyond_the_vocabulary_are_one_line(workers: int, tmp_path: Path) -> None:
     write_tokens(tmp_path / "tokens", [[1] * 64], tokenizer="bytes", vocab_size=258)

@@ -146,6 +146,7 @@ RICH = [
 ]  # fmt: skip
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("only_changes", [False, True], ids=["all", "diff"])
 def test_what_is_shown_loads_to_the_same_config(only_changes: bool, tmp_path: Path) -> None:
     (tmp_path / "empty.toml").write_text("")

@@ -87,6 +87,7 @@ def deterministically(rank: int, world_size: int, config: Config) -> dict[str, A
     return {"on": torch.are_deterministic_algorithms_enabled(), "cublas": os.environ["CUBLAS_WORKSPACE_CONFIG"]}
 
 
+@pytest.mark.long
 def test_deterministic_kernels_are_enough_to_train(tiny: TinyRun) -> None:
     options = ["--debug.deterministic", "--training.z_loss=1e-4", "--data.document_mask"]
     configs = [tiny.config(f"--job.name={name}", *options) for name in ("one", "two")]

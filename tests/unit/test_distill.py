@@ -91,6 +91,7 @@ def test_gradients_in_bfloat16_are_rounded_once() -> None:
             assert (gradient - other).norm() < 2**-8 * other.norm()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_compiled_divergence_is_the_same(kind: Any) -> None:
     """Run the function of which the compiler makes a GPU's kernel."""
@@ -104,6 +105,7 @@ def test_the_compiled_divergence_is_the_same(kind: Any) -> None:
     assert GpuKernels(compiles=True).divergence(torch.device("cpu")) is divergence, "a plan traces operators"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("vocabulary", [32_000, 256_000])
 def test_logits_take_the_same_memory_whatever_the_vocabulary(kind: Any, vocabulary: int) -> None:
@@ -169,6 +171,7 @@ def test_sections_that_do_not_fit_are_refused(tiny: TinyRun, options: list[str],
     assert f"{problem.key}: {problem.message}".startswith(message)
 
 
+@pytest.mark.long
 def test_vocabularies_that_differ_are_refused(taught: tuple[TinyRun, Path]) -> None:
     tiny, folder = taught
     options = teacher_options(folder)
@@ -208,6 +211,7 @@ def test_tokens_that_differ_are_named() -> None:
     assert different_tokens(Renamed(), ByteTokenizer()) == []
 
 
+@pytest.mark.long
 def test_a_teacher_too_large_for_the_machine_is_refused(taught: tuple[TinyRun, Path], tmp_path: Path) -> None:
     """The weights need not be there for the check: it reads shapes."""
     tiny, folder = taught

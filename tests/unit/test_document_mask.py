@@ -252,6 +252,7 @@ def compiled(args: Llama3Args, mode: ActivationCheckpoint | None = None) -> tupl
     return model, counter
 
 
+@pytest.mark.long
 def test_compiled_blocks_are_the_same() -> None:
     model, counter = compiled(GROUPED)
     for rows in (ROWS, [[16], [3, 13]]):
@@ -299,6 +300,7 @@ def change(model: Llama3, before: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: before[name] - parameter for name, parameter in now.items()}
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("single_process_group")
 @pytest.mark.parametrize("mode", [None, *MODES.values()], ids=["none", *MODES])
 def test_a_sharded_step_follows_the_masked_mean(mode: ActivationCheckpoint | None) -> None:
@@ -426,6 +428,7 @@ def test_checkpointing_by_operations_keeps_the_kernels_output(
     assert all(torch.equal(others[name], gradient) for name, gradient in gradients.items())
 
 
+@pytest.mark.long
 def test_another_number_of_documents_recompiles_nothing(kernel_calls: Counter[str]) -> None:
     model, counter = compiled(GROUPED, MODES["op"])
     for rows in (ROWS, [[16], [16]], [[4, 4, 4, 4], [1, 15]]):
@@ -505,6 +508,7 @@ class Maskless(Llama3):
 """
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("single_process_group")
 def test_a_model_without_documents_trains_unmasked_and_is_refused_with_a_mask(tiny: TinyRun) -> None:
     (tiny.folder / "maskless.py").write_text(MASKLESS)

@@ -1,7 +1,6 @@
 """Commands in the documentation are commands: each one's words, options and options of the config are known.
 
-Those of README.md, docs/tutorial.md and the guides to models and data are also run, in tests/distributed/test_docs.py
-and test_commands.py. The others need a cluster, a GPU, weights that nobody may ship, or files of the reader's own.
+A test runs each of them, too, or a comment in the page gives the reason why none does: tests/documented.py.
 """
 
 import re
@@ -10,24 +9,20 @@ from pathlib import Path
 
 import pytest
 
+from tests.documented import EXECUTED, PAGES, ROOT, commands, commands_to_run, unused_notes
 from titanlite.cli import make_parser
 from titanlite.config.keys import dotted_keys, nearest_key
 from titanlite.config.shipped import find_config
 from titanlite.runtime.errors import UserError
 
-ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md")] + sorted((ROOT / "docs").glob("*.md"))
 SCRIPT = re.compile(r"(?:^|\s)(?:\S*/)?(titanlite|run_train\.sh)(?=\s|$)")
 PLACEHOLDER = re.compile(r"^(\[.*|[A-Z_]+|\.\.\.|N|<.*>)$")
 KEYS = {key.replace(".N.", ".") for key in dotted_keys(inside_lists=True)}
 
 
-def command_lines(text: str) -> list[str]:
-    """Return the commands of titanlite in blocks of code; a line that ends with a backslash continues."""
-    fenced = re.findall(r"```(?:sh|bash|console)?\n(.*?)```", text, re.DOTALL)
-    indented = re.findall(r"(?:^    .*\n?)+", re.sub(r"```.*?```", "", text, flags=re.DOTALL), re.MULTILINE)
-    lines = "\n".join([*fenced, *indented]).replace("\\\n", " ").splitlines()
-    return [line.strip() for line in lines if starts_command(line.strip())]
+def command_lines(page: Path) -> list[str]:
+    """Return the commands of titanlite on a page."""
+    return [command.text for command in commands(page) if starts_command(command.text)]
 
 
 def starts_command(line: str) -> bool:
@@ -68,17 +63,61 @@ def problem_of(line: str) -> str:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_commands_are_commands(page: Path) -> None:
-    lines = command_lines(page.read_text())
-    problems = {line: problem for line in lines if (problem := problem_of(line))}
+    problems = {line: problem for line in command_lines(page) if (problem := problem_of(line))}
     assert problems == {}
 
 
-def test_commands_are_found_and_mistakes_are_seen() -> None:
+def test_commands_are_found_and_mistakes_are_seen(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
     fenced = "```sh\ntitanlite plan llama3_8b \\\n  --wurld 3\n```\n"
-    lines = command_lines(f"    NNODES=1 ./run_train.sh --training.stepss=3  # a comment\n\n    text\n\n{fenced}")
-    assert [problem_of(line) for line in lines] == [
-        "titanlite plan: unknown option --wurld",
+    page.write_text(f"    NNODES=1 ./run_train.sh --training.stepss=3  # a comment\n\n    text\n\ntext\n\n{fenced}")
+    assert [problem_of(line) for line in command_lines(page)] == [
         "training.stepss is no option, nearest training.steps",
+        "titanlite plan: unknown option --wurld",
     ]
     assert problem_of("titanlite check llama3_8c") == "no config llama3_8c"
-    assert sum(len(command_lines(page.read_text())) for page in PAGES) > 150
+    assert sum(len(command_lines(page)) for page in PAGES) > 150
+
+
+def test_a_closing_fence_opens_no_block(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("```python\ntitanlite = 1\n```\ntext\n```sh\ntitanlite check debug\n```\n")
+    assert [(command.line, command.text) for command in commands(page)] == [(6, "titanlite check debug")]
+    assert {name: len(commands(ROOT / name)) for name in ("docs/add_a_model.md", "docs/data.md")} == {
+        "docs/add_a_model.md": 3,
+        "docs/data.md": 5,
+    }
+
+
+def test_reasons_are_those_right_above_a_block(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(
+        "<!-- not run: needs a GPU -->\n\n    titanlite check a\n    titanlite check b\n\n"
+        "text\n\n    titanlite check c\n\n"
+        "<!-- not run: `pip`, `git`: needs the network -->\n```sh\npip install x\ntitanlite check d\n```\n"
+        "<!-- not run: needs nothing -->\ntext\n"
+    )
+    assert [command.not_run for command in commands(page)] == [
+        "needs a GPU",
+        "needs a GPU",
+        "",
+        "needs the network",
+        "",
+    ]
+    assert unused_notes(page) == ["<!-- not run: needs nothing -->"]
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.name != "cli.md"], ids=lambda page: page.name)
+def test_each_command_is_run_by_a_test_or_marked_with_the_reason_why_not(page: Path) -> None:
+    """Those of cli.md are the examples of --help."""
+    name = page.relative_to(ROOT).as_posix()
+    to_run = commands_to_run(name)
+    assert bool(to_run) == (name in EXECUTED), f"in no test, and not marked as not run: {to_run}"
+    assert unused_notes(page) == []
+
+
+def test_tests_that_run_commands_are_there() -> None:
+    for test in EXECUTED.values():
+        path, _, function = test.partition("::")
+        assert f"\ndef {function}(" in (ROOT / path).read_text(), test
+    assert {ROOT / page for page in EXECUTED} <= set(PAGES)

@@ -44,6 +44,7 @@ def evaluate(capfd: pytest.CaptureFixture[str], *words: object) -> tuple[int, st
     return code, written.out, written.err
 
 
+@pytest.mark.long
 def test_values_are_those_of_the_runs_own_validation(tiny_run: TinyRun, capfd: pytest.CaptureFixture[str]) -> None:
     folder = tiny_run.folder / "outputs" / "tiny"
     expected = json.loads((folder / "validation.jsonl").read_text().splitlines()[-1])
@@ -62,6 +63,7 @@ def test_values_are_those_of_the_runs_own_validation(tiny_run: TinyRun, capfd: p
     assert wide["loss"] == pytest.approx(expected["loss"], rel=1e-2)
 
 
+@pytest.mark.long
 def test_the_table(tiny_run: TinyRun, capfd: pytest.CaptureFixture[str]) -> None:
     folder = tiny_run.folder / "outputs" / "tiny"
     expected = json.loads((folder / "validation.jsonl").read_text().splitlines()[-1])
@@ -79,6 +81,7 @@ def test_the_table(tiny_run: TinyRun, capfd: pytest.CaptureFixture[str]) -> None
     assert both == ["all", f"{loss:.4f}", f"{math.exp(loss):,.2f}", f"{2 * values['tokens']}", "10"]
 
 
+@pytest.mark.long
 def test_other_data_and_other_lengths(tiny_run: TinyRun, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Every token of a text, in one sequence: from the text, and from tokens without the ends of documents."""
     folder = tiny_run.folder / "outputs" / "tiny"

@@ -11,6 +11,7 @@ from tests.helpers import TinyRun
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
+@pytest.mark.long
 def test_a_sweep_and_a_sweep_that_is_repeated(
     tiny: TinyRun, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -95,6 +95,7 @@ def test_the_largest_shard_has_an_even_share_of_the_experts() -> None:
     assert split == largest_shard(model, 16, 1, 2) - 2 * 3 * 64 * 24 // 2, "half of each matrix"
 
 
+@pytest.mark.long
 def test_a_plan_counts_the_exchange_of_tokens() -> None:
     """64 tokens go to two experts each; a token has 64 bfloat16 values. Forward is recomputed."""
     found = traced(

@@ -72,6 +72,7 @@ def without(oracle: Any, kept: dict[int, list[int]], layers: list[int]) -> Any:
     return small
 
 
+@pytest.mark.long
 def test_experts_that_no_token_uses_are_left_out(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     kept = {layer: [expert for expert in range(5) if expert not in unused] for layer, unused in UNUSED.items()}
     assert run(folder, "student", "--experts", "keep=3") == 0
@@ -101,6 +102,7 @@ def test_experts_that_no_token_uses_are_left_out(folder: Path, capfd: pytest.Cap
     assert not (folder / "small" / "router_statistics.json").exists()
 
 
+@pytest.mark.long
 def test_all_experts_are_the_teacher_bit_for_bit(folder: Path) -> None:
     assert run(folder, "student", "--experts", "keep=5") == 0
     assert cli.run(["checkpoint", "import", str(folder / "hf"), "--out", str(folder / "all")]) == 0
@@ -122,6 +124,7 @@ def test_the_bias_of_an_expert_goes_with_it() -> None:
     assert student.part_of(name, torch.tensor([0.5, -1.0, 2.0, 3.0, 7.0])).tolist() == [-1.0, 2.0, 7.0]
 
 
+@pytest.mark.long
 def test_tokens_are_counted_as_transformers_chooses_experts(folder: Path) -> None:
     oracle = oracle_of("qwen3_moe", vocab_size=2048)
     oracle.save_pretrained(folder / "plain")
@@ -138,6 +141,7 @@ def test_tokens_are_counted_as_transformers_chooses_experts(folder: Path) -> Non
         assert found[f"layers.{layer}.feed_forward"] == picked
 
 
+@pytest.mark.long
 def test_damaged_statistics_are_one_line(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert run(folder, "student", "--experts", "keep=3") == 0
     whole = json.loads((folder / "student" / "router_statistics.json").read_text())

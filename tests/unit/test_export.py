@@ -39,6 +39,7 @@ def logits_of(folder: Path) -> torch.Tensor:
         return model(TOKENS).logits
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("family", OWN)
 def test_logits_are_those_of_transformers(family: str, tied: bool, tmp_path: Path) -> None:
@@ -104,6 +105,7 @@ def test_a_bias_that_transformers_lacks_is_not_dropped_silently(
     assert len(load_file(out / "model.safetensors")) == 3 + 2 * (2 + 4 + 2 + 1 + 3 * 4)
 
 
+@pytest.mark.long
 def test_what_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     checkpoint, _ = save_random(tmp_path, "llama3")
     out = tmp_path / "hf"
@@ -146,6 +148,7 @@ class Mine(Llama3):
 """
 
 
+@pytest.mark.long
 def test_a_model_of_the_users_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A table of formats is inherited or the class's own; without one, the error names the page that shows it."""
     for name, formats in (
@@ -187,6 +190,7 @@ def test_rows_of_large_tensors_are_read_in_blocks(tmp_path: Path) -> None:
             RowReader(source, block=block).read("tok_embeddings.weight", 380, 384)
 
 
+@pytest.mark.long
 def test_blocks_make_the_same_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoint, _ = save_random(tmp_path, "qwen3_moe", tied_head=True)
     source = open_source(str(checkpoint))
@@ -200,6 +204,7 @@ def test_blocks_make_the_same_files(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes(), name
 
 
+@pytest.mark.long
 def test_an_export_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """An export that stops keeps its whole files. With other options none of them counts, nor does a changed file."""
     checkpoint, _ = save_random(tmp_path, "qwen3_moe", n_layers=1)
@@ -254,6 +259,7 @@ def test_reading_one_tensor_takes_no_more(tmp_path: Path) -> None:
         read_tensor(source, "head.nothing")
 
 
+@pytest.mark.long
 def test_a_killed_export_leaves_nothing_and_resumes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     checkpoint, model = save_random(tmp_path, "qwen3_moe", n_layers=6, n_experts=16)
     out, staging = tmp_path / "hf", tmp_path / ".hf.staging"
@@ -283,6 +289,7 @@ def test_two_exports_to_one_place(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert f"{tmp_path / 'hf'} is being written by process {os.getpid()} on " in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_from_store_to_store(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A store that fails now and then; config.json comes last, and an export that stopped resumes."""
     _, model = save_random(tmp_path, "llama3")

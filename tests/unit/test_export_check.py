@@ -112,6 +112,7 @@ MISTAKES: dict[str, tuple[str, Change, str]] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", MISTAKES)
 def test_a_mistake_of_the_table_is_named(name: str, sources: dict[str, Source], tmp_path: Path) -> None:
     family, change, pattern = MISTAKES[name]
@@ -122,6 +123,7 @@ def test_a_mistake_of_the_table_is_named(name: str, sources: dict[str, Source], 
     )
 
 
+@pytest.mark.long
 def test_mistakes_outside_of_the_blocks_are_named(sources: dict[str, Source], tmp_path: Path) -> None:
     def swapped(entry: Entry) -> Entry:
         names = {"tok_embeddings.weight": "head.output.weight", "head.output.weight": "tok_embeddings.weight"}
@@ -141,6 +143,7 @@ def test_mistakes_outside_of_the_blocks_are_named(sources: dict[str, Source], tm
         export_folder(table, open_target(str(folder)), max_shard_bytes=10**9, check=True, drop=["head.norm.weight"])
 
 
+@pytest.mark.long
 def test_a_wrong_argument_of_the_config_is_found_in_its_block(sources: dict[str, Source], tmp_path: Path) -> None:
     source = sources["qwen3"]
     fields = {name: key for name, key in form_of(source.spec.model_cls).fields.items() if name != "norm_eps"}
@@ -199,6 +202,7 @@ def test_the_command_reports_what_it_checked(
     assert float(found[3]) < 1e-5
 
 
+@pytest.mark.long
 def test_without_transformers_our_own_reader_computes(
     sources: dict[str, Source], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -244,6 +248,7 @@ def test_every_family_has_a_case() -> None:
     assert OWN.keys() == MODELS.keys()
 
 
+@pytest.mark.long
 def test_the_example_of_the_guide_is_the_gpt2_of_transformers(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

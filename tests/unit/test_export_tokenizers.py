@@ -60,6 +60,7 @@ def rank_file(path: Path) -> Path:
     return path
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["bytes", "python-2k", "ranks.tiktoken"])
 def test_ids_are_those_of_training(name: str, tmp_path: Path) -> None:
     if name.startswith("ranks"):
@@ -89,6 +90,7 @@ def test_special_tokens_of_llama_have_their_names(tmp_path: Path) -> None:
     assert theirs.decode([first, *ours.encode("def f(): pass").tolist()], skip_special_tokens=True) == "def f(): pass"
 
 
+@pytest.mark.long
 def test_a_tokenizer_json_is_copied_with_what_belongs_to_it(tmp_path: Path) -> None:
     folder = tmp_path / "trained"
     folder.mkdir()

@@ -54,6 +54,7 @@ def exports_of(folder: Path, **options: object) -> Exports:
     return Exports(Checkpoint.model_validate(options), run=folder, is_first_rank=True)
 
 
+@pytest.mark.long
 def test_one_export_runs_at_a_time_and_each_once(tmp_path: Path, begin: Callable[[str], None]) -> None:
     begin(SLOW)
     exports = exports_of(tmp_path, export_every=500, last_save_in_hf=True, export_dtype="bfloat16", export_drop=["a.*"])
@@ -111,6 +112,7 @@ def test_other_ranks_export_nothing(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.long
 def test_an_export_ends_with_the_trainer(tmp_path: Path) -> None:
     """The process is killed when the one that started it is."""
     program = (
@@ -147,6 +149,7 @@ def _lives(number: int) -> bool:
         return False
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("single_process_group")
 def test_a_run_exports_while_it_trains_and_at_its_end(
     tiny: TinyRun, begin: Callable[[str], None], warnings: Callable[[], list[str]]

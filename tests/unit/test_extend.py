@@ -355,6 +355,7 @@ def test_sequences_of_the_users_own(tmp_path: Path) -> None:
             CustomSequences(f"python://{file}:{name}", seq_len=4, vocab_size=20).read(0)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("single_process_group")
 def test_a_logger_that_fails_does_not_end_the_run(
     tiny: TinyRun, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch

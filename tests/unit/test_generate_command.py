@@ -67,6 +67,7 @@ def test_greedy_text(run_folder: Path, capfd: pytest.CaptureFixture[str]) -> Non
     assert (code, err) == (0, "")
 
 
+@pytest.mark.long
 def test_prompts_of_a_file_and_the_end_of_the_models_positions(
     run_folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -93,6 +94,7 @@ def test_prompts_of_a_file_and_the_end_of_the_models_positions(
     )
 
 
+@pytest.mark.long
 def test_drawn_text_repeats_with_the_seed(run_folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     drawn = ("--prompt", "a", "--max-new-tokens", 30, "--temperature", 1.5, "--top-p", 0.9)
     texts = [generate(capfd, run_folder, *drawn, "--seed", seed)[1] for seed in (0, 1, 0)]
@@ -302,6 +304,7 @@ def test_a_tokenizer_without_its_package_is_one_line(
     assert capfd.readouterr().err == ""
 
 
+@pytest.mark.long
 def test_an_exported_folder_generates_the_same_text(
     run_folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -43,6 +43,7 @@ def greedy(source: Generator, prompt: Sequence[int] = PROMPT, tokens: int = 40, 
     return list(source.stream(prompt, max_new_tokens=tokens, sampler=Sampler(), **options))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_tokens_are_those_of_transformers(family: str) -> None:
     """Tokens are the same without a cache, and with one that holds another sequence with the same beginning."""
@@ -148,6 +149,7 @@ class Unmasked(OwnDecoder):
         return super().forward(tokens, loss)
 
 
+@pytest.mark.long
 def test_models_of_ones_own_are_tried_with_a_cache() -> None:
     known = models.built(models.SMALL)
     expected = greedy(generator(known))
@@ -219,6 +221,7 @@ def test_probabilities_are_those_of_transformers() -> None:
     assert torch.allclose(token_probabilities(logits[0], temperature=0.7, top_p=0.8), warped[0].softmax(-1), atol=1e-6)
 
 
+@pytest.mark.long
 def test_draws_have_the_probabilities_and_repeat_with_the_seed() -> None:
     logits = torch.tensor([1.0, -2.0, 0.5, 3.0, 0.0])
     expected = np.array(by_hand(logits.tolist(), 1.5, 0.95))

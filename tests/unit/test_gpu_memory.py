@@ -64,6 +64,7 @@ def test_the_first_variable_counts_as_in_pytorch() -> None:
     assert allocator_settings({}) == "PyTorch's defaults"
 
 
+@pytest.mark.long
 def test_train_sets_the_allocator_before_it_imports_torch() -> None:
     environ = {name: value for name, value in os.environ.items() if name not in VARIABLES}
     result = subprocess.run(

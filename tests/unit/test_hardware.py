@@ -193,6 +193,7 @@ def clock(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
     monkeypatch.setattr(module.time, "perf_counter", lambda: seconds * next(ticks))
 
 
+@pytest.mark.long
 def test_a_cpu_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     """Matmuls of 256 that take 20 ms are not followed by larger ones."""
     clock(monkeypatch, 0.02)

@@ -92,6 +92,7 @@ def test_models_know_nothing_of_ranks_and_meshes(path: Path) -> None:
     assert not [name for name in imports(TREES[path]) if name.startswith(forbidden)]
 
 
+@pytest.mark.long
 def test_only_orchestrators_take_the_whole_config() -> None:
     """A stage is given its own section."""
     whole = {"cli.py", "preflight.py", "train.py", "runtime/run_folder.py", "metrics/run_summary.py"}
@@ -203,6 +204,7 @@ class A:
     assert set(private_uses(tree)) == {"torch.optim._muon", "other._theirs", "torch._C"}
 
 
+@pytest.mark.long
 def test_private_names_of_pytorch_are_in_one_room() -> None:
     room = PACKAGE / "runtime" / "private_torch"
     found = {short(path): sorted(set(private_uses(tree))) for path, tree in TREES.items() if path.parent != room}
@@ -261,6 +263,7 @@ def test_files_are_short(path: Path) -> None:
     assert len(path.read_text().splitlines()) <= LARGE_FILES.get(short(path), 320)
 
 
+@pytest.mark.long
 def test_functions_are_short() -> None:
     long = {
         f"{short(path)}:{node.name}"
@@ -318,6 +321,7 @@ def processes(function: ast.FunctionDef, functions: dict[str, ast.FunctionDef]) 
     return count(function, 1)
 
 
+@pytest.mark.long
 def test_unit_tests_start_one_process_at_most() -> None:
     """Tests with several processes are in tests/distributed. Workers of loaders and of `data prepare` do not count."""
     several = set()

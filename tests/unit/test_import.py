@@ -69,6 +69,7 @@ def tensors_of(model: Model) -> dict[str, Tensor]:
 # Hugging Face
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("family", "tied"), CASES)
 def test_hugging_face_folders_are_read_bit_for_bit(family: str, tied: bool, tmp_path: Path) -> None:
     for dtype in (torch.float32, torch.bfloat16):
@@ -362,6 +363,7 @@ def test_a_run_begins_from_a_hugging_face_folder(tiny: TinyRun) -> None:
         assert torch.equal(found[name], tensor.float()), name
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("single_process_group")
 def test_keys_that_differ_are_all_listed_with_the_options_that_accept_them(tiny: TinyRun) -> None:
     from safetensors.torch import load_file, save_file

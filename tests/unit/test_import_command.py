@@ -44,6 +44,7 @@ def tensors_at(path: Path, dtype: torch.dtype = torch.float32) -> dict[str, torc
     return found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("tied", [False, True])
 def test_folders_become_checkpoints_bit_for_bit(family: str, tied: bool, tmp_path: Path) -> None:
@@ -62,6 +63,7 @@ def test_folders_become_checkpoints_bit_for_bit(family: str, tied: bool, tmp_pat
     assert (logits(load_model(open_source(str(tmp_path / "hf"))), TOKENS) - theirs).abs().max() < 1e-4, "without import"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("tied", [False, True])
 def test_what_comes_in_goes_out_bit_for_bit(family: str, tied: bool, tmp_path: Path) -> None:
@@ -97,6 +99,7 @@ def test_an_imported_checkpoint_is_like_any_other(tmp_path: Path, capfd: pytest.
     assert_same(torch.load(tmp_path / "one.pt", weights_only=True), expected_tensors(oracle))
 
 
+@pytest.mark.long
 def test_torchtitan_and_meta_need_a_model(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     oracle = oracle_of("llama3", vocab_size=68)
     spec = spec_of("llama3", oracle)
@@ -131,6 +134,7 @@ def test_torchtitan_and_meta_need_a_model(tmp_path: Path, capfd: pytest.CaptureF
     assert not list(tmp_path.glob("out*/.staging*"))
 
 
+@pytest.mark.long
 def test_a_flavor_is_found_by_its_shapes(tmp_path: Path) -> None:
     args = MODELS["llama3"].flavors["debug"]
     table = MODELS["llama3"].formats.hugging_face
@@ -280,6 +284,7 @@ def test_memory_holds_one_tensor_at_a_time(tmp_path: Path, monkeypatch: pytest.M
     assert max(most) <= 1
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("single_process_group")
 def test_a_run_begins_from_an_imported_checkpoint(tiny: TinyRun) -> None:
     oracle = oracle_of("llama3", vocab_size=260)

@@ -41,6 +41,7 @@ def distance_to(cdf: Callable[[float], float], sample: Tensor) -> float:
     return distance.item() * math.sqrt(len(sample))
 
 
+@pytest.mark.long
 def test_normal() -> None:
     sample = drawn(Normal(std=0.02, mean=0.1))
     assert distance_to(NormalDist(0.1, 0.02).cdf, sample) < 1.63, "exceeded by 1 % of true samples"
@@ -65,6 +66,7 @@ def test_quantiles_are_those_of_the_normal_distribution() -> None:
     assert standard_normal(torch.tensor([2.0**-49], dtype=torch.float64)).item() == pytest.approx(-7.87, abs=0.05)
 
 
+@pytest.mark.long
 def test_truncated_normal() -> None:
     for values in (
         TruncatedNormal(std=0.02, low=-0.04, high=0.04),
@@ -147,6 +149,7 @@ MOE = Qwen3MoeArgs(
 )  # fmt: skip
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("args", [LLAMA, MOE], ids=["llama", "experts"])
 @pytest.mark.parametrize("dim", [0, 1])
@@ -197,6 +200,7 @@ class Largest(TorchDispatchMode):
         return result
 
 
+@pytest.mark.long
 def test_a_rank_draws_its_shard_and_no_more() -> None:
     """The embedding of 405B: 2.1 billion values, of which a rank of 512 holds 4.1 million."""
 

@@ -25,6 +25,7 @@ def layouts(*overrides: str, world_size: int = 1, path: str | Path = "debug", ra
     return {it.name: it for it in inspect_ranks(config, world_size=world_size, rank=rank).parameters}
 
 
+@pytest.mark.long
 def test_debug_on_one_process(capsys: Ends) -> None:
     assert run(["inspect", "debug", "--json"]) == 0
     record = json.loads(capsys.readouterr().out)
@@ -47,6 +48,7 @@ def test_debug_on_one_process(capsys: Ends) -> None:
         assert sum(unit[name] for unit in record["units"].values()) == record["total"][name]
 
 
+@pytest.mark.long
 def test_hybrid_sharding_halves_what_a_rank_holds_and_keeps_the_dtypes() -> None:
     found = layouts("--training.mixed_precision_param=bfloat16", *degrees(2, 2), world_size=4)
     for it in found.values():
@@ -59,6 +61,7 @@ def test_hybrid_sharding_halves_what_a_rank_holds_and_keeps_the_dtypes() -> None
     ]
 
 
+@pytest.mark.long
 def test_uneven_shards_sum_to_the_whole(tiny: TinyRun) -> None:
     """No dim divides by 4. torch.chunk gives the last rank what is left."""
     ranks = [layouts("--model.args.n_layers=1", world_size=4, path=tiny.toml, rank=rank) for rank in range(4)]
@@ -69,6 +72,7 @@ def test_uneven_shards_sum_to_the_whole(tiny: TinyRun) -> None:
         assert all(it[name].parameter_bytes == 4 * _count(it[name].local_shape) for it in ranks), name
 
 
+@pytest.mark.long
 def test_frozen_float8_muon_op_and_compile_are_shown() -> None:
     found = layouts(
         '--freeze.parameters=["tok_embeddings.*"]', "--freeze.dtype=bfloat16", "--optimizer.name=Muon",
@@ -88,6 +92,7 @@ def test_frozen_float8_muon_op_and_compile_are_shown() -> None:
     assert not found["head.output.weight"].compiled
 
 
+@pytest.mark.long
 def test_adapters_and_policies_of_blocks_are_shown() -> None:
     policies = ['--activation_checkpoint.mode="per_block"', '--activation_checkpoint.per_block=["full", "none"]']
     found = layouts("--lora.rank=4", *policies, world_size=2)
@@ -111,6 +116,7 @@ def test_gradients_that_live_in_backward_only_take_no_bytes() -> None:
     assert found["head.output.weight"].optimizer_bytes == 8 * 512 * 64 + 4
 
 
+@pytest.mark.long
 def test_the_table_has_one_set_of_rows_for_blocks_that_are_alike(capsys: Ends) -> None:
     every_2nd = ["--activation_checkpoint.mode=selective", "--activation_checkpoint.selective_ac_option=2"]
     words = ["inspect", "debug", *SMALL, "--model.args.n_layers=6", "--world-size", "4", *every_2nd]

@@ -27,6 +27,7 @@ def check(found: dict[str, float], values: torch.Tensor) -> None:
     assert found["nonfinite"] == 0.0
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("single_process_group")
 def test_values_are_those_of_the_whole_tensors(tiny: TinyRun, monkeypatch: pytest.MonkeyPatch) -> None:
     from titanlite import train as training
@@ -74,6 +75,7 @@ def test_values_are_those_of_the_whole_tensors(tiny: TinyRun, monkeypatch: pytes
     assert layers["tok_embeddings"]["gradients"]["zeros"] > 0.1  # tokens that the batch has not
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("single_process_group")
 def test_other_steps_have_no_hooks_and_a_value_that_is_not_finite_is_counted(tiny: TinyRun) -> None:
     run = train_on_this_rank(tiny.config(*OPTIONS, "--training.steps=3", "--metrics.layers.freq=2"), 0, 1)

@@ -45,6 +45,7 @@ def words_of(parser):
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("statements", [IMPORTS, COMMANDS], ids=["imports", "commands"])
 def test_parts_import_nothing_heavy(statements: list[tuple[str, set[str]]], tmp_path: Path) -> None:
     """The process prints each statement after which a module is there that it should do without."""

@@ -78,6 +78,7 @@ def test_lines_of_the_log_are_printed_above_the_block() -> None:
     assert shown.endswith("step 1\n")  # after the block, the line itself
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("single_process_group")
 def test_a_terminal_gets_the_block_and_the_log_file_the_lines(tiny: TinyRun, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm")

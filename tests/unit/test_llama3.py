@@ -82,6 +82,7 @@ def test_gradients_equal_those_of_transformers(args: Llama3Args) -> None:
         assert (mine - other).abs().max() < 1e-4 * other.abs().max(), name
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("single_process_group")
 @pytest.mark.parametrize("args", [SHAPES["grouped queries"], SHAPES["scaled rope of 3.2"]], ids=["grouped", "3.2"])
 def test_twenty_steps_lose_as_much_as_with_transformers(args: Llama3Args) -> None:
@@ -168,6 +169,7 @@ def counted(name: str, flavor: str, n_layers: int, batch: int, seq_len: int) -> 
     return model, counter.get_total_flops(), counter.get_flop_counts()["Global"][torch.ops.aten.bmm]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("name", "flavor"), SHIPPED)
 @pytest.mark.parametrize(("batch", "seq_len"), [(1, 256), (2, 1000), (1, 4096)])
 def test_flops_agree_with_torchs_counter(name: str, flavor: str, batch: int, seq_len: int) -> None:

@@ -21,6 +21,7 @@ def hold(path: Path, has_it: Any) -> None:
         has_it.wait()
 
 
+@pytest.mark.long
 def test_another_process_takes_over_when_the_first_is_killed(tmp_path: Path) -> None:
     context = multiprocessing.get_context("forkserver")
     has_it, waited = context.Event(), []

@@ -35,6 +35,7 @@ def log(name: str, folder: Path, *, resumed: int, last: int) -> Loggers:
     return loggers
 
 
+@pytest.mark.long
 def test_trackio_has_each_step_once_after_a_kill(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("trackio")
     from trackio import utils
@@ -65,6 +66,7 @@ def stored(folder: Path, messages: Any) -> list[Any]:
     return records
 
 
+@pytest.mark.long
 def test_wandb_keeps_the_runs_id(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     messages = pytest.importorskip("wandb.proto.wandb_internal_pb2")
     monkeypatch.setenv("WANDB_MODE", "offline")

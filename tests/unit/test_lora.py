@@ -151,6 +151,7 @@ def test_operations_gradients_and_moments_are_counted_for_adapters_only(tiny: Ti
     assert (group.name, group.weight_decay, len(group.parameters)) == ("AdamW", 0.1, 2 * 7 * 2)
 
 
+@pytest.mark.long
 def test_a_plan_has_gradients_and_moments_of_adapters_alone(tiny: TinyRun) -> None:
     """A base in bfloat16 and in 8 bits is planned in tests/unit/test_quantized_base.py."""
     config = tiny.config("--lora.rank=4",
@@ -167,6 +168,7 @@ def test_a_plan_has_gradients_and_moments_of_adapters_alone(tiny: TinyRun) -> No
     assert planned.most("optimizer") == 8 * adapters / 2 + numbers
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "options", ['--lora={rank=4, targets=["layers.%s.*"]}', '--freeze.parameters=["layers.[!%s].*"]']
 )

@@ -118,6 +118,7 @@ def in_float64(logits: Tensor, labels: Tensor, valid: Tensor, z_loss: float) -> 
     return log_z.detach(), label_logit.detach(), wide.grad
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, None], ids=str)
 @pytest.mark.parametrize(("compiled", "z_loss"), [(False, 0.0), (False, 1e-2), (True, 1e-2)])
 def test_softmax_and_gradient_of_a_chunk(compiled: bool, z_loss: float, dtype: torch.dtype | None) -> None:

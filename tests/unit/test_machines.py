@@ -233,6 +233,7 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
     assert check_folder("nosuch://bucket", ALONE).status == "FAILED"
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("own_process_group")
 def test_the_command_of_one_process(tiny: TinyRun, capfd: pytest.CaptureFixture[str]) -> None:
     words = ["check", "--machines", str(tiny.toml)]

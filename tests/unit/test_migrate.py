@@ -691,6 +691,7 @@ def value_of(key: str) -> st.SearchStrategy[Any]:
     return st.sampled_from(values + ([rule.default] if rule.default is not None else []))
 
 
+@pytest.mark.long
 @settings(max_examples=60, deadline=None)
 @given(
     st.lists(st.sampled_from(KEYS), min_size=1, max_size=40, unique=True).flatmap(

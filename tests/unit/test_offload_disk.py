@@ -54,6 +54,7 @@ def mapped(folder: Path) -> list[str]:
     return [line for line in Path("/proc/self/maps").read_text().splitlines() if f"{folder.absolute()}/" in line]
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("_tiny_slices")
 @pytest.mark.parametrize(
     "types",
@@ -71,6 +72,7 @@ def test_the_same_bits_from_disk(tiny: TinyRun, types: list[str]) -> None:
         assert tiny.losses(name) == tiny.losses("memory")
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("_tiny_slices")
 def test_states_are_in_files_without_a_name(tiny: TinyRun) -> None:
     for options, files in ((MOMENTS, 1), (EVERYTHING, 2), ([], 0)):
@@ -137,6 +139,7 @@ def resident_of_files() -> int:
     return int(line.split()[1]) * 1024
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("drops", [True, False])
 def test_few_pages_of_files_are_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, drops: bool) -> None:
     """96 MiB of moments, of which a few slices of 2 x 1 MiB are. Without dropping them, all are."""
@@ -187,6 +190,7 @@ def test_nothing_is_left_by_a_run_that_fails(tiny: TinyRun, monkeypatch: pytest.
     assert [*folder(tiny).iterdir()] == []
 
 
+@pytest.mark.long
 def test_nothing_is_left_by_a_process_that_is_killed(tiny: TinyRun) -> None:
     code = (
         "import os, pathlib, sys, torch; from titanlite.runtime.disk import DiskTensors\n"
@@ -199,6 +203,7 @@ def test_nothing_is_left_by_a_process_that_is_killed(tiny: TinyRun) -> None:
     assert [*folder(tiny).iterdir()] == []
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("_tiny_slices")
 def test_runs_resume_in_memory_and_on_disk_as_one(tiny: TinyRun, monkeypatch: pytest.MonkeyPatch) -> None:
     names: list[str] = []
@@ -317,6 +322,7 @@ def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
 # What is planned
 
 
+@pytest.mark.long
 def test_states_on_disk_are_not_on_the_device() -> None:
     memory, disk = planned("--training.enable_cpu_offload"), planned(*MOMENTS)
     assert memory.disk == disk.host == 0

@@ -72,6 +72,7 @@ def test_state_dtypes_are_those_of_codes(class_name: str, codes: torch.dtype) ->
     assert state_dtypes(build_optimizer(nn.Linear(64, 64), Optimizer(name=named(class_name)), seed=0)) == {codes}
 
 
+@pytest.mark.long
 def test_the_plan_counts_inner_tensors() -> None:
     """Matrices have codes, scales and a table; norms, and 64 x 32 of keys and values, have float32 moments."""
     found = profiled(f"--optimizer.name={named('AdamW8bit')}")
@@ -90,6 +91,7 @@ def test_weights_in_bfloat16_must_be_rounded_stochastically() -> None:
     assert check_optimizer(rounding, model, dtype="bfloat16") == []
 
 
+@pytest.mark.long
 def test_another_learning_rate_does_not_recompile(monkeypatch: pytest.MonkeyPatch) -> None:
     model = nn.Linear(64, 64, bias=False)
     optimizer = build_optimizer(model, Optimizer(name=named("AdamW8bit"), lr=0.1), seed=0)

@@ -95,6 +95,7 @@ def test_groups_and_their_table() -> None:
     assert (third["lr"], third["weight_decay"], third["momentum"]) == (0.5, 0.3, 0.9)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("single_process_group")
 def test_rates_of_groups_follow_the_schedule_in_proportion(tiny: TinyRun, capfd: pytest.CaptureFixture[str]) -> None:
     groups = '[{match = ["layers.*"], lr = 0.004}, {match = ["tok*"], lr = 0.0, name = "SGD"}, {match = ["head*"]}]'
@@ -219,6 +220,7 @@ class Signs(torch.optim.Optimizer):
 """
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("single_process_group")
 def test_a_user_class_trains_and_resumes(tiny: TinyRun, monkeypatch: pytest.MonkeyPatch) -> None:
     """The class keeps numbers, which are saved as tensors and loaded as numbers."""

@@ -77,6 +77,7 @@ def test_documents_without_a_token_do_not_show(tmp_path: Path) -> None:
     assert as_lists(sequence) == ([1, 2, 3, 4], [2, IGNORE, IGNORE, 5], [0, 2, 3])
 
 
+@pytest.mark.long
 @FEW
 @given(lengths=LENGTHS, seq_len=st.integers(1, 12), masked=st.sets(st.integers(0, 30), max_size=9), apart=st.booleans())
 def test_stream_is_what_plain_code_gives(lengths: list[int], seq_len: int, masked: set[int], apart: bool) -> None:
@@ -127,6 +128,7 @@ def test_empty_room_is_padding_and_counts_as_a_document_of_its_own(tmp_path: Pat
     assert as_lists(sequences.read(2)) == ([7, 8, 9, 10, 11], [8, 9, 10, 11, IGNORE], [0])
 
 
+@pytest.mark.long
 @FEW
 @given(lengths=LENGTHS, seq_len=st.integers(1, 12), masked=st.sets(st.integers(0, 30), max_size=9))
 def test_every_token_is_in_one_sequence_and_only_long_documents_are_cut(
@@ -162,6 +164,7 @@ def naive_best_fit_decreasing(lengths: list[int], capacity: int) -> list[int]:
     return rooms
 
 
+@pytest.mark.long
 @MANY
 @given(st.integers(1, 100).flatmap(lambda n: st.tuples(st.just(n), st.lists(st.integers(1, n), max_size=150))))
 def test_bins_are_those_of_best_fit_decreasing(case: tuple[int, list[int]]) -> None:
@@ -175,6 +178,7 @@ def test_bins_are_those_of_best_fit_decreasing(case: tuple[int, list[int]]) -> N
     assert all(lengths[bin_] == max(np.array(lengths)[bins == bin_]) for bin_ in used)
 
 
+@pytest.mark.long
 def test_a_large_case_takes_few_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     turns = Counter[str]()
     take = packing._Rooms.take
@@ -193,6 +197,7 @@ def test_a_large_case_takes_few_turns(monkeypatch: pytest.MonkeyPatch) -> None:
 # Plans
 
 
+@pytest.mark.long
 def test_a_plan_is_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = write(tmp_path / "a", [3, 10, 1, 2])
     made: list[int] = []

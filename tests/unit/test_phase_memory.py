@@ -224,6 +224,7 @@ def write_run(tiny: TinyRun, **changes: Any) -> Path:
     return folder
 
 
+@pytest.mark.long
 def test_a_run_on_a_cpu_beside_its_plan(tiny: TinyRun, capsys: Ends) -> None:
     folder = write_run(tiny)
     assert run(["inspect", str(folder), "--memory", "--json"]) == 0

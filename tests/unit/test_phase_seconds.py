@@ -86,6 +86,7 @@ def test_records_have_a_schema_and_a_time(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("single_process_group")
 def test_a_runs_records_are_of_the_form(tiny: TinyRun) -> None:
     validation = "--validation.enable=true", "--validation.freq=2", f"--validation.path={tiny.text}"

@@ -70,6 +70,7 @@ def test_states_are_exact_arithmetic(replicate: int, shard: int) -> None:
     assert found.most("optimizer") == 8 * elements + steps
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("overrides", "parameters", "moments"),
     [
@@ -156,6 +157,7 @@ def test_a_model_of_many_blocks_from_two_of_few(overrides: list[str], gpu: bool)
     assert in_work * whole.micro_batches == sum(operator.flops for operator in whole.recorder.operators)
 
 
+@pytest.mark.long
 def test_blocks_that_differ_are_all_made(tmp_path: Any) -> None:
     own = tmp_path / "odd_block.py"
     own.write_text(
@@ -173,6 +175,7 @@ def test_blocks_that_differ_are_all_made(tmp_path: Any) -> None:
     assert "forward layers.4" in found.profile.phases
 
 
+@pytest.mark.long
 def test_one_step_is_like_the_next() -> None:
     once, twice = (profile(traced(world_size=2, steps=steps).recorder, 3) for steps in (1, 2))
     assert once.phases == twice.phases
@@ -181,6 +184,7 @@ def test_one_step_is_like_the_next() -> None:
 FLOAT8 = tuple(f"--quantize.linear.float8.{it}" for it in ("enable", "skip_small=false"))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "overrides",
     [
@@ -215,6 +219,7 @@ def test_a_plan_does_not_depend_on_what_was_planned_before(overrides: list[str])
     assert sum(fresh["step"].values()) < 1.01 * sum(fresh["step"][it] for it in ("parameters", "optimizer")) + 4e5
 
 
+@pytest.mark.long
 def test_collectives_are_those_of_the_layout() -> None:
     """A block has two all-gathers and one reduce-scatter for each micro-batch; embedding and head have one all-gather.
 
@@ -239,6 +244,7 @@ def test_collectives_are_those_of_the_layout() -> None:
     assert {it.bytes for it in sent if it.collective == "all_reduce" and it.unit == "layers.1"} == {2 * block}
 
 
+@pytest.mark.long
 def test_flops_are_those_of_the_model() -> None:
     config = read()
     model = model_of(config).build()
@@ -252,12 +258,14 @@ def test_flops_are_those_of_the_model() -> None:
     assert attention == pytest.approx(whole / 2 * 7 / 6)
 
 
+@pytest.mark.long
 def test_recomputation_costs_a_forward() -> None:
     none, full = (planned(f"--activation_checkpoint.mode={mode}").flops for mode in ("none", "full"))
     assert 1.2 < full / none < 1.34
     assert none < planned("--activation_checkpoint.mode=selective").flops < full
 
 
+@pytest.mark.long
 def test_what_a_gpu_does_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("titanlite.cpu.kernels.has_hardware_bfloat16", lambda: False)  # whatever this CPU has
     config = read(world_size=2)
@@ -279,6 +287,7 @@ def test_what_a_gpu_does_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
     assert activations[0] < activations[1]  # operands of matmuls in float32
 
 
+@pytest.mark.long
 def test_documents_have_no_mask_on_a_gpu() -> None:
     masked, plain = (
         profiled(f"--data.document_mask={mask}", "--training.seq_len=512", world_size=2, gpu=True).peak
@@ -287,6 +296,7 @@ def test_documents_have_no_mask_on_a_gpu() -> None:
     assert masked == pytest.approx(plain, rel=0.03)  # positions, and a RoPE table for each row; a mask takes a fifth
 
 
+@pytest.mark.long
 def test_compiled_blocks_keep_less_than_plain_formulas_and_as_much_as_ours(monkeypatch: pytest.MonkeyPatch) -> None:
     def kept(found: Profile) -> int:
         """Bytes that one block keeps."""
@@ -302,6 +312,7 @@ def test_compiled_blocks_keep_less_than_plain_formulas_and_as_much_as_ours(monke
     assert 0 < kept(compiled) < 0.9 * kept(eager)
 
 
+@pytest.mark.long
 def test_compiled_blocks_are_recorded_any_number_of_times() -> None:
     made = traced("--compile.enable=true", world_size=2, gpu=True, steps=4)
     begun = [name for _, name in made.recorder.phases if name.startswith("forward layers")]
@@ -332,6 +343,7 @@ def test_float8_gathers_half() -> None:
     assert profile(eighth.recorder, 3).most("parameters") == profiled(world_size=2).most("parameters")
 
 
+@pytest.mark.long
 def test_offload_moves_states_to_the_host() -> None:
     on, off = (planned(f"--training.enable_cpu_offload={on}") for on in ("true", "false"))
     assert off.host == 0
@@ -343,6 +355,7 @@ def test_offload_moves_states_to_the_host() -> None:
     assert on.time.total > off.time.total
 
 
+@pytest.mark.long
 def test_metrics_are_consistent() -> None:
     found = planned("--training.steps=1000", "--training.local_batch_size=1", world_size=8)
     assert (found.degrees, found.micro_batch_size, found.accumulation) == ((1, 8, 1, 1), 1, 2)
@@ -355,6 +368,7 @@ def test_metrics_are_consistent() -> None:
     assert found.peak == sum(found.breakdown.values())
 
 
+@pytest.mark.long
 def test_a_faster_network_makes_it_no_slower() -> None:
     config = read(world_size=16)
     slow = find_hardware("H100")
@@ -363,6 +377,7 @@ def test_a_faster_network_makes_it_no_slower() -> None:
     assert times[1] <= times[0]
 
 
+@pytest.mark.long
 def test_a_world_of_4096() -> None:
     """More ranks than most matrices have rows: the first rank has the first rows, and of each matrix at least one."""
     world_size = 4096
@@ -375,6 +390,7 @@ def test_a_world_of_4096() -> None:
     assert found.time.exposed > 0.5 * found.time.communication, "nothing hides the collectives of a model so small"
 
 
+@pytest.mark.long
 def test_collectives_of_split_layers() -> None:
     """A block gathers tokens twice in forward and sums them twice; backward does the same with gradients.
 

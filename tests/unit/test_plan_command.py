@@ -55,6 +55,7 @@ def plan(toml: Path, *arguments: str) -> int:
     return run(["plan", "--config", str(toml), *arguments])
 
 
+@pytest.mark.long
 def test_table_and_json_agree(toml: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ("--world-size", "16", "--gpu", "h100", "--parallelism.data_parallel_replicate_degree=2")
     assert plan(toml, *arguments) == 0
@@ -89,6 +90,7 @@ def test_table_and_json_agree(toml: Path, capsys: pytest.CaptureFixture[str]) ->
     assert record["gpu_hours"] == pytest.approx(16 * record["steps"] * record["time"]["total"] / 3600)
 
 
+@pytest.mark.long
 def test_an_own_gpu_that_is_too_small(toml: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = gpu_file(toml.parent, 0.01)
     assert plan(toml, "--world-size", "2", "--gpu", str(path)) == 0
@@ -97,6 +99,7 @@ def test_an_own_gpu_that_is_too_small(toml: Path, capsys: pytest.CaptureFixture[
     assert "does not fit: reserved" in out
 
 
+@pytest.mark.long
 def test_a_node_that_is_filled_in_part_is_noted(toml: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ("--global-batch-size", "12", "--gpu", "h100", "--world-size", "12", "--gpus-per-node")
     assert plan(toml, *arguments, "8") == 0
@@ -105,6 +108,7 @@ def test_a_node_that_is_filled_in_part_is_noted(toml: Path, capsys: pytest.Captu
     assert "note" not in capsys.readouterr().out
 
 
+@pytest.mark.long
 def test_the_cpu_of_this_machine(toml: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert plan(toml, "--world-size", "2", "--gpu", "cpu", "--json", "--training.mixed_precision_param=float32") == 0
     record = json.loads(capsys.readouterr().out)
@@ -115,6 +119,7 @@ def test_the_cpu_of_this_machine(toml: Path, capsys: pytest.CaptureFixture[str])
     assert record["memory"]["by_category"]["parameters"] * 2 == pytest.approx(4 * record["parameters"], rel=0.01)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
@@ -150,6 +155,7 @@ def test_a_plan_of_nothing_lists_what_is_missing(capsys: pytest.CaptureFixture[s
     )
 
 
+@pytest.mark.long
 def test_code_that_reads_values_is_named(toml: Path, capsys: pytest.CaptureFixture[str]) -> None:
     own = toml.parent / "asks_for_values.py"
     own.write_text(

@@ -144,6 +144,7 @@ def test_scratch_of_flash_attention(keys: int, buffer: int) -> None:
     assert attention_scratch(operator, (None, query, key)) == 128 * 32 * 128 * 4 + expanded + buffer
 
 
+@pytest.mark.long
 def test_a_plan_that_fits_only_with_too_much_host_memory_does_not_fit() -> None:
     options = ["--training.enable_cpu_offload", "--training.global_batch_size=8", "--model.args.n_layers=2"]
     config, hardware = load("train_configs/llama3_8b.toml", options, world_size=8), find_hardware("H100")

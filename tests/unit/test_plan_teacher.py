@@ -54,6 +54,7 @@ def gathered(found: Plan) -> int:
     return found.traffic["all_gather", "shard"]
 
 
+@pytest.mark.long
 def test_shards_arithmetic_and_collectives_of_the_teacher(options: list[str]) -> None:
     config = config_of(options)
     without, found = planned([]), planned(options)
@@ -82,6 +83,7 @@ def test_a_compiled_teacher_has_the_same_collectives(options: list[str]) -> None
     assert added == gathered(planned(options)) - gathered(planned([]))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("blocks", [3, pytest.param(9, marks=pytest.mark.nightly)])
 def test_a_teacher_of_many_blocks_from_few(options: list[str], blocks: int) -> None:
     """Few of 9 blocks of the student are traced as well."""
@@ -135,6 +137,7 @@ def test_a_search_expects_what_the_plan_finds(options: list[str]) -> None:
             assert expected.reserved == pytest.approx(found.reserved, rel=0.15), it.title
 
 
+@pytest.mark.long
 def test_the_command(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     words = ["plan", "debug", *SMALL, *options, "--world-size", "4", "--gpu", "H100", "--json"]
     assert cli.run(words) == 0
@@ -148,6 +151,7 @@ def test_the_command(options: list[str], capsys: pytest.CaptureFixture[str]) -> 
     assert "nowhere" in line
 
 
+@pytest.mark.long
 def test_a_cache_of_the_teacher_is_read_instead(tmp_path: Path) -> None:
     """Inputs of 20 tokens a position are added to memory, and no collective and no weights."""
     (tmp_path / "cache" / "source").mkdir(parents=True)

@@ -320,6 +320,7 @@ NOT_GPU = replace(CPU, fp8_flops=2e15)
 RATES = ["bf16_flops", "fp8_flops", "fp32_flops", "memory_bandwidth", "link_bandwidth", "network_bandwidth"]
 
 
+@pytest.mark.long
 @settings(max_examples=100, deadline=None)
 @given(UNITS, st.sampled_from([*HARDWARE, GPU, CPU]), st.integers(1, 4))
 def test_bounds(units: list[Unit], hardware: Hardware, accumulation: int) -> None:
@@ -336,6 +337,7 @@ def test_bounds(units: list[Unit], hardware: Hardware, accumulation: int) -> Non
     assert found.update == pytest.approx(sum(kernel_time(kernel, hardware) for kernel in units[0].forward))
 
 
+@pytest.mark.long
 @settings(max_examples=100, deadline=None)
 @given(UNITS, st.sampled_from([GPU, NOT_GPU]), st.sampled_from(RATES), st.floats(0.1, 1))
 def test_no_step_is_faster_on_a_slower_device(units: list[Unit], hardware: Hardware, rate: str, factor: float) -> None:

@@ -170,6 +170,7 @@ def test_a_dataset_of_a_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert tokens_of(make(tmp_path / "dict" / "train", tmp_path / "train")) == [BOS, 97, EOS]
 
 
+@pytest.mark.long
 @settings(max_examples=60, deadline=None)
 @given(
     texts=st.lists(
@@ -524,6 +525,7 @@ def mixed_input(folder: Path) -> list[Path]:
 SMALL: dict[str, Any] = {"chunk_bytes": 1500, "shard_tokens": 9000, "on_error": "skip"}
 
 
+@pytest.mark.long
 def test_workers_change_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prepare_module, "WORKER_BYTES", 1)
     paths = mixed_input(tmp_path)
@@ -605,6 +607,7 @@ def is_running(pid: int) -> bool:
         return False
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("sign", "workers"), [(signal.SIGKILL, 2), (signal.SIGKILL, 1), (signal.SIGINT, 2)])
 def test_a_killed_prepare_resumes_and_leaves_nothing_behind(sign: signal.Signals, workers: int, tmp_path: Path) -> None:
     paths = mixed_input(tmp_path)
@@ -641,6 +644,7 @@ def test_what_skipped_errors_does_not_resume_as_if_there_were_none(tmp_path: Pat
         make(path, tmp_path / "out")
 
 
+@pytest.mark.long
 def test_a_worker_that_dies_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     paths = mixed_input(tmp_path)
     monkeypatch.setattr(prepare_module, "WORKER_BYTES", 1)
@@ -656,6 +660,7 @@ def test_a_worker_that_dies_is_an_error(tmp_path: Path, monkeypatch: pytest.Monk
         make(paths, tmp_path / "out", workers=2, **SMALL)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("killed", [0, 1])
 def test_a_worker_that_is_killed_while_it_waits_is_an_error(killed: int) -> None:
     """A lock that the dead one holds would stop the other, which does not hear SIGTERM."""
@@ -682,6 +687,7 @@ def test_a_worker_that_is_killed_while_it_waits_is_an_error(killed: int) -> None
     assert ended
 
 
+@pytest.mark.long
 def test_an_error_in_a_worker_is_the_error_of_the_command() -> None:
     class Missing(ByteTokenizer):
         name = "/nowhere/tokenizer.json"
@@ -767,6 +773,7 @@ def test_a_folder_that_is_there_is_never_written_over(tmp_path: Path) -> None:
     assert tokens_of(make(path, tmp_path / "empty")) == [BOS, *b"two", EOS]
 
 
+@pytest.mark.long
 def test_text_is_prepared_once_and_again_when_it_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, calls = write(tmp_path / "text" / "a.txt", "one").parent, []
     original = prepare_module._write

@@ -294,6 +294,7 @@ def test_a_module_that_compiles_its_forward() -> None:
     assert (is_compiled(one), is_compiled(other)) == (True, False)
 
 
+@pytest.mark.long
 def test_counters_of_the_compiler() -> None:
     def double(x: Tensor) -> Tensor:
         return x * 2
@@ -464,6 +465,7 @@ def small_model() -> nn.Module:
     return model
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("single_process_group")
 def test_sharded_parameters_and_their_hooks() -> None:
     model: Any = small_model()
@@ -816,6 +818,7 @@ def test_parts_of_a_mesh() -> None:
         assert dist.get_process_group_ranks(parts.get_group("outer")) == [9, 13]
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("single_process_group")
 def test_functional_collectives() -> None:
     """The compiler traces them. More ranks: tests/distributed/test_context.py."""

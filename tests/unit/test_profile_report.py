@@ -179,6 +179,7 @@ def profile(*arguments: object) -> int:
     return cli.run(["profile", *map(str, arguments)])
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("own_process_group")
 def test_a_real_run(tiny: TinyRun, capsys: pytest.CaptureFixture[str]) -> None:
     """The plan's times for a known GPU stand beside those of the trace."""
@@ -269,6 +270,7 @@ def test_links_of_a_cpu_are_known_when_they_were_calibrated() -> None:
     assert has_rates_of_links(network, nodes=2)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("gpu", ["H100", pytest.param("calibrated", marks=pytest.mark.nightly), "cpu"])
 def test_the_prediction_of_a_run_with_collectives(gpu: str, tiny: TinyRun) -> None:
     """Two ranks: FSDP's collectives have a time and a hidden part on a GPU of the table; on a machine whose links were

@@ -126,6 +126,7 @@ def test_a_run_by_epochs_that_is_too_short_warns(tmp_path: Path, caplog: pytest.
     assert caplog.text == ""
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("single_process_group")
 def test_a_run_with_windows_has_the_same_losses(tiny: TinyRun, caplog: pytest.LogCaptureFixture) -> None:
     """Bit for bit. Off means: no observer in the loop, and none in the FSDP units beside that of metrics."""

@@ -91,6 +91,7 @@ def test_a_layer_multiplies_with_the_dequantized_weight_and_keeps_codes_only(
         assert (found.double() - value).norm() < limit * value.norm()
 
 
+@pytest.mark.long
 def test_compiled_code_keeps_codes_only() -> None:
     """The compiler would keep converted weights, which take the memory of an unsharded model."""
     one, other = quantize(weights(), torch.int8), quantize(weights(64, 30), torch.int8)
@@ -134,6 +135,7 @@ def test_weights_of_targets_are_quantized_from_the_initial_values(family: str, n
     assert found.keys() - base.keys() - {*scales.values()} == trained
 
 
+@pytest.mark.long
 def test_a_plan_and_a_check_count_a_byte_for_each_weight_and_a_scale_for_each_row(tiny: TinyRun) -> None:
     size = "--model.args={n_layers=2, dim=48, hidden_dim=80, n_heads=4, n_kv_heads=1, vocab_size=264}"
     config = tiny.config("--lora.rank=4", "--lora.quantize_base=int8", "--freeze.dtype=bfloat16", size,
@@ -159,6 +161,7 @@ LORA = '[lora]\nrank = 3\nalpha = 12\nquantize_base = "{}"\n'
 TOKENS = torch.arange(64).view(2, 32) * 5 % 384
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", CODES)
 def test_checkpoints_keep_codes_and_merged_logits_are_those_of_the_adapters(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -191,6 +194,7 @@ def test_checkpoints_keep_codes_and_merged_logits_are_those_of_the_adapters(
     assert torch.equal(found, state(model)["layers.1.attention.wq.lora_a"])
 
 
+@pytest.mark.long
 def test_weights_are_quantized_when_they_are_loaded_and_other_formats_are_refused(
     tiny: TinyRun, tmp_path: Path
 ) -> None:

@@ -118,6 +118,7 @@ def test_the_bias_picks_experts_and_does_not_weight_them() -> None:
     assert experts.load_E.sum() == 80, "only training counts"
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("single_process_group")
 def test_experts_become_equally_busy() -> None:
     """Two of eight experts get every token at first; train with and without the rule."""

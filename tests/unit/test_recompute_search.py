@@ -86,6 +86,7 @@ def test_no_mix_that_costs_less_fits(within: Callable[[int], PolicyChoice]) -> N
         assert peak_of(config, (policy, "none", "none")) > chosen.budget
 
 
+@pytest.mark.long
 def test_the_order_of_policies_saves_memory(within: Callable[[int], PolicyChoice]) -> None:
     """The last block needs no room to recompute while all activations are kept."""
     free = within(10**12)
@@ -93,6 +94,7 @@ def test_the_order_of_policies_saves_memory(within: Callable[[int], PolicyChoice
     assert peak_of(config_of(), [*reversed(chosen.policies)]) > chosen.peak
 
 
+@pytest.mark.long
 def test_the_budget_must_be_enough(within: Callable[[int], PolicyChoice]) -> None:
     least = within(10**12).peak_full
     with pytest.raises(UserError, match=r"^--memory-budget-gib: .* GiB is not enough: a step needs at least") as caught:
@@ -103,6 +105,7 @@ def test_the_budget_must_be_enough(within: Callable[[int], PolicyChoice]) -> Non
     assert within(least).peak <= least
 
 
+@pytest.mark.long
 def test_a_mix_whose_trace_is_too_large_is_not_chosen(
     within: Callable[[int], PolicyChoice], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -118,6 +121,7 @@ def test_a_mix_whose_trace_is_too_large_is_not_chosen(
     assert within(budget).peak <= budget
 
 
+@pytest.mark.long
 def test_a_budget_of_a_gpu_counts_what_it_reserves_and_the_cuda_context() -> None:
     config, layout = config_of("--training.seq_len=64", blocks=2), layout_of(2)
     free = choose_policies(config, layout, budget=100 * GIB)
@@ -135,6 +139,7 @@ def test_compiled_blocks_accept_any_policy() -> None:
     assert peak_of(config, ("full", "op")) < peak_of(config, ("op", "none"))
 
 
+@pytest.mark.long
 def test_offloaded_states_are_not_on_the_device() -> None:
     free, offloaded = (
         choose_policies(

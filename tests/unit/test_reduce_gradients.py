@@ -26,6 +26,7 @@ def test_micro_batches_are_not_added_in_bfloat16(tiny: TinyRun) -> None:
     tiny.config(LAST, bfloat16[0])
 
 
+@pytest.mark.long
 def test_the_plan_reduces_once_and_keeps_whole_gradients() -> None:
     each, last = (traced(*FOUR, *options, world_size=4, gpu=True) for options in ((), (LAST,)))
     sent = [traffic_of(it.recorder, traced=it.micro_batches, accumulation=4) for it in (each, last)]
@@ -43,6 +44,7 @@ def test_the_plan_reduces_once_and_keeps_whole_gradients() -> None:
     assert found.phases["forward head"]["reduce-scatter"] == whole  # from the first micro-batch
 
 
+@pytest.mark.long
 def test_a_search_expects_what_the_plan_finds() -> None:
     """A search derives layouts from a few traces. Gradients are reduced after the last micro-batch."""
     config = read(LAST, "--training.global_batch_size=16", world_size=4)

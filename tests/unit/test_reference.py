@@ -12,6 +12,7 @@ from titanlite.cli import make_parser
 DOCS = Path(__file__).parents[2] / "docs"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("name", "made"), [("cli.md", command_page), ("errors.md", error_page)])
 def test_pages_are_current(name: str, made: object) -> None:
     assert callable(made)
@@ -61,6 +62,7 @@ def test_errors_of_code() -> None:
     }
 
 
+@pytest.mark.long
 def test_errors_that_users_meet_are_listed() -> None:
     texts = [error.text for error in errors()]
     assert len(texts) > 380

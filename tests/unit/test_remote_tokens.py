@@ -112,6 +112,7 @@ def test_other_tokens_at_the_same_place_become_another_copy(tokens: Path, tmp_pa
     assert [TokenStore(folder).read(0, 2).tolist() for folder in (first, second)] == [[0, 1], [1, 2]]
 
 
+@pytest.mark.long
 def test_a_copy_from_an_s3_server(s3: str, prepared: Path, tmp_path: Path) -> None:
     url = f"{s3}/{tmp_path.name}/tokens"
     upload(prepared, url)
@@ -153,6 +154,7 @@ def test_missing_files_are_reported_at_once(tokens: Path, tmp_path: Path) -> Non
     assert time.monotonic() - began < 1
 
 
+@pytest.mark.long
 def test_a_place_that_does_not_answer_is_given_up(
     tokens: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -285,6 +287,7 @@ def localize_counting(cache_folder: Path) -> int:
     return Flaky.calls["cat_file"] - before
 
 
+@pytest.mark.long
 def test_processes_that_come_together_copy_once(tokens: Path, tmp_path: Path) -> None:
     with multiprocessing.get_context("fork").Pool(1) as pool:  # the store in memory comes along
         other = pool.apply_async(localize_counting, [tmp_path / "cache"])

@@ -62,6 +62,7 @@ def test_a_run_that_was_killed_and_resumed(tmp_path: Path) -> None:
     assert json.loads(to_json({"x": [float("nan"), 1.0]})) == {"x": [None, 1.0]}
 
 
+@pytest.mark.long
 def test_the_served_page_is_read_only_and_current(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", steps=5)
     with server([folder], port=0) as serving:
@@ -117,6 +118,7 @@ def test_mistakes_are_one_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]
         server([tmp_path / "run"], port=99999)
 
 
+@pytest.mark.long
 def test_files_are_written(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     folder = write_run(tmp_path / "run")
     (folder / "metrics.jsonl").open("a").write("damaged\n")

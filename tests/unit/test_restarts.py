@@ -84,6 +84,7 @@ def fail(command: list[str]) -> int:
         dist.destroy_process_group()
 
 
+@pytest.mark.long
 def test_a_loop_of_crashes_ends(
     tiny: TinyRun, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

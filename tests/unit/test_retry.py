@@ -63,12 +63,14 @@ def test_errors_of_a_name_are_permanent(error: type[OSError]) -> None:
     assert call.count == 1
 
 
+@pytest.mark.long
 def test_the_time_of_calls_counts_only_if_asked_for() -> None:
     with pytest.raises(RetriesExhausted, match=r"^x: ConnectionError\(\), for 0 s$"):
         retry(Calls(ConnectionError(), seconds=0.2), name="x", patience=0.2, counts_calls=True)
     assert retry(Calls(ConnectionError(), seconds=0.2), name="x", patience=0.2) == "done"
 
 
+@pytest.mark.long
 def test_a_command_without_credentials_is_one_line(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -67,6 +67,7 @@ def train(tiny: TinyRun, *options: str) -> Path:
     return run.folder.path
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("single_process_group")
 def test_damaged_run_json_is_renamed_and_the_run_resumes_with_its_id(
     tiny: TinyRun, warnings: Callable[[], list[str]]
@@ -100,6 +101,7 @@ def test_damaged_run_json_is_renamed_and_the_run_resumes_with_its_id(
     assert not [text for text in warnings() if "another run" in text]
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("single_process_group")
 def test_an_id_that_is_a_path_deletes_nothing_outside_of_the_run(tiny: TinyRun) -> None:
     """An id is part of the names of folders that a start deletes."""
@@ -124,6 +126,7 @@ def test_names_that_may_not_become_paths(name: object) -> None:
     assert checked_name("__0_0.distcp") == "__0_0.distcp"
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("single_process_group")
 def test_files_with_settings_are_for_the_user_alone(tiny: TinyRun) -> None:
     folder = train(tiny, "--training.steps=1")
@@ -131,6 +134,7 @@ def test_files_with_settings_are_for_the_user_alone(tiny: TinyRun) -> None:
         assert (folder / name).stat().st_mode & 0o777 == 0o600, name
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("single_process_group")
 def test_without_checkpoints_damaged_run_json_gives_a_new_id(tiny: TinyRun, warnings: Callable[[], list[str]]) -> None:
     folder = tiny.folder / "outputs" / "tiny"
@@ -143,6 +147,7 @@ def test_without_checkpoints_damaged_run_json_gives_a_new_id(tiny: TinyRun, warn
     assert len(warnings()) == 1
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("single_process_group")
 @pytest.mark.parametrize("name", ["metrics.jsonl", "checkpoints.jsonl", "validation.jsonl"])
 def test_damaged_lines_move_to_a_file_of_their_own(name: str, tiny: TinyRun, warnings: Callable[[], list[str]]) -> None:
@@ -191,6 +196,7 @@ def loss(*arguments, **options):
 """
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("single_process_group")
 def test_a_full_disk_under_records_stops_neither_training_nor_checkpoints(
     tiny: TinyRun, warnings: Callable[[], list[str]]
@@ -226,6 +232,7 @@ loggers.close()
 """
 
 
+@pytest.mark.long
 def test_tensorboard_without_room_is_put_aside_with_one_warning(tmp_path: Path) -> None:
     """A limit of the size of files stands for a full disk. The thread of the writer ends with an error."""
     words = [sys.executable, "-c", LIMITED, str(tmp_path)]
@@ -314,6 +321,7 @@ def loss(*args, **options):
 """
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("_no_group_after")
 def test_an_exception_in_training_is_a_few_lines_and_a_traceback_in_the_log(
     tiny: TinyRun, capfd: pytest.CaptureFixture[str]
@@ -341,6 +349,7 @@ def test_secrets_of_urls_are_hidden() -> None:
         assert hide_secrets(f'path = "{url}"') == f'path = "{hidden}"'
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("single_process_group")
 def test_no_file_of_a_run_keeps_a_key_of_a_url(tiny: TinyRun) -> None:
     """The URL is one that a run with a checkpoint does not open."""

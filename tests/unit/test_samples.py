@@ -57,6 +57,7 @@ weights = st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=6)
 # Shares
 
 
+@pytest.mark.long
 @settings(max_examples=60, deadline=None, derandomize=True, database=None)
 @given(weights=weights)
 def test_shares_are_exact_at_every_prefix(weights: list[float]) -> None:
@@ -130,6 +131,7 @@ def test_the_stream_does_not_depend_on_ranks_or_micro_batches(data: Any, ranks: 
     check_stream(ranks, micro, 12 * start, workers=0)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("ranks", "workers"), [(1, 3), (2, 1)])
 def test_the_stream_does_not_depend_on_workers(ranks: int, workers: int) -> None:
     check_stream(ranks, 2, 36, workers)

@@ -66,6 +66,7 @@ def answers() -> Iterator[Answers]:
     handler.network.set()
 
 
+@pytest.mark.long
 def test_a_network_that_is_cut_holds_nothing_up(answers: Answers) -> None:
     machines = SeveralMachines(answers, "node0:29500", answer_seconds=0.2, close_seconds=0.2)
     assert machines.num_nodes_waiting() == 0
@@ -131,6 +132,7 @@ def test_a_first_machine_that_starts_late_is_waited_for(capsys: pytest.CaptureFi
     assert capsys.readouterr().err.count(line) == 1
 
 
+@pytest.mark.long
 def test_a_first_machine_that_never_starts_is_an_error() -> None:
     port = free_port()
     with pytest.raises(

@@ -41,6 +41,7 @@ def test_before_a_step_is_complete_a_signal_ends_the_process() -> None:
     assert not requests.requested()
 
 
+@pytest.mark.long
 def test_a_second_signal_ends_the_process_unless_it_repeats_the_first() -> None:
     ended, requests = Ended(), StopRequests()
     requests.begin_training()
@@ -95,6 +96,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.long
 @pytest.mark.skipif(sys.platform != "linux", reason="finds the worker in /proc")
 def test_a_worker_that_begins_prints_nothing_when_a_signal_ends_its_process(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
@@ -166,6 +168,7 @@ def test_a_requested_stop_saves_that_step_and_resumes_exactly(tiny: TinyRun) -> 
     assert tiny.losses() == tiny.losses("whole")
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("single_process_group")
 @pytest.mark.parametrize("calls", [1, 5])
 def test_a_stop_beside_other_saves(tiny: TinyRun, calls: int) -> None:
@@ -175,6 +178,7 @@ def test_a_stop_beside_other_saves(tiny: TinyRun, calls: int) -> None:
     assert (stopped is None) == (calls == 5)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("single_process_group")
 def test_a_stop_ends_validation(tiny: TinyRun) -> None:
     """Asked in the validation of step 1; the next step carries the flag."""

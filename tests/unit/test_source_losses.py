@@ -61,6 +61,7 @@ def test_records_are_means_over_the_steps_that_were_taken() -> None:
     assert losses.take() == {"source_losses": {"a": 4.0}}
 
 
+@pytest.mark.long
 def test_a_run_records_them(tiny: TinyRun) -> None:
     train_on_two_sources(tiny)
     options = [

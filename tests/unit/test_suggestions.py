@@ -138,6 +138,7 @@ def test_suggestions_are_printed_with_their_peaks() -> None:
     assert "more processes" in only
 
 
+@pytest.mark.long
 def test_another_rank_explains_once_and_its_time_is_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(out_of_memory, "WAIT_SECONDS", 0.2)
     ours = tmp_path / "ours"

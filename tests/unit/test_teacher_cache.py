@@ -119,6 +119,7 @@ def cached(tmp_path_factory: pytest.TempPathFactory) -> Cached:
     return Cached(tiny, options, live)
 
 
+@pytest.mark.long
 def test_rows_are_the_teachers_probabilities(cached: Cached) -> None:
     """Compare with the model as it was saved, at the temperature, within documents."""
     samples = cached.samples()
@@ -133,6 +134,7 @@ def test_rows_are_the_teachers_probabilities(cached: Cached) -> None:
     torch.testing.assert_close(log_tail.exp(), 1 - found.exp().sum(-1), rtol=0, atol=1e-5)
 
 
+@pytest.mark.long
 def test_any_number_of_ranks_and_workers_reads_the_same(cached: Cached) -> None:
     """Batches of two ranks are the halves of those of one, also in the second epoch and in another process."""
     samples = cached.samples()
@@ -152,6 +154,7 @@ def test_any_number_of_ranks_and_workers_reads_the_same(cached: Cached) -> None:
     assert plain.keys() == {"tokens", "labels"}, "batches without a cache are as before"
 
 
+@pytest.mark.long
 def test_an_interrupted_cache_resumes_and_has_the_same_bits(cached: Cached, tmp_path: Path) -> None:
     whole = files(cached.folder)
     entries = sorted(name for name in whole if name.endswith(".topk"))
@@ -215,6 +218,7 @@ def test_a_full_disk_loses_nothing(cached: Cached, tmp_path: Path, capfd: pytest
     capfd.readouterr()
 
 
+@pytest.mark.long
 def test_all_tokens_in_a_cache_are_the_teacher_itself(cached: Cached, tmp_path: Path) -> None:
     options = [*cached.live, f"--teacher.cache={tmp_path}/all"]
     write(cached.tiny.toml, *options, top_k=VOCABULARY)
@@ -228,6 +232,7 @@ def test_all_tokens_in_a_cache_are_the_teacher_itself(cached: Cached, tmp_path: 
             assert two[key] == pytest.approx(one[key], rel=1e-6 if step == 0 else 1e-5, abs=2e-7), key
 
 
+@pytest.mark.long
 def test_a_run_resumes_bit_for_bit_and_with_its_cache_only(cached: Cached) -> None:
     """The checkpoint knows the cache as it knows a teacher. Without teacher.path, any cache is read."""
     options = [it for it in cached.options if not it.startswith("--teacher.path")]
@@ -305,6 +310,7 @@ class Shifted:
         return self.sequences.read(index + 1)
 
 
+@pytest.mark.long
 def test_rows_of_other_data_or_with_damage_are_refused(cached: Cached, tmp_path: Path) -> None:
     with pytest.raises(UserError) as error:
         cached.samples(f"--data.path={cached.tiny.text}/b.txt", name="without-cache")
@@ -356,6 +362,7 @@ def test_mistakes_of_the_command(
     assert files(cached.folder).keys() == before
 
 
+@pytest.mark.long
 def test_the_command_reports_what_it_has_written(cached: Cached, capfd: pytest.CaptureFixture[str]) -> None:
     assert command(str(cached.tiny.toml), *cached.options, "--top-k", str(TOP_K), "--dtype", "float32") == 0
     [line] = capfd.readouterr().out.splitlines()

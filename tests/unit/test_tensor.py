@@ -207,6 +207,7 @@ def test_loss_of_a_split_vocabulary_is_that_of_the_whole(z_loss: float) -> None:
     torch.testing.assert_close(torch.stack([gradient for _, _, gradient in found]).sum(dim=0), d_hidden)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("single_process_group")
 def test_sums_over_ranks() -> None:
     """Add nothing with one rank. There is one collective all the same: in forward, or in backward."""

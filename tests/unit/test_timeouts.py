@@ -69,6 +69,7 @@ def test_a_short_run_keeps_the_timeout_of_the_start() -> None:
     assert calls == [200]
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("single_process_group")
 def test_training_sets_the_timeouts_of_its_groups_but_not_that_of_checkpoints(tiny: TinyRun) -> None:
     options = [f"--comm.{name}={value}" for name, value in COMM.model_dump().items()]
@@ -110,6 +111,7 @@ class Phases(CurrentPhase):
         self.heard.append(str(self))
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("single_process_group")
 def test_a_whole_start_reports_its_phases(tiny: TinyRun) -> None:
     phases = Phases()
@@ -120,6 +122,7 @@ def test_a_whole_start_reports_its_phases(tiny: TinyRun) -> None:
     assert phases.heard == ["data preparation", "model", "checkpoint load", *steps, *ends]
 
 
+@pytest.mark.long
 def test_usual_steps_are_those_without_compilation_validation_and_saves() -> None:
     phase = PhaseTimeouts(COMM, set_seconds=lambda seconds: None, wait_for_all=lambda: None)
     for step in range(1, 4):

@@ -110,6 +110,7 @@ def kinds(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
 # Every kind
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", KINDS)
 def test_round_trips(kind: str, kinds: dict[str, Tokenizer]) -> None:
     tokenizer = kinds[kind]
@@ -138,6 +139,7 @@ def test_begin_and_end_have_ids_and_names(kind: str, kinds: dict[str, Tokenizer]
     assert tokenizer.decode(np.array([tokenizer.bos_id, tokenizer.eos_id])) == "".join(names)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_name_loads_the_same_again(kind: str, kinds: dict[str, Tokenizer]) -> None:
     again = load_tokenizer(kinds[kind].name)
@@ -257,6 +259,7 @@ def test_source_code_has_the_ids_of_the_whole() -> None:
     assert tokenizer.encode(text).tolist() == tokenizer._encoding.encode_ordinary(text)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("unit", ["x", " ", "\n", "👩‍👩‍👧‍👦"])
 def test_very_long_lines(unit: str, kinds: dict[str, Tokenizer]) -> None:
     """A million spaces are more than tiktoken can split; two pieces of anything show that it never gets them."""
@@ -438,6 +441,7 @@ def test_without_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 # Training
 
 
+@pytest.mark.long
 def test_both_forms_of_a_trained_one_are_equal(trained: Path, kinds: dict[str, Tokenizer]) -> None:
     from transformers import PreTrainedTokenizerFast
 

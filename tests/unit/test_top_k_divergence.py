@@ -141,6 +141,7 @@ def test_tails_of_almost_no_probability_have_finite_numbers(kind: Any) -> None:
     torch.testing.assert_close(found.d_logits_CV.sum(1), torch.zeros(2), rtol=0, atol=1e-6)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("vocabulary", [32_000, 256_000])
 def test_memory_does_not_grow_with_the_vocabulary(vocabulary: int) -> None:
     kernels = CpuKernels(chunk_bytes=4 * 1_024_000)

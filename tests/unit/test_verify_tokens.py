@@ -114,6 +114,7 @@ def test_one_process_reads_for_all(tmp_path: Path, lines: Callable[[], list[str]
     assert lines() == []
 
 
+@pytest.mark.long
 def test_the_speed_is_bounded_and_the_end_of_a_run_does_not_wait(tmp_path: Path) -> None:
     token_check = TokenCheck([write(tmp_path / "tokens")], tmp_path / "cache", bytes_per_second=1.0)
     started = time.monotonic()
@@ -124,6 +125,7 @@ def test_the_speed_is_bounded_and_the_end_of_a_run_does_not_wait(tmp_path: Path)
     assert time.monotonic() - started < 60
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("single_process_group")
 def test_a_run_whose_tokens_have_changed_ends(tiny: TinyRun) -> None:
     """The start checks checksums of small caches. Here they change after that."""
@@ -165,6 +167,7 @@ def error_of(loader: Any) -> str:
     return message
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("kind", "workers"),
     [("tokens", 0), ("documents", 0), ("mask", 0), pytest.param("tokens", 1, marks=pytest.mark.slow)],
@@ -180,6 +183,7 @@ def test_a_file_that_became_shorter_is_one_line(kind: str, workers: int, tmp_pat
     assert len(message.splitlines()) == 1
 
 
+@pytest.mark.long
 def test_a_file_that_is_gone_is_one_line(tmp_path: Path) -> None:
     write(tmp_path / "tokens")
     loader = loader_of(tmp_path / "tokens", workers=0, packing="best_fit")

@@ -271,6 +271,7 @@ def lines(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
     return caplog
 
 
+@pytest.mark.long
 def test_one_rank_reports_once_and_also_the_end(job: TwoRanks, lines: pytest.LogCaptureFixture) -> None:
     job.ranks[0].phase.phase("backward")
     job.ranks[0].collectives += 1
@@ -316,6 +317,7 @@ def test_a_rank_that_stops_is_named(job: TwoRanks, lines: pytest.LogCaptureFixtu
     assert job.ranks[1].watchdog.report == ""
 
 
+@pytest.mark.long
 def test_training_is_quiet(job: TwoRanks, lines: pytest.LogCaptureFixture) -> None:
     for step in range(8, 40):  # each step takes 10 s
         for rank in job.ranks:
@@ -340,6 +342,7 @@ def test_a_machine_that_sleeps_is_no_hang(job: TwoRanks, lines: pytest.LogCaptur
     assert [rank.ended for rank in job.ranks] == [[], []]
 
 
+@pytest.mark.long
 def test_a_debugger_is_quiet_and_is_not_ended(job: TwoRanks, lines: pytest.LogCaptureFixture) -> None:
     job.ranks[0].collectives += 1
     job.ranks[1].waits = Waiting("debugger", "is in a debugger")
@@ -348,6 +351,7 @@ def test_a_debugger_is_quiet_and_is_not_ended(job: TwoRanks, lines: pytest.LogCa
     assert [rank.ended for rank in job.ranks] == [[], []]
 
 
+@pytest.mark.long
 def test_a_wait_that_no_collective_ends_is_ended_after_the_timeout(job: TwoRanks) -> None:
     job.ranks[0].collectives += 1
     job.ranks[1].waits = NO_DATA
@@ -362,6 +366,7 @@ def test_a_wait_that_no_collective_ends_is_ended_after_the_timeout(job: TwoRanks
     assert job.ranks[0].ended == []  # its collective ends it
 
 
+@pytest.mark.long
 def test_a_process_that_works_is_not_ended(job: TwoRanks) -> None:
     for rank in job.ranks:
         rank.waits, rank.busy = ASLEEP, True

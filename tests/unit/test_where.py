@@ -35,6 +35,7 @@ def dump(tiny: TinyRun, name: str, *more: str, step: int = 1) -> Path:
     return tiny.folder / name
 
 
+@pytest.mark.long
 def test_planted_errors_are_named(right: TinyRun) -> None:
     for number, (more, step, module, direction, reason) in enumerate(PLANTED.values()):
         dump(right, f"wrong-{number}", *more, step=step)
@@ -44,6 +45,7 @@ def test_planted_errors_are_named(right: TinyRun) -> None:
         assert reason in first.reason
 
 
+@pytest.mark.long
 def test_runs_that_trade_memory_are_equal_in_every_value(right: TinyRun) -> None:
     dump(right, "full", "--activation_checkpoint.mode=full")
     found = compared(right, "full", "right-1")
@@ -57,6 +59,7 @@ def test_runs_that_trade_memory_are_equal_in_every_value(right: TinyRun) -> None
     assert list(summary(found))[-1] == "equal"
 
 
+@pytest.mark.long
 def test_a_dump_has_every_module_and_parameter(right: TinyRun) -> None:
     index = read_dump(right.folder / "right-1").index
     inner = ["attention_norm", "attention.wq", "attention.wk", "attention.wv", "attention.wo", "attention", "ffn_norm"]
@@ -87,6 +90,7 @@ def test_other_samples_are_named(right: TinyRun) -> None:
     assert first.reason.startswith("the tokens of samples 0, 1, 2, 3, 4, 5, 6, 7 of the global batch differ, first on")
 
 
+@pytest.mark.long
 def test_the_table_marks_blocks(right: TinyRun) -> None:
     dump(right, "halved", *PLANTED["gradient of an input"][0])
     lines = [line.split() for line in table(compared(right, "halved", "right-1"))]
@@ -98,6 +102,7 @@ def test_the_table_marks_blocks(right: TinyRun) -> None:
     assert not any(cells[0] for cells in marks.values())
 
 
+@pytest.mark.long
 def test_the_command_compares_dumps(right: TinyRun, capfd: pytest.CaptureFixture[str]) -> None:
     a, b = (str(right.folder / name) for name in ("right-1", "wrong"))
     dump(right, "wrong", *PLANTED["dtype"][0])
@@ -130,6 +135,7 @@ def test_the_command_compares_dumps(right: TinyRun, capfd: pytest.CaptureFixture
         assert text in line, line
 
 
+@pytest.mark.long
 def test_transformers_computes_the_same(right: TinyRun) -> None:
     for name, more in {"llama3": [], "qwen3": ["--model.name=qwen3", "--model.args.head_dim=14"]}.items():
         words = ["--checkpoint.enable=false", f"--model.name={name}", "--model.args.max_seq_len=32", *more]
@@ -169,6 +175,7 @@ def test_transformers_computes_the_same(right: TinyRun) -> None:
     assert (first.module, first.direction) == ("layers.1.feed_forward.w2", "gradient")
 
 
+@pytest.mark.long
 def test_transformers_clips_and_decays_as_we_do(right: TinyRun) -> None:
     others = '{match=["*.w?.weight", "tok*", "*output*"], lr=0.02}'
     groups = f'--optimizer.groups=[{{match=["*norm*"], weight_decay=0.0}}, {others}]'

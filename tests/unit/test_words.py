@@ -38,6 +38,7 @@ def test_counts_fall() -> None:
     assert not risen, "\n".join([f"{risen} against {LIMITS}; `python -m tests.words` lists them", *shown])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "text",
     [
@@ -132,6 +133,7 @@ def test_everything_is_looked_at() -> None:
 MORE_PAGES = ("README.md", "CONTRIBUTING.md", "SECURITY.md", "examples/README.md")
 
 
+@pytest.mark.long
 def test_sentences_are_short() -> None:
     files = [*(ROOT / "docs").glob("*.md"), *(ROOT / name for name in MORE_PAGES)]
     pages = {str(path.relative_to(ROOT)): path.read_text() for path in files}
