@@ -170,8 +170,9 @@ def assert_same_curve(
     for key, tolerance in (("loss", loss), ("grad_norm", grad_norm)):
         values = [record[key] for record in reference]
         assert [record[key] for record in records] == pytest.approx(values, rel=tolerance), (found, key)
-    for key in ("samples", "busiest_expert"):
-        assert [it.get(key) for it in records] == [it.get(key) for it in reference], (found, key)
+    assert [it["samples"] for it in records] == [it["samples"] for it in reference], found
+    if loss < ROUNDED:  # else some tokens go to other experts
+        assert [it.get("busiest_expert") for it in records] == [it.get("busiest_expert") for it in reference], found
     files = [tiny.folder / "outputs" / it / "validation.jsonl" for it in (found, expected)]
     if files[1].exists():
         ends, wanted = ([json.loads(line)["loss"] for line in file.read_text().splitlines()] for file in files)

@@ -14,7 +14,7 @@ from titanlite.models.layers import Attention
 from titanlite.optim.groups import parameter_groups
 from titanlite.optim.quantized import block_size_of, is_quantized_size
 from titanlite.optim.registry import constructor_options, find_optimizer_cls
-from titanlite.parallelize.tensor import SPLIT_DIM, check_tensor, roles_of
+from titanlite.parallelize.tensor import check_tensor, roles_of, split_dims
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.hash_random import random_bits, salt
 
@@ -98,15 +98,14 @@ def check_quantized_moments(model: Model, optimizer: Optimizer, parallelism: Par
 def _sharded_by_columns(model: Model, degrees: Degrees, experts: int) -> dict[str, tuple[str, int]]:
     """Return the parameters that are not sharded by their first dimension alone: the axis, and their shards."""
     found: dict[str, tuple[str, int]] = {}
-    if degrees.tensor > 1:
-        roles = roles_of(model)
-        for name, parameter in unique_parameters(model):
-            dim = SPLIT_DIM.get(roles.get(name.rpartition(".")[0]))
-            is_shared = degrees.sharded > 1 and parameter.ndim > 1 and parameter.shape[1] % degrees.sharded == 0
-            if dim == 1 or (dim == 0 and is_shared):
-                found[name] = "tensor", degrees.sharded * degrees.tensor
+    modules = dict(model.named_modules())
+    for name, role in roles_of(model).items() if degrees.tensor > 1 else ():
+        for attribute, dim in split_dims(modules[name], role).items():
+            shape = modules[name].get_parameter(attribute).shape
+            if dim or (degrees.sharded > 1 and len(shape) > 1 and shape[1] % degrees.sharded == 0):
+                found[f"{name}.{attribute}"] = "tensor", degrees.sharded * degrees.tensor
     if degrees.sharded > experts > 1:
-        layers = ((name, layer) for name, layer in model.named_modules() if isinstance(layer, ExpertLayer))
+        layers = ((name, layer) for name, layer in modules.items() if isinstance(layer, ExpertLayer))
         found |= {f"{name}.{stack}": ("expert", degrees.sharded) for name, layer in layers for stack in layer.stacks}
     return found
 

@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests import own_models
 from tests.helpers import TinyRun, run_in_turn, run_ranks
 from tests.layouts import (
     ADAPTERS,
@@ -41,6 +42,7 @@ FURTHER = {
         '{match = ["tok*", "head*", "*norm*"]}]',
     ],
     "qwen3": [*MASK, "--model.name=qwen3", "--model.args.head_dim=14"],
+    "own model": [*MASK, f"--model.file={own_models.__file__}", "--model.name=Own"],
     "frozen": [*MASK, "--freeze.parameters=['layers.0.attention.*', 'tok*']"],
 }
 SHARED = {

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
+from tests import own_models
 from tests.helpers import TinyRun, run_ranks, train_on_this_rank
 from tests.layouts import (
     ADAPTERS,
@@ -49,6 +50,7 @@ FURTHER = {
     "compile": ["--compile.enable"],
     "compile, AC op": ["--compile.enable", "--activation_checkpoint.mode=selective"],
     "Muon": MUON,
+    "own model": [f"--model.file={own_models.__file__}", "--model.name=OwnExperts"],
 }
 ONE, TWO = (1, 1), (1, 2, 1, 1, 2)
 """The second has degree 2 of expert parallelism."""
@@ -189,7 +191,9 @@ def test_a_teacher_and_the_health_of_layers(tiny: TinyRun) -> None:
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("layouts", [[(1, 1, 1, 2)], [(1, 2, 1, 2), (1, 1, 2, 2), (1, 2, 1, 2, 2)]], ids=["two", "four"])
+@pytest.mark.parametrize(
+    "layouts", [[(1, 1, 1, 2)], [(1, 2, 1, 2), (1, 1, 2, 2), (1, 2, 1, 2, 2)]], ids=["two", "four"]
+)
 def test_experts_whose_hidden_dims_ranks_split(tiny: TinyRun, layouts: list[tuple[int, ...]]) -> None:
     """Experts and tensor parallelism, alone and together, whole and shared by other ranks."""
     techniques = {

@@ -65,7 +65,7 @@ def test_every_layout_begins_with_the_same_bits(tiny: TinyRun) -> None:
 @pytest.mark.nightly
 def test_further_axes_begin_with_the_same_bits(tiny: TinyRun) -> None:
     """Weights of one process, without the exact count of bytes: a rank reads whole rows of columns that ranks share."""
-    llama, moe = oracle_of("llama3", vocab_size=260), oracle_of("qwen3_moe", vocab_size=260)
+    llama, moe = oracle_of("llama3", vocab_size=260), oracle_of("qwen3_moe", vocab_size=260, num_experts=4)
     llama.save_pretrained(tiny.folder / "hugging-face", max_shard_size="20KB")
     moe.save_pretrained(tiny.folder / "experts")
     save_torchtitan("llama3", llama, tiny.folder / "torchtitan")

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from tests import own_models
 from tests.helpers import TinyRun, run_in_turn, train_on_this_rank
 from tests.layouts import BFLOAT16, ON_FURTHER_AXES, ROUNDED, assert_same_curve, built, degrees, job, trained_on, whole
 from titanlite.config.schema import Config
@@ -92,44 +93,9 @@ def test_two_ranks_that_split_layers_train_as_one(tiny: TinyRun) -> None:
     compared(tiny, TECHNIQUES, [TWO])
 
 
-OWN_MODEL = """
-from typing import ClassVar
-import torch.nn.functional as F
-from torch import nn
-from titanlite.models.llama3 import Llama3
-from titanlite.models.initial import Constant
-from titanlite.models.tensor_plan import TensorPlan
-
-class Wide(nn.Module):
-    def __init__(self, dim, hidden_dim):
-        super().__init__()
-        self.up, self.down = nn.Linear(dim, hidden_dim), nn.Linear(hidden_dim, dim, bias=False)
-        self.scale = nn.Parameter(self.up.weight.new_empty(1))
-
-    def forward(self, x):
-        return self.down(F.gelu(self.up(x)) * self.scale)
-
-class Own(Llama3):
-    draws_random = False
-    tensor_plan: ClassVar[TensorPlan] = {
-        "layers.*.feed_forward": "split", "*.up": "columns", "*.down": "rows", "head.output": "vocabulary",
-    }
-
-    def build_feed_forward(self):
-        return Wide(self.args.dim, self.args.hidden_dim)
-
-    def init_weight(self, name, shape):
-        ends = {"bias": Constant(0.1), "scale": Constant(0.5)}
-        name = name.replace("up.", "w1.").replace("down.", "w2.")
-        return ends.get(name.rpartition(".")[2]) or super().init_weight(name, shape)
-"""
-"""A model whose table splits less: a bias of columns, a whole parameter in a split module, a whole embedding."""
-
-
 @pytest.mark.nightly
 def test_a_model_of_ones_own(tiny: TinyRun) -> None:
-    (tiny.folder / "own.py").write_text(OWN_MODEL)
-    own = [f"--model.file={tiny.folder}/own.py", "--model.name=Own", *LLAMA]
+    own = [f"--model.file={own_models.__file__}", "--model.name=Own", *LLAMA]
     compared(tiny, {"own": own, "own-compile": [*own, "--compile.enable"]}, [TWO])
 
 
