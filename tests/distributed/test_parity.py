@@ -30,8 +30,11 @@ def test_the_command_trains_compares_and_exits_with_the_result(
     assert "| NO  |" in captured.out
 
 
-DENSE = "args={dim=48, n_layers=2, n_heads=2, n_kv_heads=2, hidden_dim=70, vocab_size=260}"
-MOE = "name='qwen3_moe', flavor='debug', args={dim=32, n_layers=2, n_heads=2, n_kv_heads=2, vocab_size=260}"
+DENSE = ["--model.args={dim=48, n_layers=2, n_heads=2, n_kv_heads=2, hidden_dim=70, vocab_size=260}"]
+MOE = [
+    "--model.name=qwen3_moe", "--model.flavor=debug",
+    "--model.args={dim=32, n_layers=2, n_heads=2, n_kv_heads=2, vocab_size=260}",
+]  # fmt: skip
 
 
 @pytest.mark.nightly
@@ -51,9 +54,9 @@ MOE = "name='qwen3_moe', flavor='debug', args={dim=32, n_layers=2, n_heads=2, n_
     ids=["dense", "MoE"],
 )  # fmt: skip
 def test_further_axes_alone_and_in_pairs(
-    tiny: TinyRun, capfd: pytest.CaptureFixture[str], model: str, processes: int, layouts: list[str]
+    tiny: TinyRun, capfd: pytest.CaptureFixture[str], model: list[str], processes: int, layouts: list[str]
 ) -> None:
-    options = [f"--model={{{model}}}", "--optimizer.lr=3e-3", "--data.document_mask"]
+    options = [*model, "--optimizer.lr=3e-3", "--data.document_mask"]
     words = ["--steps=20", "--processes", str(processes), "--only", " x FSDP"]
     assert cli.run(["parity", "--config", str(tiny.toml), *words, *options]) == 0
     lines = capfd.readouterr().out.splitlines()

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
 
-from tests.helpers import fake_mesh
+from tests.helpers import TinyRun, fake_mesh
 from tests.layouts import whole
 from tests.plans import profiled, shapes
 from titanlite.config.optim_schema import OptimizerGroup
@@ -24,7 +24,9 @@ from titanlite.optim import build_optimizer, check_optimizer, set_learning_rate,
 from titanlite.optim.quantized import MIN_ELEMENTS, block_size_of, check_shards, inner_tensors, is_quantized
 from titanlite.optim.registry import find_optimizer_cls
 from titanlite.optim.state_size import state_bytes, state_dtypes
-from titanlite.runtime.errors import UserError
+from titanlite.preflight import preflight
+from titanlite.runtime.errors import ConfigError, UserError
+from titanlite.runtime.process_group import Ranks
 
 pytest.importorskip("torchao.optim")
 
@@ -204,3 +206,14 @@ def test_axes_that_shard_by_columns_are_refused_at_the_check(
         check_quantized_moments(model, config, parallelism, world_size)
     assert str(error.value).startswith("AdamW8bit cannot keep moments of ")
     assert message in str(error.value)
+
+
+def test_the_check_names_the_option(tiny: TinyRun) -> None:
+    sizes = {"dim": 128, "n_heads": 2, "n_kv_heads": 2, "hidden_dim": 128, "vocab_size": 260}
+    options = [f"--model.args.{name}={value}" for name, value in sizes.items()]
+    options += [f"--optimizer.name={named('AdamW8bit')}", "--parallelism.tensor_parallel_degree=2"]
+    config = tiny.config(*options, world_size=2)
+    with pytest.raises(
+        ConfigError, match=r"^optimizer\.name: AdamW8bit cannot keep moments of layers\.0\.attention\.wo"
+    ):
+        preflight(config, Ranks(0, 2, 0, 2), torch.device("cpu"))
