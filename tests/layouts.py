@@ -1,19 +1,26 @@
 """Runs on several layouts of one mesh: options for a layout, whole tensors, and functions that ranks call."""
 
+import json
+import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import islice
 from typing import Any
 
+import pytest
 import torch
+import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.helpers import TinyRun, run_in_turn, train_on_this_rank
+from titanlite.batch import IGNORE
 from titanlite.build import Run, build
 from titanlite.config.schema import Config
 from titanlite.convert.source import open_teacher
 from titanlite.convert.weights import open_weights
 from titanlite.ingest.prepare import prepare_text
+from titanlite.loss import TokenLoss
 from titanlite.preflight import preflight
 from titanlite.runtime.process_group import Ranks
 from titanlite.step import StepResult, train_step
@@ -21,9 +28,50 @@ from titanlite.step import StepResult, train_step
 # (replicate, shard)
 LAYOUTS = [(1, 1), (4, 1), (1, 4), (2, 2)]
 
+LORA = ["--lora.rank=3", "--lora.alpha=6", "--training.max_norm=0", "--optimizer.lr=0.01"]
+ON_FURTHER_AXES = {
+    "reduced once": ["--training.local_batch_size=1", "--parallelism.fsdp_reduce_gradients=last"],
+    "always": ["--parallelism.fsdp_reshard_after_forward=always"],
+    "never": ["--parallelism.fsdp_reshard_after_forward=never"],
+    "prefetch": ["--parallelism.fsdp_forward_prefetch=2", "--parallelism.fsdp_backward_prefetch=2"],
+    "in backward": ["--optimizer.in_backward", "--training.max_norm=0"],
+    "offload": ["--training.enable_cpu_offload"],
+    "disk": ["--training.enable_cpu_offload", "--offload.parameters=disk", "--offload.optimizer=disk"],
+    "tied head": ["--model.args.tied_head=true"],
+    "z-loss, per block": [
+        "--training.z_loss=1e-3", "--activation_checkpoint.mode=per_block",
+        '--activation_checkpoint.per_block=["full x 1", "op x 1"]',
+    ],
+}  # fmt: skip
+"""Techniques that change no loss on any axis of the mesh. Models have two layers."""
+ADAPTERS = {"LoRA": LORA, "LoRA int8": [*LORA, "--lora.quantize_base=int8"]}
+OWN_LOSS = {"own loss": ["--training.loss=tests.layouts:smoothed_loss"]}
+BFLOAT16 = {
+    "bfloat16": ["--training.mixed_precision_param=bfloat16"],
+    "bfloat16 moments": ["--optimizer.state_dtype=bfloat16"],
+    "bfloat16 weights": [
+        "--training.mixed_precision_param=bfloat16", "--training.dtype=bfloat16", "--optimizer.state_dtype=bfloat16",
+    ],
+}  # fmt: skip
 
-def degrees(replicate: int, shard: int, context: int = 1, tensor: int = 1) -> list[str]:
-    axes = {"context": context, "tensor": tensor}
+FLOAT8 = {
+    name: [f"--quantize.linear.float8.{it}" for it in ("enable", "emulate", "skip_small=false", *more)]
+    for name, more in {"float8": [], "float8 gathered": ["enable_fsdp_float8_all_gather"]}.items()
+}
+
+ROUNDED = 2e-3
+"""Largest relative difference of losses where tensors are rounded to fewer bits."""
+
+
+def smoothed_loss(hidden_BLD: torch.Tensor, weight_VD: torch.Tensor, *, labels_BL: torch.Tensor) -> TokenLoss:
+    """A user's own loss: cross entropy with smoothed labels."""
+    logits_TV, labels_T = hidden_BLD.flatten(0, 1) @ weight_VD.t(), labels_BL.flatten()
+    sums = partial(F.cross_entropy, target=labels_T, ignore_index=IGNORE, reduction="sum")
+    return TokenLoss(sums(logits_TV, label_smoothing=0.1), sums(logits_TV.detach()))
+
+
+def degrees(replicate: int, shard: int, context: int = 1, tensor: int = 1, expert: int = 1) -> list[str]:
+    axes = {"context": context, "tensor": tensor, "expert": expert}
     further = [f"--parallelism.{axis}_parallel_degree={degree}" for axis, degree in axes.items() if degree > 1]
     return [
         *further,
@@ -85,6 +133,67 @@ def one_step(run: Run) -> StepResult:
 def trained(rank: int, world_size: int, config: Config) -> dict[str, Any]:
     run = train_on_this_rank(config, rank, world_size)
     return {name: whole(parameter).float().numpy() for name, parameter in run.model.named_parameters()}
+
+
+def job(name: str, *layout: int) -> str:
+    """Name of a run of some options on a layout."""
+    return "-".join([*name.replace(",", "").split(), *map(str, layout)])
+
+
+def trained_on(tiny: TinyRun, techniques: dict[str, list[str]], *layouts: tuple[int, ...], **options: Any) -> None:
+    """Train with each technique on each layout; the runs are named `job(technique, *layout)`.
+
+    Args:
+        layouts: arguments of `degrees`.
+        options: of `run_in_turn`.
+    """
+    sizes = {layout: math.prod(layout[:4]) for layout in layouts}
+    for world_size in sorted({*sizes.values()}):
+        configs = [
+            tiny.config(*words, *degrees(*layout), f"--job.name={job(name, *layout)}", world_size=world_size)
+            for layout in layouts
+            if sizes[layout] == world_size
+            for name, words in techniques.items()
+        ]
+        run_in_turn(trained, world_size, configs, **{"timeout": 600, **options})
+
+
+def assert_same_curve(
+    tiny: TinyRun, found: str, expected: str, *, steps: int = 20, loss: float = 1e-5, grad_norm: float = 1e-4
+) -> None:
+    """Compare the records of two runs: losses and gradient norms by a relative tolerance, the rest exactly.
+
+    Validation losses are compared like training losses, where there are any.
+    """
+    reference, records = tiny.records(expected), tiny.records(found)
+    assert len(reference) == steps
+    for key, tolerance in (("loss", loss), ("grad_norm", grad_norm)):
+        values = [record[key] for record in reference]
+        assert [record[key] for record in records] == pytest.approx(values, rel=tolerance), (found, key)
+    assert [it["samples"] for it in records] == [it["samples"] for it in reference], found
+    if loss < ROUNDED:  # else some tokens go to other experts
+        assert [it.get("busiest_expert") for it in records] == [it.get("busiest_expert") for it in reference], found
+    files = [tiny.folder / "outputs" / it / "validation.jsonl" for it in (found, expected)]
+    if files[1].exists():
+        ends, wanted = ([json.loads(line)["loss"] for line in file.read_text().splitlines()] for file in files)
+        assert ends == pytest.approx(wanted, rel=loss), found
+
+
+def assert_same_health(tiny: TinyRun, found: str, expected: str) -> None:
+    """Compare what two runs record of the health of layers."""
+    mine, theirs = (
+        [
+            json.loads(line)["layers"]
+            for line in (tiny.folder / "outputs" / it / "layers.jsonl").read_text().splitlines()
+        ]
+        for it in (found, expected)
+    )
+    assert len(mine) == len(theirs) > 0
+    for ours, wanted in zip(mine, theirs, strict=True):
+        assert ours.keys() == wanted.keys()
+        for layer, kinds in wanted.items():
+            for kind, values in kinds.items():
+                assert ours[layer][kind] == pytest.approx(values, rel=1e-3, abs=1e-6), (layer, kind)
 
 
 def on_every_layout(function: Callable[..., Any], tiny: TinyRun, *options: str) -> dict[tuple[int, int], list[Any]]:

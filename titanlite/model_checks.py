@@ -6,10 +6,15 @@ from inspect import signature
 
 import torch
 
-from titanlite.config.schema import Data, Parallelism
-from titanlite.models.base import Model, initial_values, unique_parameters
-from titanlite.models.experts import expert_layers
+from titanlite.config.optim_schema import Optimizer
+from titanlite.config.schema import Data, Degrees, Parallelism
+from titanlite.models.base import Model, initial_values, trainable_parameters, unique_parameters
+from titanlite.models.experts import ExpertLayer, expert_layers
 from titanlite.models.layers import Attention
+from titanlite.optim.groups import parameter_groups
+from titanlite.optim.quantized import block_size_of, is_quantized_size
+from titanlite.optim.registry import constructor_options, find_optimizer_cls
+from titanlite.parallelize.tensor import roles_of, split_dims
 from titanlite.parallelize.tensor_checks import check_tensor
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.hash_random import random_bits, salt
@@ -69,6 +74,44 @@ def axis_checks(
         of_a_rank = seq_len // parallelism.context_parallel_degree
         checks["parallelism.tensor_parallel_degree"] = partial(check_tensor, model, ranks, seq_len=of_a_rank)
     return checks
+
+
+def check_quantized_moments(model: Model, optimizer: Optimizer, parallelism: Parallelism, world_size: int) -> None:
+    """Check that no moments in 8 or 4 bits are of parameters that further axes of the mesh shard by columns.
+
+    Args:
+        optimizer: has passed `check_optimizer`.
+
+    Raises:
+        UserError: a parameter has such moments.
+    """
+    columns = _sharded_by_columns(model, parallelism.degrees(world_size), parallelism.expert_parallel_degree)
+    for group in parameter_groups(optimizer, trainable_parameters(model)):
+        optimizer_cls = find_optimizer_cls(group.name)
+        block_size = block_size_of(optimizer_cls, constructor_options(optimizer_cls, optimizer, group.args))
+        for name in group.parameters if block_size else ():
+            axis, shards = columns.get(name, ("", 1))
+            if axis and is_quantized_size(group.parameters[name].numel() // shards, block_size or 1):
+                raise UserError(
+                    f"{optimizer_cls.__name__} cannot keep moments of {name}, whose columns "
+                    f"parallelism.{axis}_parallel_degree shards: give it an [[optimizer.groups]] with another "
+                    f"optimizer, or set that degree to {shards if axis == 'expert' else 1}"
+                )
+
+
+def _sharded_by_columns(model: Model, degrees: Degrees, experts: int) -> dict[str, tuple[str, int]]:
+    """Return the parameters that are not sharded by their first dimension alone: the axis, and their shards."""
+    found: dict[str, tuple[str, int]] = {}
+    modules = dict(model.named_modules())
+    for name, role in roles_of(model).items() if degrees.tensor > 1 else ():
+        for attribute, dim in split_dims(modules[name], role).items():
+            shape = modules[name].get_parameter(attribute).shape
+            if dim or (degrees.sharded > 1 and len(shape) > 1 and shape[1] % degrees.sharded == 0):
+                found[f"{name}.{attribute}"] = "tensor", degrees.sharded * degrees.tensor
+    if degrees.sharded > experts > 1:
+        layers = ((name, layer) for name, layer in modules.items() if isinstance(layer, ExpertLayer))
+        found |= {f"{name}.{stack}": ("expert", degrees.sharded) for name, layer in layers for stack in layer.stacks}
+    return found
 
 
 def check_context(model: Model) -> None:

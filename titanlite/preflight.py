@@ -17,7 +17,7 @@ from titanlite.data.tokenizer import Tokenizer, load_tokenizer
 from titanlite.memory_check import check_model_disk, check_model_memory
 from titanlite.metrics.loggers import check_logger
 from titanlite.metrics.run_summary import check_attention
-from titanlite.model_checks import axis_checks, check_documents, check_own_model
+from titanlite.model_checks import axis_checks, check_documents, check_own_model, check_quantized_moments
 from titanlite.models.base import Model, ModelArgs
 from titanlite.models.registry import ModelSpec, resolve_model
 from titanlite.optim import check_optimizer
@@ -124,6 +124,9 @@ def examine(
     key = "activation_checkpoint.per_block"
     report.attempt(key, ["activation_checkpoint"], lambda: recompute_policies(recompute, len(model.layers)))
     _check_axes_and_attention(report, model, config, ranks, device)
+    if checked:
+        moments = partial(check_quantized_moments, model, config.optimizer, config.parallelism, ranks.world_size)
+        report.attempt("optimizer.name", ["optimizer", "parallelism"], moments)
     report.attempt("training.seq_len", ["training.seq_len"], lambda: _check_seq_len(training.seq_len, args))
     if tokenizer:
         report.attempt("data.tokenizer", [], lambda: _check_vocabulary(tokenizer, args))

@@ -143,6 +143,38 @@ def test_all_ranks_do_the_same(tiny: TinyRun) -> None:
     assert (tiny.folder / "outputs" / "forever" / "checkpoints" / "step-00000002").is_dir()
 
 
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    ("layout", "model", "samples"),
+    [
+        ((1, 2, 2), [], [23]),
+        ((1, 2, 1, 2), ["--model.args={dim=48,n_heads=4,n_kv_heads=2,vocab_size=260}"], [23]),
+        ((1, 4, 1, 1, 4), ["--model={name='qwen3_moe', flavor='debug', args={vocab_size=259}}"], [21]),
+    ],
+    ids=["context", "tensor", "expert"],
+)
+def test_ranks_of_each_axis_do_the_same(
+    tiny: TinyRun, layout: tuple[int, ...], model: list[str], samples: list[int]
+) -> None:
+    """Losses of the ranks of one layer are the same, so that a wrong one is of one rank alone."""
+    options = [*model, *degrees(*layout), "--training.local_batch_size=1"]
+    names = {"skip": ["--guard.nonfinite=skip"], "stop": ["--metrics.log_freq=4"]}
+    configs = [tiny.config(*options, f"--job.name={name}", *more, world_size=4) for name, more in names.items()]
+    skip, stop = run_in_turn(poisoned, 4, configs)
+    for rank in skip:
+        assert rank["stopped"] is None
+        assert [bool(changed) for changed in rank["changed"]] == [True, True, False, True, True, True]
+        for key, value in skip[0]["final"].items():
+            assert (rank["final"][key] == value).all(), key
+    for rank in stop:
+        assert rank["stopped"] == stop[0]["stopped"]
+        assert rank["stopped"][0].startswith("step 3: loss or gradient is not finite")
+        assert rank["stopped"][1] == 2
+    for name in names:
+        [record] = skipped(tiny.folder, name)
+        assert (record["step"], record["samples"]) == (BAD_STEP, samples)
+
+
 def test_a_stop_waits_for_a_save_in_flight_and_repeats_one_that_fails(tiny: TinyRun) -> None:
     for name in ("whole", "failing"):
         config = tiny.config(f"--job.name={name}", "--checkpoint.interval=2")

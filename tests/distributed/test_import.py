@@ -62,6 +62,33 @@ def test_every_layout_begins_with_the_same_bits(tiny: TinyRun) -> None:
         assert sum(shards for _, _, shards, _ in ranks) == ranks[0][3] * 4 // shard
 
 
+@pytest.mark.nightly
+def test_further_axes_begin_with_the_same_bits(tiny: TinyRun) -> None:
+    """Weights of one process, without the exact count of bytes: a rank reads whole rows of columns that ranks share."""
+    llama, moe = oracle_of("llama3", vocab_size=260), oracle_of("qwen3_moe", vocab_size=260, num_experts=4)
+    llama.save_pretrained(tiny.folder / "hugging-face", max_shard_size="20KB")
+    moe.save_pretrained(tiny.folder / "experts")
+    save_torchtitan("llama3", llama, tiny.folder / "torchtitan")
+    save_meta(llama, tiny.folder / "meta", parts=2, params=None)
+    places = {
+        "hugging-face": (1, 2, 1, 2),
+        "torchtitan": (1, 1, 2, 2),
+        "meta": (1, 2, 1, 2),
+        "experts": (1, 4, 1, 1, 4),
+    }
+    pairs = [*places.items(), ("hugging-face", (1, 2, 2)), ("experts", (1, 2, 2, 1, 2))]
+    configs = []
+    for number, (source, layout) in enumerate(pairs):
+        family, oracle = ("qwen3_moe", moe) if source == "experts" else ("llama3", llama)
+        place = [f"--checkpoint.initial_load_path={tiny.folder / source}", f"--job.name={number}"]
+        configs.append(tiny.config(*options_of(spec_of(family, oracle)), *degrees(*layout), *place, world_size=4))
+    for (source, _), ranks in zip(pairs, run_in_turn(loaded, 4, configs), strict=True):
+        expected = expected_tensors(moe if source == "experts" else llama)
+        for found, read, _, everything in ranks:
+            assert_same(found, expected)
+            assert read < everything
+
+
 def test_mistakes_end_every_rank_alike(tiny: TinyRun) -> None:
     oracle = oracle_of("llama3", vocab_size=260)
     oracle.save_pretrained(tiny.folder / "model")

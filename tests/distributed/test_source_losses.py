@@ -5,21 +5,29 @@ import pytest
 from tests.helpers import TinyRun, run_in_turn, train_on_two_sources
 from tests.layouts import degrees, trained
 
-CONTEXT, TENSOR = "--parallelism.context_parallel_degree=2", "--parallelism.tensor_parallel_degree=2"
+DENSE = ["--model.args={n_heads=4,n_kv_heads=2,dim=32}"]
+MOE = ["--model={name='qwen3_moe', flavor='debug', args={dim=32, n_layers=2, vocab_size=259}}"]
+LAYOUTS = {
+    "one": (1, degrees(1, 1)),
+    "accumulated": (1, [*degrees(1, 1), "--training.local_batch_size=2"]),
+    "sharded": (2, degrees(1, 2)),
+    "context": (2, degrees(1, 1, 2)),
+}
 
 
 @pytest.mark.nightly
-def test_values_do_not_depend_on_the_layout(tiny: TinyRun) -> None:
+@pytest.mark.parametrize(
+    ("model", "further"),
+    [
+        pytest.param(DENSE, {"tensor": (2, degrees(1, 1, 1, 2)), "hsdp": (4, degrees(2, 2))}, id="dense"),
+        pytest.param(MOE, {"expert": (2, degrees(1, 2, 1, 1, 2))}, id="MoE"),
+    ],
+)
+def test_values_do_not_depend_on_the_layout(
+    tiny: TinyRun, model: list[str], further: dict[str, tuple[int, list[str]]]
+) -> None:
     train_on_two_sources(tiny)
-    options = ["--metrics.log_freq=2", "--model.args={n_heads=4,n_kv_heads=2,dim=32}"]
-    layouts = {
-        "one": (1, degrees(1, 1)),
-        "accumulated": (1, [*degrees(1, 1), "--training.local_batch_size=2"]),
-        "sharded": (2, degrees(1, 2)),
-        "context": (2, [*degrees(1, 1), CONTEXT]),
-        "tensor": (2, [*degrees(1, 1), TENSOR]),
-        "hsdp": (4, degrees(2, 2)),
-    }
+    options, layouts = ["--metrics.log_freq=2", *model], LAYOUTS | further
     for name, (ranks, layout) in layouts.items():
         run_in_turn(trained, ranks, [tiny.config(*options, *layout, f"--job.name={name}", world_size=ranks)])
     expected = [record["source_losses"] for record in tiny.records("one")]

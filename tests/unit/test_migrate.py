@@ -234,6 +234,19 @@ CASES: list[tuple[str, int | None, dict[str, Any], list[str]]] = [
         },
         [],
     ),
+    (
+        "model = {name = 'qwen3', flavor = '30B-A3B'}\n"
+        "parallelism = {expert_parallel_degree = 8, tensor_parallel_degree = 2, context_parallel_degree = 2}",
+        32,
+        {
+            "model.name": "qwen3_moe",
+            "training.global_batch_size": 64,
+            "parallelism.context_parallel_degree": 2,
+            "parallelism.expert_parallel_degree": 8,
+            "parallelism.tensor_parallel_degree": 2,
+        },
+        [],
+    ),
     ("parallelism.pipeline_parallel_degree = 4", 4, {}, ["parallelism.pipeline_parallel_degree"]),
     ("parallelism.expert_parallel_degree = 4", 4, {"parallelism.expert_parallel_degree": 4}, []),
     ("parallelism.expert_tensor_parallel_degree = 4", 4, {}, ["parallelism.expert_tensor_parallel_degree"]),

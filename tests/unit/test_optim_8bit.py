@@ -1,5 +1,6 @@
 """Moments in 8 and 4 bits (torchao.optim): training, sharding, saving, and their bytes."""
 
+from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,15 +11,22 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
 
-from tests.helpers import fake_mesh
+from tests.helpers import TinyRun, fake_mesh
 from tests.layouts import whole
 from tests.plans import profiled, shapes
-from titanlite.config.schema import Optimizer
+from titanlite.config.optim_schema import OptimizerGroup
+from titanlite.config.schema import Optimizer, Parallelism
+from titanlite.model_checks import check_quantized_moments
+from titanlite.models.base import Model, build_on_meta
+from titanlite.models.qwen3 import Qwen3, Qwen3Args
+from titanlite.models.qwen3_moe import Qwen3Moe, Qwen3MoeArgs
 from titanlite.optim import build_optimizer, check_optimizer, set_learning_rate, update
 from titanlite.optim.quantized import MIN_ELEMENTS, block_size_of, check_shards, inner_tensors, is_quantized
 from titanlite.optim.registry import find_optimizer_cls
 from titanlite.optim.state_size import state_bytes, state_dtypes
-from titanlite.runtime.errors import UserError
+from titanlite.preflight import preflight
+from titanlite.runtime.errors import ConfigError, UserError
+from titanlite.runtime.process_group import Ranks
 
 pytest.importorskip("torchao.optim")
 
@@ -165,3 +173,49 @@ def test_shards_that_are_alike_are_not_refused(shape: tuple[int, ...], placement
     with fake_mesh(0, (4,)) as mesh:
         check_shards("weight", distribute_tensor(torch.ones(shape), mesh, [placement], src_data_rank=None), 256)
     check_shards("weight", torch.ones(shape), 256)
+
+
+ARGS: dict[str, Any] = {"dim": 128, "n_layers": 1, "n_heads": 2, "n_kv_heads": 2, "hidden_dim": 128, "vocab_size": 256}
+QWEN = build_on_meta(Qwen3, Qwen3Args(**ARGS))
+MOE = build_on_meta(Qwen3Moe, Qwen3MoeArgs(**ARGS, n_experts=4, n_active_experts=2))
+
+
+@pytest.mark.parametrize(
+    ("model", "degrees", "world_size", "groups", "message"),
+    [
+        (QWEN, {"tensor": 2}, 2, [], "wo.weight, whose columns parallelism.tensor_parallel_degree shards: give it an"),
+        (QWEN, {"tensor": 2}, 4, ["layers*"], "tok_embeddings.weight, whose columns parallelism.tensor_parallel_"),
+        (QWEN, {"tensor": 2}, 2, ["layers*"], None),  # rows alone
+        (QWEN, {"context": 2}, 4, [], None),
+        (MOE, {"expert": 2}, 4, [], "feed_forward.w1, whose columns parallelism.expert_parallel_degree shards: give"),
+        (MOE, {"expert": 2}, 4, [], "or set that degree to 4"),
+        (MOE, {"expert": 4}, 4, [], None),
+        (MOE, {"tensor": 2}, 2, ["*attention.*"], "feed_forward.w1, whose columns parallelism.tensor_parallel_degree"),
+    ],
+)
+def test_axes_that_shard_by_columns_are_refused_at_the_check(
+    model: Model, degrees: dict[str, int], world_size: int, groups: list[str], message: str | None
+) -> None:
+    """groups: parameters with another optimizer."""
+    parallelism = Parallelism.model_validate({f"{axis}_parallel_degree": it for axis, it in degrees.items()})
+    rest = [name for name, _ in model.named_parameters() if not any(fnmatchcase(name, it) for it in groups)]
+    given = [OptimizerGroup(match=groups, name="AdamW"), OptimizerGroup(match=rest)] if groups else []
+    config = Optimizer(name=named("AdamW8bit"), groups=given)
+    if message is None:
+        check_quantized_moments(model, config, parallelism, world_size)
+        return
+    with pytest.raises(UserError) as error:
+        check_quantized_moments(model, config, parallelism, world_size)
+    assert str(error.value).startswith("AdamW8bit cannot keep moments of ")
+    assert message in str(error.value)
+
+
+def test_the_check_names_the_option(tiny: TinyRun) -> None:
+    sizes = {"dim": 128, "n_heads": 2, "n_kv_heads": 2, "hidden_dim": 128, "vocab_size": 260}
+    options = [f"--model.args.{name}={value}" for name, value in sizes.items()]
+    options += [f"--optimizer.name={named('AdamW8bit')}", "--parallelism.tensor_parallel_degree=2"]
+    config = tiny.config(*options, world_size=2)
+    with pytest.raises(
+        ConfigError, match=r"^optimizer\.name: AdamW8bit cannot keep moments of layers\.0\.attention\.wo"
+    ):
+        preflight(config, Ranks(0, 2, 0, 2), torch.device("cpu"))

@@ -119,6 +119,7 @@ def test_options_that_do_not_compose_are_refused_by_name(tiny: TinyRun) -> None:
         ("--lora.rank=2",): "cannot be combined with lora.rank yet",
         ("--training.loss=own.py:loss",): "cannot be combined with training.loss yet",
         (f"--teacher.path={tiny.folder}", "--distill.ratio=0.5"): "cannot be combined with teacher.path yet",
+        (f"--teacher.cache={tiny.folder}", "--distill.ratio=0.5"): "cannot be combined with teacher.path yet",
         ("--quantize.linear.float8.enable", "--quantize.linear.float8.emulate"): "with quantize.linear.float8.enable",
         ("--parallelism.fsdp_reshard_after_forward=2",): "fsdp_reshard_after_forward: FSDP2 cannot combine 2 with",
     }.items():

@@ -55,6 +55,11 @@ def block_size_of(optimizer_cls: type[torch.optim.Optimizer], args: Mapping[str,
     return args.get("block_size", parameter.default)
 
 
+def is_quantized_size(elements: int, block_size: int) -> bool:
+    """Return whether torchao quantizes the moments of a shard with so many elements."""
+    return elements >= MIN_ELEMENTS and elements % block_size == 0
+
+
 def check_shards(name: str, parameter: Tensor, block_size: int) -> None:
     """Refuse a sharding under which quantized moments cannot be saved.
 
@@ -62,7 +67,7 @@ def check_shards(name: str, parameter: Tensor, block_size: int) -> None:
         UserError: blocks would not be whole in every shard, or only some ranks would quantize.
     """
     dims, sizes = {*sharded_axes(parameter).values()}, local_sizes(parameter)
-    are_quantized = {size >= MIN_ELEMENTS and size % block_size == 0 for size in sizes}
+    are_quantized = {is_quantized_size(size, block_size) for size in sizes}
     advice = "Give it an [[optimizer.groups]] with another optimizer, or change the number of shards"
     what = f"{name} {[*parameter.shape]} cannot have quantized moments on {count_shards(parameter)} shards"
     if dims - {0} and True in are_quantized:

@@ -30,7 +30,8 @@ def further_layouts(path: str, overrides: Sequence[str], processes: int) -> Iter
     from titanlite.model_checks import axis_checks  # imports torch
     from titanlite.plan.estimate import model_of
 
-    tried = [{"context": 2}, {"context": processes}, {"expert": 2}, {"tensor": 2}, {"context": 2, "tensor": 2}]
+    alone = [{"context": 2}, {"context": processes}, {"expert": 2}, {"expert": processes}, {"tensor": 2}]
+    tried = [*alone, {"context": 2, "tensor": 2}, {"context": 2, "expert": 2}, {"expert": 2, "tensor": 2}]
     for degrees in [it for number, it in enumerate(tried) if it not in tried[:number]]:
         axes = {f"parallelism.{axis}_parallel_degree": degrees.get(axis, 1) for axis in AXES}
         options = tuple(f"{key}={degree}" for key, degree in axes.items())
