@@ -1,18 +1,28 @@
-"""Make the sample of output in README.md anew: train debug.toml, and put its lines in place of those that are there.
+"""Make the samples of output in README.md and docs/ anew: run their commands, and put the lines in place of old ones.
 
-    python scripts/samples.py             # three minutes on 2 CPU cores
+    python scripts/samples.py             # five minutes on 2 CPU cores
+    python scripts/samples.py docs        # two of them: without the training of README.md
 
-A line of the sample stands for the line of the run that begins with the same word, of steps also the same number. "..."
-alone stands for lines that are left out, and at the end of a line for the rest of it.
+In docs/, a block of code that begins with "$ titanlite ..." and names a shipped config is a command with its output. In
+README.md, the sample is the output of a training of debug.toml. A line of a sample stands for the line of the run that
+begins with the same word, of steps also the same number. "..." alone stands for lines that are left out, and at the end
+of a line for the rest of it.
 """
 
 import re
+import shlex
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
-README = Path(__file__).parents[1] / "README.md"
+from titanlite.config.shipped import shipped_names
+
+ROOT = Path(__file__).parents[1]
+README = ROOT / "README.md"
+BLOCK = re.compile(r"^    \$ titanlite (.*)\n((?:    .*\n)+)", re.MULTILINE)
+"""Command of a page, and its output."""
 FIRST = "    model    "
 """Beginning of the sample in README.md."""
 
@@ -26,7 +36,7 @@ def renewed(sample: list[str], output: list[str]) -> list[str]:
     rest = iter(output)
     made = []
     for line in sample:
-        if line == "...":
+        if line.strip() == "...":
             made.append(line)
             continue
         key = key_of(line)
@@ -52,7 +62,35 @@ def shortened(line: str, *, like: str) -> str:
     return " ".join([*line.split(" ")[: len(like.removesuffix(" ...").split(" "))], "..."])
 
 
+def with_samples(text: str, run: Callable[[list[str]], str]) -> str:
+    """Return a page with the output of its commands that name a shipped config.
+
+    Args:
+        run: returns what `titanlite` prints with these words.
+    """
+
+    def sample(block: re.Match[str]) -> str:
+        words = shlex.split(block[1])
+        if not {*shipped_names()} & {*words}:
+            return block[0]
+        old = [line.removeprefix("    ") for line in block[2].splitlines()]
+        output = run(words).rstrip().splitlines()
+        new = renewed(old, output) if any("..." in line for line in old) else output
+        return "\n".join(["    $ titanlite " + block[1], *(f"    {line}".rstrip() for line in new), ""])
+
+    return BLOCK.sub(sample, text)
+
+
+def printed(words: list[str]) -> str:
+    command = [sys.executable, "-m", "titanlite", *words]
+    return subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+
+
 def main() -> None:
+    for page in sorted((ROOT / "docs").glob("*.md")):
+        page.write_text(with_samples(page.read_text(), printed))
+    if sys.argv[1:] == ["docs"]:
+        return
     text = README.read_text()
     start = text.index(FIRST)
     end = re.compile(r"\n(?! {4})").search(text, start)

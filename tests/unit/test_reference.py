@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from scripts.reference import command_page, commands, error_page, error_texts, errors
-from scripts.samples import renewed
+from scripts.samples import printed, renewed, with_samples
 from titanlite.cli import make_parser
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -100,3 +100,24 @@ def test_a_sample_gets_the_values_of_a_run() -> None:
     ]
     with pytest.raises(ValueError, match="prints no line like: kernels"):
         renewed(["kernels  plain"], output)
+
+
+def test_a_command_of_a_page_gets_its_output() -> None:
+    page = "    $ titanlite plan debug --json\n    old\n\nText.\n\n    $ titanlite inspect outputs/debug\n    kept\n\n"
+    asked = []
+
+    def run(words: list[str]) -> str:
+        asked.append(words)
+        return "new\n  lines\n"
+
+    assert with_samples(page, run) == page.replace("    old\n", "    new\n      lines\n")
+    assert asked == [["plan", "debug", "--json"]]
+    shortened = "    $ titanlite plan debug\n    memory 1\n    ...\n"
+    assert with_samples(shortened, lambda _: "memory 2\ntime 3\n") == shortened.replace("1", "2")
+
+
+@pytest.mark.nightly
+def test_samples_of_the_pages_are_current() -> None:
+    for page in ("plan.md", "see_the_run.md"):
+        text = (DOCS / page).read_text()
+        assert with_samples(text, printed) == text, "run: python scripts/samples.py docs"
