@@ -181,7 +181,12 @@ def run_in_turn(function: Callable[..., Any], world_size: int, configs: Sequence
 
 
 def _in_turn(rank: int, world_size: int, function: Callable[..., Any], configs: Sequence[Config]) -> list[Any]:
-    return [function(rank, world_size, config) for config in configs]
+    results = []
+    for config in configs:
+        if "torch._dynamo" in sys.modules:  # a run is a process of its own, where no other model was compiled
+            sys.modules["torch"].compiler.reset()
+        results.append(function(rank, world_size, config))
+    return results
 
 
 def _rank_main(
