@@ -35,7 +35,7 @@ class Command(NamedTuple):
     text: str
     """One line: what a backslash continues is joined."""
     not_run: str
-    """Why no test runs it; "" if a test must."""
+    """The reason why no test runs it; "" if a test must."""
 
 
 class Block(NamedTuple):
@@ -140,7 +140,7 @@ EXECUTED = {
     ),
     PAGES_TEST,
 )  # fmt: skip
-"""By page: the test that runs each of its commands, but those marked as not run."""
+"""The test that runs each command of a page, but those marked as not run."""
 
 
 def commands_to_run(page: str) -> list[str]:

@@ -1,7 +1,7 @@
 """Each page's commands, in their order, with less to do: few steps, short sequences, few layers, a small text.
 
 Commands of titanlite run in this process, others and several ranks in processes of their own. What a page presupposes
-is made first. A comment in the page tells why a command is not run (tests/documented.py).
+is made first. A comment in the page gives the reason why a command is not run (tests/documented.py).
 """
 
 import json
@@ -24,7 +24,7 @@ SHORT = ["--training.seq_len=16", "--training.global_batch_size=4", "--metrics.l
 OWN_DATA = [f"--data.path={TEXT}", f"--validation.path={TEXT}", "--validation.sequences=4"]
 FEW_STEPS = ["--training.steps=2", "--lr_scheduler.warmup_steps=0"]
 FEW_LAYERS = ["--model.args.n_layers=2"]
-"""For plans and tables of large models."""
+"""Depth of large models in plans and tables."""
 AS_IN_PAGES = {"--training.steps=140", "--training.steps=280"}
 """Steps that pages count with: the first run, and what continues it."""
 LESS = {
@@ -178,7 +178,7 @@ LEFT = {
     "docs/plan.md": ["best.toml", "within_30.toml"],
     "docs/see_the_run.md": ["outputs/debug/report.html", "compare.html", "compare.png", "dumps/after", "dumps/before"],
 }  # fmt: skip
-"""What the commands of a page leave behind."""
+"""Files that the commands of a page leave behind."""
 REPLACED = {"/nvme/scratch": "scratch"}
 """Folders of a page that no test may write to."""
 

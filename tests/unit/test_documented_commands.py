@@ -109,7 +109,7 @@ def test_reasons_are_those_right_above_a_block(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("page", [page for page in PAGES if page.name != "cli.md"], ids=lambda page: page.name)
 def test_each_command_is_run_by_a_test_or_marked_with_the_reason_why_not(page: Path) -> None:
-    """Those of cli.md are the examples of --help."""
+    """Commands of cli.md are the examples of --help."""
     name = page.relative_to(ROOT).as_posix()
     to_run = commands_to_run(name)
     assert bool(to_run) == (name in EXECUTED), f"in no test, and not marked as not run: {to_run}"
