@@ -274,10 +274,12 @@ def _checked(options: Namespace, *, log: bool = False) -> "Checked":
 
 def _init(options: Namespace) -> None:
     from titanlite.config.starter import write_config
+    from titanlite.runtime.console import shell_command
 
     path = write_config(options.name, origin=find_config(options.origin))
+    titanlite, name = shell_command("titanlite"), quote(str(path))
     print(f"wrote {path}, with the settings of {options.origin}")
-    print(f"next: edit it, then run  titanlite check {quote(str(path))}  and  titanlite train {quote(str(path))}")
+    print(f"next: edit it, then run  {titanlite} check {name}  and  {titanlite} train {name}")
 
 
 def _show(options: Namespace) -> None:

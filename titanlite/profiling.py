@@ -24,6 +24,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from titanlite.checkpoint.manifest import folder_name
 from titanlite.config.schema import Profiling
 from titanlite.observer import StepObserver
+from titanlite.runtime.console import shell_command
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.private_torch.fsdp import observe_fsdp
 from titanlite.runtime.private_torch.memory import dump_memory_snapshot, record_memory_history
@@ -198,8 +199,8 @@ class Profiler(StepObserver):
                         stopped.export_chrome_trace(str(staging))
                     logger.info(
                         f"profile of steps {first} to {last}: {path}, {path.stat().st_size / 2**20:.1f} MiB in "
-                        f"{time.perf_counter() - began:.1f} s. ui.perfetto.dev opens it; titanlite profile {self._run} "
-                        "prints a summary"
+                        f"{time.perf_counter() - began:.1f} s. ui.perfetto.dev opens it; "
+                        f"{shell_command('titanlite')} profile {self._run} prints a summary"
                     )
                 if self.config.enable_memory_snapshot:
                     path = save_memory_snapshot(folder, self._ranks.rank)

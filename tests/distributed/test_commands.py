@@ -9,6 +9,7 @@ import pytest
 
 from tests.helpers import TinyRun, run_train, titanlite
 from titanlite import cli
+from titanlite.runtime.console import shell_command
 
 
 def test_a_run_from_start_to_resume(tiny: TinyRun, capfd: pytest.CaptureFixture[str]) -> None:
@@ -20,7 +21,7 @@ def test_a_run_from_start_to_resume(tiny: TinyRun, capfd: pytest.CaptureFixture[
     assert "unigram entropy" in text
     assert "step     3  loss" in text
     assert f"checkpoints  {run / 'checkpoints'} (3)" in text
-    resume = f"titanlite train {run}/config.toml"
+    resume = f"{shell_command('titanlite')} train {run}/config.toml"
     assert f"continue       the same command with --training.steps=6, or {resume} --training.steps=6" in text
     assert "applied  FSDP of 3 blocks, reshard_after_forward default\n" in text
     assert f"saves    every 100 steps and the last, in the background, to {run}/checkpoints; the newest 10" in text
@@ -33,6 +34,7 @@ def test_a_run_from_start_to_resume(tiny: TinyRun, capfd: pytest.CaptureFixture[
     assert "step     3  loss" in (run / "logs" / "rank-0.log").read_text()
     assert list((run / "tensorboard").glob("events*"))
 
+    assert any(line.startswith(f"  look           {shell_command('titanlite')} report {run}") for line in out)
     assert cli.run([*resume.split()[1:], "--training.steps=5"]) == 0
     assert "resuming after step 3, 24 sequences into the data\n" in capfd.readouterr().out
     assert [record["step"] for record in tiny.records()] == [1, 2, 3, 4, 5]

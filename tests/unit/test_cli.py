@@ -13,7 +13,9 @@ import torch
 
 from tests.helpers import TinyRun, closed_stdout
 from titanlite import cli
+from titanlite.metrics import run_summary
 from titanlite.runtime.arguments import Parser
+from titanlite.runtime.console import shell_command
 from titanlite.runtime.files import lock_file
 
 
@@ -30,9 +32,13 @@ def test_a_run_folder_records_how_it_was_made(
 
     command = ["train", "--config", str(tiny.toml), "--training.steps=2"]
     monkeypatch.setattr(sys, "argv", ["titanlite", *command])
+    monkeypatch.setattr(run_summary, "find_spec", lambda _: None)  # as if there were no plotly
     assert cli.run(command) == 0
     output = capfd.readouterr().out
-    assert "  another model  titanlite train NAME, with NAME one of debug, distill_example, llama3_" in output
+    titanlite, run = shell_command("titanlite"), tiny.folder / "outputs" / "tiny"
+    assert f"  another model  {titanlite} train NAME, with NAME one of debug, distill_example, llama3_" in output
+    pip = f"after {shell_command('pip')} install 'titanlite[report]'"
+    assert f"  look           {titanlite} report {run}, {pip}\n" in output
     assert "kernels  attention by flash (PyTorch's choice)" in output
     assert "  profile  " not in output
     folder = tiny.folder / "outputs" / "tiny"

@@ -18,6 +18,7 @@ from titanlite.config.schema import Profiling
 from titanlite.plan.out_of_memory import snapshot_lines
 from titanlite.preflight import preflight
 from titanlite.profiling import Profiler, build_profilers, save_memory_snapshot
+from titanlite.runtime.console import shell_command
 from titanlite.runtime.process_group import Ranks
 
 ON = "--profiling.enable_profiling=true"
@@ -140,7 +141,7 @@ def test_a_run_with_windows_has_the_same_losses(tiny: TinyRun, caplog: pytest.Lo
     assert (len(on.observers), off.observers) == (1, [])
     assert not (tiny.folder / "outputs/off/profile").exists()
     shown = [record.getMessage() for record in caplog.records if "  profile  " in record.getMessage()]
-    assert shown == [f"  profile      titanlite profile {tiny.folder / 'outputs/on'}"]
+    assert shown == [f"  profile      {shell_command('titanlite')} profile {tiny.folder / 'outputs/on'}"]
     trace = read(tiny.folder / "outputs/on/profile/step-00000003/rank-0.json.gz")
     assert trace["titanlite"] == {"steps": [3, 3], "rank": 0, "world_size": 1, "device": "cpu"}
     names = ranges(trace)

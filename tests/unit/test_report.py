@@ -57,6 +57,7 @@ def test_a_run_that_was_killed_and_resumed(tmp_path: Path) -> None:
     summary = {row[0]: row[1] for row in report["tables"][0]["rows"]}
     assert summary["best validation loss"] == "1.5000 (step 6)"
     assert summary["step"] == "6 of 6"
+    assert (summary["loss"], summary["loss, smoothed"]) == ("1.3333", f"{line['y'][-1]:.4f}")
     assert summary["tokens/s"] == "400"  # the median without the first
     assert summary["restarts"] == "1"
     assert json.loads(to_json({"x": [float("nan"), 1.0]})) == {"x": [None, 1.0]}

@@ -1,6 +1,7 @@
 """Shipped configs: found by bare names, in a checkout and in a wheel; `titanlite init` makes new ones from them."""
 
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ from titanlite import cli
 from titanlite.config.load import load
 from titanlite.config.shipped import find_config, nearest_config, shipped_folder
 from titanlite.config.starter import OFTEN_SET, starter_text
+from titanlite.runtime.console import shell_command
 
 ROOT = Path(__file__).parents[2]
 SHIPPED = sorted(path.stem for path in (ROOT / "train_configs").glob("*.toml"))
@@ -81,10 +83,32 @@ def test_init_writes_a_config_that_trains_the_same(
 
 def test_init_prints_the_file_and_the_next_command(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert cli.run(["init", "my run", "--from", "llama3_8b"]) == 0
+    name = shell_command("titanlite")
     assert capfd.readouterr().out.splitlines() == [
         "wrote my run.toml, with the settings of llama3_8b",
-        "next: edit it, then run  titanlite check 'my run.toml'  and  titanlite train 'my run.toml'",
+        f"next: edit it, then run  {name} check 'my run.toml'  and  {name} train 'my run.toml'",
     ]
+
+
+def test_commands_are_printed_as_the_shell_finds_them(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    scripts = folder / "an environment" / "bin"
+    scripts.mkdir(parents=True)
+    monkeypatch.setattr("sys.executable", str(scripts / "python"))
+    monkeypatch.setenv("PATH", "/usr/bin:/bin")
+    assert shell_command("titanlite") == "titanlite", "not installed as a command"
+    (scripts / "titanlite").write_text("#!/bin/sh\necho found\n")
+    (scripts / "titanlite").chmod(0o755)
+    printed = shell_command("titanlite")
+    assert printed == "'an environment/bin/titanlite'"
+    assert subprocess.run(printed, shell=True, capture_output=True, check=True).stdout == b"found\n"
+    monkeypatch.chdir(scripts)
+    monkeypatch.setattr("sys.executable", str(folder / "elsewhere" / "python"))
+    (folder / "elsewhere").mkdir()
+    (folder / "elsewhere" / "titanlite").write_text("")
+    assert shell_command("titanlite") == str(folder / "elsewhere" / "titanlite"), "not below the current folder"
+    monkeypatch.setenv("PATH", f"{folder / 'elsewhere'}:/usr/bin:/bin")
+    (folder / "elsewhere" / "titanlite").chmod(0o755)
+    assert shell_command("titanlite") == "titanlite", "an active environment"
 
 
 def test_lines_of_init_can_be_uncommented(folder: Path) -> None:

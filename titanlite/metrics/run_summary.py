@@ -4,6 +4,7 @@ import logging
 import os
 import shlex
 from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 from math import prod
 from pathlib import Path
 
@@ -28,6 +29,7 @@ from titanlite.optim.groups import format_groups, parameter_groups
 from titanlite.optim.state_size import state_dtypes
 from titanlite.parallelize.mesh import axis_sizes, data_parallel_rank
 from titanlite.runtime.allocator import allocator_settings
+from titanlite.runtime.console import shell_command
 from titanlite.runtime.errors import RunStopped
 from titanlite.runtime.private_torch.fsdp import fsdp_param_group
 from titanlite.runtime.process_group import pick_kernels, why_no_gpu
@@ -240,7 +242,9 @@ def report_end(
         resumed_at: step at which this start resumed.
         seconds: of this start, by phase.
     """
-    resume = f"titanlite train {shlex.quote(str(folder.path / 'config.toml'))}"
+    titanlite, path = shell_command("titanlite"), shlex.quote(str(folder.path))
+    resume = f"{titanlite} train {shlex.quote(str(folder.path / 'config.toml'))}"
+    needs = "" if find_spec("plotly") else f", after {shell_command('pip')} install 'titanlite[report]'"
     done = manifests.committed_steps(checkpoints.list())
     if isinstance(stopped, StoppedBySignal):
         newest = f"step {done[-1]} is saved in {checkpoints.url}" if done else "no checkpoint was asked for"
@@ -270,14 +274,15 @@ def report_end(
         f"  checkpoints  {checkpoints.url} ({', '.join(map(str, done))})" if done else "  no checkpoint was asked for",
         f"  metrics      {folder.metrics}",
         f"  config       {folder.path / 'config.toml'}, versions and commit in run.json beside it",
-        *([f"  profile      titanlite profile {folder.path}"] if (folder.path / "profile").is_dir() else []),
+        *([f"  profile      {titanlite} profile {path}"] if (folder.path / "profile").is_dir() else []),
         "What next?",
-        *([f"  look           titanlite generate {folder.path} --prompt TEXT"] if done else []),
+        f"  look           {titanlite} report {path}{needs}",
+        *([f"  sample         {titanlite} generate {path} --prompt TEXT"] if done else []),
         f"  continue       the same command with {more}, or {resume} {more}",
         f"  another run    add --job.name=second, and change any option: --optimizer.lr={config.optimizer.lr / 2:g}",
-        f"  another model  titanlite train NAME, with NAME one of {', '.join(shipped_names())}",
+        f"  another model  {titanlite} train NAME, with NAME one of {', '.join(shipped_names())}",
     ]
     if "tensorboard" in config.metrics.loggers:
-        lines.append(f"  curves         tensorboard --logdir {folder.path.parent}")
+        lines.append(f"  curves         {shell_command('tensorboard')} --logdir {shlex.quote(str(folder.path.parent))}")
     for line in lines:
         logger.info(line)

@@ -156,7 +156,8 @@ def _heat_maps(run: RunRecords) -> Iterator[Chart]:
 def _tables(runs: Sequence[RunRecords]) -> Iterator[dict[str, Any]]:
     rows: dict[str, Callable[[RunRecords], str]] = {
         "step": lambda run: f"{run.steps[-1]:,} of {_steps_of(run)}",
-        "loss": lambda run: _number(smoothed(run.column("loss"), max(5, len(run.metrics) / 50))[-1], 4),
+        "loss": lambda run: _number(run.metrics[-1].get("loss"), 4),
+        "loss, smoothed": lambda run: _number(smoothed(run.column("loss"), max(5, len(run.metrics) / 50))[-1], 4),
         "best validation loss": _best,
         "tokens/s": lambda run: _number(_median(run.column("tokens_per_second")), 0),
         "MFU": lambda run: _share(_median(run.column("mfu"))),

@@ -1,8 +1,10 @@
 """Output for people: one console for progress bars, one logger for lines."""
 
 import logging
+import shutil
 import sys
 from pathlib import Path
+from shlex import quote
 
 from rich.console import Console
 
@@ -14,6 +16,15 @@ LOGGER = "titanlite"
 def progress_console() -> Console:
     """Console of progress bars: standard error, silent when it is not a terminal."""
     return Console(stderr=True, quiet=not sys.stderr.isatty())
+
+
+def shell_command(name: str) -> str:
+    """Return a command of this environment as the user's shell finds it: by its name, else by its path."""
+    here = Path(sys.executable).with_name(name)
+    found = shutil.which(name)
+    if not here.exists() or (found and here.samefile(found)):
+        return name
+    return quote(str(here.relative_to(Path.cwd()) if here.is_relative_to(Path.cwd()) else here))
 
 
 class ConsoleHandler(logging.StreamHandler):
