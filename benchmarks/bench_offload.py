@@ -100,6 +100,7 @@ def measure(words: list[str]) -> Made:
     """One run. The first step does not count for time: it also takes memory."""
     from titanlite import train as training
     from titanlite.build import build
+    from titanlite.ingest.prepare import prepare_text
     from titanlite.preflight import preflight
     from titanlite.runtime.process_group import pick_device, process_group, read_ranks
 
@@ -115,7 +116,7 @@ def measure(words: list[str]) -> Made:
     training.train_step = train_step
     config = load(ROOT / "train_configs" / "debug.toml", words)
     with process_group(ranks, device):
-        run = build(config, preflight(config, ranks, device), ranks=ranks, device=device)
+        run = build(config, preflight(config, ranks, device), ranks=ranks, device=device, prepare_text=prepare_text)
         with Peaks() as peaks:
             training.train(run)
             moments.append((time.perf_counter(), disk_bytes()))

@@ -296,7 +296,7 @@ def the_loop(options: list[str], world_size: int) -> Callable[[int], None]:
     start(world_size)
     made = build_run(options, Ranks(0, world_size, 0, 1))
     zero = torch.zeros(())
-    nothing = StepResult(zero, zero, zero, zero, torch.zeros(1), zero)
+    nothing = StepResult(zero, zero, zero, zero, torch.zeros(1), zero, stop_flags=torch.zeros(1))
     train_module.train_step = lambda *_, **__: nothing
     train_module.report_start = lambda *_, **__: None
     progress = Progress()
