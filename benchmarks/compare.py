@@ -3,8 +3,9 @@
     python benchmarks/compare.py OLD.jsonl NEW.jsonl
 
 The files are those of --record. A measurement got worse if NEW is worse than OLD by more than half the spread of
-either, the wider one. Times, sizes and rates are compared only where both come from machines of the same description. A
-measurement that NEW lacks, or has in another unit, is flagged as well.
+either, the wider one, and the two differ as printed: four digits, or a whole number above 1,000. Times, sizes and rates
+are compared only where both come from machines of the same description. A measurement that NEW lacks, or has in another
+unit, is flagged as well.
 
 Exit codes: 0 nothing is worse, 1 something is flagged, 2 a file cannot be read.
 """
@@ -19,8 +20,6 @@ from record import Measurement, number, read, with_unit
 
 from titanlite.runtime.errors import UserError
 
-ROUNDING = 1e-9
-"""Relative; so much is no change."""
 FLAGGED = ("WORSE", "MISSING", "OTHER UNIT")
 
 
@@ -86,8 +85,10 @@ def skip_reason(old: Measurement, new: Measurement) -> str:
         return "not compared"
     if not new.is_portable and old.machine != new.machine:
         return "other machine"
+    if number(old.value) == number(new.value):
+        return "same"
     gain = (new.value - old.value) * (1 if new.better == "higher" else -1)
-    margin = max(old.half_spread, new.half_spread) + ROUNDING * abs(old.value)
+    margin = max(old.half_spread, new.half_spread)
     return "WORSE" if gain < -margin else "better" if gain > margin else "same"
 
 

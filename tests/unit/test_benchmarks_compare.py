@@ -80,6 +80,15 @@ def skip_reasons(folder: Path, old: list[dict[str, Any]], new: list[dict[str, An
             {**SECONDS, "value": 0, "low": 0, "high": 0, "unit": "of 50"}, {"value": 1, "high": 1}, 1,
             "0 of 50 1 of 50 WORSE", id="from nothing",
         ),
+        pytest.param(
+            {**RATIO, "value": 0.91404, "low": 0.91404, "high": 0.91404},
+            {"value": 0.91401, "low": 0.91401, "high": 0.91401}, 0, "0.914 0.914 -0.0% same", id="four digits",
+        ),
+        pytest.param(
+            {**SECONDS, "value": 84192001, "low": 84192001, "high": 84192001, "unit": "B"},
+            {"value": 84192002, "low": 84192002, "high": 84192002}, 1,
+            "84,192,001 B 84,192,002 B +0.0% WORSE", id="one byte more",
+        ),
         pytest.param(SECONDS, {"unit": "ms"}, 1, "2 s 2 ms OTHER UNIT", id="other unit"),
     ],
 )  # fmt: skip
