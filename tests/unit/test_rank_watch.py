@@ -1,11 +1,12 @@
 """Ranks that lag, or have far more memory or gradient than the others, are named once; others never."""
 
+import cProfile
 import logging
 import math
 import random
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import astuple, replace
 
 import pytest
 import torch
@@ -22,6 +23,11 @@ USUAL = RankMetrics(
 Watched = Callable[..., list[str]]
 
 
+def gathered(ranks: Sequence[RankMetrics[float]]) -> RankMetrics[torch.Tensor]:
+    """Metrics of all ranks as `gather_metrics` returns them."""
+    return RankMetrics(*torch.tensor([astuple(it) for it in ranks], dtype=torch.float64).unbind(1))
+
+
 @pytest.fixture
 def watched(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> Watched:
     """Pass a window to a watch over the ranks of HOSTS; return the new lines."""
@@ -34,7 +40,7 @@ def watched(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -
         watch = watches.setdefault(tuple(hosts), RankWatch(hosts))
         caplog.clear()
         ranks = [replace(USUAL, **values) if rank in changed else USUAL for rank in range(len(hosts))]
-        watch.warn(ranks, step=step, is_steady=is_steady)
+        watch.warn(gathered(ranks), step=step, is_steady=is_steady)
         return caplog.messages
 
     return pass_window
@@ -89,11 +95,11 @@ def test_noise_names_nobody(usual: float, caplog: pytest.LogCaptureFixture, monk
             replace(USUAL, own_seconds=seconds, grad_norm=norm * rank * draw.uniform(0.3, 3), memory_gib=50 + rank)
             for rank, seconds in enumerate(times)
         ]
-        watch.warn(ranks, step=step, is_steady=True)
+        watch.warn(gathered(ranks), step=step, is_steady=True)
     if usual < 0.02:
         for step in range(20):  # many times the median, but of no weight
             ranks = [replace(USUAL, own_seconds=0.001 * (20 if rank == 3 else 1)) for rank in range(8)]
-            watch.warn(ranks, step=step, is_steady=True)
+            watch.warn(gathered(ranks), step=step, is_steady=True)
     assert caplog.messages == []
 
 
@@ -104,10 +110,10 @@ def test_windows_of_a_start_and_unknown_times_name_nobody(watched: Watched) -> N
 
 def test_the_slowest_rank_of_a_record() -> None:
     ranks = [replace(USUAL, own_seconds=seconds) for seconds in (0.2, 0.9, 0.3, math.nan)]
-    assert slowest_rank(ranks, HOSTS) == {
+    assert slowest_rank(gathered(ranks), HOSTS) == {
         "slowest_rank": 1, "slowest_host": "a", "own_seconds_slowest": 0.9, "own_seconds_median": 0.3,
     }  # fmt: skip
-    assert slowest_rank(ranks[3:], HOSTS) == {}
+    assert slowest_rank(gathered(ranks[3:]), HOSTS) == {}
 
 
 def test_memory_far_above_that_of_others(watched: Watched) -> None:
@@ -117,7 +123,7 @@ def test_memory_far_above_that_of_others(watched: Watched) -> None:
     ]
     assert watched(6, memory_gib=63.0) == []
     small = [replace(USUAL, memory_gib=size) for size in (0.5, 0.5, 1.4)]
-    RankWatch(["a"] * 3).warn(small, step=1, is_steady=True)
+    RankWatch(["a"] * 3).warn(gathered(small), step=1, is_steady=True)
     assert watched(6, memory_gib=64.0) == []
 
 
@@ -136,6 +142,19 @@ def test_gradients_far_from_those_of_others_and_from_their_own_history(watched: 
             "rank 1 of host a: its part of the gradients of step 9 is not finite, but that of other ranks is"
         ]
         assert watched() == []
+
+
+def test_the_watch_makes_as_many_calls_for_many_ranks_as_for_few() -> None:
+    def calls(count: int) -> int:
+        hosts = [f"host-{rank // 8}" for rank in range(count)]
+        ranks, watch = gathered([USUAL] * count), RankWatch(hosts)
+        with cProfile.Profile() as profile:
+            for step in range(20):
+                slowest_rank(ranks, hosts)
+                watch.warn(ranks, step=step, is_steady=True)
+        return sum(entry.callcount for entry in profile.getstats())
+
+    assert calls(4096) == calls(8)
 
 
 def test_own_time_is_the_step_without_its_waits(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,15 +2,13 @@
 
 import logging
 import math
-from collections import deque
 from collections.abc import Sequence
-from collections.abc import Set as AbstractSet
 from dataclasses import astuple, dataclass
-from statistics import median_low
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from titanlite.runtime.ranks import ranks_text
 
@@ -32,45 +30,50 @@ GRADIENT_HISTORY = 8, 64
 """Log steps in that median: the fewest and the most."""
 
 
-@dataclass(frozen=True)
-class RankMetrics:
-    """Metrics of one rank over a window."""
+T = TypeVar("T")
 
-    own_seconds: float
+
+@dataclass(frozen=True)
+class RankMetrics(Generic[T]):
+    """Metrics over a window: numbers of one rank, or tensors [ranks] of all."""
+
+    own_seconds: T
     """Time a step in which the rank does not wait for other ranks, with its wait for data. NaN if not known."""
-    data_wait_seconds: float
+    data_wait_seconds: T
     """A step."""
-    compile_seconds: float
-    compile_minus_elapsed: float
+    compile_seconds: T
+    compile_minus_elapsed: T
     """Seconds of compiling in the window, minus seconds of the window."""
-    recompiles: float
-    memory_gib: float
-    num_alloc_retries: float
-    grad_norm: float
+    recompiles: T
+    memory_gib: T
+    num_alloc_retries: T
+    grad_norm: T
     """L2 norm of the rank's part of the gradients, in the last step of the window."""
 
 
-def gather_metrics(metrics: RankMetrics, *, device: torch.device, group: dist.ProcessGroup) -> list[RankMetrics]:
-    """Return the metrics of every rank, in the order of ranks. Every rank calls it at the same steps."""
+def gather_metrics(
+    metrics: RankMetrics[float], *, device: torch.device, group: dist.ProcessGroup
+) -> RankMetrics[Tensor]:
+    """Return the metrics of every rank: float64 [ranks] on the CPU. Every rank calls it at the same steps."""
     own = torch.tensor(astuple(metrics), dtype=torch.float64, device=device)
     ranks = torch.tensor(astuple(metrics) * group.size(), dtype=torch.float64, device=device)
     gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # its name since torch 2.13
     gather(ranks, own, group=group)
-    return [RankMetrics(*values) for values in ranks.view(group.size(), -1).tolist()]
+    return RankMetrics(*ranks.view(group.size(), -1).cpu().unbind(1))
 
 
-def slowest_rank(ranks: Sequence[RankMetrics], hosts: Sequence[str]) -> dict[str, Any]:
+def slowest_rank(ranks: RankMetrics[Tensor], hosts: Sequence[str]) -> dict[str, Any]:
     """Return the rank with the largest own time for a record, beside the median of all ranks."""
-    known = [it.own_seconds for it in ranks if math.isfinite(it.own_seconds)]
-    if not known:
+    times = ranks.own_seconds
+    is_known = times.isfinite()
+    if not is_known.any():
         return {}
-    largest = max(known)
-    slowest = next(rank for rank, it in enumerate(ranks) if it.own_seconds == largest)
+    slowest = int(times.where(is_known, -math.inf).argmax())
     return {
         "slowest_rank": slowest,
         "slowest_host": hosts[slowest],
-        "own_seconds_slowest": largest,
-        "own_seconds_median": median_low(known),
+        "own_seconds_slowest": float(times[slowest]),
+        "own_seconds_median": float(times[is_known].median()),
     }
 
 
@@ -79,26 +82,26 @@ class _Conspicuous:
 
     def __init__(self, count: int, *, windows: int) -> None:
         self._windows = windows
-        self._applied = [0] * count
-        self._ceased = [0] * count
-        self._known: set[int] = set()
+        self._applied = torch.zeros(count, dtype=torch.int64)
+        self._ceased = torch.zeros(count, dtype=torch.int64)
+        self._known = torch.zeros(count, dtype=torch.bool)
 
-    def update(self, ranks: AbstractSet[int]) -> tuple[set[int], set[int]]:
+    def update(self, applies: Tensor) -> tuple[list[int], list[int]]:
         """Return the ranks to which the condition applied in all of the last windows, and which of them are new.
 
         Args:
-            ranks: those to which it applies in this window.
+            applies: bool [ranks], in this window.
         """
-        for rank in range(len(self._applied)):
-            applies = rank in ranks
-            self._applied[rank] = self._applied[rank] + 1 if applies else 0
-            self._ceased[rank] = 0 if applies else self._ceased[rank] + 1
-            if self._ceased[rank] >= self._windows:
-                self._known.discard(rank)
-        lasting = {rank for rank, windows in enumerate(self._applied) if windows >= self._windows}
-        new = lasting - self._known
-        self._known |= lasting
-        return lasting, new
+        self._applied = (self._applied + 1).where(applies, 0)
+        self._ceased = (self._ceased + 1).where(~applies, 0)
+        lasting = self._applied >= self._windows
+        known = self._known & (self._ceased < self._windows)
+        self._known = known | lasting
+        return _true_of(lasting), _true_of(lasting & ~known)
+
+
+def _true_of(ranks: Tensor) -> list[int]:
+    return ranks.nonzero().flatten().tolist()
 
 
 class RankWatch:
@@ -113,9 +116,10 @@ class RankWatch:
         self._slow = _Conspicuous(len(hosts), windows=LAG_WINDOWS)
         self._large = _Conspicuous(len(hosts), windows=1)
         self._odd = _Conspicuous(len(hosts), windows=1)
-        self._shares: list[deque[float]] = [deque(maxlen=GRADIENT_HISTORY[1]) for _ in hosts]
+        self._shares = torch.full((len(hosts), GRADIENT_HISTORY[1]), math.nan, dtype=torch.float64)
+        self._known_shares = torch.zeros(len(hosts), dtype=torch.int64)
 
-    def warn(self, ranks: Sequence[RankMetrics], *, step: int, is_steady: bool) -> None:
+    def warn(self, ranks: RankMetrics[Tensor], *, step: int, is_steady: bool) -> None:
         """Log a warning for each rank or host that is to be named at this log step.
 
         Args:
@@ -126,20 +130,20 @@ class RankWatch:
         for line in lines:
             logger.warning(line)
 
-    def _lags(self, ranks: Sequence[RankMetrics], step: int) -> list[str]:
-        times = [it.own_seconds for it in ranks]
-        if not all(map(math.isfinite, times)):
+    def _lags(self, ranks: RankMetrics[Tensor], step: int) -> list[str]:
+        if not ranks.own_seconds.isfinite().all():
             return []
-        median, data_median = median_low(times), median_low([it.data_wait_seconds for it in ranks])
+        median, data_median = float(ranks.own_seconds.median()), float(ranks.data_wait_seconds.median())
         least = max(LAG * median, median + LEAST_LAG)
-        lasting, new = self._slow.update({rank for rank, seconds in enumerate(times) if seconds > least})
+        lasting, new = self._slow.update(ranks.own_seconds > least)
+        times = ranks.own_seconds.tolist() if new else []
         lines = []
-        for host in dict.fromkeys(self._hosts[rank] for rank in sorted(new)):
+        for host in dict.fromkeys(self._hosts[rank] for rank in new):
             members = {rank for rank, other in enumerate(self._hosts) if other == host}
-            is_whole = 1 < len(members) < len(ranks) and members <= lasting
-            named = sorted(members if is_whole else members & new)
+            is_whole = 1 < len(members) < len(times) and members <= {*lasting}
+            named = sorted(members if is_whole else members & {*new})
             worst = max(named, key=times.__getitem__)
-            waits = ranks[worst].data_wait_seconds - data_median > (times[worst] - median) / 2
+            waits = float(ranks.data_wait_seconds[worst]) - data_median > (times[worst] - median) / 2
             who = f"all {len(members)} ranks" if is_whole else ranks_text(named)
             lines.append(
                 f"{who} of host {host} {'lags' if len(named) == 1 else 'lag'}, and all others wait: {times[worst]:.3f} "
@@ -149,35 +153,39 @@ class RankWatch:
             )
         return lines
 
-    def _memory(self, ranks: Sequence[RankMetrics]) -> list[str]:
-        sizes = [it.memory_gib for it in ranks]
-        median = median_low(sizes)
+    def _memory(self, ranks: RankMetrics[Tensor]) -> list[str]:
+        median = float(ranks.memory_gib.median())
         least = max(MEMORY_EXCESS * median, median + LEAST_MEMORY_EXCESS)
-        _, new = self._large.update({rank for rank, size in enumerate(sizes) if size > least})
+        _, new = self._large.update(ranks.memory_gib > least)
         return [
-            f"{self._name(rank)} takes {sizes[rank]:.2f} GiB of memory, the median of all ranks is {median:.2f} GiB"
-            for rank in sorted(new)
+            f"{self._name(rank)} takes {ranks.memory_gib[rank]:.2f} GiB of memory, the median of all ranks is "
+            f"{median:.2f} GiB"
+            for rank in new
         ]
 
-    def _gradients(self, ranks: Sequence[RankMetrics], step: int) -> list[str]:
+    def _gradients(self, ranks: RankMetrics[Tensor], step: int) -> list[str]:
         """Parts of a gradient differ in size, but their shares hardly change."""
-        norms = [it.grad_norm for it in ranks]
-        finite = [norm for norm in norms if math.isfinite(norm)]
-        if not finite or not (median := median_low(finite)):
+        norms = ranks.grad_norm
+        is_finite = norms.isfinite()
+        if not is_finite.any() or not (median := float(norms[is_finite].median())):
             return []  # that is no matter of one rank
-        odd: dict[int, str] = {}
-        for rank, (norm, shares) in enumerate(zip(norms, self._shares, strict=True)):
-            if not math.isfinite(norm):
-                odd[rank] = "is not finite, but that of other ranks is"
-                continue
-            share, usual = norm / median, median_low(shares) if len(shares) >= GRADIENT_HISTORY[0] else math.inf
+        shares = norms / median
+        odd = dict.fromkeys(_true_of(~is_finite), "is not finite, but that of other ranks is")
+        has_history = self._known_shares >= GRADIENT_HISTORY[0]
+        for rank in _true_of(is_finite & has_history & (shares > GRADIENT_EXCESS)):
+            share, usual = float(shares[rank]), float(self._shares[rank].nanmedian())
             if share > GRADIENT_EXCESS * max(usual, 1):
                 odd[rank] = (
-                    f"has norm {norm:.4g}, {share:.4g} times the median of all ranks; {usual:.3g} times is usual for it"
+                    f"has norm {norms[rank]:.4g}, {share:.4g} times the median of all ranks; {usual:.3g} times is "
+                    "usual for it"
                 )
-            shares.append(share)
-        _, new = self._odd.update(odd.keys())
-        return [f"{self._name(rank)}: its part of the gradients of step {step} {odd[rank]}" for rank in sorted(new)]
+        rows = is_finite.nonzero().flatten()
+        self._shares[rows, self._known_shares[rows] % GRADIENT_HISTORY[1]] = shares[rows]  # the oldest goes
+        self._known_shares[rows] += 1
+        is_odd = torch.zeros_like(is_finite)
+        is_odd[[*odd]] = True
+        _, new = self._odd.update(is_odd)
+        return [f"{self._name(rank)}: its part of the gradients of step {step} {odd[rank]}" for rank in new]
 
     def _name(self, rank: int) -> str:
         return f"rank {rank} of host {self._hosts[rank]}"

@@ -207,22 +207,22 @@ class MetricsRecorder:
             grad_norm=grad_norm,
         )
         ranks = gather_metrics(own, device=self.device, group=self._group)
-        compile_seconds = max(it.compile_seconds for it in ranks)
+        compile_seconds = float(ranks.compile_seconds.max())
         if compile_seconds:  # of the rank that waited least for others to compile
-            elapsed = -max(it.compile_minus_elapsed for it in ranks)
-        retries = int(max(it.num_alloc_retries for it in ranks))
+            elapsed = -float(ranks.compile_minus_elapsed.max())
+        retries = int(ranks.num_alloc_retries.max())
         self._records += 1
         if self._writes:
-            self._compiling.warn(int(max(it.recompiles for it in ranks)))
+            self._compiling.warn(int(ranks.recompiles.max()))
             self._memory.warn(retries, step=step)
             self._ranks.warn(ranks, step=step, is_steady=self._records > 1 and not compile_seconds)
         return {
             "tokens_per_second": self.tokens_per_step * steps / elapsed,
             "step_seconds": elapsed / steps,
-            "data_wait_seconds": max(it.data_wait_seconds for it in ranks),
+            "data_wait_seconds": float(ranks.data_wait_seconds.max()),
             **slowest_rank(ranks, self._hosts),
             **({"compile_seconds": compile_seconds} if compile_seconds else {}),
-            "memory_gib": max(it.memory_gib for it in ranks),
+            "memory_gib": float(ranks.memory_gib.max()),
             **({"num_alloc_retries": retries} if self.device.type == "cuda" else {}),
         }
 
