@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
+from shlex import quote
 
 import torch
 from torch import nn
@@ -200,7 +201,7 @@ class Profiler(StepObserver):
                     logger.info(
                         f"profile of steps {first} to {last}: {path}, {path.stat().st_size / 2**20:.1f} MiB in "
                         f"{time.perf_counter() - began:.1f} s. ui.perfetto.dev opens it; "
-                        f"{shell_command('titanlite')} profile {self._run} prints a summary"
+                        f"{shell_command('titanlite')} profile {quote(str(self._run))} prints a summary"
                     )
                 if self.config.enable_memory_snapshot:
                     path = save_memory_snapshot(folder, self._ranks.rank)

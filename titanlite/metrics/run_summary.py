@@ -244,7 +244,6 @@ def report_end(
     """
     titanlite, path = shell_command("titanlite"), shlex.quote(str(folder.path))
     resume = f"{titanlite} train {shlex.quote(str(folder.path / 'config.toml'))}"
-    needs = "" if find_spec("plotly") else f", after {shell_command('pip')} install 'titanlite[report]'"
     done = manifests.committed_steps(checkpoints.list())
     if isinstance(stopped, StoppedBySignal):
         newest = f"step {done[-1]} is saved in {checkpoints.url}" if done else "no checkpoint was asked for"
@@ -261,6 +260,7 @@ def report_end(
         if config.guard.nonfinite == "stop" and done and not config.optimizer.in_backward:
             logger.info("  to skip such steps and resume: the same command with --guard.nonfinite=skip")
         return
+    needs = "" if find_spec("plotly") else f", after {shell_command('pip')} install 'titanlite[report]'"
     steps = max(steps, resumed_at)
     more = (
         f"--training.steps={2 * steps}"

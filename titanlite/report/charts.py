@@ -72,9 +72,8 @@ def _loss(runs: Sequence[RunRecords]) -> dict[str, Any]:
     marks: list[dict[str, Any]] = []
     for color, run in enumerate(runs):
         losses = run.column("loss")
-        span = max(5, len(losses) / 50)
         traces.append({"name": f"{run.name}: each record", "x": run.steps, "y": losses, "color": color, "thin": True})
-        traces.append({"name": run.name, "x": run.steps, "y": smoothed(losses, span), "color": color})
+        traces.append({"name": run.name, "x": run.steps, "y": smoothed(losses), "color": color})
         if run.validation:
             x, y = [it["step"] for it in run.validation], [it["loss"] for it in run.validation]
             traces.append({"name": f"{run.name}: validation", "x": x, "y": y, "color": color, "points": "circle"})
@@ -157,7 +156,7 @@ def _tables(runs: Sequence[RunRecords]) -> Iterator[dict[str, Any]]:
     rows: dict[str, Callable[[RunRecords], str]] = {
         "step": lambda run: f"{run.steps[-1]:,} of {_steps_of(run)}",
         "loss": lambda run: _number(run.metrics[-1].get("loss"), 4),
-        "loss, smoothed": lambda run: _number(smoothed(run.column("loss"), max(5, len(run.metrics) / 50))[-1], 4),
+        "loss, smoothed": lambda run: _number(smoothed(run.column("loss"))[-1], 4),
         "best validation loss": _best,
         "tokens/s": lambda run: _number(_median(run.column("tokens_per_second")), 0),
         "MFU": lambda run: _share(_median(run.column("mfu"))),

@@ -173,7 +173,7 @@ def draw_png(runs: Sequence[RunRecords], place: Path) -> None:
             color = f"C{number}"
             if name == "loss":
                 axes.plot(run.steps, values, color=color, alpha=0.3, linewidth=0.8)
-                values = smoothed(run.column(name), max(5, len(values) / 50))
+                values = smoothed(run.column(name))
             axes.plot(run.steps, values, color=color, label=run.name, linewidth=1.4)
         if name == "grad_norm":
             axes.set_yscale("log")

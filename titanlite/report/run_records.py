@@ -123,13 +123,15 @@ def _read_config(path: Path) -> Record:
 # Arithmetic
 
 
-def smoothed(values: Sequence[float | None], span: float) -> list[float | None]:
+def smoothed(values: Sequence[float | None], span: float | None = None) -> list[float | None]:
     """Return the exponential moving average, without a bias towards the first value.
 
     Args:
         values: None is left out, and stays None.
-        span: number of values over which the average extends: each new one has the weight 2 / (span + 1).
+        span: number of values over which the average extends: each new one has the weight 2 / (span + 1). None: 2 % of
+            all, 5 at least.
     """
+    span = span or max(5, len(values) / 50)
     keep, total, weight = 1 - 2 / (span + 1), 0.0, 0.0
     found: list[float | None] = []
     for value in values:
