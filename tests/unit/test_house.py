@@ -1,7 +1,6 @@
-"""Rules of the house, kept by tests: what imports what, what is private, and how large things are."""
+"""Rules of the house, kept by tests: what imports what, what is replaced, and what is private."""
 
 import ast
-import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -139,23 +138,57 @@ def patches(tree: ast.Module) -> Iterator[str]:
         elif isinstance(node, ast.Call) and ast.unparse(node.func) == "setattr":
             yield ast.unparse(node)
         elif isinstance(node, ast.Assign):
-            changed = [target for target in node.targets if isinstance(target, ast.Attribute)]
-            yield from (ast.unparse(target) for target in changed if root_of(target) in imported)
+            changed = [name for target in node.targets for name in ast.walk(target) if isinstance(name, ast.Attribute)
+                       and isinstance(name.ctx, ast.Store)]  # fmt: skip
+            for target in changed:
+                if target.attr in ("__class__", "forward") or root_of(target) in imported:
+                    yield ast.unparse(target)
 
 
-def test_nothing_is_patched() -> None:
-    """No mocks, no attribute replaced by its name, no variables read out of frames."""
-    known = {
-        # Parameters that two modules share are one again after materializing.
-        "parallelize/materialize.py": {"setattr(model.get_submodule(module), attribute, model.get_parameter(first))"},
-        # Settings that PyTorch documents as attributes.
-        "runtime/process_group.py": {
-            "torch.backends.cudnn.benchmark",
-            "torch.utils.deterministic.fill_uninitialized_memory",
-        },
+REPLACED = {
+    "parallelize/materialize.py": {
+        "setattr(model.get_submodule(module), attribute, model.get_parameter(first))": (
+            "parameters that two modules share are one again after materializing"
+        ),
+    },
+    "runtime/process_group.py": {
+        "torch.backends.cudnn.benchmark": "a setting that PyTorch documents as an attribute",
+        "torch.utils.deterministic.fill_uninitialized_memory": "a setting that PyTorch documents as an attribute",
+    },
+    "runtime/raw_output.py": {
+        "sys.stdout": "Python documents these two as the way to redirect output; what goes there is also logged",
+        "sys.stderr": "as sys.stdout",
+    },
+    "parallelize/activation_checkpoint.py": {
+        "block.forward": "a wrapper module would stand in the names of parameters and in the checkpoint",
+    },
+    "parallelize/compile.py": {
+        "block.forward": "Module.compile() compiles the hooks of FSDP too; only the forward is compiled here",
+    },
+    "parallelize/tensor.py": {
+        "module.forward": "the lookup in a part of the vocabulary, without a class of embeddings of its own",
+    },
+    "convert/experts.py": {
+        "block.forward": "routers are watched block by block in a tool that trains nothing",
+    },
+    "runtime/private_torch/fsdp.py": {
+        "group.__class__": "backward waits for the head's reduce-scatter",
+        "parameter.__class__": "on one rank a parameter is gathered in place; quantized ones keep their types",
+        "unit.__class__": "observers hear when a unit waits",
+    },
+    "runtime/private_torch/tracing.py": {
+        "propagator.__class__": "the planner must not count tensors that metadata propagation makes",
+    },
+}
+"""What titanlite replaces in other objects, by file, each with its reason."""
+
+
+def test_what_is_replaced_is_listed_with_its_reason() -> None:
+    """No mocks, no frames that are read, and no class, forward or attribute replaced but what is listed."""
+    found = {short(path): set(patches(tree)) for path, tree in TREES.items()}
+    assert {path: names for path, names in found.items() if names} == {
+        path: names.keys() for path, names in REPLACED.items()
     }
-    found = {short(path): set(patches(tree)) - known.get(short(path), set()) for path, tree in TREES.items()}
-    assert {path: names for path, names in found.items() if names} == {}
 
 
 DOCUMENTED = {"os._exit", "sys._current_frames", "_replace", "_asdict", "_fields", "_fields_"}
@@ -195,11 +228,13 @@ class A:
     def __init__(self): self._mine = {}
     def f(self, other, frame):
         fsdp.fully_shard = self._mine
+        other.__class__, other.forward = A, frame
         setattr(other, "f", frame.f_locals)
         return other._mine, other._theirs, torch._C.g, other._replace(), os._exit(0)
 """
     tree = ast.parse(source)
     found = {"unittest.mock", "fsdp.fully_shard", "setattr(other, 'f', frame.f_locals)", "f_locals"}
+    found |= {"other.__class__", "other.forward"}
     assert set(patches(tree)) == found
     assert set(private_uses(tree)) == {"torch.optim._muon", "other._theirs", "torch._C"}
 
@@ -230,48 +265,6 @@ def test_only_wings_import_what_tracing_needs() -> None:
     users = {name.split(".")[1] for name, used in IMPORTS.items() if "titanlite.runtime.private_torch.tracing" in used}
     assert users
     assert users <= set(WINGS)
-
-
-# Reading
-
-
-def test_the_reading_path_is_short() -> None:
-    """docs/architecture.md promises a whole training in files that exist, and in so many lines."""
-    guide = Path("docs/architecture.md").read_text()
-    files = [Path(name) for name in re.findall(r"^\d+\. `(titanlite/\S+\.py)`:", guide, re.MULTILINE)]
-    assert len(files) == 17
-    assert set(files) <= TREES.keys()
-    assert sum(len(file.read_text().splitlines()) for file in files) <= 2400
-
-
-def test_the_picture_has_every_room() -> None:
-    rooms = {f"{path.name}/" for path in PACKAGE.iterdir() if (path / "__init__.py").exists()}
-    picture = Path("docs/architecture.md").read_text().partition("```text")[2].partition("```")[0]
-    assert {room for room in rooms if room not in picture} == set()
-
-
-# Sizes
-
-LARGE_FILES: dict[str, int] = {}
-"""Lines of files that are larger than the guide."""
-
-LONG_FUNCTIONS: set[str] = set()
-
-
-@pytest.mark.parametrize("path", FILES, ids=short)
-def test_files_are_short(path: Path) -> None:
-    assert len(path.read_text().splitlines()) <= LARGE_FILES.get(short(path), 320)
-
-
-@pytest.mark.long
-def test_functions_are_short() -> None:
-    long = {
-        f"{short(path)}:{node.name}"
-        for path, tree in TREES.items()
-        for node in ast.walk(tree)
-        if isinstance(node, ast.FunctionDef) and (node.end_lineno or 0) - node.lineno >= 60
-    }
-    assert long <= LONG_FUNCTIONS
 
 
 # Tests
