@@ -31,9 +31,9 @@ from titanlite.checkpoint.save_overhead import StepClock
 from titanlite.checkpoint.state import flat, state_of
 from titanlite.checkpoint.storage import open_storage
 from titanlite.config.load import load
-from titanlite.cpu.settings import cores
 from titanlite.ingest.prepare import prepare_text
 from titanlite.preflight import preflight
+from titanlite.runtime.cpu import cores
 from titanlite.runtime.private_torch.tensors import local_tensor
 from titanlite.runtime.process_group import pick_device, process_group, read_ranks
 from titanlite.step import train_step

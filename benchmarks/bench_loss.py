@@ -25,10 +25,10 @@ from torch.nn import functional as F
 
 from titanlite.batch import IGNORE
 from titanlite.config.distill_schema import Distill
-from titanlite.cpu.settings import keep_freed_memory
 from titanlite.distill import HeadDivergence
 from titanlite.kernels import Kernels
 from titanlite.loss import token_loss
+from titanlite.runtime.cpu import keep_freed_memory
 
 VOCABULARIES = (32_768, 65_536, 131_072, 262_144)
 TIMED = 32_768

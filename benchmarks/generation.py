@@ -19,12 +19,13 @@ from record import add_record_option, ratios, record
 
 from titanlite.convert.generation import Generator
 from titanlite.convert.sampling import Sampler
+from titanlite.cpu import pick_kernels
 from titanlite.kernels import set_kernels
 from titanlite.models.base import build_on_meta
 from titanlite.models.llama3 import Llama3, Llama3Args
 from titanlite.parallelize.fsdp import DTYPES
 from titanlite.parallelize.materialize import allocate, draw_weights, set_dtype
-from titanlite.runtime.process_group import Ranks, pick_device, pick_kernels
+from titanlite.runtime.process_group import Ranks, pick_device
 
 
 def main() -> None:

@@ -32,8 +32,10 @@ from torch.optim import Optimizer
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from titanlite.batch import Batch
+from titanlite.build_model import parallelize_teacher
 from titanlite.config.load import load
 from titanlite.config.schema import Config
+from titanlite.cpu import pick_kernels
 from titanlite.data.packing import TokenSequence
 from titanlite.data.samples import as_batch
 from titanlite.guard import StepGuard
@@ -51,9 +53,9 @@ from titanlite.plan.teacher import teacher_spec
 from titanlite.runtime.disk import open_disk
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.private_torch.tensors import local_tensor
-from titanlite.runtime.process_group import pick_kernels, seed_step
+from titanlite.runtime.process_group import seed_step
 from titanlite.step import train_step
-from titanlite.teacher import Teacher, parallelize_teacher
+from titanlite.teacher import Teacher
 from titanlite.teacher_source import teacher_model
 
 SPAN, OPTIMIZER_STEP = "measured: ", "Optimizer.step#"

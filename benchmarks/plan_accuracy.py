@@ -29,13 +29,14 @@ from torch.nn import functional as F
 from titanlite.batch import IGNORE
 from titanlite.config.load import load
 from titanlite.config.schema import Config
+from titanlite.cpu import pick_kernels
 from titanlite.loss import TokenLoss, build_loss
 from titanlite.optim import build_optimizer
 from titanlite.parallelize import DTYPES, build_mesh, materialize, parallelize
 from titanlite.parallelize.mesh import loss_group
 from titanlite.plan.estimate import Layout, Plan, model_of, plan
 from titanlite.runtime.hardware import Hardware, find_hardware, hardware_of
-from titanlite.runtime.process_group import pick_kernels, process_group, read_ranks
+from titanlite.runtime.process_group import process_group, read_ranks
 from titanlite.step import train_step
 
 Ratios = dict[str, list[float]]

@@ -43,7 +43,6 @@ from titanlite.checkpoint.manager import Progress
 from titanlite.config.load import load
 from titanlite.config.schema import Config
 from titanlite.cpu.kernels import CpuKernels
-from titanlite.cpu.settings import cores
 from titanlite.ingest.prepare import prepare_text
 from titanlite.optim import build_optimizer
 from titanlite.parallelize.materialize import allocate
@@ -52,6 +51,7 @@ from titanlite.plan.estimate import model_of
 from titanlite.plan.trace import parallelized
 from titanlite.preflight import preflight
 from titanlite.runtime.console import start_logging
+from titanlite.runtime.cpu import cores
 from titanlite.runtime.private_torch.tracing import FakeTensorMode
 from titanlite.runtime.process_group import Ranks, process_group, read_ranks
 from titanlite.step import StepResult, train_step

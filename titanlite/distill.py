@@ -7,9 +7,8 @@ Shape suffixes: see `models.layers`; C the tokens of a chunk, K the tokens that 
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -18,31 +17,6 @@ from titanlite.batch import Batch
 from titanlite.config.distill_schema import Distill
 from titanlite.kernels import Kernels
 from titanlite.models.divergence import ChunkDivergence, Kind, top_k_divergence
-
-
-class Divergence(Protocol):
-    """Divergence of the student from the teacher, for the tokens of one micro-batch."""
-
-    matrices: int
-    """Matrices [C, V] of logits that exist beside the student's. Chunks are smaller for them."""
-
-    def __call__(self, logits_CV: Tensor, part: slice, weight_C: Tensor | None) -> ChunkDivergence:
-        """Return T^2 D of the tokens of a chunk, and the gradient of its weighted sum.
-
-        Args:
-            logits_CV: of the student, float32; they are kept.
-            part: the chunk, among the tokens [T] of the micro-batch.
-            weight_C: weight of each token in the gradient. None: no gradient.
-        """
-        ...
-
-
-class TeacherOutput(Protocol):
-    """Output of a teacher for one micro-batch."""
-
-    def divergence(self, distill: Distill, kernels: Kernels) -> AbstractContextManager[Divergence]:
-        """Return the divergence that `[distill]` names. It can be computed within the context."""
-        ...
 
 
 class HeadLogits:

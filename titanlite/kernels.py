@@ -1,6 +1,6 @@
 """Kernels: how one kind of device computes what a step needs.
 
-One object is chosen at the start (`pick_kernels` in runtime/process_group.py) and handed to parallelize and to the
+One object is chosen at the start (`pick_kernels` in cpu/__init__.py) and handed to parallelize and to the
 loss. `Kernels` runs PyTorch's operators as NVIDIA GPUs run them best, and is correct on every device. `cpu/kernels.py`
 replaces what CPUs compute badly. The planner derives its own, which trace a GPU's step on fake tensors.
 """

@@ -8,6 +8,7 @@ Shape suffixes: see `models.layers`; C the tokens of a chunk.
 """
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
@@ -18,8 +19,8 @@ from torch import Tensor
 from titanlite.batch import IGNORE
 from titanlite.config.distill_schema import Distill
 from titanlite.config.schema import Training
-from titanlite.distill import Divergence, TeacherOutput
 from titanlite.kernels import DEFAULT_KERNELS, Kernels
+from titanlite.models.divergence import ChunkDivergence
 from titanlite.runtime.user_code import find_object
 
 NO_DISTILLATION = Distill()
@@ -36,6 +37,31 @@ class TokenLoss(NamedTuple):
     """Further sums for the metrics, by name, without a gradient. They are reported as means over tokens."""
     cross_entropy_T: Tensor | None = None
     """Cross entropy of each token [B * L], 0 where it does not count, without a gradient; for `loss_by_source`."""
+
+
+class Divergence(Protocol):
+    """Divergence of the student from the teacher, for the tokens of one micro-batch."""
+
+    matrices: int
+    """Matrices [C, V] of logits that exist beside the student's. Chunks are smaller for them."""
+
+    def __call__(self, logits_CV: Tensor, part: slice, weight_C: Tensor | None) -> ChunkDivergence:
+        """Return T^2 D of the tokens of a chunk, and the gradient of its weighted sum.
+
+        Args:
+            logits_CV: of the student, float32; they are kept.
+            part: the chunk, among the tokens [T] of the micro-batch.
+            weight_C: weight of each token in the gradient. None: no gradient.
+        """
+        ...
+
+
+class TeacherOutput(Protocol):
+    """Output of a teacher for one micro-batch."""
+
+    def divergence(self, distill: Distill, kernels: Kernels) -> AbstractContextManager[Divergence]:
+        """Return the divergence that `[distill]` names. It can be computed within the context."""
+        ...
 
 
 class LossFunction(Protocol):

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -10,17 +11,18 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from titanlite.batch import IGNORE, Batch
-from titanlite.distill import TeacherOutput
-from titanlite.loss import LossFunction, token_loss
-from titanlite.models.attention import Documents
+from titanlite.loss import LossFunction, TeacherOutput, token_loss
+from titanlite.models.attention import document_arguments
 from titanlite.models.base import Model
 from titanlite.observer import StepObserver
 from titanlite.optim import update
-from titanlite.optim.in_backward import InBackward
 from titanlite.optim.norm import count_parameter_replicas, gradient_norms, joined, sums_of_squares
 from titanlite.runtime.private_torch.operators import scale_in_place
 from titanlite.runtime.private_torch.tensors import local_tensor
 from titanlite.runtime.ranks import reduce_over_ranks
+
+if TYPE_CHECKING:
+    from titanlite.optim.in_backward import InBackward
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,7 @@ def train_step(
     loss_function: LossFunction = token_loss,
     teacher: Callable[[Batch], TeacherOutput] | None = None,
     decide: Callable[[Tensor, Tensor], Tensor] = never_skip,
-    in_backward: InBackward | None = None,
+    in_backward: "InBackward | None" = None,
     reduce_once: bool = False,
     stop_flag: Tensor | None = None,
     observer: StepObserver | None = None,
@@ -118,7 +120,7 @@ def accumulate(
     group: dist.ProcessGroup,
     loss_function: LossFunction,
     teacher: Callable[[Batch], TeacherOutput] | None,
-    in_backward: InBackward | None,
+    in_backward: "InBackward | None",
     reduce_once: bool,
     observer: StepObserver,
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
@@ -155,13 +157,6 @@ def accumulate(
         (loss.total * (group.size() / valid_tokens)).backward()
     micro_losses, totals = torch.stack(losses, dim=1)
     return micro_losses, totals, metrics
-
-
-def document_arguments(batch: Batch) -> dict[str, Documents]:
-    """Return the argument `documents` of the model's forward for a batch with documents, else nothing."""
-    if "boundaries" not in batch:
-        return {}
-    return {"documents": Documents(batch["positions"], batch["documents"], batch["boundaries"])}
 
 
 def count_valid_tokens(batches: Sequence[Batch], group: dist.ProcessGroup) -> Tensor:

@@ -19,8 +19,8 @@ from titanlite.checkpoint.state import model_state, state_of
 from titanlite.config.schema import Config
 from titanlite.convert.source import load_model, open_source, open_teacher
 from titanlite.metrics.lines import step_line
+from titanlite.models.attention import document_arguments
 from titanlite.runtime.errors import UserError
-from titanlite.step import document_arguments
 from titanlite.teacher_source import fingerprint
 
 LAYOUTS = [(1, 1), (1, 2), (2, 2), (4, 1), (1, 4)]

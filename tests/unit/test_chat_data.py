@@ -24,8 +24,8 @@ from titanlite.data.tokens import TokenStore
 from titanlite.ingest.prepare import prepare_text
 from titanlite.ingest.token_writer import TokenWriter
 from titanlite.loss import token_loss
+from titanlite.models.attention import document_arguments
 from titanlite.runtime.errors import UserError
-from titanlite.step import document_arguments
 
 CHATML = """\
 {{- bos_token }}

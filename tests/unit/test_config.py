@@ -75,8 +75,6 @@ lr = true
         'training.seq_len: expected an integer, got "long" (run.toml:3)',
         "trainning: unknown key, did you mean training? (run.toml:5)",
         "data.path: no file or folder nowhere/ (run.toml:8)",
-        "data.tokenizer: no file no.model (a tiktoken rank file, a tokenizer.json, or one of the names bytes, "
-        "python-2k) (run.toml:9)",
         "parallelism.fsdp_reshard_after_forward: expected 'default', 'always' or 'never' or an integer, "
         'got "sometimes" (run.toml:11)',
         "optimizer.lr: expected a number, got true (run.toml:13)",

@@ -25,7 +25,7 @@ from titanlite.config.schema import ActivationCheckpoint, Compile, Float8, Freez
 from titanlite.cpu.kernels import CpuKernels
 from titanlite.kernels import DEFAULT_KERNELS, Kernels
 from titanlite.loss import token_loss
-from titanlite.models.attention import Boundaries
+from titanlite.models.attention import Boundaries, document_arguments
 from titanlite.models.layers import Documents, rope_at
 from titanlite.models.llama3 import Llama3, Llama3Args
 from titanlite.parallelize import build_mesh, parallelize
@@ -33,7 +33,7 @@ from titanlite.parallelize.activation_checkpoint import apply_activation_checkpo
 from titanlite.preflight import preflight
 from titanlite.runtime.errors import ConfigError
 from titanlite.runtime.process_group import Ranks
-from titanlite.step import document_arguments, train_step
+from titanlite.step import train_step
 
 GROUPED = SMALL
 ALL_HEADS = replace(SMALL, n_kv_heads=4)

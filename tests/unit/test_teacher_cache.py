@@ -29,10 +29,10 @@ from titanlite.data.samples import Samples, as_batch
 from titanlite.data.sources import reader_of, store_of
 from titanlite.data.teacher_entries import TaughtSequences, entry_type
 from titanlite.ingest.prepare import prepare_text
+from titanlite.models.attention import document_arguments
 from titanlite.preflight import preflight
 from titanlite.runtime.errors import ConfigError, UserError
 from titanlite.runtime.process_group import Ranks
-from titanlite.step import document_arguments
 from titanlite.teacher_source import fingerprint
 
 VOCABULARY, SEQ_LEN, TOP_K = 259, 32, 20

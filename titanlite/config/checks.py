@@ -20,10 +20,7 @@ from titanlite.config.technique_checks import (
     check_reduce_gradients,
     check_tensor,
 )
-from titanlite.runtime.errors import UserError
 from titanlite.runtime.files import why_not_writable
-
-SHIPPED_TOKENIZERS = Path(__file__).parents[1] / "data" / "tokenizers"
 
 
 def find_conflicts(config: Config, world_size: int | None, bad_keys: Collection[str]) -> list[Conflict]:
@@ -45,7 +42,6 @@ def find_conflicts(config: Config, world_size: int | None, bad_keys: Collection[
             ("teacher", "distill", "training.loss"),
             lambda: find_teacher_conflicts(config.teacher, config.distill, config.training.loss),
         ),
-        (("data.tokenizer",), lambda: _tokenizer(config)),
         (("checkpoint.folder", "checkpoint.initial_load_path"), lambda: _checkpoint_places(config)),
         (("checkpoint", "job"), lambda: _local_folder(config)),
         (("checkpoint.export_every", "checkpoint.interval"), lambda: _exports(config.checkpoint)),
@@ -202,18 +198,6 @@ def _is_stdlib(path: str | list[str]) -> bool:
 def _loss(config: Config) -> Iterator[Conflict]:
     if config.training.loss and config.training.z_loss:
         yield "training.z_loss", "belongs to titanlite's own loss, and training.loss names another: set z_loss = 0"
-
-
-def _tokenizer(config: Config) -> Iterator[Conflict]:
-    name = config.data.tokenizer
-    if name == "bytes" or (os.sep not in name and (SHIPPED_TOKENIZERS / f"{name}.model").is_file()):
-        return  # the import below brings numpy, which takes longer than all else that is done here
-    from titanlite.data.tokenizer import find_tokenizer
-
-    try:
-        find_tokenizer(name)
-    except UserError as error:
-        yield "data.tokenizer", str(error)
 
 
 def _checkpoint_places(config: Config) -> Iterator[Conflict]:

@@ -22,6 +22,7 @@ from titanlite.config.schema import Config, Data, Validation
 from titanlite.convert.loading import default_dtype, tokenizer_of
 from titanlite.convert.source import Source as Weights
 from titanlite.convert.source import load_model, open_source
+from titanlite.cpu import pick_kernels
 from titanlite.data.packing import TokenSequence
 from titanlite.data.prepared import prepared_tokens
 from titanlite.data.samples import SequenceReader, Source
@@ -31,7 +32,7 @@ from titanlite.data.tokens import TokenStore
 from titanlite.parallelize.fsdp import DTYPES
 from titanlite.runtime.console import progress_console
 from titanlite.runtime.errors import UserError
-from titanlite.runtime.process_group import Ranks, pick_device, pick_kernels, process_group
+from titanlite.runtime.process_group import Ranks, pick_device, process_group
 from titanlite.validation import Validator
 
 SEQ_LEN = 2048

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from titanlite.checkpoint.state import model_state
 from titanlite.config.schema import Data
 from titanlite.convert.import_weights import Teacher
+from titanlite.cpu import pick_kernels
 from titanlite.data.samples import Samples
 from titanlite.data.sources import open_sources
 from titanlite.data.tokenizer import load_tokenizer
@@ -30,7 +31,6 @@ from titanlite.models.registry import ModelSpec
 from titanlite.runtime.console import progress_console
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.files import write_atomically
-from titanlite.runtime.process_group import pick_kernels
 
 KEEP = re.compile(r"keep=(\d{1,6})")
 SEQ_LEN = 2048

@@ -15,10 +15,11 @@ from titanlite.convert.loading import default_dtype, note, tokenizer_of
 from titanlite.convert.prompts import Prompts, checked, read_prompts, stop_ids
 from titanlite.convert.sampling import Sampler
 from titanlite.convert.source import Source, load_model, open_source
+from titanlite.cpu import pick_kernels
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.parallelize.fsdp import DTYPES
 from titanlite.runtime.errors import UserError
-from titanlite.runtime.process_group import Ranks, pick_device, pick_kernels
+from titanlite.runtime.process_group import Ranks, pick_device
 
 NEW_CHAT = "/new"
 """Line that ends a chat and begins another one."""

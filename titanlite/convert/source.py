@@ -28,13 +28,13 @@ from titanlite.config.schema import Config, ModelSelection
 from titanlite.convert.adapters import Adapters, MergedReader, find_adapters
 from titanlite.convert.describe import resolve_source
 from titanlite.convert.weights import ForeignSource, find_source, open_reader, table_of
+from titanlite.cpu import pick_kernels
 from titanlite.data.tokenizer import Tokenizer, load_tokenizer
 from titanlite.kernels import set_kernels
 from titanlite.models.base import Model
 from titanlite.models.registry import ModelSpec, resolve_model
 from titanlite.parallelize.materialize import allocate, set_dtype
 from titanlite.runtime.errors import ConfigError, DamagedCheckpoint, UserError
-from titanlite.runtime.process_group import pick_kernels
 from titanlite.runtime.ranks import error_of_ranks
 
 SAMPLES, SAMPLE = 16, 2**18

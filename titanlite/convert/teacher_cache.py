@@ -12,11 +12,13 @@ from typing import IO, Any
 import torch.distributed as dist
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from titanlite.build_model import build_teacher
 from titanlite.config.data_schema import Validation
 from titanlite.config.load import load
 from titanlite.config.schema import Data, Teacher
 from titanlite.convert.source import open_teacher
 from titanlite.convert.teacher_writer import CacheWriter, on_disk, write_json
+from titanlite.cpu import pick_kernels
 from titanlite.data.samples import Source
 from titanlite.data.sources import PrepareText, open_data
 from titanlite.data.teacher_entries import (
@@ -37,9 +39,8 @@ from titanlite.preflight import select_model
 from titanlite.runtime.console import progress_console
 from titanlite.runtime.errors import ConfigError, Problem, UserError
 from titanlite.runtime.files import FileLocked, lock_file
-from titanlite.runtime.process_group import pick_device, pick_kernels, process_group, read_ranks
+from titanlite.runtime.process_group import pick_device, process_group, read_ranks
 from titanlite.runtime.ranks import on_rank_0
-from titanlite.teacher import build_teacher
 from titanlite.teacher_cache import cache_folder, data_settings
 from titanlite.teacher_source import TeacherSource, check_teacher, fingerprint, teacher_model
 

@@ -19,7 +19,6 @@ from typing import Literal
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
 from titanlite.config.schema import Data
-from titanlite.cpu.settings import cores
 from titanlite.data.prepared import prepared_tokens
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.data.tokens import FORMAT, INDEX, TokenStore
@@ -30,6 +29,7 @@ from titanlite.ingest.outcome import left_out, new_notes, note, report_lines
 from titanlite.ingest.reading import open_dataset, read_chunks
 from titanlite.ingest.token_writer import TokenWriter
 from titanlite.runtime.console import progress_console
+from titanlite.runtime.cpu import cores
 from titanlite.runtime.errors import RunError, UserError
 from titanlite.runtime.files import lock_work, quarantine_path
 

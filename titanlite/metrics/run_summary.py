@@ -18,6 +18,7 @@ from titanlite.checkpoint.storage import Storage
 from titanlite.config.checks import find_warnings
 from titanlite.config.schema import Config, Training
 from titanlite.config.shipped import shipped_names
+from titanlite.cpu import pick_kernels
 from titanlite.data.packing import BestFit
 from titanlite.data.samples import Samples, Source
 from titanlite.data.sources import reader_of, store_of
@@ -32,7 +33,7 @@ from titanlite.runtime.allocator import allocator_settings
 from titanlite.runtime.console import shell_command
 from titanlite.runtime.errors import RunStopped
 from titanlite.runtime.private_torch.fsdp import fsdp_param_group
-from titanlite.runtime.process_group import pick_kernels, why_no_gpu
+from titanlite.runtime.process_group import why_no_gpu
 from titanlite.runtime.run_folder import RunFolder
 from titanlite.runtime.secrets import hide_secrets
 from titanlite.runtime.signals import STOPPED, StoppedBySignal

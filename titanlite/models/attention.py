@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from titanlite.batch import Batch
+
 
 class SequencePart(NamedTuple):
     """Tokens of each sequence of S tokens that one of several ranks computes.
@@ -57,6 +59,13 @@ class Documents(NamedTuple):
     """Number of each token's document within its sequence, int32, ascending."""
     boundaries: Tensor
     """Start of each document among the B * S tokens, then B * S: int32 [documents + 1]. Sequences start one too."""
+
+
+def document_arguments(batch: Batch) -> dict[str, Documents]:
+    """Return the argument `documents` of the model's forward for a batch with documents, else nothing."""
+    if "boundaries" not in batch:
+        return {}
+    return {"documents": Documents(batch["positions"], batch["documents"], batch["boundaries"])}
 
 
 class Boundaries(NamedTuple):

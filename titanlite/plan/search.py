@@ -18,7 +18,6 @@ from typing import Any
 import torch
 
 from titanlite.config.schema import Config, Degrees
-from titanlite.cpu.settings import cores
 from titanlite.parallelize.float8 import choose_layers
 from titanlite.plan import teacher as teachers
 from titanlite.plan.candidates import (
@@ -48,6 +47,7 @@ from titanlite.plan.layouts import (
 from titanlite.plan.schedule import step_time
 from titanlite.plan.teacher import is_teacher
 from titanlite.plan.time import offload_time
+from titanlite.runtime.cpu import cores
 from titanlite.runtime.errors import UserError
 
 RESHARD, TEACHER = ("default", "never"), ("always", "never")

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from titanlite.batch import Batch
-from titanlite.build_model import parallelize_student
+from titanlite.build_model import parallelize_student, parallelize_teacher
 from titanlite.config.schema import Config
 from titanlite.distill import cached_output
 from titanlite.kernels import Kernels
@@ -38,7 +38,7 @@ from titanlite.runtime.private_torch.fsdp import observe_fsdp
 from titanlite.runtime.private_torch.operators import fused_adamw_
 from titanlite.runtime.private_torch.tracing import FakeTensorMode, without_fake_tensors
 from titanlite.step import train_step
-from titanlite.teacher import Teacher, parallelize_teacher
+from titanlite.teacher import Teacher
 from titanlite.teacher_source import teacher_model
 
 BACKEND = "aot_eager_decomp_partition"

@@ -13,9 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from titanlite.config.types import AttentionBackend
-from titanlite.cpu.settings import cores, keep_freed_memory
-from titanlite.kernels import Kernels
+from titanlite.runtime.cpu import cores, keep_freed_memory
 from titanlite.runtime.errors import UserError, whole_number
 
 
@@ -91,22 +89,6 @@ def why_no_gpu(*, has_gpus: bool, cuda_version: str | None, visible: str | None)
     else:
         reason = f"PyTorch for CUDA {cuda_version} cannot use them: compare the driver's version in nvidia-smi"
     return f"training runs on the CPU, and this machine has NVIDIA GPUs. {reason}, or set CUDA_VISIBLE_DEVICES=-1"
-
-
-def pick_kernels(
-    device: torch.device, *, compiles: bool = False, attention_backend: AttentionBackend = "auto"
-) -> Kernels:
-    """Return the kernels of this process's device.
-
-    Args:
-        compiles: whether torch.compile is used, `compile.enable`.
-        attention_backend: `training.attention_backend`.
-    """
-    if device.type != "cpu":
-        return Kernels(compiles=compiles, attention=attention_backend)
-    from titanlite.cpu.kernels import CpuKernels
-
-    return CpuKernels()
 
 
 @contextmanager
