@@ -29,7 +29,7 @@ from titanlite.loss import LossFunction
 from titanlite.metrics.layers import build_layer_health
 from titanlite.metrics.recorder import MetricsRecorder
 from titanlite.models.base import Model
-from titanlite.observer import CurrentPhase, StepObserver
+from titanlite.observer import CurrentPhase, Phase, StepObserver
 from titanlite.optim.in_backward import InBackward
 from titanlite.optim.norm import count_parameter_replicas
 from titanlite.parallelize import build_mesh
@@ -131,11 +131,11 @@ def build(
     phase = phase or PhaseTimeouts(config.comm)
     mesh = build_mesh(config.parallelism, world_size=ranks.world_size, device_type=device.type)
     folder = open_run_folder(config.job, config.data, ranks.rank, partial(newest_saved, config.checkpoint))
-    phase.phase("data preparation")
+    phase.phase(Phase.DATA_PREPARATION)
     samples, validation_sources = _open_samples(config, resolved, folder=folder, mesh=mesh, prepare_text=prepare_text)
-    phase.phase("model")
+    phase.phase(Phase.MODEL)
     state = build_state(config, resolved, mesh=mesh, device=device, folder=folder)
-    phase.phase("checkpoint load")
+    phase.phase(Phase.CHECKPOINT_LOAD)
     checkpoints = _open_checkpoints(
         config, resolved, state, samples, mesh=mesh, device=device, folder=folder, open_weights=open_weights
     )

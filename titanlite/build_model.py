@@ -19,6 +19,7 @@ from titanlite.metrics.memory_watch import MemoryWatch
 from titanlite.metrics.phase_memory import PhaseMemory
 from titanlite.metrics.source_losses import LossBySource
 from titanlite.models.base import Model, unique_parameters
+from titanlite.observer import Phase
 from titanlite.optim import build_optimizer
 from titanlite.parallelize import DTYPES, materialize, parallelize
 from titanlite.parallelize.materialize import allocate
@@ -52,12 +53,12 @@ def build_state(
 ) -> State:
     """Build the model on the meta device, parallelize it, give it memory and values; then build its optimizer."""
     memory = PhaseMemory(MemoryWatch(device), is_on=mesh.get_rank() == 0)
-    memory.phase("model")
+    memory.phase(Phase.MODEL)
     kernels = pick_kernels(device, compiles=config.compile.enable, attention_backend=config.training.attention_backend)
     kernels = split_vocabulary(kernels, mesh)
     disk = open_disk(config.offload, folder.path)
     model = resolved.model.build()
-    memory.phase("sharding")
+    memory.phase(Phase.SHARDING)
     parallelize_student(model, config, mesh=mesh, kernels=kernels, pin_memory=not (disk and disk.holds_parameters))
     materialize(
         model,
@@ -68,10 +69,10 @@ def build_state(
         disk=disk if disk and disk.holds_parameters else None,
     )
     memory.label((parameter for _, parameter in unique_parameters(model)), "parameters")
-    memory.phase("optimizer")
+    memory.phase(Phase.OPTIMIZER)
     optimizer = build_optimizer(model, config.optimizer, seed=config.debug.seed, disk=disk)
     memory.follow(optimizer)
-    memory.phase("checkpoint load")
+    memory.phase(Phase.CHECKPOINT_LOAD)
     return State(kernels=kernels, model=model, optimizer=optimizer, disk=disk, memory=memory)
 
 

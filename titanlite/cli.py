@@ -189,10 +189,10 @@ def _run_training(
     import torch
 
     from titanlite.assemble import assemble
-    from titanlite.runtime.flight_recorder import keep_traces
+    from titanlite.observer import Phase
     from titanlite.runtime.process_group import process_group
     from titanlite.runtime.versions import check_equal_start
-    from titanlite.runtime.watchdog import watching
+    from titanlite.runtime.watchdog import keep_traces, watching
     from titanlite.train import finish, train
 
     logs = Path(config.job.dump_folder, str(config.job.name), "logs")
@@ -209,7 +209,7 @@ def _run_training(
             run = assemble(config, resolved, ranks=ranks, device=device, phase=phase)
             stopped = train(run, requests)
             finish(run, stopped)
-        phase.phase("export")
+        phase.phase(Phase.EXPORT)
         if not run.checkpoints.finish_exports(export_last=not stopped, give_up=requests.requested):
             stopped = stopped or requests.stopped(run.steps)
     except torch.OutOfMemoryError as error:

@@ -3,9 +3,42 @@
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from enum import StrEnum
 from typing import NamedTuple
 
 from torch import Tensor
+
+
+class Phase(StrEnum):
+    """Phase of training, with the option of `[comm]` that has its timeout, and what its time counts as."""
+
+    timeout: str
+    """init, step, validation or save. A step has `comm.train_timeout_seconds`, or while it may compile
+    `comm.compile_timeout_seconds`."""
+    category: str
+    """One of `metrics.phase_seconds.CATEGORIES`."""
+
+    START = "start", "init", "start"
+    DATA_PREPARATION = "data preparation", "init", "start"
+    MODEL = "model", "init", "start"
+    SHARDING = "sharding", "init", "start"
+    OPTIMIZER = "optimizer", "init", "start"
+    CHECKPOINT_LOAD = "checkpoint load", "init", "start"
+    DATA = "data", "step", "data"
+    TEACHER = "teacher", "step", "compute"
+    FORWARD = "forward", "step", "compute"
+    BACKWARD = "backward", "step", "compute"
+    UPDATE = "update", "step", "compute"
+    METRICS = "metrics", "step", "compute"
+    VALIDATION = "validation", "validation", "validation"
+    CHECKPOINT = "checkpoint", "save", "checkpoint"
+    EXPORT = "export", "save", "checkpoint"
+    END = "end", "save", "checkpoint"
+
+    def __new__(cls, name: str, timeout: str, category: str) -> "Phase":
+        phase = str.__new__(cls, name)
+        phase._value_, phase.timeout, phase.category = name, timeout, category
+        return phase
 
 
 class StepObserver:
@@ -15,11 +48,8 @@ class StepObserver:
         """An optimizer step begins, with the wait for its data."""
 
     def phase(self, name: str) -> None:
-        """A phase begins.
-
-        In a start: data preparation, model, checkpoint load. In the loop: data, teacher, forward, backward, update,
-        metrics, validation, checkpoint. Then export and end.
-        """
+        """A phase begins: one of `Phase`. FSDP units have names of their own, for a model that `observe_fsdp` was
+        called on."""
 
     def collective(self, category: str, unit: str) -> AbstractContextManager[None]:
         """An FSDP unit communicates within the context, and allocates and frees memory for it. Only for a model that
@@ -86,8 +116,7 @@ class Position(NamedTuple):
 
     step: int
     """0 before the first step."""
-    name: str
-    """Name of the phase."""
+    name: Phase
     since: float
     """Time at which the phase began, by the clock."""
 
@@ -98,7 +127,8 @@ class Position(NamedTuple):
 class CurrentPhase(StepObserver):
     """Remembers where training is, for error messages and the watchdog, and the time of each phase.
 
-    `position` is replaced as a whole, so another thread always reads a step with its own phase.
+    `position` is replaced as a whole, so another thread always reads a step with its own phase. A name that is no phase
+    is an error.
 
     Args:
         began: time at which the process began, by the clock.
@@ -106,24 +136,21 @@ class CurrentPhase(StepObserver):
 
     def __init__(self, *, began: float | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._spent: dict[str, float] = {}
-        self.position = Position(0, "start", clock() if began is None else began)
+        self._spent: dict[Phase, float] = {}
+        self.position = Position(0, Phase.START, clock() if began is None else began)
 
     def begin_step(self, step: int) -> None:
-        self._move(step, "data")
+        self._move(step, Phase.DATA)
 
     def phase(self, name: str) -> None:
-        self._move(self.position.step, name)
+        self._move(self.position.step, Phase(name))
 
-    def _move(self, step: int, name: str) -> None:
+    def _move(self, step: int, name: Phase) -> None:
         now, before = self._clock(), self.position
         self._spent[before.name] = self._spent.get(before.name, 0) + now - before.since
         self.position = Position(step, name, now)
 
-    def forget_step(self) -> None:
-        """Take the present step for no usual one: it has time in it that is no training."""
-
-    def seconds(self) -> dict[str, float]:
+    def seconds(self) -> dict[Phase, float]:
         """Return the seconds of each phase since the process began, the present one included."""
         now = self._clock() - self.position.since
         return {**self._spent, self.position.name: self._spent.get(self.position.name, 0) + now}

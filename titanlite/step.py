@@ -14,7 +14,7 @@ from titanlite.batch import IGNORE, Batch
 from titanlite.loss import LossFunction, TeacherOutput, token_loss
 from titanlite.models.attention import document_arguments
 from titanlite.models.base import Model
-from titanlite.observer import StepObserver
+from titanlite.observer import Phase, StepObserver
 from titanlite.optim import update
 from titanlite.optim.norm import count_parameter_replicas, gradient_norms, joined, sums_of_squares
 from titanlite.runtime.private_torch.operators import scale_in_place
@@ -90,7 +90,7 @@ def train_step(
         model, batches, group=group, loss_function=loss_function, teacher=teacher, in_backward=in_backward,
         reduce_once=reduce_once, observer=observer,
     )  # fmt: skip
-    observer.phase("update")
+    observer.phase(Phase.UPDATE)
     parameters = [parameter for parameter in model.parameters() if parameter.grad is not None]
     gradients = [local_tensor(parameter.grad) for parameter in parameters if parameter.grad is not None]
     norms = in_backward.end() if in_backward else dict(zip(parameters, gradient_norms(gradients), strict=True))
@@ -134,12 +134,12 @@ def accumulate(
         valid_tokens = count_valid_tokens(batches, group)
     losses, metrics = [], dict[str, Tensor]()
     for index, batch in enumerate(batches):
-        observer.phase("teacher" if teacher else "forward")
+        observer.phase(Phase.TEACHER if teacher else Phase.FORWARD)
         taught = {"teacher": teacher(batch)} if teacher else {}
         sources = {"sources_B": batch["sources"]} if "sources" in batch else {}
         loss_of = partial(loss_function, labels_BL=batch["labels"], **taught, **sources)
         if teacher:
-            observer.phase("forward")
+            observer.phase(Phase.FORWARD)
         if len(batches) > 1 and isinstance(model, FSDPModule):
             # Shards are reduced after each backward or once, after the last; replicas (HSDP) always once.
             set_reduces = model.set_requires_gradient_sync if reduce_once else model.set_requires_all_reduce
@@ -152,7 +152,7 @@ def accumulate(
         if in_backward:
             with observer.waiting():
                 in_backward.begin(losses[-1], group)
-        observer.phase("backward")
+        observer.phase(Phase.BACKWARD)
         # FSDP averages gradients over the group. They must be summed.
         (loss.total * (group.size() / valid_tokens)).backward()
     micro_losses, totals = torch.stack(losses, dim=1)

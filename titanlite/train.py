@@ -12,7 +12,7 @@ from titanlite.distill import cached_output
 from titanlite.guard import StoppedByGuard
 from titanlite.metrics.phase_seconds import phase_seconds
 from titanlite.metrics.run_summary import report_end, report_start
-from titanlite.observer import Observers
+from titanlite.observer import Observers, Phase
 from titanlite.optim import set_learning_rate
 from titanlite.parallelize.float8 import weight_scaler
 from titanlite.runtime.errors import RunStopped
@@ -47,16 +47,16 @@ def train(run: Run, stop_requests: StopRequests | None = None) -> RunStopped | N
         with run.metrics.shown(str(run.config.job.name), steps=run.steps, step=run.progress.step):
             _loop(run, stop_requests or StopRequests())
     except StoppedBySignal as stopped:
-        run.phase.phase("checkpoint")
+        run.phase.phase(Phase.CHECKPOINT)
         run.checkpoints.save_if_newer(_progress(run, stopped.taken))
         return stopped
     except StoppedByGuard as stopped:
-        run.phase.phase("checkpoint")
+        run.phase.phase(Phase.CHECKPOINT)
         run.metrics.record_skipped(stopped.skipped, run.micro_batches, run.samples)
         if not stopped.in_part:
             run.checkpoints.save_if_newer(_progress(run, stopped.taken))
         return stopped
-    run.phase.phase("end")
+    run.phase.phase(Phase.END)
     return None
 
 
@@ -94,7 +94,7 @@ def _loop(run: Run, stop_requests: StopRequests) -> None:
             stop_flag=stop.flag(),
             observer=observer,
         )
-        observer.phase("metrics")
+        observer.phase(Phase.METRICS)
         scale_weights()
         if step == run.progress.step + 1:
             freeze_garbage_collector()
@@ -108,12 +108,12 @@ def _loop(run: Run, stop_requests: StopRequests) -> None:
         if stops:
             raise stop_requests.stopped(step)
         if validator.is_due(step, last=last):
-            observer.phase("validation")
+            observer.phase(Phase.VALIDATION)
             with metrics.not_training(waits_for_device=True), checkpoints.not_training():
                 if record := validator.run(run.model, stops=stop.is_asked if not last else None):
                     metrics.record_validation(step, record)
         if saves:
-            observer.phase("checkpoint")
+            observer.phase(Phase.CHECKPOINT)
             with metrics.not_training(waits_for_device=not checkpoints.is_background):
                 checkpoints.save(_progress(run, step), last=last)
 

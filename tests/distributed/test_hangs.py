@@ -128,9 +128,9 @@ def test_a_file_system_that_blocks_is_named_and_the_process_is_ended(tiny: TinyR
         tiny.folder, f"--config={tiny.toml}", loss, *ENDLESS, "--comm.train_timeout_seconds=20", NPROC="1"
     ) as job:
         line = report(job)
-        assert f"waits for the file system (open of {pipe}) since " in line
+        assert f"waits for the file system ({pipe}) since " in line
         assert job.end(150) == 1
-        assert f"waits for the file system (open of {pipe}) since 2" in job.text().splitlines()[-1]
+        assert f"waits for the file system ({pipe}) since 2" in job.text().splitlines()[-1]
         assert "longer than comm.train_timeout_seconds = 20: ended. Stacks: " in job.text()
         wait = (logs(tiny) / "rank-0.log").read_text()
         assert 'mine.py", line 9 in loss' in wait

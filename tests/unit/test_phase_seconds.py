@@ -10,7 +10,7 @@ from tests.helpers import TinyRun, train_on_this_rank
 from titanlite.metrics.phase_seconds import CATEGORIES, by_category, format_phases, format_seconds
 from titanlite.metrics.records import RecordFile
 from titanlite.metrics.schema import METRICS, SAVES, VALIDATION, Field, find_faults
-from titanlite.observer import CurrentPhase
+from titanlite.observer import CurrentPhase, Phase
 
 RUNNING = Path(__file__, "../../../docs/running.md").resolve()
 
@@ -52,7 +52,7 @@ def test_each_phase_has_the_time_until_the_next_begins() -> None:
         "validation": 16,
     }
     assert sum(found.values()) == clock.now - 90
-    assert by_category({"forward": 2.0}, compiling=5.0)["compile"] == 2.0  # the rest was in validation
+    assert by_category({Phase.FORWARD: 2.0}, compiling=5.0)["compile"] == 2.0  # the rest was in validation
     assert format_phases({"start": 2, "compile": 0, "compute": 97.0, "data": 0.05, "checkpoint": 0.95}) == (
         "1 min 40 s: start 2.0%, compute 97.0%, checkpoint 0.9%"
     )

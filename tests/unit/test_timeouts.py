@@ -9,11 +9,10 @@ import torch
 import torch.distributed as dist
 
 from tests.helpers import TinyRun, train_on_this_rank
-from tests.recorders import recorder
 from titanlite.config.schema import Comm
 from titanlite.observer import CurrentPhase
-from titanlite.runtime.flight_recorder import VARIABLES, keep_traces
 from titanlite.runtime.timeouts import CHECKPOINT_GROUP, PhaseTimeouts
+from titanlite.runtime.watchdog import TRACES, keep_traces
 
 COMM = Comm(
     init_timeout_seconds=100,
@@ -61,6 +60,13 @@ def test_a_position_is_a_step_with_its_phase_and_its_beginning() -> None:
     assert str(phase.position) == "step 3, data"
 
 
+def test_a_misspelt_phase_is_an_error() -> None:
+    phase = PhaseTimeouts(COMM, set_seconds=lambda _: None)
+    with pytest.raises(ValueError, match="'bakward' is not a valid Phase"):
+        phase.phase("bakward")
+    assert str(phase) == "start"
+
+
 def test_a_short_run_keeps_the_timeout_of_the_start() -> None:
     calls: list[float] = []
     phase = PhaseTimeouts(COMM, set_seconds=calls.append, wait_for_all=lambda: pytest.fail("no rank waits"))
@@ -88,7 +94,7 @@ def test_traces_of_a_timeout_are_kept_with_the_run(tmp_path: Path) -> None:
     assert environ == {"TORCH_FR_DUMP_TEMP_FILE": f"{tmp_path}/logs/nccl-rank-"}
 
 
-@pytest.mark.parametrize("name", VARIABLES)
+@pytest.mark.parametrize("name", TRACES)
 def test_files_of_traces_that_the_user_names_stay(name: str, tmp_path: Path) -> None:
     environ = {name: "/shared/trace-"}
     keep_traces(environ, tmp_path)
@@ -120,38 +126,3 @@ def test_a_whole_start_reports_its_phases(tiny: TinyRun) -> None:
     steps = [f"step 1, {name}" for name in ("data", "forward", "backward", "update", "metrics")]
     ends = [f"step 1, {name}" for name in ("validation", "checkpoint", "end")]
     assert phases.heard == ["data preparation", "model", "checkpoint load", *steps, *ends]
-
-
-@pytest.mark.long
-def test_usual_steps_are_those_without_compilation_validation_and_saves() -> None:
-    phase = PhaseTimeouts(COMM, set_seconds=lambda seconds: None, wait_for_all=lambda: None)
-    for step in range(1, 4):
-        phase.begin_step(step)
-        phase.phase("forward")
-    assert len(phase.recent_steps) == 0  # two starting steps, and the present one
-    phase.phase("validation")
-    assert len(phase.recent_steps) == 1
-    time.sleep(0.5)  # of validation
-    for step in range(4, 40):
-        phase.begin_step(step)
-    assert len(phase.recent_steps) == 20
-    assert max(phase.recent_steps) < 0.5
-    phase.recent_steps.clear()
-    phase.forget_step()
-    phase.begin_step(40)
-    assert len(phase.recent_steps) == 0
-
-
-@pytest.mark.usefixtures("single_process_group")
-def test_a_step_with_other_work_in_it_is_no_usual_one(tmp_path: Path) -> None:
-    """Writing a trace is no training, and has no phase of its own."""
-    phase = PhaseTimeouts(Comm(), set_seconds=lambda _: None, wait_for_all=lambda: None)
-    metrics = recorder(tmp_path, phase=phase)
-    for step in range(1, 6):
-        phase.begin_step(step)
-        phase.phase("forward")
-        if step == 4:
-            with metrics.not_training(waits_for_device=False):
-                pass
-    assert len(phase.recent_steps) == 1, "the third; two are starting steps, and the fifth has not ended"
-    metrics.close()

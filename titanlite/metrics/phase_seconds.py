@@ -2,18 +2,9 @@
 
 from collections.abc import Mapping
 
-from titanlite.observer import CurrentPhase
+from titanlite.observer import CurrentPhase, Phase
 from titanlite.runtime.private_torch.compiler import compile_seconds
 
-START = {"start", "data preparation", "model", "checkpoint load"}
-OWN = {
-    "data": "data",
-    "validation": "validation",
-    "checkpoint": "checkpoint",
-    "export": "checkpoint",
-    "end": "checkpoint",
-}
-"""Phases of training that have a time of their own. All others are parts of a step: compute."""
 CATEGORIES: tuple[str, ...] = ("start", "compile", "compute", "data", "checkpoint", "validation")
 
 
@@ -22,19 +13,19 @@ def phase_seconds(phase: CurrentPhase) -> dict[str, float]:
     return by_category(phase.seconds(), compiling=compile_seconds())
 
 
-def by_category(seconds: Mapping[str, float], *, compiling: float) -> dict[str, float]:
+def by_category(seconds: Mapping[Phase, float], *, compiling: float) -> dict[str, float]:
     """Return seconds by `CATEGORIES`. Their sum is the time since the start began.
 
     The host's time counts. On a GPU, the host waits within the steps for what it has queued, so look at the sum of many
     steps.
 
     Args:
-        seconds: of each phase that `StepObserver.phase` names.
+        seconds: of each `Phase`.
         compiling: seconds that torch.compile has taken, within steps.
     """
     found: dict[str, float] = dict.fromkeys(CATEGORIES, 0.0)
     for name, time in seconds.items():
-        found["start" if name in START else OWN.get(name, "compute")] += time
+        found[name.category] += time
     found["compile"] = min(compiling, found["compute"])
     found["compute"] -= found["compile"]
     return found

@@ -106,7 +106,6 @@ class MetricsRecorder:
         Args:
             waits_for_device: whether the block would wait for work that is queued on a GPU.
         """
-        self._phase.forget_step()
         with self._timer.excluding(waits_for_device=waits_for_device), self._compiling.outside_steps():
             yield
 

@@ -81,5 +81,5 @@ def log_to_file(folder: Path, rank: int) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     handler = LogFileHandler(folder / f"rank-{rank}.log")
     handler.setFormatter(_Formatter("%(asctime)s %(levelname)s %(message)s"))
-    logging.getLogger(LOGGER).addHandler(handler)
+    logging.getLogger(LOGGER).handlers.insert(0, handler)  # first, since the console may block
     return folder / f"rank-{rank}.log"

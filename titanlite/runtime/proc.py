@@ -1,50 +1,35 @@
-"""Linux's /proc: states of processes, and files that a blocked thread waits for. Elsewhere nothing is found."""
+"""Processes, and what the main thread of this one waits for. States and files are known on Linux, by /proc."""
 
 import os
-import platform
 import signal
+import sys
+import sysconfig
+import threading
+import time
+import traceback
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-PAGE = 4096
-FD, FIRST_PATH, SECOND_PATH = "file descriptor", "first path", "second path"
-CALLS: dict[str, dict[int, tuple[str, str]]] = {
-    "x86_64": {
-        0: ("read", FD), 1: ("write", FD), 2: ("open", FIRST_PATH), 3: ("close", FD), 4: ("stat", FIRST_PATH),
-        5: ("fstat", FD), 6: ("lstat", FIRST_PATH), 17: ("read", FD), 18: ("write", FD), 19: ("read", FD),
-        20: ("write", FD), 21: ("access", FIRST_PATH), 73: ("flock", FD), 74: ("fsync", FD), 75: ("fdatasync", FD),
-        77: ("ftruncate", FD), 78: ("readdir", FD), 82: ("rename", FIRST_PATH), 83: ("mkdir", FIRST_PATH),
-        84: ("rmdir", FIRST_PATH), 87: ("unlink", FIRST_PATH), 137: ("statfs", FIRST_PATH), 217: ("readdir", FD),
-        257: ("open", SECOND_PATH), 258: ("mkdir", SECOND_PATH), 262: ("stat", SECOND_PATH),
-        263: ("unlink", SECOND_PATH), 264: ("rename", SECOND_PATH), 269: ("access", SECOND_PATH),
-        285: ("fallocate", FD), 316: ("rename", SECOND_PATH), 326: ("copy", FD), 332: ("stat", SECOND_PATH),
-        437: ("open", SECOND_PATH), 439: ("access", SECOND_PATH),
-    },
-    "aarch64": {
-        32: ("flock", FD), 34: ("mkdir", SECOND_PATH), 35: ("unlink", SECOND_PATH), 38: ("rename", SECOND_PATH),
-        43: ("statfs", FIRST_PATH), 46: ("ftruncate", FD), 47: ("fallocate", FD), 48: ("access", SECOND_PATH),
-        56: ("open", SECOND_PATH), 57: ("close", FD), 61: ("readdir", FD), 63: ("read", FD), 64: ("write", FD),
-        65: ("read", FD), 66: ("write", FD), 67: ("read", FD), 68: ("write", FD), 79: ("stat", SECOND_PATH),
-        80: ("fstat", FD), 82: ("fsync", FD), 83: ("fdatasync", FD), 276: ("rename", SECOND_PATH),
-        285: ("copy", FD), 291: ("stat", SECOND_PATH), 437: ("open", SECOND_PATH), 439: ("access", SECOND_PATH),
-    },
-}  # fmt: skip
-"""System calls that wait for a file system: {machine: {number: (name, where the file is named)}}."""
-
 STATES = {"T": "is stopped", "t": "is in a debugger", "D": "waits for a disk", "Z": "has ended"}
 """States of a process that explain why it does nothing (proc_pid_stat(5))."""
-
-
-class BlockedCall(NamedTuple):
-    """System call on a file in which a thread is."""
-
-    name: str
-    path: str
-    fd: int | None
-
-    def __str__(self) -> str:
-        return f"{self.name} of {self.path}"
+AT_FDCWD = 0xFFFFFF9C
+"""Number of the present folder as a file descriptor: -100."""
+DATA, FILES, COLLECTIVE, DEBUGGER, CODE = "data", "files", "collective", "debugger", "code"
+"""Kinds of what a thread waits for."""
+BUSY_SHARE = 0.1
+"""Share of a core above which a process works."""
+BUSY_BYTES = 2**20
+"""Bytes read and written in a second above which a process works."""
+STANDARD_LIBRARY = sysconfig.get_paths()["stdlib"]
+SKIPPED = (
+    "/torch/_ops.py",
+    "/torch/multiprocessing/",
+    "/torch/utils/_contextlib.py",
+    "/torch/_tensor.py",
+    "/torch/autograd/",
+)
+"""Files of PyTorch that call for others."""
 
 
 def state_of(pid: int) -> str:
@@ -54,33 +39,24 @@ def state_of(pid: int) -> str:
     return ""
 
 
-def blocked_call(pid: int, thread: int) -> BlockedCall | None:
-    """Return the system call on a file in which a thread is now; None if it is in no such call.
+def blocked_file(pid: int, thread: int) -> str:
+    """Return the file or pipe of the system call in which a thread is now; "" if there is none, or none is known.
 
-    Paths of the file system and pipes count. Sockets do not.
+    A file descriptor is a call's first argument. A path is the second one of calls that begin at the present folder,
+    as open's and stat's do.
     """
     try:
-        number, *arguments = Path(f"/proc/{pid}/task/{thread}/syscall").read_text().split()
-        call = CALLS.get(platform.machine(), {}).get(int(number))  # "running" is no number
-        if call is None:
-            return None
-        name, place = call
-        first, second = int(arguments[0], 16), int(arguments[1], 16)
-        if place == FD:
-            path = os.readlink(f"/proc/{pid}/fd/{first}")
-            return BlockedCall(name, path, first) if path.startswith(("/", "pipe:")) else None
-        return BlockedCall(name, _text_at(pid, first if place == FIRST_PATH else second), None)
-    except (OSError, ValueError, IndexError):
-        return None
-
-
-def _text_at(pid: int, address: int) -> str:
-    """Return the text at an address of a process, to the end of its page at most."""
-    memory = os.open(f"/proc/{pid}/mem", os.O_RDONLY)
-    try:
-        return os.pread(memory, PAGE - address % PAGE, address).partition(b"\0")[0].decode(errors="replace")
-    finally:
-        os.close(memory)
+        first, second = (int(it, 16) for it in Path(f"/proc/{pid}/task/{thread}/syscall").read_text().split()[1:3])
+        if first & 0xFFFFFFFF == AT_FDCWD:
+            memory = os.open(f"/proc/{pid}/mem", os.O_RDONLY)
+            try:
+                return os.pread(memory, 4096 - second % 4096, second).partition(b"\0")[0].decode(errors="replace")
+            finally:
+                os.close(memory)
+        path = os.readlink(f"/proc/{pid}/fd/{first}") if first > 2 else ""
+    except (OSError, ValueError):  # it runs
+        return ""
+    return path if path.startswith(("/", "pipe:")) and not path.startswith("/dev/") else ""
 
 
 def descendants(pid: int) -> dict[int, str]:
@@ -117,3 +93,103 @@ def work_done(pid: int) -> tuple[float, int]:
         lines = dict(line.split(": ") for line in Path(f"/proc/{pid}/io").read_text().splitlines())
         moved = int(lines["rchar"]) + int(lines["wchar"])
     return seconds, moved
+
+
+class Waiting(NamedTuple):
+    """What a thread waits for."""
+
+    kind: str
+    text: str
+    """Predicate of a sentence about the process."""
+
+
+def main_thread_waits_for() -> Waiting:
+    """Return what the main thread of this process waits for, or the save that it waits for."""
+    main = threading.main_thread()
+    frames = _frames(main)
+    if any(file.endswith(("/bdb.py", "/pdb.py")) or "/debugpy/" in file or "pydevd" in file for file, _, _ in frames):
+        return Waiting(DEBUGGER, "is in a debugger")
+    waiting = _waits_for(main, frames)
+    if waiting.kind == CODE and frames and "/titanlite/checkpoint/" in _last_own_frame(frames)[0]:
+        for thread in threading.enumerate():
+            if thread.name.startswith("checkpoint"):
+                waiting = _waits_for(thread, _frames(thread))
+    return waiting
+
+
+def _frames(thread: threading.Thread) -> list[tuple[str, int, str]]:
+    """Return the file, line and function of each frame of a thread, from the innermost to the outermost."""
+    frame = sys._current_frames().get(thread.ident or 0)
+    walk = traceback.walk_stack(frame) if frame else ()
+    return [(it.f_code.co_filename, line, it.f_code.co_name) for it, line in walk]
+
+
+def _waits_for(thread: threading.Thread, frames: list[tuple[str, int, str]]) -> Waiting:
+    path = blocked_file(os.getpid(), thread.native_id or 0)
+    if path and not path.startswith("pipe:"):
+        return Waiting(FILES, f"waits for the file system ({path})")
+    if not frames:
+        return Waiting(CODE, "runs no Python code")
+    file, line, function = _last_own_frame(frames)
+    if "/torch/utils/data/" in file or "/torchdata/" in file:
+        return Waiting(DATA, f"waits for a data worker{_worker()}")
+    is_collective = "/torch/distributed/" in file and "/torch/distributed/checkpoint/" not in file
+    if is_collective or file.endswith("/titanlite/cpu/collectives.py"):
+        return Waiting(COLLECTIVE, "is in a collective")
+    for folder in (str(Path.cwd()), str(Path(__file__).parents[2]), sysconfig.get_paths()["purelib"]):
+        file = file.removeprefix(f"{folder}/")
+    return Waiting(CODE, f"is in its own code ({file}:{line}, {function})")
+
+
+def _last_own_frame(frames: list[tuple[str, int, str]]) -> tuple[str, int, str]:
+    """Return the innermost frame that is not of the standard library or a mere caller in PyTorch."""
+    for frame in frames:
+        file = frame[0]
+        is_standard = file.startswith(STANDARD_LIBRARY) and "/site-packages/" not in file
+        if not is_standard and not file.startswith("<") and not any(part in file for part in SKIPPED):
+            return frame
+    return frames[0]
+
+
+def _worker() -> str:
+    """Describe the data worker that explains a wait: one that is stopped, in a debugger, or waits for a file."""
+    forked = "multiprocessing.forkserver"
+    workers = [pid for pid, command in descendants(os.getpid()).items() if forked in command]
+    for pid in workers:
+        if state_of(pid) in STATES:
+            return f" (process {pid}, which {STATES[state_of(pid)]})"
+    for pid in workers:
+        path = blocked_file(pid, pid)
+        if path and not path.startswith("pipe:"):
+            return f" (process {pid}, which waits for the file {path})"
+    return ""
+
+
+class Activity:
+    """Whether this process and its children work: they compute, or read and write."""
+
+    def __init__(self) -> None:
+        self._at: float | None = None
+        self._done = 0.0, 0
+        self._was_busy = False
+
+    def is_busy(self, now: float) -> bool:
+        """Return whether there was work since the last call; False where that was long ago, as in the first one.
+
+        The calling thread's own work does not count.
+
+        Args:
+            now: a clock's time in seconds.
+        """
+        before = self._at
+        if before is not None and now - before < 1:
+            return self._was_busy
+        done = [work_done(pid) for pid in (os.getpid(), *descendants(os.getpid()))]
+        last, self._at = self._done, now
+        self._done = sum(it[0] for it in done) - time.thread_time(), sum(it[1] for it in done)
+        if before is None or now - before > 10:
+            self._was_busy = False
+            return False
+        seconds, moved = ((new - old) / (now - before) for new, old in zip(self._done, last, strict=True))
+        self._was_busy = seconds > BUSY_SHARE or moved > BUSY_BYTES
+        return self._was_busy
