@@ -27,7 +27,6 @@ from titanlite.models.base import Model, head_of, unique_parameters
 from titanlite.parallelize import parallelize
 from titanlite.parallelize.materialize import allocate
 from titanlite.parallelize.mesh import world_group
-from titanlite.runtime.private_torch.fsdp import free_gather_buffer
 from titanlite.runtime.ranks import check_same_everywhere
 from titanlite.step import document_arguments
 from titanlite.teacher_source import TeacherSource, fingerprint, forward_flops, teacher_model
@@ -81,7 +80,6 @@ class Teacher:
         """Gather the projection's weight [V, D] for the time of the context."""
         assert isinstance(self._head, FSDPModule)
         self._head.unshard()
-        free_gather_buffer(self._head)
         weight = self._weight
         yield self._head.get_parameter(weight).detach() if isinstance(weight, str) else weight
         if not self._keeps_gathered:
