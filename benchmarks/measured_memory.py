@@ -217,7 +217,7 @@ def train(
     parallelize(
         model, mesh=mesh, kernels=kernels, parallelism=config.parallelism, training=training, compile=config.compile,
         activation_checkpoint=config.activation_checkpoint, float8=config.quantize.linear.float8, freeze=config.freeze,
-        lora=config.lora,
+        lora=config.lora, updates_in_backward=config.optimizer.in_backward,
     )  # fmt: skip
     disk = open_disk(config.offload, Path(config.job.dump_folder))
     materialize(

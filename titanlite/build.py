@@ -88,7 +88,6 @@ class Run:
         device = torch.device(self.mesh.device_type)
         profilers = build_profilers(
             self.config.profiling,
-            models={"": self.model, **({"teacher.": self.teacher.model} if self.teacher else {})},
             run=self.folder.path, ranks=self.ranks, steps=self.steps, device=device,
             not_training=partial(self.metrics.not_training, waits_for_device=True),
         )  # fmt: skip

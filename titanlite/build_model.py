@@ -94,6 +94,7 @@ def parallelize_student(model: Model, config: Config, *, mesh: DeviceMesh, kerne
         freeze=config.freeze,
         lora=config.lora,
         has_other_model=config.teacher.is_live,
+        updates_in_backward=config.optimizer.in_backward,
         **options,
     )
 

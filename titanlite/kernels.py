@@ -34,7 +34,7 @@ from titanlite.models.divergence import ChunkDivergence, divergence
 from titanlite.models.functions import linears
 from titanlite.models.grouped import loop_over_groups
 from titanlite.runtime.errors import UserError
-from titanlite.runtime.gradient_memory import share_memory_of_gradients
+from titanlite.runtime.gradient_memory import ReduceScatter
 from titanlite.runtime.private_torch.compiler import mark_dynamic
 from titanlite.runtime.private_torch.operators import chosen_attention
 
@@ -283,18 +283,26 @@ class Kernels:
         return self.is_gpu(device) and not torch.version.hip
 
     def adapt_fsdp(
-        self, units: Sequence[FSDPModule], *, shard_degree: int, reduces_in_backward: bool, adds_gradients: bool
+        self,
+        units: Sequence[FSDPModule],
+        *,
+        shard_degree: int,
+        keeps_gradients: bool,
+        reduces_in_backward: bool,
+        awaited: nn.Module | None,
     ) -> None:
         """Change how FSDP communicates, before prefetch depths are set.
 
         Args:
             units: FSDP units in the order of the forward pass, the root last.
+            keeps_gradients: see `keeps_reduced_gradients` of parallelize/reductions.py.
             reduces_in_backward: FSDP reads the output of a reduce-scatter before backward ends, to all-reduce or to
                 convert it.
-            adds_gradients: reduced gradients exist in the forward pass of a further micro-batch.
+            awaited: unit whose reduce-scatter backward waits for, if any.
         """
-        if not adds_gradients:
-            share_memory_of_gradients(units)
+        for unit in units:
+            comm = ReduceScatter(ranks=shard_degree, shares=keeps_gradients, waits=unit is awaited)
+            unit.set_custom_reduce_scatter(comm)  # pyright: ignore[reportArgumentType]
 
 
 def adds_float32_matmul() -> bool:

@@ -61,11 +61,6 @@ class StepObserver:
         """
         return nullcontext()
 
-    def waiting(self) -> AbstractContextManager[None]:
-        """This rank waits for other ranks within the context, which may be nested in another. FSDP units report their
-        waits only for a model that `observe_fsdp` was called on."""
-        return nullcontext()
-
     def label(self, tensors: Iterable[Tensor], category: str) -> None:
         """The memory of tensors has a category from here on: parameters, gradients, reduce-scatter, ..."""
 
@@ -89,9 +84,6 @@ class Observers(StepObserver):
 
     def collective(self, category: str, unit: str) -> AbstractContextManager[None]:
         return _together(observer.collective(category, unit) for observer in self._observers)
-
-    def waiting(self) -> AbstractContextManager[None]:
-        return _together(observer.waiting() for observer in self._observers)
 
     def label(self, tensors: Iterable[Tensor], category: str) -> None:
         tensors = [*tensors]

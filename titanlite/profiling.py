@@ -14,12 +14,11 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from shlex import quote
 
 import torch
-from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from titanlite.checkpoint.manifest import folder_name
@@ -27,7 +26,6 @@ from titanlite.config.schema import Profiling
 from titanlite.observer import StepObserver
 from titanlite.runtime.console import shell_command
 from titanlite.runtime.errors import UserError
-from titanlite.runtime.private_torch.fsdp import observe_fsdp
 from titanlite.runtime.private_torch.memory import dump_memory_snapshot, record_memory_history
 from titanlite.runtime.process_group import Ranks
 
@@ -52,30 +50,22 @@ def check_memory_snapshot(config: Profiling, device: torch.device) -> None:
 def build_profilers(
     config: Profiling,
     *,
-    models: dict[str, nn.Module],
     run: Path,
     ranks: Ranks,
     steps: int,
     device: torch.device,
     not_training: Callable[[], AbstractContextManager[None]],
 ) -> list["Profiler"]:
-    """Return the profiler of a run, and no profiler where `[profiling]` is off. See `Profiler` for further arguments.
-
-    Args:
-        models: models whose FSDP units are recorded, by the prefix of the units' names.
-    """
+    """Return the profiler of a run, and no profiler where `[profiling]` is off. See `Profiler` for the arguments."""
     if not config.is_used:
         return []
     if config.profile_freq > steps:  # which is known before the start, but with training.epochs
         logger.warning(f"profiling.profile_freq: no window ends within the {steps} steps of the run")
-    profiler = Profiler(config, run=run, ranks=ranks, steps=steps, device=device, not_training=not_training)
-    for prefix, model in models.items():
-        observe_fsdp(model, profiler.units, prefix=prefix)
-    return [profiler]
+    return [Profiler(config, run=run, ranks=ranks, steps=steps, device=device, not_training=not_training)]
 
 
 class Profiler(StepObserver):
-    """Observer that records windows of steps, with the phases of a step and FSDP's collectives as named ranges.
+    """Observer that records windows of steps, with the phases of a step as named ranges. FSDP names its own.
 
     A trace that cannot be written is reported, and training continues.
 
@@ -96,8 +86,6 @@ class Profiler(StepObserver):
         not_training: Callable[[], AbstractContextManager[None]],
     ) -> None:
         self.config = config
-        self.units = UnitRanges()
-        """Observer of FSDP units."""
         self._run, self._ranks, self._steps = run, ranks, steps
         self._device, self._not_training = device, not_training
         self._profile: profile | None = None
@@ -158,7 +146,6 @@ class Profiler(StepObserver):
             if records:
                 self._profile.start_trace()
                 self._begins = self._step
-                self.units.is_recording = True
 
     def _enter(self, name: str) -> None:
         opened = record_function(name)
@@ -183,7 +170,7 @@ class Profiler(StepObserver):
             }
             stopped.add_metadata_json("titanlite", json.dumps(about))
             stopped.stop_trace()
-        self._begins, self._is_complete, self.units.is_recording = 0, False, False
+        self._begins, self._is_complete = 0, False
         return stopped
 
     def _close(self) -> None:
@@ -208,32 +195,6 @@ class Profiler(StepObserver):
                     logger.info(f"memory snapshot after step {last}: {path}. pytorch.org/memory_viz opens it")
             except (OSError, RuntimeError) as error:  # a profile is worth no run
                 logger.warning(f"{folder}: the profile cannot be written: {error}. Training continues without it")
-
-
-class UnitRanges(StepObserver):
-    """Ranges of FSDP units: each unit's backward and its collectives. Autograd may call it in another thread."""
-
-    def __init__(self) -> None:
-        self.is_recording = False
-        self._backward: record_function | None = None
-
-    def phase(self, name: str) -> None:
-        """Begin the range of a unit's backward, which ends when its gradients are reduced."""
-        if self._backward is not None:
-            self._backward.__exit__(None, None, None)
-            self._backward = None
-        if self.is_recording and name.startswith("backward"):
-            self._backward = record_function(name)
-            self._backward.__enter__()
-
-    def collective(self, category: str, unit: str) -> AbstractContextManager[None]:
-        return _range(f"{category} {unit}") if self.is_recording and unit else nullcontext()
-
-
-@contextmanager
-def _range(name: str) -> Iterator[None]:
-    with record_function(name):
-        yield
 
 
 @contextmanager

@@ -17,6 +17,7 @@ from titanlite.models.base import Model
 from titanlite.observer import Phase, StepObserver
 from titanlite.optim import update
 from titanlite.optim.norm import count_parameter_replicas, gradient_norms, joined, sums_of_squares
+from titanlite.runtime.gradient_memory import finish_reductions
 from titanlite.runtime.private_torch.operators import scale_in_place
 from titanlite.runtime.private_torch.tensors import local_tensor
 from titanlite.runtime.ranks import reduce_over_ranks
@@ -95,11 +96,10 @@ def train_step(
     gradients = [local_tensor(parameter.grad) for parameter in parameters if parameter.grad is not None]
     norms = in_backward.end() if in_backward else dict(zip(parameters, gradient_norms(gradients), strict=True))
     local_square, square = sums_of_squares(norms, replicas)
-    with observer.waiting():
-        sums, square = reduce_over_ranks(
-            [micro_losses.sum(), totals.sum(), *loss_metrics.values(), *([] if stop_flag is None else stop_flag)],
-            square.to(micro_losses.device), model.counters(), duplicates=world.size() // group.size(), world=world,
-        )  # fmt: skip
+    sums, square = reduce_over_ranks(
+        [micro_losses.sum(), totals.sum(), *loss_metrics.values(), *([] if stop_flag is None else stop_flag)],
+        square.to(micro_losses.device), model.counters(), duplicates=world.size() // group.size(), world=world,
+    )  # fmt: skip
     (loss, total, *measured), stop_flags = sums[: 2 + len(loss_metrics)], sums[2 + len(loss_metrics) :]
     norm = square.sqrt()
     if max_norm > 0:
@@ -130,8 +130,7 @@ def accumulate(
         cross entropy and minimized sum of each micro-batch / valid tokens of the global batch, each [micro-batches];
         and the loss's metrics, summed over micro-batches / the same.
     """
-    with observer.waiting():
-        valid_tokens = count_valid_tokens(batches, group)
+    valid_tokens = count_valid_tokens(batches, group)
     losses, metrics = [], dict[str, Tensor]()
     for index, batch in enumerate(batches):
         observer.phase(Phase.TEACHER if teacher else Phase.FORWARD)
@@ -150,11 +149,14 @@ def accumulate(
         for name, value in loss.metrics.items():
             metrics[name] = metrics.get(name, 0.0) + value.detach() / valid_tokens
         if in_backward:
-            with observer.waiting():
-                in_backward.begin(losses[-1], group)
+            in_backward.begin(losses[-1], group)
         observer.phase(Phase.BACKWARD)
         # FSDP averages gradients over the group. They must be summed.
-        (loss.total * (group.size() / valid_tokens)).backward()
+        try:
+            (loss.total * (group.size() / valid_tokens)).backward()
+        except BaseException:
+            finish_reductions(model)
+            raise
     micro_losses, totals = torch.stack(losses, dim=1)
     return micro_losses, totals, metrics
 

@@ -18,7 +18,6 @@ from titanlite.distill import HeadDivergence
 from titanlite.kernels import Kernels
 from titanlite.models.attention import document_arguments
 from titanlite.models.base import Model, head_of
-from titanlite.runtime.private_torch.fsdp import free_gather_buffer
 
 
 @dataclass(frozen=True)
@@ -67,7 +66,6 @@ class Teacher:
         """Gather the projection's weight [V, D] for the time of the context."""
         assert isinstance(self._head, FSDPModule)
         self._head.unshard()
-        free_gather_buffer(self._head)
         weight = self._weight
         yield self._head.get_parameter(weight).detach() if isinstance(weight, str) else weight
         if not self._keeps_gathered:

@@ -16,7 +16,6 @@ from titanlite.observer import Observers, Phase
 from titanlite.optim import set_learning_rate
 from titanlite.parallelize.float8 import weight_scaler
 from titanlite.runtime.errors import RunStopped
-from titanlite.runtime.private_torch.fsdp import observe_fsdp
 from titanlite.runtime.process_group import freeze_garbage_collector, seed_step
 from titanlite.runtime.signals import StoppedBySignal, StopRequests
 from titanlite.schedule import learning_rate
@@ -64,9 +63,8 @@ def _loop(run: Run, stop_requests: StopRequests) -> None:
     config, metrics, checkpoints, validator = run.config, run.metrics, run.checkpoints, run.validator
     scale_weights = weight_scaler(run.model, config.quantize.linear.float8)
     scale_weights()
-    for model in (run.model, *([run.teacher.model] if run.teacher else [])):
-        observe_fsdp(model, metrics.own_time)
-    observer = Observers(*run.observers, run.phase, metrics.own_time, metrics.phase_memory)
+    metrics.own_time.follow(run.model)
+    observer = Observers(*run.observers, run.phase, metrics.phase_memory)
     stop = AgreedStop(stop_requests, torch.device(run.mesh.device_type))
     samples = run.progress.samples_seen
     for step in range(run.progress.step + 1, run.steps + 1):

@@ -7,7 +7,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule
 
 from tests.helpers import TinyRun, run_ranks, train_on_this_rank
 from tests.layouts import built, degrees, one_step
@@ -21,7 +21,7 @@ def exchanged(rank: int, world_size: int, dtype: torch.dtype) -> tuple[torch.Ten
     wholes = [whole.to(dtype) for whole in wholes]
     group = dist.group.WORLD
     assert group is not None
-    comm = AllToAllReduceScatter(fully_shard(torch.nn.Linear(2, 2)), in_flight=None)
+    comm = AllToAllReduceScatter(in_flight=None)
     out = comm.allocate([5], dtype=dtype, device=torch.device("cpu"))
     comm(out, wholes[rank], group, dist.ReduceOp.AVG)
     return out, torch.stack(wholes).mean(dim=0).chunk(world_size)[rank]

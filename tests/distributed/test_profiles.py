@@ -38,4 +38,5 @@ def test_every_rank_writes_its_collectives(tiny: TinyRun, compiles: bool) -> Non
         assert collectives["reduce-scatter"].calls == 5 * WINDOW
         assert all(0 <= it.hidden <= it.total for it in found.collectives)
         names = {event.name for event in trace.events}
-        assert {f"{kind} {unit}" for kind in ("all-gather", "reduce-scatter", "backward") for unit in UNITS} <= names
+        kinds = "all_gather", "pre_backward", "post_backward_reduce"
+        assert {f"FSDP::{kind} ({unit})" for kind in kinds for unit in UNITS} <= names

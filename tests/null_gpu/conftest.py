@@ -11,7 +11,8 @@ import pytest
 
 from tests.null_gpu.build import build, environment, has_cuda_build
 
-ROOT = Path(__file__).parents[2]
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
 
 RunPython = Callable[..., subprocess.CompletedProcess[str]]
 

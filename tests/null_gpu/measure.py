@@ -165,7 +165,7 @@ def build_step(config: Any, device: Any, world_size: int) -> Any:
         model, mesh=mesh, kernels=kernels, parallelism=config.parallelism, training=config.training,
         activation_checkpoint=config.activation_checkpoint, compile=config.compile,
         float8=config.quantize.linear.float8,
-        freeze=config.freeze,
+        freeze=config.freeze, lora=config.lora, updates_in_backward=config.optimizer.in_backward,
     )  # fmt: skip
     allocate(model, torch.device("cpu") if config.training.enable_cpu_offload else device, device)
     optimizer = build_optimizer(model, config.optimizer, seed=0)

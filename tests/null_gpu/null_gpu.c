@@ -926,6 +926,13 @@ cudnnStatus_t cudnnCreate(cudnnHandle_t *handle) {
 // Older than the cuDNN whose attention PyTorch would take: graphs of cuDNN are beyond this library.
 size_t cudnnGetVersion(void) { return 8900; }
 
+// What torch.backends.cudnn compares with the version that PyTorch was built for. Attention of variable length asks it
+// since torch 2.14.
+cudnnStatus_t cudnnGetProperty(libraryPropertyType kind, int *value) {
+    *value = kind == MAJOR_VERSION ? CUDNN_MAJOR : kind == MINOR_VERSION ? CUDNN_MINOR : CUDNN_PATCHLEVEL;
+    return CUDNN_STATUS_SUCCESS;
+}
+
 size_t cudnnGetCudartVersion(void) { return DRIVER_VERSION; }
 
 const char *cudnnGetErrorString(cudnnStatus_t status) { return "an error of the null GPU"; }

@@ -29,7 +29,7 @@ from titanlite.parallelize.mesh import (
     shard_degree_of,
     sharding_mesh,
 )
-from titanlite.parallelize.reductions import adds_gradients, can_wait
+from titanlite.parallelize.reductions import can_wait, keeps_reduced_gradients
 from titanlite.plan.candidates import Found
 from titanlite.plan.estimate import Layout, model_of
 from titanlite.plan.search import best_axes
@@ -227,10 +227,10 @@ def test_reductions_count_the_sequences_and_tokens_of_a_rank() -> None:
     training = Training(global_batch_size=4, seq_len=16384, local_batch_size=1)
     with fake_process_group(4, rank=0):
         split = build_mesh(Parallelism(context_parallel_degree=2), world_size=4, device_type="cpu")
-        assert adds_gradients(split, Parallelism(), training), "two micro-batches"
+        assert not keeps_reduced_gradients(split, Parallelism(), training, updates_in_backward=False), "2 micro-batches"
         assert not can_wait(split, training), "8,192 tokens"
         assert can_wait(split, training.model_copy(update={"local_batch_size": 2}))
     with fake_process_group(4, rank=0):
         mesh = build_mesh(Parallelism(), world_size=4, device_type="cpu")
-        assert not adds_gradients(mesh, Parallelism(), training)
+        assert keeps_reduced_gradients(mesh, Parallelism(), training, updates_in_backward=False)
         assert can_wait(mesh, training)

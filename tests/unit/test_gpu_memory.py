@@ -5,27 +5,34 @@ import logging
 import os
 import subprocess
 import sys
+from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from titanlite.config.schema import Parallelism, Training
+from titanlite.cpu.collectives import AllToAllReduceScatter
 from titanlite.cpu.kernels import CpuKernels
 from titanlite.metrics.memory_watch import MemoryWatch
 from titanlite.models.base import build_on_meta
 from titanlite.models.llama3 import Llama3
 from titanlite.parallelize.fsdp import shard
-from titanlite.parallelize.mesh import build_mesh
+from titanlite.parallelize.materialize import materialize
+from titanlite.parallelize.mesh import build_mesh, world_group
+from titanlite.parallelize.reductions import keeps_reduced_gradients
 from titanlite.plan.gpu_kernels import GpuKernels
 from titanlite.runtime.allocator import VARIABLES, allocator_settings, use_expandable_segments
-from titanlite.runtime.gradient_memory import share_memory_of_gradients
-from titanlite.runtime.private_torch.fsdp import fsdp_param_group, reduce_scatter_of
+from titanlite.runtime.gradient_memory import ReduceScatter
+from titanlite.runtime.private_torch.fsdp import fsdp_param_group
+from titanlite.runtime.private_torch.tensors import local_tensor
 from titanlite.runtime.private_torch.tracing import fake_process_group
+from titanlite.step import train_step
 
 AT_IMPORT_OF_TORCH = """
 import os, sys
@@ -105,16 +112,65 @@ def test_gradients_come_from_the_pool_of_activations(shares: bool) -> None:
     with fake_process_group(2):
         model: Any = nn.Linear(4, 6, bias=False)
         fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
-        if shares:
-            share_memory_of_gradients([model])
-        found: list[list[Any]] = []
-        for _ in range(2):  # the second backward pass adds to the gradients of the first, and frees its own
-            with Allocations() as mode:
-                model(torch.ones(1, 4)).sum().backward()
-            found.append(mode.streams[(12,)])
+        model.set_custom_reduce_scatter(ReduceScatter(ranks=2, shares=shares))
+        with Allocations() as mode:
+            model(torch.ones(1, 4)).sum().backward()
         compute, reduces = torch.cpu.current_stream(), fsdp_param_group(model).comm_ctx.reduce_scatter_stream
     assert compute != reduces
-    assert found == [[compute if shares else reduces], [reduces]]
+    assert mode.streams[(12,)] == [compute if shares else reduces]
+
+
+def test_an_input_that_was_not_reduced_does_not_exchange_inputs_and_outputs() -> None:
+    """Backward raised between the two allocations. The next one begins with an input again."""
+    device, reduces = torch.device("cpu"), torch.cpu.Stream()
+    comm = ReduceScatter(ranks=2, shares=True)
+
+    def allocate(size: int, *streams: Any) -> Any:
+        with ExitStack() as stack, Allocations() as mode:
+            for stream in streams:
+                stack.enter_context(torch.cpu.stream(stream))
+            comm.allocate((size,), dtype=torch.float32, device=device)
+        return mode.streams[(size,)]
+
+    compute, other = torch.cpu.current_stream(), torch.cpu.Stream()
+    assert allocate(8) == [compute]
+    assert allocate(8) == [compute]
+    assert allocate(4, reduces) == [compute]
+    assert allocate(8) == [compute]
+    assert allocate(8, other) == [other], "an input on another stream"
+    assert allocate(4, reduces) == [other]
+
+
+@pytest.mark.usefixtures("single_process_group")
+def test_the_only_rank_copies_no_gradients() -> None:
+    allocated: list[int] = []
+    for shares in (False, True):
+        model: Any = nn.Linear(4, 6, bias=False)
+        fully_shard(model)
+        model.set_custom_reduce_scatter(ReduceScatter(ranks=1, shares=shares))
+        with Allocations() as mode:
+            model(torch.ones(1, 4)).sum().backward()
+        allocated.append(len(mode.streams[(24,)]))
+        assert torch.equal(model.weight.grad.full_tensor(), torch.ones(6, 4))
+    assert allocated[0] - allocated[1] == 1
+
+
+def test_the_input_of_an_awaited_reduction_is_freed_at_once() -> None:
+    sizes: list[tuple[int, int]] = []
+
+    class Watched(ReduceScatter):
+        def __call__(self, output_tensor: Tensor, input_tensor: Tensor, *args: Any, **kwargs: Any) -> None:
+            before = input_tensor.untyped_storage().nbytes()
+            super().__call__(output_tensor, input_tensor, *args, **kwargs)
+            sizes.append((before, input_tensor.untyped_storage().nbytes()))
+
+    for waits in (False, True):
+        with fake_process_group(2):
+            model: Any = nn.Linear(4, 6, bias=False)
+            fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+            model.set_custom_reduce_scatter(Watched(ranks=2, shares=True, waits=waits))
+            model(torch.ones(1, 4)).sum().backward()
+    assert sizes == [(96, 96), (96, 0)]
 
 
 @pytest.mark.parametrize(
@@ -137,12 +193,70 @@ def test_where_backward_waits_and_gradients_share_memory(
             mesh = build_mesh(Parallelism(), world_size=ranks, device_type="cpu")
             shard(model, mesh=mesh, kernels=kernels, parallelism=Parallelism(), training=training)
             units: list[Any] = [model.head, *model.layers]
-            groups = [fsdp_param_group(unit) for unit in units]
+            comms: list[Any] = [fsdp_param_group(unit)._reduce_scatter_comm for unit in units]
         on_gpu = isinstance(kernels, GpuKernels)
-        assert [type(it).__name__ for it in groups] == [
-            "_AwaitedUnit" if waits and on_gpu else "FSDPParamGroup",
-            *["FSDPParamGroup"] * len(model.layers),
-        ]
-        assert {type(reduce_scatter_of(it)).__name__ for it in groups} == {
-            ("_ReduceScatter" if shares else "DefaultReduceScatter") if on_gpu else "AllToAllReduceScatter"
-        }
+        if on_gpu:
+            assert [it._waits for it in comms] == [waits, *[False] * len(model.layers)]
+            assert [it._shares for it in comms] == [shares] * len(units)
+        else:
+            assert {type(it) for it in comms} == {AllToAllReduceScatter}
+
+
+@pytest.mark.parametrize(
+    ("keeps", "options", "updates"),
+    [
+        (True, {}, False),
+        (False, {}, True),
+        (False, {"enable_cpu_offload": True}, False),
+        (False, {"dtype": "bfloat16"}, False),
+        (True, {"dtype": "bfloat16", "mixed_precision_reduce": "bfloat16"}, False),
+        (False, {"global_batch_size": 16}, False),
+    ],
+)
+def test_where_reduced_gradients_last_until_after_backward(keeps: bool, options: Any, updates: bool) -> None:
+    training = Training(**{"global_batch_size": 8, "local_batch_size": 1, **options})
+    with fake_process_group(8):
+        for replicas in (1, 2):
+            parallelism = Parallelism(data_parallel_replicate_degree=replicas)
+            mesh = build_mesh(parallelism, world_size=8, device_type="cpu")
+            assert keeps_reduced_gradients(mesh, parallelism, training, updates_in_backward=updates) == keeps
+        once = parallelism.model_copy(update={"fsdp_reduce_gradients": "last"})
+        found = keeps_reduced_gradients(mesh, once, training, updates_in_backward=updates)
+        assert found == (keeps or training.global_batch_size == 16), "one reduction a step"
+
+
+@pytest.mark.usefixtures("single_process_group")
+def test_a_step_works_after_a_backward_pass_that_raised() -> None:
+    """The gradients are those of a step that never failed."""
+    training = Training(global_batch_size=2, local_batch_size=2, seq_len=16)
+    model = build_on_meta(Llama3, replace(Llama3.flavors["debug"], n_layers=2))
+    mesh = build_mesh(Parallelism(), world_size=1, device_type="cpu")
+    shard(model, mesh=mesh, kernels=CpuKernels(), parallelism=Parallelism(), training=training)
+    materialize(model, device=torch.device("cpu"), offload=False, dtype=torch.float32, seed=0)
+    tokens = torch.arange(32).view(2, 16)
+    batch: Any = {"tokens": tokens, "labels": tokens.roll(-1, 1)}
+    fails = [False, True, False]
+
+    def gradients() -> Tensor:
+        def block_failed(gradient: Tensor) -> None:
+            if fails[0]:
+                raise RuntimeError("planted")
+
+        handle = model.layers[0].register_full_backward_pre_hook(lambda module, gradients: block_failed(gradients[0]))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        kept: list[Tensor] = []
+        optimizer.register_step_pre_hook(
+            lambda *_: kept.extend(local_tensor(it.grad).clone() for it in model.parameters() if it.grad is not None)
+        )
+        try:
+            train_step(model, [batch], optimizer=optimizer, group=world_group(mesh), max_norm=0.0)
+        finally:
+            handle.remove()
+            optimizer.zero_grad()
+            fails.pop(0)
+        return torch.cat([it.flatten() for it in kept])
+
+    before = gradients()
+    with pytest.raises(RuntimeError, match="planted"):
+        gradients()
+    assert torch.equal(gradients(), before)

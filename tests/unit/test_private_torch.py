@@ -3,7 +3,6 @@
 import pickle
 import weakref
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -24,8 +23,8 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.nn.attention import SDPBackend
 from torch.testing._internal.two_tensor import TwoTensor
 
-from titanlite.observer import Observers, StepObserver
-from titanlite.runtime.private_torch.autograd import call_after_backward, has_gradient_hooks, is_in_backward
+from titanlite.observer import StepObserver
+from titanlite.runtime.private_torch.autograd import call_after_backward, is_in_backward
 from titanlite.runtime.private_torch.checkpoint import (
     MemoryFormat,
     StorageInfo,
@@ -43,19 +42,14 @@ from titanlite.runtime.private_torch.compiler import (
     without_autograd_cache,
 )
 from titanlite.runtime.private_torch.fsdp import (
-    free_gather_buffer,
     fsdp_param_group,
     gather_asynchronously,
     gather_in_place,
     gather_local_parts,
     keep_dtypes,
-    keeps_reduced_gradients,
     observe_fsdp,
-    observer_of,
-    reduce_scatter_of,
     release_all_reduce_input,
     sharded_parameters,
-    wait_for_reduction,
 )
 from titanlite.runtime.private_torch.memory import dump_memory_snapshot, record_memory_history
 from titanlite.runtime.private_torch.meshes import flatten_axes, join_meshes, unflatten_axis
@@ -465,40 +459,12 @@ def small_model() -> nn.Module:
     return model
 
 
-@pytest.mark.long
 @pytest.mark.usefixtures("single_process_group")
-def test_sharded_parameters_and_their_hooks() -> None:
+def test_sharded_parameters() -> None:
     model: Any = small_model()
     [parameter] = sharded_parameters(model[0])
     assert parameter is model[0].weight
-    assert not has_gradient_hooks(parameter)
-    parameter.register_post_accumulate_grad_hook(lambda _: None)
-    assert has_gradient_hooks(parameter)
     assert sharded_parameters(model) == []
-
-
-@pytest.mark.usefixtures("single_process_group")
-def test_the_reduce_scatter_of_a_unit_is_the_custom_one() -> None:
-    model: Any = small_model()
-    custom = object()
-    model[0].set_custom_reduce_scatter(custom)
-    assert reduce_scatter_of(fsdp_param_group(model[0])) is custom
-    assert callable(reduce_scatter_of(fsdp_param_group(model[1])))
-
-
-def test_the_buffer_of_the_last_all_gather_is_freed() -> None:
-    with fake_process_group(2):
-        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-        for module in (*model, model):
-            fully_shard(module, mesh=init_device_mesh("cpu", (2,)))
-        kept: list[bool] = []
-        last: Any = model[1]
-        unit = fsdp_param_group(last)
-        last.register_forward_pre_hook(lambda *_: kept.append(unit.comm_ctx.all_gather_state is not None))
-        last.register_forward_pre_hook(lambda *_: free_gather_buffer(last))
-        last.register_forward_pre_hook(lambda *_: kept.append(unit.comm_ctx.all_gather_state is not None))
-        model(torch.ones(1, 4)).sum().backward()
-    assert kept == [True, False]
 
 
 @pytest.mark.usefixtures("single_process_group")
@@ -566,56 +532,6 @@ def test_parameters_on_further_axes_are_gathered_as_plain_tensors() -> None:
     assert torch.equal(model.bias.grad.full_tensor(), torch.full((4,), 2 * 3.0))
 
 
-@pytest.mark.usefixtures("single_process_group")
-def test_reduced_gradients_that_last_until_after_backward() -> None:
-    model: Any = small_model()
-    group = fsdp_param_group(model[0])
-    assert keeps_reduced_gradients(group, torch.float32)
-    assert not keeps_reduced_gradients(group, torch.bfloat16)  # converted
-    group.fsdp_params[0].offload_to_cpu = True
-    assert not keeps_reduced_gradients(group, torch.float32)
-    group.fsdp_params[0].offload_to_cpu = False
-    model(torch.ones(2, 4)).sum().backward()
-    assert not keeps_reduced_gradients(group, torch.float32)  # added to the gradient
-    model.zero_grad()
-    assert keeps_reduced_gradients(group, torch.float32)
-    model[0].weight.register_post_accumulate_grad_hook(lambda _: None)
-    assert not keeps_reduced_gradients(group, torch.float32)  # an optimizer may use and free it
-
-
-def test_reduced_gradients_over_replicas_last_if_they_are_all_reduced() -> None:
-    with fake_process_group(4):
-        model: Any = nn.Sequential(nn.Linear(4, 4))
-        fully_shard(model, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
-        group = fsdp_param_group(model)
-        assert keeps_reduced_gradients(group, torch.float32)
-        model.set_requires_all_reduce(False)
-        assert not keeps_reduced_gradients(group, torch.float32)
-
-
-@pytest.mark.parametrize("waits", [False, True])
-def test_compute_waits_for_a_reduction(waits: bool) -> None:
-    in_flight: dict[str, int] = {}
-
-    class States(StepObserver):
-        def phase(self, name: str) -> None:
-            in_flight[name] = len(fsdp_param_group(model[0]).comm_ctx.reduce_scatter_states)
-
-    with fake_process_group(2):
-        model: Any = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
-        for module in (*model, model):
-            fully_shard(module, mesh=init_device_mesh("cpu", (2,)))
-        if waits:
-            wait_for_reduction(model[2])
-        observe_fsdp(model, States())
-        model(torch.ones(1, 4)).sum().backward()
-    assert in_flight == {
-        "backward 2": 0, "reduce 2": 0, "backward 1": 0 if waits else 1, "reduce 1": 0 if waits else 1,
-        "backward 0": 1, "reduce 0": 1,
-    }  # fmt: skip
-    assert model[2].weight.grad is not None
-
-
 def test_hooks_of_a_module() -> None:
     linear = nn.Linear(2, 2)
     assert not has_hooks(linear)
@@ -668,43 +584,6 @@ def test_modules_of_one_unit_are_observed_once() -> None:
     observe_fsdp(model, observer := Phases())
     model(torch.ones(2, 4)).sum().backward()
     assert observer.heard == ["backward 0", "reduce 0"]
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize("is_asynchronous", [False, True])
-def test_observers_hear_of_waits_for_other_ranks(world_size: int, is_asynchronous: bool) -> None:
-    class Waits(StepObserver):
-        def __init__(self) -> None:
-            self.heard: list[int] = []
-            self.count = 0
-
-        def waiting(self) -> AbstractContextManager[None]:
-            self.count += 1
-            return nullcontext()
-
-        def phase(self, name: str) -> None:
-            self.heard.append(self.count)
-
-    with fake_process_group(world_size):
-        model: Any = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
-        for module in (*model, model):
-            fully_shard(module, mesh=init_device_mesh("cpu", (world_size,)))
-            if is_asynchronous:
-                gather_asynchronously(module)
-        wait_for_reduction(model[2])
-        gather_in_place(model[1])
-        assert type(observer_of(model[0])) is StepObserver
-        observe_fsdp(model, first := Waits())
-        observe_fsdp(model, second := Waits())
-        assert isinstance(observer_of(model[0]), Observers)
-        model(torch.ones(1, 4)).sum().backward()
-    assert (first.heard, first.count) == (second.heard, second.count)
-    if world_size == 1:
-        assert (first.heard, first.count) == ([0] * 6, 0)
-    elif is_asynchronous:  # three all-gathers; for each unit another and its reduction; three ends of backward
-        assert (first.heard, first.count) == ([3, 4, 5, 6, 7, 8], 12)
-    else:  # each call that starts an all-gather waits too, the prefetching ones in backward as well
-        assert (first.heard, first.count) == ([6, 9, 10, 13, 14, 16], 20)
 
 
 def test_call_after_backward() -> None:

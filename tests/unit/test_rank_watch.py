@@ -10,6 +10,7 @@ from dataclasses import astuple, replace
 
 import pytest
 import torch
+from torch import nn
 
 from titanlite.metrics.own_time import OwnTime
 from titanlite.metrics.rank_watch import RankMetrics, RankWatch, slowest_rank
@@ -157,32 +158,42 @@ def test_the_watch_makes_as_many_calls_for_many_ranks_as_for_few() -> None:
     assert calls(4096) == calls(8)
 
 
-def test_own_time_is_the_step_without_its_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_own_time_is_that_of_the_head_and_its_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Time before the head's forward and after the gradient of its input is no own time. Micro-batches add up."""
     now = [0.0]
-    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
-    own = OwnTime(torch.device("cpu"))
-    observer = Observers(StepObserver(), own)
 
-    def step() -> float:
-        now[0] += 1.0
-        with observer.waiting():
-            now[0] += 10.0
-            with observer.waiting():  # FSDP's hooks are nested
-                now[0] += 20.0
-        with observer.collective("all-gather", "layers.0"):
-            now[0] += 0.5
+    class Slow(nn.Linear):
+        seconds = 0.0
+
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            now[0] += self.seconds
+            output = super().forward(input)
+            if output.requires_grad:
+                output.register_hook(lambda _: now.__setitem__(0, now[0] + self.seconds))
+            return output.clone()
+
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    block, head = Slow(2, 2), Slow(2, 2)
+    block.seconds, head.seconds = 100.0, 0.75
+    model, own = nn.Sequential(block, head), OwnTime(torch.device("cpu"))
+    own.follow(model)
+
+    def step(micro_batches: int) -> float:
+        for _ in range(micro_batches):
+            model(torch.ones(1, 2)).sum().backward()
         own.end()
         now[0] += 100.0
         return own.seconds()
 
     own.begin()
-    assert step() == pytest.approx(1.5)
-    assert math.isnan(step()), "a step that was not measured"
+    assert step(1) == pytest.approx(1.5)
     own.begin()
-    with observer.waiting():
-        now[0] += 7.0
-    own.begin()  # the step before did not end
-    assert step() == pytest.approx(1.5)
+    assert step(2) == pytest.approx(3.0)
+    assert step(1) == pytest.approx(3.0), "a step that was not measured leaves what was"
+    own.begin()
+    with torch.no_grad():
+        model(torch.ones(1, 2))
+    assert math.isnan(own.seconds()), "a validation"
 
 
 def test_several_observers_hear_the_same() -> None:

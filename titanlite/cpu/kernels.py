@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from titanlite.cpu.collectives import adapt_fsdp_to_gloo
@@ -44,9 +44,17 @@ class CpuKernels(Kernels):
         return _RMSNorm.apply(x, weight, torch.finfo(x.dtype).eps if eps is None else eps)
 
     def adapt_fsdp(
-        self, units: Sequence[FSDPModule], *, shard_degree: int, reduces_in_backward: bool, adds_gradients: bool
+        self,
+        units: Sequence[FSDPModule],
+        *,
+        shard_degree: int,
+        keeps_gradients: bool,
+        reduces_in_backward: bool,
+        awaited: nn.Module | None,
     ) -> None:
-        adapt_fsdp_to_gloo(units, shard_degree=shard_degree, reduces_in_backward=reduces_in_backward)
+        adapt_fsdp_to_gloo(
+            units, shard_degree=shard_degree, keeps_gradients=keeps_gradients, reduces_in_backward=reduces_in_backward
+        )
 
 
 class _WideLinear(torch.autograd.Function):

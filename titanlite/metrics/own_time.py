@@ -1,17 +1,16 @@
-"""Own time of a rank in a step: the time in which it does not wait for other ranks.
+"""Own time of a rank in a step: the time of a part in which it does not wait for other ranks.
 
 Step times are equal on all ranks, because a fast rank waits in collectives for the slowest one. Own times differ.
 """
 
 import math
 import time
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor, nn
 
-from titanlite.observer import StepObserver
+from titanlite.models.base import head_of
 
 
 class _Clock(Protocol):
@@ -43,43 +42,42 @@ class _StreamClock:
         return begin.elapsed_time(end) / 1e3 if begin.query() and end.query() else math.nan
 
 
-class OwnTime(StepObserver):
-    """Measurement of one step: time of the step without the waits that its observer's hook reports.
+class OwnTime:
+    """Measurement of one step: time of the head, the loss and their backward pass, in which no rank waits for another.
 
-    Steps that are not measured cost next to nothing. Waits include copies to and from the buffers of collectives.
+    It begins when FSDP has gathered the head, and ends before FSDP reduces the head's gradient. It is summed over the
+    micro-batches. Steps that are not measured cost next to nothing.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._clock: _Clock = _StreamClock() if device.type == "cuda" else _HostClock()
-        self._step: tuple[Any, Any] | None = None
-        self._waits: list[tuple[Any, Any]] = []
-        self._begin: Any = None
-        self._is_waiting = False
+        self._spans: list[tuple[Any, Any]] = []
+        self._is_measured = False
+
+    def follow(self, model: nn.Module) -> None:
+        """Measure the steps of a model, after FSDP is applied to it."""
+        head_of(model).register_forward_pre_hook(self._begin_head)
 
     def begin(self) -> None:
         """Begin to measure a step, when its data is there."""
-        self._step, self._waits, self._is_waiting = None, [], False
-        self._begin = self._clock.now()
+        self._spans, self._is_measured = [], True
 
     def end(self) -> None:
         """End the step, before the host waits for the device."""
-        self._step = None if self._begin is None else (self._begin, self._clock.now())
-        self._begin = None
+        self._is_measured = False
 
-    def waiting(self) -> AbstractContextManager[None]:
-        is_measured = self._begin is not None and not self._is_waiting
-        return self._measure_wait() if is_measured else nullcontext()
+    def _begin_head(self, _: nn.Module, arguments: tuple[Any, ...]) -> None:
+        hidden = arguments[0]
+        if not self._is_measured or not hidden.requires_grad:
+            return
+        begin = self._clock.now()
 
-    @contextmanager
-    def _measure_wait(self) -> Iterator[None]:
-        begin, self._is_waiting = self._clock.now(), True
-        yield
-        self._is_waiting = False
-        self._waits.append((begin, self._clock.now()))
+        def end(gradient: Tensor) -> None:
+            self._spans.append((begin, self._clock.now()))
+
+        hidden.register_hook(end)
 
     def seconds(self) -> float:
-        """Return the own time of the step that ended last; NaN if it was not measured. Call it when the device is done
-        with the step."""
-        if self._step is None:
-            return math.nan
-        return self._clock.seconds(*self._step) - sum(self._clock.seconds(*wait) for wait in self._waits)
+        """Return the time of the step that ended last; NaN if it was not measured. Call it when the device is done with
+        the step."""
+        return sum(self._clock.seconds(*span) for span in self._spans) if self._spans else math.nan

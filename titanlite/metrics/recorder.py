@@ -79,7 +79,6 @@ class MetricsRecorder:
         """Observer of the first steps."""
         self._memory = self.phase_memory.watch
         self.own_time = OwnTime(device)
-        """Observer of steps and of FSDP's units."""
         self._source_losses = SourceLosses()
         self._hosts = host_names(group)
         self._block: LiveBlock | None = None

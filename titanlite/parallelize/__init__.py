@@ -41,6 +41,7 @@ def parallelize(
     lora: Lora = NO_ADAPTERS,
     compile_backend: str = "inductor",
     has_other_model: bool = False,
+    updates_in_backward: bool = False,
     pin_memory: bool = True,
 ) -> None:
     """Apply every technique that the config asks for, in place. `materialize` then gives the model its memory.
@@ -49,6 +50,7 @@ def parallelize(
         kernels: how the device computes; see `titanlite.kernels`.
         compile_backend: of torch.compile; the planner has its own.
         has_other_model: whether there is a teacher, or this is one; see `compile_blocks`.
+        updates_in_backward: whether hooks of the parameters use gradients within backward, as `InBackward` does.
         pin_memory: whether parameters in host memory are pinned, with a GPU.
     """
     set_dtype(model, DTYPES[training.dtype])
@@ -69,6 +71,6 @@ def parallelize(
         compile_blocks(model, backend=compile_backend, has_other_model=has_other_model)
     shard(
         model, mesh=mesh, kernels=kernels, parallelism=parallelism, training=training, experts=experts,
-        pin_memory=pin_memory,
+        updates_in_backward=updates_in_backward, pin_memory=pin_memory,
     )  # fmt: skip
     use_local_parts(model, mesh)

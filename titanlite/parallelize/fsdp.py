@@ -19,9 +19,9 @@ from titanlite.models.base import Model, head_of
 from titanlite.models.quantized import quantized_parameters
 from titanlite.parallelize.expert import DistributedExperts
 from titanlite.parallelize.mesh import has_replicas, shard_degree_of, sharding_mesh
-from titanlite.parallelize.reductions import adds_gradients, can_wait
+from titanlite.parallelize.reductions import can_wait, keeps_reduced_gradients
 from titanlite.parallelize.tensor import placement_of
-from titanlite.runtime.private_torch.fsdp import free_gather_buffer, gather_in_place, keep_dtypes, wait_for_reduction
+from titanlite.runtime.private_torch.fsdp import gather_in_place, keep_dtypes
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
@@ -34,12 +34,14 @@ def shard(
     parallelism: Parallelism,
     training: Training,
     experts: DistributedExperts | None = None,
+    updates_in_backward: bool = False,
     pin_memory: bool = True,
 ) -> None:
     """Apply `fully_shard` to every FSDP unit and to the root, in place. FSDP averages gradients over the mesh.
 
     Args:
         experts: those that are not on all ranks.
+        updates_in_backward: whether hooks of the parameters use gradients within backward.
         pin_memory: with CPU offload to a GPU: FSDP copies parameters to pinned memory.
     """
     compute_dtype = DTYPES[training.mixed_precision_param]
@@ -66,18 +68,16 @@ def shard(
     fully_shard(model, reshard_after_forward=reshard, **options)
     sharded: list[FSDPModule] = [it for it in (*(unit[0] for unit in units), model) if isinstance(it, FSDPModule)]
     adapt = partial(
-        kernels.adapt_fsdp, adds_gradients=adds_gradients(mesh, parallelism, training),
+        kernels.adapt_fsdp,
+        keeps_gradients=keeps_reduced_gradients(mesh, parallelism, training, updates_in_backward=updates_in_backward),
         reduces_in_backward=has_replicas(mesh) or training.dtype != training.mixed_precision_reduce,
-    )  # fmt: skip
+        awaited=head if [head] in units and can_wait(mesh, training) else None,
+    )
     adapt(sharded, shard_degree=shard_degree)
     if experts:
         layers = experts.shard(reshard_after_forward=parallelism.fsdp_reshard_after_forward != "never", **options)
         adapt([*layers, sharded[-1]], shard_degree=experts.shard_degree)
-    if [head] in units and kernels.is_gpu(torch.device(mesh.device_type)) and can_wait(mesh, training):
-        assert isinstance(head, FSDPModule)
-        wait_for_reduction(head)
     _prefetch(sharded[:-1], parallelism)
-    head.register_forward_pre_hook(_free_gather_buffer)  # no all-gather follows, and the loss needs the memory
     quantized = quantized_parameters(model)  # they are others now
     for unit in sharded:
         if isinstance(unit, nn.Embedding) and [unit] in units:
@@ -86,11 +86,6 @@ def shard(
             gather_in_place(unit)
         elif quantized and not has_compute_dtype:
             keep_dtypes(unit, quantized)
-
-
-def _free_gather_buffer(module: nn.Module, _: Any) -> None:
-    if isinstance(module, FSDPModule):
-        free_gather_buffer(module)
 
 
 def fsdp_units(model: Model) -> list[list[nn.Module]]:

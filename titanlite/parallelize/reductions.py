@@ -3,7 +3,7 @@
 from torch.distributed.device_mesh import DeviceMesh
 
 from titanlite.config.schema import Parallelism, Training
-from titanlite.parallelize.mesh import context_rank, data_parallel_rank, has_replicas, shard_degree_of
+from titanlite.parallelize.mesh import context_rank, data_parallel_rank, shard_degree_of
 
 GPUS_OF_A_NODE = 8
 """Largest shard group that is taken to be connected by NVLink."""
@@ -22,9 +22,15 @@ def can_wait(mesh: DeviceMesh, training: Training) -> bool:
     return shard_degree_of(mesh) <= GPUS_OF_A_NODE and tokens >= MANY_TOKENS
 
 
-def adds_gradients(mesh: DeviceMesh, parallelism: Parallelism, training: Training) -> bool:
-    """Return True if reduced gradients of one micro-batch are kept for the next one to add to. With replicas, FSDP adds
-    them up before they become gradients."""
+def keeps_reduced_gradients(
+    mesh: DeviceMesh, parallelism: Parallelism, training: Training, *, updates_in_backward: bool
+) -> bool:
+    """Return True if the output of each reduce-scatter becomes the gradients of a unit, and lasts until after backward.
+
+    Otherwise FSDP frees the output within backward: it converts it, copies it to the host, adds it to the gradients of
+    another micro-batch, or lets an optimizer use it.
+    """
     at_once = data_parallel_rank(mesh)[1] * (training.local_batch_size or training.global_batch_size)
-    accumulates = training.global_batch_size > at_once
-    return accumulates and parallelism.fsdp_reduce_gradients == "each" and not has_replicas(mesh)
+    adds_gradients = training.global_batch_size > at_once and parallelism.fsdp_reduce_gradients == "each"
+    is_converted = training.dtype != training.mixed_precision_reduce
+    return not (adds_gradients or is_converted or training.enable_cpu_offload or updates_in_backward)

@@ -1,9 +1,8 @@
-"""The backward pass that is running, and hooks of gradients."""
+"""The backward pass that is running."""
 
 from collections.abc import Callable
 
 import torch
-from torch import nn
 from torch.autograd import Variable
 
 
@@ -15,8 +14,3 @@ def is_in_backward() -> bool:
 def call_after_backward(function: Callable[[], None]) -> None:
     """Call a function when the backward pass that is running ends."""
     Variable._execution_engine.queue_callback(function)
-
-
-def has_gradient_hooks(parameter: nn.Parameter) -> bool:
-    """Return whether `register_post_accumulate_grad_hook` was called on a parameter."""
-    return bool(parameter._post_accumulate_grad_hooks)  # pyright: ignore[reportAttributeAccessIssue]

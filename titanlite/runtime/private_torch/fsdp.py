@@ -1,18 +1,24 @@
-"""FSDP2: its units, their collectives, and what they hold in memory."""
+"""What FSDP2 does not offer by public names.
+
+- `gather_local_parts`: modules that tensor parallelism splits compute with plain tensors. FSDP gathers DTensors.
+- `keep_dtypes`: quantized weights are gathered as they are. FSDP's mixed precision would convert them.
+- `gather_in_place`: at shard degree 1, where the weights have the compute dtype, FSDP would copy them.
+- `gather_asynchronously`: on CPUs, all-gathers beside compute. FSDP has the setting, and no public name for it.
+- `release_all_reduce_input`: an optimizer within backward would wait for all gradients that FSDP holds.
+- `fsdp_param_group`, `sharded_parameters`: which parameters are gathered together, and with which dtypes.
+- `observe_fsdp`: only for the plan, which counts the memory and the collectives of each unit.
+"""
 
 from collections.abc import Callable, Collection, Mapping
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard._fsdp_common import DDPMeshInfo
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
-from titanlite.observer import Observers, StepObserver
-from titanlite.runtime.private_torch.autograd import has_gradient_hooks
+from titanlite.observer import StepObserver
 
 
 def fsdp_param_group(module: FSDPModule) -> Any:
@@ -38,41 +44,9 @@ def sharded_parameters(module: FSDPModule) -> list[nn.Parameter]:
     return [parameter.sharded_param for parameter in unit.fsdp_params] if unit else []
 
 
-def reduce_scatter_of(param_group: Any) -> Any:
-    """Return the reduce-scatter of a group, which `FSDPModule.set_custom_reduce_scatter` replaces."""
-    return param_group._reduce_scatter_comm
-
-
-def keeps_reduced_gradients(param_group: Any, reduce_dtype: torch.dtype) -> bool:
-    """Return whether the output of a group's next reduce-scatter becomes its gradients, until after backward.
-
-    Otherwise FSDP frees the output within backward: it converts it, copies it to the host, adds it to other gradients,
-    or lets a hook use it.
-    """
-    if isinstance(param_group.mesh_info, DDPMeshInfo) and not param_group.all_reduce_grads:
-        return False
-    return all(
-        it.sharded_param.grad is None
-        and it.sharded_param.dtype == reduce_dtype
-        and not it.offload_to_cpu
-        and not has_gradient_hooks(it.sharded_param)
-        for it in param_group.fsdp_params
-        if it.sharded_param.requires_grad
-    )
-
-
 def gather_asynchronously(module: FSDPModule) -> None:
     """Let FSDP's all-gathers of a unit run beside compute, as on a GPU."""
     module._set_unshard_async_op(True)
-
-
-def free_gather_buffer(module: FSDPModule) -> None:
-    """Free the buffer of the last all-gather of forward. FSDP keeps it until another begins, so that both overlap."""
-    unit = fsdp_param_group(module)
-    state = unit.comm_ctx.all_gather_state if unit else None
-    if state is not None:
-        unit._wait_all_gather_streams_on_event(state.event)
-        unit.comm_ctx.all_gather_state = None
 
 
 def gather_in_place(module: FSDPModule) -> None:
@@ -150,34 +124,11 @@ class _HookedParam(FSDPParam):
             self._unsharded_param.register_hook(self.gradient_hook)
 
 
-def wait_for_reduction(module: FSDPModule) -> None:
-    """Let compute wait for the reduce-scatter of an FSDP unit at the end of the unit's backward pass.
-
-    FSDP keeps the input of the reduce-scatter until the end of the next unit's backward pass, so that both overlap.
-    """
-    group = fsdp_param_group(module)
-    assert type(group) is FSDPParamGroup
-    group.__class__ = _AwaitedUnit
-
-
-class _AwaitedUnit(FSDPParamGroup):
-    """FSDPParamGroup that leaves no input of a reduce-scatter behind."""
-
-    def post_backward(self, *unused: Any) -> None:
-        super().post_backward(*unused)
-        states: list[Any] = getattr(self.comm_ctx, "reduce_scatter_states", [])  # since torch 2.13
-        stream = torch.get_device_module(self.device).current_stream()
-        for state in states:
-            if state.event is not None:
-                stream.wait_event(state.event)
-        states.clear()
-
-
 def observe_fsdp(model: nn.Module, observer: StepObserver, *, prefix: str = "") -> None:
-    """Call an observer's hooks from inside FSDP, for every FSDP unit of a model, beside those of earlier observers.
+    """Call an observer's hooks from inside FSDP, for every FSDP unit of a model. The plan does; a run does not.
 
-    The hooks are the phases `backward NAME` and `reduce NAME`, collectives, waits for other ranks, and labels of
-    gradients. NAME is that of the unit's first module. A unit inside another one has that one's name, and no phases.
+    The hooks are the phases `backward NAME` and `reduce NAME`, collectives, and labels of gradients. NAME is that of
+    the unit's first module. A unit inside another one has that one's name, and no phases.
 
     Args:
         prefix: of each name, where a step has several models.
@@ -190,20 +141,11 @@ def observe_fsdp(model: nn.Module, observer: StepObserver, *, prefix: str = "") 
     for module in model.modules():
         unit = fsdp_param_group(module) if isinstance(module, FSDPModule) else None
         if unit is not None and unit.modules[0] is module:  # a tied embedding and head have one unit
-            assert isinstance(unit, FSDPParamGroup)
-            if isinstance(unit, _ObservedUnit):
-                unit.observer = Observers(unit.observer, observer)
-                continue
-            unit.__class__ = type(_ObservedUnit.__name__, (_ObservedUnit, type(unit)), {})
+            assert type(unit) is FSDPParamGroup
+            unit.__class__ = _ObservedUnit
             assert isinstance(unit, _ObservedUnit)
             unit.observer, unit.name = observer, prefix + outer[module]
             unit.is_inside = names[module] != outer[module]
-
-
-def observer_of(module: FSDPModule) -> StepObserver:
-    """Return the observer of an FSDP unit; one that does nothing if it has none."""
-    unit = fsdp_param_group(module)
-    return unit.observer if isinstance(unit, _ObservedUnit) else StepObserver()
 
 
 class _ObservedUnit(FSDPParamGroup):
@@ -214,13 +156,11 @@ class _ObservedUnit(FSDPParamGroup):
     is_inside: bool
 
     def unshard(self, async_op: bool = False) -> None:
-        # Gloo waits here. On a GPU compute waits in `wait_for_unshard` only.
-        waiting = self._waiting() if self.device.type == "cpu" and not async_op else nullcontext()
-        with waiting, self.observer.collective("all-gather", self.name):
+        with self.observer.collective("all-gather", self.name):
             super().unshard(async_op)
 
     def wait_for_unshard(self) -> None:
-        with self._waiting(), self.observer.collective("all-gather", ""):
+        with self.observer.collective("all-gather", ""):
             super().wait_for_unshard()
 
     def reshard(self) -> None:
@@ -237,17 +177,10 @@ class _ObservedUnit(FSDPParamGroup):
             self.observer.phase(f"reduce {self.name}")
         unreduced = (_unsharded_gradient(it) for it in self.fsdp_params)  # not a list: it would keep them in memory
         self.observer.label((gradient for gradient in unreduced if gradient is not None), "reduce-scatter")
-        with self._waiting(), self.observer.collective("reduce-scatter", self.name):
+        with self.observer.collective("reduce-scatter", self.name):
             super().post_backward(*unused)
         sharded = (it.sharded_param.grad for it in self.fsdp_params)
         self.observer.label((gradient for gradient in sharded if gradient is not None), "gradients")
-
-    def finalize_backward(self) -> None:
-        with self._waiting():
-            super().finalize_backward()
-
-    def _waiting(self) -> AbstractContextManager[None]:
-        return self.observer.waiting() if self.mesh_info.mesh.size() > 1 else nullcontext()
 
 
 def _unsharded_gradient(parameter: FSDPParam) -> Tensor | None:
