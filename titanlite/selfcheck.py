@@ -33,7 +33,7 @@ from titanlite.memory_check import SIZES, weight_bytes
 from titanlite.models.base import Model, unique_parameters
 from titanlite.optim.state_size import state_bytes
 from titanlite.parallelize.lora import choose_trained
-from titanlite.plan.links import COLLECTIVES, Call, bandwidth_at
+from titanlite.plan.calibrate import COLLECTIVES, Call, bandwidth_at
 from titanlite.preflight import ResolvedConfig
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.process_group import Ranks, process_group

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from tests.helpers import TinyRun, run_ranks, run_train
-from titanlite.plan.links import COLLECTIVES
+from titanlite.plan.calibrate import COLLECTIVES
 from titanlite.preflight import preflight
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.process_group import Ranks

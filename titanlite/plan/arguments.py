@@ -53,8 +53,8 @@ def add_commands(titanlite: Parser) -> None:
         "measure this machine's GPU into a file for plan --gpu",
         lambda options: _calibrate(calibrate, options),
         details=(
-            "Measure matmuls, attention, memory, and with several processes their links, for one or two minutes. A\n"
-            "machine without a GPU measures its CPU. Nothing else should run."
+            "Measure a matmul, attention, a copy, and with several processes their links, for some seconds. A machine\n"
+            "without a GPU measures its CPU. Nothing else should run."
         ),
         example=("calibrate h100.toml\nplan llama3_8b --world-size 64 --gpu h100.toml"),
     )

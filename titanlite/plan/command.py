@@ -87,7 +87,6 @@ def share_of_process(machine: Hardware, processes: int) -> Hardware:
         fp32_flops=machine.fp32_flops / processes,
         memory_bandwidth=machine.memory_bandwidth / processes,
         link_bandwidth=machine.link_bandwidth / processes,
-        rates=machine.rates and machine.rates.shared_by(processes),
     )
 
 
