@@ -131,6 +131,7 @@ def test_the_cpu_of_this_machine(toml: Path, capsys: pytest.CaptureFixture[str])
         (["--world-size", "8", "--gpu", "H100", "--apply", "x.toml"], "--apply writes the result of --search"),
         (["--world-size", "8", "--gpu", "H100", "--memory-budget-gib", "0"], "a number above 0"),
         (["--world-size", "8", "--gpu", "H100", "--memory-budget-gib", "1", "--search"], "exclude each other"),
+        (["--world-size", "8", "--gpu", "H100", "--suggest", "--search"], "exclude each other"),
         (["--world-size", "8", "--gpu", "H100", "--memory-budget-gib", "0.0001"], "at least"),
         (["--world-size", "8", "--gpu", "H100", "--training.stepss=3"], "did you mean training.steps?"),
         (["--world-size", "8", "--gpu", "H100", "--parallelism.data_parallel_shard_degree=3"], "8"),
