@@ -32,7 +32,6 @@ PAGES = {
     "ingest": ("Preparing text", "data.md"),
     "metrics": ("Metrics and loggers", "see_the_run.md"),
     "plan": ("Plans", "plan.md"),
-    "selfcheck": ("Tests of machines", "cluster.md"),
     "convert": ("Weights in and out, generation, distillation", "convert.md"),
     "report": ("Reports, profiles and comparisons", "see_the_run.md"),
     "migrate": ("Configs of torchtitan", "migrate.md"),

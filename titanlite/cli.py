@@ -30,7 +30,6 @@ from titanlite.runtime.errors import ConfigError, Problem, RunError, UserError, 
 from titanlite.runtime.proc import kill_stopped_descendants
 from titanlite.runtime.restarts import RunEnd
 from titanlite.runtime.signals import StopRequests, stop_with_launcher
-from titanlite.selfcheck import arguments as machines
 
 if TYPE_CHECKING:
     import torch
@@ -50,6 +49,12 @@ TRAIN_OPTIONS = """
 Every option of the config can be set here. The value is read as TOML, text needs no quotes, and --section.key alone
 means true. N is the number of an entry in a list; the next number makes a new entry.
 """
+MACHINES = """\
+The number of processes is taken from the environment variable WORLD_SIZE; default: 1.
+
+With --machines, the processes test what the run needs, in a minute or two: versions, collectives and their bandwidths,
+clocks, the checkpoint folder, disk and arithmetic. Exit code 2 if a test fails. ./run_train.sh check does it on all
+processes of a job."""
 EXIT_CODES = """\
 exit codes: 0 done; 1 failed; 2 wrong config or input; 3 stopped by a rule of the config, such as a loss that is not
 finite; 75 stopped by a signal or at a planned time: start it again
@@ -113,11 +118,11 @@ def _add_check(group: Parser, name: str) -> None:
         "check",
         "report every mistake of a config, and start nothing",
         _check,
-        details=machines.DETAILS,
+        details=MACHINES,
         example=f"{name} my.toml --training.steps=500\n{name} my.toml --machines",
     )
     parser.add_config(default="debug")
-    machines.add_machines(parser)
+    parser.add_argument("--machines", action="store_true", help="test the machines too, on all processes of the job")
 
 
 def main() -> NoReturn:
@@ -232,7 +237,7 @@ def _check(options: Namespace) -> None:
         if ranks.rank == 0:
             print(f"warning: {warning}", file=sys.stderr)
     if options.machines:
-        from titanlite.selfcheck.command import main as test_machines
+        from titanlite.selfcheck import main as test_machines
 
         test_machines(config, resolved, ranks, device)
 

@@ -4,6 +4,7 @@ import inspect
 import json
 import os
 import pickle
+import shlex
 import subprocess
 import sys
 from dataclasses import replace
@@ -108,9 +109,11 @@ def test_a_batch_that_is_too_large_is_explained_and_the_advice_is_good(tiny: Tin
     assert lines[0].startswith("out of memory on rank 0, step 1")
     assert "CUDA out of memory. Tried to allocate" in lines[0]
     assert lines[1].startswith("PyTorch has allocated ")
-    assert lines[2].startswith("The plan's peak is ")
-    first = lines[lines.index("Suggestions, cheapest first:") + 1].split()[0]
-    cured = run(first)
+    words = shlex.split(lines[2].partition(": ")[2])[1:]
+    plan = [sys.executable, "-m", "titanlite", *words, "--json"]
+    suggested = subprocess.run(plan, capture_output=True, text=True, check=True, env=environment)
+    cheapest = json.loads(suggested.stdout)["suggestions"][0]["options"]
+    cured = run(*(f"--{key}={value}" for key, value in cheapest.items()))
     assert cured.returncode == 0, cured.stderr
     assert tiny.losses() == [pytest.approx(5.6, abs=0.3)]
 

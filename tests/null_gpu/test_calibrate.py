@@ -6,7 +6,6 @@ import pytest
 
 from tests.null_gpu.conftest import RunPython
 from titanlite.runtime.hardware import load_hardware
-from titanlite.runtime.rates import COLLECTIVES
 
 pytestmark = pytest.mark.null_gpu
 
@@ -24,14 +23,10 @@ def test_a_file_is_written_and_read(run_python: RunPython, tmp_path: Path, devic
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={devices}"] if devices > 1 else []
     run_python(*launcher, "calibrate.py", NULL_GPU_DEVICES=str(devices))
     found = load_hardware(tmp_path / "gpu.toml")
-    assert found.rates is not None
     assert not found.measured
-    assert set(found.rates.matmul) == {"bfloat16", "float32", "float8"}
-    assert set(found.rates.attention) == {"bfloat16", "float32"}
-    assert len(found.rates.memory) == 5
-    assert (found.rates.hop_seconds is None) == (devices == 1)
-    assert set(found.rates.links) == (set(COLLECTIVES) if devices > 1 else set())
-    assert found.rates.to_device is not None
-    assert found.rates.to_host is not None
+    assert 0 < found.matmul_efficiency <= 1
+    assert 0 < found.attention_efficiency <= 1
+    assert found.memory_bandwidth > 0
+    assert ("link_bandwidth" in (tmp_path / "gpu.toml").read_text()) == (devices == 2)
     planned = run_python("-m", "titanlite", "plan", "llama3_8b", "--world-size=8", "--gpu=gpu.toml")
     assert "8 x " in planned.stdout

@@ -15,9 +15,6 @@ def test_devices_that_compute_nothing_fail(run_python: RunPython) -> None:
     lines = result.stdout.splitlines()
     status = {line[9:27].strip(): line[:8].strip() for line in lines if not line.startswith(" ")}
     assert status["collectives"] == status["arithmetic"] == "FAILED", result.stdout
-    assert {status[name] for name in ("versions, config", "links of all", "neighbours", "clocks", "GPUs")} <= {
-        "ok", "warning",
-    }  # fmt: skip
-    assert "direct access to 1 of 1 GPUs" in result.stdout
+    assert {status[name] for name in ("versions, config", "bandwidths", "clocks")} <= {"ok", "warning"}
     assert "rank 0" in result.stdout
     assert "computes wrong values" in result.stdout

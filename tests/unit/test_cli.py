@@ -309,7 +309,7 @@ def test_the_first_rank_to_fail_reports_for_all(
 ) -> None:
     """torchrun ends the other ranks at once: if only rank 0 reported, its error could be lost."""
     record = tiny.folder / "code"
-    monkeypatch.setenv("TITANLITE_EXIT_FILE", str(record))
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tiny.folder / "0" / "error.json"))
     monkeypatch.setenv("LOCAL_RANK", "1")
     assert len(refusal(capfd, "train", "no_such_config")) == 1
     assert record.read_text().startswith("2\n")
@@ -325,7 +325,7 @@ def test_other_ranks_end_after_the_first_to_fail_has_reported(
 ) -> None:
     """torchrun ends all ranks when one ends: the first could be ended between its exit code and its error."""
     record = tiny.folder / "code"
-    monkeypatch.setenv("TITANLITE_EXIT_FILE", str(record))
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tiny.folder / "0" / "error.json"))
     codes = []
     other = threading.Thread(target=lambda: codes.append(cli.run(["train", "no_such_config"])))
     with lock_file(tiny.folder / "code.lock"):

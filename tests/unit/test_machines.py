@@ -1,6 +1,5 @@
-"""Tests of the machines in one process: needs against room, devices, slow pairs, and the table. Faults are planted."""
+"""Tests of the machines in one process: disk, folder, arithmetic, and the table. Faults are planted."""
 
-import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -8,19 +7,27 @@ import pytest
 import torch
 
 from tests.helpers import TinyRun
-from titanlite import cli
+from titanlite import cli, selfcheck
 from titanlite.parallelize.freeze import freeze
 from titanlite.preflight import preflight
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.process_group import Ranks
-from titanlite.selfcheck import needs
-from titanlite.selfcheck.command import run
-from titanlite.selfcheck.devices import NO_DRIVER_RECORDS, check_arithmetic, check_gpus, driver_records, known_matrices
-from titanlite.selfcheck.findings import Job, Result, merge, size_text, table_lines
-from titanlite.selfcheck.folder import check_folder
-from titanlite.selfcheck.links import slowest_pairs
-from titanlite.selfcheck.needs import Need, disk_needs, kept_checkpoints
-from titanlite.selfcheck.room import Free, check_disk, check_memory, free_at
+from titanlite.selfcheck import (
+    Free,
+    Job,
+    Need,
+    Result,
+    check_arithmetic,
+    check_disk,
+    check_folder,
+    disk_needs,
+    free_at,
+    kept_checkpoints,
+    known_matrices,
+    merge,
+    run,
+    size_text,
+)
 
 CPU = torch.device("cpu")
 ALONE = Job(Ranks(0, 1, 0, 1), ["host-a"])
@@ -39,25 +46,18 @@ def test_a_line_of_several_ranks_comes_once() -> None:
     assert merged.problems == [
         "rank 1 on host-0 and rank 3 on host-1: bad", "rank 2 on host-1: /x: No space left",
     ]  # fmt: skip
-    assert table_lines("disk", merged) == [
+    lines: list[str] = []
+    assert run(iter([("disk", lambda: merged), ("x", lambda: Result("1 GB/s", warnings=["slow"]))]), lines.append) == [
+        "disk"
+    ]
+    assert lines == [
         "FAILED   disk               a",
         "           rank 1 on host-0 and rank 3 on host-1: bad",
         "           rank 2 on host-1: /x: No space left",
+        "warning  x                  1 GB/s",
+        "           slow",
     ]
-    assert table_lines("x", Result("1 GB/s", warnings=["slow"]))[0].startswith("warning  x ")
     assert [size_text(count) for count in (12, 3 * 2**20, 5 * 2**40)] == ["12 bytes", "3 MiB", "5 TiB"]
-
-
-def test_a_slow_pair_is_named() -> None:
-    """Pairs between hosts are slower than pairs in a host, and are compared with each other only."""
-    job = cluster(4, 2)
-    fast, slow = 10e9, 1e9
-    rates = {(rank, (rank + 1) % 8): fast if rank % 2 == 0 else slow for rank in range(8)}
-    assert slowest_pairs(rates, job) == Result("in a host 10 to 10 GB/s, between hosts 1 to 1 GB/s")
-    rates[3, 4] = 0.2e9
-    assert slowest_pairs(rates, job).warnings == [
-        "rank 3 on host-1 and rank 4 on host-2: 0.2 GB/s, the median between hosts is 1"
-    ]
 
 
 def test_an_error_names_test_and_rank() -> None:
@@ -72,7 +72,7 @@ def test_an_error_names_test_and_rank() -> None:
     assert lines == ["ok       clocks             0 s apart"]
 
 
-# Disk and memory
+# Disk
 
 
 @pytest.mark.parametrize(
@@ -97,37 +97,29 @@ def test_needs_of_a_run(tiny: TinyRun) -> None:
     resolved = preflight(config, ALONE.ranks, CPU)
     model = resolved.model.build()
     count = sum(parameter.numel() for parameter in model.parameters())
-    checkpoints, exports, tokens = disk_needs(config, model, resolved.tokenizer, world_size=4, nodes=2)
+    checkpoints, exports = disk_needs(config, model, world_size=4, nodes=2)
     assert checkpoints.bytes == 2 * count * (4 + 8)
-    assert checkpoints.files == 2 * (4 + needs.SMALL_FILES)
+    assert checkpoints.files == 2 * (4 + selfcheck.SMALL_FILES)
     assert exports.bytes == 2 * count * 2
-    assert tokens.bytes == 2 * sum(file.stat().st_size for file in tiny.text.iterdir())
-    assert tokens.is_estimate
-    sizes = {"world_size": 4, "local_world_size": 2}
-    assert needs.staging_bytes(config, model, **sizes) == count * 12 / 2
-    assert needs.state_in_host_memory(config, model, **sizes, is_cpu=True) == count * 16 / 2
-    assert needs.state_in_host_memory(config, model, **sizes, is_cpu=False) == 0
     local = tiny.config("--checkpoint.folder=/shared", "--checkpoint.local_folder=/fast")
-    part = disk_needs(local, model, resolved.tokenizer, world_size=4, nodes=2)[-1]
+    part = disk_needs(local, model, world_size=4, nodes=2)[-1]
     assert (part.place, part.bytes, part.files) == ("/fast", count * 12 / 2, 3)
     frozen = tiny.config('--freeze.parameters=["layers.*"]', "--freeze.dtype=bfloat16")
     freeze(model, frozen.freeze)
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     assert 0 < trained < count
-    assert needs.checkpoint_bytes(model, frozen) == trained * 12 + (count - trained) * 2
-    synchronous = tiny.config("--checkpoint.async_mode=disabled")
-    assert needs.staging_bytes(synchronous, model, **sizes) == 0
+    assert selfcheck.checkpoint_bytes(model, frozen) == trained * 12 + (count - trained) * 2
 
 
 def test_checkpoints_that_are_there_need_no_more_space(tiny: TinyRun) -> None:
     config = tiny.config("--checkpoint.interval=2", "--checkpoint.keep_latest_k=1")
     resolved = preflight(config, ALONE.ranks, CPU)
     model = resolved.model.build()
-    before = disk_needs(config, model, resolved.tokenizer, world_size=1, nodes=1)[0]
+    before = disk_needs(config, model, world_size=1, nodes=1)[0]
     step = tiny.folder / "outputs/tiny/checkpoints/step-00000002"
     step.mkdir(parents=True)
     (step / "data").write_bytes(bytes(1000))
-    after = disk_needs(config, model, resolved.tokenizer, world_size=1, nodes=1)[0]
+    after = disk_needs(config, model, world_size=1, nodes=1)[0]
     assert before.bytes - after.bytes == 1000
     assert after.what.endswith(", 1 of them are there")
 
@@ -146,9 +138,9 @@ def test_a_disk_that_is_too_small() -> None:
     assert problem.startswith("rank 0 on host-a: the run writes 8 GiB and 5 GiB are free (4 checkpoints in /shared): ")
     [problem] = disk_of(10 * GIB, run, files=99).problems
     assert problem.endswith("100 files of 4 checkpoints, and the file system takes 99 more (inodes)")
-    tokens = Need("tokens", "/cache", 4 * GIB, is_estimate=True)
-    assert disk_of(10 * GIB, run, tokens).status == "warning", "both are on one file system"
-    apart = check_disk(lambda: [run, tokens], ALONE, free=lambda place: Free(len(place), 10 * GIB, None))
+    other = Need("exports", "/exports", 4 * GIB, is_estimate=True)
+    assert disk_of(10 * GIB, run, other).status == "warning", "both are on one file system"
+    apart = check_disk(lambda: [run, other], ALONE, free=lambda place: Free(len(place), 10 * GIB, None))
     assert apart.status == "ok"
 
 
@@ -158,18 +150,7 @@ def test_free_space_is_that_of_the_nearest_folder(tmp_path: Path) -> None:
     assert there.bytes > 0
 
 
-@pytest.mark.usefixtures("single_process_group")
-def test_memory_that_is_too_small() -> None:
-    results = [check_memory(lambda: (4 * GIB, 2 * GIB), ALONE, lambda size=size: size * GIB) for size in (8, 7, 5)]
-    assert [result.status for result in results] == ["ok", "warning", "FAILED"]
-    assert results[2].problems == [
-        "rank 0 on host-a: needs 6 GiB of memory (2 GiB of it for background saves), and has 5 GiB: set "
-        'checkpoint.async_mode = "disabled", or end other programs'
-    ]
-    assert check_memory(lambda: (0.0, 0.0), ALONE).status == "ok"
-
-
-# Devices
+# Arithmetic
 
 
 def test_known_matrices_are_exact_in_bfloat16() -> None:
@@ -185,7 +166,7 @@ def test_known_matrices_are_exact_in_bfloat16() -> None:
 def test_a_device_that_computes_wrong_values() -> None:
     right = check_arithmetic(CPU, ALONE, seconds=0.01)
     assert right.status == "ok"
-    assert re.fullmatch(r"bfloat16 matmuls exact, \S+ TFLOP/s", right.value)
+    assert right.value == "bfloat16 matmuls exact"
 
     def one_flipped(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         found = a @ b
@@ -202,13 +183,6 @@ def test_a_device_that_computes_wrong_values() -> None:
         raise RuntimeError("CUDA error: an illegal memory access")
 
     assert "illegal memory access" in check_arithmetic(CPU, ALONE, multiply=fails).problems[0]
-
-
-def test_records_that_are_not_there() -> None:
-    assert check_gpus(CPU, ALONE) == Result("not available: the job runs on CPUs")
-    value, problems, warnings = driver_records(0)
-    assert value == NO_DRIVER_RECORDS or value.startswith("ECC and throttling not available (")
-    assert (problems, warnings) == ([], [])
 
 
 # The folder and the command
@@ -241,7 +215,7 @@ def test_the_command_of_one_process(tiny: TinyRun, capfd: pytest.CaptureFixture[
     out, err = capfd.readouterr()
     assert err == ""
     lines = out.splitlines()
-    names = ["versions, config", "clocks", "checkpoint folder", "disk", "host memory", "arithmetic", "GPUs"]
+    names = ["versions, config", "clocks", "checkpoint folder", "disk", "arithmetic"]
     assert [line[9:27].strip() for line in lines[:-1] if not line.startswith(" ")] == names
     assert "FAILED" not in out
     assert lines[-1].startswith("no test failed (processes: 1, hosts: 1, time: ")

@@ -1,8 +1,10 @@
 """PyTorch's private API does what titanlite/runtime/private_torch/ relies on."""
 
 import pickle
+import warnings
 import weakref
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -647,7 +649,8 @@ def test_a_fake_process_group_has_ranks_that_do_nothing() -> None:
 def test_timeouts_are_set_in_all_groups_but_one() -> None:
     kept = dist.new_group(backend="gloo", timeout=timedelta(seconds=5), group_desc="kept")
     other = dist.new_group(backend="gloo", timeout=timedelta(seconds=5))
-    set_timeouts(7.5, but_for="kept")
+    with warnings.catch_warnings(action="error"):  # a private name that PyTorch has made public warns
+        set_timeouts(7.5, but_for="kept")
     groups = [dist.group.WORLD, other, kept]
     seconds = [it._get_backend(torch.device("cpu")).options._timeout.total_seconds() for it in groups if it]
     assert seconds == [7.5, 7.5, 5]
@@ -665,7 +668,8 @@ def test_what_the_watchdog_asks_process_groups() -> None:
 
 
 def test_memory_history_and_snapshot(tmp_path: Path) -> None:
-    """A snapshot has the allocations since the history began. Without a GPU, PyTorch takes the arguments and fails."""
+    """A snapshot has the allocations since the history began. Without a GPU, PyTorch takes the arguments and fails, or
+    since torch 2.14 (CUDA build) writes an empty snapshot."""
     if torch.cuda.is_available():
         record_memory_history(max_entries=100)
         kept = torch.ones(1000, device="cuda")
@@ -673,12 +677,12 @@ def test_memory_history_and_snapshot(tmp_path: Path) -> None:
         snapshot = pickle.loads((tmp_path / "snapshot").read_bytes())
         assert kept.data_ptr() in {entry["addr"] for trace in snapshot["device_traces"] for entry in trace}
         return
-    for call, name in (
-        (lambda: record_memory_history(max_entries=100), "record_memory_history"),
-        (lambda: dump_memory_snapshot(tmp_path / "snapshot"), "memorySnapshot"),
-    ):
-        with pytest.raises((AttributeError, RuntimeError), match=f"{name}|NVIDIA|CUDA"):
-            call()
+    no_gpu = AttributeError, RuntimeError
+    with pytest.raises(no_gpu, match=r"record_memory_history|NVIDIA|CUDA"):
+        record_memory_history(max_entries=100)
+    with suppress(*no_gpu):
+        dump_memory_snapshot(tmp_path / "snapshot")
+        assert pickle.loads((tmp_path / "snapshot").read_bytes())["device_traces"] == []
 
 
 def test_parts_of_a_mesh() -> None:

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,9 +12,9 @@ from titanlite.config.schema import Config
 from titanlite.plan import out_of_memory
 from titanlite.plan.estimate import OUTSIDE, USABLE_ON_CPU, Layout, Plan, plan
 from titanlite.plan.search import with_options
-from titanlite.plan.suggestions import Suggestion, _together, suggest
-from titanlite.runtime.files import lock_file
+from titanlite.plan.suggestions import Suggestion, suggest, suggestion_lines
 from titanlite.runtime.hardware import find_hardware
+from titanlite.runtime.process_group import Ranks
 
 BATCH = {"training.local_batch_size": 4}
 SELECTIVE = {"activation_checkpoint.mode": "selective"}
@@ -76,7 +76,7 @@ def test_every_option_that_takes_less_memory_is_offered(tiny: TinyRun) -> None:
     pytest.importorskip("torchao")
     options = ["--training.local_batch_size=1", "--training.global_batch_size=1", "--model.args.dim=240"]
     found = suggestions_for(tiny.config(*options, "--activation_checkpoint.mode=full"), layout_of(1000))
-    assert [it.options for it in found if it.cost != "together"] == [
+    assert [it.options for it in found] == [
         MOMENTS,
         {"optimizer.in_backward": True, "training.max_norm": 0.0},
         {"optimizer.name": "torchao.optim.AdamW8bit"},
@@ -97,7 +97,7 @@ def test_what_a_config_cannot_take_is_not_offered(tiny: TinyRun) -> None:
     config = tiny.config(*options, "--model.args.n_layers=2", world_size=4)
     found = suggestions_for(config, layout_of(1000, world_size=4))
     assert not any(it.fits for it in found)
-    alone = {key for it in found if it.cost != "together" for key in it.options}
+    alone = {key for it in found for key in it.options}
     assert "parallelism.data_parallel_replicate_degree" in alone
     assert alone <= {
         "parallelism.data_parallel_replicate_degree",
@@ -127,66 +127,22 @@ def test_allocator_numbers_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_suggestions_are_printed_with_their_peaks() -> None:
     fits = Suggestion({"activation_checkpoint.mode": "full"}, 58 * 2**30, True, "recomputes forward")
     larger = Suggestion({"optimizer.in_backward": True}, 2**29, False, "no clipping")
-    assert [*out_of_memory._suggestion_lines([fits, larger])] == [
-        "Suggestions, cheapest first:",
+    assert [*suggestion_lines([fits, larger])] == [
+        "Options that fit, cheapest first:",
         "  --activation_checkpoint.mode=full    58.0 GiB  recomputes forward",
         "  --optimizer.in_backward=true          0.5 GiB  no clipping",
     ]
-    [first, *_] = out_of_memory._suggestion_lines([larger])
+    [first, *_] = suggestion_lines([larger])
     assert first == "No single option fits. These need less memory:"
-    [only] = out_of_memory._suggestion_lines([])
+    [only] = suggestion_lines([])
     assert "more processes" in only
 
 
-@pytest.mark.long
-def test_another_rank_explains_once_and_its_time_is_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(out_of_memory, "WAIT_SECONDS", 0.2)
-    ours = tmp_path / "ours"
-    ours.mkdir()
-    assert out_of_memory._is_first(ours)
-    assert not out_of_memory._is_first(ours), "the first one holds the lock until its process ends"
-    theirs = tmp_path / "theirs"
-    theirs.mkdir()
-    with lock_file(theirs / ".out-of-memory.lock"):
-        assert not out_of_memory._is_first(theirs)
-    assert out_of_memory._is_first(tmp_path / "no such folder")
-
-
-@pytest.mark.nightly
-def test_no_option_is_planned_after_the_time_limit(tiny: TinyRun) -> None:
-    config, layout = tiny.config("--model.args.n_layers=2"), layout_of(1000)
-    found = suggest(config, layout, planned(config, layout), seconds=0)
-    assert [it.options for it in found] == [{"training.local_batch_size": 1}]
-
-
-def test_the_fewest_that_fit_together_are_found() -> None:
-    """Suggestions save 1, 2, 4, ... of 100: the first ones that together are enough are found."""
-    for room in (99, 98, 97, 90, 69, 50, 37, 36):
-        tried: list[int] = []
-
-        def attempt(options: dict[str, Any], cost: str, room: int = room, tried: list[int] = tried) -> Suggestion:
-            peak = 100 - sum(2 ** int(key) for key in options)
-            tried.append(len(options))
-            return Suggestion(options, peak, peak <= room, cost)
-
-        found = [Suggestion({str(number): True}, 100 - 2**number, False, "") for number in range(6)]
-        found = _together(found, attempt, lambda options: True)
-        fitting = [count for count in range(2, 7) if 100 - (2**count - 1) <= room]
-        if not fitting:
-            assert found is None
-            assert tried == [6]
-        else:
-            assert found is not None
-            assert (len(found.options), found.cost) == (fitting[0], "together")
-            assert len(tried) <= 4
-
-
-def test_options_that_exclude_cheaper_ones_are_not_suggested() -> None:
-    found = [Suggestion({name: True}, 0, False, "") for name in ("moments", "other moments", "batch")]
-    found = _together(
-        found,
-        lambda options, cost: Suggestion(options, 0, True, cost),
-        lambda options: not {"moments", "other moments"} <= options.keys(),
-    )
-    assert found is not None
-    assert found.options == {"moments": True, "batch": True}
+def test_the_command_after_an_error_is_exact(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config, ranks = tmp_path / "my runs" / "config.toml", Ranks(3, 16, 3, 8)
+    line = f"titanlite plan '{config}' --world-size 16 --gpus-per-node 8 --gpu"
+    assert out_of_memory.plan_command(config, ranks, torch.device("cpu")) == f"{line} cpu --suggest"
+    for name, gpu in (("NVIDIA H100 80GB HBM3", "H100"), ("another GPU", "FILE.toml")):
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda _, name=name: name)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=2**30))
+        assert out_of_memory.plan_command(config, ranks, torch.device("cuda")) == f"{line} {gpu} --suggest"

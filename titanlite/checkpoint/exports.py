@@ -28,7 +28,7 @@ NICE = 10
 """Nice value of the processes: training comes first."""
 BEGIN = "from titanlite.runtime.signals import end_with; end_with({})\nfrom titanlite.cli import main; main()"
 """Program of the processes: they end when training does, however it ended."""
-OF_RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "TITANLITE_EXIT_FILE", "TORCHELASTIC_RUN_ID")
+OF_RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "TORCHELASTIC_ERROR_FILE", "TORCHELASTIC_RUN_ID")
 """Variables that would make a process take part in the training."""
 
 

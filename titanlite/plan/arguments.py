@@ -16,7 +16,8 @@ def add_commands(titanlite: Parser) -> None:
         "predict memory, communication and step time of a config, without a GPU",
         lambda options: _run(parser, options),
         details=(
-            "With --search, find the fastest layout that fits. With --memory-budget-gib, find the least recomputation."
+            "--search finds the fastest layout that fits, --memory-budget-gib the least recomputation, and --suggest\n"
+            "options that need less memory."
         ),
         example=(
             "plan llama3_8b --world-size 64 --gpu H100\n"
@@ -36,6 +37,7 @@ def add_commands(titanlite: Parser) -> None:
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--search", action="store_true", help="search for the fastest layout that fits")
+    parser.add_argument("--suggest", action="store_true", help="find options that need less memory")
     parser.add_argument(
         "--memory-budget-gib",
         metavar="GIB",
@@ -53,8 +55,8 @@ def add_commands(titanlite: Parser) -> None:
         "measure this machine's GPU into a file for plan --gpu",
         lambda options: _calibrate(calibrate, options),
         details=(
-            "Measure matmuls, attention, memory, and with several processes their links, for one or two minutes. A\n"
-            "machine without a GPU measures its CPU. Nothing else should run."
+            "Measure a matmul, attention, a copy, and with several processes their links, for some seconds. A machine\n"
+            "without a GPU measures its CPU. Nothing else should run."
         ),
         example=("calibrate h100.toml\nplan llama3_8b --world-size 64 --gpu h100.toml"),
     )
@@ -79,8 +81,8 @@ def _run(parser: Parser, options: Namespace) -> None:
     missing += [] if options.gpu else ["--gpu NAME or FILE.toml"]
     if missing:
         parser.error(f"missing: {', '.join(missing)}; see titanlite plan --help")
-    if options.search and options.memory_budget_gib:
-        parser.error("--search and --memory-budget-gib exclude each other")
+    if bool(options.search) + bool(options.memory_budget_gib) + options.suggest > 1:
+        parser.error("--search, --memory-budget-gib and --suggest exclude each other")
     if options.apply and not (options.search or options.memory_budget_gib):
         parser.error("--apply writes the result of --search or --memory-budget-gib: add one of them")
     if options.apply and Path(options.apply).exists():

@@ -5,7 +5,7 @@ import sys
 import time
 from argparse import Namespace
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from titanlite.plan.estimate import Layout, estimate, plan, with_vocab_size
 from titanlite.plan.output import indented_toml, plan_lines, plan_record, search_lines, search_record, set_key
 from titanlite.plan.recompute_search import GIB, choose_policies
 from titanlite.plan.search import search, with_options
+from titanlite.plan.suggestions import suggest, suggestion_lines
 from titanlite.runtime.errors import ConfigError
 from titanlite.runtime.files import write_atomically
 from titanlite.runtime.hardware import Hardware, find_hardware, load_hardware
@@ -35,7 +36,12 @@ def main(path: str, options: Namespace) -> None:
         changes = {}
         torch.set_num_threads(1)
         planned = plan(config, layout, whole=True)
-        print(json.dumps(plan_record(planned), indent=1) if options.json else "\n".join(plan_lines(planned, config)))
+        found = suggest(config, layout, planned) if options.suggest else []
+        if options.json:
+            record = {"suggestions": [asdict(it) for it in found]} if options.suggest else {}
+            print(json.dumps(plan_record(planned) | record, indent=1))
+        else:
+            print("\n".join([*plan_lines(planned, config), *(suggestion_lines(found) if options.suggest else ())]))
     if options.apply:
         write_config(Path(options.apply), path, config, changes)
         print(f"wrote {options.apply}", file=sys.stderr)
@@ -87,7 +93,6 @@ def share_of_process(machine: Hardware, processes: int) -> Hardware:
         fp32_flops=machine.fp32_flops / processes,
         memory_bandwidth=machine.memory_bandwidth / processes,
         link_bandwidth=machine.link_bandwidth / processes,
-        rates=machine.rates and machine.rates.shared_by(processes),
     )
 
 

@@ -12,7 +12,7 @@ from titanlite.plan import teacher as teachers
 from titanlite.plan.depth import can_vary, period_of, trained_model
 from titanlite.plan.memory import Profile, extend, profile
 from titanlite.plan.schedule import StepTime, step_time
-from titanlite.plan.time import Kernel, Unit, copy_time, offload_time
+from titanlite.plan.time import HOST_LINK, Kernel, Unit, offload_time
 from titanlite.plan.trace import trace_step
 from titanlite.plan.workload import Traffic, Workload, extend_workload, traffic_of, workload_of
 from titanlite.preflight import select_model
@@ -261,10 +261,10 @@ def estimate(traced: Trace, config: Config, layout: Layout) -> Plan:
     if training.enable_cpu_offload and layout.is_gpu:
         host = sum(traced.profile.most(category) for category in ON_HOST)
         parameters = traced.profile.most("parameters") + traced.on_disk.get("parameters", 0)
-        added = offload_time(parameters, host + disk, hardware=hardware, accumulation=accumulation)
+        added = offload_time(parameters, host + disk, accumulation=accumulation)
     if _offloads(config.teacher) and layout.is_gpu:
         shards = traced.profile.most("teacher")
-        host, added = host + shards, added + accumulation * copy_time(shards, hardware)
+        host, added = host + shards, added + accumulation * shards / HOST_LINK
     if gone := on_host(config) if layout.is_gpu else []:
         time = replace(time, total=time.total + added)
         phases = {name: {**sizes, **dict.fromkeys(gone, 0)} for name, sizes in phases.items()}

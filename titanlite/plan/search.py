@@ -252,7 +252,7 @@ class _Search:
         total = time.total
         if it.offload:
             parameters = one.profile.most("parameters") * full // it.degrees.sharded
-            total += offload_time(parameters, host, hardware=hardware, accumulation=self.share // it.batch)
+            total += offload_time(parameters, host, accumulation=self.share // it.batch)
         tokens = self.config.training.global_batch_size * self.config.training.seq_len
         return replace(
             it,

@@ -1,12 +1,10 @@
 """Suggestions: options that lower the peak memory of a config, each with its predicted peak."""
 
 import logging
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
-from math import inf
 from typing import Any
 
 from titanlite.config.checks import find_conflicts
@@ -47,54 +45,20 @@ def _argument(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def suggest(config: Config, layout: Layout, present: Plan, *, seconds: float = inf) -> list[Suggestion]:
+def suggest(config: Config, layout: Layout, present: Plan) -> list[Suggestion]:
     """Return options that lower the peak: those that fit first, each group from cheap to expensive.
 
-    Every suggestion is planned in full. Where no option fits alone, the last suggestion combines several, if that fits.
+    Every suggestion is planned in full.
 
     Args:
         present: the plan of the config as it is.
-        seconds: time after which no further option is planned.
     """
-    deadline = time.monotonic() + seconds
-    attempt: Attempt = partial(_attempt, config, layout)
     found: list[Suggestion] = []
-    for suggestion in _single(config, layout, present, attempt):
+    for suggestion in _single(config, layout, present, partial(_attempt, config, layout)):
         found += [suggestion] if suggestion and suggestion.peak < present.peak else []
-        if sum(it.fits for it in found) == ENOUGH or time.monotonic() > deadline:
+        if sum(it.fits for it in found) == ENOUGH:
             break
-    if not any(it.fits for it in found) and time.monotonic() <= deadline:
-        accepts = partial(_changed, config, layout)
-        joint = _together(found, attempt, accepts)
-        found += [joint] if joint else []
     return sorted(found, key=lambda it: not it.fits)
-
-
-def _together(
-    suggestions: list[Suggestion], attempt: Attempt, accepts: Callable[[Options], object]
-) -> Suggestion | None:
-    """Return the shortest run of options, from the cheapest on, that fits. Options that conflict with cheaper ones are
-    left out.
-
-    Args:
-        accepts: whether the config accepts some options.
-    """
-    unions: list[Options] = [{}]
-    for suggestion in suggestions:
-        if accepts(union := unions[-1] | suggestion.options):
-            unions.append(union)
-    found, least, most = None, 2, len(unions) - 1
-    count = most
-    while least <= most:
-        joint = attempt(unions[count], "together")
-        if joint and joint.fits:
-            found, most = joint, count - 1
-        elif count == len(unions) - 1:
-            return None
-        else:
-            least = count + 1
-        count = (least + most) // 2
-    return found
 
 
 def _single(config: Config, layout: Layout, present: Plan, attempt: Attempt) -> Iterator[Suggestion | None]:
@@ -154,24 +118,27 @@ def _candidates(config: Config, layout: Layout) -> Iterator[tuple[Options, str]]
         yield ({"training.enable_cpu_offload": True}, "parameters and updates in host memory: much slower steps")
 
 
-def _changed(config: Config, layout: Layout, options: Options) -> Config | None:
-    """Return the config with the options, or None if it does not accept them."""
-    try:
-        changed = with_options(config, options)
-    except ValueError:
-        return None
-    if find_conflicts(changed, layout.world_size, ()):
-        return None
-    model = model_of(changed).build()
-    return None if check_optimizer(changed.optimizer, model, dtype=changed.training.dtype) else changed
-
-
 def _attempt(config: Config, layout: Layout, options: Options, cost: str) -> Suggestion | None:
     try:
-        if (changed := _changed(config, layout, options)) is None:
+        changed = with_options(config, options)
+        if find_conflicts(changed, layout.world_size, ()):
+            return None
+        if check_optimizer(changed.optimizer, model_of(changed).build(), dtype=changed.training.dtype):
             return None
         planned = plan(changed, layout)
     except Exception:
         logger.debug(f"{options} cannot be planned", exc_info=True)
         return None
     return Suggestion(dict(options), planned.peak, planned.fits, cost)
+
+
+def suggestion_lines(found: list[Suggestion]) -> Iterator[str]:
+    """Yield the lines of suggestions."""
+    if not found:
+        yield "No option needs less memory: use more processes and a higher shard degree."
+        return
+    yield "Options that fit, cheapest first:" if found[0].fits else "No single option fits. These need less memory:"
+    width = max(len(it.text) for it in found)
+    for it in found:
+        peak = f"{it.peak / 2**30:,.1f} GiB" if it.peak >= 2**30 else f"{it.peak / 2**30:.3g} GiB"
+        yield f"  {it.text:{width}}  {peak:>10}  {it.cost}"

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from titanlite.runtime.hardware import Hardware
-from titanlite.runtime.rates import Rates, rate_at
 
 MEMORY_EFFICIENCY = 0.85
 """Share of the memory bandwidth that kernels reach on long vectors."""
@@ -87,33 +86,26 @@ def kernel_time(kernel: Kernel, hardware: Hardware) -> float:
     This is the roofline model (doi.org/10.1145/1498765.1498785). A CPU does its own launching, so launches are added
     there. Measured rates are what matmuls and copies reach, so only attention is slower, by the same ratio as on GPUs.
     Float8 on a device without it is emulated with float32 matmuls. Kernels that are no matmuls compute in float32,
-    without matrix units. Rates of `titanlite calibrate` replace the assumptions.
+    without matrix units.
     """
     peaks = {"bfloat16": hardware.bf16_flops, "float32": hardware.fp32_flops, "float8": hardware.fp8_flops}
     peak = (peaks[kernel.dtype] if kernel.kind != "memory" else None) or hardware.fp32_flops
     share = hardware.attention_efficiency if kernel.kind == "attention" else hardware.matmul_efficiency
     rate = peak * (share / hardware.matmul_efficiency if hardware.measured else share)
-    launch = LAUNCH_SECONDS
-    if hardware.rates:
-        curve = hardware.rates.of(kernel.kind, kernel.dtype)
-        rate = rate_at(curve, kernel.flops / max(1, kernel.launches)) if curve and kernel.flops else rate
-        launch = hardware.rates.launch_seconds or launch
     arithmetic = kernel.flops / rate
-    traffic = kernel.bytes / _bandwidth(hardware, kernel.bytes / kernel.launches if kernel.launches else math.inf)
-    launches = kernel.launches * launch
+    traffic = kernel.bytes / _bandwidth(hardware)
+    launches = kernel.launches * LAUNCH_SECONDS
     work = max(arithmetic, traffic)
     return work + launches if hardware.measured else max(work, launches)
 
 
 def lasting(seconds: float, hardware: Hardware) -> Kernel:
     """Return a kernel that takes this time."""
-    return Kernel("memory", 0, round(seconds * _bandwidth(hardware, math.inf)), "float32", 0)
+    return Kernel("memory", 0, round(seconds * _bandwidth(hardware)), "float32", 0)
 
 
-def _bandwidth(hardware: Hardware, size: float) -> float:
-    """Memory bandwidth that a kernel of this many bytes reaches."""
-    if hardware.rates and hardware.rates.memory:
-        return rate_at(hardware.rates.memory, size)
+def _bandwidth(hardware: Hardware) -> float:
+    """Memory bandwidth that kernels reach."""
     return hardware.memory_bandwidth * (1 if hardware.measured else MEMORY_EFFICIENCY)
 
 
@@ -131,31 +123,28 @@ def collective_time(collective: Collective, hardware: Hardware, gpus_per_node: i
     if size == 1:
         return 0.0
     nodes = -(-size // per_node)
-    rates = hardware.rates or Rates()
     if collective.op == "all_to_all":
-        return _all_to_all_time(collective, hardware, rates)
-    bus = rates.links.get(collective.op) or hardware.link_bandwidth * BUS_EFFICIENCY
+        return _all_to_all_time(collective, hardware)
+    bus = hardware.link_bandwidth * BUS_EFFICIENCY
     if nodes > 1:
-        bus = min(bus, per_node * (rates.network.get(collective.op) or hardware.network_bandwidth * BUS_EFFICIENCY))
+        bus = min(bus, per_node * hardware.network_bandwidth * BUS_EFFICIENCY)
     once = collective.bytes * (size - 1) / size / bus
-    within = (per_node - 1) * (rates.hop_seconds or HOP_SECONDS)
+    within = (per_node - 1) * HOP_SECONDS
     if collective.op == "all_reduce":
         return 2 * (once + within + math.ceil(math.log2(nodes)) * NETWORK_HOP_SECONDS)
     return once + within + (nodes - 1) * NETWORK_HOP_SECONDS
 
 
-def _all_to_all_time(collective: Collective, hardware: Hardware, rates: Rates) -> float:
+def _all_to_all_time(collective: Collective, hardware: Hardware) -> float:
     """Return the seconds of an all-to-all. Each rank sends its parts to the others directly, by its own network card
-    beyond its node. Rates are those of an all-gather."""
+    beyond its node."""
     size, per_node = collective.group
-    link = rates.links.get("all_gather") or hardware.link_bandwidth * BUS_EFFICIENCY
-    network = rates.network.get("all_gather") or hardware.network_bandwidth * BUS_EFFICIENCY
-    within = collective.bytes * (per_node - 1) / size / link
-    beyond = collective.bytes * (size - per_node) / size / network
-    return max(within, beyond) + (NETWORK_HOP_SECONDS if size > per_node else rates.hop_seconds or HOP_SECONDS)
+    within = collective.bytes * (per_node - 1) / size / (hardware.link_bandwidth * BUS_EFFICIENCY)
+    beyond = collective.bytes * (size - per_node) / size / (hardware.network_bandwidth * BUS_EFFICIENCY)
+    return max(within, beyond) + (NETWORK_HOP_SECONDS if size > per_node else HOP_SECONDS)
 
 
-def offload_time(parameters: float, states: float, *, hardware: Hardware, accumulation: int) -> float:
+def offload_time(parameters: float, states: float, *, accumulation: int) -> float:
     """Return the seconds that CPU offload adds to a step, if nothing of it is hidden.
 
     Args:
@@ -163,11 +152,4 @@ def offload_time(parameters: float, states: float, *, hardware: Hardware, accumu
         states: bytes of parameters, gradients and moments in host memory. The update reads them all, and writes all but
             the gradients.
     """
-    rates = hardware.rates or Rates()
-    transfers = 2 * parameters / (rates.to_device or HOST_LINK) + parameters / (rates.to_host or HOST_LINK)
-    return accumulation * transfers + 1.75 * states / HOST_MEMORY
-
-
-def copy_time(size: float, hardware: Hardware) -> float:
-    """Return the seconds that a copy of so many bytes from host memory to the device takes."""
-    return size / ((hardware.rates or Rates()).to_device or HOST_LINK)
+    return accumulation * 3 * parameters / HOST_LINK + 1.75 * states / HOST_MEMORY

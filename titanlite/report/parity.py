@@ -286,7 +286,7 @@ def start(command: list[str], processes: int, log: Path) -> str | None:
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
     with log.open("w") as output:
         arguments = [sys.executable, *(launcher if processes > 1 else []), "-m", "titanlite", *command]
-        environment = {name: value for name, value in os.environ.items() if name != "TITANLITE_EXIT_FILE"}
+        environment = {name: value for name, value in os.environ.items() if name != "TORCHELASTIC_ERROR_FILE"}
         result = subprocess.run(arguments, stdout=output, stderr=output, env=environment, check=False)
     if result.returncode:
         return f"{error_in(log.read_text().splitlines()) or f'exit code {result.returncode}'} ({log})"

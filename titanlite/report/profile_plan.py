@@ -10,7 +10,7 @@ from titanlite.plan.command import share_of_process
 from titanlite.plan.estimate import Layout, plan
 from titanlite.plan.schedule import CollectiveTime
 from titanlite.report.trace_file import Trace
-from titanlite.runtime.hardware import Hardware, find_hardware, load_hardware
+from titanlite.runtime.hardware import find_hardware, load_hardware
 
 
 @dataclass(frozen=True)
@@ -70,17 +70,10 @@ def predict(run: Path, trace: Trace, *, gpu: str | None, gpus_per_node: int | No
         bytes=sizes,
         collectives={name.replace("_", "-"): it for name, it in time.by_collective.items()},
     )
-    if not time.communication or has_rates_of_links(hardware, nodes=-(-trace.world_size // in_node)):
+    if not time.communication or hardware.knows_links:
         return found
     note = (
         f"the plan has no times of collectives on {hardware.name}, whose links were not measured: titanlite calibrate "
         "writes a file for --gpu"
     )
     return replace(found, total=None, communication=None, exposed=None, collectives={}, note=note)
-
-
-def has_rates_of_links(hardware: Hardware, *, nodes: int) -> bool:
-    """Return whether the speed of collectives is known: that of GPUs is in the table or the user's file, and that of a
-    CPU where `titanlite calibrate` measured it."""
-    rates = hardware.rates
-    return not hardware.measured or bool(rates and rates.links and (nodes == 1 or rates.network))

@@ -21,8 +21,9 @@ LAST_LINES = 8
 MOST_CHARACTERS = 300
 FAILED = 1
 """Exit code of an unexpected failure. A restart may follow it; after all other codes it would end the same way."""
-EXIT_FILE = "TITANLITE_EXIT_FILE"
-"""Environment variable: the file in which the first process of a machine that fails leaves its exit code."""
+ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
+"""Environment variable of torchrun: ATTEMPT/LOCAL_RANK/error.json. The first process of a machine that fails leaves its
+exit code in ATTEMPT/code."""
 HANG = "hang: "
 """Beginning of a note that has the watchdog's report."""
 
@@ -97,7 +98,7 @@ def _log_traceback(error: BaseException) -> Path | None:
 
 def _leave_for_torchrun(error: BaseException) -> None:
     """Write an exception to the file that torchrun gives each worker, from which it names the first to fail."""
-    if "TORCHELASTIC_ERROR_FILE" in os.environ and isinstance(error, Exception):
+    if os.environ.get(ERROR_FILE) and isinstance(error, Exception):
         from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
         with suppress(Exception):
@@ -117,20 +118,19 @@ def _is_closed_output(error: BaseException) -> bool:
 
 @contextmanager
 def _first_to_fail(code: int, reason: str) -> Iterator[bool]:
-    """Write the exit code to the file that run_train.sh reads, because torchrun turns every code into 1.
+    """Write the exit code to a file for run_train.sh, because torchrun turns every code into 1.
 
     The other processes of the machine wait until this context ends. torchrun ends all of them as soon as one has
     ended, and the first to fail must have written its code and its error by then.
 
     Yields:
         whether this process reports its error. Of the processes of a machine, the first to fail does: the others
-        fail for the same reason. Without the file, each reports.
+        fail for the same reason. Without torchrun, each reports.
     """
-    name = os.environ.get(EXIT_FILE)
-    if name is None:
+    path = _exit_file()
+    if path is None:
         yield True
         return
-    path = Path(name)
     with lock_file(path.with_name(f"{path.name}.lock")):
         is_first = not path.exists()
         if is_first:
@@ -163,9 +163,14 @@ def leaving_mark() -> Iterator[None]:
             mark.unlink(missing_ok=True)
 
 
+def _exit_file() -> Path | None:
+    name = os.environ.get(ERROR_FILE)
+    return Path(name).parent.with_name("code") if name else None
+
+
 def _own_mark() -> Path | None:
-    name = os.environ.get(EXIT_FILE)
-    return Path(name).with_name(f"rank-{os.environ.get('RANK', '0')}") if name else None
+    path = _exit_file()
+    return path.with_name(f"rank-{os.environ.get('RANK', '0')}") if path else None
 
 
 def _marks(exit_file: Path) -> Iterator[tuple[Path, bool]]:
@@ -188,9 +193,8 @@ def print_errors(lines: Iterable[object]) -> None:
 
 def another_has_ended() -> bool:
     """Return whether another process of this machine has failed or was killed. torchrun ends this one then."""
-    if not (name := os.environ.get(EXIT_FILE)):
-        return False
-    return Path(name).exists() or not all(is_alive for _, is_alive in _marks(Path(name)))
+    path = _exit_file()
+    return path is not None and (path.exists() or not all(is_alive for _, is_alive in _marks(path)))
 
 
 def end_now(message: str, code: int) -> NoReturn:

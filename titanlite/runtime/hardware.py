@@ -20,7 +20,6 @@ import torch
 
 from titanlite.runtime.errors import ConfigError, Place, Problem, UserError
 from titanlite.runtime.nearest import did_you_mean, nearest_name
-from titanlite.runtime.rates import Rates, read_rates
 
 
 @dataclass(frozen=True)
@@ -55,8 +54,8 @@ class Hardware:
     """Bytes of host memory of a node, for CPU offload. An assumption: DGX H100 and p5.48xlarge have 2 TiB."""
     measured: bool = False
     """The device is this machine's CPU, and its rates are measured instead of peaks."""
-    rates: Rates | None = None
-    """Rates that `titanlite calibrate` measured, which replace efficiencies."""
+    knows_links: bool = True
+    """`link_bandwidth` and `network_bandwidth` are more than a guess about this machine's CPU."""
 
     @property
     def overlaps(self) -> bool:
@@ -182,7 +181,6 @@ REQUIRED = ("memory", "bf16_flops", "fp32_flops", "memory_bandwidth", "link_band
 EFFICIENCIES = ("matmul_efficiency", "attention_efficiency")
 NUMBERS = (*REQUIRED, *EFFICIENCIES, "memory_gib", "fp8_flops", "node_memory")
 TEXTS = ("base", "name", "sources")
-RATES = "rates"
 
 
 def load_hardware(path: Path) -> Hardware:
@@ -215,8 +213,8 @@ def load_hardware(path: Path) -> Hardware:
         values["memory"] = values.pop("memory_gib") * 2**30
     if "memory" in values:
         values["memory"] = int(values["memory"])
-    if RATES in values:
-        values[RATES] = read_rates(values[RATES])
+    if "link_bandwidth" in values:
+        values["knows_links"] = True
     values = {"name": path.stem, "driver_names": (), **values}
     if base:
         return replace(base, **{"sources": f"{path.name}; the rest: {base.sources}", **values})
@@ -236,10 +234,8 @@ def _problem_of(key: str, value: Any) -> str | None:
     """Return the mistake in an entry of the file, or None."""
     if key in TEXTS:
         return None if isinstance(value, str) and value else f"expected a text, got {value!r}"
-    if key == RATES:
-        return found if isinstance(found := read_rates(value), str) else None
     if key not in NUMBERS:
-        return f"unknown key{did_you_mean(key, (*NUMBERS, *TEXTS, RATES))}"
+        return f"unknown key{did_you_mean(key, (*NUMBERS, *TEXTS))}"
     if isinstance(value, bool) or not isinstance(value, int | float):
         return f"expected a number, got {value!r}"
     if not math.isfinite(value) or value <= 0:
@@ -276,6 +272,7 @@ def this_cpu() -> Hardware:
         sources=f"Measured with {torch.get_num_threads()} threads. Link assumed: a copy through memory. "
         "Network assumed: 10 Gbit/s.",
         measured=True,
+        knows_links=False,
     )
 
 

@@ -1,8 +1,9 @@
 """Start the processes of one machine with torchrun, and end as they end: what run_train.sh runs for several processes.
 
 torchrun turns every exit code of its workers into 1 and prints tracebacks of its own. Here the first worker that ends
-leaves its exit code in a file, and torchrun's exceptions become one line. A signal goes to every worker, which decides
-what it means; this process waits for them. With MAX_RESTARTS, torchrun starts the workers again after a failure.
+leaves its exit code beside torchrun's error files, and torchrun's exceptions become one line. A signal goes to every
+worker, which decides what it means; this process waits for them. With MAX_RESTARTS, torchrun starts the workers again
+after a failure.
 """
 
 import fcntl
@@ -15,16 +16,14 @@ import struct
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
 from titanlite.runtime.endings import FAILED, read_end
-from titanlite.runtime.proc import state_of
 from titanlite.runtime.signals import STOP_SIGNALS, STOPPED, StopRequests
 
 SHUTDOWN_SECONDS = 3600
@@ -77,9 +76,10 @@ def _launch(nodes: str, processes: int, endpoint: str, restarts: int, words: lis
     os.environ[LOG_VARIABLE] = log_level or "ERROR"  # of this process: PyTorch reports a lost machine with C++ frames
     from torch.distributed.elastic.multiprocessing import SignalException  # while the check runs
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
     from torch.distributed.run import main as torchrun
 
-    from titanlite.runtime.rendezvous import BACKEND, FinalEnd, Generations
+    from titanlite.runtime.rendezvous import BACKEND, FinalEnd, connect, newest_end
 
     if log_level is None:
         del os.environ[LOG_VARIABLE]
@@ -87,34 +87,31 @@ def _launch(nodes: str, processes: int, endpoint: str, restarts: int, words: lis
         return code
     _set_environment(processes)
     use_interface_of(os.environ, endpoint if int(nodes.rpartition(":")[2]) > 1 else None)
-    generations = Generations(folder, restarts)
-    generations.register()
+    rendezvous_handler_registry.register(BACKEND, partial(connect, folder=folder, max_restarts=restarts))
     logging.disable(logging.ERROR)  # torchrun reports what is reported here
     ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN  # as nohup asks for
     signals = [it.name for it in (*STOP_SIGNALS, signal.SIGQUIT) if not (ignored and it == signal.SIGHUP)]
-    arguments = processes, lambda: generations.is_over_elsewhere
-    threading.Thread(target=_kill_stopped, args=arguments, name="stopped workers", daemon=True).start()
     failure = ""
     try:
         torchrun(
             [
                 f"--nnodes={nodes}", f"--nproc_per_node={processes}", f"--max-restarts={restarts}",
                 f"--rdzv_backend={BACKEND}", f"--rdzv_endpoint={endpoint}", *address_options(endpoint, os.environ),
-                f"--signals-to-handle={','.join(signals)}", "-m", "titanlite", *command, *words,
+                f"--signals-to-handle={','.join(signals)}", f"--log-dir={folder}", "-m", "titanlite", *command, *words,
             ]
         )  # fmt: skip
         return 0
     except SignalException:
         code = STOPPED
-    except FinalEnd:
-        code = FAILED
+    except FinalEnd as end:
+        failure, code = str(end), FAILED
     except ChildFailedError as error:
         rank, first = error.get_first_failure()
         failure = f"rank {rank} (process {first.pid}) {_ending(first.exitcode)}, without an error of its own"
         code = FAILED
     except Exception as error:
         failure, code = f"torchrun: {type(error).__name__}: {error}", FAILED
-    if (left := read_end(generations.exit_file)[0]) is not None:
+    if (left := read_end(newest_end(folder))[0]) is not None:
         return left
     if failure:
         print(f"error: {failure}", file=sys.stderr, flush=True)
@@ -188,21 +185,6 @@ def _end_now(folder: Path, message: str, code: int) -> NoReturn:
             os.killpg(pid, signal.SIGKILL) if workers else os.kill(pid, signal.SIGKILL)
     shutil.rmtree(folder, ignore_errors=True)
     os._exit(code)
-
-
-def _kill_stopped(processes: int, is_over_elsewhere: Callable[[], bool]) -> NoReturn:
-    """Kill workers that stay stopped (SIGSTOP) after another one has ended, here or on another machine: SIGTERM would
-    not end them."""
-    since: dict[int, float] = {}
-    while True:
-        time.sleep(1)
-        workers, now = _workers(), time.monotonic()
-        must_end = len(workers) < processes or is_over_elsewhere()
-        stopped = [pid for pid in workers if must_end and state_of(pid) == "T"]
-        since = {pid: since.get(pid, now) for pid in stopped}
-        for pid in [pid for pid in stopped if now - since[pid] > GRACE_SECONDS]:
-            with suppress(ProcessLookupError, PermissionError):
-                os.killpg(pid, signal.SIGKILL)
 
 
 def _children() -> list[int]:

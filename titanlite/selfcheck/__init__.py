@@ -1,1 +1,0 @@
-"""Test of the machines before an expensive job: `titanlite check --machines`."""
