@@ -114,10 +114,10 @@ def _add_check(group: Parser, name: str) -> None:
         "report every mistake of a config, and start nothing",
         _check,
         details=machines.DETAILS,
-        example=f"{name} my.toml --training.steps=500\n{name} my.toml --machines",
+        example=f"{name} my.toml --training.steps=500\n{name} my.toml --here\n{name} my.toml --machines",
     )
     parser.add_config(default="debug")
-    machines.add_machines(parser)
+    machines.add_tests(parser)
 
 
 def main() -> NoReturn:
@@ -225,7 +225,8 @@ def _run_training(
 
 
 def _check(options: Namespace) -> None:
-    config, resolved, ranks, device = _checked(options)
+    runs_here = options.here or options.machines
+    config, resolved, ranks, device = _checked(options, judge_memory=runs_here)
     from titanlite.config.checks import find_warnings
 
     for warning in find_warnings(config, steps=None if config.training.epochs else config.training.steps):
@@ -235,12 +236,18 @@ def _check(options: Namespace) -> None:
         from titanlite.selfcheck.command import main as test_machines
 
         test_machines(config, resolved, ranks, device)
+    elif not options.here:
+        from titanlite.plan.rehearsal import rehearse
+
+        found = [part for part in rehearse(config, resolved, ranks, device) if part]
+        print(f"{config.job.name} is right: {', '.join(found)}. Memory of this machine is judged with --here")
 
 
-def _checked(options: Namespace, *, log: bool = False) -> "Checked":
+def _checked(options: Namespace, *, log: bool = False, judge_memory: bool = True) -> "Checked":
     """Read a config and check it, by itself and against this machine, with one report of all mistakes.
 
     Args:
+        judge_memory: whether the run must fit in this machine's memory and on its disk.
         log: training follows. Start the log on the console, and set up the GPU's allocator and the compile cache.
 
     Raises:
@@ -269,7 +276,7 @@ def _checked(options: Namespace, *, log: bool = False) -> "Checked":
     except UserError as error:
         draft.add([Problem("", str(error))])
         raise ConfigError(draft.new_problems()) from None
-    return *resolve(draft, ranks, device), ranks, device
+    return *resolve(draft, ranks, device, judge_memory=judge_memory), ranks, device
 
 
 def _init(options: Namespace) -> None:

@@ -95,11 +95,11 @@ def check_documents_apart(spec: ModelSpec) -> None:
             found, changed = (model(it, documents=documents)[0, first:].float() for it in (tokens, other))
     except Exception:  # code of the user's own may raise anything; training itself shows what
         return
-    if not torch.allclose(found, changed, rtol=1e-3, atol=1e-3 * float(found.abs().max())):
+    if not torch.allclose(found, changed, rtol=1e-3, atol=1e-3 * float(found.abs().max()), equal_nan=True):
         name = spec.model_cls.__name__
         raise UserError(
-            f"{name} does not keep documents apart: with other tokens in the first document of a sequence, the logits "
-            "of the second change. Mask attention by `documents` (docs/add_a_model.md), or set data.document_mask = false"
+            f"{name} does not keep documents apart: other tokens in the first document of a sequence change the logits "
+            "of the second. Mask attention by `documents` (docs/add_a_model.md), or set data.document_mask = false"
         )
 
 

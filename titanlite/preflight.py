@@ -90,6 +90,7 @@ def examine(
     *,
     find_text: FindText | None = None,
     open_teacher: OpenTeacher | None = None,
+    judge_memory: bool = True,
 ) -> tuple[ResolvedConfig | None, list[Problem]]:
     """Resolve a config that may have problems.
 
@@ -98,6 +99,7 @@ def examine(
         bad_keys: options with a reported problem. Checks that read one of them are skipped.
         find_text: checks sources that are text, which are not checked without it.
         open_teacher: opens the weights of `[teacher]`. Without it, a teacher is refused.
+        judge_memory: whether the run must fit in this machine's memory and on its disk.
 
     Returns:
         the resolved config, or None if the model or the tokenizer is unknown, and all further problems.
@@ -137,7 +139,7 @@ def examine(
     if tokenizer:
         report.attempt("data.tokenizer", [], lambda: _check_vocabulary(tokenizer, args))
     teacher, cache = _open_teacher(report, config, open_teacher, spec, tokenizer)
-    if checked:
+    if checked and judge_memory:
         _check_sizes(report, model, teacher, config, ranks, device)
     spec = spec._replace(args=replace(args, max_seq_len=training.seq_len))
     return (ResolvedConfig(spec, tokenizer, teacher, cache) if tokenizer else None), report.problems
