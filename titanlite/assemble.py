@@ -16,14 +16,25 @@ from titanlite.preflight import ResolvedConfig, examine
 from titanlite.runtime.process_group import Ranks
 
 
-def resolve(draft: Draft, ranks: Ranks, device: torch.device) -> tuple[Config, ResolvedConfig]:
+def resolve(
+    draft: Draft, ranks: Ranks, device: torch.device, *, judge_memory: bool = True
+) -> tuple[Config, ResolvedConfig]:
     """Check a config against this machine, and resolve the names in it.
+
+    Args:
+        judge_memory: whether the run must fit in this machine's memory and on its disk.
 
     Raises:
         ConfigError: lists all problems that were not reported before.
     """
     resolved, problems = examine(
-        draft.config, ranks, device, draft.bad_keys, find_text=find_files, open_teacher=open_teacher
+        draft.config,
+        ranks,
+        device,
+        draft.bad_keys,
+        find_text=find_files,
+        open_teacher=open_teacher,
+        judge_memory=judge_memory,
     )
     draft.add(problems)
     if resolved is not None:

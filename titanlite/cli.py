@@ -49,8 +49,12 @@ TRAIN_OPTIONS = """
 Every option of the config can be set here. The value is read as TOML, text needs no quotes, and --section.key alone
 means true. N is the number of an entry in a list; the next number makes a new entry.
 """
-MACHINES = """\
+CHECKS = """\
+Prepared data is opened, and one step of the model is traced without memory and without a GPU, as titanlite plan does.
 The number of processes is taken from the environment variable WORLD_SIZE; default: 1.
+
+With --here, the config is checked as training does it when it starts: the memory and the disk of this machine must
+suffice too, and no step is traced.
 
 With --machines, the processes test what the run needs, in a minute or two: versions, collectives and their bandwidths,
 clocks, the checkpoint folder, disk and arithmetic. Exit code 2 if a test fails. ./run_train.sh check does it on all
@@ -118,10 +122,11 @@ def _add_check(group: Parser, name: str) -> None:
         "check",
         "report every mistake of a config, and start nothing",
         _check,
-        details=MACHINES,
-        example=f"{name} my.toml --training.steps=500\n{name} my.toml --machines",
+        details=CHECKS,
+        example=f"{name} my.toml --training.steps=500\n{name} my.toml --here\n{name} my.toml --machines",
     )
     parser.add_config(default="debug")
+    parser.add_argument("--here", action="store_true", help="the run starts here: judge this machine's memory and disk")
     parser.add_argument("--machines", action="store_true", help="test the machines too, on all processes of the job")
 
 
@@ -230,7 +235,8 @@ def _run_training(
 
 
 def _check(options: Namespace) -> None:
-    config, resolved, ranks, device = _checked(options)
+    runs_here = options.here or options.machines
+    config, resolved, ranks, device = _checked(options, judge_memory=runs_here)
     from titanlite.config.checks import find_warnings
 
     for warning in find_warnings(config, steps=None if config.training.epochs else config.training.steps):
@@ -240,12 +246,18 @@ def _check(options: Namespace) -> None:
         from titanlite.selfcheck import main as test_machines
 
         test_machines(config, resolved, ranks, device)
+    elif not options.here:
+        from titanlite.plan.rehearsal import rehearse
+
+        found = [part for part in rehearse(config, resolved, ranks, device) if part]
+        print(f"{config.job.name} is right: {', '.join(found)}. Memory of this machine is judged with --here")
 
 
-def _checked(options: Namespace, *, log: bool = False) -> "Checked":
+def _checked(options: Namespace, *, log: bool = False, judge_memory: bool = True) -> "Checked":
     """Read a config and check it, by itself and against this machine, with one report of all mistakes.
 
     Args:
+        judge_memory: whether the run must fit in this machine's memory and on its disk.
         log: training follows. Start the log on the console, and set up the GPU's allocator and the compile cache.
 
     Raises:
@@ -274,7 +286,7 @@ def _checked(options: Namespace, *, log: bool = False) -> "Checked":
     except UserError as error:
         draft.add([Problem("", str(error))])
         raise ConfigError(draft.new_problems()) from None
-    return *resolve(draft, ranks, device), ranks, device
+    return *resolve(draft, ranks, device, judge_memory=judge_memory), ranks, device
 
 
 def _init(options: Namespace) -> None:

@@ -17,7 +17,13 @@ from titanlite.data.tokenizer import Tokenizer, load_tokenizer
 from titanlite.memory_check import check_model_disk, check_model_memory
 from titanlite.metrics.loggers import check_logger
 from titanlite.metrics.run_summary import check_attention
-from titanlite.model_checks import axis_checks, check_documents, check_own_model, check_quantized_moments
+from titanlite.model_checks import (
+    axis_checks,
+    check_documents,
+    check_documents_apart,
+    check_own_model,
+    check_quantized_moments,
+)
 from titanlite.models.base import Model, ModelArgs
 from titanlite.models.registry import ModelSpec, resolve_model
 from titanlite.optim import check_optimizer
@@ -84,6 +90,7 @@ def examine(
     *,
     find_text: FindText | None = None,
     open_teacher: OpenTeacher | None = None,
+    judge_memory: bool = True,
 ) -> tuple[ResolvedConfig | None, list[Problem]]:
     """Resolve a config that may have problems.
 
@@ -92,6 +99,7 @@ def examine(
         bad_keys: options with a reported problem. Checks that read one of them are skipped.
         find_text: checks sources that are text, which are not checked without it.
         open_teacher: opens the weights of `[teacher]`. Without it, a teacher is refused.
+        judge_memory: whether the run must fit in this machine's memory and on its disk.
 
     Returns:
         the resolved config, or None if the model or the tokenizer is unknown, and all further problems.
@@ -123,7 +131,7 @@ def examine(
     args, recompute = spec.args, config.activation_checkpoint
     key = "activation_checkpoint.per_block"
     report.attempt(key, ["activation_checkpoint"], lambda: recompute_policies(recompute, len(model.layers)))
-    _check_axes_and_attention(report, model, config, ranks, device)
+    _check_axes_and_attention(report, spec, model, config, ranks, device)
     if checked:
         moments = partial(check_quantized_moments, model, config.optimizer, config.parallelism, ranks.world_size)
         report.attempt("optimizer.name", ["optimizer", "parallelism"], moments)
@@ -131,7 +139,7 @@ def examine(
     if tokenizer:
         report.attempt("data.tokenizer", [], lambda: _check_vocabulary(tokenizer, args))
     teacher, cache = _open_teacher(report, config, open_teacher, spec, tokenizer)
-    if checked:
+    if checked and judge_memory:
         _check_sizes(report, model, teacher, config, ranks, device)
     spec = spec._replace(args=replace(args, max_seq_len=training.seq_len))
     return (ResolvedConfig(spec, tokenizer, teacher, cache) if tokenizer else None), report.problems
@@ -245,14 +253,20 @@ def _check_techniques(report: _Report, config: Config, device: torch.device) -> 
 
 
 def _check_axes_and_attention(
-    report: _Report, model: Model, config: Config, ranks: Ranks, device: torch.device
+    report: _Report, spec: ModelSpec, model: Model, config: Config, ranks: Ranks, device: torch.device
 ) -> None:
-    report.attempt("data.document_mask", ["data.document_mask"], lambda: check_documents(model, config.data))
+    report.attempt("data.document_mask", ["data.document_mask"], lambda: _check_documents(spec, model, config))
     seq_len = config.training.seq_len
     for key, check in axis_checks(model, config.parallelism, ranks.world_size, seq_len=seq_len).items():
         report.attempt(key, ["parallelism", "training.seq_len"], check)
     key = "training.attention_backend"
     report.attempt(key, ["training", "data.document_mask"], lambda: check_attention(model, config, device))
+
+
+def _check_documents(spec: ModelSpec, model: Model, config: Config) -> None:
+    check_documents(model, config.data)
+    if config.data.document_mask and config.model.file:
+        check_documents_apart(spec)
 
 
 def check_offloaded_update(config: Config, device: torch.device, *, torch_version: str) -> None:

@@ -11,12 +11,13 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from titanlite.batch import IGNORE, Batch
-from titanlite.loss import LossFunction, TeacherOutput, token_loss
+from titanlite.loss import LossFunction, TeacherOutput, TokenLoss, token_loss
 from titanlite.models.attention import document_arguments
 from titanlite.models.base import Model
 from titanlite.observer import Phase, StepObserver
 from titanlite.optim import update
 from titanlite.optim.norm import count_parameter_replicas, gradient_norms, joined, sums_of_squares
+from titanlite.runtime.errors import UserError
 from titanlite.runtime.gradient_memory import finish_reductions
 from titanlite.runtime.private_torch.operators import scale_in_place
 from titanlite.runtime.private_torch.tensors import local_tensor
@@ -144,6 +145,11 @@ def accumulate(
             set_reduces = model.set_requires_gradient_sync if reduce_once else model.set_requires_all_reduce
             set_reduces(index == len(batches) - 1)
         loss = model(batch["tokens"], loss=loss_of, **document_arguments(batch))
+        if not isinstance(loss, TokenLoss):
+            raise UserError(
+                "the model's forward must return what loss(hidden, weight) returns, a TokenLoss, and returned "
+                f"{'None' if loss is None else 'something else'} (docs/add_a_model.md, docs/extend.md)"
+            )
         del loss_of, taught  # with the teacher's hidden states
         losses.append(torch.stack([loss.cross_entropy.detach(), loss.total.detach()]) / valid_tokens)
         for name, value in loss.metrics.items():

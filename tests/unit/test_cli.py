@@ -213,7 +213,7 @@ def test_a_model_that_cannot_fit_is_refused_before_anything_is_allocated(
     tiny.toml.write_text(f'[model]\nflavor = "{flavor}"\nargs.vocab_size = 128256\n')
     if torch.cuda.is_available():
         pytest.skip("it may fit here")
-    [line] = refusal(capfd, "config", "check", "--config", str(tiny.toml))
+    [line] = refusal(capfd, "check", "--here", str(tiny.toml))
     size = {"8B": "8,030,261,248 parameters take 119.7 GiB", "405B": "405,853,388,800 parameters take 6,047.7 GiB"}
     assert line.startswith("error: model.flavor: the model does not fit: ")
     assert line.endswith(" (tiny.toml:2)")

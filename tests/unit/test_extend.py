@@ -66,6 +66,7 @@ def test_names_of_objects(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         ("single.py:thong", "single.py has no thong, did you mean thing?"),
         ("broken.py:thing", "cannot import broken.py: line 2: SyntaxError: invalid syntax"),
         ("raising.py:thing", "cannot import raising.py: raising.py:3: ZeroDivisionError: division by zero"),
+        ("ending.py:thing", "cannot import ending.py: ending.py:3: SystemExit: 0"),
         ("json.py:thing", "cannot import json.py: there is another module called json; give the file another name"),
     ],
 )
@@ -76,6 +77,7 @@ def test_what_cannot_be_found_is_explained(
     (tmp_path / "single.py").write_text("thing = 1\n")
     (tmp_path / "broken.py").write_text("thing = 1\nthing = = 2\n")
     (tmp_path / "raising.py").write_text("thing = 1\n\nthing = 1 / 0\n")
+    (tmp_path / "ending.py").write_text("import sys\nthing = 1\nsys.exit(0)\n")
     (tmp_path / "json.py").write_text("thing = 1\n")
     with pytest.raises(UserError) as error:
         find_object(name)

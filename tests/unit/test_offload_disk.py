@@ -238,7 +238,7 @@ def test_too_small_a_disk_is_known_before(
     usage = shutil.disk_usage("/")._replace(free=2**20)
     monkeypatch.setattr(shutil, "disk_usage", lambda place: usage)
     path = f"--offload.path={tiny.folder}/fast/disk"
-    command = ["config", "check", "--config", str(tiny.toml), *MOMENTS, path]
+    command = ["check", "--here", str(tiny.toml), *MOMENTS, path]
     assert run_command([*command, "--model.args.dim=36"]) == 0
     assert run_command([*command, "--model.args.vocab_size=30000"]) == 2
     error = f"error: offload.path: there is no room in {tiny.folder}/fast/disk: it needs 0.02 GiB"
@@ -347,7 +347,7 @@ def test_states_on_disk_are_not_in_memory(tiny: TinyRun, monkeypatch: pytest.Mon
     config = load(tiny.toml, [])
     count = sum(tensor.numel() for tensor in parameters_of(tiny, []))
     assert config.training.dtype == "float32"
-    command = ["config", "check", "--config", str(tiny.toml)]
+    command = ["check", "--here", str(tiny.toml)]
     for options, size in (([], 16), (MOMENTS, 8), (EVERYTHING, 4)):
         for memory, code in ((size * count, 0), (size * count - 1, 2)):
             module = sys.modules["titanlite.memory_check"]

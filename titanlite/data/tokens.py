@@ -62,16 +62,29 @@ class TokenStore:
         if not isinstance(self.index, dict) or self.index.get("format") != FORMAT:
             has = self.index.get("format") if isinstance(self.index, dict) else None
             raise UserError(f"data.path: {folder} has format {has}, this version reads {FORMAT}: prepare it again")
-        self._dtypes = {"tokens": np.dtype(self.index["dtype"]), "documents": np.dtype("<u8"), "mask": np.dtype("u1")}
-        self._starts = np.cumsum([0, *(shard["tokens"] for shard in self.index["shards"])])
-        for shard in self.index["shards"]:
-            for suffix in shard["sha256"]:
-                check_shard_file(shard["name"], suffix, folder / INDEX)
+        try:
+            self._read_index()
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            if isinstance(error, UserError):
+                raise
+            reason = f"{type(error).__name__}: {error}"
+            raise UserError(f"data.path: {folder / INDEX} is damaged ({reason}). {REMEDY}") from None
         for path, size, _ in self.files():
             if not path.is_file() or path.stat().st_size != size:
                 raise UserError(f"data.path: {path} is missing or does not have the size that {INDEX} states")
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]  # -1: none
         self._open = lru_cache(min(limit // 32, MOST_OPEN_FILES) if limit > 0 else MOST_OPEN_FILES)(self._open_file)
+
+    def _read_index(self) -> None:
+        """Read what the index states, all of which it must have."""
+        self._dtypes = {"tokens": np.dtype(self.index["dtype"]), "documents": np.dtype("<u8"), "mask": np.dtype("u1")}
+        self._starts = np.cumsum([0, *(shard["tokens"] for shard in self.index["shards"])])
+        for shard in self.index["shards"]:
+            for suffix in shard["sha256"]:
+                check_shard_file(shard["name"], suffix, self.folder / INDEX)
+        if any(size < 0 for _, size, _ in self.files()):
+            raise ValueError("a negative number of tokens")
+        _ = self.fingerprint, self.tokenizer_name, self.index["bos"], self.index["eos"]
 
     def __reduce__(self) -> tuple[type[Self], tuple[Path]]:
         return type(self), (self.folder,)  # a worker process opens the files anew

@@ -71,7 +71,9 @@ def _launch(nodes: str, processes: int, endpoint: str, restarts: int, words: lis
         command, words, restarts = ["check", "--machines"], words[1:], 0
     smallest = int(nodes.partition(":")[0]) * processes
     sizes = {"WORLD_SIZE": str(smallest), "LOCAL_WORLD_SIZE": str(processes)}
-    check = subprocess.Popen([sys.executable, "-m", "titanlite", "check", *words], env={**os.environ, **sizes})
+    check = subprocess.Popen(
+        [sys.executable, "-m", "titanlite", "check", "--here", *words], env={**os.environ, **sizes}
+    )
     log_level = os.environ.get(LOG_VARIABLE)
     os.environ[LOG_VARIABLE] = log_level or "ERROR"  # of this process: PyTorch reports a lost machine with C++ frames
     from torch.distributed.elastic.multiprocessing import SignalException  # while the check runs

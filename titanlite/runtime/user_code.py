@@ -30,7 +30,7 @@ def load_module(place: str) -> ModuleType:
         sys.path.insert(0 if path else len(sys.path), folder)
     try:
         module = importlib.import_module(name)
-    except Exception as error:  # the user's file may raise anything
+    except (Exception, SystemExit) as error:  # the user's file may raise anything
         raise UserError(f"cannot import {place}: {describe_error(error)}") from error
     if path and (module.__file__ is None or Path(module.__file__).resolve() != path):
         raise UserError(f"cannot import {place}: there is another module called {name}; give the file another name")
