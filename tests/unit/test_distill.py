@@ -176,6 +176,10 @@ def refusal(tiny: TinyRun, *options: str) -> str:
             "distill.ratio: belongs to titanlite's own loss, and training.loss names another: leave [distill] out",
         ),
         (["--distill.temperature=0"], "distill.temperature: expected a number above 0, got 0"),
+        (
+            ["--teacher.cache=cache", "--distill.ratio=0.5", "--distill.kind=reverse_kl"],
+            "distill.kind: reverse_kl depends on what the teacher finds improbable, which a cache does not hold",
+        ),
         (["--distill.kind=kl"], "distill.kind: expected 'forward_kl', 'reverse_kl' or 'js', got \"kl\""),
         (
             ["--teacher.path=.", "--distill.ratio=1", "--teacher.fsdp_reshard_after_forward=2"],
