@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer
 
 from tests.chat_tokenizer import write_chat_tokenizer
@@ -167,6 +168,32 @@ def test_another_template(tmp_path: Path, tokenizer: Path, template: str) -> Non
     code, out = prepare(chats, tokenizer, "--chat-template", file)
     assert code == 0
     assert documents(out) == of_transformers(tokenizer, plain, chat_template=template)
+
+
+TURNS = """\
+{% for message in messages %}{% if message.role == 'assistant' %}\
+{{ 'bot: ' }}{% generation %}{{ message.content }}{% endgeneration %}{{ '\n' }}\
+{% else %}{{ 'user: ' + message.content + '\n' }}{% endif %}{% endfor %}"""
+
+
+def test_answers_end_where_a_character_has_several_tokens_or_none(tmp_path: Path) -> None:
+    """An emoji is four tokens of bytes; a tokenizer of words has none for white space."""
+    chats = [[USER, turn("assistant", "ok \N{ROCKET}")], [USER, turn("assistant", "ok \n"), turn("user", "and so on")]]
+    for name in ("bytes", "words"):
+        (tmp_path / name).mkdir()
+    by_bytes, by_words = write_chat_tokenizer(tmp_path / "bytes", TURNS), tmp_path / "words"
+    words = Tokenizer(models.WordLevel({"[UNK]": 0, "ok": 1, "user": 2, "bot": 3, ":": 4}, "[UNK]"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    words.save(str(by_words / "tokenizer.json"))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": TURNS}
+    (by_words / "tokenizer_config.json").write_text(json.dumps(config))
+    counted = {}
+    for folder in (by_bytes, by_words):
+        code, out = prepare(write_chats(folder / "chats.jsonl", chats), folder)
+        assert code == 0
+        assert documents(out) == of_transformers(folder, chats)
+        counted[folder] = [sum(mask) for _, mask in documents(out)]
+    assert counted == {by_bytes: [7, 4], by_words: [2, 1]}
 
 
 def test_tools_other_fields_and_all_tokens(tmp_path: Path, tokenizer: Path) -> None:

@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 from dataclasses import replace
+from math import inf, log
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +78,22 @@ def test_certain_models_that_disagree_have_finite_numbers(kind: Any) -> None:
     assert found.d_logits_CV is not None
     assert found.d_logits_CV.isfinite().all()
     assert not found.d_logits_CV[1].any()
+
+
+@pytest.mark.parametrize(("kind", "value"), [("forward_kl", log(2)), ("reverse_kl", inf), ("js", 0.2157616)])
+def test_a_token_that_the_teacher_excludes(kind: Any, value: float) -> None:
+    """q = (1, 0, 0) and p = (1/2, 1/2, 0): 0 log 0 is 0, and KL(p, q) is infinite."""
+    student, teacher = torch.tensor([[0.0, 0.0, -inf]]), torch.tensor([[0.0, -inf, -inf]])
+    found = divergence(student, teacher, kind=kind, temperature=1.0, weight_C=torch.ones(1))
+    assert found.value_C.item() == pytest.approx(value)
+    if kind != "reverse_kl":
+        assert found.d_logits_CV is not None
+        slope = {"forward_kl": 0.5, "js": log(3) / 8}[kind]
+        torch.testing.assert_close(found.d_logits_CV, torch.tensor([[-slope, slope, 0.0]]))
+    same = divergence(teacher, teacher, kind=kind, temperature=1.0, weight_C=torch.ones(1))
+    assert same.value_C.item() == 0
+    assert same.d_logits_CV is not None
+    assert not same.d_logits_CV.any()
 
 
 def test_gradients_in_bfloat16_are_rounded_once() -> None:
@@ -159,6 +176,10 @@ def refusal(tiny: TinyRun, *options: str) -> str:
             "distill.ratio: belongs to titanlite's own loss, and training.loss names another: leave [distill] out",
         ),
         (["--distill.temperature=0"], "distill.temperature: expected a number above 0, got 0"),
+        (
+            ["--teacher.cache=cache", "--distill.ratio=0.5", "--distill.kind=reverse_kl"],
+            "distill.kind: reverse_kl depends on what the teacher finds improbable, which a cache does not hold",
+        ),
         (["--distill.kind=kl"], "distill.kind: expected 'forward_kl', 'reverse_kl' or 'js', got \"kl\""),
         (
             ["--teacher.path=.", "--distill.ratio=1", "--teacher.fsdp_reshard_after_forward=2"],

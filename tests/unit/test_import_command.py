@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from tests.chat_tokenizer import write_chat_tokenizer
 from tests.foreign import (
     FAMILIES,
     assert_same,
@@ -25,6 +27,7 @@ from tests.helpers import TinyRun
 from tests.whole_runs import trained
 from titanlite import cli
 from titanlite.checkpoint.state import model_state
+from titanlite.convert.prompts import stop_ids
 from titanlite.convert.source import load_model, open_source
 from titanlite.models.registry import MODELS
 from titanlite.runtime.errors import UserError
@@ -81,6 +84,51 @@ def test_what_comes_in_goes_out_bit_for_bit(family: str, tied: bool, tmp_path: P
         assert {key: again[key] for key in same} == {key: first[key] for key in same}
 
 
+def test_what_ends_a_text_is_that_of_the_source(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Neither config.toml nor a tokenizer can hold two end tokens and the defaults of sampling."""
+    hf, bare = tmp_path / "hf", tmp_path / "bare"
+    oracle_of("llama3", vocab_size=384).save_pretrained(hf)
+    config = json.loads((hf / "config.json").read_text()) | {"bos_token_id": 5, "eos_token_id": [1, 2]}
+    config |= {"pad_token_id": None}
+    (hf / "config.json").write_text(json.dumps(config))
+    defaults = {"do_sample": True, "temperature": 0.6, "eos_token_id": [1, 2]}
+    (hf / "generation_config.json").write_text(json.dumps(defaults))
+    shutil.copytree(hf, bare)
+    for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        config.pop(key)
+    (bare / "config.json").write_text(json.dumps(config))
+    (bare / "generation_config.json").unlink()
+    write_chat_tokenizer(tmp_path, None)
+    shutil.copy(tmp_path / "tokenizer.json", hf)
+    keys = "bos_token_id", "eos_token_id", "pad_token_id"
+    for folder, ids, generation in (
+        (
+            hf,
+            {"bos_token_id": 5, "eos_token_id": [1, 2], "pad_token_id": None},
+            {"do_sample": True, "temperature": 0.6},
+        ),
+        (bare, {}, {}),
+    ):
+        place = tmp_path / f"from_{folder.name}"
+        assert imported(folder, "--out", place / "ours") == 0
+        capfd.readouterr()
+        for source in (folder, place / "ours"):
+            out = place / f"export_{source.name}"
+            assert cli.run(["checkpoint", "export", str(source), "--out", str(out), "--no-tokenizer"]) == 0
+            written = json.loads((out / "config.json").read_text())
+            assert {key: written[key] for key in keys if key in written} == ids
+            file = out / "generation_config.json"
+            found = json.loads(file.read_text()) if file.exists() else {}
+            assert found == ids | generation
+    capfd.readouterr()
+    for source in (bare, tmp_path / "from_bare" / "ours"):
+        assert cli.run(["generate", str(source), "--prompt", "a"]) == 2
+        assert "its tokenizer is not on this machine: name one with --tokenizer" in capfd.readouterr().err
+    tokenizer = open_source(str(tmp_path / "from_hf" / "ours")).tokenizer
+    assert tokenizer is not None
+    assert stop_ids(tokenizer) >= {1, 2}
+
+
 def test_an_imported_checkpoint_is_like_any_other(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     oracle = oracle_of("qwen3")
     oracle.save_pretrained(tmp_path / "hf")
@@ -88,12 +136,12 @@ def test_an_imported_checkpoint_is_like_any_other(tmp_path: Path, capfd: pytest.
     assert imported(tmp_path / "hf", "--out", out) == 0
     assert capfd.readouterr().out == f"wrote {out}/step-00000000, the weights of {tmp_path}/hf\n"
     assert sorted(file.name for file in (out / "step-00000000").iterdir()) == [
-        ".metadata", "__0_0.distcp", "checksums.json", "config.toml", "manifest.json",
+        ".metadata", "__0_0.distcp", "checksums.json", "config.toml", "manifest.json", "origin.json",
     ]  # fmt: skip
     for command in ("verify", "list", "show"):
         assert cli.run(["checkpoint", command, str(out)]) == 0
     shown = capfd.readouterr().out
-    assert "step 0: whole, 4 files" in shown
+    assert "step 0: whole, 5 files" in shown
     assert "  model.args.n_layers = 2" in shown
     assert cli.run(["checkpoint", "export", str(out), "--format", "torch", "--out", str(tmp_path / "one.pt")]) == 0
     assert_same(torch.load(tmp_path / "one.pt", weights_only=True), expected_tensors(oracle))

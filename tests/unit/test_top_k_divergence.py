@@ -13,7 +13,7 @@ from titanlite.config.distill_schema import Distill
 from titanlite.cpu.kernels import CpuKernels
 from titanlite.distill import TopK
 from titanlite.loss import token_loss
-from titanlite.models.divergence import top_k_divergence
+from titanlite.models.divergence import divergence, most_probable, top_k_divergence
 
 
 def top_k(teacher: Given, k: int, temperature: float, dtype: torch.dtype = torch.float32) -> TopK:
@@ -153,3 +153,22 @@ def test_memory_does_not_grow_with_the_vocabulary(vocabulary: int) -> None:
         token_loss(hidden, weight, labels_BL=labels, kernels=kernels, teacher=output, distill=distill).total.backward()
     assert seen.numel == 512_000
     assert seen.matmuls == 3 * (64 * vocabulary // 512_000), "no matmul of a teacher"
+
+
+@pytest.mark.parametrize(
+    ("spread", "tail", "errors"), [(6, 0.4, (0.4, 2.8, 76)), (4, 4.7, (4.0, 17, 89)), (3, 17, (11, 37, 94))]
+)
+def test_what_the_tail_hides_of_the_gradient(spread: int, tail: float, errors: tuple[float, ...]) -> None:
+    """The table in docs/distill.md, in percent; K = 64 of 2,048 tokens."""
+    random = torch.Generator().manual_seed(0)
+    common, *own = (torch.randn(64, 2048, generator=random) for _ in range(3))
+    teacher, student = (spread * (0.8 * common + 0.6 * it) for it in own)
+    ids, log_q, log_tail = most_probable(teacher, 64, 1.0)
+    assert 100 * log_tail.exp().mean().item() == pytest.approx(tail, rel=0.15)
+    for kind, error in zip(("forward_kl", "js", "reverse_kl"), errors, strict=True):
+        options: Any = {"kind": kind, "temperature": 1.0, "weight_C": torch.ones(64)}
+        live = divergence(student, teacher, **options).d_logits_CV
+        cached = top_k_divergence(student, ids, log_q, log_tail, **options).d_logits_CV
+        assert live is not None
+        assert cached is not None
+        assert 100 * ((cached - live).norm() / live.norm()).item() == pytest.approx(error, rel=0.15)

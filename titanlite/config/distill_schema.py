@@ -55,6 +55,9 @@ def find_teacher_conflicts(teacher: Teacher, distill: Distill, loss: str | None)
     """
     if teacher.path is None and teacher.cache is not None and teacher != Teacher(cache=teacher.cache):
         yield "teacher.path", "is not set, and other options of [teacher] are of its weights: set it, or leave them out"
+    if teacher.cache is not None and distill.kind == "reverse_kl":
+        problem = "reverse_kl depends on what the teacher finds improbable, which a cache does not hold"
+        yield "distill.kind", f"{problem}: set forward_kl, or leave teacher.cache out"
     if not teacher.is_set:
         if teacher != Teacher():
             yield "teacher.path", "is not set: name the weights of the teacher, or leave [teacher] out"

@@ -18,7 +18,7 @@ from titanlite.convert.rows import RowReader
 from titanlite.convert.safetensors_file import index_json, split, write, write_all
 from titanlite.convert.source import Source
 from titanlite.convert.target import LocalTarget, Target, Write
-from titanlite.convert.tokenizer_files import tokenizer_files
+from titanlite.convert.tokenizer_files import Generation, generation_beside, tokenizer_files
 from titanlite.models.formats import HuggingFace
 from titanlite.runtime.console import progress_console
 from titanlite.runtime.errors import UserError
@@ -127,12 +127,14 @@ def _small_files(
             f"the tokenizer {tokenizer.name} has {tokenizer.vocab_size} tokens, and the model {args.vocab_size}: name "
             "that of the run with --tokenizer, or leave its files out with --no-tokenizer"
         )
-    ends = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id} if tokenizer else {}
-    ends = {name: i for name, i in ends.items() if i is not None}
+    known = source.generation or (generation_beside(tokenizer) if tokenizer else Generation({}, {}))
+    own = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id} if tokenizer else {}
+    ends = {name: i for name, i in own.items() if i is not None} | known.ids
     dtypes = {tensor.dtype for tensor in tensors if tensor.dtype.is_floating_point}
     narrow = min(dtypes, key=lambda dtype: dtype.itemsize)
     config: dict[str, Any] = {**form.to_config(args), **ends, "torch_dtype": str(narrow).removeprefix("torch.")}
-    files = {"generation_config.json": json_bytes(ends)} if ends else {}
+    generation = ends | known.config
+    files = {"generation_config.json": json_bytes(generation)} if generation else {}
     if tokenizer and with_tokenizer:
         add_bos = bool(source.config and source.config.data.add_bos)
         files |= tokenizer_files(tokenizer, add_bos=add_bos, max_length=args.max_seq_len)

@@ -4,6 +4,7 @@ At no time is there more in memory than the largest tensor.
 """
 
 import hashlib
+import json
 import time
 import uuid
 import warnings
@@ -30,7 +31,7 @@ from titanlite.config.schema import Config, Data
 from titanlite.convert.compress import Student, choose_layers
 from titanlite.convert.describe import resolve_source
 from titanlite.convert.reader import ForeignReader
-from titanlite.convert.source import Source, open_source, read_tensor
+from titanlite.convert.source import ORIGIN, Source, open_source, origin_of, read_tensor
 from titanlite.convert.weights import ForeignSource, find_source, open_reader, table_of
 from titanlite.models.registry import ModelSpec
 from titanlite.runtime.console import progress_console
@@ -49,6 +50,8 @@ class Teacher(NamedTuple):
     """Tensors that the source does not have: they keep their initial values."""
     read: Callable[[str], Tensor]
     dtype: Callable[[str], torch.dtype]
+    origin: dict[str, Any] | None = None
+    """What to keep of another program's weights; see `source.origin_of`."""
 
     def read_or_initial(self, name: str) -> Tensor:
         """Return a tensor by its name in the model; its initial value if the source does not have it."""
@@ -116,7 +119,7 @@ def import_weights(
         for name, tensor in tensors.items()
     }
     settings = model_settings(resolved.model.title, spec.args)
-    _write(storage, folder, state, read=read, settings=settings, config=dump(resolved))
+    _write(storage, folder, state, read=read, settings=settings, config=dump(resolved), origin=teacher.origin)
     return storage.url_of(folder)
 
 
@@ -152,6 +155,7 @@ def _foreign(
         reader.kept,
         reader.read,
         reader.dtype,
+        origin_of(source) | ({} if config is None else {"has_tokenizer": True}),
     )
 
 
@@ -218,6 +222,7 @@ def _write(
     read: Callable[[str], Tensor],
     settings: dict[str, Any],
     config: str,
+    origin: dict[str, Any] | None,
 ) -> None:
     """Write and commit a checkpoint of a model alone; after an error nothing is left of it."""
     started = time.perf_counter()
@@ -235,6 +240,8 @@ def _write(
             _save(state, writer)
             writer.write_file(manifests.CHECKSUMS, checksums_json(writer.written))
             writer.write_file(manifests.CONFIG, config.encode())
+            if origin is not None:
+                writer.write_file(ORIGIN, json.dumps(origin).encode())
             manifest = Manifest(
                 step=0,
                 samples=0,

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from titanlite.config.schema import Config
 from titanlite.convert.chat import Chat, read_json
+from titanlite.convert.tokenizer_files import generation_beside
 from titanlite.data.tokenizer import Tokenizer, find_tokenizer
 from titanlite.runtime.errors import UserError
 
@@ -106,10 +107,6 @@ def opening_ids(tokenizer: Tokenizer, config: Config | None) -> list[int]:
 
 
 def stop_ids(tokenizer: Tokenizer) -> set[int]:
-    """Return the token ids that end a text: the tokenizer's, and those of generation_config.json beside it."""
-    found = set() if tokenizer.eos_id is None else {tokenizer.eos_id}
-    path = find_tokenizer(tokenizer.name)
-    if path is not None:
-        more = read_json(path.with_name("generation_config.json")).get("eos_token_id")
-        found |= {it for it in (more if isinstance(more, list) else [more]) if isinstance(it, int)}
-    return found
+    """Return the token ids that end a text: the tokenizer's, and those of the files beside it."""
+    own = set() if tokenizer.eos_id is None else {tokenizer.eos_id}
+    return own | generation_beside(tokenizer).end_ids()

@@ -1,5 +1,6 @@
 """Sources of weights: a checkpoint with the model that it is of, opened without a process group or a GPU."""
 
+import json
 import re
 import tempfile
 import warnings
@@ -27,6 +28,8 @@ from titanlite.config.load import load, read
 from titanlite.config.schema import Config, ModelSelection
 from titanlite.convert.adapters import Adapters, MergedReader, find_adapters
 from titanlite.convert.describe import resolve_source
+from titanlite.convert.hugging_face import HuggingFaceFolder
+from titanlite.convert.tokenizer_files import Generation, read_generation
 from titanlite.convert.weights import ForeignSource, find_source, open_reader, table_of
 from titanlite.cpu import pick_kernels
 from titanlite.data.tokenizer import Tokenizer, load_tokenizer
@@ -37,6 +40,8 @@ from titanlite.parallelize.materialize import allocate, set_dtype
 from titanlite.runtime.errors import ConfigError, DamagedCheckpoint, UserError
 from titanlite.runtime.ranks import error_of_ranks
 
+ORIGIN = "origin.json"
+"""File of an imported checkpoint; see `origin_of`."""
 SAMPLES, SAMPLE = 16, 2**18
 """Number and bytes of the parts of a file whose checksum stands for the whole."""
 
@@ -56,6 +61,8 @@ class Source:
     """Path or URL, for error messages."""
     reader: StorageReader
     """Reader of tensors, whose names are "model." and the model's own."""
+    generation: Generation | None = None
+    """What the program that the weights come from states about generation. None for weights that we trained."""
     adapters: Adapters | None = None
     """Adapters that `reader` merges into the weights. None: there are none."""
     identity: str = ""
@@ -90,7 +97,10 @@ def open_source(path: str, *, config: str | Path | None = None, tokenizer: str |
     adapters = find_adapters(stored, manifest.settings)
     reader = MergedReader(adapters) if adapters else stored
     resolved = _read_config(storage, folder, manifest, config)
-    found, reason = _load_tokenizer(tokenizer or resolved.data.tokenizer, must_exist=tokenizer is not None)
+    imported = _read_origin(storage, folder, manifest) if tokenizer is None else None
+    found, reason = None, ""
+    if imported is None or imported["has_tokenizer"]:
+        found, reason = _load_tokenizer(tokenizer or resolved.data.tokenizer, must_exist=tokenizer is not None)
     identity = " ".join(f"{name} {record.crc32}" for name, record in sorted(manifest.files.items()))
     return Source(
         spec=_as_trained(_model_of(resolved.model, manifest, found, where), manifest, reader.metadata),
@@ -99,6 +109,7 @@ def open_source(path: str, *, config: str | Path | None = None, tokenizer: str |
         no_tokenizer=reason,
         where=where,
         reader=reader,
+        generation=Generation(imported["ids"], imported["config"]) if imported else None,
         adapters=adapters,
         identity=identity,
     )
@@ -109,6 +120,7 @@ def _open_foreign(foreign: ForeignSource, config: str | Path | None, tokenizer: 
     name = tokenizer or (None if foreign.tokenizer() is None and config is None else resolved.data.tokenizer)
     found, reason = _load_tokenizer(name, must_exist=tokenizer is not None) if name else (None, "")
     is_described = foreign.read_args(spec.model_cls) is not None
+    origin = origin_of(foreign) if tokenizer is None else None
     return Source(
         spec=spec,
         config=None if config is None else resolved,
@@ -116,8 +128,22 @@ def _open_foreign(foreign: ForeignSource, config: str | Path | None, tokenizer: 
         no_tokenizer=reason,
         where=foreign.where,
         reader=open_reader(foreign, table_of(foreign, spec.model_cls), spec, is_described=is_described),
+        generation=Generation(origin["ids"], origin["config"]) if origin else None,
         identity=" ".join(map(_sample, foreign.files())),
     )
+
+
+def origin_of(foreign: ForeignSource) -> dict[str, Any]:
+    """Return what an imported checkpoint keeps of weights of another program, beside the config."""
+    known = read_generation(foreign.folder) if isinstance(foreign, HuggingFaceFolder) else Generation({}, {})
+    return {"has_tokenizer": foreign.tokenizer() is not None, "ids": known.ids, "config": known.config}
+
+
+def _read_origin(storage: Storage, folder: str, manifest: Manifest) -> dict[str, Any] | None:
+    """Return what the import kept; None if the checkpoint was not imported from another program."""
+    if ORIGIN not in manifest.files:
+        return None
+    return json.loads(manifests.read_checked(storage, folder, ORIGIN, manifest))
 
 
 def _sample(file: Path) -> str:

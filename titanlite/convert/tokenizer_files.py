@@ -2,9 +2,11 @@
 
 import base64
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from titanlite.convert.chat import read_json
 from titanlite.data.tokenizer import LLAMA3_SPECIAL_TOKENS, LLAMA3_SPLIT, Tokenizer, find_tokenizer
 
 BESIDE = (
@@ -12,7 +14,34 @@ BESIDE = (
     "chat_template.json",
 )  # fmt: skip
 """Files that belong to a tokenizer.json. Those that are there are copied."""
+ENDS = "bos_token_id", "eos_token_id", "pad_token_id"
 Files = dict[str, bytes]
+
+
+@dataclass(frozen=True)
+class Generation:
+    """What a Hugging Face folder states about generation, and our config cannot hold."""
+
+    ids: dict[str, Any]
+    """Ids of special tokens in config.json. There may be several that end a text."""
+    config: dict[str, Any]
+    """Content of generation_config.json."""
+
+    def end_ids(self) -> set[int]:
+        """Return the ids that end a text."""
+        found = self.config.get("eos_token_id", self.ids.get("eos_token_id"))
+        return {it for it in (found if isinstance(found, list) else [found]) if isinstance(it, int)}
+
+
+def read_generation(folder: Path) -> Generation:
+    config = read_json(folder / "config.json")
+    return Generation({key: config[key] for key in ENDS if key in config}, read_json(folder / "generation_config.json"))
+
+
+def generation_beside(tokenizer: Tokenizer) -> Generation:
+    """Return what the folder of a tokenizer.json states; nothing for other tokenizers."""
+    path = find_tokenizer(tokenizer.name)
+    return Generation({}, {}) if path is None or path.suffix != ".json" else read_generation(path.parent)
 
 
 def tokenizer_files(tokenizer: Tokenizer, *, add_bos: bool, max_length: int) -> Files:

@@ -141,11 +141,10 @@ class ChatReader:
         if encode is None:
             return Document([*_segments(text, [(0, len(text))] if self._all_count else spans)], size)
         encoding = encode(text)
+        starts, ends = np.array(encoding.offsets).reshape(-1, 2).T
         mask = np.full(len(encoding.ids), self._all_count)
         for begin, end in [] if self._all_count else spans:
-            first, last = encoding.char_to_token(begin), encoding.char_to_token(end - 1)
-            if begin < end and first is not None:
-                mask[first : None if last is None else last + 1] = True
+            mask |= (starts < end) & (begin < ends)  # as transformers 5: a token counts if it shares a character
         return ChatDocument(np.array(encoding.ids, dtype=np.uint32), mask, size)
 
 

@@ -9,7 +9,8 @@ z be the student's logits. Each divergence D is scaled by T^2, which keeps gradi
     js          D = (sum_i p_i log(p_i / m_i) + q_i log(q_i / m_i)) / 2
                                                  T^2 dD/dz_i = T p_i (log(p_i / m_i) - sum_j p_j log(p_j / m_j)) / 2
 
-All of it is computed from log(p) and log(q), whose difference is finite. With d = log(q / p), log(m / p) is
+All of it is computed from log(p) and log(q). Where a logit is -inf, 0 log 0 = 0; reverse_kl is infinite where only q is
+0, and forward_kl where only p is. With d = log(q / p), log(m / p) is
 max(d, 0) + log(1 + (exp(-|d|) - 1) / 2): no exp overflows, no log is of 0, and d = 0 gives 0.
 
 Of a teacher whose K most probable tokens are known, the divergence is that of K + 1 outcomes: those tokens, and the
@@ -58,17 +59,17 @@ def divergence(
     del teacher_logits_CV
     match kind:
         case "forward_kl":
-            d_CV = log_q_CV - log_p_CV
+            d_CV = _finite(log_q_CV - log_p_CV, above=False)
             q_CV, p_CV = log_q_CV.exp_(), log_p_CV.exp_()
             value_C = d_CV.mul_(q_CV).sum(dim=1)
             gradient_CV = p_CV.sub_(q_CV)
         case "reverse_kl":
-            d_CV = log_p_CV - log_q_CV
+            d_CV = _finite(log_p_CV - log_q_CV, above=False)
             p_CV = log_p_CV.exp_()
             value_C = torch.mul(d_CV, p_CV, out=log_q_CV).sum(dim=1)
             gradient_CV = d_CV.sub_(value_C.unsqueeze(1)).mul_(p_CV)
         case "js":
-            d_CV = log_q_CV - log_p_CV
+            d_CV = _finite(log_q_CV - log_p_CV, above=True)
             q_CV, p_CV = log_q_CV.exp_(), log_p_CV.exp_()
             log_m_CV = d_CV.abs().neg_().expm1_().div_(2).log1p_()  # over the larger of p and q
             of_teacher_C = d_CV.neg().relu_().add_(log_m_CV).mul_(q_CV).sum(dim=1)
@@ -80,6 +81,11 @@ def divergence(
     if weight_C is None:
         return ChunkDivergence(value_C, None)
     return ChunkDivergence(value_C, gradient_CV.mul_((temperature * weight_C).unsqueeze(1)))
+
+
+def _finite(log_ratio_CV: Tensor, *, above: bool) -> Tensor:
+    """Make 0 log 0 = 0 where a logit is -inf. A divergence that is infinite stays so, unless `above`."""
+    return log_ratio_CV.nan_to_num_(nan=0.0, posinf=None if above else torch.inf)
 
 
 def _log_softmax(logits_CV: Tensor, temperature: float) -> Tensor:

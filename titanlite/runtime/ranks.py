@@ -83,9 +83,9 @@ def reduce_over_ranks(
         the sums of of_tokens, as a vector, and of of_parameters.
     """
     values = torch.cat([*(it[None] for it in of_tokens), *(it.flatten() for it in counters), of_parameters[None]])
-    if duplicates > 1:
-        values[:-1] /= duplicates
     dist.all_reduce(values, group=world)
+    if duplicates > 1:  # not before the sum: a third of a count is rounded
+        values[:-1] /= duplicates
     totals, *wholes = values[:-1].split([len(of_tokens), *(counter.numel() for counter in counters)])
     for counter, whole in zip(counters, wholes, strict=True):
         counter.copy_(whole.view_as(counter))
