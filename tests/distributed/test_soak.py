@@ -26,7 +26,7 @@ def test_a_small_soak(tmp_path: Path) -> None:
     words = f"--seed={seed} --steps={STEPS} --every=40 --interval=20 --timeout=60 --kinds={','.join(KINDS)}".split()
     command = [sys.executable, str(BENCHMARKS / "soak.py"), f"--out={tmp_path / 'out'}", *words]
     environ = os.environ | {"PYTHONPATH": str(BENCHMARKS.parent)}
-    ended = subprocess.run(command, capture_output=True, text=True, env=environ, timeout=600, check=False)
+    ended = subprocess.run(command, capture_output=True, text=True, env=environ, timeout=850, check=False)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     records = [json.loads(line) for line in (tmp_path / "out" / "soak.jsonl").read_text().splitlines()]
     faults = [record for record in records if record["event"] == "fault"]
