@@ -60,7 +60,6 @@ freq = {validation}
 sequences = 64
 [metrics]
 log_freq = 1
-loggers = []
 loggers = ["{hooks}:Watch"]
 [checkpoint]
 interval = {interval}

@@ -8,7 +8,7 @@ import time
 from dataclasses import asdict, dataclass
 
 from soak_faults import Fault, Kind, Scene
-from soak_job import Job, one_line
+from soak_job import Ended, Job, one_line
 
 LIMIT = 300.0
 """Seconds until a job must have ended after a fault, or must train. Only a busy machine needs so many."""
@@ -137,10 +137,15 @@ def conclude(outcome: Outcome, moment: Moment, job: Job) -> None:
 
     Args:
         job: it trains: the next start, or the same job if that has continued by itself.
+
+    Raises:
+        Ended: the run was over before it could train again.
     """
     attempts = job.attempts()
     is_same = job is moment.job and len(attempts) == moment.attempts
     later = [when for _, when in attempts[-1].steps if when > moment.time]
+    if not later:
+        raise Ended(f"{outcome.title}: no step came after it, so the run was over")
     outcome.training_seconds = later[0] - moment.time
     outcome.resumed = outcome.last_step if is_same else attempts[-1].resumed
     outcome.lost = outcome.last_step - outcome.resumed

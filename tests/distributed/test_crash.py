@@ -15,7 +15,7 @@ def test_with_disks_of_the_nodes_nothing_complete_is_lost_either(tmp_path: Path)
     assert run.finish() >= 3
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_killed_again_and_again_a_run_ends_as_if_never_killed(tmp_path: Path) -> None:
     run = CrashRun(tmp_path, seed=0)
     for _ in range(4):

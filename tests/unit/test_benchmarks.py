@@ -1,6 +1,10 @@
-"""Benchmarks that need a GPU have at least valid configs."""
+"""Benchmarks have valid configs: most run too rarely to be tried in a test."""
 
+import ast
 import sys
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -9,23 +13,109 @@ import torch
 import torch.distributed as dist
 
 from tests.helpers import TinyRun
+from titanlite import cli
 from titanlite.config.load import load
 
 ROOT = Path(__file__).parents[2]
+BENCHMARKS = ROOT / "benchmarks"
+Import = Callable[[str], Any]
 
 
 @pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> object:
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    import gpu
+def benchmark(monkeypatch: pytest.MonkeyPatch) -> Iterator[Import]:
+    """Import a benchmark as its script would be, and forget all of them afterwards."""
+    before = {*sys.modules}
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    yield import_module
+    for name in {*sys.modules} - before:
+        if Path(getattr(sys.modules[name], "__file__", None) or "/").parent == BENCHMARKS:
+            sys.modules.pop(name)
 
-    yield gpu
-    for name in ("gpu", "record"):
-        sys.modules.pop(name, None)
+
+@pytest.fixture
+def gpu(benchmark: Import) -> Any:
+    return benchmark("gpu")
 
 
-def test_every_case_of_the_gpu_benchmark_is_a_config(gpu: object) -> None:
-    cases = gpu.cases()  # pyright: ignore[reportAttributeAccessIssue]
+@pytest.mark.long
+def test_the_config_of_the_soak_is_accepted(benchmark: Import, tmp_path: Path) -> None:
+    soak = benchmark("soak")
+    soak.write_text(tmp_path / "text")
+    options = Namespace(steps=2000, interval=10, timeout=10)
+    soak.write_config(benchmark("soak_runs").Soak(tmp_path, options, [], None))
+    assert cli.run(["config", "check", str(tmp_path / "soak.toml")]) == 0
+
+
+@pytest.mark.long
+def test_the_config_of_the_export_is_accepted(benchmark: Import, tmp_path: Path) -> None:
+    (tmp_path / "large.toml").write_text(benchmark("bench_export").TOML.format(layers=8))
+    assert cli.run(["config", "check", str(tmp_path / "large.toml")]) == 0
+
+
+def configs(benchmark: Import) -> Iterator[tuple[str, list[str], int]]:
+    """Yield (config, overrides, processes) of what benchmarks train or plan."""
+    for words in benchmark("bench_checkpoint").SIZES.values():
+        yield "debug", words, 2
+    distill = benchmark("bench_distill")
+    yield "debug", [distill.TEACHER], 1
+    yield "debug", benchmark("bench_metrics").SAME, 1
+    offload = benchmark("bench_offload")
+    for words in offload.VARIANTS.values():
+        yield "debug", [f"--{word}" for word in (*words, *offload.SIZES, *offload.NOT_MEASURED)], 1
+    memory = benchmark("bench_optimizer_memory")
+    for words in memory.VARIANTS.values():
+        yield "debug", [*memory.SIZES, *words], 1
+    same = benchmark("bench_step").SAME
+    yield "debug", same, 2
+    profile = benchmark("bench_profile")
+    for words in profile.OPTIONS.values():
+        yield "debug", [*same, f"--training.steps={profile.STEPS}", *words], 1
+    rounding = benchmark("bench_rounding")
+    for words, _ in rounding.VARIANTS.values():
+        yield "debug", [f"--{word}" for word in (*rounding.OPTIONS, *words)], 1
+    _, _, *words = benchmark("exit_storm").OPTIONS
+    yield "debug", words, 4
+    ladder = benchmark("memory_ladder")
+    for words in ladder.RUNGS.values():
+        yield "debug", [*ladder.SMALL, *words], ladder.PROCESSES
+    accuracy = benchmark("plan_accuracy")
+    for _, processes, words in accuracy.CPU_CASES:
+        yield "debug", words, processes
+    for words in accuracy.OPTIONS.values():
+        yield "llama3_8b", [*words, "--data.tokenizer=bytes"], 8
+    scaling = benchmark("scaling")
+    for replicate, shard in scaling.LAYOUTS:
+        degrees = f"replicate_degree={replicate}", f"shard_degree={shard}"
+        yield "debug", [*scaling.SMALL, *(f"--parallelism.data_parallel_{it}" for it in degrees)], replicate * shard
+
+
+@pytest.mark.long
+def test_the_configs_of_benchmarks_are_accepted(benchmark: Import, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    found = [*configs(benchmark)]
+    for name, words, processes in found:
+        assert load(ROOT / "train_configs" / f"{name}.toml", words, world_size=processes), words
+    assert len(found) > 60
+
+
+def test_every_option_that_a_benchmark_names_is_there(capfd: pytest.CaptureFixture[str]) -> None:
+    """Options inside of functions too, which only running the benchmark would reach."""
+    assert cli.run(["train", "--help"]) == 0
+    options = {word.rstrip("=,") for word in capfd.readouterr().out.split() if word.startswith("--")}
+    named: dict[str, str] = {}
+    for path in sorted(BENCHMARKS.glob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                key, equals, _ = node.value.partition("=")
+                if equals and key.startswith("--") and "." in key and " " not in key:
+                    named[key] = path.name
+    unknown = {key: path for key, path in named.items() if key not in options and ".args." not in key}
+    assert unknown == {}
+    assert len(named) > 50
+
+
+def test_every_case_of_the_gpu_benchmark_is_a_config(gpu: Any) -> None:
+    cases = gpu.cases()
     titles = [case.title for case in cases]
     assert len(set(titles)) == len(titles) >= 30
     for case in cases:
@@ -36,22 +126,17 @@ def test_every_case_of_the_gpu_benchmark_is_a_config(gpu: object) -> None:
 
 @pytest.mark.long
 def test_a_contender_prints_nothing_but_its_answers(
-    tiny: TinyRun, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    benchmark: Import, tiny: TinyRun, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Standard output carries JSON. A warning, as of this warm-up longer than the run, must not go there."""
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    import bench_step  # pyright: ignore[reportMissingImports]
-
     try:
-        turn = bench_step.titanlite_turns(tiny.config("--lr_scheduler.warmup_steps=9"), 2)
+        turn = benchmark("bench_step").titanlite_turns(tiny.config("--lr_scheduler.warmup_steps=9"), 2)
         turn()
         turn()
         assert len(tiny.losses()) == 4
         assert capfd.readouterr().out == ""
     finally:
         dist.destroy_process_group()
-        for name in ("bench_step", "plain_llama", "record"):
-            sys.modules.pop(name, None)
 
 
 @pytest.mark.nightly

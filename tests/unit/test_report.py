@@ -1,18 +1,25 @@
 """`titanlite report`: arithmetic, the served page, and what cannot be read."""
 
 import json
+import os
+import socket
 import threading
 import urllib.error
 import urllib.request
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from tests.run_folders import write_run
 from titanlite import cli
 from titanlite.report.charts import report_of
-from titanlite.report.page import server, to_json
+from titanlite.report.page import page, server, to_json
 from titanlite.report.run_records import (
+    RunRecords,
     config_differences,
     phase_totals,
     read_run,
@@ -23,9 +30,16 @@ from titanlite.report.run_records import (
 from titanlite.runtime.errors import UserError
 
 
-def test_smoothing_is_an_unbiased_moving_average() -> None:
-    assert smoothed([4.0, None, 1.0], span=3) == [4.0, None, pytest.approx((0.25 * 4 + 0.5 * 1) / 0.75)]
-    assert smoothed([2.0] * 5, span=9) == pytest.approx([2.0] * 5)
+def test_the_smoothed_line_runs_through_the_values() -> None:
+    """It has no lag: that of a short run lies on its values, and that of a falling line on the line."""
+    falling = [8.0 / step for step in range(1, 50)]
+    assert smoothed(falling) == falling
+    assert smoothed([4.0, None, 1.0]) == [4.0, None, 1.0]
+    line = [1000.0 - step for step in range(500)]
+    assert smoothed(line) == pytest.approx(line)
+    noisy = smoothed([value + (-1) ** step for step, value in enumerate(line)])
+    assert noisy[0] == line[0] + 1
+    assert noisy[10:-10] == pytest.approx(line[10:-10], abs=1.01 / 21), "a mean of 21"
 
 
 def test_a_run_that_was_killed_and_resumed(tmp_path: Path) -> None:
@@ -43,14 +57,15 @@ def test_a_run_that_was_killed_and_resumed(tmp_path: Path) -> None:
     assert "mfu" not in charts, "there are no values"
     raw, line, validation, saves, skipped = charts["loss"]["traces"][:5]
     assert raw["y"] == run.column("loss") == [8.0, 4.0, None, 2.0, 1.6, pytest.approx(8 / 6)]
-    assert line["y"] == smoothed(raw["y"], 5)
+    assert line["y"] == raw["y"]
     assert (validation["x"], validation["y"]) == ([2, 6], [4.5, 1.5])
     assert (saves["x"], skipped["x"]) == ([4], [3])
     assert charts["loss"]["marks"] == [
         {"x": 4, "text": f"{name}: was killed", "color": color} for color, name in enumerate(["run", "other"])
     ]
-    assert [trace["y"] for trace in charts["data_shares"]["traces"]] == [[0.25] * 6, [0.75] * 6] * 2
     by_source = charts["source_losses"]["traces"]
+    assert [(trace["color"], trace["dash"]) for trace in by_source] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert [trace["y"] for trace in charts["data_shares"]["traces"]] == [[0.25] * 6, [0.75] * 6] * 2
     assert [trace["x"] for trace in by_source] == [[2, 3, 4, 5, 6], [1, 2, 3, 4, 5, 6]] * 2
     assert [trace["y"] for trace in by_source] == [[3.0, 2.0, 1.0, 0.0, -1.0], [3.0, 2.0, 2.0, 2.0, 2.0, 2.0]] * 2
     assert charts["run-gradients"]["traces"] == [{"x": [2], "y": ["layers.0", "head"], "z": [[0.5], [0.25]]}]
@@ -61,6 +76,95 @@ def test_a_run_that_was_killed_and_resumed(tmp_path: Path) -> None:
     assert summary["tokens/s"] == "400"  # the median without the first
     assert summary["restarts"] == "1"
     assert json.loads(to_json({"x": [float("nan"), 1.0]})) == {"x": [None, 1.0]}
+
+
+ODD = (
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3)
+    | st.sampled_from([10**400, -(10**400), 1e308, 2**53, 2**53 + 1, -1, "<!--<script>", "\ud800", "</script>"])
+)  # fmt: skip
+ANYTHING = st.recursive(
+    ODD, lambda part: st.lists(part, max_size=2) | st.dictionaries(st.text(max_size=3), part, max_size=2), max_leaves=4
+)
+
+
+@st.composite
+def changed(draw: st.DrawFn, value: Any) -> Any:
+    """Return a value of which some parts are something else, or are missing."""
+    if draw(st.integers(0, 5)) == 0:
+        return draw(ANYTHING)
+    if isinstance(value, dict):
+        return {name: draw(changed(part)) for name, part in value.items() if draw(st.integers(0, 9))}
+    if isinstance(value, list):
+        return [draw(changed(part)) for part in value]
+    return value
+
+
+def read_or_refuse(folder: Path) -> RunRecords | None:
+    """Return the records of a run, or None where one line says that there are none."""
+    try:
+        return read_run(folder)
+    except UserError as error:
+        message = str(error)
+    assert "metrics.jsonl has" in message
+    assert "\n" not in message
+    return None
+
+
+@pytest.mark.long
+@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@given(st.data())
+def test_odd_records_are_shown_or_refused_in_a_line(data: st.DataObject) -> None:
+    """Whatever the files hold, the report is JSON without a "<", or one line says what is wrong."""
+    with TemporaryDirectory() as place:
+        folder = write_run(Path(place) / "run", steps=3, resumed=2)
+        for file in (*folder.glob("*.jsonl"), folder / "run.json"):
+            values = [json.loads(line) for line in file.read_text().splitlines()]
+            lines = [json.dumps(data.draw(changed(value), label=file.name)) for value in values]
+            file.write_text("".join(line + "\n" for line in lines))
+        config = {"training": {"steps": 6}, "optimizer": {"lr": 0.1}}
+        (folder / "config.toml").write_text(
+            "".join(f"{name} = {json.dumps(data.draw(changed(value)))}\n" for name, value in config.items())
+        )
+        if (run := read_or_refuse(folder)) is None:
+            return
+        for runs in ([run], [run, read_run(write_run(Path(place) / "other"))]):
+            text = to_json(report_of(runs))
+            assert "<" not in text
+            assert {*json.loads(text)} == {"tables", "charts"}
+            assert "Infinity" not in text
+
+
+@pytest.mark.parametrize("name", ["REPORT", "$report", "<!--<script>", "ä\udcff", "$title PLOTLY"])
+def test_a_page_about_a_run_of_any_name(name: str, tmp_path: Path) -> None:
+    run = read_run(write_run(tmp_path / name))
+    text = page([run])
+    assert text.encode().decode() == text
+    [_, script] = text.split('id="report">')
+    report, _, rest = script.partition("</script>")
+    assert json.loads(report)["tables"][0]["columns"] == ["", name]
+    assert "setInterval(update, 0 * 1000)" in rest
+
+
+def test_files_that_never_end_are_not_read(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run")
+    for name in ("validation.jsonl", "run.json", "config.toml"):
+        (folder / name).unlink()
+        os.mkfifo(folder / name)
+    assert read_run(folder).validation == []
+    (folder / "metrics.jsonl").unlink()
+    os.mkfifo(folder / "metrics.jsonl")
+    with pytest.raises(UserError, match=r"has no metrics\.jsonl yet"):
+        read_run(folder)
+
+
+def test_a_silent_connection_to_the_served_page_is_closed(tmp_path: Path) -> None:
+    with server([write_run(tmp_path / "run")], port=0, timeout=0.2) as serving:
+        threading.Thread(target=serving.serve_forever, daemon=True).start()
+        for sent in (b"", b"GET / HT", b"GET / HTTP/1.1\r\nHost: localhost:1\r\n"):
+            with socket.create_connection(("127.0.0.1", serving.server_port), timeout=20) as connection:
+                connection.sendall(sent)
+                assert connection.recv(100) == b"", sent
+        serving.shutdown()
 
 
 @pytest.mark.long

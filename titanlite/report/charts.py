@@ -1,6 +1,6 @@
 """Charts and tables of a report as plain data: what the page draws with plotly.js, and tests read."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from statistics import median
 from typing import Any
 
@@ -75,7 +75,7 @@ def _loss(runs: Sequence[RunRecords]) -> dict[str, Any]:
         traces.append({"name": f"{run.name}: each record", "x": run.steps, "y": losses, "color": color, "thin": True})
         traces.append({"name": run.name, "x": run.steps, "y": smoothed(losses), "color": color})
         if run.validation:
-            x, y = [it["step"] for it in run.validation], [it["loss"] for it in run.validation]
+            x, y = [it["step"] for it in run.validation], [it.get("loss") for it in run.validation]
             traces.append({"name": f"{run.name}: validation", "x": x, "y": y, "color": color, "points": "circle"})
         low = min((loss for loss in losses if loss is not None), default=0)
         for what, symbol, steps in (
@@ -91,37 +91,45 @@ def _loss(runs: Sequence[RunRecords]) -> dict[str, Any]:
 
 def _validation(runs: Sequence[RunRecords]) -> Iterator[Trace]:
     for color, run in enumerate(runs):
-        names = sorted({name for record in run.validation for name in record.get("sources", {})})
-        for number, name in enumerate(names if len(names) > 1 else []):
-            points = [(it["step"], it["sources"][name]["loss"]) for it in run.validation if name in it["sources"]]
-            yield {
-                "name": f"{run.name}: {name}",
-                "x": [step for step, _ in points],
-                "y": [loss for _, loss in points],
-                "color": color if len(runs) > 1 else number,
-            }
+        tables = [
+            {name: numbers["loss"] for name, numbers in record.get("sources", {}).items() if "loss" in numbers}
+            for record in run.validation
+        ]
+        steps = [record["step"] for record in run.validation]
+        if len({name for table in tables for name in table}) > 1:
+            yield from _by_name(run, steps, tables, color if len(runs) > 1 else None)
 
 
 def _by_source(runs: Sequence[RunRecords]) -> Iterator[Trace]:
     for color, run in enumerate(runs):
-        losses = [record.get("source_losses") or {} for record in run.metrics]
-        for number, name in enumerate(sorted({name for record in losses for name in record})):
-            points = [(step, record[name]) for step, record in zip(run.steps, losses, strict=True) if name in record]
-            yield {
-                "name": f"{run.name}: {name}" if len(runs) > 1 else name,
-                "x": [step for step, _ in points],
-                "y": [loss for _, loss in points],
-                "color": color if len(runs) > 1 else number,
-            }
+        tables = [record.get("source_losses") or {} for record in run.metrics]
+        yield from _by_name(run, run.steps, tables, color if len(runs) > 1 else None)
 
 
 def _shares(runs: Sequence[RunRecords]) -> Iterator[Trace]:
     for color, run in enumerate(runs):
-        names = sorted({name for record in run.metrics for name in record.get("data_shares") or {}})
-        for number, name in enumerate(names if len(names) > 1 else []):
-            values = [(record.get("data_shares") or {}).get(name) for record in run.metrics]
-            shown = f"{run.name}: {name}" if len(runs) > 1 else name
-            yield {"name": shown, "x": run.steps, "y": values, "color": color if len(runs) > 1 else number}
+        tables = [record.get("data_shares") or {} for record in run.metrics]
+        if len({name for table in tables for name in table}) > 1:
+            yield from _by_name(run, run.steps, tables, color if len(runs) > 1 else None)
+
+
+def _by_name(
+    run: RunRecords, steps: Sequence[int], tables: Sequence[Mapping[str, float]], color: int | None
+) -> Iterator[Trace]:
+    """Yield a line for each name in tables of a run.
+
+    Args:
+        color: of the run, of which each line gets another dash; None: there is one run, and each line has its color.
+    """
+    for number, name in enumerate(sorted({name for table in tables for name in table})):
+        points = [(step, table[name]) for step, table in zip(steps, tables, strict=True) if name in table]
+        yield {
+            "name": name if color is None else f"{run.name}: {name}",
+            "x": [step for step, _ in points],
+            "y": [value for _, value in points],
+            "color": number if color is None else color,
+            "dash": 0 if color is None else number,
+        }
 
 
 def _phases(runs: Sequence[RunRecords]) -> Iterator[Trace]:
@@ -140,9 +148,10 @@ def _slowest(runs: Sequence[RunRecords]) -> Iterator[Trace]:
 
 
 def _heat_maps(run: RunRecords) -> Iterator[Chart]:
-    layers = [*run.layers[-1]["layers"]] if run.layers else []
+    tables = [record.get("layers", {}) for record in run.layers]
+    layers = [*tables[-1]] if tables else []
     for kind in KINDS:
-        rows = [[record["layers"].get(layer, {}).get(kind, {}).get("rms") for record in run.layers] for layer in layers]
+        rows = [[table.get(layer, {}).get(kind, {}).get("rms") for table in tables] for layer in layers]
         if any(value is not None for row in rows for value in row):
             trace = {"x": [record["step"] for record in run.layers], "y": layers, "z": rows}
             chart = _chart(f"{run.name}-{kind}", f"{run.name}: RMS of {kind}, by layer", "log10")
@@ -160,13 +169,13 @@ def _tables(runs: Sequence[RunRecords]) -> Iterator[dict[str, Any]]:
         "best validation loss": _best,
         "tokens/s": lambda run: _number(_median(run.column("tokens_per_second")), 0),
         "MFU": lambda run: _share(_median(run.column("mfu"))),
-        "memory": lambda run: f"{_number(run.metrics[-1].get('memory_gib'), 2)} GiB",
+        "memory": lambda run: _number(run.metrics[-1].get("memory_gib"), 2, " GiB"),
         "time": lambda run: format_seconds(sum(phase_totals(run).values())),
         "in steps": _in_steps,
         "restarts": lambda run: str(len(restarts(run))),
         "checkpoints": lambda run: str(len(run.saves)),
         "skipped steps": lambda run: str(len(run.skipped)),
-        "ended": lambda run: str((run.starts[-1].get("end", {}) if run.starts else {}).get("reason", "not yet")),
+        "ended": lambda run: _text((run.starts[-1]["end"] if run.starts else {}).get("reason"), "not yet"),
         "device": lambda run: f"{_start(run, 'processes')} x {_start(run, 'device')}",
         "commit": lambda run: _start(run, "git_commit")[:12],
         "id": lambda run: run.run_id[:12],
@@ -178,8 +187,8 @@ def _tables(runs: Sequence[RunRecords]) -> Iterator[dict[str, Any]]:
         yield {"title": "Options that differ", "columns": columns, "rows": rows_of}
     for run in runs:
         if len(run.starts) > 1:
-            rows_of = [[str(it.get(key, "")) for key in ("time", "host", "processes", "step")] for it in run.starts]
-            ends = [str(it.get("end", {}).get("reason", "")) for it in run.starts]
+            rows_of = [[_text(it.get(key)) for key in ("time", "host", "processes", "step")] for it in run.starts]
+            ends = [_text(it["end"].get("reason")) for it in run.starts]
             yield {
                 "title": f"Starts of {run.name}",
                 "columns": ["began", "host", "processes", "resumed at step", "ended"],
@@ -188,7 +197,8 @@ def _tables(runs: Sequence[RunRecords]) -> Iterator[dict[str, Any]]:
 
 
 def _steps_of(run: RunRecords) -> str:
-    steps = run.config.get("training", {}).get("steps")
+    training = run.config.get("training")
+    steps = training.get("steps") if isinstance(training, dict) else None
     return f"{steps:,}" if isinstance(steps, int) else "?"
 
 
@@ -203,7 +213,7 @@ def _in_steps(run: RunRecords) -> str:
 
 
 def _start(run: RunRecords, name: str) -> str:
-    return str((run.starts[-1] if run.starts else {}).get(name) or "")
+    return _text((run.starts[-1] if run.starts else {}).get(name))
 
 
 def _median(values: Sequence[float | None]) -> float | None:
@@ -212,8 +222,12 @@ def _median(values: Sequence[float | None]) -> float | None:
     return median(found) if found else None
 
 
-def _number(value: float | None, digits: int) -> str:
-    return "" if value is None else f"{value:,.{digits}f}"
+def _number(value: float | None, digits: int, unit: str = "") -> str:
+    return "" if value is None else f"{value:,.{digits}f}{unit}"
+
+
+def _text(value: Any, missing: str = "") -> str:
+    return str(value) if isinstance(value, str | int | float) else missing
 
 
 def _share(value: float | None) -> str:

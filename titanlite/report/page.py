@@ -4,10 +4,12 @@ import html
 import json
 import math
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.util import find_spec
 from pathlib import Path
+from string import Template
 from typing import Any
 
 from titanlite.report.charts import report_of
@@ -18,9 +20,11 @@ from titanlite.runtime.files import write_atomically
 TEMPLATE = Path(__file__).with_name("page.html")
 WATCH_SECONDS = 5
 """Time between two looks of a served page at the records."""
+SILENT_SECONDS = 10.0
+"""Time for which a connection to a served page may be silent: a browser asks at once."""
 PAPER = {
     "loss": "loss (nats a token)",
-    "grad_norm": "gradient norm",
+    "grad_norm": "gradient norm (log scale)",
     "lr": "learning rate",
     "tokens_per_second": "tokens/s",
 }
@@ -75,16 +79,18 @@ def page(runs: Sequence[RunRecords], *, watch_seconds: int = 0) -> str:
     """
     from plotly.offline import get_plotlyjs
 
-    title = html.escape(", ".join(run.name for run in runs))
-    # "</" would end the script element.
-    report = to_json(report_of(runs)).replace("</", "<\\/")
-    text = TEMPLATE.read_text().replace("TITLE", title).replace("WATCH", str(watch_seconds))
-    return text.replace("REPORT", report, 1).replace("PLOTLY", get_plotlyjs().replace("</script", "<\\/script"), 1)
+    values = {
+        "title": html.escape(", ".join(run.name for run in runs)).encode(errors="replace").decode(),
+        "watch": str(watch_seconds),
+        "report": to_json(report_of(runs)),
+        "plotly": get_plotlyjs().replace("</script", "<\\/script"),
+    }
+    return Template(TEMPLATE.read_text(encoding="utf-8")).substitute(values)  # in one pass: a run may be called $report
 
 
 def to_json(report: dict[str, Any]) -> str:
-    """Return a report as JSON, as JavaScript's own JSON.stringify writes it. NaN becomes null."""
-    return json.dumps(_finite(report), separators=(",", ":"), ensure_ascii=False)
+    """Return a report as JSON for a script element, which any "<" in a name could end. NaN becomes null."""
+    return json.dumps(_finite(report), separators=(",", ":")).replace("<", "\\u003c")
 
 
 def _finite(value: Any) -> Any:
@@ -99,11 +105,19 @@ def _finite(value: Any) -> Any:
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """Answers to GET, for the page and its report.json."""
+    """Answers to GET, for the page and its report.json.
 
-    def __init__(self, *args: Any, paths: Sequence[Path]) -> None:
-        self._paths = paths
+    Args:
+        timeout: seconds for which a connection may be silent.
+    """
+
+    def __init__(self, *args: Any, paths: Sequence[Path], timeout: float) -> None:
+        self._paths, self._timeout = paths, timeout
         super().__init__(*args)
+
+    def setup(self) -> None:
+        super().setup()
+        self.connection.settimeout(self._timeout)
 
     def do_GET(self) -> None:
         if self.headers.get("Host", "").rpartition(":")[0] not in ("127.0.0.1", "localhost"):
@@ -111,16 +125,19 @@ class _Handler(BaseHTTPRequestHandler):
         elif self.path not in ("/", "/report.json"):
             self.send_error(404)
         else:
-            self._answer()
+            with suppress(ConnectionError, TimeoutError):  # the reader went away
+                self._answer()
 
     def _answer(self) -> None:
         try:
             runs = [read_run(path) for path in self._paths]
         except UserError as error:
-            self.send_error(503, str(error))
+            self.send_error(503, explain=str(error))
             return
         is_page = self.path == "/"
-        body = (page(runs, watch_seconds=WATCH_SECONDS) if is_page else to_json(report_of(runs))).encode()
+        body = (page(runs, watch_seconds=WATCH_SECONDS) if is_page else to_json(report_of(runs))).encode(
+            errors="replace"
+        )
         self.send_response(200)
         self.send_header("Content-Type", f"{'text/html' if is_page else 'application/json'}; charset=utf-8")
         self.send_header("Content-Length", str(len(body)))
@@ -131,15 +148,18 @@ class _Handler(BaseHTTPRequestHandler):
         """Print nothing for each request."""
 
 
-def server(paths: Sequence[Path], *, port: int) -> ThreadingHTTPServer:
+def server(paths: Sequence[Path], *, port: int, timeout: float = SILENT_SECONDS) -> ThreadingHTTPServer:
     """Return a server of the page on this machine alone. It only reads.
+
+    Args:
+        timeout: seconds after which a silent connection is closed.
 
     Raises:
         UserError: the port is taken, or a folder is no run.
     """
     _check_names([read_run(path) for path in paths])
     try:
-        return ThreadingHTTPServer(("127.0.0.1", port), partial(_Handler, paths=paths))
+        return ThreadingHTTPServer(("127.0.0.1", port), partial(_Handler, paths=paths, timeout=timeout))
     except (OSError, OverflowError) as error:
         raise UserError(f"--port: {port} cannot be used: {error}") from None
 

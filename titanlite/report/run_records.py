@@ -2,21 +2,37 @@
 
 import json
 import logging
+import os
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import fsum
 from pathlib import Path
 from typing import Any
 
 import tomli
 
 from titanlite.metrics.phase_seconds import CATEGORIES
-from titanlite.metrics.schema import SCHEMA
+from titanlite.metrics.schema import LAYERS, METRICS, SAVES, SCHEMA, VALIDATION, Field
 from titanlite.runtime.errors import UserError
 
 logger = logging.getLogger(__name__)
 
 Record = dict[str, Any]
+FILES = {
+    "metrics": METRICS,
+    "validation": VALIDATION,
+    "checkpoints": SAVES,
+    "skipped": {},
+    "layers": LAYERS,
+}
+"""Files that a report reads, with the fields of their records."""
+LEVELS = {"sources": 2, "layers": 3}
+"""Tables within tables of a field, where there is more than one: sources[name]["loss"]."""
+LARGEST = 1e300
+"""Numbers beyond it are no measurements: their sums are not finite."""
+LAST_STEP = 2**53
+"""Steps beyond it are not whole numbers in JavaScript."""
 
 
 @dataclass(frozen=True)
@@ -55,29 +71,26 @@ def read_run(path: Path) -> RunRecords:
     """
     if not path.is_dir():
         raise UserError(f"no folder {path}: name the folder of a run, such as outputs/debug")
-    if not (path / "metrics.jsonl").exists():
+    if not (path / "metrics.jsonl").is_file():
         inside = sorted(found.parent.name for found in path.glob("*/metrics.jsonl"))
         advice = f": name one of {', '.join(inside)} in it" if inside else ""
         raise UserError(f"{path} is no folder of a run, or has no metrics.jsonl yet{advice}")
-    names = ("metrics", "validation", "checkpoints", "skipped", "layers")
-    files = {name: _read_lines(path / f"{name}.jsonl") for name in names}
+    files = {name: _read_lines(path / f"{name}.jsonl", fields) for name, fields in FILES.items()}
     metrics, _ = files["metrics"]
     if not metrics:
         raise UserError(f"{path}/metrics.jsonl has no records yet")
-    schemas = {record.get("schema", 1) for record in metrics}
-    if schemas != {SCHEMA}:
-        other = next(schema for schema in schemas if schema != SCHEMA)
+    if other := next((it for it in metrics if it.get("schema", 1) != SCHEMA), None):
         raise UserError(
-            f"{path}/metrics.jsonl has records of schema {other}, of another version of titanlite, and this one reads "
-            f"{SCHEMA}"
+            f"{path}/metrics.jsonl has records of schema {other.get('schema', 1)}, of another version of titanlite, "
+            f"and this one reads {SCHEMA}"
         )
     run = _read_json(path / "run.json")
     starts = run.get("starts")
     return RunRecords(
-        name=path.name,
+        name=Path(os.path.abspath(path)).name,
         path=path,
-        run_id=str(run.get("id", "")),
-        starts=[start for start in starts if isinstance(start, dict)] if isinstance(starts, list) else [],
+        run_id=run["id"] if isinstance(run.get("id"), str) else "",
+        starts=[_start(start) for start in starts if isinstance(start, dict)] if isinstance(starts, list) else [],
         metrics=metrics,
         validation=files["validation"][0],
         saves=files["checkpoints"][0],
@@ -88,16 +101,15 @@ def read_run(path: Path) -> RunRecords:
     )
 
 
-def _read_lines(path: Path) -> tuple[list[Record], int]:
+def _read_lines(path: Path, fields: Mapping[str, Field]) -> tuple[list[Record], int]:
     """Return the records of a file, and the number of damaged lines. A part of a line at its end is none of them."""
-    if not path.exists():
+    if not path.is_file():  # a named pipe would never end
         return [], 0
     *lines, _ = path.read_bytes().split(b"\n")
     records, damaged = [], 0
     for line in lines:
         try:
-            record = json.loads(line)
-            records.append({**record, "step": int(record["step"])})
+            records.append(_record(json.loads(line), fields))
         except (ValueError, TypeError, KeyError, RecursionError):
             damaged += 1
     if damaged:
@@ -105,9 +117,49 @@ def _read_lines(path: Path) -> tuple[list[Record], int]:
     return records, damaged
 
 
+def _record(found: Any, fields: Mapping[str, Field]) -> Record:
+    """Return a record in which each field has its type, or is None. Numbers that are not finite are None, too.
+
+    Raises:
+        ValueError: it is no record of a step.
+    """
+    if not isinstance(found, dict) or type(found["step"]) is not int or not 0 <= found["step"] <= LAST_STEP:
+        raise ValueError("not a record of a step")
+    record: Record = dict(found)
+    for name in fields.keys() & found.keys():
+        value, kind = found[name], fields[name].type
+        if kind is dict:
+            record[name] = _numbers(value, LEVELS.get(name, 1)) or {}
+        elif kind is float:
+            record[name] = _numbers(value, 0)
+        else:
+            record[name] = value if type(value) is kind else None
+    return record
+
+
+def _numbers(value: Any, levels: int) -> Any:
+    """Return a number, or a table of numbers with so many levels, without what is neither; None if nothing is left."""
+    if levels and isinstance(value, dict):
+        parts = {key: _numbers(part, levels - 1) for key, part in value.items()}
+        return {key: part for key, part in parts.items() if part is not None} or None
+    is_number = not levels and type(value) in (int, float) and abs(value) < LARGEST
+    return value if is_number else None
+
+
+def _start(found: Record) -> Record:
+    """Return a start of run.json of which step, end and phase_seconds have their types, or are missing."""
+    end, step = found.get("end"), found.get("step")
+    known = {
+        "end": end if isinstance(end, dict) else {},
+        "step": step if type(step) is int and 0 <= step <= LAST_STEP else None,
+        "phase_seconds": _numbers(found.get("phase_seconds"), 1),
+    }
+    return {**found, **known}
+
+
 def _read_json(path: Path) -> Record:
     try:
-        found = json.loads(path.read_bytes())
+        found = json.loads(path.read_bytes()) if path.is_file() else {}
     except (OSError, ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
@@ -115,40 +167,40 @@ def _read_json(path: Path) -> Record:
 
 def _read_config(path: Path) -> Record:
     try:
-        return tomli.loads(path.read_text())
-    except (OSError, ValueError):
+        config = tomli.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+        return config if dict(flat(config)) else {}
+    except (OSError, ValueError, RecursionError):
         return {}
 
 
 # Arithmetic
 
 
-def smoothed(values: Sequence[float | None], span: float | None = None) -> list[float | None]:
-    """Return the exponential moving average, without a bias towards the first value.
+def smoothed(values: Sequence[float | None]) -> list[float | None]:
+    """Return the mean of each value and its neighbours, 2 % of all on either side.
+
+    Near the ends it takes fewer, and as many before as after. So the line has no lag: it begins and ends at the values,
+    and that of a run with fewer than 50 runs through all of them.
 
     Args:
         values: None is left out, and stays None.
-        span: number of values over which the average extends: each new one has the weight 2 / (span + 1). None: 2 % of
-            all, 5 at least.
     """
-    span = span or max(5, len(values) / 50)
-    keep, total, weight = 1 - 2 / (span + 1), 0.0, 0.0
-    found: list[float | None] = []
-    for value in values:
-        if value is None:
-            found.append(None)
-            continue
-        total, weight = keep * total + (1 - keep) * value, keep * weight + (1 - keep)
-        found.append(total / weight)
-    return found
+    known = [value for value in values if value is not None]
+    most, means = len(known) // 50, []
+    for at in range(len(known)):
+        near = min(most, at, len(known) - 1 - at)
+        means.append(fsum(known[at - near : at + near + 1]) / (2 * near + 1))
+    found = iter(means)
+    return [None if value is None else next(found) for value in values]
 
 
 def restarts(run: RunRecords) -> list[tuple[int, str]]:
     """Return (step at which it resumed, end of the start before) of each start after the first."""
     found = []
     for before, start in zip(run.starts, run.starts[1:], strict=False):
-        if start.get("step") is not None:
-            found.append((start["step"], str(before.get("end", {}).get("reason", "was killed"))))
+        if start["step"] is not None:
+            reason = before["end"].get("reason")
+            found.append((start["step"], reason if isinstance(reason, str) else "was killed"))
     return found
 
 
@@ -159,7 +211,7 @@ def phase_totals(run: RunRecords) -> dict[str, float]:
     has them: records of steps that a later start trained again are gone.
     """
     totals = dict.fromkeys(CATEGORIES, 0.0)
-    starts = [start for start in run.starts if start.get("step") is not None] or [{"step": 0}]
+    starts = [start for start in run.starts if start["step"] is not None] or [{"step": 0}]
     ends = [*(start["step"] for start in starts[1:]), run.steps[-1]]
     for start, end in zip(starts, ends, strict=True):
         own = [record for record in run.metrics if start["step"] < record["step"] <= end]
@@ -175,7 +227,7 @@ def flat(config: Record, prefix: str = "") -> Iterator[tuple[str, str]]:
         if isinstance(value, dict):
             yield from flat(value, f"{prefix}{key}.")
         else:
-            yield prefix + key, json.dumps(value)
+            yield prefix + key, json.dumps(value, default=str)
 
 
 def config_differences(runs: Sequence[RunRecords]) -> dict[str, list[str]]:
