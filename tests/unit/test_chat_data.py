@@ -16,6 +16,7 @@ from tests.models import SMALL, built
 from titanlite import cli
 from titanlite.config.data_schema import Data
 from titanlite.config.load import load
+from titanlite.convert.chat_template import ChatTemplate
 from titanlite.data.loader import MicroBatches
 from titanlite.data.packing import BestFit, Stream
 from titanlite.data.samples import Samples, Source, as_batch
@@ -272,6 +273,90 @@ def test_templates_that_cannot_be_used(
     assert not out.exists()
     [line] = capsys.readouterr().err.splitlines()
     assert message.replace("{folder}", str(tmp_path)) in line
+
+
+TOO_MUCH = {
+    "{{ 1 / 0 }}": "ZeroDivisionError: division by zero",
+    "{% for i in range(10**9) %}x{% endfor %}": "OverflowError: Range too big",
+    "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}": "RecursionError: maximum recursion depth exceeded",
+    "{{ 'a' * 10**10 }}": "it takes more than 512 MiB for one chat",
+    "{{ raise_exception('two\nlines\x1b[31m') }}": "two lines [31m",
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("body", TOO_MUCH)
+def test_a_template_that_fails_is_one_line(
+    tmp_path: Path, tokenizer: Path, capfd: pytest.CaptureFixture[str], body: str
+) -> None:
+    template = tmp_path / "bad.jinja"
+    template.write_text(f"{{% generation %}}{body}{{% endgeneration %}}")
+    chats = write_chats(tmp_path / "chats.jsonl", CHATS)
+    assert prepare(chats, tokenizer, "--chat-template", template)[0] == 2
+    [line] = capfd.readouterr().err.splitlines()
+    assert TOO_MUCH[body] in line
+    assert line.startswith("error: ")
+    assert f"{template} fails: " in line
+    assert line.isprintable()
+
+
+LOOP = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+DOUBLING = "{% set it = namespace(x='ab') %}{% for i in range(60) %}{% set it.x = it.x ~ it.x %}{% endfor %}"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        (LOOP, "it takes more than 0.2 s of processor time for one chat"),
+        (DOUBLING, "it takes more than 100 MiB for one chat"),
+        ("{% for i in range(99999) %}{{ 'x' * 999 }}{% endfor %}", "the text of one chat has more than 1,000,000 char"),
+    ],
+)
+def test_a_template_without_end_is_ended(body: str, message: str) -> None:
+    """The chats before and after the one that ends the process are rendered."""
+    text = f"{{{{ messages[0] }}}}{{% if messages[0] == 'bad' %}}{body}{{% endif %}}"
+    template = ChatTemplate(text, where="it", names={}, seconds=0.2, memory=100 * 2**20, longest=10**6)
+    found = template.render_all([([word], None) for word in ("one", "bad", "two")])  # pyright: ignore
+    assert [found[0], found[2]] == [("one", []), ("two", [])]
+    assert str(found[1]).startswith(f"--chat: it fails: {message}")
+    if "text of" not in message:
+        with pytest.raises(UserError, match="more than"):  # 3 in a row: the rest is not tried
+            template.render_all([(["bad"], None)] * 1000)  # pyright: ignore
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("text", [LOOP.replace("99999", "2") * 10**5, "{{ " + "(" * 5000, "{% if 1 %}" * 3000])
+def test_a_template_that_cannot_be_compiled_is_one_line(text: str) -> None:
+    with pytest.raises(UserError, match=r"^--chat: it (fails|is not a template): [^\n]+$"):
+        ChatTemplate(text, where="it", names={}, seconds=0.2)
+
+
+@pytest.mark.long
+def test_a_process_is_kept_for_all_chats_and_ends_with_the_template() -> None:
+    template = ChatTemplate("{{ messages[0] }}", where="it", names={})
+    process = template._process
+    assert process is not None
+    assert [template.render([word]) for word in "abc"] == [(word, []) for word in "abc"]  # pyright: ignore
+    assert template._process is process
+    running = process._process
+    del template, process
+    assert running.poll() is not None
+
+
+@pytest.mark.long
+def test_a_chat_that_ends_the_process_can_be_left_out(
+    tmp_path: Path, tokenizer: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    template = tmp_path / "bad.jinja"
+    template.write_text(f"{{% if messages[0].content == 'bad' %}}{DOUBLING}{{% endif %}}{CHATML}")
+    chats = write_chats(tmp_path / "chats.jsonl", [[USER, ASSISTANT], [turn("user", "bad"), ASSISTANT], CHATS[2]])
+    assert prepare(chats, tokenizer, "--chat-template", template)[0] == 2
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith(f"error: {chats}:2: {template} fails: it takes more than 512 MiB for one chat")
+    code, out = prepare(chats, tokenizer, "--chat-template", template, "--on-error", "skip")
+    assert code == 0
+    assert documents(out) == of_transformers(tokenizer, [[USER, ASSISTANT], CHATS[2]])
 
 
 def test_mistakes_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

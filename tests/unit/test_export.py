@@ -105,6 +105,26 @@ def test_a_bias_that_transformers_lacks_is_not_dropped_silently(
     assert len(load_file(out / "model.safetensors")) == 3 + 2 * (2 + 4 + 2 + 1 + 3 * 4)
 
 
+@pytest.mark.parametrize(
+    ("glob", "named"),
+    [
+        ("layers.*", "layers.*.attention_norm.weight, layers.*.attention.wq.weight, layers.*.attention.wk.weight, ..."),
+        ("head.norm.weight", "head.norm.weight"),
+        ("*", "tok_embeddings.weight, "),
+        ("layers.1.feed_forward.w2", "layers.*.feed_forward.w2"),
+    ],
+)
+def test_what_config_json_needs_cannot_be_dropped(
+    glob: str, named: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    checkpoint, _ = save_random(tmp_path, "qwen3_moe")
+    assert export(checkpoint, "--out", tmp_path / "hf", "--drop", glob) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"error: --drop: config.json describes a model with {named}")
+    assert not (tmp_path / "hf").exists()
+    assert not (tmp_path / ".hf.staging").exists()
+
+
 @pytest.mark.long
 def test_what_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     checkpoint, _ = save_random(tmp_path, "llama3")

@@ -185,6 +185,11 @@ def test_wrong_options(tiny: TinyRun) -> None:
         preflight(tiny.config(*options), read_ranks({}), torch.device("cpu"))
     drop = '--checkpoint.export_drop=["layers.*.feed_forward.bias_E"]'
     assert preflight(tiny.config(*options, drop), read_ranks({}), torch.device("cpu"))
+    needed = '--checkpoint.export_drop=["layers.*"]'
+    with pytest.raises(
+        ConfigError, match=r"checkpoint.export_drop: Qwen3MoeForCausalLM needs layers.\*.attention_norm.weight, "
+    ):
+        preflight(tiny.config(*options, needed), read_ranks({}), torch.device("cpu"))
 
 
 @pytest.mark.slow

@@ -163,7 +163,8 @@ def check_exports(config: Checkpoint, model: Model | None) -> None:
         model: None if it is unknown.
 
     Raises:
-        ConfigError: the format is unknown, or has no place for a tensor that `export_drop` does not name.
+        ConfigError: the format is unknown, has no place for a tensor that `export_drop` does not name, or has one for
+            a tensor that it names.
     """
     wanted = "last_save_in_hf" if config.last_save_in_hf else "export_every" if config.export_every else None
     if wanted is None or model is None:
@@ -174,6 +175,11 @@ def check_exports(config: Checkpoint, model: Model | None) -> None:
         raise ConfigError([Problem(key, f"{reason} (docs/add_a_model.md)")])
     state = model_state(model)
     known = {*added_parameters(model), *scales_of(state).values()}  # PEFT's format has a place for adapters
+    if needed := to_globs(name for name in state if selected(name, config.export_drop) and form.tensors.find(name)):
+        reason = (
+            f"{form.architecture} needs {', '.join(needed[:3])}: only tensors without a place there can be left out"
+        )
+        raise ConfigError([Problem("checkpoint.export_drop", reason)])
     lost = [name for name in state if name not in known and not form.tensors.find(name)]
     if globs := to_globs(name for name in lost if not selected(name, config.export_drop)):
         fix = f"checkpoint.export_drop = {json.dumps([*config.export_drop, *globs])}"

@@ -1,39 +1,39 @@
-"""Chat templates of Hugging Face: messages -> one text, and which parts of it are answers. Needs jinja2."""
+"""Chat templates of Hugging Face: messages -> one text, and which parts of it are answers.
+
+A template comes with a tokenizer of others. So a process of its own renders it, `chat_render`, with limits on its time
+and its memory. One process renders all chats, and a new one takes its place after one that a template has ended.
+"""
 
 import json
+import multiprocessing
+import signal
+import subprocess
+import sys
+import weakref
 from collections.abc import Mapping, Sequence
-from datetime import datetime
-from typing import Any, NoReturn
-
-from jinja2 import TemplateError, nodes
-from jinja2.ext import Extension
-from jinja2.parser import Parser
-from jinja2.runtime import Macro
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
 
 from titanlite.runtime.errors import UserError
 
-BEGIN, END = "\ufdd0", "\ufdd1"
-"""Marks around an answer, within a text that is being made. They are no characters of Unicode."""
+PROGRAM = Path(__file__).with_name("chat_render.py")
+OUT_OF_MEMORY = 3
+"""Exit code of the program that has reached its limit of memory."""
+SECONDS = 3.0
+"""Processor time that a template may take for one chat."""
+IN_A_ROW = 3
+"""Chats in a row with which a template may reach a limit. The next ones would, too."""
+WAIT = 120.0
+"""Seconds after which a process that does not answer, and takes no processor time either, is ended."""
+MEMORY = 2**29
+"""Bytes that a template may take, on Linux."""
+LONGEST = 2**25
+"""Characters of the longest text of one chat."""
 Span = tuple[int, int]
 """Begin and end of a part of a text, in characters."""
-
-
-class _Generation(Extension):
-    """The block `{% generation %} ... {% endgeneration %}`: an answer of the assistant."""
-
-    tags = {"generation"}  # noqa: RUF012
-    found = False
-    """Presence of such a block in the template."""
-
-    def parse(self, parser: Parser) -> nodes.Node:
-        self.found = True
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return nodes.CallBlock(self.call_method("mark"), [], [], body).set_lineno(line)
-
-    def mark(self, caller: Macro) -> str:
-        return f"{BEGIN}{caller()}{END}"
+Rendered = tuple[str, list[Span]]
+"""Text of a chat, and the answers in it."""
 
 
 class ChatTemplate:
@@ -42,30 +42,34 @@ class ChatTemplate:
     Args:
         where: place of the template, for errors.
         names: values of bos_token, eos_token and the like in the template.
+        seconds, memory, longest: limits of one chat, see the constants.
 
     Raises:
         UserError: the text is not a template.
     """
 
-    def __init__(self, text: str, *, where: object, names: Mapping[str, str]) -> None:
-        self.where, self._names = where, names
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation]
-        )
-        environment.filters["tojson"] = _to_json
-        environment.globals["raise_exception"] = _refuse
-        environment.globals["strftime_now"] = _today
-        try:
-            self._template = environment.from_string(text)
-        except TemplateError as error:
-            raise UserError(f"--chat: {where} is not a template: {error}") from None
-        [generation] = [it for it in environment.extensions.values() if isinstance(it, _Generation)]
-        self.has_marks = generation.found
+    def __init__(
+        self,
+        text: str,
+        *,
+        where: object,
+        names: Mapping[str, str],
+        seconds: float = SECONDS,
+        memory: int = MEMORY,
+        longest: int = LONGEST,
+    ) -> None:
+        self.where = where
+        self._limits = seconds, memory, longest
+        self._begin = {"template": text, "names": dict(names)}
+        self._process: _Process | None = None
+        self._failed = 0
+        [answer] = self._start()
+        self.has_marks: bool = self._checked(answer)["has_marks"]
         """Presence of marks around answers."""
 
     def render(
         self, messages: Sequence[Mapping[str, Any]], *, tools: Any = None, add_generation_prompt: bool = False
-    ) -> tuple[str, list[Span]]:
+    ) -> Rendered:
         """Return the text of a chat, and the parts that the template marks.
 
         Args:
@@ -73,35 +77,114 @@ class ChatTemplate:
             add_generation_prompt: end with the beginning of the assistant's next message.
 
         Raises:
-            UserError: the template refuses these messages.
+            UserError: the template refuses these messages, or takes too much time or memory for them.
+        """
+        [found] = self.render_all([(messages, tools)], add_generation_prompt=add_generation_prompt)
+        if isinstance(found, UserError):
+            raise found
+        return found
+
+    def render_all(
+        self, chats: Sequence[tuple[Sequence[Mapping[str, Any]], Any]], *, add_generation_prompt: bool = False
+    ) -> list[Rendered | UserError]:
+        """Return the texts of chats, (messages, tools) each, or the errors; see `render`.
+
+        Raises:
+            UserError: the template has reached a limit with several chats in a row.
+        """
+        same = {"documents": None, "add_generation_prompt": add_generation_prompt}
+        requests = [{"messages": messages, "tools": tools, **same} for messages, tools in chats]
+        return [self._rendered(answer) for answer in self._answers(requests)]
+
+    def _answers(self, chats: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Return the answers to chats. Where one ends the process, the others are rendered one by one."""
+        if self._process is None and "error" in (begun := self._start()[0]):
+            return [begun] * len(chats)
+        answers = self._ask({"chats": chats})
+        if self._process is not None:
+            self._failed = 0
+        elif len(chats) > 1:
+            return [answer for chat in chats for answer in self._answers([chat])]
+        elif (failed := self._failed + 1) == IN_A_ROW:
+            self._checked(answers[0])
+        else:
+            self._failed = failed
+        return answers
+
+    def _rendered(self, answer: dict[str, Any]) -> Rendered | UserError:
+        try:
+            found = self._checked(answer)
+        except UserError as error:
+            return error
+        return found["text"], [(begin, end) for begin, end in found["spans"]]
+
+    def _checked(self, answer: dict[str, Any]) -> dict[str, Any]:
+        if "error" in answer:
+            raise UserError(f"--chat: {self.where} {answer['error']}")
+        return answer
+
+    def _start(self) -> list[dict[str, Any]]:
+        """Start the process, and return what it says of the template."""
+        self._process = _Process(*self._limits)
+        return self._ask(self._begin)
+
+    def _ask(self, request: dict[str, Any]) -> list[dict[str, Any]]:
+        """Return the answers of the process, or one, the reason for which it has ended."""
+        assert self._process is not None
+        try:
+            return self._process.ask(request)
+        except _Ended as error:
+            self._process = None
+            return [{"error": f"fails: {error}"}]
+
+
+class _Ended(Exception):
+    """The process has ended, with the reason."""
+
+
+class _Process:
+    """The program `chat_render`. It ends when nothing refers to this object any more."""
+
+    def __init__(self, seconds: float, memory: int, longest: int) -> None:
+        here, there = multiprocessing.Pipe()
+        self._connection, self._limits = here, (seconds, memory)
+        words = [sys.executable, "-P", PROGRAM, there.fileno(), seconds, memory, longest]
+        self._process = subprocess.Popen(
+            [*map(str, words)],
+            pass_fds=[there.fileno()],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,  # a terminal's Ctrl-C is for this process
+        )
+        there.close()
+        self._end = weakref.finalize(self, _end, self._process, here)
+
+    def ask(self, request: dict[str, Any]) -> list[dict[str, Any]]:
+        """Send a request, and return the answers.
+
+        Raises:
+            _Ended: the process has reached one of its limits.
         """
         try:
-            marked = self._template.render(
-                messages=messages, tools=tools, documents=None, add_generation_prompt=add_generation_prompt,
-                **self._names,
-            )  # fmt: skip
-        except (TemplateError, TypeError) as error:
-            raise UserError(f"--chat: {self.where} fails: {error}") from None
-        parts, spans, length = [], [], 0
-        for number, part in enumerate(marked.split(BEGIN)):
-            answer, mark, rest = part.partition(END)
-            if (mark != "") != (number > 0) or END in rest:
-                raise UserError(f"--chat: {self.where} fails: a chat message has the character U+FDD0 or U+FDD1")
-            if number:
-                spans.append((length, length + len(answer)))
-            parts.append(answer + rest)
-            length += len(parts[-1])
-        return "".join(parts), spans
+            self._connection.send(request)
+            if self._connection.poll(WAIT):
+                return json.loads(self._connection.recv_bytes())
+        except (EOFError, OSError):
+            self._process.wait()
+        code = self._process.poll()
+        self._end()
+        seconds, memory = self._limits
+        if code is None:
+            raise _Ended(f"the process that renders it has not answered for {WAIT:g} s")
+        if code == OUT_OF_MEMORY:
+            raise _Ended(f"it takes more than {memory / 2**20:,.0f} MiB for one chat")
+        if code == -signal.SIGPROF:
+            raise _Ended(f"it takes more than {seconds:g} s of processor time for one chat")
+        raise _Ended(f"the process that renders it has ended (exit code {code})")
 
 
-def _to_json(value: Any, indent: int | None = None, separators: Any = None, *, sort_keys: bool = False) -> str:
-    """Return JSON without jinja2's own escapes for HTML."""
-    return json.dumps(value, ensure_ascii=False, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
-def _refuse(message: str) -> NoReturn:
-    raise TemplateError(message)
-
-
-def _today(form: str) -> str:
-    return datetime.now().strftime(form)
+def _end(process: "subprocess.Popen[bytes]", connection: Connection) -> None:
+    connection.close()
+    process.kill()
+    process.wait()

@@ -38,18 +38,24 @@ def outgoing(source: Source, table: Table, *, dtype: torch.dtype | None, drop: S
 
     Args:
         dtype: of all floating point tensors; None keeps the stored dtypes.
-        drop: globs of the model's tensors to leave out.
+        drop: globs of tensors to leave out for which the format has no place.
 
     Raises:
-        UserError: the checkpoint is of another model, or the format cannot hold a tensor that is not zero.
+        UserError: the checkpoint is of another model, the format cannot hold a tensor that is not zero, or `drop` has
+            one that the format has a place for: config.json describes a model with it.
     """
     model = stored_tensors(source.reader, model_state(source.spec.build()), where=source.where)
+    if needed := to_globs(name for name in model if selected(name, drop) and table.find(name)):
+        some = ", ".join([*needed[:3], *(["..."] if len(needed) > 3 else [])])
+        raise UserError(
+            f"--drop: config.json describes a model with {some}: only tensors that the format has no place for can be "
+            "left out"
+        )
     found = []
     for name, tensor in model.items():
-        if selected(name, drop):
-            continue
         if (known := table.find(name)) is None:
-            _check_zero(source, name)
+            if not selected(name, drop):
+                _check_zero(source, name)
             continue
         entry, theirs = known
         shape = tuple(tensor.shape)

@@ -1,8 +1,9 @@
 """Chats -> tokens: conversations as JSON lines of messages, rendered by a chat template. Answers count in the loss."""
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -10,6 +11,7 @@ import numpy as np
 
 from titanlite.config.data_schema import Data
 from titanlite.convert.chat import find_template, open_template
+from titanlite.convert.chat_template import Rendered
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.ingest.documents import Bad, Document, Segment, Wrong, read_values, utf8_length
 from titanlite.ingest.reading import Part
@@ -18,6 +20,8 @@ from titanlite.runtime.errors import Problem, UserError
 KEY = "data.chat_template"
 FIELD = "messages"
 """Field of a JSON line with a chat, unless --text-field names another."""
+TOGETHER = 64
+"""Chats that are rendered at once: the process of the template is asked less often."""
 ROLES = {"human": "user", "gpt": "assistant", "system": "system", "tool": "tool"}
 """Roles of chat messages with `from` and `value`, as ShareGPT has them."""
 
@@ -118,22 +122,36 @@ class ChatReader:
         Args:
             field: where the chat messages are, in lines and rows.
         """
-        for place, value, line in read_values(part, field):
+        values = read_values(part, field)
+        while some := [*islice(values, TOGETHER)]:
+            yield from self._read_some(some, field)
+
+    def _read_some(
+        self, values: Sequence[tuple[str, Any, Mapping[str, Any]]], field: str
+    ) -> Iterator[ChatDocument | Document | Bad]:
+        chats: list[tuple[list[dict[str, Any]], Any]] = []
+        done: dict[int, Document | Bad] = {}
+        for number, (place, value, line) in enumerate(values):
             try:
                 if isinstance(value, Bad):
-                    yield value
-                elif not (messages := _messages(value, field)):
-                    yield Document([], 0)
+                    done[number] = value
+                elif messages := _messages(value, field):
+                    chats.append((messages, line.get("tools")))
                 else:
-                    yield self._encode(messages, line.get("tools"))
+                    done[number] = Document([], 0)
+            except Wrong as wrong:
+                done[number] = Bad(place, str(wrong))
+        found = iter(self._template.render_all(chats) if chats else [])
+        for number, (place, *_) in enumerate(values):
+            try:
+                yield done.get(number) or self._encode(next(found))
             except Wrong as wrong:
                 yield Bad(place, str(wrong))
 
-    def _encode(self, messages: list[dict[str, Any]], tools: Any) -> ChatDocument | Document:
-        try:
-            text, spans = self._template.render(messages, tools=tools)
-        except UserError as error:
-            raise Wrong(str(error).removeprefix("--chat: ")) from None
+    def _encode(self, rendered: Rendered | UserError) -> ChatDocument | Document:
+        if isinstance(rendered, UserError):
+            raise Wrong(str(rendered).removeprefix("--chat: "))
+        text, spans = rendered
         size = utf8_length(text)
         if not self._all_count and not any(begin < end for begin, end in spans):
             raise Wrong("no token counts in the loss: there is no answer")
