@@ -5,6 +5,7 @@ import os
 import platform
 import select
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -23,6 +24,8 @@ FAILED = 1
 """Exit code of an unexpected failure. A restart may follow it; after all other codes it would end the same way."""
 EXIT_FILE = "TITANLITE_EXIT_FILE"
 """Environment variable: the file in which the first process of a machine that fails leaves its exit code."""
+LAST_SECONDS = 2.0
+"""Longest time that a process which ends at once waits for its log file and the console."""
 HANG = "hang: "
 """Beginning of a note that has the watchdog's report."""
 
@@ -193,11 +196,23 @@ def another_has_ended() -> bool:
     return Path(name).exists() or not all(is_alive for _, is_alive in _marks(Path(name)))
 
 
+def _say(message: str) -> None:
+    """Write a line to the log file of this process, then to the console."""
+    from titanlite.runtime.console import LOGGER, LogFileHandler
+
+    for handler in logging.getLogger(LOGGER).handlers:
+        if isinstance(handler, LogFileHandler):
+            handler.handle(logging.LogRecord(LOGGER, logging.WARNING, "", 0, message, (), None))
+    print(message, file=sys.stderr, flush=True)
+
+
 def end_now(message: str, code: int) -> NoReturn:
     """End this process at once, on a signal."""
     with _first_to_fail(code, message) as reports:
         if reports and message:
-            print(message, file=sys.stderr, flush=True)
+            last_words = threading.Thread(target=_say, args=(message,), daemon=True)
+            last_words.start()
+            last_words.join(LAST_SECONDS)
         if mark := _own_mark():
             mark.unlink(missing_ok=True)
         kill_stopped_descendants()
