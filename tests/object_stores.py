@@ -7,11 +7,14 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from threading import Event, Thread
 from typing import Any, ClassVar
 
 import fsspec
+import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 
@@ -115,3 +118,58 @@ def moto_server() -> Iterator[str]:
     finally:
         server.kill()
         server.wait()
+
+
+@contextmanager
+def s3_server_that_fails(answers: Callable[[str, str], int]) -> Iterator[str]:
+    """s3://bucket/run on a server in this process that stores nothing; the environment has its address.
+
+    Args:
+        answers: returns the status of the answer to a method and a path. 0: the server never answers.
+    """
+    import s3fs
+
+    over = Event()
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def _answer(self) -> None:
+            self.rfile.read(int(self.headers.get("Content-Length") or 0))
+            status = answers(self.command, self.path)
+            if not status:
+                over.wait()
+                return
+            body = EMPTY_LISTING if status == 200 else UNAVAILABLE
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            if self.command != "HEAD":
+                self.wfile.write(body)
+
+        do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = _answer
+
+        def log_message(self, format: str, *args: Any) -> None: ...
+
+    class Server(ThreadingHTTPServer):
+        def handle_error(self, request: Any, client_address: Any) -> None: ...  # of a client that has ended
+
+    server = Server(("127.0.0.1", 0), Handler)
+    server.daemon_threads = True
+    Thread(target=server.serve_forever, daemon=True).start()
+    address = {"AWS_ENDPOINT_URL": f"http://127.0.0.1:{server.server_address[1]}", "AWS_DEFAULT_REGION": "us-east-1"}
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in {**address, "AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test"}.items():
+            patch.setenv(name, value)
+        s3fs.S3FileSystem.clear_instance_cache()
+        try:
+            yield "s3://bucket/run"
+        finally:
+            over.set()
+            server.shutdown()
+            server.server_close()
+            s3fs.S3FileSystem.clear_instance_cache()
+
+
+EMPTY_LISTING = b'<?xml version="1.0"?><ListBucketResult><Name>bucket</Name><KeyCount>0</KeyCount></ListBucketResult>'
+UNAVAILABLE = b'<?xml version="1.0"?><Error><Code>ServiceUnavailable</Code><Message>down</Message></Error>'

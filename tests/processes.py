@@ -117,12 +117,15 @@ class Job:
 
 
 @contextmanager
-def started(folder: Path, *words: str, command: Sequence[str] | None = None, **environ: str) -> Iterator[Job]:
+def started(
+    folder: Path, *words: str, command: Sequence[str] | None = None, console: int | None = None, **environ: str
+) -> Iterator[Job]:
     """Start a job in a session of its own, with its output in a file. No process is left when the context ends.
 
     Args:
         words: arguments of run_train.sh.
         command: a command to start instead.
+        console: file descriptor that gets the output instead.
     """
     mark = f"TITANLITE_TEST_JOB={os.getpid()}-{time.monotonic_ns()}"
     name, value = mark.split("=")
@@ -132,7 +135,7 @@ def started(folder: Path, *words: str, command: Sequence[str] | None = None, **e
     with open(output, "wb") as file:
         process = subprocess.Popen(
             [*(command or [str(SCRIPT)]), *words],
-            stdout=file,
+            stdout=file if console is None else console,
             stderr=subprocess.STDOUT,
             env=environment | {name: value},
             cwd=folder,

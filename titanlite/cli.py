@@ -4,7 +4,7 @@ import os
 import sys
 import time
 from argparse import Namespace
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from shlex import quote
@@ -27,6 +27,7 @@ from titanlite.runtime.allocator import use_expandable_segments
 from titanlite.runtime.arguments import Parser
 from titanlite.runtime.endings import another_has_ended, end_now, leaving_mark, print_errors, report_errors
 from titanlite.runtime.errors import ConfigError, Problem, RunError, UserError, whole_number
+from titanlite.runtime.output import open_closed_streams, queued_output
 from titanlite.runtime.proc import kill_stopped_descendants
 from titanlite.runtime.restarts import RunEnd
 from titanlite.runtime.signals import StopRequests, stop_with_launcher
@@ -136,7 +137,10 @@ def main() -> NoReturn:
     The process ends without Python's own shutdown: threads of process groups that still run could abort a process whose
     work is done. Everything that must be flushed or closed is, before.
     """
-    code = run(sys.argv[1:])
+    open_closed_streams()
+    words = sys.argv[1:]
+    with queued_output() if words[:1] == ["train"] else nullcontext():
+        code = run(words)
     for stream in (sys.stdout, sys.stderr):
         with suppress(BrokenPipeError):
             stream.flush()

@@ -13,6 +13,8 @@ import torch
 
 from tests.helpers import TinyRun, run_in_turn, run_ranks, train_on_this_rank
 from tests.layouts import degrees, trained, whole
+from tests.object_stores import s3_server_that_fails
+from tests.processes import started
 from titanlite.checkpoint import manifest as manifests
 from titanlite.checkpoint import staging
 from titanlite.checkpoint.dcp_write import ShardWriter
@@ -225,3 +227,29 @@ def test_a_run_whose_checkpoints_are_on_an_s3_server(tiny: TinyRun, s3: str) -> 
     run_ranks(trained_there, 1, tiny.config("--training.steps=7", *store), environment)
     assert len(tiny.losses()) == 7
     assert torch.tensor(tiny.losses()).isfinite().all()
+
+
+@pytest.mark.slow
+def test_a_store_that_answers_503_is_named_at_once_and_ends_every_rank_in_time(tiny: TinyRun) -> None:
+    """It answers to every write with 503. The store is down for half a minute, and the error comes after that."""
+    options = "--training.steps=1000000", "--checkpoint.interval=3", "--checkpoint.async_mode=async"
+    failures: list[float] = []
+
+    def answer(method: str, path: str) -> int:
+        if method in ("PUT", "POST"):
+            failures.append(time.monotonic())
+        return 503 if method in ("PUT", "POST") else 200
+
+    with (
+        s3_server_that_fails(answer) as url,
+        started(tiny.folder, f"--config={tiny.toml}", f"--checkpoint.folder={url}", *options, NPROC="2") as job,
+    ):
+        job.wait_until(lambda: "trying again" in job.text())
+        assert time.monotonic() - failures[0] < 10
+        assert job.end() == 1
+        assert time.monotonic() - failures[0] < 75
+        assert job.left(0) == {}
+        error = f"error: the checkpoint of step 3 could not be saved: rank 0: {url}/step-00000003/.owner-"
+        [line] = [line for line in job.text().splitlines() if line.startswith("error: ")]
+        assert line.startswith(error)
+        print(f"{time.monotonic() - failures[0]:.0f} s", line)

@@ -1,11 +1,14 @@
 """Signals to real jobs: what they save, what they return, and that no process is left."""
 
 import json
+import os
 import platform
+import re
 import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 import pytest
 import torch
@@ -45,6 +48,35 @@ def stop_one_rank(rank: int, world_size: int, config: Config) -> int:
     finish(run, stopped)
     assert stopped is not None
     return stopped.taken
+
+
+@pytest.mark.parametrize("processes", ["1", pytest.param("2", marks=pytest.mark.slow)])
+def test_a_console_that_nobody_reads_holds_up_no_step_and_no_stop(tiny: TinyRun, processes: str) -> None:
+    """The pipe is full before the job prints its first line, and stays so after its end."""
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    with suppress(BlockingIOError):
+        while os.write(writer, b"x" * 1024):
+            pass
+    os.set_blocking(writer, True)
+    metrics = tiny.folder / "outputs" / "tiny" / "metrics.jsonl"
+    options = *LONG, "--metrics.log_freq=1", "--metrics.loggers=[]"
+    with started(tiny.folder, f"--config={tiny.toml}", *options, console=writer, NPROC=processes) as job:
+        job.wait_until(lambda: metrics.exists() and len(tiny.records()) >= 5)
+        step = len(tiny.records())
+        job.wait_until(lambda: len(tiny.records()) > step + 1000 // int(processes) ** 4)  # more than a queue holds
+        job.process.send_signal(signal.SIGTERM)
+        began = time.monotonic()
+        assert job.end() == 75
+        assert time.monotonic() - began < 30
+    saved = newest(tiny)
+    assert saved >= step
+    assert [record["step"] for record in tiny.records()] == [*range(1, saved + 1)]
+    log = (tiny.folder / "outputs" / "tiny" / "logs" / "rank-0.log").read_text()
+    assert f"stopped after step {saved} by SIGTERM; step {saved} is saved in" in log
+    assert re.findall(r" step +(\d+)  loss", log) == [str(number) for number in range(1, saved + 1)]
+    os.close(reader)
+    os.close(writer)
 
 
 def wait_for_next_step(job: Job) -> None:

@@ -155,9 +155,10 @@ REPLACED = {
         "torch.backends.cudnn.benchmark": "a setting that PyTorch documents as an attribute",
         "torch.utils.deterministic.fill_uninitialized_memory": "a setting that PyTorch documents as an attribute",
     },
-    "runtime/raw_output.py": {
+    "runtime/output.py": {
         "sys.stdout": "Python documents these two as the way to redirect output; what goes there is also logged",
         "sys.stderr": "as sys.stdout",
+        "sys.stdin": "as sys.stdout; a stream that the shell closed is opened on /dev/null",
     },
     "parallelize/activation_checkpoint.py": {
         "block.forward": "a wrapper module would stand in the names of parameters and in the checkpoint",
@@ -172,9 +173,7 @@ REPLACED = {
         "block.forward": "routers are watched block by block in a tool that trains nothing",
     },
     "runtime/private_torch/fsdp.py": {
-        "group.__class__": "backward waits for the head's reduce-scatter",
         "parameter.__class__": "on one rank a parameter is gathered in place; quantized ones keep their types",
-        "unit.__class__": "observers hear when a unit waits",
     },
     "runtime/private_torch/tracing.py": {
         "propagator.__class__": "the planner must not count tensors that metadata propagation makes",

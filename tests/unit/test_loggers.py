@@ -1,6 +1,7 @@
 """Loggers of other programs get each step once, under the id of the run."""
 
 import json
+import logging
 import time
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ import pytest
 
 from tests.helpers import TinyRun
 from titanlite.config.load import dump
-from titanlite.metrics.loggers import BUILT_IN, Loggers, check_logger
+from titanlite.metrics.loggers import Loggers, check_logger
 from titanlite.runtime.errors import UserError
 
 RUN_ID = "0123456789abcdef0123456789abcdef"
@@ -31,7 +32,6 @@ def log(name: str, folder: Path, *, resumed: int, last: int) -> Loggers:
         loggers.log({"step": step, "loss": 10.0 - step, "data_shares": {"text": 1.0}})
         if step == 4:
             loggers.log({"step": step, "loss": 5.5}, prefix="validation/")
-    assert loggers.names == [BUILT_IN[name].__name__]  # none has failed
     return loggers
 
 
@@ -88,6 +88,34 @@ def test_wandb_keeps_the_runs_id(folder: Path, monkeypatch: pytest.MonkeyPatch) 
     assert [(row["_step"], row["loss"]) for row in rows] == [(step, 10.0 - step) for step in range(1, 5)]
     assert rows[-1]["validation/loss"] == 5.5
     assert rows[0]["data_shares/text"] == 1.0
+
+
+STUCK = """
+import threading
+
+class Stuck:
+    def __init__(self, folder, *, step):
+        threading.Event().wait()
+"""
+
+
+def test_a_logger_that_hangs_loses_records_and_nothing_else(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (folder / "stuck.py").write_text(STUCK)
+    monkeypatch.setattr("titanlite.metrics.loggers.MOST_WAITING", 10)
+    monkeypatch.setattr("titanlite.metrics.loggers.CLOSE_SECONDS", 0.3)
+    monkeypatch.setattr(logging.getLogger("titanlite"), "propagate", True)
+    name, began = f"{folder}/stuck.py:Stuck", time.monotonic()
+    loggers = Loggers([name], folder, step=0)
+    for step in range(1, 21):
+        loggers.log({"step": step, "loss": 1.0})
+    loggers.close()
+    assert time.monotonic() - began < 5
+    assert [record.message for record in caplog.records] == [
+        f"metrics.loggers: {name} takes no records: they are dropped",
+        f"metrics.loggers: {name} has not taken 20 of 20 records. metrics.jsonl has all of them",
+    ]
 
 
 @pytest.mark.parametrize(

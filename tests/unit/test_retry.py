@@ -1,13 +1,15 @@
 """Retries of calls to object stores: what is repeated, for how long, and what is permanent."""
 
+import logging
 import time
 from typing import Any
 
 import pytest
 from botocore.exceptions import ClientError, NoCredentialsError, PartialCredentialsError, ProfileNotFound
 
+from tests.object_stores import s3_server_that_fails
 from titanlite import cli
-from titanlite.checkpoint.storage import open_storage
+from titanlite.checkpoint.storage import ObjectStorage, open_storage
 from titanlite.runtime.retry import AccessDenied, RetriesExhausted, retry
 
 
@@ -68,6 +70,36 @@ def test_the_time_of_calls_counts_only_if_asked_for() -> None:
     with pytest.raises(RetriesExhausted, match=r"^x: ConnectionError\(\), for 0 s$"):
         retry(Calls(ConnectionError(), seconds=0.2), name="x", patience=0.2, counts_calls=True)
     assert retry(Calls(ConnectionError(), seconds=0.2), name="x", patience=0.2) == "done"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("status", "error"), [(503, r"(OSError\(16, 'down'\),|no answer) for"), (0, "no answer for")])
+def test_a_store_that_is_down_is_named_at_once_and_given_up_in_time(
+    status: int, error: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A fifth of the usual time. With the retries of s3fs and botocore, one call would take a minute by itself."""
+    monkeypatch.setattr("titanlite.runtime.retry.QUIET", 0.5)
+    monkeypatch.setattr(logging.getLogger("titanlite"), "propagate", True)
+    with s3_server_that_fails(lambda method, _: status if method == "PUT" else 200) as url:
+        storage = open_storage(url, owner="me")
+        assert storage.list() == {}
+        caplog.clear()  # the import of the library may have taken long
+        monkeypatch.setattr(ObjectStorage, "PATIENCE", 6.0)
+        began = time.time()
+        with pytest.raises(RetriesExhausted, match=rf"^{url}/step-00000001/.owner-me: {error} \d+ s$"):
+            storage.begin("step-00000001")
+        assert time.time() - began < 15
+        assert caplog.records[0].created - began < 5
+        assert caplog.records[0].message.startswith(url)
+
+
+@pytest.mark.long
+def test_an_upload_without_an_answer_counts_as_long_as_it_takes() -> None:
+    class ReadTimeoutError(Exception):
+        """As botocore's."""
+
+    with pytest.raises(RetriesExhausted, match=r"^x: ReadTimeoutError\(\), for 0 s$"):
+        retry(Calls(ReadTimeoutError(), seconds=0.2), name="x", patience=0.2)
 
 
 @pytest.mark.long

@@ -6,6 +6,7 @@ rename, by writing the manifest.
 """
 
 import contextlib
+import copy
 import errno
 import os
 import shutil
@@ -18,6 +19,13 @@ from titanlite.runtime import retry
 
 T = TypeVar("T")
 MANIFEST = "manifest.json"
+S3_SETTINGS = {"retries": {"mode": "standard", "total_max_attempts": 3}, "connect_timeout": 5, "read_timeout": 10}
+"""Settings of botocore: a request is repeated twice, so that a call fails within 3 s if the store answers with errors,
+and within half a minute if it does not answer."""
+SLOWEST = 2**20
+"""Bytes in a second that an object store reads at least."""
+DISCARD_SECONDS = 2.0
+"""Time for which the deletion of a failed save is repeated: the store that failed may be down."""
 
 
 class Storage(ABC):
@@ -153,13 +161,22 @@ class LocalStorage(Storage):
 
 
 class ObjectStorage(Storage):
-    """An object store. Calls that fail are repeated for half a minute; then the error names the file."""
+    """An object store. Calls that fail are repeated for half a minute; then the error names the file.
+
+    Its library has retries of its own, which would take minutes.
+    """
 
     def __init__(self, url: str, owner: str) -> None:
         import fsspec
+        from fsspec.config import conf
 
         super().__init__(url.rstrip("/"), owner)
-        self.fs, root = fsspec.url_to_fs(url)
+        settings = {}
+        if is_s3 := url.partition("://")[0] in ("s3", "s3a"):
+            settings = {"config_kwargs": S3_SETTINGS | conf.get("s3", {}).get("config_kwargs", {})}
+        self.fs, root = fsspec.url_to_fs(url, **settings)
+        if is_s3:
+            self.fs.retries = 1
         self.root = root.rstrip("/")
 
     def list(self) -> dict[str, dict[str, int]]:
@@ -171,7 +188,7 @@ class ObjectStorage(Storage):
                 return {}
 
         found: dict[str, dict[str, int]] = {}
-        for path, info in self.retry(find, "").items():
+        for path, info in self._in_time(find, "").items():
             folder, _, name = path[len(self.root) + 1 :].partition("/")
             if name:
                 found.setdefault(folder, {})[name] = info["size"]
@@ -179,7 +196,9 @@ class ObjectStorage(Storage):
 
     def read(self, name: str, start: int = 0, size: int | None = None) -> bytes:
         end = None if size is None else start + size
-        return self.retry(lambda: self.fs.cat_file(f"{self.root}/{name}", start=start, end=end), name)
+        return self._in_time(
+            lambda: self.fs.cat_file(f"{self.root}/{name}", start=start, end=end), name, (size or 0) / SLOWEST
+        )
 
     def create(self, name: str) -> contextlib.AbstractContextManager[BinaryIO]:
         return self.fs.open(f"{self.root}/{name}", "wb")
@@ -194,8 +213,10 @@ class ObjectStorage(Storage):
         self._put(f"{folder}/{MANIFEST}", manifest)
 
     def discard(self, folder: str) -> None:
-        if not any(name.startswith(MANIFEST) for name in self.list().get(folder, {})):  # perhaps published already
-            self.delete(folder)
+        hasty = copy.copy(self)
+        hasty.PATIENCE = min(self.PATIENCE, DISCARD_SECONDS)
+        if not any(name.startswith(MANIFEST) for name in hasty.list().get(folder, {})):  # perhaps published already
+            hasty.delete(folder)
 
     def quarantine(self, folder: str, reason: str) -> None:
         self._put(f"{folder}/{MANIFEST}.{reason}", self.read(f"{folder}/{MANIFEST}"))
@@ -220,17 +241,22 @@ class ObjectStorage(Storage):
     def retry(self, call: Callable[[], T], name: str) -> T:
         return retry.retry(call, name=self.url_of(name), patience=self.PATIENCE)
 
+    def _in_time(self, call: Callable[[], T], name: str, seconds: float = 0) -> T:
+        """Return `call()` as `retry`, within half a minute and some seconds, whatever the library does."""
+        name, patience = self.url_of(name), self.PATIENCE + seconds
+        return retry.retry(call, name=name, patience=patience, counts_calls=True, longest=patience)
+
     @property
     def _mark(self) -> str:
         return f".owner-{self.owner}"
 
     def _put(self, name: str, data: bytes) -> None:
-        self.retry(lambda: self.fs.pipe_file(f"{self.root}/{name}", data), name)
+        self._in_time(lambda: self.fs.pipe_file(f"{self.root}/{name}", data), name)
 
     def _remove(self, folder: str, names: "list[str]") -> None:
         for name in names:
             with contextlib.suppress(FileNotFoundError):
-                self.retry(lambda path=f"{self.root}/{folder}/{name}": self.fs.rm_file(path), f"{folder}/{name}")
+                self._in_time(lambda path=f"{self.root}/{folder}/{name}": self.fs.rm_file(path), f"{folder}/{name}")
 
 
 def open_storage(url: str, *, owner: str = "") -> Storage:

@@ -7,9 +7,13 @@ with each of them, and no step is there twice.
 import json
 import logging
 import os
+import threading
+import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
+from queue import Full, Queue
 from typing import Any, Protocol
 
 import tomli
@@ -21,9 +25,14 @@ from titanlite.runtime.user_code import find_callable, find_object
 
 logger = logging.getLogger(__name__)
 
+MOST_WAITING = 1000
+"""Records that wait for the loggers. Further ones are dropped."""
+CLOSE_SECONDS = 15.0
+"""Longest wait for the loggers at the end of a run: a scheduler kills what has not ended 30 s after a signal."""
+
 
 class Logger(Protocol):
-    """Contract of a logger. Created and called on rank 0 only."""
+    """Contract of a logger. Created and called on rank 0 only, in a thread of the loggers."""
 
     def __init__(self, folder: Path, *, step: int) -> None:
         """Open the logger.
@@ -157,20 +166,21 @@ def check_logger(name: str) -> None:
 
 
 class Loggers:
-    """All loggers of a run. One that fails gets a warning and no more metrics, and the run continues."""
+    """All loggers of a run, in a thread of their own: training never waits for one that hangs.
+
+    One that fails gets a warning and no more metrics, and the run continues. While one falls behind, MOST_WAITING
+    records are kept for it, and further ones are dropped.
+    """
 
     def __init__(self, names: Sequence[str], folder: Path, *, step: int) -> None:
-        self._loggers: list[Logger] = []
-        for logger_cls in [BUILT_IN.get(name) or find_object(name) for name in names]:
-            try:
-                self._loggers.append(logger_cls(folder, step=step))
-            except Exception:
-                logger.warning(f"{logger_cls.__name__} failed, and gets no metrics:", exc_info=True)
-
-    @property
-    def names(self) -> list[str]:
-        """Return the loggers that have not failed."""
-        return [type(one).__name__ for one in self._loggers]
+        self._names = ", ".join(names)
+        self._waiting: Queue[tuple[dict[str, float], int] | None] = Queue(MOST_WAITING)
+        self._given = self._taken = 0
+        """Records so far, and those that every logger has."""
+        self._drops = False
+        classes = [BUILT_IN.get(name) or find_object(name) for name in names]
+        self._thread = threading.Thread(target=self._work, args=(classes, folder, step), name="loggers", daemon=True)
+        self._thread.start()
 
     def log(self, record: dict[str, Any], *, prefix: str = "") -> None:
         """Log all numbers of a record, which has a step.
@@ -179,15 +189,41 @@ class Loggers:
             prefix: of their names, such as "validation/".
         """
         metrics = dict(_flat({name: value for name, value in record.items() if name != "step"}, prefix))
-        for one in [*self._loggers]:
-            try:
-                one.log(metrics, step=record["step"])
-            except Exception:
-                logger.warning(f"{type(one).__name__} failed, and gets no more metrics:", exc_info=True)
-                self._loggers.remove(one)
+        self._given += 1
+        try:
+            self._waiting.put_nowait((metrics, record["step"]))
+        except Full:
+            if not self._drops:
+                logger.warning(f"metrics.loggers: {self._names} takes no records: they are dropped")
+            self._drops = True
 
     def close(self) -> None:
-        for one in self._loggers:
+        """Close the loggers when they have all records. It waits CLOSE_SECONDS at most."""
+        deadline = time.monotonic() + CLOSE_SECONDS
+        with suppress(Full):
+            self._waiting.put(None, timeout=CLOSE_SECONDS)
+        self._thread.join(max(deadline - time.monotonic(), 0))
+        if self._thread.is_alive() or self._given > self._taken:
+            missing = f"{self._given - self._taken:,} of {self._given:,} records"
+            logger.warning(f"metrics.loggers: {self._names} has not taken {missing}. metrics.jsonl has all of them")
+
+    def _work(self, classes: Sequence[type[Logger]], folder: Path, step: int) -> None:
+        loggers: list[Logger] = []
+        for logger_cls in classes:
+            try:
+                loggers.append(logger_cls(folder, step=step))
+            except Exception:
+                logger.warning(f"{logger_cls.__name__} failed, and gets no metrics:", exc_info=True)
+        while (record := self._waiting.get()) is not None:
+            metrics, step = record
+            for one in [*loggers]:
+                try:
+                    one.log(metrics, step=step)
+                except Exception:
+                    logger.warning(f"{type(one).__name__} failed, and gets no more metrics:", exc_info=True)
+                    loggers.remove(one)
+            self._taken += 1
+        for one in loggers:
             try:
                 one.close()
             except Exception:

@@ -14,6 +14,7 @@ import torch
 import titanlite
 from titanlite.config.data_schema import Data, Validation
 from titanlite.config.schema import Config
+from titanlite.cpu import pick_kernels
 from titanlite.data.custom import PREFIX
 from titanlite.data.prepared import prepared_tokens
 from titanlite.data.samples import Samples, Source
@@ -28,7 +29,7 @@ from titanlite.plan.trace import trace_step
 from titanlite.preflight import ResolvedConfig
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.private_torch.tracing import ValueNeeded
-from titanlite.runtime.process_group import Ranks, pick_kernels
+from titanlite.runtime.process_group import Ranks
 
 MOST_CHARACTERS = 300
 """Length of the message of an error of code of the user's own."""

@@ -5,6 +5,7 @@ import os
 import platform
 import select
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -24,6 +25,8 @@ FAILED = 1
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 """Environment variable of torchrun: ATTEMPT/LOCAL_RANK/error.json. The first process of a machine that fails leaves its
 exit code in ATTEMPT/code."""
+LAST_SECONDS = 2.0
+"""Longest time that a process which ends at once waits for its log file and the console."""
 HANG = "hang: "
 """Beginning of a note that has the watchdog's report."""
 
@@ -197,11 +200,23 @@ def another_has_ended() -> bool:
     return path is not None and (path.exists() or not all(is_alive for _, is_alive in _marks(path)))
 
 
+def _say(message: str) -> None:
+    """Write a line to the log file of this process, then to the console."""
+    from titanlite.runtime.console import LOGGER, LogFileHandler
+
+    for handler in logging.getLogger(LOGGER).handlers:
+        if isinstance(handler, LogFileHandler):
+            handler.handle(logging.LogRecord(LOGGER, logging.WARNING, "", 0, message, (), None))
+    print(message, file=sys.stderr, flush=True)
+
+
 def end_now(message: str, code: int) -> NoReturn:
     """End this process at once, on a signal."""
     with _first_to_fail(code, message) as reports:
         if reports and message:
-            print(message, file=sys.stderr, flush=True)
+            last_words = threading.Thread(target=_say, args=(message,), daemon=True)
+            last_words.start()
+            last_words.join(LAST_SECONDS)
         if mark := _own_mark():
             mark.unlink(missing_ok=True)
         kill_stopped_descendants()

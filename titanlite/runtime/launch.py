@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from titanlite.runtime.endings import FAILED, read_end
+from titanlite.runtime.output import open_closed_streams, queued_output
 from titanlite.runtime.signals import STOP_SIGNALS, STOPPED, StopRequests
 
 SHUTDOWN_SECONDS = 3600
@@ -53,15 +54,15 @@ def main() -> NoReturn:
     Words of the command line: number of machines or its range, processes on each, host:port of the first, restarts
     after failures, arguments of training.
     """
+    open_closed_streams()
     nodes, processes, endpoint, restarts, *words = sys.argv[1:]
     folder = Path(tempfile.mkdtemp(prefix="titanlite-"))
     with _Requests().listening(partial(_end_now, folder), lambda: False):
-        try:
-            code = _launch(nodes, int(processes), endpoint, int(restarts), words, folder)
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
-        for stream in (sys.stdout, sys.stderr):
-            stream.flush()
+        with queued_output():
+            try:
+                code = _launch(nodes, int(processes), endpoint, int(restarts), words, folder)
+            finally:
+                shutil.rmtree(folder, ignore_errors=True)
         os._exit(code)
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TextIO, cast
 
 from titanlite.runtime.console import LOGGER, ConsoleHandler
+from titanlite.runtime.output import queued
 from titanlite.runtime.signals import shielding_children
 
 
@@ -34,13 +35,12 @@ def copy_output(log: Path) -> None:
 def _copied(stream: TextIO, number: int, log: Path, tee: str) -> tuple[TextIO, TextIO]:
     """Let a process copy what goes to a file descriptor. Returns a stream to both places, and one to the console."""
     stream.flush()
-    console = os.dup(number)
+    direct = queued(stream)
     with shielding_children():
-        child = subprocess.Popen([tee, "-a", str(log)], stdin=subprocess.PIPE, stdout=console)
+        child = subprocess.Popen([tee, "-a", str(log)], stdin=subprocess.PIPE, stdout=direct)
     assert child.stdin is not None
     os.dup2(child.stdin.fileno(), number)
     child.stdin.close()
-    direct = os.fdopen(console, "w", buffering=1, errors="backslashreplace")
     return cast(TextIO, _Both(direct, log.open("a", buffering=1, errors="backslashreplace"))), direct
 
 

@@ -5,7 +5,9 @@ import random
 import sys
 import time
 from collections.abc import Callable
-from threading import Event
+from concurrent.futures import Future, wait
+from math import inf
+from threading import Event, Thread, current_thread
 from typing import Any, TypeVar
 
 from titanlite.runtime.errors import UserError
@@ -16,7 +18,13 @@ T = TypeVar("T")
 PATIENCE = 30.0
 """Seconds after which a call is given up."""
 LOUD_AFTER = 0.3
-"""Seconds of a pause from which a failure is reported: shorter ones are hiccups."""
+"""Seconds of a pause from which a failure is reported: shorter ones are hiccups. So is one after a call that took as
+long."""
+LONGEST_PAUSE = 5.0
+COUNTED_SHARE = 0.1
+"""Share of the patience that each call counts at most, where a call may take long: 3 s of 30."""
+QUIET = 5.0
+"""Seconds without an answer after which a call that has a time limit is reported."""
 PERMANENT = (FileNotFoundError, FileExistsError, NotADirectoryError, IsADirectoryError)
 CREDENTIALS = "Check the credentials (for S3: AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE)"
 
@@ -35,6 +43,7 @@ def retry(
     name: str,
     patience: float = PATIENCE,
     counts_calls: bool = False,
+    longest: float = inf,
     stop: Event | None = None,
 ) -> T:
     """Return `call()`, which is repeated while it fails. Pauses double; a random factor keeps ranks apart.
@@ -42,8 +51,10 @@ def retry(
     Args:
         name: file or place, for error messages.
         patience: seconds after which the call is given up.
-        counts_calls: whether the time of the calls themselves counts. A large upload may take longer than `patience`,
-            so there the pauses alone count.
+        counts_calls: whether the whole time of the calls counts. A large upload may take longer than `patience`, so
+            there a tenth of the patience counts at most, unless a call ends by a timeout of its own.
+        longest: seconds after which a call that has not returned is given up, with those that failed before. Then it
+            runs in a thread, and is left to itself.
         stop: when set, gives up at the next failure.
 
     Raises:
@@ -52,22 +63,47 @@ def retry(
         RetriesExhausted: every attempt failed.
     """
     stop = stop or Event()
-    started, paused, pause = time.monotonic(), 0.0, 0.05
+    started, counted, pause = time.monotonic(), 0.0, 0.05
     while True:
+        began = time.monotonic()
         try:
-            return call()
+            return call() if longest == inf else _within(call, longest - (began - started), name)
+        except RetriesExhausted:
+            raise
         except PERMANENT as error:
             raise type(error)(f"{name}: {error}") from error
         except Exception as error:  # each object store has its own classes of errors
             if _is_denied(error):
                 raise AccessDenied(f"{name}: access denied: {error}. {CREDENTIALS}") from error
-            elapsed = time.monotonic() - started
-            if stop.is_set() or (elapsed if counts_calls else paused) + pause > patience:
-                raise RetriesExhausted(f"{name}: {error!r}, for {elapsed:.0f} s") from error
-            if pause > LOUD_AFTER:
+            ended = time.monotonic()
+            is_silent = "Timeout" in type(error).__name__  # of the library, after its own retries
+            counted += ended - began if counts_calls or is_silent else min(ended - began, COUNTED_SHARE * patience)
+            if stop.is_set() or counted + pause > patience:
+                raise RetriesExhausted(f"{name}: {error!r}, for {ended - started:.0f} s") from error
+            if max(pause, ended - began) > LOUD_AFTER:
                 logger.warning(f"{name}: {error!r}; trying again")
         stop.wait(pause * random.Random().uniform(0.5, 1.5))
-        paused, pause = paused + pause, 2 * pause
+        counted, pause = counted + pause, min(2 * pause, LONGEST_PAUSE)
+
+
+def _within(call: Callable[[], T], seconds: float, name: str) -> T:
+    """Return `call()`, if it returns within some seconds: libraries have retries of their own, and may never return."""
+    answer: Future[T] = Future()
+
+    def work() -> None:
+        try:
+            answer.set_result(call())
+        except BaseException as error:
+            answer.set_exception(error)
+
+    Thread(target=work, name=f"{current_thread().name} call", daemon=True).start()
+    wait([answer], min(QUIET, seconds))
+    if not answer.done() and seconds > QUIET:
+        logger.warning(f"{name}: no answer for {QUIET:.0f} s")
+        wait([answer], seconds - QUIET)
+    if not answer.done():
+        raise RetriesExhausted(f"{name}: no answer for {seconds:.0f} s")
+    return answer.result()
 
 
 def _is_denied(error: Exception) -> bool:
