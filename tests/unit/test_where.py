@@ -153,11 +153,9 @@ def test_transformers_computes_the_same(right: TinyRun) -> None:
             "gradient parameter tok_embeddings.weight",
         }
         wanted |= {"gradient parameter head.output.weight"} if name == "llama3" else set()  # the other one's is tied
-        wanted |= {f"update parameter {it}" for it in ("layers.1.attention.wk.weight", "head.norm.weight")}
         assert wanted - keys == set()
     ours = read_dump(right.folder / "llama3")
     for key, module in {
-        "update parameter layers.1.attention.wk.weight": "layers.1.attention.wk",
         "gradient parameter head.norm.weight": "head.norm",
         "forward output loss": "loss",
     }.items():
@@ -176,20 +174,35 @@ def test_transformers_computes_the_same(right: TinyRun) -> None:
 
 
 @pytest.mark.long
-def test_transformers_clips_and_decays_as_we_do(right: TinyRun) -> None:
-    others = '{match=["*.w?.weight", "tok*", "*output*"], lr=0.02}'
-    groups = f'--optimizer.groups=[{{match=["*norm*"], weight_decay=0.0}}, {others}]'
-    clipped = read_dump(dump(right, "clipped", "--training.max_norm=0.01", groups))
-    found = compare_dumps(clipped, transformers_dump(clipped))
-    assert found.first is None, found.first
-    assert sum(it.direction == "update" for it in found.differences) == 30
+def test_transformers_has_no_z_loss(right: TinyRun) -> None:
     added = read_dump(dump(right, "z-loss", "--training.z_loss=1e-3"))
     found = compare_dumps(added, transformers_dump(added))
     assert found.first is None, found.first
     assert "forward output loss" not in {it.key for it in found.differences}, "it has another loss"
-    assert {it.direction for it in found.differences} == {"forward", "gradient"}
-    second = read_dump(right.folder / "right-2")
-    assert "update" not in {it.direction for it in compare_dumps(second, transformers_dump(second)).differences}
+    assert {it.direction for it in found.differences} == {"before", "forward", "gradient"}
+
+
+@pytest.mark.long
+def test_half_of_the_gradient_of_keys_is_named_by_attention(right: TinyRun) -> None:
+    """A k_norm that is an Identity computes nothing, so that it is not named."""
+    halved = read_dump(right.folder / "right-1")
+    halved.parts[0]["gradient output layers.1.attention.wk"] /= 2
+    first = compare_dumps(halved, read_dump(right.folder / "right-1")).first
+    assert first is not None
+    assert (first.module, first.direction) == ("layers.1.attention", "gradient")
+
+
+@pytest.mark.long
+def test_weights_before_the_step_have_the_tolerance_of_updates(right: TinyRun) -> None:
+    """Rounding in step 1 is no difference in step 2; another weight is."""
+    name, first = "before parameter layers.1.attention.wq.weight", None
+    for factor, module in ((1 + 1e-6, None), (1.01, "layers.1.attention.wq")):
+        rounded = read_dump(right.folder / "right-2")
+        rounded.parts[0][name] *= factor
+        first = compare_dumps(rounded, read_dump(right.folder / "right-2")).first
+        assert (first and first.module) == module
+    assert first is not None
+    assert first.direction == "before the step"
 
 
 def test_what_transformers_cannot_compute_is_refused(right: TinyRun) -> None:

@@ -1,43 +1,40 @@
 """`export --check`: read a Hugging Face folder back, and compare what it computes with our model, block by block."""
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import safe_open
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from titanlite.convert.check_tokens import check_tokens
-from titanlite.convert.diagnose import BlockCall, explain
 from titanlite.convert.layout import Outgoing, blocks
+from titanlite.convert.module_values import difference, modules_in, watch
 from titanlite.convert.rows import RowReader
 from titanlite.convert.source import Source, load_model, open_source
-from titanlite.models.base import Model
 from titanlite.runtime.errors import RunError
 
 LIMIT = 1e-4
 """Largest difference of hidden states and logits in float32, relative to their size (root mean square)."""
 SEQUENCES, LENGTH = 2, 64
+FILLING = 0.1
+EMBEDDED, LOGITS = "forward input layers.0", "forward output logits"
+BLOCK_OUTPUT = re.compile(r"forward output layers\.\d+")
+Values = dict[str, Tensor]
+"""Values by key, in the order in which they are computed; see `Difference`."""
+Compute = Callable[[Collection[str]], Values]
+"""Returns the values of a program, with some tensors of our names filled with a constant."""
 
 
 class CheckFailed(RunError):
     """An exported folder is not the model that was exported."""
-
-
-@dataclass
-class Trace:
-    """Values that a model computes on the way to its logits."""
-
-    hidden: list[Tensor] = field(default_factory=list)
-    """Input of the first block, then the output of each block."""
-    calls: list[BlockCall] = field(default_factory=list)
-    """Arguments of each block."""
-    logits: Tensor = field(default_factory=lambda: torch.empty(0))
 
 
 def check_folder(source: Source, folder: Path, tensors: Sequence[Outgoing]) -> str:
@@ -55,16 +52,17 @@ def check_folder(source: Source, folder: Path, tensors: Sequence[Outgoing]) -> s
     check_tensors(source, folder, tensors)
     same = f"{len(tensors)} tensors as in the checkpoint, bit by bit"
     tokens, origin = check_tokens(source, sequences=SEQUENCES, length=min(LENGTH, source.spec.args.max_seq_len))
+    names: dict[str, str] = {}
+    for tensor in tensors:
+        names.setdefault(tensor.ours, tensor.name)  # of the first expert
     if find_spec("transformers") is not None:
         program = "transformers"
-        theirs = trace_of_transformers(folder, tokens, len(source.spec.build().layers))
+        theirs = partial(_of_transformers, folder, tokens, tensors, names)
     else:
         program = "titanlite's own reader"
         same += "; transformers is not installed"
-        theirs = trace_of_model(load_model(open_source(str(folder))), tokens)
-    model = load_model(source)
-    _round(model, tensors)
-    worst = compare(model, trace_of_model(model, tokens), theirs, tensors, program=program)
+        theirs = partial(_of_model, open_source(str(folder)), tokens, ())
+    worst = compare(partial(_of_model, source, tokens, tensors), theirs, names, program=program)
     return f"{same}; {program} computes the same on {tokens.numel()} tokens ({origin}), {worst}"
 
 
@@ -94,8 +92,13 @@ def check_tensors(source: Source, folder: Path, tensors: Sequence[Outgoing]) -> 
                     )
 
 
-def trace_of_transformers(folder: Path, tokens: Tensor, n_layers: int) -> Trace:
-    """Load a folder with transformers, and run it.
+def _of_transformers(
+    folder: Path, tokens: Tensor, tensors: Sequence[Outgoing], names: Mapping[str, str], filled: Collection[str]
+) -> Values:
+    """Load a folder with transformers, and return what it computes.
+
+    Args:
+        filled: tensors to fill with a constant.
 
     Raises:
         CheckFailed: tensors are missing, unexpected or of another shape.
@@ -109,101 +112,113 @@ def trace_of_transformers(folder: Path, tokens: Tensor, n_layers: int) -> Trace:
             loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
                 folder, dtype=torch.float32, output_loading_info=True, ignore_mismatched_sizes=True
             )
+            model, info = loaded
+            if filled:
+                weights = {name: it for file in folder.glob("*.safetensors") for name, it in load_file(file).items()}
+                for tensor in tensors:
+                    if tensor.ours in filled:
+                        weights[tensor.name].fill_(FILLING)
+                model = type(model).from_pretrained(None, config=model.config, state_dict=weights, dtype=torch.float32)
     finally:
         transformers.utils.logging.set_verbosity(quiet)
-    model, info = loaded
     wrong = {key: sorted(map(str, value)) for key, value in info.items() if value and key != "error_msgs"}
     if wrong:
         lines = [f"  {key.removesuffix('_keys')}: {', '.join(names[:5])}" for key, names in wrong.items()]
         raise CheckFailed("\n".join(["transformers does not find the tensors of the model:", *lines]))
-    layers = next(it for it in model.modules() if isinstance(it, nn.ModuleList) and len(it) == n_layers)
-    return _trace(model.eval(), layers, lambda: model(tokens, use_cache=False).logits)
+    there = dict(model.named_modules())
+    modules = {ours: there[theirs] for ours, theirs in modules_in(names).items() if theirs in there}
+    return _values(model.eval(), modules, lambda: model(tokens, use_cache=False).logits)
 
 
-def trace_of_model(model: Model, tokens: Tensor) -> Trace:
-    """Run one of our models."""
-    return _trace(model, model.layers, lambda: model(tokens))
-
-
-def compare(
-    model: Model, ours: Trace, theirs: Trace, tensors: Sequence[Outgoing], *, program: str = "transformers"
-) -> str:
-    """Compare two traces block by block.
-
-    Args:
-        program: computed the second trace.
-
-    Raises:
-        CheckFailed: naming the first block that differs, the tensor that explains it, and by how much.
-    """
-    names = {tensor.ours: tensor.name for tensor in reversed(tensors)}
-    worst = (0.0, "the embedding")
-    for i, (here, there) in enumerate(zip(ours.hidden, theirs.hidden, strict=True)):
-        difference = relative(there, here)
-        where = f"block {i - 1}" if i else "the embedding"
-        if not difference <= LIMIT:
-            if i:
-                reason = explain(model, i - 1, ours.calls[i - 1], there, names, limit=LIMIT)
-            else:
-                reason = f"{_of('tok_embeddings.weight', names)} is another tensor there"
-            raise CheckFailed(f"{_difference(program, where, difference, here, there)}\n  {reason}")
-        worst = max(worst, (difference, where))
-    difference = relative(theirs.logits, ours.logits)
-    if not difference <= LIMIT:
-        head = [name for name in names if name.startswith("head.")]
-        reason = f"the tensors after the last block: {', '.join(_of(name, names) for name in head)}"
-        raise CheckFailed(f"{_difference(program, 'the logits', difference, ours.logits, theirs.logits)}\n  {reason}")
-    return f"hidden states within {worst[0]:.1e} (most after {worst[1]}), logits within {difference:.1e}"
-
-
-def relative(found: Tensor, wanted: Tensor) -> float:
-    """Return the root mean square of a difference, relative to that of the wanted values."""
-    if found.shape != wanted.shape:
-        return float("inf")
-    return ((found - wanted).double().square().mean().sqrt() / wanted.double().square().mean().sqrt()).item()
-
-
-def _difference(program: str, where: str, difference: float, here: Tensor, there: Tensor) -> str:
-    most = (here - there).abs().max().item() if here.shape == there.shape else float("inf")
-    what = where if where == "the logits" else f"hidden states after {where}"
-    return (
-        f"{what} differ from those of {program} by {difference:.2e} of their size (at most {most:.3g}; allowed "
-        f"{LIMIT:g}), and everything before agrees"
-    )
-
-
-def _of(name: str, names: dict[str, str]) -> str:
-    return f"{name} ({names[name]})" if name in names else name
-
-
-def _round(model: Model, tensors: Sequence[Outgoing]) -> None:
-    """Round our weights to the dtypes that were written."""
-    dtypes = {tensor.ours: tensor.dtype for tensor in tensors}
+def _of_model(source: Source, tokens: Tensor, tensors: Sequence[Outgoing], filled: Collection[str]) -> Values:
+    """Return what one of our models computes, with its weights in the dtypes of the tensors."""
+    model, dtypes = load_model(source), {tensor.ours: tensor.dtype for tensor in tensors}
     for name, parameter in model.named_parameters():
-        if name in dtypes:
-            parameter.data = parameter.data.to(dtypes[name]).float()
+        parameter.data = parameter.data.to(dtypes.get(name, parameter.dtype)).float()
+        if name in filled:
+            parameter.data.fill_(FILLING)
+    return _values(model, dict(model.named_modules()), lambda: model(tokens))
 
 
 @torch.no_grad()
-def _trace(model: nn.Module, layers: nn.ModuleList, run: Callable[[], Tensor]) -> Trace:
-    trace = Trace()
+def _values(model: nn.Module, modules: Mapping[str, nn.Module], run: Callable[[], Tensor]) -> Values:
+    """Return the inputs and outputs of modules in a forward pass, in the order in which they are computed."""
+    values: Values = {}
 
-    def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        trace.calls.append(BlockCall(args, kwargs))
-        if not trace.hidden:
-            trace.hidden.append(args[0] if args else kwargs["hidden_states"])
+    def see(role: str, name: str, value: object) -> None:
+        if isinstance(value, Tensor) and value.is_floating_point():
+            values[f"forward {role} {name}"] = value.clone()
 
-    def after(module: nn.Module, args: Any, output: Any) -> None:
-        trace.hidden.append(output[0] if isinstance(output, tuple) else output)
-
-    handles = [layer.register_forward_pre_hook(before, with_kwargs=True) for layer in layers]
-    handles += [layer.register_forward_hook(after) for layer in layers]
+    handles = watch(modules.items(), see)
     try:
-        trace.logits = run().float()
+        values[LOGITS] = run().float()
     finally:
         for handle in handles:
             handle.remove()
-    return trace
+    return values
+
+
+def compare(ours: Compute, theirs: Compute, tensors: Mapping[str, str], *, program: str) -> str:
+    """Compare what two programs compute: hidden states block by block, then the logits.
+
+    Args:
+        ours, theirs: return the values of each program, with some tensors filled with a constant.
+        tensors: the other program's name of each of our tensors.
+        program: name of the other program.
+
+    Raises:
+        CheckFailed: naming the first block that differs, the tensors that explain it, and by how much.
+    """
+    here, there = ours(()), theirs(())
+    worst = (0.0, "")
+    for key in (EMBEDDED, *(it for it in here if BLOCK_OUTPUT.fullmatch(it)), LOGITS):
+        found = difference(key, there[key], here[key], LIMIT)
+        what = f"block {key.rpartition('.')[2]}" if BLOCK_OUTPUT.fullmatch(key) else "the embedding"
+        if not found.is_within:
+            at = "the logits" if key == LOGITS else f"hidden states after {what}"
+            size = f"{found.relative:.2e} of their size (at most {found.most:.3g}; allowed {LIMIT:g})"
+            reason = _reason(key, here, there, ours, theirs, tensors)
+            raise CheckFailed(
+                f"{at} differ from those of {program} by {size}, and everything before agrees\n  {reason}"
+            )
+        if key == LOGITS:
+            return f"hidden states within {worst[0]:.1e} (most after {worst[1]}), logits within {found.relative:.1e}"
+        worst = max(worst, (found.relative, what))
+    raise AssertionError("the logits are the last")
+
+
+def _reason(at: str, here: Values, there: Values, ours: Compute, theirs: Compute, tensors: Mapping[str, str]) -> str:
+    """Return the first module that differs, and the fewest of its tensors that explain it.
+
+    Tensors explain a difference if there is none once they are a constant in both programs. So it does not matter how
+    they are wrong: transposed, exchanged, in another order, or other ones.
+    """
+    if at == LOGITS:
+        return f"the tensors after the last block: {_named([it for it in tensors if it.startswith('head.')], tensors)}"
+    if at == EMBEDDED:
+        return f"{_named(['tok_embeddings.weight'], tensors)} is another tensor there"
+    block = at.removeprefix("forward output ")
+    inner = [key for key in here if f" {block}." in key and key in there and there[key].shape == here[key].shape]
+    first = next((it for it in inner if not difference(it, there[it], here[it], LIMIT).is_within), at)
+    _, role, module = first.split(" ")
+    module = module if role == "output" else module.rpartition(".")[0]
+    of_module = [name for name in tensors if name.startswith(f"{module}.")]
+    wrong = [name for name in of_module if name.rpartition(".")[0] == module] or of_module
+
+    def agree(filled: Collection[str]) -> bool:
+        there, here = theirs(filled), ours(filled)
+        return any(difference(key, there[key], here[key], LIMIT).is_within for key in (first, at))
+
+    if not agree(wrong):
+        return f"{module}: an argument in config.json, or more than its tensors {_named(wrong, tensors)}"
+    for name in [*wrong]:
+        if len(wrong) > 1 and agree(rest := [it for it in wrong if it != name]):
+            wrong = rest
+    return f"{module}: {_named(wrong, tensors)}"
+
+
+def _named(names: Sequence[str], tensors: Mapping[str, str]) -> str:
+    return " and ".join(f"{name} ({tensors[name]})" for name in names)
 
 
 @contextmanager

@@ -42,8 +42,7 @@ def dump_step(path: str, overrides: Sequence[str], *, folder: Path, step: int) -
 def record(run: Run, *, folder: Path, step: int) -> None:
     """Train until a step, write its values, and close the run."""
     dtype = run.config.training.mixed_precision_param
-    optimizer = run.optimizer, run.config.training.max_norm
-    run.observers.append(ValueDump(run.model, run.mesh, folder=folder, step=step, dtype=dtype, optimizer=optimizer))
+    run.observers.append(ValueDump(run.model, run.mesh, folder=folder, step=step, dtype=dtype))
     try:
         with suppress(StepDumped):
             train(run)

@@ -16,12 +16,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from titanlite.convert.module_values import watch
+from titanlite.loss import token_loss
 from titanlite.models.base import Model, head_of, unique_parameters
 from titanlite.observer import StepObserver
 from titanlite.parallelize.context import join_parts
 from titanlite.parallelize.mesh import context_rank, data_parallel_rank
 from titanlite.plan.output import format_size
-from titanlite.report.dump_oracle import adamw_settings, in_transformers, labels_of
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.private_torch.compiler import is_compiled
 
@@ -60,7 +61,7 @@ class Index:
     compiled: list[str] = field(default_factory=list)
     """Modules whose inner values are not seen."""
     hugging_face: dict[str, Any] = field(default_factory=dict)
-    """Needs of transformers to compute the same, if the family has a table (`dump_oracle`)."""
+    """Needs of transformers to compute the same, if the family has a table."""
 
 
 class ValueDump(StepObserver):
@@ -70,7 +71,6 @@ class ValueDump(StepObserver):
         folder: of the dump; the same for all ranks.
         dtype: in which matmuls compute.
         most_bytes: largest dump of a rank.
-        optimizer: of the run, whose settings transformers' update takes, with the largest norm of gradients.
     """
 
     def __init__(
@@ -82,9 +82,7 @@ class ValueDump(StepObserver):
         step: int,
         dtype: str,
         most_bytes: int = MOST_BYTES,
-        optimizer: tuple[torch.optim.Optimizer, float] | None = None,
     ) -> None:
-        self._optimizer = optimizer
         self._model, self._folder, self._most_bytes = model, folder, most_bytes
         (rank, ranks), (context, contexts) = data_parallel_rank(mesh), context_rank(mesh)
         self._rank, self._ranks = rank * contexts + context, ranks * contexts
@@ -109,10 +107,12 @@ class ValueDump(StepObserver):
         self._before = {name: _whole(parameter) for name, parameter in unique_parameters(self._model)}
         compiled = [name for name, module in self._model.named_modules() if is_compiled(module)]
         self._index.compiled.extend(compiled)
-        for name, module in self._model.named_modules():
-            if name and not any(name.startswith(f"{block}.") for block in compiled):
-                self._hooks.append(module.register_forward_pre_hook(partial(self._see_input, name)))
-                self._hooks.append(module.register_forward_hook(partial(self._see_output, name)))
+        seen = (
+            (name, module)
+            for name, module in self._model.named_modules()
+            if not any(name.startswith(f"{block}.") for block in compiled)
+        )
+        self._hooks += watch(seen, self._see)
         self._hooks.append(self._model.register_forward_pre_hook(self._see_tokens, with_kwargs=True))
 
     def phase(self, name: str) -> None:
@@ -126,8 +126,6 @@ class ValueDump(StepObserver):
         elif name == "update":
             while self._hooks:
                 self._hooks.pop().remove()
-            if self._optimizer:
-                self._index.hugging_face["adamw"] = adamw_settings(self._model, *self._optimizer)
             self._take_parameter_gradients()
         elif name == "metrics":
             self._take_updates()
@@ -139,24 +137,22 @@ class ValueDump(StepObserver):
     def _see_tokens(self, module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
         self._batch = inputs[0].shape
         loss = named.get("loss")
-        self._index.hugging_face.update(in_transformers(self._model, loss, has_documents=self._has_documents(named)))
+        self._index.hugging_face.update(_in_transformers(self._model, loss, has_documents=self._has_documents(named)))
         self._add(TOKENS, inputs[0])
-        if (labels := labels_of(loss)) is not None:
+        if (labels := _labels_of(loss)) is not None:
             self._values.setdefault(LABELS, []).append(labels.cpu())
 
     def _has_documents(self, arguments: dict[str, Any]) -> bool:
         """Return True if the batch had a document mask. Split sequences have documents without one, too."""
         return "documents" in arguments and (self._index.context == 1 or bool(arguments["documents"].ids_BS.any()))
 
-    def _see_input(self, name: str, module: nn.Module, inputs: tuple[Any, ...]) -> None:
-        if self._is_forward and inputs and isinstance(inputs[0], Tensor) and inputs[0].is_floating_point():
-            self._seen.append(("input", name, inputs[0], _kept(inputs[0])))
-
-    def _see_output(self, name: str, module: nn.Module, inputs: object, output: Any) -> None:
-        if self._is_forward and isinstance(output, Tensor):
-            self._seen.append(("output", name, output, _kept(output)))
-        elif self._is_forward and name == self._head and isinstance(getattr(output, "cross_entropy", None), Tensor):
-            self._seen.append(("output", "loss", output.cross_entropy[None], _kept(output.cross_entropy[None])))
+    def _see(self, role: str, name: str, value: Any) -> None:
+        if not self._is_forward:
+            return
+        if name == self._head and isinstance(getattr(value, "cross_entropy", None), Tensor):
+            name, value = "loss", value.cross_entropy[None]
+        if isinstance(value, Tensor) and (role == "output" or value.is_floating_point()):
+            self._seen.append((role, name, value, _kept(value)))
 
     @torch.no_grad()
     def _take_forward(self) -> None:
@@ -317,3 +313,34 @@ def _whole(tensor: Tensor) -> Tensor:
     """Return the whole of a sharded tensor in float32, as a copy."""
     tensor = tensor.detach().float()  # no collective knows float8
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()
+
+
+def _in_transformers(model: Model, loss: object, *, has_documents: bool) -> dict[str, Any]:
+    """Return the model in transformers; nothing if its family has no table.
+
+    Args:
+        loss: loss function of a micro-batch.
+
+    Returns:
+        config.json, its name of each parameter, parameters that have none of their own, and whether the batch had a
+        document mask and the loss is cross entropy alone.
+    """
+    form, args = model.formats.hugging_face, getattr(model, "args", None)
+    if form is None or args is None:
+        return {}
+    found = {name: form.tensors.find(name) for name, _ in unique_parameters(model)}
+    names = {ours: it[1] for ours, it in found.items() if it and "{" not in it[1] and not it[0].transposed}
+    unknown = [name for name in found if name not in names]
+    settings = {"config": form.to_config(args), "names": names, "unknown": unknown, "documents": has_documents}
+    return {**settings, "is_cross_entropy": _is_cross_entropy(loss)}
+
+
+def _labels_of(loss: object) -> Tensor | None:
+    """Return the labels that a loss function of a micro-batch holds."""
+    return loss.keywords.get("labels_BL") if isinstance(loss, partial) else None
+
+
+def _is_cross_entropy(loss: object) -> bool:
+    if not isinstance(loss, partial) or loss.func is not token_loss:
+        return False
+    return not loss.keywords.get("z_loss") and "teacher" not in loss.keywords

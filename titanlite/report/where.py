@@ -6,11 +6,9 @@ that differs because its input did is not the first.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from math import inf
 from typing import Literal
 
-from torch import Tensor
-
+from titanlite.convert.module_values import Difference, difference
 from titanlite.report.blocks import split_block
 from titanlite.report.value_dump import TOKENS, Dump
 from titanlite.runtime.errors import UserError
@@ -20,31 +18,8 @@ DIRECTIONS: tuple[Direction, ...] = ("forward", "gradient", "update")
 TOLERANCES = {"float32": 1e-5, "bfloat16": 5e-2}
 """Largest norm of a difference, relative to the norm of the values, by the dtype of matmuls."""
 OF_UPDATES = 30
-"""Factor of the tolerance of updates: Adam's first update has the sign of each gradient, however small."""
-
-
-@dataclass(frozen=True)
-class Difference:
-    """Difference of one tensor."""
-
-    key: str
-    most: float
-    """Largest absolute difference of an element."""
-    relative: float
-    """L2 norm of the difference, relative to that of the reference."""
-    is_within: bool
-
-    @property
-    def direction(self) -> str:
-        return self.key.split(" ", 2)[0]
-
-    @property
-    def role(self) -> str:
-        return self.key.split(" ", 2)[1]
-
-    @property
-    def name(self) -> str:
-        return self.key.split(" ", 2)[2].partition(" (call")[0]
+"""Factor of the tolerance of updates, and of the weights that they lead to: Adam's first update has the sign of each
+gradient, however small."""
 
 
 @dataclass(frozen=True)
@@ -90,28 +65,28 @@ def compare_dumps(dump: Dump, reference: Dump, *, tolerance: float | None = None
     keys = [key for key in (*index.forward, *index.gradients, *index.updates) if key in dump and key in reference]
     if len(keys) <= (TOKENS in keys):
         raise UserError("--where: the dumps have no module in common: are they of the same model?")
-    differences = [_difference(key, dump[key], reference[key], limit) for key in keys]
+    before = [key for key in reference.parts[0] if key.startswith("before ") and key in dump]
+    keys.sort(key=lambda key: key != TOKENS)
+    keys[keys[0] == TOKENS : 0] = before
+    differences = [difference(key, dump[key], reference[key], _limit(key, limit)) for key in keys]
     found = next((it for it in differences if not it.is_within), None)
     ours, theirs = ({*it.index.forward, *it.index.gradients, *it.index.updates} for it in (dump, reference))
     return Compared(differences, _explain(found, dump, reference) if found else None, limit, len(ours ^ theirs))
 
 
-def _difference(key: str, found: Tensor, wanted: Tensor, limit: float) -> Difference:
-    if found.shape != wanted.shape:
-        return Difference(key, inf, inf, is_within=False)
-    if not found.numel():
-        return Difference(key, 0.0, 0.0, is_within=True)
-    difference = found.double() - wanted.double()
-    most, norm, size = difference.abs().max().item(), difference.norm().item(), wanted.double().norm().item()
-    relative = norm / size if size else (inf if norm else 0.0)
-    allowed = 0 if key == TOKENS else limit * (OF_UPDATES if key.startswith("update") else 1)
-    return Difference(key, most, relative, is_within=relative <= allowed)
+def _limit(key: str, limit: float) -> float:
+    if key == TOKENS:
+        return 0.0
+    return limit * (OF_UPDATES if key.startswith(("before", "update")) else 1)
 
 
 def _explain(first: Difference, dump: Dump, reference: Dump) -> First:
     """Return the module that computes the first value that differs."""
     if first.key == TOKENS:
         return First("data", "forward", _samples(dump, reference))
+    if first.direction == "before":
+        reason = f"the parameter {first.name} differs before the step"
+        return First(_parent(first.name) or "the model", "before the step", reason)
     if first.direction == "forward":
         module, reason = _forward(first, reference)
     elif first.role == "parameter":
@@ -121,7 +96,7 @@ def _explain(first: Difference, dump: Dump, reference: Dump) -> First:
     else:
         module, reason = _backward(first, reference)
     reason += _dtypes(first.key, dump, reference)
-    return First(module or "the model", first.direction, reason + _weights(module, dump, reference))
+    return First(module or "the model", first.direction, reason)
 
 
 def _forward(first: Difference, reference: Dump) -> tuple[str, str]:
@@ -147,14 +122,6 @@ def _backward(first: Difference, reference: Dump) -> tuple[str, str]:
 def _dtypes(key: str, dump: Dump, reference: Dump) -> str:
     one, other = (it.index.dtypes.get(key) for it in (dump, reference))
     return f"; its dtype is {one} in A and {other} in B" if one != other else ""
-
-
-def _weights(module: str, dump: Dump, reference: Dump) -> str:
-    """Name those of a module's own parameters that differ before the step."""
-    prefix = f"before parameter {module}."
-    keys = [key for key in reference.parts[0] if key.startswith(prefix) and key in dump]
-    other = [key.split(" ", 2)[2] for key in keys if not dump[key].equal(reference[key])]
-    return f"; before the step, {', '.join(other)} differs already" if other else ""
 
 
 def _samples(dump: Dump, reference: Dump) -> str:
