@@ -21,7 +21,7 @@ from titanlite.config.distill_schema import Distill
 from titanlite.config.schema import Training
 from titanlite.kernels import DEFAULT_KERNELS, Kernels
 from titanlite.models.divergence import ChunkDivergence
-from titanlite.runtime.user_code import find_object
+from titanlite.runtime.user_code import check_call, find_object
 
 NO_DISTILLATION = Distill()
 
@@ -91,6 +91,15 @@ def build_loss(training: Training, kernels: Kernels, distill: Distill | None = N
     if training.loss:
         return find_object(training.loss)
     return partial(token_loss, z_loss=training.z_loss, kernels=kernels, **({"distill": distill} if distill else {}))
+
+
+def check_loss(name: str, *, with_teacher: bool) -> None:
+    """Check that a loss of the user's own exists, and takes the arguments of `LossFunction`.
+
+    Raises:
+        UserError: it does not.
+    """
+    check_call(name, "hidden", "weight", labels_BL=None, **({"teacher": None} if with_teacher else {}))
 
 
 def token_loss(

@@ -14,6 +14,7 @@ from titanlite.config.checks import are_right
 from titanlite.config.schema import Config, Data, ModelSelection, Optimizer, Validation
 from titanlite.data.sources import FindText, check_path
 from titanlite.data.tokenizer import Tokenizer, load_tokenizer
+from titanlite.loss import check_loss
 from titanlite.memory_check import check_model_disk, check_model_memory
 from titanlite.metrics.loggers import check_logger
 from titanlite.metrics.run_summary import check_attention
@@ -36,7 +37,6 @@ from titanlite.runtime.compilers import check_compiler
 from titanlite.runtime.errors import ConfigError, Problem, UserError
 from titanlite.runtime.files import why_not_writable
 from titanlite.runtime.process_group import Ranks
-from titanlite.runtime.user_code import find_callable
 from titanlite.teacher_cache import TeacherCache, data_settings, open_cache
 from titanlite.teacher_source import OpenTeacher, TeacherSource, check_teacher, fingerprint, teacher_model
 
@@ -116,7 +116,7 @@ def examine(
         report.attempt(key, [key], partial(check_path, path, find_text))
     _check_techniques(report, config, device)
     if loss := training.loss:
-        report.attempt("training.loss", ["training.loss"], lambda: find_callable(loss))
+        report.attempt("training.loss", ["training.loss"], lambda: check_loss(loss, with_teacher=config.teacher.is_set))
     for name in config.metrics.loggers:
         report.attempt("metrics.loggers", ["metrics.loggers"], partial(check_logger, name))
     model = _build_model(report, spec, config) if spec else None
@@ -258,7 +258,9 @@ def _check_axes_and_attention(
     report.attempt("data.document_mask", ["data.document_mask"], lambda: _check_documents(spec, model, config))
     seq_len = config.training.seq_len
     for key, check in axis_checks(model, config.parallelism, ranks.world_size, seq_len=seq_len).items():
-        report.attempt(key, ["parallelism", "training.seq_len"], check)
+        # Tensor parallelism reads its own degree only, which may be wrong for the number of processes too.
+        own = () if key == "parallelism.tensor_parallel_degree" else ("parallelism",)
+        report.attempt(key, [*own, "training.seq_len"], check)
     key = "training.attention_backend"
     report.attempt(key, ["training", "data.document_mask"], lambda: check_attention(model, config, device))
 

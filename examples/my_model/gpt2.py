@@ -103,7 +103,6 @@ class GPT2(Model):
 
     def __init__(self, args: GPT2Args) -> None:
         super().__init__(args)
-        self.args = args
         self.tok_embeddings = nn.Embedding(args.vocab_size, args.dim)
         self.pos_embeddings = nn.Embedding(args.max_seq_len, args.dim)
         self.layers = nn.ModuleList(Block(args) for _ in range(args.n_layers))

@@ -68,6 +68,13 @@ def test_a_run_folder_records_how_it_was_made(
          "data.tokenizer: has 258 tokens, the model only 100 (leave model.args.vocab_size out,"),
         (["--checkpoint.folder=s4://bucket/run"], "checkpoint.folder: Protocol not known: s4"),
         (["--checkpoint.initial_load_path=/no/such"], "checkpoint.initial_load_path: no file or folder /no/such"),
+        (["--data.path=http://127.0.0.1:9/tokens"],
+         "data.path: http://127.0.0.1:9/tokens is a web address, which is not read: copy what it holds here first "),
+        (["-training.steps=4"], "titanlite config check: unknown option -training.steps: options of the config begin "),
+        (["--training.loss=os.path:join"],
+         "training.loss: os.path:join is called with hidden, weight, labels_BL, and takes (a, *p): got an unexpected "),
+        (["--metrics.loggers=['os.path:join']"],
+         "metrics.loggers: os.path:join is called with folder, step, and takes (a, *p): got an unexpected keyword "),
         (["--training.seq_len=10000"], "training.seq_len: 10000 is more than the 8192 positions of the model"),
     ],
 )  # fmt: skip
@@ -78,6 +85,19 @@ def test_bad_input_is_one_line(
     assert len(lines) == 1
     assert lines[0].startswith(f"error: {message}")
     assert not (tiny.folder / "outputs").exists()
+
+
+def test_the_axis_that_does_not_fit_is_named(tiny: TinyRun, capfd: pytest.CaptureFixture[str]) -> None:
+    """One process cannot split a layer over 2 or 3; the key/value heads, of which there is one, are reported too."""
+    key = "parallelism.tensor_parallel_degree"
+    for degree in (2, 3):
+        lines = refusal(
+            capfd, "check", str(tiny.toml), f"--{key}={degree}", "--model.args.vocab_size=264", "--training.seq_len=36"
+        )
+        assert [line.partition(": ")[2].partition(": ")[0] for line in lines] == [key, key]
+        assert lines[0].startswith(f"error: {key}: 1 processes cannot be split into 1 replicas x tensor {degree}")
+        heads = "3 query" if degree == 2 else "1 key/value"
+        assert f"{degree} does not divide the {heads} heads" in lines[1]
 
 
 def test_check_prints_warnings(tiny: TinyRun, capfd: pytest.CaptureFixture[str]) -> None:

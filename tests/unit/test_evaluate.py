@@ -128,6 +128,18 @@ def test_mistakes_are_one_line(
     assert found == (2, "", f"error: {message.format(**places)}\n")
 
 
+def test_the_text_may_be_in_another_field(tiny_run: TinyRun, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """The option that the error names is one of the command."""
+    (tmp_path / "text.jsonl").write_text(json.dumps({"body": "one two three " * 40}) + "\n")
+    words = tiny_run.folder / "outputs" / "tiny", "--data", tmp_path / "text.jsonl"
+    code, _, err = evaluate(capfd, *words)
+    assert code == 2
+    assert "no field 'text': it has body (--text-field, data.text_field)" in err
+    code, out, _ = evaluate(capfd, *words, "--text-field", "body", "--json")
+    assert code == 0
+    assert json.loads(out)["loss"] > 0
+
+
 def test_text_that_is_too_short(tiny_run: TinyRun, capfd: pytest.CaptureFixture[str]) -> None:
     words = ("--data", tiny_run.text / "a.txt", "--seq-len", 8000)
     code, out, err = evaluate(capfd, tiny_run.folder / "outputs" / "tiny", *words)

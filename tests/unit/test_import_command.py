@@ -147,6 +147,17 @@ def test_an_imported_checkpoint_is_like_any_other(tmp_path: Path, capfd: pytest.
     assert_same(torch.load(tmp_path / "one.pt", weights_only=True), expected_tensors(oracle))
 
 
+def test_a_folder_of_a_family_that_is_not_here_is_named(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "bert").mkdir()
+    (tmp_path / "bert" / "config.json").write_text('{"model_type": "bert", "hidden_size": 8}')
+    save_file({"w": torch.zeros(2)}, tmp_path / "bert" / "model.safetensors")
+    assert imported(tmp_path / "bert", "--out", tmp_path / "out") == 2
+    assert capfd.readouterr().err == (
+        f"error: {tmp_path}/bert is a model of type 'bert', and titanlite has llama, qwen3, qwen3_moe: for a model of "
+        "your own, name its config (--config)\n"
+    )
+
+
 @pytest.mark.long
 def test_torchtitan_and_meta_need_a_model(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     oracle = oracle_of("llama3", vocab_size=68)

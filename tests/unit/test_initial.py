@@ -225,3 +225,9 @@ def test_a_rank_draws_its_shard_and_no_more() -> None:
         assert part.shape == (251, 16384)
     assert largest.elements <= max(SLICE * torch.get_num_threads(), 128256)
     assert seconds < 5
+
+
+def test_the_standard_deviation_may_be_given_by_position() -> None:
+    assert Normal(0.02) == Normal(std=0.02)
+    with pytest.raises(TypeError):
+        Normal(0.0, 0.02)  # pyright: ignore[reportCallIssue]  # PyTorch's order would be (mean, std)

@@ -135,3 +135,21 @@ def test_an_extra_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr("titanlite.metrics.loggers.find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"^wandb is not installed: pip install 'titanlite\[wandb\]'$"):
         check_logger("wandb")
+
+
+RAISES = """
+class Raises:
+    def __init__(self, folder, *, step): pass
+    def log(self, metrics, *, step): raise RuntimeError("no answer")
+    def close(self): pass
+"""
+
+
+def test_a_logger_that_raises_is_one_line_and_gets_no_more(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "raises.py").write_text(RAISES)
+    loggers = Loggers([f"{tmp_path}/raises.py:Raises"], tmp_path, step=0)
+    loggers.log({"step": 1, "loss": 2.0})
+    [record] = caplog.records
+    assert record.getMessage() == "Raises failed, and gets no more metrics: raises.py:4: RuntimeError: no answer"
+    assert record.exc_info is None
+    assert loggers.names == []

@@ -293,8 +293,12 @@ def test_paths_that_name_nothing_or_twice(tmp_path: Path) -> None:
     check_path("s3://bucket/tokens", find_files)
     tokens = make(tmp_path / "a.txt", tmp_path / "tokens").folder
     check_path(str(tokens), find_files)
-    with pytest.raises(UserError, match="tokens holds prepared tokens, which cannot stand together with text"):
-        check_path([str(tokens), str(tmp_path / "a.txt")], find_files)
+    more = make(tmp_path / "a.txt", tmp_path / "more").folder
+    for other in (str(tmp_path / "a.txt"), str(more)):
+        with pytest.raises(
+            UserError, match=r"tokens holds prepared tokens, which no other path can be beside: give each "
+        ):
+            check_path([str(tokens), other], find_files)
     with pytest.raises(UserError, match="tokens holds prepared tokens, not text"):
         make(tokens, tmp_path / "again")
     assert tokens_of(make(tmp_path, tmp_path / "beside")) == [BOS, 97, EOS], "tokens below are not text"
@@ -384,7 +388,7 @@ def damaged_inputs(folder: Path) -> list[tuple[Path, str, list[str]]]:
         (write(folder / "binary.txt", b"a\0b"), "binary", []),
         (write(folder / "cut.txt.gz", packed[:-9]), "damaged: it ends too early", []),
         (write(folder / "no.gz", b"no gzip"), "damaged: Error -3 while decompressing data: incorrect header check", []),
-        (write(folder / "cut.jsonl.zst", whole[:-3]), "damaged: it ends too early; what follows is left out", ["?"]),
+        (write(folder / "cut.jsonl.zst", whole[:-3]), "damaged: it ends too early; what follows cannot be read", ["?"]),
         (folder / "rows.parquet", "not UTF-8: byte 0", ["a"]),
         (folder / "other.parquet", "no field 'text': it has other (--text-field, data.text_field)", []),
         (folder / "cut.parquet", "damaged: ", []),
@@ -423,7 +427,7 @@ def test_a_truncated_file_keeps_its_whole_lines(tmp_path: Path) -> None:
             results = [it for _, it in encode_chunks(chunks, encoder, workers=1)]
             assert sum(it.counts[0]["documents"] for it in results) == there
             errors = [error for it in results for error in it.errors]
-            assert errors == [f"{path}:{there + 1}: damaged: it ends too early; what follows is left out"]
+            assert errors == [f"{path}:{there + 1}: damaged: it ends too early; what follows cannot be read"]
 
 
 def test_nothing_to_read_makes_no_folder(tmp_path: Path) -> None:
@@ -976,3 +980,17 @@ def test_a_damaged_cache_is_made_again(
     warnings = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
     assert len(warnings) == 1
     assert warnings[0].endswith(f"The folder is now {first.folder.name}.damaged-1, and its tokens are made again")
+
+
+def test_a_folder_that_cannot_be_written_is_refused_before_anything_is_read(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    text, file = tmp_path / "a.txt", tmp_path / "file"
+    text.write_text("a")
+    file.touch()
+    for out, problem in {
+        "/proc/o": "/proc cannot be written (No such file or directory): name another folder",
+        f"{file}/below": f"{file} is a file, not a folder: name another folder",
+    }.items():
+        assert cli.run(["data", "prepare", str(text), "--out", out, "--tokenizer", "bytes"]) == 2
+        assert capfd.readouterr().err == f"error: --out: {problem}\n"

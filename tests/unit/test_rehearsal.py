@@ -65,7 +65,7 @@ class Own(Model):
         {end}
 
     def init_weight(self, name, shape):
-        return Normal(std=0.02)
+        return Normal(self.args.dim**-0.5)
 
     def flops_per_token(self, seq_len, *, causal=False):
         return 1.0
@@ -124,7 +124,7 @@ def test_a_model_that_would_fail_in_the_first_step_is_refused(
 @pytest.mark.parametrize(
     ("parts", "found"),
     [
-        ({}, "one step was traced, text and URLs are not read here. "),
+        ({}, "one step was traced, text and URLs are not read here, export to Hugging Face would need `formats` "),
         ({"between": "assert x.abs().max().item() < 1e9"}, "the step cannot be traced: own.py:53 asks for values"),
         ({"block": "x.detach().numpy()"}, "one step could not be traced (own.py:27: "),
     ],

@@ -223,6 +223,15 @@ def test_mistakes_are_one_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]
         server([tmp_path / "run"], port=99999)
 
 
+def test_places_that_cannot_be_written_are_refused(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    for options, message in (
+        (["--out", f"{tmp_path}/no/page.html"], f"--out {tmp_path}/no/page.html: there is no folder {tmp_path}/no"),
+        (["--png", "x.xyz"], "--png x.xyz: name a file with one of .png, .pdf, .svg, .jpg"),
+    ):
+        assert cli.run(["report", str(tmp_path), *options]) == 2
+        assert capfd.readouterr().err == f"error: titanlite report: {message}\n"
+
+
 @pytest.mark.long
 def test_files_are_written(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     folder = write_run(tmp_path / "run")

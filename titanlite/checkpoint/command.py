@@ -88,7 +88,7 @@ def verify(path: str) -> None:
 
 def restore(path: str) -> None:
     """Let quarantined checkpoints count again that are whole. Raises UserError with all that are not."""
-    wrong, reason = [], f"{MANIFEST}.{DAMAGED}"
+    wrong, restored, reason = list[str](), 0, f"{MANIFEST}.{DAMAGED}"
     for storage, founds in _find(path):
         for found in [found for found in founds if found.state == QUARANTINED[reason]]:
             try:
@@ -97,9 +97,12 @@ def restore(path: str) -> None:
                 wrong.append(f"step {found.step} stays quarantined: {damage}")
                 continue
             storage.restore(found.folder, DAMAGED)
+            restored += 1
             print(f"step {found.step} counts again: every checksum is right", flush=True)
     if wrong:
         raise UserError("\n".join(wrong))
+    if not restored:
+        print(f"{path}: no checkpoint is quarantined as damaged")
 
 
 def show(path: str, *, tensors: bool) -> None:

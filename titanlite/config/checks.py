@@ -87,9 +87,15 @@ def _layout(config: Config, world_size: int) -> Iterator[Conflict]:
     try:
         sharded = parallelism.degrees(world_size).sharded
     except ValueError as error:
-        axis = "replicate" if parallelism.data_parallel_shard_degree == -1 else "shard"
+        key = f"data_parallel_{'replicate' if parallelism.data_parallel_shard_degree == -1 else 'shard'}"
+        inside = 1
+        for axis in ("tensor", "context"):  # an axis that does not fit even without replicas and shards
+            inside *= getattr(parallelism, f"{axis}_parallel_degree")
+            if world_size % inside:
+                key = f"{axis}_parallel"
+                break
         hint = ": start more with NPROC, or name their number in WORLD_SIZE for a check" if world_size == 1 else ""
-        yield f"parallelism.data_parallel_{axis}_degree", f"{error}{hint}"
+        yield f"parallelism.{key}_degree", f"{error}{hint}"
         return
     for section, options in (("parallelism", parallelism), ("teacher", config.teacher)):
         keep = options.fsdp_reshard_after_forward
@@ -161,7 +167,12 @@ def _sources(section: Data | Validation, name: str) -> Iterator[Conflict]:
         if source.path == []:
             yield f"{key}.path", "is empty: name text or tokens"
         for path in [source.path] if isinstance(source.path, str) else source.path:
-            if "://" in path:
+            if path.startswith(("http://", "https://")):
+                yield (
+                    f"{key}.path",
+                    f"{path} is a web address, which is not read: copy what it holds here first",
+                )
+            elif "://" in path:
                 if path.partition("://")[0] not in ("stdlib", "hf", "python"):
                     yield from _url(f"{key}.path", path)
             elif not glob.glob(os.path.expanduser(path)):

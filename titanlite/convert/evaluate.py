@@ -45,6 +45,7 @@ def main(
     config: str | None,
     tokenizer: str | None,
     data: Sequence[str],
+    text_field: str | None,
     sequences: int | None,
     seq_len: int | None,
     batch_size: int,
@@ -67,6 +68,7 @@ def main(
             f"--seq-len: {length:,} is more than the max_seq_len {weights.spec.args.max_seq_len:,} of the model"
         )
     options = weights.config.data if weights.config else Data()
+    options = options.model_copy(update={"text_field": text_field or options.text_field})
     cache = Path(cache_folder or options.cache_folder or _outputs(weights.config) / "data_cache")
     sources = []
     for source in section.all_sources():

@@ -33,6 +33,9 @@ def add_commands(titanlite: Parser) -> None:
         help="a source, as data.path: text or prepared tokens; repeat it for more; default: the run's [validation]",
     )
     parser.add_argument(
+        "--text-field", metavar="NAME", default=None, help="field of a record that has the text; default: the run's"
+    )
+    parser.add_argument(
         "--sequences",
         metavar="N",
         type=non_negative_int,
@@ -58,6 +61,6 @@ def _run(options: Namespace) -> None:
     from titanlite.convert.evaluate import main
     from titanlite.ingest.prepare import prepare_text
 
-    names = "config", "tokenizer", "data", "sequences", "seq_len", "batch_size", "dtype", "cache_folder"
+    names = "config", "tokenizer", "data", "text_field", "sequences", "seq_len", "batch_size", "dtype", "cache_folder"
     chosen = {name: getattr(options, name) for name in names}
     main(options.path, **chosen, as_json=options.json, prepare_text=prepare_text)

@@ -42,10 +42,20 @@ class HuggingFaceFolder:
         return formats.hugging_face.tensors if formats.hugging_face else None
 
     def family(self) -> str | None:
-        """Return the model family that config.json names; None if it is unknown."""
+        """Return the model family that config.json names; None if it names none.
+
+        Raises:
+            UserError: titanlite has no such family.
+        """
         model_type = self._config().get("model_type")
-        tables = {name: model_cls.formats.hugging_face for name, model_cls in MODELS.items()}
-        return next((name for name, table in tables.items() if table and table.model_type == model_type), None)
+        tables = {it.formats.hugging_face.model_type: name for name, it in MODELS.items() if it.formats.hugging_face}
+        if model_type is not None and model_type not in tables:
+            known = ", ".join(tables)
+            raise UserError(
+                f"{self.folder} is a model of type {model_type!r}, and titanlite has {known}: for a model of your own, "
+                "name its config (--config)"
+            )
+        return tables.get(model_type)
 
     def tokenizer(self) -> Path | None:
         """Return the file of the tokenizer; None if there is none that titanlite reads."""

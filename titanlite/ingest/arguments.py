@@ -7,6 +7,7 @@ from pathlib import Path
 
 from titanlite.runtime.arguments import Parser, non_negative_int, positive_int
 from titanlite.runtime.errors import UserError
+from titanlite.runtime.files import why_not_writable
 
 INPUTS = """\
 INPUT is a file of text or JSON lines (also .gz or .zst), a .parquet file, or a folder or glob of such files. It can
@@ -145,4 +146,6 @@ def _tokenizer(options: Namespace) -> None:
 def _folder(name: str) -> Path:
     if "://" in name:
         raise UserError(f"{name}: tokens are written to a local folder; name one, and copy it afterwards")
+    if problem := why_not_writable(name):
+        raise UserError(f"--out: {problem}")
     return Path(os.path.abspath(os.path.expanduser(name)))

@@ -132,7 +132,10 @@ def _walk(root: str, source: int) -> Iterator[File]:
             folders.clear()
         elif is_token_folder(names):
             if folder == root:
-                raise UserError(f"{folder} holds prepared tokens, which cannot stand together with text")
+                raise UserError(
+                    f"{folder} holds prepared tokens, which no other path can be beside: give each folder of tokens, "
+                    "and the text, an entry of its own in [[data.sources]]"
+                )
             logger.warning("%s holds prepared tokens, not text, and is left out", folder)
             folders.clear()
         elif "dataset_dict.json" in names:

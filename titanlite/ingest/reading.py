@@ -183,7 +183,7 @@ def _read_lines(file: File, offset: int, number: int, chunk_bytes: int) -> Itera
             number += data.count(b"\n")
             yield part, offset, number, stream.done
         if stream.damage:
-            yield _bad(file, f"damaged: {stream.damage}; what follows is left out", f":{number}"), None, 1, file.size
+            yield _bad(file, f"damaged: {stream.damage}; what follows cannot be read", f":{number}"), None, 1, file.size
 
 
 def _read_parquet(file: File, row: int, text_field: str, chunk_bytes: int) -> Iterator[Step]:
@@ -247,7 +247,7 @@ def _until_damage(file: File, row: int, steps: Iterator[Step]) -> Iterator[Step]
             row = step[1] or row
             yield step
     except (pyarrow.ArrowException, OSError) as error:
-        why = f"damaged: {str(error).splitlines()[0]}; what follows is left out"
+        why = f"damaged: {str(error).splitlines()[0]}; what follows cannot be read"
         yield _bad(file, why, f": row {row}"), None, 1, file.size
 
 

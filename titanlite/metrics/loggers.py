@@ -21,7 +21,7 @@ import tomli
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.nearest import did_you_mean
 from titanlite.runtime.signals import shielding_children
-from titanlite.runtime.user_code import find_callable, find_object
+from titanlite.runtime.user_code import check_call, describe_error, find_object
 
 logger = logging.getLogger(__name__)
 
@@ -162,7 +162,7 @@ def check_logger(name: str) -> None:
             f"no logger {name}{did_you_mean(name, BUILT_IN)} (there are {known}, and file.py:Class of yours)"
         )
     else:
-        find_callable(name)
+        check_call(name, "folder", step=0)
 
 
 class Loggers:
@@ -212,22 +212,26 @@ class Loggers:
         for logger_cls in classes:
             try:
                 loggers.append(logger_cls(folder, step=step))
-            except Exception:
-                logger.warning(f"{logger_cls.__name__} failed, and gets no metrics:", exc_info=True)
+            except Exception as error:
+                _report(f"{logger_cls.__name__} failed, and gets no metrics", error)
         while (record := self._waiting.get()) is not None:
             metrics, step = record
             for one in [*loggers]:
                 try:
                     one.log(metrics, step=step)
-                except Exception:
-                    logger.warning(f"{type(one).__name__} failed, and gets no more metrics:", exc_info=True)
+                except Exception as error:
+                    _report(f"{type(one).__name__} failed, and gets no more metrics", error)
                     loggers.remove(one)
             self._taken += 1
         for one in loggers:
             try:
                 one.close()
-            except Exception:
-                logger.warning(f"{type(one).__name__} failed to close:", exc_info=True)
+            except Exception as error:
+                _report(f"{type(one).__name__} failed to close", error)
+
+
+def _report(what: str, error: Exception) -> None:
+    logger.warning(f"{what}: {describe_error(error)}")
 
 
 def _flat(record: dict[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:

@@ -56,8 +56,12 @@ class Model(nn.Module):
 
     layers: nn.ModuleList
 
+    args: Any
+    """Arguments that the model was built with."""
+
     def __init__(self, args: ModelArgs) -> None:
         super().__init__()
+        self.args = args
 
     def forward(self, tokens: Tensor, loss: Loss | None = None, *, documents: Documents | None = None) -> Any:
         """Return logits [B, L, V] of tokens [B, L] int64; with `loss`, what it returns for the final hidden states.

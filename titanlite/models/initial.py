@@ -6,7 +6,7 @@ device, so a GPU computes what a CPU computes.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from statistics import NormalDist
 
@@ -69,12 +69,12 @@ class Uniform(InitialValues):
         return _fraction(bits).mul_(self.high - self.low).add_(self.low)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Normal(InitialValues):
-    """Normal distribution."""
+    """Normal distribution: Normal(0.02) has that standard deviation."""
 
     std: float
-    mean: float = 0.0
+    mean: float = field(default=0.0, kw_only=True)
 
     def __post_init__(self) -> None:
         _check_finite(std=self.std, mean=self.mean)

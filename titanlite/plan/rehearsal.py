@@ -46,6 +46,8 @@ def rehearse(config: Config, resolved: ResolvedConfig, ranks: Ranks, device: tor
     data = _try_data(config, resolved)
     yield _try_step(config, resolved, ranks, device)
     yield data
+    if config.model.file and resolved.model.model_cls.formats.hugging_face is None:
+        yield "export to Hugging Face would need `formats` in the model (docs/add_a_model.md)"
 
 
 # Data

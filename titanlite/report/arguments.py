@@ -11,6 +11,9 @@ With --where, compare the values of one step on two sides, A and B. It prints th
 gradient, update) whose values differ, and a table by block. A side is a layout (2x2, replicas x shards), options of the
 config without dashes, both in quotes, the folder of a dump, or transformers. Exit code 1 if they differ."""
 
+PICTURES = (".png", ".pdf", ".svg", ".jpg")
+"""Endings of the files that --png writes."""
+
 
 def add_commands(titanlite: Parser) -> None:
     """Add `parity` and `report`."""
@@ -55,7 +58,7 @@ def _add_report(titanlite: Parser) -> None:
     parser = titanlite.add_command(
         "report",
         "write an HTML page about runs, or serve it while they train",
-        _report,
+        lambda options: _report(parser, options),
         details="The page needs no network. Several runs are drawn in the same charts.",
         example="report outputs/debug\nreport outputs/first outputs/second --out compare.html --png compare.png\n"
         "report outputs/debug --watch",
@@ -73,7 +76,13 @@ def _add_report(titanlite: Parser) -> None:
     parser.add_argument("--port", metavar="N", type=int, default=8765, help="port of --watch; default: 8765; 0: any")
 
 
-def _report(options: Namespace) -> None:
+def _report(parser: Parser, options: Namespace) -> None:
+    for flag in ("out", "png"):
+        name = getattr(options, flag)
+        if name and not Path(name).parent.is_dir():
+            parser.error(f"--{flag} {name}: there is no folder {Path(name).parent}")
+    if options.png and Path(options.png).suffix.lower() not in PICTURES:
+        parser.error(f"--png {options.png}: name a file with one of {', '.join(PICTURES)}")
     from titanlite.report.page import main
 
     main(

@@ -119,6 +119,8 @@ class Parser(ArgumentParser):
         if not word.startswith("-"):
             self.error(f"unexpected argument {word!r}")
         name = word.partition("=")[0]
+        if self._takes_overrides and "." in name and not name.startswith("--"):
+            self.error(f"unknown option {name}: options of the config begin with two dashes, as -{name}")
         near = nearest_name(name, re.findall(r"--[\w-]+", self.format_usage()), cutoff=0.75)
         if near is None and self._takes_overrides:
             from titanlite.config.keys import nearest_key

@@ -1,6 +1,7 @@
 """Code of the user's own, found by name: `package.module:Name`, `package.module.Name` or `folder/file.py:Name`."""
 
 import importlib
+import inspect
 import os
 import sys
 import traceback
@@ -64,6 +65,24 @@ def find_callable(name: str) -> Any:
     if not callable(found := find_object(name)):
         raise UserError(f"{name} is not a function or class")
     return found
+
+
+def check_call(name: str, *args: Any, **keywords: Any) -> None:
+    """Check that a function or class of a name takes these arguments.
+
+    Raises:
+        UserError: it does not exist, is something else, or takes others.
+    """
+    found = find_callable(name)
+    try:
+        parameters = inspect.signature(found)
+    except (TypeError, ValueError):  # not of Python
+        return
+    try:
+        parameters.bind(*args, **keywords)
+    except TypeError as error:
+        names = ", ".join([*map(str, args), *keywords])
+        raise UserError(f"{name} is called with {names}, and takes {parameters}: {error}") from None
 
 
 def describe_error(error: BaseException, file: str | None = None) -> str:
