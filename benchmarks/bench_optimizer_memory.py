@@ -28,7 +28,7 @@ from titanlite.config.load import load
 from titanlite.config.schema import Config
 from titanlite.models.base import unique_parameters
 from titanlite.plan.estimate import model_of
-from titanlite.runtime.hardware import find_hardware
+from titanlite.plan.hardware import find_hardware
 
 MIB = 2**20
 SIZES = [

@@ -35,7 +35,8 @@ from titanlite.optim import build_optimizer
 from titanlite.parallelize import DTYPES, build_mesh, materialize, parallelize
 from titanlite.parallelize.mesh import loss_group
 from titanlite.plan.estimate import Layout, Plan, model_of, plan
-from titanlite.runtime.hardware import Hardware, find_hardware, hardware_of
+from titanlite.plan.hardware import find_hardware
+from titanlite.runtime.hardware import Hardware, hardware_of
 from titanlite.runtime.process_group import process_group, read_ranks
 from titanlite.step import train_step
 

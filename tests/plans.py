@@ -8,9 +8,9 @@ import torch
 from titanlite.config.load import load
 from titanlite.config.schema import Config
 from titanlite.plan.estimate import Layout, Plan, model_of, plan
+from titanlite.plan.hardware import find_hardware
 from titanlite.plan.memory import Profile, profile
 from titanlite.plan.trace import StepTrace, trace_step
-from titanlite.runtime.hardware import find_hardware
 
 SMALL = (
     "--model.args.dim=64",

@@ -92,7 +92,7 @@ def read_config(name: str, overrides: list[str], world_size: int) -> Any:
 
 def predict(name: str, overrides: list[str], world_size: int, device: str) -> dict[str, float]:
     from titanlite.plan.estimate import Layout, plan
-    from titanlite.runtime.hardware import find_hardware
+    from titanlite.plan.hardware import find_hardware
 
     made = plan(read_config(name, overrides, world_size), Layout(world_size, find_hardware(device), 8), whole=True)
     reserved = getattr(made, "reserved", None)
@@ -105,7 +105,7 @@ def measure(
     import torch
     import torch.distributed as dist
 
-    from titanlite.runtime.hardware import find_hardware
+    from titanlite.plan.hardware import find_hardware
 
     os.environ.setdefault("NULL_GPU_BYTES", str(find_hardware(device_name).memory))
     # From 128 ranks on, NCCL wants ids of several of them, which are not there. A larger share leaves rank 0's alone.

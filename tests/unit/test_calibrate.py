@@ -8,9 +8,10 @@ import torch
 
 from titanlite import cli
 from titanlite.plan import calibrate
+from titanlite.plan.hardware import load_hardware, this_cpu
 from titanlite.plan.time import Collective, Group, collective_time
 from titanlite.runtime.errors import UserError
-from titanlite.runtime.hardware import HARDWARE, host_memory, load_hardware, this_cpu
+from titanlite.runtime.hardware import HARDWARE, host_memory
 from titanlite.runtime.process_group import Ranks
 
 H100 = next(it for it in HARDWARE if it.name == "H100")

@@ -32,10 +32,10 @@ from titanlite.parallelize.mesh import (
 from titanlite.parallelize.reductions import can_wait, keeps_reduced_gradients
 from titanlite.plan.candidates import Found
 from titanlite.plan.estimate import Layout, model_of
+from titanlite.plan.hardware import find_hardware
 from titanlite.plan.search import best_axes
 from titanlite.plan.trace import trace_step
 from titanlite.runtime.errors import ConfigError, UserError
-from titanlite.runtime.hardware import find_hardware
 from titanlite.runtime.private_torch.tracing import fake_process_group
 
 

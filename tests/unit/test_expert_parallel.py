@@ -16,11 +16,11 @@ from titanlite.models.qwen3_moe import Qwen3Moe, Qwen3MoeArgs
 from titanlite.parallelize.expert import even_dim
 from titanlite.plan.fake_ranks import fake_ranks
 from titanlite.plan.gpu_kernels import EXPERT_SKEW, FakeCpuKernels
+from titanlite.plan.hardware import find_hardware
 from titanlite.plan.time import Collective, Group, collective_time
 from titanlite.plan.trace import parallelized
 from titanlite.plan.workload import workload_of
 from titanlite.runtime.errors import UserError
-from titanlite.runtime.hardware import find_hardware
 
 KEY = "parallelism.expert_parallel_degree"
 SMALL: dict[str, Any] = {"dim": 64, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "vocab_size": 512, "head_dim": 16}

@@ -25,8 +25,8 @@ from titanlite.optim.groups import parameter_groups
 from titanlite.parallelize.activation_checkpoint import apply_activation_checkpoint
 from titanlite.parallelize.lora import LoraLinear, choose_trained
 from titanlite.plan.estimate import Layout, plan
+from titanlite.plan.hardware import find_hardware
 from titanlite.plan.search import _has_layers_for_float8
-from titanlite.runtime.hardware import find_hardware
 
 GUIDE = Path("docs/finetune.md")
 

@@ -16,10 +16,10 @@ from torch.nn import functional as F
 from tests.plans import layout_of, planned, profiled, read, shapes, traced
 from titanlite.models import layers
 from titanlite.plan.estimate import Layout, model_of, plan, trace
+from titanlite.plan.hardware import find_hardware
 from titanlite.plan.memory import Profile, profile
 from titanlite.plan.recorder import Recorder
 from titanlite.plan.trace import StepTrace, trace_step
-from titanlite.runtime.hardware import find_hardware
 from titanlite.runtime.private_torch.tracing import FakeTensorMode
 
 

@@ -11,11 +11,11 @@ from titanlite.config.load import load
 from titanlite.config.recompute import parse_policies
 from titanlite.plan.command import write_config
 from titanlite.plan.estimate import OUTSIDE, Layout
+from titanlite.plan.hardware import find_hardware
 from titanlite.plan.output import options_to_paste, toml_of
 from titanlite.plan.search import search, with_options
 from titanlite.plan.time import offload_time
 from titanlite.runtime.errors import UserError
-from titanlite.runtime.hardware import find_hardware
 
 TOML = """\
 # what stays

@@ -14,9 +14,9 @@ from titanlite.plan.candidates import Candidate
 from titanlite.plan.estimate import Layout, plan
 from titanlite.plan.fusion import LONGEST, fused_sizes
 from titanlite.plan.gpu_kernels import attention_scratch
+from titanlite.plan.hardware import find_hardware
 from titanlite.plan.recorder import Operator, Recorder, Storage
 from titanlite.plan.search import _Search
-from titanlite.runtime.hardware import find_hardware
 from titanlite.runtime.private_torch.tracing import FakeTensorMode
 
 MIB = 2**20

@@ -13,10 +13,10 @@ from titanlite import cli
 from titanlite.config.schema import Config
 from titanlite.models.base import unique_parameters
 from titanlite.plan.estimate import Layout, Plan, plan, trace
+from titanlite.plan.hardware import find_hardware
 from titanlite.plan.output import plan_lines, plan_record
 from titanlite.plan.search import _Search, with_options
 from titanlite.plan.teacher import teacher_spec
-from titanlite.runtime.hardware import find_hardware
 from titanlite.teacher_source import forward_flops, teacher_model
 
 RANKS, BLOCKS = 4, 6

@@ -22,8 +22,8 @@ from titanlite.memory_check import bytes_per_parameter, weight_bytes
 from titanlite.models.base import trainable_parameters, unique_parameters
 from titanlite.models.quantized import CODES, QuantizedLinear, dequantize, quantize, scales_of
 from titanlite.plan.estimate import Layout, plan
+from titanlite.plan.hardware import find_hardware
 from titanlite.runtime.errors import UserError
-from titanlite.runtime.hardware import find_hardware
 
 FORMATS = [*CODES.items()]
 LARGEST_ERROR = {"int8": 0.5 / 127, "float8": 2**-4}

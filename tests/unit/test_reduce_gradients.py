@@ -8,10 +8,10 @@ import pytest
 from tests.helpers import TinyRun
 from tests.plans import profiled, read, shapes, traced
 from titanlite.plan.estimate import Layout, plan, trace
+from titanlite.plan.hardware import find_hardware
 from titanlite.plan.search import _Search, with_options
 from titanlite.plan.workload import traffic_of, workload_of
 from titanlite.runtime.errors import ConfigError
-from titanlite.runtime.hardware import find_hardware
 
 LAST = "--parallelism.fsdp_reduce_gradients=last"
 FOUR = ("--training.global_batch_size=16", "--training.local_batch_size=1")

@@ -11,9 +11,9 @@ from tests.helpers import TinyRun
 from titanlite.config.schema import Config
 from titanlite.plan import out_of_memory
 from titanlite.plan.estimate import OUTSIDE, USABLE_ON_CPU, Layout, Plan, plan
+from titanlite.plan.hardware import find_hardware
 from titanlite.plan.search import with_options
 from titanlite.plan.suggestions import Suggestion, suggest, suggestion_lines
-from titanlite.runtime.hardware import find_hardware
 from titanlite.runtime.process_group import Ranks
 
 BATCH = {"training.local_batch_size": 4}

@@ -15,9 +15,10 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from titanlite.plan.hardware import this_cpu
 from titanlite.plan.time import BUS_EFFICIENCY, MEMORY_EFFICIENCY
 from titanlite.runtime.files import write_atomically
-from titanlite.runtime.hardware import hardware_of, this_cpu
+from titanlite.runtime.hardware import hardware_of
 from titanlite.runtime.process_group import Ranks, pick_device, process_group
 
 Call = Callable[[torch.Tensor, torch.Tensor, dist.ProcessGroup], object]

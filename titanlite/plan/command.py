@@ -16,13 +16,14 @@ from titanlite.config.load import dump, load
 from titanlite.config.schema import Config
 from titanlite.plan.candidates import Options
 from titanlite.plan.estimate import Layout, estimate, plan, with_vocab_size
+from titanlite.plan.hardware import find_hardware, load_hardware
 from titanlite.plan.output import indented_toml, plan_lines, plan_record, search_lines, search_record, set_key
 from titanlite.plan.recompute_search import GIB, choose_policies
 from titanlite.plan.search import search, with_options
 from titanlite.plan.suggestions import suggest, suggestion_lines
 from titanlite.runtime.errors import ConfigError
 from titanlite.runtime.files import write_atomically
-from titanlite.runtime.hardware import Hardware, find_hardware, load_hardware
+from titanlite.runtime.hardware import Hardware
 
 
 def main(path: str, options: Namespace) -> None:

@@ -8,9 +8,9 @@ import torch
 from titanlite.config.load import load
 from titanlite.plan.command import share_of_process
 from titanlite.plan.estimate import Layout, plan
+from titanlite.plan.hardware import find_hardware, load_hardware
 from titanlite.plan.schedule import CollectiveTime
 from titanlite.report.trace_file import Trace
-from titanlite.runtime.hardware import find_hardware, load_hardware
 
 
 @dataclass(frozen=True)

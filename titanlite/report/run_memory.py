@@ -12,12 +12,12 @@ from rich.table import Column, Table
 from titanlite.config.load import load
 from titanlite.metrics.schema import MEMORY, find_faults
 from titanlite.plan.estimate import Layout, on_host, trace, with_vocab_size
+from titanlite.plan.hardware import find_hardware
 from titanlite.plan.memory import Profile
 from titanlite.plan.output import format_size
 from titanlite.plan.teacher import PREFIX
 from titanlite.report.inspect_command import show
 from titanlite.runtime.errors import UserError
-from titanlite.runtime.hardware import find_hardware
 
 TENSORS = ("parameters", "gradients", "optimizer")
 """Categories that a run measures, and a plan has."""
