@@ -23,7 +23,7 @@ if [[ ${1:-} == -h || ${1:-} == --help ]]; then
     exit 0
 fi
 
-find_python ""
+find_python start
 
 count_gpus() {
     if [[ -n ${CUDA_VISIBLE_DEVICES+set} ]]; then

@@ -32,18 +32,22 @@ make_venv() {
     "$base" -m venv "$1" || die "cannot create $1 (Debian and Ubuntu: apt install python3-venv)"
 }
 
-# set_up EXTRA: install titanlite with an extra ("" for none) into .venv, once for each version of the pinned packages.
+# set_up EXTRA: install titanlite with an extra into .venv, once for each version of the pinned packages. pip shows how
+# far it is, on standard error: standard output is that of the command.
 set_up() {
     local extra=$1 stamp wanted
-    stamp=$ROOT/.venv/.titanlite-${extra:-base}
+    stamp=$ROOT/.venv/.titanlite-$extra
     wanted=$(cat "$ROOT/pyproject.toml" "$ROOT/constraints.txt" | cksum)
-    for done in "$stamp" "$ROOT/.venv/.titanlite-dev"; do # dev holds everything that base does
+    for done in "$stamp" "$ROOT/.venv/.titanlite-dev"; do # dev holds everything that start does
         [[ -f $done && $(cat "$done") == "$wanted" ]] && return
     done
     make_venv "$ROOT/.venv"
-    echo "installing titanlite and what it needs into $ROOT/.venv (once, some minutes)" >&2
-    "$ROOT/.venv/bin/python" -m pip install --quiet --disable-pip-version-check \
-        --constraint "$ROOT/constraints.txt" --editable "$ROOT${extra:+[$extra]}" || die "the installation failed; see above"
+    {
+        echo "installing titanlite[$extra] into $ROOT/.venv, once: PyTorch, with CUDA where its package has it, takes minutes"
+        "$ROOT/.venv/bin/python" -m pip install --disable-pip-version-check \
+            --constraint "$ROOT/constraints.txt" --editable "$ROOT[$extra]" || die "the installation failed; see above"
+        echo "installed, in $((SECONDS / 60)) min $((SECONDS % 60)) s"
+    } >&2
     echo "$wanted" >"$stamp"
 }
 

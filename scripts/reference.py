@@ -53,8 +53,8 @@ def commands(parser: Parser) -> Iterator[Parser]:
 
 
 def escaped(text: str) -> str:
-    """Return Markdown that shows the text as it is."""
-    return re.sub(r"([\[\]<>*])", r"\\\1", text)
+    """Return Markdown that shows the text as it is. Python-Markdown would keep the backslash of an escaped "<"."""
+    return re.sub(r"([\[\]*])", r"\\\1", text).replace("<", "&lt;").replace(">", "&gt;")
 
 
 def option_rows(parser: Parser) -> Iterator[str]:

@@ -30,7 +30,7 @@ if [[ ! -x $root/run_train.sh ]]; then
 fi
 # shellcheck source=scripts/environment.sh
 source "$root/scripts/environment.sh"
-find_python "" # makes .venv here, once, before all nodes would
+find_python start # makes .venv here, once, before all nodes would
 
 export NNODES=$SLURM_JOB_NUM_NODES
 read -r first < <(scontrol show hostnames "$SLURM_JOB_NODELIST")

@@ -15,7 +15,7 @@ from tests.helpers import TinyRun, closed_stdout
 from titanlite import cli
 from titanlite.metrics import run_summary
 from titanlite.runtime.arguments import Parser
-from titanlite.runtime.console import shell_command
+from titanlite.runtime.console import install_hint, shell_command
 from titanlite.runtime.files import lock_file
 
 
@@ -37,7 +37,7 @@ def test_a_run_folder_records_how_it_was_made(
     output = capfd.readouterr().out
     titanlite, run = shell_command("titanlite"), tiny.folder / "outputs" / "tiny"
     assert f"  another model  {titanlite} train NAME, with NAME one of debug, distill_example, llama3_" in output
-    pip = f"after {shell_command('pip')} install 'titanlite[report]'"
+    pip = f"after {install_hint('report')}"
     assert f"  look           {titanlite} report {run}, {pip}\n" in output
     assert "kernels  attention by flash (PyTorch's choice)" in output
     assert "  profile  " not in output

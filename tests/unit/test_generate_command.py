@@ -22,6 +22,7 @@ from titanlite.convert.loading import tokenizer_of
 from titanlite.convert.prompts import opening_ids, stop_ids
 from titanlite.convert.source import open_source
 from titanlite.data.tokenizer import load_tokenizer
+from titanlite.runtime.console import install_hint
 from titanlite.runtime.errors import UserError
 
 PROMPT = "Die Größe von 日本"
@@ -290,7 +291,7 @@ def test_a_tokenizer_without_its_package_is_one_line(
     assert cli.run(["checkpoint", "export", str(run_folder), "--out", str(folder)]) == 0
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     capfd.readouterr()
-    reason = f"{folder}/tokenizer.json needs tokenizers: pip install 'titanlite[tokenizers]'; or"
+    reason = f"{folder}/tokenizer.json needs tokenizers: {install_hint('tokenizers')}; or"
     code, out, err = generate(capfd, folder, "--prompt", PROMPT, "--max-new-tokens", 3)
     assert (code, out) == (2, "")
     assert err == f"error: {folder}: its tokenizer: {reason} name one with --tokenizer\n"

@@ -52,6 +52,27 @@ def test_the_block_has_the_state_of_the_run() -> None:
     ]
 
 
+def test_at_80_columns_the_lines_are_whole() -> None:
+    clock = Clock()
+    block = LiveBlock("a_run_with_a_longer_name", steps=200, step=5, clock=clock)
+    for step in range(10, 51):
+        block.show({**RECORD, "step": step, "loss": 5.0 - step / 20})
+        clock.now += 100
+    block.show_saved(40)
+    block.show_validation(50, 3.25)
+    assert block.lines(80) == [
+        "a_run_with_a_longer_name  ━━━─────────  step 50/200  25.0%  4 h 16 min left",
+        "loss 2.5000  █▇▆▅▄▃▂▁  grad_norm 0.500  lr 1.00e-03  validation 3.2500 (step 50)",
+        "2,000 tokens/s  0.500 s/step  memory 70.25 GiB  saved step 40, 0 s ago",
+    ]
+    for width in (60, 80, 100):
+        head, loss, speed = block.lines(width)
+        assert max(len(head), len(speed)) <= width
+        assert head.endswith("left")
+        assert speed.endswith("saved step 40, 0 s ago")
+        assert len(loss) <= max(width, 74)
+
+
 def test_a_sparkline_is_from_the_lowest_to_the_highest() -> None:
     assert sparkline([1, 2, 8, 4.5]) == "▁▂█▅"
     assert sparkline([3, 3]) == "▁▁"

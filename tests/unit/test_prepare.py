@@ -40,6 +40,7 @@ from titanlite.ingest.encoding import CHUNKS_AHEAD, Encoder, Options, encode_chu
 from titanlite.ingest.inputs import find_files
 from titanlite.ingest.prepare import prepare, prepare_text
 from titanlite.ingest.reading import Chunk
+from titanlite.runtime.console import install_hint
 from titanlite.runtime.errors import RunError, UserError
 
 BOS, EOS = 256, 257
@@ -307,7 +308,7 @@ def test_paths_that_name_nothing_or_twice(tmp_path: Path) -> None:
 def test_missing_packages_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     for name, package in (("a.jsonl.zst", "zstandard"), ("a.parquet", "pyarrow")):
-        with pytest.raises(UserError, match=rf"package {package}: pip install 'titanlite\[data\]'"):
+        with pytest.raises(UserError, match=re.escape(f"package {package}: {install_hint('data')}")):
             check_path(str(write(tmp_path / name, b"")), find_files)
     with pytest.raises(UserError, match="package datasets: pip install datasets"):
         check_path("hf://me/mine", find_files)
@@ -886,7 +887,9 @@ def test_the_command(tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypa
     first, *rest = capfd.readouterr().out.splitlines()
     count = len(TOKENS) - 5 + 2
     assert re.fullmatch(
-        rf"{tmp_path}/tok: 6 documents, {count} tokens of {count - 6} bytes of text; [0-9.]+ s, [0-9,]+ tokens/s", first
+        rf"text     6 documents, {count} tokens of {count - 6} bytes, prepared in [0-9.]+ s \([0-9,]+ tokens/s\) in "
+        rf"{tmp_path}/tok",
+        first,
     )
     assert rest == [
         f"  a.jsonl: 1 files, 5 documents, {count - 2} tokens, {count - 7} bytes",

@@ -21,6 +21,7 @@ from titanlite.data import remote
 from titanlite.data.remote import localize
 from titanlite.data.tokens import INDEX, TokenStore
 from titanlite.ingest.token_writer import TokenWriter
+from titanlite.runtime.console import install_hint
 from titanlite.runtime.errors import RunError, UserError
 
 URL = "flaky://bucket/corpora/my.tokens"
@@ -132,7 +133,7 @@ def test_a_local_url_is_a_path(tmp_path: Path) -> None:
 # What can be wrong
 
 
-@pytest.mark.parametrize(("kind", "extra"), [("gs", " (pip install 'titanlite[gcs]')"), ("madeup", "")])
+@pytest.mark.parametrize(("kind", "extra"), [("gs", f" ({install_hint('gcs')})"), ("madeup", "")])
 def test_a_missing_driver_is_named(kind: str, extra: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     missing = {"class": "no_such_package.FileSystem", "err": "install that package"}
     monkeypatch.setitem(known_implementations, kind, missing)

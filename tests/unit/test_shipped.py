@@ -1,16 +1,19 @@
 """Shipped configs: found by bare names, in a checkout and in a wheel; `titanlite init` makes new ones from them."""
 
 import re
+import shlex
+import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
+import tomli
 
 from titanlite import cli
 from titanlite.config.load import load
 from titanlite.config.shipped import find_config, nearest_config, shipped_folder
 from titanlite.config.starter import OFTEN_SET, starter_text
-from titanlite.runtime.console import shell_command
+from titanlite.runtime.console import install_hint, shell_command
 
 ROOT = Path(__file__).parents[2]
 SHIPPED = sorted(path.stem for path in (ROOT / "train_configs").glob("*.toml"))
@@ -132,3 +135,49 @@ def test_init_overwrites_nothing(folder: Path, capfd: pytest.CaptureFixture[str]
     assert cli.run(["init", "new", "--from", "debgu"]) == 2
     assert capfd.readouterr().err == "error: no config file debgu, did you mean debug?\n"
     assert not (folder / "new.toml").exists()
+
+
+def test_the_environment_of_run_train_has_what_readme_and_tutorial_use() -> None:
+    extras = tomli.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    start = " ".join([*extras["start"], *extras["tokenizers"], *extras["data"], *extras["report"]])
+    assert "titanlite[tokenizers,data,report]" in start
+    for package in ("tokenizers", "pyarrow", "zstandard", "plotly", "matplotlib", "transformers"):
+        assert f"{package}>=" in start, package
+        dev = [entry.split(">=")[0] for entry in extras["dev"]]
+        assert package in dev, "an environment with dev is not filled again for start"
+
+
+def test_the_first_command_shows_what_pip_does(tmp_path: Path) -> None:
+    """On standard error, so that the output of the command stays its own; the second call is silent."""
+    (tmp_path / ".venv" / "bin").mkdir(parents=True)
+    (tmp_path / "scripts").mkdir()
+    for name in ("pyproject.toml", "constraints.txt", "scripts/environment.sh"):
+        shutil.copy(ROOT / name, tmp_path / name)
+    python = tmp_path / ".venv" / "bin" / "python"
+    python.write_text('#!/bin/sh\necho "pip: $*"\n')
+    python.chmod(0o755)
+    script = (
+        f"source {tmp_path}/scripts/environment.sh; PATH=/usr/bin:/bin; find_python start no_such_module; echo $PYTHON"
+    )
+    first, second = (
+        subprocess.run(["bash", "-euc", script], capture_output=True, text=True, check=True) for _ in range(2)
+    )
+    assert first.stdout == second.stdout == f"{python}\n"
+    beginning, pip, end = first.stderr.splitlines()
+    assert beginning.startswith(f"installing titanlite[start] into {tmp_path}/.venv, once")
+    assert pip.endswith(f"--editable {tmp_path}[start]")
+    assert "--quiet" not in pip
+    assert end.startswith("installed, in 0 min ")
+    assert second.stderr == ""
+
+
+@pytest.mark.parametrize(
+    ("extra", "packages"),
+    [("report", "plotly>=6 matplotlib>=3.9"), ("s3", "s3fs>=2024.6"), ("float8", "torchao>=0.15")],
+)
+def test_a_hint_to_install_names_nothing_that_is_on_no_index(extra: str, packages: str) -> None:
+    """In a checkout its path; without one the packages of the extra, as the metadata of titanlite have them."""
+    pip = shell_command("pip")
+    assert shlex.split(install_hint(extra)) == [pip, "install", "-e", f"{ROOT}[{extra}]"]
+    found = shlex.split(install_hint(extra, checkout=Path("/nowhere")))
+    assert found == [pip, "install", *packages.split()]

@@ -28,6 +28,7 @@ from titanlite.data.tokenizer import (
     load_tokenizer,
 )
 from titanlite.ingest.bpe import train_bpe, write_bpe
+from titanlite.runtime.console import install_hint
 from titanlite.runtime.errors import UserError
 
 HARD_TEXTS = [
@@ -428,7 +429,7 @@ def test_unreadable_json_files_are_named(files: dict[str, bytes], message: str, 
 def test_without_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     saved(tmp_path)
     monkeypatch.setitem(sys.modules, "tokenizers", None)
-    install = "needs tokenizers: pip install 'titanlite[tokenizers]'"
+    install = f"needs tokenizers: {install_hint('tokenizers')}"
     with pytest.raises(UserError) as caught:
         load_tokenizer(str(tmp_path))
     assert str(caught.value) == f"data.tokenizer: {tmp_path} {install}"

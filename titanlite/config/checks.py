@@ -253,7 +253,9 @@ def _url(key: str, url: str) -> Iterator[Conflict]:
     except ValueError as error:  # not known
         yield key, str(error)
     except ImportError as error:  # known, and not installed
-        yield key, f"{error} (pip install 'titanlite[s3]' or 'titanlite[gcs]')"
+        from titanlite.runtime.console import install_hint
+
+        yield key, f"{error} ({install_hint('gcs' if url.startswith(('gs:', 'gcs:')) else 's3')})"
 
 
 def _per_block(config: ActivationCheckpoint) -> Iterator[Conflict]:

@@ -190,7 +190,7 @@ def _in_code(default: str) -> str:
 
 
 def _markdown(text: str) -> str:
-    return re.sub(r"([*<\[])", r"\\\1", text)
+    return re.sub(r"([*\[])", r"\\\1", text).replace("<", "&lt;")  # Python-Markdown would keep a backslash
 
 
 def options_help() -> str:

@@ -230,7 +230,7 @@ class Compile(Section):
 
 class Float8(Section):
     enable: bool = False
-    """Train the linear layers in float8 (needs the extra titanlite[float8])."""
+    """Train the linear layers in float8 (needs torchao, the extra float8)."""
     recipe_name: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] = "tensorwise"
     """Granularity of the scales, as torchao names it."""
     enable_fsdp_float8_all_gather: bool = True

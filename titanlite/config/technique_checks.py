@@ -91,7 +91,9 @@ def check_float8(config: Config) -> Iterator[Conflict]:
     if not float8.enable:
         return
     if importlib.util.find_spec("torchao") is None:
-        yield "quantize.linear.float8.enable", "needs torchao: pip install 'titanlite[float8]'"
+        from titanlite.runtime.console import install_hint
+
+        yield "quantize.linear.float8.enable", f"needs torchao: {install_hint('float8')}"
     keep = config.parallelism.fsdp_reshard_after_forward
     gathers_float8 = float8.enable_fsdp_float8_all_gather and float8.recipe_name == "tensorwise"
     if gathers_float8 and isinstance(keep, int) and keep > 1:

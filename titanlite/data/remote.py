@@ -24,7 +24,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 
 from titanlite.checkpoint.storage import ObjectStorage
 from titanlite.data.tokens import FORMAT, INDEX, check_shard_file
-from titanlite.runtime.console import progress_console
+from titanlite.runtime.console import install_hint, progress_console
 from titanlite.runtime.errors import RunError, UserError
 from titanlite.runtime.files import lock_work
 from titanlite.runtime.retry import PERMANENT, AccessDenied, RetriesExhausted, retry
@@ -77,7 +77,7 @@ def _open(url: str) -> ObjectStorage:
         return ObjectStorage(url, owner="")
     except ImportError as error:  # a kind of URL that fsspec knows, without its package
         extra = EXTRAS.get(url.partition("://")[0])
-        hint = f" (pip install 'titanlite[{extra}]')" if extra else ""
+        hint = f" ({install_hint(extra)})" if extra else ""
         raise UserError(f"data.path: {url}: {error}{hint}") from None
     except ValueError as error:  # one that it does not know
         raise UserError(f"data.path: {url}: {error}") from None

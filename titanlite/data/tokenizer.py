@@ -12,6 +12,7 @@ from typing import Protocol
 import numpy as np
 
 from titanlite.data.pieces import CUT_RULE, joined, pieces
+from titanlite.runtime.console import install_hint
 from titanlite.runtime.errors import UserError
 
 LLAMA3_SPLIT = (
@@ -183,7 +184,7 @@ def need_tokenizers(who: str) -> None:
         UserError: the package is not installed.
     """
     if find_spec("tokenizers") is None:
-        raise UserError(f"{who} needs tokenizers: pip install 'titanlite[tokenizers]'")
+        raise UserError(f"{who} needs tokenizers: {install_hint('tokenizers')}")
 
 
 def load_tokenizer(name: str) -> Tokenizer:

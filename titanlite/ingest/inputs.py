@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, NoReturn
 
 from titanlite.data.prepared import HUGGING_FACE, STDLIB, is_token_folder
 from titanlite.ingest.streams import PACKINGS, Stream
+from titanlite.runtime.console import install_hint
 from titanlite.runtime.errors import UserError
 
 logger = logging.getLogger(__name__)
@@ -195,5 +196,5 @@ def _check_packages(file: File) -> None:
     if package is None and file.packing == "zstd":
         package = "zstandard"
     if package and importlib.util.find_spec(package) is None:
-        install = "datasets" if package == "datasets" else "'titanlite[data]'"
-        raise UserError(f"{file.path} cannot be read without the package {package}: pip install {install}")
+        install = "pip install datasets" if package == "datasets" else install_hint("data")
+        raise UserError(f"{file.path} cannot be read without the package {package}: {install}")

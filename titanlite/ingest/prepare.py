@@ -229,8 +229,8 @@ def _write(task: _Task) -> None:
     seconds = time.monotonic() - started
     documents = sum(entry["documents"] for entry in notes["inputs"])
     task.report(
-        f"{task.folder}: {documents:,} documents, {writer.tokens:,} tokens of {notes['text_bytes']:,} bytes of text; "
-        f"{seconds:.1f} s, {(writer.tokens - before) / seconds:,.0f} tokens/s"
+        f"text     {documents:,} documents, {writer.tokens:,} tokens of {notes['text_bytes']:,} bytes, prepared in "
+        f"{seconds:.1f} s ({(writer.tokens - before) / seconds:,.0f} tokens/s) in {task.folder}"
     )
     for line in report_lines(notes):
         task.report(f"  {line}")

@@ -84,27 +84,48 @@ class LiveBlock:
     def show_saved(self, step: int) -> None:
         self._saved = step, self._clock()
 
-    def lines(self) -> list[str]:
-        """Return the lines of the block."""
-        now, share = self._clock(), self._done / max(self._steps, 1)
-        bar = "━" * round(WIDTH * share)
-        left = self._seconds_left(now)
-        head = f"{self._name}  {bar:─<{WIDTH}}  step {self._done:,}/{self._steps:,}  {share:.1%}"
-        head += f"  {format_seconds(now - self._began)} so far" + (f", {format_seconds(left)} left" if left else "")
+    def lines(self, width: int = 1000) -> list[str]:
+        """Return the lines of the block, so short that they fit: what matters least is left out first.
+
+        Args:
+            width: columns of the terminal.
+        """
+        now = self._clock()
         if not self._record:
-            return [head, "the first step has begun" if self._done == self._resumed else "", ""]
+            return [self._head(now, width), "the first step has begun" if self._done == self._resumed else "", ""]
         record = self._record
-        loss = f"loss {record['loss']:.4f}  {sparkline(self._losses)}  grad_norm {record['grad_norm']:.3f}"
-        loss += f"  lr {record['lr']:.2e}"
+        loss = f"loss {record['loss']:.4f}"
+        more = f"grad_norm {record['grad_norm']:.3f}  lr {record['lr']:.2e}"
         if self._validation:
-            loss += f"  validation {self._validation[1]:.4f} (step {self._validation[0]:,})"
-        mfu = f"{record['mfu']:.1%}" if record["mfu"] is not None else "n/a"
-        speed = f"{record['tokens_per_second']:,.0f} tokens/s  {record['step_seconds']:.3f} s/step  MFU {mfu}"
-        speed += f"  data {record['data_wait_seconds'] / record['step_seconds']:.1%}"
-        speed += f"  memory {record['memory_gib']:.2f} GiB"
+            more += f"  validation {self._validation[1]:.4f} (step {self._validation[0]:,})"
+        points = max(0, width - len(loss) - len(more) - 4)
+        parts = {
+            "speed": f"{record['tokens_per_second']:,.0f} tokens/s  {record['step_seconds']:.3f} s/step",
+            "MFU": f"MFU {record['mfu']:.1%}" if record["mfu"] is not None else "MFU n/a",
+            "data": f"data {record['data_wait_seconds'] / record['step_seconds']:.1%}",
+            "memory": f"memory {record['memory_gib']:.2f} GiB",
+        }
         if self._saved:
-            speed += f"  saved step {self._saved[0]:,}, {format_seconds(now - self._saved[1])} ago"
-        return [head, loss, speed]
+            parts["saved"] = f"saved step {self._saved[0]:,}, {format_seconds(now - self._saved[1])} ago"
+        for least in ("data", "MFU", "memory"):
+            if len("  ".join(parts.values())) > width:
+                parts.pop(least)
+        sparks = sparkline([*self._losses][-points:] if points else [])
+        return [self._head(now, width), f"{loss}  {sparks}  {more}", "  ".join(parts.values())]
+
+    def _head(self, now: float, width: int) -> str:
+        share = self._done / max(self._steps, 1)
+        steps = f"step {self._done:,}/{self._steps:,}  {share:.1%}"
+        seconds = self._seconds_left(now)
+        left = f"{format_seconds(seconds)} left" if seconds else ""
+        so_far = f"{format_seconds(now - self._began)} so far"
+        for size, time_shown in ((WIDTH, True), (WIDTH // 2, True), (WIDTH // 2, False), (0, False)):
+            bar = f"{'━' * round(size * share):─<{size}}"
+            times = ", ".join(part for part in (so_far if time_shown or not left else "", left) if part)
+            head = "  ".join(part for part in (self._name, bar, steps, times) if part)
+            if len(head) <= width:
+                return head
+        return f"{steps}  {times}"
 
     def _seconds_left(self, now: float) -> float | None:
         """Return the time that the remaining steps take, at the pace of all steps after the first record."""
@@ -116,7 +137,10 @@ class LiveBlock:
         if self._live:
             self._drawn = self._clock()
             # The last line is empty: what another program prints begins there.
-            self._live.update(Text("\n".join([*self.lines(), ""]), no_wrap=True, overflow="ellipsis"), refresh=True)
+            self._live.update(
+                Text("\n".join([*self.lines(self._live.console.width), ""]), no_wrap=True, overflow="ellipsis"),
+                refresh=True,
+            )
 
 
 def sparkline(values: Sequence[float]) -> str:

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 
 import tomli
 
+from titanlite.runtime.console import install_hint
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.nearest import did_you_mean
 from titanlite.runtime.signals import shielding_children
@@ -155,7 +156,7 @@ def check_logger(name: str) -> None:
     """
     if name in BUILT_IN:
         if find_spec(name) is None:
-            raise UserError(f"{name} is not installed: pip install 'titanlite[{name}]'")
+            raise UserError(f"{name} is not installed: {install_hint(name)}")
     elif ":" not in name and "." not in name:
         known = ", ".join(BUILT_IN)
         raise UserError(

@@ -30,7 +30,7 @@ from titanlite.optim.groups import format_groups, parameter_groups
 from titanlite.optim.state_size import state_dtypes
 from titanlite.parallelize.mesh import axis_sizes, data_parallel_rank
 from titanlite.runtime.allocator import allocator_settings
-from titanlite.runtime.console import shell_command
+from titanlite.runtime.console import install_hint, shell_command
 from titanlite.runtime.errors import RunStopped
 from titanlite.runtime.private_torch.fsdp import fsdp_param_group
 from titanlite.runtime.process_group import why_no_gpu
@@ -261,7 +261,7 @@ def report_end(
         if config.guard.nonfinite == "stop" and done and not config.optimizer.in_backward:
             logger.info("  to skip such steps and resume: the same command with --guard.nonfinite=skip")
         return
-    needs = "" if find_spec("plotly") else f", after {shell_command('pip')} install 'titanlite[report]'"
+    needs = "" if find_spec("plotly") else f", after {install_hint('report')}"
     steps = max(steps, resumed_at)
     more = (
         f"--training.steps={2 * steps}"

@@ -14,6 +14,7 @@ from typing import Any
 
 from titanlite.report.charts import report_of
 from titanlite.report.run_records import RunRecords, read_run, smoothed
+from titanlite.runtime.console import install_hint
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.files import write_atomically
 
@@ -62,7 +63,7 @@ def main(paths: Sequence[Path], *, out: Path | None, png: Path | None, watch: bo
 
 def _need(package: str) -> None:
     if find_spec(package) is None:
-        raise UserError(f"{package} is not installed: pip install 'titanlite[report]'")
+        raise UserError(f"{package} is not installed: {install_hint('report')}")
 
 
 def _check_names(runs: Sequence[RunRecords]) -> None:

@@ -1,8 +1,10 @@
 """Output for people: one console for progress bars, one logger for lines."""
 
 import logging
+import re
 import shutil
 import sys
+from importlib.metadata import requires
 from pathlib import Path
 from shlex import quote
 
@@ -11,6 +13,8 @@ from rich.console import Console
 from titanlite.runtime.secrets import hide_secrets
 
 LOGGER = "titanlite"
+CHECKOUT = Path(__file__).resolve().parents[2]
+"""Folder of the package titanlite: that of the repository, where it runs from one."""
 
 
 def progress_console() -> Console:
@@ -25,6 +29,22 @@ def shell_command(name: str) -> str:
     if not here.exists() or (found and here.samefile(found)):
         return name
     return quote(str(here.relative_to(Path.cwd()) if here.is_relative_to(Path.cwd()) else here))
+
+
+def install_hint(extra: str, checkout: Path = CHECKOUT) -> str:
+    """Return the command that installs the packages of an extra here: from the checkout, else package by package.
+
+    titanlite is on no package index, so its name alone installs nothing.
+
+    Args:
+        checkout: folder of the package titanlite; a checkout has a pyproject.toml there.
+    """
+    pip = shell_command("pip")
+    if (checkout / "pyproject.toml").exists():
+        return f"{pip} install -e {quote(f'{checkout}[{extra}]')}"
+    needs = (entry.partition(";") for entry in requires("titanlite") or ())
+    names = [name.strip() for name, _, marker in needs if re.search(rf"extra == ['\"]{extra}['\"]", marker)]
+    return " ".join([pip, "install", *map(quote, names)])
 
 
 class ConsoleHandler(logging.StreamHandler):
