@@ -172,27 +172,29 @@ def watch_routers(spec: ModelSpec, read: ReadTensor, tokens_BL: Tensor) -> dict[
         progress = stack.enter_context(Progress(console=progress_console(), transient=True))
         task = progress.add_task("watching the routers", total=len(model.layers))
         for index, block in enumerate(model.layers):
-            one_by_one(block, before=lambda b, i=index: fill(b, f"layers.{i}"))
-            block.register_forward_hook(lambda b, _, __, i=index: _collect(b, f"layers.{i}", counts))
-            block.register_forward_hook(lambda *_: progress.advance(task))
+            sequences = _OneByOne(block, before=lambda b, i=index: fill(b, f"layers.{i}"))
+            sequences.register_forward_hook(lambda *_, b=block, i=index: _collect(b, f"layers.{i}", counts))
+            sequences.register_forward_hook(lambda *_: progress.advance(task))
+            model.layers[index] = sequences
         model.train()  # only then are the tokens counted; nothing has a gradient
         model(tokens_BL.to(device), loss=lambda hidden_BLD, weight_VD: None)
     return counts
 
 
-def one_by_one(block: nn.Module, *, before: Callable[[nn.Module], object]) -> None:
-    """Let a block compute one sequence after the other, to need little memory.
+class _OneByOne(nn.Module):
+    """Block that computes one sequence after the other, to need little memory.
 
     Args:
         before: called once, before the block computes.
     """
-    whole = block.forward
 
-    def forward(x_BLD: Tensor, *args: Any, **options: Any) -> Tensor:
-        before(block)
-        return torch.cat([whole(x_1LD, *args, **options) for x_1LD in x_BLD.split(1)])
+    def __init__(self, block: nn.Module, *, before: Callable[[nn.Module], object]) -> None:
+        super().__init__()
+        self.block, self._before = block, before
 
-    block.forward = forward
+    def forward(self, x_BLD: Tensor, *args: Any, **options: Any) -> Tensor:
+        self._before(self.block)
+        return torch.cat([self.block(x_1LD, *args, **options) for x_1LD in x_BLD.split(1)])
 
 
 def _collect(block: nn.Module, prefix: str, counts: dict[str, list[int]]) -> None:

@@ -158,7 +158,7 @@ def split_layers(model: Model, mesh: DeviceMesh) -> None:
         if role in ("rows", "experts"):
             module.register_forward_hook(_result(ranks.sum_own if has_part else ranks.total))
         elif isinstance(module, nn.Embedding) and role == "vocabulary":
-            module.forward = _lookup(module.forward, ranks, module.num_embeddings // ranks.ranks)
+            _look_up_part(module, ranks)
         elif role == "vocabulary":  # for logits; the loss takes the weight alone
             module.register_forward_hook(_whole_logits(ranks))
 
@@ -180,14 +180,22 @@ def _result(change: Callable[[Tensor], Tensor]) -> Callable[..., Any]:
     return lambda _module, _args, out: change(out)
 
 
-def _lookup(whole: Callable[[Tensor], Tensor], ranks: TensorRanks, size: int) -> Any:
-    """Return the forward of an embedding that has `size` tokens on this rank. The sum has one term that is not 0."""
+def _look_up_part(embedding: nn.Embedding, ranks: TensorRanks) -> None:
+    """Let an embedding look up the tokens that this rank has. The sum over ranks has one term that is not 0."""
+    size = embedding.num_embeddings // ranks.ranks
+    found: list[Tensor] = []
+    """Whether each token of the present call is here."""
 
-    def forward(tokens: Tensor) -> Tensor:
-        place, is_here = ranks.place(tokens, size)
-        return ranks.total(whole(place).masked_fill(~is_here[..., None], 0))
+    def before(_module: nn.Module, args: Any) -> Tensor:
+        place, is_here = ranks.place(args[0], size)
+        found[:] = [is_here]
+        return place
 
-    return forward
+    def after(_module: nn.Module, _args: Any, out: Tensor) -> Tensor:
+        return ranks.total(out.masked_fill(~found.pop()[..., None], 0))
+
+    embedding.register_forward_pre_hook(before)
+    embedding.register_forward_hook(after)
 
 
 def _whole_logits(ranks: TensorRanks) -> Callable[..., Tensor]:

@@ -1,0 +1,241 @@
+"""Steps of a small model on rank 0, under the race checker.
+
+    python race_step.py [--world=2] [--plant=NAME] [--section.key=value ...]
+
+Prints the numbers of operators and streams, then one line for each race. A plant is a race, or what would be one.
+"""
+
+import argparse
+import gc
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from measure import build_step, read_config
+from races import RaceChecker
+
+from titanlite.runtime.gradient_memory import ReduceScatter
+from titanlite.runtime.private_torch.tensors import local_tensor
+
+OPTIONS = [
+    "--training.seq_len=8192", "--training.local_batch_size=2", "--training.mixed_precision_param=bfloat16",
+    "--compile.enable=false",
+]  # fmt: skip
+SIZES = [2**power for power in range(8, 25)]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(allow_abbrev=False)
+    parser.add_argument("--world", type=int, default=2)
+    parser.add_argument("--plant", default="", choices=["", *PLANTS])
+    options, overrides = parser.parse_known_args()
+    torch.set_num_threads(1)
+    torch.backends.cuda.enable_cudnn_sdp(False)  # cuDNN's graphs are beyond the stand-in
+    os.environ["TORCH_NCCL_RANKS_PER_ROOT"] = str(options.world)
+    device = torch.device("cuda", 0)
+    torch.cuda.set_device(device)
+    world = options.world
+    dist.init_process_group("cuda:nccl", store=dist.HashStore(), rank=0, world_size=world, device_id=device)
+    if not any("global_batch_size" in it for it in overrides):
+        overrides.append(f"--training.global_batch_size={2 * world}")
+    config = read_config("debug", [*OPTIONS, *overrides], world)
+    with RaceChecker() as checker:
+        if options.plant:
+            PLANTS[options.plant]()
+        step = build_step(config, device, world)
+        for _ in range(2):
+            step()
+    print(json.dumps([checker.operators, len(checker.streams)]))
+    for race in checker.races:
+        print(race)
+    sys.stdout.flush()
+    os._exit(0)
+
+
+def before_update(function: Callable[[list[Tensor]], None]) -> None:
+    """Call a function with the gradients of each step, before the optimizer uses them."""
+    import titanlite.step as module
+
+    update = module.update
+
+    def planted(optimizer: torch.optim.Optimizer, **options: Any) -> None:
+        parameters = [it for group in optimizer.param_groups for it in group["params"]]
+        function([local_tensor(it.grad) for it in parameters if it.grad is not None])
+        update(optimizer, **options)
+
+    module.update = planted
+
+
+def gradient_on_another_stream() -> None:
+    """A gradient is read on a stream that did not wait for it."""
+    side = torch.cuda.Stream()
+
+    def read(gradients: list[Tensor]) -> None:
+        with torch.cuda.stream(side):
+            gradients[0].sum()
+
+    before_update(read)
+
+
+def freed_block() -> None:
+    """A tensor is freed while another stream reads it, and its memory is used again."""
+    side = torch.cuda.Stream()
+
+    def reuse(gradients: list[Tensor]) -> None:
+        tensor = torch.ones(12345, device="cuda")
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            tensor.sum()
+        del tensor
+        torch.zeros(12345, device="cuda")
+
+    before_update(reuse)
+
+
+def recorded_block() -> None:
+    """The same with `record_stream`: no race."""
+    side = torch.cuda.Stream()
+
+    def reuse(gradients: list[Tensor]) -> None:
+        tensor = torch.ones(12345, device="cuda")
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            tensor.sum()
+        tensor.record_stream(side)
+        del tensor
+        torch.zeros(12345, device="cuda")
+
+    before_update(reuse)
+
+
+def share_without_its_condition() -> None:
+    """Gradients that FSDP frees within backward are in the pool of the compute stream."""
+    import titanlite.parallelize.fsdp as module
+
+    module.keeps_reduced_gradients = lambda *_, **__: True
+
+
+def no_wait_at_the_end() -> None:
+    """The compute stream does not wait for reductions when backward ends."""
+    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+
+    def finalize(self: Any) -> None:
+        self.comm_ctx._last_post_reduce_events = {}
+        self._post_reduce_event = self._all_reduce_state = None
+        self.comm_ctx.reduce_scatter_states.clear()
+        self._post_forward_indices.clear()
+
+    FSDPParamGroup.finalize_backward = finalize
+
+
+def no_wait_before_a_reduction() -> None:
+    """The stream of reductions does not wait for the gradients."""
+    wait_stream = torch.cuda.Stream.wait_stream
+
+    def wait(self: Any, stream: Any) -> None:
+        if sys._getframe(1).f_code.co_name not in ("foreach_reduce", "allocate"):
+            wait_stream(self, stream)
+
+    torch.cuda.Stream.wait_stream = wait
+
+
+def another_thread() -> None:
+    """Another thread works on the default stream after FSDP has let the stream of reductions wait, and before the
+    output is allocated in memory that this thread has freed."""
+    allocate = ReduceScatter.allocate
+
+    def planted(self: Any, size: Any, *, dtype: Any, device: Any) -> Tensor:
+        if torch.cuda.current_stream() != torch.cuda.default_stream():
+            with torch.cuda.stream(torch.cuda.default_stream()):
+                torch.ones(int(size[0]), dtype=dtype, device=device)
+        return allocate(self, size, dtype=dtype, device=device)
+
+    ReduceScatter.allocate = planted
+
+
+def another_thread_without_a_wait() -> None:
+    """The same, where the output is not awaited."""
+    another_thread()
+    wait_stream = torch.cuda.Stream.wait_stream
+
+    def wait(self: Any, stream: Any) -> None:
+        if sys._getframe(1).f_code.co_name != "allocate":
+            wait_stream(self, stream)
+
+    torch.cuda.Stream.wait_stream = wait
+
+
+def backward_raises() -> None:
+    """Backward raises in the second step. All memory of the step is freed and used again, then come further steps."""
+    import titanlite.step as module
+
+    accumulate, calls = module.accumulate, [0]
+
+    def planted(model: Any, *arguments: Any, **options: Any) -> Any:
+        calls[0] += 1
+        if calls[0] != 2:
+            return accumulate(model, *arguments, **options)
+
+        def fail(*_: Any) -> None:
+            raise RuntimeError("planted")
+
+        handle = model.layers[2].register_full_backward_pre_hook(fail)
+        with pytest.raises(RuntimeError, match="planted"):
+            accumulate(model, *arguments, **options)
+        handle.remove()
+        model.zero_grad()
+        gc.collect()
+        for _ in range(3):
+            [torch.zeros(size, device="cuda") for size in SIZES for _ in range(3)]
+        return accumulate(model, *arguments, **options)
+
+    module.accumulate = planted
+
+
+def backward_raises_and_nothing_waits() -> None:
+    """The same, where a step leaves its reductions as they are. FSDP's state is put right after the reuse only."""
+    import titanlite.step as module
+
+    module.finish_reductions = lambda _: None
+    backward_raises()
+    zeros, count = torch.zeros, [0]
+    model: list[Any] = []
+    accumulate = module.accumulate
+
+    def planted(root: Any, *arguments: Any, **options: Any) -> Any:
+        model[:] = [root]
+        return accumulate(root, *arguments, **options)
+
+    def reset(*arguments: Any, **options: Any) -> Tensor:
+        count[0] += arguments[0] == SIZES[-1]
+        result = zeros(*arguments, **options)
+        if arguments[0] == SIZES[-1] and count[0] == 9 and isinstance(model[0], FSDPModule):
+            model[0].reset_iter_state()
+        return result
+
+    module.accumulate, torch.zeros = planted, reset
+
+
+PLANTS: dict[str, Callable[[], None]] = {
+    it.__name__: it
+    for it in (
+        gradient_on_another_stream, freed_block, recorded_block, share_without_its_condition, no_wait_at_the_end,
+        no_wait_before_a_reduction, another_thread, another_thread_without_a_wait, backward_raises,
+        backward_raises_and_nothing_waits,
+    )
+}  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
