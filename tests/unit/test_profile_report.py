@@ -285,7 +285,7 @@ def test_the_prediction_of_a_run_with_collectives(gpu: str, tiny: TinyRun) -> No
     rates = dict.fromkeys(("memory", "bf16_flops", "fp32_flops", "memory_bandwidth", "link_bandwidth"), 1e11)
     text = "".join(f"{key} = {value}\n" for key, value in rates.items()) + "network_bandwidth = 1e9\n"
     machine.write_text('base = "cpu"\n' + text + (calibrated if gpu == "calibrated" else ""))
-    found = predict(run, trace, gpu=gpu if gpu == "H100" else str(machine), gpus_per_node=None)
+    found = predict(run, trace, config=None, gpu=gpu if gpu == "H100" else str(machine), gpus_per_node=None)
     assert found.bytes["all-gather"] > found.bytes["reduce-scatter"] // 2 > 0
     if gpu == "cpu":
         assert (found.total, found.communication, found.collectives) == (None, None, {})

@@ -13,6 +13,7 @@ import numpy as np
 
 from titanlite.data.pieces import CUT_RULE, joined, pieces
 from titanlite.runtime.errors import UserError
+from titanlite.runtime.files import file_inside
 
 LLAMA3_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|"
@@ -168,13 +169,22 @@ def find_tokenizer(name: str) -> Path | None:
         inside = [path / file for file in ("tokenizer.json", "tokenizer.model") if os.path.isfile(path / file)]
         if not inside:
             raise UserError(f"{name} has neither a tokenizer.json nor a tokenizer.model")
-        path = inside[0]
+        path = file_inside(path, inside[0].name)
     if not os.path.isfile(path):
         names = ", ".join(["bytes", *shipped])
         raise UserError(f"no file {name} (a tiktoken rank file, a tokenizer.json, or one of the names {names})")
     if path.suffix == ".json":
         need_tokenizers(name)
     return path
+
+
+def file_beside(path: Path, name: str) -> Path | None:
+    """Return a file that belongs to a tokenizer's; None if there is none.
+
+    Raises:
+        UserError: it is a link that leads out of the folder.
+    """
+    return file_inside(path.parent, name) if path.with_name(name).is_file() else None
 
 
 def need_tokenizers(who: str) -> None:
