@@ -15,6 +15,7 @@ from titanlite.config.load import Draft, check_tree, load
 from titanlite.config.schema import Config
 from titanlite.config.source import Tree
 from titanlite.runtime.errors import Problem, UserError
+from titanlite.runtime.files import file_inside
 
 KEPT = {
     "model": None,
@@ -78,10 +79,10 @@ def load_of_run(run: Path, config: str | None, *, world_size: int) -> Config:
         UserError: the config is wrong, or names code or a base.
     """
     path = run / "config.toml"
-    if config is not None:
-        return load(config, world_size=world_size)
+    if config is not None or not path.exists():
+        return load(config or path, world_size=world_size)
     try:
-        tree = tomli.loads(path.read_text())
+        tree = tomli.loads(file_inside(run, path.name).read_text())
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path} cannot be read: {error}") from None
     try:
