@@ -203,7 +203,9 @@ def _read_config(
     """
     where = storage.url_of(folder)
     if given is not None:
-        return _with_file(load(given), model_file), {}
+        config = load(given)
+        model = config.model.model_copy(update={"file": model_file or config.model.file})
+        return config.model_copy(update={"model": model}), {}
     beside = Path(storage.url).parent / manifests.CONFIG
     if manifests.CONFIG in manifest.files:
         text = manifests.read_checked(storage, folder, manifests.CONFIG, manifest)
@@ -220,12 +222,6 @@ def _read_config(
         lines = "\n".join(map(str, wrong))
         raise UserError(f"the config of {where} cannot be read:\n{lines}\nName one of the same model, with --config")
     return found.draft.config, found.refused
-
-
-def _with_file(config: Config, model_file: str | None) -> Config:
-    if model_file is None:
-        return config
-    return config.model_copy(update={"model": config.model.model_copy(update={"file": model_file})})
 
 
 def _load_tokenizer(name: str, *, must_exist: bool) -> tuple[Tokenizer | None, str]:

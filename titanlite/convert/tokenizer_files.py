@@ -5,8 +5,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from titanlite.data.tokenizer import LLAMA3_SPECIAL_TOKENS, LLAMA3_SPLIT, Tokenizer, file_beside, find_tokenizer
-from titanlite.runtime.files import file_inside
+from titanlite.data.tokenizer import LLAMA3_SPECIAL_TOKENS, LLAMA3_SPLIT, Tokenizer, find_tokenizer
+from titanlite.runtime.files import file_beside, file_inside
 
 BESIDE = (
     "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",

@@ -178,15 +178,6 @@ def find_tokenizer(name: str) -> Path | None:
     return path
 
 
-def file_beside(path: Path, name: str) -> Path | None:
-    """Return a file that belongs to a tokenizer's; None if there is none.
-
-    Raises:
-        UserError: it is a link that leads out of the folder.
-    """
-    return file_inside(path.parent, name) if path.with_name(name).is_file() else None
-
-
 def need_tokenizers(who: str) -> None:
     """
     Raises:

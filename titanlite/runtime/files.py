@@ -69,6 +69,15 @@ def file_inside(folder: Path, name: object) -> Path:
     return folder / name
 
 
+def file_beside(path: Path, name: str) -> Path | None:
+    """Return a file that lies beside another in a folder of others; None if there is none.
+
+    Raises:
+        UserError: it is a link that leads out of the folder.
+    """
+    return file_inside(path.parent, name) if path.with_name(name).is_file() else None
+
+
 def write_atomically(path: Path, text: str, *, mode: int = 0o666) -> None:
     """Write a file so that it holds the old text or the new text, never a part, also after a loss of power.
 

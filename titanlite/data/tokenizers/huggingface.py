@@ -12,8 +12,8 @@ from tokenizers import Encoding
 from tokenizers import Tokenizer as FastTokenizer
 
 from titanlite.data.pieces import CUT_RULE, joined, pieces
-from titanlite.data.tokenizer import file_beside
 from titanlite.runtime.errors import UserError
+from titanlite.runtime.files import file_beside
 
 BOS_NAMES = ("<|begin_of_text|>", "<s>", "<bos>", "<|startoftext|>", "<｜begin▁of▁sentence｜>")  # noqa: RUF001
 EOS_NAMES = ("<|end_of_text|>", "<|endoftext|>", "</s>", "<eos>", "<｜end▁of▁sentence｜>", "<|im_end|>")  # noqa: RUF001
