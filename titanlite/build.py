@@ -215,7 +215,12 @@ def _open_checkpoints(
         timeout_seconds=config.comm.save_timeout_seconds,
         flush=state.disk.flush if state.disk else None,
         open_weights=(lambda path: open_weights(path, spec, allow_changes)) if open_weights else None,
-        exports=Exports(config.checkpoint, run=folder.path, is_first_rank=dist.get_rank() == 0),
+        exports=Exports(
+            config.checkpoint,
+            run=folder.path,
+            model_file=config.model.file,
+            is_first_rank=dist.get_rank() == 0,
+        ),
     )
 
 

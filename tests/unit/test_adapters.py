@@ -205,9 +205,10 @@ def test_a_layer_of_another_layout_can_only_be_merged(tmp_path: Path, capsys: py
     model = random_model(toml)
     with one_process():
         checkpoint = save_model(tmp_path, model, toml)
-    error = refusal(capsys, checkpoint, "--out", tmp_path / "out")
+    own = "--model-file", file
+    error = refusal(capsys, checkpoint, "--out", tmp_path / "out", *own)
     assert "layers.0.attention.wk has another layout in this format, so its adapter cannot be written" in error
-    assert export(checkpoint, "--out", tmp_path / "out", "--merge", "--no-tokenizer") == 0
+    assert export(checkpoint, "--out", tmp_path / "out", "--merge", "--no-tokenizer", *own) == 0
 
 
 def test_exports_beside_training_are_adapters(tiny: TinyRun, tmp_path: Path) -> None:

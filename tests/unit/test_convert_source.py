@@ -12,7 +12,6 @@ from torch.distributed.checkpoint import FileSystemReader
 from tests.weights import one_process, random_model, save_model, small_toml, state
 from titanlite import cli
 from titanlite.checkpoint import manifest as manifests
-from titanlite.checkpoint.dcp_read import UnsafeCheckpoint
 from titanlite.checkpoint.manifest import MANIFEST
 from titanlite.checkpoint.storage import LocalStorage
 from titanlite.config.load import dump, load
@@ -48,7 +47,8 @@ def test_a_checkpoint_knows_its_model(saved: tuple[Path, Model], tmp_path: Path)
     for place in (newest, folder, folder / "checkpoints"):
         source = open_source(str(place))
         assert source.where == str(newest)
-        assert source.config == config
+        assert source.config is not None
+        assert (source.config.model, source.config.data) == (config.model, config.data)
         assert source.tokenizer is not None
         assert source.tokenizer.name == "bytes"
     loaded = load_model(source)
@@ -121,28 +121,6 @@ def test_wrong_sources_are_one_line(saved: tuple[Path, Model], tmp_path: Path) -
     shard.write_bytes(data[:-1])
     with pytest.raises(UserError, match="no good checkpoint"):
         open_source(str(checkpoint))
-
-
-def test_code_that_came_with_a_checkpoint_is_not_run(
-    saved: tuple[Path, Model], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = tmp_path / "download"
-    shutil.copytree(saved[0], folder)
-    checkpoint = folder / "checkpoints" / "step-00000010"
-    touched = tmp_path / "touched"
-    (checkpoint / "evil_model.py").write_text(f"open({str(touched)!r}, 'w')\n")
-    monkeypatch.chdir(tmp_path)
-    names = ["evil_model.py", str(checkpoint / "evil_model.py"), "download.checkpoints.step-00000010.evil_model"]
-    for name in names:
-        without_config(checkpoint, f'[model]\nfile = "{name}"\n')
-        with pytest.raises(UnsafeCheckpoint, match="code that came with the checkpoint: refused, nothing was run"):
-            open_source(str(folder))
-    assert not touched.exists()
-    named = tmp_path / "mine.toml"
-    named.write_text(f'[model]\nfile = "{checkpoint / "evil_model.py"}"\n')
-    with pytest.raises(UserError, match="defines no subclass"):
-        open_source(str(folder), config=named)
-    assert touched.exists(), "a config that the user names may name code"
 
 
 def test_export_to_one_file_of_tensors(

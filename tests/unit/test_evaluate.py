@@ -44,11 +44,25 @@ def evaluate(capfd: pytest.CaptureFixture[str], *words: object) -> tuple[int, st
     return code, written.out, written.err
 
 
+def own(run: Path) -> tuple[object, ...]:
+    """The user's word for the config of a run of his own, whose checkpoints name data."""
+    return "--config", run / "config.toml"
+
+
+def test_data_that_a_checkpoint_names_is_not_read(tiny_run: TinyRun, capfd: pytest.CaptureFixture[str]) -> None:
+    run = tiny_run.folder / "outputs" / "tiny"
+    code, out, err = evaluate(capfd, run)
+    assert (code, out) == (2, "")
+    [line] = err.splitlines()
+    assert f"step-00000006: the config names validation = '{tiny_run.text}/a.txt, {tiny_run.text}/*.txt'" in line
+    assert line.endswith("name it yourself, with --data PATH, or --config with the run's config")
+
+
 @pytest.mark.long
 def test_values_are_those_of_the_runs_own_validation(tiny_run: TinyRun, capfd: pytest.CaptureFixture[str]) -> None:
     folder = tiny_run.folder / "outputs" / "tiny"
     expected = json.loads((folder / "validation.jsonl").read_text().splitlines()[-1])
-    code, out, err = evaluate(capfd, folder, "--json", "--batch-size", 3)
+    code, out, err = evaluate(capfd, folder, *own(folder), "--json", "--batch-size", 3)
     assert (code, err) == (0, "")
     record = json.loads(out)
     assert record["checkpoint"].endswith("checkpoints/step-00000006")
@@ -58,7 +72,7 @@ def test_values_are_those_of_the_runs_own_validation(tiny_run: TinyRun, capfd: p
     assert list(record["sources"]) == ["a.txt", "all of it"]
     for name, values in expected["sources"].items():
         assert record["sources"][name] == pytest.approx(values, rel=1e-6)
-    wide = json.loads(evaluate(capfd, folder, "--json", "--dtype", "float32")[1])
+    wide = json.loads(evaluate(capfd, folder, *own(folder), "--json", "--dtype", "float32")[1])
     assert wide["loss"] != pytest.approx(expected["loss"], rel=1e-6)
     assert wide["loss"] == pytest.approx(expected["loss"], rel=1e-2)
 
@@ -67,7 +81,7 @@ def test_values_are_those_of_the_runs_own_validation(tiny_run: TinyRun, capfd: p
 def test_the_table(tiny_run: TinyRun, capfd: pytest.CaptureFixture[str]) -> None:
     folder = tiny_run.folder / "outputs" / "tiny"
     expected = json.loads((folder / "validation.jsonl").read_text().splitlines()[-1])
-    code, out, err = evaluate(capfd, folder)
+    code, out, err = evaluate(capfd, folder, *own(folder))
     assert (code, err) == (0, "")
     heads, first, second, both = (line.split() for line in out.splitlines())
     assert heads == ["source", "loss", "perplexity", "bits/byte", "tokens", "sequences"]

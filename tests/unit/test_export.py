@@ -182,7 +182,7 @@ def test_a_model_of_the_users_own(tmp_path: Path, capsys: pytest.CaptureFixture[
         toml.write_text(small_toml("llama3").replace('name = "llama3"', f'file = "{name}.py"', 1))
         with one_process():
             checkpoint = save_model(folder, random_model(toml), toml)
-        code = export(checkpoint, "--out", folder / "hf")
+        code = export(checkpoint, "--out", folder / "hf", "--model-file", folder / f"{name}.py")
         assert (code, (folder / "hf").exists()) == ((0, True) if name == "with_table" else (2, False))
     error = capsys.readouterr().err
     assert "Mine has no table of Hugging Face's names" in error

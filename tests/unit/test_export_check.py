@@ -289,7 +289,8 @@ def test_the_example_of_the_guide_is_the_gpt2_of_transformers(
     )
     with one_process():
         checkpoint = save_model(tmp_path, random_model(toml), toml)
-    assert cli.run(["checkpoint", "export", str(checkpoint), "--out", str(tmp_path / "hf"), "--check"]) == 0
+    words = ["checkpoint", "export", str(checkpoint), "--out", str(tmp_path / "hf"), "--model-file", str(example)]
+    assert cli.run([*words, "--check"]) == 0
     found = re.search(r"check: 28 tensors .* logits within (\S+)\n", capsys.readouterr().out)
     assert found
     assert float(found[1]) < 1e-5

@@ -202,3 +202,8 @@ def test_the_last_export_is_the_model(tiny: TinyRun) -> None:
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     assert torch.equal(model.lm_head.weight, weights["head.output.weight"])
     assert torch.equal(model.model.layers[1].mlp.up_proj.weight, weights["layers.1.feed_forward.w3.weight"])
+
+
+def test_an_export_takes_the_code_of_the_run_not_of_the_checkpoint(tmp_path: Path) -> None:
+    exports = Exports(Checkpoint(export_every=1), run=tmp_path, model_file="/abs/own.py", is_first_rank=True)
+    assert exports._command(5)[-2:] == ["--model-file", "/abs/own.py"]

@@ -253,13 +253,13 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "shard above": (
         lambda folder: with_shard_in_index(folder, "../x.safetensors"),
-        r": \.\./x\.safetensors leads out of the folder: refused$",
+        r": '\.\./x\.safetensors' leads out of the folder: refused$",
     ),
     "absolute shard": (
         lambda folder: with_shard_in_index(folder, "/etc/passwd"),
-        r": /etc/passwd leads out of the folder: refused$",
+        r": '/etc/passwd' leads out of the folder: refused$",
     ),
-    "linked shard": (linked_outside, r": model-00002\S+ leads out of the folder: refused$"),
+    "linked shard": (linked_outside, r": 'model-00002\S+' leads out of the folder: refused$"),
     "wrong shard": (
         lambda folder: with_shard_in_index(folder, next(folder.glob("model-00002*")).name),
         r"model-00002\S+ lacks lm_head\.weight, which the index lists$",
@@ -323,7 +323,7 @@ def test_pickles_with_other_names_are_not_run(tmp_path: Path, capfd: pytest.Capt
     with pytest.raises(UserError, match=r"\.metadata names builtins\.print, which is no part of a checkpoint"):
         opened(tmp_path / "titan", spec)
     metadata.write_bytes(good.replace(b"__0_0.distcp", b"../../distcp"))
-    with pytest.raises(UserError, match=r"names \.\./\.\./distcp, which leads out of the folder: refused$"):
+    with pytest.raises(UserError, match=r": '\.\./\.\./distcp' leads out of the folder: refused$"):
         opened(tmp_path / "titan", spec)
     metadata.write_bytes(good)
     data = tmp_path / "titan" / "__0_0.distcp"

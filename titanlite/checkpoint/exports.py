@@ -39,14 +39,16 @@ class Exports:
 
     Args:
         run: folder of the run.
+        model_file: `model.file` of the run, which an export does not take from the checkpoint.
         is_first_rank: exports start in this process.
     """
 
-    def __init__(self, config: Checkpoint, *, run: Path, is_first_rank: bool) -> None:
+    def __init__(self, config: Checkpoint, *, run: Path, model_file: str | None = None, is_first_rank: bool) -> None:
         self.config = config
         self.checkpoints = config.folder or str(run / "checkpoints")
         self.exports = f"{config.folder}/exports" if config.folder else str(run / "exports")
         self.logs = run / "logs"
+        self.model_file = model_file
         self.is_active = is_first_rank and config.enable
         self._waiting: list[int] = []
         self._running: tuple[int, subprocess.Popen[bytes]] | None = None
@@ -128,6 +130,7 @@ class Exports:
     def _command(self, step: int) -> list[str]:
         words = ["titanlite", "checkpoint", "export", f"{self.checkpoints}/{folder_name(step)}"]
         words += ["--out", self._place(step), "--dtype", self.config.export_dtype]
+        words += ["--model-file", self.model_file] if self.model_file else []
         return words + [word for glob in self.config.export_drop for word in ("--drop", glob)]
 
     def _begin(self, step: int) -> "subprocess.Popen[bytes]":

@@ -90,6 +90,14 @@ def read(path: str | Path, overrides: Sequence[str] = (), *, world_size: int | N
     return draft
 
 
+def check_tree(tree: Tree) -> Draft:
+    """Check the names and types of a tree, without the files that it names. Wrong options are removed from it."""
+    draft = Draft(Config(), [], set(), {})
+    _validate(Source(tree=tree), draft)
+    draft.config = Config.model_validate(tree)
+    return draft
+
+
 def load(path: str | Path, overrides: Sequence[str] = (), *, world_size: int | None = None) -> Config:
     """Return the config of a TOML file and overrides, as `read` does.
 

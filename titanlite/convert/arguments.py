@@ -31,7 +31,14 @@ def add_source(parser: Parser, *, about: str = CHECKPOINT) -> None:
     """Add the arguments of `open_source`."""
     parser.add_argument("path", metavar="CKPT", help=about)
     parser.add_argument(
-        "--config", metavar="CONFIG", help="config of the run, for checkpoints of versions that did not keep it"
+        "--config",
+        metavar="CONFIG",
+        help="config of the run, for checkpoints that do not keep it, or whose own names code or data",
+    )
+    parser.add_argument(
+        "--model-file",
+        metavar="FILE",
+        help="code of a model of your own (model.file): a checkpoint's own word is refused",
     )
     parser.add_argument("--tokenizer", metavar="NAME", help="tokenizer, instead of the run's data.tokenizer")
 
@@ -74,8 +81,8 @@ def _add_export(checkpoint: Parser) -> None:
 def _export(options: Namespace) -> None:
     from titanlite.convert.command import export
 
-    names = "path", "config", "tokenizer", "format", "out", "dtype", "max_shard_size", "drop", "no_tokenizer", "check"
-    export(**{name: getattr(options, name) for name in (*names, "merge")})
+    names = "path", "config", "model_file", "tokenizer", "format", "out", "dtype", "max_shard_size", "drop"
+    export(**{name: getattr(options, name) for name in (*names, "no_tokenizer", "check", "merge")})
 
 
 def _add_import(checkpoint: Parser) -> None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from titanlite.data.tokenizer import Tokenizer, find_tokenizer
 from titanlite.runtime.errors import UserError
+from titanlite.runtime.files import file_inside
 
 if TYPE_CHECKING:
     from titanlite.convert.chat_template import ChatTemplate
@@ -81,7 +82,12 @@ def _folder(tokenizer: Tokenizer) -> Path | None:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the content of a JSON file; nothing if there is no such file, or if it is none."""
+    """Return the content of a JSON file; nothing if there is no such file, or if it is none.
+
+    Raises:
+        UserError: it is a link that leads out of its folder.
+    """
+    path = file_inside(path.parent, path.name)
     try:
         content = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError):
@@ -93,7 +99,7 @@ def _template(folder: Path, config: dict[str, Any]) -> tuple[Path, str]:
     """Return the file of the template, and its text."""
     file = folder / "chat_template.jinja"
     if file.is_file():
-        return file, file.read_text(encoding="utf-8", errors="replace")
+        return file, file_inside(folder, file.name).read_text(encoding="utf-8", errors="replace")
     found = config.get("chat_template")
     if isinstance(found, list):  # several by name
         found = next((it.get("template") for it in found if isinstance(it, dict) and it.get("name") == "default"), None)

@@ -21,6 +21,7 @@ def export(
     path: str,
     *,
     config: str | None,
+    model_file: str | None,
     tokenizer: str | None,
     format: str,
     out: str,
@@ -41,7 +42,7 @@ def export(
     if check and format == "torch":
         raise UserError("--check is for --format hf: it compares with transformers")
     try:
-        source = open_source(path, config=config, tokenizer=tokenizer)
+        source = open_source(path, config=config, tokenizer=tokenizer, model_file=model_file)
         if merge and source.adapters is None:
             raise UserError(f"--merge: {source.where} has no adapters")
         if source.adapters is not None and not merge:

@@ -39,7 +39,7 @@ def resolve_source(
     changed = {key: value for key, value in args.items() if value != getattr(base, key) or key == "vocab_size"}
     selection = ModelSelection(name=name, flavor=flavor, args=changed)
     tokenizer = source.tokenizer()
-    data = Data(tokenizer=str(tokenizer.resolve())) if tokenizer else Data()
+    data = Data(tokenizer=str(tokenizer.absolute())) if tokenizer else Data()
     return spec, Config(model=selection, data=data)
 
 

@@ -43,6 +43,7 @@ def main(
     path: str,
     *,
     config: str | None,
+    model_file: str | None,
     tokenizer: str | None,
     data: Sequence[str],
     text_field: str | None,
@@ -59,17 +60,18 @@ def main(
     Raises:
         UserError: the checkpoint or the data cannot be used, or they do not fit together.
     """
-    weights = open_source(path, config=config, tokenizer=tokenizer)
+    weights = open_source(path, config=config, tokenizer=tokenizer, model_file=model_file)
     known = tokenizer_of(weights)
-    section = _section(data, weights.config, sequences)
     length = seq_len or _default_seq_len(weights)
     if length > weights.spec.args.max_seq_len:
         raise UserError(
             f"--seq-len: {length:,} is more than the max_seq_len {weights.spec.args.max_seq_len:,} of the model"
         )
+    _check_refused(weights, data)
+    section = _section(data, weights.config, sequences)
     options = weights.config.data if weights.config else Data()
     options = options.model_copy(update={"text_field": text_field or options.text_field})
-    cache = Path(cache_folder or options.cache_folder or _outputs(weights.config) / "data_cache")
+    cache = Path(cache_folder or options.cache_folder or _cache_of(weights))
     sources = []
     for source in section.all_sources():
         alone = section.model_copy(update={"sources": [source], "path": None})
@@ -123,8 +125,27 @@ def _default_seq_len(weights: Weights) -> int:
     return min(SEQ_LEN, weights.spec.args.max_seq_len)
 
 
-def _outputs(config: Config | None) -> Path:
-    return Path(config.job.dump_folder if config else "outputs")
+def _check_refused(weights: Weights, data: Sequence[str]) -> None:
+    """
+    Raises:
+        UserError: the values depend on data or a template that the checkpoint's own config names.
+    """
+    named = {key: value for key, value in weights.refused.items() if key != "validation" or not data}
+    for key, value in named.items():
+        fix = "--data PATH, or --config with the run's config" if key == "validation" else "--config"
+        raise UserError(
+            f"{weights.where}: the config names {key} = {value!r}, and it may be of others: refused, nothing was read. "
+            f"If you trust it, name it yourself, with {fix}"
+        )
+
+
+def _cache_of(weights: Weights) -> Path:
+    """Return the cache of the runs beside the checkpoint's, where there is one."""
+    named = Path(weights.config.job.dump_folder if weights.config else "outputs", "data_cache")
+    if "://" in weights.where:
+        return named
+    beside = Path(weights.where).absolute().parents[2:3]
+    return next((folder / "data_cache" for folder in beside if (folder / "data_cache").is_dir()), named)
 
 
 def _options_of(source: ValidationSource, data: Data, tokenizer: Tokenizer, cache_folder: Path) -> Data:

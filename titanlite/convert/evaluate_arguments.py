@@ -61,6 +61,7 @@ def _run(options: Namespace) -> None:
     from titanlite.convert.evaluate import main
     from titanlite.ingest.prepare import prepare_text
 
-    names = "config", "tokenizer", "data", "text_field", "sequences", "seq_len", "batch_size", "dtype", "cache_folder"
+    names = "config", "model_file", "tokenizer", "data", "text_field", "sequences", "seq_len", "batch_size", "dtype"
+    names = *names, "cache_folder"
     chosen = {name: getattr(options, name) for name in names}
     main(options.path, **chosen, as_json=options.json, prepare_text=prepare_text)

@@ -38,6 +38,7 @@ def main(
     path: str,
     *,
     config: str | None,
+    model_file: str | None,
     tokenizer: str | None,
     prompt: str | None,
     prompt_file: str | None,
@@ -53,7 +54,7 @@ def main(
         UserError: a prompt, the checkpoint or its tokenizer cannot be used.
     """
     prompts = read_prompts(prompt, prompt_file)
-    source = open_source(path, config=config, tokenizer=tokenizer)
+    source = open_source(path, config=config, tokenizer=tokenizer, model_file=model_file)
     known = tokenizer_of(source)
     turns = Prompts(known, config=source.config, chat=Chat(known) if chat else None)
     encoded = [turns.encode(text) for text in prompts]

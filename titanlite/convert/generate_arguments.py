@@ -106,6 +106,7 @@ def _run(parser: Parser, options: Namespace) -> None:
     main(
         options.path,
         config=options.config,
+        model_file=options.model_file,
         tokenizer=options.tokenizer,
         prompt=options.prompt,
         prompt_file=options.prompt_file,

@@ -1,7 +1,6 @@
 """Weights of a Hugging Face folder: config.json, and safetensors in one file or in shards with an index."""
 
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +15,7 @@ from titanlite.models.base import Model
 from titanlite.models.formats import Formats, Table
 from titanlite.models.registry import MODELS
 from titanlite.runtime.errors import UserError
+from titanlite.runtime.files import file_inside
 
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
@@ -60,7 +60,7 @@ class HuggingFaceFolder:
     def tokenizer(self) -> Path | None:
         """Return the file of the tokenizer; None if there is none that titanlite reads."""
         file = self.folder / "tokenizer.json"
-        return file if file.is_file() else None
+        return file_inside(self.folder, file.name) if file.is_file() else None
 
     def files(self) -> list[Path]:
         """Return the files of the weights and config.json."""
@@ -89,7 +89,7 @@ class HuggingFaceFolder:
         file = self.folder / CONFIG
         if not file.is_file():
             raise UserError(f"{self.folder} has no {CONFIG}, which describes the model")
-        return _read_json(file)
+        return _read_json(file_inside(self.folder, CONFIG))
 
     def tensors(self, table: Table, shapes: Mapping[str, tuple[int, ...]]) -> list[ForeignTensor]:
         """Return all tensors of the folder, read when they are needed.
@@ -126,34 +126,17 @@ class HuggingFaceFolder:
                 other = sorted(self.folder.glob("*.bin"))
                 saved = f" ({other[0].name} is a pickle: save it again with save_pretrained)" if other else ""
                 raise UserError(f"{self.folder} has no *.safetensors{saved}")
-            return {self._inside(file.name): None for file in found}
-        names = _read_json(index).get("weight_map")
+            return {file_inside(self.folder, file.name): None for file in found}
+        names = _read_json(file_inside(self.folder, INDEX)).get("weight_map")
         if not isinstance(names, dict) or not all(isinstance(file, str) for file in names.values()):
             raise UserError(f"{index} has no weight_map of names to files")
         files: dict[Path, list[str] | None] = {}
         for file in sorted(set(names.values())):
-            path = self._inside(file)
+            path = file_inside(self.folder, file)
             if not path.is_file():
                 raise UserError(f"{index} names {file}, which is missing")
             files[path] = [name for name, of in names.items() if of == file]
         return files
-
-    def _inside(self, name: str) -> Path:
-        """Return the path of a file of the folder.
-
-        The files of Hugging Face's own cache are links from snapshots/<revision> to blobs beside it.
-
-        Raises:
-            UserError: the name, or a link of this name, leads elsewhere.
-        """
-        if "\0" in name:
-            raise UserError(f"{self.folder}: {name!r} is no name of a file: refused")
-        folder = Path(os.path.realpath(self.folder))
-        path = Path(os.path.realpath(folder / name))
-        is_blob = folder.parent.name == "snapshots" and path.parent == folder.parent.parent / "blobs"
-        if name != os.path.basename(name) or name in (".", "..") or (path.parent != folder and not is_blob):
-            raise UserError(f"{self.folder}: {name} leads out of the folder: refused")
-        return folder / name
 
 
 def _read_json(file: Path) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from titanlite.convert.reader import ForeignTensor, Part, Region
 from titanlite.models.base import Model
 from titanlite.models.formats import Formats, Table
 from titanlite.runtime.errors import UserError
+from titanlite.runtime.files import file_inside
 
 PARAMS = "params.json"
 IGNORED = ("rope.freqs",)
@@ -27,7 +28,8 @@ class MetaFolder:
         self.where = str(path)
         self.folder = path.parent if path.is_file() else path
         is_part = path.is_dir() or re.fullmatch(r"consolidated\.\d+\.pth", path.name)
-        self._parts = sorted(self.folder.glob("consolidated.*.pth")) if is_part else [path]
+        parts = sorted(it.name for it in self.folder.glob("consolidated.*.pth"))
+        self._parts = [file_inside(self.folder, name) for name in parts] if is_part else [path]
 
     @staticmethod
     def matches(path: Path) -> bool:
@@ -43,7 +45,7 @@ class MetaFolder:
     def tokenizer(self) -> Path | None:
         """Return the file of the tokenizer; None if there is none."""
         file = self.folder / "tokenizer.model"
-        return file if file.is_file() else None
+        return file_inside(self.folder, file.name) if file.is_file() else None
 
     def files(self) -> list[Path]:
         """Return the files of the weights, and params.json if it is there."""
@@ -62,8 +64,10 @@ class MetaFolder:
         if not file.is_file():
             return None
         try:
-            params = json.loads(file.read_bytes())
+            params = json.loads(file_inside(self.folder, PARAMS).read_bytes())
             return _args(params, model_cls)
+        except UserError:
+            raise
         except (ValueError, TypeError, AttributeError) as error:
             raise UserError(f"{file}: {error}") from None
         except KeyError as error:

@@ -2,14 +2,13 @@
 
 import json
 import re
-import tempfile
 import warnings
 import zlib
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import tomli
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
@@ -24,7 +23,8 @@ from titanlite.checkpoint.load import find_checkpoint, stored_tensors
 from titanlite.checkpoint.manifest import Manifest
 from titanlite.checkpoint.state import difference, model_state
 from titanlite.checkpoint.storage import Storage, open_storage
-from titanlite.config.load import load, read
+from titanlite.config.foreign import read_foreign
+from titanlite.config.load import load
 from titanlite.config.schema import Config, ModelSelection
 from titanlite.convert.adapters import Adapters, MergedReader, find_adapters
 from titanlite.convert.describe import resolve_source
@@ -38,6 +38,7 @@ from titanlite.models.base import Model
 from titanlite.models.registry import ModelSpec, resolve_model
 from titanlite.parallelize.materialize import allocate, set_dtype
 from titanlite.runtime.errors import ConfigError, DamagedCheckpoint, UserError
+from titanlite.runtime.files import file_inside
 from titanlite.runtime.ranks import error_of_ranks
 
 ORIGIN = "origin.json"
@@ -52,7 +53,10 @@ class Source:
 
     spec: ModelSpec
     config: Config | None
-    """Resolved config of the run. None for weights of another program."""
+    """Config of the run: that which the user names, or the part of the checkpoint's own that runs no code. None for
+    weights of another program."""
+    refused: Mapping[str, str] = field(default_factory=dict)
+    """Options of the checkpoint's own config that name data or templates, which are not in `config`."""
     tokenizer: Tokenizer | None
     """Tokenizer of the weights. None if it cannot be loaded on this machine."""
     no_tokenizer: str = ""
@@ -73,12 +77,15 @@ class Source:
         return self.reader.read_metadata()
 
 
-def open_source(path: str, *, config: str | Path | None = None, tokenizer: str | None = None) -> Source:
+def open_source(
+    path: str, *, config: str | Path | None = None, tokenizer: str | None = None, model_file: str | None = None
+) -> Source:
     """Open a checkpoint: its folder, the folder of a run (its newest complete checkpoint), or a URL of either.
 
     Args:
-        config: config of the run, for checkpoints that do not keep it.
+        config: config of the run, for checkpoints that do not keep it, or that name code or data.
         tokenizer: replaces `data.tokenizer` of the config.
+        model_file: code of a model of the user's own. That which a checkpoint names is refused.
 
     Weights of another program are opened, too, if they describe their model or fit one flavor.
 
@@ -86,6 +93,8 @@ def open_source(path: str, *, config: str | Path | None = None, tokenizer: str |
         UserError: there is no checkpoint, it is damaged, or its model is unknown.
     """
     if (foreign := find_source(path)) is not None:
+        if model_file is not None:
+            raise UserError(f"--model-file: {path} is of another program: name a config with the model, with --config")
         return _open_foreign(foreign, config, tokenizer)
     try:
         url, folder, manifest = find_checkpoint(path)
@@ -96,7 +105,7 @@ def open_source(path: str, *, config: str | Path | None = None, tokenizer: str |
     where = storage.url_of(folder)
     adapters = find_adapters(stored, manifest.settings)
     reader = MergedReader(adapters) if adapters else stored
-    resolved = _read_config(storage, folder, manifest, config)
+    resolved, refused = _read_config(storage, folder, manifest, config, model_file)
     imported = _read_origin(storage, folder, manifest) if tokenizer is None else None
     found, reason = None, ""
     if imported is None or imported["has_tokenizer"]:
@@ -105,6 +114,7 @@ def open_source(path: str, *, config: str | Path | None = None, tokenizer: str |
     return Source(
         spec=_as_trained(_model_of(resolved.model, manifest, found, where), manifest, reader.metadata),
         config=resolved,
+        refused=refused,
         tokenizer=found,
         no_tokenizer=reason,
         where=where,
@@ -161,7 +171,9 @@ def open_teacher(path: str, config: str | None) -> Source:
     try:
         return open_source(path, config=config)
     except UserError as error:
-        raise UserError(re.sub(r"(--model, )?(--flavor, )?--config", "teacher.config", str(error))) from None
+        raise UserError(
+            re.sub(r"(--model, )?(--flavor, )?(--model-file or )?--config", "teacher.config", str(error))
+        ) from None
 
 
 def load_model(source: Source, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> Model:
@@ -208,52 +220,34 @@ def _read(source: Source, tensors: dict[str, Tensor]) -> None:
         raise UserError(str(reason)) if isinstance(reason, DamagedCheckpoint) else reason from None
 
 
-def _read_config(storage: Storage, folder: str, manifest: Manifest, given: str | Path | None) -> Config:
-    """Return the config of the run: the given one, the checkpoint's own, or that of the run's folder."""
+def _read_config(
+    storage: Storage, folder: str, manifest: Manifest, given: str | Path | None, model_file: str | None
+) -> tuple[Config, dict[str, str]]:
+    """Return the config of the run, and what was left out of it because it may be of others.
+
+    The config is the given one, the checkpoint's own, or that of the run's folder.
+    """
     where = storage.url_of(folder)
     if given is not None:
-        return load(given)
+        config = load(given)
+        model = config.model.model_copy(update={"file": model_file or config.model.file})
+        return config.model_copy(update={"model": model}), {}
     beside = Path(storage.url).parent / manifests.CONFIG
     if manifests.CONFIG in manifest.files:
         text = manifests.read_checked(storage, folder, manifests.CONFIG, manifest)
     elif "://" not in storage.url and beside.is_file():
-        text = beside.read_bytes()
+        text = file_inside(beside.parent, manifests.CONFIG).read_bytes()
     else:
         raise UserError(f"{where} was saved without its config: name that of the run, with --config")
-    _refuse_code_inside(text.decode(), storage.url, where)
-    with tempfile.TemporaryDirectory() as temporary:
-        copy = Path(temporary, manifests.CONFIG)
-        copy.write_bytes(text)
-        draft = read(copy)
-    wrong = [problem for problem in draft.problems if not problem.key or problem.key.startswith("model")]
+    try:
+        found = read_foreign(text, model_file=model_file)
+    except UserError as error:
+        raise UnsafeCheckpoint(f"{where}: {error}") from None
+    wrong = [problem for problem in found.draft.problems if not problem.key or problem.key.startswith("model")]
     if wrong:  # other options of another version or machine do not matter here
         lines = "\n".join(map(str, wrong))
         raise UserError(f"the config of {where} cannot be read:\n{lines}\nName one of the same model, with --config")
-    return draft.config
-
-
-def _refuse_code_inside(text: str, url: str, where: str) -> None:
-    """Refuse a config that would import a file which came with the checkpoint.
-
-    Runs write absolute paths, or names of modules. A relative path, or a place that the checkpoint itself is in, is
-    not of a run on this machine.
-    """
-    try:
-        file = tomli.loads(text).get("model", {}).get("file", "")
-    except (ValueError, AttributeError):
-        return  # `load` reports it
-    if not isinstance(file, str) or not file:
-        return
-    folder = None if "://" in url else Path(url).resolve()
-    if file.endswith(".py"):
-        refused = not Path(file).is_absolute() or (folder and Path(file).resolve().is_relative_to(folder))
-    else:  # a module is looked for in the current folder, too
-        refused = folder and folder.is_relative_to(Path(file.partition(".")[0]).resolve())
-    if refused:
-        raise UnsafeCheckpoint(
-            f"{where}: its config names {file}, code that came with the checkpoint: refused, nothing was run. "
-            "If you trust it, name a config with this model.file, with --config"
-        )
+    return found.draft.config, found.refused
 
 
 def _load_tokenizer(name: str, *, must_exist: bool) -> tuple[Tokenizer | None, str]:

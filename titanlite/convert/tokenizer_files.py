@@ -8,6 +8,7 @@ from typing import Any
 
 from titanlite.convert.chat import read_json
 from titanlite.data.tokenizer import LLAMA3_SPECIAL_TOKENS, LLAMA3_SPLIT, Tokenizer, find_tokenizer
+from titanlite.runtime.files import file_beside, file_inside
 
 BESIDE = (
     "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
@@ -50,6 +51,9 @@ def tokenizer_files(tokenizer: Tokenizer, *, add_bos: bool, max_length: int) -> 
     Args:
         add_bos: documents begin with the beginning-of-document token, so the tokenizer puts it before a text.
         max_length: positions of the model.
+
+    Raises:
+        UserError: a file to copy is a link that leads out of the tokenizer's folder.
     """
     path = find_tokenizer(tokenizer.name)
     if path is not None and path.suffix == ".json":
@@ -61,9 +65,8 @@ def tokenizer_files(tokenizer: Tokenizer, *, add_bos: bool, max_length: int) -> 
 
 
 def _copied(path: Path, tokenizer: Tokenizer, max_length: int) -> Files:
-    beside = {name: path.with_name(name) for name in BESIDE}
-    files = {"tokenizer.json": path.read_bytes()}
-    files |= {name: file.read_bytes() for name, file in beside.items() if file.is_file()}
+    files = {"tokenizer.json": file_inside(path.parent, path.name).read_bytes()}
+    files |= {name: file.read_bytes() for name in BESIDE if (file := file_beside(path, name))}
     if "tokenizer_config.json" in files:
         return files
     names = {token["id"]: token["content"] for token in json.loads(files["tokenizer.json"])["added_tokens"]}

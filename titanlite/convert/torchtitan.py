@@ -17,6 +17,7 @@ from titanlite.convert.reader import ForeignTensor, Part, Region
 from titanlite.models.base import Model
 from titanlite.models.formats import Formats, Table
 from titanlite.runtime.errors import UserError
+from titanlite.runtime.files import file_inside
 
 OTHER_STATES = ("optimizer", "lr_scheduler", "dataloader", "train_state")
 IGNORED = ("freqs_cis", "rope_cache")  # tables of RoPE, in checkpoints of older versions
@@ -71,7 +72,9 @@ class TorchtitanFolder:
     def _read_metadata(self) -> Metadata:
         file = self.folder / METADATA
         try:
-            found = MetadataUnpickler(io.BytesIO(file.read_bytes())).load()
+            found = MetadataUnpickler(io.BytesIO(file_inside(self.folder, METADATA).read_bytes())).load()
+        except UserError:
+            raise
         except Forbidden as error:
             message = f"{file} names {error}, which is no part of a checkpoint: refused, nothing was run"
             raise UserError(message) from None
@@ -98,10 +101,7 @@ class TorchtitanFolder:
         Raises:
             UserError: the chunk does not lie in a file of the folder.
         """
-        name = str(place.relative_path)
-        file = self.folder / name
-        if name in (".", "..") or Path(name).name != name or file.is_symlink():
-            raise UserError(f"{self.folder / METADATA} names {name}, which leads out of the folder: refused")
+        file = file_inside(self.folder, str(place.relative_path))
         if not file.is_file():
             raise UserError(f"{file} is missing")
         if not 0 <= place.offset <= place.offset + place.length <= file.stat().st_size:

@@ -14,6 +14,7 @@ import numpy as np
 from titanlite.data.pieces import CUT_RULE, joined, pieces
 from titanlite.runtime.console import install_hint
 from titanlite.runtime.errors import UserError
+from titanlite.runtime.files import file_inside
 
 LLAMA3_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|"
@@ -169,7 +170,7 @@ def find_tokenizer(name: str) -> Path | None:
         inside = [path / file for file in ("tokenizer.json", "tokenizer.model") if os.path.isfile(path / file)]
         if not inside:
             raise UserError(f"{name} has neither a tokenizer.json nor a tokenizer.model")
-        path = inside[0]
+        path = file_inside(path, inside[0].name)
     if not os.path.isfile(path):
         names = ", ".join(["bytes", *shipped])
         raise UserError(f"no file {name} (a tiktoken rank file, a tokenizer.json, or one of the names {names})")

@@ -42,6 +42,9 @@ def add_commands(titanlite: Parser) -> None:
         action="store_true",
         help="of a run: memory by phase as its first steps measured it, and the plan's",
     )
+    parser.add_argument(
+        "--run-config", metavar="FILE", help="with --memory: config of a run whose own names code; default: its own"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON, with every parameter or tensor")
 
 
@@ -82,4 +85,4 @@ def _run_memory(parser: Parser, options: Namespace, path: str) -> None:
         parser.error(f"{unused[0]} and --memory exclude each other")
     from titanlite.report.run_memory import print_memory
 
-    print_memory(Path(path), as_json=options.json)
+    print_memory(Path(path), config=options.run_config, as_json=options.json)

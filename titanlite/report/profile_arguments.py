@@ -28,6 +28,11 @@ def add_commands(titanlite: Parser) -> None:
     parser.add_argument(
         "--gpus-per-node", metavar="N", type=positive_int, help="for the plan; default: the GPUs that the rank saw"
     )
+    parser.add_argument(
+        "--config",
+        metavar="CONFIG",
+        help="config of the run, for the plan of one whose own names code; default: its own",
+    )
     parser.add_argument("--no-plan", action="store_true", help="print what was measured only, which is faster")
     parser.add_argument("--top", metavar="N", type=positive_int, default=10, help="operators to print; default: 10")
     parser.add_argument("--json", action="store_true", help="print JSON, in seconds of the whole window")
@@ -40,6 +45,7 @@ def _run(options: Namespace) -> None:
         options.folder,
         step=options.step,
         rank=options.rank,
+        config=options.config,
         gpu=options.gpu,
         gpus_per_node=options.gpus_per_node,
         with_plan=not options.no_plan,

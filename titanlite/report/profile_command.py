@@ -23,6 +23,7 @@ def main(
     *,
     step: int | None,
     rank: int,
+    config: str | None,
     gpu: str | None,
     gpus_per_node: int | None,
     with_plan: bool,
@@ -40,9 +41,9 @@ def main(
     planned, reason = None, "--no-plan"
     if with_plan:
         try:
-            planned = predict(Path(run), trace, gpu=gpu, gpus_per_node=gpus_per_node)
+            planned = predict(Path(run), trace, config=config, gpu=gpu, gpus_per_node=gpus_per_node)
         except UserError as error:
-            if gpu:
+            if gpu or config:
                 raise
             reason = str(error).partition("\n")[0]
     if as_json:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from titanlite.config.load import load
+from titanlite.config.foreign import load_of_run
 from titanlite.plan.command import share_of_process
 from titanlite.plan.estimate import Layout, plan
 from titanlite.plan.hardware import find_hardware, load_hardware
@@ -39,23 +39,24 @@ class Prediction:
         return max(0.0, 1 - self.exposed / self.communication)
 
 
-def predict(run: Path, trace: Trace, *, gpu: str | None, gpus_per_node: int | None) -> Prediction:
+def predict(run: Path, trace: Trace, *, config: str | None, gpu: str | None, gpus_per_node: int | None) -> Prediction:
     """Plan a step of a run on the hardware that a trace is of.
 
     Args:
+        config: of the run; None takes that of its folder, if it names no code.
         gpu: name or TOML file of the hardware, as for `titanlite plan`. None: the name in the trace.
         gpus_per_node: None: the GPUs that the trace's process saw.
 
     Raises:
         UserError: the hardware is not known, or the config of the run cannot be planned here.
     """
-    config = load(run / "config.toml", world_size=trace.world_size)
+    of_run = load_of_run(run, config, world_size=trace.world_size)
     hardware = load_hardware(Path(gpu)) if gpu and gpu.endswith(".toml") else find_hardware(gpu or trace.device)
     in_node = min(trace.world_size, gpus_per_node or trace.devices or trace.world_size)
     if hardware.measured:
         hardware = share_of_process(hardware, in_node)
     torch.set_num_threads(1)
-    planned = plan(config, Layout(trace.world_size, hardware, in_node))
+    planned = plan(of_run, Layout(trace.world_size, hardware, in_node))
     sizes: dict[str, int] = {}
     for (collective, _), size in planned.traffic.items():
         name = collective.replace("_", "-")

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from rich.table import Column, Table
 
-from titanlite.config.load import load
+from titanlite.config.foreign import load_of_run
 from titanlite.metrics.schema import MEMORY, find_faults
 from titanlite.plan.estimate import Layout, on_host, trace, with_vocab_size
 from titanlite.plan.hardware import find_hardware
@@ -30,22 +30,23 @@ NOTES = {
 }
 
 
-def print_memory(run: Path, *, as_json: bool) -> None:
+def print_memory(run: Path, *, config: str | None, as_json: bool) -> None:
     """Print the newest record of a run's memory, and the plan of the run's config.
 
     Args:
         run: folder of the run.
+        config: of the run; None takes that of its folder, if it names no code.
 
     Raises:
         UserError: there is no such record, it is damaged, or its config has no plan.
     """
     record = newest_record(run)
-    config = with_vocab_size(load(run / "config.toml", world_size=record["world_size"]))
+    of_run = with_vocab_size(load_of_run(run, config, world_size=record["world_size"]))
     torch.set_num_threads(1)
     on_gpu = record["source"] == "allocator"
     device = replace(find_hardware("H100"), measured=not on_gpu)  # memory depends on whether it is a GPU, not on which
-    profile = trace(config, Layout(record["world_size"], device, gpus_per_node=8)).profile
-    planned = planned_memory(profile, hidden=on_host(config) if on_gpu else [])
+    profile = trace(of_run, Layout(record["world_size"], device, gpus_per_node=8)).profile
+    planned = planned_memory(profile, hidden=on_host(of_run) if on_gpu else [])
     show({**record, "plan": planned} if as_json else memory_lines(record, planned, name=str(run)))
 
 

@@ -15,6 +15,7 @@ import tomli
 from titanlite.metrics.phase_seconds import CATEGORIES
 from titanlite.metrics.schema import LAYERS, METRICS, SAVES, SCHEMA, VALIDATION, Field
 from titanlite.runtime.errors import UserError
+from titanlite.runtime.files import file_inside
 
 logger = logging.getLogger(__name__)
 
@@ -67,7 +68,8 @@ def read_run(path: Path) -> RunRecords:
     """Read the folder of a run. The last line of a file may be half written: the run may still train.
 
     Raises:
-        UserError: the folder is no run, has no records yet, or records of another schema.
+        UserError: the folder is no run, has no records yet, or records of another schema, or a file is a link that
+            leads out of it.
     """
     if not path.is_dir():
         raise UserError(f"no folder {path}: name the folder of a run, such as outputs/debug")
@@ -75,7 +77,7 @@ def read_run(path: Path) -> RunRecords:
         inside = sorted(found.parent.name for found in path.glob("*/metrics.jsonl"))
         advice = f": name one of {', '.join(inside)} in it" if inside else ""
         raise UserError(f"{path} is no folder of a run, or has no metrics.jsonl yet{advice}")
-    files = {name: _read_lines(path / f"{name}.jsonl", fields) for name, fields in FILES.items()}
+    files = {name: _read_lines(file_inside(path, f"{name}.jsonl"), fields) for name, fields in FILES.items()}
     metrics, _ = files["metrics"]
     if not metrics:
         raise UserError(f"{path}/metrics.jsonl has no records yet")
@@ -84,7 +86,7 @@ def read_run(path: Path) -> RunRecords:
             f"{path}/metrics.jsonl has records of schema {other.get('schema', 1)}, of another version of titanlite, "
             f"and this one reads {SCHEMA}"
         )
-    run = _read_json(path / "run.json")
+    run = _read_json(file_inside(path, "run.json"))
     starts = run.get("starts")
     return RunRecords(
         name=Path(os.path.abspath(path)).name,
@@ -96,7 +98,7 @@ def read_run(path: Path) -> RunRecords:
         saves=files["checkpoints"][0],
         skipped=files["skipped"][0],
         layers=files["layers"][0],
-        config=_read_config(path / "config.toml"),
+        config=_read_config(file_inside(path, "config.toml")),
         damaged=sum(damaged for _, damaged in files.values()),
     )
 

@@ -15,6 +15,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO
 
+from titanlite.runtime.errors import UserError
+
 PLAIN_NAME = re.compile(r"[\w.-]+", re.ASCII)
 """Letters, digits, dots and dashes: what titanlite's own names of files and runs consist of."""
 
@@ -44,6 +46,36 @@ def checked_name(name: object) -> str:
     if not isinstance(name, str) or not PLAIN_NAME.fullmatch(name) or ".." in name or name == ".":
         raise ValueError(f"{name!r} is not a name")
     return name
+
+
+def file_inside(folder: Path, name: object) -> Path:
+    """Return the path of a file in a folder of others: of weights, a tokenizer, a template, a config, a record.
+
+    The files of Hugging Face's own cache are links from snapshots/<revision> to blobs beside it.
+
+    Args:
+        name: as another file of the folder, or titanlite, gives it.
+
+    Raises:
+        UserError: it is no name, or the name or a link of this name leads elsewhere.
+    """
+    if not isinstance(name, str) or not name or "\0" in name:
+        raise UserError(f"{folder}: {name!r} is no name of a file: refused")
+    real = Path(os.path.realpath(folder))
+    path = Path(os.path.realpath(folder / name))
+    is_blob = real.parent.name == "snapshots" and path.parent == real.parent.parent / "blobs"
+    if name != os.path.basename(name) or name in (".", "..") or (path.parent != real and not is_blob):
+        raise UserError(f"{folder}: {name!r} leads out of the folder: refused")
+    return folder / name
+
+
+def file_beside(path: Path, name: str) -> Path | None:
+    """Return a file that lies beside another in a folder of others; None if there is none.
+
+    Raises:
+        UserError: it is a link that leads out of the folder.
+    """
+    return file_inside(path.parent, name) if path.with_name(name).is_file() else None
 
 
 def write_atomically(path: Path, text: str, *, mode: int = 0o666) -> None:

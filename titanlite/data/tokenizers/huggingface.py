@@ -13,6 +13,7 @@ from tokenizers import Tokenizer as FastTokenizer
 
 from titanlite.data.pieces import CUT_RULE, joined, pieces
 from titanlite.runtime.errors import UserError
+from titanlite.runtime.files import file_beside
 
 BOS_NAMES = ("<|begin_of_text|>", "<s>", "<bos>", "<|startoftext|>", "<｜begin▁of▁sentence｜>")  # noqa: RUF001
 EOS_NAMES = ("<|end_of_text|>", "<|endoftext|>", "</s>", "<eos>", "<｜end▁of▁sentence｜>", "<|im_end|>")  # noqa: RUF001
@@ -108,8 +109,8 @@ def _missing_tokens(path: Path, spec: dict[str, Any], vocab: dict[str, int]) -> 
 
     They get the next free ids, as transformers gives them, in the order of the ids that the file states.
     """
-    beside = path.with_name("tokenizer_config.json")
-    stated = _read_json(beside)[1].get("added_tokens_decoder") or {} if beside.is_file() else {}
+    beside = file_beside(path, "tokenizer_config.json")
+    stated = _read_json(beside)[1].get("added_tokens_decoder") or {} if beside else {}
     tokens = [stated[key] for key in sorted(stated, key=int) if stated[key]["content"] not in vocab]
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized", "special"), False)
     first = max(vocab.values()) + 1
@@ -119,8 +120,8 @@ def _missing_tokens(path: Path, spec: dict[str, Any], vocab: dict[str, int]) -> 
 def _document_end(key: str, path: Path, vocab: dict[str, int], names: list[str]) -> int | None:
     """Return the id of bos_token or eos_token. null in a file means that there is none."""
     for file in ("tokenizer_config.json", "special_tokens_map.json", "config.json"):
-        beside = path.with_name(file)
-        about = _read_json(beside)[1] if beside.is_file() else {}
+        beside = file_beside(path, file)
+        about = _read_json(beside)[1] if beside else {}
         if key in about:
             token = about[key]["content"] if isinstance(about[key], dict) else about[key]
             found = vocab.get(token)
