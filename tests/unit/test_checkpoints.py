@@ -11,7 +11,7 @@ import time
 import zlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -712,6 +712,49 @@ def test_a_run_whose_checkpoints_are_in_a_store_that_fails_now_and_then(tiny: Ti
         assert Flaky.failures > 3
     finally:
         Flaky.store.clear()
+
+
+class ShortReads(ObjectStorage):
+    """Reads of some files lack their last byte."""
+
+    of: ClassVar[list[str]] = []
+    calls = 0
+
+    def read(self, name: str, start: int = 0, size: int | None = None) -> bytes:
+        data = super().read(name, start, size)
+        is_short = any(re.search(pattern, name) for pattern in ShortReads.of)
+        ShortReads.calls += is_short
+        return data[:-1] if is_short else data
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("file", ["manifest.json", r"\.metadata", "checksums.json", "__0_0.distcp"])
+def test_a_store_that_returns_too_few_bytes_costs_no_checkpoint(
+    tiny: TinyRun, monkeypatch: pytest.MonkeyPatch, warnings: Callable[[], list[str]], file: str
+) -> None:
+    """One short read is read again; short reads of one checkpoint quarantine it, those of two are the store's."""
+    store = ["--checkpoint.folder=memory://short/run", "--checkpoint.interval=1", "--checkpoint.keep_latest_k=0"]
+    monkeypatch.setattr("titanlite.build.open_storage", ShortReads)
+    storage, good = open_storage("memory://short/run"), [folder_name(step) for step in (1, 2, 3)]
+    try:
+        trained(tiny.config("--training.steps=3", *store))
+        monkeypatch.setattr(ShortReads, "of", [file])
+        monkeypatch.setattr(ShortReads, "calls", 0)
+        with pytest.raises(RunError) as caught:
+            trained(tiny.config("--training.steps=4", *store))
+        assert re.match(
+            rf"(rank 0: )?memory://short/run/step-00000002/{file}: \d+ of \d+ bytes arrived, twice", str(caught.value)
+        )
+        assert str(caught.value).endswith("so no checkpoint is taken for damaged: all count. Start again when it works")
+        assert ShortReads.calls == 4  # two of the newest, two of the one before
+        assert [name for name, files in sorted(storage.list().items()) if "manifest.json" in files] == good
+        assert not [name for files in storage.list().values() for name in files if "damaged" in name]
+        monkeypatch.setattr(ShortReads, "of", [f"{good[2]}/{file}"])
+        assert trained(tiny.config("--training.steps=2", *store))
+        assert any(f"damaged checkpoint: memory://short/run/{good[2]}" in text for text in warnings())
+        assert [name for name, files in sorted(storage.list().items()) if "manifest.json" in files] == good[:2]
+    finally:
+        storage.fs.store.clear()  # pyright: ignore
 
 
 @pytest.mark.long

@@ -105,14 +105,16 @@ class ShardReader(RankReader):
         info = self.metadata.storage_data[index]
         name = f"{self.folder}/{info.relative_path}"
         where = f"{self.storage.url_of(name)} ({index.fqn})"
-        try:
-            data = self.storage.read(name, info.offset, info.length)
-        except FileNotFoundError:
-            raise DamagedCheckpoint(f"{where} is missing") from None
         ends = self.ends.get(info.relative_path, {})
         before, after = ends.get(info.offset), ends.get(info.offset + info.length)
-        if before is None or zlib.crc32(data, before) != after:
-            raise DamagedCheckpoint(f"{where}: wrong checksum")
+
+        def is_right(data: bytes) -> bool:
+            return before is not None and zlib.crc32(data, before) == after
+
+        try:
+            data = self.storage.read_exactly(name, info.offset, info.length, is_right, f"{where}: wrong checksum")
+        except FileNotFoundError:
+            raise DamagedCheckpoint(f"{where} is missing") from None
         try:
             tensor = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
         except pickle.UnpicklingError:

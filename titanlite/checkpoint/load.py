@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -21,7 +21,7 @@ from titanlite.checkpoint.state import Difference, State, check_settings, differ
 from titanlite.checkpoint.storage import MANIFEST, Storage, open_storage
 from titanlite.config.schema import Checkpoint
 from titanlite.optim.quantized import MIN_ELEMENTS
-from titanlite.runtime.errors import DamagedCheckpoint, UserError
+from titanlite.runtime.errors import DamagedCheckpoint, RunError, ShortRead, UserError
 from titanlite.runtime.ranks import error_of_ranks, on_all, on_rank_0
 
 logger = logging.getLogger(__name__)
@@ -55,12 +55,15 @@ class Loader:
         self.storage = storage
         self.group = group
         self.settings = settings
+        self._short: tuple[int, ShortRead] | None = None
+        """Step of a checkpoint that was quarantined because too few bytes arrived."""
 
     def find(self) -> Manifest | None:
         """Return the newest complete checkpoint; None if there is none. Quarantine damaged ones, with a warning.
 
         Raises:
             UserError: only damaged checkpoints are left, the one that load_step names is damaged, or settings changed.
+            RunError: the store returns less than it lists, of more than one checkpoint. All of them count then.
         """
         return on_rank_0(self.group, self._find)
 
@@ -166,7 +169,7 @@ class Loader:
         for step in reversed(steps):
             folder = folder_name(step)
             try:
-                manifest = manifests.read_manifest(self.storage, folder)
+                manifest = manifests.read_manifest(self.storage, folder, size=listing[folder][MANIFEST])
                 manifests.check_sizes(self.storage, folder, manifest, listing[folder])
             except DamagedCheckpoint as damage:
                 self._quarantine(step, damage)
@@ -179,6 +182,8 @@ class Loader:
             if manifest.run_id != self.storage.owner:
                 logger.warning(f"{where} was saved by another run (id {manifest.run_id}); this run resumes from it")
             return manifest
+        if self._short:
+            self._blame_store(self._short[1])
         if aside:
             raise UserError(
                 f"no good checkpoint is left in {self.storage.url} (damaged: {', '.join(sorted(aside))}). Restore one, "
@@ -214,8 +219,21 @@ class Loader:
     def _quarantine(self, step: int, damage: DamagedCheckpoint) -> None:
         if step == self.config.load_step:
             raise UserError(f"checkpoint.load_step names a damaged checkpoint: {damage}")
+        if isinstance(damage, ShortRead):
+            if self._short:
+                self._blame_store(damage)
+            self._short = step, damage
         logger.warning(f"damaged checkpoint: {damage}. It no longer counts; resuming from the one before")
         self.storage.quarantine(folder_name(step), DAMAGED)
+
+    def _blame_store(self, damage: ShortRead) -> NoReturn:
+        """End the run: not one of several checkpoints can be read whole. The one that was quarantined counts again."""
+        assert self._short
+        self.storage.restore(folder_name(self._short[0]), DAMAGED)
+        raise RunError(
+            f"{damage}, and no other checkpoint arrives whole. {self.storage.url} returns other sizes than it lists, "
+            "so no checkpoint is taken for damaged: all count. Start again when it works"
+        )
 
     def _open(self, storage: Storage, folder: str, manifest: Manifest) -> ShardReader:
         opened: list[ShardReader] = []

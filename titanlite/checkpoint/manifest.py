@@ -121,19 +121,21 @@ def without_manifest(listing: dict[str, dict[str, int]], *, since: int) -> list[
     return [folder for folder, step in steps.items() if step is not None and step > since]
 
 
-def read_manifest(storage: Storage, folder: str, file: str = MANIFEST) -> Manifest:
+def read_manifest(storage: Storage, folder: str, file: str = MANIFEST, *, size: int | None = None) -> Manifest:
     """Read and check a manifest.
 
     Args:
         file: its name, another one if the checkpoint is quarantined.
+        size: its bytes, as the storage lists them.
 
     Raises:
+        ShortRead: another number of bytes arrived.
         DamagedCheckpoint: the manifest has changed since it was written, or is of another folder.
         UserError: the manifest has another format.
     """
     name = f"{folder}/{file}"
     try:
-        text = storage.read(name)
+        text = storage.read(name) if size is None else storage.read_exactly(name, 0, size, lambda _: True, "")
     except FileNotFoundError as error:
         raise DamagedCheckpoint(f"{storage.url_of(name)}: {error}") from None
     try:
@@ -174,12 +176,14 @@ def read_checked(storage: Storage, folder: str, name: str, manifest: Manifest) -
     """Read a whole small file.
 
     Raises:
+        ShortRead: another number of bytes arrived.
         DamagedCheckpoint: the file has changed since it was written.
     """
-    data = storage.read(f"{folder}/{name}")
-    if name not in manifest.files or _crc32(data) != manifest.files[name].crc32:
-        raise DamagedCheckpoint(f"{storage.url_of(f'{folder}/{name}')}: its checksum is not that of the manifest")
-    return data
+    damage = f"{storage.url_of(f'{folder}/{name}')}: its checksum is not that of the manifest"
+    if name not in manifest.files:
+        raise DamagedCheckpoint(damage)
+    record = manifest.files[name]
+    return storage.read_exactly(f"{folder}/{name}", 0, record.size, lambda data: _crc32(data) == record.crc32, damage)
 
 
 def verify(

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
 from titanlite.runtime import retry
+from titanlite.runtime.errors import DamagedCheckpoint, ShortRead
 
 T = TypeVar("T")
 MANIFEST = "manifest.json"
@@ -53,6 +54,26 @@ class Storage(ABC):
     @abstractmethod
     def read(self, name: str, start: int = 0, size: int | None = None) -> bytes:
         """Return `size` bytes of a file from `start` on; all of them by default."""
+
+    def read_exactly(self, name: str, start: int, size: int, is_right: Callable[[bytes], bool], damage: str) -> bytes:
+        """Return `size` bytes of a file from `start` on. They are read again if they are not right.
+
+        Args:
+            is_right: returns whether they are right.
+            damage: text of the error if they are not.
+
+        Raises:
+            ShortRead: another number of bytes arrived, twice.
+            DamagedCheckpoint: they are not right, twice.
+        """
+        data = self.read(name, start, size)
+        if len(data) != size or not is_right(data):
+            data = self.read(name, start, size)
+        if len(data) != size:
+            raise ShortRead(f"{self.url_of(name)}: {len(data)} of {size} bytes arrived, twice")
+        if not is_right(data):
+            raise DamagedCheckpoint(damage)
+        return data
 
     @abstractmethod
     def create(self, name: str) -> contextlib.AbstractContextManager[BinaryIO]:
@@ -219,12 +240,10 @@ class ObjectStorage(Storage):
             hasty.delete(folder)
 
     def quarantine(self, folder: str, reason: str) -> None:
-        self._put(f"{folder}/{MANIFEST}.{reason}", self.read(f"{folder}/{MANIFEST}"))
-        self._remove(folder, [MANIFEST])
+        self._rename(folder, MANIFEST, f"{MANIFEST}.{reason}")
 
     def restore(self, folder: str, reason: str) -> None:
-        self._put(f"{folder}/{MANIFEST}", self.read(f"{folder}/{MANIFEST}.{reason}"))
-        self._remove(folder, [f"{MANIFEST}.{reason}"])
+        self._rename(folder, f"{MANIFEST}.{reason}", MANIFEST)
 
     def delete(self, folder: str) -> None:
         names = [*self.list().get(folder, {})]
@@ -252,6 +271,12 @@ class ObjectStorage(Storage):
 
     def _put(self, name: str, data: bytes) -> None:
         self._in_time(lambda: self.fs.pipe_file(f"{self.root}/{name}", data), name)
+
+    def _rename(self, folder: str, name: str, new: str) -> None:
+        """Rename a file. The store copies it: what a read returns may not be the whole of it."""
+        path = f"{self.root}/{folder}"
+        self._in_time(lambda: self.fs.cp_file(f"{path}/{name}", f"{path}/{new}"), f"{folder}/{new}")
+        self._remove(folder, [name])
 
     def _remove(self, folder: str, names: "list[str]") -> None:
         for name in names:

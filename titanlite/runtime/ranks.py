@@ -48,7 +48,9 @@ def error_of_ranks(error: CheckpointException) -> Exception:
             if isinstance(failure, first):
                 return failure
     rank, failure = next(iter(failures.items()))
-    return RunError(f"rank {rank}: {failure}" if isinstance(failure, OSError) else f"rank {rank}: {failure!r}")
+    return RunError(
+        f"rank {rank}: {failure}" if isinstance(failure, OSError | RunError) else f"rank {rank}: {failure!r}"
+    )
 
 
 def gather(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
