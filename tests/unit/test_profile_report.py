@@ -273,8 +273,7 @@ def test_the_prediction_of_a_run_with_collectives(gpu: str, tiny: TinyRun) -> No
     machine = run / "machine.toml"
     rates = dict.fromkeys(("memory", "bf16_flops", "fp32_flops", "memory_bandwidth"), 1e11) | {"link_bandwidth": 1e8}
     text = "".join(f"{key} = {value}\n" for key, value in rates.items()) + "network_bandwidth = 1e9\n"
-    machine.write_text('base = "cpu"
-' + text)
+    machine.write_text('base = "cpu"\n' + text)
     found = predict(run, trace, config=None, gpu=str(machine) if gpu == "calibrated" else gpu, gpus_per_node=None)
     assert found.bytes["all-gather"] > found.bytes["reduce-scatter"] // 2 > 0
     if gpu == "cpu":
