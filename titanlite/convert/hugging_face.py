@@ -49,13 +49,15 @@ class HuggingFaceFolder:
         """
         model_type = self._config().get("model_type")
         tables = {it.formats.hugging_face.model_type: name for name, it in MODELS.items() if it.formats.hugging_face}
-        if model_type is not None and model_type not in tables:
+        if model_type is None:
+            return None
+        if not isinstance(model_type, str) or model_type not in tables:
             known = ", ".join(tables)
             raise UserError(
                 f"{self.folder} is a model of type {model_type!r}, and titanlite has {known}: for a model of your own, "
                 "name its config (--config)"
             )
-        return tables.get(model_type)
+        return tables[model_type]
 
     def tokenizer(self) -> Path | None:
         """Return the file of the tokenizer; None if there is none that titanlite reads."""
