@@ -152,6 +152,8 @@ def table(compared: Compared) -> Iterator[str]:
     """Yield the lines of the table by block: largest absolute difference, and largest relative norm of a difference."""
     blocks: dict[str, dict[str, list[Difference]]] = {}
     for it in compared.differences:
+        if it.direction == "before":
+            continue
         blocks.setdefault(_block(it.name), {}).setdefault(it.direction, []).append(it)
     yield _row("block", [f"{it} {what}" for it in DIRECTIONS for what in ("max abs", "relative")])
     for block, by_direction in blocks.items():
