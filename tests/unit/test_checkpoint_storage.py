@@ -1,6 +1,7 @@
 """Checkpoints that count: commit protocol, manifest, damage and retention, on disk and in object stores."""
 
 import json
+import logging
 import os
 import re
 import time
@@ -114,6 +115,29 @@ def test_saving_a_step_again_replaces_it(storage: Storage) -> None:
         "__0_0.distcp",
         MANIFEST,
     ]
+
+
+@pytest.mark.parametrize("kind", ["a link that leads to itself", "a link to a folder", "a file"])
+def test_what_is_no_folder_in_the_place_of_a_checkpoint_is_put_aside(
+    tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("titanlite"), "propagate", True)
+    place, other = tmp_path / "run" / folder_name(1), tmp_path / "other"
+    place.parent.mkdir()
+    other.mkdir()
+    if kind == "a file":
+        place.touch()
+    else:
+        place.symlink_to(place if kind == "a link that leads to itself" else other)
+    storage = open_storage(str(tmp_path / "run"), owner="me")
+    save(storage, 1)
+    assert steps(storage) == [1]
+    assert sorted(os.listdir(tmp_path / "run")) == [folder_name(1), f"{folder_name(1)}.damaged-1"]
+    assert other.is_dir()
+    [record] = caplog.records
+    assert record.message == (
+        f"{place} is no folder of a checkpoint: it is now {folder_name(1)}.damaged-1, and {folder_name(1)} is saved"
+    )
 
 
 def test_a_quarantined_checkpoint_is_not_swept(storage: Storage) -> None:

@@ -1,12 +1,13 @@
 """Weights of Hugging Face, torchtitan and Meta, read into our models on one process."""
 
 import json
+import os
 import pickle
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -28,6 +29,7 @@ from tests.helpers import TinyRun
 from tests.whole_runs import trained
 from titanlite.checkpoint.state import model_state
 from titanlite.config.load import load
+from titanlite.convert.hugging_face import HuggingFaceFolder
 from titanlite.convert.meta import MetaFolder
 from titanlite.convert.reader import ForeignReader
 from titanlite.convert.weights import find_flavor, open_weights
@@ -425,3 +427,10 @@ def test_the_example_continues_the_released_model(tmp_path: Path, monkeypatch: p
     path = str(config.checkpoint.initial_load_path)
     with pytest.raises(UserError, match=r"models/Qwen3-0\.6B has no \*\.safetensors$"):
         open_weights(path, spec, [])
+
+
+def test_a_named_pipe_in_place_of_weights_is_refused(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "model.safetensors")
+    with pytest.raises(UserError) as caught:
+        HuggingFaceFolder(tmp_path).tensors(cast(Any, None), {})
+    assert str(caught.value) == f"{tmp_path}/model.safetensors is not a file"

@@ -10,7 +10,16 @@ import torch.distributed as dist
 
 from tests.helpers import TinyRun
 from titanlite import cli
-from titanlite.runtime.restarts import COUNTERS, CrashLoop, RunEnd, begin_start, check_progress, end_last, is_automatic
+from titanlite.runtime.restarts import (
+    COUNTERS,
+    CrashLoop,
+    RunEnd,
+    are_starts,
+    begin_start,
+    check_progress,
+    end_last,
+    is_automatic,
+)
 
 RESTARTED = {"SLURM_RESTART_COUNT": "2"}
 
@@ -31,6 +40,26 @@ def test_restarts_are_automatic_by_what_counts_them() -> None:
     assert not is_automatic(dict.fromkeys(COUNTERS, "0"))
     for name in COUNTERS:
         assert is_automatic({name: "1"})
+
+
+@pytest.mark.parametrize(
+    ("starts", "right"),
+    [
+        ([], True),
+        (
+            [{}, {"step": None}, {"step": 4, "end": {"code": 1, "reason": "x", "step": 4}}, {"end": {"code": None}}],
+            True,
+        ),
+        *((odd, False) for odd in (None, {}, ["x"], [None], [1], [[]], [{"end": None}], [{"end": 3}], [{"step": "a"}])),
+        ([{"end": {"code": "1"}}], False),
+    ],
+)
+def test_odd_starts_are_damage(starts: Any, right: bool) -> None:
+    """What passes needs no further check after a restart by Slurm."""
+    assert are_starts(starts) == right
+    if right:
+        end_last(starts, {"TITANLITE_LAST_END": "x"})
+        check(starts, environ={"SLURM_RESTART_COUNT": "2"})
 
 
 def test_restarts_without_progress_stop() -> None:

@@ -217,6 +217,26 @@ def test_a_full_disk_under_records_stops_neither_training_nor_checkpoints(
     assert sorted(text.partition(" ")[0] for text in full) == sorted(str(run.folder.path / name) for name in names)
 
 
+def test_a_run_whose_folder_is_away_ends_at_the_next_record(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    (folder / "logs").mkdir(parents=True)
+    (folder / "run.json").touch()
+    file = RecordFile(folder / "metrics.jsonl", 0)
+    file.write({"step": 1})
+    (folder / "metrics.jsonl").unlink()  # somebody tidies up: it is begun anew
+    file.write({"step": 2})
+    assert [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()] == [2]
+    folder.rename(tmp_path / "renamed")
+    (folder / "checkpoints").mkdir(parents=True)  # by a save
+    with pytest.raises(UserError) as caught:
+        file.write({"step": 3})
+    assert str(caught.value) == (
+        f"{folder} was renamed or deleted while this run trains in it. Move it back, and start again: the run resumes "
+        "from its newest checkpoint"
+    )
+    assert os.listdir(folder) == ["checkpoints"]
+
+
 LIMITED = """
 import logging, resource, sys
 from pathlib import Path

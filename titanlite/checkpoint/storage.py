@@ -8,6 +8,7 @@ rename, by writing the manifest.
 import contextlib
 import copy
 import errno
+import logging
 import os
 import shutil
 from abc import ABC, abstractmethod
@@ -17,6 +18,9 @@ from typing import Any, BinaryIO, TypeVar
 
 from titanlite.runtime import retry
 from titanlite.runtime.errors import DamagedCheckpoint, ShortRead
+from titanlite.runtime.files import quarantine_path
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 MANIFEST = "manifest.json"
@@ -151,8 +155,12 @@ class LocalStorage(Storage):
         with self.create(f"{staging.name}/{MANIFEST}") as file:
             file.write(manifest)
         sync_folder(staging)
-        if final.exists():  # quarantined, or saved again
+        if final.is_dir() and not final.is_symlink():  # quarantined, or saved again
             self.delete(folder)
+        elif os.path.lexists(final):
+            damaged = quarantine_path(final)
+            os.rename(final, damaged)
+            logger.warning(f"{final} is no folder of a checkpoint: it is now {damaged.name}, and {folder} is saved")
         os.rename(staging, final)
         sync_folder(self.root)
 

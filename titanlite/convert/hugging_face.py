@@ -152,6 +152,8 @@ def _read_json(file: Path) -> dict[str, Any]:
 
 
 def _open(path: Path, names: list[str] | None) -> list[ForeignTensor]:
+    if path.exists() and not path.is_file():  # a named pipe would be waited for
+        raise UserError(f"{path} is not a file")
     try:
         file = safe_open(path, framework="pt")
     except (SafetensorError, OSError) as error:

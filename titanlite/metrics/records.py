@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from titanlite.metrics.schema import SCHEMA
+from titanlite.runtime.errors import UserError
 from titanlite.runtime.files import quarantine_path
 
 logger = logging.getLogger(__name__)
@@ -48,9 +49,14 @@ class RecordFile:
                 logger.warning(f"{path} cannot be cleaned: {error.strerror}. Records of later steps stay in it")
 
     def write(self, record: dict[str, Any]) -> None:
-        """Append a record, with its time and the schema. JSON has no NaN and no infinity: they become null."""
+        """Append a record, with its time and the schema. JSON has no NaN and no infinity: they become null.
+
+        Raises:
+            UserError: the folder of the run was renamed or deleted.
+        """
         record = {"schema": SCHEMA, **record, "time": round(self._clock(), 3)}
         self._waiting.append(json.dumps(_finite(record)).encode() + b"\n")
+        self._notice_lost_file()
         try:
             self._flush()
         except OSError as error:
@@ -65,6 +71,18 @@ class RecordFile:
             if self._is_failing:
                 logger.warning(f"{self.path} is written again, with all records since")
             self._is_failing = False
+
+    def _notice_lost_file(self) -> None:
+        """Begin the file anew if someone has deleted it; end the run if its whole folder is away."""
+        if self._file is None or os.path.lexists(self.path):
+            return
+        self.close()
+        folder = self.path.parent
+        if not (os.path.lexists(folder / "run.json") or os.path.lexists(folder / "logs")):
+            raise UserError(
+                f"{folder} was renamed or deleted while this run trains in it. Move it back, and start again: the run "
+                "resumes from its newest checkpoint"
+            )
 
     def close(self) -> None:
         if self._file:

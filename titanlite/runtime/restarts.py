@@ -60,6 +60,17 @@ def is_own(starts: Sequence[Start]) -> bool:
     return bool(starts) and starts[-1].items() >= own.items() and "end" not in starts[-1]
 
 
+def are_starts(value: object) -> bool:
+    """Return whether a value of run.json is a list of records of starts, with the entries that code relies on."""
+    return isinstance(value, list) and all(
+        isinstance(start, dict)
+        and isinstance(start.get("step"), int | None)
+        and isinstance(end := start.get("end", {}), dict)
+        and isinstance(end.get("code"), int | None)
+        for start in value
+    )
+
+
 def end_last(starts: Sequence[Start], environ: Mapping[str, str]) -> None:
     """Complete the record of the last start with what run_train.sh knows of its end.
 

@@ -27,7 +27,7 @@ from titanlite.runtime.errors import UserError
 from titanlite.runtime.files import FileLocked, checked_name, lock_file, quarantine_path, write_atomically
 from titanlite.runtime.process_group import Ranks
 from titanlite.runtime.raw_output import copy_output
-from titanlite.runtime.restarts import CrashLoop, begin_start, check_progress, end_last, is_own
+from titanlite.runtime.restarts import CrashLoop, are_starts, begin_start, check_progress, end_last, is_own
 from titanlite.runtime.secrets import hide_secrets
 
 logger = logging.getLogger(__name__)
@@ -244,7 +244,7 @@ def _read_run(path: Path, newest_saved: NewestSaved = lambda run: (0, None)) -> 
         run_id = checked_name(run.get("id"))  # it becomes part of paths
     except ValueError:
         run_id = None
-    if run_id and isinstance(run.get("starts"), list):
+    if run_id and are_starts(run.get("starts")):
         return run
     damaged = quarantine_path(record)
     record.rename(damaged)
