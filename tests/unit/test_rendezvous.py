@@ -187,9 +187,14 @@ def free_port() -> int:
 @pytest.mark.long
 @pytest.mark.parametrize("ended", ["closed", "gone", "unreachable"])
 def test_the_workers_end_some_time_after_those_of_another_machine(
-    ended: str, network: Network, tmp_path: Path, environ: None, monkeypatch: pytest.MonkeyPatch
+    ended: str,
+    network: Network,
+    tmp_path: Path,
+    environ: None,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    port = free_port()
+    port, end = free_port(), attempt(tmp_path) / "code"
     here = machine(network, f"127.0.0.1:{port}", least=1)
     here.folder, here.max_restarts = tmp_path, 3
     here.next_rendezvous()
@@ -204,8 +209,10 @@ def test_the_workers_end_some_time_after_those_of_another_machine(
         monkeypatch.setattr(rendezvous, "GRACE_SECONDS", 0)
         is_over = ended != "unreachable"  # there the store does not answer, and may again
         assert here.num_nodes_waiting() == int(is_over)
+    assert read_end(end)[0] == (1 if is_over else None), "the workers know that SIGTERM is no request to stop"
     if is_over:
-        with pytest.raises(FinalEnd, match="of another machine"):
+        assert "error: the processes of another machine have ended" in capsys.readouterr().err
+        with pytest.raises(FinalEnd):
             here.next_rendezvous()
 
 

@@ -106,8 +106,8 @@ def _launch(nodes: str, processes: int, endpoint: str, restarts: int, words: lis
         return 0
     except SignalException:
         code = STOPPED
-    except FinalEnd as end:
-        failure, code = str(end), FAILED
+    except FinalEnd:
+        code = FAILED
     except ChildFailedError as error:
         rank, first = error.get_first_failure()
         failure = f"rank {rank} (process {first.pid}) {_ending(first.exitcode)}, without an error of its own"

@@ -45,6 +45,9 @@ GRACE_SECONDS = 10.0
 """Time in which workers end by themselves after those of another machine have ended."""
 
 
+OVER = "the processes of another machine have ended, see its output"
+
+
 class FinalEnd(Exception):
     """End of the workers that no restart may follow."""
 
@@ -109,10 +112,11 @@ class Rendezvous(DynamicRendezvousHandler):
             FinalEnd: they must not.
         """
         code, reason = read_end(newest_end(self.folder))
-        if self._machines_waiting or (self.num_nodes_waiting() and not self._is_over()):
+        waiting = self._machines_waiting or self.num_nodes_waiting()
+        if self._is_over():
+            raise FinalEnd
+        if waiting:
             line = "the number of machines changes"  # torchrun itself has ended the workers
-        elif self._is_over():
-            raise FinalEnd("the processes of another machine have ended")
         elif code not in (None, FAILED):
             raise FinalEnd
         else:
@@ -133,6 +137,9 @@ class Rendezvous(DynamicRendezvousHandler):
             self._asking = Thread(target=self._ask, daemon=True)
             self._asking.start()
         self._asking.join(ANSWER_SECONDS)
+        if self._is_over() and not (end := newest_end(self.folder)).exists():
+            end.write_text(f"{FAILED}\n{OVER}")  # so that SIGTERM is no request to stop
+            print(f"error: {OVER}", file=sys.stderr, flush=True)
         return self._machines_waiting or int(self._is_over())
 
     def _is_over(self) -> bool:
