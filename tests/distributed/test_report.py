@@ -51,5 +51,18 @@ def test_the_page_in_a_browser(theme: str, tmp_path: Path) -> None:
     assert phases[0] == [8 / 3600, 8 / 3600]
     assert "done </script><b>" in shown.stdout.replace("&lt;", "<").replace("&gt;", ">")
     assert "http://" not in page(runs).partition('id="report"')[2].replace("http://www.w3.org", "")
+    # On a phone nothing of two runs is cut: what the frame of 390 pixels says of itself is read from the outer page.
+    tell = (
+        "const cards = [...document.querySelectorAll('.card')];"
+        "parent.postMessage(Math.max(...cards.map(it => it.scrollWidth - it.clientWidth)), '*')"
+    )
+    (tmp_path / "phone.html").write_text(page(runs).replace("</body>", f"<script>{tell}</script></body>"))
+    (tmp_path / "frame.html").write_text(
+        "<body><script>addEventListener('message', event => { document.body.dataset.cut = event.data; })</script>"
+        "<iframe src=phone.html width=390 height=900></iframe></body>"
+    )
+    frame = [*words, "--dump-dom", f"file://{tmp_path}/frame.html"]
+    shown = subprocess.run(frame, capture_output=True, text=True, timeout=110, check=True)
+    assert 'data-cut="0"' in shown.stdout
     subprocess.run([*words, f"--screenshot={picture}", f"file://{file}"], capture_output=True, timeout=110, check=True)
     assert len(picture.read_bytes()) > 30_000
