@@ -1,6 +1,7 @@
 """Loggers of other programs get each step once, under the id of the run."""
 
 import json
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 from tests.helpers import TinyRun
 from titanlite.config.load import dump
 from titanlite.metrics.loggers import BUILT_IN, Loggers, check_logger
+from titanlite.runtime.console import install_hint
 from titanlite.runtime.errors import UserError
 
 RUN_ID = "0123456789abcdef0123456789abcdef"
@@ -105,5 +107,5 @@ def test_a_logger_that_cannot_be_made_is_one_line(name: str, message: str) -> No
 
 def test_an_extra_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("titanlite.metrics.loggers.find_spec", lambda name: None)
-    with pytest.raises(UserError, match=r"^wandb is not installed: pip install 'titanlite\[wandb\]'$"):
+    with pytest.raises(UserError, match=f"^{re.escape('wandb is not installed: ' + install_hint('wandb'))}$"):
         check_logger("wandb")
