@@ -1,6 +1,7 @@
 """Float8: layers that are converted, reasons of those that are not, refusals, and training."""
 
 import logging
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,7 @@ from titanlite.parallelize.float8 import check_float8, choose_layers, convert_to
 from titanlite.plan.estimate import Layout
 from titanlite.plan.hardware import find_hardware
 from titanlite.plan.search import _Search
+from titanlite.runtime.console import install_hint
 from titanlite.runtime.errors import UserError
 
 LARGE = Llama3Args(
@@ -143,7 +145,7 @@ def test_what_the_machine_cannot_do_is_refused(
 
 def test_a_missing_torchao_is_reported(tiny: TinyRun, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("titanlite.config.technique_checks.importlib.util.find_spec", lambda name: None)
-    with pytest.raises(UserError, match=r"needs torchao: pip install 'titanlite\[float8\]'"):
+    with pytest.raises(UserError, match=re.escape(f"needs torchao: {install_hint('float8')}")):
         tiny.config("--quantize.linear.float8.enable", "--compile.enable")
 
 
