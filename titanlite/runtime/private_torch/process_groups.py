@@ -39,7 +39,7 @@ def set_timeouts(seconds: float, *, but_for: str) -> None:
         but_for: description (`group_desc`) of groups that keep theirs.
     """
     # public since torch 2.14, where the private name warns
-    set_timeout = dist.set_timeout if hasattr(dist, "set_timeout") else distributed_c10d._set_pg_timeout
+    set_timeout = getattr(dist, "set_timeout", None) or distributed_c10d._set_pg_timeout
     for group in distributed_c10d._world.pg_map:
         if group.group_desc != but_for:
             set_timeout(timedelta(seconds=seconds), group)
