@@ -10,13 +10,12 @@ from titanlite.build import Run
 from titanlite.checkpoint.manager import Progress
 from titanlite.distill import cached_output
 from titanlite.guard import StoppedByGuard
-from titanlite.metrics.phase_seconds import phase_seconds
+from titanlite.metrics.clock import phase_seconds, report_waits
 from titanlite.metrics.run_summary import report_end, report_start
 from titanlite.observer import Observers, Phase
 from titanlite.optim import set_learning_rate
 from titanlite.parallelize.float8 import weight_scaler
 from titanlite.runtime.errors import RunStopped
-from titanlite.runtime.private_torch.fsdp import observe_fsdp
 from titanlite.runtime.process_group import freeze_garbage_collector, seed_step
 from titanlite.runtime.signals import StoppedBySignal, StopRequests
 from titanlite.schedule import learning_rate
@@ -64,16 +63,14 @@ def _loop(run: Run, stop_requests: StopRequests) -> None:
     config, metrics, checkpoints, validator = run.config, run.metrics, run.checkpoints, run.validator
     scale_weights = weight_scaler(run.model, config.quantize.linear.float8)
     scale_weights()
-    for model in (run.model, *([run.teacher.model] if run.teacher else [])):
-        observe_fsdp(model, metrics.own_time)
-    observer = Observers(*run.observers, run.phase, metrics.own_time, metrics.phase_memory)
+    report_waits(run.model, metrics.clock, is_compiled=config.compile.enable)
+    observer = Observers(*run.observers, run.phase, metrics.clock, metrics.phase_memory)
     stop = AgreedStop(stop_requests, torch.device(run.mesh.device_type))
     samples = run.progress.samples_seen
     for step in range(run.progress.step + 1, run.steps + 1):
         last = step == run.steps
         observer.begin_step(step)
-        with metrics.waiting_for_data():
-            batches = list(islice(run.batches, run.accumulation))
+        batches = list(islice(run.batches, run.accumulation))
         metrics.begin_step(step, last=last)
         seed_step(config.debug.seed, step, run.ranks.rank)
         lr = learning_rate(step, peak=config.optimizer.lr, steps=run.steps, config=config.lr_scheduler)
@@ -108,13 +105,13 @@ def _loop(run: Run, stop_requests: StopRequests) -> None:
         if stops:
             raise stop_requests.stopped(step)
         if validator.is_due(step, last=last):
-            observer.phase(Phase.VALIDATION)
             with metrics.not_training(waits_for_device=True), checkpoints.not_training():
+                observer.phase(Phase.VALIDATION)
                 if record := validator.run(run.model, stops=stop.is_asked if not last else None):
                     metrics.record_validation(step, record)
         if saves:
-            observer.phase(Phase.CHECKPOINT)
             with metrics.not_training(waits_for_device=not checkpoints.is_background):
+                observer.phase(Phase.CHECKPOINT)
                 checkpoints.save(_progress(run, step), last=last)
 
 

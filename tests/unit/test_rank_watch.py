@@ -10,10 +10,12 @@ from dataclasses import astuple, replace
 
 import pytest
 import torch
+from torch import nn
+from torch.distributed.fsdp import fully_shard
 
-from titanlite.metrics.own_time import OwnTime
+from titanlite.metrics.clock import StepClock, report_waits
 from titanlite.metrics.rank_watch import RankMetrics, RankWatch, slowest_rank
-from titanlite.observer import Observers, StepObserver
+from titanlite.observer import CurrentPhase, Observers, StepObserver
 
 HOSTS = ["a"] * 4 + ["b"] * 4
 USUAL = RankMetrics(
@@ -157,32 +159,50 @@ def test_the_watch_makes_as_many_calls_for_many_ranks_as_for_few() -> None:
     assert calls(4096) == calls(8)
 
 
-def test_own_time_is_the_step_without_its_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_own_time_is_that_of_forward_passes_without_their_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
-    own = OwnTime(torch.device("cpu"))
-    observer = Observers(StepObserver(), own)
+    clock = StepClock(CurrentPhase(), torch.device("cpu"))
+    observer = Observers(StepObserver(), clock)
 
-    def step() -> float:
-        now[0] += 1.0
+    def takes(seconds: float, *, waits: float = 0.0) -> None:
+        now[0] += seconds
         with observer.waiting():
-            now[0] += 10.0
-            with observer.waiting():  # FSDP's hooks are nested
-                now[0] += 20.0
-        with observer.collective("all-gather", "layers.0"):
-            now[0] += 0.5
-        own.end()
-        now[0] += 100.0
-        return own.seconds()
+            now[0] += waits
 
-    own.begin()
-    assert step() == pytest.approx(1.5)
-    assert math.isnan(step()), "a step that was not measured"
-    own.begin()
-    with observer.waiting():
-        now[0] += 7.0
-    own.begin()  # the step before did not end
-    assert step() == pytest.approx(1.5)
+    def step(*, is_measured: bool) -> float:
+        clock.begin(is_measured=is_measured)
+        takes(100.0, waits=3.0)
+        for _ in range(2):  # micro-batches
+            observer.phase("forward")
+            takes(1.0, waits=10.0)
+            takes(0.25, waits=20.0)
+            observer.phase("backward")
+            takes(100.0, waits=10.0)
+        observer.phase("update")
+        takes(100.0)
+        return clock.own_seconds()
+
+    assert step(is_measured=True) == pytest.approx(2.5)
+    assert math.isnan(step(is_measured=False))
+    assert step(is_measured=True) == pytest.approx(2.5)
+
+
+def test_waits_for_parameters_are_those_between_the_hooks_of_an_fsdp_unit(single_process_group: None) -> None:
+    """FSDP's own hook comes between both, and recomputation in backward does not count."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    fully_shard(model[0])
+    fully_shard(model)
+    clock = StepClock(CurrentPhase(), torch.device("cpu"))
+    heard: list[str] = []
+    clock.begin_wait = lambda *_: heard.append("begin")
+    clock.end_wait = lambda *_: heard.append("end")
+    report_waits(model, clock)
+    for module in (model, model[0]):
+        [name] = [hook.__qualname__ for hook in [*module._forward_pre_hooks.values()][1:-1]]
+        assert name == "FSDPState._pre_forward"
+    model(torch.ones(2, 4))
+    assert heard == ["begin", "end", "begin", "end"]
 
 
 def test_several_observers_hear_the_same() -> None:

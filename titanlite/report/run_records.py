@@ -10,7 +10,7 @@ from typing import Any
 
 import tomli
 
-from titanlite.metrics.phase_seconds import CATEGORIES
+from titanlite.metrics.clock import CATEGORIES
 from titanlite.metrics.schema import SCHEMA
 from titanlite.runtime.errors import UserError
 
