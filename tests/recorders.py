@@ -24,6 +24,9 @@ def recorder(
     phase: CurrentPhase | None = None,
 ) -> MetricsRecorder:
     group = dist.group.WORLD
+    if phase is None:
+        phase = CurrentPhase()
+        phase.begin_step(step + 1)
     assert group is not None
     return MetricsRecorder(
         Metrics(log_freq=log_freq, loggers=[]),
@@ -34,7 +37,7 @@ def recorder(
         device=torch.device("cpu"),
         compute_type="bfloat16",
         group=group,
-        phase=phase or CurrentPhase(),
+        phase=phase,
         phase_memory=phase_memory,
     )
 

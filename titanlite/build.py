@@ -89,7 +89,7 @@ class Run:
         profilers = build_profilers(
             self.config.profiling,
             run=self.folder.path, ranks=self.ranks, steps=self.steps, device=device,
-            not_training=partial(self.metrics.not_training, waits_for_device=True),
+            not_training=self.metrics.profiling,
         )  # fmt: skip
         place = self.folder.layers, self.progress.step
         outputs = count_output_replicas(self.model, self.mesh)

@@ -181,7 +181,7 @@ def _train(options: Namespace) -> None:
     with leaving_mark(), requests.listening(stop_at_once, another_has_ended):
         config, resolved, ranks, device = _checked(options, log=True)
         requests.plan(config.training.max_seconds, os.environ, started=started)
-        from titanlite.metrics.phase_seconds import phase_seconds
+        from titanlite.metrics.clock import phase_seconds
         from titanlite.runtime.timeouts import PhaseTimeouts
 
         phase = PhaseTimeouts(config.comm, began=began)

@@ -10,35 +10,47 @@ from torch import Tensor
 
 
 class Phase(StrEnum):
-    """Phase of training, with the option of `[comm]` that has its timeout, and what its time counts as."""
+    """Phase of training. Each has a timeout, and a category of time."""
 
-    timeout: str
-    """init, step, validation or save. A step has `comm.train_timeout_seconds`, or while it may compile
-    `comm.compile_timeout_seconds`."""
-    category: str
-    """One of `metrics.phase_seconds.CATEGORIES`."""
+    START = "start"
+    DATA_PREPARATION = "data preparation"
+    MODEL = "model"
+    SHARDING = "sharding"
+    OPTIMIZER = "optimizer"
+    CHECKPOINT_LOAD = "checkpoint load"
+    DATA = "data"
+    TEACHER = "teacher"
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    UPDATE = "update"
+    METRICS = "metrics"
+    PROFILING = "profiling"
+    """A trace is written: no time of a step."""
+    VALIDATION = "validation"
+    CHECKPOINT = "checkpoint"
+    EXPORT = "export"
+    END = "end"
 
-    START = "start", "init", "start"
-    DATA_PREPARATION = "data preparation", "init", "start"
-    MODEL = "model", "init", "start"
-    SHARDING = "sharding", "init", "start"
-    OPTIMIZER = "optimizer", "init", "start"
-    CHECKPOINT_LOAD = "checkpoint load", "init", "start"
-    DATA = "data", "step", "data"
-    TEACHER = "teacher", "step", "compute"
-    FORWARD = "forward", "step", "compute"
-    BACKWARD = "backward", "step", "compute"
-    UPDATE = "update", "step", "compute"
-    METRICS = "metrics", "step", "compute"
-    VALIDATION = "validation", "validation", "validation"
-    CHECKPOINT = "checkpoint", "save", "checkpoint"
-    EXPORT = "export", "save", "checkpoint"
-    END = "end", "save", "checkpoint"
+    @property
+    def timeout(self) -> str:
+        """Beginning of the option of `[comm]` with its timeout: init, validation or save. Or step: that has
+        `train_timeout_seconds`, and `compile_timeout_seconds` while it may compile."""
+        return OUTSIDE_STEPS.get(self, ("step", ""))[0]
 
-    def __new__(cls, name: str, timeout: str, category: str) -> "Phase":
-        phase = str.__new__(cls, name)
-        phase._value_, phase.timeout, phase.category = name, timeout, category
-        return phase
+    @property
+    def category(self) -> str:
+        """What its time counts as: one of `metrics.clock.CATEGORIES`."""
+        return "data" if self is Phase.DATA else OUTSIDE_STEPS.get(self, ("", "compute"))[1]
+
+
+_INIT, _SAVE = ("init", "start"), ("save", "checkpoint")
+OUTSIDE_STEPS = {
+    **dict.fromkeys((Phase.START, Phase.DATA_PREPARATION, Phase.MODEL), _INIT),
+    **dict.fromkeys((Phase.SHARDING, Phase.OPTIMIZER, Phase.CHECKPOINT_LOAD), _INIT),
+    Phase.VALIDATION: ("validation", "validation"),
+    **dict.fromkeys((Phase.CHECKPOINT, Phase.EXPORT, Phase.END), _SAVE),
+}
+"""(timeout, category) of the phases that are no parts of a step."""
 
 
 class StepObserver:
@@ -144,8 +156,11 @@ class CurrentPhase(StepObserver):
 
     def seconds(self) -> dict[Phase, float]:
         """Return the seconds of each phase since the process began, the present one included."""
-        now = self._clock() - self.position.since
-        return {**self._spent, self.position.name: self._spent.get(self.position.name, 0) + now}
+        return {**self._spent, self.position.name: self._spent.get(self.position.name, 0) + self.since()}
+
+    def since(self) -> float:
+        """Return the seconds of the present phase so far."""
+        return self._clock() - self.position.since
 
     def __str__(self) -> str:
         return str(self.position)

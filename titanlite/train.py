@@ -10,7 +10,7 @@ from titanlite.build import Run
 from titanlite.checkpoint.manager import Progress
 from titanlite.distill import cached_output
 from titanlite.guard import StoppedByGuard
-from titanlite.metrics.phase_seconds import phase_seconds
+from titanlite.metrics.clock import phase_seconds
 from titanlite.metrics.run_summary import report_end, report_start
 from titanlite.observer import Observers, Phase
 from titanlite.optim import set_learning_rate
@@ -63,15 +63,14 @@ def _loop(run: Run, stop_requests: StopRequests) -> None:
     config, metrics, checkpoints, validator = run.config, run.metrics, run.checkpoints, run.validator
     scale_weights = weight_scaler(run.model, config.quantize.linear.float8)
     scale_weights()
-    metrics.own_time.follow(run.model)
+    metrics.clock.follow(run.model)
     observer = Observers(*run.observers, run.phase, metrics.phase_memory)
     stop = AgreedStop(stop_requests, torch.device(run.mesh.device_type))
     samples = run.progress.samples_seen
     for step in range(run.progress.step + 1, run.steps + 1):
         last = step == run.steps
         observer.begin_step(step)
-        with metrics.waiting_for_data():
-            batches = list(islice(run.batches, run.accumulation))
+        batches = list(islice(run.batches, run.accumulation))
         metrics.begin_step(step, last=last)
         seed_step(config.debug.seed, step, run.ranks.rank)
         lr = learning_rate(step, peak=config.optimizer.lr, steps=run.steps, config=config.lr_scheduler)
@@ -106,13 +105,13 @@ def _loop(run: Run, stop_requests: StopRequests) -> None:
         if stops:
             raise stop_requests.stopped(step)
         if validator.is_due(step, last=last):
-            observer.phase(Phase.VALIDATION)
             with metrics.not_training(waits_for_device=True), checkpoints.not_training():
+                observer.phase(Phase.VALIDATION)
                 if record := validator.run(run.model, stops=stop.is_asked if not last else None):
                     metrics.record_validation(step, record)
         if saves:
-            observer.phase(Phase.CHECKPOINT)
             with metrics.not_training(waits_for_device=not checkpoints.is_background):
+                observer.phase(Phase.CHECKPOINT)
                 checkpoints.save(_progress(run, step), last=last)
 
 

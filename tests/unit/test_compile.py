@@ -14,6 +14,7 @@ from tests.recorders import recorder, records, result_of
 from titanlite.config.schema import Compile
 from titanlite.metrics.compile_watch import CompileWatch
 from titanlite.models.base import Model
+from titanlite.observer import CurrentPhase
 from titanlite.parallelize.compile import compile_blocks, use_cache
 
 PLACE = "TORCHINDUCTOR_CACHE_DIR"
@@ -66,21 +67,23 @@ def test_where_compiled_code_is_kept(
 @pytest.mark.usefixtures("single_process_group")
 def test_compiling_is_no_step_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now, compiling = [100.0], [7.0]
-    monkeypatch.setattr("titanlite.metrics.timer.time.perf_counter", lambda: now[0])
     monkeypatch.setattr("titanlite.metrics.compile_watch.compile_seconds", lambda: compiling[0])
     lines: list[str] = []
     monkeypatch.setattr("titanlite.metrics.recorder.logger.info", lambda line, **options: lines.append(line))
-    metrics = recorder(tmp_path, log_freq=1)
+    phase = CurrentPhase(clock=lambda: now[0])
+    metrics = recorder(tmp_path, log_freq=1, phase=phase)
 
     def takes(seconds: float, of_compiler: float = 0.0) -> None:
         now[0] += seconds + of_compiler
         compiling[0] += of_compiler
 
     for step, of_compiler in ((1, 40.0), (2, 0.0), (3, 0.0)):
+        phase.begin_step(step)
         takes(2.0, of_compiler)
         metrics.end_step(step, result_of(3.5, 0.25), lr=0.1, samples=8 * step, shares=dict, last=False)
         with metrics.not_training(waits_for_device=False):
-            takes(10.0, 20.0)  # a validation
+            phase.phase("validation")
+            takes(10.0, 20.0)
     assert [record["step_seconds"] for record in records(tmp_path)] == pytest.approx([2.0, 2.0, 2.0])
     assert [record["tokens_per_second"] for record in records(tmp_path)] == pytest.approx([500, 500, 500])
     assert [record.get("compile_seconds") for record in records(tmp_path)] == [40.0, None, None]

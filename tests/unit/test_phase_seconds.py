@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers import TinyRun, train_on_this_rank
-from titanlite.metrics.phase_seconds import CATEGORIES, by_category, format_phases, format_seconds
+from titanlite.metrics.clock import CATEGORIES, by_category, format_phases, format_seconds
 from titanlite.metrics.records import RecordFile
 from titanlite.metrics.schema import METRICS, SAVES, VALIDATION, Field, find_faults
 from titanlite.observer import CurrentPhase, Phase

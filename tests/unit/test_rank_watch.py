@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import nn
 
-from titanlite.metrics.own_time import OwnTime
+from titanlite.metrics.clock import StepClock
 from titanlite.metrics.rank_watch import RankMetrics, RankWatch, slowest_rank
-from titanlite.observer import Observers, StepObserver
+from titanlite.observer import CurrentPhase, Observers, StepObserver
 
 HOSTS = ["a"] * 4 + ["b"] * 4
 USUAL = RankMetrics(
@@ -175,25 +175,25 @@ def test_own_time_is_that_of_the_head_and_its_backward(monkeypatch: pytest.Monke
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
     block, head = Slow(2, 2), Slow(2, 2)
     block.seconds, head.seconds = 100.0, 0.75
-    model, own = nn.Sequential(block, head), OwnTime(torch.device("cpu"))
+    model, own = nn.Sequential(block, head), StepClock(CurrentPhase(), torch.device("cpu"))
     own.follow(model)
 
     def step(micro_batches: int) -> float:
         for _ in range(micro_batches):
             model(torch.ones(1, 2)).sum().backward()
-        own.end()
         now[0] += 100.0
-        return own.seconds()
+        return own.own_seconds()
 
-    own.begin()
+    own.begin(is_measured=True)
     assert step(1) == pytest.approx(1.5)
-    own.begin()
+    own.begin(is_measured=True)
     assert step(2) == pytest.approx(3.0)
+    own.begin(is_measured=False)
     assert step(1) == pytest.approx(3.0), "a step that was not measured leaves what was"
-    own.begin()
+    own.begin(is_measured=True)
     with torch.no_grad():
         model(torch.ones(1, 2))
-    assert math.isnan(own.seconds()), "a validation"
+    assert math.isnan(own.own_seconds()), "a validation"
 
 
 def test_several_observers_hear_the_same() -> None:

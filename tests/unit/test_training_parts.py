@@ -18,6 +18,7 @@ from titanlite.batch import IGNORE
 from titanlite.config.schema import LRScheduler, Optimizer, Training
 from titanlite.loss import TokenLoss, token_loss
 from titanlite.models.llama3 import Llama3, Llama3Args
+from titanlite.observer import CurrentPhase
 from titanlite.optim import build_optimizer
 from titanlite.parallelize.materialize import draw_weights
 from titanlite.runtime.hardware import peak_flops
@@ -166,18 +167,24 @@ def test_bfloat16_is_the_default_compute_type() -> None:
 
 
 @pytest.mark.usefixtures("single_process_group")
-def test_times_measure_what_their_names_promise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_times_measure_what_their_names_promise(tmp_path: Path) -> None:
     now = [100.0]
-    monkeypatch.setattr("titanlite.metrics.timer.time.perf_counter", lambda: now[0])
-    metrics = recorder(tmp_path)
+    phase = CurrentPhase(clock=lambda: now[0])
+    metrics = recorder(tmp_path, phase=phase)
+    now[0] += 30  # of the start
     result = result_of(3.5, 0.25)
     for step in (1, 2, 3, 4):
-        with metrics.waiting_for_data():
-            now[0] += 0.5
+        phase.begin_step(step)
+        now[0] += 0.5
+        metrics.begin_step(step, last=False)
+        phase.phase("forward")
+        with metrics.profiling():
+            now[0] += 7
         now[0] += 1.5
         metrics.end_step(step, result, lr=0.1, samples=8 * step, shares=dict, last=False)
         with metrics.not_training(waits_for_device=True):
-            now[0] += 60  # a checkpoint
+            phase.phase("checkpoint")
+            now[0] += 60
     first, second, third = records(tmp_path)
     assert [record["step"] for record in (first, second, third)] == [1, 2, 4]
     for record in (first, second, third):

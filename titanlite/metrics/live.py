@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from titanlite.metrics.phase_seconds import format_seconds
+from titanlite.metrics.clock import format_seconds
 from titanlite.runtime.console import LOGGER, ConsoleHandler
 
 BARS = "▁▂▃▄▅▆▇█"

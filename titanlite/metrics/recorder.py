@@ -6,7 +6,7 @@ Time of checkpoints, validation and compilation is not step time. The host waits
 import logging
 import math
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from typing import Any
 
@@ -17,19 +17,17 @@ from titanlite.config.schema import Metrics
 from titanlite.data.loader import MicroBatches
 from titanlite.data.samples import Samples
 from titanlite.guard import SkippedStep
+from titanlite.metrics.clock import StepClock, phase_seconds
 from titanlite.metrics.compile_watch import CompileWatch
 from titanlite.metrics.lines import step_line, validation_line
 from titanlite.metrics.live import LiveBlock, live_block
 from titanlite.metrics.loggers import Loggers
 from titanlite.metrics.memory_watch import MemoryWatch
-from titanlite.metrics.own_time import OwnTime
 from titanlite.metrics.phase_memory import PhaseMemory, memory_line
-from titanlite.metrics.phase_seconds import phase_seconds
 from titanlite.metrics.rank_watch import RankMetrics, RankWatch, gather_metrics, slowest_rank
 from titanlite.metrics.records import RecordFile
 from titanlite.metrics.source_losses import SourceLosses
-from titanlite.metrics.timer import StepTimer
-from titanlite.observer import CurrentPhase
+from titanlite.observer import CurrentPhase, Phase
 from titanlite.runtime.hardware import peak_flops
 from titanlite.runtime.ranks import host_names
 from titanlite.runtime.run_folder import RunFolder
@@ -73,12 +71,12 @@ class MetricsRecorder:
         self._group = group
         self._phase = phase
         self._writes = dist.get_rank(group) == 0
-        self._timer = StepTimer(device)
         self._compiling = CompileWatch()
         self.phase_memory = phase_memory or PhaseMemory(MemoryWatch(device), is_on=False)
         """Observer of the first steps."""
         self._memory = self.phase_memory.watch
-        self.own_time = OwnTime(device)
+        self.clock = StepClock(phase, device)
+        """Observer of steps and of FSDP's waits."""
         self._source_losses = SourceLosses()
         self._hosts = host_names(group)
         self._block: LiveBlock | None = None
@@ -92,21 +90,28 @@ class MetricsRecorder:
             self._skipped = RecordFile(folder.skipped, None)
             self._phase_memory = RecordFile(folder.memory, step)
             self._loggers = Loggers(config.loggers, folder.path, step=step)
-        self._timer.restart()
-
-    def waiting_for_data(self) -> AbstractContextManager[None]:
-        """Count the time of a block as waiting for data."""
-        return self._timer.waiting_for_data()
 
     @contextmanager
     def not_training(self, *, waits_for_device: bool) -> Iterator[None]:
-        """Exclude a block (a checkpoint, a validation) from step time.
+        """Begin a block that is no training (a checkpoint, a validation). It has a phase of its own, to be called
+        within.
 
         Args:
-            waits_for_device: whether the block would wait for work that is queued on a GPU.
+            waits_for_device: whether the block would wait for work that is queued on a GPU, which is time of steps.
         """
-        with self._timer.excluding(waits_for_device=waits_for_device), self._compiling.outside_steps():
+        if waits_for_device and self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        with self._compiling.outside_steps():
             yield
+
+    @contextmanager
+    def profiling(self) -> Iterator[None]:
+        """Exclude a block within a step from its time: a trace is written."""
+        with self.not_training(waits_for_device=True):
+            before = self._phase.position.name
+            self._phase.phase(Phase.PROFILING)
+            yield
+            self._phase.phase(before)
 
     def is_due(self, step: int, *, last: bool) -> bool:
         """Return whether to write a record: at log steps, the first and the last."""
@@ -128,8 +133,7 @@ class MetricsRecorder:
         """Begin a step, when its data is there. This rank's own time is measured if a record of the step is due."""
         if self._block:
             self._block.begin_step(step)
-        if self.is_due(step, last=last):
-            self.own_time.begin()
+        self.clock.begin(is_measured=self.is_due(step, last=last))
 
     def end_step(
         self,
@@ -147,7 +151,7 @@ class MetricsRecorder:
             samples: number of samples seen so far.
             shares: called at log steps; returns each source's share of the samples.
         """
-        self._timer.steps += 1
+        self.clock.steps += 1
         self._compiling.end_step()
         model_metrics = self._source_losses.add(result.model_metrics, is_taken=result.skip_reason == 0)
         if (measured := self.phase_memory.take(last=last)) and self._writes:
@@ -155,7 +159,6 @@ class MetricsRecorder:
             self._phase_memory.write({"step": step, "world_size": dist.get_world_size(self._group), **measured})
         if not self.is_due(step, last=last):
             return
-        self.own_time.end()
         values = [result.loss, result.grad_norm, result.added_loss, result.shard_grad_norm]
         loss, grad_norm, added_loss, shard_grad_norm = torch.stack(values).tolist()
         times = self._times(step, shard_grad_norm)
@@ -184,7 +187,7 @@ class MetricsRecorder:
                 self._block.show(record)
             self._steps.write(record)
             self._loggers.log(record)
-        self._timer.restart()
+        self.clock.restart()
 
     def _times(self, step: int, grad_norm: float) -> dict[str, Any]:
         """Return times and memory of the window: the largest of any rank. Every rank calls it at the same steps.
@@ -192,10 +195,11 @@ class MetricsRecorder:
         Args:
             grad_norm: of this rank's part of the gradients.
         """
-        timer, steps = self._timer, self._timer.steps
-        elapsed, data_wait, compiled = timer.elapsed(), timer.data_wait / steps, self._compiling.take_seconds()
+        steps = self.clock.steps
+        elapsed, data_wait = self.clock.elapsed(), self.clock.data_wait / steps
+        compiled = self._compiling.take_seconds()
         own = RankMetrics(
-            own_seconds=self.own_time.seconds() + data_wait,
+            own_seconds=self.clock.own_seconds() + data_wait,
             data_wait_seconds=data_wait,
             compile_seconds=compiled,
             compile_minus_elapsed=compiled - elapsed,

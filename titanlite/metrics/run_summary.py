@@ -23,7 +23,7 @@ from titanlite.data.packing import BestFit
 from titanlite.data.samples import Samples, Source
 from titanlite.data.sources import reader_of, store_of
 from titanlite.kernels import Kernels
-from titanlite.metrics.phase_seconds import format_phases
+from titanlite.metrics.clock import format_phases
 from titanlite.models.base import Model, trainable_parameters, unique_parameters
 from titanlite.models.decoder import Decoder, DecoderArgs
 from titanlite.optim.groups import format_groups, parameter_groups

@@ -4,8 +4,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from statistics import median
 from typing import Any
 
+from titanlite.metrics.clock import CATEGORIES, format_seconds
 from titanlite.metrics.layers import KINDS
-from titanlite.metrics.phase_seconds import CATEGORIES, format_seconds
 from titanlite.report.run_records import (
     RunRecords,
     best_validation,

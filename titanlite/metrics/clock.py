@@ -1,0 +1,120 @@
+"""Time of a run by phase: where its hours went, how long a step takes, and how long without waits for other ranks."""
+
+import math
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from titanlite.models.base import head_of
+from titanlite.observer import CurrentPhase, Phase
+from titanlite.runtime.private_torch.compiler import compile_seconds
+
+CATEGORIES: tuple[str, ...] = ("start", "compile", "compute", "data", "checkpoint", "validation")
+
+
+def phase_seconds(phase: CurrentPhase) -> dict[str, float]:
+    """Return the seconds of this start so far in each of `CATEGORIES`, on this rank."""
+    return by_category(phase.seconds(), compiling=compile_seconds())
+
+
+def by_category(seconds: Mapping[Phase, float], *, compiling: float) -> dict[str, float]:
+    """Return seconds by `CATEGORIES`. Their sum is the time since the start began.
+
+    The host's time counts. On a GPU, the host waits within the steps for what it has queued, so look at the sum of many
+    steps.
+
+    Args:
+        seconds: of each `Phase`.
+        compiling: seconds that torch.compile has taken, within steps.
+    """
+    found: dict[str, float] = dict.fromkeys(CATEGORIES, 0.0)
+    for phase, spent in seconds.items():
+        found[phase.category] += spent
+    found["compile"] = min(compiling, found["compute"])
+    found["compute"] -= found["compile"]
+    return found
+
+
+def format_phases(seconds: Mapping[str, float]) -> str:
+    """Return one line: the whole time, and each phase's share, without those below 0.1 %."""
+    whole = sum(seconds.values())
+    parts = [f"{name} {spent / whole:.1%}" for name, spent in seconds.items() if whole and spent / whole >= 0.001]
+    return f"{format_seconds(whole)}: {', '.join(parts)}"
+
+
+def format_seconds(seconds: float) -> str:
+    """Return a time in its two largest units: 45 s, 3 min 20 s, 2 h 05 min, 4 d 03 h."""
+    whole = round(seconds)
+    for large, unit, small, part in (("d", 86_400, "h", 3600), ("h", 3600, "min", 60), ("min", 60, "s", 1)):
+        if whole >= unit:
+            return f"{whole // unit} {large} {whole % unit // part:02} {small}"
+    return f"{whole} s"
+
+
+class StepClock:
+    """Times of the steps since the last record, without validation, saves and traces.
+
+    A rank's own time is that of a part of a step in which it waits for no other rank: the head, the loss and their
+    backward pass, after FSDP has gathered the head and before it reduces its gradient, summed over the
+    micro-batches. Step times are equal on all ranks, because a fast rank waits in collectives for the slowest one. Own
+    time is measured in the steps that `begin` names, by events on a GPU's stream. The host does not wait.
+    """
+
+    def __init__(self, phase: CurrentPhase, device: torch.device) -> None:
+        self._phase, self._is_gpu = phase, device.type == "cuda"
+        self._spans: list[tuple[Any, Any]] = []
+        """Beginnings and ends of own time: seconds, or events."""
+        self._is_measured = False
+        self.restart()
+
+    def follow(self, model: nn.Module) -> None:
+        """Measure the own time of a model's steps, after FSDP is applied to it."""
+        head_of(model).register_forward_pre_hook(self._begin_head)
+
+    def restart(self) -> None:
+        """Begin a new window."""
+        self.steps = 0
+        self.data_wait = 0.0
+        """Seconds of waiting for data."""
+        self._before = self._phase.seconds()
+
+    def elapsed(self) -> float:
+        """Return the seconds of all steps in the window."""
+        spent = self._phase.seconds()
+        steps = [phase for phase in spent if phase.timeout == "step" and phase is not Phase.PROFILING]
+        return sum(spent[phase] - self._before.get(phase, 0) for phase in steps)
+
+    def begin(self, *, is_measured: bool) -> None:
+        """Begin a step, when its data is there."""
+        self.data_wait += self._phase.since()
+        self._is_measured = is_measured
+        if is_measured:
+            self._spans = []
+
+    def _begin_head(self, _: nn.Module, arguments: tuple[Any, ...]) -> None:
+        hidden = arguments[0]
+        if not self._is_measured or not hidden.requires_grad:
+            return
+        begin = self._now()
+
+        def end(gradient: Tensor) -> None:
+            self._spans.append((begin, self._now()))
+
+        hidden.register_hook(end)
+
+    def _now(self) -> Any:
+        if not self._is_gpu:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def own_seconds(self) -> float:
+        """Return the own time of the step that was measured last; NaN without one. Call it when the device is done with
+        the step."""
+        if not self._spans or (self._is_gpu and not all(begin.query() and end.query() for begin, end in self._spans)):
+            return math.nan
+        return sum(begin.elapsed_time(end) / 1e3 if self._is_gpu else end - begin for begin, end in self._spans)
