@@ -29,10 +29,10 @@ from titanlite.build import Run, build
 from titanlite.checkpoint.manager import CheckpointManager, Progress
 from titanlite.checkpoint.save_overhead import StepClock
 from titanlite.checkpoint.state import flat, state_of
-from titanlite.checkpoint.storage import open_storage
+from titanlite.storage.storage import open_storage
 from titanlite.config.load import load
-from titanlite.ingest.prepare import prepare_text
-from titanlite.preflight import preflight
+from titanlite.tools.ingest.prepare import prepare_text
+from titanlite.checks.preflight import preflight
 from titanlite.runtime.cpu import cores
 from titanlite.runtime.private_torch.tensors import local_tensor
 from titanlite.runtime.process_group import pick_device, process_group, read_ranks

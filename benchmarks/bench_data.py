@@ -138,10 +138,10 @@ def raw(corpus: Path, out: Path) -> tuple[float, int]:
 
 
 def ours(workers: int, corpus: Path, out: Path) -> tuple[float, int]:
-    from titanlite.cli import run
+    from titanlite.tools.cli import run
     from titanlite.data import tokenizer  # noqa: F401
     from titanlite.data.tokens import TokenStore
-    from titanlite.ingest import prepare  # noqa: F401 (imports are not what is timed)
+    from titanlite.tools.ingest import prepare
 
     started = time.perf_counter()
     arguments = f"data prepare {corpus} --out {out} --tokenizer {TOKENIZER} --workers {workers}"
@@ -211,7 +211,7 @@ def bench_loader(folder: Path, runs: int, path: Path | None) -> None:
     from titanlite.data.packing import BestFit, Stream
     from titanlite.data.samples import Samples, Source
     from titanlite.data.tokens import TokenStore
-    from titanlite.ingest.token_writer import TokenWriter
+    from titanlite.tools.ingest.token_writer import TokenWriter
 
     torch.set_num_threads(1)
     random = np.random.default_rng(0)
@@ -254,7 +254,7 @@ def bench_loader(folder: Path, runs: int, path: Path | None) -> None:
 
 
 def bench_wait(folder: Path, options: list[str], path: Path | None) -> None:
-    from titanlite.cli import run
+    from titanlite.tools.cli import run
 
     config = Path(__file__).parents[1] / "train_configs" / "debug.toml"
     for workers in (0, 1):

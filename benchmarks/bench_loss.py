@@ -25,8 +25,8 @@ from torch.nn import functional as F
 
 from titanlite.batch import IGNORE
 from titanlite.config.distill_schema import Distill
-from titanlite.distill import HeadDivergence
-from titanlite.kernels import Kernels
+from titanlite.techniques.distill.divergence import HeadDivergence
+from titanlite.ops.kernels import Kernels
 from titanlite.loss import token_loss
 from titanlite.runtime.cpu import keep_freed_memory
 

@@ -21,9 +21,9 @@ from record import add_record_option, record
 
 from titanlite.build import build
 from titanlite.config.load import load
-from titanlite.ingest.prepare import prepare_text
+from titanlite.tools.ingest.prepare import prepare_text
 from titanlite.metrics.recorder import MetricsRecorder
-from titanlite.preflight import preflight
+from titanlite.checks.preflight import preflight
 from titanlite.runtime.console import LOGGER
 from titanlite.runtime.process_group import pick_device, process_group, read_ranks
 from titanlite.train import train

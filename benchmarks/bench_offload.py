@@ -100,8 +100,8 @@ def measure(words: list[str]) -> Made:
     """One run. The first step does not count for time: it also takes memory."""
     from titanlite import train as training
     from titanlite.build import build
-    from titanlite.ingest.prepare import prepare_text
-    from titanlite.preflight import preflight
+    from titanlite.tools.ingest.prepare import prepare_text
+    from titanlite.checks.preflight import preflight
     from titanlite.runtime.process_group import pick_device, process_group, read_ranks
 
     ranks = read_ranks({})

@@ -27,8 +27,8 @@ from record import add_record_option, record
 from titanlite.config.load import load
 from titanlite.config.schema import Config
 from titanlite.models.base import unique_parameters
-from titanlite.plan.estimate import model_of
-from titanlite.plan.hardware import find_hardware
+from titanlite.tools.plan.estimate import model_of
+from titanlite.tools.plan.hardware import find_hardware
 
 MIB = 2**20
 SIZES = [

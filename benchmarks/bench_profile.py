@@ -23,8 +23,8 @@ from titanlite.build import build
 from titanlite.checkpoint.manager import Progress
 from titanlite.config.load import load
 from titanlite.config.schema import Config
-from titanlite.ingest.prepare import prepare_text
-from titanlite.preflight import preflight
+from titanlite.tools.ingest.prepare import prepare_text
+from titanlite.checks.preflight import preflight
 from titanlite.runtime.console import LOGGER
 from titanlite.runtime.process_group import pick_device, process_group, read_ranks
 from titanlite.train import train

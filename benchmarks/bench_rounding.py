@@ -21,11 +21,11 @@ from torch import Tensor
 from titanlite.build import build
 from titanlite.config.load import load
 from titanlite.config.schema import Optimizer
-from titanlite.ingest.prepare import prepare_text
+from titanlite.tools.ingest.prepare import prepare_text
 from titanlite.models.registry import resolve_model
 from titanlite.optim import build_optimizer
 from titanlite.optim.rounding import SlicedAdamW
-from titanlite.preflight import preflight
+from titanlite.checks.preflight import preflight
 from titanlite.runtime.cpu import keep_freed_memory
 from titanlite.runtime.process_group import pick_device, process_group, read_ranks
 from titanlite.train import finish, train

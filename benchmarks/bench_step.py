@@ -32,8 +32,8 @@ from titanlite.checkpoint.manager import Progress
 from titanlite.config.load import load
 from titanlite.config.schema import Config
 from titanlite.data.sources import open_tokens
-from titanlite.ingest.prepare import prepare_text
-from titanlite.preflight import preflight
+from titanlite.tools.ingest.prepare import prepare_text
+from titanlite.checks.preflight import preflight
 from titanlite.runtime.console import LOGGER
 from titanlite.runtime.cpu import cores
 from titanlite.runtime.process_group import pick_device, process_group, read_ranks

@@ -17,10 +17,10 @@ import torch
 import transformers
 from record import add_record_option, ratios, record
 
-from titanlite.convert.generation import Generator
-from titanlite.convert.sampling import Sampler
-from titanlite.cpu import pick_kernels
-from titanlite.kernels import set_kernels
+from titanlite.tools.convert.generation import Generator
+from titanlite.tools.convert.sampling import Sampler
+from titanlite.ops import pick_kernels
+from titanlite.ops.kernels import set_kernels
 from titanlite.models.base import build_on_meta
 from titanlite.models.llama3 import Llama3, Llama3Args
 from titanlite.parallelize.fsdp import DTYPES

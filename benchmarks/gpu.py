@@ -26,9 +26,9 @@ from record import add_record_option, record
 
 from titanlite.build import build
 from titanlite.config.load import load
-from titanlite.ingest.prepare import prepare_text
-from titanlite.parallelize.float8 import weight_scaler
-from titanlite.preflight import preflight
+from titanlite.tools.ingest.prepare import prepare_text
+from titanlite.techniques.float8 import weight_scaler
+from titanlite.checks.preflight import preflight
 from titanlite.runtime.console import start_logging
 from titanlite.runtime.hardware import hardware_of
 from titanlite.runtime.process_group import pick_device, process_group, read_ranks

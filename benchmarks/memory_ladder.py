@@ -21,7 +21,7 @@ from plan_accuracy import planned
 from record import add_record_option, ratios, record
 
 from titanlite.config.load import load
-from titanlite.plan.hardware import find_hardware
+from titanlite.tools.plan.hardware import find_hardware
 
 ROOT = Path(__file__).parents[1]
 GIB, MIB = 2**30, 2**20

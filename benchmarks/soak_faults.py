@@ -15,7 +15,7 @@ from soak_hosts import Hosts
 from soak_job import Job, Layout
 
 from titanlite.checkpoint.manifest import MANIFEST, committed_steps, folder_name
-from titanlite.checkpoint.storage import LocalStorage
+from titanlite.storage.storage import LocalStorage
 
 RANK_COUNTS = (1, 2, 4)
 RANKS_CHANGE = "ranks"

@@ -107,7 +107,7 @@ class Job:
 
     def launchers(self) -> list[int]:
         """Return the processes that run_train.sh has become, one a host."""
-        found = [pid for pid, command in self.pids().items() if "titanlite.runtime.launch" in command]
+        found = [pid for pid, command in self.pids().items() if "titanlite.tools.launch" in command]
         return [pid for pid in sorted(found) if "nsenter" not in self.pids().get(pid, "")] or self.ranks()
 
     def printed(self) -> tuple[int, ...]:

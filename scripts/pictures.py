@@ -17,8 +17,8 @@ from rich.text import Text
 
 from titanlite.metrics.lines import validation_line
 from titanlite.metrics.live import LiveBlock
-from titanlite.report.page import page
-from titanlite.report.run_records import read_run
+from titanlite.tools.report.page import page
+from titanlite.tools.report.run_records import read_run
 
 IMAGES = Path(__file__).parents[1] / "docs" / "images"
 SMALL = "--model.args={dim=96,n_layers=4,n_heads=6,n_kv_heads=2,hidden_dim=256}"

@@ -8,7 +8,7 @@ import torch
 from titanlite.config.schema import Freeze, Lora
 from titanlite.models.base import Model
 from titanlite.models.registry import resolve_model
-from titanlite.parallelize.lora import choose_trained
+from titanlite.techniques.lora import choose_trained
 from titanlite.parallelize.materialize import materialize, set_dtype
 
 TOKENS = torch.arange(32).view(2, 16) * 5 % 64

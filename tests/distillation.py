@@ -10,8 +10,8 @@ from torch.nn import functional as F
 
 from titanlite.batch import IGNORE
 from titanlite.config.distill_schema import Distill
-from titanlite.distill import HeadDivergence
-from titanlite.kernels import Kernels
+from titanlite.techniques.distill.divergence import HeadDivergence
+from titanlite.ops.kernels import Kernels
 
 VOCABULARY, TOKENS, DIM, TEACHER_DIM = 301, 66, 48, 80
 KINDS = ["forward_kl", "reverse_kl", "js"]

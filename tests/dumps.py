@@ -9,9 +9,9 @@ from tests.helpers import TinyRun
 from tests.layouts import built
 from titanlite.config.schema import Config
 from titanlite.data.loader import MicroBatches, build_loader
-from titanlite.report.dump_step import record
-from titanlite.report.value_dump import read_dump
-from titanlite.report.where import Compared, compare_dumps
+from titanlite.tools.report.dump_step import record
+from titanlite.tools.report.value_dump import read_dump
+from titanlite.tools.report.where import Compared, compare_dumps
 
 FILE = Path(__file__).with_name("planted.py")
 OPTIONS = [

@@ -17,11 +17,11 @@ from tests.helpers import TinyRun, run_in_turn, train_on_this_rank
 from titanlite.batch import IGNORE
 from titanlite.build import Run, build
 from titanlite.config.schema import Config
-from titanlite.convert.source import open_teacher
-from titanlite.convert.weights import open_weights
-from titanlite.ingest.prepare import prepare_text
+from titanlite.tools.convert.source import open_teacher
+from titanlite.tools.convert.weights import open_weights
+from titanlite.tools.ingest.prepare import prepare_text
 from titanlite.loss import TokenLoss
-from titanlite.preflight import preflight
+from titanlite.checks.preflight import preflight
 from titanlite.runtime.process_group import Ranks
 from titanlite.step import StepResult, train_step
 

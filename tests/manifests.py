@@ -4,7 +4,7 @@ import time
 import zlib
 
 from titanlite.checkpoint.manifest import FileRecord, Manifest, folder_name
-from titanlite.checkpoint.storage import open_storage
+from titanlite.storage.storage import open_storage
 
 CONTENTS = {"__0_0.distcp": b"x" * 3_000_000, ".metadata": b"67"}
 

@@ -3,8 +3,8 @@
 import torch
 import transformers
 
-from titanlite.cpu.kernels import CpuKernels
-from titanlite.kernels import set_kernels
+from titanlite.ops.cpu import CpuKernels
+from titanlite.ops.kernels import set_kernels
 from titanlite.models.layers import Documents
 from titanlite.models.llama3 import Llama3, Llama3Args
 from titanlite.parallelize.materialize import draw_weights

@@ -7,10 +7,10 @@ import torch
 
 from titanlite.config.load import load
 from titanlite.config.schema import Config
-from titanlite.plan.estimate import Layout, Plan, model_of, plan
-from titanlite.plan.hardware import find_hardware
-from titanlite.plan.memory import Profile, profile
-from titanlite.plan.trace import StepTrace, trace_step
+from titanlite.tools.plan.estimate import Layout, Plan, model_of, plan
+from titanlite.tools.plan.hardware import find_hardware
+from titanlite.tools.plan.memory import Profile, profile
+from titanlite.tools.plan.trace import StepTrace, trace_step
 
 SMALL = (
     "--model.args.dim=64",

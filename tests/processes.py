@@ -12,7 +12,7 @@ from pathlib import Path
 
 from tests.helpers import TinyRun
 from titanlite.checkpoint import manifest as manifests
-from titanlite.checkpoint.storage import LocalStorage
+from titanlite.storage.storage import LocalStorage
 
 SCRIPT = Path(__file__).parents[1] / "run_train.sh"
 

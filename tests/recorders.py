@@ -11,7 +11,7 @@ from titanlite.config.schema import Metrics
 from titanlite.metrics.phase_memory import PhaseMemory
 from titanlite.metrics.recorder import MetricsRecorder
 from titanlite.observer import CurrentPhase
-from titanlite.runtime.run_folder import RunFolder
+from titanlite.run.run_folder import RunFolder
 from titanlite.step import StepResult
 
 

@@ -7,20 +7,20 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from titanlite.api import build_run, load_config, run_training
+    from titanlite.tools.api import build_run, load_config, run_training
     from titanlite.config.schema import Config
     from titanlite.models.base import Model, ModelArgs
-    from titanlite.report.run_records import RunRecords, read_run
+    from titanlite.tools.report.run_records import RunRecords, read_run
     from titanlite.runtime.errors import ConfigError, RunStopped, UserError
 
 __version__ = "0.1.0"
 
 PUBLIC = {
-    "load_config": "titanlite.api",
-    "run_training": "titanlite.api",
-    "build_run": "titanlite.api",
-    "read_run": "titanlite.report.run_records",
-    "RunRecords": "titanlite.report.run_records",
+    "load_config": "titanlite.tools.api",
+    "run_training": "titanlite.tools.api",
+    "build_run": "titanlite.tools.api",
+    "read_run": "titanlite.tools.report.run_records",
+    "RunRecords": "titanlite.tools.report.run_records",
     "Config": "titanlite.config.schema",
     "Model": "titanlite.models.base",
     "ModelArgs": "titanlite.models.base",

@@ -1,4 +1,4 @@
-from titanlite.cli import main
+from titanlite.tools.cli import main
 
 if __name__ == "__main__":
     main()

@@ -16,7 +16,7 @@ from titanlite.checkpoint.fingerprint import resume_settings
 from titanlite.checkpoint.foreign import OpenWeights
 from titanlite.checkpoint.load import newest_saved
 from titanlite.checkpoint.manager import CheckpointManager, Progress
-from titanlite.checkpoint.storage import open_storage
+from titanlite.storage.storage import open_storage
 from titanlite.config.load import dump
 from titanlite.config.schema import Config
 from titanlite.data.loader import MicroBatches, build_loader
@@ -24,27 +24,27 @@ from titanlite.data.samples import Samples, Source
 from titanlite.data.sources import PrepareText, open_data
 from titanlite.data.verify import while_checking
 from titanlite.guard import StepGuard
-from titanlite.kernels import Kernels
+from titanlite.ops.kernels import Kernels
 from titanlite.loss import LossFunction
-from titanlite.metrics.layers import build_layer_health
+from titanlite.techniques.layer_health import build_layer_health
 from titanlite.metrics.recorder import MetricsRecorder
 from titanlite.models.base import Model
 from titanlite.observer import CurrentPhase, Phase, StepObserver
-from titanlite.optim.in_backward import InBackward
+from titanlite.techniques.in_backward import InBackward
 from titanlite.optim.norm import count_parameter_replicas
 from titanlite.parallelize import build_mesh
-from titanlite.parallelize.context import split_batch
-from titanlite.parallelize.mesh import data_parallel_rank, loss_group, world_group
-from titanlite.parallelize.tensor import count_output_replicas
-from titanlite.preflight import ResolvedConfig
-from titanlite.profiling import build_profilers
+from titanlite.techniques.context import split_batch
+from titanlite.mesh import data_parallel_rank, loss_group, world_group
+from titanlite.techniques.tensor import count_output_replicas
+from titanlite.checks.preflight import ResolvedConfig
+from titanlite.techniques.profiling import build_profilers
 from titanlite.runtime.process_group import Ranks
 from titanlite.runtime.ranks import check_same_everywhere
-from titanlite.runtime.run_folder import RunFolder, open_run_folder, record_start
+from titanlite.run.run_folder import RunFolder, open_run_folder, record_start
 from titanlite.runtime.secrets import hide_secrets
-from titanlite.runtime.timeouts import PhaseTimeouts
+from titanlite.run.timeouts import PhaseTimeouts
 from titanlite.schedule import count_steps
-from titanlite.teacher import Teacher
+from titanlite.techniques.distill.teacher import Teacher
 from titanlite.validation import Validator
 
 

@@ -11,9 +11,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from titanlite.checkpoint.load import read_model
 from titanlite.config.distill_schema import Teacher as TeacherConfig
 from titanlite.config.schema import ActivationCheckpoint, Compile, Config, Float8, Freeze, Parallelism, Training
-from titanlite.cpu import pick_kernels
+from titanlite.ops import pick_kernels
 from titanlite.data.samples import Samples
-from titanlite.kernels import Kernels
+from titanlite.ops.kernels import Kernels
 from titanlite.loss import LossFunction, build_loss
 from titanlite.metrics.memory_watch import MemoryWatch
 from titanlite.metrics.phase_memory import PhaseMemory
@@ -23,14 +23,14 @@ from titanlite.observer import Phase
 from titanlite.optim import build_optimizer
 from titanlite.parallelize import DTYPES, materialize, parallelize
 from titanlite.parallelize.materialize import allocate
-from titanlite.parallelize.mesh import world_group
-from titanlite.parallelize.tensor import split_vocabulary
-from titanlite.preflight import ResolvedConfig
-from titanlite.runtime.disk import DiskTensors, open_disk
+from titanlite.mesh import world_group
+from titanlite.techniques.tensor import split_vocabulary
+from titanlite.checks.preflight import ResolvedConfig
+from titanlite.storage.disk import DiskTensors, open_disk
 from titanlite.runtime.ranks import check_same_everywhere
-from titanlite.runtime.run_folder import RunFolder
-from titanlite.teacher import Teacher
-from titanlite.teacher_source import TeacherSource, fingerprint, forward_flops, teacher_model
+from titanlite.run.run_folder import RunFolder
+from titanlite.techniques.distill.teacher import Teacher
+from titanlite.techniques.distill.source import TeacherSource, fingerprint, forward_flops, teacher_model
 
 logger = logging.getLogger(__name__)
 

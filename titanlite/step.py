@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from titanlite.batch import IGNORE, Batch
 from titanlite.loss import LossFunction, TeacherOutput, TokenLoss, token_loss
-from titanlite.models.attention import document_arguments
+from titanlite.ops.attention import document_arguments
 from titanlite.models.base import Model
 from titanlite.observer import Phase, StepObserver
 from titanlite.optim import update
@@ -24,7 +24,7 @@ from titanlite.runtime.private_torch.tensors import local_tensor
 from titanlite.runtime.ranks import reduce_over_ranks
 
 if TYPE_CHECKING:
-    from titanlite.optim.in_backward import InBackward
+    from titanlite.techniques.in_backward import InBackward
 
 
 @dataclass(frozen=True)

@@ -16,9 +16,9 @@ from titanlite.config.schema import Validation
 from titanlite.data.loader import to_device
 from titanlite.data.order import permute
 from titanlite.data.samples import Source, as_batch
-from titanlite.kernels import Kernels
+from titanlite.ops.kernels import Kernels
 from titanlite.loss import token_loss
-from titanlite.models.attention import document_arguments
+from titanlite.ops.attention import document_arguments
 
 ORDER_KEY = 0
 """Key of the choice of sequences. It does not depend on the seed, so that runs with other seeds can be compared."""

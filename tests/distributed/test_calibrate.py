@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.helpers import run_ranks
-from titanlite.plan.calibrate import COLLECTIVES, Values, measure_links
+from titanlite.tools.plan.calibrate import COLLECTIVES, Values, measure_links
 from titanlite.runtime.process_group import Ranks
 
 CPU = torch.device("cpu")

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers import TinyRun, run_train, titanlite
-from titanlite import cli
+from titanlite.tools import cli
 from titanlite.runtime.console import shell_command
 
 

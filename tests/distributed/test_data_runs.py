@@ -19,7 +19,7 @@ from tests.helpers import TinyRun, _free_port, run_in_turn, run_ranks, train_on_
 from tests.layouts import built, trained
 from titanlite.batch import Batch
 from titanlite.checkpoint import manifest as manifests
-from titanlite.checkpoint.storage import LocalStorage
+from titanlite.storage.storage import LocalStorage
 from titanlite.config.schema import Config
 from titanlite.runtime.console import start_logging
 from titanlite.runtime.errors import UserError

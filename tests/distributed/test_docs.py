@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.documented import commands_to_run
-from titanlite import cli
+from titanlite.tools import cli
 
 ROOT = Path(__file__).parents[2]
 SMALL = (

@@ -12,7 +12,7 @@ import torch
 
 from tests.helpers import TinyRun, run_ranks
 from titanlite.runtime.errors import UserError
-from titanlite.runtime.versions import check_equal_start, compare, facts_of
+from titanlite.run.versions import check_equal_start, compare, facts_of
 
 CPU = torch.device("cpu")
 

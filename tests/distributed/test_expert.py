@@ -31,8 +31,8 @@ from tests.layouts import (
     whole,
 )
 from titanlite.config.schema import Config
-from titanlite.kernels import Kernels
-from titanlite.parallelize.expert import AllToAllExchange
+from titanlite.ops.kernels import Kernels
+from titanlite.techniques.expert import AllToAllExchange
 
 MOE = [
     "--model={name='qwen3_moe', flavor='debug', args={dim=32, n_layers=2, n_heads=2, n_kv_heads=1, head_dim=16, "

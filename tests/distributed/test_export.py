@@ -10,12 +10,12 @@ from safetensors.torch import load_file
 from tests.helpers import TinyRun, run_in_turn, train_on_this_rank
 from tests.layouts import degrees, trained
 from tests.weights import SMALL
-from titanlite import cli
+from titanlite.tools import cli
 from titanlite.config.schema import Config
-from titanlite.convert.export import export_folder
-from titanlite.convert.rows import RowReader
-from titanlite.convert.source import load_model, open_source
-from titanlite.convert.target import open_target
+from titanlite.tools.convert.export import export_folder
+from titanlite.tools.convert.rows import RowReader
+from titanlite.tools.convert.source import load_model, open_source
+from titanlite.tools.convert.target import open_target
 
 
 def train(rank: int, world_size: int, config: Config) -> None:
@@ -35,7 +35,7 @@ def test_sharded_checkpoints_are_exported_in_one_process(
     weights = dict(load_model(source).named_parameters())
     for block in (1 << 24, 1000):
         monkeypatch.setattr(
-            "titanlite.convert.export.RowReader", lambda source, size=block: RowReader(source, block=size)
+            "titanlite.tools.convert.export.RowReader", lambda source, size=block: RowReader(source, block=size)
         )
         out = tmp_path / f"hf-{block}"
         done = export_folder(source, open_target(str(out)), max_shard_bytes=10**9, check=True)

@@ -12,12 +12,12 @@ from tests.layouts import built, degrees, trained, whole
 from titanlite.checkpoint.state import state_of
 from titanlite.config.load import load
 from titanlite.config.schema import Config, Freeze
-from titanlite.memory_check import bytes_per_parameter
+from titanlite.checks.memory import bytes_per_parameter
 from titanlite.models.base import build_on_meta, trainable_parameters, unique_parameters
 from titanlite.models.decoder import Decoder
 from titanlite.models.registry import resolve_model
-from titanlite.parallelize.freeze import freeze
-from titanlite.preflight import preflight
+from titanlite.techniques.freeze import freeze
+from titanlite.checks.preflight import preflight
 from titanlite.runtime.errors import ConfigError
 from titanlite.runtime.process_group import Ranks
 from titanlite.step import train_step

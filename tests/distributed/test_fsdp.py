@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 from tests.helpers import TinyRun, run_ranks, train_on_this_rank
 from tests.layouts import built, degrees, one_step
 from titanlite.config.schema import Config
-from titanlite.cpu.collectives import AllToAllReduceScatter
+from titanlite.ops.cpu_collectives import AllToAllReduceScatter
 
 
 def exchanged(rank: int, world_size: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:

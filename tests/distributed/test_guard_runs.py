@@ -18,9 +18,9 @@ from titanlite.build import Run, build
 from titanlite.checkpoint.manifest import Manifest
 from titanlite.checkpoint.save import Save
 from titanlite.config.schema import Config
-from titanlite.ingest.prepare import prepare_text
+from titanlite.tools.ingest.prepare import prepare_text
 from titanlite.loss import TokenLoss
-from titanlite.preflight import preflight
+from titanlite.checks.preflight import preflight
 from titanlite.runtime.private_torch.tensors import local_tensor
 from titanlite.runtime.process_group import Ranks
 from titanlite.train import finish, train

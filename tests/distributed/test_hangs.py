@@ -9,7 +9,7 @@ import pytest
 
 from tests.helpers import TinyRun
 from tests.processes import Job, started
-from titanlite.runtime.proc import descendants, state_of
+from titanlite.run.proc import descendants, state_of
 
 ENDLESS = "--training.steps=1000000", "--checkpoint.enable=false"
 

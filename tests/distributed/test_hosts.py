@@ -13,9 +13,9 @@ import pytest
 from tests.helpers import TinyRun
 from tests.hosts import Network, network
 from tests.processes import SCRIPT, Job, started
-from titanlite import cli
+from titanlite.tools import cli
 from titanlite.checkpoint import manifest as manifests
-from titanlite.checkpoint.storage import LocalStorage
+from titanlite.storage.storage import LocalStorage
 
 HSDP = "--parallelism.data_parallel_replicate_degree=2", "--parallelism.data_parallel_shard_degree=2"
 SAVING = "--checkpoint.interval=10", "--checkpoint.keep_latest_k=0"
@@ -122,7 +122,7 @@ def test_hosts_outlive_one_that_dies_while_it_sends() -> None:
 
 
 INTERFACE = """
-from titanlite.runtime.launch import use_interface_of
+from titanlite.tools.launch import use_interface_of
 environ = {}
 use_interface_of(environ, "node0:29500")
 print(environ.get("GLOO_SOCKET_IFNAME"))

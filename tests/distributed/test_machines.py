@@ -10,12 +10,12 @@ import torch
 import torch.distributed as dist
 
 from tests.helpers import TinyRun, run_ranks, run_train
-from titanlite.plan.calibrate import COLLECTIVES
-from titanlite.preflight import preflight
+from titanlite.tools.plan.calibrate import COLLECTIVES
+from titanlite.checks.preflight import preflight
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.process_group import Ranks
-from titanlite.runtime.versions import facts_of
-from titanlite.selfcheck import (
+from titanlite.run.versions import facts_of
+from titanlite.tools.machines import (
     Job,
     Result,
     check_arithmetic,

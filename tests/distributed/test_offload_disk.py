@@ -71,8 +71,8 @@ torch.set_num_threads(1)
 from titanlite.config.load import load
 from titanlite.build import build
 from titanlite.runtime.process_group import pick_device, process_group, read_ranks
-from titanlite.ingest.prepare import prepare_text
-from titanlite.preflight import preflight
+from titanlite.tools.ingest.prepare import prepare_text
+from titanlite.checks.preflight import preflight
 from titanlite.train import finish, train
 toml, room, *options = sys.argv[1:]
 config, ranks = load(toml, options), read_ranks({})

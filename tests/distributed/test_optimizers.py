@@ -16,7 +16,7 @@ from tests.layouts import degrees, on_every_layout, optimizer_moments, trained, 
 from titanlite.config.schema import Config, Parallelism
 from titanlite.optim import muon, update
 from titanlite.parallelize.fsdp import fully_shard
-from titanlite.parallelize.mesh import build_mesh, sharding_mesh
+from titanlite.mesh import build_mesh, sharding_mesh
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.private_torch.tensors import local_tensor
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers import TinyRun, run_train
-from titanlite import cli
+from titanlite.tools import cli
 
 CODE = """
 import torch

@@ -17,7 +17,7 @@ import torch
 
 from tests.chat_tokenizer import write_chat_tokenizer
 from tests.documented import EXECUTED, PAGES_TEST, ROOT, VARIABLES, commands_to_run
-from titanlite import cli
+from titanlite.tools import cli
 
 TEXT = "text.jsonl"
 SHORT = ["--training.seq_len=16", "--training.global_batch_size=4", "--metrics.loggers=[]", "--model.args.n_layers=1"]

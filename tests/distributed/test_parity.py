@@ -5,8 +5,8 @@ import json
 import pytest
 
 from tests.helpers import TinyRun
-from titanlite import cli
-from titanlite.report.parity import ONE
+from titanlite.tools import cli
+from titanlite.tools.report.parity import ONE
 
 
 @pytest.mark.nightly

@@ -8,11 +8,11 @@ from tests.helpers import TinyRun, run_in_turn, run_ranks
 from tests.layouts import one_step, trained
 from titanlite.build import build
 from titanlite.config.schema import Config
-from titanlite.ingest.prepare import prepare_text
-from titanlite.plan.estimate import Layout
-from titanlite.plan.hardware import find_hardware
-from titanlite.plan.recompute_search import PolicyChoice, choose_policies
-from titanlite.preflight import preflight
+from titanlite.tools.ingest.prepare import prepare_text
+from titanlite.tools.plan.estimate import Layout
+from titanlite.tools.plan.hardware import find_hardware
+from titanlite.tools.plan.recompute_search import PolicyChoice, choose_policies
+from titanlite.checks.preflight import preflight
 from titanlite.runtime.process_group import Ranks
 
 SIZES = ["--model.args.dim=48", "--model.args.hidden_dim=144", "--training.seq_len=128", "--training.steps=3"]

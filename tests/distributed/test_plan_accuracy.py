@@ -7,7 +7,7 @@ import pytest
 from benchmarks.measured_memory import measure
 from benchmarks.plan_accuracy import CPU_CASES, DEBUG, planned
 from titanlite.config.load import load
-from titanlite.plan.hardware import find_hardware
+from titanlite.tools.plan.hardware import find_hardware
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,8 @@ import pytest
 
 from tests.helpers import TinyRun, run_in_turn, train_on_this_rank
 from titanlite.config.schema import Config
-from titanlite.report.profile_analysis import analyse
-from titanlite.report.trace_file import read_trace
+from titanlite.tools.report.profile_analysis import analyse
+from titanlite.tools.report.trace_file import read_trace
 
 UNITS = ("tok_embeddings", "layers.0", "layers.1", "layers.2", "head")
 STEPS, WINDOW = 6, 2

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from tests.run_folders import write_run
-from titanlite.report.charts import report_of
-from titanlite.report.page import page
-from titanlite.report.run_records import read_run
+from titanlite.tools.report.charts import report_of
+from titanlite.tools.report.page import page
+from titanlite.tools.report.run_records import read_run
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 FLAGS = (

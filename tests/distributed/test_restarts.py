@@ -9,7 +9,7 @@ import pytest
 
 from tests.helpers import TinyRun
 from tests.processes import newest, started
-from titanlite import cli
+from titanlite.tools import cli
 
 
 def listening(pids: list[int]) -> set[str]:

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from tests.helpers import TinyRun, run_in_turn, run_ranks
 from tests.layouts import LAYOUTS, degrees, optimizer_moments, trained
 from titanlite.checkpoint import manifest as manifests
-from titanlite.checkpoint.storage import MANIFEST, LocalStorage
+from titanlite.storage.storage import MANIFEST, LocalStorage
 
 
 def committed(tiny: TinyRun, name: str = "tiny") -> list[int]:

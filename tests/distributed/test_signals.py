@@ -17,8 +17,8 @@ from tests.helpers import TinyRun, run_ranks
 from tests.processes import Job, newest, started
 from titanlite.build import build
 from titanlite.config.schema import Config
-from titanlite.ingest.prepare import prepare_text
-from titanlite.preflight import preflight
+from titanlite.tools.ingest.prepare import prepare_text
+from titanlite.checks.preflight import preflight
 from titanlite.runtime.process_group import Ranks
 from titanlite.runtime.signals import SAME_SECONDS, StopRequests
 from titanlite.train import finish, train

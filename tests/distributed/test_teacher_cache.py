@@ -15,8 +15,8 @@ from titanlite.data.teacher_entries import entry_type
 K = 20
 SCRIPT = f"""
 import sys
-from titanlite.convert.teacher_cache import main
-from titanlite.ingest.prepare import prepare_text
+from titanlite.tools.convert.teacher_cache import main
+from titanlite.tools.ingest.prepare import prepare_text
 given = dict(top_k={K}, dtype="float32", batch_size=3, block_bytes=2**18)
 main(sys.argv[1], sys.argv[2:], prepare_text=prepare_text, **given)
 """

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from tests.helpers import run_ranks
 from titanlite.config.schema import Comm
 from titanlite.runtime.private_torch.process_groups import connect_to_store, count_collectives
-from titanlite.runtime.timeouts import PhaseTimeouts
+from titanlite.run.timeouts import PhaseTimeouts
 
 LATE = 3.0
 

@@ -7,7 +7,7 @@ import pytest
 from tests.dumps import PLANTED, compared, dumped, options
 from tests.helpers import TinyRun, run_ranks
 from tests.layouts import degrees
-from titanlite import cli
+from titanlite.tools import cli
 
 LAYOUTS = [(2, 1), (1, 2), (2, 2)]
 SWAPPED = {0: 1, 1: 0}

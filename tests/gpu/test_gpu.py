@@ -134,7 +134,7 @@ def documents_on_gpu() -> Any:
 def needs_packed_kernel(head_dim: int) -> None:
     import torch
 
-    from titanlite.kernels import DEFAULT_KERNELS
+    from titanlite.ops.kernels import DEFAULT_KERNELS
 
     if not DEFAULT_KERNELS.has_packed_attention(torch.device("cuda"), torch.bfloat16, head_dim):
         pytest.skip("this GPU, or this torch, has no attention of variable length")
@@ -143,7 +143,7 @@ def needs_packed_kernel(head_dim: int) -> None:
 def test_a_new_gpu_and_torch_have_the_packed_kernel() -> None:
     import torch
 
-    from titanlite.kernels import DEFAULT_KERNELS
+    from titanlite.ops.kernels import DEFAULT_KERNELS
 
     varlen = pytest.importorskip("torch.nn.attention.varlen")
     takes_groups = "enable_gqa" in inspect.signature(varlen.varlen_attn).parameters
@@ -160,8 +160,8 @@ def test_the_packed_kernel_equals_the_mask(kv_heads: int, head_dim: int) -> None
     import torch
     from torch.nn import functional as F
 
-    from titanlite.kernels import DEFAULT_KERNELS
-    from titanlite.models.attention import Boundaries, attend
+    from titanlite.ops.kernels import DEFAULT_KERNELS
+    from titanlite.ops.attention import Boundaries, attend
 
     needs_packed_kernel(head_dim)
     where, generator = documents_on_gpu(), torch.Generator("cuda").manual_seed(0)
@@ -224,7 +224,7 @@ def test_the_loss_on_the_gpu_is_cross_entropy(compiles: bool, z_loss: float, voc
     from torch.nn import functional as F
 
     from titanlite.batch import IGNORE
-    from titanlite.kernels import Kernels
+    from titanlite.ops.kernels import Kernels
     from titanlite.loss import token_loss
 
     generator = torch.Generator("cuda").manual_seed(0)
@@ -251,8 +251,8 @@ def steps_without_waiting(rank: int, world_size: int, config: Any) -> list[int]:
     import torch
 
     from titanlite.build import build
-    from titanlite.ingest.prepare import prepare_text
-    from titanlite.preflight import preflight
+    from titanlite.tools.ingest.prepare import prepare_text
+    from titanlite.checks.preflight import preflight
     from titanlite.runtime.private_torch.tensors import local_tensor
     from titanlite.runtime.process_group import Ranks
     from titanlite.step import train_step
@@ -296,7 +296,7 @@ def test_torchs_grouped_matmul_is_ours() -> None:
     """Compare outputs and gradients in bfloat16 with single matmuls in float32; one group is empty."""
     import torch
 
-    from titanlite.kernels import DEFAULT_KERNELS
+    from titanlite.ops.kernels import DEFAULT_KERNELS
 
     draw = torch.Generator("cuda").manual_seed(0)
     x = torch.randn(256, 64, generator=draw, device="cuda").bfloat16()
@@ -342,8 +342,8 @@ def test_other_models_and_optimizers_learn_on_the_gpu(tiny: TinyRun, model: str)
 
 def test_a_window_is_profiled_on_the_gpu(tiny: TinyRun) -> None:
     """The trace has kernels, and matmuls have device time. The memory snapshot has allocations."""
-    from titanlite.report.profile_analysis import analyse
-    from titanlite.report.trace_file import read_trace
+    from titanlite.tools.report.profile_analysis import analyse
+    from titanlite.tools.report.trace_file import read_trace
 
     options = ["--profiling.enable_profiling", "--profiling.enable_memory_snapshot", "--profiling.profile_freq=6"]
     assert train(tiny, "on", *options) == pytest.approx(train(tiny, "off"), rel=1e-3)

@@ -91,8 +91,8 @@ def read_config(name: str, overrides: list[str], world_size: int) -> Any:
 
 
 def predict(name: str, overrides: list[str], world_size: int, device: str) -> dict[str, float]:
-    from titanlite.plan.estimate import Layout, plan
-    from titanlite.plan.hardware import find_hardware
+    from titanlite.tools.plan.estimate import Layout, plan
+    from titanlite.tools.plan.hardware import find_hardware
 
     made = plan(read_config(name, overrides, world_size), Layout(world_size, find_hardware(device), 8), whole=True)
     reserved = getattr(made, "reserved", None)
@@ -105,7 +105,7 @@ def measure(
     import torch
     import torch.distributed as dist
 
-    from titanlite.plan.hardware import find_hardware
+    from titanlite.tools.plan.hardware import find_hardware
 
     os.environ.setdefault("NULL_GPU_BYTES", str(find_hardware(device_name).memory))
     # From 128 ranks on, NCCL wants ids of several of them, which are not there. A larger share leaves rank 0's alone.
@@ -145,15 +145,15 @@ def build_step(config: Any, device: Any, world_size: int) -> Any:
     from titanlite.loss import build_loss
     from titanlite.models.base import build_on_meta
     from titanlite.optim import build_optimizer
-    from titanlite.optim.in_backward import InBackward
+    from titanlite.techniques.in_backward import InBackward
     from titanlite.optim.norm import count_parameter_replicas
     from titanlite.parallelize import build_mesh, parallelize
-    from titanlite.parallelize.context import split_batch
-    from titanlite.parallelize.float8 import weight_scaler
+    from titanlite.techniques.context import split_batch
+    from titanlite.techniques.float8 import weight_scaler
     from titanlite.parallelize.materialize import allocate
-    from titanlite.parallelize.mesh import loss_group, world_group
-    from titanlite.parallelize.tensor import split_vocabulary
-    from titanlite.plan.estimate import model_of
+    from titanlite.mesh import loss_group, world_group
+    from titanlite.techniques.tensor import split_vocabulary
+    from titanlite.tools.plan.estimate import model_of
     from titanlite.step import train_step
 
     spec = model_of(config)
@@ -199,8 +199,8 @@ def kernels_with_stated_counts(config: Any) -> Any:
 
     The device has only zeros.
     """
-    from titanlite.kernels import Kernels
-    from titanlite.plan.gpu_kernels import FakeCounts
+    from titanlite.ops.kernels import Kernels
+    from titanlite.tools.plan.gpu_kernels import FakeCounts
 
     class StatedCounts(FakeCounts):
         def read_counts(self, sent_RX: Any, received_RX: Any, *, tokens: int) -> tuple[list[int], list[int]]:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.null_gpu.conftest import RunPython
-from titanlite.plan.hardware import load_hardware
+from titanlite.tools.plan.hardware import load_hardware
 
 pytestmark = pytest.mark.null_gpu
 

@@ -13,12 +13,12 @@ from torch import Tensor
 
 from tests.helpers import TinyRun
 from tests.weights import OWN, one_process, random_model, save_model, save_random, small_toml, state
-from titanlite import cli
+from titanlite.tools import cli
 from titanlite.checkpoint.exports import Exports
 from titanlite.config.run_schema import Checkpoint
-from titanlite.convert.source import load_model, open_source, read_tensor
+from titanlite.tools.convert.source import load_model, open_source, read_tensor
 from titanlite.models.base import Model
-from titanlite.preflight import preflight
+from titanlite.checks.preflight import preflight
 from titanlite.runtime.process_group import Ranks
 
 TOKENS = torch.arange(64).view(2, 32) * 5 % 384

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 import titanlite
 from tests.helpers import TinyRun
-from titanlite import cli
+from titanlite.tools import cli
 
 
 @pytest.mark.long

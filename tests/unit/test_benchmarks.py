@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from tests.helpers import TinyRun
-from titanlite import cli
+from titanlite.tools import cli
 from titanlite.config.load import load
 
 ROOT = Path(__file__).parents[2]

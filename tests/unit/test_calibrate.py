@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from titanlite import cli
-from titanlite.plan import calibrate
-from titanlite.plan.hardware import load_hardware, this_cpu
-from titanlite.plan.time import Collective, Group, collective_time
+from titanlite.tools import cli
+from titanlite.tools.plan import calibrate
+from titanlite.tools.plan.hardware import load_hardware, this_cpu
+from titanlite.tools.plan.time import Collective, Group, collective_time
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.hardware import HARDWARE, host_memory
 from titanlite.runtime.process_group import Ranks

@@ -15,10 +15,10 @@ from rich.console import Console
 
 from tests.helpers import TinyRun, closed_stdout
 from tests.manifests import CONTENTS, save
-from titanlite import cli
-from titanlite.checkpoint import command
+from titanlite.tools import cli
+from titanlite.tools.checkpoints import command
 from titanlite.checkpoint.manifest import committed_steps, folder_name
-from titanlite.checkpoint.storage import MANIFEST, LocalStorage, ObjectStorage, open_storage
+from titanlite.storage.storage import MANIFEST, LocalStorage, ObjectStorage, open_storage
 
 
 @pytest.fixture(params=["disk", "memory"])

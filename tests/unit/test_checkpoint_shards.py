@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 from torch.utils.serialization import config as serialization
 
 from titanlite.checkpoint.dcp_write import ArchiveFrames, ShardWriter
-from titanlite.checkpoint.storage import open_storage
+from titanlite.storage.storage import open_storage
 
 TENSORS = {
     "a scalar": torch.tensor(3.5),

@@ -27,7 +27,7 @@ from titanlite.checkpoint.dcp_read import UnsafeCheckpoint
 from titanlite.checkpoint.manifest import DAMAGED, METADATA, SUPERSEDED, FileRecord, folder_name
 from titanlite.checkpoint.save_overhead import StepClock
 from titanlite.checkpoint.staging import Staging
-from titanlite.checkpoint.storage import MANIFEST, LocalStorage, ObjectStorage, open_storage
+from titanlite.storage.storage import MANIFEST, LocalStorage, ObjectStorage, open_storage
 from titanlite.runtime.errors import RunError, UserError
 
 pytestmark = pytest.mark.usefixtures("single_process_group", "_unlocked")
@@ -36,7 +36,7 @@ pytestmark = pytest.mark.usefixtures("single_process_group", "_unlocked")
 @pytest.fixture
 def _unlocked(monkeypatch: pytest.MonkeyPatch) -> None:
     """A run that failed in this process would hold its folder as long as pytest holds the error."""
-    monkeypatch.setattr("titanlite.runtime.run_folder._lock", lambda path: None)
+    monkeypatch.setattr("titanlite.run.run_folder._lock", lambda path: None)
 
 
 @pytest.fixture
@@ -454,8 +454,8 @@ def test_changed_settings_need_an_option(tiny: TinyRun) -> None:
 @pytest.mark.long
 def test_two_jobs_in_one_folder_are_refused(tiny: TinyRun, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
-    monkeypatch.setattr("titanlite.runtime.run_folder.LOCK_TIMEOUT", 0.2)
-    from titanlite.runtime.run_folder import open_run_folder
+    monkeypatch.setattr("titanlite.run.run_folder.LOCK_TIMEOUT", 0.2)
+    from titanlite.run.run_folder import open_run_folder
 
     config = tiny.config()
     first = open_run_folder(config.job, config.data, rank=0)

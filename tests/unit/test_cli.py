@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from tests.helpers import TinyRun, closed_stdout
-from titanlite import cli
+from titanlite.tools import cli
 from titanlite.metrics import run_summary
-from titanlite.runtime.arguments import Parser
+from titanlite.tools.arguments import Parser
 from titanlite.runtime.console import install_hint, shell_command
 from titanlite.runtime.files import lock_file
 
@@ -167,7 +167,7 @@ name = "Moun"
 
 @pytest.mark.long
 def test_mistakes_of_the_options_are_reported_before_torch_is_imported(tiny: TinyRun) -> None:
-    code = "import sys; sys.modules['torch'] = None; from titanlite.cli import main; main()"
+    code = "import sys; sys.modules['torch'] = None; from titanlite.tools.cli import main; main()"
     command = [sys.executable, "-c", code, "config", "check", "--config", str(tiny.toml), "--training.stepss=1"]
     result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     first, second, *_ = result.stderr.splitlines()

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from titanlite.cli import make_parser
+from titanlite.tools.cli import make_parser
 from titanlite.config.load import load
 
 ROOT = Path(__file__).parents[2]

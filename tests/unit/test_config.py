@@ -11,7 +11,7 @@ from titanlite.config.keys import dotted_keys
 from titanlite.config.load import dump, load, read
 from titanlite.config.schema import Config, Parallelism, Training
 from titanlite.config.torchtitan import FOREIGN_KEYS
-from titanlite.migrate.rules import RULES
+from titanlite.tools.migrate.rules import RULES
 from titanlite.runtime.errors import ConfigError
 
 CONFIGS = sorted(Path("train_configs").glob("*.toml"))

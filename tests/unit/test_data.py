@@ -20,7 +20,7 @@ from titanlite.data.samples import Samples, Source
 from titanlite.data.sources import open_sources
 from titanlite.data.tokenizer import ByteTokenizer
 from titanlite.data.tokens import INDEX, TokenStore
-from titanlite.ingest.token_writer import TokenWriter, unigram_entropy
+from titanlite.tools.ingest.token_writer import TokenWriter, unigram_entropy
 from titanlite.runtime.errors import UserError
 
 CPU = torch.device("cpu")

@@ -10,7 +10,7 @@ from jsonschema import Draft202012Validator
 from pydantic import Field
 
 from titanlite.config.data_schema import DataSource
-from titanlite.config.describe import (
+from titanlite.tools.describe import (
     first_sentence,
     json_schema,
     json_schema_text,
@@ -32,7 +32,7 @@ CONFIGS = sorted((ROOT / "train_configs").glob("*.toml"))
 @pytest.mark.parametrize(
     ("path", "command"),
     [
-        ("docs/config.md", "python -m titanlite.config.describe > docs/config.md"),
+        ("docs/config.md", "python -m titanlite.tools.describe > docs/config.md"),
         ("train_configs/schema.json", "python -m titanlite config schema > train_configs/schema.json"),
     ],
 )

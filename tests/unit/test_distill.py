@@ -19,17 +19,17 @@ from tests.operators import LargestTensor
 from titanlite.checkpoint.fingerprint import resume_settings
 from titanlite.config.distill_schema import Distill
 from titanlite.config.load import load, read
-from titanlite.convert.source import Source, open_source, open_teacher
-from titanlite.cpu.kernels import CpuKernels
+from titanlite.tools.convert.source import Source, open_source, open_teacher
+from titanlite.ops.cpu import CpuKernels
 from titanlite.data.tokenizer import ByteTokenizer, load_tokenizer
 from titanlite.loss import token_loss
-from titanlite.models.divergence import divergence
+from titanlite.ops.divergence import divergence
 from titanlite.models.registry import resolve_model
-from titanlite.plan.gpu_kernels import GpuKernels
-from titanlite.preflight import preflight
+from titanlite.tools.plan.gpu_kernels import GpuKernels
+from titanlite.checks.preflight import preflight
 from titanlite.runtime.errors import ConfigError, UserError
 from titanlite.runtime.process_group import Ranks
-from titanlite.teacher_source import check_teacher, different_tokens, fingerprint
+from titanlite.techniques.distill.source import check_teacher, different_tokens, fingerprint
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.documented import EXECUTED, PAGES, ROOT, commands, commands_to_run, unused_notes
-from titanlite.cli import make_parser
+from titanlite.tools.cli import make_parser
 from titanlite.config.keys import dotted_keys, nearest_key
 from titanlite.config.shipped import find_config
 from titanlite.runtime.errors import UserError

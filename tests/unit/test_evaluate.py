@@ -10,8 +10,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from tests.helpers import TinyRun, train_on_this_rank
-from titanlite import cli
-from titanlite.convert.source import load_model, open_source
+from titanlite.tools import cli
+from titanlite.tools.convert.source import load_model, open_source
 
 SEQ_LEN = 32
 BARE = ("--tokenizer", "bytes", "--no-bos", "--no-eos")

@@ -8,18 +8,18 @@ from torch.distributed.tensor import DTensor
 
 from tests.plans import traced
 from titanlite.config.load import ConfigError, load
-from titanlite.memory_check import largest_shard
-from titanlite.model_checks import check_experts
+from titanlite.checks.memory import largest_shard
+from titanlite.checks.model import check_experts
 from titanlite.models.base import build_on_meta
 from titanlite.models.llama3 import Llama3, Llama3Args
 from titanlite.models.qwen3_moe import Qwen3Moe, Qwen3MoeArgs
-from titanlite.parallelize.expert import even_dim
-from titanlite.plan.fake_ranks import fake_ranks
-from titanlite.plan.gpu_kernels import EXPERT_SKEW, FakeCpuKernels
-from titanlite.plan.hardware import find_hardware
-from titanlite.plan.time import Collective, Group, collective_time
-from titanlite.plan.trace import parallelized
-from titanlite.plan.workload import workload_of
+from titanlite.techniques.expert import even_dim
+from titanlite.tools.plan.fake_ranks import fake_ranks
+from titanlite.tools.plan.gpu_kernels import EXPERT_SKEW, FakeCpuKernels
+from titanlite.tools.plan.hardware import find_hardware
+from titanlite.tools.plan.time import Collective, Group, collective_time
+from titanlite.tools.plan.trace import parallelized
+from titanlite.tools.plan.workload import workload_of
 from titanlite.runtime.errors import UserError
 
 KEY = "parallelism.expert_parallel_degree"

@@ -10,12 +10,12 @@ import torch
 from torch import nn
 
 from tests.foreign import assert_same, logits, oracle_of
-from titanlite import cli
+from titanlite.tools import cli
 from titanlite.checkpoint.state import model_state
 from titanlite.config.schema import Data
-from titanlite.convert.compress import Student
-from titanlite.convert.experts import RouterStatistics, Sample, read_sample
-from titanlite.convert.source import load_model, open_source
+from titanlite.tools.convert.compress import Student
+from titanlite.tools.convert.experts import RouterStatistics, Sample, read_sample
+from titanlite.tools.convert.source import load_model, open_source
 
 UNUSED = {0: [1, 4], 1: [0, 3]}
 """Experts that the router of the test's teacher never picks, of each layer."""

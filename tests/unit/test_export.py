@@ -18,12 +18,12 @@ from safetensors.torch import load_file
 
 from tests.object_stores import Flaky
 from tests.weights import OWN, one_process, random_model, save_model, save_random, small_toml, state
-from titanlite import cli
-from titanlite.convert.export import export_folder
-from titanlite.convert.rows import RowReader
-from titanlite.convert.safetensors_file import parse_size
-from titanlite.convert.source import load_model, open_source, read_tensor
-from titanlite.convert.target import open_target
+from titanlite.tools import cli
+from titanlite.tools.convert.export import export_folder
+from titanlite.tools.convert.rows import RowReader
+from titanlite.tools.convert.safetensors_file import parse_size
+from titanlite.tools.convert.source import load_model, open_source, read_tensor
+from titanlite.tools.convert.target import open_target
 from titanlite.runtime.errors import DamagedCheckpoint, UserError
 
 TOKENS = torch.arange(64).view(2, 32) * 5 % 384
@@ -215,7 +215,7 @@ def test_blocks_make_the_same_files(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     checkpoint, _ = save_random(tmp_path, "qwen3_moe", tied_head=True)
     source = open_source(str(checkpoint))
     export_folder(source, open_target(str(tmp_path / "a")), max_shard_bytes=100_000)
-    monkeypatch.setattr("titanlite.convert.export.RowReader", lambda source: RowReader(source, block=700))
+    monkeypatch.setattr("titanlite.tools.convert.export.RowReader", lambda source: RowReader(source, block=700))
     export_folder(source, open_target(str(tmp_path / "b")), max_shard_bytes=100_000)
     names = sorted(path.name for path in (tmp_path / "a").iterdir())
     assert len(names) > 5

@@ -12,14 +12,14 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from tests.weights import OWN, one_process, random_model, save_model, save_random
-from titanlite import cli
-from titanlite.convert import check as check_module
-from titanlite.convert.check import CheckFailed, _of_model, check_folder, compare
-from titanlite.convert.check_tokens import check_tokens
-from titanlite.convert.export import export_folder
-from titanlite.convert.layout import outgoing
-from titanlite.convert.source import Source, load_model, open_source
-from titanlite.convert.target import open_target
+from titanlite.tools import cli
+from titanlite.tools.convert import check as check_module
+from titanlite.tools.convert.check import CheckFailed, _of_model, check_folder, compare
+from titanlite.tools.convert.check_tokens import check_tokens
+from titanlite.tools.convert.export import export_folder
+from titanlite.tools.convert.layout import outgoing
+from titanlite.tools.convert.source import Source, load_model, open_source
+from titanlite.tools.convert.target import open_target
 from titanlite.models.base import Model
 from titanlite.models.formats import Entry, Formats, HuggingFace, Table
 from titanlite.models.registry import MODELS

@@ -19,9 +19,9 @@ from tests.whole_runs import trained
 from titanlite.checkpoint import exports as exports_module
 from titanlite.checkpoint import manifest as manifests
 from titanlite.checkpoint.exports import Exports
-from titanlite.checkpoint.storage import LocalStorage
+from titanlite.storage.storage import LocalStorage
 from titanlite.config.run_schema import Checkpoint
-from titanlite.preflight import preflight
+from titanlite.checks.preflight import preflight
 from titanlite.runtime.errors import ConfigError
 from titanlite.runtime.process_group import read_ranks
 

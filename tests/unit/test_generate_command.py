@@ -15,12 +15,12 @@ import torch.distributed as dist
 
 from tests.chat_tokenizer import write_chat_tokenizer
 from tests.weights import random_model, save_model, small_toml
-from titanlite import cli
-from titanlite.convert.chat import Chat
-from titanlite.convert.generation import Generator
-from titanlite.convert.loading import tokenizer_of
-from titanlite.convert.prompts import opening_ids, stop_ids
-from titanlite.convert.source import open_source
+from titanlite.tools import cli
+from titanlite.tools.ingest.chat_tokens import Chat
+from titanlite.tools.convert.generation import Generator
+from titanlite.tools.convert.loading import tokenizer_of
+from titanlite.tools.convert.prompts import opening_ids, stop_ids
+from titanlite.tools.convert.source import open_source
 from titanlite.data.tokenizer import load_tokenizer
 from titanlite.runtime.console import install_hint
 from titanlite.runtime.errors import UserError
@@ -49,7 +49,7 @@ def generate(capfd: pytest.CaptureFixture[str], *words: object) -> tuple[int, st
 
 def by_hand(folder: Path, prompt: str, count: int) -> bytes:
     """Greedy bytes, computing the whole sequence for each token, up to one that ends a document."""
-    from titanlite.convert.source import load_model
+    from titanlite.tools.convert.source import load_model
 
     model = load_model(open_source(str(folder)))
     ids = [256, *prompt.encode()]

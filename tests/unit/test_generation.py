@@ -14,13 +14,13 @@ import transformers
 from torch import Tensor, nn
 
 from tests import models, qwen_models
-from titanlite.convert.generation import Generator, stream_text
-from titanlite.convert.key_value_cache import LayerCache, attend_to_all
-from titanlite.convert.sampling import Sampler, token_probabilities
-from titanlite.cpu.kernels import CpuKernels
+from titanlite.tools.convert.generation import Generator, stream_text
+from titanlite.tools.convert.key_value_cache import LayerCache, attend_to_all
+from titanlite.tools.convert.sampling import Sampler, token_probabilities
+from titanlite.ops.cpu import CpuKernels
 from titanlite.data.tokenizer import ByteTokenizer, load_tokenizer
-from titanlite.kernels import DEFAULT_KERNELS, set_kernels
-from titanlite.models.attention import attend
+from titanlite.ops.kernels import DEFAULT_KERNELS, set_kernels
+from titanlite.ops.attention import attend
 from titanlite.models.base import Model
 from titanlite.models.decoder import Decoder
 from titanlite.runtime.errors import RunError, UserError

@@ -17,16 +17,16 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from titanlite.config.schema import Parallelism, Training
-from titanlite.cpu.collectives import AllToAllReduceScatter
-from titanlite.cpu.kernels import CpuKernels
+from titanlite.ops.cpu_collectives import AllToAllReduceScatter
+from titanlite.ops.cpu import CpuKernels
 from titanlite.metrics.memory_watch import MemoryWatch
 from titanlite.models.base import build_on_meta
 from titanlite.models.llama3 import Llama3
 from titanlite.parallelize.fsdp import shard
 from titanlite.parallelize.materialize import materialize
-from titanlite.parallelize.mesh import build_mesh, world_group
+from titanlite.mesh import build_mesh, world_group
 from titanlite.parallelize.reductions import keeps_reduced_gradients
-from titanlite.plan.gpu_kernels import GpuKernels
+from titanlite.tools.plan.gpu_kernels import GpuKernels
 from titanlite.runtime.allocator import VARIABLES, allocator_settings, use_expandable_segments
 from titanlite.runtime.gradient_memory import ReduceScatter
 from titanlite.runtime.private_torch.fsdp import fsdp_param_group
@@ -44,7 +44,7 @@ class Finder:
             os._exit(0)
 
 sys.meta_path.insert(0, Finder())
-from titanlite.cli import run
+from titanlite.tools.cli import run
 run(["train", "debug"])
 """
 

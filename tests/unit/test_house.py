@@ -94,7 +94,7 @@ def test_models_know_nothing_of_ranks_and_meshes(path: Path) -> None:
 @pytest.mark.long
 def test_only_orchestrators_take_the_whole_config() -> None:
     """A stage is given its own section."""
-    whole = {"cli.py", "preflight.py", "train.py", "runtime/run_folder.py", "metrics/run_summary.py"}
+    whole = {"cli.py", "preflight.py", "train.py", "run/run_folder.py", "metrics/run_summary.py"}
     whole |= {"api.py", "assemble.py", "build.py", "build_model.py", "checkpoint/fingerprint.py", "memory_check.py"}
     takers = set()
     for path, tree in TREES.items():
@@ -166,10 +166,10 @@ REPLACED = {
     "parallelize/compile.py": {
         "block.forward": "Module.compile() compiles the hooks of FSDP too; only the forward is compiled here",
     },
-    "parallelize/tensor.py": {
+    "techniques/tensor.py": {
         "module.forward": "the lookup in a part of the vocabulary, without a class of embeddings of its own",
     },
-    "convert/experts.py": {
+    "tools/convert/experts.py": {
         "block.forward": "routers are watched block by block in a tool that trains nothing",
     },
     "runtime/private_torch/fsdp.py": {

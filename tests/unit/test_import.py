@@ -29,10 +29,10 @@ from tests.helpers import TinyRun
 from tests.whole_runs import trained
 from titanlite.checkpoint.state import model_state
 from titanlite.config.load import load
-from titanlite.convert.hugging_face import HuggingFaceFolder
-from titanlite.convert.meta import MetaFolder
-from titanlite.convert.reader import ForeignReader
-from titanlite.convert.weights import find_flavor, open_weights
+from titanlite.tools.convert.hugging_face import HuggingFaceFolder
+from titanlite.tools.convert.meta import MetaFolder
+from titanlite.tools.convert.reader import ForeignReader
+from titanlite.tools.convert.weights import find_flavor, open_weights
 from titanlite.models.base import Model
 from titanlite.models.llama3 import Llama3
 from titanlite.models.registry import ModelSpec, resolve_model

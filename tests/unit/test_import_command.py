@@ -25,10 +25,10 @@ from tests.foreign import (
 )
 from tests.helpers import TinyRun
 from tests.whole_runs import trained
-from titanlite import cli
+from titanlite.tools import cli
 from titanlite.checkpoint.state import model_state
-from titanlite.convert.prompts import stop_ids
-from titanlite.convert.source import load_model, open_source
+from titanlite.tools.convert.prompts import stop_ids
+from titanlite.tools.convert.source import load_model, open_source
 from titanlite.models.registry import MODELS
 from titanlite.runtime.errors import UserError
 
@@ -304,7 +304,7 @@ def test_unexpected_tensors_are_left_out_where_allowed(
 def test_a_failed_import_leaves_nothing(
     folders: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    from titanlite.checkpoint.storage import LocalStorage
+    from titanlite.storage.storage import LocalStorage
 
     def full(self: LocalStorage, folder: str, manifest: bytes) -> None:
         raise OSError(28, "No space left on device")
@@ -324,7 +324,7 @@ def test_memory_holds_one_tensor_at_a_time(tmp_path: Path, monkeypatch: pytest.M
     """Tensors that are alive while each one is read: none of those before it."""
     import weakref
 
-    from titanlite.convert.reader import ForeignReader
+    from titanlite.tools.convert.reader import ForeignReader
 
     oracle_of("qwen3_moe").save_pretrained(tmp_path / "hf")
     alive: list[weakref.ref[torch.Tensor]] = []

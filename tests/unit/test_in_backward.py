@@ -19,9 +19,9 @@ from titanlite.config.optim_schema import OptimizerGroup
 from titanlite.config.schema import Guard, Optimizer
 from titanlite.guard import StepGuard, StoppedByGuard
 from titanlite.optim import build_optimizer
-from titanlite.optim.in_backward import InBackward
+from titanlite.techniques.in_backward import InBackward
 from titanlite.optim.norm import gradient_norms
-from titanlite.preflight import check_offloaded_update
+from titanlite.checks.preflight import check_offloaded_update
 from titanlite.runtime.errors import ConfigError, UserError
 from titanlite.runtime.private_torch.tensors import local_tensor
 from titanlite.step import StepResult

@@ -9,8 +9,8 @@ import pytest
 
 from titanlite.data.tokenizer import ByteTokenizer
 from titanlite.data.tokens import INDEX, TokenStore
-from titanlite.ingest.inspect import document_lengths, inspect
-from titanlite.ingest.token_writer import TokenWriter
+from titanlite.tools.ingest.inspect import document_lengths, inspect
+from titanlite.tools.ingest.token_writer import TokenWriter
 from titanlite.runtime.errors import UserError
 
 BOS, EOS = ByteTokenizer.bos_id, ByteTokenizer.eos_id

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.metadata import (
 from tests.manifests import save
 from titanlite.checkpoint.coverage import Piece, find_fault
 from titanlite.checkpoint.manifest import folder_name
-from titanlite.cli import run
+from titanlite.tools.cli import run
 from titanlite.runtime.private_torch.checkpoint import StorageInfo
 
 Ends = pytest.CaptureFixture[str]

@@ -8,10 +8,10 @@ import pytest
 
 from tests.helpers import TinyRun
 from tests.layouts import degrees
-from titanlite.cli import run
+from titanlite.tools.cli import run
 from titanlite.config.load import load
-from titanlite.plan.parameters import ParameterLayout, inspect_ranks
-from titanlite.report.blocks import format_numbers, join_blocks, split_block
+from titanlite.tools.plan.parameters import ParameterLayout, inspect_ranks
+from titanlite.tools.report.blocks import format_numbers, join_blocks, split_block
 
 SIZES = ("parameter_bytes", "gradient_bytes", "optimizer_bytes")
 SMALL = ["--model.args.dim=64", "--model.args.n_layers=2", "--model.args.n_heads=4", "--model.args.n_kv_heads=2",

@@ -2,7 +2,7 @@
 
 import socket
 
-from titanlite.runtime.launch import address_options, interface_of, use_interface_of
+from titanlite.tools.launch import address_options, interface_of, use_interface_of
 
 LOOPBACK = dict(socket.if_nameindex())[1]
 

@@ -9,12 +9,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.operators import OperatorNames
 from titanlite.config.types import AttentionBackend
-from titanlite.cpu.kernels import CpuKernels
-from titanlite.kernels import Kernels, set_kernels
-from titanlite.models.attention import attend
-from titanlite.models.functions import linears, rotate, swiglu
+from titanlite.ops.cpu import CpuKernels
+from titanlite.ops.kernels import Kernels, set_kernels
+from titanlite.ops.attention import attend
+from titanlite.ops.functions import linears, rotate, swiglu
 from titanlite.models.layers import Linear, RMSNorm, linear_of_each, rope_cos_sin
-from titanlite.plan.gpu_kernels import GpuKernels
+from titanlite.tools.plan.gpu_kernels import GpuKernels
 from titanlite.runtime.private_torch.operators import ATTENTION_OPERATORS
 
 B, L, N, H, D = 2, 5, 3, 8, 24

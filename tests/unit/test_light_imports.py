@@ -10,14 +10,14 @@ from tests.manifests import save
 
 TORCH = {"torch"}
 IMPORTS = [
-    ("import titanlite, titanlite.cli", {"torch", "numpy", "pydantic", "rich", "fsspec"}),
-    ("import titanlite.data.tokenizer, titanlite.ingest.bpe", {"torch", "tokenizers", "tiktoken"}),
+    ("import titanlite, titanlite.tools.cli", {"torch", "numpy", "pydantic", "rich", "fsspec"}),
+    ("import titanlite.data.tokenizer, titanlite.tools.ingest.bpe", {"torch", "tokenizers", "tiktoken"}),
     ("import titanlite.config.schema", TORCH),
     ("import titanlite; titanlite.load_config('debug')", TORCH),
-    ("import titanlite.migrate.command", TORCH),
+    ("import titanlite.tools.migrate.command", TORCH),
     ("import titanlite.checkpoint.manifest", TORCH),
     ("import titanlite.data.packing, titanlite.data.remote", TORCH),
-    ("import titanlite.ingest.inspect, titanlite.ingest.prepare, titanlite.ingest.arguments", TORCH),
+    ("import titanlite.tools.ingest.inspect, titanlite.tools.ingest.prepare, titanlite.tools.ingest.arguments", TORCH),
 ]
 COMMANDS = [
     # `train --help` reads the schema; the others need no more than the standard library.

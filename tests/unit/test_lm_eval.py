@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 from tests.weights import random_model, save_model, small_toml
-from titanlite import cli
-from titanlite.convert.source import load_model, open_source
+from titanlite.tools import cli
+from titanlite.tools.convert.source import load_model, open_source
 
 TEXTS = ["one two three", "Größe: 12 €, and more of it"]
 ROLLING = """

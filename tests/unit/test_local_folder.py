@@ -14,7 +14,7 @@ from tests.helpers import TinyRun
 from titanlite.checkpoint import manifest as manifests
 from titanlite.checkpoint.local import LocalFolder, new_name, recover
 from titanlite.checkpoint.manifest import FileRecord, Manifest, folder_name
-from titanlite.checkpoint.storage import MANIFEST, LocalStorage
+from titanlite.storage.storage import MANIFEST, LocalStorage
 from titanlite.runtime.errors import ConfigError
 
 pytestmark = pytest.mark.usefixtures("single_process_group")

@@ -12,21 +12,21 @@ from torch import Tensor, nn
 from tests.adapted import FROZEN_BASE, TOKENS, adapted, filled
 from tests.helpers import TinyRun
 from tests.kept_matmuls import KeptMatmuls
-from titanlite import cli
+from titanlite.tools import cli
 from titanlite.checkpoint.fingerprint import resume_settings
 from titanlite.config.load import load
 from titanlite.config.schema import Freeze, Lora
-from titanlite.memory_check import bytes_per_parameter
+from titanlite.checks.memory import bytes_per_parameter
 from titanlite.models.added import added_parameters
 from titanlite.models.base import Model, ModelArgs, trainable_parameters, unique_parameters
 from titanlite.models.initial import InitialValues, Normal
 from titanlite.models.registry import resolve_model
 from titanlite.optim.groups import parameter_groups
 from titanlite.parallelize.activation_checkpoint import apply_activation_checkpoint
-from titanlite.parallelize.lora import LoraLinear, choose_trained
-from titanlite.plan.estimate import Layout, plan
-from titanlite.plan.hardware import find_hardware
-from titanlite.plan.search import _has_layers_for_float8
+from titanlite.techniques.lora import LoraLinear, choose_trained
+from titanlite.tools.plan.estimate import Layout, plan
+from titanlite.tools.plan.hardware import find_hardware
+from titanlite.tools.plan.search import _has_layers_for_float8
 
 GUIDE = Path("docs/finetune.md")
 

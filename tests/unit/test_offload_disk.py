@@ -19,14 +19,14 @@ from tests.plans import layout_of, planned, read
 from tests.whole_runs import assert_equal, parameters_of, trained
 from titanlite.build import build
 from titanlite.checkpoint.manifest import folder_name
-from titanlite.cli import run as run_command
+from titanlite.tools.cli import run as run_command
 from titanlite.config.load import load
 from titanlite.config.schema import Offload
 from titanlite.optim.rounding import SlicedAdamW
-from titanlite.plan.estimate import _with_disk, estimate, trace
-from titanlite.plan.output import plan_lines, plan_record
-from titanlite.runtime import disk as offload
-from titanlite.runtime.disk import DiskTensors
+from titanlite.tools.plan.estimate import _with_disk, estimate, trace
+from titanlite.tools.plan.output import plan_lines, plan_record
+from titanlite.storage import disk as offload
+from titanlite.storage.disk import DiskTensors
 from titanlite.runtime.dtensor import from_local_like
 from titanlite.runtime.errors import ConfigError, RunError, UserError
 
@@ -41,8 +41,8 @@ BFLOAT16 = ["--optimizer.state_dtype=bfloat16", "--training.dtype=bfloat16"]
 def _tiny_slices(monkeypatch: pytest.MonkeyPatch, single_process_group: None) -> None:
     """Many in each parameter, and several writes a step. A run that failed does not hold its folder."""
     monkeypatch.setattr("titanlite.optim.rounding.DISK_SLICE", 512)
-    monkeypatch.setattr("titanlite.runtime.disk.WINDOW", 2**17)
-    monkeypatch.setattr("titanlite.runtime.run_folder._lock", lambda path: None)
+    monkeypatch.setattr("titanlite.storage.disk.WINDOW", 2**17)
+    monkeypatch.setattr("titanlite.run.run_folder._lock", lambda path: None)
 
 
 def folder(tiny: TinyRun, name: str = "tiny") -> Path:
@@ -144,7 +144,7 @@ def resident_of_files() -> int:
 def test_few_pages_of_files_are_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, drops: bool) -> None:
     """96 MiB of moments, of which a few slices of 2 x 1 MiB are. Without dropping them, all are."""
     monkeypatch.setattr("titanlite.optim.rounding.DISK_SLICE", 2**18)
-    monkeypatch.setattr("titanlite.runtime.disk.WINDOW", 2**21)
+    monkeypatch.setattr("titanlite.storage.disk.WINDOW", 2**21)
     if not drops:
         monkeypatch.setattr(offload, "_drop", lambda part: None)
     most: list[int] = []
@@ -193,7 +193,7 @@ def test_nothing_is_left_by_a_run_that_fails(tiny: TinyRun, monkeypatch: pytest.
 @pytest.mark.long
 def test_nothing_is_left_by_a_process_that_is_killed(tiny: TinyRun) -> None:
     code = (
-        "import os, pathlib, sys, torch; from titanlite.runtime.disk import DiskTensors\n"
+        "import os, pathlib, sys, torch; from titanlite.storage.disk import DiskTensors\n"
         "disk = DiskTensors(pathlib.Path(sys.argv[1]))\n"
         "tensors = disk.allocate([(torch.Size([1000]), torch.float32)])\n"
         "tensors[0].fill_(1); disk.changed(*tensors); disk.flush(); os.kill(os.getpid(), 9)"
@@ -262,8 +262,8 @@ def test_a_disk_that_fails_while_training(tiny: TinyRun, monkeypatch: pytest.Mon
 
 
 def build_run(tiny: TinyRun, monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    from titanlite.ingest.prepare import prepare_text
-    from titanlite.preflight import preflight
+    from titanlite.tools.ingest.prepare import prepare_text
+    from titanlite.checks.preflight import preflight
     from titanlite.runtime.process_group import Ranks
     from titanlite.train import train
 
@@ -350,6 +350,6 @@ def test_states_on_disk_are_not_in_memory(tiny: TinyRun, monkeypatch: pytest.Mon
     command = ["check", "--here", str(tiny.toml)]
     for options, size in (([], 16), (MOMENTS, 8), (EVERYTHING, 4)):
         for memory, code in ((size * count, 0), (size * count - 1, 2)):
-            module = sys.modules["titanlite.memory_check"]
+            module = sys.modules["titanlite.checks.memory"]
             monkeypatch.setattr(module, "host_memory", lambda memory=memory: memory)
             assert run_command([*command, *options]) == code, (options, size)

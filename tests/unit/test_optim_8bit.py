@@ -16,7 +16,7 @@ from tests.layouts import whole
 from tests.plans import profiled, shapes
 from titanlite.config.optim_schema import OptimizerGroup
 from titanlite.config.schema import Optimizer, Parallelism
-from titanlite.model_checks import check_quantized_moments
+from titanlite.checks.model import check_quantized_moments
 from titanlite.models.base import Model, build_on_meta
 from titanlite.models.qwen3 import Qwen3, Qwen3Args
 from titanlite.models.qwen3_moe import Qwen3Moe, Qwen3MoeArgs
@@ -24,7 +24,7 @@ from titanlite.optim import build_optimizer, check_optimizer, set_learning_rate,
 from titanlite.optim.quantized import MIN_ELEMENTS, block_size_of, check_shards, inner_tensors, is_quantized
 from titanlite.optim.registry import find_optimizer_cls
 from titanlite.optim.state_size import state_bytes, state_dtypes
-from titanlite.preflight import preflight
+from titanlite.checks.preflight import preflight
 from titanlite.runtime.errors import ConfigError, UserError
 from titanlite.runtime.process_group import Ranks
 

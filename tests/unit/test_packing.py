@@ -18,7 +18,7 @@ from titanlite.batch import IGNORE
 from titanlite.data import packing
 from titanlite.data.packing import PADDING, BestFit, Stream, TokenSequence, best_fit_decreasing
 from titanlite.data.tokens import TokenStore
-from titanlite.ingest.token_writer import TokenWriter
+from titanlite.tools.ingest.token_writer import TokenWriter
 from titanlite.runtime.errors import RunError
 
 LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=12)

@@ -5,10 +5,10 @@ import math
 import pytest
 
 from tests.helpers import TinyRun
-from titanlite import cli
+from titanlite.tools import cli
 from titanlite.config.load import load
-from titanlite.report.further_layouts import further_layouts
-from titanlite.report.parity import ONE, Curve, compare, error_in, variants
+from titanlite.tools.report.further_layouts import further_layouts
+from titanlite.tools.report.parity import ONE, Curve, compare, error_in, variants
 
 
 def test_it_covers_every_technique() -> None:
@@ -96,7 +96,7 @@ def test_a_config_of_many_processes_can_be_compared(tiny: TinyRun, monkeypatch: 
         ran.append((processes, config.parallelism.degrees(processes), config.parallelism.fsdp_reshard_after_forward))
         return Curve([2.0, None if processes == 4 else 1.0], [1.0, 1.0])
 
-    monkeypatch.setattr("titanlite.report.parity._run", run)
+    monkeypatch.setattr("titanlite.tools.report.parity._run", run)
     layout = ["data_parallel_replicate_degree=3", "data_parallel_shard_degree=5", "fsdp_reshard_after_forward=5"]
     (tiny.folder / "outputs" / "tiny-parity").mkdir(parents=True)
     arguments = ["--config", str(tiny.toml), *(f"--parallelism.{option}" for option in layout)]

@@ -11,14 +11,14 @@ from torch import nn
 
 from tests.helpers import TinyRun
 from tests.recorders import recorder, result_of
-from titanlite.cli import run
+from titanlite.tools.cli import run
 from titanlite.config.load import dump
 from titanlite.metrics.memory_watch import MemoryWatch
 from titanlite.metrics.phase_memory import PhaseMemory, memory_line
 from titanlite.metrics.schema import MEMORY, find_faults
 from titanlite.optim.state_size import local_state_bytes
-from titanlite.plan.memory import Profile
-from titanlite.report.run_memory import memory_lines, planned_memory
+from titanlite.tools.plan.memory import Profile
+from titanlite.tools.report.run_memory import memory_lines, planned_memory
 
 Ends = pytest.CaptureFixture[str]
 
@@ -196,7 +196,7 @@ def test_the_plan_has_the_peak_of_each_phase_that_it_knows() -> None:
 
 
 def test_the_table_has_the_share_of_the_plan(capsys: Ends) -> None:
-    from titanlite.report.inspect_command import show
+    from titanlite.tools.report.inspect_command import show
 
     sizes = {"parameters": 100, "gradients": 0, "optimizer": 200, "allocated": 310, "reserved": 900}
     phases = {"sharding": sizes | {"peak": 320}, "forward": sizes | {"peak": 570}}

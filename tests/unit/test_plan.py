@@ -15,11 +15,11 @@ from torch.nn import functional as F
 
 from tests.plans import layout_of, planned, profiled, read, shapes, traced
 from titanlite.models import layers
-from titanlite.plan.estimate import Layout, model_of, plan, trace
-from titanlite.plan.hardware import find_hardware
-from titanlite.plan.memory import Profile, profile
-from titanlite.plan.recorder import Recorder
-from titanlite.plan.trace import StepTrace, trace_step
+from titanlite.tools.plan.estimate import Layout, model_of, plan, trace
+from titanlite.tools.plan.hardware import find_hardware
+from titanlite.tools.plan.memory import Profile, profile
+from titanlite.tools.plan.recorder import Recorder
+from titanlite.tools.plan.trace import StepTrace, trace_step
 from titanlite.runtime.private_torch.tracing import FakeTensorMode
 
 
@@ -267,7 +267,7 @@ def test_recomputation_costs_a_forward() -> None:
 
 @pytest.mark.long
 def test_what_a_gpu_does_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("titanlite.cpu.kernels.has_hardware_bfloat16", lambda: False)  # whatever this CPU has
+    monkeypatch.setattr("titanlite.ops.cpu.has_hardware_bfloat16", lambda: False)  # whatever this CPU has
     config = read(world_size=2)
     cpu = trace_step(config, *model_of(config), world_size=2, gpu=False)
     gpu = traced(world_size=2, gpu=True)

@@ -9,14 +9,14 @@ import torch
 
 from titanlite.config.load import load
 from titanlite.config.schema import Degrees
-from titanlite.plan.allocator import GRANULES, Change, PoolSize, replay, reserved
-from titanlite.plan.candidates import Candidate
-from titanlite.plan.estimate import Layout, plan
-from titanlite.plan.fusion import LONGEST, fused_sizes
-from titanlite.plan.gpu_kernels import attention_scratch
-from titanlite.plan.hardware import find_hardware
-from titanlite.plan.recorder import Operator, Recorder, Storage
-from titanlite.plan.search import _Search
+from titanlite.tools.plan.allocator import GRANULES, Change, PoolSize, replay, reserved
+from titanlite.tools.plan.candidates import Candidate
+from titanlite.tools.plan.estimate import Layout, plan
+from titanlite.tools.plan.fusion import LONGEST, fused_sizes
+from titanlite.tools.plan.gpu_kernels import attention_scratch
+from titanlite.tools.plan.hardware import find_hardware
+from titanlite.tools.plan.recorder import Operator, Recorder, Storage
+from titanlite.tools.plan.search import _Search
 from titanlite.runtime.private_torch.tracing import FakeTensorMode
 
 MIB = 2**20

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from titanlite.plan import time as module
-from titanlite.plan.hardware import find_hardware
-from titanlite.plan.schedule import CollectiveTime, step_time
-from titanlite.plan.time import Collective, Group, Kernel, Unit, collective_time, kernel_time, lasting
+from titanlite.tools.plan import time as module
+from titanlite.tools.plan.hardware import find_hardware
+from titanlite.tools.plan.schedule import CollectiveTime, step_time
+from titanlite.tools.plan.time import Collective, Group, Kernel, Unit, collective_time, kernel_time, lasting
 from titanlite.runtime.hardware import HARDWARE, Hardware
 
 GPU = Hardware(

@@ -28,18 +28,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from titanlite import cli
+from titanlite.tools import cli
 from titanlite.config.schema import Data
 from titanlite.data.pieces import PIECE_BYTES
 from titanlite.data.sources import check_path, open_tokens
 from titanlite.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 from titanlite.data.tokens import INDEX, TokenStore
-from titanlite.ingest import prepare as prepare_module
-from titanlite.ingest import reading as reading_module
-from titanlite.ingest.encoding import CHUNKS_AHEAD, Encoder, Options, encode_chunks
-from titanlite.ingest.inputs import find_files
-from titanlite.ingest.prepare import prepare, prepare_text
-from titanlite.ingest.reading import Chunk
+from titanlite.tools.ingest import prepare as prepare_module
+from titanlite.tools.ingest import reading as reading_module
+from titanlite.tools.ingest.encoding import CHUNKS_AHEAD, Encoder, Options, encode_chunks
+from titanlite.tools.ingest.inputs import find_files
+from titanlite.tools.ingest.prepare import prepare, prepare_text
+from titanlite.tools.ingest.reading import Chunk
 from titanlite.runtime.console import install_hint
 from titanlite.runtime.errors import RunError, UserError
 
@@ -554,16 +554,16 @@ def test_workers_are_as_many_as_cores_where_affinity_is_unknown(
 
 
 def test_little_input_starts_no_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr("titanlite.ingest.encoding._Processes")
+    monkeypatch.delattr("titanlite.tools.ingest.encoding._Processes")
     assert tokens_of(make(write(tmp_path / "a.txt", "a"), tmp_path / "out", workers=8)) == [BOS, 97, EOS]
 
 
 SLOW = """
 import json, signal, sys, time
 from pathlib import Path
-from titanlite.ingest import token_writer as tokens
-from titanlite.ingest import prepare
-from titanlite.ingest.encoding import Options
+from titanlite.tools.ingest import token_writer as tokens
+from titanlite.tools.ingest import prepare
+from titanlite.tools.ingest.encoding import Options
 from titanlite.data.tokenizer import load_tokenizer
 prepare.WORKER_BYTES = 1
 end_chunk = tokens.TokenWriter.end_chunk

@@ -10,17 +10,17 @@ import pytest
 import torch.distributed as dist
 
 from tests.helpers import TinyRun, train_on_this_rank
-from titanlite import cli
+from titanlite.tools import cli
 from titanlite.config.load import dump
-from titanlite.plan.command import share_of_process
-from titanlite.plan.estimate import Layout, plan
-from titanlite.plan.hardware import find_hardware
-from titanlite.plan.schedule import CollectiveTime
-from titanlite.report.intervals import gaps, intersection, length, union
-from titanlite.report.profile_analysis import Analysis, Collective, Gap, Operator, analyse, collective_name
-from titanlite.report.profile_command import profile_lines
-from titanlite.report.profile_plan import Prediction, predict
-from titanlite.report.trace_file import Event, read_trace
+from titanlite.tools.plan.command import share_of_process
+from titanlite.tools.plan.estimate import Layout, plan
+from titanlite.tools.plan.hardware import find_hardware
+from titanlite.tools.plan.schedule import CollectiveTime
+from titanlite.tools.report.intervals import gaps, intersection, length, union
+from titanlite.tools.report.profile_analysis import Analysis, Collective, Gap, Operator, analyse, collective_name
+from titanlite.tools.report.profile_command import profile_lines
+from titanlite.tools.report.profile_plan import Prediction, predict
+from titanlite.tools.report.trace_file import Event, read_trace
 
 GEMM = "ampere_sgemm_128x64_tn"
 GATHER = "ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)"

@@ -14,15 +14,15 @@ from tests.adapted import adapted, filled
 from tests.helpers import TinyRun, train_on_this_rank
 from tests.layouts import whole
 from tests.weights import one_process, random_model, save_model, small_toml, state
-from titanlite import cli
+from titanlite.tools import cli
 from titanlite.checkpoint.fingerprint import resume_settings
 from titanlite.config.optim_schema import Freeze
-from titanlite.convert.source import load_model, open_source
-from titanlite.memory_check import bytes_per_parameter, weight_bytes
+from titanlite.tools.convert.source import load_model, open_source
+from titanlite.checks.memory import bytes_per_parameter, weight_bytes
 from titanlite.models.base import trainable_parameters, unique_parameters
 from titanlite.models.quantized import CODES, QuantizedLinear, dequantize, quantize, scales_of
-from titanlite.plan.estimate import Layout, plan
-from titanlite.plan.hardware import find_hardware
+from titanlite.tools.plan.estimate import Layout, plan
+from titanlite.tools.plan.hardware import find_hardware
 from titanlite.runtime.errors import UserError
 
 FORMATS = [*CODES.items()]

@@ -7,7 +7,7 @@ import pytest
 
 from scripts.reference import command_page, commands, error_page, error_texts, errors
 from scripts.samples import printed, renewed, with_samples
-from titanlite.cli import make_parser
+from titanlite.tools.cli import make_parser
 
 DOCS = Path(__file__).parents[2] / "docs"
 

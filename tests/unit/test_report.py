@@ -15,10 +15,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.run_folders import write_run
-from titanlite import cli
-from titanlite.report.charts import report_of
-from titanlite.report.page import page, server, to_json
-from titanlite.report.run_records import (
+from titanlite.tools import cli
+from titanlite.tools.report.charts import report_of
+from titanlite.tools.report.page import page, server, to_json
+from titanlite.tools.report.run_records import (
     RunRecords,
     config_differences,
     phase_totals,

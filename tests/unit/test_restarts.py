@@ -9,8 +9,8 @@ import pytest
 import torch.distributed as dist
 
 from tests.helpers import TinyRun
-from titanlite import cli
-from titanlite.runtime.restarts import (
+from titanlite.tools import cli
+from titanlite.run.restarts import (
     COUNTERS,
     CrashLoop,
     RunEnd,

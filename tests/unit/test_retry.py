@@ -8,9 +8,9 @@ import pytest
 from botocore.exceptions import ClientError, NoCredentialsError, PartialCredentialsError, ProfileNotFound
 
 from tests.object_stores import s3_server_that_fails
-from titanlite import cli
-from titanlite.checkpoint.storage import ObjectStorage, open_storage
-from titanlite.runtime.retry import AccessDenied, RetriesExhausted, retry
+from titanlite.tools import cli
+from titanlite.storage.storage import ObjectStorage, open_storage
+from titanlite.storage.retry import AccessDenied, RetriesExhausted, retry
 
 
 def client_error(code: str, status: int) -> ClientError:
@@ -78,7 +78,7 @@ def test_a_store_that_is_down_is_named_at_once_and_given_up_in_time(
     status: int, error: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A fifth of the usual time. With the retries of s3fs and botocore, one call would take a minute by itself."""
-    monkeypatch.setattr("titanlite.runtime.retry.QUIET", 0.5)
+    monkeypatch.setattr("titanlite.storage.retry.QUIET", 0.5)
     monkeypatch.setattr(logging.getLogger("titanlite"), "propagate", True)
     with s3_server_that_fails(lambda method, _: status if method == "PUT" else 200) as url:
         storage = open_storage(url, owner="me")

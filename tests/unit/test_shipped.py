@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import tomli
 
-from titanlite import cli
+from titanlite.tools import cli
 from titanlite.config.load import load
 from titanlite.config.shipped import find_config, nearest_config, shipped_folder
-from titanlite.config.starter import OFTEN_SET, starter_text
+from titanlite.tools.starter import OFTEN_SET, starter_text
 from titanlite.runtime.console import install_hint, shell_command
 
 ROOT = Path(__file__).parents[2]

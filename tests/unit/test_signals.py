@@ -13,8 +13,8 @@ import torch
 from tests.helpers import TinyRun
 from titanlite.build import build
 from titanlite.config.types import seconds_of
-from titanlite.ingest.prepare import prepare_text
-from titanlite.preflight import preflight
+from titanlite.tools.ingest.prepare import prepare_text
+from titanlite.checks.preflight import preflight
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.process_group import Ranks
 from titanlite.runtime.signals import SAME_SECONDS, STOP_SIGNALS, StoppedBySignal, StopRequests
@@ -78,8 +78,8 @@ def test_signals_of_this_process_arrive() -> None:
 
 STARTS_A_WORKER = """
 import multiprocessing, os, signal, threading, time
-from titanlite.runtime.endings import end_now
-from titanlite.runtime.proc import descendants
+from titanlite.run.endings import end_now
+from titanlite.run.proc import descendants
 from titanlite.runtime.signals import StopRequests, shielding_children
 
 def signal_at_the_start():

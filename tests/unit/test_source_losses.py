@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 import titanlite
 from tests.helpers import TinyRun, train_on_two_sources
-from titanlite import cli
+from titanlite.tools import cli
 from titanlite.batch import IGNORE
 from titanlite.loss import TokenLoss, token_loss
 from titanlite.metrics.source_losses import LossBySource, SourceLosses

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from tests.helpers import TinyRun, train_on_this_rank
 from titanlite.config.schema import Comm
 from titanlite.observer import CurrentPhase
-from titanlite.runtime.timeouts import CHECKPOINT_GROUP, PhaseTimeouts
-from titanlite.runtime.watchdog import TRACES, keep_traces
+from titanlite.run.timeouts import CHECKPOINT_GROUP, PhaseTimeouts
+from titanlite.run.watchdog import TRACES, keep_traces
 
 COMM = Comm(
     init_timeout_seconds=100,

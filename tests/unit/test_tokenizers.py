@@ -27,7 +27,7 @@ from titanlite.data.tokenizer import (
     find_tokenizer,
     load_tokenizer,
 )
-from titanlite.ingest.bpe import train_bpe, write_bpe
+from titanlite.tools.ingest.bpe import train_bpe, write_bpe
 from titanlite.runtime.console import install_hint
 from titanlite.runtime.errors import UserError
 

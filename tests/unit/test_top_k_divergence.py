@@ -10,10 +10,10 @@ from tests.distillation import KINDS, VOCABULARY, Given, inputs, kl, plain
 from tests.operators import LargestTensor
 from titanlite.batch import IGNORE
 from titanlite.config.distill_schema import Distill
-from titanlite.cpu.kernels import CpuKernels
-from titanlite.distill import TopK
+from titanlite.ops.cpu import CpuKernels
+from titanlite.techniques.distill.divergence import TopK
 from titanlite.loss import token_loss
-from titanlite.models.divergence import divergence, most_probable, top_k_divergence
+from titanlite.ops.divergence import divergence, most_probable, top_k_divergence
 
 
 def top_k(teacher: Given, k: int, temperature: float, dtype: torch.dtype = torch.float32) -> TopK:

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from titanlite.batch import IGNORE
 from titanlite.config.schema import Validation
-from titanlite.cpu.kernels import CpuKernels
+from titanlite.ops.cpu import CpuKernels
 from titanlite.data.packing import TokenSequence
 from titanlite.data.samples import Source
 from titanlite.models.llama3 import Llama3, Llama3Args

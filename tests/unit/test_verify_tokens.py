@@ -21,7 +21,7 @@ from titanlite.data.packing import BestFit, Stream
 from titanlite.data.samples import Samples, Source
 from titanlite.data.tokens import TokenStore
 from titanlite.data.verify import VALID_SECONDS, TokenCheck
-from titanlite.ingest.token_writer import TokenWriter
+from titanlite.tools.ingest.token_writer import TokenWriter
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.files import lock_file
 

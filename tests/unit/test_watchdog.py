@@ -18,12 +18,12 @@ import torch.distributed as dist
 
 from titanlite.config.schema import Comm
 from titanlite.observer import Phase
-from titanlite.runtime import watchdog
-from titanlite.runtime.proc import Waiting, blocked_file, descendants, main_thread_waits_for, state_of, work_done
+from titanlite.run import watchdog
+from titanlite.run.proc import Waiting, blocked_file, descendants, main_thread_waits_for, state_of, work_done
 from titanlite.runtime.process_group import Ranks
 from titanlite.runtime.ranks import ranks_text
-from titanlite.runtime.timeouts import PhaseTimeouts
-from titanlite.runtime.watchdog import Beat, Watchdog, explain, find_culprits, may_report, suspicious_after
+from titanlite.run.timeouts import PhaseTimeouts
+from titanlite.run.watchdog import Beat, Watchdog, explain, find_culprits, may_report, suspicious_after
 
 IN_COLLECTIVE = Waiting("collective", "is in a collective")
 ASLEEP = Waiting("code", "is in its own code (mine.py:3, loss)")

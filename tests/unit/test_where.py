@@ -11,10 +11,10 @@ import torch.distributed as dist
 from tests.dumps import PLANTED, compared, dumped, options
 from tests.helpers import TinyRun
 from tests.layouts import built
-from titanlite import cli
-from titanlite.report.value_dump import ValueDump, read_dump
-from titanlite.report.where import compare_dumps, summary, table
-from titanlite.report.where_transformers import transformers_dump
+from titanlite.tools import cli
+from titanlite.tools.report.value_dump import ValueDump, read_dump
+from titanlite.tools.report.where import compare_dumps, summary, table
+from titanlite.tools.report.where_transformers import transformers_dump
 from titanlite.runtime.errors import UserError
 
 

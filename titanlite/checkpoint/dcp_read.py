@@ -16,7 +16,7 @@ from titanlite.checkpoint import manifest as manifests
 from titanlite.checkpoint.coverage import Piece, find_fault
 from titanlite.checkpoint.manifest import Manifest
 from titanlite.checkpoint.rank_reader import RankReader
-from titanlite.checkpoint.storage import Storage
+from titanlite.storage.storage import Storage
 from titanlite.checkpoint.unpickle import Forbidden, MetadataUnpickler
 from titanlite.runtime.errors import DamagedCheckpoint, RunError, UserError
 

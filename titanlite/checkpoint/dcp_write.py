@@ -24,7 +24,7 @@ from torch.utils.serialization import config as serialization
 
 from titanlite.checkpoint import manifest as manifests
 from titanlite.checkpoint.manifest import FileRecord
-from titanlite.checkpoint.storage import Storage
+from titanlite.storage.storage import Storage
 from titanlite.runtime.private_torch.checkpoint import StorageInfo
 
 BUFFER = 1 << 20

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from titanlite.checkpoint.manifest import folder_name
 from titanlite.checkpoint.state import model_state, selected, to_globs
-from titanlite.checkpoint.storage import open_storage
+from titanlite.storage.storage import open_storage
 from titanlite.config.schema import Checkpoint
 from titanlite.models.added import added_parameters
 from titanlite.models.base import Model
@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 NICE = 10
 """Nice value of the processes: training comes first."""
-BEGIN = "from titanlite.runtime.signals import end_with; end_with({})\nfrom titanlite.cli import main; main()"
+BEGIN = "from titanlite.runtime.signals import end_with; end_with({})\nfrom titanlite.tools.cli import main; main()"
 """Program of the processes: they end when training does, however it ended."""
 OF_RANKS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "TORCHELASTIC_ERROR_FILE", "TORCHELASTIC_RUN_ID")
 """Variables that would make a process take part in the training."""

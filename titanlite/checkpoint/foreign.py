@@ -26,7 +26,7 @@ class ForeignWeights(RankReader):
 
 
 class OpenWeights(Protocol):
-    """Open weights of another program: `titanlite.convert.weights.open_weights`.
+    """Open weights of another program: `titanlite.tools.convert.weights.open_weights`.
 
     It returns None if the path may be a checkpoint of titanlite's, and raises UserError if the weights are of another
     model. `allow_changes` are globs of arguments of the model that may differ.

@@ -18,7 +18,7 @@ from titanlite.checkpoint.foreign import ForeignWeights
 from titanlite.checkpoint.manifest import DAMAGED, SUPERSEDED, Manifest, folder_name
 from titanlite.checkpoint.quantize import QuantizingPlanner, to_quantize
 from titanlite.checkpoint.state import Difference, State, check_settings, difference, flat, model_state, selected
-from titanlite.checkpoint.storage import MANIFEST, Storage, open_storage
+from titanlite.storage.storage import MANIFEST, Storage, open_storage
 from titanlite.config.schema import Checkpoint
 from titanlite.optim.quantized import MIN_ELEMENTS
 from titanlite.runtime.errors import DamagedCheckpoint, RunError, ShortRead, UserError

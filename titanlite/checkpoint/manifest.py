@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from titanlite.checkpoint.storage import MANIFEST, Storage
+from titanlite.storage.storage import MANIFEST, Storage
 from titanlite.runtime.errors import DamagedCheckpoint, UserError
 from titanlite.runtime.files import checked_name
 

@@ -19,12 +19,12 @@ from titanlite.runtime.ranks import on_all
 from titanlite.runtime.user_code import find_object
 
 FindText = Callable[[Sequence[str]], object]
-"""Check that paths name text that can be read, without reading it: `titanlite.ingest.inputs.find_files`.
+"""Check that paths name text that can be read, without reading it: `titanlite.tools.ingest.inputs.find_files`.
 Raises UserError."""
 
 
 class PrepareText(Protocol):
-    """Make token shards of text, in the cache folder unless they are there: `titanlite.ingest.prepare.prepare_text`."""
+    """Make token shards of text, in the cache folder unless they are there: `titanlite.tools.ingest.prepare.prepare_text`."""
 
     def __call__(self, paths: Sequence[str], *, data: Data, tokenizer: Tokenizer, cache_folder: Path) -> TokenStore: ...
 

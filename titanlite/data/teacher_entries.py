@@ -1,6 +1,6 @@
 """Cache of a teacher on disk: its most probable tokens for each token of the training data.
 
-`titanlite distill cache` (convert/teacher_cache.py) writes it, and training reads it.
+`titanlite distill cache` (tools/convert/teacher_cache.py) writes it, and training reads it.
 
 A cache is a folder. `teacher.json` has the settings of all its entries. Each source of the data has a folder, named by
 the fingerprint of the source, with `0000000.topk`, `0000001.topk`, ... and `manifest.json`, which is written last: a

@@ -52,7 +52,7 @@ class LiveBlock:
     def drawn(self, console: Console) -> Iterator[None]:
         """Draw the block at the foot of a terminal within the context. What Python prints appears above it.
 
-        A rank of torchrun also copies its prints to its log (`runtime/raw_output.py`): those stay where they are.
+        A rank of torchrun also copies its prints to its log (`run/raw_output.py`): those stay where they are.
         """
         redirect = "TORCHELASTIC_RUN_ID" not in os.environ
         options: dict[str, Any] = {"redirect_stdout": redirect, "redirect_stderr": redirect}

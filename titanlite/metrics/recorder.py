@@ -30,7 +30,7 @@ from titanlite.metrics.source_losses import SourceLosses
 from titanlite.observer import CurrentPhase, Phase
 from titanlite.runtime.hardware import peak_flops
 from titanlite.runtime.ranks import host_names
-from titanlite.runtime.run_folder import RunFolder
+from titanlite.run.run_folder import RunFolder
 from titanlite.step import StepResult
 
 logger = logging.getLogger(__name__)

@@ -13,9 +13,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from titanlite.kernels import DEFAULT_KERNELS, Kernels
+from titanlite.ops.kernels import DEFAULT_KERNELS, Kernels
 from titanlite.models.added import AddsParameters
-from titanlite.models.attention import Documents
+from titanlite.ops.attention import Documents
 from titanlite.models.formats import Formats
 from titanlite.models.initial import InitialValues
 from titanlite.models.layers import Loss

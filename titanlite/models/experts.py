@@ -1,4 +1,4 @@
-"""Layers with several experts, which several processes can compute together (`parallelize/expert.py`).
+"""Layers with several experts, which several processes can compute together (`techniques/expert.py`).
 
 Shape suffixes: as in `layers`; E experts, S tokens sorted by expert, each once for each of its experts.
 """

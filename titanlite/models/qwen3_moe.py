@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from titanlite.kernels import DEFAULT_KERNELS, Kernels
+from titanlite.ops.kernels import DEFAULT_KERNELS, Kernels
 from titanlite.models.base import ModelArgs
 from titanlite.models.decoder_formats import (
     HF_CONSTANTS,
@@ -30,7 +30,7 @@ from titanlite.models.decoder_formats import (
 )
 from titanlite.models.experts import ExpertLayer
 from titanlite.models.formats import ConfigJson, Entry, Formats, HuggingFace, Table
-from titanlite.models.functions import swiglu
+from titanlite.ops.functions import swiglu
 from titanlite.models.initial import InitialValues, Normal
 from titanlite.models.qwen3 import Qwen3, Qwen3Args
 from titanlite.models.tensor_plan import DECODER_OF_EXPERTS, TensorPlan

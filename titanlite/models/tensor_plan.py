@@ -1,4 +1,4 @@
-"""Roles of modules in tensor parallelism, and the table of the decoders here. `parallelize/tensor.py` applies them."""
+"""Roles of modules in tensor parallelism, and the table of the decoders here. `techniques/tensor.py` applies them."""
 
 from collections.abc import Mapping
 from typing import Literal

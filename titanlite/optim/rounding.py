@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from titanlite.runtime.disk import DiskTensors
+from titanlite.storage.disk import DiskTensors
 from titanlite.runtime.dtensor import GlobalIndices, from_local_like
 from titanlite.runtime.hash_random import random_bits, salt
 from titanlite.runtime.private_torch.operators import add_in_place, fused_adamw_

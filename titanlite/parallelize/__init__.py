@@ -9,18 +9,18 @@ stay outside of compiled code. Sharding last, bottom up. All change the model in
 from torch.distributed.device_mesh import DeviceMesh
 
 from titanlite.config.schema import ActivationCheckpoint, Compile, Float8, Freeze, Lora, Parallelism, Training
-from titanlite.kernels import Kernels, set_kernels
+from titanlite.ops.kernels import Kernels, set_kernels
 from titanlite.models.base import Model
 from titanlite.parallelize.activation_checkpoint import apply_activation_checkpoint, recompute_policies
 from titanlite.parallelize.compile import compile_around_exchange, compile_blocks
-from titanlite.parallelize.context import split_attention
-from titanlite.parallelize.expert import DistributedExperts
-from titanlite.parallelize.float8 import convert_to_float8
+from titanlite.techniques.context import split_attention
+from titanlite.techniques.expert import DistributedExperts
+from titanlite.techniques.float8 import convert_to_float8
 from titanlite.parallelize.fsdp import DTYPES, shard
-from titanlite.parallelize.lora import choose_trained
+from titanlite.techniques.lora import choose_trained
 from titanlite.parallelize.materialize import materialize, set_dtype
-from titanlite.parallelize.mesh import build_mesh, expert_meshes, shard_degree_of
-from titanlite.parallelize.tensor import split_layers, use_local_parts
+from titanlite.mesh import build_mesh, expert_meshes, shard_degree_of
+from titanlite.techniques.tensor import split_layers, use_local_parts
 
 NO_ADAPTERS = Lora()
 
@@ -47,7 +47,7 @@ def parallelize(
     """Apply every technique that the config asks for, in place. `materialize` then gives the model its memory.
 
     Args:
-        kernels: how the device computes; see `titanlite.kernels`.
+        kernels: how the device computes; see `titanlite.ops.kernels`.
         compile_backend: of torch.compile; the planner has its own.
         has_other_model: whether there is a teacher, or this is one; see `compile_blocks`.
         updates_in_backward: whether hooks of the parameters use gradients within backward, as `InBackward` does.

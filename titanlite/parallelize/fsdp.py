@@ -14,13 +14,13 @@ from torch.distributed.fsdp import (
 )
 
 from titanlite.config.schema import Parallelism, Training
-from titanlite.kernels import Kernels
+from titanlite.ops.kernels import Kernels
 from titanlite.models.base import Model, head_of
 from titanlite.models.quantized import quantized_parameters
-from titanlite.parallelize.expert import DistributedExperts
-from titanlite.parallelize.mesh import has_replicas, shard_degree_of, sharding_mesh
+from titanlite.techniques.expert import DistributedExperts
+from titanlite.mesh import has_replicas, shard_degree_of, sharding_mesh
 from titanlite.parallelize.reductions import can_wait, keeps_reduced_gradients
-from titanlite.parallelize.tensor import placement_of
+from titanlite.techniques.tensor import placement_of
 from titanlite.runtime.private_torch.fsdp import gather_in_place, keep_dtypes
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}

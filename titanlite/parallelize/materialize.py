@@ -7,8 +7,8 @@ from torch import nn
 from titanlite.models.base import Model, initial_values, unique_parameters
 from titanlite.models.initial import Constant, free_tables
 from titanlite.models.quantized import quantize, scales_of
-from titanlite.parallelize.disk import drop_after_use, tensors_on_disk
-from titanlite.runtime.disk import DiskTensors
+from titanlite.techniques.disk import drop_after_use, tensors_on_disk
+from titanlite.storage.disk import DiskTensors
 from titanlite.runtime.dtensor import GlobalIndices
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.hash_random import random_bits, salt

@@ -3,7 +3,7 @@
 from torch.distributed.device_mesh import DeviceMesh
 
 from titanlite.config.schema import Parallelism, Training
-from titanlite.parallelize.mesh import context_rank, data_parallel_rank, shard_degree_of
+from titanlite.mesh import context_rank, data_parallel_rank, shard_degree_of
 
 GPUS_OF_A_NODE = 8
 """Largest shard group that is taken to be connected by NVLink."""

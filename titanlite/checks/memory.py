@@ -1,0 +1,149 @@
+"""Memory and disk that a model needs for training, checked before anything is allocated."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from titanlite.config.schema import Config
+from titanlite.models.base import Model, trainable_parameters, unique_parameters
+from titanlite.models.experts import expert_layers
+from titanlite.models.quantized import quantized_parameters
+from titanlite.optim.state_size import state_bytes
+from titanlite.techniques.tensor import split_parameters
+from titanlite.storage.disk import check_room, folder_of
+from titanlite.runtime.dtensor import chunk_sizes
+from titanlite.runtime.errors import UserError
+from titanlite.runtime.hardware import host_memory
+from titanlite.runtime.process_group import Ranks
+
+SIZES = {"bfloat16": 2, "float16": 2, "float32": 4}
+"""Bytes of a value."""
+
+
+def check_model_memory(
+    model: Model, config: Config, ranks: Ranks, device: torch.device, *, teacher: Model | None = None
+) -> None:
+    """Compare the least memory that a step needs with the available memory.
+
+    Args:
+        teacher: frozen model beside the one that is trained.
+
+    Raises:
+        UserError: it does not fit.
+    """
+    in_memory, _ = bytes_per_parameter(model, config)
+    degrees = config.parallelism.degrees(ranks.world_size)
+    degree = degrees.sharded
+    shard = largest_shard(model, degree, config.parallelism.expert_parallel_degree, degrees.tensor)
+    needed = {config.training.enable_cpu_offload: shard * in_memory}
+    if teacher is not None:
+        size = SIZES[config.teacher.dtype or config.training.mixed_precision_param]
+        place = config.teacher.enable_cpu_offload
+        needed[place] = needed.get(place, 0) + largest_shard(teacher, degree) * size
+    if device.type == "cpu":  # host memory is all there is
+        needed = {False: sum(needed.values())}
+    for offload, size in needed.items():
+        check_memory(
+            size,
+            parameters=[sum(p.numel() for _, p in unique_parameters(it)) for it in (model, teacher) if it is not None],
+            shard_degree=degree,
+            local_world_size=ranks.local_world_size,
+            device=device,
+            offload=offload,
+        )
+
+
+def check_model_disk(model: Model, config: Config, ranks: Ranks) -> None:
+    _, on_disk = bytes_per_parameter(model, config)
+    parallelism = config.parallelism
+    degrees = parallelism.degrees(ranks.world_size)
+    shard = largest_shard(model, degrees.sharded, parallelism.expert_parallel_degree, degrees.tensor)
+    of_a_rank = on_disk * shard
+    folder = folder_of(config.offload, Path(config.job.dump_folder, str(config.job.name)))
+    check_room(folder, of_a_rank * ranks.local_world_size)
+
+
+def weight_bytes(model: Model, config: Config) -> int:
+    """Return the bytes of a model's parameters, unsharded.
+
+    Args:
+        model: with its frozen and quantized parameters.
+    """
+    quantized, dtype = quantized_parameters(model), config.training.dtype
+    sizes = {True: SIZES[dtype], False: SIZES[config.freeze.dtype or dtype]}
+    parameters = [parameter for _, parameter in unique_parameters(model)]
+    return sum(it.numel() * (it.itemsize if it in quantized else sizes[it.requires_grad]) for it in parameters)
+
+
+def largest_shard(model: Model, shard_degree: int, expert_degree: int = 1, tensor_degree: int = 1) -> int:
+    """Return the number of elements that the first rank will have of a model that is not sharded yet.
+
+    FSDP shards dim 0 of each parameter, and the first rank has the most: of 128 experts on 256 ranks, one.
+
+    Args:
+        expert_degree: ranks with different experts. Each of these has an even share.
+        tensor_degree: ranks that split layers. Each of these has as much of a layer.
+    """
+    distributed = expert_layers(model) if expert_degree > 1 else []
+    stacks = {getattr(layer, name) for layer in distributed for name in layer.stacks}
+    split = split_parameters(model) if tensor_degree > 1 else ()
+    total = 0
+    for name, parameter in unique_parameters(model):
+        if parameter in stacks:
+            shard = parameter.numel() // shard_degree
+        else:
+            shard = chunk_sizes(parameter.shape[0], shard_degree)[0] * parameter.shape[1:].numel()
+        total += shard // (tensor_degree if name in split else 1)
+    return total
+
+
+def bytes_per_parameter(model: Model, config: Config) -> tuple[float, float]:
+    """Return the bytes (in memory, on disk) of a parameter with its gradient and its optimizer states.
+
+    With updates in backward the gradients of one FSDP unit exist at a time, which are not counted.
+    """
+    parameters = sum(p.numel() for p in model.parameters())
+    trained = sum(p.numel() for p in trainable_parameters(model).values()) / parameters
+    size = SIZES[config.training.dtype]
+    weight = weight_bytes(model, config) / parameters
+    gradient = 0 if config.optimizer.in_backward else trained * size
+    moments = state_bytes(config.optimizer, model, dtype=config.training.dtype) / parameters
+    on_disk = weight * (config.offload.parameters == "disk") + moments * (config.offload.optimizer == "disk")
+    return weight + gradient + moments - on_disk, on_disk
+
+
+def check_memory(
+    needed: float,
+    *,
+    parameters: Sequence[int],
+    shard_degree: int,
+    local_world_size: int,
+    device: torch.device,
+    offload: bool,
+) -> None:
+    """Compare the least memory that a step needs with the available memory, before anything is allocated.
+
+    Args:
+        needed: bytes of a process for parameters, gradients and optimizer states, but for what is on disk.
+        parameters: number of the model's parameters, and of the teacher's if there is one.
+
+    Raises:
+        UserError: it does not fit, with both numbers.
+    """
+    if device.type == "cuda" and not offload:
+        available, place = torch.cuda.get_device_properties(device).total_memory, "the GPU"
+    else:
+        available = host_memory() / local_world_size
+        place = "this machine (it has no GPU)" if device.type == "cpu" else "this machine"
+        place += f", for each of {local_world_size} processes," if local_world_size > 1 else ""
+    if needed > available:
+        what, with_teacher, or_offload = "the model does not fit", "", ""
+        if len(parameters) > 1:
+            what, with_teacher = "the model and the teacher do not fit", f" and the {parameters[1]:,} of the teacher"
+            or_offload = ", or set teacher.enable_cpu_offload = true" if device.type == "cuda" and not offload else ""
+        raise UserError(
+            f"{what}: parameters, gradients and optimizer states of its {parameters[0]:,} parameters{with_teacher} "
+            f"take {needed / 2**30:,.1f} GiB on each process (sharded over {shard_degree}), and {place} has "
+            f"{available / 2**30:,.1f} GiB. Use more processes, a higher shard degree, or a smaller flavor{or_offload}"
+        )

@@ -1,0 +1,336 @@
+"""Checks before a process group starts and memory is allocated: names, model, tokenizer, data, memory and disk."""
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+from torch.torch_version import TorchVersion
+
+from titanlite.checkpoint.exports import check_exports
+from titanlite.config.checks import are_right
+from titanlite.config.schema import Config, Data, ModelSelection, Optimizer, Validation
+from titanlite.data.sources import FindText, check_path
+from titanlite.data.tokenizer import Tokenizer, load_tokenizer
+from titanlite.loss import check_loss
+from titanlite.checks.memory import check_model_disk, check_model_memory
+from titanlite.metrics.loggers import check_logger
+from titanlite.metrics.run_summary import check_attention
+from titanlite.checks.model import (
+    axis_checks,
+    check_documents,
+    check_documents_apart,
+    check_own_model,
+    check_quantized_moments,
+)
+from titanlite.models.base import Model, ModelArgs
+from titanlite.models.registry import ModelSpec, resolve_model
+from titanlite.optim import check_optimizer
+from titanlite.optim.registry import compiles_updates
+from titanlite.parallelize.activation_checkpoint import recompute_policies
+from titanlite.techniques.float8 import check_float8
+from titanlite.techniques.lora import choose_trained
+from titanlite.techniques.profiling import check_memory_snapshot
+from titanlite.runtime.compilers import check_compiler
+from titanlite.runtime.errors import ConfigError, Problem, UserError
+from titanlite.runtime.files import why_not_writable
+from titanlite.runtime.process_group import Ranks
+from titanlite.techniques.distill.cache import TeacherCache, data_settings, open_cache
+from titanlite.techniques.distill.source import OpenTeacher, TeacherSource, check_teacher, fingerprint, teacher_model
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class ResolvedConfig:
+    """The model, the tokenizer and the teacher that a config names."""
+
+    model: ModelSpec
+    tokenizer: Tokenizer
+    teacher: TeacherSource | None = None
+    """Teacher that runs in training."""
+    teacher_cache: TeacherCache | None = None
+    """Cache of a teacher, instead of one that runs."""
+
+    @property
+    def teacher_fingerprint(self) -> str | None:
+        """Hash of all that the output of the teacher depends on; None without one."""
+        if self.teacher_cache:
+            return self.teacher_cache.settings.fingerprint
+        return fingerprint(self.teacher) if self.teacher else None
+
+
+def preflight(
+    config: Config,
+    ranks: Ranks,
+    device: torch.device,
+    *,
+    find_text: FindText | None = None,
+    open_teacher: OpenTeacher | None = None,
+) -> ResolvedConfig:
+    """Resolve the model, the tokenizer and the data by name, and check that they fit together and fit in memory.
+
+    Raises:
+        ConfigError: lists all problems.
+    """
+    resolved, problems = examine(config, ranks, device, find_text=find_text, open_teacher=open_teacher)
+    if problems:
+        raise ConfigError(problems)
+    assert resolved is not None
+    return resolved
+
+
+def examine(
+    config: Config,
+    ranks: Ranks,
+    device: torch.device,
+    bad_keys: Collection[str] = (),
+    *,
+    find_text: FindText | None = None,
+    open_teacher: OpenTeacher | None = None,
+    judge_memory: bool = True,
+) -> tuple[ResolvedConfig | None, list[Problem]]:
+    """Resolve a config that may have problems.
+
+    Args:
+        config: with defaults in place of the options in bad_keys.
+        bad_keys: options with a reported problem. Checks that read one of them are skipped.
+        find_text: checks sources that are text, which are not checked without it.
+        open_teacher: opens the weights of `[teacher]`. Without it, a teacher is refused.
+        judge_memory: whether the run must fit in this machine's memory and on its disk.
+
+    Returns:
+        the resolved config, or None if the model or the tokenizer is unknown, and all further problems.
+    """
+    report = _Report(bad_keys)
+    training = config.training
+    report.attempt("job.dump_folder", ["job.dump_folder"], lambda: _check_writable(config.job.dump_folder))
+    if config.checkpoint.enable:
+        report.attempt("checkpoint.folder", ["checkpoint", "job"], lambda: _check_checkpoint_folder(config))
+    tokenizer = report.attempt("data.tokenizer", ["data.tokenizer"], lambda: load_tokenizer(config.data.tokenizer))
+    keys = ["model.name", "model.file", "model.flavor", "model.args"]
+    spec = report.attempt("model", keys, lambda: select_model(config.model, tokenizer))
+    for key, path in [*_paths(config.data, "data"), *_paths(config.validation, "validation")]:
+        report.attempt(key, [key], partial(check_path, path, find_text))
+    _check_techniques(report, config, device)
+    if loss := training.loss:
+        report.attempt("training.loss", ["training.loss"], lambda: check_loss(loss, with_teacher=config.teacher.is_set))
+    for name in config.metrics.loggers:
+        report.attempt("metrics.loggers", ["metrics.loggers"], partial(check_logger, name))
+    model = _build_model(report, spec, config) if spec else None
+    report.attempt("checkpoint", ["checkpoint"], lambda: check_exports(config.checkpoint, model))
+    checked = report.attempt(
+        "optimizer", ["optimizer", "training.dtype"], lambda: _check_optimizer(config.optimizer, model, training.dtype)
+    )
+    if checked and compiles_updates(config.optimizer):
+        report.attempt("optimizer.name", [], lambda: check_compiler(device))
+    if spec is None or model is None:
+        return None, report.problems
+    args, recompute = spec.args, config.activation_checkpoint
+    key = "activation_checkpoint.per_block"
+    report.attempt(key, ["activation_checkpoint"], lambda: recompute_policies(recompute, len(model.layers)))
+    _check_axes_and_attention(report, spec, model, config, ranks, device)
+    if checked:
+        moments = partial(check_quantized_moments, model, config.optimizer, config.parallelism, ranks.world_size)
+        report.attempt("optimizer.name", ["optimizer", "parallelism"], moments)
+    report.attempt("training.seq_len", ["training.seq_len"], lambda: _check_seq_len(training.seq_len, args))
+    if tokenizer:
+        report.attempt("data.tokenizer", [], lambda: _check_vocabulary(tokenizer, args))
+    teacher, cache = _open_teacher(report, config, open_teacher, spec, tokenizer)
+    if checked and judge_memory:
+        _check_sizes(report, model, teacher, config, ranks, device)
+    spec = spec._replace(args=replace(args, max_seq_len=training.seq_len))
+    return (ResolvedConfig(spec, tokenizer, teacher, cache) if tokenizer else None), report.problems
+
+
+def select_model(selection: ModelSelection, tokenizer: Tokenizer | None) -> ModelSpec:
+    """Return the model of `[model]`, with a vocabulary for the tokenizer, if that is known.
+
+    Raises:
+        ConfigError: the model, its flavor or one of its arguments is unknown.
+    """
+    size = tokenizer.vocab_size if tokenizer else None
+    return resolve_model(selection.name, selection.flavor, selection.args, selection.file, tokenizer_size=size)
+
+
+def _build_model(report: "_Report", spec: ModelSpec, config: Config) -> Model | None:
+    """Return the model on the meta device, with its adapters, and frozen parameters marked."""
+    model = report.attempt("model.file", [], spec.build)
+    if model is None:
+        return None
+    if config.model.file:
+        report.attempt("model.file", [], lambda: check_own_model(model))
+    trained = partial(choose_trained, model, freeze_config=config.freeze, lora=config.lora)
+    report.attempt("freeze.parameters", ["freeze", "lora"], trained)
+    return model
+
+
+def _check_sizes(
+    report: "_Report", model: Model, source: TeacherSource | None, config: Config, ranks: Ranks, device: torch.device
+) -> None:
+    teacher = teacher_model(source.spec, seq_len=config.training.seq_len) if source else None
+    sizes = ["training", "parallelism", "offload", "teacher"]
+    report.attempt("model.flavor", sizes, lambda: check_model_memory(model, config, ranks, device, teacher=teacher))
+    if config.offload.is_used:
+        report.attempt("offload.path", [*sizes, "job"], lambda: check_model_disk(model, config, ranks))
+
+
+def _open_teacher(
+    report: "_Report", config: Config, open_teacher: OpenTeacher | None, student: ModelSpec, tokenizer: Tokenizer | None
+) -> tuple[TeacherSource | None, TeacherCache | None]:
+    """Return the weights of a teacher that runs in training, or the cache of one."""
+    teacher = report.attempt(
+        "teacher.path",
+        ["teacher", "distill", "training.seq_len"],
+        lambda: check_teacher(
+            config.teacher, open_teacher, student=student, tokenizer=tokenizer, seq_len=config.training.seq_len
+        ),
+    )
+    if teacher is not None:
+        model = teacher_model(teacher.spec, seq_len=config.training.seq_len)
+        report.attempt("teacher.path", ["data.document_mask"], lambda: check_documents(model, config.data))
+    cache = _open_cache(report, config, teacher, student, tokenizer)
+    return teacher if config.teacher.is_live else None, cache
+
+
+def _open_cache(
+    report: "_Report", config: Config, teacher: TeacherSource | None, student: ModelSpec, tokenizer: Tokenizer | None
+) -> TeacherCache | None:
+    """Return the cache of the teacher, if there is one. If weights are named too, it must be of those."""
+    if config.teacher.cache is None or tokenizer is None:
+        return None
+    wanted = data_settings(
+        config.data,
+        config.distill,
+        tokenizer=tokenizer.fingerprint,
+        vocab_size=student.args.vocab_size,
+        seq_len=config.training.seq_len,
+    )
+    wanted |= {"teacher": fingerprint(teacher)} if teacher else {}
+    reads = ["teacher", "distill", "data", "training.seq_len"]
+    return report.attempt("teacher.cache", reads, partial(open_cache, config.teacher.cache, wanted))
+
+
+class _Report:
+    """Collector of the problems of independent checks."""
+
+    def __init__(self, bad_keys: Collection[str]) -> None:
+        self.problems: list[Problem] = []
+        self._bad_keys = bad_keys
+
+    def attempt(self, key: str, reads: Sequence[str], check: Callable[[], T]) -> T | None:
+        """Run a check, and return its result; None if it has problems or was skipped.
+
+        Args:
+            key: key of the problem, if the check does not give one.
+            reads: options that the check depends on.
+        """
+        if not are_right(reads, self._bad_keys):
+            return None
+        try:
+            return check()
+        except ConfigError as error:
+            self.problems += error.problems
+        except UserError as error:
+            self.problems.append(Problem(key, str(error).removeprefix(f"{key}: ")))
+        return None
+
+
+def _check_techniques(report: _Report, config: Config, device: torch.device) -> None:
+    """Check what does not depend on the model: packages, compilers and versions that techniques need."""
+    report.attempt("quantize.linear.float8.enable", ["quantize"], lambda: check_float8(config.quantize.linear.float8))
+    if config.compile.enable:
+        report.attempt("compile.enable", ["compile"], lambda: check_compiler(device))
+    key = "profiling.enable_memory_snapshot"
+    report.attempt(key, ["profiling"], lambda: check_memory_snapshot(config.profiling, device))
+    report.attempt(
+        "optimizer.in_backward",
+        ["optimizer.in_backward", "training.enable_cpu_offload"],
+        lambda: check_offloaded_update(config, device, torch_version=torch.__version__),
+    )
+
+
+def _check_axes_and_attention(
+    report: _Report, spec: ModelSpec, model: Model, config: Config, ranks: Ranks, device: torch.device
+) -> None:
+    report.attempt("data.document_mask", ["data.document_mask"], lambda: _check_documents(spec, model, config))
+    seq_len = config.training.seq_len
+    for key, check in axis_checks(model, config.parallelism, ranks.world_size, seq_len=seq_len).items():
+        # Tensor parallelism reads its own degree only, which may be wrong for the number of processes too.
+        own = () if key == "parallelism.tensor_parallel_degree" else ("parallelism",)
+        report.attempt(key, [*own, "training.seq_len"], check)
+    key = "training.attention_backend"
+    report.attempt(key, ["training", "data.document_mask"], lambda: check_attention(model, config, device))
+
+
+def _check_documents(spec: ModelSpec, model: Model, config: Config) -> None:
+    check_documents(model, config.data)
+    if config.data.document_mask and config.model.file:
+        check_documents_apart(spec)
+
+
+def check_offloaded_update(config: Config, device: torch.device, *, torch_version: str) -> None:
+    """Check that offloaded gradients are complete when FSDP2 calls the hook that updates within backward.
+
+    Before 2.13, FSDP2 queues the copy of a gradient from the GPU to pinned memory, and calls the hook without waiting
+    for the copy. The hook would read half-written memory, and nothing would show that the weights are wrong. In 2.13,
+    `foreach_reduce` (torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py) copies with `non_blocking=False` where
+    the sharded parameter has such a hook, so that the host waits for each copy before it calls the hook.
+
+    Args:
+        torch_version: as `torch.__version__`.
+
+    Raises:
+        UserError: this version of PyTorch does not wait.
+    """
+    is_copied = config.training.enable_cpu_offload and device.type == "cuda"
+    if config.optimizer.in_backward and is_copied and TorchVersion(torch_version) < "2.13":
+        raise UserError(
+            f"on a GPU with training.enable_cpu_offload = true, torch {torch_version} updates parameters from "
+            "gradients that are not copied completely, and weights become silently wrong: upgrade to torch 2.13 or "
+            "newer, or turn one of the two options off"
+        )
+
+
+def _paths(section: Data | Validation, name: str) -> Iterator[tuple[str, str | list[str]]]:
+    for number, source in enumerate(section.all_sources()):
+        yield (f"{name}.sources.{number}.path" if section.sources else f"{name}.path"), source.path
+
+
+def _check_checkpoint_folder(config: Config) -> None:
+    """Check that checkpoints can be written, in their own folder or in the run's. An object store is not tried."""
+    own, of_run = config.checkpoint.folder, Path(config.job.dump_folder, str(config.job.name), "checkpoints")
+    if own is None and of_run.is_dir():  # else it is made in the folder of the run
+        _check_writable(str(of_run))
+    elif own is not None and "://" not in own:
+        _check_writable(own)
+
+
+def _check_writable(folder: str) -> None:
+    if problem := why_not_writable(folder):
+        raise UserError(problem)
+
+
+def _check_seq_len(seq_len: int, args: ModelArgs) -> None:
+    if seq_len > args.max_seq_len:
+        raise UserError(
+            f"{seq_len} is more than the {args.max_seq_len} positions of the model (lower it, or raise "
+            "model.args.max_seq_len)"
+        )
+
+
+def _check_vocabulary(tokenizer: Tokenizer, args: ModelArgs) -> None:
+    if tokenizer.vocab_size > args.vocab_size:
+        raise UserError(
+            f"has {tokenizer.vocab_size} tokens, the model only {args.vocab_size} (leave model.args.vocab_size out, so "
+            "that it follows the tokenizer, or raise it)"
+        )
+
+
+def _check_optimizer(config: Optimizer, model: Model | None, dtype: str) -> bool:
+    """Check the optimizer; without a model, only what does not depend on one."""
+    if problems := check_optimizer(config, model, dtype=dtype):
+        raise ConfigError(problems)
+    return True

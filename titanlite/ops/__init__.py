@@ -1,0 +1,22 @@
+"""What only CPUs need, and the choice of the kernels of a device."""
+
+import torch
+
+from titanlite.config.types import AttentionBackend
+from titanlite.ops.kernels import Kernels
+
+
+def pick_kernels(
+    device: torch.device, *, compiles: bool = False, attention_backend: AttentionBackend = "auto"
+) -> Kernels:
+    """Return the kernels of this process's device.
+
+    Args:
+        compiles: whether torch.compile is used, `compile.enable`.
+        attention_backend: `training.attention_backend`.
+    """
+    if device.type != "cpu":
+        return Kernels(compiles=compiles, attention=attention_backend)
+    from titanlite.ops.cpu import CpuKernels
+
+    return CpuKernels()

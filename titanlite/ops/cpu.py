@@ -1,0 +1,100 @@
+"""Kernels of CPUs: bfloat16 matmuls without hardware support, RMSNorm in few passes, and collectives over gloo."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from titanlite.ops.cpu_collectives import adapt_fsdp_to_gloo
+from titanlite.ops.kernels import Kernels
+from titanlite.runtime.private_torch.operators import has_hardware_bfloat16
+
+
+class CpuKernels(Kernels):
+    """Kernels of a CPU.
+
+    Args:
+        hardware_bfloat16: whether the CPU multiplies bfloat16 in hardware; default: of this machine. Others take 3 to
+            50 times as long for bfloat16 as for float32.
+        chunk_bytes: as for `Kernels`.
+    """
+
+    def __init__(self, *, hardware_bfloat16: bool | None = None, chunk_bytes: int | None = None) -> None:
+        super().__init__(chunk_bytes=chunk_bytes)
+        self.hardware_bfloat16 = has_hardware_bfloat16() if hardware_bfloat16 is None else hardware_bfloat16
+
+    def matmul_dtype(self, x: Tensor) -> torch.dtype:
+        """Compute dtype of the operands of a matmul: x.dtype, or float32 without hardware bfloat16."""
+        return x.dtype if x.dtype != torch.bfloat16 or self.hardware_bfloat16 else torch.float32
+
+    def linear(self, x: Tensor, weight: Tensor) -> Tensor:
+        wide = self.matmul_dtype(x)
+        if wide == x.dtype:
+            return F.linear(x, weight)
+        if torch.compiler.is_compiling():
+            return F.linear(x.to(wide), weight.to(wide)).type_as(x)
+        return _WideLinear.apply(x, weight, wide)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float | None) -> Tensor:
+        if torch.compiler.is_compiling():
+            return super().rms_norm(x, weight, eps)
+        return _RMSNorm.apply(x, weight, torch.finfo(x.dtype).eps if eps is None else eps)
+
+    def adapt_fsdp(
+        self,
+        units: Sequence[FSDPModule],
+        *,
+        shard_degree: int,
+        keeps_gradients: bool,
+        reduces_in_backward: bool,
+        awaited: nn.Module | None,
+    ) -> None:
+        adapt_fsdp_to_gloo(
+            units, shard_degree=shard_degree, keeps_gradients=keeps_gradients, reduces_in_backward=reduces_in_backward
+        )
+
+
+class _WideLinear(torch.autograd.Function):
+    """x @ weight^T with operands converted to a wider dtype. The converted operands are not kept for backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, wide: torch.dtype) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.wide = wide
+        return F.linear(x.to(wide), weight.to(wide)).type_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        gradient = gradients[0].to(ctx.wide)
+        d_x, d_weight = None, None
+        if ctx.needs_input_grad[0]:
+            d_x = (gradient @ weight.to(ctx.wide)).type_as(x)
+        if ctx.needs_input_grad[1]:
+            d_weight = (gradient.flatten(0, -2).t() @ x.to(ctx.wide).flatten(0, -2)).type_as(weight)
+        return d_x, d_weight, None
+
+
+class _RMSNorm(torch.autograd.Function):
+    """RMSNorm with half of the passes over memory that PyTorch's takes on a CPU. Beside x, it keeps one number for each
+    vector."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        wide = x.float()
+        scale = wide.square().mean(dim=-1, keepdim=True).add_(eps).rsqrt_()
+        ctx.save_for_backward(x, weight, scale)
+        return (wide * scale).mul_(weight).type_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, scale = ctx.saved_tensors
+        gradient, normal = gradients[0].float(), x.float() * scale
+        both = gradient * normal
+        along = (both.flatten(0, -2) @ weight.float()).div_(-x.shape[-1]).view_as(scale)
+        d_x = (gradient * weight).addcmul_(normal, along).mul_(scale)
+        d_weight = both.flatten(0, -2).sum(dim=0).type_as(weight) if ctx.needs_input_grad[1] else None
+        return d_x.type_as(x), d_weight, None

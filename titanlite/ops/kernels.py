@@ -1,0 +1,322 @@
+"""Kernels: how one kind of device computes what a step needs.
+
+One object is chosen at the start (`pick_kernels` in ops/__init__.py) and handed to parallelize and to the
+loss. `Kernels` runs PyTorch's operators as NVIDIA GPUs run them best, and is correct on every device. `ops/cpu.py`
+replaces what CPUs compute badly. The planner derives its own, which trace a GPU's step on fake tensors.
+"""
+
+import inspect
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from titanlite.config.types import AttentionBackend
+from titanlite.ops.attention import (
+    AttentionMask,
+    Boundaries,
+    Documents,
+    SplitSequences,
+    additive_mask,
+    attend,
+    chunk_boundaries,
+    offsets_of,
+    repeat_heads,
+)
+from titanlite.ops.cross_entropy import LabelSoftmax, SplitVocabulary, label_softmax, label_softmax_in_place
+from titanlite.ops.divergence import ChunkDivergence, divergence
+from titanlite.ops.functions import linears
+from titanlite.ops.grouped import loop_over_groups
+from titanlite.runtime.errors import UserError
+from titanlite.runtime.gradient_memory import ReduceScatter
+from titanlite.runtime.private_torch.compiler import mark_dynamic
+from titanlite.runtime.private_torch.operators import chosen_attention
+
+CHUNK_BYTES = 2**28
+"""Size of the float32 logits of a chunk on a CPU: 512 tokens of a vocabulary of 131,072."""
+GPU_CHUNK_BYTES = {False: 2**30, True: 3 * 2**28}
+"""Size of the float32 logits of a chunk on a GPU, by whether the loss is compiled. Each chunk reads and writes the
+weight's float32 gradient once, and launches kernels: 6 if compiled, else 16."""
+ATTENTION_BACKENDS = {
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+}
+GPU_TILE = 128
+"""Tokens in a tile of a GPU's matmul: chunks are multiples of it."""
+
+
+class Kernels:
+    """PyTorch's own operators. Shape suffixes: see `models/layers.py`; C the tokens of a chunk of the loss.
+
+    Args:
+        compiles: whether the loss compiles its elementwise work, on a GPU.
+        chunk_bytes: size of the float32 logits that the loss holds at once. Default: `GPU_CHUNK_BYTES` on a GPU, else
+            `CHUNK_BYTES`.
+        attention: `training.attention_backend`.
+    """
+
+    def __init__(
+        self, *, compiles: bool = False, chunk_bytes: int | None = None, attention: AttentionBackend = "auto"
+    ) -> None:
+        self.compiles = compiles
+        self.attention = attention
+        self.context: SplitSequences | None = None
+        """Split of sequences over processes; None without one. `parallelize.context` sets it."""
+        self.vocabulary: SplitVocabulary | None = None
+        """Split of the vocabulary over processes; None without one. `parallelize.tensor` sets it."""
+        self.chunk_bytes = chunk_bytes
+
+    def is_gpu(self, device: torch.device) -> bool:
+        """Return True if tensors of a device are computed on a GPU."""
+        return device.type == "cuda"
+
+    def matmul_dtype(self, x: Tensor) -> torch.dtype:
+        """Compute dtype of the operands of a matmul. Sums are float32 either way."""
+        return x.dtype
+
+    def linear(self, x: Tensor, weight: Tensor) -> Tensor:
+        """x @ weight^T, in the dtype of x."""
+        return F.linear(x, weight)
+
+    def linears(self, x: Tensor, weights: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """x @ weight^T for each weight. On a GPU, backward launches fewer kernels. For uncompiled code only."""
+        if self.is_gpu(x.device):
+            return linears(x, weights)
+        return tuple(self.linear(x, weight) for weight in weights)
+
+    def grouped_mm(self, x_TD: Tensor, weights_EDF: Tensor, ends_E: Tensor) -> Tensor:
+        """Matmul of each group of tokens with its own weight -> [T, F].
+
+        Args:
+            ends_E: int32. Group e holds the tokens from ends_E[e - 1] to ends_E[e]; the last end is T.
+        """
+        is_aligned = x_TD.shape[1] % 8 == 0 and weights_EDF.shape[2] % 8 == 0  # rows of 16 bytes
+        if x_TD.is_cuda and x_TD.dtype == torch.bfloat16 and is_aligned:
+            return F.grouped_mm(x_TD, weights_EDF, offs=ends_E)
+        return loop_over_groups(x_TD, weights_EDF, ends_E, self.matmul_dtype(x_TD))
+
+    def read_counts(self, sent_RX: Tensor, received_RX: Tensor, *, tokens: int) -> tuple[list[int], list[int]]:
+        """Return the numbers of tokens to and from each of R ranks. The host waits for the device.
+
+        Args:
+            sent_RX: tokens to each of the X experts of each rank.
+            received_RX: tokens from each rank to each of this rank's experts.
+            tokens: number of all that are sent.
+        """
+        to_others, from_others = torch.stack([sent_RX, received_RX]).sum(dim=2).tolist()
+        return to_others, from_others
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float | None) -> Tensor:
+        """x / sqrt(mean(x^2) + eps) * weight over the last dim, computed in float32; the dtype of x."""
+        return F.rms_norm(x, weight.shape, weight, eps)
+
+    def attend(self, q_BNLH: Tensor, k_BKLH: Tensor, v_BKLH: Tensor, mask: AttentionMask | None) -> Tensor:
+        """Causal attention; see `ops/attention.py`.
+
+        On GPUs, the kernel for float32 knows no groups. PyTorch would take plain formulas, which hold scores [N, L, L].
+        So keys and values are repeated first.
+        """
+        if self.context:
+            k_BKLH, v_BKLH = self.context.gather(k_BKLH, v_BKLH)
+        grouped = q_BNLH.shape[1] != k_BKLH.shape[1]
+        if grouped and self.is_gpu(q_BNLH.device) and not self.has_grouped_attention(q_BNLH.dtype):
+            k_BKLH, v_BKLH = (repeat_heads(x, q_BNLH.shape[1]) for x in (k_BKLH, v_BKLH))
+        with self.one_attention(q_BNLH.device):
+            return attend(q_BNLH, k_BKLH, v_BKLH, mask)
+
+    def one_attention(self, device: torch.device) -> AbstractContextManager[Any]:
+        """Let PyTorch take the backend of `training.attention_backend` only, within the context.
+
+        The context becomes part of the graph of compiled code. Settings of the process would not.
+        """
+        if self.attention == "auto" or device.type != "cuda":
+            return nullcontext()
+        return sdpa_kernel(ATTENTION_BACKENDS[self.attention])
+
+    def has_grouped_attention(self, dtype: torch.dtype) -> bool:
+        """Return True if the fused attention of a GPU lets query heads share key heads, for a dtype."""
+        return dtype in (torch.bfloat16, torch.float16) and self.attention != "efficient"
+
+    def attention_name(
+        self,
+        *,
+        n_heads: int,
+        n_kv_heads: int,
+        head_dim: int,
+        seq_len: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        documents: bool = False,
+    ) -> str:
+        """Return the name of the backend of attention: flash, cudnn, efficient or math.
+
+        Args:
+            documents: whether attention stays within documents.
+
+        Raises:
+            UserError: the backend of `training.attention_backend` cannot.
+        """
+        if documents and self.has_packed_attention(device, dtype, head_dim):
+            return "flash"
+        heads = 1 if self.is_gpu(device) and not self.has_grouped_attention(dtype) else n_heads // n_kv_heads
+        q_BNLH = torch.empty(1, heads, seq_len, head_dim, dtype=dtype, device=device, requires_grad=True)
+        k_BKLH = torch.empty(1, 1, seq_len, head_dim, dtype=dtype, device=device, requires_grad=True)
+        mask_B1LL = torch.empty(1, 1, 1, seq_len, dtype=dtype, device=device).expand(1, 1, seq_len, seq_len)
+        try:
+            with self.one_attention(device):
+                backend = SDPBackend(chosen_attention(q_BNLH, k_BKLH, k_BKLH, mask_B1LL if documents else None))
+        except RuntimeError as error:
+            within = " within documents" if documents else ""
+            raise UserError(
+                f"training.attention_backend: {self.attention} is not available for {dtype}, head dim {head_dim}"
+                f"{within}, on this GPU; use auto"
+            ) from error
+        return backend.name.removesuffix("_ATTENTION").lower()
+
+    def attention_mask(self, documents: Documents, x_BLD: Tensor, head_dim: int) -> AttentionMask:
+        """Mask for all blocks of one forward pass, in the form that the device takes best."""
+        if not self.has_packed_attention(x_BLD.device, x_BLD.dtype, head_dim):
+            return additive_mask(documents, x_BLD.dtype, self.context.part if self.context else None)
+        masks = chunk_boundaries(documents, self.context.part) if self.context else Boundaries(documents.boundaries)
+        # The number of documents differs from batch to batch. Unmarked, the second batch would recompile every block.
+        for offsets in offsets_of(masks):
+            mark_dynamic(offsets, dim=0)
+        return masks
+
+    def has_packed_attention(self, device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
+        """Return True if PyTorch's flash attention of variable length runs. It needs an NVIDIA GPU from Ampere on, half
+        precision, and for grouped queries torch 2.12, which its arguments show."""
+        if self.attention not in ("auto", "flash"):
+            return False
+        if not self.is_gpu(device) or dtype not in (torch.bfloat16, torch.float16) or head_dim % 8 or head_dim > 256:
+            return False
+        # Fake tensors can be on a device that this machine does not have.
+        if not torch.cuda.is_available() or torch.version.hip or torch.cuda.get_device_capability(device) < (8, 0):
+            return False
+        if not torch.backends.cuda.is_flash_attention_available():
+            return False
+        try:
+            from torch.nn.attention.varlen import varlen_attn
+        except ImportError:
+            return False
+        return {"window_size", "enable_gqa"} <= inspect.signature(varlen_attn).parameters.keys()
+
+    def logits_dtype(self, hidden_TD: Tensor) -> torch.dtype:
+        """Dtype of the operands that make the logits. CPUs cannot sum bfloat16 operands into a float32 result, and
+        rounded logits would show in the loss."""
+        return hidden_TD.dtype if self.is_gpu(hidden_TD.device) else torch.float32
+
+    def loss_chunk(self, tokens: int, vocabulary: int, device: torch.device) -> int:
+        """Number of tokens whose logits the loss holds at once.
+
+        On a GPU the chunks of a batch have equal sizes, rounded up to the `GPU_TILE` tokens of a matmul's tile.
+        """
+        tile, limit = (GPU_TILE, GPU_CHUNK_BYTES[self.compiles]) if self.is_gpu(device) else (1, CHUNK_BYTES)
+        largest = max(1, (self.chunk_bytes or limit) // (4 * vocabulary * tile)) * tile
+        if tile == 1:
+            return largest
+        chunks = -(-tokens // largest)
+        return -(-tokens // (chunks * tile)) * tile
+
+    def label_softmax(
+        self, logits_CV: Tensor, labels_C: Tensor, valid_C: Tensor, *, z_loss: float, dtype: torch.dtype | None
+    ) -> LabelSoftmax:
+        """Softmax of float32 logits and the gradient of the loss. The logits are lost.
+
+        The arguments are those of `models.cross_entropy.label_softmax_in_place`.
+        """
+        if self.vocabulary:
+            return label_softmax_in_place(
+                logits_CV, labels_C, valid_C, z_loss=z_loss, dtype=dtype, vocabulary=self.vocabulary
+            )
+        if self.compiles and self.is_gpu(logits_CV.device):
+            return self._compiled_label_softmax(logits_CV, labels_C, valid_C, z_loss=z_loss, dtype=dtype)
+        return label_softmax_in_place(logits_CV, labels_C, valid_C, z_loss=z_loss, dtype=dtype)
+
+    @cached_property
+    def _compiled_label_softmax(self) -> Callable[..., LabelSoftmax]:
+        return torch.compile(label_softmax, fullgraph=True, dynamic=False)
+
+    def divergence(self, device: torch.device) -> Callable[..., ChunkDivergence]:
+        """Return `models.divergence.divergence`, compiled where the loss is."""
+        return self._compiled_divergence if self.compiles and self.is_gpu(device) else divergence
+
+    @cached_property
+    def _compiled_divergence(self) -> Callable[..., ChunkDivergence]:
+        return torch.compile(divergence, fullgraph=True, dynamic=False)
+
+    def float32_mm(self, a: Tensor, b: Tensor) -> Tensor:
+        """a @ b in float32: from bfloat16 operands without a rounding in between, where the device can do that."""
+        if a.dtype == torch.float32:
+            return a @ b
+        if self.has_float32_output(a.device):
+            return torch.mm(a, b, out_dtype=torch.float32)
+        return (a @ b).float()
+
+    def matmul_into(self, out: Tensor, a: Tensor, b: Tensor) -> None:
+        """out = a @ b, summed in float32 and rounded once."""
+        if a.dtype == out.dtype:
+            torch.mm(a, b, out=out)
+        else:
+            out.copy_(self.float32_mm(a, b))
+
+    def add_matmul(self, total: Tensor, a: Tensor, b: Tensor) -> None:
+        """total += a @ b in place, for a float32 total. Without a kernel for that, it allocates up to CHUNK_BYTES."""
+        if a.dtype == torch.float32:
+            total.addmm_(a, b)
+        elif self.has_float32_output(a.device) and adds_float32_matmul():
+            torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
+        else:
+            rows = max(1, (self.chunk_bytes or CHUNK_BYTES) // (4 * b.shape[1]))
+            for start in range(0, len(total), rows):
+                total[start : start + rows] += self.float32_mm(a[start : start + rows], b)
+
+    def has_float32_output(self, device: torch.device) -> bool:
+        """Return True if a matmul of bfloat16 operands can return the float32 in which its sums are computed."""
+        return self.is_gpu(device) and not torch.version.hip
+
+    def adapt_fsdp(
+        self,
+        units: Sequence[FSDPModule],
+        *,
+        shard_degree: int,
+        keeps_gradients: bool,
+        reduces_in_backward: bool,
+        awaited: nn.Module | None,
+    ) -> None:
+        """Change how FSDP communicates, before prefetch depths are set.
+
+        Args:
+            units: FSDP units in the order of the forward pass, the root last.
+            keeps_gradients: see `keeps_reduced_gradients` of parallelize/reductions.py.
+            reduces_in_backward: FSDP reads the output of a reduce-scatter before backward ends, to all-reduce or to
+                convert it.
+            awaited: unit whose reduce-scatter backward waits for, if any.
+        """
+        for unit in units:
+            comm = ReduceScatter(ranks=shard_degree, shares=keeps_gradients, waits=unit is awaited)
+            unit.set_custom_reduce_scatter(comm)  # pyright: ignore[reportArgumentType]
+
+
+def adds_float32_matmul() -> bool:
+    """Return whether `torch.addmm(..., out_dtype=torch.float32)` exists: it adds a matmul of bfloat16 operands to a
+    float32 matrix in one kernel, on CUDA devices."""
+    return "dtype_out" in torch.ops.aten.addmm.overloads()
+
+
+DEFAULT_KERNELS = Kernels()
+"""The kernels of a model that nobody gave others."""
+
+
+def set_kernels(model: nn.Module, kernels: Kernels) -> None:
+    """Give kernels to every module of a model that uses some: those with an attribute `kernels`."""
+    for module in model.modules():
+        if hasattr(module, "kernels"):
+            module.kernels = kernels  # pyright: ignore[reportAttributeAccessIssue, reportArgumentType]

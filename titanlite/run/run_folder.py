@@ -1,0 +1,273 @@
+"""The run folder, outputs/<run>/: its files, its lock, and the record of each start."""
+
+import errno
+import json
+import logging
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+import titanlite
+from titanlite.config.load import dump
+from titanlite.config.schema import Config, Data
+from titanlite.config.schema import Job as JobConfig
+from titanlite.runtime.console import log_to_file
+from titanlite.runtime.errors import UserError
+from titanlite.runtime.files import FileLocked, checked_name, lock_file, quarantine_path, write_atomically
+from titanlite.runtime.process_group import Ranks
+from titanlite.run.raw_output import copy_output
+from titanlite.run.restarts import CrashLoop, are_starts, begin_start, check_progress, end_last, is_own
+from titanlite.runtime.secrets import hide_secrets
+
+logger = logging.getLogger(__name__)
+
+LOCK_TIMEOUT = 15.0
+"""Seconds to wait for the lock of a run folder: a killed job may need them to end."""
+
+NewestSaved = Callable[[Path], tuple[int, str | None]]
+"""Returns (step, run id) of the newest checkpoint in a run's folder; (0, None) if there is none."""
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """Folder of a run, outputs/<run>/, with everything that the run leaves."""
+
+    path: Path
+    run_id: str
+    data_cache: Path
+    lock: IO[str] | None = None
+    """Lock of the run, held by rank 0 until the process ends or the object is deleted."""
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def saves(self) -> Path:
+        return self.path / "checkpoints.jsonl"
+
+    @property
+    def validation(self) -> Path:
+        return self.path / "validation.jsonl"
+
+    @property
+    def layers(self) -> Path:
+        return self.path / "layers.jsonl"
+
+    @property
+    def memory(self) -> Path:
+        return self.path / "memory.jsonl"
+
+    @property
+    def skipped(self) -> Path:
+        return self.path / "skipped.jsonl"
+
+    @property
+    def has_saved(self) -> bool:
+        """Return whether the run has saved a checkpoint in an earlier start."""
+        return self.saves.exists() and self.saves.stat().st_size > 0
+
+    @property
+    def logs(self) -> Path:
+        return self.path / "logs"
+
+
+def open_run_folder(
+    job: JobConfig, data: Data, rank: int, newest_saved: NewestSaved = lambda run: (0, None)
+) -> RunFolder:
+    """Create the folder of the run, or open it again. Start a log file for each rank.
+
+    Args:
+        newest_saved: returns the newest checkpoint's step, for restarts without progress, and the run's id in it, for a
+            run whose run.json is damaged.
+
+    Raises:
+        UserError: the folder cannot be created or written, or another job trains in it.
+        CrashLoop: the restarts before this one made no progress.
+    """
+    outputs = Path(job.dump_folder)
+    path = outputs / str(job.name)
+    lock = None
+    shared: list[Any] = [None]
+    if rank == 0:
+        try:
+            _make_folder(path, job)
+            lock = _lock(path)
+            shared = [_begin(path, job, newest_saved)]
+        except (UserError, CrashLoop) as error:
+            shared = [error]
+    dist.broadcast_object_list(shared)
+    if isinstance(shared[0], UserError | CrashLoop):
+        raise shared[0]
+    data_cache = Path(data.cache_folder or outputs / "data_cache")
+    folder = RunFolder(path, run_id=str(shared[0]), data_cache=data_cache, lock=lock)
+    _make_folder(folder.logs, job)
+    log = log_to_file(folder.logs, rank)
+    if "TORCHELASTIC_RUN_ID" in os.environ:  # one of several processes, started by torchrun
+        copy_output(log)
+    return folder
+
+
+def _begin(path: Path, job: JobConfig, newest_saved: NewestSaved) -> str:
+    """Begin the record of this start in run.json, and return the run's id.
+
+    Raises:
+        CrashLoop: the restarts before this one made no progress.
+    """
+    run = _read_run(path, newest_saved)
+    starts = run["starts"]
+    end_last(starts, os.environ)
+    check_progress(
+        starts,
+        environ=os.environ,
+        limit=job.max_failed_restarts,
+        newest_step=lambda: newest_saved(path)[0],
+        logs=path / "logs",
+    )
+    starts.append(begin_start(os.environ))
+    _write_run(path, run)
+    return str(run["id"])
+
+
+def _make_folder(path: Path, job: JobConfig) -> None:
+    """Create a folder that can be written.
+
+    Raises:
+        UserError: naming the option that makes it impossible, and what to do.
+    """
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path):
+            pass
+    except OSError as error:
+        raise UserError(_folder_problem(error, path, job)) from None
+
+
+def _folder_problem(error: OSError, path: Path, job: JobConfig) -> str:
+    if error.errno == errno.ENAMETOOLONG:
+        return f"job.name: its {len(str(job.name)):,} characters are too long for the file system: give a shorter name"
+    files = [str(place) for place in (path, *path.parents) if place.is_file()]
+    if files:
+        option = "job.name" if Path(files[0]) == Path(job.dump_folder, str(job.name)) else "job.dump_folder"
+        return f"{option}: {files[0]} is a file, and a run needs a folder there: give another {option}"
+    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+        return f"job.dump_folder: {path} cannot be written ({error.strerror}): name a folder that you may write to"
+    return f"job.dump_folder: {path}: {error.strerror}. Free the disk, or name another folder"
+
+
+def _lock(path: Path) -> IO[str] | None:
+    """Lock a run folder: two jobs in one folder would overwrite each other's checkpoints.
+
+    Returns:
+        the lock, held until it is closed or the process ends; None on a file system without locks.
+
+    Raises:
+        UserError: another process still holds it after LOCK_TIMEOUT.
+    """
+    try:
+        return lock_file(path / ".lock", timeout=LOCK_TIMEOUT)
+    except FileLocked as error:
+        message = f"job.name: {path} is being trained by {error.holder}. Stop that job, or give this run another name"
+        raise UserError(message) from None
+    except OSError:
+        return None
+
+
+def record_start(
+    folder: RunFolder, config: Config, *, step: int, ranks: Ranks, device: torch.device, mesh: DeviceMesh
+) -> None:
+    """Write config.toml (resolved), and complete the record of this start in run.json.
+
+    Args:
+        step: step at which the run resumes.
+    """
+    if ranks.rank != 0:
+        return
+    run: dict[str, Any] = {**_read_run(folder.path), "id": folder.run_id}
+    if not is_own(run["starts"]):  # it could not be written
+        run["starts"].append(begin_start(os.environ))
+    run["starts"][-1] |= {
+        "step": step,
+        "command": [hide_secrets(word) for word in sys.argv],
+        "mesh": dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True)),
+        "processes": ranks.world_size,
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        "versions": {
+            "titanlite": titanlite.__version__,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+        },
+        "git_commit": _git_commit(),
+    }
+    _write(folder.path / "config.toml", hide_secrets(dump(config)))
+    _write_run(folder.path, run)
+
+
+def _write_run(path: Path, run: dict[str, Any]) -> None:
+    _write(path / "run.json", json.dumps(run, indent=1))
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        write_atomically(path, text, mode=0o600)
+    except OSError as error:  # a record of the start is worth no run
+        logger.error(f"{path} cannot be written: {error.strerror}. The run continues without it")
+
+
+def _read_run(path: Path, newest_saved: NewestSaved = lambda run: (0, None)) -> dict[str, Any]:
+    """Return run.json, or what a new run.json begins with. A damaged one is renamed, and keeps no run from resuming."""
+    record = path / "run.json"
+    try:
+        run = json.loads(record.read_bytes())
+    except FileNotFoundError:
+        return {"id": uuid.uuid4().hex, "starts": []}
+    except (ValueError, RecursionError):
+        run = None
+    if not isinstance(run, dict):
+        run = {}
+    try:
+        run_id = checked_name(run.get("id"))  # it becomes part of paths
+    except ValueError:
+        run_id = None
+    if run_id and are_starts(run.get("starts")):
+        return run
+    damaged = quarantine_path(record)
+    record.rename(damaged)
+    run_id = run_id or newest_saved(path)[1] or uuid.uuid4().hex
+    logger.warning(f"{record} is damaged: it is now {damaged.name}, and the run continues with id {run_id}")
+    run = {"id": run_id, "starts": []}
+    write_atomically(record, json.dumps(run, indent=1), mode=0o600)
+    return run
+
+
+def _git_commit() -> str | None:
+    """The commit of titanlite's own checkout, with + when files differ from it; None outside of git."""
+    command = [
+        "git",
+        "-C",
+        str(Path(titanlite.__file__).parent),
+        "describe",
+        "--always",
+        "--dirty=+",
+        "--abbrev=40",
+    ]
+    try:
+        result = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return result.stdout.strip() or None

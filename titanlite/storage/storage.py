@@ -1,0 +1,339 @@
+"""Storage of checkpoints: a folder on a file system, or a URL of an object store (by fsspec). Imports no torch.
+
+Names are relative to the storage, with slashes: step-00000100/manifest.json. A checkpoint is a folder of files. Its
+manifest, published last, makes it count: on a file system by renaming the folder, in an object store, which cannot
+rename, by writing the manifest.
+"""
+
+import contextlib
+import copy
+import errno
+import logging
+import os
+import shutil
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, BinaryIO, TypeVar
+
+from titanlite.storage import retry
+from titanlite.runtime.errors import DamagedCheckpoint, ShortRead
+from titanlite.runtime.files import quarantine_path
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+MANIFEST = "manifest.json"
+S3_SETTINGS = {"retries": {"mode": "standard", "total_max_attempts": 3}, "connect_timeout": 5, "read_timeout": 10}
+"""Settings of botocore: a request is repeated twice, so that a call fails within 3 s if the store answers with errors,
+and within half a minute if it does not answer."""
+SLOWEST = 2**20
+"""Bytes in a second that an object store reads at least."""
+DISCARD_SECONDS = 2.0
+"""Time for which the deletion of a failed save is repeated: the store that failed may be down."""
+
+
+class Storage(ABC):
+    """Storage of a run's checkpoints.
+
+    Args:
+        owner: id of the run. `sweep` deletes only unfinished folders of this id.
+    """
+
+    PATIENCE = retry.PATIENCE
+    """Seconds after which a call that fails is no longer repeated."""
+
+    def __init__(self, url: str, owner: str) -> None:
+        self.url = url
+        self.owner = owner
+
+    def url_of(self, name: str) -> str:
+        """Path or URL of a file, for error messages."""
+        return f"{self.url}/{name}"
+
+    @abstractmethod
+    def list(self) -> dict[str, dict[str, int]]:
+        """Return {folder: {file: bytes}}, with unfinished and hidden folders. An object store is listed once."""
+
+    @abstractmethod
+    def read(self, name: str, start: int = 0, size: int | None = None) -> bytes:
+        """Return `size` bytes of a file from `start` on; all of them by default."""
+
+    def read_exactly(self, name: str, start: int, size: int, is_right: Callable[[bytes], bool], damage: str) -> bytes:
+        """Return `size` bytes of a file from `start` on. They are read again if they are not right.
+
+        Args:
+            is_right: returns whether they are right.
+            damage: text of the error if they are not.
+
+        Raises:
+            ShortRead: another number of bytes arrived, twice.
+            DamagedCheckpoint: they are not right, twice.
+        """
+        data = self.read(name, start, size)
+        if len(data) != size or not is_right(data):
+            data = self.read(name, start, size)
+        if len(data) != size:
+            raise ShortRead(f"{self.url_of(name)}: {len(data)} of {size} bytes arrived, twice")
+        if not is_right(data):
+            raise DamagedCheckpoint(damage)
+        return data
+
+    @abstractmethod
+    def create(self, name: str) -> contextlib.AbstractContextManager[BinaryIO]:
+        """Open a new file for writing. The file is durable when the context ends without an error."""
+
+    @abstractmethod
+    def begin(self, folder: str) -> str:
+        """Return the name of the empty folder in which `folder` is written until it is published."""
+
+    @abstractmethod
+    def publish(self, folder: str, manifest: bytes) -> None:
+        """Commit a folder whose other files are complete and durable."""
+
+    @abstractmethod
+    def discard(self, folder: str) -> None:
+        """Delete a folder that was begun and cannot be published."""
+
+    @abstractmethod
+    def quarantine(self, folder: str, reason: str) -> None:
+        """Make a folder no longer count. Its manifest is renamed to manifest.json.<reason>."""
+
+    @abstractmethod
+    def restore(self, folder: str, reason: str) -> None:
+        """Make a folder count again that was quarantined for a reason."""
+
+    @abstractmethod
+    def delete(self, folder: str) -> None:
+        """Delete a folder. If the process is killed halfway, the rest does not count, and `sweep` deletes it."""
+
+    @abstractmethod
+    def sweep(self) -> None:
+        """Delete the remains of killed processes of this run. No process of the run may be saving."""
+
+    def retry(self, call: Callable[[], T], name: str) -> T:
+        """Return `call()`. Object stores repeat it while it fails; file systems do not."""
+        return call()
+
+
+class LocalStorage(Storage):
+    """A folder on a file system that all nodes share."""
+
+    def __init__(self, url: str, owner: str) -> None:
+        self.root = Path(url).expanduser()
+        super().__init__(str(self.root), owner)
+
+    def list(self) -> dict[str, dict[str, int]]:
+        found: dict[str, dict[str, int]] = {}
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            for folder in os.scandir(self.root):
+                with contextlib.suppress(FileNotFoundError, NotADirectoryError):  # deleted meanwhile
+                    if _is(folder.is_dir):
+                        entries = [entry for entry in os.scandir(folder) if _is(entry.is_file)]
+                        found[folder.name] = {entry.name: entry.stat().st_size for entry in entries}
+        return found
+
+    def read(self, name: str, start: int = 0, size: int | None = None) -> bytes:
+        with _naming(self.root / name), open(self.root / name, "rb", buffering=0) as file:
+            file.seek(start)
+            return file.read() if size is None else _read_all(file, size)
+
+    @contextlib.contextmanager
+    def create(self, name: str) -> Iterator[BinaryIO]:
+        with _naming(self.root / name), open(self.root / name, "wb", buffering=0) as file:
+            yield file
+            os.fsync(file.fileno())
+
+    def begin(self, folder: str) -> str:
+        staging = self._staging(folder)
+        shutil.rmtree(staging, ignore_errors=True)
+        staging.mkdir(parents=True)
+        return staging.name
+
+    def publish(self, folder: str, manifest: bytes) -> None:
+        staging, final = self._staging(folder), self.root / folder
+        with self.create(f"{staging.name}/{MANIFEST}") as file:
+            file.write(manifest)
+        sync_folder(staging)
+        if final.is_dir() and not final.is_symlink():  # quarantined, or saved again
+            self.delete(folder)
+        elif os.path.lexists(final):
+            damaged = quarantine_path(final)
+            os.rename(final, damaged)
+            logger.warning(f"{final} is no folder of a checkpoint: it is now {damaged.name}, and {folder} is saved")
+        os.rename(staging, final)
+        sync_folder(self.root)
+
+    def discard(self, folder: str) -> None:
+        shutil.rmtree(self._staging(folder), ignore_errors=True)
+
+    def quarantine(self, folder: str, reason: str) -> None:
+        os.rename(self.root / folder / MANIFEST, self.root / folder / f"{MANIFEST}.{reason}")
+
+    def restore(self, folder: str, reason: str) -> None:
+        os.rename(self.root / folder / f"{MANIFEST}.{reason}", self.root / folder / MANIFEST)
+        sync_folder(self.root / folder)
+
+    def delete(self, folder: str) -> None:
+        hidden = self.root / f".deleted-{folder}-{self.owner}"
+        shutil.rmtree(hidden, ignore_errors=True)
+        os.rename(self.root / folder, hidden)
+        shutil.rmtree(hidden, ignore_errors=True)
+
+    def sweep(self) -> None:
+        for folder in self.list():
+            if folder.startswith((".staging-", ".deleted-")) and folder.endswith(f"-{self.owner}"):
+                shutil.rmtree(self.root / folder, ignore_errors=True)
+
+    def _staging(self, folder: str) -> Path:
+        return self.root / f".staging-{folder}-{self.owner}"
+
+
+class ObjectStorage(Storage):
+    """An object store. Calls that fail are repeated for half a minute; then the error names the file.
+
+    Its library has retries of its own, which would take minutes.
+    """
+
+    def __init__(self, url: str, owner: str) -> None:
+        import fsspec
+        from fsspec.config import conf
+
+        super().__init__(url.rstrip("/"), owner)
+        settings = {}
+        if is_s3 := url.partition("://")[0] in ("s3", "s3a"):
+            settings = {"config_kwargs": S3_SETTINGS | conf.get("s3", {}).get("config_kwargs", {})}
+        self.fs, root = fsspec.url_to_fs(url, **settings)
+        if is_s3:
+            self.fs.retries = 1
+        self.root = root.rstrip("/")
+
+    def list(self) -> dict[str, dict[str, int]]:
+        def find() -> dict[str, Any]:
+            self.fs.invalidate_cache()
+            try:
+                return self.fs.find(self.root, detail=True)
+            except FileNotFoundError:
+                return {}
+
+        found: dict[str, dict[str, int]] = {}
+        for path, info in self._in_time(find, "").items():
+            folder, _, name = path[len(self.root) + 1 :].partition("/")
+            if name:
+                found.setdefault(folder, {})[name] = info["size"]
+        return found
+
+    def read(self, name: str, start: int = 0, size: int | None = None) -> bytes:
+        end = None if size is None else start + size
+        return self._in_time(
+            lambda: self.fs.cat_file(f"{self.root}/{name}", start=start, end=end), name, (size or 0) / SLOWEST
+        )
+
+    def create(self, name: str) -> contextlib.AbstractContextManager[BinaryIO]:
+        return self.fs.open(f"{self.root}/{name}", "wb")
+
+    def begin(self, folder: str) -> str:
+        if self.list().get(folder):
+            self.delete(folder)
+        self._put(f"{folder}/{self._mark}", b"")
+        return folder
+
+    def publish(self, folder: str, manifest: bytes) -> None:
+        self._put(f"{folder}/{MANIFEST}", manifest)
+
+    def discard(self, folder: str) -> None:
+        hasty = copy.copy(self)
+        hasty.PATIENCE = min(self.PATIENCE, DISCARD_SECONDS)
+        if not any(name.startswith(MANIFEST) for name in hasty.list().get(folder, {})):  # perhaps published already
+            hasty.delete(folder)
+
+    def quarantine(self, folder: str, reason: str) -> None:
+        self._rename(folder, MANIFEST, f"{MANIFEST}.{reason}")
+
+    def restore(self, folder: str, reason: str) -> None:
+        self._rename(folder, f"{MANIFEST}.{reason}", MANIFEST)
+
+    def delete(self, folder: str) -> None:
+        names = [*self.list().get(folder, {})]
+        first = [name for name in names if name.startswith(MANIFEST)]
+        self._remove(folder, first)
+        self._remove(folder, [name for name in names if name not in (*first, self._mark)])
+        self._remove(folder, [self._mark])  # last: half deleted, the folder still belongs to this run
+
+    def sweep(self) -> None:
+        for folder, files in self.list().items():
+            if self._mark in files and not any(name.startswith(MANIFEST) for name in files):
+                self.delete(folder)
+
+    def retry(self, call: Callable[[], T], name: str) -> T:
+        return retry.retry(call, name=self.url_of(name), patience=self.PATIENCE)
+
+    def _in_time(self, call: Callable[[], T], name: str, seconds: float = 0) -> T:
+        """Return `call()` as `retry`, within half a minute and some seconds, whatever the library does."""
+        name, patience = self.url_of(name), self.PATIENCE + seconds
+        return retry.retry(call, name=name, patience=patience, counts_calls=True, longest=patience)
+
+    @property
+    def _mark(self) -> str:
+        return f".owner-{self.owner}"
+
+    def _put(self, name: str, data: bytes) -> None:
+        self._in_time(lambda: self.fs.pipe_file(f"{self.root}/{name}", data), name)
+
+    def _rename(self, folder: str, name: str, new: str) -> None:
+        """Rename a file. The store copies it: what a read returns may not be the whole of it."""
+        path = f"{self.root}/{folder}"
+        self._in_time(lambda: self.fs.cp_file(f"{path}/{name}", f"{path}/{new}"), f"{folder}/{new}")
+        self._remove(folder, [name])
+
+    def _remove(self, folder: str, names: "list[str]") -> None:
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):
+                self._in_time(lambda path=f"{self.root}/{folder}/{name}": self.fs.rm_file(path), f"{folder}/{name}")
+
+
+def open_storage(url: str, *, owner: str = "") -> Storage:
+    """Return the storage at a path or URL.
+
+    Raises:
+        ValueError: the protocol of the URL is unknown.
+        ImportError: the package for the protocol is not installed.
+    """
+    return ObjectStorage(url, owner) if "://" in url else LocalStorage(url, owner)
+
+
+def _is(check: Callable[[], bool]) -> bool:
+    """Return whether an entry is a file or folder; a symbolic link that leads to itself is neither."""
+    try:
+        return check()
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+        return False
+
+
+@contextlib.contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Add the path to errors of reading and writing, which lack it."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is None or error.filename is not None:
+            raise
+        raise type(error)(error.errno, error.strerror, str(path)) from error
+
+
+def _read_all(file: Any, size: int) -> bytes:
+    data = file.read(size)
+    while len(data) < size and (more := file.read(size - len(data))):  # one read returns 2 GiB at most
+        data += more
+    return data
+
+
+def sync_folder(folder: Path) -> None:
+    """Make the names of a folder's files durable."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,97 @@
+"""Context parallelism: several ranks compute one sequence (arXiv:2407.21783, section 3.3.2).
+
+Each rank has two chunks of every sequence, see `SequencePart`. Keys and values of each layer are all-gathered, and
+their gradients reduce-scattered. All else works on single tokens, so that it needs no change: the model computes as if
+the sequences were short. Positions and documents come with the batch. Losses are summed over all ranks as ever.
+"""
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from titanlite.batch import Batch
+from titanlite.ops.kernels import Kernels
+from titanlite.ops.attention import SequencePart
+from titanlite.mesh import context_group, context_rank
+from titanlite.runtime.private_torch.collectives import all_gather, reduce_scatter
+
+WHOLE = "documents", "boundaries", "sources"
+"""Tensors of a batch that each rank needs of whole sequences."""
+
+
+@dataclass(frozen=True)
+class ContextSplit:
+    """`SplitSequences` over the ranks of a process group."""
+
+    part: SequencePart
+    group: dist.ProcessGroup
+
+    def gather(self, k_BKLH: Tensor, v_BKLH: Tensor) -> tuple[Tensor, Tensor]:
+        """All-gather keys and values in one collective."""
+        both_BJLH = torch.cat([k_BKLH, v_BKLH], dim=1)
+        k_BKSH, v_BKSH = _Gather.apply(both_BJLH, self.group.size(), self.group.group_name).chunk(2, dim=1)
+        return k_BKSH, v_BKSH
+
+
+class _Gather(torch.autograd.Function):
+    """All-gather sequences, and put their chunks in order. Backward reduce-scatters the gradients' sum.
+
+    R is the number of ranks, C the tokens of a chunk. Later ranks have later first chunks, and earlier second ones.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x_BJLH: Tensor, size: int, name: str) -> Tensor:
+        ctx.group = size, name
+        ranks_RBJLH = all_gather(x_BJLH[None], size, name)
+        B, J, L, H = x_BJLH.shape
+        chunks_BJRCH = ranks_RBJLH.new_empty(B, J, 2 * size, L // 2, H)
+        first_RBJCH, second_RBJCH = ranks_RBJLH.chunk(2, dim=3)
+        chunks_BJRCH[:, :, :size] = first_RBJCH.permute(1, 2, 0, 3, 4)
+        chunks_BJRCH[:, :, size:] = second_RBJCH.flip(0).permute(1, 2, 0, 3, 4)
+        return chunks_BJRCH.flatten(2, 3)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        size, name = ctx.group
+        chunks_RBJCH = gradients[0].unflatten(2, (2 * size, -1)).permute(2, 0, 1, 3, 4)
+        ranks_RBJLH = torch.cat([chunks_RBJCH[:size], chunks_RBJCH[size:].flip(0)], dim=3)
+        return reduce_scatter(ranks_RBJLH, size, name)[0], None, None
+
+
+def split_attention(kernels: Kernels, mesh: DeviceMesh) -> Kernels:
+    """Return kernels whose attention is of whole sequences, where ranks of the mesh split them."""
+    group = context_group(mesh)
+    if group is None:
+        return kernels
+    kernels = copy.copy(kernels)
+    kernels.context = ContextSplit(SequencePart(*context_rank(mesh)), group)
+    return kernels
+
+
+def join_parts(parts: Sequence[Tensor]) -> Tensor:
+    """Return whole sequences [B, S, ...] of the parts of all ranks, each [B, L, ...]."""
+    first, second = zip(*(part.chunk(2, dim=1) for part in parts), strict=True)
+    return torch.cat([*first, *reversed(second)], dim=1)
+
+
+def split_batch(batch: Batch, mesh: DeviceMesh) -> Batch:
+    """Return this rank's part of each sequence of a batch, with positions and documents."""
+    part = SequencePart(*context_rank(mesh))
+    if part.ranks == 1:
+        return batch
+    size, seq_len = batch["tokens"].shape
+    device = batch["tokens"].device
+    places = part.indices(seq_len, device)
+    if "documents" not in batch:  # each sequence is one
+        batch = batch | {
+            "positions": torch.arange(seq_len, device=device).expand(size, -1),
+            "documents": torch.zeros(size, seq_len, dtype=torch.int32, device=device),
+            "boundaries": torch.arange(0, (size + 1) * seq_len, seq_len, dtype=torch.int32, device=device),
+        }
+    return {name: it if name in WHOLE else it.index_select(1, places) for name, it in batch.items()}

@@ -1,0 +1,72 @@
+"""Teacher of distillation: a frozen model beside the one that is trained, sharded over the same mesh.
+
+For each micro-batch, the teacher's final hidden states are computed before the student's forward pass, when few
+activations exist. The loss then gathers the teacher's head once more, and computes both models' logits chunk by chunk.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+
+from titanlite.batch import Batch
+from titanlite.config.distill_schema import Distill
+from titanlite.techniques.distill.divergence import HeadDivergence
+from titanlite.ops.kernels import Kernels
+from titanlite.ops.attention import document_arguments
+from titanlite.models.base import Model, head_of
+
+
+@dataclass(frozen=True)
+class HiddenStates:
+    """`TeacherOutput` of a model: its final hidden states for one micro-batch."""
+
+    hidden_BLD: Tensor
+    """Input of the teacher's projection to the vocabulary."""
+    teacher: "Teacher"
+
+    @contextmanager
+    def divergence(self, distill: Distill, kernels: Kernels) -> Iterator[HeadDivergence]:
+        with self.teacher.head_weight() as weight_VD:
+            yield HeadDivergence(self.hidden_BLD.flatten(0, 1), weight_VD, distill, kernels)
+
+
+class Teacher:
+    """Frozen model.
+
+    Args:
+        keeps_gathered: whether gathered parameters stay on every process.
+        flops_per_token: of the forward pass, full and causal; see `Model.flops_per_token`.
+    """
+
+    def __init__(self, model: Model, *, keeps_gathered: bool, flops_per_token: tuple[float, float]) -> None:
+        self.model = model
+        self.flops_per_token = flops_per_token
+        self._keeps_gathered = keeps_gathered
+        self._head = head_of(model)
+        self._weight: str | Tensor = ""
+        """Name of the projection's weight in the head, or a weight that the head computes."""
+
+    @torch.no_grad()
+    def __call__(self, batch: Batch) -> HiddenStates:
+        """Return the teacher's final hidden states. Labels and gradients play no part."""
+        hidden_BLD = self.model(batch["tokens"], loss=self._keep_weight, **document_arguments(batch))
+        return HiddenStates(hidden_BLD, self)
+
+    def _keep_weight(self, hidden_BLD: Tensor, weight_VD: Tensor) -> Tensor:
+        names = [name for name, parameter in self._head.named_parameters() if parameter is weight_VD]
+        self._weight = names[0] if names else weight_VD
+        return hidden_BLD
+
+    @contextmanager
+    def head_weight(self) -> Iterator[Tensor]:
+        """Gather the projection's weight [V, D] for the time of the context."""
+        assert isinstance(self._head, FSDPModule)
+        self._head.unshard()
+        weight = self._weight
+        yield self._head.get_parameter(weight).detach() if isinstance(weight, str) else weight
+        if not self._keeps_gathered:
+            self._head.reshard()

@@ -1,0 +1,144 @@
+"""Expert parallelism: neighbouring ranks have different experts, and send each other tokens (arXiv:2006.16668).
+
+Each layer has two all-to-alls in forward, and as many in backward: tokens to the ranks of their experts, and the
+results back. No token is dropped. How many tokens each rank sends follows from the router, so that an all-to-all of
+counts comes first. The host waits for the counts, as the sizes of tensors follow from them.
+"""
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from titanlite.ops.kernels import Kernels
+from titanlite.models.experts import ComputeExperts, expert_layers
+from titanlite.runtime.dtensor import sharded_axes
+from titanlite.runtime.private_torch.collectives import exchange_rows
+
+
+class DistributedExperts:
+    """Experts of a model that are not on all ranks: each rank of one axis has some, which other ranks shard.
+
+    Args:
+        mesh: for `fully_shard`: the ranks that have the same experts.
+        parts: the axis of the ranks that have different ones, then that of ranks that split layers, if there is one.
+    """
+
+    def __init__(self, model: nn.Module, mesh: DeviceMesh, parts: DeviceMesh) -> None:
+        self.layers = expert_layers(model)
+        self.mesh = mesh
+        self.parts = parts
+        self.shard_degree = mesh.size(mesh.ndim - 1)
+
+    def distribute(self, kernels: Kernels, *, is_compiled: bool) -> None:
+        """Give each rank its experts, in place: weights become DTensors, and layers exchange tokens.
+
+        Args:
+            is_compiled: blocks are compiled afterwards. The exchange is not, as sizes of its tensors are values.
+        """
+        exchange = AllToAllExchange(self.parts.get_group(0), kernels).compute
+        uncompiled: Any = torch.compiler.disable(exchange) if is_compiled else exchange
+        for layer in self.layers:
+            layer.exchange = uncompiled
+            for name in layer.stacks:
+                old = layer.get_parameter(name)
+                placements = [Shard(0), *(old.placements if isinstance(old, DTensor) else ())]
+                whole = torch.empty(old.shape, dtype=old.dtype, device="meta")
+                part = distribute_tensor(whole, self.parts, placements, src_data_rank=None)
+                layer.register_parameter(name, nn.Parameter(part, requires_grad=old.requires_grad))
+
+    def weights(self) -> set[nn.Parameter]:
+        return {layer.get_parameter(name) for layer in self.layers for name in layer.stacks}
+
+    def shard(self, **options: Any) -> list[FSDPModule]:
+        """Make the experts of each layer an FSDP unit. The layers' other parameters are in units already.
+
+        Args:
+            options: of `fully_shard`, but for the mesh.
+        """
+        weights = self.weights()
+
+        def placement(weight: Tensor) -> Shard:
+            taken = sharded_axes(weight).values()
+            return Shard(even_dim(weight.shape, self.shard_degree, taken=taken))
+
+        options |= {"mesh": self.mesh, "shard_placement_fn": placement}
+        return [
+            fully_shard(layer, ignored_params={it for it in layer.parameters() if it not in weights}, **options)
+            for layer in self.layers
+        ]
+
+
+def even_dim(shape: torch.Size, degree: int, *, taken: Collection[int] = ()) -> int:
+    """Return the dim of a stack of experts, beyond that of the experts, which some ranks shard evenly.
+
+    Args:
+        taken: dims that other ranks shard.
+    """
+    return next(dim for dim, size in enumerate(shape[1:], start=1) if size % degree == 0 and dim not in taken)
+
+
+class AllToAllExchange:
+    """Token exchange by plain all-to-alls; see `TokenExchange`.
+
+    Args:
+        group: ranks that have different experts, each as many, in the order of ranks.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, kernels: Kernels) -> None:
+        self.group = group
+        self.kernels = kernels
+
+    def compute(self, x_SD: Tensor, ends_E: Tensor, weights: Sequence[Tensor], compute: ComputeExperts) -> Tensor:
+        ranks, name = self.group.size(), self.group.group_name
+        sent_RX = ends_E.diff(prepend=ends_E.new_zeros(1)).view(ranks, -1)  # X experts of each rank
+        received_RX = exchange_rows(sent_RX, [1] * ranks, [1] * ranks, name)
+        to_others, from_others = self.kernels.read_counts(sent_RX, received_RX, tokens=len(x_SD))
+        x_TD = _Exchange.apply(x_SD, to_others, from_others, name)
+        # The tokens of each rank are sorted by expert. Sorted anew, all tokens of an expert follow each other.
+        experts_RX = torch.arange(received_RX.shape[1], device=x_TD.device).expand_as(received_RX)
+        expert_T = experts_RX.flatten().repeat_interleave(received_RX.flatten(), output_size=len(x_TD))
+        order_T = expert_T.argsort(stable=True)
+        ends_X = received_RX.sum(dim=0).cumsum(dim=0).to(torch.int32)
+        own = [_own_experts(weight, ranks) for weight in weights]
+        out_TD = compute(x_TD.index_select(0, order_T), ends_X, own)
+        out_TD = torch.empty_like(out_TD).index_copy(0, order_T, out_TD)
+        return _Exchange.apply(out_TD, from_others, to_others, name)
+
+
+def _own_experts(weight: Tensor, ranks: int) -> Tensor:
+    """Return the weights of this rank's experts, with the gradient as FSDP averages it.
+
+    The gradient has the tokens of several ranks already. FSDP divides by the number of ranks that it adds up, which is
+    smaller by that factor than for other parameters.
+    """
+    return _ScaleGradient.apply(weight.to_local() if isinstance(weight, DTensor) else weight, 1 / ranks)
+
+
+class _ScaleGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: float) -> Tensor:
+        ctx.scale = scale
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        return gradients[0] * ctx.scale, None
+
+
+class _Exchange(torch.autograd.Function):
+    """`exchange_rows`, whose backward sends gradients back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, to_others: list[int], from_others: list[int], name: str) -> Tensor:
+        ctx.back = from_others, to_others, name
+        return exchange_rows(x, to_others, from_others, name)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        return exchange_rows(gradients[0], *ctx.back), None, None, None

@@ -1,0 +1,289 @@
+"""Tensor parallelism: several ranks compute one layer (Megatron-LM, arXiv:1909.08053).
+
+A model's `tensor_plan` gives layers their roles. Weights become DTensors on the mesh's axis `tensor`, so that FSDP,
+optimizers and checkpoints know the whole weight. The model itself computes with this rank's part of each weight, as
+plain tensors: FSDP gathers those. Hooks of modules communicate activations. Between split modules each rank has a part
+of the tokens (arXiv:2205.05198), or all of them, the same to the bit. Weights that are not split are the same, too.
+"""
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from titanlite.ops.kernels import Kernels
+from titanlite.models.base import Model, head_of
+from titanlite.models.experts import ExpertLayer
+from titanlite.models.tensor_plan import TensorRole
+from titanlite.mesh import shard_degree_of, tensor_mesh
+from titanlite.runtime.dtensor import sharded_axes
+from titanlite.runtime.private_torch.collectives import all_gather, all_reduce, reduce_scatter
+from titanlite.runtime.private_torch.fsdp import gather_local_parts
+
+SPLIT_DIM: dict[TensorRole | None, int] = {"columns": 0, "rows": 1, "vocabulary": 0}
+"""Dimension of a weight [out, in] that a role splits."""
+
+
+@dataclass(frozen=True)
+class TensorRanks:
+    """`SplitVocabulary`, and what else the ranks of a layer communicate."""
+
+    rank: int
+    ranks: int
+    group_name: str
+
+    def enter(self, x: Tensor) -> Tensor:
+        """Return x, which is the same on all ranks. Its gradient is summed, since each rank has a part of it."""
+        return _Enter.apply(x, self.group_name)
+
+    def total(self, x: Tensor) -> Tensor:
+        """Sum over ranks. The gradient of the sum is the same on all ranks, and passes unchanged."""
+        return _Total.apply(x, self.group_name)
+
+    def gather(self, x_BLD: Tensor) -> Tensor:
+        """Return the tokens of all ranks. The gradient is summed, of this rank's tokens."""
+        return _AlongTokens.apply(x_BLD, "gather", "sum", self)
+
+    def sum_own(self, x_BLD: Tensor) -> Tensor:
+        """Sum over ranks, of this rank's tokens. The gradient is gathered."""
+        return _AlongTokens.apply(x_BLD, "sum", "gather", self)
+
+    def own(self, x_BLD: Tensor) -> Tensor:
+        """Return this rank's part of tokens that are the same on all ranks. The gradient is gathered."""
+        return _AlongTokens.apply(x_BLD, "own", "gather", self)
+
+    def join(self, x_BLD: Tensor) -> Tensor:
+        """Return the tokens of all ranks, for what computes the same on each. The gradient is the same, too."""
+        return _AlongTokens.apply(x_BLD, "gather", "own", self)
+
+    def along_tokens(self, x_BLD: Tensor, what: str) -> Tensor:
+        """Gather the tokens of all ranks, sum this rank's tokens over ranks, or take this rank's own."""
+        if what == "own":
+            return x_BLD.chunk(self.ranks, dim=1)[self.rank].contiguous()
+        collective = all_gather if what == "gather" else reduce_scatter
+        return collective(x_BLD.transpose(0, 1), self.ranks, self.group_name).transpose(0, 1).contiguous()
+
+    def largest(self, x: Tensor) -> Tensor:
+        """Return the largest values of any rank."""
+        return all_reduce(x, "max", self.group_name)
+
+    def place(self, tokens: Tensor, size: int) -> tuple[Tensor, Tensor]:
+        """Return the places of tokens among this rank's `size` tokens of the vocabulary, and whether they are there.
+
+        The place of any other token is 0.
+        """
+        local = tokens - self.rank * size
+        is_here = (local >= 0) & (local < size)
+        return local * is_here, is_here
+
+
+class _Enter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group_name: str) -> Tensor:
+        ctx.group_name = group_name
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        return all_reduce(gradients[0], "sum", ctx.group_name), None
+
+
+class _Total(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group_name: str) -> Tensor:
+        return all_reduce(x, "sum", group_name)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        return gradients[0], None
+
+
+class _AlongTokens(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, forward: str, backward: str, ranks: TensorRanks) -> Tensor:
+        ctx.backward_with = ranks, backward
+        return ranks.along_tokens(x, forward)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        ranks, backward = ctx.backward_with
+        return ranks.along_tokens(gradients[0], backward), None, None, None
+
+
+def tensor_ranks(mesh: DeviceMesh) -> TensorRanks | None:
+    """Return the ranks that compute a layer together; None where each rank computes whole layers."""
+    axis = tensor_mesh(mesh)
+    return TensorRanks(axis.get_local_rank(), axis.size(), axis.get_group().group_name) if axis else None
+
+
+def split_vocabulary(kernels: Kernels, mesh: DeviceMesh) -> Kernels:
+    """Return kernels whose loss gets a part of the vocabulary, where ranks of the mesh split it."""
+    if (ranks := tensor_ranks(mesh)) is not None:
+        kernels = copy.copy(kernels)
+        kernels.vocabulary = ranks
+    return kernels
+
+
+def split_layers(model: Model, mesh: DeviceMesh) -> None:
+    """Split the weights of a meta model by its plan, and let its modules communicate, in place.
+
+    Other parameters become replicas on the axis. `use_local_parts` must follow `fully_shard`.
+    """
+    axis, ranks = tensor_mesh(mesh), tensor_ranks(mesh)
+    if axis is None or ranks is None:
+        return
+    roles = roles_of(model)
+    if split_blocks(model):
+        model.layers[0].register_forward_pre_hook(_first_argument(ranks.own))
+        head_of(model).register_forward_pre_hook(_first_argument(ranks.join))
+    new: dict[nn.Parameter, nn.Parameter] = {}
+    for name, module in model.named_modules():
+        role, has_part = roles.get(name), _has_part_of_tokens(name, roles)
+        dims = split_dims(module, role)
+        for attribute, parameter in module.named_parameters(recurse=False):
+            if parameter not in new:
+                part = _part_of(parameter, axis, dims.get(attribute))
+                new[parameter] = nn.Parameter(part, requires_grad=parameter.requires_grad)
+            module.register_parameter(attribute, new[parameter])
+        if role in ("split", "experts", "vocabulary") and not isinstance(module, nn.Embedding):
+            module.register_forward_pre_hook(_first_argument(ranks.gather if has_part else ranks.enter))
+        if role in ("rows", "experts"):
+            module.register_forward_hook(_result(ranks.sum_own if has_part else ranks.total))
+        elif isinstance(module, nn.Embedding) and role == "vocabulary":
+            _look_up_part(module, ranks)
+        elif role == "vocabulary":  # for logits; the loss takes the weight alone
+            module.register_forward_hook(_whole_logits(ranks))
+
+
+def _part_of(parameter: Tensor, axis: DeviceMesh, dim: int | None) -> DTensor:
+    placement = Replicate() if dim is None else Shard(dim)
+    part = parameter if dim is None else parameter.chunk(axis.size(), dim)[0].contiguous()
+    assert parameter.is_meta
+    return DTensor.from_local(
+        part.detach(), axis, [placement], run_check=False, shape=parameter.shape, stride=parameter.stride()
+    )
+
+
+def _first_argument(change: Callable[[Tensor], Tensor]) -> Callable[..., Any]:
+    return lambda _module, args: (change(args[0]), *args[1:])
+
+
+def _result(change: Callable[[Tensor], Tensor]) -> Callable[..., Any]:
+    return lambda _module, _args, out: change(out)
+
+
+def _look_up_part(embedding: nn.Embedding, ranks: TensorRanks) -> None:
+    """Let an embedding look up the tokens that this rank has. The sum over ranks has one term that is not 0."""
+    size = embedding.num_embeddings // ranks.ranks
+    found: list[Tensor] = []
+    """Whether each token of the present call is here."""
+
+    def before(_module: nn.Module, args: Any) -> Tensor:
+        place, is_here = ranks.place(args[0], size)
+        found[:] = [is_here]
+        return place
+
+    def after(_module: nn.Module, _args: Any, out: Tensor) -> Tensor:
+        return ranks.total(out.masked_fill(~found.pop()[..., None], 0))
+
+    embedding.register_forward_pre_hook(before)
+    embedding.register_forward_hook(after)
+
+
+def _whole_logits(ranks: TensorRanks) -> Callable[..., Tensor]:
+    def hook(_module: nn.Module, _args: Any, logits: Tensor) -> Tensor:
+        size = logits.shape[-1]
+        return ranks.total(F.pad(logits, (ranks.rank * size, (ranks.ranks - 1 - ranks.rank) * size)))
+
+    return hook
+
+
+def placement_of(mesh: DeviceMesh) -> Callable[[Tensor], Shard | None]:
+    """Return a function from a parameter to the dimension that FSDP shards; None for the first.
+
+    A weight whose rows are split over ranks is sharded by columns. Two axes on one dimension would give each rank rows
+    of several places. FSDP shards columns evenly only.
+    """
+    shard_degree = shard_degree_of(mesh)
+
+    def placement(parameter: Tensor) -> Shard | None:
+        has_split_rows = 0 in sharded_axes(parameter).values()
+        by_columns = has_split_rows and parameter.ndim > 1 and parameter.shape[1] % shard_degree == 0
+        return Shard(1) if by_columns else None
+
+    return placement
+
+
+def use_local_parts(model: Model, mesh: DeviceMesh) -> None:
+    """Let the modules of a model that FSDP shards compute with plain tensors, in place.
+
+    Weights that are not split get gradients of each rank's part: of heads in a split module, of tokens elsewhere in a
+    block. These are summed over the axis.
+    """
+    if (ranks := tensor_ranks(mesh)) is None:
+        return
+    roles = roles_of(model)
+    summed: dict[tuple[nn.Module, str], Callable[[Tensor], Tensor]] = {
+        (module, attribute): ranks.total
+        for name, module in model.named_modules()
+        if is_in_split(name, roles) or _has_part_of_tokens(name, roles)
+        for attribute, _ in module.named_parameters(recurse=False)
+        if attribute not in split_dims(module, roles.get(name))
+    }
+    for unit in model.modules():
+        if isinstance(unit, FSDPModule):
+            gather_local_parts(unit, gradient_hooks=summed)
+
+
+def roles_of(model: Model) -> dict[str, TensorRole]:
+    """Return the roles of modules by name: of each, that of the first pattern of the plan that matches."""
+    found = ((name, pattern) for name, _ in model.named_modules() for pattern in model.tensor_plan)
+    roles: dict[str, TensorRole] = {}
+    for name, pattern in found:
+        if fnmatchcase(name, pattern):
+            roles.setdefault(name, model.tensor_plan[pattern])
+    return roles
+
+
+def split_parameters(model: Model) -> set[str]:
+    """Return the names of the parameters that the plan splits."""
+    modules = dict(model.named_modules())
+    return {f"{name}.{it}" for name, role in roles_of(model).items() for it in split_dims(modules[name], role)}
+
+
+def split_dims(module: nn.Module, role: TensorRole | None) -> dict[str, int]:
+    """Return the dimension that a role splits of each of a module's own parameters, for those that it splits."""
+    if isinstance(module, ExpertLayer) and role == "experts":
+        return dict(zip(module.stacks, module.hidden_dims, strict=True))
+    names = (name for name, _ in module.named_parameters(recurse=False))
+    return dict.fromkeys(names, SPLIT_DIM[role]) if role in SPLIT_DIM else {}
+
+
+def split_blocks(model: Model) -> list[nn.Module]:
+    """Return the blocks between whose split modules the ranks of a layer have different tokens: all, or none."""
+    return [*model.layers] if "tokens" in roles_of(model).values() else []
+
+
+def count_output_replicas(model: Model, mesh: DeviceMesh) -> dict[nn.Module, int]:
+    """Return how many ranks compute the same output, for each module where there are several."""
+    axis = tensor_mesh(mesh)
+    return dict.fromkeys({*model.modules()} - {*split_blocks(model)}, axis.size()) if axis else {}
+
+
+def _has_part_of_tokens(name: str, roles: dict[str, TensorRole]) -> bool:
+    """Return whether a module is in a list of blocks whose tokens are split."""
+    return any(role == "tokens" and name.startswith(f"{blocks}.") for blocks, role in roles.items())
+
+
+def is_in_split(name: str, roles: dict[str, TensorRole]) -> bool:
+    """Return whether a module is a split one, or is inside of one."""
+    parts = name.split(".")
+    return any(roles.get(".".join(parts[:end])) in ("split", "experts") for end in range(1, len(parts) + 1))

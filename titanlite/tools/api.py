@@ -1,0 +1,120 @@
+"""The Python interface, for notebooks and scripts: a config, a run, its records. `import titanlite` offers these names.
+
+One process trains by itself. Under torchrun, each process calls the same functions.
+"""
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from titanlite.config.load import Draft, load
+from titanlite.config.schema import Config
+from titanlite.config.shipped import find_config
+from titanlite.runtime.errors import ConfigError, Place, Problem
+
+if TYPE_CHECKING:
+    from titanlite.build import Run
+    from titanlite.tools.report.run_records import RunRecords
+
+
+def load_config(name: str | Path = "debug", options: Mapping[str, Any] | None = None) -> Config:
+    """Return the config of a TOML file, with options changed, after checking its options.
+
+    Args:
+        name: a TOML file, or the name of a config that titanlite ships.
+        options: {"section.key": value}, such as {"training.steps": 20, "model.args.dim": 128}.
+
+    Raises:
+        ConfigError: lists all mistakes, each with its key and the nearest right name.
+    """
+    words = [f"--{key}={_toml(key, value)}" for key, value in (options or {}).items()]
+    return load(find_config(str(name)), words)
+
+
+def run_training(config: Config) -> "RunRecords":
+    """Train from the run's newest checkpoint to its last step, as `titanlite train` does; return its records.
+
+    The run's folder is `outputs/<name>` below the current folder, by `job.dump_folder` and `job.name`. Ctrl-C ends
+    it at once: the next call resumes from the newest checkpoint.
+
+    Raises:
+        UserError: the config, the data or the checkpoint does not fit.
+        RunStopped: a rule of the config stopped the run, such as a loss that is not finite.
+    """
+    from titanlite.tools.report.run_records import read_run
+    from titanlite.train import finish, train
+
+    with build_run(config) as run:
+        stopped = train(run)
+        finish(run, stopped)
+    run.checkpoints.finish_exports(export_last=not stopped)
+    if stopped:
+        raise stopped
+    return read_run(run.folder.path)
+
+
+@contextmanager
+def build_run(config: Config) -> Iterator["Run"]:
+    """Build every part of a run, to look at or for a loop of your own: `run.model`, `run.optimizer`, `run.batches`.
+
+    The parts are those that `titanlite train` would train with on this machine: sharded, compiled, and restored from
+    the run's newest checkpoint. Only one run is open at a time, because PyTorch has one process group.
+
+    Raises:
+        UserError: the config, the data or the checkpoint does not fit.
+    """
+    import torch.distributed as dist
+
+    from titanlite.tools.assemble import assemble, resolve
+    from titanlite.parallelize.compile import use_cache
+    from titanlite.runtime.allocator import use_expandable_segments
+    from titanlite.runtime.console import start_logging
+    from titanlite.runtime.errors import UserError
+    from titanlite.runtime.process_group import pick_device, process_group, read_ranks
+
+    if dist.is_initialized():
+        raise UserError("another run is open, or another process group: only one can be at a time")
+    use_expandable_segments(os.environ)
+    ranks = read_ranks(os.environ)
+    device = pick_device(ranks)
+    places = {(section,): Place(0, 0, "the given config") for section in Config.model_fields}
+    config, resolved = resolve(Draft(config, [], set(), places), ranks, device)
+    start_logging(ranks.rank)
+    use_cache(config.compile)
+    seconds = config.comm.init_timeout_seconds
+    try:
+        with process_group(ranks, device, deterministic=config.debug.deterministic, timeout_seconds=seconds):
+            run = assemble(config, resolved, ranks=ranks, device=device)
+            try:
+                yield run
+            finally:
+                run.batches.close()
+                run.checkpoints.finish()
+                run.metrics.close()
+                if run.folder.lock:
+                    run.folder.lock.close()
+    finally:
+        if dist.is_initialized() and ranks.world_size == 1:  # after an error; other ranks may wait in a collective
+            dist.destroy_process_group()
+
+
+def _toml(key: str, value: Any) -> str:
+    """Return a value as TOML."""
+    import tomlkit
+
+    plain = str(value) if isinstance(value, Path) else value
+    with suppress(ValueError, TypeError):
+        text = tomlkit.item(plain).as_string() if not isinstance(plain, Mapping) else _table(plain)
+        if text:
+            return text
+    raise ConfigError([Problem(key, f"{value!r} is no value of TOML; leave the key out for its default")])
+
+
+def _table(value: Mapping[str, Any]) -> str:
+    import tomlkit
+
+    table = tomlkit.inline_table()
+    table.update(value)
+    return table.as_string()

@@ -1,0 +1,240 @@
+"""`titanlite checkpoint`: list, verify, restore, show and prune checkpoints. Only `show` imports torch."""
+
+import json
+import os
+import re
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any, NamedTuple
+
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Column, Table
+
+from titanlite.checkpoint import manifest as manifests
+from titanlite.checkpoint.manifest import DAMAGED, SUPERSEDED, Manifest, folder_name
+from titanlite.storage.storage import MANIFEST, Storage, open_storage
+from titanlite.runtime.console import progress_console
+from titanlite.runtime.errors import DamagedCheckpoint, RunError, UserError
+
+MARK = "verified.json"
+FOLDER = re.compile(r"(?:(\.staging|\.deleted)-)?step-(\d{8,})(?(1)-.*)")
+QUARANTINED = {f"{MANIFEST}.{DAMAGED}": "damaged: quarantined earlier", f"{MANIFEST}.{SUPERSEDED}": "superseded"}
+UNFINISHED = {".staging": "being written", ".owner": "being written", ".deleted": "being deleted"}
+Check = Callable[[Storage, str, dict[str, int]], Manifest]
+
+
+def main(name: str, **options: Any) -> None:
+    """Run `titanlite checkpoint NAME` with the options of its parser."""
+    act = {"list": list_checkpoints, "verify": verify, "show": show, "prune": prune, "restore": restore}
+    with explaining_damage():
+        act[name](**options)
+
+
+@contextmanager
+def explaining_damage() -> Iterator[None]:
+    """Turn damage and errors of a disk into errors for users."""
+    try:
+        yield
+    except DamagedCheckpoint as damage:
+        raise UserError(str(damage)) from None
+    except BrokenPipeError:
+        raise  # the reader of the output ended: `| head`
+    except OSError as error:  # of a disk, or of an object store after many tries
+        raise RunError(str(error)) from None
+
+
+class Found(NamedTuple):
+    """A folder that is a checkpoint, will be one, or was one; with its manifest if it is complete."""
+
+    step: int
+    folder: str
+    sizes: dict[str, int]
+    state: str
+    manifest: Manifest | None
+
+
+def list_checkpoints(path: str) -> None:
+    console = Console(width=None if os.isatty(1) else 1000, markup=False, emoji=False, highlight=False)
+    for storage, founds in _find(path):
+        numbers = [Column(name, justify="right", no_wrap=True) for name in ("step", "age", "size")]
+        table = Table(*numbers, "state", "verified", box=None, pad_edge=False, padding=(0, 2, 0, 0))
+        for step, folder, sizes, state, manifest in founds:
+            age = verified = ""
+            if manifest:
+                age, mark = _age(manifest.saved_at), _mark(storage, folder, sizes, manifest)
+                verified = f"checksums, {_age(mark['verified_at'])} ago" if mark else "sizes"
+            table.add_row(str(step), age, _size(*sizes.values()), state, verified)
+        console.print(storage.url, table, sep="\n")  # in a pipe, lines are not wrapped
+
+
+def verify(path: str) -> None:
+    """Read every byte. Raises UserError with all that is damaged."""
+    wrong = []
+    for storage, founds in _find(path, counting=True):
+        print(storage.url)
+        for found in filter(None, (_look(storage, it.folder, it.sizes, check=_read_all) for it in founds)):
+            about = f", {len(found.manifest.files)} files, {_size(found.manifest.size)}" if found.manifest else ""
+            print(f"step {found.step}: {found.state}{about}", flush=True)
+            if MANIFEST in found.sizes:  # or it has been deleted meanwhile
+                damage = "" if found.manifest else found.state.removeprefix("damaged: ")
+                wrong += [f"{storage.url_of(found.folder)}/{damage}"] if damage else []
+                with suppress(Exception), storage.create(f"{found.folder}/{MARK}") as file:  # it may be read-only
+                    file.write(json.dumps({"verified_at": time.time(), "damage": damage}).encode())
+    if wrong:
+        raise UserError("\n".join(wrong))
+
+
+def restore(path: str) -> None:
+    """Let quarantined checkpoints count again that are whole. Raises UserError with all that are not."""
+    wrong, restored, reason = list[str](), 0, f"{MANIFEST}.{DAMAGED}"
+    for storage, founds in _find(path):
+        for found in [found for found in founds if found.state == QUARANTINED[reason]]:
+            try:
+                _read_all(storage, found.folder, found.sizes, file=reason)
+            except (DamagedCheckpoint, UserError) as damage:
+                wrong.append(f"step {found.step} stays quarantined: {damage}")
+                continue
+            storage.restore(found.folder, DAMAGED)
+            restored += 1
+            print(f"step {found.step} counts again: every checksum is right", flush=True)
+    if wrong:
+        raise UserError("\n".join(wrong))
+    if not restored:
+        print(f"{path}: no checkpoint is quarantined as damaged")
+
+
+def show(path: str, *, tensors: bool) -> None:
+    """Print the manifest of a checkpoint; of several, the newest complete one."""
+    storage, found, manifest = find_newest(path)
+    from titanlite.checkpoint.dcp_read import ShardReader
+
+    entries: Any = ShardReader(storage, found.folder, manifest).metadata.state_dict_metadata
+    model = [entry.size.numel() for name, entry in entries.items() if name.startswith("model.")]
+    saved_at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(manifest.saved_at))
+    lines = [f"  {name}  {record.size:,} bytes" for name, record in manifest.files.items()]
+    print(storage.url_of(found.folder))
+    print(f"step      {manifest.step}\nsamples   {manifest.samples:,}\nrun id    {manifest.run_id}")
+    print(f"saved at  {saved_at}, {_age(manifest.saved_at)} ago; took {manifest.elapsed_seconds:.2f} s")
+    print("mesh     ", " x ".join(f"{axis} {degree}" for axis, degree in manifest.mesh.items()))
+    print("versions ", ", ".join(f"{name} {version}" for name, version in manifest.versions.items()))
+    more = [f"  and {len(lines) - 10} more"] if len(lines) > 10 else []
+    print(f"files     {len(lines)}, {_size(manifest.size)}", *lines[:10], *more, sep="\n")
+    print("settings", *(f"  {name} = {json.dumps(value)}" for name, value in manifest.settings.items()), sep="\n")
+    lines = [f"  {name}  {[*entry.size]}  {entry.properties.dtype}" for name, entry in entries.items() if tensors]
+    print(f"tensors   {len(entries)}; of the model {len(model)}, {sum(model):,} parameters", *lines, sep="\n")
+
+
+def find_newest(path: str) -> tuple[Storage, Found, Manifest]:
+    """Return the newest complete checkpoint of a run, or the named one.
+
+    Raises:
+        UserError: there is none, or it is damaged.
+    """
+    [(storage, founds)] = _find(path, counting=True, single=True)
+    found = next((found for found in reversed(founds) if found.manifest), founds[-1])
+    if found.manifest is None:
+        raise UserError(f"{storage.url_of(found.folder)} is not whole: {found.state}")
+    return storage, found, found.manifest
+
+
+def prune(path: str, *, keep_latest_k: int, keep_every: int, quarantined: bool, dry_run: bool) -> None:
+    """Raises UserError if the newest checkpoint is not whole; nothing is deleted then."""
+    [(storage, every)] = _find(path, single=True)
+    founds = [found for found in every if MANIFEST in found.sizes and found.folder == folder_name(found.step)]
+    if (newest := (founds or every)[-1]).manifest is None:
+        raise UserError(
+            f"nothing is deleted: the newest, {storage.url_of(newest.folder)}, is not whole: {newest.state}"
+        )
+    old = manifests.to_delete([found.step for found in founds], keep_latest_k=keep_latest_k, keep_every=keep_every)
+    deleted_too = [found for found in every if quarantined and found.state in QUARANTINED.values()]
+    storage = open_storage(storage.url, owner=newest.manifest.run_id)  # whose sweep deletes what a killed prune leaves
+    for found in [found for found in founds if found.step in old] + deleted_too:
+        if not dry_run:
+            with suppress(FileNotFoundError):  # the run was faster
+                storage.delete(found.folder)
+        print(f"{'would delete' if dry_run else 'deleted'} step {found.step}, {_size(*found.sizes.values())}")
+
+
+def _find(path: str, *, counting: bool = False, single: bool = False) -> list[tuple[Storage, list[Found]]]:
+    """Return the checkpoints of each run at a path or below it, by step.
+
+    Args:
+        counting: leave out what does not count.
+        single: refuse more than one run.
+    """
+    above, _, name = path.rstrip("/").rpartition("/")
+    is_one, is_local = manifests.step_of(name) is not None, "://" not in path
+    if is_local and not os.path.isdir(path):
+        raise UserError(f"no folder {path}")
+    places = [above or "."] if is_one else [path]
+    if is_local and not is_one:
+        places = sorted(folder for folder, folders, _ in os.walk(path) if any(map(FOLDER.fullmatch, folders)))
+    runs = []
+    for place in places:
+        try:
+            storage = open_storage(place)
+        except (ValueError, ImportError) as error:  # of fsspec
+            raise UserError(f"{path}: {error}") from None
+        listing = storage.list()
+        folders = map(folder_name, manifests.committed_steps(listing)) if counting else listing
+        looks = [_look(storage, folder, listing[folder]) for folder in folders if folder == name or not is_one]
+        if founds := sorted(filter(None, looks), key=lambda found: found[:2]):
+            runs.append((storage, founds))
+    if not runs:
+        raise UserError(f"no checkpoint {'that counts ' if counting else ''}in {path}")
+    if single and len(runs) > 1:
+        urls = [storage.url for storage, _ in runs[:5]] + ["..."] * (len(runs) > 5)
+        raise UserError(f"{path} holds {len(runs)} runs, name one: {', '.join(urls)}")
+    return runs
+
+
+def _check(storage: Storage, folder: str, sizes: dict[str, int]) -> Manifest:
+    if MANIFEST not in sizes:
+        raise DamagedCheckpoint(f"{storage.url_of(folder)}/{MANIFEST} is missing")
+    manifest = manifests.read_manifest(storage, folder)
+    manifests.check_sizes(storage, folder, manifest, sizes)
+    if damage := _mark(storage, folder, sizes, manifest).get("damage"):
+        raise DamagedCheckpoint(damage)
+    return manifest
+
+
+def _look(storage: Storage, folder: str, sizes: dict[str, int], *, check: Check = _check) -> Found | None:
+    """Check a folder, which a running job may change: look again if it did. Returns None if the folder is gone."""
+    if (match := FOLDER.fullmatch(folder)) is None or sizes.keys() == {MARK}:  # written while it was being deleted
+        return None
+    signs = [match[1]] if match[1] else [name.partition("-")[0] for name in sizes if MANIFEST not in sizes]
+    state, manifest = next((state for sign, state in (QUARANTINED | UNFINISHED).items() if sign in signs), ""), None
+    try:
+        manifest = None if state else check(storage, folder, sizes)
+    except (DamagedCheckpoint, UserError, FileNotFoundError) as error:
+        if (now := storage.list().get(folder, {})) != sizes:
+            return _look(storage, folder, now, check=check) if now else None
+        state = f"damaged: {str(error).removeprefix(f'{storage.url_of(folder)}/')}"
+    return Found(int(match[2]), folder, sizes, state or "whole", manifest)
+
+
+def _read_all(storage: Storage, folder: str, sizes: dict[str, int], *, file: str = MANIFEST) -> Manifest:
+    with Progress(console=progress_console(), transient=True) as progress:
+        task = progress.add_task(folder, total=sum(sizes.values()))
+        return manifests.verify(storage, folder, sizes, file=file, on_read=lambda read: progress.advance(task, read))
+
+
+def _mark(storage: Storage, folder: str, sizes: dict[str, int], manifest: Manifest) -> dict[str, Any]:
+    """Return the mark that `verify` has left; nothing if the checkpoint is newer."""
+    with suppress(OSError, ValueError, TypeError, KeyError):
+        mark = json.loads(storage.read(f"{folder}/{MARK}")) if MARK in sizes else {}
+        return mark if mark["verified_at"] >= manifest.saved_at else {}
+    return {}
+
+
+def _size(*counts: int) -> str:
+    mib = sum(counts) / 2**20
+    return f"{mib / 1024:,.1f} GiB" if mib >= 1024 else f"{mib:.{0 if mib >= 10 else 1}f} MiB"
+
+
+def _age(then: float) -> str:
+    seconds = max(time.time() - then, 0)
+    unit, length = next((it for it in {"days": 86400, "h": 3600, "min": 60}.items() if seconds >= 2 * it[1]), ("s", 1))
+    return f"{seconds // length:.0f} {unit}"

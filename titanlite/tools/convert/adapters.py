@@ -1,0 +1,116 @@
+"""Adapters of `[lora]` in a checkpoint: merged into the weights of their layers, tensor by tensor.
+
+A merged weight is W + (alpha / rank) B A, computed in float32 and rounded once. So every command that reads a
+checkpoint sees a model without adapters that computes what the run does.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
+from torch.futures import Future
+
+from titanlite.checkpoint.dcp_read import ShardReader
+from titanlite.checkpoint.fingerprint import LORA_ALPHA
+from titanlite.checkpoint.rank_reader import RankReader
+from titanlite.models.quantized import SCALE, dequantize
+from titanlite.techniques.lora import LORA_A, LORA_B
+
+
+@dataclass(frozen=True, kw_only=True)
+class Adapters:
+    """Adapters of a checkpoint."""
+
+    layers: tuple[str, ...]
+    """Names of the layers that have one."""
+    rank: int
+    alpha: float
+    reader: ShardReader
+    """Reader of the checkpoint as it is."""
+
+    def is_quantized(self, layer: str) -> bool:
+        return f"model.{layer}.{SCALE}" in self.reader.metadata.state_dict_metadata
+
+    def read(self, name: str) -> Tensor:
+        """Return a whole tensor of the checkpoint as it is, by the model's name."""
+        entry: Any = self.reader.metadata.state_dict_metadata[f"model.{name}"]
+        whole = torch.empty(entry.size, dtype=entry.properties.dtype)
+        for chunk in entry.chunks:
+            bounds = zip(chunk.offsets, chunk.sizes, strict=True)
+            region = tuple(slice(start, start + size) for start, size in bounds)
+            whole[region] = self.reader.read_chunk(MetadataIndex(f"model.{name}", chunk.offsets))
+        return whole
+
+    def merged(self, layer: str) -> Tensor:
+        """Return the merged weight of a layer, in float32."""
+        weight, a, b = (self.read(f"{layer}.{part}").float() for part in ("weight", LORA_A, LORA_B))
+        if self.is_quantized(layer):
+            weight = dequantize(weight, self.read(f"{layer}.{SCALE}"))
+        return weight.addmm_(b, a, alpha=self.alpha / self.rank)
+
+
+def find_adapters(reader: ShardReader, settings: Mapping[str, Any]) -> Adapters | None:
+    """Return the adapters of a checkpoint; None if it has none.
+
+    Args:
+        settings: of its manifest.
+    """
+    ending = f".{LORA_A}"
+    entries = {name: it for name, it in reader.metadata.state_dict_metadata.items() if name.startswith("model.")}
+    shapes = {name: it.size for name, it in entries.items() if isinstance(it, TensorStorageMetadata)}
+    layers = [name.removesuffix(ending) for name in shapes if name.endswith(ending)]
+    if not layers or LORA_ALPHA not in settings:
+        return None
+    return Adapters(
+        layers=tuple(layer.removeprefix("model.") for layer in layers),
+        rank=shapes[f"{layers[0]}{ending}"][0],
+        alpha=float(settings[LORA_ALPHA]),
+        reader=reader,
+    )
+
+
+class MergedReader(RankReader):
+    """Reader of a checkpoint with adapters, as if it were of the merged model.
+
+    A merged weight has the wider dtype of base and adapter, or the adapter's if the base is quantized. The others are
+    as they are stored.
+    """
+
+    def __init__(self, adapters: Adapters) -> None:
+        self.adapters = adapters
+        self._layers = {f"model.{layer}.weight": layer for layer in adapters.layers}
+        parts = {f"model.{layer}.{part}" for layer in adapters.layers for part in (LORA_A, LORA_B, SCALE)}
+        stored: dict[str, Any] = dict(adapters.reader.metadata.state_dict_metadata)
+        entries = {name: entry for name, entry in stored.items() if name not in parts}
+        for name, layer in self._layers.items():
+            size, dtype = entries[name].size, stored[f"model.{layer}.{LORA_A}"].properties.dtype
+            if not adapters.is_quantized(layer):
+                dtype = torch.promote_types(dtype, entries[name].properties.dtype)
+            whole = ChunkStorageMetadata(torch.Size([0] * len(size)), size)
+            entries[name] = TensorStorageMetadata(TensorProperties(dtype=dtype), size, [whole])
+        self.metadata = Metadata(entries)
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        return self.metadata
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        others = [item for item in plan.items if item.storage_index.fqn not in self._layers]
+        done = self.adapters.reader.read_data(replace(plan, items=others), planner)
+        for item in plan.items:
+            if layer := self._layers.get(item.storage_index.fqn):
+                bounds = zip(item.storage_offsets, item.lengths, strict=True)
+                region = tuple(slice(start, start + length) for start, length in bounds)
+                target = planner.resolve_tensor(item).detach()
+                target.copy_(self.adapters.merged(layer)[region])
+                planner.commit_tensor(item, target)
+        return done

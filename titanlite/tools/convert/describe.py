@@ -1,0 +1,87 @@
+"""Model of foreign weights: as they describe themselves, as the user names it, or by its shapes."""
+
+from pathlib import Path
+
+from titanlite.checkpoint.state import difference, model_state
+from titanlite.config.load import load
+from titanlite.config.schema import Config, Data, ModelSelection
+from titanlite.tools.convert.weights import ForeignSource, check_args, find_flavor, open_reader, table_of
+from titanlite.data.tokenizer import load_tokenizer
+from titanlite.models.base import Model
+from titanlite.models.formats import Table
+from titanlite.models.registry import ModelSpec, resolve_model
+from titanlite.checks.preflight import select_model
+from titanlite.runtime.errors import UserError
+
+
+def resolve_source(
+    source: ForeignSource, *, model: str | None = None, flavor: str | None = None, config: str | Path | None = None
+) -> tuple[ModelSpec, Config]:
+    """Return the model of foreign weights, and a config that has it and the tokenizer beside the weights.
+
+    Args:
+        model: name of the family; None takes what the weights describe.
+        config: config with the model, instead of name and flavor.
+
+    Raises:
+        UserError: the weights are of another model, or do not describe it and fit no flavor.
+    """
+    if config is not None:
+        resolved = load(config)
+        spec = select_model(resolved.model, load_tokenizer(resolved.data.tokenizer))
+        if (args := source.read_args(spec.model_cls)) is not None:
+            check_args(source.where, args, spec, [])
+        return spec, resolved
+    name, spec = describe(source, name=model, flavor=flavor)
+    args = vars(spec.args)
+    flavor = flavor or find_flavor(spec.model_cls, args)
+    base = spec.model_cls.flavors[flavor] if flavor else next(iter(spec.model_cls.flavors.values()))
+    changed = {key: value for key, value in args.items() if value != getattr(base, key) or key == "vocab_size"}
+    selection = ModelSelection(name=name, flavor=flavor, args=changed)
+    tokenizer = source.tokenizer()
+    data = Data(tokenizer=str(tokenizer.absolute())) if tokenizer else Data()
+    return spec, Config(model=selection, data=data)
+
+
+def describe(source: ForeignSource, *, name: str | None = None, flavor: str | None = None) -> tuple[str, ModelSpec]:
+    """Return (family, model) of a source: as it describes itself, or a flavor, or the only flavor with its shapes.
+
+    Args:
+        name: model family; None takes that of the source.
+
+    Raises:
+        UserError: the source is of another model, or does not describe its model and fits no flavor.
+    """
+    name = name or source.family()
+    if name is None:
+        raise UserError(f"{source.where} does not describe its model: name it (--model, --config)")
+    model_cls = resolve_model(name, flavor, {}).model_cls
+    table = table_of(source, model_cls)
+    args = source.read_args(model_cls)
+    if flavor is not None:
+        spec = ModelSpec(model_cls, model_cls.flavors[flavor])
+        if args is not None:
+            check_args(source.where, args, spec, [])
+        return name, spec
+    if args is None:
+        return name, _fitting(source, table, model_cls)
+    try:
+        resolve_model(name, None, args)  # checks the type of each value
+        return name, ModelSpec(model_cls, type(next(iter(model_cls.flavors.values())))(**args))
+    except (ValueError, TypeError) as error:  # values that fit no model
+        raise UserError(f"{source.where}: {error}") from None
+
+
+def _fitting(source: ForeignSource, table: Table, model_cls: type[Model]) -> ModelSpec:
+    """Return the model of the only flavor with the shapes of the source."""
+    found = {}
+    for flavor, args in model_cls.flavors.items():
+        spec = ModelSpec(model_cls, args)
+        reader = open_reader(source, table, spec, is_described=True)
+        wanted = {f"model.{name}": tensor for name, tensor in model_state(spec.build()).items()}
+        if not difference({name: it for name, it in wanted.items() if name not in reader.kept}, reader.metadata, ["*"]):
+            found[flavor] = spec
+    if len(found) == 1:
+        return next(iter(found.values()))
+    what = f"fits the flavors {', '.join(found)}" if found else f"fits no flavor of {model_cls.__name__}"
+    raise UserError(f"{source.where} does not describe its model and {what}: name it (--flavor, --config)")

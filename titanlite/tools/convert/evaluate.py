@@ -1,0 +1,255 @@
+"""`titanlite evaluate`: loss and bits per byte of a checkpoint on any data, as validation computes them."""
+
+import json
+import math
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Column, Table
+
+from titanlite.config.data_schema import ValidationSource
+from titanlite.config.schema import Config, Data, Validation
+from titanlite.tools.convert.loading import default_dtype, tokenizer_of
+from titanlite.tools.convert.source import Source as Weights
+from titanlite.tools.convert.source import load_model, open_source
+from titanlite.ops import pick_kernels
+from titanlite.data.packing import TokenSequence
+from titanlite.data.prepared import prepared_tokens
+from titanlite.data.samples import SequenceReader, Source
+from titanlite.data.sources import PrepareText, open_sources
+from titanlite.data.tokenizer import Tokenizer
+from titanlite.data.tokens import TokenStore
+from titanlite.parallelize.fsdp import DTYPES
+from titanlite.runtime.console import progress_console
+from titanlite.runtime.errors import UserError
+from titanlite.runtime.process_group import Ranks, pick_device, process_group
+from titanlite.validation import Validator
+
+SEQ_LEN = 2048
+"""Tokens of a sequence for weights of another program, if the model can compute as many."""
+
+
+def main(
+    path: str,
+    *,
+    config: str | None,
+    model_file: str | None,
+    tokenizer: str | None,
+    data: Sequence[str],
+    text_field: str | None,
+    sequences: int | None,
+    seq_len: int | None,
+    batch_size: int,
+    dtype: str | None,
+    cache_folder: str | None,
+    as_json: bool,
+    prepare_text: PrepareText,
+) -> None:
+    """Print the loss and the bits per byte of each source, and the loss over all.
+
+    Raises:
+        UserError: the checkpoint or the data cannot be used, or they do not fit together.
+    """
+    weights = open_source(path, config=config, tokenizer=tokenizer, model_file=model_file)
+    known = tokenizer_of(weights)
+    length = seq_len or _default_seq_len(weights)
+    if length > weights.spec.args.max_seq_len:
+        raise UserError(
+            f"--seq-len: {length:,} is more than the max_seq_len {weights.spec.args.max_seq_len:,} of the model"
+        )
+    _check_refused(weights, data)
+    section = _section(data, weights.config, sequences)
+    options = weights.config.data if weights.config else Data()
+    options = options.model_copy(update={"text_field": text_field or options.text_field})
+    cache = Path(cache_folder or options.cache_folder or _cache_of(weights))
+    sources = []
+    for source in section.all_sources():
+        alone = section.model_copy(update={"sources": [source], "path": None})
+        own = _options_of(source, options, known, cache)
+        try:
+            sources += open_sources(
+                alone, own, tokenizer=known, seq_len=length, cache_folder=cache, prepare_text=prepare_text
+            )
+        except UserError as error:
+            raise UserError(f"--data: {source.title}: {str(error).removeprefix('data.path: ')}") from None
+    record = _measure(weights, section, sources, tokenizer=known, data=options, batch_size=batch_size, dtype=dtype)
+    if as_json:
+        print(json.dumps({"checkpoint": weights.where, "seq_len": length, **record}))
+    else:
+        _print(record)
+
+
+def _section(data: Sequence[str], config: Config | None, sequences: int | None) -> Validation:
+    """Return the sources that the command names, or else those of the run's own validation.
+
+    Raises:
+        UserError: there are none, or two have the same name.
+    """
+    base = config.validation if config else Validation()
+    if data:
+        sources = [_source(text) for text in data]
+    else:
+        sources = base.all_sources()
+        if not sources:
+            raise UserError("name the data, with --data PATH: the run has no [validation] of its own")
+    names = [source.title for source in sources]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise UserError(f"--data: two sources are called {twice}: name one, as --data NAME=PATH")
+    count = base.sequences if sequences is None else sequences
+    return base.model_copy(update={"enable": True, "path": None, "sources": sources, "sequences": count})
+
+
+def _source(text: str) -> ValidationSource:
+    match = re.fullmatch(r"([\w.-]+)=(.+)", text, re.DOTALL)
+    if match and not os.path.exists(text):
+        return ValidationSource(name=match[1], path=match[2])
+    if not text.strip():
+        raise UserError("--data: an empty path")
+    return ValidationSource(path=text)
+
+
+def _default_seq_len(weights: Weights) -> int:
+    """Sequence length of the run's training, as its own validation has it."""
+    if weights.config:
+        return weights.config.training.seq_len
+    return min(SEQ_LEN, weights.spec.args.max_seq_len)
+
+
+def _check_refused(weights: Weights, data: Sequence[str]) -> None:
+    """
+    Raises:
+        UserError: the values depend on data or a template that the checkpoint's own config names.
+    """
+    named = {key: value for key, value in weights.refused.items() if key != "validation" or not data}
+    for key, value in named.items():
+        fix = "--data PATH, or --config with the run's config" if key == "validation" else "--config"
+        raise UserError(
+            f"{weights.where}: the config names {key} = {value!r}, and it may be of others: refused, nothing was read. "
+            f"If you trust it, name it yourself, with {fix}"
+        )
+
+
+def _cache_of(weights: Weights) -> Path:
+    """Return the cache of the runs beside the checkpoint's, where there is one."""
+    named = Path(weights.config.job.dump_folder if weights.config else "outputs", "data_cache")
+    if "://" in weights.where:
+        return named
+    beside = Path(weights.where).absolute().parents[2:3]
+    return next((folder / "data_cache" for folder in beside if (folder / "data_cache").is_dir()), named)
+
+
+def _options_of(source: ValidationSource, data: Data, tokenizer: Tokenizer, cache_folder: Path) -> Data:
+    """Return the options of the data for one source: prepared tokens keep the document ends that they have.
+
+    Raises:
+        UserError: the tokens are of another tokenizer.
+    """
+    paths = [source.path] if isinstance(source.path, str) else source.path
+    place = prepared_tokens(paths)
+    if place is None or place.startswith("python://"):
+        return data
+    folder = Path(place)
+    if "://" in place:
+        from titanlite.data.remote import localize
+
+        folder = localize(place, cache_folder)
+    store = TokenStore(folder)
+    if store.index["tokenizer"]["fingerprint"] != tokenizer.fingerprint:
+        raise UserError(
+            f"--data: {place} was made with the tokenizer {store.tokenizer_name}, and that of the checkpoint is "
+            f"{tokenizer.name} ({tokenizer.vocab_size:,} tokens): name the text, or prepare it with "
+            f"--tokenizer {tokenizer.name}"
+        )
+    return data.model_copy(update={"add_bos": store.index["bos"], "add_eos": store.index["eos"], "chat_template": None})
+
+
+def _measure(
+    weights: Weights,
+    section: Validation,
+    sources: list[Source],
+    *,
+    tokenizer: Tokenizer,
+    data: Data,
+    batch_size: int,
+    dtype: str | None,
+) -> dict[str, Any]:
+    """Return the validation metrics: in the run's own compute dtype, unless another one is asked for."""
+    ranks = Ranks(0, 1, 0, 1)
+    device = pick_device(ranks)
+    of_run = weights.config.training.mixed_precision_param if weights.config else default_dtype(device)
+    with process_group(ranks, device), _progress(section, sources) as watched:
+        model = load_model(weights, dtype=DTYPES[dtype or of_run], device=device)
+        group = dist.group.WORLD
+        assert group is not None
+        validator = Validator(
+            section,
+            watched,
+            batch_size=batch_size,
+            token_bytes=tokenizer.token_bytes(),
+            document_mask=data.document_mask,
+            kernels=pick_kernels(device),
+            device=device,
+            rank=0,
+            ranks=1,
+            group=group,
+        )
+        record = validator.run(model)
+        assert record is not None, "only a training run interrupts its validation"
+        return record
+
+
+class _Watched:
+    """Sequences of a source that report each one that is read."""
+
+    def __init__(self, sequences: SequenceReader, on_read: Callable[[], None]) -> None:
+        self.sequences = sequences
+        self.on_read = on_read
+
+    def __len__(self) -> int:
+        return len(self.sequences)
+
+    def read(self, index: int) -> TokenSequence:
+        self.on_read()
+        return self.sequences.read(index)
+
+
+@contextmanager
+def _progress(section: Validation, sources: list[Source]) -> Iterator[list[Source]]:
+    """Show a progress bar while the sources that this yields are read."""
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+    with Progress(*columns, console=progress_console(), transient=True) as progress:
+        watched = []
+        for source in sources:
+            total = min(section.sequences or len(source.sequences), len(source.sequences))
+            advance = partial(progress.advance, progress.add_task(source.name, total=total))
+            watched.append(replace(source, sequences=_Watched(source.sequences, advance)))
+        yield watched
+
+
+def _print(record: dict[str, Any]) -> None:
+    names = ("loss", "perplexity", "bits/byte", "tokens", "sequences")
+    columns = [Column(name, justify="right", no_wrap=True) for name in names]
+    table = Table(Column("source", no_wrap=True), *columns, box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for name, it in record["sources"].items():
+        bits = "-" if it["bits_per_byte"] is None else f"{it['bits_per_byte']:.4f}"
+        counts = f"{it['tokens']:,}", f"{it['sequences']:,}"
+        table.add_row(name, f"{it['loss']:.4f}", _perplexity(it["loss"]), bits, *counts)
+    if len(record["sources"]) > 1:
+        tokens, sequences = (sum(it[key] for it in record["sources"].values()) for key in ("tokens", "sequences"))
+        table.add_row("all", f"{record['loss']:.4f}", _perplexity(record["loss"]), "", f"{tokens:,}", f"{sequences:,}")
+    wide = None if sys.stdout.isatty() else 1000  # in a pipe, lines are not wrapped
+    Console(width=wide, markup=False, emoji=False, highlight=False).print(table)
+
+
+def _perplexity(loss: float) -> str:
+    return f"{math.exp(loss):,.2f}" if loss < 50 else "-"

@@ -1,0 +1,189 @@
+"""`titanlite generate`: continue prompts with the weights of a checkpoint, in one process."""
+
+import json
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import NamedTuple
+
+import torch
+
+from titanlite.tools.ingest.chat_tokens import Chat
+from titanlite.tools.convert.generation import Generator, stream_text
+from titanlite.tools.convert.loading import default_dtype, note, tokenizer_of
+from titanlite.tools.convert.prompts import Prompts, checked, read_prompts, stop_ids
+from titanlite.tools.convert.sampling import Sampler
+from titanlite.tools.convert.source import Source, load_model, open_source
+from titanlite.ops import pick_kernels
+from titanlite.data.tokenizer import Tokenizer
+from titanlite.parallelize.fsdp import DTYPES
+from titanlite.runtime.errors import UserError
+from titanlite.runtime.process_group import Ranks, pick_device
+
+NEW_CHAT = "/new"
+"""Line that ends a chat and begins another one."""
+
+
+class Settings(NamedTuple):
+    """Choice and number of the tokens of each answer."""
+
+    max_new_tokens: int
+    temperature: float
+    top_p: float
+    seed: int
+
+
+def main(
+    path: str,
+    *,
+    config: str | None,
+    model_file: str | None,
+    tokenizer: str | None,
+    prompt: str | None,
+    prompt_file: str | None,
+    interactive: bool,
+    chat: bool,
+    settings: Settings,
+    dtype: str | None,
+    as_json: bool,
+) -> None:
+    """Continue prompts, and write what the model adds to standard output, as it comes.
+
+    Raises:
+        UserError: a prompt, the checkpoint or its tokenizer cannot be used.
+    """
+    prompts = read_prompts(prompt, prompt_file)
+    source = open_source(path, config=config, tokenizer=tokenizer, model_file=model_file)
+    known = tokenizer_of(source)
+    turns = Prompts(known, config=source.config, chat=Chat(known) if chat else None)
+    encoded = [turns.encode(text) for text in prompts]
+    device = pick_device(Ranks(0, 1, 0, 1))
+    generator = load_generator(source, vocab_size=known.vocab_size, device=device, dtype=dtype)
+    for ids in encoded:
+        generator.check(ids)  # before the first answer, which may take minutes
+    answers = Answers(generator, known, settings)
+    if interactive:
+        _talk(turns, answers)
+        return
+    for number, (text, ids) in enumerate(zip(prompts, encoded, strict=True)):
+        if as_json:
+            added = "".join(answers.stream(ids))
+            print(json.dumps({"prompt": text, "text": added, **answers.about()}, ensure_ascii=False), flush=True)
+            continue
+        if number:
+            print("---")
+        answers.show(ids)
+
+
+def load_generator(source: Source, *, vocab_size: int, device: torch.device, dtype: str | None = None) -> Generator:
+    """Load the weights.
+
+    Args:
+        vocab_size: of the tokenizer.
+        dtype: default: bfloat16 on GPUs, float32 on CPUs.
+    """
+    chosen = DTYPES[dtype or default_dtype(device)]
+    generator = Generator(
+        load_model(source, dtype=chosen, device=device),
+        kernels=pick_kernels(device),
+        vocab_size=vocab_size,
+        max_seq_len=source.spec.args.max_seq_len,
+    )
+    if generator.why_slow:
+        note(f"warning: {generator.why_slow}: each token computes the whole sequence")
+    return generator
+
+
+class Answers:
+    """Texts that the model adds to prompts."""
+
+    def __init__(self, generator: Generator, tokenizer: Tokenizer, settings: Settings) -> None:
+        self.generator = generator
+        self.tokenizer = tokenizer
+        self.settings = settings
+        self.stops = stop_ids(tokenizer)
+        self._prompt_length = self._count = 0
+        self._started = self._first_token = 0.0
+
+    def stream(self, ids: list[int]) -> Iterator[str]:
+        """Yield the text after a prompt. Each prompt draws with the same seed: its answer does not depend on others."""
+        self._prompt_length, self._count, self._started = len(ids), 0, time.monotonic()
+        settings = self.settings
+        sampler = Sampler(temperature=settings.temperature, top_p=settings.top_p, seed=settings.seed)
+        tokens = self.generator.stream(
+            ids, max_new_tokens=settings.max_new_tokens, sampler=sampler, stop_ids=self.stops
+        )
+        yield from stream_text(self.tokenizer, self._counted(tokens), context=ids)
+
+    def _counted(self, tokens: Iterator[int]) -> Iterator[int]:
+        for token in tokens:
+            self._count += 1
+            if self._count == 1:
+                self._first_token = time.monotonic()
+            yield token
+
+    def about(self) -> dict[str, int | str]:
+        """Return the counts of tokens of the last answer, and why it ended."""
+        if self._count == self.settings.max_new_tokens:
+            ended = "max_new_tokens"
+        elif self._prompt_length + self._count == self.generator.max_seq_len:
+            ended = "max_seq_len"
+        else:
+            ended = "end of text"
+        return {"prompt_tokens": self._prompt_length, "new_tokens": self._count, "ended": ended}
+
+    def show(self, ids: list[int]) -> str:
+        """Write an answer to standard output as it comes, and return it."""
+        self.generator.check(ids)
+        text = ""
+        try:
+            for piece in self.stream(ids):
+                text += piece
+                print(piece, end="", flush=True)
+        finally:
+            print(flush=True)
+        about = self.about()
+        if about["ended"] == "max_seq_len":
+            note(f"stopped: the model's max_seq_len of {self.generator.max_seq_len:,} tokens is reached")
+        if sys.stderr.isatty() and self._count > 1:
+            rate = (self._count - 1) / (time.monotonic() - self._first_token)
+            note(f"({about['new_tokens']} tokens, {rate:.1f} a second; ended by {about['ended']})")
+        return text
+
+
+def _talk(prompts: Prompts, answers: Answers) -> None:
+    """Read prompts from standard input, a line each, until it ends. Ctrl-C ends an answer, or else everything."""
+    earlier: list[tuple[str, str]] = []
+    for line in _lines(hint=f" {NEW_CHAT} begins another chat." if prompts.chat else ""):
+        if line.strip() == NEW_CHAT and prompts.chat:
+            earlier = []
+            continue
+        try:
+            answer = answers.show(prompts.encode(checked(line, "the line"), earlier))
+        except KeyboardInterrupt:
+            continue
+        except UserError as error:
+            note(f"error: {error}")
+            continue
+        if prompts.chat:
+            earlier.append((line, answer))
+
+
+def _lines(hint: str) -> Iterator[str]:
+    """Yield the lines of standard input that hold something. At a terminal they can be edited."""
+    is_terminal = sys.stdin.isatty()
+    sys.stdin.reconfigure(errors="surrogateescape")  # pyright: ignore[reportAttributeAccessIssue]
+    if is_terminal:
+        with suppress(ImportError):
+            pass
+        note(f"Each line is a prompt. Ctrl-C ends an answer, Ctrl-D the program.{hint}")
+    while True:
+        try:
+            line = input("> " if is_terminal else "")
+        except (EOFError, KeyboardInterrupt):
+            if is_terminal:
+                print()
+            return
+        if line.strip():
+            yield line

@@ -1,0 +1,129 @@
+"""Continue a sequence of tokens with a model, one token at a time, and turn the tokens into text as they come."""
+
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from titanlite.tools.convert.key_value_cache import KeyValueCache, why_not_cached
+from titanlite.tools.convert.sampling import Sampler
+from titanlite.data.tokenizer import Tokenizer
+from titanlite.ops.kernels import Kernels
+from titanlite.models.base import Model
+from titanlite.runtime.errors import RunError, UserError
+
+INCOMPLETE = "\ufffd"
+"""Character that decoders put in place of bytes that are no whole character."""
+
+
+class Generator:
+    """Continues sequences of tokens. The beginning that a sequence shares with the one before is computed once.
+
+    Args:
+        model: with its weights, and with the kernels of the device.
+        vocab_size: tokens to choose among. The model may have more: vocabularies are padded.
+        max_seq_len: longest sequence that the model can compute.
+        use_cache: keep keys and values. False computes the whole sequence for each token. Default: if the model can.
+    """
+
+    def __init__(
+        self, model: Model, *, kernels: Kernels, vocab_size: int, max_seq_len: int, use_cache: bool | None = None
+    ) -> None:
+        self.model = model.eval()
+        self.kernels = kernels
+        self.vocab_size = vocab_size
+        self.max_seq_len = max_seq_len
+        self.device = next(model.parameters()).device
+        self.why_slow: str | None = None
+        """Reason for which no keys and values are kept; None if they are, or if the caller wants none."""
+        if use_cache is None:
+            self.why_slow = why_not_cached(model, vocab_size=vocab_size, device=self.device)
+            use_cache = self.why_slow is None
+        self._cache = KeyValueCache(model) if use_cache else None
+        self._ids: list[int] = []
+
+    def close(self) -> None:
+        """Give the model its own kernels back, and free the cache."""
+        if self._cache:
+            self._cache.remove()
+        self._cache, self._ids = None, []
+
+    def stream(
+        self, prompt: Sequence[int], *, max_new_tokens: int, sampler: Sampler, stop_ids: Collection[int] = ()
+    ) -> Iterator[int]:
+        """Yield new tokens, until one of `stop_ids`, which is not yielded, or until `max_seq_len`.
+
+        Raises:
+            UserError: the prompt is empty, or leaves no room for a token.
+        """
+        self.check(prompt)
+        ids = list(prompt)
+        for _ in range(min(max_new_tokens, self.max_seq_len - len(prompt))):
+            token = sampler.draw(self.next_logits(ids))
+            if token in stop_ids:
+                return
+            ids.append(token)
+            yield token
+
+    def check(self, prompt: Sequence[int]) -> None:
+        """
+        Raises:
+            UserError: a prompt is empty, or leaves no room for a token.
+        """
+        if not prompt:
+            raise UserError("the prompt is empty, and the tokenizer has no token that begins a document")
+        if len(prompt) >= self.max_seq_len:
+            raise UserError(
+                f"the prompt has {len(prompt):,} tokens, and the model's max_seq_len is {self.max_seq_len:,}: "
+                "shorten the prompt"
+            )
+
+    @torch.inference_mode()
+    def next_logits(self, ids: Sequence[int]) -> Tensor:
+        """Return the logits of the token after a sequence: float32 [V]."""
+        shared = 0
+        if self._cache:
+            shared = min(_shared(self._ids, ids), len(ids) - 1)
+            self._cache.cut(shared)
+        tokens_BL = torch.tensor([ids[shared:]], device=self.device)
+        documents = self._cache.next_documents(tokens_BL) if self._cache else None
+        more: dict[str, Any] = {} if documents is None else {"documents": documents}
+        self._ids = list(ids[:shared])  # Ctrl-C may come when only some layers have the new tokens
+        logits_V = self.model(tokens_BL, loss=self._last_logits, **more)
+        self._ids = list(ids)
+        if logits_V.isnan().any():
+            raise RunError("the model's logits are NaN: its weights are damaged, or too large for this dtype")
+        return logits_V
+
+    def _last_logits(self, hidden_BLD: Tensor, weight_VD: Tensor) -> Tensor:
+        """Compute no logits of other tokens than the last: of a long prompt they would take gigabytes."""
+        return self.kernels.linear(hidden_BLD[0, -1:], weight_VD)[0, : self.vocab_size].float()
+
+
+def _shared(old: Sequence[int], new: Sequence[int]) -> int:
+    """Return how many tokens two sequences have in common at their beginning."""
+    if len(old) < len(new) and list(new[: len(old)]) == list(old):
+        return len(old)
+    return next((i for i, (a, b) in enumerate(zip(old, new, strict=False)) if a != b), min(len(old), len(new)))
+
+
+def stream_text(tokenizer: Tokenizer, tokens: Iterator[int], *, context: Sequence[int] = ()) -> Iterator[str]:
+    """Yield the text of tokens as they come. Bytes of a character wait until the character is whole.
+
+    Each piece is decoded together with the tokens before it: some tokenizers drop the space at the start of a text.
+
+    Args:
+        context: last tokens before these.
+    """
+    ids = list(context)[-4:]
+    start, done = 0, len(ids)
+    for token in tokens:
+        ids.append(token)
+        known, text = (tokenizer.decode(np.array(part)) for part in (ids[start:done], ids[start:]))
+        if len(text) > len(known) and not text.endswith(INCOMPLETE):
+            yield text[len(known) :]
+            start, done = done, len(ids)
+    if done < len(ids):
+        yield tokenizer.decode(np.array(ids[start:]))[len(tokenizer.decode(np.array(ids[start:done]))) :]

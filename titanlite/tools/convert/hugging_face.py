@@ -1,0 +1,176 @@
+"""Weights of a Hugging Face folder: config.json, and safetensors in one file or in shards with an index."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from titanlite.tools.convert.reader import ForeignTensor, Region
+from titanlite.models.base import Model
+from titanlite.models.formats import Formats, Table
+from titanlite.models.registry import MODELS
+from titanlite.runtime.errors import UserError
+from titanlite.runtime.files import file_inside
+
+CONFIG = "config.json"
+INDEX = "model.safetensors.index.json"
+DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+IGNORED = ".rotary_emb.inv_freq"  # tables of RoPE in older files
+
+
+class HuggingFaceFolder:
+    """A folder of transformers' `save_pretrained`, or one safetensors file beside its config.json."""
+
+    def __init__(self, path: Path) -> None:
+        self.folder = path.parent if path.is_file() else path
+        self.file = path if path.is_file() else None
+        self.where = str(path)
+
+    @staticmethod
+    def matches(path: Path) -> bool:
+        if path.is_file():
+            return path.suffix == ".safetensors"
+        return (path / CONFIG).is_file() or (path / INDEX).is_file() or any(path.glob("*.safetensors"))
+
+    def table(self, formats: Formats) -> Table | None:
+        return formats.hugging_face.tensors if formats.hugging_face else None
+
+    def family(self) -> str | None:
+        """Return the model family that config.json names; None if it names none.
+
+        Raises:
+            UserError: titanlite has no such family.
+        """
+        model_type = self._config().get("model_type")
+        tables = {it.formats.hugging_face.model_type: name for name, it in MODELS.items() if it.formats.hugging_face}
+        if model_type is None:
+            return None
+        if not isinstance(model_type, str) or model_type not in tables:
+            known = ", ".join(tables)
+            raise UserError(
+                f"{self.folder} is a model of type {model_type!r}, and titanlite has {known}: for a model of your own, "
+                "name its config (--config)"
+            )
+        return tables[model_type]
+
+    def tokenizer(self) -> Path | None:
+        """Return the file of the tokenizer; None if there is none that titanlite reads."""
+        file = self.folder / "tokenizer.json"
+        return file_inside(self.folder, file.name) if file.is_file() else None
+
+    def files(self) -> list[Path]:
+        """Return the files of the weights and config.json."""
+        return [*self._files(), self.folder / CONFIG]
+
+    def read_args(self, model_cls: type[Model]) -> dict[str, Any]:
+        """Return the arguments of the model in config.json.
+
+        Raises:
+            UserError: config.json is missing, or describes another family or a quantized model.
+        """
+        config, file = self._config(), self.folder / CONFIG
+        known = model_cls.formats.hugging_face
+        assert known is not None
+        if "quantization_config" in config:
+            raise UserError(f"{file} describes quantized weights: take the model in bfloat16 or float32")
+        found = config.get("model_type")
+        if found != known.model_type and (family := self.family()):
+            raise UserError(f"{file} describes the model {family}: name that one (model.name, --model)")
+        try:
+            return known.to_args(config)
+        except (ValueError, TypeError, AttributeError) as error:  # values of another type
+            raise UserError(f"{file}: {error}") from None
+
+    def _config(self) -> dict[str, Any]:
+        file = self.folder / CONFIG
+        if not file.is_file():
+            raise UserError(f"{self.folder} has no {CONFIG}, which describes the model")
+        return _read_json(file_inside(self.folder, CONFIG))
+
+    def tensors(self, table: Table, shapes: Mapping[str, tuple[int, ...]]) -> list[ForeignTensor]:
+        """Return all tensors of the folder, read when they are needed.
+
+        Args:
+            table: names of the format. Files of base models lack the prefix `model.`
+            shapes: not needed, as files have whole tensors.
+
+        Raises:
+            UserError: a file is missing, damaged, outside of the folder, or of a dtype that is not read.
+        """
+        found: dict[str, ForeignTensor] = {}
+        for file, names in self._files().items():
+            for tensor in _open(file, names):
+                name = tensor.name
+                if table.place(name) is None and table.place(f"model.{name}"):
+                    name = f"model.{name}"
+                if not name.endswith(IGNORED):
+                    found[name] = replace(tensor, name=name)
+        is_tied = (self.folder / CONFIG).is_file() and self._config().get("tie_word_embeddings")
+        if is_tied and EMBEDDING in found and table.place(HEAD):  # transformers does not use a head of the file either
+            found[HEAD] = replace(found[EMBEDDING], name=HEAD)
+        return [*found.values()]
+
+    def _files(self) -> dict[Path, list[str] | None]:
+        """Return the files of the weights, with the names of the index to read from each; None: all that it has."""
+        if self.file is not None:
+            return {self.file: None}
+        index = self.folder / INDEX
+        if not index.is_file():
+            single = self.folder / "model.safetensors"
+            found = [single] if single.is_file() else sorted(self.folder.glob("*.safetensors"))
+            if not found:
+                other = sorted(self.folder.glob("*.bin"))
+                saved = f" ({other[0].name} is a pickle: save it again with save_pretrained)" if other else ""
+                raise UserError(f"{self.folder} has no *.safetensors{saved}")
+            return {file_inside(self.folder, file.name): None for file in found}
+        names = _read_json(file_inside(self.folder, INDEX)).get("weight_map")
+        if not isinstance(names, dict) or not all(isinstance(file, str) for file in names.values()):
+            raise UserError(f"{index} has no weight_map of names to files")
+        files: dict[Path, list[str] | None] = {}
+        for file in sorted(set(names.values())):
+            path = file_inside(self.folder, file)
+            if not path.is_file():
+                raise UserError(f"{index} names {file}, which is missing")
+            files[path] = [name for name, of in names.items() if of == file]
+        return files
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(file.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{file} is not JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise UserError(f"{file} is not a JSON object")
+    return found
+
+
+def _open(path: Path, names: list[str] | None) -> list[ForeignTensor]:
+    if path.exists() and not path.is_file():  # a named pipe would be waited for
+        raise UserError(f"{path} is not a file")
+    try:
+        file = safe_open(path, framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"{path} is damaged or incomplete: {error}") from None
+    stored = {*file.keys()}
+    if names and (missing := [name for name in names if name not in stored]):
+        raise UserError(f"{path} lacks {missing[0]}, which the index lists")
+    return [_tensor(file, path, name) for name in sorted(stored if names is None else names)]
+
+
+def _tensor(file: Any, path: Path, name: str) -> ForeignTensor:
+    stored = file.get_slice(name)
+    dtype = DTYPES.get(stored.get_dtype())
+    if dtype is None:
+        raise UserError(f"{path}: {name} is {stored.get_dtype()}: only {', '.join(DTYPES)} are read")
+
+    def read(region: Region) -> Tensor:
+        return stored[region] if region else file.get_tensor(name)
+
+    return ForeignTensor.in_one_part(name, stored.get_shape(), dtype, read)

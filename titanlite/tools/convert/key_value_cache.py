@@ -1,0 +1,160 @@
+"""Keys and values of past tokens, kept by the kernels of each attention layer, so that models need no code for it.
+
+Attention calls `self.kernels.attend` with the queries, keys and values of the new tokens. `LayerCache` stands in for
+the kernels of one layer: it adds the keys and values of the tokens before.
+
+Shape suffixes: see `models/layers.py`; S all tokens so far, of which L are new, G query heads of one key head.
+"""
+
+from contextlib import suppress
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from titanlite.ops.kernels import Kernels
+from titanlite.ops.attention import AttentionMask, Documents
+from titanlite.models.base import Model
+from titanlite.models.registry import MODELS
+
+PROBE = (3, 2, 1)
+"""New tokens of each forward pass that tries a model of the user's own with a cache."""
+
+
+class LayerCache:
+    """Kernels of one module, with the keys and values of all tokens that it has attended to.
+
+    Args:
+        kernels: compute everything else.
+        capacity: tokens to reserve memory for at first. More is allocated when it is needed.
+    """
+
+    def __init__(self, kernels: Kernels, capacity: int) -> None:
+        self.kernels = kernels
+        self.capacity = capacity
+        self.length = 0
+        self._keys_BKSH: Tensor | None = None
+        self._values_BKSH: Tensor | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.kernels, name)
+
+    def attend(self, q_BNLH: Tensor, k_BKLH: Tensor, v_BKLH: Tensor, mask: AttentionMask | None) -> Tensor:
+        """Causal attention of the new tokens to all tokens so far -> [B, N, L, H].
+
+        Args:
+            mask: ignored. It is of the new tokens alone, which are all of one document.
+        """
+        start, L = self.length, k_BKLH.shape[2]
+        k_BKSH, v_BKSH = self._append(k_BKLH, v_BKLH)
+        if start == 0:
+            return self.kernels.attend(q_BNLH, k_BKLH, v_BKLH, None)
+        if L == 1:
+            return attend_to_all(q_BNLH, k_BKSH, v_BKSH)
+        visible_LS = torch.ones(L, start + L, dtype=torch.bool, device=q_BNLH.device).tril(start)
+        blocked_LS = torch.zeros_like(visible_LS, dtype=q_BNLH.dtype).masked_fill_(~visible_LS, -torch.inf)
+        return self.kernels.attend(q_BNLH, k_BKSH, v_BKSH, blocked_LS[None, None])
+
+    def _append(self, k_BKLH: Tensor, v_BKLH: Tensor) -> tuple[Tensor, Tensor]:
+        end = self.length + k_BKLH.shape[2]
+        if self._keys_BKSH is None or end > self._keys_BKSH.shape[2]:
+            self.capacity = max(end, self.capacity if self._keys_BKSH is None else 2 * self.capacity)
+            self._keys_BKSH = self._grown(self._keys_BKSH, k_BKLH)
+            self._values_BKSH = self._grown(self._values_BKSH, v_BKLH)
+        assert self._values_BKSH is not None
+        self._keys_BKSH[:, :, self.length : end] = k_BKLH
+        self._values_BKSH[:, :, self.length : end] = v_BKLH
+        self.length = end
+        return self._keys_BKSH[:, :, :end], self._values_BKSH[:, :, :end]
+
+    def _grown(self, old_BKSH: Tensor | None, new_BKLH: Tensor) -> Tensor:
+        B, K, _, H = new_BKLH.shape
+        larger = new_BKLH.new_empty(B, K, self.capacity, H)
+        if old_BKSH is not None:
+            larger[:, :, : self.length] = old_BKSH[:, :, : self.length]
+        return larger
+
+
+def attend_to_all(q_BN1H: Tensor, k_BKSH: Tensor, v_BKSH: Tensor) -> Tensor:
+    """Attention of one token to all keys -> [B, N, 1, H].
+
+    The query heads of a key head take the place of a sequence. So keys are not repeated, and no backend needs to know
+    groups.
+    """
+    q_BKGH = q_BN1H.unflatten(1, (k_BKSH.shape[1], -1)).squeeze(3)
+    return F.scaled_dot_product_attention(q_BKGH, k_BKSH, v_BKSH).flatten(1, 2).unsqueeze(2)
+
+
+class KeyValueCache:
+    """Caches of all layers of a model, for sequences that grow.
+
+    Args:
+        model: its modules get other kernels, until `remove`.
+        capacity: tokens to reserve memory for at first.
+    """
+
+    def __init__(self, model: nn.Module, *, capacity: int = 256) -> None:
+        self._modules: list[tuple[Any, LayerCache]] = []
+        for module in model.modules():
+            kernels = getattr(module, "kernels", None)
+            if isinstance(kernels, Kernels):
+                self._modules.append((module, LayerCache(kernels, capacity)))
+        for module, layer in self._modules:
+            module.kernels = layer
+        self.length = 0
+        """Tokens of which keys and values are kept."""
+
+    def next_documents(self, tokens_BL: Tensor) -> Documents | None:
+        """Return the positions of the next tokens; None at the beginning, as in training.
+
+        The caller runs the model on these tokens next.
+        """
+        start, (B, L) = self.length, tokens_BL.shape
+        self.length += L
+        if start == 0:
+            return None
+        device = tokens_BL.device
+        return Documents(
+            torch.arange(start, start + L, device=device).expand(B, L),
+            torch.zeros(B, L, dtype=torch.int32, device=device),
+            torch.arange(0, B * L + 1, L, dtype=torch.int32, device=device),
+        )
+
+    def cut(self, length: int) -> None:
+        """Forget all tokens but the first `length`."""
+        self.length = length
+        for _, layer in self._modules:
+            layer.length = min(layer.length, length)
+
+    def remove(self) -> None:
+        """Give the modules their kernels back."""
+        for module, layer in self._modules:
+            module.kernels = layer.kernels
+
+
+@torch.inference_mode()
+def why_not_cached(model: Model, *, vocab_size: int, device: torch.device) -> str | None:
+    """Return why a model's keys and values cannot be kept; None if they can.
+
+    The families of titanlite are known to work. Another model is tried: its logits with a cache must be those without.
+    """
+    if type(model) in MODELS.values():
+        return None
+    tokens = torch.arange(1, 1 + sum(PROBE), device=device)[None] * 7919 % vocab_size
+    expected = model(tokens).float()
+    cache = KeyValueCache(model)
+    try:
+        parts = []
+        for part in tokens.split(PROBE, dim=1):
+            parts.append(model(part, documents=cache.next_documents(part)).float())
+        found = torch.cat(parts, dim=1)
+    except Exception as error:  # code of the user's own may raise anything
+        return f"{type(model).__name__} fails with a cache: {type(error).__name__}: {error}"
+    finally:
+        cache.remove()
+    tolerance = 0.1 if next(model.parameters()).dtype == torch.bfloat16 else 1e-3
+    with suppress(RuntimeError):  # of another shape
+        if (found - expected).abs().max() <= tolerance * expected.std():
+            return None
+    return f"{type(model).__name__} attends without self.kernels.attend, or without the positions of `documents`"

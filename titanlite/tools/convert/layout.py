@@ -1,0 +1,108 @@
+"""Tensors of a model in another format: their names, shapes and dtypes there, and their values block by block."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from titanlite.checkpoint.load import stored_tensors
+from titanlite.checkpoint.state import model_state, selected, to_globs
+from titanlite.tools.convert.rows import RowReader
+from titanlite.tools.convert.source import Source, read_tensor
+from titanlite.models.formats import Entry, Table
+from titanlite.runtime.errors import UserError
+
+
+@dataclass(frozen=True)
+class Outgoing:
+    """One tensor of the other format."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    ours: str
+    """Name of the model's tensor that it comes from."""
+    rows: tuple[int, int]
+    """Rows of that tensor; those of one expert where each has a tensor of its own."""
+    entry: Entry
+    expert: int | None = None
+
+    @property
+    def bytes(self) -> int:
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+def outgoing(source: Source, table: Table, *, dtype: torch.dtype | None, drop: Sequence[str]) -> list[Outgoing]:
+    """Return the tensors of the other format, in the order of the model.
+
+    Args:
+        dtype: of all floating point tensors; None keeps the stored dtypes.
+        drop: globs of tensors to leave out for which the format has no place.
+
+    Raises:
+        UserError: the checkpoint is of another model, the format cannot hold a tensor that is not zero, or `drop` has
+            one that the format has a place for: config.json describes a model with it.
+    """
+    model = stored_tensors(source.reader, model_state(source.spec.build()), where=source.where)
+    if needed := to_globs(name for name in model if selected(name, drop) and table.find(name)):
+        some = ", ".join([*needed[:3], *(["..."] if len(needed) > 3 else [])])
+        raise UserError(
+            f"--drop: config.json describes a model with {some}: only tensors that the format has no place for can be "
+            "left out"
+        )
+    found = []
+    for name, tensor in model.items():
+        if (known := table.find(name)) is None:
+            if not selected(name, drop):
+                _check_zero(source, name)
+            continue
+        entry, theirs = known
+        shape = tuple(tensor.shape)
+        stored = source.metadata.state_dict_metadata[f"model.{name}"].properties.dtype  # pyright: ignore
+        kept = dtype if dtype and stored.is_floating_point else stored
+        own = (*shape[:-2], shape[-1], shape[-2]) if entry.transposed else shape
+        if "{expert}" not in theirs:
+            found.append(Outgoing(theirs, own, kept, name, (0, shape[0] if shape else 0), entry))
+            continue
+        for expert in range(shape[0]):
+            key = theirs.replace("{expert}", str(expert))
+            found.append(Outgoing(key, own[1:], kept, name, (expert, expert + 1), entry, expert))
+    return found
+
+
+def _check_zero(source: Source, name: str) -> None:
+    if read_tensor(source, name).any():
+        raise UserError(
+            f"{name} has no place in this format, and is not zero: the exported model would compute something else. "
+            f"To leave it out all the same: --drop '{to_globs([name])[0]}'"
+        )
+
+
+def blocks(tensor: Outgoing, reader: RowReader, *, head_size: int | None) -> Iterator[Tensor]:
+    """Yield the values of a tensor in the other layout, in order, as contiguous blocks.
+
+    A tensor that is transposed, or whose rows are interleaved, is one block.
+
+    Args:
+        head_size: rows of an attention head, where the format interleaves them.
+    """
+    start, stop = tensor.rows
+    if not torch.Size(tensor.shape).numel():
+        return
+    if not tensor.shape and tensor.expert is None:
+        yield read_tensor(reader.source, tensor.ours, dtype=tensor.dtype)
+        return
+    if tensor.entry.transposed or tensor.entry.interleaved or tensor.expert is not None:
+        whole = reader.read(tensor.ours, start, stop)
+        whole = whole if tensor.expert is None else whole[0]
+        if tensor.entry.interleaved:
+            assert head_size is not None
+            whole = whole.unflatten(0, (-1, 2, head_size // 2)).transpose(1, 2).flatten(0, 2)
+        whole = whole.transpose(-2, -1) if tensor.entry.transposed else whole
+        yield whole.to(tensor.dtype).contiguous()
+        return
+    row_bytes = torch.Size(tensor.shape[1:]).numel() * 4
+    step = max(1, reader.block // max(row_bytes, 1))
+    for first in range(start, stop, step):
+        yield reader.read(tensor.ours, first, min(first + step, stop)).to(tensor.dtype)

@@ -1,0 +1,112 @@
+"""Prompts: from the command line or from a file, as token ids with what begins and ends a document."""
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from titanlite.config.schema import Config
+from titanlite.tools.ingest.chat_tokens import Chat, read_json
+from titanlite.tools.convert.tokenizer_files import generation_beside
+from titanlite.data.tokenizer import Tokenizer, find_tokenizer
+from titanlite.runtime.errors import UserError
+
+
+def read_prompts(prompt: str | None, file: str | None) -> list[str]:
+    """Return the prompts: the given one, or those of a file.
+
+    Args:
+        file: one prompt a line; of a .jsonl file the field `prompt` or `text` of each line. `-` is standard input.
+
+    Raises:
+        UserError: there is none, one is empty, or the file cannot be read.
+    """
+    if prompt is not None:
+        return [checked(prompt, "--prompt")]
+    if file is None:
+        return []
+    try:
+        content = sys.stdin.buffer.read() if file == "-" else Path(file).read_bytes()
+        lines = content.decode().split("\n")  # not splitlines: a prompt may hold other separators
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else f"not UTF-8 text: {error}"
+        raise UserError(f"--prompt-file: {file}: {reason}") from None
+    prompts = []
+    for number, line in enumerate(lines, 1):
+        text = line.removesuffix("\r")
+        if text.strip():
+            where = f"--prompt-file: {file}:{number}"
+            prompts.append(checked(_field(text, where) if file.endswith(".jsonl") else text, where))
+    if not prompts:
+        raise UserError(f"--prompt-file: {file} holds no prompt")
+    return prompts
+
+
+def _field(line: str, where: str) -> str:
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{where}: not JSON: {error}") from None
+    fields = [record.get(key) for key in ("prompt", "text")] if isinstance(record, dict) else []
+    text = next((it for it in fields if isinstance(it, str)), None)
+    if text is None:
+        raise UserError(f"{where}: no text in a field `prompt` or `text`")
+    return text
+
+
+def checked(text: str, where: str) -> str:
+    if not text.strip():
+        raise UserError(f"{where}: the prompt is empty")
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise UserError(f"{where}: the prompt is not valid UTF-8") from None
+    return text
+
+
+class Prompts:
+    """Turns texts into token ids that a model can continue, as it has met them in training.
+
+    Args:
+        config: of the run that trained the model; None for weights of another program.
+        chat: template of the tokenizer, or None for plain text.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, *, config: Config | None, chat: Chat | None = None) -> None:
+        self.tokenizer = tokenizer
+        self.chat = chat
+        self._opening = opening_ids(tokenizer, config)
+
+    def encode(self, text: str, earlier: Sequence[tuple[str, str]] = ()) -> list[int]:
+        """Return the token ids of a prompt.
+
+        Args:
+            earlier: turns of a chat before this one: the user's and the assistant's.
+        """
+        if self.chat is None:
+            return [*self._opening, *self.tokenizer.encode(text).tolist()]
+        turns = [*(turn for pair in earlier for turn in zip(("user", "assistant"), pair, strict=True)), ("user", text)]
+        return self.chat.encode([{"role": role, "content": content} for role, content in turns])
+
+
+def opening_ids(tokenizer: Tokenizer, config: Config | None) -> list[int]:
+    """Return the token ids that begin a document: as in training, or as the files of another program state."""
+    bos = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
+    if config is not None:
+        return bos if config.data.add_bos else []
+    path = find_tokenizer(tokenizer.name)
+    if path is None or path.suffix != ".json":
+        return bos
+    adds_bos = read_json(path.with_name("tokenizer_config.json")).get("add_bos_token")
+    if isinstance(adds_bos, bool):
+        return bos if adds_bos else []
+    from titanlite.data.tokenizers.huggingface import HuggingFaceTokenizer
+
+    assert isinstance(tokenizer, HuggingFaceTokenizer)
+    return tokenizer.opening_ids()
+
+
+def stop_ids(tokenizer: Tokenizer) -> set[int]:
+    """Return the token ids that end a text: the tokenizer's, and those of the files beside it."""
+    own = set() if tokenizer.eos_id is None else {tokenizer.eos_id}
+    return own | generation_beside(tokenizer).end_ids()

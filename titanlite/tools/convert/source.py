@@ -1,0 +1,289 @@
+"""Sources of weights: a checkpoint with the model that it is of, opened without a process group or a GPU."""
+
+import json
+import re
+import warnings
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.storage import StorageReader
+
+from titanlite.checkpoint import manifest as manifests
+from titanlite.checkpoint.dcp_read import ShardReader, UnsafeCheckpoint
+from titanlite.checkpoint.load import find_checkpoint, stored_tensors
+from titanlite.checkpoint.manifest import Manifest
+from titanlite.checkpoint.state import difference, model_state
+from titanlite.storage.storage import Storage, open_storage
+from titanlite.config.foreign import read_foreign
+from titanlite.config.load import load
+from titanlite.config.schema import Config, ModelSelection
+from titanlite.tools.convert.adapters import Adapters, MergedReader, find_adapters
+from titanlite.tools.convert.describe import resolve_source
+from titanlite.tools.convert.hugging_face import HuggingFaceFolder
+from titanlite.tools.convert.tokenizer_files import Generation, read_generation
+from titanlite.tools.convert.weights import ForeignSource, find_source, open_reader, table_of
+from titanlite.ops import pick_kernels
+from titanlite.data.tokenizer import Tokenizer, load_tokenizer
+from titanlite.ops.kernels import set_kernels
+from titanlite.models.base import Model
+from titanlite.models.registry import ModelSpec, resolve_model
+from titanlite.parallelize.materialize import allocate, set_dtype
+from titanlite.runtime.errors import ConfigError, DamagedCheckpoint, UserError
+from titanlite.runtime.files import file_inside
+from titanlite.runtime.ranks import error_of_ranks
+
+ORIGIN = "origin.json"
+"""File of an imported checkpoint; see `origin_of`."""
+SAMPLES, SAMPLE = 16, 2**18
+"""Number and bytes of the parts of a file whose checksum stands for the whole."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """Weights, and the model that computes with them. Adapters are merged."""
+
+    spec: ModelSpec
+    config: Config | None
+    """Config of the run: that which the user names, or the part of the checkpoint's own that runs no code. None for
+    weights of another program."""
+    refused: Mapping[str, str] = field(default_factory=dict)
+    """Options of the checkpoint's own config that name data or templates, which are not in `config`."""
+    tokenizer: Tokenizer | None
+    """Tokenizer of the weights. None if it cannot be loaded on this machine."""
+    no_tokenizer: str = ""
+    """Reason why the tokenizer that the weights name cannot be loaded."""
+    where: str
+    """Path or URL, for error messages."""
+    reader: StorageReader
+    """Reader of tensors, whose names are "model." and the model's own."""
+    generation: Generation | None = None
+    """What the program that the weights come from states about generation. None for weights that we trained."""
+    adapters: Adapters | None = None
+    """Adapters that `reader` merges into the weights. None: there are none."""
+    identity: str = ""
+    """Text that differs for other weights: a hash of names and checksums of the files."""
+
+    @property
+    def metadata(self) -> Metadata:
+        return self.reader.read_metadata()
+
+
+def open_source(
+    path: str, *, config: str | Path | None = None, tokenizer: str | None = None, model_file: str | None = None
+) -> Source:
+    """Open a checkpoint: its folder, the folder of a run (its newest complete checkpoint), or a URL of either.
+
+    Args:
+        config: config of the run, for checkpoints that do not keep it, or that name code or data.
+        tokenizer: replaces `data.tokenizer` of the config.
+        model_file: code of a model of the user's own. That which a checkpoint names is refused.
+
+    Weights of another program are opened, too, if they describe their model or fit one flavor.
+
+    Raises:
+        UserError: there is no checkpoint, it is damaged, or its model is unknown.
+    """
+    if (foreign := find_source(path)) is not None:
+        if model_file is not None:
+            raise UserError(f"--model-file: {path} is of another program: name a config with the model, with --config")
+        return _open_foreign(foreign, config, tokenizer)
+    try:
+        url, folder, manifest = find_checkpoint(path)
+        storage = open_storage(url)
+        stored = ShardReader(storage, folder, manifest)
+    except (ValueError, ImportError, NotADirectoryError) as error:  # damage, and what fsspec raises
+        raise error if isinstance(error, UserError) else UserError(f"{path}: {error}") from None
+    where = storage.url_of(folder)
+    adapters = find_adapters(stored, manifest.settings)
+    reader = MergedReader(adapters) if adapters else stored
+    resolved, refused = _read_config(storage, folder, manifest, config, model_file)
+    imported = _read_origin(storage, folder, manifest) if tokenizer is None else None
+    found, reason = None, ""
+    if imported is None or imported["has_tokenizer"]:
+        found, reason = _load_tokenizer(tokenizer or resolved.data.tokenizer, must_exist=tokenizer is not None)
+    identity = " ".join(f"{name} {record.crc32}" for name, record in sorted(manifest.files.items()))
+    return Source(
+        spec=_as_trained(_model_of(resolved.model, manifest, found, where), manifest, reader.metadata),
+        config=resolved,
+        refused=refused,
+        tokenizer=found,
+        no_tokenizer=reason,
+        where=where,
+        reader=reader,
+        generation=Generation(imported["ids"], imported["config"]) if imported else None,
+        adapters=adapters,
+        identity=identity,
+    )
+
+
+def _open_foreign(foreign: ForeignSource, config: str | Path | None, tokenizer: str | None) -> Source:
+    spec, resolved = resolve_source(foreign, config=config)
+    name = tokenizer or (None if foreign.tokenizer() is None and config is None else resolved.data.tokenizer)
+    found, reason = _load_tokenizer(name, must_exist=tokenizer is not None) if name else (None, "")
+    is_described = foreign.read_args(spec.model_cls) is not None
+    origin = origin_of(foreign) if tokenizer is None else None
+    return Source(
+        spec=spec,
+        config=None if config is None else resolved,
+        tokenizer=found,
+        no_tokenizer=reason,
+        where=foreign.where,
+        reader=open_reader(foreign, table_of(foreign, spec.model_cls), spec, is_described=is_described),
+        generation=Generation(origin["ids"], origin["config"]) if origin else None,
+        identity=" ".join(map(_sample, foreign.files())),
+    )
+
+
+def origin_of(foreign: ForeignSource) -> dict[str, Any]:
+    """Return what an imported checkpoint keeps of weights of another program, beside the config."""
+    known = read_generation(foreign.folder) if isinstance(foreign, HuggingFaceFolder) else Generation({}, {})
+    return {"has_tokenizer": foreign.tokenizer() is not None, "ids": known.ids, "config": known.config}
+
+
+def _read_origin(storage: Storage, folder: str, manifest: Manifest) -> dict[str, Any] | None:
+    """Return what the import kept; None if the checkpoint was not imported from another program."""
+    if ORIGIN not in manifest.files:
+        return None
+    return json.loads(manifests.read_checked(storage, folder, ORIGIN, manifest))
+
+
+def _sample(file: Path) -> str:
+    """Return the name and size of a file, and the checksum of parts of it that add up to a few MiB."""
+    size, checksum = file.stat().st_size, 0
+    with file.open("rb") as stream:
+        for part in range(SAMPLES):
+            stream.seek(part * max(size - SAMPLE, 0) // (SAMPLES - 1))
+            checksum = zlib.crc32(stream.read(SAMPLE), checksum)
+    return f"{file.name} {size} {checksum:08x}"
+
+
+def open_teacher(path: str, config: str | None) -> Source:
+    """Open the weights of a teacher; see `open_source`."""
+    try:
+        return open_source(path, config=config)
+    except UserError as error:
+        raise UserError(
+            re.sub(r"(--model, )?(--flavor, )?(--model-file or )?--config", "teacher.config", str(error))
+        ) from None
+
+
+def load_model(source: Source, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> Model:
+    """Return the model with its weights, in this process alone. Memory peaks at the model and one tensor.
+
+    Raises:
+        UserError: the checkpoint has other tensors than the model, or is damaged.
+    """
+    model = source.spec.build()
+    set_dtype(model, dtype)
+    device = torch.device(device)
+    allocate(model, device, device)
+    _read(source, stored_tensors(source.reader, model_state(model), where=source.where))
+    set_kernels(model, pick_kernels(device))
+    return model.eval()
+
+
+def read_tensor(source: Source, name: str, *, dtype: torch.dtype | None = None) -> Tensor:
+    """Return one tensor of the model, on the CPU.
+
+    Args:
+        name: fully qualified, in the model.
+        dtype: None keeps the stored one.
+
+    Raises:
+        KeyError: there is no such tensor.
+        UserError: it is damaged.
+    """
+    entry: Any = source.metadata.state_dict_metadata[f"model.{name}"]
+    tensor = torch.empty(entry.size, dtype=dtype or entry.properties.dtype)
+    _read(source, {name: tensor})
+    return tensor
+
+
+def _read(source: Source, tensors: dict[str, Tensor]) -> None:
+    """Load tensors of the model in place."""
+    planner = DefaultLoadPlanner(allow_partial_load=False)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            dcp.load({"model": tensors}, storage_reader=source.reader, planner=planner, no_dist=True)
+    except CheckpointException as error:
+        reason = error_of_ranks(error)
+        raise UserError(str(reason)) if isinstance(reason, DamagedCheckpoint) else reason from None
+
+
+def _read_config(
+    storage: Storage, folder: str, manifest: Manifest, given: str | Path | None, model_file: str | None
+) -> tuple[Config, dict[str, str]]:
+    """Return the config of the run, and what was left out of it because it may be of others.
+
+    The config is the given one, the checkpoint's own, or that of the run's folder.
+    """
+    where = storage.url_of(folder)
+    if given is not None:
+        config = load(given)
+        model = config.model.model_copy(update={"file": model_file or config.model.file})
+        return config.model_copy(update={"model": model}), {}
+    beside = Path(storage.url).parent / manifests.CONFIG
+    if manifests.CONFIG in manifest.files:
+        text = manifests.read_checked(storage, folder, manifests.CONFIG, manifest)
+    elif "://" not in storage.url and beside.is_file():
+        text = file_inside(beside.parent, manifests.CONFIG).read_bytes()
+    else:
+        raise UserError(f"{where} was saved without its config: name that of the run, with --config")
+    try:
+        found = read_foreign(text, model_file=model_file)
+    except UserError as error:
+        raise UnsafeCheckpoint(f"{where}: {error}") from None
+    wrong = [problem for problem in found.draft.problems if not problem.key or problem.key.startswith("model")]
+    if wrong:  # other options of another version or machine do not matter here
+        lines = "\n".join(map(str, wrong))
+        raise UserError(f"the config of {where} cannot be read:\n{lines}\nName one of the same model, with --config")
+    return found.draft.config, found.refused
+
+
+def _load_tokenizer(name: str, *, must_exist: bool) -> tuple[Tokenizer | None, str]:
+    """Return a tokenizer; None and the reason if it cannot be loaded, which whoever needs it reports."""
+    try:
+        return load_tokenizer(name), ""
+    except UserError as error:
+        if must_exist:
+            raise UserError(str(error).replace("data.tokenizer", "--tokenizer", 1)) from None
+        return None, str(error).removeprefix("data.tokenizer: ")
+
+
+def _as_trained(spec: ModelSpec, manifest: Manifest, stored: Metadata) -> ModelSpec:
+    """Return the model for the length of the training's sequences, if it has a parameter for each position."""
+    seq_len = manifest.settings.get("training.seq_len", spec.args.max_seq_len)  # imported weights have none
+    trained = spec._replace(args=replace(spec.args, max_seq_len=seq_len))
+
+    def fits(one: ModelSpec) -> bool:
+        named = {f"model.{name}": tensor for name, tensor in model_state(one.build()).items()}
+        return not difference(named, stored, ["model"])
+
+    return trained if not fits(spec) and fits(trained) else spec
+
+
+def _model_of(selection: ModelSelection, manifest: Manifest, tokenizer: Tokenizer | None, where: str) -> ModelSpec:
+    """Return the model with the shape that the manifest states, whatever a flavor or a tokenizer is today."""
+    saved = {
+        name.removeprefix("model.args."): value
+        for name, value in manifest.settings.items()
+        if name.startswith("model.args.") and isinstance(value, bool | int | float | str)
+    }
+    size = tokenizer.vocab_size if tokenizer else None
+    try:
+        args = {**selection.args, **saved}
+        return resolve_model(selection.name, selection.flavor, args, selection.file, tokenizer_size=size)
+    except ConfigError as error:
+        raise UserError(
+            f"the model of {where} is unknown here:\n{error}\nName a config with it, with --config"
+        ) from None

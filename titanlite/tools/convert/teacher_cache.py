@@ -1,0 +1,263 @@
+"""`titanlite distill cache`: run a teacher once over the training data, and write its most probable tokens."""
+
+import os
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+from typing import IO, Any
+
+import torch.distributed as dist
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from titanlite.build_model import build_teacher
+from titanlite.config.data_schema import Validation
+from titanlite.config.load import load
+from titanlite.config.schema import Data, Teacher
+from titanlite.tools.convert.source import open_teacher
+from titanlite.tools.convert.teacher_writer import CacheWriter, on_disk, write_json
+from titanlite.ops import pick_kernels
+from titanlite.data.samples import Source
+from titanlite.data.sources import PrepareText, open_data
+from titanlite.data.teacher_entries import (
+    BLOCK_BYTES,
+    SETTINGS,
+    CacheSettings,
+    StoredDtype,
+    block_sizes,
+    has_block,
+    read_settings,
+)
+from titanlite.data.tokenizer import Tokenizer, load_tokenizer
+from titanlite.checks.model import check_documents
+from titanlite.models.registry import ModelSpec
+from titanlite.parallelize import build_mesh
+from titanlite.mesh import world_group
+from titanlite.checks.preflight import select_model
+from titanlite.runtime.console import progress_console
+from titanlite.runtime.errors import ConfigError, Problem, UserError
+from titanlite.runtime.files import FileLocked, lock_file
+from titanlite.runtime.process_group import pick_device, process_group, read_ranks
+from titanlite.runtime.ranks import on_rank_0
+from titanlite.techniques.distill.cache import cache_folder, data_settings
+from titanlite.techniques.distill.source import TeacherSource, check_teacher, fingerprint, teacher_model
+
+GIB = 2**30
+
+
+def main(
+    path: str,
+    overrides: Sequence[str],
+    *,
+    top_k: int,
+    dtype: StoredDtype,
+    batch_size: int,
+    prepare_text: PrepareText,
+    block_bytes: int = BLOCK_BYTES,
+) -> None:
+    """Write the cache of a config, or what an interruption has left out of it.
+
+    Args:
+        overrides: of the command line.
+        batch_size: sequences that a process computes at once.
+        block_bytes: largest size of a file, of a new cache.
+
+    Raises:
+        UserError: the config names no teacher or no cache, they do not fit the data or each other, or the disk is full.
+    """
+    ranks = read_ranks(os.environ)
+    config = load(path, overrides, world_size=ranks.world_size)
+    device, training, folder = pick_device(ranks), config.training, _folder(config.teacher)
+    tokenizer = load_tokenizer(config.data.tokenizer)
+    student = select_model(config.model, tokenizer)
+    source = _open_source(config.teacher, config.data, student, tokenizer, seq_len=training.seq_len)
+    wanted = data_settings(
+        config.data,
+        config.distill,
+        tokenizer=tokenizer.fingerprint,
+        vocab_size=student.args.vocab_size,
+        seq_len=training.seq_len,
+    )
+    compute = config.teacher.dtype or training.mixed_precision_param
+    settings = _settings(
+        fingerprint(source), top_k=top_k, dtype=dtype, block_bytes=block_bytes, compute_dtype=compute, **wanted
+    )
+    # Entries are of whole sequences: ranks that would split them shard the teacher instead.
+    whole = {"context_parallel_degree": 1, "data_parallel_shard_degree": -1}
+    parallelism = config.parallelism.model_copy(update=whole)
+    with process_group(ranks, device, deterministic=config.debug.deterministic):
+        mesh = build_mesh(parallelism, world_size=ranks.world_size, device_type=device.type)
+        group = world_group(mesh)
+        with _opened(folder, settings, group) as settings:
+            samples, _ = open_data(
+                config.data,
+                Validation(),
+                seq_len=training.seq_len,
+                seed=config.debug.seed,
+                tokenizer=tokenizer,
+                cache_folder=Path(config.data.cache_folder or Path(config.job.dump_folder, "data_cache")),
+                group=group,
+                prepare_text=prepare_text,
+            )
+            missing = on_rank_0(group, lambda: _missing(folder, samples.sources, settings))
+            kernels = pick_kernels(device, compiles=config.compile.enable, attention_backend=training.attention_backend)
+            options = {"parallelism": parallelism, "training": training, "compile": config.compile}
+            teacher = build_teacher(config.teacher, source, mesh=mesh, device=device, kernels=kernels, **options)
+            writer = CacheWriter(teacher, settings, kernels=kernels, mesh=mesh, batch_size=batch_size)
+            _write(writer, folder, samples.sources, missing, settings, shown=ranks.rank == 0)
+
+
+def _folder(config: Teacher) -> Path:
+    """Return the folder to write.
+
+    Raises:
+        ConfigError: there is none, or no teacher.
+    """
+    if config.cache is None:
+        raise _problem("cache", "is not set: name the folder to write, as --teacher.cache=DIR")
+    if config.path is None:
+        raise _problem("path", "is not set: name the weights of the teacher")
+    return cache_folder(config.cache)
+
+
+def _write(
+    writer: CacheWriter,
+    folder: Path,
+    sources: Sequence[Source],
+    missing: Sequence[Sequence[int]],
+    settings: CacheSettings,
+    *,
+    shown: bool,
+) -> None:
+    """Write the files that are missing, source by source, and report what the cache has.
+
+    Args:
+        shown: whether this process shows it.
+    """
+    with _progress(sources, missing, settings, shown=shown) as advance:
+        for source, blocks in zip(sources, missing, strict=True):
+            writer.write(folder / source.fingerprint, source, blocks, advance=advance)
+    if shown:
+        _report(folder, sources, missing, settings)
+
+
+def _open_source(
+    config: Teacher, data: Data, student: ModelSpec, tokenizer: Tokenizer, *, seq_len: int
+) -> TeacherSource:
+    """Open the weights of the teacher, and check that they fit the student and the data.
+
+    Raises:
+        ConfigError: they do not.
+    """
+    try:
+        source = check_teacher(config, open_teacher, student=student, tokenizer=tokenizer, seq_len=seq_len)
+        assert source is not None
+        check_documents(teacher_model(source.spec, seq_len=seq_len), data)
+    except UserError as error:
+        raise _problem("path", str(error).removeprefix("teacher.path: ")) from None
+    return source
+
+
+def _problem(option: str, message: str) -> ConfigError:
+    return ConfigError([Problem(f"teacher.{option}", message)])
+
+
+def _settings(
+    teacher: str, *, top_k: int, block_bytes: int, vocab_size: int, seq_len: int, **others: Any
+) -> CacheSettings:
+    if top_k > vocab_size:
+        raise UserError(f"--top-k: {top_k:,} is more than the {vocab_size:,} tokens of the vocabulary")
+    settings = CacheSettings(
+        teacher=teacher, top_k=top_k, vocab_size=vocab_size, seq_len=seq_len, block_sequences=1, **others
+    )
+    return replace(settings, block_sequences=max(1, block_bytes // settings.record.itemsize))
+
+
+@contextmanager
+def _opened(folder: Path, settings: CacheSettings, group: dist.ProcessGroup) -> Iterator[CacheSettings]:
+    """Open a cache, or begin it. No other command can write to it within the context.
+
+    Yields:
+        the settings, with the size of its files.
+    """
+    locks: list[IO[str]] = []
+
+    def begin() -> CacheSettings:
+        with on_disk(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            try:
+                locks.append(lock_file(folder / ".lock", timeout=0))
+            except FileLocked as error:
+                raise UserError(f"teacher.cache: {error.holder} is writing {folder}: wait for it") from None
+            if not (folder / SETTINGS).exists():
+                if [path for path in folder.iterdir() if not path.name.startswith(".")]:  # the lock, and staging
+                    raise UserError(f"teacher.cache: {folder} holds other files: name a folder of its own")
+                write_json(folder / SETTINGS, asdict(settings))
+            there = read_settings(folder)
+            mine = asdict(replace(settings, block_sequences=there.block_sequences))
+            if changed := there.difference(mine):
+                raise UserError(
+                    f"teacher.cache: {folder} has other settings: {changed}. Name another folder, or delete it"
+                )
+            return there
+
+    try:
+        yield on_rank_0(group, begin)
+    finally:
+        for lock in locks:
+            lock.close()
+
+
+def _missing(folder: Path, sources: Sequence[Source], settings: CacheSettings) -> list[list[int]]:
+    """Return the files of each source that are not there, and remove what an interruption has left.
+
+    Raises:
+        UserError: the disk has too little room for them.
+    """
+    found, needed = [], 0
+    with on_disk(folder):
+        for source in sources:
+            place = folder / source.fingerprint
+            place.mkdir(exist_ok=True)
+            for left in place.glob(".*"):
+                left.unlink()
+            sizes = block_sizes(len(source.sequences), settings)
+            found.append([block for block, count in enumerate(sizes) if not has_block(place, block, count, settings)])
+            needed += sum(sizes[block] for block in found[-1]) * settings.record.itemsize
+        free = shutil.disk_usage(folder).free
+    if needed > free:
+        raise UserError(
+            f"teacher.cache: there is no room in {folder}: it needs {needed / GIB:,.2f} GiB, and {free / GIB:,.2f} GiB "
+            "are free. Name a folder on a larger disk, or keep fewer tokens (--top-k)"
+        )
+    return found
+
+
+@contextmanager
+def _progress(
+    sources: Sequence[Source], missing: Sequence[Sequence[int]], settings: CacheSettings, *, shown: bool
+) -> Iterator[Callable[[int], None]]:
+    """Show a progress bar of sequences on rank 0."""
+    total = sum(len(source.sequences) for source in sources)
+    left = sum(
+        block_sizes(len(source.sequences), settings)[block]
+        for source, blocks in zip(sources, missing, strict=True)
+        for block in blocks
+    )
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+    with Progress(*columns, console=progress_console(), transient=True, disable=not shown) as progress:
+        task = progress.add_task("sequences", total=total, completed=total - left)
+        yield partial(progress.advance, task)
+
+
+def _report(folder: Path, sources: Sequence[Source], missing: Sequence[Sequence[int]], settings: CacheSettings) -> None:
+    sequences = sum(len(source.sequences) for source in sources)
+    files = sum(len(block_sizes(len(source.sequences), settings)) for source in sources)
+    made = sum(map(len, missing))
+    print(
+        f"{folder}: {sequences * settings.seq_len:,} tokens, the {settings.top_k:,} most probable of "
+        f"{settings.vocab_size:,} for each, {settings.entry.itemsize:,} bytes a token, "
+        f"{sequences * settings.record.itemsize / 2**20:,.1f} MiB in {files:,} files; {made:,} of them were made now"
+    )

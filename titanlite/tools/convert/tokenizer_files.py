@@ -1,0 +1,163 @@
+"""Tokenizer files that transformers loads, with the ids of the tokenizer that training used."""
+
+import base64
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from titanlite.tools.ingest.chat_tokens import read_json
+from titanlite.data.tokenizer import LLAMA3_SPECIAL_TOKENS, LLAMA3_SPLIT, Tokenizer, find_tokenizer
+from titanlite.runtime.files import file_beside, file_inside
+
+BESIDE = (
+    "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
+    "chat_template.json",
+)  # fmt: skip
+"""Files that belong to a tokenizer.json. Those that are there are copied."""
+ENDS = "bos_token_id", "eos_token_id", "pad_token_id"
+Files = dict[str, bytes]
+
+
+@dataclass(frozen=True)
+class Generation:
+    """What a Hugging Face folder states about generation, and our config cannot hold."""
+
+    ids: dict[str, Any]
+    """Ids of special tokens in config.json. There may be several that end a text."""
+    config: dict[str, Any]
+    """Content of generation_config.json."""
+
+    def end_ids(self) -> set[int]:
+        """Return the ids that end a text."""
+        found = self.config.get("eos_token_id", self.ids.get("eos_token_id"))
+        return {it for it in (found if isinstance(found, list) else [found]) if isinstance(it, int)}
+
+
+def read_generation(folder: Path) -> Generation:
+    config = read_json(folder / "config.json")
+    return Generation({key: config[key] for key in ENDS if key in config}, read_json(folder / "generation_config.json"))
+
+
+def generation_beside(tokenizer: Tokenizer) -> Generation:
+    """Return what the folder of a tokenizer.json states; nothing for other tokenizers."""
+    path = find_tokenizer(tokenizer.name)
+    return Generation({}, {}) if path is None or path.suffix != ".json" else read_generation(path.parent)
+
+
+def tokenizer_files(tokenizer: Tokenizer, *, add_bos: bool, max_length: int) -> Files:
+    """Return the content of each file.
+
+    Args:
+        add_bos: documents begin with the beginning-of-document token, so the tokenizer puts it before a text.
+        max_length: positions of the model.
+
+    Raises:
+        UserError: a file to copy is a link that leads out of the tokenizer's folder.
+    """
+    path = find_tokenizer(tokenizer.name)
+    if path is not None and path.suffix == ".json":
+        return _copied(path, tokenizer, max_length)
+    ranks = {bytes([i]): i for i in range(256)} if path is None else _ranks(path)
+    names = LLAMA3_SPECIAL_TOKENS[: tokenizer.vocab_size - len(ranks)]
+    body = _bpe(ranks, names, splits=path is not None, bos=names[0] if add_bos else None)
+    return {"tokenizer.json": _json(body), **_config(names[0], names[1], max_length)}
+
+
+def _copied(path: Path, tokenizer: Tokenizer, max_length: int) -> Files:
+    files = {"tokenizer.json": file_inside(path.parent, path.name).read_bytes()}
+    files |= {name: file.read_bytes() for name in BESIDE if (file := file_beside(path, name))}
+    if "tokenizer_config.json" in files:
+        return files
+    names = {token["id"]: token["content"] for token in json.loads(files["tokenizer.json"])["added_tokens"]}
+    bos, eos = (None if i is None else names.get(i) for i in (tokenizer.bos_id, tokenizer.eos_id))
+    return {**_config(bos, eos, max_length), **files}
+
+
+def _ranks(path: Path) -> dict[bytes, int]:
+    lines = map(bytes.split, path.read_bytes().splitlines())
+    return {base64.b64decode(token): int(rank) for token, rank in lines}
+
+
+def _config(bos: str | None, eos: str | None, max_length: int) -> Files:
+    ends = {name: token for name, token in (("bos_token", bos), ("eos_token", eos)) if token is not None}
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "clean_up_tokenization_spaces": False,
+        "model_input_names": ["input_ids", "attention_mask"],
+        "model_max_length": max_length,
+        **ends,
+    }
+    return {"tokenizer_config.json": _json(config), "special_tokens_map.json": _json(ends)}
+
+
+def _bpe(ranks: dict[bytes, int], special: tuple[str, ...], *, splits: bool, bos: str | None) -> dict[str, Any]:
+    """Return a tokenizer.json of byte-level BPE.
+
+    Args:
+        splits: texts are split by Llama 3's pattern.
+    """
+    letters = _byte_letters()
+
+    def text(token: bytes) -> str:
+        return "".join(letters[byte] for byte in token)
+
+    # tiktoken joins any two neighbours that make a token, the lowest rank first. So each such pair is a merge.
+    pairs = []
+    for token, rank in ranks.items():
+        cuts = ((token[:at], token[at:]) for at in range(1, len(token)))
+        pairs += [(rank, ranks[a], ranks[b], a, b) for a, b in cuts if a in ranks and b in ranks]
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    split = {"type": "Split", "pattern": {"Regex": LLAMA3_SPLIT}, "behavior": "Isolated", "invert": False}
+    ids = {token: len(ranks) + i for i, token in enumerate(special)}
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    return {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [{"id": i, "content": token, **flags, "special": True} for token, i in ids.items()],
+        "normalizer": None,
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [split, byte_level]} if splits else byte_level,
+        "post_processor": _template(bos, ids) if bos else None,
+        "decoder": byte_level,
+        "model": {
+            "type": "BPE",
+            "dropout": None,
+            "unk_token": None,
+            "continuing_subword_prefix": None,
+            "end_of_word_suffix": None,
+            "fuse_unk": False,
+            "byte_fallback": False,
+            "ignore_merges": True,
+            "vocab": {text(token): rank for token, rank in sorted(ranks.items(), key=lambda item: item[1])},
+            "merges": [[text(a), text(b)] for *_, a, b in sorted(pairs)],
+        },
+    }
+
+
+def _template(bos: str, ids: dict[str, int]) -> dict[str, Any]:
+    """Return the post-processor that puts a token before each text."""
+
+    def token(name: str, sequence: int) -> dict[str, Any]:
+        return {"SpecialToken": {"id": name, "type_id": sequence}}
+
+    def sequence(name: str, number: int) -> dict[str, Any]:
+        return {"Sequence": {"id": name, "type_id": number}}
+
+    return {
+        "type": "TemplateProcessing",
+        "single": [token(bos, 0), sequence("A", 0)],
+        "pair": [token(bos, 0), sequence("A", 0), token(bos, 1), sequence("B", 1)],
+        "special_tokens": {bos: {"id": bos, "ids": [ids[bos]], "tokens": [bos]}},
+    }
+
+
+def _byte_letters() -> dict[int, str]:
+    """Return the letter that stands for each byte in a byte-level tokenizer.json, as GPT-2 has them."""
+    visible = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in visible]
+    return {byte: chr(byte) for byte in visible} | {byte: chr(0x100 + i) for i, byte in enumerate(others)}
+
+
+def _json(value: Any) -> bytes:
+    return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode()

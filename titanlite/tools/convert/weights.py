@@ -1,0 +1,185 @@
+"""Foreign weights for a model: find the format, compare its arguments with the model's, and open a reader."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+from titanlite.checkpoint.state import model_state, selected
+from titanlite.tools.convert.hugging_face import HuggingFaceFolder
+from titanlite.tools.convert.meta import MetaFolder
+from titanlite.tools.convert.reader import ForeignReader, ForeignTensor
+from titanlite.tools.convert.torchtitan import TorchtitanFolder
+from titanlite.models.base import Model
+from titanlite.models.formats import Formats, Table
+from titanlite.models.registry import ModelSpec
+from titanlite.runtime.errors import UserError
+
+KNOWN = """a checkpoint of titanlite (step-00000100, or the folder of a run), a Hugging Face folder (config.json and \
+*.safetensors), a step of torchtitan (.metadata), or Meta's consolidated.*.pth"""
+
+
+class ForeignSource(Protocol):
+    """Weights in another format."""
+
+    where: str
+    """Path, for errors."""
+
+    def table(self, formats: Formats) -> Table | None:
+        """Return the names of this format in a model family; None if the family has none."""
+        ...
+
+    def family(self) -> str | None:
+        """Return the model family; None if the source does not describe it, or if it is unknown."""
+        ...
+
+    def tokenizer(self) -> Path | None:
+        """Return the file of the tokenizer beside the weights; None if there is none."""
+        ...
+
+    def files(self) -> list[Path]:
+        """Return the files that hold the weights and their description."""
+        ...
+
+    def read_args(self, model_cls: type[Model]) -> dict[str, Any] | None:
+        """Return the arguments of the model that the source describes; None if it does not describe any."""
+        ...
+
+    def tensors(self, table: Table, shapes: Mapping[str, tuple[int, ...]]) -> list[ForeignTensor]:
+        """Return all tensors.
+
+        Args:
+            shapes: of the model's tensors in the layout and under the names of the format.
+        """
+        ...
+
+
+def find_source(path: str) -> ForeignSource | None:
+    """Return the weights at a path if they are of another format; None if they may be a checkpoint of ours.
+
+    Raises:
+        UserError: there is nothing.
+    """
+    if "://" in path:
+        return None
+    place = Path(path).expanduser()
+    if not place.exists():
+        raise UserError(f"no file or folder {place}")
+    for source in (MetaFolder, TorchtitanFolder, HuggingFaceFolder):
+        if source.matches(place):
+            return source(place)
+    if place.is_file():
+        raise UserError(f"{place} is none of: {KNOWN}")
+    return None
+
+
+def open_weights(path: str, spec: ModelSpec, allow_changes: Sequence[str]) -> ForeignReader | None:
+    """Open foreign weights for a model; return None if the path may be a checkpoint of ours.
+
+    Args:
+        allow_changes: globs of arguments, such as model.args.rope_theta, that may differ from those of the source.
+
+    Raises:
+        UserError: the weights are of another model, damaged, or not safe to load.
+    """
+    source = find_source(path)
+    if source is None:
+        return None
+    table = table_of(source, spec.model_cls)
+    args = source.read_args(spec.model_cls)
+    if args is not None:
+        check_args(source.where, args, spec, allow_changes)
+    return open_reader(source, table, spec, is_described=args is not None)
+
+
+def table_of(source: ForeignSource, model_cls: type[Model]) -> Table:
+    """Return the names of the source's format.
+
+    Raises:
+        UserError: the model family has none.
+    """
+    table = source.table(model_cls.formats)
+    if table is None:
+        raise UserError(
+            f"{source.where}: {model_cls.__name__} has no table of names for this format (docs/add_a_model.md)"
+        )
+    return table
+
+
+def open_reader(source: ForeignSource, table: Table, spec: ModelSpec, *, is_described: bool) -> ForeignReader:
+    """Open weights for a model whose arguments have been checked.
+
+    Args:
+        is_described: the source states its arguments, so that whether the head is tied is known.
+    """
+    ours = model_state(spec.build())
+    reader = ForeignReader(
+        source.where,
+        source.tensors(table, _foreign_shapes(table, {name: tuple(tensor.shape) for name, tensor in ours.items()})),
+        table,
+        head_size=getattr(spec.args, "head_size", None),
+        model_names=ours,
+    )
+    head, embedding = "model.head.output.weight", "model.tok_embeddings.weight"
+    if getattr(spec.args, "tied_head", False) and reader.shape(head):
+        if not is_described and reader.shape(head) == reader.shape(embedding):
+            few = slice(0, 8)
+            if not reader.read(head, few).equal(reader.read(embedding, few)):
+                raise UserError(f"{source.where} has a head of its own: set model.args.tied_head = false")
+        reader.drop(head)
+    return reader
+
+
+def check_args(where: str, found: Mapping[str, Any], spec: ModelSpec, allow_changes: Sequence[str]) -> None:
+    """Compare a source's arguments with those of the model. max_seq_len may differ: it is no part of the weights.
+
+    Raises:
+        UserError: lists every other argument that differs, and what to set.
+    """
+    ours = asdict(spec.args)
+    changed = [
+        name
+        for name, value in found.items()
+        if name != "max_seq_len" and ours.get(name) != value and not selected(f"model.args.{name}", allow_changes)
+    ]
+    if not changed:
+        return
+    lines = [f"  {name} = {_toml(found[name])}, here {_toml(ours.get(name))}" for name in changed]
+    flavor = find_flavor(spec.model_cls, found)
+    paste = [f'  flavor = "{flavor}"'] if flavor else [f"  {name} = {_toml(found[name])}" for name in changed]
+    keys = ", ".join(f'"model.args.{name}"' for name in changed)
+    raise UserError(
+        "\n".join(
+            [
+                f"{where} is of another model:",
+                *lines,
+                f"Set in [{'model' if flavor else 'model.args'}]:",
+                *paste,
+                f"or accept the difference: checkpoint.allow_changes = [{keys}]",
+            ]
+        )
+    )
+
+
+def find_flavor(model_cls: type[Model], args: Mapping[str, Any]) -> str | None:
+    """Return the flavor with these arguments; None if there is none."""
+    wanted = {name: value for name, value in args.items() if name != "max_seq_len"}
+    for name, flavor in model_cls.flavors.items():
+        if asdict(flavor) == asdict(replace(flavor, **wanted)):
+            return name
+    return None
+
+
+def _toml(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else repr(value)
+
+
+def _foreign_shapes(table: Table, ours: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of our tensors in the other format; those of one expert where each has a tensor of its own."""
+    shapes = {}
+    for name, shape in ours.items():
+        if found := table.find(name):
+            entry, theirs = found
+            own = (*shape[:-2], shape[-1], shape[-2]) if entry.transposed else shape
+            shapes[theirs] = own[1:] if "{expert}" in theirs else own
+    return shapes

@@ -1,0 +1,198 @@
+"""Chats -> tokens: conversations as JSON lines of messages, rendered by a chat template. Answers count in the loss."""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+
+from titanlite.config.data_schema import Data
+from titanlite.tools.ingest.chat_tokens import find_template, open_template
+from titanlite.tools.ingest.chat_template import Rendered
+from titanlite.data.tokenizer import Tokenizer
+from titanlite.tools.ingest.documents import Bad, Document, Segment, Wrong, read_values, utf8_length
+from titanlite.tools.ingest.reading import Part
+from titanlite.runtime.errors import Problem, UserError
+
+KEY = "data.chat_template"
+FIELD = "messages"
+"""Field of a JSON line with a chat, unless --text-field names another."""
+TOGETHER = 64
+"""Chats that are rendered at once: the process of the template is asked less often."""
+ROLES = {"human": "user", "gpt": "assistant", "system": "system", "tool": "tool"}
+"""Roles of chat messages with `from` and `value`, as ShareGPT has them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatOptions:
+    """Options that the tokens of chats depend on."""
+
+    template: str
+    """Text of the template."""
+    where: str
+    """Place of the template, for errors."""
+    loss_on: Literal["assistant", "all"]
+    """Tokens that count in the loss: those that the template marks, or all."""
+
+
+class ChatDocument(NamedTuple):
+    """Tokens of one chat."""
+
+    ids: np.ndarray
+    mask: np.ndarray
+    """True for tokens that count in the loss."""
+    text_bytes: int
+
+
+def chat_options(tokenizer: Tokenizer, *, template: Path | None, loss_on: Literal["assistant", "all"]) -> ChatOptions:
+    """Return the options of chats.
+
+    Args:
+        template: file of a template. None: that of the tokenizer's folder.
+
+    Raises:
+        UserError: there is no template, or it does not mark answers, which `loss_on` needs.
+    """
+    if template is None:
+        if not hasattr(tokenizer, "encode_marked"):
+            raise UserError(
+                f"--chat: the tokenizer {tokenizer.name} has no chat template: name a file (--chat-template, "
+                "data.chat_template)"
+            )
+        where, text = find_template(tokenizer)
+    else:
+        where = template
+        try:
+            text = template.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(f"--chat-template: {template} cannot be read: {error}") from None
+    if loss_on == "assistant" and not open_template(text, tokenizer, where=where).has_marks:
+        raise UserError(
+            f"--chat: {where} does not mark answers: put {{% generation %}} and {{% endgeneration %}} around "
+            "them in a copy, and name that; or count all tokens in the loss (titanlite data prepare --loss-on all)"
+        )
+    return ChatOptions(template=text, where=str(where), loss_on=loss_on)
+
+
+def chats_of(data: Data, tokenizer: Tokenizer) -> ChatOptions | None:
+    """Return the options of chats of `[data]`; None if documents are text.
+
+    Raises:
+        UserError: the template cannot be used.
+    """
+    if data.chat_template is None:
+        return None
+    template = None if data.chat_template == "tokenizer" else Path(data.chat_template).expanduser()
+    try:
+        return chat_options(tokenizer, template=template, loss_on="assistant")
+    except UserError as error:
+        raise UserError(re.sub(r"^--chat(-template)?:? ", f"{KEY}: ", str(error))) from None
+
+
+def template_problems(data: Data, tokenizer: Tokenizer) -> list[Problem]:
+    """Return what is wrong with the template of `[data]`, before any chat is read."""
+    try:
+        chats_of(data, tokenizer)
+    except UserError as error:
+        return [Problem(KEY, str(error).removeprefix(f"{KEY}: "))]
+    return []
+
+
+class ChatReader:
+    """Reads chats.
+
+    Raises:
+        UserError: the template is none.
+    """
+
+    def __init__(self, options: ChatOptions, tokenizer: Tokenizer) -> None:
+        self._template = open_template(options.template, tokenizer, where=options.where)
+        self._tokenizer = tokenizer
+        self._all_count = options.loss_on == "all"
+
+    def read(self, part: Part, field: str) -> Iterator[ChatDocument | Document | Bad]:
+        """Yield the chats of a part of a file, in order.
+
+        A tokenizer.json has special tokens that a template names. For other tokenizers the text is plain, and yields
+        documents of segments.
+
+        Args:
+            field: where the chat messages are, in lines and rows.
+        """
+        values = read_values(part, field)
+        while some := [*islice(values, TOGETHER)]:
+            yield from self._read_some(some, field)
+
+    def _read_some(
+        self, values: Sequence[tuple[str, Any, Mapping[str, Any]]], field: str
+    ) -> Iterator[ChatDocument | Document | Bad]:
+        chats: list[tuple[list[dict[str, Any]], Any]] = []
+        done: dict[int, Document | Bad] = {}
+        for number, (place, value, line) in enumerate(values):
+            try:
+                if isinstance(value, Bad):
+                    done[number] = value
+                elif messages := _messages(value, field):
+                    chats.append((messages, line.get("tools")))
+                else:
+                    done[number] = Document([], 0)
+            except Wrong as wrong:
+                done[number] = Bad(place, str(wrong))
+        found = iter(self._template.render_all(chats) if chats else [])
+        for number, (place, *_) in enumerate(values):
+            try:
+                yield done.get(number) or self._encode(next(found))
+            except Wrong as wrong:
+                yield Bad(place, str(wrong))
+
+    def _encode(self, rendered: Rendered | UserError) -> ChatDocument | Document:
+        if isinstance(rendered, UserError):
+            raise Wrong(str(rendered).removeprefix("--chat: "))
+        text, spans = rendered
+        size = utf8_length(text)
+        if not self._all_count and not any(begin < end for begin, end in spans):
+            raise Wrong("no token counts in the loss: there is no answer")
+        encode = getattr(self._tokenizer, "encode_marked", None)
+        if encode is None:
+            return Document([*_segments(text, [(0, len(text))] if self._all_count else spans)], size)
+        encoding = encode(text)
+        starts, ends = np.array(encoding.offsets).reshape(-1, 2).T
+        mask = np.full(len(encoding.ids), self._all_count)
+        for begin, end in [] if self._all_count else spans:
+            mask |= (starts < end) & (begin < ends)  # as transformers 5: a token counts if it shares a character
+        return ChatDocument(np.array(encoding.ids, dtype=np.uint32), mask, size)
+
+
+def _messages(value: Any, field: str) -> list[dict[str, Any]]:
+    """Return the messages of a chat, with a role each."""
+    if not isinstance(value, list):
+        raise Wrong(f"field {field!r} is no list of objects with role and content")
+    messages = []
+    for number, message in enumerate(value):
+        if not isinstance(message, Mapping):
+            raise Wrong(f"chat message {number} is not an object with role and content")
+        if "role" not in message and {"from", "value"} <= message.keys():
+            message = {"role": ROLES.get(message["from"], message["from"]), "content": message["value"]}
+        if not isinstance(message.get("role"), str):
+            raise Wrong(f"chat message {number} has no role")
+        messages.append({**message})
+    return messages
+
+
+def _segments(text: str, spans: list[tuple[int, int]]) -> Iterator[Segment]:
+    """Yield the parts of a text, and whether each counts in the loss.
+
+    Args:
+        spans: begin and end, in characters, of the parts that count.
+    """
+    at = 0
+    for begin, end in spans:
+        for start, stop, counts in ((at, begin, False), (begin, end, True)):
+            if start < stop:
+                yield text[start:stop], counts
+        at = end
+    if at < len(text):
+        yield text[at:], False

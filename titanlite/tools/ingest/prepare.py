@@ -1,0 +1,262 @@
+"""Text -> token shards: `titanlite data prepare`, and the cache that training makes of text that a config names.
+
+One process reads, `encoding` tokenizes in as many as there are, and what is written depends on neither. After a kill
+the same command resumes after the last shard that was finished.
+"""
+
+import hashlib
+import json
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import Literal
+
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+from titanlite.config.schema import Data
+from titanlite.data.prepared import prepared_tokens
+from titanlite.data.tokenizer import Tokenizer
+from titanlite.data.tokens import FORMAT, INDEX, TokenStore
+from titanlite.tools.ingest.chat import chats_of
+from titanlite.tools.ingest.encoding import Encoder, Options, encode_chunks, options_for
+from titanlite.tools.ingest.inputs import File, find_files
+from titanlite.tools.ingest.outcome import left_out, new_notes, note, report_lines
+from titanlite.tools.ingest.reading import open_dataset, read_chunks
+from titanlite.tools.ingest.token_writer import TokenWriter
+from titanlite.runtime.console import progress_console
+from titanlite.runtime.cpu import cores
+from titanlite.runtime.errors import RunError, UserError
+from titanlite.runtime.files import lock_work, quarantine_path
+
+logger = logging.getLogger(__name__)
+
+VERSION = 1
+"""Version of reading: another version makes other tokens of the same files."""
+WORKER_BYTES = 2**24
+"""Input that makes another process worth its start."""
+MOST_CHECKED_BYTES = 2**28
+"""Size up to which a start reads a whole cache to compare checksums: a fraction of a second."""
+Report = Callable[[str], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Task:
+    paths: list[str]
+    tokenizer: Tokenizer
+    options: Options
+    files: list[File]
+    folder: Path = Path()
+    is_cache: bool = False
+    """The folder is titanlite's own: a damaged one is made again."""
+    on_error: Literal["stop", "skip"] = "stop"
+    workers: int | None = None
+    report: Report = logger.info
+
+    @cached_property
+    def key(self) -> str:
+        """Hash of all that the tokens depend on. `on_error` is left out: it matters only after an error."""
+        real = lru_cache(os.path.realpath)  # of folders, since there can be a million files
+        files = [
+            (path if "://" in path else os.path.join(real(os.path.dirname(path)), os.path.basename(path)), *about)
+            for path, *about, _ in self.files
+        ]
+        about = [FORMAT, VERSION, self.tokenizer.fingerprint, self.options.key, files]
+        return hashlib.sha256(json.dumps(about).encode()).hexdigest()[:16]
+
+
+def prepare_text(paths: Sequence[str], *, data: Data, tokenizer: Tokenizer, cache_folder: Path) -> TokenStore:
+    """Make tokens of text in the cache folder, unless they are there; whichever process comes first makes them.
+
+    Args:
+        paths: text files, folders, globs, datasets; see `ingest.inputs`.
+        data: `text_field`, `chat_template`, `add_bos` and `add_eos`.
+
+    Raises:
+        UserError: there is nothing to read, or text that cannot be read.
+        RunError: the cache cannot be written.
+    """
+    chat = chats_of(data, tokenizer)
+    options = options_for(tokenizer, chat=chat, text_field=data.text_field, bos=data.add_bos, eos=data.add_eos)
+    task = _Task(paths=[*paths], tokenizer=tokenizer, options=options, files=_find(paths))
+    return _made(replace(task, folder=cache_folder / task.key, is_cache=True))
+
+
+def prepare(
+    paths: list[str],
+    folder: Path,
+    *,
+    tokenizer: Tokenizer,
+    options: Options,
+    on_error: Literal["stop", "skip"] = "stop",
+    workers: int | None = None,
+    report: Report = logger.info,
+) -> TokenStore:
+    """Write the tokens of all documents to a folder, which is there only when it is whole.
+
+    Args:
+        on_error: of a document that cannot be read: raise, or leave it out and count it.
+        workers: processes that tokenize; default: one a core, or fewer for little text.
+        report: called with each line of the report.
+
+    Raises:
+        UserError: there is nothing to read, or something that cannot be; or the folder holds something else.
+        RunError: the disk is full, or a process died. What is finished stays, and the same call resumes from there.
+    """
+    if prepared_tokens(paths):
+        raise UserError(f"{paths[0]} holds prepared tokens, not text")
+    task = _Task(
+        paths=paths,
+        tokenizer=tokenizer,
+        options=options,
+        files=_find(paths),
+        folder=folder,
+        on_error=on_error,
+        workers=workers,
+        report=report,
+    )
+    if store := _existing(task):
+        report(f"{folder} holds these tokens already: {store.index['documents']:,} documents, {len(store):,} tokens")
+    return store or _made(task)
+
+
+def _find(paths: Sequence[str]) -> list[File]:
+    """Find files, with the sizes of datasets, which are loaded for it."""
+    files = find_files(paths)
+    for number, file in enumerate(files):
+        if file.kind == "dataset" and not file.size:
+            data = open_dataset(file.path)
+            times = [os.stat(cached["filename"]).st_mtime_ns for cached in data.cache_files]
+            files[number] = file._replace(size=data.data.nbytes, mtime_ns=max(times, default=0))
+    return files
+
+
+def _made(task: _Task) -> TokenStore:
+    """The tokens of a task: made now, unless they are there."""
+    try:
+        task.folder.parent.mkdir(parents=True, exist_ok=True)
+        lock = task.folder.with_name(f".{task.folder.name}.lock")
+        with lock_work(lock, on_wait=lambda holder: task.report(f"waiting for {holder}, which prepares {task.folder}")):
+            if task.is_cache:
+                _quarantine_damaged(task.folder)
+            if (store := _existing(task)) is None:
+                _write(task)
+        return store or TokenStore(task.folder)
+    except KeyboardInterrupt:
+        task.report("stopped: finished shards are kept, and the same command resumes")
+        raise
+    except OSError as error:  # of writing: what reading raises is of the documents
+        raise RunError(
+            f"{task.folder} cannot be written: {error}; finished shards are kept, and the same command resumes"
+        ) from error
+
+
+def _quarantine_damaged(folder: Path) -> None:
+    """Rename a cache that is not what it was when it was made, with a warning."""
+    if not folder.exists():
+        return
+    try:
+        damage = TokenStore(folder).find_damage(MOST_CHECKED_BYTES)
+    except (UserError, KeyError, TypeError, AttributeError) as error:
+        damage = str(error).removeprefix("data.path: ")
+    if damage:
+        aside = quarantine_path(folder)
+        folder.rename(aside)
+        logger.warning(f"{damage}. The folder is now {aside.name}, and its tokens are made again")
+
+
+def _existing(task: _Task) -> TokenStore | None:
+    """Return the tokens in the folder, if they are those of the task."""
+    folder = task.folder
+    if not (folder / INDEX).is_file():
+        if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
+            raise UserError(f"{folder} is there already, and holds no prepared tokens: name another folder")
+        return None
+    store = TokenStore(folder)
+    if store.index.get("key") != task.key:
+        raise UserError(
+            f"{folder} is there already, made of other text or in another way: name another folder, or delete it"
+        )
+    _stop_at_errors(task, store.index["first_errors"])
+    return store
+
+
+def _stop_at_errors(task: _Task, errors: list[str]) -> None:
+    if errors and task.on_error == "stop":
+        raise UserError(f"{errors[0]} (titanlite data prepare --on-error skip leaves out what cannot be read)")
+
+
+# Writing
+
+
+def _write(task: _Task) -> None:
+    options, tokenizer = task.options, task.tokenizer
+    encoder = Encoder(tokenizer, options)
+    writer = TokenWriter(
+        task.folder,
+        vocab_size=tokenizer.vocab_size,
+        tokenizer=tokenizer.fingerprint,
+        bos=options.bos,
+        eos=options.eos,
+        shard_tokens=options.shard_tokens,
+        key=task.key,
+    )
+    started = time.monotonic()
+    with writer, _progress(task) as show:
+        about = {"fingerprint": tokenizer.fingerprint, "vocab_size": tokenizer.vocab_size, "name": tokenizer.name}
+        notes = writer.notes or {"key": task.key, "tokenizer": about, **new_notes(task.paths, task.files)}
+        writer.notes = notes
+        _stop_at_errors(task, notes["first_errors"])
+        if before := writer.tokens:
+            task.report(f"resuming after {before:,} tokens of an earlier attempt")
+        chunks = read_chunks(
+            task.files, text_field=options.text_field, chunk_bytes=options.chunk_bytes, position=writer.position
+        )
+        with closing(encode_chunks(chunks, encoder, workers=_workers(task))) as results:
+            for chunk, encoded in results:
+                _stop_at_errors(task, encoded.errors)
+                note(notes, encoded)
+                if len(encoded.tokens):
+                    writer.add(encoded.tokens, encoded.starts, encoded.mask)
+                writer.end_chunk(chunk.position)
+                show(chunk.done, writer.tokens - before)
+        if writer.tokens == 0:
+            raise UserError(f"{', '.join(task.paths[:3])}: nothing to make tokens of; {left_out(notes)}")
+    seconds = time.monotonic() - started
+    documents = sum(entry["documents"] for entry in notes["inputs"])
+    task.report(
+        f"text     {documents:,} documents, {writer.tokens:,} tokens of {notes['text_bytes']:,} bytes, prepared in "
+        f"{seconds:.1f} s ({(writer.tokens - before) / seconds:,.0f} tokens/s) in {task.folder}"
+    )
+    for line in report_lines(notes):
+        task.report(f"  {line}")
+
+
+def _workers(task: _Task) -> int:
+    most = task.workers or cores()
+    return min(most, 1 + sum(file.size for file in task.files) // WORKER_BYTES)
+
+
+@contextmanager
+def _progress(task: _Task) -> Iterator[Callable[[int, int], None]]:
+    """A bar of the bytes of the input; gets the bytes done and the tokens made."""
+    columns = (
+        TextColumn("tokenizing"),
+        BarColumn(),
+        DownloadColumn(),
+        TextColumn("{task.fields[tokens]}"),
+        TimeRemainingColumn(),
+    )
+    started = time.monotonic()
+    with Progress(*columns, console=progress_console(), transient=True) as progress:
+        bar = progress.add_task("", total=sum(file.size for file in task.files), tokens="")
+
+        def show(done: int, tokens: int) -> None:
+            text = f"{tokens:,} tokens, {tokens / (time.monotonic() - started):,.0f}/s"
+            progress.update(bar, completed=done, tokens=text)
+
+        yield show

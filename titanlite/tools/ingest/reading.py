@@ -1,0 +1,265 @@
+"""Files -> chunks of about a MiB, cut where documents end, each with the position to resume from.
+
+Nothing is parsed here: that is left to whoever tokenizes. Only long text files are cut within the document, where the
+tokenizer would cut them itself. What follows a position depends on the files and the position alone, so that
+resuming there gives the same chunks.
+"""
+
+import codecs
+import os
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
+from typing import Any, NamedTuple
+
+from titanlite.data.pieces import PIECE_BYTES, cut
+from titanlite.data.prepared import HUGGING_FACE
+from titanlite.tools.ingest.inputs import File, first_object
+from titanlite.tools.ingest.streams import Stream
+from titanlite.runtime.errors import UserError
+
+CHUNK_BYTES = 2**20
+SNIFFED = 2**13
+MOST_ROWS = 2**13
+PART_COST = 2**8
+"""Bytes that a part counts for beside its own: a million empty files are no chunk."""
+Position = list[int]
+"""Number of the file, and where in it: the byte (unpacked) or row, and the number of the next line."""
+
+
+class Part(NamedTuple):
+    """Part of a chunk: data of one file."""
+
+    source: int
+    path: str
+    kind: str
+    """text: one document, or a piece of it. lines: JSON lines. rows: a column, as Arrow writes it. bad: `data` is the
+    reason why the file, or its rest, cannot be read; `path` has the position too. binary: the file is left out."""
+    data: bytes
+    first: int = 0
+    """Number of the first line, from 1, or row, from 0."""
+    begins: bool = True
+    """True if the text begins here, False if it continues."""
+    ends: bool = True
+
+
+class Chunk(NamedTuple):
+    parts: list[Part]
+    position: Position
+    """Position after the chunk."""
+    done: int
+    """Bytes of the files, as they are, up to there."""
+
+
+Step = tuple[Part, int | None, int, int]
+"""A part; where in the file it ends, None if that is all; number of the next line; bytes of the file read."""
+
+
+def read_chunks(
+    files: Sequence[File], *, text_field: str, chunk_bytes: int, position: Position | None = None
+) -> Iterator[Chunk]:
+    """Yield the chunks from `position` to the end of the files.
+
+    Raises:
+        UserError: a file has changed since it was found.
+    """
+    start, offset, number = position or (0, 0, 1)
+    before = sum(file.size for file in files[:start])
+    parts: list[Part] = []
+    size = 0
+    for index, file in enumerate(files[start:], start=start):
+        for part, end, line, done in _read(file, offset, number, text_field, chunk_bytes):
+            parts.append(part)
+            size += len(part.data) + PART_COST
+            if size >= chunk_bytes:
+                yield Chunk(parts, [index + 1, 0, 1] if end is None else [index, end, line], before + done)
+                parts, size = [], 0
+        offset, number = 0, 1
+        before += file.size
+    if parts:
+        yield Chunk(parts, [len(files), 0, 1], before)
+
+
+def _read(file: File, offset: int, number: int, text_field: str, chunk_bytes: int) -> Iterator[Step]:
+    try:
+        kind = file.kind
+        if kind == "json":
+            kind = "lines" if text_field in (first_object(file.path, file.packing) or {}) else "text"
+        match kind:
+            case "text":
+                yield from _read_text(file, offset, chunk_bytes)
+            case "lines":
+                yield from _read_lines(file, offset, number, chunk_bytes)
+            case "parquet":
+                yield from _until_damage(file, offset, _read_parquet(file, offset, text_field, chunk_bytes))
+            case "dataset":
+                yield from _until_damage(file, offset, _read_dataset(file, offset, text_field, chunk_bytes))
+        if kind != "dataset":
+            stat = os.stat(file.path)
+            if (stat.st_size, stat.st_mtime_ns) != (file.size, file.mtime_ns):
+                raise UserError(f"{file.path} has changed while it was read: run this again")
+    except OSError as error:
+        yield _bad(file, f"cannot be read: {error.strerror or error}"), None, 1, file.size
+
+
+def no_field(text_field: str, names: Iterable[str]) -> str:
+    return f"no field {text_field!r}: it has {', '.join(islice(names, 8)) or 'none'} (--text-field, data.text_field)"
+
+
+def _bad(file: File, why: str, place: str = "") -> Part:
+    return Part(file.source, file.path + place, "bad", why.encode())
+
+
+def _read_text(file: File, offset: int, chunk_bytes: int) -> Iterator[Step]:
+    with Stream(file.path, file.packing) as stream:
+        data, begins = b"", offset == 0
+        stream.skip(offset)
+        if begins:
+            data = stream.read(max(chunk_bytes, SNIFFED) + 1)
+            only = None
+            if b"\0" in data[:SNIFFED]:
+                only = _bad(file, "binary") if file.named else Part(file.source, file.path, "binary", b"")
+            elif stream.damage:
+                only = _bad(file, f"damaged: {stream.damage}")
+            elif len(data) <= chunk_bytes:
+                only = Part(file.source, file.path, "text", data.removeprefix(codecs.BOM_UTF8))
+            elif wrong := _wrong_text(file, chunk_bytes):
+                only = _bad(file, wrong)
+            if only:
+                yield only, None, 1, file.size
+                return
+            offset = len(data) - len(data.removeprefix(codecs.BOM_UTF8))
+            data = data[offset:]
+        yield from _read_pieces(file, stream, data, offset, chunk_bytes, begins=begins)
+
+
+def _read_pieces(
+    file: File, stream: Stream, data: bytes, offset: int, chunk_bytes: int, *, begins: bool
+) -> Iterator[Step]:
+    """A long text, whose first bytes from `offset` on are there already."""
+    while True:
+        data += stream.read(
+            max(chunk_bytes + PIECE_BYTES + 1 - len(data), 0)
+        )  # enough for `cut`, also at the last place
+        end = 0
+        while end < min(chunk_bytes, len(data)):
+            end = cut(data, end)
+        offset += end
+        ends = end == len(data)  # then the stream has ended too
+        part = Part(file.source, file.path, "text", data[:end], begins=begins, ends=ends)
+        yield part, None if ends else offset, 1, stream.done
+        if ends:
+            return
+        data, begins = data[end:], False
+
+
+def _wrong_text(file: File, chunk_bytes: int) -> str:
+    """Return the problem of a long text, or "". The whole text is checked before any of it is written."""
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    with Stream(file.path, file.packing) as stream:
+        at, data = 0, b""
+        try:
+            while data := stream.read(chunk_bytes):
+                decoder.decode(data)
+                at += len(data)
+            if stream.damage:
+                return f"damaged: {stream.damage}"
+            decoder.decode(b"", final=True)
+        except UnicodeDecodeError as error:
+            pending = len(error.object) - len(data)
+            return f"not UTF-8: byte {at - pending + error.start:,}"
+    return ""
+
+
+def _read_lines(file: File, offset: int, number: int, chunk_bytes: int) -> Iterator[Step]:
+    with Stream(file.path, file.packing) as stream:
+        stream.skip(offset)
+        while data := stream.read_lines(chunk_bytes):
+            if stream.damage and not data.endswith(b"\n"):
+                data = data[: data.rfind(b"\n") + 1]  # what is left of its last line is no line
+            lines = data if offset else data.removeprefix(codecs.BOM_UTF8)
+            offset += len(data)
+            part = Part(file.source, file.path, "lines", lines, number)
+            number += data.count(b"\n")
+            yield part, offset, number, stream.done
+        if stream.damage:
+            yield _bad(file, f"damaged: {stream.damage}; what follows cannot be read", f":{number}"), None, 1, file.size
+
+
+def _read_parquet(file: File, row: int, text_field: str, chunk_bytes: int) -> Iterator[Step]:
+    from pyarrow.parquet import ParquetFile
+
+    base = 0
+    with ParquetFile(file.path, pre_buffer=False, buffer_size=2**20, page_checksum_verification=True) as table:
+        if text_field not in table.schema_arrow.names:
+            yield _bad(file, no_field(text_field, table.schema_arrow.names)), None, 1, file.size
+            return
+        for group in range(table.num_row_groups):
+            about = table.metadata.row_group(group)
+            if base + about.num_rows <= row:
+                base += about.num_rows
+                continue
+            columns = [about.column(i) for i in range(about.num_columns)]
+            mine = [it for it in columns if it.path_in_schema.partition(".")[0] == text_field]
+            size = _batch_rows(chunk_bytes, sum(it.total_uncompressed_size for it in mine), about.num_rows)
+            for batch in table.iter_batches(size, row_groups=[group], columns=[text_field], use_threads=False):
+                first, base = base, base + batch.num_rows
+                if first >= row:
+                    part = Part(file.source, file.path, "rows", _as_bytes(batch.column(0)), first)
+                    yield part, base, 1, file.size * base // table.metadata.num_rows
+
+
+def open_dataset(path: str) -> Any:
+    """A dataset of Hugging Face: the folder that `save_to_disk` wrote, or hf://NAME[:CONFIG][:SPLIT].
+
+    Raises:
+        UserError: it cannot be loaded.
+    """
+    import datasets
+
+    try:
+        if not path.startswith(HUGGING_FACE):
+            return datasets.load_from_disk(path)
+        name, *rest = re.split(r":(?![^\[]*\])", path.removeprefix(HUGGING_FACE))  # test[:10%] is a split
+        return datasets.load_dataset(name, *rest[:-1], split=rest[-1] if rest else "train")
+    except Exception as error:  # of a hub, a network, a file: each has its own
+        raise UserError(f"{path} cannot be loaded: {error}") from None
+
+
+def _read_dataset(file: File, row: int, text_field: str, chunk_bytes: int) -> Iterator[Step]:
+    dataset = open_dataset(file.path)
+    if text_field not in dataset.column_names:
+        yield _bad(file, no_field(text_field, dataset.column_names)), None, 1, file.size
+        return
+    size, count = _batch_rows(chunk_bytes, dataset.data.nbytes, len(dataset)), len(dataset)
+    dataset = dataset.select_columns([text_field]).with_format("arrow")
+    for start in range(row, count, size):
+        end = min(start + size, count)
+        column = dataset[start:end].column(text_field)
+        yield Part(file.source, file.path, "rows", _as_bytes(column), start), end, 1, file.size * end // count
+
+
+def _until_damage(file: File, row: int, steps: Iterator[Step]) -> Iterator[Step]:
+    import pyarrow
+
+    try:
+        for step in steps:
+            row = step[1] or row
+            yield step
+    except (pyarrow.ArrowException, OSError) as error:
+        why = f"damaged: {str(error).splitlines()[0]}; what follows cannot be read"
+        yield _bad(file, why, f": row {row}"), None, 1, file.size
+
+
+def _batch_rows(chunk_bytes: int, size: int, rows: int) -> int:
+    return min(max(chunk_bytes * rows // max(size, 1), 1), MOST_ROWS)
+
+
+def _as_bytes(column: Any) -> bytes:
+    import pyarrow
+
+    table = pyarrow.table({"": column})
+    sink = pyarrow.BufferOutputStream()
+    with pyarrow.ipc.new_stream(sink, table.schema) as writer:
+        writer.write_table(table)
+    return sink.getvalue().to_pybytes()

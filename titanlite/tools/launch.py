@@ -1,0 +1,229 @@
+"""Start the processes of one machine with torchrun, and end as they end: what run_train.sh runs for several processes.
+
+torchrun turns every exit code of its workers into 1 and prints tracebacks of its own. Here the first worker that ends
+leaves its exit code beside torchrun's error files, and torchrun's exceptions become one line. A signal goes to every
+worker, which decides what it means; this process waits for them. With MAX_RESTARTS, torchrun starts the workers again
+after a failure.
+"""
+
+import fcntl
+import logging
+import os
+import shutil
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, MutableMapping
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import NoReturn
+
+from titanlite.run.endings import FAILED, read_end
+from titanlite.runtime.output import open_closed_streams, queued_output
+from titanlite.runtime.signals import STOP_SIGNALS, STOPPED, StopRequests
+
+SHUTDOWN_SECONDS = 3600
+"""Time that workers have to save a checkpoint after a signal, until torchrun kills them."""
+SHUTDOWN_VARIABLE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
+"""Environment variable of torchrun for that time; its default is 30 s."""
+GRACE_SECONDS = 10
+"""Time that workers have to end after a second signal, until they are killed: a stopped one (SIGSTOP) never ends."""
+DOCUMENTATION = "192.0.2.1"
+"""An address that no machine has (RFC 5737), and that the default route leads to."""
+LOG_VARIABLE = "TORCH_CPP_LOG_LEVEL"
+"""Environment variable that PyTorch reads when it is imported."""
+SIOCGIFADDR = 0x8915
+"""Request to Linux for the IPv4 address of a network interface."""
+
+
+class _Requests(StopRequests):
+    """Signals to this process. Before there are workers it ends at once; then torchrun passes signals on to them."""
+
+    def is_training(self) -> bool:
+        return bool(_workers())
+
+
+def main() -> NoReturn:
+    """Check the config, run torchrun, and end with the exit code of the workers.
+
+    Words of the command line: number of machines or its range, processes on each, host:port of the first, restarts
+    after failures, arguments of training.
+    """
+    open_closed_streams()
+    nodes, processes, endpoint, restarts, *words = sys.argv[1:]
+    folder = Path(tempfile.mkdtemp(prefix="titanlite-"))
+    with _Requests().listening(partial(_end_now, folder), lambda: False):
+        with queued_output():
+            try:
+                code = _launch(nodes, int(processes), endpoint, int(restarts), words, folder)
+            finally:
+                shutil.rmtree(folder, ignore_errors=True)
+        os._exit(code)
+
+
+def _launch(nodes: str, processes: int, endpoint: str, restarts: int, words: list[str], folder: Path) -> int:
+    command = ["train"]
+    if words[:1] == ["check"]:  # of the machines
+        command, words, restarts = ["check", "--machines"], words[1:], 0
+    smallest = int(nodes.partition(":")[0]) * processes
+    sizes = {"WORLD_SIZE": str(smallest), "LOCAL_WORLD_SIZE": str(processes)}
+    check = subprocess.Popen(
+        [sys.executable, "-m", "titanlite", "check", "--here", *words], env={**os.environ, **sizes}
+    )
+    log_level = os.environ.get(LOG_VARIABLE)
+    os.environ[LOG_VARIABLE] = log_level or "ERROR"  # of this process: PyTorch reports a lost machine with C++ frames
+    from torch.distributed.elastic.multiprocessing import SignalException  # while the check runs
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
+    from torch.distributed.run import main as torchrun
+
+    from titanlite.tools.rendezvous import BACKEND, FinalEnd, connect, newest_end
+
+    if log_level is None:
+        del os.environ[LOG_VARIABLE]
+    if code := check.wait():  # mistakes are reported once and at once, not by every process
+        return code
+    _set_environment(processes)
+    use_interface_of(os.environ, endpoint if int(nodes.rpartition(":")[2]) > 1 else None)
+    rendezvous_handler_registry.register(BACKEND, partial(connect, folder=folder, max_restarts=restarts))
+    logging.disable(logging.ERROR)  # torchrun reports what is reported here
+    ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN  # as nohup asks for
+    signals = [it.name for it in (*STOP_SIGNALS, signal.SIGQUIT) if not (ignored and it == signal.SIGHUP)]
+    failure = ""
+    try:
+        torchrun(
+            [
+                f"--nnodes={nodes}", f"--nproc_per_node={processes}", f"--max-restarts={restarts}",
+                f"--rdzv_backend={BACKEND}", f"--rdzv_endpoint={endpoint}", *address_options(endpoint, os.environ),
+                f"--signals-to-handle={','.join(signals)}", f"--log-dir={folder}", "-m", "titanlite", *command, *words,
+            ]
+        )  # fmt: skip
+        return 0
+    except SignalException:
+        code = STOPPED
+    except FinalEnd:
+        code = FAILED
+    except ChildFailedError as error:
+        rank, first = error.get_first_failure()
+        failure = f"rank {rank} (process {first.pid}) {_ending(first.exitcode)}, without an error of its own"
+        code = FAILED
+    except Exception as error:
+        failure, code = f"torchrun: {type(error).__name__}: {error}", FAILED
+    if (left := read_end(newest_end(folder))[0]) is not None:
+        return left
+    if failure:
+        print(f"error: {failure}", file=sys.stderr, flush=True)
+    return code
+
+
+def address_options(endpoint: str, environ: Mapping[str, str]) -> list[str]:
+    """Return torchrun's options about the address of this machine, and about how the machines find each other.
+
+    With LOCAL_ADDR, the machine of that address hosts the rendezvous if it is the one that RDZV_ENDPOINT names.
+    torchrun would look the machine's name up instead.
+    """
+    settings = [environ["RDZV_CONF"]] if environ.get("RDZV_CONF") else []
+    address = environ.get("LOCAL_ADDR")
+    if not address:
+        return [f"--rdzv-conf={settings[0]}"] if settings else []
+    settings.append(f"is_host={int(endpoint.rpartition(':')[0].strip('[]') == address)}")
+    return [f"--local-addr={address}", f"--rdzv-conf={','.join(settings)}"]
+
+
+def use_interface_of(environ: MutableMapping[str, str], endpoint: str | None = None) -> None:
+    """Let gloo use the network interface of LOCAL_ADDR. It would look the machine's name up instead.
+
+    Without LOCAL_ADDR, do so only where that name leads to this machine alone: `127.0.1.1 node0` in /etc/hosts.
+
+    Args:
+        endpoint: host:port of the first of several machines.
+    """
+    address = environ.get("LOCAL_ADDR") or (address_for_others(endpoint) if endpoint else None)
+    if address and "GLOO_SOCKET_IFNAME" not in environ and (name := interface_of(address)):
+        environ["GLOO_SOCKET_IFNAME"] = name
+
+
+def address_for_others(endpoint: str) -> str | None:
+    """Return the IPv4 address of this machine that others reach, if its own name leads to the loopback interface.
+
+    It is the one on the way to the endpoint, or, on the endpoint's own machine, that of the default route. No packet is
+    sent. None: the name is right, or there is no such address.
+    """
+    with suppress(OSError):
+        if not socket.gethostbyname(socket.gethostname()).startswith("127."):
+            return None
+    for host in (endpoint.rpartition(":")[0], DOCUMENTATION):
+        with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+            asking.connect((host, 9))
+            address = asking.getsockname()[0]
+            if not address.startswith("127."):
+                return address
+    return None
+
+
+def interface_of(address: str) -> str | None:
+    """Return the network interface of this machine that has an IPv4 address. None: no interface has it."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+        for _, name in socket.if_nameindex():
+            with suppress(OSError):  # an interface without an address
+                answer = fcntl.ioctl(asking, SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+                if socket.inet_ntoa(answer[20:24]) == address:
+                    return name
+    return None
+
+
+def _end_now(folder: Path, message: str, code: int) -> NoReturn:
+    """End this process and all workers, which get some time to end by themselves."""
+    print(message, file=sys.stderr, flush=True)
+    deadline = time.monotonic() + GRACE_SECONDS
+    while (workers := _workers()) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    for pid in workers or _children():  # without workers, the check of the config
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(pid, signal.SIGKILL) if workers else os.kill(pid, signal.SIGKILL)
+    shutil.rmtree(folder, ignore_errors=True)
+    os._exit(code)
+
+
+def _children() -> list[int]:
+    """Return the child processes of this process; nothing where the system has no /proc."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            state, parent = stat.read_text().rpartition(")")[2].split()[:2]
+            if int(parent) == os.getpid() and state != "Z":
+                found.append(int(stat.parent.name))
+    return found
+
+
+def _workers() -> list[int]:
+    """Return the processes that torchrun has started: each leads a session of its own."""
+    return [pid for pid in _children() if os.getpgid(pid) == pid]
+
+
+def _set_environment(processes: int) -> None:
+    """Set what torchrun and its workers read from the environment."""
+    if "OMP_NUM_THREADS" not in os.environ:
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        os.environ["OMP_NUM_THREADS"] = str(max(1, cores // processes))
+    os.environ.setdefault(SHUTDOWN_VARIABLE, str(SHUTDOWN_SECONDS))
+
+
+def _ending(code: int) -> str:
+    if code >= 0:
+        return f"ended with exit code {code}"
+    name = signal.Signals(-code).name
+    hints = {
+        "SIGBUS": " (a file of tokens became shorter while it was read, or /dev/shm is full)",
+        "SIGKILL": " (by the system, if memory ran out: see dmesg)",
+    }
+    return f"was ended by {name}{hints.get(name, '')}"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,101 @@
+"""Candidates of a search: ways to run a config, and the reasons why one loses."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from titanlite.config.schema import Config, Degrees
+from titanlite.tools.plan.estimate import Plan
+
+MODES = ("none", "selective", "full")
+GIB = 2**30
+WORTH = 1.005
+"""Least speed-up for which a candidate that needs more memory is listed beside one that needs less."""
+
+Options = dict[str, Any]
+"""Values by dotted key."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A way to run the config, with its expected memory and time before it is planned in full."""
+
+    options: Options
+    mode: str
+    batch: int
+    float8: bool
+    offload: bool
+    degrees: Degrees
+    reshard: str
+    teacher: str | None = None
+    """`teacher.fsdp_reshard_after_forward`; None without a teacher."""
+    tokens_per_second: float = 0.0
+    reserved: float = 0.0
+    """Bytes."""
+    host_of_node: float = 0.0
+    """Bytes of host memory in a node."""
+    exposed: float = 0.0
+    """Seconds of a step in which devices wait for collectives."""
+
+    @property
+    def kernels(self) -> tuple[Any, ...]:
+        """Options that determine the work of the device."""
+        return self.mode, self.batch, self.float8, self.offload
+
+    @property
+    def title(self) -> str:
+        words = [f"{self.degrees}", f"reshard {self.reshard}", f"recompute {self.mode}", f"local batch {self.batch}"]
+        words += [f"teacher {self.teacher}"] if self.teacher else []
+        words += ["float8"] * self.float8 + ["CPU offload"] * self.offload
+        return ", ".join(words)
+
+
+@dataclass(frozen=True)
+class Found:
+    """Result of a search."""
+
+    best: list[tuple[Candidate, Plan]]
+    """Fastest first; all fit."""
+    losers: list[tuple[Candidate, str]]
+    """The next ones, and why they lose."""
+    tried: int
+
+
+def is_no_better(it: Candidate, other: Candidate) -> bool:
+    """Return True if a candidate has the same kernels, is not noticeably faster, and needs no less memory."""
+    faster = it.tokens_per_second > other.tokens_per_second * WORTH
+    return it.kernels == other.kernels and not faster and it.reserved >= other.reserved
+
+
+def too_large(reserved: float) -> str:
+    return f"does not fit: {reserved / GIB:,.1f} GiB"
+
+
+def needs_host(size: float) -> str:
+    return f"needs {size / GIB:,.0f} GiB of host memory in a node"
+
+
+def slower(it: Candidate, best: Candidate) -> str:
+    reason = f"{1 - it.tokens_per_second / best.tokens_per_second:.1%} slower than the best"
+    if it.exposed > best.exposed * 1.5:
+        reason += f": {it.exposed:.2f} s of each step wait for collectives, instead of {best.exposed:.2f}"
+    elif MODES.index(it.mode) > MODES.index(best.mode):
+        reason += ": recomputes more of forward"
+    elif it.batch < best.batch:
+        reason += ": smaller kernels, and collectives for more micro-batches"
+    return reason
+
+
+def with_options(config: Config, options: Options) -> Config:
+    """Return the config with these options.
+
+    Raises:
+        ValueError: the options conflict.
+    """
+    tree = config.model_dump()
+    for key, value in options.items():
+        *path, last = key.split(".")
+        section = tree
+        for name in path:
+            section = section[name]
+        section[last] = value
+    return Config.model_validate(tree)

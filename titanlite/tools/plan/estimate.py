@@ -1,0 +1,299 @@
+"""Estimate: how much memory and time a config takes on given devices."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from titanlite.config.schema import Config, Degrees, Offload, Teacher
+from titanlite.data.tokenizer import load_tokenizer
+from titanlite.models.base import Model, ModelArgs
+from titanlite.models.registry import ModelSpec
+from titanlite.tools.plan import teacher as teachers
+from titanlite.tools.plan.depth import can_vary, period_of, trained_model
+from titanlite.tools.plan.memory import Profile, extend, profile
+from titanlite.tools.plan.schedule import StepTime, step_time
+from titanlite.tools.plan.time import HOST_LINK, Kernel, Unit, offload_time
+from titanlite.tools.plan.trace import trace_step
+from titanlite.tools.plan.workload import Traffic, Workload, extend_workload, traffic_of, workload_of
+from titanlite.checks.preflight import select_model
+from titanlite.runtime.hardware import Hardware
+from titanlite.techniques.distill.source import forward_flops
+
+OUTSIDE = 2 * 2**30
+"""Bytes of a GPU that PyTorch cannot reserve: the CUDA context and the buffers of NCCL. On 8 H100s, 1.06 GB with one
+communicator (github.com/NVIDIA/nccl issue 1685); each further one takes 0.7 GB (issue 964, A100s)."""
+USABLE_ON_CPU = 0.93
+"""Share of this machine's memory for tensors."""
+ON_HOST = ("parameters", "gradients", "optimizer")
+"""Categories that CPU offload keeps in host memory, unless they are on disk."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The devices that a config runs on."""
+
+    world_size: int
+    hardware: Hardware
+    gpus_per_node: int
+
+    @property
+    def is_gpu(self) -> bool:
+        return not self.hardware.measured
+
+    @property
+    def usable(self) -> int:
+        """Bytes of a device that PyTorch can reserve."""
+        memory = self.hardware.memory
+        return memory - OUTSIDE if self.is_gpu else int(USABLE_ON_CPU * memory)
+
+    @property
+    def in_last_node(self) -> int:
+        """Devices in the last node."""
+        return (self.world_size - 1) % self.gpus_per_node + 1
+
+
+@dataclass(frozen=True)
+class Trace:
+    """One step of a config on rank 0, independent of the speed of the hardware."""
+
+    profile: Profile
+    workload: Workload
+    traffic: Traffic
+    on_disk: dict[str, int] = field(default_factory=dict)
+    """Bytes by category in files. The profile does not count them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan(Profile):
+    """Memory and time of one step, on the rank with the largest shards. The profile is of device memory."""
+
+    layout: Layout
+    parameters: int
+    """Elements of the whole model."""
+    degrees: Degrees
+    micro_batch_size: int
+    accumulation: int
+    host: int
+    """Bytes in host memory, with CPU offload, of one rank."""
+    disk: int
+    """Bytes in files."""
+    flops: float
+    """Executed by all ranks in a step, recomputation included; causal attention counts as half."""
+    model_flops: float
+    """FLOPs of a step as MFU counts them: no recomputation, attention in full."""
+    traffic: Traffic
+    time: StepTime
+    steps: int
+    tokens: int
+    """Tokens of a step, over all ranks."""
+    mfu: float
+    """Share of the device's peak for mixed_precision_param."""
+    cache: teachers.CacheSize | None
+    """Cache of a teacher that is read instead of running it."""
+
+    @property
+    def fits(self) -> bool:
+        return self.reserved <= self.layout.usable and self.host_of_node <= self.layout.hardware.node_memory
+
+    @property
+    def host_of_node(self) -> int:
+        """Bytes in the host memory of a node."""
+        return self.host * min(self.layout.world_size, self.layout.gpus_per_node)
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / self.time.total
+
+    @property
+    def days(self) -> float:
+        return self.steps * self.time.total / 86400
+
+    @property
+    def gpu_hours(self) -> float:
+        return self.days * 24 * self.layout.world_size
+
+
+def model_of(config: Config) -> ModelSpec:
+    """Return the model of a config, with the sequence length of its training.
+
+    Raises:
+        ConfigError: there is no such model.
+    """
+    tokenizer = None if "vocab_size" in config.model.args else load_tokenizer(config.data.tokenizer)
+    spec = select_model(config.model, tokenizer)
+    return spec._replace(args=replace(spec.args, max_seq_len=config.training.seq_len))
+
+
+def with_vocab_size(config: Config) -> Config:
+    """Return the config with its vocabulary size set, so that `model_of` need not load a tokenizer each time."""
+    args = config.model.args | {"vocab_size": model_of(config).args.vocab_size}
+    return config.model_copy(update={"model": config.model.model_copy(update={"args": args})})
+
+
+def plan(config: Config, layout: Layout, *, whole: bool = False) -> Plan:
+    """Trace a step of the config on fake tensors, and estimate its memory and time on this hardware.
+
+    Args:
+        whole: as `trace`.
+
+    Raises:
+        UserError: the degrees do not fit the number of processes, or the step cannot be traced.
+    """
+    return estimate(trace(config, layout, whole=whole), config, layout)
+
+
+def trace(config: Config, layout: Layout, *, whole: bool = False) -> Trace:
+    """Trace a step: of the whole model if it is small or its blocks differ, otherwise of two models with few blocks.
+
+    Allocated memory and time are the same either way. Reserved memory is not: holes between tensors do not grow in
+    proportion to the number of blocks.
+
+    Args:
+        whole: whether to trace the whole model on GPUs, for exact reserved memory. Compiled models, which would take
+            minutes, are traced with few blocks all the same.
+
+    Raises:
+        UserError: as `plan`.
+    """
+    spec = model_of(config)
+    depth = len(spec.build().layers)
+    period = period_of(config)
+    edge = max(2, period)
+    few = 2 * edge + (depth - 2 * edge) % period
+    shapes: list[Any] = [spec.args]
+    whole &= layout.is_gpu and not config.compile.enable
+    is_short = config.activation_checkpoint.mode != "per_block" and not whole
+    if is_short and depth > few + period and can_vary(spec, config, few):
+        varied: Any = spec.args
+        shapes = [replace(varied, n_layers=few), replace(varied, n_layers=few + period)]
+    guide = teachers.teacher_spec(config.teacher, seq_len=config.training.seq_len)
+    guides = teachers.few_blocks(guide) if guide and not whole else [guide]
+    steps = [(shape, guides[0]) for shape in shapes] + [(shapes[-1], it) for it in guides[1:]]
+    traces = [_traced(config, spec.model_cls, shape, it, layout) for shape, it in steps]
+    found = traces[0]
+    if len(shapes) > 1:
+        found = _extended(*traces[:2], blocks=depth, edge=edge, period=period)
+    if guide and len(guides) > 1:
+        found = _with_teacher(found, *traces[-2:], blocks=len(guide.build().layers) - teachers.FEW)
+    return _with_disk(found, config.offload)
+
+
+def _traced(
+    config: Config, model_cls: type[Model], args: ModelArgs, teacher: ModelSpec | None, layout: Layout
+) -> Trace:
+    """Trace a step of the whole model of these arguments, and the whole teacher."""
+    fuse = config.compile.enable and layout.is_gpu
+    _, accumulation = config.training.batch_split(config.parallelism.degrees(layout.world_size).data_parallel)
+    traced = trace_step(config, model_cls, args, world_size=layout.world_size, gpu=layout.is_gpu, teacher=teacher)
+    return Trace(
+        profile(traced.recorder, traced.blocks, gpu=layout.is_gpu, compiled=fuse, hidden=_hidden(config, layout)),
+        workload_of(traced.recorder, fuse=fuse, gpus_per_node=layout.gpus_per_node),
+        traffic_of(traced.recorder, traced=traced.micro_batches, accumulation=accumulation),
+    )
+
+
+def _hidden(config: Config, layout: Layout) -> list[str]:
+    """Return the categories that are not in the device's memory."""
+    hidden = on_host(config) if layout.is_gpu else []
+    return hidden + [category for category, place in places_of_states(config.offload).items() if place == "disk"]
+
+
+def _offloads(teacher: Teacher) -> bool:
+    return teacher.is_live and teacher.enable_cpu_offload
+
+
+def on_host(config: Config) -> list[str]:
+    """Return the categories that CPU offload keeps in host memory, unless they are on disk."""
+    return [*(ON_HOST if config.training.enable_cpu_offload else ()), *["teacher"] * _offloads(config.teacher)]
+
+
+def _extended(small: Trace, large: Trace, *, blocks: int, edge: int, period: int) -> Trace:
+    """Return the trace of a model with more blocks; arguments as of `extend_workload`."""
+    few = large.profile.blocks
+    factor = (blocks - few) / period
+    return Trace(
+        extend(small.profile, large.profile, blocks, edge),
+        extend_workload(small.workload, large.workload, blocks=blocks, few=few, edge=edge, period=period),
+        {key: round(size + (size - small.traffic.get(key, 0)) * factor) for key, size in large.traffic.items()},
+    )
+
+
+def _with_teacher(traced: Trace, fewer: Trace, more: Trace, *, blocks: int) -> Trace:
+    """Return the trace with further blocks of the teacher; arguments as of `teacher.extend_profile`."""
+    return replace(
+        traced,
+        profile=teachers.extend_profile(traced.profile, fewer=fewer.profile, more=more.profile, blocks=blocks),
+        workload=replace(traced.workload, units=teachers.extend_units(traced.workload.units, blocks)),
+        traffic=teachers.extend_traffic(traced.traffic, fewer=fewer.traffic, more=more.traffic, blocks=blocks),
+    )
+
+
+def places_of_states(offload: Offload) -> dict[str, str]:
+    """Return the option of each category of states that can be on disk."""
+    return {"parameters": offload.parameters, "optimizer": offload.optimizer}
+
+
+def _with_disk(traced: Trace, offload: Offload) -> Trace:
+    """Move states on disk out of the profile: a trace makes no files. The few slices that an update works on are not
+    counted."""
+    places = places_of_states(offload)
+    on_disk = {category: traced.profile.most(category) for category, place in places.items() if place == "disk"}
+    phases = {name: {**sizes, **dict.fromkeys(on_disk, 0)} for name, sizes in traced.profile.phases.items()}
+    return replace(traced, profile=replace(traced.profile, phases=phases), on_disk=on_disk)
+
+
+def estimate(traced: Trace, config: Config, layout: Layout) -> Plan:
+    """Estimate memory and time of a traced step on this hardware."""
+    training, hardware = config.training, layout.hardware
+    model, workload = trained_model(model_of(config), config), traced.workload
+    degrees = config.parallelism.degrees(layout.world_size)
+    micro_batch_size, accumulation = training.batch_split(degrees.data_parallel)
+    time = step_time(
+        workload.units,
+        update=workload.update,
+        hardware=hardware,
+        gpus_per_node=layout.gpus_per_node,
+        accumulation=accumulation,
+        whole=workload.whole,
+    )
+    phases, host, disk = traced.profile.phases, 0, sum(traced.on_disk.values())
+    added = 0.0
+    if training.enable_cpu_offload and layout.is_gpu:
+        host = sum(traced.profile.most(category) for category in ON_HOST)
+        parameters = traced.profile.most("parameters") + traced.on_disk.get("parameters", 0)
+        added = offload_time(parameters, host + disk, accumulation=accumulation)
+    if _offloads(config.teacher) and layout.is_gpu:
+        shards = traced.profile.most("teacher")
+        host, added = host + shards, added + accumulation * shards / HOST_LINK
+    if gone := on_host(config) if layout.is_gpu else []:
+        time = replace(time, total=time.total + added)
+        phases = {name: {**sizes, **dict.fromkeys(gone, 0)} for name, sizes in phases.items()}
+    tokens = training.global_batch_size * training.seq_len
+    model_flops = model.flops_per_token(training.seq_len) * tokens
+    if guide := teachers.teacher_spec(config.teacher, seq_len=training.seq_len):
+        model_flops += forward_flops(guide, training.seq_len) * tokens
+    peak = {"bfloat16": hardware.bf16_flops, "float32": hardware.fp32_flops}[training.mixed_precision_param]
+    return Plan(
+        phases=phases,
+        blocks=traced.profile.blocks,
+        pools=traced.profile.pools,
+        layout=layout,
+        parameters=sum(p.numel() for p in model.parameters()),
+        degrees=config.parallelism.degrees(layout.world_size),
+        micro_batch_size=micro_batch_size,
+        accumulation=accumulation,
+        host=host,
+        disk=disk,
+        flops=layout.world_size * accumulation * sum(it.flops for it in _kernels(workload.units)),
+        model_flops=model_flops,
+        traffic=traced.traffic,
+        time=time,
+        steps=training.steps,
+        tokens=tokens,
+        mfu=model_flops / (time.total * peak * layout.world_size),
+        cache=teachers.cache_size(config.teacher, vocab_size=model_of(config).args.vocab_size),
+    )
+
+
+def _kernels(units: Iterable[Unit]) -> Iterable[Kernel]:
+    return (kernel for unit in units for kernel in (*unit.forward, *unit.backward))

@@ -1,0 +1,138 @@
+"""Kernels of an NVIDIA GPU for fake tensors on the CPU. Without a CUDA build, only those can go through backward."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from titanlite.ops.cpu import CpuKernels
+from titanlite.ops.kernels import Kernels
+from titanlite.ops.cross_entropy import LabelSoftmax, label_softmax_in_place
+from titanlite.ops.divergence import ChunkDivergence, divergence
+
+EXPERT_SKEW = 1.1
+"""Tokens that a rank receives for its experts, over an even share. The router's balance keeps the busiest rank near."""
+
+
+MOST_OFFSET = 2**31 - 1
+"""Largest offset in bytes that PyTorch's kernels count in 32 bits."""
+
+
+class FakeCounts(Kernels):
+    """Kernels that know how many tokens come from other ranks without reading a tensor."""
+
+    def read_counts(self, sent_RX: Tensor, received_RX: Tensor, *, tokens: int) -> tuple[list[int], list[int]]:
+        ranks = len(sent_RX)
+        to_others = [len(part) for part in torch.arange(tokens).tensor_split(ranks)]
+        return to_others, [round(EXPERT_SKEW * size) for size in to_others]
+
+
+class FakeCpuKernels(FakeCounts, CpuKernels):
+    """Kernels of this machine's CPU for fake tensors."""
+
+
+class GpuKernels(FakeCounts):
+    """Kernels that make the planner trace on CPU tensors the operators that a GPU would run.
+
+    Args:
+        compiles: whether torch.compile is used.
+    """
+
+    def is_gpu(self, device: torch.device) -> bool:
+        return True
+
+    def label_softmax(
+        self, logits_CV: Tensor, labels_C: Tensor, valid_C: Tensor, *, z_loss: float, dtype: torch.dtype | None
+    ) -> LabelSoftmax:
+        if not self.compiles or dtype is None or self.vocabulary:
+            vocabulary = self.vocabulary
+            return label_softmax_in_place(
+                logits_CV, labels_C, valid_C, z_loss=z_loss, dtype=dtype, vocabulary=vocabulary
+            )
+        largest_C, sum_C, label_logit_C = torch.ops.titanlite_plan.softmax_sums(logits_CV, labels_C)
+        d_logits_CV = logits_CV if dtype == logits_CV.dtype else torch.empty_like(logits_CV, dtype=dtype)
+        torch.mul(logits_CV, sum_C.unsqueeze(1), out=d_logits_CV)
+        return LabelSoftmax(largest_C, sum_C, label_logit_C, d_logits_CV)
+
+    def divergence(self, device: torch.device) -> Callable[..., ChunkDivergence]:
+        return divergence
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float | None) -> Tensor:
+        """Run one kernel that keeps its input and one number for each vector for backward, as PyTorch does on a GPU.
+
+        In compiled blocks, the compiler generates a kernel of its own.
+        """
+        if torch.compiler.is_compiling():
+            return F.rms_norm(x, weight.shape, weight, eps)
+        return torch.ops.titanlite_plan.rms_norm(x, weight)[0]
+
+    def has_packed_attention(self, device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
+        return self.attention in ("auto", "flash") and dtype == torch.bfloat16 and head_dim % 8 == 0 and head_dim <= 256
+
+    def has_float32_output(self, device: torch.device) -> bool:
+        return True
+
+
+def attention_scratch(func: Any, args: Any) -> int:
+    """Return the bytes that flash attention allocates and frees within backward.
+
+    They are the query's gradient in float32 and, with grouped queries, the gradients of keys and values for each query
+    head. Their sum over a group needs a float32 buffer where offsets in bytes exceed 32 bits. Sources: `mha_bwd` in
+    aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp, `gpu_reduce_kernel` in
+    aten/src/ATen/native/cuda/Reduce.cuh.
+    """
+    if not str(func.overloadpacket).endswith("backward") or args[1].dtype == torch.float32:
+        return 0
+    query, key = args[1:3]
+    groups = query.shape[1] // key.shape[1]
+    each = groups * key.numel() * query.element_size() if groups > 1 else 0
+    return query.numel() * 4 + 2 * each + (key.numel() * 4 if each > MOST_OFFSET else 0)
+
+
+@torch.library.custom_op("titanlite_plan::softmax_sums", mutates_args=())
+def _softmax_sums(logits_CV: Tensor, labels_C: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return tensors of the right shapes, as one kernel that reads the logits."""
+    largest_C, sum_C, label_logit_C = (logits_CV.new_empty(len(labels_C)) for _ in range(3))
+    return largest_C, sum_C, label_logit_C
+
+
+@_softmax_sums.register_fake
+def _(logits_CV: Tensor, labels_C: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    largest_C, sum_C, label_logit_C = (logits_CV.new_empty(len(labels_C)) for _ in range(3))
+    return largest_C, sum_C, label_logit_C
+
+
+@torch.library.custom_op("titanlite_plan::rms_norm", mutates_args=())
+def _fused(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Return tensors of the right shapes; their values do not matter."""
+    return torch.empty_like(x), x.new_empty(x.shape[:-1], dtype=torch.float32)
+
+
+@torch.library.custom_op("titanlite_plan::rms_norm_backward", mutates_args=())
+def _fused_backward(gradient: Tensor, x: Tensor, scale: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(x), torch.empty_like(weight)
+
+
+@_fused.register_fake
+def _(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(x), x.new_empty(x.shape[:-1], dtype=torch.float32)
+
+
+@_fused_backward.register_fake
+def _(gradient: Tensor, x: Tensor, scale: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(x), torch.empty_like(weight)
+
+
+def _save_for_backward(ctx: Any, inputs: tuple[Tensor, Tensor], output: tuple[Tensor, Tensor]) -> None:
+    ctx.save_for_backward(inputs[0], output[1], inputs[1])
+
+
+def _backward(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Tensor, Tensor]:
+    x, scale, weight = ctx.saved_tensors
+    d_x, d_weight = _fused_backward(gradient, x, scale, weight)
+    return d_x, d_weight
+
+
+_fused.register_autograd(_backward, setup_context=_save_for_backward)

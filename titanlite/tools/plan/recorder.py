@@ -1,0 +1,293 @@
+"""Recorder of a step, operator by operator: memory as it is allocated and freed, FLOPs, and collectives.
+
+Each storage has one record: its sizes over time and its category. The category may become known later, as a gradient is
+an output of a reduce-scatter first. Records are therefore added up at the end.
+"""
+
+import weakref
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from titanlite.observer import StepObserver
+from titanlite.tools.plan.gpu_kernels import attention_scratch
+from titanlite.tools.plan.operator_costs import INDEXED, flops_of, moved_bytes
+from titanlite.tools.plan.time import CollectiveName
+from titanlite.runtime.private_torch.autograd import is_in_backward
+from titanlite.runtime.private_torch.tensors import storage_key, wrapped_tensors
+from titanlite.runtime.private_torch.tracing import (
+    FakeTensor,
+    FakeTensorMode,
+    TorchDispatchMode,
+    is_mutating,
+    run_random_operators_plainly,
+    tree_leaves,
+    unboxed_group,
+)
+
+aten = torch.ops.aten
+CATEGORIES: tuple[str, ...] = (
+    *("parameters", "gradients", "optimizer", "activations"),
+    *("logits", "all-gather", "reduce-scatter", "other", "teacher"),
+)
+"""Categories of memory. all-gather: gathered parameters and their buffers. reduce-scatter: gradients of whole
+parameters, until they are reduced, and their buffers. other: gradients of activations, temporary tensors of the
+optimizer, inputs, tables. teacher: its parameters."""
+
+
+@dataclass
+class Storage:
+    """Memory behind one or several tensors."""
+
+    category: str
+    stream: int = 0
+    """Number of the CUDA stream that allocates it; 0 computes."""
+    sizes: list[tuple[int, int]] = field(default_factory=list)
+    """(time, bytes from then on). Time counts operators, changes of sizes and phases."""
+
+
+class Operator(NamedTuple):
+    """One kernel on this rank."""
+
+    time: int
+    phase: int
+    """Place in `Recorder.phases`."""
+    name: str
+    kind: Literal["matmul", "attention", "memory"]
+    flops: int
+    dtype: str
+    reads: tuple[tuple[int, int], ...]
+    """(number of the storage, bytes of the tensor)."""
+    writes: tuple[tuple[int, int], ...]
+    category: str = ""
+    """Category given to new memory; empty in the model's own forward and backward."""
+
+
+class Sent(NamedTuple):
+    """One collective of this rank."""
+
+    phase: int
+    collective: CollectiveName
+    """An all-to-all of even parts of weights or gradients counts as an all-gather, which takes as long."""
+    bytes: int
+    """Size of the whole, unsharded tensor; of an all-to-all, of all that a rank sends."""
+    axis: str
+    """Axis of the mesh, world, or neighbours: a part of a shard group."""
+    ranks: tuple[int, ...]
+    unit: str
+    """FSDP unit whose parameters or gradients are communicated; empty for other collectives."""
+    is_inside: bool = False
+    """True for activations, for which the kernels of a unit wait."""
+
+
+class Recorder(TorchDispatchMode, StepObserver):
+    """Records the operators on fake tensors while it is active, in this thread.
+
+    Args:
+        fakes: the mode whose tensors count. Others have no memory in training: DTensor makes some to learn shapes.
+        gpu: whether the kernels stand for those of a GPU.
+    """
+
+    def __init__(self, fakes: FakeTensorMode, *, gpu: bool = False) -> None:
+        super().__init__()
+        self._gpu = gpu
+        self._fakes = fakes
+        self.time = 0
+        self.storages: list[Storage] = []
+        self.operators: list[Operator] = []
+        self.sent: list[Sent] = []
+        self.phases: list[tuple[int, str]] = [(0, "start")]
+        """(time, name of the phase from then on)."""
+        self._number_of: dict[Hashable, int] = {}
+        self._alive: dict[Hashable, weakref.ref[Any]] = {}
+        self._categories: list[str] = []
+        self._groups: dict[tuple[bool, str], tuple[str, tuple[int, ...]]] = {}
+        self._unit = ""
+        self._streams: dict[torch.cpu.Stream, int] = {torch.cpu.current_stream(): 0}
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Return True: the operators of compiled blocks count, and those of the compiler do not."""
+        return True
+
+    @contextmanager
+    def category(self, name: str) -> Iterator[None]:
+        """Give new memory a category within the context."""
+        self._categories.append(name)
+        try:
+            yield
+        finally:
+            self._categories.pop()
+
+    def during(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the function with `category` around each call."""
+
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            with self.category(name):
+                return function(*args, **kwargs)
+
+        return wrapped
+
+    @contextmanager
+    def collective(self, category: str, unit: str) -> Iterator[None]:
+        before, self._unit = self._unit, unit or self._unit
+        try:
+            with self.category(category):
+                yield
+                self._find_resized()
+        finally:
+            self._unit = before
+
+    def name_group(self, group: dist.ProcessGroup, axis: str, *, inside: bool = False) -> None:
+        """Name the mesh axis of a process group. Axes that span all ranks can share a group.
+
+        Args:
+            inside: activations are communicated over the axis, by functional collectives.
+        """
+        self._groups[inside, group.group_name] = axis, tuple(dist.get_process_group_ranks(group))
+
+    def phase(self, name: str) -> None:
+        if name in ("forward", "backward", "teacher"):
+            return  # the FSDP units have phases of their own
+        self.time += 1
+        self.phases.append((self.time, name))
+
+    def label(self, tensors: Iterable[Tensor], category: str) -> None:
+        """Change the category of the tensors' memory."""
+        for tensor in tensors:
+            for number, _ in self._tensors(tensor):
+                self.storages[number].category = category
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(tensor_cls is not FakeTensor for tensor_cls in types):
+            return NotImplemented  # the operator comes again with the local part of a DTensor, or the wrapped tensors
+        result = func(*args, **(kwargs or {}))
+        self.time += 1
+        inputs = self._tensors((args, kwargs))
+        known = len(self.storages)
+        outputs = self._tensors(result)
+        if func.namespace in ("c10d", "_c10d_functional"):
+            self._collective(func, args, inputs)
+        elif inputs or outputs:
+            self._operator(func, args, kwargs or {}, result, inputs, outputs, known)
+        return result
+
+    def _tensors(self, tree: Any) -> list[tuple[int, Tensor]]:
+        """Return the tensors that count, each with the number of its storage."""
+        found = []
+        for leaf in tree_leaves(tree):
+            for tensor in _plain(leaf) if isinstance(leaf, Tensor) else ():
+                if (number := self._number(tensor)) is not None:
+                    found.append((number, tensor))
+        return found
+
+    def _number(self, tensor: Tensor) -> int | None:
+        """Return the number of a tensor's storage. A new storage gets a record. None: the tensor does not count."""
+        if not isinstance(tensor, FakeTensor) or tensor.fake_mode is not self._fakes:
+            return None
+        storage = tensor.untyped_storage()
+        key = storage_key(storage)
+        if key in self._number_of:
+            self._check_size(storage, self._number_of[key])
+        else:
+            number = len(self.storages)
+            self.storages.append(Storage(self._category_now(), self._stream(), [(self.time, storage.nbytes())]))
+            self._number_of[key] = number
+            self._alive[key] = weakref.ref(storage, lambda _: self._freed(key))
+        return self._number_of[key]
+
+    def _stream(self) -> int:
+        """Return the number of the stream that FSDP works on. Those of CPUs are names only."""
+        return self._streams.setdefault(torch.cpu.current_stream(), len(self._streams))
+
+    def _category_now(self) -> str:
+        if self._categories:
+            return self._categories[-1]
+        # In backward, gradients are enabled only where activation checkpointing recomputes forward.
+        return "other" if is_in_backward() and not torch.is_grad_enabled() else "activations"
+
+    def _find_resized(self) -> None:
+        """Record sizes that changed without an operator. FSDP resizes the storages of gathered parameters."""
+        for key, reference in [*self._alive.items()]:
+            if (storage := reference()) is not None:
+                self._check_size(storage, self._number_of[key])
+
+    def _check_size(self, storage: torch.UntypedStorage, number: int) -> None:
+        size = storage.nbytes()
+        if size != self.storages[number].sizes[-1][1]:
+            self._resized(number, size)
+            if size and self._categories:
+                self.storages[number].category = self._categories[-1]
+
+    def _freed(self, key: Hashable) -> None:
+        del self._alive[key]
+        self._resized(self._number_of.pop(key), 0)
+
+    def _resized(self, number: int, size: int) -> None:
+        self.time += 1
+        self.storages[number].sizes.append((self.time, size))
+
+    def _operator(
+        self, func: Any, args: Any, kwargs: Any, result: Any, inputs: list[Any], outputs: list[Any], known: int
+    ) -> None:
+        is_new = any(number >= known for number, _ in outputs)
+        if not (is_new or is_mutating(func)) or func.__name__.startswith(("empty", "new_empty", "detach")):
+            return  # a view, or new memory without values
+        kind, flops = flops_of(func, args, kwargs, result)
+        operand = inputs[func.overloadpacket is aten.addmm][1] if inputs else outputs[0][1]  # addmm: after the sum
+        dtype = "float8" if "float8" in str(operand.dtype) else str(operand.dtype).removeprefix("torch.")
+        touched = args[2].numel() if func.overloadpacket in INDEXED else None
+        reads = tuple((number, moved_bytes(tensor, touched)) for number, tensor in inputs)
+        writes = tuple((number, moved_bytes(tensor, touched)) for number, tensor in outputs)
+        phase = len(self.phases) - 1
+        category = self._categories[-1] if self._categories else ""
+        self.operators.append(Operator(self.time, phase, str(func), kind, flops, dtype, reads, writes, category))
+        if self._gpu and kind == "attention" and (scratch := attention_scratch(func, args)):
+            self.storages.append(Storage("other", self._stream(), [(self.time, scratch), (self.time + 1, 0)]))
+            self.time += 1
+
+    def _collective(self, func: Any, args: Any, inputs: list[Any]) -> None:
+        collective = COLLECTIVES.get(str(func.overloadpacket))
+        group = next((group for leaf in args if (group := unboxed_group(leaf)) is not None), None)
+        name = group.group_name if group else args[-1]
+        is_inside = group is None and (True, name) in self._groups
+        if collective is None or not (is_inside or group or (False, name) in self._groups):
+            return
+        if self._unit and str(func.overloadpacket) == "c10d.alltoall_base_":
+            collective = "reduce_scatter"  # on gloo; those of optimizers are in no unit
+        if group and (False, name) not in self._groups:
+            self.name_group(group, "neighbours")
+        axis, ranks = self._groups[is_inside, name]
+        size = max((tensor.numel() * tensor.element_size() for _, tensor in inputs), default=0)
+        if is_inside and collective == "all_gather":  # others have the whole tensor among their inputs
+            size *= len(ranks)
+        self.sent.append(Sent(len(self.phases) - 1, collective, size, axis, ranks, self._unit, is_inside))
+
+
+COLLECTIVES: dict[str, CollectiveName] = {
+    "c10d._allgather_base_": "all_gather",
+    "c10d._reduce_scatter_base_": "reduce_scatter",
+    "c10d.allreduce_": "all_reduce",
+    "c10d.alltoall_base_": "all_gather",
+    "_c10d_functional.all_gather_into_tensor": "all_gather",
+    "_c10d_functional.all_reduce": "all_reduce",
+    "_c10d_functional.reduce_scatter_tensor": "reduce_scatter",
+    "_c10d_functional.all_to_all_single": "all_to_all",
+}
+
+
+def _plain(tensor: Tensor) -> Iterator[Tensor]:
+    """Yield the plain tensors that a tensor consists of: for a DTensor, this rank's part."""
+    inner = wrapped_tensors(tensor)
+    if not inner:
+        yield tensor
+    for part in inner.values():
+        yield from _plain(part)
+
+
+run_random_operators_plainly(Recorder)

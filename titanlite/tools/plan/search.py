@@ -1,0 +1,307 @@
+"""Search for the best layout of a config: traced on fake tensors, ranked by predicted tokens a second.
+
+Only a few steps are traced: each recompute mode, in float8 or not, with one and with two sequences in a forward pass.
+Memory and time grow linearly with further sequences. Another layout changes the collectives and the share of the states
+that a rank holds, and both are known exactly. The best candidates are then planned in full, and those that do not fit
+are dropped.
+"""
+
+import multiprocessing
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from dataclasses import replace
+from functools import partial
+from itertools import product
+from typing import Any
+
+import torch
+
+from titanlite.config.schema import Config, Degrees
+from titanlite.techniques.float8 import choose_layers
+from titanlite.tools.plan import teacher as teachers
+from titanlite.tools.plan.candidates import (
+    MODES,
+    Candidate,
+    Found,
+    Options,
+    is_no_better,
+    needs_host,
+    slower,
+    too_large,
+    with_options,
+)
+from titanlite.tools.plan.estimate import ON_HOST, Layout, Plan, Trace, estimate, model_of, trace
+from titanlite.tools.plan.layouts import (
+    CONTEXT,
+    EXPERT,
+    TENSOR,
+    all_degrees,
+    can_have,
+    can_share_experts,
+    further_axes,
+    grow,
+    lay_out,
+    reductions,
+)
+from titanlite.tools.plan.schedule import step_time
+from titanlite.tools.plan.teacher import is_teacher
+from titanlite.tools.plan.time import offload_time
+from titanlite.runtime.cpu import cores
+from titanlite.runtime.errors import UserError
+
+RESHARD, TEACHER = ("default", "never"), ("always", "never")
+"""Values of `parallelism.` and `teacher.fsdp_reshard_after_forward`; the first needs least memory."""
+LARGEST_BATCH = 16
+"""Most sequences in a forward pass that are tried."""
+GIB = 2**30
+
+Sharding = tuple[Degrees, str, str | None]
+"""Degrees, and when gathered parameters of the model and of the teacher are freed."""
+Traces = dict[tuple[str, bool, int], Trace]
+"""Traces of full sharding, by (recompute mode, float8, local batch size)."""
+
+
+def search(config: Config, layout: Layout, *, count: int = 5) -> Found:
+    """Search all layouts for the fastest ones that fit.
+
+    Args:
+        config: the search sets its layout, recomputation, local batch size, float8 and offload.
+        count: number of best candidates, and of runners-up.
+
+    Raises:
+        UserError: nothing fits, or the global batch cannot be split over the processes.
+    """
+    with ProcessPoolExecutor(cores(), multiprocessing.get_context("spawn"), _begin) as pool:
+        return best_axes(config, layout, partial(_search, pool=pool, count=count))
+
+
+def best_axes(config: Config, layout: Layout, find: Callable[[Config, Layout], Found]) -> Found:
+    """Return the fastest result of the config's own axes, and of experts on the ranks of a node.
+
+    If these need offload or do not fit, take the fewest ranks for a sequence, or else for a layer, that need none.
+
+    Raises:
+        UserError: that of the config's own axes.
+    """
+    parallelism = config.parallelism
+    found: Found | None = None
+    failure: UserError | None = None
+    fits = False
+    axes = further_axes(
+        parallelism, layout.world_size, seq_len=config.training.seq_len, gpus_per_node=layout.gpus_per_node
+    )
+    for options in [{}, *(options for options in axes if can_have(config, options, layout.world_size))]:
+        if fits and not {CONTEXT, TENSOR}.isdisjoint(options):
+            break
+        try:
+            further = find(with_options(config, options), layout)
+        except UserError as error:
+            failure = failure or error
+            continue
+        fits = fits or not further.best[0][0].offload
+        tried = further.tried + (found.tried if found else 0)
+        if found is None or further.best[0][1].tokens_per_second > found.best[0][1].tokens_per_second:
+            found = further
+        found = replace(found, tried=tried)
+    if found is None:
+        assert failure
+        raise failure
+    return found
+
+
+def _search(config: Config, layout: Layout, *, pool: ProcessPoolExecutor, count: int) -> Found:
+    """Search with the config's degrees of further axes."""
+    parallelism = config.parallelism
+    readers = layout.world_size // (parallelism.context_parallel_degree * parallelism.tensor_parallel_degree)
+    share, rest = divmod(config.training.global_batch_size, readers)
+    if rest or not share:
+        raise UserError(
+            f"training.global_batch_size: {config.training.global_batch_size} sequences cannot be split over "
+            f"{readers} processes: name a multiple with --global-batch-size"
+        )
+    return _Search(config, layout, pool, share).run(count)
+
+
+def _has_layers_for_float8(config: Config) -> bool:
+    return config.lora.rank is None and bool(choose_layers(model_of(config).build(), config.quantize.linear.float8)[0])
+
+
+def _begin() -> None:
+    torch.set_num_threads(1)
+
+
+class _Search:
+    def __init__(self, config: Config, layout: Layout, pool: ProcessPoolExecutor, share: int) -> None:
+        self.config = config
+        self.layout = layout
+        self.pool = pool
+        self.share = share
+        parallelism = config.parallelism
+        world, tensor = layout.world_size, parallelism.tensor_parallel_degree
+        every = all_degrees(world, parallelism.context_parallel_degree, tensor)
+        self.degrees = [it for it in every if can_share_experts(config, it.sharded)]
+        self.full = self.degrees[-1].sharded
+        """Ranks that share parameters in the layout that is traced, from which the others are derived."""
+        self.experts = parallelism.expert_parallel_degree
+        self.reduce_once = config.parallelism.fsdp_reduce_gradients == "last"
+        self.batches = [size for size in range(1, min(share, LARGEST_BATCH) + 1) if share % size == 0]
+        can_float8 = config.compile.enable and layout.hardware.fp8_flops is not None and _has_layers_for_float8(config)
+        can_float8 = can_float8 and tensor == 1
+        self.policies = TEACHER if config.teacher.is_live else (None,)
+        self.float8 = [False, True] if can_float8 else [False]
+
+    def run(self, count: int) -> Found:
+        traces = self._trace_all()
+        candidates = [self._expect(it, traces) for it in self._candidates(offload=False)]
+        room = self.layout.usable
+        if not any(it.reserved <= room for it in candidates):
+            candidates += [self._expect(it, traces) for it in self._candidates(offload=True)]
+        candidates.sort(key=lambda it: (-it.tokens_per_second, it.reserved))
+        found = self._confirm(candidates, room, count)
+        if not found.best:
+            raise UserError(self._nothing_fits(candidates, room))
+        return found
+
+    def _nothing_fits(self, candidates: Sequence[Candidate], room: float) -> str:
+        hardware = self.layout.hardware
+        least = min((it for it in candidates if not it.offload), key=lambda it: it.reserved)
+        hosts = [it.host_of_node for it in candidates if it.offload and it.reserved <= room]
+        offload = (
+            f"; CPU offload {needs_host(min(hosts))}, which has {hardware.node_memory / GIB:,.0f}" if hosts else ""
+        )
+        return (
+            f"nothing fits: the least is {least.reserved / GIB:.1f} GiB ({least.title}), and a {hardware.name} has "
+            f"{room / GIB:.1f} GiB for it{offload}. Use more GPUs, or a shorter training.seq_len"
+        )
+
+    def _trace_all(self) -> Traces:
+        keys = list(product(MODES, self.float8, self.batches[:2]))
+        futures = {}
+        for mode, float8, batch in keys:
+            sharding = self.degrees[-1], RESHARD[0], self.policies[0]
+            options = self._options(mode, float8, batch, sharding, offload=False)
+            futures[mode, float8, batch] = self._submit(with_options(self.config, options))
+        return {key: future.result() for key, future in futures.items()}
+
+    def _options(self, mode: str, float8: bool, batch: int, sharding: Sharding, *, offload: bool) -> Options:
+        degrees, reshard, teacher = sharding
+        return {
+            **({"teacher.fsdp_reshard_after_forward": teacher} if teacher else {}),
+            "parallelism.data_parallel_replicate_degree": degrees.replicate,
+            "parallelism.data_parallel_shard_degree": degrees.shard,
+            CONTEXT: degrees.context,
+            **({EXPERT: self.experts} if self.experts > 1 else {}),
+            **({TENSOR: degrees.tensor} if degrees.tensor > 1 else {}),
+            "parallelism.fsdp_reshard_after_forward": reshard,
+            "activation_checkpoint.mode": mode,
+            "activation_checkpoint.selective_ac_option": "op",
+            "activation_checkpoint.per_block": [],
+            "training.local_batch_size": batch,
+            "training.enable_cpu_offload": offload,
+            "quantize.linear.float8.enable": float8,
+        }
+
+    def _candidates(self, *, offload: bool) -> Iterator[Candidate]:
+        for degrees, mode, float8, batch in product(self.degrees, MODES, self.float8, self.batches):
+            several = degrees.sharded > 1
+            for reshard, teacher in product(RESHARD if several else RESHARD[:1], self.policies[: 1 + several]):
+                options = self._options(mode, float8, batch, (degrees, reshard, teacher), offload=offload)
+                yield Candidate(options, mode, batch, float8, offload, degrees, reshard, teacher)
+
+    def _expect(self, it: Candidate, traces: Traces) -> Candidate:
+        """Return the candidate with its expected memory and time."""
+        one = traces[it.mode, it.float8, self.batches[0]]
+        two = traces[it.mode, it.float8, self.batches[:2][-1]]
+        world, hardware, per_node = self.layout.world_size, self.layout.hardware, self.layout.gpus_per_node
+        full = self.full
+        further = (it.batch - self.batches[0]) / max(1, self.batches[:2][-1] - self.batches[0])
+        without, grown = (
+            trace.profile.reserved - self._held_gradients(trace, batch)
+            for trace, batch in ((one, self.batches[0]), (two, self.batches[:2][-1]))
+        )
+        reserved = without + further * (grown - without) + self._held_gradients(one, it.batch)
+        states = sum(one.profile.most(category) for category in ON_HOST)
+        host = states * full / it.degrees.sharded if it.offload else 0.0
+        gathered = sum(it.bytes for unit in one.workload.units for it in unit.gather if not is_teacher(unit))
+        reserved += teachers.kept_bytes(one.profile, one.workload, it.teacher, shard=it.degrees.sharded, world=full)
+        reserved += -states if it.offload else states * (full / it.degrees.sharded - 1)
+        if world > 1 and (it.reshard == "never" or it.degrees.sharded == 1):
+            reserved += gathered
+        units = [
+            lay_out(
+                grow(of_one, of_two, further, hardware),
+                it.degrees,
+                full=full,
+                reshard=it.reshard,
+                reduce_once=self.reduce_once,
+                gpus_per_node=per_node,
+                stays_gathered=it.teacher == "never" and is_teacher(of_one),
+            )
+            for of_one, of_two in zip(one.workload.units, two.workload.units, strict=True)
+        ]
+        update = [kernel._replace(bytes=kernel.bytes * full // it.degrees.sharded) for kernel in one.workload.update]
+        time = step_time(
+            units,
+            update=update,
+            hardware=hardware,
+            gpus_per_node=per_node,
+            accumulation=self.share // it.batch,
+            whole=one.workload.whole,
+        )
+        total = time.total
+        if it.offload:
+            parameters = one.profile.most("parameters") * full // it.degrees.sharded
+            total += offload_time(parameters, host, accumulation=self.share // it.batch)
+        tokens = self.config.training.global_batch_size * self.config.training.seq_len
+        return replace(
+            it,
+            tokens_per_second=tokens / total,
+            reserved=reserved,
+            host_of_node=host * min(world, per_node),
+            exposed=time.exposed,
+        )
+
+    def _held_gradients(self, traced: Trace, batch: int) -> int:
+        """Bytes of whole gradients that a rank holds from one micro-batch to the next."""
+        if not self.reduce_once or batch == self.share:
+            return 0
+        return sum(it.bytes for unit in traced.workload.units for it in reductions(unit))
+
+    def _confirm(self, candidates: Sequence[Candidate], room: float, count: int) -> Found:
+        """Plan the best candidates in full."""
+        best: list[tuple[Candidate, Plan]] = []
+        losers: dict[tuple[Any, ...], tuple[Candidate, str]] = {}
+        rest = deque(candidates)
+        while rest and len(best) < count:
+            chosen: list[Candidate] = []
+            while rest and len(best) + len(chosen) < count:
+                it = rest.popleft()
+                if it.reserved > 1.05 * room:
+                    losers.setdefault(it.kernels, (it, too_large(it.reserved)))
+                elif it.host_of_node > self.layout.hardware.node_memory:
+                    losers.setdefault(it.kernels, (it, needs_host(it.host_of_node)))
+                elif not any(is_no_better(it, other) for other in (*(one for one, _ in best), *chosen)):
+                    chosen.append(it)
+            for it, plan in zip(chosen, self._plan(chosen), strict=True):
+                if plan.fits:
+                    best.append((it, plan))
+                else:
+                    losers.setdefault(
+                        it.kernels,
+                        (it, too_large(plan.reserved) if plan.reserved > room else needs_host(plan.host_of_node)),
+                    )
+        best.sort(key=lambda pair: -pair[1].tokens_per_second)
+        for it in rest:
+            if it.reserved <= room and len(losers) < 2 * count and best:
+                losers.setdefault(it.kernels, (it, slower(it, best[0][0])))
+        return Found(best, list(losers.values())[:count], len(candidates))
+
+    def _plan(self, chosen: Sequence[Candidate]) -> list[Plan]:
+        """Plan the candidates side by side, each from a trace of the whole model."""
+        configs = [with_options(self.config, it.options) for it in chosen]
+        futures = [self._submit(config, whole=True) for config in configs]
+        return [estimate(it.result(), config, self.layout) for it, config in zip(futures, configs, strict=True)]
+
+    def _submit(self, config: Config, *, whole: bool = False) -> Future[Trace]:
+        return self.pool.submit(trace, config, self.layout, whole=whole)

@@ -1,0 +1,183 @@
+"""What `titanlite check` tries beyond the config itself: the data is opened, and one step runs on fake tensors."""
+
+import logging
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import titanlite
+from titanlite.config.data_schema import Data, Validation
+from titanlite.config.schema import Config
+from titanlite.ops import pick_kernels
+from titanlite.data.custom import PREFIX
+from titanlite.data.prepared import prepared_tokens
+from titanlite.data.samples import Samples, Source
+from titanlite.data.sources import open_sources, store_of
+from titanlite.loss import build_loss
+from titanlite.checks.model import SMALL_LENGTH, small_model
+from titanlite.models.base import Model
+from titanlite.models.registry import ModelSpec
+from titanlite.tools.plan.depth import can_vary, period_of
+from titanlite.tools.plan.teacher import few_blocks
+from titanlite.tools.plan.trace import trace_step
+from titanlite.checks.preflight import ResolvedConfig
+from titanlite.runtime.errors import UserError
+from titanlite.runtime.private_torch.tracing import ValueNeeded
+from titanlite.runtime.process_group import Ranks
+
+MOST_CHARACTERS = 300
+"""Length of the message of an error of code of the user's own."""
+NEEDS_REAL_TENSORS = ("fake", "subclass", "data pointer")
+"""Words of errors of code that may be right on real tensors, such as `numpy()` and operators of the user's own."""
+
+
+def rehearse(config: Config, resolved: ResolvedConfig, ranks: Ranks, device: torch.device) -> Iterator[str]:
+    """Yield what was found right, as parts of a line.
+
+    Raises:
+        UserError: the data cannot be read, or one step fails.
+    """
+    data = _try_data(config, resolved)
+    yield _try_step(config, resolved, ranks, device)
+    yield data
+    if config.model.file and resolved.model.model_cls.formats.hugging_face is None:
+        yield "export to Hugging Face would need `formats` in the model (docs/add_a_model.md)"
+
+
+# Data
+
+
+def _try_data(config: Config, resolved: ResolvedConfig) -> str:
+    """Open local tokens and sequences of the user's own, and read their first and last sequence.
+
+    Of text only the names are checked, and tokens at a URL are not copied.
+    """
+    seq_len, opened, others = config.training.seq_len, 0, 0
+    for section in (config.data, config.validation):
+        local = [it for it in section.all_sources() if _is_at_hand(it.path)]
+        others += len(section.all_sources()) - len(local)
+        sources = _open(section, local, config, resolved)
+        for source in sources:
+            for index in sorted({0, len(source.sequences) - 1}):
+                source.sequences.read(index)
+        if isinstance(section, Data) and sources:
+            Samples(sources, seed=config.debug.seed)
+            opened = sum(_tokens(source, seq_len) for source in sources)
+    unread = "text and URLs are not read here" if others else ""
+    return ", ".join(part for part in (f"{opened:,} tokens opened" if opened else "", unread) if part)
+
+
+def _is_at_hand(path: str | list[str]) -> bool:
+    paths = [path] if isinstance(path, str) else path
+    if len(paths) == 1 and paths[0].startswith(PREFIX):
+        return True
+    place = prepared_tokens(paths)
+    return place is not None and "://" not in place
+
+
+def _open(section: Data | Validation, local: list[Any], config: Config, resolved: ResolvedConfig) -> list[Source]:
+    if not local:
+        return []
+    return open_sources(
+        section.model_copy(update={"sources": local}),
+        config.data.model_copy(update={"packing": "stream"}),  # a plan of packing takes long, and would be written
+        tokenizer=resolved.tokenizer,
+        seq_len=config.training.seq_len,
+        cache_folder=Path(config.job.dump_folder),
+    )
+
+
+def _tokens(source: Source, seq_len: int) -> int:
+    store = store_of(source)
+    return len(source.sequences) * seq_len if store is None else len(store)
+
+
+# One step
+
+
+def _try_step(config: Config, resolved: ResolvedConfig, ranks: Ranks, device: torch.device) -> str:
+    """Trace one step of one micro-batch of one sequence. Compiled blocks run as they are."""
+    degree = config.parallelism.degrees(ranks.world_size).data_parallel
+    training = config.training.model_copy(update={"local_batch_size": 1, "global_batch_size": degree})
+    compiler = config.compile.model_copy(update={"enable": False})
+    small = config.model_copy(update={"training": training, "compile": compiler})
+    spec = _few_blocks(config, resolved.model)
+    trace = partial(trace_step, small, spec.model_cls, spec.args, world_size=ranks.world_size)
+    teacher = few_blocks(resolved.teacher.spec)[0] if resolved.teacher else None
+    what = f"one step of {ranks.world_size} processes" if ranks.world_size > 1 else "one step"
+    try:
+        with _quiet():
+            trace(gpu=device.type == "cuda", teacher=teacher)
+    except UserError as error:
+        if not isinstance(error.__cause__, ValueNeeded):
+            raise
+        return str(error)
+    except (Exception, SystemExit) as error:  # code of the user's own may raise anything
+        reason = _describe(error)
+        if not _has_own_code(config):
+            return f"{what} could not be traced ({reason})"
+        if not any(word in reason.lower() for word in NEEDS_REAL_TENSORS) or not _runs(small, spec):
+            key = "model.file" if config.model.file else "training.loss" if config.training.loss else "optimizer.name"
+            raise UserError(f"{key}: one step fails: {reason.replace('FakeTensor', 'Tensor')}") from error
+        return f"{what} could not be traced ({reason}), and ran at a small size"
+    return f"{what} was traced"
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Log nothing within the context: PyTorch logs what it raises."""
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logging.disable(before)
+
+
+def _few_blocks(config: Config, spec: ModelSpec) -> ModelSpec:
+    """Return a built-in model with few blocks if all are alike. Each block of a user's own model is tried."""
+    args: Any = spec.args
+    few = 2 * period_of(config)
+    whole = config.model.file is not None or config.activation_checkpoint.mode == "per_block"
+    if whole or len(spec.build().layers) <= few or not can_vary(spec, config, few):
+        return spec
+    return spec._replace(args=replace(args, n_layers=few))
+
+
+def _has_own_code(config: Config) -> bool:
+    optimizers = [config.optimizer.name, *(group.name or "" for group in config.optimizer.groups)]
+    return bool(config.model.file or config.training.loss or any("." in it or ":" in it for it in optimizers))
+
+
+def _runs(config: Config, spec: ModelSpec) -> bool:
+    """Return whether forward and backward run on the CPU with values: some code cannot be traced, and is right."""
+    model = small_model(spec)
+    if model is None or config.teacher.is_set:
+        return False
+    try:
+        _forward_backward(config, model, min(SMALL_LENGTH, spec.args.max_seq_len))
+    except (Exception, SystemExit):
+        return False
+    return True
+
+
+def _forward_backward(config: Config, model: Model, length: int) -> None:
+    tokens = torch.arange(length)[None] % 2
+    kernels = pick_kernels(torch.device("cpu"), compiles=False, attention_backend="auto")
+    loss = build_loss(config.training, kernels)
+    model(tokens, loss=partial(loss, labels_BL=tokens)).total.backward()
+
+
+def _describe(error: BaseException) -> str:
+    """Return an error on one line, with the innermost line that is neither PyTorch's nor titanlite's."""
+    words = " ".join(f"{type(error).__name__}: {error}".split())
+    words = words if len(words) <= MOST_CHARACTERS else f"{words[:MOST_CHARACTERS]}..."
+    ours = tuple(f"{Path(str(package.__file__)).parent}/" for package in (torch, titanlite))
+    frames = [it for it in traceback.extract_tb(error.__traceback__) if not it.filename.startswith((*ours, "<"))]
+    return f"{Path(frames[-1].filename).name}:{frames[-1].lineno}: {words}" if frames else words

@@ -1,0 +1,311 @@
+"""A step trace: one real step on fake tensors. The model, the techniques, the optimizer and the step are those of
+training; ranks, memory and values do not exist."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from titanlite.batch import Batch
+from titanlite.build_model import parallelize_student, parallelize_teacher
+from titanlite.config.schema import Config
+from titanlite.techniques.distill.divergence import cached_output
+from titanlite.ops.kernels import Kernels
+from titanlite.loss import build_loss
+from titanlite.models.base import Model, ModelArgs, build_on_meta, unique_parameters
+from titanlite.models.registry import ModelSpec
+from titanlite.optim import build_optimizer, check_optimizer
+from titanlite.techniques.in_backward import InBackward
+from titanlite.parallelize import build_mesh
+from titanlite.techniques.context import split_batch
+from titanlite.techniques.float8 import weight_scaler
+from titanlite.parallelize.fsdp import fsdp_units
+from titanlite.parallelize.materialize import allocate
+from titanlite.mesh import ACTIVATION_AXES, axis_groups, data_parallel_rank, loss_group, world_group
+from titanlite.techniques.tensor import split_vocabulary
+from titanlite.tools.plan.fake_ranks import fake_ranks
+from titanlite.tools.plan.gpu_kernels import FakeCpuKernels, GpuKernels
+from titanlite.tools.plan.recorder import Recorder
+from titanlite.tools.plan.teacher import PREFIX, CacheSize, cache_size
+from titanlite.runtime.errors import ConfigError, UserError
+from titanlite.runtime.private_torch.fsdp import observe_fsdp
+from titanlite.runtime.private_torch.operators import fused_adamw_
+from titanlite.runtime.private_torch.tracing import FakeTensorMode, without_fake_tensors
+from titanlite.step import train_step
+from titanlite.techniques.distill.teacher import Teacher
+from titanlite.techniques.distill.source import teacher_model
+
+BACKEND = "aot_eager_decomp_partition"
+"""Backend of torch.compile in a trace."""
+MICRO_BATCHES = 2
+"""Number of traced micro-batches: the second adds to gradients of the first, and further ones are like the second."""
+
+
+@dataclass(frozen=True)
+class StepTrace:
+    """Record of a step on rank 0, which has the largest shards."""
+
+    recorder: Recorder
+    blocks: int
+    micro_batches: int
+    """Number of traced micro-batches."""
+
+
+def trace_step(
+    config: Config,
+    model_cls: type[Model],
+    args: ModelArgs,
+    *,
+    world_size: int,
+    gpu: bool,
+    steps: int = 1,
+    teacher: ModelSpec | None = None,
+) -> StepTrace:
+    """Trace a step whose optimizer has its states already.
+
+    Args:
+        gpu: whether the kernels are those of an NVIDIA GPU, or those of this machine's CPU.
+        steps: number of recorded steps; all are alike.
+        teacher: model of the teacher, if the config has one.
+
+    Raises:
+        UserError: the model, the loss or the optimizer needs values, which fake tensors lack.
+    """
+    _, accumulation = config.training.batch_split(config.parallelism.degrees(world_size).data_parallel)
+    if config.optimizer.in_backward and accumulation > 1:
+        raise UserError("optimizer.in_backward: updates after each forward pass, and this would have several in a step")
+    attention = config.training.attention_backend
+    kernels = GpuKernels(compiles=config.compile.enable, attention=attention) if gpu else FakeCpuKernels()
+    with fake_ranks(world_size), _fresh_compiler(config):
+        model, mesh = parallelized(config, model_cls, args, world_size=world_size, kernels=kernels)
+        guide = traced_teacher(config, teacher, mesh=mesh, kernels=kernels) if teacher else None
+        cache = cache_size(config.teacher, vocab_size=args.vocab_size)
+        recorder = _record(config, model, mesh, kernels, steps, guide, cache)
+    micro_batches = min(MICRO_BATCHES, accumulation)
+    return StepTrace(recorder, len(model.layers), micro_batches)
+
+
+def parallelized(
+    config: Config,
+    model_cls: type[Model],
+    args: ModelArgs,
+    *,
+    world_size: int,
+    kernels: Kernels,
+) -> tuple[Model, DeviceMesh]:
+    """Return the parallelized model, with its tensors still on the meta device, and its mesh of CPUs.
+
+    A compiled block is traced and partitioned as the default compiler does it, and its parts run operator by operator.
+    It keeps for backward what a compiled block keeps; its temporary memory is larger.
+    """
+    model = build_on_meta(model_cls, args)
+    mesh = build_mesh(config.parallelism, world_size=world_size, device_type="cpu")
+    parallelize_student(model, config, mesh=mesh, kernels=kernels, compile_backend=BACKEND)
+    return model, mesh
+
+
+def traced_teacher(config: Config, spec: ModelSpec, *, mesh: DeviceMesh, kernels: Kernels) -> Teacher:
+    """Return the parallelized teacher, with its tensors still on the meta device."""
+    model = teacher_model(spec, seq_len=config.training.seq_len)
+    parallelize_teacher(
+        model,
+        config.teacher,
+        mesh=mesh,
+        kernels=kernels,
+        parallelism=config.parallelism,
+        training=config.training,
+        compile=config.compile,
+        compile_backend=BACKEND,
+    )
+    keeps_gathered = config.teacher.fsdp_reshard_after_forward == "never"
+    return Teacher(model.eval(), keeps_gathered=keeps_gathered, flops_per_token=(0.0, 0.0))
+
+
+def _record(
+    config: Config,
+    model: Model,
+    mesh: DeviceMesh,
+    kernels: Kernels,
+    steps: int,
+    teacher: Teacher | None,
+    cache: CacheSize | None,
+) -> Recorder:
+    tokens = loss_group(mesh)  # its ranks are values, which a fake tensor lacks
+    with FakeTensorMode(allow_non_fake_inputs=True) as fakes:
+        recorder = Recorder(fakes, gpu=isinstance(kernels, GpuKernels))
+        recorder.name_group(world_group(mesh), "world")
+        for axis, group in (_groups_of_parameters(model) | axis_groups(mesh)).items():
+            recorder.name_group(group, axis, inside=axis in ACTIVATION_AXES)
+        observe_fsdp(model, recorder)
+        phases = ExitStack()
+        if teacher:
+            observe_fsdp(teacher.model, recorder, prefix=PREFIX)
+            phases.enter_context(_forward_phases(teacher.model, recorder, prefix=PREFIX))
+        with recorder, _forward_phases(model, recorder), phases:
+            with recorder.category("other"):
+                allocate(model, torch.device("cpu"), torch.device("cpu"))
+                if teacher:
+                    allocate(teacher.model, torch.device("cpu"), torch.device("cpu"))
+            recorder.label((p for _, p in unique_parameters(model)), "parameters")
+            if teacher:
+                recorder.label((p for _, p in unique_parameters(teacher.model)), "teacher")
+            optimizer: Any = _TracedOptimizer(fake_optimizer(config, model, kernels), recorder)
+            with recorder.category("other"):
+                fill_states(optimizer, one_by_one=config.optimizer.in_backward)
+                batches = [split_batch(it, mesh) for it in _batches(config, data_parallel_rank(mesh)[1], cache)]
+            states = (value for state in optimizer.state.values() for value in state.values())
+            recorder.label((value for value in states if isinstance(value, Tensor)), "optimizer")
+            in_backward = _updates_in_backward(model, optimizer, recorder) if config.optimizer.in_backward else None
+            scale_weights = recorder.during("other", weight_scaler(model, config.quantize.linear.float8))
+            if teacher and config.teacher.fsdp_reshard_after_forward == "never":
+                teacher(batches[0])  # gathers all that later steps find gathered
+                recorder.sent.clear()
+            teacher_output = cached_output if cache else teacher
+            loss_kernels = split_vocabulary(kernels, mesh)
+            loss = build_loss(config.training, loss_kernels, config.distill if teacher_output else None)
+            for _ in range(steps):
+                recorder.phase("step")
+                scale_weights()  # training does this after the update before
+                train_step(
+                    model,
+                    batches,
+                    optimizer=optimizer,
+                    group=tokens,
+                    world=world_group(mesh),
+                    max_norm=config.training.max_norm,
+                    loss_function=recorder.during("logits", loss),
+                    teacher=teacher_output,
+                    in_backward=in_backward,
+                    reduce_once=config.parallelism.fsdp_reduce_gradients == "last",
+                    observer=recorder,
+                )
+            recorder.phase("end")
+    return recorder
+
+
+def _groups_of_parameters(model: Model) -> dict[str, dist.ProcessGroup]:
+    """Return the process groups of the axes that parameters know, by name. Those of experts are no axes of the mesh."""
+    meshes = {it.device_mesh for it in model.parameters() if isinstance(it, DTensor)}
+    return {axis: it.get_group(axis) for it in meshes for axis in it.mesh_dim_names or ()}
+
+
+def fake_optimizer(config: Config, model: Model, kernels: Kernels) -> torch.optim.Optimizer:
+    """Return the optimizer of a model whose parameters are fake tensors.
+
+    Raises:
+        ConfigError: its options are wrong.
+    """
+    on_gpu = isinstance(kernels, GpuKernels) and not config.training.enable_cpu_offload
+    with without_fake_tensors():  # some optimizers read their part of a mesh, which is not fake
+        if problems := check_optimizer(config.optimizer, None, dtype=config.training.dtype):  # may allocate, once
+            raise ConfigError(problems)
+        return build_optimizer(
+            model, config.optimizer, seed=0, pick_kernel=lambda _: _update_as_one if on_gpu else None
+        )
+
+
+def _update_as_one(
+    weight: Tensor, gradient: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, *, corrections: Tensor, **values: Any
+) -> None:
+    """Stand for the Triton kernel of `SlicedAdamW`: one kernel that reads and writes the same tensors."""
+    fused_adamw_(
+        weight, gradient, exp_avg, exp_avg_sq, step=corrections[0, 0], found_inf=None, lr=values["lr"],
+        betas=values["betas"], eps=values["eps"], weight_decay=values["weight_decay"],
+    )  # fmt: skip
+
+
+class _TracedOptimizer:
+    """Optimizer that makes every step, without a compiler. Fake tensors have no values to decide a skip by."""
+
+    _step_supports_amp_scaling = True  # accepts `found_inf`, and ignores it
+
+    def __init__(self, optimizer: torch.optim.Optimizer, recorder: Recorder) -> None:
+        self._optimizer = optimizer
+        self._recorder = recorder
+        self.param_groups = optimizer.param_groups
+        self.state = optimizer.state
+
+    @torch.compiler.set_stance("force_eager")
+    def step(self) -> None:
+        with self._recorder.category("other"):
+            self._optimizer.step()
+
+    def zero_grad(self) -> None:
+        self._optimizer.zero_grad()
+
+
+def _updates_in_backward(model: Model, optimizer: torch.optim.Optimizer, recorder: Recorder) -> InBackward:
+    """Label each gradient before its update frees it, which is before FSDP's reduction returns."""
+
+    def label(parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        recorder.label([parameter.grad], "gradients")
+
+    for _, parameter in unique_parameters(model):
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(label)
+    return InBackward(model, optimizer)
+
+
+@contextmanager
+def _fresh_compiler(config: Config) -> Iterator[None]:
+    """Forget compiled code before and after a trace of compiled blocks."""
+    if config.compile.enable:
+        torch.compiler.reset()
+    yield
+    if config.compile.enable:
+        torch.compiler.reset()
+
+
+def fill_states(optimizer: torch.optim.Optimizer, *, one_by_one: bool) -> None:
+    """Make one step of the optimizer on zeros, so that its states exist, as after a step of training."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for together in [[parameter] for parameter in parameters] if one_by_one else [parameters]:
+        for parameter in together:
+            parameter.grad = torch.zeros_like(parameter)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def _batches(config: Config, ranks: int, cache: CacheSize | None) -> list[Batch]:
+    size, accumulation = config.training.batch_split(ranks)
+    seq_len = config.training.seq_len
+    batches = []
+    for _ in range(min(MICRO_BATCHES, accumulation)):
+        tokens = torch.zeros(size, seq_len, dtype=torch.int64)
+        batch = {"tokens": tokens, "labels": torch.zeros_like(tokens)}
+        if config.data.document_mask:
+            batch["positions"] = torch.zeros_like(tokens)
+            batch["documents"] = torch.zeros_like(tokens, dtype=torch.int32)
+            batch["boundaries"] = torch.zeros(size + 1, dtype=torch.int32)
+        if cache:
+            batch["teacher_ids"] = torch.zeros(size, seq_len, cache.top_k, dtype=torch.int32)
+            batch["teacher_log_probs"] = torch.zeros(size, seq_len, cache.top_k, dtype=getattr(torch, cache.dtype))
+            batch["teacher_log_tail"] = torch.zeros(size, seq_len)
+        batches.append(batch)
+    return batches
+
+
+@contextmanager
+def _forward_phases(model: Model, recorder: Recorder, *, prefix: str = "") -> Iterator[None]:
+    """Begin a phase with the forward pass of each FSDP unit.
+
+    Args:
+        prefix: of the units' names.
+    """
+    names = {module: name for name, module in model.named_modules()}
+
+    def begin_forward(module: nn.Module, _: Any) -> None:
+        recorder.phase(f"forward {prefix}{names[module]}")
+
+    hook: Any = torch.compiler.disable(begin_forward)  # else it would be recompiled for each phase
+    with ExitStack() as stack:
+        for unit in fsdp_units(model):
+            stack.callback(unit[0].register_forward_pre_hook(hook, prepend=True).remove)
+        yield

@@ -1,0 +1,206 @@
+"""`titanlite report`: one HTML page about runs that needs no network, or the same page served while a run trains."""
+
+import html
+import json
+import math
+from collections.abc import Sequence
+from contextlib import suppress
+from functools import partial
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from importlib.util import find_spec
+from pathlib import Path
+from string import Template
+from typing import Any
+
+from titanlite.tools.report.charts import report_of
+from titanlite.tools.report.run_records import RunRecords, read_run, smoothed
+from titanlite.runtime.console import install_hint
+from titanlite.runtime.errors import UserError
+from titanlite.runtime.files import write_atomically
+
+TEMPLATE = Path(__file__).with_name("page.html")
+WATCH_SECONDS = 5
+"""Time between two looks of a served page at the records."""
+SILENT_SECONDS = 10.0
+"""Time for which a connection to a served page may be silent: a browser asks at once."""
+PAPER = {
+    "loss": "loss (nats a token)",
+    "grad_norm": "gradient norm (log scale)",
+    "lr": "learning rate",
+    "tokens_per_second": "tokens/s",
+}
+"""Metrics of the picture for papers, with the labels of their axes."""
+
+
+def main(paths: Sequence[Path], *, out: Path | None, png: Path | None, watch: bool, port: int) -> None:
+    """Write the page, and the picture if it is asked for; or serve the page.
+
+    Args:
+        paths: folders of runs.
+        out: file of the page. Default: report.html in the folder of the first run.
+        png: file of the picture; None for none.
+        port: of the served page; 0 takes a free one.
+
+    Raises:
+        UserError: a folder is no run, a file cannot be written, or a package is missing.
+    """
+    _need("plotly")
+    if watch:
+        serve(paths, port=port)
+        return
+    runs = [read_run(path) for path in paths]
+    _check_names(runs)
+    place = out or paths[0] / "report.html"
+    try:
+        write_atomically(place, page(runs))
+        print(f"wrote {place}")
+        if png:
+            draw_png(runs, png)
+            print(f"wrote {png}")
+    except OSError as error:
+        raise UserError(f"{error.filename or place}: {error.strerror}") from None
+
+
+def _need(package: str) -> None:
+    if find_spec(package) is None:
+        raise UserError(f"{package} is not installed: {install_hint('report')}")
+
+
+def _check_names(runs: Sequence[RunRecords]) -> None:
+    names = [run.name for run in runs]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise UserError(f"two runs are called {twice}: name each once, and rename one of two folders of the same name")
+
+
+def page(runs: Sequence[RunRecords], *, watch_seconds: int = 0) -> str:
+    """Return the page.
+
+    Args:
+        watch_seconds: time between two looks at report.json of the server; 0 for a page that stands alone.
+    """
+    from plotly.offline import get_plotlyjs
+
+    values = {
+        "title": html.escape(", ".join(run.name for run in runs)).encode(errors="replace").decode(),
+        "watch": str(watch_seconds),
+        "report": to_json(report_of(runs)),
+        "plotly": get_plotlyjs().replace("</script", "<\\/script"),
+    }
+    return Template(TEMPLATE.read_text(encoding="utf-8")).substitute(values)  # in one pass: a run may be called $report
+
+
+def to_json(report: dict[str, Any]) -> str:
+    """Return a report as JSON for a script element, which any "<" in a name could end. NaN becomes null."""
+    return json.dumps(_finite(report), separators=(",", ":")).replace("<", "\\u003c")
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _finite(part) for name, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(part) for part in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+# While a run trains
+
+
+class _Handler(BaseHTTPRequestHandler):
+    """Answers to GET, for the page and its report.json.
+
+    Args:
+        timeout: seconds for which a connection may be silent.
+    """
+
+    def __init__(self, *args: Any, paths: Sequence[Path], timeout: float) -> None:
+        self._paths, self._timeout = paths, timeout
+        super().__init__(*args)
+
+    def setup(self) -> None:
+        super().setup()
+        self.connection.settimeout(self._timeout)
+
+    def do_GET(self) -> None:
+        if self.headers.get("Host", "").rpartition(":")[0] not in ("127.0.0.1", "localhost"):
+            self.send_error(403)  # a page of another site that resolves its own name to this machine
+        elif self.path not in ("/", "/report.json"):
+            self.send_error(404)
+        else:
+            with suppress(ConnectionError, TimeoutError):  # the reader went away
+                self._answer()
+
+    def _answer(self) -> None:
+        try:
+            runs = [read_run(path) for path in self._paths]
+        except UserError as error:
+            self.send_error(503, explain=str(error))
+            return
+        is_page = self.path == "/"
+        body = (page(runs, watch_seconds=WATCH_SECONDS) if is_page else to_json(report_of(runs))).encode(
+            errors="replace"
+        )
+        self.send_response(200)
+        self.send_header("Content-Type", f"{'text/html' if is_page else 'application/json'}; charset=utf-8")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Print nothing for each request."""
+
+
+def server(paths: Sequence[Path], *, port: int, timeout: float = SILENT_SECONDS) -> ThreadingHTTPServer:
+    """Return a server of the page on this machine alone. It only reads.
+
+    Args:
+        timeout: seconds after which a silent connection is closed.
+
+    Raises:
+        UserError: the port is taken, or a folder is no run.
+    """
+    _check_names([read_run(path) for path in paths])
+    try:
+        return ThreadingHTTPServer(("127.0.0.1", port), partial(_Handler, paths=paths, timeout=timeout))
+    except (OSError, OverflowError) as error:
+        raise UserError(f"--port: {port} cannot be used: {error}") from None
+
+
+def serve(paths: Sequence[Path], *, port: int) -> None:
+    with server(paths, port=port) as serving:
+        print(f"http://127.0.0.1:{serving.server_port}  (Ctrl-C ends it)", flush=True)
+        try:
+            serving.serve_forever()
+        except KeyboardInterrupt:
+            return
+
+
+# For papers
+
+
+def draw_png(runs: Sequence[RunRecords], place: Path) -> None:
+    """Draw loss, gradient norm, learning rate and speed of runs.
+
+    Raises:
+        UserError: matplotlib is missing.
+    """
+    _need("matplotlib")
+    import matplotlib.pyplot as plt
+
+    plt.switch_backend("agg")
+    sheet, grid = plt.subplots(2, 2, figsize=(9, 6), layout="constrained", dpi=200)
+    for axes, (name, label) in zip(grid.flat, PAPER.items(), strict=True):
+        for number, run in enumerate(runs):
+            values = [math.nan if value is None else value for value in run.column(name)]
+            color = f"C{number}"
+            if name == "loss":
+                axes.plot(run.steps, values, color=color, alpha=0.3, linewidth=0.8)
+                values = smoothed(run.column(name))
+            axes.plot(run.steps, values, color=color, label=run.name, linewidth=1.4)
+        if name == "grad_norm":
+            axes.set_yscale("log")
+        axes.set(xlabel="step", ylabel=label)
+        axes.spines[["top", "right"]].set_visible(False)
+    if len(runs) > 1:
+        grid.flat[0].legend(frameon=False)
+    sheet.savefig(place)
+    plt.close(sheet)

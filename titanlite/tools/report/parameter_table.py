@@ -1,0 +1,149 @@
+"""Table and record of what `parallelize` did with each parameter, for `titanlite inspect CONFIG`."""
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict
+from typing import Any
+
+from rich.table import Column, Table
+
+from titanlite.tools.plan.output import format_size
+from titanlite.tools.plan.parameters import ParameterLayout, RankLayout
+from titanlite.tools.report.blocks import join_blocks, split_block
+
+SIZES = ("parameter_bytes", "gradient_bytes", "optimizer_bytes")
+
+
+def layout_record(layout: RankLayout) -> dict[str, Any]:
+    """Return a layout as JSON values. Bytes are of the rank."""
+    units = {name: totals(parameters) for name, parameters in by_unit(layout).items()}
+    return {
+        "name": layout.name,
+        "rank": layout.rank,
+        "mesh": layout.mesh,
+        "parameters": [asdict(it) for it in layout.parameters],
+        "units": units,
+        "total": totals(layout.parameters),
+    }
+
+
+def totals(parameters: Iterable[ParameterLayout]) -> dict[str, int]:
+    """Return the sums of the rank's bytes."""
+    parameters = [*parameters]
+    return {name: sum(getattr(it, name) for it in parameters) for name in SIZES}
+
+
+def by_unit(layout: RankLayout) -> dict[str, list[ParameterLayout]]:
+    """Return the parameters of each FSDP unit, in the order of the model."""
+    units: dict[str, list[ParameterLayout]] = {}
+    for it in layout.parameters:
+        units.setdefault(it.unit, []).append(it)
+    return units
+
+
+def layout_lines(layout: RankLayout, *, whole: bool) -> Iterator[str | Table]:
+    """Yield what the console prints.
+
+    Args:
+        whole: show each block, where blocks that are alike would be one set of rows.
+    """
+    elements = sum(math.prod(it.shape) for it in layout.parameters)
+    here = sum(math.prod(it.local_shape) for it in layout.parameters)
+    axes = " x ".join(f"{axis} {size}" for axis, size in layout.mesh.items())
+    usual = _most_common(map(_placement, layout.parameters)), _most_common(map(_dtypes, layout.parameters))
+    stored, compute, reduction = usual[1]
+    yield f"{layout.name}: {elements:,} parameters in {len(layout.parameters):,} tensors"
+    yield f"mesh       {axes}; rank {layout.rank} holds {here:,} of the parameters"
+    yield f"placement  {usual[0]} on {' x '.join(layout.mesh)}, unless noted; S(0): sharded along dim 0, R: replicated"
+    yield f"dtype      stored {stored}, compute {compute}, reduction of gradients {reduction}, unless noted"
+    yield from dict.fromkeys(_update_line(it) for it in layout.parameters)
+    yield _table(layout, whole=whole, usual=usual)
+
+
+def _most_common(values: Iterable[Any]) -> Any:
+    return Counter(values).most_common(1)[0][0]
+
+
+def _placement(parameter: ParameterLayout) -> str:
+    return " ".join(parameter.placements.values())
+
+
+def _dtypes(parameter: ParameterLayout) -> tuple[str, str, str]:
+    return parameter.dtype, parameter.compute_dtype, parameter.reduce_dtype
+
+
+def _table(layout: RankLayout, *, whole: bool, usual: tuple[str, tuple[str, str, str]]) -> Table:
+    """Return the table.
+
+    Args:
+        usual: placement and dtypes that are not noted.
+    """
+    numbers = [Column(name, justify="right", no_wrap=True) for name in ("parameter", "gradient", "optimizer")]
+    texts = Column("unit, parameter", no_wrap=True), "shape", "on this rank", "update", "notes"
+    table = Table(*texts, *numbers, box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for units in _alike(layout, whole=whole):
+        parameters = next(iter(units.values()))
+        name = _unit_name([*units])
+        each = f", each of {len(units)}" if len(units) > 1 else ""
+        table.add_row(f"{name}{each}", *[""] * 3, _unit_notes(parameters), *_sizes(totals(parameters)))
+        for it in parameters:
+            shapes = str(it.shape), str(it.local_shape)
+            table.add_row(f"  {_short_name(it)}", *shapes, _update(it) or "", _notes(it, usual), *_sizes(totals([it])))
+    total = totals(layout.parameters)
+    table.add_row("all units", *[""] * 4, *_sizes(total))
+    table.add_row("together", *[""] * 4, format_size(sum(total.values())))
+    return table
+
+
+def _alike(layout: RankLayout, *, whole: bool) -> list[dict[str, list[ParameterLayout]]]:
+    """Return the FSDP units, those together that differ in nothing but the number of their block."""
+    groups: dict[Any, dict[str, list[ParameterLayout]]] = {}
+    for name, parameters in by_unit(layout).items():
+        facts = [{**asdict(it), "name": _short_name(it), "unit": split_block(name) is not None} for it in parameters]
+        key = name if whole or split_block(name) is None else str(facts)
+        groups.setdefault(key, {})[name] = parameters
+    return [*groups.values()]
+
+
+def _unit_name(units: list[str]) -> str:
+    parts = [split_block(name) for name in units]
+    return join_blocks(units[0], [part[1] for part in parts if part])
+
+
+def _short_name(parameter: ParameterLayout) -> str:
+    """Return the name without that of the unit."""
+    return parameter.name.removeprefix(f"{parameter.unit}.")
+
+
+def _unit_notes(parameters: list[ParameterLayout]) -> str:
+    policy = parameters[0].recompute
+    notes = [f"recompute {policy}"] if policy not in (None, "none") else []
+    return ", ".join(notes + ["compiled"] * parameters[0].compiled)
+
+
+def _notes(parameter: ParameterLayout, usual: tuple[str, tuple[str, str, str]]) -> str:
+    gathered = " (all-gather too)" if parameter.float8_all_gather else ""
+    notes = {
+        "frozen": parameter.frozen,
+        "LoRA": parameter.lora,
+        f"float8 {parameter.float8}{gathered}": parameter.float8,
+        _placement(parameter): _placement(parameter) != usual[0],
+        " / ".join(_dtypes(parameter)): _dtypes(parameter) != usual[1],
+    }
+    return ", ".join(note for note, is_noted in notes.items() if is_noted)
+
+
+def _update(parameter: ParameterLayout) -> str | None:
+    return f"{parameter.optimizer} {parameter.group}".rstrip() if parameter.optimizer else None
+
+
+def _update_line(parameter: ParameterLayout) -> str:
+    if (update := _update(parameter)) is None:
+        return "frozen     no gradient, no update"
+    decay = "" if parameter.weight_decay is None else f", weight decay {parameter.weight_decay:g}"
+    return f"update     {update}: peak lr {parameter.lr:g}{decay}"
+
+
+def _sizes(sizes: dict[str, int]) -> list[str]:
+    return [format_size(sizes[name]) for name in SIZES]

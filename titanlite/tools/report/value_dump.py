@@ -1,0 +1,346 @@
+"""Values of one training step: what each module computes, and the gradients and updates that follow from it.
+
+The values are those of the global batch, whatever the layout. Each rank writes the activations of its own samples, and
+rank 0 writes whole parameters. Reading a dump joins the ranks in the order of samples.
+"""
+
+import json
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from titanlite.tools.convert.module_values import watch
+from titanlite.loss import token_loss
+from titanlite.models.base import Model, head_of, unique_parameters
+from titanlite.observer import StepObserver
+from titanlite.techniques.context import join_parts
+from titanlite.mesh import context_rank, data_parallel_rank
+from titanlite.tools.plan.output import format_size
+from titanlite.runtime.errors import UserError
+from titanlite.runtime.private_torch.compiler import is_compiled
+
+SCHEMA = 1
+MOST_BYTES = 4 * 2**30
+"""Largest dump of a rank, in memory."""
+INDEX = "dump.json"
+TOKENS, LABELS, LOSS = "forward input tokens", "forward input labels", "forward output loss"
+"""Keys of the token ids and labels [B, L], and of the sum of the cross entropy of each micro-batch."""
+
+
+class StepDumped(Exception):
+    """The step that was asked for is written, and training ends."""
+
+
+@dataclass(frozen=True)
+class Index:
+    """Contents of a dump. A key is `direction role name`: forward output layers.0.attention."""
+
+    step: int
+    ranks: int
+    """Number of ranks with different tokens."""
+    compute_dtype: str
+    schema: int = SCHEMA
+    forward: list[str] = field(default_factory=list)
+    """Keys in the order of the forward pass. Inputs are there where no module returned them."""
+    gradients: list[str] = field(default_factory=list)
+    """Keys in the order of the backward pass; the gradients of a module's parameters follow that of its output."""
+    updates: list[str] = field(default_factory=list)
+    readers: dict[str, list[str]] = field(default_factory=dict)
+    """Modules that have a tensor as their input, by the tensor's forward key."""
+    dtypes: dict[str, str] = field(default_factory=dict)
+    """Dtypes in which values were computed, by key. The dump itself is in float32."""
+    context: int = 1
+    """Number of ranks in a row that split sequences."""
+    compiled: list[str] = field(default_factory=list)
+    """Modules whose inner values are not seen."""
+    hugging_face: dict[str, Any] = field(default_factory=dict)
+    """Needs of transformers to compute the same, if the family has a table."""
+
+
+class ValueDump(StepObserver):
+    """Recorder of one step. The hooks of earlier and later steps do not exist.
+
+    Args:
+        folder: of the dump; the same for all ranks.
+        dtype: in which matmuls compute.
+        most_bytes: largest dump of a rank.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        mesh: DeviceMesh,
+        *,
+        folder: Path,
+        step: int,
+        dtype: str,
+        most_bytes: int = MOST_BYTES,
+    ) -> None:
+        self._model, self._folder, self._most_bytes = model, folder, most_bytes
+        (rank, ranks), (context, contexts) = data_parallel_rank(mesh), context_rank(mesh)
+        self._rank, self._ranks = rank * contexts + context, ranks * contexts
+        self._index = Index(step, self._ranks, dtype, context=contexts)
+        self._head = next(name for name, module in model.named_modules() if module is head_of(model))
+        self._is_forward = self._is_on = False
+        self._micro_batch = -1
+        self._batch: tuple[int, int] = (0, 0)
+        self._hooks: list[Any] = []
+        self._seen: list[tuple[str, str, Tensor, Tensor]] = []
+        """Role, module, tensor in the graph, and its value, of this micro-batch."""
+        self._values: dict[str, list[Tensor]] = {}
+        self._before: dict[str, Tensor] = {}
+        self._bytes = 0
+        self._check(12 * sum(parameter.numel() for _, parameter in unique_parameters(model)))
+
+    @torch.no_grad()
+    def begin_step(self, step: int) -> None:
+        if step != self._index.step:
+            return
+        self._is_on = True
+        self._before = {name: _whole(parameter) for name, parameter in unique_parameters(self._model)}
+        compiled = [name for name, module in self._model.named_modules() if is_compiled(module)]
+        self._index.compiled.extend(compiled)
+        seen = (
+            (name, module)
+            for name, module in self._model.named_modules()
+            if not any(name.startswith(f"{block}.") for block in compiled)
+        )
+        self._hooks += watch(seen, self._see)
+        self._hooks.append(self._model.register_forward_pre_hook(self._see_tokens, with_kwargs=True))
+
+    def phase(self, name: str) -> None:
+        if not self._is_on:
+            return
+        self._is_forward = name == "forward"
+        if name == "forward":
+            self._micro_batch += 1
+        elif name == "backward":
+            self._take_forward()
+        elif name == "update":
+            while self._hooks:
+                self._hooks.pop().remove()
+            self._take_parameter_gradients()
+        elif name == "metrics":
+            self._take_updates()
+            self._write()
+            raise StepDumped
+
+    # The forward pass. A compiled block's hooks are compiled with it, so all they do is to append.
+
+    def _see_tokens(self, module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
+        self._batch = inputs[0].shape
+        loss = named.get("loss")
+        self._index.hugging_face.update(_in_transformers(self._model, loss, has_documents=self._has_documents(named)))
+        self._add(TOKENS, inputs[0])
+        if (labels := _labels_of(loss)) is not None:
+            self._values.setdefault(LABELS, []).append(labels.cpu())
+
+    def _has_documents(self, arguments: dict[str, Any]) -> bool:
+        """Return True if the batch had a document mask. Split sequences have documents without one, too."""
+        return "documents" in arguments and (self._index.context == 1 or bool(arguments["documents"].ids_BS.any()))
+
+    def _see(self, role: str, name: str, value: Any) -> None:
+        if not self._is_forward:
+            return
+        if name == self._head and isinstance(getattr(value, "cross_entropy", None), Tensor):
+            name, value = "loss", value.cross_entropy[None]
+        if isinstance(value, Tensor) and (role == "output" or value.is_floating_point()):
+            self._seen.append((role, name, value, _kept(value)))
+
+    @torch.no_grad()
+    def _take_forward(self) -> None:
+        """Keep the values of a micro-batch, and hook the gradients of its tensors."""
+        keys: dict[int, str] = {}
+        calls: dict[str, int] = {}
+        for role, name, tensor, value in self._seen:
+            key = f"forward {role} {name}"
+            if role == "input" and id(tensor) in keys:
+                self._read_by(keys[id(tensor)], name)
+                continue
+            calls[key] = number = calls.get(key, 0) + 1
+            key = key if number == 1 else f"{key} (call {number})"
+            if not self._has_samples(tensor) and key != LOSS:
+                continue
+            is_new = id(tensor) not in keys
+            keys[id(tensor)] = key
+            if role == "input":
+                self._read_by(key, name)
+            self._add(key, value)
+            if tensor.requires_grad and is_new:
+                tensor.register_hook(partial(self._take_gradient, key.replace("forward", "gradient", 1)))
+        self._seen = []
+
+    def _has_samples(self, tensor: Tensor) -> bool:
+        """Return True if the rows of a tensor are samples or tokens in their order, so that ranks can be joined."""
+        return tensor.ndim > 1 and tensor.shape[0] in (self._batch[0], self._batch[0] * self._batch[1])
+
+    def _read_by(self, key: str, name: str) -> None:
+        readers = self._index.readers.setdefault(key, [])
+        if name not in readers:
+            readers.append(name)
+
+    def _take_gradient(self, key: str, gradient: Tensor) -> None:
+        with torch.no_grad():
+            self._add(key, gradient, scale=1 / self._ranks)  # FSDP averages, so the loss has a factor
+
+    # Parameters
+
+    @torch.no_grad()
+    def _take_parameter_gradients(self) -> None:
+        found = {name: p.grad for name, p in unique_parameters(self._model) if p.grad is not None}
+        order: list[str] = []
+        for key in self._index.gradients:
+            order.append(key)
+            if key.startswith("gradient output "):
+                own = [name for name in found if name.rpartition(".")[0] == key.split(" ", 2)[2]]
+                order += [f"gradient parameter {name}" for name in own]
+        order += [key for name in reversed(found) if (key := f"gradient parameter {name}") not in order]
+        for name, gradient in found.items():
+            self._add(f"gradient parameter {name}", _whole(gradient))
+        self._index.gradients[:] = order
+
+    @torch.no_grad()
+    def _take_updates(self) -> None:
+        after = {
+            name: _whole(parameter) for name, parameter in unique_parameters(self._model) if parameter.requires_grad
+        }
+        for name, value in after.items():
+            self._add(f"update parameter {name}", value - self._before[name])
+
+    # The dump
+
+    def _add(self, key: str, value: Tensor, *, scale: float = 1) -> None:
+        if key not in self._values:
+            direction = key.split(" ", 1)[0]
+            orders = {"forward": self._index.forward, "gradient": self._index.gradients, "update": self._index.updates}
+            orders[direction].append(key)
+            self._index.dtypes[key] = str(value.dtype).removeprefix("torch.")
+        self._check(4 * value.numel())
+        kept = value.detach().clone() if not value.is_floating_point() else value.detach().float().cpu() * scale
+        self._values.setdefault(key, []).append(kept.cpu())
+
+    def _check(self, size: int) -> None:
+        """Count bytes that the dump needs.
+
+        Raises:
+            UserError: they are too many.
+        """
+        self._bytes += size
+        if self._bytes > self._most_bytes:
+            raise UserError(
+                f"--where: the values of a step need more than {format_size(self._most_bytes)} on a rank; compare a "
+                "smaller model.args.n_layers, training.seq_len or training.global_batch_size"
+            )
+
+    def _write(self) -> None:
+        values = {key: torch.cat(parts) if parts[0].ndim else torch.stack(parts) for key, parts in self._values.items()}
+        if self._rank:
+            values = {key: value for key, value in values.items() if " parameter " not in key}
+        else:
+            values |= {f"before parameter {name}": value for name, value in self._before.items()}
+        self._folder.mkdir(parents=True, exist_ok=True)
+        save_file({key: value.contiguous() for key, value in values.items()}, self._folder / _file(self._rank))
+        if self._rank == 0:
+            (self._folder / INDEX).write_text(json.dumps(asdict(self._index), indent=1))
+
+
+@dataclass(frozen=True)
+class Dump:
+    """A dump that was read. Tensors are joined over the ranks when they are asked for."""
+
+    index: Index
+    parts: list[dict[str, Tensor]]
+    """Tensors of each rank."""
+
+    def __getitem__(self, key: str) -> Tensor:
+        if " parameter " in key:
+            return self.parts[0][key]
+        parts, context = [part[key] for part in self.parts], self.index.context
+        if key == LOSS or context == 1:
+            joined = torch.cat(parts)
+            return joined.sum() if key == LOSS else joined
+        size = len(self.parts[0][TOKENS])  # sequences of a rank
+        with_sequences = [part.unflatten(0, (size, -1)) if len(part) > size else part for part in parts]
+        split = [with_sequences[first : first + context] for first in range(0, len(parts), context)]
+        joined = torch.cat([join_parts(of_sequences) for of_sequences in split])
+        return joined.flatten(0, 1) if len(parts[0]) > size else joined
+
+    def __contains__(self, key: str) -> bool:
+        return all(key in part for part in (self.parts[:1] if " parameter " in key else self.parts))
+
+
+def read_dump(folder: Path) -> Dump:
+    """Read a dump.
+
+    Raises:
+        UserError: there is none, it is of another version, or a file is missing or damaged.
+    """
+    try:
+        record = json.loads(_existing(folder, INDEX).read_text())
+        if record.get("schema") != SCHEMA:
+            raise UserError(f"{folder}: the dump has schema {record.get('schema')}, and this version reads {SCHEMA}")
+        index = Index(**record)
+        return Dump(index, [load_file(_existing(folder, _file(rank))) for rank in range(index.ranks)])
+    except UserError:
+        raise
+    except Exception as error:  # a damaged file may raise anything
+        raise UserError(f"{folder}: the dump is damaged ({error})") from None
+
+
+def _existing(folder: Path, name: str) -> Path:
+    if not (folder / name).is_file():
+        raise UserError(f"{folder} is no whole dump: {name} is missing; titanlite parity CONFIG --dump {folder}")
+    return folder / name
+
+
+def _file(rank: int) -> str:
+    return f"rank-{rank}.safetensors"
+
+
+def _kept(tensor: Tensor) -> Tensor:
+    """Return a copy; in a compiled block, where nothing changes a result later, the tensor itself."""
+    return tensor if torch.compiler.is_compiling() else tensor.detach().clone()
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    """Return the whole of a sharded tensor in float32, as a copy."""
+    tensor = tensor.detach().float()  # no collective knows float8
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()
+
+
+def _in_transformers(model: Model, loss: object, *, has_documents: bool) -> dict[str, Any]:
+    """Return the model in transformers; nothing if its family has no table.
+
+    Args:
+        loss: loss function of a micro-batch.
+
+    Returns:
+        config.json, its name of each parameter, parameters that have none of their own, and whether the batch had a
+        document mask and the loss is cross entropy alone.
+    """
+    form, args = model.formats.hugging_face, getattr(model, "args", None)
+    if form is None or args is None:
+        return {}
+    found = {name: form.tensors.find(name) for name, _ in unique_parameters(model)}
+    names = {ours: it[1] for ours, it in found.items() if it and "{" not in it[1] and not it[0].transposed}
+    unknown = [name for name in found if name not in names]
+    settings = {"config": form.to_config(args), "names": names, "unknown": unknown, "documents": has_documents}
+    return {**settings, "is_cross_entropy": _is_cross_entropy(loss)}
+
+
+def _labels_of(loss: object) -> Tensor | None:
+    """Return the labels that a loss function of a micro-batch holds."""
+    return loss.keywords.get("labels_BL") if isinstance(loss, partial) else None
+
+
+def _is_cross_entropy(loss: object) -> bool:
+    if not isinstance(loss, partial) or loss.func is not token_loss:
+        return False
+    return not loss.keywords.get("z_loss") and "teacher" not in loss.keywords

@@ -1,0 +1,196 @@
+"""Comparison of two dumps of a step: the first module and direction whose values differ.
+
+Values are compared in the order in which they are computed: the forward pass, the backward pass, the update. A value
+that differs because its input did is not the first.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from titanlite.tools.convert.module_values import Difference, difference
+from titanlite.tools.report.blocks import split_block
+from titanlite.tools.report.value_dump import TOKENS, Dump
+from titanlite.runtime.errors import UserError
+
+Direction = Literal["forward", "gradient", "update"]
+DIRECTIONS: tuple[Direction, ...] = ("forward", "gradient", "update")
+TOLERANCES = {"float32": 1e-5, "bfloat16": 5e-2}
+"""Largest norm of a difference, relative to the norm of the values, by the dtype of matmuls."""
+OF_UPDATES = 30
+"""Factor of the tolerance of updates, and of the weights that they lead to: Adam's first update has the sign of each
+gradient, however small."""
+
+
+@dataclass(frozen=True)
+class First:
+    """The first difference: the module that computes it, the direction, and the reason for both."""
+
+    module: str
+    direction: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Compared:
+    """Result of a comparison.
+
+    Attributes:
+        differences: of all tensors that both dumps have, in the order in which they are computed.
+        first: None if all are within the tolerance.
+        left_out: number of tensors that only one of the dumps has.
+    """
+
+    differences: list[Difference]
+    first: First | None
+    tolerance: float
+    left_out: int
+
+
+def compare_dumps(dump: Dump, reference: Dump, *, tolerance: float | None = None) -> Compared:
+    """Compare all values that two dumps have in common.
+
+    Args:
+        tolerance: largest relative difference; None takes that of the dtype.
+
+    Raises:
+        UserError: nothing is in both, or they are dumps of different steps.
+    """
+    steps = dump.index.step, reference.index.step
+    if steps[0] != steps[1]:
+        raise UserError(f"--where: one dump is of step {steps[0]}, the other of step {steps[1]}")
+    limit = max(TOLERANCES.get(it.index.compute_dtype, TOLERANCES["float32"]) for it in (dump, reference))
+    limit = limit if tolerance is None else tolerance
+    index = reference.index
+    keys = [key for key in (*index.forward, *index.gradients, *index.updates) if key in dump and key in reference]
+    if len(keys) <= (TOKENS in keys):
+        raise UserError("--where: the dumps have no module in common: are they of the same model?")
+    before = [key for key in reference.parts[0] if key.startswith("before ") and key in dump]
+    keys.sort(key=lambda key: key != TOKENS)
+    keys[keys[0] == TOKENS : 0] = before
+    differences = [difference(key, dump[key], reference[key], _limit(key, limit)) for key in keys]
+    found = next((it for it in differences if not it.is_within), None)
+    ours, theirs = ({*it.index.forward, *it.index.gradients, *it.index.updates} for it in (dump, reference))
+    return Compared(differences, _explain(found, dump, reference) if found else None, limit, len(ours ^ theirs))
+
+
+def _limit(key: str, limit: float) -> float:
+    if key == TOKENS:
+        return 0.0
+    return limit * (OF_UPDATES if key.startswith(("before", "update")) else 1)
+
+
+def _explain(first: Difference, dump: Dump, reference: Dump) -> First:
+    """Return the module that computes the first value that differs."""
+    if first.key == TOKENS:
+        return First("data", "forward", _samples(dump, reference))
+    if first.direction == "before":
+        reason = f"the parameter {first.name} differs before the step"
+        return First(_parent(first.name) or "the model", "before the step", reason)
+    if first.direction == "forward":
+        module, reason = _forward(first, reference)
+    elif first.role == "parameter":
+        module = _parent(first.name)
+        what = "gradient" if first.direction == "gradient" else "update"
+        reason = f"the {what} of the parameter {first.name} differs, and all values before agree"
+    else:
+        module, reason = _backward(first, reference)
+    reason += _dtypes(first.key, dump, reference)
+    return First(module or "the model", first.direction, reason)
+
+
+def _forward(first: Difference, reference: Dump) -> tuple[str, str]:
+    if first.name == "loss":
+        return "loss", "the loss differs, and the hidden states before it agree"
+    if first.role == "input":
+        readers = reference.index.readers.get(first.key, [first.name])
+        return _parent(first.name), f"what it computes for {readers[0]} differs, and all values before agree"
+    return first.name, "its output differs, and its input agrees"
+
+
+def _backward(first: Difference, reference: Dump) -> tuple[str, str]:
+    """The gradient of a tensor is computed by the modules that read it, or by the code between modules."""
+    readers = reference.index.readers.get(first.key.replace("gradient", "forward", 1), [])
+    leaves = [name for name in readers if not any(other.startswith(f"{name}.") for other in readers)]
+    what = f"the gradient of the {first.role} of {first.name} differs, and those that are computed before it agree"
+    if not leaves:
+        return _parent(first.name), what
+    more = f"; {' and '.join(leaves[1:])} read the same tensor" if leaves[1:] else ""
+    return leaves[0], what + more
+
+
+def _dtypes(key: str, dump: Dump, reference: Dump) -> str:
+    one, other = (it.index.dtypes.get(key) for it in (dump, reference))
+    return f"; its dtype is {one} in A and {other} in B" if one != other else ""
+
+
+def _samples(dump: Dump, reference: Dump) -> str:
+    """Name the samples of the global batch that differ."""
+    one, other = dump[TOKENS], reference[TOKENS]
+    if one.shape != other.shape:
+        return f"the tokens of the global batch have shape {[*one.shape]} in A and {[*other.shape]} in B"
+    rows = (one != other).any(dim=1).nonzero().flatten().tolist()
+    rank = rows[0] * dump.index.ranks // len(one)
+    exchanged = sorted(one.tolist()) == sorted(other.tolist())
+    same = "; both have the same samples in another order" if exchanged else ""
+    return f"the tokens of samples {_listed(rows)} of the global batch differ, first on rank {rank} of A{same}"
+
+
+def _listed(numbers: Sequence[int]) -> str:
+    text = ", ".join(map(str, numbers[:8]))
+    return f"{text} and {len(numbers) - 8} more" if len(numbers) > 8 else text
+
+
+def _parent(name: str) -> str:
+    return name.rpartition(".")[0]
+
+
+# Output
+
+
+def table(compared: Compared) -> Iterator[str]:
+    """Yield the lines of the table by block: largest absolute difference, and largest relative norm of a difference."""
+    blocks: dict[str, dict[str, list[Difference]]] = {}
+    for it in compared.differences:
+        if it.direction == "before":
+            continue
+        blocks.setdefault(_block(it.name), {}).setdefault(it.direction, []).append(it)
+    yield _row("block", [f"{it} {what}" for it in DIRECTIONS for what in ("max abs", "relative")])
+    for block, by_direction in blocks.items():
+        cells: list[str] = []
+        for direction in DIRECTIONS:
+            found = by_direction.get(direction, [])
+            if not found:
+                cells += ["", ""]
+                continue
+            mark = " " if all(it.is_within for it in found) else "*"
+            cells += [f"{max(it.most for it in found):.1e}", f"{max(it.relative for it in found):.1e}{mark}"]
+        yield _row(block, cells)
+
+
+def summary(compared: Compared) -> Iterator[str]:
+    """Yield the result in words."""
+    beyond = {it.direction: 0 for it in compared.differences}
+    for it in compared.differences:
+        beyond[it.direction] += not it.is_within
+    counts = ", ".join(f"{count:,} of {direction}" for direction, count in beyond.items() if count)
+    yield (
+        f"{len(compared.differences):,} tensors compared, tolerance {compared.tolerance:g} "
+        f"(updates {compared.tolerance * OF_UPDATES:g})"
+        + (f", {compared.left_out:,} are in one dump only" if compared.left_out else "")
+    )
+    if compared.first is None:
+        yield "equal"
+        return
+    yield f"beyond it (*): {counts}"
+    yield f"first difference: {compared.first.module}, {compared.first.direction}"
+    yield f"  {compared.first.reason}"
+
+
+def _block(name: str) -> str:
+    parts = split_block(name)
+    return f"{parts[0]}.{parts[1]}" if parts else name.split(".")[0]
+
+
+def _row(block: str, cells: Sequence[str]) -> str:
+    return " ".join([block.ljust(16), *(cell.rjust(18) for cell in cells)]).rstrip()

@@ -1,0 +1,145 @@
+"""The commands `titanlite parity --where` and `--dump`: run a config on both sides, and compare each module's values.
+
+Each side is a run of its own, started as a user starts one, that writes a dump of one step.
+"""
+
+import os
+import re
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from titanlite.config.load import load
+from titanlite.config.schema import Training
+from titanlite.tools.report.parity import layout_options, parity_options, start
+from titanlite.runtime.errors import ConfigError, RunError, UserError, whole_number
+
+TRANSFORMERS = "transformers"
+LAYOUT = re.compile(r"(\d+)x(\d+)")
+
+
+@dataclass(frozen=True)
+class Side:
+    """One side of a comparison.
+
+    Attributes:
+        text: as the user wrote it.
+        processes: 0 if the dump is there already.
+    """
+
+    text: str
+    processes: int
+    options: list[str]
+    folder: Path
+
+
+def parse_side(text: str, folder: Path) -> Side:
+    """Read a side: a layout as 2x2 (replicas x shards), options of the config, or both; the folder of a dump; or
+    transformers.
+
+    Args:
+        folder: of the dump that the side will write.
+
+    Raises:
+        UserError: the text is none of these.
+    """
+    if text == TRANSFORMERS or Path(text).is_dir():
+        return Side(text, 0, [], Path(text))
+    replicate, shard, options = 1, 1, list[str]()
+    for word in text.split():
+        if match := LAYOUT.fullmatch(word):
+            replicate, shard = int(match[1]), int(match[2])
+        elif "." in word.partition("=")[0]:
+            options.append(f"--{word.lstrip('-')}")
+        else:
+            raise UserError(
+                f"--where: {text!r} is no side: write a layout (2x2, replicas x shards), options "
+                "(compile.enable=true), both in quotes, or the folder of a dump"
+            )
+    if not text.split() or not replicate * shard:
+        raise UserError(f"--where: {text!r} is no side: write a layout as 2x2, replicas x shards")
+    return Side(text, replicate * shard, [*layout_options(replicate, shard), *options], folder)
+
+
+def where(path: str | None, overrides: list[str], sides: Sequence[str], *, step: int, tolerance: float | None) -> None:
+    """Run both sides where they are no dumps yet, compare them, and print the first difference and the table.
+
+    Raises:
+        UserError: the config or a side is wrong.
+        RunError: a side failed, or they differ.
+    """
+    if [*sides] == [TRANSFORMERS] * 2:
+        raise UserError("--where: both sides are transformers; one of them must be ours")
+    stored = [text == TRANSFORMERS or Path(text).is_dir() for text in sides]
+    if path is None and not all(stored):
+        raise UserError("titanlite parity: --where runs a config: name one, or the folders of two dumps")
+    root = Path(".")
+    if not all(stored):
+        assert path is not None
+        config = load(path, overrides)
+        root = Path(config.job.dump_folder, f"{config.job.name}-where")
+    one, other = (parse_side(text, root / name) for text, name in zip(sides, "ab", strict=True))
+    for side in (one, other):
+        if side.processes:
+            assert path is not None
+            _check(path, overrides, side, step)
+    for side in (one, other):
+        if side.processes:
+            assert path is not None
+            _run(path, overrides, side, step)
+    from titanlite.tools.report.value_dump import read_dump
+    from titanlite.tools.report.where import compare_dumps, summary, table
+    from titanlite.tools.report.where_transformers import transformers_dump
+
+    dumps = [None if side.text == TRANSFORMERS else read_dump(side.folder) for side in (one, other)]
+    ours = next(it for it in dumps if it)
+    a, b = (it or transformers_dump(ours) for it in dumps)
+    compared = compare_dumps(a, b, tolerance=tolerance)
+    print(f"A: {one.text}; B, the reference: {other.text}; step {step}" if path else f"A: {one.text}; B: {other.text}")
+    for line in (*table(compared), *summary(compared)):
+        print(line)
+    if compared.first:
+        raise RunError(f"not equal: first {compared.first.module}, {compared.first.direction}")
+
+
+def _check(path: str, overrides: list[str], side: Side, step: int) -> None:
+    try:
+        config = load(path, [*overrides, *side.options], world_size=side.processes)
+    except ConfigError as error:
+        raise UserError("\n".join(f"{side.text}: {problem}" for problem in error.problems)) from None
+    _check_step(config.training, step)
+
+
+def _check_step(training: Training, step: int) -> None:
+    if training.epochs is None and training.steps < step:
+        raise UserError(f"--step {step}: the run has {training.steps} steps (training.steps)")
+
+
+def _run(path: str, overrides: list[str], side: Side, step: int) -> None:
+    """Write the dump of a side.
+
+    Raises:
+        RunError: the run failed.
+    """
+    shutil.rmtree(side.folder, ignore_errors=True)
+    command = ["parity", "--config", path, "--dump", str(side.folder), "--step", str(step), *overrides, *side.options]
+    if error := start(command, side.processes, side.folder.with_suffix(".log")):
+        raise RunError(f"{side.text} failed: {error}")
+
+
+def dump(path: str, overrides: list[str], *, folder: Path, step: int) -> None:
+    """Train on these processes until a step, and write its values. torchrun starts several processes.
+
+    Raises:
+        UserError: the config is wrong, or the step has too many values.
+    """
+    world_size = whole_number(os.environ, "WORLD_SIZE", 1)
+    config = load(path, overrides)
+    cache = config.data.cache_folder or Path(config.job.dump_folder, "data_cache")
+    options = [*parity_options(), *overrides]
+    own = [f"--job.dump_folder={folder}", "--job.name=run", f"--data.cache_folder={cache}"]
+    _check_step(load(path, [*options, *own], world_size=world_size).training, step)
+    from titanlite.tools.report.dump_step import dump_step  # not before: mistakes of the config are reported at once
+
+    dump_step(path, [*options, *own], folder=folder, step=step)
