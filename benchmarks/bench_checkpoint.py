@@ -29,14 +29,14 @@ from titanlite.build import Run, build
 from titanlite.checkpoint.manager import CheckpointManager, Progress
 from titanlite.checkpoint.save_overhead import StepClock
 from titanlite.checkpoint.state import flat, state_of
-from titanlite.storage.storage import open_storage
-from titanlite.config.load import load
-from titanlite.tools.ingest.prepare import prepare_text
 from titanlite.checks.preflight import preflight
-from titanlite.runtime.cpu import cores
+from titanlite.config.load import load
+from titanlite.runtime.allocator import cores
 from titanlite.runtime.private_torch.tensors import local_tensor
 from titanlite.runtime.process_group import pick_device, process_group, read_ranks
 from titanlite.step import train_step
+from titanlite.storage.storage import open_storage
+from titanlite.tools.ingest.prepare import prepare_text
 
 ROOT = Path(__file__).parents[1]
 SIZES = {

@@ -138,10 +138,9 @@ def raw(corpus: Path, out: Path) -> tuple[float, int]:
 
 
 def ours(workers: int, corpus: Path, out: Path) -> tuple[float, int]:
-    from titanlite.tools.cli import run
     from titanlite.data import tokenizer  # noqa: F401
     from titanlite.data.tokens import TokenStore
-    from titanlite.tools.ingest import prepare
+    from titanlite.tools.cli import run
 
     started = time.perf_counter()
     arguments = f"data prepare {corpus} --out {out} --tokenizer {TOKENIZER} --workers {workers}"

@@ -20,13 +20,13 @@ import torch
 import torch.distributed as dist
 from record import add_record_option, record
 
-from titanlite.checkpoint.fingerprint import resume_settings
+from titanlite.checkpoint.load import resume_settings
 from titanlite.checkpoint.manager import CheckpointManager, Progress
-from titanlite.storage.storage import open_storage
 from titanlite.config.load import dump, load
 from titanlite.models.registry import resolve_model
 from titanlite.parallelize import build_mesh
 from titanlite.parallelize.materialize import materialize
+from titanlite.storage.storage import open_storage
 
 TOML = """
 [model.args]
@@ -73,11 +73,11 @@ def resident(key: str) -> int:
 
 def export(folder: Path, shard: str, dtype: str | None) -> None:
     """Export in this process, and print the measurements as JSON."""
+    from titanlite.parallelize import DTYPES
     from titanlite.tools.convert.export import export_folder
     from titanlite.tools.convert.safetensors_file import parse_size
     from titanlite.tools.convert.source import open_source
     from titanlite.tools.convert.target import open_target
-    from titanlite.parallelize import DTYPES
 
     source = open_source(str(folder))
     before, started = resident("VmRSS"), time.perf_counter()

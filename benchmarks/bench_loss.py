@@ -24,11 +24,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from titanlite.batch import IGNORE
-from titanlite.config.distill_schema import Distill
-from titanlite.techniques.distill.divergence import HeadDivergence
-from titanlite.ops.kernels import Kernels
+from titanlite.config.schema import Distill
 from titanlite.loss import token_loss
-from titanlite.runtime.cpu import keep_freed_memory
+from titanlite.ops.kernels import Kernels
+from titanlite.runtime.allocator import keep_freed_memory
+from titanlite.techniques.distill.divergence import HeadDivergence
 
 VOCABULARIES = (32_768, 65_536, 131_072, 262_144)
 TIMED = 32_768

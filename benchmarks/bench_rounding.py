@@ -19,15 +19,15 @@ from record import add_record_option, record
 from torch import Tensor
 
 from titanlite.build import build
+from titanlite.checks.preflight import preflight
 from titanlite.config.load import load
 from titanlite.config.schema import Optimizer
-from titanlite.tools.ingest.prepare import prepare_text
 from titanlite.models.registry import resolve_model
 from titanlite.optim import build_optimizer
 from titanlite.optim.rounding import SlicedAdamW
-from titanlite.checks.preflight import preflight
-from titanlite.runtime.cpu import keep_freed_memory
+from titanlite.runtime.allocator import keep_freed_memory
 from titanlite.runtime.process_group import pick_device, process_group, read_ranks
+from titanlite.tools.ingest.prepare import prepare_text
 from titanlite.train import finish, train
 
 ROOT = Path(__file__).parents[1]

@@ -17,15 +17,15 @@ import torch
 import transformers
 from record import add_record_option, ratios, record
 
-from titanlite.tools.convert.generation import Generator
-from titanlite.tools.convert.sampling import Sampler
-from titanlite.ops import pick_kernels
-from titanlite.ops.kernels import set_kernels
 from titanlite.models.base import build_on_meta
 from titanlite.models.llama3 import Llama3, Llama3Args
+from titanlite.ops import pick_kernels
+from titanlite.ops.kernels import set_kernels
 from titanlite.parallelize.fsdp import DTYPES
 from titanlite.parallelize.materialize import allocate, draw_weights, set_dtype
 from titanlite.runtime.process_group import Ranks, pick_device
+from titanlite.tools.convert.generation import Generator
+from titanlite.tools.convert.sampling import Sampler
 
 
 def main() -> None:

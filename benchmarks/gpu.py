@@ -25,14 +25,14 @@ import torch
 from record import add_record_option, record
 
 from titanlite.build import build
-from titanlite.config.load import load
-from titanlite.tools.ingest.prepare import prepare_text
-from titanlite.techniques.float8 import weight_scaler
 from titanlite.checks.preflight import preflight
+from titanlite.config.load import load
 from titanlite.runtime.console import start_logging
 from titanlite.runtime.hardware import hardware_of
 from titanlite.runtime.process_group import pick_device, process_group, read_ranks
 from titanlite.step import train_step
+from titanlite.techniques.float8 import weight_scaler
+from titanlite.tools.ingest.prepare import prepare_text
 
 ROOT = Path(__file__).parents[1]
 WARM_UP = 4

@@ -35,28 +35,28 @@ from titanlite.batch import Batch
 from titanlite.build_model import parallelize_teacher
 from titanlite.config.load import load
 from titanlite.config.schema import Config
-from titanlite.ops import pick_kernels
 from titanlite.data.packing import TokenSequence
 from titanlite.data.samples import as_batch
 from titanlite.guard import StepGuard
-from titanlite.ops.kernels import Kernels
 from titanlite.loss import build_loss
+from titanlite.mesh import loss_group
 from titanlite.models.base import Model
 from titanlite.models.registry import resolve_model
+from titanlite.ops import pick_kernels
+from titanlite.ops.kernels import Kernels
 from titanlite.optim import build_optimizer
-from titanlite.techniques.in_backward import InBackward
 from titanlite.optim.quantized import inner_tensors, is_quantized
 from titanlite.parallelize import DTYPES, build_mesh, materialize, parallelize
 from titanlite.parallelize.materialize import allocate, draw_weights
-from titanlite.mesh import loss_group
-from titanlite.tools.plan.teacher import teacher_spec
-from titanlite.storage.disk import open_disk
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.private_torch.tensors import local_tensor
 from titanlite.runtime.process_group import seed_step
 from titanlite.step import train_step
-from titanlite.techniques.distill.teacher import Teacher
+from titanlite.storage.disk import open_disk
 from titanlite.techniques.distill.source import teacher_model
+from titanlite.techniques.distill.teacher import Teacher
+from titanlite.techniques.in_backward import InBackward
+from titanlite.tools.plan.teacher import teacher_spec
 
 SPAN, OPTIMIZER_STEP = "measured: ", "Optimizer.step#"
 TIMEOUT = timedelta(seconds=120)  # of one collective

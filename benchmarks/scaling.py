@@ -40,21 +40,21 @@ from torch.utils._pytree import tree_leaves
 from titanlite import train as train_module
 from titanlite.build import Run, build
 from titanlite.checkpoint.manager import Progress
+from titanlite.checks.preflight import preflight
 from titanlite.config.load import load
 from titanlite.config.schema import Config
+from titanlite.mesh import loss_group
 from titanlite.ops.cpu import CpuKernels
-from titanlite.tools.ingest.prepare import prepare_text
 from titanlite.optim import build_optimizer
 from titanlite.parallelize.materialize import allocate
-from titanlite.mesh import loss_group
-from titanlite.tools.plan.estimate import model_of
-from titanlite.tools.plan.trace import parallelized
-from titanlite.checks.preflight import preflight
+from titanlite.runtime.allocator import cores
 from titanlite.runtime.console import start_logging
-from titanlite.runtime.cpu import cores
 from titanlite.runtime.private_torch.tracing import FakeTensorMode
 from titanlite.runtime.process_group import Ranks, process_group, read_ranks
 from titanlite.step import StepResult, train_step
+from titanlite.tools.ingest.prepare import prepare_text
+from titanlite.tools.plan.estimate import model_of
+from titanlite.tools.plan.trace import parallelized
 from titanlite.train import train
 
 ROOT = Path(__file__).parents[1]

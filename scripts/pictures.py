@@ -15,8 +15,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from titanlite.metrics.lines import validation_line
 from titanlite.metrics.live import LiveBlock
+from titanlite.metrics.recorder import validation_line
 from titanlite.tools.report.page import page
 from titanlite.tools.report.run_records import read_run
 

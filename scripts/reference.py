@@ -12,8 +12,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from titanlite.tools.cli import EXIT_CODES, make_parser
 from titanlite.tools.arguments import Parser
+from titanlite.tools.cli import EXIT_CODES, make_parser
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "titanlite"

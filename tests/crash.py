@@ -20,9 +20,9 @@ import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from tests.helpers import TinyRun, _free_port
-from titanlite.tools import cli
 from titanlite.checkpoint import manifest as manifests
 from titanlite.storage.storage import LocalStorage
+from titanlite.tools import cli
 
 WHEN = ("save", "any", "save", "start", "save", "any")
 SIGNS = (".staging-", "__", ".metadata", "checksums.json", "manifest.json", ".deleted-")

@@ -9,9 +9,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from titanlite.batch import IGNORE
-from titanlite.config.distill_schema import Distill
-from titanlite.techniques.distill.divergence import HeadDivergence
+from titanlite.config.schema import Distill
 from titanlite.ops.kernels import Kernels
+from titanlite.techniques.distill.divergence import HeadDivergence
 
 VOCABULARY, TOKENS, DIM, TEACHER_DIM = 301, 66, 48, 80
 KINDS = ["forward_kl", "reverse_kl", "js"]

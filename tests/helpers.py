@@ -102,11 +102,11 @@ def train_on_this_rank(config: Config, rank: int, world_size: int, observer: Any
     import torch
 
     from titanlite.build import build
+    from titanlite.checks.preflight import preflight
+    from titanlite.runtime.process_group import Ranks
     from titanlite.tools.convert.source import open_teacher
     from titanlite.tools.convert.weights import open_weights
     from titanlite.tools.ingest.prepare import prepare_text
-    from titanlite.checks.preflight import preflight
-    from titanlite.runtime.process_group import Ranks
     from titanlite.train import finish, train
 
     ranks, device = Ranks(rank, world_size, rank, world_size), torch.device("cpu")

@@ -3,10 +3,10 @@
 import torch
 import transformers
 
-from titanlite.ops.cpu import CpuKernels
-from titanlite.ops.kernels import set_kernels
 from titanlite.models.layers import Documents
 from titanlite.models.llama3 import Llama3, Llama3Args
+from titanlite.ops.cpu import CpuKernels
+from titanlite.ops.kernels import set_kernels
 from titanlite.parallelize.materialize import draw_weights
 
 SMALL = Llama3Args(

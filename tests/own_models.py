@@ -7,10 +7,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from titanlite.models.base import TensorPlan
 from titanlite.models.initial import Constant, InitialValues
 from titanlite.models.llama3 import Llama3
 from titanlite.models.qwen3_moe import Experts, Qwen3Moe, Qwen3MoeArgs
-from titanlite.models.tensor_plan import TensorPlan
 
 
 class Wide(nn.Module):

@@ -10,17 +10,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from titanlite.checkpoint.fingerprint import resume_settings
+from titanlite.checkpoint.load import resume_settings
 from titanlite.checkpoint.manager import CheckpointManager, Progress
 from titanlite.checkpoint.manifest import folder_name
-from titanlite.storage.storage import open_storage
 from titanlite.config.load import dump, load
 from titanlite.models.added import added_parameters
 from titanlite.models.base import Model
 from titanlite.models.registry import resolve_model
 from titanlite.parallelize import DTYPES, build_mesh
-from titanlite.techniques.lora import choose_trained
 from titanlite.parallelize.materialize import materialize, set_dtype
+from titanlite.storage.storage import open_storage
+from titanlite.techniques.lora import choose_trained
 
 SMALL: dict[str, Any] = {"dim": 48, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "hidden_dim": 40, "vocab_size": 384}
 """Shape of the small models, with a vocabulary for the tokenizer bytes."""

@@ -7,11 +7,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from titanlite.tools.api import build_run, load_config, run_training
     from titanlite.config.schema import Config
     from titanlite.models.base import Model, ModelArgs
-    from titanlite.tools.report.run_records import RunRecords, read_run
     from titanlite.runtime.errors import ConfigError, RunStopped, UserError
+    from titanlite.tools.api import build_run, load_config, run_training
+    from titanlite.tools.report.run_records import RunRecords, read_run
 
 __version__ = "0.1.0"
 

@@ -12,11 +12,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from titanlite.batch import Batch
 from titanlite.build_model import State, build_frozen_teacher, build_loss_function, build_state
 from titanlite.checkpoint.exports import Exports
-from titanlite.checkpoint.fingerprint import resume_settings
-from titanlite.checkpoint.foreign import OpenWeights
-from titanlite.checkpoint.load import newest_saved
+from titanlite.checkpoint.load import OpenWeights, newest_saved, resume_settings
 from titanlite.checkpoint.manager import CheckpointManager, Progress
-from titanlite.storage.storage import open_storage
+from titanlite.checks.preflight import ResolvedConfig
 from titanlite.config.load import dump
 from titanlite.config.schema import Config
 from titanlite.data.loader import MicroBatches, build_loader
@@ -24,27 +22,27 @@ from titanlite.data.samples import Samples, Source
 from titanlite.data.sources import PrepareText, open_data
 from titanlite.data.verify import while_checking
 from titanlite.guard import StepGuard
-from titanlite.ops.kernels import Kernels
 from titanlite.loss import LossFunction
-from titanlite.techniques.layer_health import build_layer_health
+from titanlite.mesh import data_parallel_rank, loss_group, world_group
 from titanlite.metrics.recorder import MetricsRecorder
 from titanlite.models.base import Model
 from titanlite.observer import CurrentPhase, Phase, StepObserver
-from titanlite.techniques.in_backward import InBackward
+from titanlite.ops.kernels import Kernels
 from titanlite.optim.norm import count_parameter_replicas
 from titanlite.parallelize import build_mesh
-from titanlite.techniques.context import split_batch
-from titanlite.mesh import data_parallel_rank, loss_group, world_group
-from titanlite.techniques.tensor import count_output_replicas
-from titanlite.checks.preflight import ResolvedConfig
-from titanlite.techniques.profiling import build_profilers
+from titanlite.run.run_folder import RunFolder, open_run_folder, record_start
+from titanlite.run.timeouts import PhaseTimeouts
+from titanlite.runtime.console import hide_secrets
 from titanlite.runtime.process_group import Ranks
 from titanlite.runtime.ranks import check_same_everywhere
-from titanlite.run.run_folder import RunFolder, open_run_folder, record_start
-from titanlite.runtime.secrets import hide_secrets
-from titanlite.run.timeouts import PhaseTimeouts
 from titanlite.schedule import count_steps
+from titanlite.storage.storage import open_storage
+from titanlite.techniques.context import split_batch
 from titanlite.techniques.distill.teacher import Teacher
+from titanlite.techniques.in_backward import InBackward
+from titanlite.techniques.layer_health import build_layer_health
+from titanlite.techniques.profiling import build_profilers
+from titanlite.techniques.tensor import count_output_replicas
 from titanlite.validation import Validator
 
 

@@ -9,28 +9,28 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from titanlite.checkpoint.load import read_model
-from titanlite.config.distill_schema import Teacher as TeacherConfig
+from titanlite.checks.preflight import ResolvedConfig
 from titanlite.config.schema import ActivationCheckpoint, Compile, Config, Float8, Freeze, Parallelism, Training
-from titanlite.ops import pick_kernels
+from titanlite.config.schema import Teacher as TeacherConfig
 from titanlite.data.samples import Samples
-from titanlite.ops.kernels import Kernels
 from titanlite.loss import LossFunction, build_loss
+from titanlite.mesh import world_group
 from titanlite.metrics.memory_watch import MemoryWatch
 from titanlite.metrics.phase_memory import PhaseMemory
 from titanlite.metrics.source_losses import LossBySource
 from titanlite.models.base import Model, unique_parameters
 from titanlite.observer import Phase
+from titanlite.ops import pick_kernels
+from titanlite.ops.kernels import Kernels
 from titanlite.optim import build_optimizer
 from titanlite.parallelize import DTYPES, materialize, parallelize
 from titanlite.parallelize.materialize import allocate
-from titanlite.mesh import world_group
-from titanlite.techniques.tensor import split_vocabulary
-from titanlite.checks.preflight import ResolvedConfig
-from titanlite.storage.disk import DiskTensors, open_disk
-from titanlite.runtime.ranks import check_same_everywhere
 from titanlite.run.run_folder import RunFolder
-from titanlite.techniques.distill.teacher import Teacher
+from titanlite.runtime.ranks import check_same_everywhere
+from titanlite.storage.disk import DiskTensors, open_disk
 from titanlite.techniques.distill.source import TeacherSource, fingerprint, forward_flops, teacher_model
+from titanlite.techniques.distill.teacher import Teacher
+from titanlite.techniques.tensor import split_vocabulary
 
 logger = logging.getLogger(__name__)
 

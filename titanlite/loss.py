@@ -17,10 +17,9 @@ import torch
 from torch import Tensor
 
 from titanlite.batch import IGNORE
-from titanlite.config.distill_schema import Distill
-from titanlite.config.schema import Training
-from titanlite.ops.kernels import DEFAULT_KERNELS, Kernels
+from titanlite.config.schema import Distill, Training
 from titanlite.ops.divergence import ChunkDivergence
+from titanlite.ops.kernels import DEFAULT_KERNELS, Kernels
 from titanlite.runtime.user_code import check_call, find_object
 
 NO_DISTILLATION = Distill()

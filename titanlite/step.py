@@ -12,15 +12,14 @@ from torch.distributed.fsdp import FSDPModule
 
 from titanlite.batch import IGNORE, Batch
 from titanlite.loss import LossFunction, TeacherOutput, TokenLoss, token_loss
-from titanlite.ops.attention import document_arguments
 from titanlite.models.base import Model
 from titanlite.observer import Phase, StepObserver
+from titanlite.ops.attention import document_arguments
 from titanlite.optim import update
 from titanlite.optim.norm import count_parameter_replicas, gradient_norms, joined, sums_of_squares
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.gradient_memory import finish_reductions
-from titanlite.runtime.private_torch.operators import scale_in_place
-from titanlite.runtime.private_torch.tensors import local_tensor
+from titanlite.runtime.private_torch.tensors import local_tensor, scale_in_place
 from titanlite.runtime.ranks import reduce_over_ranks
 
 if TYPE_CHECKING:

@@ -8,19 +8,19 @@ import torch
 
 from titanlite.build import Run
 from titanlite.checkpoint.manager import Progress
-from titanlite.techniques.distill.divergence import cached_output
 from titanlite.guard import StoppedByGuard
 from titanlite.metrics.clock import phase_seconds
 from titanlite.metrics.run_summary import report_end, report_start
 from titanlite.observer import Observers, Phase
 from titanlite.optim import set_learning_rate
-from titanlite.techniques.float8 import weight_scaler
+from titanlite.run.stop import AgreedStop
 from titanlite.runtime.errors import RunStopped
 from titanlite.runtime.process_group import freeze_garbage_collector, seed_step
 from titanlite.runtime.signals import StoppedBySignal, StopRequests
 from titanlite.schedule import learning_rate
 from titanlite.step import train_step
-from titanlite.run.stop import AgreedStop
+from titanlite.techniques.distill.divergence import cached_output
+from titanlite.techniques.float8 import weight_scaler
 
 
 def train(run: Run, stop_requests: StopRequests | None = None) -> RunStopped | None:

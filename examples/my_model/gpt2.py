@@ -7,11 +7,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from titanlite.ops.kernels import DEFAULT_KERNELS, Kernels
 from titanlite.models.base import Model, ModelArgs
 from titanlite.models.formats import Entry, Formats, HuggingFace, Table
 from titanlite.models.initial import Constant, InitialValues, Normal
 from titanlite.models.layers import AttentionMask, Documents, Loss
+from titanlite.ops.kernels import DEFAULT_KERNELS, Kernels
 
 
 @dataclass(frozen=True, kw_only=True)

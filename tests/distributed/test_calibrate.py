@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from tests.helpers import run_ranks
-from titanlite.tools.plan.calibrate import COLLECTIVES, Values, measure_links
 from titanlite.runtime.process_group import Ranks
+from titanlite.tools.plan.calibrate import COLLECTIVES, Values, measure_links
 
 CPU = torch.device("cpu")
 

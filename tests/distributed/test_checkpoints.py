@@ -19,10 +19,10 @@ from titanlite.checkpoint import manifest as manifests
 from titanlite.checkpoint import staging
 from titanlite.checkpoint.dcp_write import ShardWriter
 from titanlite.checkpoint.manifest import folder_name
-from titanlite.storage.storage import LocalStorage, open_storage
 from titanlite.config.schema import Config
 from titanlite.metrics.recorder import MetricsRecorder
 from titanlite.runtime.errors import RunError
+from titanlite.storage.storage import LocalStorage, open_storage
 
 
 def checkpoints(tiny: TinyRun, name: str = "tiny") -> LocalStorage:

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests.helpers import TinyRun, run_train, titanlite
-from titanlite.tools import cli
 from titanlite.runtime.console import shell_command
+from titanlite.tools import cli
 
 
 def test_a_run_from_start_to_resume(tiny: TinyRun, capfd: pytest.CaptureFixture[str]) -> None:

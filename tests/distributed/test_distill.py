@@ -17,11 +17,11 @@ from tests.helpers import TinyRun, run_in_turn, run_ranks, titanlite, train_on_t
 from tests.layouts import built, degrees, trained, whole
 from titanlite.checkpoint.state import model_state, state_of
 from titanlite.config.schema import Config
-from titanlite.tools.convert.source import load_model, open_source, open_teacher
-from titanlite.metrics.lines import step_line
+from titanlite.metrics.recorder import step_line
 from titanlite.ops.attention import document_arguments
 from titanlite.runtime.errors import UserError
 from titanlite.techniques.distill.source import fingerprint
+from titanlite.tools.convert.source import load_model, open_source, open_teacher
 
 LAYOUTS = [(1, 1), (1, 2), (2, 2), (4, 1), (1, 4)]
 NARROW = ["--model.args.dim=36", "--model.args.n_layers=2"]

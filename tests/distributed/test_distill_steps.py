@@ -14,10 +14,10 @@ from tests.helpers import TinyRun, run_ranks, train_on_this_rank
 from tests.layouts import built, degrees, one_step, trained, whole
 from titanlite.batch import IGNORE
 from titanlite.checkpoint.state import model_state
-from titanlite.tools.convert.source import load_model, open_source
 from titanlite.models.base import unique_parameters
 from titanlite.observer import StepObserver
 from titanlite.step import accumulate, count_valid_tokens
+from titanlite.tools.convert.source import load_model, open_source
 
 NARROW = ["--model.args.dim=36", "--model.args.n_layers=2"]
 DISTILL = ["--distill.ratio=0.6", "--distill.temperature=2.0"]

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from tests.helpers import TinyRun, run_ranks
-from titanlite.runtime.errors import UserError
 from titanlite.run.versions import check_equal_start, compare, facts_of
+from titanlite.runtime.errors import UserError
 
 CPU = torch.device("cpu")
 

@@ -10,8 +10,8 @@ from safetensors.torch import load_file
 from tests.helpers import TinyRun, run_in_turn, train_on_this_rank
 from tests.layouts import degrees, trained
 from tests.weights import SMALL
-from titanlite.tools import cli
 from titanlite.config.schema import Config
+from titanlite.tools import cli
 from titanlite.tools.convert.export import export_folder
 from titanlite.tools.convert.rows import RowReader
 from titanlite.tools.convert.source import load_model, open_source

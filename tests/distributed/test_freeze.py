@@ -10,17 +10,17 @@ import torch
 from tests.helpers import TinyRun, run_in_turn, run_ranks
 from tests.layouts import built, degrees, trained, whole
 from titanlite.checkpoint.state import state_of
+from titanlite.checks.memory import bytes_per_parameter
+from titanlite.checks.preflight import preflight
 from titanlite.config.load import load
 from titanlite.config.schema import Config, Freeze
-from titanlite.checks.memory import bytes_per_parameter
 from titanlite.models.base import build_on_meta, trainable_parameters, unique_parameters
 from titanlite.models.decoder import Decoder
 from titanlite.models.registry import resolve_model
-from titanlite.techniques.freeze import freeze
-from titanlite.checks.preflight import preflight
 from titanlite.runtime.errors import ConfigError
 from titanlite.runtime.process_group import Ranks
 from titanlite.step import train_step
+from titanlite.techniques.freeze import freeze
 
 PATTERNS = '["tok_embeddings.*", "layers.0.*", "layers.*.attention.w[qk].weight", "layers.1.ffn_norm.weight"]'
 FREEZE = f"--freeze.parameters={PATTERNS}"

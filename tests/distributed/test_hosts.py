@@ -13,9 +13,9 @@ import pytest
 from tests.helpers import TinyRun
 from tests.hosts import Network, network
 from tests.processes import SCRIPT, Job, started
-from titanlite.tools import cli
 from titanlite.checkpoint import manifest as manifests
 from titanlite.storage.storage import LocalStorage
+from titanlite.tools import cli
 
 HSDP = "--parallelism.data_parallel_replicate_degree=2", "--parallelism.data_parallel_shard_degree=2"
 SAVING = "--checkpoint.interval=10", "--checkpoint.keep_latest_k=0"

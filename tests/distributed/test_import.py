@@ -8,12 +8,12 @@ import torch.distributed.checkpoint as dcp
 from tests.foreign import assert_same, expected_tensors, options_of, oracle_of, save_meta, save_torchtitan, spec_of
 from tests.helpers import TinyRun, run_in_turn, train_on_this_rank
 from tests.layouts import built, degrees, whole
-from titanlite.tools import cli
 from titanlite.checkpoint.state import model_state
 from titanlite.config.schema import Config
-from titanlite.tools.convert.weights import open_weights
 from titanlite.models.registry import ModelSpec
 from titanlite.runtime.private_torch.tensors import local_tensor
+from titanlite.tools import cli
+from titanlite.tools.convert.weights import open_weights
 
 SOURCES = ("hugging-face", "experts", "torchtitan", "meta")
 

@@ -8,14 +8,14 @@ import torch
 
 from tests.helpers import TINY_TOML, TinyRun, run_in_turn, run_ranks, train_on_this_rank
 from tests.layouts import degrees, trained, whole
-from titanlite.tools import cli
 from titanlite.checkpoint.state import state_of
 from titanlite.config.load import load
 from titanlite.config.schema import Config
-from titanlite.tools.convert.source import load_model, open_source
 from titanlite.models.quantized import CODES, quantize
 from titanlite.models.registry import resolve_model
 from titanlite.parallelize.materialize import materialize
+from titanlite.tools import cli
+from titanlite.tools.convert.source import load_model, open_source
 
 LORA = ["--lora.rank=3", "--lora.alpha=6", "--training.steps=4", "--training.max_norm=0", "--optimizer.lr=0.03"]
 QUANTIZED = {name: [f"--lora.quantize_base={name}"] for name in ("int8", "float8")}

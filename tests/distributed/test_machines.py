@@ -10,11 +10,10 @@ import torch
 import torch.distributed as dist
 
 from tests.helpers import TinyRun, run_ranks, run_train
-from titanlite.tools.plan.calibrate import COLLECTIVES
 from titanlite.checks.preflight import preflight
+from titanlite.run.versions import facts_of
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.process_group import Ranks
-from titanlite.run.versions import facts_of
 from titanlite.tools.machines import (
     Job,
     Result,
@@ -29,6 +28,7 @@ from titanlite.tools.machines import (
     open_job,
     run,
 )
+from titanlite.tools.plan.calibrate import COLLECTIVES
 
 CPU = torch.device("cpu")
 

@@ -14,9 +14,9 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from tests.helpers import TinyRun, run_ranks
 from tests.layouts import degrees, on_every_layout, optimizer_moments, trained, whole
 from titanlite.config.schema import Config, Parallelism
+from titanlite.mesh import build_mesh, sharding_mesh
 from titanlite.optim import muon, update
 from titanlite.parallelize.fsdp import fully_shard
-from titanlite.mesh import build_mesh, sharding_mesh
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.private_torch.tensors import local_tensor
 

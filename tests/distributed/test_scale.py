@@ -7,8 +7,8 @@ from torch.distributed.tensor import DTensor
 
 from tests.helpers import run_ranks
 from titanlite.config.schema import ActivationCheckpoint, Compile, Float8, Freeze, Parallelism, Training
-from titanlite.ops.cpu import CpuKernels
 from titanlite.models.llama3 import Llama3
+from titanlite.ops.cpu import CpuKernels
 from titanlite.optim import build_optimizer
 from titanlite.parallelize import build_mesh, parallelize
 

@@ -16,11 +16,11 @@ import torch
 from tests.helpers import TinyRun, run_ranks
 from tests.processes import Job, newest, started
 from titanlite.build import build
-from titanlite.config.schema import Config
-from titanlite.tools.ingest.prepare import prepare_text
 from titanlite.checks.preflight import preflight
+from titanlite.config.schema import Config
 from titanlite.runtime.process_group import Ranks
 from titanlite.runtime.signals import SAME_SECONDS, StopRequests
+from titanlite.tools.ingest.prepare import prepare_text
 from titanlite.train import finish, train
 
 TRAIN = [sys.executable, "-m", "titanlite", "train"]

@@ -160,8 +160,8 @@ def test_the_packed_kernel_equals_the_mask(kv_heads: int, head_dim: int) -> None
     import torch
     from torch.nn import functional as F
 
-    from titanlite.ops.kernels import DEFAULT_KERNELS
     from titanlite.ops.attention import Boundaries, attend
+    from titanlite.ops.kernels import DEFAULT_KERNELS
 
     needs_packed_kernel(head_dim)
     where, generator = documents_on_gpu(), torch.Generator("cuda").manual_seed(0)
@@ -224,8 +224,8 @@ def test_the_loss_on_the_gpu_is_cross_entropy(compiles: bool, z_loss: float, voc
     from torch.nn import functional as F
 
     from titanlite.batch import IGNORE
-    from titanlite.ops.kernels import Kernels
     from titanlite.loss import token_loss
+    from titanlite.ops.kernels import Kernels
 
     generator = torch.Generator("cuda").manual_seed(0)
     hidden = torch.randn(2, 300, 64, generator=generator, device="cuda").bfloat16().requires_grad_()
@@ -251,11 +251,11 @@ def steps_without_waiting(rank: int, world_size: int, config: Any) -> list[int]:
     import torch
 
     from titanlite.build import build
-    from titanlite.tools.ingest.prepare import prepare_text
     from titanlite.checks.preflight import preflight
     from titanlite.runtime.private_torch.tensors import local_tensor
     from titanlite.runtime.process_group import Ranks
     from titanlite.step import train_step
+    from titanlite.tools.ingest.prepare import prepare_text
 
     ranks, device = Ranks(0, 1, 0, 1), torch.device("cuda", 0)
     run = build(config, preflight(config, ranks, device), ranks=ranks, device=device, prepare_text=prepare_text)

@@ -143,18 +143,18 @@ def build_step(config: Any, device: Any, world_size: int) -> Any:
     import torch
 
     from titanlite.loss import build_loss
+    from titanlite.mesh import loss_group, world_group
     from titanlite.models.base import build_on_meta
     from titanlite.optim import build_optimizer
-    from titanlite.techniques.in_backward import InBackward
     from titanlite.optim.norm import count_parameter_replicas
     from titanlite.parallelize import build_mesh, parallelize
+    from titanlite.parallelize.materialize import allocate
+    from titanlite.step import train_step
     from titanlite.techniques.context import split_batch
     from titanlite.techniques.float8 import weight_scaler
-    from titanlite.parallelize.materialize import allocate
-    from titanlite.mesh import loss_group, world_group
+    from titanlite.techniques.in_backward import InBackward
     from titanlite.techniques.tensor import split_vocabulary
     from titanlite.tools.plan.estimate import model_of
-    from titanlite.step import train_step
 
     spec = model_of(config)
     kernels = kernels_with_stated_counts(config)

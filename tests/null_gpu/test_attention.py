@@ -16,7 +16,7 @@ FLASH, EFFICIENT = ("flash_fwd_kernel", "flash_bwd_dq_dk_dv"), ("fmha_cutlassF",
 TRAIN = """
 import sys, torch
 torch.backends.cuda.enable_cudnn_sdp(False)  # cuDNN's graphs are beyond the stand-in
-from titanlite import cli
+from titanlite.tools import cli
 sys.exit(cli.run(["train", *sys.argv[1:]]))
 """
 FLOAT32 = ("--training.mixed_precision_param=float32",)

@@ -12,7 +12,7 @@ pytestmark = pytest.mark.null_gpu
 CALIBRATE = """
 import sys, torch
 torch.backends.cuda.enable_cudnn_sdp(False)  # cuDNN's graphs are beyond the stand-in
-from titanlite import cli
+from titanlite.tools import cli
 sys.exit(cli.run(["calibrate", "gpu.toml"]))
 """
 

@@ -8,11 +8,10 @@ from torch import Tensor, nn
 
 from tests.kept_matmuls import KeptMatmuls
 from tests.operators import OperatorNames
-from titanlite.models.base import Model, ModelArgs
-from titanlite.models.experts import ExpertLayer
-from titanlite.ops.grouped import loop_over_groups
+from titanlite.models.base import ExpertLayer, Model, ModelArgs
 from titanlite.models.llama3 import Llama3, Llama3Args
 from titanlite.models.registry import resolve_model
+from titanlite.ops.functions import loop_over_groups
 from titanlite.parallelize.activation_checkpoint import apply_activation_checkpoint
 
 

@@ -13,13 +13,13 @@ from torch import Tensor
 
 from tests.helpers import TinyRun
 from tests.weights import OWN, one_process, random_model, save_model, save_random, small_toml, state
-from titanlite.tools import cli
 from titanlite.checkpoint.exports import Exports
-from titanlite.config.run_schema import Checkpoint
-from titanlite.tools.convert.source import load_model, open_source, read_tensor
-from titanlite.models.base import Model
 from titanlite.checks.preflight import preflight
+from titanlite.config.schema import Checkpoint
+from titanlite.models.base import Model
 from titanlite.runtime.process_group import Ranks
+from titanlite.tools import cli
+from titanlite.tools.convert.source import load_model, open_source, read_tensor
 
 TOKENS = torch.arange(64).view(2, 32) * 5 % 384
 LORA = "[lora]\nrank = 3\nalpha = 12\n"

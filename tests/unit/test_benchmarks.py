@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 
 from tests.helpers import TinyRun
-from titanlite.tools import cli
 from titanlite.config.load import load
+from titanlite.tools import cli
 
 ROOT = Path(__file__).parents[2]
 BENCHMARKS = ROOT / "benchmarks"

@@ -6,13 +6,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from titanlite.runtime.errors import UserError
+from titanlite.runtime.hardware import HARDWARE, host_memory
+from titanlite.runtime.process_group import Ranks
 from titanlite.tools import cli
 from titanlite.tools.plan import calibrate
 from titanlite.tools.plan.hardware import load_hardware, this_cpu
 from titanlite.tools.plan.time import Collective, Group, collective_time
-from titanlite.runtime.errors import UserError
-from titanlite.runtime.hardware import HARDWARE, host_memory
-from titanlite.runtime.process_group import Ranks
 
 H100 = next(it for it in HARDWARE if it.name == "H100")
 

@@ -13,21 +13,21 @@ from transformers import AutoTokenizer
 
 from tests.chat_tokenizer import write_chat_tokenizer
 from tests.models import SMALL, built
-from titanlite.tools import cli
-from titanlite.config.data_schema import Data
 from titanlite.config.load import load
-from titanlite.tools.ingest.chat_template import ChatTemplate
+from titanlite.config.schema import Data
 from titanlite.data.loader import MicroBatches
 from titanlite.data.packing import BestFit, Stream
 from titanlite.data.samples import Samples, Source, as_batch
 from titanlite.data.sources import open_tokens
 from titanlite.data.tokenizer import load_tokenizer
 from titanlite.data.tokens import TokenStore
-from titanlite.tools.ingest.prepare import prepare_text
-from titanlite.tools.ingest.token_writer import TokenWriter
 from titanlite.loss import token_loss
 from titanlite.ops.attention import document_arguments
 from titanlite.runtime.errors import UserError
+from titanlite.tools import cli
+from titanlite.tools.ingest.chat_template import ChatTemplate
+from titanlite.tools.ingest.prepare import prepare_text
+from titanlite.tools.ingest.token_writer import TokenWriter
 
 CHATML = """\
 {{- bos_token }}

@@ -15,10 +15,10 @@ from rich.console import Console
 
 from tests.helpers import TinyRun, closed_stdout
 from tests.manifests import CONTENTS, save
-from titanlite.tools import cli
-from titanlite.tools.checkpoints import command
 from titanlite.checkpoint.manifest import committed_steps, folder_name
 from titanlite.storage.storage import MANIFEST, LocalStorage, ObjectStorage, open_storage
+from titanlite.tools import cli
+from titanlite.tools.checkpoints import command
 
 
 @pytest.fixture(params=["disk", "memory"])

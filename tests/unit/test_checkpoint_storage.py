@@ -15,8 +15,8 @@ import pytest
 from tests.object_stores import Flaky
 from titanlite.checkpoint import manifest as manifests
 from titanlite.checkpoint.manifest import FileRecord, Manifest, folder_name
-from titanlite.storage.storage import MANIFEST, LocalStorage, ObjectStorage, Storage, open_storage
 from titanlite.runtime.errors import DamagedCheckpoint, UserError
+from titanlite.storage.storage import MANIFEST, LocalStorage, ObjectStorage, Storage, open_storage
 
 
 @pytest.fixture(params=["disk", "flaky memory", "s3"])

@@ -27,8 +27,8 @@ from titanlite.checkpoint.dcp_read import UnsafeCheckpoint
 from titanlite.checkpoint.manifest import DAMAGED, METADATA, SUPERSEDED, FileRecord, folder_name
 from titanlite.checkpoint.save_overhead import StepClock
 from titanlite.checkpoint.staging import Staging
-from titanlite.storage.storage import MANIFEST, LocalStorage, ObjectStorage, open_storage
 from titanlite.runtime.errors import RunError, UserError
+from titanlite.storage.storage import MANIFEST, LocalStorage, ObjectStorage, open_storage
 
 pytestmark = pytest.mark.usefixtures("single_process_group", "_unlocked")
 

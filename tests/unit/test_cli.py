@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from tests.helpers import TinyRun, closed_stdout
-from titanlite.tools import cli
 from titanlite.metrics import run_summary
-from titanlite.tools.arguments import Parser
 from titanlite.runtime.console import install_hint, shell_command
 from titanlite.runtime.files import lock_file
+from titanlite.tools import cli
+from titanlite.tools.arguments import Parser
 
 
 def refusal(capfd: pytest.CaptureFixture[str], *arguments: str) -> list[str]:

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import yaml
 
-from titanlite.tools.cli import make_parser
 from titanlite.config.load import load
+from titanlite.tools.cli import make_parser
 
 ROOT = Path(__file__).parents[2]
 SLURM = ROOT / "scripts" / "slurm.sh"

@@ -12,7 +12,7 @@ import torch
 from tests.helpers import TinyRun, train_on_this_rank
 from tests.recorders import recorder, records, result_of
 from titanlite.config.schema import Compile
-from titanlite.metrics.compile_watch import CompileWatch
+from titanlite.metrics.recorder import CompileWatch
 from titanlite.models.base import Model
 from titanlite.observer import CurrentPhase
 from titanlite.parallelize.compile import compile_blocks, use_cache
@@ -67,7 +67,7 @@ def test_where_compiled_code_is_kept(
 @pytest.mark.usefixtures("single_process_group")
 def test_compiling_is_no_step_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now, compiling = [100.0], [7.0]
-    monkeypatch.setattr("titanlite.metrics.compile_watch.compile_seconds", lambda: compiling[0])
+    monkeypatch.setattr("titanlite.metrics.recorder.compile_seconds", lambda: compiling[0])
     lines: list[str] = []
     monkeypatch.setattr("titanlite.metrics.recorder.logger.info", lambda line, **options: lines.append(line))
     phase = CurrentPhase(clock=lambda: now[0])

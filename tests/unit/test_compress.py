@@ -9,11 +9,11 @@ import torch
 from torch import nn
 
 from tests.foreign import assert_same, logits, oracle_of
-from titanlite.tools import cli
 from titanlite.checkpoint.state import model_state
+from titanlite.runtime.errors import UserError
+from titanlite.tools import cli
 from titanlite.tools.convert.compress import parse_layers
 from titanlite.tools.convert.source import load_model, open_source
-from titanlite.runtime.errors import UserError
 
 TOKENS = torch.randint(0, 67, (2, 33), generator=torch.Generator().manual_seed(1))
 

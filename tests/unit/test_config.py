@@ -8,11 +8,10 @@ from pydantic import BaseModel
 
 from titanlite.config.checks import find_warnings
 from titanlite.config.keys import dotted_keys
-from titanlite.config.load import dump, load, read
+from titanlite.config.load import FOREIGN_KEYS, dump, load, read
 from titanlite.config.schema import Config, Parallelism, Training
-from titanlite.config.torchtitan import FOREIGN_KEYS
-from titanlite.tools.migrate.rules import RULES
 from titanlite.runtime.errors import ConfigError
+from titanlite.tools.migrate.rules import RULES
 
 CONFIGS = sorted(Path("train_configs").glob("*.toml"))
 WORLD_SIZES = {"llama3_70b": 64, "llama3_405b": 512, "debug": 2}

@@ -11,15 +11,9 @@ from torch import Tensor, nn
 
 from tests.helpers import TinyRun
 from tests.layouts import degrees
+from titanlite.checks.model import check_context
 from titanlite.config.schema import Config, Parallelism, Training
 from titanlite.data.loader import MicroBatches
-from titanlite.ops.kernels import DEFAULT_KERNELS
-from titanlite.checks.model import check_context
-from titanlite.ops.attention import Documents, SequencePart, additive_mask, attend, chunk_boundaries
-from titanlite.models.base import build_on_meta
-from titanlite.models.layers import Loss
-from titanlite.models.llama3 import Llama3
-from titanlite.techniques.context import join_parts, split_attention, split_batch
 from titanlite.mesh import (
     axis_groups,
     build_mesh,
@@ -29,14 +23,20 @@ from titanlite.mesh import (
     shard_degree_of,
     sharding_mesh,
 )
-from titanlite.parallelize.reductions import can_wait, keeps_reduced_gradients
+from titanlite.models.base import build_on_meta
+from titanlite.models.layers import Loss
+from titanlite.models.llama3 import Llama3
+from titanlite.ops.attention import Documents, SequencePart, additive_mask, attend, chunk_boundaries
+from titanlite.ops.kernels import DEFAULT_KERNELS
+from titanlite.parallelize.fsdp import can_wait, keeps_reduced_gradients
+from titanlite.runtime.errors import ConfigError, UserError
+from titanlite.runtime.private_torch.tracing import fake_process_group
+from titanlite.techniques.context import join_parts, split_attention, split_batch
 from titanlite.tools.plan.candidates import Found
 from titanlite.tools.plan.estimate import Layout, model_of
 from titanlite.tools.plan.hardware import find_hardware
 from titanlite.tools.plan.search import best_axes
 from titanlite.tools.plan.trace import trace_step
-from titanlite.runtime.errors import ConfigError, UserError
-from titanlite.runtime.private_torch.tracing import fake_process_group
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])

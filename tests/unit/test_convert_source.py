@@ -10,14 +10,14 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemReader
 
 from tests.weights import one_process, random_model, save_model, small_toml, state
-from titanlite.tools import cli
 from titanlite.checkpoint import manifest as manifests
 from titanlite.checkpoint.manifest import MANIFEST
-from titanlite.storage.storage import LocalStorage
 from titanlite.config.load import dump, load
-from titanlite.tools.convert.source import load_model, open_source, read_tensor
 from titanlite.models.base import Model
 from titanlite.runtime.errors import UserError
+from titanlite.storage.storage import LocalStorage
+from titanlite.tools import cli
+from titanlite.tools.convert.source import load_model, open_source, read_tensor
 
 
 @pytest.fixture(scope="module")

@@ -14,14 +14,13 @@ import torch
 
 from titanlite.config.schema import Data
 from titanlite.data.loader import MicroBatches, build_loader
-from titanlite.data.order import Order, permute
 from titanlite.data.packing import Stream
-from titanlite.data.samples import Samples, Source
+from titanlite.data.samples import Order, Samples, Source, permute
 from titanlite.data.sources import open_sources
 from titanlite.data.tokenizer import ByteTokenizer
 from titanlite.data.tokens import INDEX, TokenStore
-from titanlite.tools.ingest.token_writer import TokenWriter, unigram_entropy
 from titanlite.runtime.errors import UserError
+from titanlite.tools.ingest.token_writer import TokenWriter, unigram_entropy
 
 CPU = torch.device("cpu")
 

@@ -9,7 +9,9 @@ import tomli
 from jsonschema import Draft202012Validator
 from pydantic import Field
 
-from titanlite.config.data_schema import DataSource
+from titanlite.config.keys import dotted_keys
+from titanlite.config.load import dump, load
+from titanlite.config.schema import Config, DataSource, Section
 from titanlite.tools.describe import (
     first_sentence,
     json_schema,
@@ -20,10 +22,6 @@ from titanlite.tools.describe import (
     tables,
     type_words,
 )
-from titanlite.config.keys import dotted_keys
-from titanlite.config.load import dump, load
-from titanlite.config.schema import Config
-from titanlite.config.types import Section
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = sorted((ROOT / "train_configs").glob("*.toml"))

@@ -16,20 +16,20 @@ import torch.distributed as dist
 from tests.distillation import KINDS, VOCABULARY, Given, inputs, plain
 from tests.helpers import TinyRun, train_on_this_rank
 from tests.operators import LargestTensor
-from titanlite.checkpoint.fingerprint import resume_settings
-from titanlite.config.distill_schema import Distill
+from titanlite.checkpoint.load import resume_settings
+from titanlite.checks.preflight import preflight
 from titanlite.config.load import load, read
-from titanlite.tools.convert.source import Source, open_source, open_teacher
-from titanlite.ops.cpu import CpuKernels
+from titanlite.config.schema import Distill
 from titanlite.data.tokenizer import ByteTokenizer, load_tokenizer
 from titanlite.loss import token_loss
-from titanlite.ops.divergence import divergence
 from titanlite.models.registry import resolve_model
-from titanlite.tools.plan.gpu_kernels import GpuKernels
-from titanlite.checks.preflight import preflight
+from titanlite.ops.cpu import CpuKernels
+from titanlite.ops.divergence import divergence
 from titanlite.runtime.errors import ConfigError, UserError
 from titanlite.runtime.process_group import Ranks
 from titanlite.techniques.distill.source import check_teacher, different_tokens, fingerprint
+from titanlite.tools.convert.source import Source, open_source, open_teacher
+from titanlite.tools.plan.gpu_kernels import GpuKernels
 
 
 @pytest.mark.parametrize("kind", KINDS)

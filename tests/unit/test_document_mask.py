@@ -21,18 +21,18 @@ from torch.nn import functional as F
 from tests.helpers import TinyRun, train_on_this_rank
 from tests.models import SMALL, built, documents, oracle
 from titanlite.batch import IGNORE
-from titanlite.config.schema import ActivationCheckpoint, Compile, Float8, Freeze, Parallelism, Training
-from titanlite.ops.cpu import CpuKernels
-from titanlite.ops.kernels import DEFAULT_KERNELS, Kernels
-from titanlite.loss import token_loss
 from titanlite.checks.model import check_documents_apart, small_model
-from titanlite.ops.attention import Boundaries, document_arguments
+from titanlite.checks.preflight import preflight
+from titanlite.config.schema import ActivationCheckpoint, Compile, Float8, Freeze, Parallelism, Training
+from titanlite.loss import token_loss
 from titanlite.models.layers import Documents, rope_at
 from titanlite.models.llama3 import Llama3, Llama3Args
 from titanlite.models.registry import resolve_model
+from titanlite.ops.attention import Boundaries, document_arguments
+from titanlite.ops.cpu import CpuKernels
+from titanlite.ops.kernels import DEFAULT_KERNELS, Kernels
 from titanlite.parallelize import build_mesh, parallelize
 from titanlite.parallelize.activation_checkpoint import apply_activation_checkpoint, recompute_policies
-from titanlite.checks.preflight import preflight
 from titanlite.runtime.errors import ConfigError
 from titanlite.runtime.process_group import Ranks
 from titanlite.step import train_step

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from tests.documented import EXECUTED, PAGES, ROOT, commands, commands_to_run, unused_notes
-from titanlite.tools.cli import make_parser
 from titanlite.config.keys import dotted_keys, nearest_key
 from titanlite.config.shipped import find_config
 from titanlite.runtime.errors import UserError
+from titanlite.tools.cli import make_parser
 
 SCRIPT = re.compile(r"(?:^|\s)(?:\S*/)?(titanlite|run_train\.sh)(?=\s|$)")
 PLACEHOLDER = re.compile(r"^(\[.*|[A-Z_]+|\.\.\.|N|<.*>)$")

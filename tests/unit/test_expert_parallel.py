@@ -7,12 +7,13 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from tests.plans import traced
-from titanlite.config.load import ConfigError, load
 from titanlite.checks.memory import largest_shard
 from titanlite.checks.model import check_experts
+from titanlite.config.load import ConfigError, load
 from titanlite.models.base import build_on_meta
 from titanlite.models.llama3 import Llama3, Llama3Args
 from titanlite.models.qwen3_moe import Qwen3Moe, Qwen3MoeArgs
+from titanlite.runtime.errors import UserError
 from titanlite.techniques.expert import even_dim
 from titanlite.tools.plan.fake_ranks import fake_ranks
 from titanlite.tools.plan.gpu_kernels import EXPERT_SKEW, FakeCpuKernels
@@ -20,7 +21,6 @@ from titanlite.tools.plan.hardware import find_hardware
 from titanlite.tools.plan.time import Collective, Group, collective_time
 from titanlite.tools.plan.trace import parallelized
 from titanlite.tools.plan.workload import workload_of
-from titanlite.runtime.errors import UserError
 
 KEY = "parallelism.expert_parallel_degree"
 SMALL: dict[str, Any] = {"dim": 64, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "vocab_size": 512, "head_dim": 16}

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from tests.foreign import assert_same, logits, oracle_of
-from titanlite.tools import cli
 from titanlite.checkpoint.state import model_state
 from titanlite.config.schema import Data
+from titanlite.tools import cli
 from titanlite.tools.convert.compress import Student
 from titanlite.tools.convert.experts import RouterStatistics, Sample, read_sample
 from titanlite.tools.convert.source import load_model, open_source

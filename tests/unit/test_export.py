@@ -18,13 +18,13 @@ from safetensors.torch import load_file
 
 from tests.object_stores import Flaky
 from tests.weights import OWN, one_process, random_model, save_model, save_random, small_toml, state
+from titanlite.runtime.errors import DamagedCheckpoint, UserError
 from titanlite.tools import cli
 from titanlite.tools.convert.export import export_folder
 from titanlite.tools.convert.rows import RowReader
 from titanlite.tools.convert.safetensors_file import parse_size
 from titanlite.tools.convert.source import load_model, open_source, read_tensor
 from titanlite.tools.convert.target import open_target
-from titanlite.runtime.errors import DamagedCheckpoint, UserError
 
 TOKENS = torch.arange(64).view(2, 32) * 5 % 384
 

@@ -12,6 +12,9 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from tests.weights import OWN, one_process, random_model, save_model, save_random
+from titanlite.models.base import Model
+from titanlite.models.formats import Entry, Formats, HuggingFace, Table
+from titanlite.models.registry import MODELS
 from titanlite.tools import cli
 from titanlite.tools.convert import check as check_module
 from titanlite.tools.convert.check import CheckFailed, _of_model, check_folder, compare
@@ -20,9 +23,6 @@ from titanlite.tools.convert.export import export_folder
 from titanlite.tools.convert.layout import outgoing
 from titanlite.tools.convert.source import Source, load_model, open_source
 from titanlite.tools.convert.target import open_target
-from titanlite.models.base import Model
-from titanlite.models.formats import Entry, Formats, HuggingFace, Table
-from titanlite.models.registry import MODELS
 
 Change = Callable[[Entry], Entry]
 

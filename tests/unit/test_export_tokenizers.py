@@ -13,9 +13,9 @@ import tokenizers
 import transformers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from titanlite.tools.convert.tokenizer_files import tokenizer_files
 from titanlite.data.tokenizer import LLAMA3_SPECIAL_TOKENS, SHIPPED, Tokenizer, load_tokenizer
 from titanlite.models.llama3 import Llama3
+from titanlite.tools.convert.tokenizer_files import tokenizer_files
 
 
 def texts() -> Iterator[str]:

@@ -10,15 +10,15 @@ import pytest
 import torch
 
 from tests.helpers import TinyRun, train_on_this_rank
-from titanlite.tools import cli
+from titanlite.checks.preflight import preflight
 from titanlite.config.load import load
 from titanlite.data.custom import CustomSequences
 from titanlite.models.registry import resolve_model, vocab_size_for
-from titanlite.tools.plan.estimate import model_of, with_vocab_size
-from titanlite.checks.preflight import preflight
 from titanlite.runtime.errors import ConfigError, UserError
 from titanlite.runtime.process_group import Ranks
 from titanlite.runtime.user_code import find_object, load_module
+from titanlite.tools import cli
+from titanlite.tools.plan.estimate import model_of, with_vocab_size
 
 MODEL = """
 from dataclasses import dataclass

@@ -14,12 +14,12 @@ from titanlite.config.schema import Float8
 from titanlite.models.base import Model
 from titanlite.models.llama3 import Llama3, Llama3Args
 from titanlite.models.qwen3_moe import Qwen3Moe, Qwen3MoeArgs
+from titanlite.runtime.console import install_hint
+from titanlite.runtime.errors import UserError
 from titanlite.techniques.float8 import check_float8, choose_layers, convert_to_float8
 from titanlite.tools.plan.estimate import Layout
 from titanlite.tools.plan.hardware import find_hardware
 from titanlite.tools.plan.search import _Search
-from titanlite.runtime.console import install_hint
-from titanlite.runtime.errors import UserError
 
 LARGE = Llama3Args(
     dim=4096, n_layers=1, n_heads=32, n_kv_heads=8, hidden_dim=14336, vocab_size=512, max_seq_len=16

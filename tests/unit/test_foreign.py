@@ -15,14 +15,14 @@ from hypothesis import strategies as st
 
 from tests.chat_tokenizer import write_chat_tokenizer
 from tests.weights import save_random, small_toml
-from titanlite.tools import cli
 from titanlite.checkpoint import manifest as manifests
 from titanlite.checkpoint.manifest import MANIFEST
-from titanlite.storage.storage import LocalStorage
 from titanlite.config.foreign import load_of_run, read_foreign
-from titanlite.tools.convert.source import open_source, open_teacher
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.files import checked_name, file_inside
+from titanlite.storage.storage import LocalStorage
+from titanlite.tools import cli
+from titanlite.tools.convert.source import open_source, open_teacher
 
 SECRET = "a private file"
 

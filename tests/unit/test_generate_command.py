@@ -15,15 +15,15 @@ import torch.distributed as dist
 
 from tests.chat_tokenizer import write_chat_tokenizer
 from tests.weights import random_model, save_model, small_toml
+from titanlite.data.tokenizer import load_tokenizer
+from titanlite.runtime.console import install_hint
+from titanlite.runtime.errors import UserError
 from titanlite.tools import cli
-from titanlite.tools.ingest.chat_tokens import Chat
 from titanlite.tools.convert.generation import Generator
 from titanlite.tools.convert.loading import tokenizer_of
 from titanlite.tools.convert.prompts import opening_ids, stop_ids
 from titanlite.tools.convert.source import open_source
-from titanlite.data.tokenizer import load_tokenizer
-from titanlite.runtime.console import install_hint
-from titanlite.runtime.errors import UserError
+from titanlite.tools.ingest.chat_tokens import Chat
 
 PROMPT = "Die Größe von 日本"
 

@@ -17,22 +17,21 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from titanlite.config.schema import Parallelism, Training
-from titanlite.ops.cpu_collectives import AllToAllReduceScatter
-from titanlite.ops.cpu import CpuKernels
+from titanlite.mesh import build_mesh, world_group
 from titanlite.metrics.memory_watch import MemoryWatch
 from titanlite.models.base import build_on_meta
 from titanlite.models.llama3 import Llama3
-from titanlite.parallelize.fsdp import shard
+from titanlite.ops.cpu import CpuKernels
+from titanlite.ops.cpu_collectives import AllToAllReduceScatter
+from titanlite.parallelize.fsdp import keeps_reduced_gradients, shard
 from titanlite.parallelize.materialize import materialize
-from titanlite.mesh import build_mesh, world_group
-from titanlite.parallelize.reductions import keeps_reduced_gradients
-from titanlite.tools.plan.gpu_kernels import GpuKernels
 from titanlite.runtime.allocator import VARIABLES, allocator_settings, use_expandable_segments
 from titanlite.runtime.gradient_memory import ReduceScatter
 from titanlite.runtime.private_torch.fsdp import fsdp_param_group
 from titanlite.runtime.private_torch.tensors import local_tensor
 from titanlite.runtime.private_torch.tracing import fake_process_group
 from titanlite.step import train_step
+from titanlite.tools.plan.gpu_kernels import GpuKernels
 
 AT_IMPORT_OF_TORCH = """
 import os, sys

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from titanlite.metrics.run_summary import communicators, float32_precision
-from titanlite.tools.plan import hardware as module
-from titanlite.tools.plan.hardware import _matmul_rate as matmul_rate
-from titanlite.tools.plan.hardware import find_hardware, load_hardware
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.hardware import HARDWARE, Hardware, hardware_of, host_memory
 from titanlite.runtime.process_group import Ranks, gpu_index, why_no_gpu
+from titanlite.tools.plan import hardware as module
+from titanlite.tools.plan.hardware import _matmul_rate as matmul_rate
+from titanlite.tools.plan.hardware import find_hardware, load_hardware
 
 WHOLE = """
 memory_gib = 80

@@ -29,14 +29,14 @@ from tests.helpers import TinyRun
 from tests.whole_runs import trained
 from titanlite.checkpoint.state import model_state
 from titanlite.config.load import load
-from titanlite.tools.convert.hugging_face import HuggingFaceFolder
-from titanlite.tools.convert.meta import MetaFolder
-from titanlite.tools.convert.reader import ForeignReader
-from titanlite.tools.convert.weights import find_flavor, open_weights
 from titanlite.models.base import Model
 from titanlite.models.llama3 import Llama3
 from titanlite.models.registry import ModelSpec, resolve_model
 from titanlite.runtime.errors import UserError
+from titanlite.tools.convert.hugging_face import HuggingFaceFolder
+from titanlite.tools.convert.meta import MetaFolder
+from titanlite.tools.convert.reader import ForeignReader
+from titanlite.tools.convert.weights import find_flavor, open_weights
 
 CASES = [(family, tied) for family in FAMILIES for tied in (False, True)]
 TOKENS = torch.randint(0, 67, (2, 33), generator=torch.Generator().manual_seed(1))

@@ -25,12 +25,12 @@ from tests.foreign import (
 )
 from tests.helpers import TinyRun
 from tests.whole_runs import trained
-from titanlite.tools import cli
 from titanlite.checkpoint.state import model_state
-from titanlite.tools.convert.prompts import stop_ids
-from titanlite.tools.convert.source import load_model, open_source
 from titanlite.models.registry import MODELS
 from titanlite.runtime.errors import UserError
+from titanlite.tools import cli
+from titanlite.tools.convert.prompts import stop_ids
+from titanlite.tools.convert.source import load_model, open_source
 
 TOKENS = torch.randint(0, 67, (2, 33), generator=torch.Generator().manual_seed(1))
 

@@ -15,16 +15,15 @@ from torch.nn import functional
 from tests.helpers import TinyRun
 from tests.layouts import degrees
 from tests.plans import profiled
-from titanlite.config.optim_schema import OptimizerGroup
-from titanlite.config.schema import Guard, Optimizer
+from titanlite.checks.preflight import check_offloaded_update
+from titanlite.config.schema import Guard, Optimizer, OptimizerGroup
 from titanlite.guard import StepGuard, StoppedByGuard
 from titanlite.optim import build_optimizer
-from titanlite.techniques.in_backward import InBackward
 from titanlite.optim.norm import gradient_norms
-from titanlite.checks.preflight import check_offloaded_update
 from titanlite.runtime.errors import ConfigError, UserError
 from titanlite.runtime.private_torch.tensors import local_tensor
 from titanlite.step import StepResult
+from titanlite.techniques.in_backward import InBackward
 
 ON = ("--optimizer.in_backward=true", "--training.max_norm=0")
 NAN = math.nan

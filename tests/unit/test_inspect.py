@@ -9,9 +9,9 @@ import pytest
 
 from titanlite.data.tokenizer import ByteTokenizer
 from titanlite.data.tokens import INDEX, TokenStore
+from titanlite.runtime.errors import UserError
 from titanlite.tools.ingest.inspect import document_lengths, inspect
 from titanlite.tools.ingest.token_writer import TokenWriter
-from titanlite.runtime.errors import UserError
 
 BOS, EOS = ByteTokenizer.bos_id, ByteTokenizer.eos_id
 

@@ -21,10 +21,10 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from tests.manifests import save
-from titanlite.checkpoint.coverage import Piece, find_fault
+from titanlite.checkpoint.dcp_read import Piece, find_fault
 from titanlite.checkpoint.manifest import folder_name
-from titanlite.tools.cli import run
 from titanlite.runtime.private_torch.checkpoint import StorageInfo
+from titanlite.tools.cli import run
 
 Ends = pytest.CaptureFixture[str]
 Box = tuple[Sequence[int], Sequence[int]]

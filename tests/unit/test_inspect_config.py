@@ -8,8 +8,8 @@ import pytest
 
 from tests.helpers import TinyRun
 from tests.layouts import degrees
-from titanlite.tools.cli import run
 from titanlite.config.load import load
+from titanlite.tools.cli import run
 from titanlite.tools.plan.parameters import ParameterLayout, inspect_ranks
 from titanlite.tools.report.blocks import format_numbers, join_blocks, split_block
 

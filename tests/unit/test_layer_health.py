@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from tests.helpers import TinyRun, train_on_this_rank
+from titanlite.metrics.records import LAYERS, find_faults
 from titanlite.techniques.layer_health import KINDS
-from titanlite.metrics.schema import LAYERS, find_faults
 
 OPTIONS = ["--training.steps=4", "--metrics.layers.freq=2", "--training.max_norm=0", "--checkpoint.enable=false"]
 

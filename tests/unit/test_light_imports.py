@@ -37,7 +37,7 @@ COMMANDS = [
 ]
 BEGIN = """
 import sys
-from titanlite import cli
+from titanlite.tools import cli
 
 def words_of(parser):
     for name, command in parser.commands.items():

@@ -14,8 +14,8 @@ from tests.helpers import TinyRun
 from titanlite.checkpoint import manifest as manifests
 from titanlite.checkpoint.local import LocalFolder, new_name, recover
 from titanlite.checkpoint.manifest import FileRecord, Manifest, folder_name
-from titanlite.storage.storage import MANIFEST, LocalStorage
 from titanlite.runtime.errors import ConfigError
+from titanlite.storage.storage import MANIFEST, LocalStorage
 
 pytestmark = pytest.mark.usefixtures("single_process_group")
 DATA = b"weights and moments"

@@ -12,11 +12,10 @@ from torch import Tensor, nn
 from tests.adapted import FROZEN_BASE, TOKENS, adapted, filled
 from tests.helpers import TinyRun
 from tests.kept_matmuls import KeptMatmuls
-from titanlite.tools import cli
-from titanlite.checkpoint.fingerprint import resume_settings
+from titanlite.checkpoint.load import resume_settings
+from titanlite.checks.memory import bytes_per_parameter
 from titanlite.config.load import load
 from titanlite.config.schema import Freeze, Lora
-from titanlite.checks.memory import bytes_per_parameter
 from titanlite.models.added import added_parameters
 from titanlite.models.base import Model, ModelArgs, trainable_parameters, unique_parameters
 from titanlite.models.initial import InitialValues, Normal
@@ -24,6 +23,7 @@ from titanlite.models.registry import resolve_model
 from titanlite.optim.groups import parameter_groups
 from titanlite.parallelize.activation_checkpoint import apply_activation_checkpoint
 from titanlite.techniques.lora import LoraLinear, choose_trained
+from titanlite.tools import cli
 from titanlite.tools.plan.estimate import Layout, plan
 from titanlite.tools.plan.hardware import find_hardware
 from titanlite.tools.plan.search import _has_layers_for_float8

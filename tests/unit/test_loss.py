@@ -10,12 +10,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.operators import LargestTensor, OperatorNames
 from titanlite.batch import IGNORE
-from titanlite.ops.cpu import CpuKernels
-from titanlite.ops.kernels import Kernels, adds_float32_matmul
 from titanlite.loss import TokenLoss, token_loss
+from titanlite.ops.cpu import CpuKernels
 from titanlite.ops.cross_entropy import label_softmax, label_softmax_in_place
-from titanlite.tools.plan.gpu_kernels import GpuKernels
+from titanlite.ops.kernels import Kernels, adds_float32_matmul
 from titanlite.runtime.private_torch.tracing import FakeTensorMode
+from titanlite.tools.plan.gpu_kernels import GpuKernels
 
 VOCABULARY, TOKENS, DIM = 301, 66, 48
 

@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from tests.helpers import TinyRun
-from titanlite.tools import cli
-from titanlite.tools import machines as selfcheck
-from titanlite.techniques.freeze import freeze
 from titanlite.checks.preflight import preflight
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.process_group import Ranks
+from titanlite.techniques.freeze import freeze
+from titanlite.tools import cli
+from titanlite.tools import machines as selfcheck
 from titanlite.tools.machines import (
     Free,
     Job,

@@ -11,13 +11,13 @@ import tomli
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from titanlite.tools import cli
 from titanlite.config.keys import dotted_keys
 from titanlite.config.load import load
+from titanlite.runtime.errors import ConfigError, UserError
+from titanlite.tools import cli
 from titanlite.tools.migrate.command import migrate
 from titanlite.tools.migrate.rules import DROPS, LOSES, RULES
 from titanlite.tools.migrate.translate import SHAPES
-from titanlite.runtime.errors import ConfigError, UserError
 
 ROOT = Path(__file__).parents[2]
 DATA = ROOT / "tests/data/torchtitan"

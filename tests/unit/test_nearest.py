@@ -1,6 +1,6 @@
 """The one helper that suggests names."""
 
-from titanlite.runtime.nearest import did_you_mean, nearest_name
+from titanlite.runtime.errors import did_you_mean, nearest_name
 
 
 def test_the_nearest_name_ignores_case_and_the_first_of_two_equal_names_wins() -> None:

@@ -19,16 +19,16 @@ from tests.plans import layout_of, planned, read
 from tests.whole_runs import assert_equal, parameters_of, trained
 from titanlite.build import build
 from titanlite.checkpoint.manifest import folder_name
-from titanlite.tools.cli import run as run_command
 from titanlite.config.load import load
 from titanlite.config.schema import Offload
 from titanlite.optim.rounding import SlicedAdamW
-from titanlite.tools.plan.estimate import _with_disk, estimate, trace
-from titanlite.tools.plan.output import plan_lines, plan_record
-from titanlite.storage import disk as offload
-from titanlite.storage.disk import DiskTensors
 from titanlite.runtime.dtensor import from_local_like
 from titanlite.runtime.errors import ConfigError, RunError, UserError
+from titanlite.storage import disk as offload
+from titanlite.storage.disk import DiskTensors
+from titanlite.tools.cli import run as run_command
+from titanlite.tools.plan.estimate import _with_disk, estimate, trace
+from titanlite.tools.plan.output import plan_lines, plan_record
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="files are mapped, and dropped, as Linux does it")
 
@@ -262,9 +262,9 @@ def test_a_disk_that_fails_while_training(tiny: TinyRun, monkeypatch: pytest.Mon
 
 
 def build_run(tiny: TinyRun, monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    from titanlite.tools.ingest.prepare import prepare_text
     from titanlite.checks.preflight import preflight
     from titanlite.runtime.process_group import Ranks
+    from titanlite.tools.ingest.prepare import prepare_text
     from titanlite.train import train
 
     config, ranks, device = tiny.config(*MOMENTS), Ranks(0, 1, 0, 1), torch.device("cpu")

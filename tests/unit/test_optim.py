@@ -19,7 +19,7 @@ from titanlite.optim.muon import Muon, newton_schulz
 from titanlite.optim.norm import joined
 from titanlite.optim.rounding import SlicedAdamW, pick_kernel, round_stochastically
 from titanlite.runtime.hash_random import random_bits
-from titanlite.runtime.private_torch.operators import fused_adamw_
+from titanlite.runtime.private_torch.tensors import fused_adamw_
 from titanlite.step import clip
 
 STEPS = 5

@@ -14,9 +14,9 @@ from torch.distributed.tensor import Placement, Replicate, Shard, distribute_ten
 from tests.helpers import TinyRun, fake_mesh
 from tests.layouts import whole
 from tests.plans import profiled, shapes
-from titanlite.config.optim_schema import OptimizerGroup
-from titanlite.config.schema import Optimizer, Parallelism
 from titanlite.checks.model import check_quantized_moments
+from titanlite.checks.preflight import preflight
+from titanlite.config.schema import Optimizer, OptimizerGroup, Parallelism
 from titanlite.models.base import Model, build_on_meta
 from titanlite.models.qwen3 import Qwen3, Qwen3Args
 from titanlite.models.qwen3_moe import Qwen3Moe, Qwen3MoeArgs
@@ -24,7 +24,6 @@ from titanlite.optim import build_optimizer, check_optimizer, set_learning_rate,
 from titanlite.optim.quantized import MIN_ELEMENTS, block_size_of, check_shards, inner_tensors, is_quantized
 from titanlite.optim.registry import find_optimizer_cls
 from titanlite.optim.state_size import state_bytes, state_dtypes
-from titanlite.checks.preflight import preflight
 from titanlite.runtime.errors import ConfigError, UserError
 from titanlite.runtime.process_group import Ranks
 

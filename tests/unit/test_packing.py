@@ -18,8 +18,8 @@ from titanlite.batch import IGNORE
 from titanlite.data import packing
 from titanlite.data.packing import PADDING, BestFit, Stream, TokenSequence, best_fit_decreasing
 from titanlite.data.tokens import TokenStore
-from titanlite.tools.ingest.token_writer import TokenWriter
 from titanlite.runtime.errors import RunError
+from titanlite.tools.ingest.token_writer import TokenWriter
 
 LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=12)
 FEW = settings(max_examples=30, deadline=None, derandomize=True, database=None)

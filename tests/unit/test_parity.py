@@ -5,8 +5,8 @@ import math
 import pytest
 
 from tests.helpers import TinyRun
-from titanlite.tools import cli
 from titanlite.config.load import load
+from titanlite.tools import cli
 from titanlite.tools.report.further_layouts import further_layouts
 from titanlite.tools.report.parity import ONE, Curve, compare, error_in, variants
 

@@ -8,8 +8,7 @@ import pytest
 
 from tests.helpers import TinyRun, train_on_this_rank
 from titanlite.metrics.clock import CATEGORIES, by_category, format_phases, format_seconds
-from titanlite.metrics.records import RecordFile
-from titanlite.metrics.schema import METRICS, SAVES, VALIDATION, Field, find_faults
+from titanlite.metrics.records import METRICS, SAVES, VALIDATION, Field, RecordFile, find_faults
 from titanlite.observer import CurrentPhase, Phase
 
 RUNNING = Path(__file__, "../../../docs/running.md").resolve()

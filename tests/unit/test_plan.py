@@ -15,12 +15,12 @@ from torch.nn import functional as F
 
 from tests.plans import layout_of, planned, profiled, read, shapes, traced
 from titanlite.models import layers
+from titanlite.runtime.private_torch.tracing import FakeTensorMode
 from titanlite.tools.plan.estimate import Layout, model_of, plan, trace
 from titanlite.tools.plan.hardware import find_hardware
 from titanlite.tools.plan.memory import Profile, profile
 from titanlite.tools.plan.recorder import Recorder
 from titanlite.tools.plan.trace import StepTrace, trace_step
-from titanlite.runtime.private_torch.tracing import FakeTensorMode
 
 
 @pytest.fixture(autouse=True)

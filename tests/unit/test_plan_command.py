@@ -6,16 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from titanlite.tools.cli import run
+from titanlite.config.checks import parse_policies
 from titanlite.config.load import load
-from titanlite.config.recompute import parse_policies
+from titanlite.runtime.errors import UserError
+from titanlite.tools.cli import run
 from titanlite.tools.plan.command import write_config
 from titanlite.tools.plan.estimate import OUTSIDE, Layout
 from titanlite.tools.plan.hardware import find_hardware
 from titanlite.tools.plan.output import options_to_paste, toml_of
 from titanlite.tools.plan.search import search, with_options
 from titanlite.tools.plan.time import offload_time
-from titanlite.runtime.errors import UserError
 
 TOML = """\
 # what stays

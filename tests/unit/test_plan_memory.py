@@ -9,6 +9,7 @@ import torch
 
 from titanlite.config.load import load
 from titanlite.config.schema import Degrees
+from titanlite.runtime.private_torch.tracing import FakeTensorMode
 from titanlite.tools.plan.allocator import GRANULES, Change, PoolSize, replay, reserved
 from titanlite.tools.plan.candidates import Candidate
 from titanlite.tools.plan.estimate import Layout, plan
@@ -17,7 +18,6 @@ from titanlite.tools.plan.gpu_kernels import attention_scratch
 from titanlite.tools.plan.hardware import find_hardware
 from titanlite.tools.plan.recorder import Operator, Recorder, Storage
 from titanlite.tools.plan.search import _Search
-from titanlite.runtime.private_torch.tracing import FakeTensorMode
 
 MIB = 2**20
 GIB = 2**30

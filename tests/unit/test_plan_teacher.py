@@ -9,15 +9,15 @@ import pytest
 import tomlkit
 
 from tests.plans import SMALL, layout_of, read
-from titanlite.tools import cli
 from titanlite.config.schema import Config
 from titanlite.models.base import unique_parameters
+from titanlite.techniques.distill.source import forward_flops, teacher_model
+from titanlite.tools import cli
 from titanlite.tools.plan.estimate import Layout, Plan, plan, trace
 from titanlite.tools.plan.hardware import find_hardware
 from titanlite.tools.plan.output import plan_lines, plan_record
 from titanlite.tools.plan.search import _Search, with_options
 from titanlite.tools.plan.teacher import teacher_spec
-from titanlite.techniques.distill.source import forward_flops, teacher_model
 
 RANKS, BLOCKS = 4, 6
 TEACHER: dict[str, Any] = {

@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from titanlite.runtime.hardware import HARDWARE, Hardware
 from titanlite.tools.plan import time as module
 from titanlite.tools.plan.hardware import find_hardware
 from titanlite.tools.plan.schedule import CollectiveTime, step_time
 from titanlite.tools.plan.time import Collective, Group, Kernel, Unit, collective_time, kernel_time, lasting
-from titanlite.runtime.hardware import HARDWARE, Hardware
 
 GPU = Hardware(
     name="round",

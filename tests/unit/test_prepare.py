@@ -28,20 +28,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from titanlite.tools import cli
 from titanlite.config.schema import Data
 from titanlite.data.pieces import PIECE_BYTES
 from titanlite.data.sources import check_path, open_tokens
 from titanlite.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 from titanlite.data.tokens import INDEX, TokenStore
+from titanlite.runtime.console import install_hint
+from titanlite.runtime.errors import RunError, UserError
+from titanlite.tools import cli
 from titanlite.tools.ingest import prepare as prepare_module
 from titanlite.tools.ingest import reading as reading_module
 from titanlite.tools.ingest.encoding import CHUNKS_AHEAD, Encoder, Options, encode_chunks
 from titanlite.tools.ingest.inputs import find_files
 from titanlite.tools.ingest.prepare import prepare, prepare_text
 from titanlite.tools.ingest.reading import Chunk
-from titanlite.runtime.console import install_hint
-from titanlite.runtime.errors import RunError, UserError
 
 BOS, EOS = 256, 257
 TEXTS = ["plain", "Ünïcödé: 日本語 👩‍👩‍👧‍👦", "two\nlines\r\n", "", "\ufeff\t\x07 " * 50, "last"]

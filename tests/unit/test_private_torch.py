@@ -26,7 +26,6 @@ from torch.nn.attention import SDPBackend
 from torch.testing._internal.two_tensor import TwoTensor
 
 from titanlite.observer import StepObserver
-from titanlite.runtime.private_torch.autograd import call_after_backward, is_in_backward
 from titanlite.runtime.private_torch.checkpoint import (
     MemoryFormat,
     StorageInfo,
@@ -34,7 +33,6 @@ from titanlite.runtime.private_torch.checkpoint import (
     has_cached_plan,
     set_plan_cache_key,
 )
-from titanlite.runtime.private_torch.collectives import all_gather, all_reduce, exchange_rows, reduce_scatter
 from titanlite.runtime.private_torch.compiler import (
     compile_seconds,
     compiled_graphs,
@@ -53,32 +51,39 @@ from titanlite.runtime.private_torch.fsdp import (
     release_all_reduce_input,
     sharded_parameters,
 )
-from titanlite.runtime.private_torch.memory import dump_memory_snapshot, record_memory_history
-from titanlite.runtime.private_torch.meshes import flatten_axes, join_meshes, unflatten_axis
-from titanlite.runtime.private_torch.operators import (
-    ATTENTION_OPERATORS,
-    add_in_place,
-    chosen_attention,
-    foreach_norms,
-    fused_adamw_,
-    has_hardware_bfloat16,
-    reads_found_inf,
-    reshape_result,
-    scale_in_place,
-)
 from titanlite.runtime.private_torch.process_groups import (
+    all_gather,
+    all_reduce,
     connect_to_store,
     count_collectives,
+    exchange_rows,
+    flatten_axes,
+    join_meshes,
     recent_collectives,
+    reduce_scatter,
     run_on_all_ranks,
     run_on_rank_0,
     set_timeouts,
+    unflatten_axis,
 )
 from titanlite.runtime.private_torch.tensors import (
+    ATTENTION_OPERATORS,
+    add_in_place,
+    call_after_backward,
+    chosen_attention,
+    dump_memory_snapshot,
+    foreach_norms,
+    fused_adamw_,
+    has_hardware_bfloat16,
     has_hooks,
+    is_in_backward,
     local_tensor,
     non_persistent_buffers,
+    reads_found_inf,
+    record_memory_history,
     replace_tensors,
+    reshape_result,
+    scale_in_place,
     storage_key,
     wrapped_tensors,
 )

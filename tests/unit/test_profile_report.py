@@ -10,8 +10,8 @@ import pytest
 import torch.distributed as dist
 
 from tests.helpers import TinyRun, train_on_this_rank
-from titanlite.tools import cli
 from titanlite.config.load import dump
+from titanlite.tools import cli
 from titanlite.tools.plan.command import share_of_process
 from titanlite.tools.plan.estimate import Layout, plan
 from titanlite.tools.plan.hardware import find_hardware

@@ -14,16 +14,16 @@ from tests.adapted import adapted, filled
 from tests.helpers import TinyRun, train_on_this_rank
 from tests.layouts import whole
 from tests.weights import one_process, random_model, save_model, small_toml, state
-from titanlite.tools import cli
-from titanlite.checkpoint.fingerprint import resume_settings
-from titanlite.config.optim_schema import Freeze
-from titanlite.tools.convert.source import load_model, open_source
+from titanlite.checkpoint.load import resume_settings
 from titanlite.checks.memory import bytes_per_parameter, weight_bytes
+from titanlite.config.schema import Freeze
 from titanlite.models.base import trainable_parameters, unique_parameters
 from titanlite.models.quantized import CODES, QuantizedLinear, dequantize, quantize, scales_of
+from titanlite.runtime.errors import UserError
+from titanlite.tools import cli
+from titanlite.tools.convert.source import load_model, open_source
 from titanlite.tools.plan.estimate import Layout, plan
 from titanlite.tools.plan.hardware import find_hardware
-from titanlite.runtime.errors import UserError
 
 FORMATS = [*CODES.items()]
 LARGEST_ERROR = {"int8": 0.5 / 127, "float8": 2**-4}

@@ -7,17 +7,17 @@ from typing import Any
 import pytest
 
 from tests.plans import layout_of
-from titanlite.tools.cli import run
+from titanlite.config.checks import RecomputePolicy, parse_policies
 from titanlite.config.load import load
-from titanlite.config.recompute import RecomputePolicy, parse_policies
 from titanlite.config.schema import ActivationCheckpoint, Config
 from titanlite.parallelize.activation_checkpoint import recompute_policies
+from titanlite.runtime.errors import ConfigError, UserError
+from titanlite.tools.cli import run
 from titanlite.tools.plan import recompute_search as module
 from titanlite.tools.plan.estimate import OUTSIDE, Layout, Trace, model_of, trace
 from titanlite.tools.plan.memory import profile
 from titanlite.tools.plan.recompute_search import GIB, PolicyChoice, choose_policies, per_block
 from titanlite.tools.plan.trace import trace_step
-from titanlite.runtime.errors import ConfigError, UserError
 
 BLOCKS = 3
 SIZES = [

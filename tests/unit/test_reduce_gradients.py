@@ -7,11 +7,11 @@ import pytest
 
 from tests.helpers import TinyRun
 from tests.plans import profiled, read, shapes, traced
+from titanlite.runtime.errors import ConfigError
 from titanlite.tools.plan.estimate import Layout, plan, trace
 from titanlite.tools.plan.hardware import find_hardware
 from titanlite.tools.plan.search import _Search, with_options
 from titanlite.tools.plan.workload import traffic_of, workload_of
-from titanlite.runtime.errors import ConfigError
 
 LAST = "--parallelism.fsdp_reduce_gradients=last"
 FOUR = ("--training.global_batch_size=16", "--training.local_batch_size=1")

@@ -16,13 +16,13 @@ from fsspec.implementations.memory import MemoryFileSystem
 from fsspec.registry import _registry, known_implementations
 
 from tests.object_stores import Flaky
-from titanlite.storage.storage import ObjectStorage
 from titanlite.data import remote
 from titanlite.data.remote import localize
 from titanlite.data.tokens import INDEX, TokenStore
-from titanlite.tools.ingest.token_writer import TokenWriter
 from titanlite.runtime.console import install_hint
 from titanlite.runtime.errors import RunError, UserError
+from titanlite.storage.storage import ObjectStorage
+from titanlite.tools.ingest.token_writer import TokenWriter
 
 URL = "flaky://bucket/corpora/my.tokens"
 FILES = [f"{shard:05d}.{kind}" for shard in range(4) for kind in ("documents", "tokens")]

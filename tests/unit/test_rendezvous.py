@@ -23,9 +23,8 @@ from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRen
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousTimeout
 from torch.distributed.launcher.api import LaunchConfig
 
-from titanlite.tools import launch
-from titanlite.tools import rendezvous
 from titanlite.run.endings import ERROR_FILE, another_has_ended, leaving_mark, read_end
+from titanlite.tools import launch, rendezvous
 from titanlite.tools.rendezvous import FinalEnd, Rendezvous, connect, newest_end
 
 

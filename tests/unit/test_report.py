@@ -15,6 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.run_folders import write_run
+from titanlite.runtime.errors import UserError
 from titanlite.tools import cli
 from titanlite.tools.report.charts import report_of
 from titanlite.tools.report.page import page, server, to_json
@@ -27,7 +28,6 @@ from titanlite.tools.report.run_records import (
     slowest_ranks,
     smoothed,
 )
-from titanlite.runtime.errors import UserError
 
 
 def test_the_smoothed_line_runs_through_the_values() -> None:

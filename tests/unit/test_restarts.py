@@ -9,7 +9,6 @@ import pytest
 import torch.distributed as dist
 
 from tests.helpers import TinyRun
-from titanlite.tools import cli
 from titanlite.run.restarts import (
     COUNTERS,
     CrashLoop,
@@ -20,6 +19,7 @@ from titanlite.run.restarts import (
     end_last,
     is_automatic,
 )
+from titanlite.tools import cli
 
 RESTARTED = {"SLURM_RESTART_COUNT": "2"}
 

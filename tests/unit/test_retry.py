@@ -8,9 +8,9 @@ import pytest
 from botocore.exceptions import ClientError, NoCredentialsError, PartialCredentialsError, ProfileNotFound
 
 from tests.object_stores import s3_server_that_fails
-from titanlite.tools import cli
-from titanlite.storage.storage import ObjectStorage, open_storage
 from titanlite.storage.retry import AccessDenied, RetriesExhausted, retry
+from titanlite.storage.storage import ObjectStorage, open_storage
+from titanlite.tools import cli
 
 
 def client_error(code: str, status: int) -> ClientError:

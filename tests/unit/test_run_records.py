@@ -15,18 +15,17 @@ import torch
 import torch.distributed as dist
 
 from tests.helpers import TinyRun, train_on_this_rank
-from titanlite.tools import cli
 from titanlite.build import build
 from titanlite.checkpoint.manifest import folder_name
-from titanlite.tools.ingest.prepare import prepare_text
-from titanlite.metrics.records import RecordFile
 from titanlite.checks.preflight import preflight
-from titanlite.runtime.console import LogFileHandler
+from titanlite.metrics.records import RecordFile
+from titanlite.run.run_folder import open_run_folder
+from titanlite.runtime.console import LogFileHandler, hide_secrets
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.files import checked_name
 from titanlite.runtime.process_group import Ranks
-from titanlite.run.run_folder import open_run_folder
-from titanlite.runtime.secrets import hide_secrets
+from titanlite.tools import cli
+from titanlite.tools.ingest.prepare import prepare_text
 from titanlite.train import finish
 from titanlite.train import train as train_run
 

@@ -11,12 +11,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from titanlite.config.data_schema import DataSource
-from titanlite.config.schema import Training
+from titanlite.config.schema import DataSource, Training
 from titanlite.data.loader import MicroBatches, build_loader
-from titanlite.data.mixture import MOST_PERIOD, Mixture
 from titanlite.data.packing import TokenSequence
-from titanlite.data.samples import Samples, Source, as_batch
+from titanlite.data.samples import MOST_PERIOD, Mixture, Samples, Source, as_batch
 from titanlite.runtime.errors import UserError
 from titanlite.schedule import count_steps
 

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import tomli
 
-from titanlite.tools import cli
 from titanlite.config.load import load
 from titanlite.config.shipped import find_config, nearest_config, shipped_folder
-from titanlite.tools.starter import OFTEN_SET, starter_text
 from titanlite.runtime.console import install_hint, shell_command
+from titanlite.tools import cli
+from titanlite.tools.starter import OFTEN_SET, starter_text
 
 ROOT = Path(__file__).parents[2]
 SHIPPED = sorted(path.stem for path in (ROOT / "train_configs").glob("*.toml"))

@@ -12,12 +12,12 @@ import torch
 
 from tests.helpers import TinyRun
 from titanlite.build import build
-from titanlite.config.types import seconds_of
-from titanlite.tools.ingest.prepare import prepare_text
 from titanlite.checks.preflight import preflight
+from titanlite.config.schema import seconds_of
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.process_group import Ranks
 from titanlite.runtime.signals import SAME_SECONDS, STOP_SIGNALS, StoppedBySignal, StopRequests
+from titanlite.tools.ingest.prepare import prepare_text
 from titanlite.train import finish, train
 
 DEVICE = torch.device("cpu")

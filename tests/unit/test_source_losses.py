@@ -10,11 +10,11 @@ import torch.nn.functional as F
 
 import titanlite
 from tests.helpers import TinyRun, train_on_two_sources
-from titanlite.tools import cli
 from titanlite.batch import IGNORE
 from titanlite.loss import TokenLoss, token_loss
 from titanlite.metrics.source_losses import LossBySource, SourceLosses
 from titanlite.runtime.errors import UserError
+from titanlite.tools import cli
 
 
 def test_sums_are_those_of_plain_cross_entropy() -> None:

@@ -9,12 +9,12 @@ import torch
 
 from tests.helpers import TinyRun
 from titanlite.config.schema import Config
+from titanlite.runtime.process_group import Ranks
 from titanlite.tools.plan import out_of_memory
 from titanlite.tools.plan.estimate import OUTSIDE, USABLE_ON_CPU, Layout, Plan, plan
 from titanlite.tools.plan.hardware import find_hardware
 from titanlite.tools.plan.search import with_options
 from titanlite.tools.plan.suggestions import Suggestion, suggest, suggestion_lines
-from titanlite.runtime.process_group import Ranks
 
 BATCH = {"training.local_batch_size": 4}
 SELECTIVE = {"activation_checkpoint.mode": "selective"}

@@ -17,23 +17,23 @@ import torch.distributed as dist
 
 from tests.helpers import TinyRun, train_on_this_rank
 from tests.layouts import built
-from titanlite.tools import cli
 from titanlite.build import Run
+from titanlite.checks.preflight import preflight
 from titanlite.config.load import read
-from titanlite.tools.convert.source import load_model, open_source, open_teacher
-from titanlite.tools.convert.teacher_cache import main
-from titanlite.tools.convert.teacher_writer import rounds
 from titanlite.data.loader import MicroBatches
 from titanlite.data.packing import TokenSequence
 from titanlite.data.samples import Samples, as_batch
 from titanlite.data.sources import reader_of, store_of
 from titanlite.data.teacher_entries import TaughtSequences, entry_type
-from titanlite.tools.ingest.prepare import prepare_text
 from titanlite.ops.attention import document_arguments
-from titanlite.checks.preflight import preflight
 from titanlite.runtime.errors import ConfigError, UserError
 from titanlite.runtime.process_group import Ranks
 from titanlite.techniques.distill.source import fingerprint
+from titanlite.tools import cli
+from titanlite.tools.convert.source import load_model, open_source, open_teacher
+from titanlite.tools.convert.teacher_cache import main
+from titanlite.tools.convert.teacher_writer import rounds
+from titanlite.tools.ingest.prepare import prepare_text
 
 VOCABULARY, SEQ_LEN, TOP_K = 259, 32, 20
 MASK = "--data.document_mask=true"

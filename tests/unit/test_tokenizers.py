@@ -27,9 +27,9 @@ from titanlite.data.tokenizer import (
     find_tokenizer,
     load_tokenizer,
 )
-from titanlite.tools.ingest.bpe import train_bpe, write_bpe
 from titanlite.runtime.console import install_hint
 from titanlite.runtime.errors import UserError
+from titanlite.tools.ingest.bpe import train_bpe, write_bpe
 
 HARD_TEXTS = [
     "",

@@ -9,11 +9,11 @@ from torch import Tensor
 from tests.distillation import KINDS, VOCABULARY, Given, inputs, kl, plain
 from tests.operators import LargestTensor
 from titanlite.batch import IGNORE
-from titanlite.config.distill_schema import Distill
-from titanlite.ops.cpu import CpuKernels
-from titanlite.techniques.distill.divergence import TopK
+from titanlite.config.schema import Distill
 from titanlite.loss import token_loss
+from titanlite.ops.cpu import CpuKernels
 from titanlite.ops.divergence import divergence, most_probable, top_k_divergence
+from titanlite.techniques.distill.divergence import TopK
 
 
 def top_k(teacher: Given, k: int, temperature: float, dtype: torch.dtype = torch.float32) -> TopK:

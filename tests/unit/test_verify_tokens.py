@@ -21,9 +21,9 @@ from titanlite.data.packing import BestFit, Stream
 from titanlite.data.samples import Samples, Source
 from titanlite.data.tokens import TokenStore
 from titanlite.data.verify import VALID_SECONDS, TokenCheck
-from titanlite.tools.ingest.token_writer import TokenWriter
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.files import lock_file
+from titanlite.tools.ingest.token_writer import TokenWriter
 
 
 def write(folder: Path) -> TokenStore:

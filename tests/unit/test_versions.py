@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from tests.helpers import TinyRun
-from titanlite.runtime.ranks import named_ranks
 from titanlite.run.versions import Facts, differences, facts_of, flat, source_digest
+from titanlite.runtime.ranks import named_ranks
 
 CPU = torch.device("cpu")
 ONE = Facts("host-a", {"torch": "2.13.0", "python": "3.11.7"}, {"optimizer.lr": "0.01"}, {"OMP_NUM_THREADS": "4"})

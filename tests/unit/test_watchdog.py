@@ -20,10 +20,10 @@ from titanlite.config.schema import Comm
 from titanlite.observer import Phase
 from titanlite.run import watchdog
 from titanlite.run.proc import Waiting, blocked_file, descendants, main_thread_waits_for, state_of, work_done
-from titanlite.runtime.process_group import Ranks
-from titanlite.runtime.ranks import ranks_text
 from titanlite.run.timeouts import PhaseTimeouts
 from titanlite.run.watchdog import Beat, Watchdog, explain, find_culprits, may_report, suspicious_after
+from titanlite.runtime.process_group import Ranks
+from titanlite.runtime.ranks import ranks_text
 
 IN_COLLECTIVE = Waiting("collective", "is in a collective")
 ASLEEP = Waiting("code", "is in its own code (mine.py:3, loss)")

@@ -11,11 +11,11 @@ import torch.distributed as dist
 from tests.dumps import PLANTED, compared, dumped, options
 from tests.helpers import TinyRun
 from tests.layouts import built
+from titanlite.runtime.errors import UserError
 from titanlite.tools import cli
 from titanlite.tools.report.value_dump import ValueDump, read_dump
 from titanlite.tools.report.where import compare_dumps, summary, table
 from titanlite.tools.report.where_transformers import transformers_dump
-from titanlite.runtime.errors import UserError
 
 
 @pytest.fixture(scope="module")

@@ -24,8 +24,8 @@ from torch.utils.serialization import config as serialization
 
 from titanlite.checkpoint import manifest as manifests
 from titanlite.checkpoint.manifest import FileRecord
-from titanlite.storage.storage import Storage
 from titanlite.runtime.private_torch.checkpoint import StorageInfo
+from titanlite.storage.storage import Storage
 
 BUFFER = 1 << 20
 

@@ -1,30 +1,158 @@
 """Choice of the checkpoint at which a run resumes, its checks, and loading in place."""
 
 import logging
-from collections.abc import Callable, Collection, Sequence
+from abc import abstractmethod
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
+import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.storage import StorageReader
 
 from titanlite.checkpoint import manifest as manifests
-from titanlite.checkpoint.dcp_read import ShardReader
-from titanlite.checkpoint.fingerprint import LORA_ALPHA
-from titanlite.checkpoint.foreign import ForeignWeights
+from titanlite.checkpoint.dcp_read import RankReader, ShardReader
 from titanlite.checkpoint.manifest import DAMAGED, SUPERSEDED, Manifest, folder_name
-from titanlite.checkpoint.quantize import QuantizingPlanner, to_quantize
 from titanlite.checkpoint.state import Difference, State, check_settings, difference, flat, model_state, selected
-from titanlite.storage.storage import MANIFEST, Storage, open_storage
-from titanlite.config.schema import Checkpoint
+from titanlite.config.schema import Checkpoint, Config, Lora
+from titanlite.models.quantized import LARGEST, quantize, scales_of
+from titanlite.models.registry import ModelSpec
 from titanlite.optim.quantized import MIN_ELEMENTS
 from titanlite.runtime.errors import DamagedCheckpoint, RunError, ShortRead, UserError
+from titanlite.runtime.private_torch.tensors import local_tensor
 from titanlite.runtime.ranks import error_of_ranks, on_all, on_rank_0
+from titanlite.storage.storage import MANIFEST, Storage, open_storage
 
 logger = logging.getLogger(__name__)
+
+
+# Settings that must match when a run resumes from a checkpoint.
+
+
+LORA_ALPHA = "lora.alpha"
+"""Setting with which adapters in a checkpoint compute."""
+
+
+def resume_settings(
+    config: Config, *, model_args: Any, data: dict[str, Any], teacher: str | None = None
+) -> dict[str, Any]:
+    """Return the settings that must match: with another value, a resumed run would be another experiment.
+
+    Args:
+        model_args: dataclass of the model's shape.
+        data: fingerprints of the data sources.
+        teacher: fingerprint of the teacher.
+    """
+    return {
+        **model_settings(config.model.title, model_args),
+        **data,
+        **({"freeze.parameters": sorted(config.freeze.parameters)} if config.freeze.parameters else {}),
+        **_lora_settings(config.lora),
+        **({"teacher": teacher} if teacher else {}),
+        "training.seq_len": config.training.seq_len,
+        "training.global_batch_size": config.training.global_batch_size,
+        "debug.seed": config.debug.seed,
+    }
+
+
+def model_settings(title: str, model_args: Any) -> dict[str, Any]:
+    """Return the settings of a model that must match.
+
+    Args:
+        title: name of the model.
+        model_args: dataclass of its shape.
+    """
+    args = {f"model.args.{name}": value for name, value in asdict(model_args).items() if name != "max_seq_len"}
+    return {"model.name": title, **args}
+
+
+def _lora_settings(lora: Lora) -> dict[str, Any]:
+    if lora.rank is None:
+        return {}
+    quantized = {"lora.quantize_base": lora.quantize_base} if lora.quantize_base != "none" else {}
+    return {"lora.rank": lora.rank, LORA_ALPHA: lora.alpha, "lora.targets": sorted(lora.targets), **quantized}
+
+
+# Reading of unquantized weights into a model whose frozen weights are quantized, a few rows at a time.
+
+
+def to_quantize(wanted: Mapping[str, Tensor], there: Metadata, where: str) -> dict[str, Tensor]:
+    """Return the scales for each weight that is quantized here and not there, by the weight's name.
+
+    Raises:
+        UserError: the format of a weight differs, other than by being quantized here only.
+    """
+    scales, stored = scales_of(wanted), there.state_dict_metadata
+    for name in wanted.keys() & stored.keys():
+        ours = wanted[name].dtype if name in scales else None
+        theirs = stored[name].properties.dtype if f"{name}_scale" in stored else None  # pyright: ignore
+        if theirs in LARGEST and theirs != ours:
+            formats = f"is quantized as {theirs}, and this run's {'is not' if ours is None else f'as {ours}'}"
+            raise UserError(f"lora.quantize_base: the base of {where} {formats}: give them the same format")
+    return {name: wanted[scale] for name, scale in scales.items() if scale not in stored}
+
+
+class QuantizingPlanner(DefaultLoadPlanner):
+    """Load planner that lets some weights be read in float32, and writes their codes and scales.
+
+    Args:
+        scales: of each such weight, by its name in the state.
+    """
+
+    def __init__(self, scales: Mapping[str, Tensor]) -> None:
+        super().__init__(allow_partial_load=False)
+        self._scales = scales
+
+    def transform_tensor(self, read_item: ReadItem, tensor: Tensor) -> Tensor:
+        name = read_item.dest_index.fqn
+        if name not in self._scales:
+            return super().transform_tensor(read_item, tensor)
+        if read_item.lengths[1] < tensor.shape[1]:
+            raise UserError(f"{name} is stored in parts of rows, and rows are quantized as a whole")
+        return torch.empty(read_item.lengths, dtype=torch.float32, device=tensor.device)
+
+    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
+        name = read_item.dest_index.fqn
+        if name in self._scales:
+            targets = self.lookup_tensor(read_item.dest_index), local_tensor(self._scales[name])
+            for target, values in zip(targets, quantize(tensor, targets[0].dtype), strict=True):
+                target.narrow(0, read_item.dest_offsets[0], len(values)).copy_(values)
+
+
+# Interface of weights in other formats, which training is handed a function to open.
+
+
+class ForeignWeights(RankReader):
+    """Reader of weights of another program, under the names and in the layout of a model of ours."""
+
+    where: str
+    """Place, for errors."""
+    metadata: Metadata
+    """Our names and shapes of all tensors that the other format names."""
+    unknown: dict[str, str]
+    """Description of each tensor that it does not name, by the name there."""
+    kept: set[str]
+    """Our tensors that the other format does not know: they keep their initial values."""
+
+    @abstractmethod
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata: ...
+
+
+class OpenWeights(Protocol):
+    """Open weights of another program: `titanlite.tools.convert.weights.open_weights`.
+
+    It returns None if the path may be a checkpoint of titanlite's, and raises UserError if the weights are of another
+    model. `allow_changes` are globs of arguments of the model that may differ.
+    """
+
+    def __call__(self, path: str, spec: ModelSpec, allow_changes: list[str], /) -> ForeignWeights | None: ...
 
 
 class Loader:

@@ -20,11 +20,11 @@ import torch.distributed as dist
 from titanlite.checkpoint import manifest as manifests
 from titanlite.checkpoint.dcp_write import ChecksumStream
 from titanlite.checkpoint.manifest import CHUNK, FileRecord, Manifest, folder_name, step_of
-from titanlite.storage.storage import MANIFEST, LocalStorage, Storage, sync_folder
 from titanlite.runtime.errors import DamagedCheckpoint, RunError, UserError
 from titanlite.runtime.files import checked_name
 from titanlite.runtime.ranks import on_all, on_rank_0
 from titanlite.storage.retry import retry
+from titanlite.storage.storage import MANIFEST, LocalStorage, Storage, sync_folder
 
 logger = logging.getLogger(__name__)
 

@@ -18,20 +18,19 @@ from torch.distributed.device_mesh import DeviceMesh
 import titanlite
 from titanlite.checkpoint import manifest as manifests
 from titanlite.checkpoint.exports import Exports
-from titanlite.checkpoint.foreign import ForeignWeights
 from titanlite.checkpoint.in_flight import SavesInFlight
-from titanlite.checkpoint.load import Loader
+from titanlite.checkpoint.load import ForeignWeights, Loader
 from titanlite.checkpoint.local import LocalFolder, recover
 from titanlite.checkpoint.manifest import FileRecord, Manifest, folder_name
 from titanlite.checkpoint.save import Saved, Saver
 from titanlite.checkpoint.save_overhead import SaveOverhead, StepClock
 from titanlite.checkpoint.state import complete_optimizer_state, put_back_numbers, state_of
-from titanlite.storage.storage import Storage
 from titanlite.config.schema import Checkpoint
 from titanlite.models.added import added_parameters
+from titanlite.run.timeouts import CHECKPOINT_GROUP
 from titanlite.runtime.errors import DamagedCheckpoint, UserError
 from titanlite.runtime.ranks import on_rank_0
-from titanlite.run.timeouts import CHECKPOINT_GROUP
+from titanlite.storage.storage import Storage
 
 logger = logging.getLogger(__name__)
 

@@ -12,9 +12,9 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from titanlite.storage.storage import MANIFEST, Storage
 from titanlite.runtime.errors import DamagedCheckpoint, UserError
 from titanlite.runtime.files import checked_name
+from titanlite.storage.storage import MANIFEST, Storage
 
 CHECKSUMS = "checksums.json"
 CONFIG = "config.toml"

@@ -32,9 +32,9 @@ from titanlite.checkpoint.manifest import FileRecord, Manifest
 from titanlite.checkpoint.save_plan import CachingPlanner
 from titanlite.checkpoint.staging import Staging
 from titanlite.checkpoint.state import State, flat
-from titanlite.storage.storage import MANIFEST, Storage
 from titanlite.runtime.private_torch.tensors import local_tensor
 from titanlite.runtime.ranks import error_of_ranks, on_all, on_rank_0
+from titanlite.storage.storage import MANIFEST, Storage
 
 logger = logging.getLogger(__name__)
 

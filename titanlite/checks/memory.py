@@ -6,16 +6,15 @@ from pathlib import Path
 import torch
 
 from titanlite.config.schema import Config
-from titanlite.models.base import Model, trainable_parameters, unique_parameters
-from titanlite.models.experts import expert_layers
+from titanlite.models.base import Model, expert_layers, trainable_parameters, unique_parameters
 from titanlite.models.quantized import quantized_parameters
 from titanlite.optim.state_size import state_bytes
-from titanlite.techniques.tensor import split_parameters
-from titanlite.storage.disk import check_room, folder_of
 from titanlite.runtime.dtensor import chunk_sizes
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.hardware import host_memory
 from titanlite.runtime.process_group import Ranks
+from titanlite.storage.disk import check_room, folder_of
+from titanlite.techniques.tensor import split_parameters
 
 SIZES = {"bfloat16": 2, "float16": 2, "float32": 4}
 """Bytes of a value."""

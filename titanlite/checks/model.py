@@ -9,20 +9,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from titanlite.config.optim_schema import Optimizer
-from titanlite.config.schema import Data, Degrees, Parallelism
-from titanlite.ops.attention import Documents
-from titanlite.models.base import Model, initial_values, trainable_parameters, unique_parameters
-from titanlite.models.experts import ExpertLayer, expert_layers
+from titanlite.config.schema import Data, Degrees, Optimizer, Parallelism
+from titanlite.models.base import (
+    ExpertLayer,
+    Model,
+    expert_layers,
+    initial_values,
+    trainable_parameters,
+    unique_parameters,
+)
 from titanlite.models.layers import Attention
 from titanlite.models.registry import ModelSpec
+from titanlite.ops.attention import Documents
 from titanlite.optim.groups import parameter_groups
 from titanlite.optim.quantized import block_size_of, is_quantized_size
 from titanlite.optim.registry import constructor_options, find_optimizer_cls
-from titanlite.techniques.tensor import roles_of, split_dims
-from titanlite.techniques.tensor_checks import check_tensor
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.hash_random import random_bits, salt
+from titanlite.techniques.tensor import check_tensor, roles_of, split_dims
 
 SMALL = 1 << 25
 """Parameters of a model of the user's own that is tried on the CPU with values."""

@@ -10,14 +10,7 @@ import torch
 from torch.torch_version import TorchVersion
 
 from titanlite.checkpoint.exports import check_exports
-from titanlite.config.checks import are_right
-from titanlite.config.schema import Config, Data, ModelSelection, Optimizer, Validation
-from titanlite.data.sources import FindText, check_path
-from titanlite.data.tokenizer import Tokenizer, load_tokenizer
-from titanlite.loss import check_loss
 from titanlite.checks.memory import check_model_disk, check_model_memory
-from titanlite.metrics.loggers import check_logger
-from titanlite.metrics.run_summary import check_attention
 from titanlite.checks.model import (
     axis_checks,
     check_documents,
@@ -25,20 +18,27 @@ from titanlite.checks.model import (
     check_own_model,
     check_quantized_moments,
 )
+from titanlite.config.checks import are_right
+from titanlite.config.schema import Config, Data, ModelSelection, Optimizer, Validation
+from titanlite.data.sources import FindText, check_path
+from titanlite.data.tokenizer import Tokenizer, load_tokenizer
+from titanlite.loss import check_loss
+from titanlite.metrics.loggers import check_logger
+from titanlite.metrics.run_summary import check_attention
 from titanlite.models.base import Model, ModelArgs
 from titanlite.models.registry import ModelSpec, resolve_model
 from titanlite.optim import check_optimizer
 from titanlite.optim.registry import compiles_updates
 from titanlite.parallelize.activation_checkpoint import recompute_policies
-from titanlite.techniques.float8 import check_float8
-from titanlite.techniques.lora import choose_trained
-from titanlite.techniques.profiling import check_memory_snapshot
 from titanlite.runtime.compilers import check_compiler
 from titanlite.runtime.errors import ConfigError, Problem, UserError
 from titanlite.runtime.files import why_not_writable
 from titanlite.runtime.process_group import Ranks
 from titanlite.techniques.distill.cache import TeacherCache, data_settings, open_cache
 from titanlite.techniques.distill.source import OpenTeacher, TeacherSource, check_teacher, fingerprint, teacher_model
+from titanlite.techniques.float8 import check_float8
+from titanlite.techniques.lora import choose_trained
+from titanlite.techniques.profiling import check_memory_snapshot
 
 T = TypeVar("T")
 

@@ -4,12 +4,11 @@ import glob
 import os
 import re
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Literal
 
-from titanlite.config.distill_schema import find_teacher_conflicts
-from titanlite.config.recompute import parse_policies
-from titanlite.config.schema import ActivationCheckpoint, Checkpoint, Config, Data, Validation
+from titanlite.config.schema import ActivationCheckpoint, Checkpoint, Config, Data, Validation, find_teacher_conflicts
 from titanlite.config.technique_checks import (
     Conflict,
     check_expert_parallel,
@@ -20,7 +19,34 @@ from titanlite.config.technique_checks import (
     check_reduce_gradients,
     check_tensor,
 )
+from titanlite.runtime.errors import did_you_mean
 from titanlite.runtime.files import why_not_writable
+
+# Recompute policies of blocks, as the config writes them. No torch here.
+
+
+RecomputePolicy = Literal["none", "op", "full"]
+"""Part of a block that backward recomputes: nothing; all but attention and every other matmul; or all."""
+
+
+def parse_policies(entries: Sequence[str]) -> list[RecomputePolicy]:
+    """Return one policy for each block, from entries like "full x 20".
+
+    Raises:
+        ValueError: an entry is malformed, or names no policy.
+    """
+    known: dict[str, RecomputePolicy] = {"none": "none", "op": "op", "full": "full"}
+    policies: list[RecomputePolicy] = []
+    for entry in entries:
+        name, x, count = (part.strip() for part in entry.partition(" x "))
+        policy = known.get(name)
+        if policy is None:
+            hint = did_you_mean(name, known) or "; expected none, op or full"
+            raise ValueError(f"{name!r} is no recompute policy{hint}")
+        if x and not (count.isdecimal() and int(count)):
+            raise ValueError(f"{entry!r}: expected a number of blocks, as in 'full x 20'")
+        policies.extend(policy for _ in range(int(count or 1)))
+    return policies
 
 
 def find_conflicts(config: Config, world_size: int | None, bad_keys: Collection[str]) -> list[Conflict]:

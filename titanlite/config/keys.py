@@ -7,7 +7,7 @@ from typing import Annotated, Any, Union, get_args, get_origin
 from pydantic import BaseModel
 
 from titanlite.config.schema import Config
-from titanlite.runtime.nearest import nearest_name
+from titanlite.runtime.errors import nearest_name
 
 
 def dotted_keys(model: type[BaseModel] = Config, prefix: str = "", *, inside_lists: bool = False) -> Iterator[str]:

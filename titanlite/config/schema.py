@@ -5,25 +5,399 @@ on the number of processes.
 """
 
 import math
+import os
 import re
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
-from titanlite.config.data_schema import Data, Validation
-from titanlite.config.distill_schema import Distill, Teacher
-from titanlite.config.optim_schema import Freeze, Lora, LRScheduler, Offload, Optimizer
-from titanlite.config.run_schema import Checkpoint, Comm, Debug, Metrics, Profiling
-from titanlite.config.types import (
-    AttentionBackend,
-    Count,
-    Duration,
-    Name,
-    NonNegative,
-    PositiveInt,
-    Section,
-    seconds_of,
-)
+# Base class of the sections of a config, and the types of their options.
+
+
+PositiveInt = Annotated[int, Field(ge=1)]
+Count = Annotated[int, Field(ge=0)]
+NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+Decay = Annotated[float, Field(ge=0, lt=1)]
+Name = Annotated[str, Field(min_length=1)]
+AttentionBackend = Literal["auto", "flash", "cudnn", "efficient"]
+
+
+DURATION = re.compile(r"(?=.)(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)min)?(?:(\d+)s)?")
+
+
+def seconds_of(duration: str) -> int:
+    """Return the seconds of a duration such as 2d, 11h30min or 90s.
+
+    Raises:
+        ValueError: the text is no duration.
+    """
+    if not (match := DURATION.fullmatch(duration)):
+        raise ValueError(f"expected a duration such as 2d, 11h30min or 90s, got {duration!r}")
+    days, hours, minutes, seconds = (int(part or 0) for part in match.groups())
+    return ((days * 24 + hours) * 60 + minutes) * 60 + seconds
+
+
+def _check_duration(duration: str) -> str:
+    seconds_of(duration)
+    return duration
+
+
+Duration = Annotated[str, AfterValidator(_check_duration)]
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True)
+
+
+class Checkpoint(Section):
+    enable: bool = True
+    """Save checkpoints, and resume from the newest one of the run."""
+    folder: Name | None = None
+    """Folder of the run's checkpoints, shared by all nodes, or a URL (s3://bucket/run, gs://, ...). Default:
+    <dump_folder>/<name>/checkpoints."""
+    local_folder: Name | None = None
+    """Folder on a fast disk of each node, to which checkpoints are written first. They are copied to checkpoint.folder
+    in the background, and count from then on. Environment variables ($SLURM_TMPDIR) and ~ are resolved on each node."""
+    interval: PositiveInt = 500
+    """Steps between saves. The last step is always saved."""
+    async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "async"
+    """Write in the background, from a copy in host memory (pinned with a GPU), or make training wait (disabled)."""
+    keep_latest_k: Count = 10
+    """Number of newest checkpoints to keep; 0 keeps all."""
+    keep_every: Count = 0
+    """Keep in addition the checkpoints of steps that are a multiple of this number; 0 keeps none."""
+    load_step: PositiveInt | None = None
+    """Step to resume from, instead of the newest. Newer checkpoints are quarantined."""
+    allow_changes: list[Name] = Field(default_factory=list)
+    """Settings that may differ from those of the checkpoint on resume, as globs (training.seq_len, model.args.*)."""
+    initial_load_path: Name | None = None
+    """Weights to start from while this run has no checkpoint of its own. The path is a checkpoint, the folder of a
+    run's checkpoints, or weights of Hugging Face (a folder), torchtitan (a step) or Meta (consolidated.*.pth)."""
+    initial_load: list[Name] = Field(default_factory=lambda: ["model"])
+    """Parts to load from initial_load_path, as globs (model, optimizer, model.layers.*)."""
+    allow_missing: list[Name] = Field(default_factory=list)
+    """Tensors that initial_load_path may lack or have in another shape, as globs. They keep their initial values."""
+    allow_unexpected: list[Name] = Field(default_factory=list)
+    """Tensors of initial_load_path that this model may lack, as globs. They are not loaded."""
+    last_save_in_hf: bool = False
+    """Export the last checkpoint of the run to a Hugging Face folder, <run>/exports/hf-step-... With checkpoint.folder
+    it is in <folder>/exports."""
+    export_every: Count = 0
+    """Export in addition the checkpoints of steps that are a multiple of this number, beside training; 0 exports
+    none."""
+    export_dtype: Literal["bfloat16", "float16", "float32"] = "float32"
+    """Dtype of exported weights."""
+    export_drop: list[Name] = Field(default_factory=list)
+    """Tensors to leave out of exports, as globs, where Hugging Face's model has no place for them:
+    layers.*.feed_forward.bias_E of Qwen3-MoE."""
+
+    @property
+    def local_path(self) -> str | None:
+        """`local_folder` as a path on this node."""
+        return os.path.expanduser(os.path.expandvars(self.local_folder)) if self.local_folder else None
+
+
+class Layers(Section):
+    freq: Count = 0
+    """Steps between records of each layer in layers.jsonl: norms, largest values, zeros and non-finite values of its
+    parameters, gradients, updates and outputs. 0 writes none."""
+
+
+class Metrics(Section):
+    log_freq: PositiveInt = 10
+    """Steps between lines on the console and in metrics.jsonl."""
+    loggers: list[Name] = Field(default_factory=lambda: ["tensorboard"])
+    """Loggers beside metrics.jsonl: tensorboard, wandb (Weights & Biases), trackio, or a class of your own as
+    file.py:Class or package.module:Class. All get the same records."""
+    loss_by_source: bool = False
+    """Record the training loss of each source of the data, as a mean over the steps since the last record."""
+    layers: Layers = Field(default_factory=Layers)
+
+
+class Profiling(Section):
+    enable_profiling: bool = False
+    """Write a trace of some steps to <run>/profile, one file a rank, for ui.perfetto.dev and `titanlite profile`."""
+    profile_freq: PositiveInt = 100
+    """Steps between windows. A window ends with each step that is a multiple of this number."""
+    profiler_active: PositiveInt = 1
+    """Steps in a window."""
+    profiler_warmup: Count = 3
+    """Steps before each window in which the profiler is set up already, so that its set-up does not show in the
+    trace."""
+    enable_memory_snapshot: bool = False
+    """Write a snapshot of the GPU's memory, with the history of allocations, at each multiple of profile_freq and after
+    out-of-memory, for pytorch.org/memory_viz. Independent of enable_profiling. Needs a GPU."""
+
+    @property
+    def is_used(self) -> bool:
+        return self.enable_profiling or self.enable_memory_snapshot
+
+
+class Comm(Section):
+    init_timeout_seconds: PositiveInt = 1800
+    """Longest time that a rank waits for another one at the start, while data and checkpoints are read. Then the run
+    ends with an error."""
+    compile_timeout_seconds: PositiveInt = 1800
+    """The same in the first two steps, which compile."""
+    train_timeout_seconds: PositiveInt = 300
+    """The same in every further step."""
+    validation_timeout_seconds: PositiveInt = 1800
+    """The same in validation."""
+    save_timeout_seconds: PositiveInt = 3600
+    """The same while a checkpoint is written, and at the end of the run."""
+
+
+class Debug(Section):
+    seed: Count = 0
+    """Seed of the initial weights, of the order of the data and of every other random draw."""
+    deterministic: bool = False
+    """Use only deterministic kernels, and refuse operators that have none. Slower on GPUs. CPU runs give the same bits
+    without it."""
+
+
+class Teacher(Section):
+    path: Name | None = None
+    """Weights of the teacher: a checkpoint, the folder of a run (its newest complete checkpoint), a URL of either, or a
+    Hugging Face folder. The teacher has the vocabulary of the model, is frozen, and is never in a checkpoint."""
+    cache: Name | None = None
+    """Folder with the teacher's most probable tokens for all of the training data, which training reads instead of
+    running the teacher. `titanlite distill cache` writes it, from teacher.path. If that is set in training, too, the
+    cache must be of that teacher."""
+    config: Name | None = None
+    """Config file with the model of the teacher, where the weights do not describe it. Default: what is beside the
+    weights."""
+    dtype: Literal["bfloat16", "float32"] | None = None
+    """Dtype of the teacher's weights and compute. Default: training.mixed_precision_param."""
+    fsdp_reshard_after_forward: Literal["always", "never"] | PositiveInt = "always"
+    """Time at which the gathered parameters of the teacher are freed. always frees each FSDP unit after its forward.
+    never keeps the whole teacher on every process from the first step on. A number k keeps a 1/k shard of each unit."""
+    enable_cpu_offload: bool = False
+    """Keep the shards of the teacher in host memory."""
+
+    @property
+    def is_set(self) -> bool:
+        """Return whether training has a teacher, or a cache of one."""
+        return self.path is not None or self.cache is not None
+
+    @property
+    def is_live(self) -> bool:
+        """Return whether the teacher runs in training."""
+        return self.path is not None and self.cache is None
+
+
+class Distill(Section):
+    ratio: Fraction = 0.0
+    """Share of the teacher in what is minimized: (1 - ratio) * loss + ratio * temperature^2 * divergence. 0 is training
+    without a teacher."""
+    temperature: Positive = 1.0
+    """Divisor of both models' logits before the softmax of the divergence (arXiv:1503.02531)."""
+    kind: Literal["forward_kl", "reverse_kl", "js"] = "forward_kl"
+    """Divergence of the student p from the teacher q: KL(q, p), KL(p, q), or the mean of both models' KL to their
+    average (Jensen-Shannon)."""
+
+
+def find_teacher_conflicts(teacher: Teacher, distill: Distill, loss: str | None) -> Iterator[tuple[str, str]]:
+    """Yield (dotted key, problem) where the sections do not fit together.
+
+    Args:
+        loss: `training.loss`. A loss of the user's own is given the teacher's output instead of `[distill]`.
+    """
+    if teacher.path is None and teacher.cache is not None and teacher != Teacher(cache=teacher.cache):
+        yield "teacher.path", "is not set, and other options of [teacher] are of its weights: set it, or leave them out"
+    if teacher.cache is not None and distill.kind == "reverse_kl":
+        problem = "reverse_kl depends on what the teacher finds improbable, which a cache does not hold"
+        yield "distill.kind", f"{problem}: set forward_kl, or leave teacher.cache out"
+    if not teacher.is_set:
+        if teacher != Teacher():
+            yield "teacher.path", "is not set: name the weights of the teacher, or leave [teacher] out"
+        if distill != Distill():
+            yield "distill.ratio", "needs a teacher: set teacher.path, or leave [distill] out"
+    elif loss and distill != Distill():
+        yield "distill.ratio", "belongs to titanlite's own loss, and training.loss names another: leave [distill] out"
+    elif not loss and not distill.ratio:
+        yield "distill.ratio", "is 0, so the teacher has no effect: set it above 0, or leave [teacher] out"
+
+
+class ValidationSource(Section):
+    """One of several validation sources."""
+
+    path: Name | list[Name]
+    """Text or tokens, as in data.path."""
+    name: Name | None = None
+    """Name of the source in metrics. Default: the last part of its path."""
+
+    @property
+    def title(self) -> str:
+        """Name of the source in metrics."""
+        path = self.path if isinstance(self.path, str) else "".join(self.path[:1])
+        parts = [part for part in re.split(r"[:/]+", path) if part.strip(".~") and not re.search(r"[*?[]", part)]
+        return self.name or (parts[-1] if parts else "data")
+
+
+class DataSource(ValidationSource):
+    """One of several data sources, mixed by weight."""
+
+    weight: Positive = 1.0
+    """Share of the tokens, relative to the sum of all weights."""
+    epochs: PositiveInt | None = None
+    """Largest number of passes over this source in the whole run. A run that needs more is refused. Default: no
+    limit."""
+
+
+class Data(Section):
+    path: Name | list[Name] | None = None
+    """Training data: files, folders or globs of text (.txt, .jsonl, .parquet, source code, ...), one or a list. It can
+    also be a folder or URL of prepared tokens, or python://file.py:Class for sequences from your own code. Without
+    it, stdlib:// is read, the source of Python's standard library. A file that is not there from the current folder is
+    looked for beside the config file."""
+    sources: list[DataSource] = Field(default_factory=list)
+    """Several sources, mixed in exact shares, instead of data.path."""
+    tokenizer: Name = "bytes"
+    """Tokenizer: bytes (one token per byte), the name of a shipped tokenizer, or a path. The path is that of a tiktoken
+    rank file (Llama 3's tokenizer.model), of Hugging Face's tokenizer.json, or of its folder."""
+    add_bos: bool = True
+    """Begin each document with the tokenizer's beginning-of-document token."""
+    add_eos: bool = True
+    """End each document with the tokenizer's end-of-document token."""
+    text_field: Name | None = None
+    """Field of JSON lines and table columns that holds the text of a document. Default: text, of chats messages."""
+    chat_template: Name | None = None
+    """Template that renders documents which are chats, JSON lines of messages. It is a Jinja file, also beside the
+    config file, or "tokenizer" for that of the tokenizer's folder. The answers that it marks count in the loss.
+    Default: documents are text."""
+    shuffle: bool = True
+    """Shuffle sequences, in another order in each epoch. false reads in the order of the files."""
+    packing: Literal["stream", "best_fit"] = "stream"
+    """Packing of documents into sequences. stream cuts one long stream of documents wherever a sequence is full.
+    best_fit puts whole documents together, cuts only those longer than a sequence, and pads the rest."""
+    document_mask: bool = False
+    """Restrict attention to the own document, and count positions from the start of each document."""
+    on_change: Literal["error", "continue", "restart"] = "error"
+    """Action on resume with other data. error refuses. continue resumes the unchanged sources and starts the others
+    from their beginning. restart starts all data from its beginning."""
+    cache_folder: Name | None = None
+    """Folder for the tokens made from text, and for copies of remote tokens. Default: <dump_folder>/data_cache."""
+    num_workers: Count = 0
+    """Processes per rank that read ahead; 0 reads in the training process. The number never changes the batches."""
+
+    def all_sources(self) -> list[DataSource]:
+        """Return the sources of the section, whether it gives a path or a list."""
+        return self.sources or [DataSource(path=self.path or "stdlib://")]
+
+
+class Validation(Section):
+    enable: bool = False
+    """Measure the loss on other data, and its bits per byte of text."""
+    freq: PositiveInt = 100
+    """Steps between validations. The last step is always followed by one."""
+    path: Name | list[Name] | None = None
+    """Validation data, as in data.path. stdlib:// without training data from stdlib:// gives a warning."""
+    sources: list[ValidationSource] = Field(default_factory=list)
+    """Several validation sources, instead of validation.path. Each has a loss of its own."""
+    sequences: Count = 256
+    """Sequences of each source, the same at each validation; 0 takes all."""
+
+    def all_sources(self) -> list[ValidationSource]:
+        """Return the sources of the section, whether it gives a path or a list; none if validation is off."""
+        if not self.enable:
+            return []
+        return self.sources or ([ValidationSource(path=self.path)] if self.path else [])
+
+
+class OptimizerGroup(Section):
+    """A group of parameters with settings of its own."""
+
+    match: Annotated[list[Name], Field(min_length=1)]
+    """Globs of parameter names, for example layers.*.attention.* of all attention layers."""
+    name: Name | None = None
+    """Optimizer of the group. Default: optimizer.name."""
+    lr: NonNegative | None = None
+    """Peak learning rate of the group. The schedule scales it like optimizer.lr. Default: optimizer.lr."""
+    weight_decay: NonNegative | None = None
+    """Weight decay of all parameters of the group. Default: optimizer.weight_decay for matrices, else 0."""
+    args: dict[str, Any] = Field(default_factory=dict)
+    """Further arguments of the class. They add to optimizer.args if the group uses the same optimizer."""
+
+
+class Optimizer(Section):
+    name: Name = "AdamW"
+    """Optimizer: AdamW; Muon (for matrices of the layers, with AdamW for the rest); another class of torch.optim, for
+    example SGD; or a class of your own: package.module.Class."""
+    lr: NonNegative = 3e-4
+    """Peak learning rate."""
+    beta1: Decay = 0.9
+    """Decay of the first moment, for AdamW and other optimizers with a pair of betas."""
+    beta2: Decay = 0.95
+    """Decay of the second moment, for the same optimizers."""
+    eps: NonNegative = 1e-8
+    """Term that keeps the division finite, for the same optimizers."""
+    weight_decay: NonNegative = 0.1
+    """Weight decay of parameters with two or more dimensions; norms and biases have none. It is decoupled, except in
+    SGD, Adam and others of torch.optim, where it is an L2 penalty."""
+    state_dtype: Literal["bfloat16", "float32"] = "float32"
+    """Dtype of AdamW's two moments. bfloat16 takes half the memory, and is rounded stochastically."""
+    in_backward: bool = False
+    """Update each parameter in backward, as soon as its gradient is reduced, and free the gradient, so that all
+    gradients never exist at once. It excludes clipping (training.max_norm must be 0), accumulation, Muon and skipped
+    steps."""
+    args: dict[str, Any] = Field(default_factory=dict)
+    """Further arguments of the class, for example momentum = 0.9."""
+    groups: list[OptimizerGroup] = Field(default_factory=list)
+    """Parameter groups with settings of their own. Each parameter must match exactly one. Default: the groups that
+    optimizer.name implies."""
+
+
+class Freeze(Section):
+    parameters: list[Name] = Field(default_factory=list)
+    """Globs of parameter names that are not trained, for example tok_embeddings.* or layers.0.*. They have no gradient
+    and no optimizer state."""
+    dtype: Literal["bfloat16"] | None = None
+    """Dtype of frozen parameters. Without updates, bfloat16 loses nothing that compute in bfloat16 keeps. Default:
+    training.dtype."""
+
+
+class Lora(Section):
+    rank: PositiveInt | None = None
+    """Rank of the adapters (LoRA): they alone are trained, and all other parameters are frozen, with the dtype of
+    freeze.dtype. Default: no adapters."""
+    alpha: Positive = 16.0
+    """Scale of the adapters: their output is multiplied by alpha / rank."""
+    targets: list[Name] = Field(default_factory=list)
+    """Globs of the names of linear layers that get an adapter, for example layers.*.attention.w[qv]. Default: all
+    linear layers of the blocks."""
+    quantize_base: Literal["none", "int8", "float8"] = "none"
+    """Format of the frozen weights of layers with an adapter: int8 or float8 is 8 bits for each weight, and a scale for
+    each row."""
+
+
+class Offload(Section):
+    optimizer: Literal["memory", "disk"] = "memory"
+    """Place of AdamW's two moments. disk keeps them in files, with a few slices at a time in memory."""
+    parameters: Literal["memory", "disk"] = "memory"
+    """Place of the parameters that training.enable_cpu_offload keeps on the host. disk keeps them in files."""
+    path: Name | None = None
+    """Folder of those files, on a fast local disk. The files vanish with the process. Default:
+    <dump_folder>/<name>/offload."""
+
+    @property
+    def is_used(self) -> bool:
+        return "disk" in (self.optimizer, self.parameters)
+
+
+class LRScheduler(Section):
+    warmup_steps: Count = 200
+    """Steps of linear warm-up. More than the run has gives a warning."""
+    decay_ratio: Fraction | None = None
+    """Fraction of all steps over which the rate decays at the end. The rate is stable between warm-up and decay.
+    Default: all steps after warm-up."""
+    decay_type: Literal["linear", "cosine", "sqrt"] = "linear"
+    """Shape of the decay."""
+    min_lr_factor: Fraction = 0.0
+    """Final learning rate, as a fraction of the peak."""
+
 
 LONGEST_NAME = 200
 """Bytes in the name of a run. File systems allow 255, and some files of a run add a suffix."""

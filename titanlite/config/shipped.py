@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from titanlite.runtime.nearest import nearest_name
+from titanlite.runtime.errors import nearest_name
 
 
 def shipped_folder() -> Path:

@@ -3,8 +3,7 @@
 import importlib.util
 from collections.abc import Iterator
 
-from titanlite.config.optim_schema import Lora
-from titanlite.config.schema import Config
+from titanlite.config.schema import Config, Lora
 
 Conflict = tuple[str, str]  # dotted key, what is wrong
 

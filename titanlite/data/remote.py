@@ -22,12 +22,12 @@ from typing import NamedTuple, TypeVar
 
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-from titanlite.storage.storage import ObjectStorage
 from titanlite.data.tokens import FORMAT, INDEX, check_shard_file
 from titanlite.runtime.console import install_hint, progress_console
 from titanlite.runtime.errors import RunError, UserError
 from titanlite.runtime.files import lock_work
 from titanlite.storage.retry import PERMANENT, AccessDenied, RetriesExhausted, retry
+from titanlite.storage.storage import ObjectStorage
 
 logger = logging.getLogger(__name__)
 

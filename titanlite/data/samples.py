@@ -5,9 +5,12 @@ and the source's order maps that number to an epoch and a sequence. The position
 it has consumed and, if its data was changed, the origin of the present data.
 """
 
+import hashlib
 import logging
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from fractions import Fraction
+from math import lcm
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -15,13 +18,132 @@ import torch
 from torch.utils.data import Dataset
 
 from titanlite.batch import Batch
-from titanlite.data.mixture import Mixture
-from titanlite.data.order import Order
 from titanlite.data.packing import TokenSequence
 from titanlite.data.teacher_entries import stacked
 from titanlite.runtime.errors import UserError
 
 logger = logging.getLogger(__name__)
+
+
+# Map each sample to a source: exact shares, in O(1), from the sample's index alone.
+#
+# Weights become whole numbers that add up to a period. The j-th of the c samples that a source has in a period is due
+# at (j + 1/2) / c of it, and samples are in the order in which they are due. So at every point each source has had its
+# share but for about one sample.
+
+
+MOST_PERIOD = 2**16
+
+
+class Mixture:
+    """Order in which the samples of several sources alternate.
+
+    Args:
+        weights: one positive number for each source; only their ratios count.
+    """
+
+    def __init__(self, weights: Sequence[float]) -> None:
+        counts = np.array(_whole_numbers(weights), dtype=np.int64)
+        owner = np.repeat(np.arange(len(counts)), counts)
+        number = np.concatenate([np.arange(count) for count in counts])
+        # (2 j + 1) / 2c compared without rounding: numbers stay below 2^53.
+        due = (2 * number + 1) / (2 * counts[owner])
+        order = np.lexsort((owner, due))
+        self.counts_in_period = counts
+        self._source = owner[order]
+        self._number = number[order]
+        self._places = [np.flatnonzero(self._source == source) for source in range(len(counts))]
+
+    def locate(self, sample: int) -> tuple[int, int]:
+        """Return (source, number of samples of that source before this one)."""
+        period, place = divmod(sample, len(self._source))
+        source = int(self._source[place])
+        return source, period * int(self.counts_in_period[source]) + int(self._number[place])
+
+    def counts(self, samples: int) -> list[int]:
+        """Count the samples of each source among the first `samples` samples."""
+        periods, rest = divmod(samples, len(self._source))
+        return [
+            periods * int(count) + int(np.searchsorted(places, rest))
+            for count, places in zip(self.counts_in_period, self._places, strict=True)
+        ]
+
+    def index(self, source: int, number: int) -> int:
+        """Return the sample that `locate` maps to (source, number)."""
+        period, place = divmod(number, int(self.counts_in_period[source]))
+        return period * len(self._source) + int(self._places[source][place])
+
+
+def _whole_numbers(weights: Sequence[float]) -> list[int]:
+    """Return whole numbers in the ratio of the weights: exact, or rounded to 1 / MOST_PERIOD if the period is long."""
+    exact = [Fraction(repr(float(weight))) for weight in weights]
+    shares = [weight / sum(exact) for weight in exact]
+    period = lcm(*(share.denominator for share in shares))
+    if period <= MOST_PERIOD:
+        return [int(share * period) for share in shares]
+    parts = [max(1, int(share * MOST_PERIOD)) for share in shares]
+    by_remainder = sorted(range(len(shares)), key=lambda i: parts[i] - shares[i] * MOST_PERIOD)
+    for i in by_remainder[: max(0, MOST_PERIOD - sum(parts))]:
+        parts[i] += 1
+    return parts
+
+
+# Global sample index -> sequence, in O(1) time and memory.
+#
+# Samples are numbered 0, 1, 2, ... over the whole run. Each pass over the data is a permutation of its own, given by a
+# keyed Feistel network over the smallest power of four that holds all sequences; what falls outside is mapped again
+# until it falls inside (cycle walking: Black and Rogaway, 2002), at most four times on average.
+
+
+ROUNDS = 8
+
+
+@dataclass(frozen=True)
+class Order:
+    """Order in which `sequences` sequences are read: a function of the seed, or without `shuffle` their own order."""
+
+    sequences: int
+    seed: int
+    shuffle: bool = True
+
+    def locate(self, sample: int) -> tuple[int, int]:
+        """Return (epoch, sequence) of a global sample index."""
+        epoch, position = divmod(sample, self.sequences)
+        if not self.shuffle:
+            return epoch, position
+        return epoch, permute(position, self.sequences, key=(self.seed << 32) + epoch)
+
+
+def permute(index: int, size: int, *, key: int) -> int:
+    """Return the image of `index` under a pseudo-random permutation of range(size), which `key` chooses."""
+    assert 0 <= index < size
+    half_bits = max(1, ((size - 1).bit_length() + 1) // 2)
+    round_keys = _round_keys(key)
+    while True:
+        index = _feistel(index, half_bits, round_keys)
+        if index < size:
+            return index
+
+
+def _round_keys(key: int) -> list[int]:
+    digest = hashlib.blake2b(str(key).encode(), digest_size=8 * ROUNDS).digest()
+    return [int.from_bytes(digest[8 * i : 8 * i + 8], "little") for i in range(ROUNDS)]
+
+
+def _feistel(index: int, half_bits: int, round_keys: list[int]) -> int:
+    mask = (1 << half_bits) - 1
+    left, right = index >> half_bits, index & mask
+    for round_key in round_keys:
+        left, right = right, left ^ (_mix(right ^ round_key) & mask)
+    return left << half_bits | right
+
+
+def _mix(x: int) -> int:
+    """The finalizer of SplitMix64 (Steele et al., 2014)."""
+    x &= 0xFFFFFFFFFFFFFFFF
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 & 0xFFFFFFFFFFFFFFFF
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EB & 0xFFFFFFFFFFFFFFFF
+    return x ^ (x >> 31)
 
 
 class SequenceReader(Protocol):

@@ -6,7 +6,7 @@ from typing import Protocol
 
 import torch.distributed as dist
 
-from titanlite.config.data_schema import Data, DataSource, Validation, ValidationSource
+from titanlite.config.schema import Data, DataSource, Validation, ValidationSource
 from titanlite.data.custom import PREFIX, CustomSequences
 from titanlite.data.packing import BestFit, Stream
 from titanlite.data.prepared import open_prepared, prepared_tokens
@@ -24,7 +24,7 @@ Raises UserError."""
 
 
 class PrepareText(Protocol):
-    """Make token shards of text, in the cache folder unless they are there: `titanlite.tools.ingest.prepare.prepare_text`."""
+    """Make token shards of text, in the cache folder unless they are there; see `tools.ingest.prepare.prepare_text`."""
 
     def __call__(self, paths: Sequence[str], *, data: Data, tokenizer: Tokenizer, cache_folder: Path) -> TokenStore: ...
 

@@ -24,7 +24,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 
 from titanlite.data.packing import TokenSequence
-from titanlite.data.records import RecordFile
+from titanlite.data.tokens import RecordFile
 from titanlite.runtime.errors import UserError
 
 FORMAT = 1

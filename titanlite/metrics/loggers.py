@@ -19,8 +19,7 @@ from typing import Any, Protocol
 import tomli
 
 from titanlite.runtime.console import install_hint
-from titanlite.runtime.errors import UserError
-from titanlite.runtime.nearest import did_you_mean
+from titanlite.runtime.errors import UserError, did_you_mean
 from titanlite.runtime.signals import shielding_children
 from titanlite.runtime.user_code import check_call, describe_error, find_object
 

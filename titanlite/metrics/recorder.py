@@ -18,8 +18,6 @@ from titanlite.data.loader import MicroBatches
 from titanlite.data.samples import Samples
 from titanlite.guard import SkippedStep
 from titanlite.metrics.clock import StepClock, phase_seconds
-from titanlite.metrics.compile_watch import CompileWatch
-from titanlite.metrics.lines import step_line, validation_line
 from titanlite.metrics.live import LiveBlock, live_block
 from titanlite.metrics.loggers import Loggers
 from titanlite.metrics.memory_watch import MemoryWatch
@@ -28,12 +26,96 @@ from titanlite.metrics.rank_watch import RankMetrics, RankWatch, gather_metrics,
 from titanlite.metrics.records import RecordFile
 from titanlite.metrics.source_losses import SourceLosses
 from titanlite.observer import CurrentPhase, Phase
-from titanlite.runtime.hardware import peak_flops
-from titanlite.runtime.ranks import host_names
 from titanlite.run.run_folder import RunFolder
+from titanlite.runtime.hardware import peak_flops
+from titanlite.runtime.private_torch.compiler import compile_seconds, compiled_graphs, last_recompile_reason
+from titanlite.runtime.ranks import host_names
 from titanlite.step import StepResult
 
 logger = logging.getLogger(__name__)
+
+
+# Watch over torch.compile: the time that it takes, and recompiles after the first steps.
+
+
+COMPILED_AFTER = 2
+"""Steps after which nothing should be compiled any more."""
+
+
+class CompileWatch:
+    """Counter of what torch.compile does in this process, step by step. It never imports the compiler."""
+
+    def __init__(self) -> None:
+        self._steps = 0
+        self._expected = self._graphs = compiled_graphs()
+        self._expects_more = True
+        self._seconds = compile_seconds()
+        self._reason = ""
+        self._warned = 0
+
+    @contextmanager
+    def outside_steps(self) -> Iterator[None]:
+        """Exclude a block from the time of steps. Its first compilation is no recompile: validation has no backward."""
+        seconds, graphs = compile_seconds(), compiled_graphs()
+        yield
+        self._seconds += compile_seconds() - seconds
+        if (more := compiled_graphs() - graphs) and self._expects_more:
+            self._expects_more = False
+            self._expected += more
+            self._graphs += more
+
+    def end_step(self) -> None:
+        self._steps += 1
+        graphs = compiled_graphs()
+        if self._steps <= COMPILED_AFTER:
+            self._expected = graphs
+        elif graphs > self._graphs:
+            self._reason = last_recompile_reason() or "no reason is known"
+        self._graphs = graphs
+
+    def take_seconds(self) -> float:
+        """Return the seconds that steps have spent compiling since the last call."""
+        before, self._seconds = self._seconds, compile_seconds()
+        return max(self._seconds - before, 0.0)
+
+    @property
+    def recompiles(self) -> int:
+        """Number of graphs compiled after step COMPILED_AFTER."""
+        return max(self._graphs - self._expected, 0)
+
+    def warn(self, recompiles: int) -> None:
+        """Log a warning if there are more recompiles than at the last call.
+
+        Args:
+            recompiles: the largest number of any rank.
+        """
+        if recompiles > self._warned:
+            reason = self._reason or "on another rank (TORCH_LOGS=recompiles gives the reason)"
+            logger.warning(f"compile: {recompiles} recompiles since step {COMPILED_AFTER} of this start: {reason}")
+        self._warned = max(self._warned, recompiles)
+
+
+# Console lines of a step and of a validation.
+
+
+def step_line(record: dict[str, Any]) -> str:
+    mfu = f"{record['mfu']:.1%}" if record["mfu"] is not None else "n/a"
+    compiling = f"  compile {record['compile_seconds']:.1f} s" if "compile_seconds" in record else ""
+    distilled = f"distill {record['distill_loss']:.4f}  " if "distill_loss" in record else ""
+    return (
+        f"step {record['step']:>5}  loss {record['loss']:.4f}  {distilled}"
+        f"grad_norm {record['grad_norm']:.3f}  lr {record['lr']:.2e}  {record['tokens_per_second']:,.0f} tokens/s  "
+        f"{record['step_seconds']:.3f} s/step  data {record['data_wait_seconds'] / record['step_seconds']:.1%}  "
+        f"memory {record['memory_gib']:.2f} GiB  {record['tflops_per_device']:.2f} TFLOP/s  MFU {mfu}{compiling}"
+    )
+
+
+def validation_line(record: dict[str, Any]) -> str:
+    parts = []
+    for name, source in record["sources"].items():
+        bits = "" if source["bits_per_byte"] is None else f", {source['bits_per_byte']:.4f} bits per byte"
+        parts.append(f"{name} {source['loss']:.4f}{bits} ({source['sequences']:,} sequences)")
+    return f"step {record['step']:>5}  validation loss {record['loss']:.4f}: {'; '.join(parts)}"
 
 
 class MetricsRecorder:

@@ -14,29 +14,28 @@ from torch.distributed.fsdp import FSDPModule
 
 from titanlite.checkpoint import manifest as manifests
 from titanlite.checkpoint.manager import Progress
-from titanlite.storage.storage import Storage
 from titanlite.config.checks import find_warnings
 from titanlite.config.schema import Config, Training
 from titanlite.config.shipped import shipped_names
-from titanlite.ops import pick_kernels
 from titanlite.data.packing import BestFit
 from titanlite.data.samples import Samples, Source
 from titanlite.data.sources import reader_of, store_of
-from titanlite.ops.kernels import Kernels
+from titanlite.mesh import axis_sizes, data_parallel_rank
 from titanlite.metrics.clock import format_phases
 from titanlite.models.base import Model, trainable_parameters, unique_parameters
 from titanlite.models.decoder import Decoder, DecoderArgs
+from titanlite.ops import pick_kernels
+from titanlite.ops.kernels import Kernels
 from titanlite.optim.groups import format_groups, parameter_groups
 from titanlite.optim.state_size import state_dtypes
-from titanlite.mesh import axis_sizes, data_parallel_rank
+from titanlite.run.run_folder import RunFolder
 from titanlite.runtime.allocator import allocator_settings
-from titanlite.runtime.console import install_hint, shell_command
+from titanlite.runtime.console import hide_secrets, install_hint, shell_command
 from titanlite.runtime.errors import RunStopped
 from titanlite.runtime.private_torch.fsdp import fsdp_param_group
 from titanlite.runtime.process_group import why_no_gpu
-from titanlite.run.run_folder import RunFolder
-from titanlite.runtime.secrets import hide_secrets
 from titanlite.runtime.signals import STOPPED, StoppedBySignal
+from titanlite.storage.storage import Storage
 
 logger = logging.getLogger(__name__)
 

@@ -5,22 +5,108 @@ then given memory and values. So `__init__` gives shapes, `init_weight` defines 
 asks which device or rank it is on.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from inspect import signature
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from titanlite.ops.kernels import DEFAULT_KERNELS, Kernels
 from titanlite.models.added import AddsParameters
-from titanlite.ops.attention import Documents
 from titanlite.models.formats import Formats
 from titanlite.models.initial import InitialValues
 from titanlite.models.layers import Loss
-from titanlite.models.tensor_plan import TensorPlan
+from titanlite.ops.attention import Documents
+from titanlite.ops.kernels import DEFAULT_KERNELS, Kernels
 from titanlite.runtime.errors import UserError
+
+# Roles of modules in tensor parallelism, and the table of the decoders here. `techniques/tensor.py` applies them.
+
+
+TensorRole = Literal["tokens", "split", "columns", "rows", "experts", "vocabulary"]
+"""tokens: the list of blocks, which outside of split modules compute single tokens. Each rank has some of the tokens.
+
+split: a module whose input is the same on all ranks, and inside of which each rank computes its part.
+
+columns, rows: linear layers in it whose outputs, or inputs, are split. The outputs of rows are summed over ranks.
+experts: an `ExpertLayer`. Each of its experts is split by `hidden_dims`, and its output is summed over ranks.
+vocabulary: an embedding, or the linear layer of the head, whose tokens are split. No split module is around it.
+"""
+
+TensorPlan = Mapping[str, TensorRole]
+"""Roles by patterns of modules' names, as of `fnmatch`. The first pattern that matches counts."""
+
+ALL_BUT_FEED_FORWARD: TensorPlan = {
+    "layers": "tokens",
+    "tok_embeddings": "vocabulary",
+    "layers.*.attention": "split",
+    "layers.*.attention.w[qkv]": "columns",
+    "layers.*.attention.wo": "rows",
+    "head.output": "vocabulary",
+}
+DECODER: TensorPlan = {
+    **ALL_BUT_FEED_FORWARD,
+    "layers.*.feed_forward": "split",
+    "layers.*.feed_forward.w[13]": "columns",
+    "layers.*.feed_forward.w2": "rows",
+}
+DECODER_OF_EXPERTS: TensorPlan = {**ALL_BUT_FEED_FORWARD, "layers.*.feed_forward": "experts"}
+
+
+ComputeExperts = Callable[[Tensor, Tensor, Sequence[Tensor]], Tensor]
+"""(tokens [S, D], ends of the experts [E], stacks of their weights) -> [S, D]."""
+
+
+class TokenExchange(Protocol):
+    """Exchange of tokens between processes that have different experts."""
+
+    def __call__(self, x_SD: Tensor, ends_E: Tensor, weights: Sequence[Tensor], compute: ComputeExperts) -> Tensor:
+        """Compute each token where its expert is -> [S, D], in the order of x.
+
+        Args:
+            ends_E: int32. The tokens of expert e are from ends_E[e - 1] to ends_E[e].
+            weights: stacks of the experts that this process has.
+            compute: is called with the tokens of those experts, from all processes.
+        """
+        ...
+
+
+class ExpertLayer(nn.Module):
+    """Layer that sends each token through some of its experts."""
+
+    stacks: ClassVar[tuple[str, ...]]
+    """Names of the parameters that each expert has a part of: [E, ...]."""
+    hidden_dims: ClassVar[tuple[int, ...]] = ()
+    """Dim of each of `stacks` that is the hidden one of an expert. The output is a sum over it, so that tensor
+    parallelism can split it. (): it is not split."""
+    exchange: TokenExchange | None = None
+    """None: this process has all experts. `parallelize.expert` sets it."""
+
+    def pass_through_experts(self, x_SD: Tensor, ends_E: Tensor) -> Tensor:
+        """Compute each token by its expert -> [S, D]; see `TokenExchange`."""
+        weights = [getattr(self, name) for name in self.stacks]
+        if self.exchange is None:
+            return self.compute(x_SD, ends_E, weights)
+        return self.exchange(x_SD, ends_E, weights, self.compute)
+
+    def compute(self, x_SD: Tensor, ends_E: Tensor, weights: Sequence[Tensor]) -> Tensor:
+        """Compute tokens by experts that are here -> [S, D].
+
+        Args:
+            weights: `stacks` of the experts whose ends these are.
+        """
+        raise NotImplementedError
+
+
+def expert_layers(model: nn.Module) -> list[ExpertLayer]:
+    """Return the layers of a model that have several experts."""
+    return [module for module in model.modules() if isinstance(module, ExpertLayer)]
+
+
+def exchanges_tokens(block: nn.Module) -> bool:
+    """Return True if the experts of a block are on several processes."""
+    return any(layer.exchange is not None for layer in expert_layers(block))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from titanlite.models.added import added_parameters
-from titanlite.models.base import Model, ModelArgs, unique_parameters
+from titanlite.models.base import DECODER, Model, ModelArgs, unique_parameters
 from titanlite.models.initial import Constant, InitialValues, Normal
 from titanlite.models.layers import (
     Attention,
@@ -23,7 +23,6 @@ from titanlite.models.layers import (
     rope_at,
     rope_cos_sin,
 )
-from titanlite.models.tensor_plan import DECODER
 
 MAX_LAYERS = 10_000
 

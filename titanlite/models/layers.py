@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from titanlite.ops.kernels import DEFAULT_KERNELS, Kernels
 from titanlite.ops.attention import AttentionMask, Documents, attend
 from titanlite.ops.functions import rotate, swiglu
+from titanlite.ops.kernels import DEFAULT_KERNELS, Kernels
 from titanlite.runtime.private_torch.tensors import has_hooks
 
 __all__ = [

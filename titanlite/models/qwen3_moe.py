@@ -15,8 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from titanlite.ops.kernels import DEFAULT_KERNELS, Kernels
-from titanlite.models.base import ModelArgs
+from titanlite.models.base import DECODER_OF_EXPERTS, ExpertLayer, ModelArgs, TensorPlan
 from titanlite.models.decoder_formats import (
     HF_CONSTANTS,
     HF_DECODER,
@@ -28,13 +27,12 @@ from titanlite.models.decoder_formats import (
     read_plain_rope,
     write_plain_rope,
 )
-from titanlite.models.experts import ExpertLayer
 from titanlite.models.formats import ConfigJson, Entry, Formats, HuggingFace, Table
-from titanlite.ops.functions import swiglu
 from titanlite.models.initial import InitialValues, Normal
 from titanlite.models.qwen3 import Qwen3, Qwen3Args
-from titanlite.models.tensor_plan import DECODER_OF_EXPERTS, TensorPlan
-from titanlite.runtime.private_torch.operators import reshape_result
+from titanlite.ops.functions import swiglu
+from titanlite.ops.kernels import DEFAULT_KERNELS, Kernels
+from titanlite.runtime.private_torch.tensors import reshape_result
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,8 +9,7 @@ from titanlite.models.base import Model, ModelArgs, build_on_meta
 from titanlite.models.llama3 import Llama3
 from titanlite.models.qwen3 import Qwen3
 from titanlite.models.qwen3_moe import Qwen3Moe
-from titanlite.runtime.errors import ConfigError, Problem, UserError
-from titanlite.runtime.nearest import did_you_mean
+from titanlite.runtime.errors import ConfigError, Problem, UserError, did_you_mean
 from titanlite.runtime.user_code import describe_error, load_module
 
 MODELS: dict[str, type[Model]] = {"llama3": Llama3, "qwen3": Qwen3, "qwen3_moe": Qwen3Moe}

@@ -2,7 +2,7 @@
 
 import torch
 
-from titanlite.config.types import AttentionBackend
+from titanlite.config.schema import AttentionBackend
 from titanlite.ops.kernels import Kernels
 
 

@@ -10,7 +10,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from titanlite.ops.cpu_collectives import adapt_fsdp_to_gloo
 from titanlite.ops.kernels import Kernels
-from titanlite.runtime.private_torch.operators import has_hardware_bfloat16
+from titanlite.runtime.private_torch.tensors import has_hardware_bfloat16
 
 
 class CpuKernels(Kernels):

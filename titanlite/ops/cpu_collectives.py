@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from titanlite.runtime.gradient_memory import ReduceScatter
-from titanlite.runtime.private_torch.autograd import call_after_backward
 from titanlite.runtime.private_torch.fsdp import gather_asynchronously
+from titanlite.runtime.private_torch.tensors import call_after_backward
 
 
 def adapt_fsdp_to_gloo(

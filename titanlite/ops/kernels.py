@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from titanlite.config.types import AttentionBackend
+from titanlite.config.schema import AttentionBackend
 from titanlite.ops.attention import (
     AttentionMask,
     Boundaries,
@@ -31,12 +31,11 @@ from titanlite.ops.attention import (
 )
 from titanlite.ops.cross_entropy import LabelSoftmax, SplitVocabulary, label_softmax, label_softmax_in_place
 from titanlite.ops.divergence import ChunkDivergence, divergence
-from titanlite.ops.functions import linears
-from titanlite.ops.grouped import loop_over_groups
+from titanlite.ops.functions import linears, loop_over_groups
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.gradient_memory import ReduceScatter
 from titanlite.runtime.private_torch.compiler import mark_dynamic
-from titanlite.runtime.private_torch.operators import chosen_attention
+from titanlite.runtime.private_torch.tensors import chosen_attention
 
 CHUNK_BYTES = 2**28
 """Size of the float32 logits of a chunk on a CPU: 512 tokens of a vocabulary of 131,072."""
@@ -295,7 +294,7 @@ class Kernels:
 
         Args:
             units: FSDP units in the order of the forward pass, the root last.
-            keeps_gradients: see `keeps_reduced_gradients` of parallelize/reductions.py.
+            keeps_gradients: see `keeps_reduced_gradients` of parallelize/fsdp.py.
             reduces_in_backward: FSDP reads the output of a reduce-scatter before backward ends, to all-reduce or to
                 convert it.
             awaited: unit whose reduce-scatter backward waits for, if any.

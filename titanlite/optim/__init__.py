@@ -14,9 +14,9 @@ from titanlite.optim.groups import ParameterGroup, parameter_groups
 from titanlite.optim.quantized import block_size_of, check_shards
 from titanlite.optim.registry import accepts, constructor_options, find_optimizer_cls
 from titanlite.optim.rounding import SlicedAdamW, UpdateKernel, pick_kernel, zero_moments
-from titanlite.storage.disk import DiskTensors
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.private_torch.tensors import local_tensor
+from titanlite.storage.disk import DiskTensors
 
 PickKernel = Callable[[torch.device], UpdateKernel | None]
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from titanlite.runtime.private_torch.compiler import without_autograd_cache
-from titanlite.runtime.private_torch.operators import reads_found_inf
+from titanlite.runtime.private_torch.tensors import reads_found_inf
 
 
 def update(optimizer: torch.optim.Optimizer, *, skip: Tensor) -> None:

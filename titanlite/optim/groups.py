@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from titanlite.config.optim_schema import Optimizer, OptimizerGroup
+from titanlite.config.schema import Optimizer, OptimizerGroup
 from titanlite.runtime.errors import ConfigError, Problem
 
 

@@ -8,8 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from titanlite.runtime.dtensor import count_replicas
-from titanlite.runtime.private_torch.operators import foreach_norms
-from titanlite.runtime.private_torch.tensors import storage_key
+from titanlite.runtime.private_torch.tensors import foreach_norms, storage_key
 
 
 def gradient_norms(gradients: Sequence[Tensor]) -> list[Tensor]:

@@ -9,8 +9,7 @@ import torch
 from titanlite.config.schema import Optimizer
 from titanlite.optim.muon import Muon
 from titanlite.optim.quantized import block_size_of
-from titanlite.runtime.errors import UserError
-from titanlite.runtime.nearest import nearest_name
+from titanlite.runtime.errors import UserError, nearest_name
 from titanlite.runtime.user_code import find_object
 
 REFUSED = {

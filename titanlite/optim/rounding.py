@@ -11,11 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from titanlite.storage.disk import DiskTensors
 from titanlite.runtime.dtensor import GlobalIndices, from_local_like
 from titanlite.runtime.hash_random import random_bits, salt
-from titanlite.runtime.private_torch.operators import add_in_place, fused_adamw_
-from titanlite.runtime.private_torch.tensors import local_tensor, wrapped_tensors
+from titanlite.runtime.private_torch.tensors import add_in_place, fused_adamw_, local_tensor, wrapped_tensors
+from titanlite.storage.disk import DiskTensors
 
 logger = logging.getLogger(__name__)
 

@@ -9,17 +9,17 @@ stay outside of compiled code. Sharding last, bottom up. All change the model in
 from torch.distributed.device_mesh import DeviceMesh
 
 from titanlite.config.schema import ActivationCheckpoint, Compile, Float8, Freeze, Lora, Parallelism, Training
-from titanlite.ops.kernels import Kernels, set_kernels
+from titanlite.mesh import build_mesh, expert_meshes, shard_degree_of
 from titanlite.models.base import Model
+from titanlite.ops.kernels import Kernels, set_kernels
 from titanlite.parallelize.activation_checkpoint import apply_activation_checkpoint, recompute_policies
 from titanlite.parallelize.compile import compile_around_exchange, compile_blocks
+from titanlite.parallelize.fsdp import DTYPES, shard
+from titanlite.parallelize.materialize import materialize, set_dtype
 from titanlite.techniques.context import split_attention
 from titanlite.techniques.expert import DistributedExperts
 from titanlite.techniques.float8 import convert_to_float8
-from titanlite.parallelize.fsdp import DTYPES, shard
 from titanlite.techniques.lora import choose_trained
-from titanlite.parallelize.materialize import materialize, set_dtype
-from titanlite.mesh import build_mesh, expert_meshes, shard_degree_of
 from titanlite.techniques.tensor import split_layers, use_local_parts
 
 NO_ADAPTERS = Lora()

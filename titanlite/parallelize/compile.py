@@ -8,8 +8,7 @@ from pathlib import Path
 import torch
 
 from titanlite.config.schema import Compile
-from titanlite.models.base import Model
-from titanlite.models.experts import exchanges_tokens
+from titanlite.models.base import Model, exchanges_tokens
 
 logger = logging.getLogger(__name__)
 

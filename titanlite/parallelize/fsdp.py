@@ -14,14 +14,47 @@ from torch.distributed.fsdp import (
 )
 
 from titanlite.config.schema import Parallelism, Training
-from titanlite.ops.kernels import Kernels
+from titanlite.mesh import context_rank, data_parallel_rank, has_replicas, shard_degree_of, sharding_mesh
 from titanlite.models.base import Model, head_of
 from titanlite.models.quantized import quantized_parameters
-from titanlite.techniques.expert import DistributedExperts
-from titanlite.mesh import has_replicas, shard_degree_of, sharding_mesh
-from titanlite.parallelize.reductions import can_wait, keeps_reduced_gradients
-from titanlite.techniques.tensor import placement_of
+from titanlite.ops.kernels import Kernels
 from titanlite.runtime.private_torch.fsdp import gather_in_place, keep_dtypes
+from titanlite.techniques.expert import DistributedExperts
+from titanlite.techniques.tensor import placement_of
+
+# Decisions about the reduction of gradients over ranks, from the sizes of a step.
+
+
+GPUS_OF_A_NODE = 8
+"""Largest shard group that is taken to be connected by NVLink."""
+MANY_TOKENS = 2**14
+"""Tokens of a micro-batch from which on blocks need more memory in backward than the loss."""
+
+
+def can_wait(mesh: DeviceMesh, training: Training) -> bool:
+    """Return True if backward can wait for the reduce-scatter of the head.
+
+    FSDP would keep its input beside the backward pass of the last block, which is the peak of memory: 2 GiB of Llama 3
+    8B. It takes some 5 ms on the links within a node, which is little beside a step of many tokens.
+    """
+    sequences = training.local_batch_size or training.global_batch_size // data_parallel_rank(mesh)[1]
+    tokens = sequences * training.seq_len // context_rank(mesh)[1]
+    return shard_degree_of(mesh) <= GPUS_OF_A_NODE and tokens >= MANY_TOKENS
+
+
+def keeps_reduced_gradients(
+    mesh: DeviceMesh, parallelism: Parallelism, training: Training, *, updates_in_backward: bool
+) -> bool:
+    """Return True if the output of each reduce-scatter becomes the gradients of a unit, and lasts until after backward.
+
+    Otherwise FSDP frees the output within backward: it converts it, copies it to the host, adds it to the gradients of
+    another micro-batch, or lets an optimizer use it.
+    """
+    at_once = data_parallel_rank(mesh)[1] * (training.local_batch_size or training.global_batch_size)
+    adds_gradients = training.global_batch_size > at_once and parallelism.fsdp_reduce_gradients == "each"
+    is_converted = training.dtype != training.mixed_precision_reduce
+    return not (adds_gradients or is_converted or training.enable_cpu_offload or updates_in_backward)
+
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 

@@ -7,12 +7,12 @@ from torch import nn
 from titanlite.models.base import Model, initial_values, unique_parameters
 from titanlite.models.initial import Constant, free_tables
 from titanlite.models.quantized import quantize, scales_of
-from titanlite.techniques.disk import drop_after_use, tensors_on_disk
-from titanlite.storage.disk import DiskTensors
 from titanlite.runtime.dtensor import GlobalIndices
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.hash_random import random_bits, salt
 from titanlite.runtime.private_torch.tensors import local_tensor, replace_tensors
+from titanlite.storage.disk import DiskTensors
+from titanlite.techniques.disk import drop_after_use, tensors_on_disk
 
 SLICE = 2**16
 """Values that a CPU thread draws at a time. They stay in its cache."""

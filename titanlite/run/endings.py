@@ -12,9 +12,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NoReturn
 
+from titanlite.run.proc import kill_stopped_descendants
 from titanlite.runtime.errors import RunError, UserError
 from titanlite.runtime.files import lock_file
-from titanlite.run.proc import kill_stopped_descendants
 from titanlite.runtime.signals import STOPPED, kill_workers
 
 LAST_LINES = 8

@@ -21,9 +21,9 @@ import torch
 import torch.distributed as dist
 
 import titanlite
+from titanlite.runtime.console import hide_secrets
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.ranks import gather, named_ranks
-from titanlite.runtime.secrets import hide_secrets
 
 logger = logging.getLogger(__name__)
 

@@ -28,11 +28,11 @@ import torch.distributed as dist
 
 from titanlite.observer import Phase, Position
 from titanlite.run.endings import HANG
-from titanlite.runtime.private_torch.process_groups import connect_to_store, count_collectives, recent_collectives
 from titanlite.run.proc import COLLECTIVE, DEBUGGER, STATES, Activity, Waiting, main_thread_waits_for, state_of
+from titanlite.run.timeouts import CHECKPOINT_GROUP, PhaseTimeouts
+from titanlite.runtime.private_torch.process_groups import connect_to_store, count_collectives, recent_collectives
 from titanlite.runtime.process_group import Ranks
 from titanlite.runtime.ranks import ranks_text
-from titanlite.run.timeouts import CHECKPOINT_GROUP, PhaseTimeouts
 
 logger = logging.getLogger(__name__)
 

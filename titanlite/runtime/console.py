@@ -10,7 +10,20 @@ from shlex import quote
 
 from rich.console import Console
 
-from titanlite.runtime.secrets import hide_secrets
+# Secrets in URLs, which no file of a run may keep. Imports no torch.
+
+
+SECRET = re.compile(
+    r"(?<=://)[^/\s@'\"]+(?=@)"  # user:password@host
+    r"|(?<=[?&])([\w-]*(?:key|token|secret|password|signature|credential)[\w-]*=)[^&\s'\"]+",
+    re.IGNORECASE,
+)
+
+
+def hide_secrets(text: str) -> str:
+    """Return a text with *** in place of user names, passwords and keys in its URLs."""
+    return SECRET.sub(lambda match: f"{match[1] or ''}***", text)
+
 
 LOGGER = "titanlite"
 CHECKOUT = Path(__file__).resolve().parents[2]

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from titanlite.runtime.cpu import cores, keep_freed_memory
+from titanlite.runtime.allocator import cores, keep_freed_memory
 from titanlite.runtime.errors import UserError, whole_number
 
 

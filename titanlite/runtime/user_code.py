@@ -9,8 +9,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from titanlite.runtime.errors import UserError
-from titanlite.runtime.nearest import did_you_mean
+from titanlite.runtime.errors import UserError, did_you_mean
 
 
 def load_module(place: str) -> ModuleType:

@@ -16,9 +16,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
-from titanlite.storage import retry
 from titanlite.runtime.errors import DamagedCheckpoint, ShortRead
 from titanlite.runtime.files import quarantine_path
+from titanlite.storage import retry
 
 logger = logging.getLogger(__name__)
 

@@ -16,10 +16,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from titanlite.batch import Batch
-from titanlite.ops.kernels import Kernels
-from titanlite.ops.attention import SequencePart
 from titanlite.mesh import context_group, context_rank
-from titanlite.runtime.private_torch.collectives import all_gather, reduce_scatter
+from titanlite.ops.attention import SequencePart
+from titanlite.ops.kernels import Kernels
+from titanlite.runtime.private_torch.process_groups import all_gather, reduce_scatter
 
 WHOLE = "documents", "boundaries", "sources"
 """Tensors of a batch that each rank needs of whole sequences."""

@@ -7,9 +7,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from titanlite.models.base import Model, trainable_parameters, unique_parameters
-from titanlite.storage.disk import DiskTensors
 from titanlite.runtime.dtensor import from_local_like
 from titanlite.runtime.private_torch.tensors import local_tensor
+from titanlite.storage.disk import DiskTensors
 
 
 def tensors_on_disk(model: Model, disk: DiskTensors) -> dict[Tensor, Tensor]:

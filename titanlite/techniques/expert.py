@@ -15,10 +15,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
+from titanlite.models.base import ComputeExperts, expert_layers
 from titanlite.ops.kernels import Kernels
-from titanlite.models.experts import ComputeExperts, expert_layers
 from titanlite.runtime.dtensor import sharded_axes
-from titanlite.runtime.private_torch.collectives import exchange_rows
+from titanlite.runtime.private_torch.process_groups import exchange_rows
 
 
 class DistributedExperts:

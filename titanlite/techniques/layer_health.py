@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from titanlite.config.run_schema import Layers
+from titanlite.config.schema import Layers
 from titanlite.metrics.records import RecordFile
 from titanlite.models.base import Model
 from titanlite.models.quantized import quantized_parameters

@@ -12,15 +12,15 @@ from fnmatch import fnmatchcase
 import torch
 from torch import Tensor, nn
 
-from titanlite.config.optim_schema import Freeze, Lora
+from titanlite.config.schema import Freeze, Lora
 from titanlite.models.added import AddsParameters
 from titanlite.models.base import Model, head_of, unique_parameters
 from titanlite.models.initial import Constant, InitialValues, Uniform
 from titanlite.models.layers import Linear
 from titanlite.models.quantized import CODES, SCALE, QuantizedLinear
 from titanlite.optim.groups import collapse_names
-from titanlite.techniques.freeze import freeze, freeze_parameters
 from titanlite.runtime.errors import ConfigError, Problem
+from titanlite.techniques.freeze import freeze, freeze_parameters
 
 LORA_A, LORA_B = "lora_a", "lora_b"
 

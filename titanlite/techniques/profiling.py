@@ -26,7 +26,7 @@ from titanlite.config.schema import Profiling
 from titanlite.observer import StepObserver
 from titanlite.runtime.console import shell_command
 from titanlite.runtime.errors import UserError
-from titanlite.runtime.private_torch.memory import dump_memory_snapshot, record_memory_history
+from titanlite.runtime.private_torch.tensors import dump_memory_snapshot, record_memory_history
 from titanlite.runtime.process_group import Ranks
 
 logger = logging.getLogger(__name__)

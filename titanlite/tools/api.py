@@ -67,12 +67,12 @@ def build_run(config: Config) -> Iterator["Run"]:
     """
     import torch.distributed as dist
 
-    from titanlite.tools.assemble import assemble, resolve
     from titanlite.parallelize.compile import use_cache
     from titanlite.runtime.allocator import use_expandable_segments
     from titanlite.runtime.console import start_logging
     from titanlite.runtime.errors import UserError
     from titanlite.runtime.process_group import pick_device, process_group, read_ranks
+    from titanlite.tools.assemble import assemble, resolve
 
     if dist.is_initialized():
         raise UserError("another run is open, or another process group: only one can be at a time")

@@ -5,8 +5,7 @@ from argparse import ArgumentParser, ArgumentTypeError, Namespace, RawDescriptio
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
-from titanlite.runtime.errors import UserError
-from titanlite.runtime.nearest import nearest_name
+from titanlite.runtime.errors import UserError, nearest_name
 
 Run = Callable[[Namespace], None]
 

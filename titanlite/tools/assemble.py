@@ -4,16 +4,16 @@ teachers. The command and the Python interface share it; training itself imports
 import torch
 
 from titanlite.build import Run, build
+from titanlite.checks.preflight import ResolvedConfig, examine
 from titanlite.config.load import Draft
 from titanlite.config.schema import Config
+from titanlite.observer import CurrentPhase
+from titanlite.runtime.process_group import Ranks
 from titanlite.tools.convert.source import open_teacher
 from titanlite.tools.convert.weights import open_weights
 from titanlite.tools.ingest.chat import template_problems
 from titanlite.tools.ingest.inputs import find_files
 from titanlite.tools.ingest.prepare import prepare_text
-from titanlite.observer import CurrentPhase
-from titanlite.checks.preflight import ResolvedConfig, examine
-from titanlite.runtime.process_group import Ranks
 
 
 def resolve(

@@ -11,8 +11,16 @@ from shlex import quote
 from typing import TYPE_CHECKING, NoReturn
 
 from titanlite import __version__
-from titanlite.tools.checkpoints import arguments as checkpoint
 from titanlite.config.shipped import find_config
+from titanlite.run.endings import another_has_ended, end_now, leaving_mark, print_errors, report_errors
+from titanlite.run.proc import kill_stopped_descendants
+from titanlite.run.restarts import RunEnd
+from titanlite.runtime.allocator import use_expandable_segments
+from titanlite.runtime.errors import ConfigError, Problem, RunError, UserError, whole_number
+from titanlite.runtime.output import open_closed_streams, queued_output
+from titanlite.runtime.signals import StopRequests, stop_with_launcher
+from titanlite.tools.arguments import Parser
+from titanlite.tools.checkpoints import arguments as checkpoint
 from titanlite.tools.convert import arguments as convert
 from titanlite.tools.convert import distill_arguments as distill
 from titanlite.tools.convert import evaluate_arguments as evaluate
@@ -23,22 +31,14 @@ from titanlite.tools.plan import arguments as plan
 from titanlite.tools.report import arguments as report
 from titanlite.tools.report import inspect_arguments as inspect
 from titanlite.tools.report import profile_arguments as profile
-from titanlite.runtime.allocator import use_expandable_segments
-from titanlite.tools.arguments import Parser
-from titanlite.run.endings import another_has_ended, end_now, leaving_mark, print_errors, report_errors
-from titanlite.runtime.errors import ConfigError, Problem, RunError, UserError, whole_number
-from titanlite.runtime.output import open_closed_streams, queued_output
-from titanlite.run.proc import kill_stopped_descendants
-from titanlite.run.restarts import RunEnd
-from titanlite.runtime.signals import StopRequests, stop_with_launcher
 
 if TYPE_CHECKING:
     import torch
 
-    from titanlite.config.schema import Config
     from titanlite.checks.preflight import ResolvedConfig
-    from titanlite.runtime.process_group import Ranks
+    from titanlite.config.schema import Config
     from titanlite.run.timeouts import PhaseTimeouts
+    from titanlite.runtime.process_group import Ranks
 
     Checked = tuple[Config, ResolvedConfig, Ranks, torch.device]
 
@@ -202,11 +202,11 @@ def _run_training(
 ) -> None:
     import torch
 
-    from titanlite.tools.assemble import assemble
     from titanlite.observer import Phase
-    from titanlite.runtime.process_group import process_group
     from titanlite.run.versions import check_equal_start
     from titanlite.run.watchdog import keep_traces, watching
+    from titanlite.runtime.process_group import process_group
+    from titanlite.tools.assemble import assemble
     from titanlite.train import finish, train
 
     logs = Path(config.job.dump_folder, str(config.job.name), "logs")
@@ -251,9 +251,9 @@ def _check(options: Namespace) -> None:
 
         test_machines(config, resolved, ranks, device)
     elif not options.here:
-        from titanlite.tools.plan.step_check import rehearse
+        from titanlite.tools.plan.step_check import check_step
 
-        found = [part for part in rehearse(config, resolved, ranks, device) if part]
+        found = [part for part in check_step(config, resolved, ranks, device) if part]
         print(f"{config.job.name} is right: {', '.join(found)}. Memory of this machine is judged with --here")
 
 
@@ -276,10 +276,10 @@ def _checked(options: Namespace, *, log: bool = False, judge_memory: bool = True
         print_errors(draft.new_problems())  # at once: importing torch for the other checks takes seconds
     if log:
         use_expandable_segments(os.environ)
-    from titanlite.tools.assemble import resolve
     from titanlite.parallelize.compile import use_cache
     from titanlite.runtime.console import start_logging
     from titanlite.runtime.process_group import pick_device, read_ranks
+    from titanlite.tools.assemble import resolve
 
     ranks = read_ranks(os.environ)
     if log:
@@ -294,8 +294,8 @@ def _checked(options: Namespace, *, log: bool = False, judge_memory: bool = True
 
 
 def _init(options: Namespace) -> None:
-    from titanlite.tools.starter import write_config
     from titanlite.runtime.console import shell_command
+    from titanlite.tools.starter import write_config
 
     path = write_config(options.name, origin=find_config(options.origin))
     titanlite, name = shell_command("titanlite"), quote(str(path))
@@ -304,8 +304,8 @@ def _init(options: Namespace) -> None:
 
 
 def _show(options: Namespace) -> None:
-    from titanlite.tools.describe import show
     from titanlite.config.load import load
+    from titanlite.tools.describe import show
 
     print(show(load(options.config, options.overrides), only_changes=options.diff), end="")
 

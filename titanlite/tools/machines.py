@@ -27,18 +27,18 @@ import torch
 import torch.distributed as dist
 
 from titanlite.checkpoint import manifest as manifests
-from titanlite.storage.storage import Storage, open_storage
-from titanlite.config.schema import Checkpoint, Config
 from titanlite.checks.memory import SIZES, weight_bytes
+from titanlite.checks.preflight import ResolvedConfig
+from titanlite.config.schema import Checkpoint, Config
 from titanlite.models.base import Model, unique_parameters
 from titanlite.optim.state_size import state_bytes
-from titanlite.techniques.lora import choose_trained
-from titanlite.tools.plan.calibrate import COLLECTIVES, Call, bandwidth_at
-from titanlite.checks.preflight import ResolvedConfig
+from titanlite.run.versions import Facts, compare, facts_of
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.process_group import Ranks, process_group
 from titanlite.runtime.ranks import named_ranks
-from titanlite.run.versions import Facts, compare, facts_of
+from titanlite.storage.storage import Storage, open_storage
+from titanlite.techniques.lora import choose_trained
+from titanlite.tools.plan.calibrate import COLLECTIVES, Call, bandwidth_at
 
 TIMEOUT = 120
 """Seconds that a rank waits for the others in one test."""

@@ -4,9 +4,9 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
-from titanlite.tools.describe import first_sentence, tables, toml_text
 from titanlite.config.load import load
 from titanlite.runtime.errors import UserError
+from titanlite.tools.describe import first_sentence, tables, toml_text
 
 OFTEN_SET = {
     "model.name", "model.flavor", "model.file",

@@ -3,12 +3,72 @@
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
-from typing import TypeVar
+from typing import Literal, TypeVar
 
+import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives
+from torch import Tensor
 from torch._C._distributed_c10d import _dump_fr_trace_json  # pyright: ignore[reportAttributeAccessIssue]
 from torch.distributed import distributed_c10d
 from torch.distributed.checkpoint.utils import _DistWrapper
+from torch.distributed.device_mesh import DeviceMesh
+
+# Parts of a device mesh that PyTorch's public slicing does not give.
+
+
+def flatten_axes(mesh: DeviceMesh, axes: tuple[str, ...], name: str) -> DeviceMesh:
+    """Return neighbouring axes of a mesh as one axis, with a process group of its own. Further calls return the same.
+
+    Args:
+        name: of the new axis.
+    """
+    return mesh[axes]._flatten(name)
+
+
+def unflatten_axis(mesh: DeviceMesh, sizes: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
+    """Return a mesh of one axis as a mesh of several, each with process groups of its own."""
+    return mesh._unflatten(0, sizes, names)
+
+
+def join_meshes(*meshes: DeviceMesh) -> DeviceMesh:
+    """Return one mesh of the axes of several parts of a mesh. No process group is made."""
+    return DeviceMesh._concatenate([*meshes])
+
+
+def all_gather(x: Tensor, size: int, name: str) -> Tensor:
+    """Return the tensors of all ranks along dim 0, in the order of ranks.
+
+    Args:
+        size, name: of the process group.
+    """
+    gathered = torch.ops._c10d_functional.all_gather_into_tensor(x.contiguous(), size, name)
+    return torch.ops._c10d_functional.wait_tensor(gathered)
+
+
+def reduce_scatter(x: Tensor, size: int, name: str) -> Tensor:
+    """Sum tensors over all ranks, and return this rank's part of dim 0; arguments as of `all_gather`."""
+    total = torch.ops._c10d_functional.reduce_scatter_tensor(x.contiguous(), "sum", size, name)
+    return torch.ops._c10d_functional.wait_tensor(total)
+
+
+def all_reduce(x: Tensor, operation: Literal["sum", "max"], name: str) -> Tensor:
+    """Return the sums, or the largest values, of the tensors of all ranks of the process group `name`."""
+    reduced = torch.ops._c10d_functional.all_reduce(x.contiguous(), operation, name)
+    return torch.ops._c10d_functional.wait_tensor(reduced)
+
+
+def exchange_rows(x: Tensor, to_others: list[int], from_others: list[int], name: str) -> Tensor:
+    """Send rows to each rank, and return the rows from each, both in the order of ranks.
+
+    Args:
+        to_others: numbers of rows to each rank; their sum is len(x).
+        from_others: numbers of rows from each rank.
+        name: of the process group.
+    """
+    received = torch.ops._c10d_functional.all_to_all_single(x.contiguous(), from_others, to_others, name)
+    return torch.ops._c10d_functional.wait_tensor(received)
+
 
 T = TypeVar("T")
 S = TypeVar("S")

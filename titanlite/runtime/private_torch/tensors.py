@@ -1,11 +1,113 @@
 """Contents of tensors and modules: parts of sharded and wrapped tensors, storages, buffers."""
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import Variable
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+# History of the CUDA caching allocator, for memory snapshots.
+
+
+def record_memory_history(*, max_entries: int) -> None:
+    """Record each allocation and free from here on, with its Python stack. The newest `max_entries` are kept."""
+    torch.cuda.memory._record_memory_history(max_entries=max_entries, stacks="python")
+
+
+def dump_memory_snapshot(path: Path) -> None:
+    """Write the allocator's segments and the recorded history to a file that pytorch.org/memory_viz opens."""
+    torch.cuda.memory._dump_snapshot(str(path))
+
+
+ATTENTION_OPERATORS = {
+    getattr(torch.ops.aten, f"_scaled_dot_product_{name}").default
+    for name in ("flash_attention", "efficient_attention", "cudnn_attention", "flash_attention_for_cpu")
+}
+"""Operators that `F.scaled_dot_product_attention` dispatches to, but for the one of plain formulas."""
+
+
+def chosen_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> int:
+    """Return the value of the `SDPBackend` that attention takes: causal, or with a mask. It raises RuntimeError without
+    any."""
+    grouped = q.shape[1] != k.shape[1]
+    return torch._fused_sdp_choice(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped)
+
+
+def reads_found_inf(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether `optimizer.step()` skips itself where the tensor `optimizer.found_inf` is not 0.
+
+    Gradient scalers ask the same. PyTorch's fused optimizers do.
+    """
+    return getattr(optimizer, "_step_supports_amp_scaling", False)
+
+
+def fused_adamw_(
+    weight: Tensor,
+    gradient: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    *,
+    step: Tensor,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    found_inf: Tensor | None,
+) -> None:
+    """Update one tensor and its moments in place by PyTorch's fused AdamW kernel.
+
+    Args:
+        step: number of this step, from 1; the public `torch.optim.adamw.adamw` would increase it.
+        found_inf: nothing is changed where it is not 0.
+    """
+    torch._fused_adamw_(
+        [weight], [gradient], [exp_avg], [exp_avg_sq], [], [step], lr=lr, beta1=betas[0], beta2=betas[1],
+        weight_decay=weight_decay, eps=eps, amsgrad=False, maximize=False, grad_scale=None, found_inf=found_inf,
+    )  # fmt: skip
+
+
+def foreach_norms(tensors: Sequence[Tensor], *, dtype: torch.dtype) -> list[Tensor]:
+    """Return the L2 norm of each tensor, in a few kernels for all."""
+    return [*torch._foreach_norm(list(tensors), dtype=dtype)]
+
+
+def add_in_place(tensors: Sequence[Tensor], value: Tensor) -> None:
+    """Add a tensor to many tensors, in few kernels.
+
+    The host would wait for the value if it were given once, for all of them.
+    """
+    torch._foreach_add_(list(tensors), [value] * len(tensors))
+
+
+def scale_in_place(tensors: Sequence[Tensor], factor: Tensor) -> None:
+    """Multiply many tensors by a scalar tensor, in few kernels."""
+    torch._foreach_mul_(list(tensors), factor)
+
+
+def has_hardware_bfloat16() -> bool:
+    """Return whether this CPU multiplies bfloat16 in hardware (AMX or AVX-512 BF16)."""
+    return torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
+
+
+def reshape_result(x: Tensor, shape: torch.Size) -> Tensor:
+    """Return a contiguous tensor that nobody else uses with another shape, without a copy.
+
+    It is no view for autograd. FSDP warns of views that its units return, as in-place operators on them would be wrong.
+    """
+    return torch.ops.aten._unsafe_view(x, shape)
+
+
+def is_in_backward() -> bool:
+    """Return whether autograd runs a backward pass in this thread, which may recompute forward."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def call_after_backward(function: Callable[[], None]) -> None:
+    """Call a function when the backward pass that is running ends."""
+    Variable._execution_engine.queue_callback(function)
 
 
 def local_tensor(tensor: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ from typing import Protocol
 import numpy as np
 from torch.distributed.checkpoint.storage import StorageReader
 
-from titanlite.config.distill_schema import Teacher as TeacherConfig
+from titanlite.config.schema import Teacher as TeacherConfig
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.models.base import Model
 from titanlite.models.decoder import DecoderArgs

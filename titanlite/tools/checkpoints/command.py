@@ -14,9 +14,9 @@ from rich.table import Column, Table
 
 from titanlite.checkpoint import manifest as manifests
 from titanlite.checkpoint.manifest import DAMAGED, SUPERSEDED, Manifest, folder_name
-from titanlite.storage.storage import MANIFEST, Storage, open_storage
 from titanlite.runtime.console import progress_console
 from titanlite.runtime.errors import DamagedCheckpoint, RunError, UserError
+from titanlite.storage.storage import MANIFEST, Storage, open_storage
 
 MARK = "verified.json"
 FOLDER = re.compile(r"(?:(\.staging|\.deleted)-)?step-(\d{8,})(?(1)-.*)")

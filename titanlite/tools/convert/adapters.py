@@ -20,9 +20,8 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.futures import Future
 
-from titanlite.checkpoint.dcp_read import ShardReader
-from titanlite.checkpoint.fingerprint import LORA_ALPHA
-from titanlite.checkpoint.rank_reader import RankReader
+from titanlite.checkpoint.dcp_read import RankReader, ShardReader
+from titanlite.checkpoint.load import LORA_ALPHA
 from titanlite.models.quantized import SCALE, dequantize
 from titanlite.techniques.lora import LORA_A, LORA_B
 

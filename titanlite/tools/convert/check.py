@@ -14,12 +14,12 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from titanlite.runtime.errors import RunError
 from titanlite.tools.convert.check_tokens import check_tokens
 from titanlite.tools.convert.layout import Outgoing, blocks
 from titanlite.tools.convert.module_values import difference, modules_in, watch
 from titanlite.tools.convert.rows import RowReader
 from titanlite.tools.convert.source import Source, load_model, open_source
-from titanlite.runtime.errors import RunError
 
 LIMIT = 1e-4
 """Largest difference of hidden states and logits in float32, relative to their size (root mean square)."""

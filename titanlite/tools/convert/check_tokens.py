@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from titanlite.config.schema import Data, Job
-from titanlite.tools.convert.source import Source
 from titanlite.data.prepared import is_token_folder
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.data.tokens import TokenStore
 from titanlite.runtime.errors import UserError
+from titanlite.tools.convert.source import Source
 
 
 def check_tokens(source: Source, *, sequences: int, length: int) -> tuple[Tensor, str]:

@@ -5,6 +5,8 @@ from pathlib import Path
 
 import torch
 
+from titanlite.parallelize import DTYPES
+from titanlite.runtime.errors import DamagedCheckpoint, RunError, UserError
 from titanlite.tools.convert.experts import Sample, choose_experts
 from titanlite.tools.convert.export import export_folder
 from titanlite.tools.convert.export_adapters import export_adapters
@@ -13,8 +15,6 @@ from titanlite.tools.convert.safetensors_file import parse_size
 from titanlite.tools.convert.source import open_source
 from titanlite.tools.convert.target import open_target
 from titanlite.tools.convert.torch_file import write_torch_file
-from titanlite.parallelize import DTYPES
-from titanlite.runtime.errors import DamagedCheckpoint, RunError, UserError
 
 
 def export(

@@ -39,8 +39,8 @@ def add_commands(titanlite: Parser) -> None:
 
 
 def _cache(options: Namespace) -> None:
-    from titanlite.tools.convert.teacher_cache import main
     from titanlite.data.teacher_entries import TOP_K
+    from titanlite.tools.convert.teacher_cache import main
     from titanlite.tools.ingest.prepare import prepare_text
 
     if not options.config:

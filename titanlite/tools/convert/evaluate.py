@@ -17,22 +17,21 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Column, Table
 
-from titanlite.config.data_schema import ValidationSource
-from titanlite.config.schema import Config, Data, Validation
-from titanlite.tools.convert.loading import default_dtype, tokenizer_of
-from titanlite.tools.convert.source import Source as Weights
-from titanlite.tools.convert.source import load_model, open_source
-from titanlite.ops import pick_kernels
+from titanlite.config.schema import Config, Data, Validation, ValidationSource
 from titanlite.data.packing import TokenSequence
 from titanlite.data.prepared import prepared_tokens
 from titanlite.data.samples import SequenceReader, Source
 from titanlite.data.sources import PrepareText, open_sources
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.data.tokens import TokenStore
+from titanlite.ops import pick_kernels
 from titanlite.parallelize.fsdp import DTYPES
 from titanlite.runtime.console import progress_console
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.process_group import Ranks, pick_device, process_group
+from titanlite.tools.convert.loading import default_dtype, tokenizer_of
+from titanlite.tools.convert.source import Source as Weights
+from titanlite.tools.convert.source import load_model, open_source
 from titanlite.validation import Validator
 
 SEQ_LEN = 2048

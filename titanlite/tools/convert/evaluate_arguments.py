@@ -2,8 +2,8 @@
 
 from argparse import Namespace
 
-from titanlite.tools.convert.arguments import CHECKPOINT, add_source
 from titanlite.tools.arguments import Parser, non_negative_int, positive_int
+from titanlite.tools.convert.arguments import CHECKPOINT, add_source
 
 DETAILS = """\
 The loss is in nats a token, and bits per byte compares models with different tokenizers. Sequence length, packing,

@@ -19,18 +19,18 @@ from torch import Tensor, nn
 
 from titanlite.checkpoint.state import model_state
 from titanlite.config.schema import Data
-from titanlite.tools.convert.import_weights import Teacher
-from titanlite.ops import pick_kernels
 from titanlite.data.samples import Samples
 from titanlite.data.sources import open_sources
 from titanlite.data.tokenizer import load_tokenizer
-from titanlite.tools.ingest.prepare import prepare_text
-from titanlite.ops.kernels import set_kernels
 from titanlite.models.base import Model
 from titanlite.models.registry import ModelSpec
+from titanlite.ops import pick_kernels
+from titanlite.ops.kernels import set_kernels
 from titanlite.runtime.console import progress_console
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.files import write_atomically
+from titanlite.tools.convert.import_weights import Teacher
+from titanlite.tools.ingest.prepare import prepare_text
 
 KEEP = re.compile(r"keep=(\d{1,6})")
 SEQ_LEN = 2048

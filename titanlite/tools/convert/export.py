@@ -12,6 +12,9 @@ import torch
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from torch import Tensor
 
+from titanlite.models.formats import HuggingFace
+from titanlite.runtime.console import progress_console
+from titanlite.runtime.errors import UserError
 from titanlite.tools.convert.check import CheckFailed, check_folder
 from titanlite.tools.convert.layout import Outgoing, blocks, outgoing
 from titanlite.tools.convert.rows import RowReader
@@ -19,9 +22,6 @@ from titanlite.tools.convert.safetensors_file import index_json, split, write, w
 from titanlite.tools.convert.source import Source
 from titanlite.tools.convert.target import LocalTarget, Target, Write
 from titanlite.tools.convert.tokenizer_files import Generation, generation_beside, tokenizer_files
-from titanlite.models.formats import HuggingFace
-from titanlite.runtime.console import progress_console
-from titanlite.runtime.errors import UserError
 
 
 @dataclass(frozen=True)

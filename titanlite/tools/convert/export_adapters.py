@@ -10,15 +10,15 @@ import torch
 from safetensors.torch import save
 from torch import Tensor, nn
 
+from titanlite.models.formats import HuggingFace
+from titanlite.runtime.errors import UserError
+from titanlite.techniques.lora import LORA_A, LORA_B
 from titanlite.tools.convert.adapters import Adapters
 from titanlite.tools.convert.export import content, format_of, json_bytes
 from titanlite.tools.convert.hugging_face import HuggingFaceFolder
 from titanlite.tools.convert.layout import outgoing
 from titanlite.tools.convert.source import Source
 from titanlite.tools.convert.target import Target
-from titanlite.models.formats import HuggingFace
-from titanlite.techniques.lora import LORA_A, LORA_B
-from titanlite.runtime.errors import UserError
 
 WEIGHTS = "adapter_model.safetensors"
 CONFIG = "adapter_config.json"

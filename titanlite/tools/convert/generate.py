@@ -9,17 +9,17 @@ from typing import NamedTuple
 
 import torch
 
-from titanlite.tools.ingest.chat_tokens import Chat
+from titanlite.data.tokenizer import Tokenizer
+from titanlite.ops import pick_kernels
+from titanlite.parallelize.fsdp import DTYPES
+from titanlite.runtime.errors import UserError
+from titanlite.runtime.process_group import Ranks, pick_device
 from titanlite.tools.convert.generation import Generator, stream_text
 from titanlite.tools.convert.loading import default_dtype, note, tokenizer_of
 from titanlite.tools.convert.prompts import Prompts, checked, read_prompts, stop_ids
 from titanlite.tools.convert.sampling import Sampler
 from titanlite.tools.convert.source import Source, load_model, open_source
-from titanlite.ops import pick_kernels
-from titanlite.data.tokenizer import Tokenizer
-from titanlite.parallelize.fsdp import DTYPES
-from titanlite.runtime.errors import UserError
-from titanlite.runtime.process_group import Ranks, pick_device
+from titanlite.tools.ingest.chat_tokens import Chat
 
 NEW_CHAT = "/new"
 """Line that ends a chat and begins another one."""

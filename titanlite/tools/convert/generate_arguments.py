@@ -3,8 +3,8 @@
 from argparse import ArgumentTypeError, Namespace
 from functools import partial
 
-from titanlite.tools.convert.arguments import CHECKPOINT, add_source
 from titanlite.tools.arguments import Parser, non_negative_int, positive_int
+from titanlite.tools.convert.arguments import CHECKPOINT, add_source
 
 DETAILS = """\
 The text that the model adds goes to standard output as it comes, and nothing else does. By default each token is the

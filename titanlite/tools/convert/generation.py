@@ -7,12 +7,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from titanlite.data.tokenizer import Tokenizer
+from titanlite.models.base import Model
+from titanlite.ops.kernels import Kernels
+from titanlite.runtime.errors import RunError, UserError
 from titanlite.tools.convert.key_value_cache import KeyValueCache, why_not_cached
 from titanlite.tools.convert.sampling import Sampler
-from titanlite.data.tokenizer import Tokenizer
-from titanlite.ops.kernels import Kernels
-from titanlite.models.base import Model
-from titanlite.runtime.errors import RunError, UserError
 
 INCOMPLETE = "\ufffd"
 """Character that decoders put in place of bytes that are no whole character."""

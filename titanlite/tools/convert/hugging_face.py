@@ -10,12 +10,12 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from titanlite.tools.convert.reader import ForeignTensor, Region
 from titanlite.models.base import Model
 from titanlite.models.formats import Formats, Table
 from titanlite.models.registry import MODELS
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.files import file_inside
+from titanlite.tools.convert.reader import ForeignTensor, Region
 
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"

@@ -22,21 +22,21 @@ from torch.distributed.checkpoint import CheckpointException
 import titanlite
 from titanlite.checkpoint import manifest as manifests
 from titanlite.checkpoint.dcp_write import ArchiveFrames, ShardWriter, checksums_json
-from titanlite.checkpoint.fingerprint import model_settings
+from titanlite.checkpoint.load import model_settings
 from titanlite.checkpoint.manifest import Manifest, folder_name
 from titanlite.checkpoint.state import Difference, difference, model_state, to_globs
-from titanlite.storage.storage import MANIFEST, Storage, open_storage
 from titanlite.config.load import dump
 from titanlite.config.schema import Config, Data
+from titanlite.models.registry import ModelSpec
+from titanlite.runtime.console import progress_console
+from titanlite.runtime.errors import UserError
+from titanlite.runtime.ranks import error_of_ranks
+from titanlite.storage.storage import MANIFEST, Storage, open_storage
 from titanlite.tools.convert.compress import Student, choose_layers
 from titanlite.tools.convert.describe import resolve_source
 from titanlite.tools.convert.reader import ForeignReader
 from titanlite.tools.convert.source import ORIGIN, Source, open_source, origin_of, read_tensor
 from titanlite.tools.convert.weights import ForeignSource, find_source, open_reader, table_of
-from titanlite.models.registry import ModelSpec
-from titanlite.runtime.console import progress_console
-from titanlite.runtime.errors import UserError
-from titanlite.runtime.ranks import error_of_ranks
 
 OWNER = "import"  # the next import to a place sweeps what a killed one left there
 

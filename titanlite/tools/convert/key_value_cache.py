@@ -13,10 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from titanlite.ops.kernels import Kernels
-from titanlite.ops.attention import AttentionMask, Documents
 from titanlite.models.base import Model
 from titanlite.models.registry import MODELS
+from titanlite.ops.attention import AttentionMask, Documents
+from titanlite.ops.kernels import Kernels
 
 PROBE = (3, 2, 1)
 """New tokens of each forward pass that tries a model of the user's own with a cache."""

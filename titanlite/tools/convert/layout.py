@@ -8,10 +8,10 @@ from torch import Tensor
 
 from titanlite.checkpoint.load import stored_tensors
 from titanlite.checkpoint.state import model_state, selected, to_globs
-from titanlite.tools.convert.rows import RowReader
-from titanlite.tools.convert.source import Source, read_tensor
 from titanlite.models.formats import Entry, Table
 from titanlite.runtime.errors import UserError
+from titanlite.tools.convert.rows import RowReader
+from titanlite.tools.convert.source import Source, read_tensor
 
 
 @dataclass(frozen=True)

@@ -4,10 +4,10 @@ import sys
 
 import torch
 
-from titanlite.tools.convert.source import Source
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.models.registry import vocab_size_for
 from titanlite.runtime.errors import UserError
+from titanlite.tools.convert.source import Source
 
 
 def note(line: str) -> None:

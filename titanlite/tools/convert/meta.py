@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from titanlite.tools.convert.reader import ForeignTensor, Part, Region
 from titanlite.models.base import Model
 from titanlite.models.formats import Formats, Table
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.files import file_inside
+from titanlite.tools.convert.reader import ForeignTensor, Part, Region
 
 PARAMS = "params.json"
 IGNORED = ("rope.freqs",)

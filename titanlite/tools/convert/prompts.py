@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from titanlite.config.schema import Config
-from titanlite.tools.ingest.chat_tokens import Chat, read_json
-from titanlite.tools.convert.tokenizer_files import generation_beside
 from titanlite.data.tokenizer import Tokenizer, find_tokenizer
 from titanlite.runtime.errors import UserError
+from titanlite.tools.convert.tokenizer_files import generation_beside
+from titanlite.tools.ingest.chat_tokens import Chat, read_json
 
 
 def read_prompts(prompt: str | None, file: str | None) -> list[str]:

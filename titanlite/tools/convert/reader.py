@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.futures import Future
 
-from titanlite.checkpoint.foreign import ForeignWeights
+from titanlite.checkpoint.load import ForeignWeights
 from titanlite.models.formats import Place, Table
 
 Region = tuple[slice, ...]

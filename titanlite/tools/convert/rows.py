@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from titanlite.checkpoint.dcp_read import ShardReader
-from titanlite.tools.convert.source import Source, read_tensor
 from titanlite.runtime.errors import DamagedCheckpoint
+from titanlite.tools.convert.source import Source, read_tensor
 
 BLOCK = 1 << 24
 """Bytes to read at once."""

@@ -11,8 +11,8 @@ from typing import BinaryIO
 import torch
 from torch import Tensor
 
-from titanlite.tools.convert.layout import Outgoing
 from titanlite.runtime.errors import UserError
+from titanlite.tools.convert.layout import Outgoing
 
 CODES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",

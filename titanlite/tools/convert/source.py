@@ -22,24 +22,24 @@ from titanlite.checkpoint.dcp_read import ShardReader, UnsafeCheckpoint
 from titanlite.checkpoint.load import find_checkpoint, stored_tensors
 from titanlite.checkpoint.manifest import Manifest
 from titanlite.checkpoint.state import difference, model_state
-from titanlite.storage.storage import Storage, open_storage
 from titanlite.config.foreign import read_foreign
 from titanlite.config.load import load
 from titanlite.config.schema import Config, ModelSelection
+from titanlite.data.tokenizer import Tokenizer, load_tokenizer
+from titanlite.models.base import Model
+from titanlite.models.registry import ModelSpec, resolve_model
+from titanlite.ops import pick_kernels
+from titanlite.ops.kernels import set_kernels
+from titanlite.parallelize.materialize import allocate, set_dtype
+from titanlite.runtime.errors import ConfigError, DamagedCheckpoint, UserError
+from titanlite.runtime.files import file_inside
+from titanlite.runtime.ranks import error_of_ranks
+from titanlite.storage.storage import Storage, open_storage
 from titanlite.tools.convert.adapters import Adapters, MergedReader, find_adapters
 from titanlite.tools.convert.describe import resolve_source
 from titanlite.tools.convert.hugging_face import HuggingFaceFolder
 from titanlite.tools.convert.tokenizer_files import Generation, read_generation
 from titanlite.tools.convert.weights import ForeignSource, find_source, open_reader, table_of
-from titanlite.ops import pick_kernels
-from titanlite.data.tokenizer import Tokenizer, load_tokenizer
-from titanlite.ops.kernels import set_kernels
-from titanlite.models.base import Model
-from titanlite.models.registry import ModelSpec, resolve_model
-from titanlite.parallelize.materialize import allocate, set_dtype
-from titanlite.runtime.errors import ConfigError, DamagedCheckpoint, UserError
-from titanlite.runtime.files import file_inside
-from titanlite.runtime.ranks import error_of_ranks
 
 ORIGIN = "origin.json"
 """File of an imported checkpoint; see `origin_of`."""

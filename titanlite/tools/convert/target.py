@@ -15,9 +15,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from titanlite.storage.storage import ObjectStorage, Storage, open_storage
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.files import FileLocked, lock_file
+from titanlite.storage.storage import ObjectStorage, Storage, open_storage
 
 RECORD = ".export.json"
 LAST = "config.json", "adapter_config.json"

@@ -13,12 +13,10 @@ import torch.distributed as dist
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from titanlite.build_model import build_teacher
-from titanlite.config.data_schema import Validation
+from titanlite.checks.model import check_documents
+from titanlite.checks.preflight import select_model
 from titanlite.config.load import load
-from titanlite.config.schema import Data, Teacher
-from titanlite.tools.convert.source import open_teacher
-from titanlite.tools.convert.teacher_writer import CacheWriter, on_disk, write_json
-from titanlite.ops import pick_kernels
+from titanlite.config.schema import Data, Teacher, Validation
 from titanlite.data.samples import Source
 from titanlite.data.sources import PrepareText, open_data
 from titanlite.data.teacher_entries import (
@@ -31,11 +29,10 @@ from titanlite.data.teacher_entries import (
     read_settings,
 )
 from titanlite.data.tokenizer import Tokenizer, load_tokenizer
-from titanlite.checks.model import check_documents
-from titanlite.models.registry import ModelSpec
-from titanlite.parallelize import build_mesh
 from titanlite.mesh import world_group
-from titanlite.checks.preflight import select_model
+from titanlite.models.registry import ModelSpec
+from titanlite.ops import pick_kernels
+from titanlite.parallelize import build_mesh
 from titanlite.runtime.console import progress_console
 from titanlite.runtime.errors import ConfigError, Problem, UserError
 from titanlite.runtime.files import FileLocked, lock_file
@@ -43,6 +40,8 @@ from titanlite.runtime.process_group import pick_device, process_group, read_ran
 from titanlite.runtime.ranks import on_rank_0
 from titanlite.techniques.distill.cache import cache_folder, data_settings
 from titanlite.techniques.distill.source import TeacherSource, check_teacher, fingerprint, teacher_model
+from titanlite.tools.convert.source import open_teacher
+from titanlite.tools.convert.teacher_writer import CacheWriter, on_disk, write_json
 
 GIB = 2**30
 

@@ -30,13 +30,13 @@ from titanlite.data.teacher_entries import (
     has_block,
     make_manifest,
 )
-from titanlite.techniques.distill.divergence import HeadLogits
-from titanlite.ops.kernels import Kernels
-from titanlite.ops.divergence import most_probable
 from titanlite.mesh import data_parallel_rank, world_group
+from titanlite.ops.divergence import most_probable
+from titanlite.ops.kernels import Kernels
 from titanlite.runtime.errors import RunError, UserError
 from titanlite.runtime.files import write_atomically
 from titanlite.runtime.ranks import on_all, on_rank_0
+from titanlite.techniques.distill.divergence import HeadLogits
 from titanlite.techniques.distill.teacher import Teacher
 
 

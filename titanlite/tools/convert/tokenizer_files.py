@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from titanlite.tools.ingest.chat_tokens import read_json
 from titanlite.data.tokenizer import LLAMA3_SPECIAL_TOKENS, LLAMA3_SPLIT, Tokenizer, find_tokenizer
 from titanlite.runtime.files import file_beside, file_inside
+from titanlite.tools.ingest.chat_tokens import read_json
 
 BESIDE = (
     "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import torch
 
-from titanlite.tools.convert.source import Source, read_tensor
 from titanlite.runtime.errors import UserError
+from titanlite.tools.convert.source import Source, read_tensor
 
 
 def write_torch_file(source: Source, out: str, *, dtype: torch.dtype | None) -> None:

@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
+from titanlite.checkpoint.dcp_read import Forbidden, MetadataUnpickler
 from titanlite.checkpoint.manifest import CHECKSUMS, METADATA
-from titanlite.storage.storage import MANIFEST
-from titanlite.checkpoint.unpickle import Forbidden, MetadataUnpickler
-from titanlite.tools.convert.reader import ForeignTensor, Part, Region
 from titanlite.models.base import Model
 from titanlite.models.formats import Formats, Table
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.files import file_inside
+from titanlite.storage.storage import MANIFEST
+from titanlite.tools.convert.reader import ForeignTensor, Part, Region
 
 OTHER_STATES = ("optimizer", "lr_scheduler", "dataloader", "train_state")
 IGNORED = ("freqs_cis", "rope_cache")  # tables of RoPE, in checkpoints of older versions

@@ -6,14 +6,14 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from titanlite.checkpoint.state import model_state, selected
-from titanlite.tools.convert.hugging_face import HuggingFaceFolder
-from titanlite.tools.convert.meta import MetaFolder
-from titanlite.tools.convert.reader import ForeignReader, ForeignTensor
-from titanlite.tools.convert.torchtitan import TorchtitanFolder
 from titanlite.models.base import Model
 from titanlite.models.formats import Formats, Table
 from titanlite.models.registry import ModelSpec
 from titanlite.runtime.errors import UserError
+from titanlite.tools.convert.hugging_face import HuggingFaceFolder
+from titanlite.tools.convert.meta import MetaFolder
+from titanlite.tools.convert.reader import ForeignReader, ForeignTensor
+from titanlite.tools.convert.torchtitan import TorchtitanFolder
 
 KNOWN = """a checkpoint of titanlite (step-00000100, or the folder of a run), a Hugging Face folder (config.json and \
 *.safetensors), a step of torchtitan (.metadata), or Meta's consolidated.*.pth"""

@@ -5,9 +5,9 @@ from argparse import Namespace
 from functools import partial
 from pathlib import Path
 
-from titanlite.tools.arguments import Parser, non_negative_int, positive_int
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.files import why_not_writable
+from titanlite.tools.arguments import Parser, non_negative_int, positive_int
 
 INPUTS = """\
 INPUT is a file of text or JSON lines (also .gz or .zst), a .parquet file, or a folder or glob of such files. It can

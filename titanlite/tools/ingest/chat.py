@@ -9,13 +9,13 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from titanlite.config.data_schema import Data
-from titanlite.tools.ingest.chat_tokens import find_template, open_template
-from titanlite.tools.ingest.chat_template import Rendered
+from titanlite.config.schema import Data
 from titanlite.data.tokenizer import Tokenizer
+from titanlite.runtime.errors import Problem, UserError
+from titanlite.tools.ingest.chat_template import Rendered
+from titanlite.tools.ingest.chat_tokens import find_template, open_template
 from titanlite.tools.ingest.documents import Bad, Document, Segment, Wrong, read_values, utf8_length
 from titanlite.tools.ingest.reading import Part
-from titanlite.runtime.errors import Problem, UserError
 
 KEY = "data.chat_template"
 FIELD = "messages"

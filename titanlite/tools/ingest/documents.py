@@ -4,9 +4,9 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
+from titanlite.runtime.errors import UserError
 from titanlite.tools.ingest.inputs import find_files
 from titanlite.tools.ingest.reading import CHUNK_BYTES, Part, no_field, read_chunks
-from titanlite.runtime.errors import UserError
 
 PLACES = {"lines": ":{}", "rows": ": row {}"}
 Segment = tuple[str, bool]

@@ -18,12 +18,12 @@ from typing import Any
 import numpy as np
 
 from titanlite.data.tokenizer import Tokenizer, load_tokenizer
+from titanlite.runtime.errors import RunError, UserError
+from titanlite.runtime.signals import end_with_parent, shielding_children
 from titanlite.tools.ingest.chat import FIELD, ChatDocument, ChatOptions, ChatReader
 from titanlite.tools.ingest.documents import Bad, Document, Segment, read_documents
 from titanlite.tools.ingest.reading import CHUNK_BYTES, Chunk, Part
 from titanlite.tools.ingest.token_writer import SHARD_TOKENS
-from titanlite.runtime.errors import RunError, UserError
-from titanlite.runtime.signals import end_with_parent, shielding_children
 
 FIRST = 10
 """Number of errors and binary files that are named; all are counted."""

@@ -14,9 +14,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 from titanlite.data.prepared import HUGGING_FACE, STDLIB, is_token_folder
-from titanlite.tools.ingest.streams import PACKINGS, Stream
 from titanlite.runtime.console import install_hint
 from titanlite.runtime.errors import UserError
+from titanlite.tools.ingest.streams import PACKINGS, Stream
 
 logger = logging.getLogger(__name__)
 

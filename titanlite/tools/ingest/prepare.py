@@ -22,16 +22,16 @@ from titanlite.config.schema import Data
 from titanlite.data.prepared import prepared_tokens
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.data.tokens import FORMAT, INDEX, TokenStore
+from titanlite.runtime.allocator import cores
+from titanlite.runtime.console import progress_console
+from titanlite.runtime.errors import RunError, UserError
+from titanlite.runtime.files import lock_work, quarantine_path
 from titanlite.tools.ingest.chat import chats_of
 from titanlite.tools.ingest.encoding import Encoder, Options, encode_chunks, options_for
 from titanlite.tools.ingest.inputs import File, find_files
 from titanlite.tools.ingest.outcome import left_out, new_notes, note, report_lines
 from titanlite.tools.ingest.reading import open_dataset, read_chunks
 from titanlite.tools.ingest.token_writer import TokenWriter
-from titanlite.runtime.console import progress_console
-from titanlite.runtime.cpu import cores
-from titanlite.runtime.errors import RunError, UserError
-from titanlite.runtime.files import lock_work, quarantine_path
 
 logger = logging.getLogger(__name__)
 

@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 
 from titanlite.data.pieces import PIECE_BYTES, cut
 from titanlite.data.prepared import HUGGING_FACE
+from titanlite.runtime.errors import UserError
 from titanlite.tools.ingest.inputs import File, first_object
 from titanlite.tools.ingest.streams import Stream
-from titanlite.runtime.errors import UserError
 
 CHUNK_BYTES = 2**20
 SNIFFED = 2**13

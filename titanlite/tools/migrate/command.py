@@ -18,11 +18,10 @@ from titanlite.config.keys import dotted_keys
 from titanlite.config.load import load
 from titanlite.config.schema import Config
 from titanlite.config.source import read_source
+from titanlite.runtime.errors import ConfigError, Problem, RunError, UserError, nearest_name
 from titanlite.tools.migrate.document import Line, read_lines
 from titanlite.tools.migrate.rules import ONLY_IN, RULES
 from titanlite.tools.migrate.translate import FLOAT8, OPTIMIZERS, Old
-from titanlite.runtime.errors import ConfigError, Problem, RunError, UserError
-from titanlite.runtime.nearest import nearest_name
 
 SECTIONS = {"float8": FLOAT8[1]}
 """Sections for the comments of sections that have another name here."""

@@ -69,8 +69,8 @@ def _calibrate(parser: Parser, options: Namespace) -> None:
         parser.error(f"{out} exists; name a new file")
     if not out.parent.is_dir():
         parser.error(f"{out}: there is no folder {out.parent}")
-    from titanlite.tools.plan.calibrate import main
     from titanlite.runtime.process_group import read_ranks
+    from titanlite.tools.plan.calibrate import main
 
     main(out, read_ranks(os.environ))
 

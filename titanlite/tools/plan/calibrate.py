@@ -15,11 +15,11 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from titanlite.tools.plan.hardware import this_cpu
-from titanlite.tools.plan.time import BUS_EFFICIENCY, MEMORY_EFFICIENCY
 from titanlite.runtime.files import write_atomically
 from titanlite.runtime.hardware import hardware_of
 from titanlite.runtime.process_group import Ranks, pick_device, process_group
+from titanlite.tools.plan.hardware import this_cpu
+from titanlite.tools.plan.time import BUS_EFFICIENCY, MEMORY_EFFICIENCY
 
 Call = Callable[[torch.Tensor, torch.Tensor, dist.ProcessGroup], object]
 """(whole buffer, this rank's part, group): runs one collective."""

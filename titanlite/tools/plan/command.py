@@ -14,6 +14,9 @@ import torch
 
 from titanlite.config.load import dump, load
 from titanlite.config.schema import Config
+from titanlite.runtime.errors import ConfigError
+from titanlite.runtime.files import write_atomically
+from titanlite.runtime.hardware import Hardware
 from titanlite.tools.plan.candidates import Options
 from titanlite.tools.plan.estimate import Layout, estimate, plan, with_vocab_size
 from titanlite.tools.plan.hardware import find_hardware, load_hardware
@@ -21,9 +24,6 @@ from titanlite.tools.plan.output import indented_toml, plan_lines, plan_record, 
 from titanlite.tools.plan.recompute_search import GIB, choose_policies
 from titanlite.tools.plan.search import search, with_options
 from titanlite.tools.plan.suggestions import suggest, suggestion_lines
-from titanlite.runtime.errors import ConfigError
-from titanlite.runtime.files import write_atomically
-from titanlite.runtime.hardware import Hardware
 
 
 def main(path: str, options: Namespace) -> None:

@@ -6,8 +6,8 @@ from typing import Any
 from titanlite.config.schema import Config
 from titanlite.models.base import Model
 from titanlite.models.registry import ModelSpec
-from titanlite.techniques.lora import choose_trained
 from titanlite.runtime.errors import ConfigError
+from titanlite.techniques.lora import choose_trained
 
 
 def period_of(config: Config) -> int:

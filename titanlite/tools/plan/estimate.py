@@ -4,10 +4,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from titanlite.checks.preflight import select_model
 from titanlite.config.schema import Config, Degrees, Offload, Teacher
 from titanlite.data.tokenizer import load_tokenizer
 from titanlite.models.base import Model, ModelArgs
 from titanlite.models.registry import ModelSpec
+from titanlite.runtime.hardware import Hardware
+from titanlite.techniques.distill.source import forward_flops
 from titanlite.tools.plan import teacher as teachers
 from titanlite.tools.plan.depth import can_vary, period_of, trained_model
 from titanlite.tools.plan.memory import Profile, extend, profile
@@ -15,9 +18,6 @@ from titanlite.tools.plan.schedule import StepTime, step_time
 from titanlite.tools.plan.time import HOST_LINK, Kernel, Unit, offload_time
 from titanlite.tools.plan.trace import trace_step
 from titanlite.tools.plan.workload import Traffic, Workload, extend_workload, traffic_of, workload_of
-from titanlite.checks.preflight import select_model
-from titanlite.runtime.hardware import Hardware
-from titanlite.techniques.distill.source import forward_flops
 
 OUTSIDE = 2 * 2**30
 """Bytes of a GPU that PyTorch cannot reserve: the CUDA context and the buffers of NCCL. On 8 H100s, 1.06 GB with one

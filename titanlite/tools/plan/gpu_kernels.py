@@ -8,9 +8,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from titanlite.ops.cpu import CpuKernels
-from titanlite.ops.kernels import Kernels
 from titanlite.ops.cross_entropy import LabelSoftmax, label_softmax_in_place
 from titanlite.ops.divergence import ChunkDivergence, divergence
+from titanlite.ops.kernels import Kernels
 
 EXPERT_SKEW = 1.1
 """Tokens that a rank receives for its experts, over an even share. The router's balance keeps the busiest rank near."""

@@ -11,9 +11,8 @@ from typing import Any
 import tomli
 import torch
 
-from titanlite.runtime.errors import ConfigError, Place, Problem, UserError
+from titanlite.runtime.errors import ConfigError, Place, Problem, UserError, did_you_mean, nearest_name
 from titanlite.runtime.hardware import HARDWARE, Hardware, host_memory
-from titanlite.runtime.nearest import did_you_mean, nearest_name
 
 
 def find_hardware(name: str) -> Hardware:

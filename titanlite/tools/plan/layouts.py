@@ -6,14 +6,14 @@ What the search knows of mesh axes stands here.
 from collections.abc import Iterable
 from dataclasses import replace
 
+from titanlite.checks.model import axis_checks, check_experts
 from titanlite.config.checks import find_conflicts
 from titanlite.config.schema import Config, Degrees, Parallelism
-from titanlite.checks.model import axis_checks, check_experts
+from titanlite.runtime.errors import UserError
+from titanlite.runtime.hardware import Hardware
 from titanlite.tools.plan.candidates import Options, with_options
 from titanlite.tools.plan.estimate import model_of
 from titanlite.tools.plan.time import Collective, Group, Kernel, Unit, kernel_time, lasting
-from titanlite.runtime.errors import UserError
-from titanlite.runtime.hardware import Hardware
 
 MOST_CONTEXT = 64
 """Largest number of ranks that split a sequence in a search."""

@@ -14,6 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from titanlite.config.schema import Config
+from titanlite.mesh import axis_sizes, root_axes
 from titanlite.models.added import added_parameters
 from titanlite.models.base import Model, trainable_parameters, unique_parameters
 from titanlite.models.quantized import quantized_parameters
@@ -22,15 +23,14 @@ from titanlite.optim.registry import accepts, find_optimizer_cls
 from titanlite.optim.state_size import local_bytes, local_state_bytes
 from titanlite.parallelize.activation_checkpoint import recompute_policies
 from titanlite.parallelize.materialize import allocate
-from titanlite.mesh import axis_sizes, root_axes
-from titanlite.tools.plan.estimate import model_of
-from titanlite.tools.plan.fake_ranks import fake_ranks
-from titanlite.tools.plan.gpu_kernels import GpuKernels
-from titanlite.tools.plan.trace import fake_optimizer, fill_states, parallelized
 from titanlite.runtime.private_torch.compiler import is_compiled
 from titanlite.runtime.private_torch.fsdp import fsdp_param_group, sharded_parameters
 from titanlite.runtime.private_torch.tensors import local_tensor, wrapped_tensors
 from titanlite.runtime.private_torch.tracing import FakeTensorMode
+from titanlite.tools.plan.estimate import model_of
+from titanlite.tools.plan.fake_ranks import fake_ranks
+from titanlite.tools.plan.gpu_kernels import GpuKernels
+from titanlite.tools.plan.trace import fake_optimizer, fill_states, parallelized
 
 ROOT = "(root)"
 """Name of the FSDP unit of parameters that are in no other one."""

@@ -15,11 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from titanlite.observer import StepObserver
-from titanlite.tools.plan.gpu_kernels import attention_scratch
-from titanlite.tools.plan.operator_costs import INDEXED, flops_of, moved_bytes
-from titanlite.tools.plan.time import CollectiveName
-from titanlite.runtime.private_torch.autograd import is_in_backward
-from titanlite.runtime.private_torch.tensors import storage_key, wrapped_tensors
+from titanlite.runtime.private_torch.tensors import is_in_backward, storage_key, wrapped_tensors
 from titanlite.runtime.private_torch.tracing import (
     FakeTensor,
     FakeTensorMode,
@@ -29,6 +25,9 @@ from titanlite.runtime.private_torch.tracing import (
     tree_leaves,
     unboxed_group,
 )
+from titanlite.tools.plan.gpu_kernels import attention_scratch
+from titanlite.tools.plan.operator_costs import INDEXED, flops_of, moved_bytes
+from titanlite.tools.plan.time import CollectiveName
 
 aten = torch.ops.aten
 CATEGORIES: tuple[str, ...] = (

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import NamedTuple
 
-from titanlite.tools.plan.time import Collective, CollectiveName, Kernel, Unit, collective_time, kernel_time
 from titanlite.runtime.hardware import Hardware
+from titanlite.tools.plan.time import Collective, CollectiveName, Kernel, Unit, collective_time, kernel_time
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,8 @@ from typing import Any
 import torch
 
 from titanlite.config.schema import Config, Degrees
+from titanlite.runtime.allocator import cores
+from titanlite.runtime.errors import UserError
 from titanlite.techniques.float8 import choose_layers
 from titanlite.tools.plan import teacher as teachers
 from titanlite.tools.plan.candidates import (
@@ -47,8 +49,6 @@ from titanlite.tools.plan.layouts import (
 from titanlite.tools.plan.schedule import step_time
 from titanlite.tools.plan.teacher import is_teacher
 from titanlite.tools.plan.time import offload_time
-from titanlite.runtime.cpu import cores
-from titanlite.runtime.errors import UserError
 
 RESHARD, TEACHER = ("default", "never"), ("always", "never")
 """Values of `parallelism.` and `teacher.fsdp_reshard_after_forward`; the first needs least memory."""

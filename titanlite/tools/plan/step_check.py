@@ -12,24 +12,23 @@ from typing import Any
 import torch
 
 import titanlite
-from titanlite.config.data_schema import Data, Validation
-from titanlite.config.schema import Config
-from titanlite.ops import pick_kernels
+from titanlite.checks.model import SMALL_LENGTH, small_model
+from titanlite.checks.preflight import ResolvedConfig
+from titanlite.config.schema import Config, Data, Validation
 from titanlite.data.custom import PREFIX
 from titanlite.data.prepared import prepared_tokens
 from titanlite.data.samples import Samples, Source
 from titanlite.data.sources import open_sources, store_of
 from titanlite.loss import build_loss
-from titanlite.checks.model import SMALL_LENGTH, small_model
 from titanlite.models.base import Model
 from titanlite.models.registry import ModelSpec
-from titanlite.tools.plan.depth import can_vary, period_of
-from titanlite.tools.plan.teacher import few_blocks
-from titanlite.tools.plan.trace import trace_step
-from titanlite.checks.preflight import ResolvedConfig
+from titanlite.ops import pick_kernels
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.private_torch.tracing import ValueNeeded
 from titanlite.runtime.process_group import Ranks
+from titanlite.tools.plan.depth import can_vary, period_of
+from titanlite.tools.plan.teacher import few_blocks
+from titanlite.tools.plan.trace import trace_step
 
 MOST_CHARACTERS = 300
 """Length of the message of an error of code of the user's own."""
@@ -37,7 +36,7 @@ NEEDS_REAL_TENSORS = ("fake", "subclass", "data pointer")
 """Words of errors of code that may be right on real tensors, such as `numpy()` and operators of the user's own."""
 
 
-def rehearse(config: Config, resolved: ResolvedConfig, ranks: Ranks, device: torch.device) -> Iterator[str]:
+def check_step(config: Config, resolved: ResolvedConfig, ranks: Ranks, device: torch.device) -> Iterator[str]:
     """Yield what was found right, as parts of a line.
 
     Raises:

@@ -8,18 +8,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from titanlite.config.distill_schema import Teacher
+from titanlite.checks.preflight import select_model
 from titanlite.config.load import load
-from titanlite.tools.convert.source import open_teacher
+from titanlite.config.schema import Teacher
 from titanlite.data.teacher_entries import TOP_K, StoredDtype, entry_type, read_settings
 from titanlite.models.decoder import DecoderArgs
 from titanlite.models.registry import ModelSpec
+from titanlite.techniques.distill.cache import cache_folder
+from titanlite.tools.convert.source import open_teacher
 from titanlite.tools.plan.allocator import PoolSize
 from titanlite.tools.plan.memory import Profile
 from titanlite.tools.plan.time import Unit
 from titanlite.tools.plan.workload import Traffic, Workload
-from titanlite.checks.preflight import select_model
-from titanlite.techniques.distill.cache import cache_folder
 
 PREFIX = "teacher."
 """Prefix of the teacher's FSDP units."""

@@ -15,31 +15,31 @@ from torch.distributed.tensor import DTensor
 from titanlite.batch import Batch
 from titanlite.build_model import parallelize_student, parallelize_teacher
 from titanlite.config.schema import Config
-from titanlite.techniques.distill.divergence import cached_output
-from titanlite.ops.kernels import Kernels
 from titanlite.loss import build_loss
+from titanlite.mesh import ACTIVATION_AXES, axis_groups, data_parallel_rank, loss_group, world_group
 from titanlite.models.base import Model, ModelArgs, build_on_meta, unique_parameters
 from titanlite.models.registry import ModelSpec
+from titanlite.ops.kernels import Kernels
 from titanlite.optim import build_optimizer, check_optimizer
-from titanlite.techniques.in_backward import InBackward
 from titanlite.parallelize import build_mesh
-from titanlite.techniques.context import split_batch
-from titanlite.techniques.float8 import weight_scaler
 from titanlite.parallelize.fsdp import fsdp_units
 from titanlite.parallelize.materialize import allocate
-from titanlite.mesh import ACTIVATION_AXES, axis_groups, data_parallel_rank, loss_group, world_group
+from titanlite.runtime.errors import ConfigError, UserError
+from titanlite.runtime.private_torch.fsdp import observe_fsdp
+from titanlite.runtime.private_torch.tensors import fused_adamw_
+from titanlite.runtime.private_torch.tracing import FakeTensorMode, without_fake_tensors
+from titanlite.step import train_step
+from titanlite.techniques.context import split_batch
+from titanlite.techniques.distill.divergence import cached_output
+from titanlite.techniques.distill.source import teacher_model
+from titanlite.techniques.distill.teacher import Teacher
+from titanlite.techniques.float8 import weight_scaler
+from titanlite.techniques.in_backward import InBackward
 from titanlite.techniques.tensor import split_vocabulary
 from titanlite.tools.plan.fake_ranks import fake_ranks
 from titanlite.tools.plan.gpu_kernels import FakeCpuKernels, GpuKernels
 from titanlite.tools.plan.recorder import Recorder
 from titanlite.tools.plan.teacher import PREFIX, CacheSize, cache_size
-from titanlite.runtime.errors import ConfigError, UserError
-from titanlite.runtime.private_torch.fsdp import observe_fsdp
-from titanlite.runtime.private_torch.operators import fused_adamw_
-from titanlite.runtime.private_torch.tracing import FakeTensorMode, without_fake_tensors
-from titanlite.step import train_step
-from titanlite.techniques.distill.teacher import Teacher
-from titanlite.techniques.distill.source import teacher_model
 
 BACKEND = "aot_eager_decomp_partition"
 """Backend of torch.compile in a trace."""

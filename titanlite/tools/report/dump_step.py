@@ -6,16 +6,16 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from titanlite.tools.assemble import assemble
 from titanlite.build import Run
-from titanlite.config.load import load
-from titanlite.tools.convert.source import open_teacher
-from titanlite.tools.ingest.inputs import find_files
 from titanlite.checks.preflight import preflight
-from titanlite.tools.report.value_dump import StepDumped, ValueDump
+from titanlite.config.load import load
 from titanlite.runtime.console import start_logging
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.process_group import pick_device, process_group, read_ranks
+from titanlite.tools.assemble import assemble
+from titanlite.tools.convert.source import open_teacher
+from titanlite.tools.ingest.inputs import find_files
+from titanlite.tools.report.value_dump import StepDumped, ValueDump
 from titanlite.train import train
 
 

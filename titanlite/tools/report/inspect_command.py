@@ -10,10 +10,10 @@ from rich.console import Console
 from rich.table import Table
 
 from titanlite.config.load import load
+from titanlite.runtime.errors import UserError
 from titanlite.tools.plan.parameters import inspect_ranks
 from titanlite.tools.report.parameter_table import layout_lines, layout_record
 from titanlite.tools.report.pieces import pieces_lines, pieces_record, read_pieces
-from titanlite.runtime.errors import UserError
 
 
 def inspect_config(

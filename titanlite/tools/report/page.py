@@ -12,11 +12,11 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
-from titanlite.tools.report.charts import report_of
-from titanlite.tools.report.run_records import RunRecords, read_run, smoothed
 from titanlite.runtime.console import install_hint
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.files import write_atomically
+from titanlite.tools.report.charts import report_of
+from titanlite.tools.report.run_records import RunRecords, read_run, smoothed
 
 TEMPLATE = Path(__file__).with_name("page.html")
 WATCH_SECONDS = 5

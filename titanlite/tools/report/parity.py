@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from titanlite.config.load import load
-from titanlite.tools.report.further_layouts import ONE_OF_EACH, FurtherLayout, further_layouts
 from titanlite.runtime.errors import ConfigError, RunError, UserError
+from titanlite.tools.report.further_layouts import ONE_OF_EACH, FurtherLayout, further_layouts
 
 ONE = "1 process"
 RESHARD = "parallelism.fsdp_reshard_after_forward=default"

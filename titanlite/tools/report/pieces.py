@@ -1,6 +1,6 @@
 """Pieces of a checkpoint's tensors, for `titanlite inspect CHECKPOINT`: which file holds which elements.
 
-Opening the checkpoint checks that each element of each tensor is in exactly one piece (`checkpoint/coverage.py`), and
+Opening the checkpoint checks that each element of each tensor is in exactly one piece (`checkpoint/dcp_read.py`), and
 that files are there with the manifest's sizes. This adds the bytes of pieces. `checkpoint verify` reads all bytes.
 """
 
@@ -16,11 +16,11 @@ import torch
 from rich.table import Column, Table
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from titanlite.tools.checkpoints.command import explaining_damage, find_newest
 from titanlite.checkpoint.dcp_read import ShardReader
+from titanlite.runtime.errors import UserError
+from titanlite.tools.checkpoints.command import explaining_damage, find_newest
 from titanlite.tools.plan.output import format_size
 from titanlite.tools.report.blocks import format_numbers, join_blocks, split_block
-from titanlite.runtime.errors import UserError
 
 FILES = 8
 """Files that the console shows."""

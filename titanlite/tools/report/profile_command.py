@@ -8,11 +8,11 @@ from dataclasses import asdict
 from pathlib import Path
 
 from titanlite.checkpoint.manifest import folder_name, step_of
+from titanlite.runtime.errors import UserError
 from titanlite.techniques.profiling import PROFILE
 from titanlite.tools.report.profile_analysis import Analysis, Collective, Operator, analyse
 from titanlite.tools.report.profile_plan import Prediction, predict
 from titanlite.tools.report.trace_file import Trace, read_trace
-from titanlite.runtime.errors import UserError
 
 WIDTH = 60
 """Characters of an operator's name."""

@@ -10,14 +10,14 @@ import torch
 from rich.table import Column, Table
 
 from titanlite.config.foreign import load_of_run
-from titanlite.metrics.schema import MEMORY, find_faults
+from titanlite.metrics.records import MEMORY, find_faults
+from titanlite.runtime.errors import UserError
 from titanlite.tools.plan.estimate import Layout, on_host, trace, with_vocab_size
 from titanlite.tools.plan.hardware import find_hardware
 from titanlite.tools.plan.memory import Profile
 from titanlite.tools.plan.output import format_size
 from titanlite.tools.plan.teacher import PREFIX
 from titanlite.tools.report.inspect_command import show
-from titanlite.runtime.errors import UserError
 
 TENSORS = ("parameters", "gradients", "optimizer")
 """Categories that a run measures, and a plan has."""

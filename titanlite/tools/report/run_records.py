@@ -13,7 +13,7 @@ from typing import Any
 import tomli
 
 from titanlite.metrics.clock import CATEGORIES
-from titanlite.metrics.schema import LAYERS, METRICS, SAVES, SCHEMA, VALIDATION, Field
+from titanlite.metrics.records import LAYERS, METRICS, SAVES, SCHEMA, VALIDATION, Field
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.files import file_inside
 

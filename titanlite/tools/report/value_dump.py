@@ -16,15 +16,15 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from titanlite.tools.convert.module_values import watch
 from titanlite.loss import token_loss
+from titanlite.mesh import context_rank, data_parallel_rank
 from titanlite.models.base import Model, head_of, unique_parameters
 from titanlite.observer import StepObserver
-from titanlite.techniques.context import join_parts
-from titanlite.mesh import context_rank, data_parallel_rank
-from titanlite.tools.plan.output import format_size
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.private_torch.compiler import is_compiled
+from titanlite.techniques.context import join_parts
+from titanlite.tools.convert.module_values import watch
+from titanlite.tools.plan.output import format_size
 
 SCHEMA = 1
 MOST_BYTES = 4 * 2**30

@@ -8,10 +8,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from titanlite.runtime.errors import UserError
 from titanlite.tools.convert.module_values import Difference, difference
 from titanlite.tools.report.blocks import split_block
 from titanlite.tools.report.value_dump import TOKENS, Dump
-from titanlite.runtime.errors import UserError
 
 Direction = Literal["forward", "gradient", "update"]
 DIRECTIONS: tuple[Direction, ...] = ("forward", "gradient", "update")

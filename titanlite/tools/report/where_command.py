@@ -12,8 +12,8 @@ from pathlib import Path
 
 from titanlite.config.load import load
 from titanlite.config.schema import Training
-from titanlite.tools.report.parity import layout_options, parity_options, start
 from titanlite.runtime.errors import ConfigError, RunError, UserError, whole_number
+from titanlite.tools.report.parity import layout_options, parity_options, start
 
 TRANSFORMERS = "transformers"
 LAYOUT = re.compile(r"(\d+)x(\d+)")

@@ -15,9 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from titanlite.batch import IGNORE
+from titanlite.runtime.errors import UserError
 from titanlite.tools.convert.module_values import modules_in, watch
 from titanlite.tools.report.value_dump import LABELS, LOSS, TOKENS, Dump
-from titanlite.runtime.errors import UserError
 
 FINAL_NORM = "head.norm"
 
