@@ -8,7 +8,7 @@ import time
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from titanlite.models.base import head_of
 
@@ -43,41 +43,38 @@ class _StreamClock:
 
 
 class OwnTime:
-    """Measurement of one step: time of the head, the loss and their backward pass, in which no rank waits for another.
+    """Measurement of one step: time of the head and the loss in forward, in which no rank waits for another.
 
-    It begins when FSDP has gathered the head, and ends before FSDP reduces the head's gradient. It is summed over the
-    micro-batches. Steps that are not measured cost next to nothing.
+    It begins when FSDP has gathered the head. It is summed over the micro-batches. Steps that are not measured cost
+    next to nothing.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._clock: _Clock = _StreamClock() if device.type == "cuda" else _HostClock()
-        self._spans: list[tuple[Any, Any]] = []
+        self._begins: list[Any] = []
+        self._ends: list[Any] = []
         self._is_measured = False
 
     def follow(self, model: nn.Module) -> None:
         """Measure the steps of a model, after FSDP is applied to it."""
-        head_of(model).register_forward_pre_hook(self._begin_head)
+        head = head_of(model)
+        head.register_forward_pre_hook(lambda *_: self._note(self._begins))
+        head.register_forward_hook(lambda *_: self._note(self._ends))
 
     def begin(self) -> None:
         """Begin to measure a step, when its data is there."""
-        self._spans, self._is_measured = [], True
+        self._begins, self._ends, self._is_measured = [], [], True
 
     def end(self) -> None:
         """End the step, before the host waits for the device."""
         self._is_measured = False
 
-    def _begin_head(self, _: nn.Module, arguments: tuple[Any, ...]) -> None:
-        hidden = arguments[0]
-        if not self._is_measured or not hidden.requires_grad:
-            return
-        begin = self._clock.now()
-
-        def end(gradient: Tensor) -> None:
-            self._spans.append((begin, self._clock.now()))
-
-        hidden.register_hook(end)
+    def _note(self, times: list[Any]) -> None:
+        if self._is_measured:
+            times.append(self._clock.now())
 
     def seconds(self) -> float:
-        """Return the time of the step that ended last; NaN if it was not measured. Call it when the device is done with
-        the step."""
-        return sum(self._clock.seconds(*span) for span in self._spans) if self._spans else math.nan
+        """Return the time of the step that was measured last; NaN if none was. Call it when the device is done with the
+        step."""
+        spans = zip(self._begins, self._ends, strict=True)
+        return sum(self._clock.seconds(*span) for span in spans) if self._ends else math.nan
