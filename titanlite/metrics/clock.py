@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from titanlite.models.base import head_of
 from titanlite.observer import CurrentPhase, Phase
@@ -57,22 +57,25 @@ def format_seconds(seconds: float) -> str:
 class StepClock:
     """Times of the steps since the last record, without validation, saves and traces.
 
-    A rank's own time is that of a part of a step in which it waits for no other rank: the head, the loss and their
-    backward pass, after FSDP has gathered the head and before it reduces its gradient, summed over the
-    micro-batches. Step times are equal on all ranks, because a fast rank waits in collectives for the slowest one. Own
-    time is measured in the steps that `begin` names, by events on a GPU's stream. The host does not wait.
+    A rank's own time is that of a part of a step in which it waits for no other rank: the head and the loss in forward,
+    after FSDP has gathered the head, summed over the micro-batches. Step times are equal on all ranks, because a fast
+    rank waits in collectives for the slowest one. Own time is measured in the steps that `begin` names, by events on a
+    GPU's stream. The host does not wait.
     """
 
     def __init__(self, phase: CurrentPhase, device: torch.device) -> None:
         self._phase, self._is_gpu = phase, device.type == "cuda"
-        self._spans: list[tuple[Any, Any]] = []
-        """Beginnings and ends of own time: seconds, or events."""
+        self._begins: list[Any] = []
+        """Beginnings of own time: seconds, or events."""
+        self._ends: list[Any] = []
         self._is_measured = False
         self.restart()
 
     def follow(self, model: nn.Module) -> None:
         """Measure the own time of a model's steps, after FSDP is applied to it."""
-        head_of(model).register_forward_pre_hook(self._begin_head)
+        head = head_of(model)
+        head.register_forward_pre_hook(lambda *_: self._note(self._begins))
+        head.register_forward_hook(lambda *_: self._note(self._ends))
 
     def restart(self) -> None:
         """Begin a new window."""
@@ -92,18 +95,11 @@ class StepClock:
         self.data_wait += self._phase.since()
         self._is_measured = is_measured
         if is_measured:
-            self._spans = []
+            self._begins, self._ends = [], []
 
-    def _begin_head(self, _: nn.Module, arguments: tuple[Any, ...]) -> None:
-        hidden = arguments[0]
-        if not self._is_measured or not hidden.requires_grad:
-            return
-        begin = self._now()
-
-        def end(gradient: Tensor) -> None:
-            self._spans.append((begin, self._now()))
-
-        hidden.register_hook(end)
+    def _note(self, times: list[Any]) -> None:
+        if self._is_measured:
+            times.append(self._now())
 
     def _now(self) -> Any:
         if not self._is_gpu:
@@ -113,8 +109,10 @@ class StepClock:
         return event
 
     def own_seconds(self) -> float:
-        """Return the own time of the step that was measured last; NaN without one. Call it when the device is done with
-        the step."""
-        if not self._spans or (self._is_gpu and not all(begin.query() and end.query() for begin, end in self._spans)):
+        """End the measured step, and return its own time; NaN if none was measured. Call it when the device is done
+        with the step."""
+        self._is_measured = False
+        spans = list(zip(self._begins, self._ends, strict=True))
+        if not spans or (self._is_gpu and not all(begin.query() and end.query() for begin, end in spans)):
             return math.nan
-        return sum(begin.elapsed_time(end) / 1e3 if self._is_gpu else end - begin for begin, end in self._spans)
+        return sum(begin.elapsed_time(end) / 1e3 if self._is_gpu else end - begin for begin, end in spans)
