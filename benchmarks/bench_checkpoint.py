@@ -25,7 +25,6 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from record import Better, add_record_option, ratios, record
 
-from titanlite.build import Run, build
 from titanlite.checkpoint.manager import CheckpointManager, Progress
 from titanlite.checkpoint.save_overhead import StepClock
 from titanlite.checkpoint.state import flat, state_of
@@ -37,6 +36,7 @@ from titanlite.runtime.process_group import pick_device, process_group, read_ran
 from titanlite.step import train_step
 from titanlite.storage.storage import open_storage
 from titanlite.tools.ingest.prepare import prepare_text
+from titanlite.train import Run, build
 
 ROOT = Path(__file__).parents[1]
 SIZES = {

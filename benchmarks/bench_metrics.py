@@ -19,14 +19,13 @@ from typing import Any, cast
 import torch
 from record import add_record_option, record
 
-from titanlite.build import build
 from titanlite.checks.preflight import preflight
 from titanlite.config.load import load
 from titanlite.metrics.recorder import MetricsRecorder
 from titanlite.runtime.console import LOGGER
 from titanlite.runtime.process_group import pick_device, process_group, read_ranks
 from titanlite.tools.ingest.prepare import prepare_text
-from titanlite.train import train
+from titanlite.train import build, train
 
 CONFIG = Path(__file__).parents[1] / "train_configs" / "debug.toml"
 SAME = ["--checkpoint.enable=false", "--validation.enable=false", "--metrics.log_freq=10"]

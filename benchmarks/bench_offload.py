@@ -99,10 +99,10 @@ class Made:
 def measure(words: list[str]) -> Made:
     """One run. The first step does not count for time: it also takes memory."""
     from titanlite import train as training
-    from titanlite.build import build
     from titanlite.checks.preflight import preflight
     from titanlite.runtime.process_group import pick_device, process_group, read_ranks
     from titanlite.tools.ingest.prepare import prepare_text
+    from titanlite.train import build
 
     ranks = read_ranks({})
     device = pick_device(ranks)

@@ -19,7 +19,6 @@ from bench_step import ROOT, SAME, TURN, TURNS, WARM_UP, Turn, alternate
 from plain_llama import take_turns
 from record import add_record_option, ratios, record
 
-from titanlite.build import build
 from titanlite.checkpoint.manager import Progress
 from titanlite.checks.preflight import preflight
 from titanlite.config.load import load
@@ -27,7 +26,7 @@ from titanlite.config.schema import Config
 from titanlite.runtime.console import LOGGER
 from titanlite.runtime.process_group import pick_device, process_group, read_ranks
 from titanlite.tools.ingest.prepare import prepare_text
-from titanlite.train import train
+from titanlite.train import build, train
 
 STEPS = 1_000_000
 OPTIONS = {

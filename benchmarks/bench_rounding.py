@@ -18,7 +18,6 @@ import torch
 from record import add_record_option, record
 from torch import Tensor
 
-from titanlite.build import build
 from titanlite.checks.preflight import preflight
 from titanlite.config.load import load
 from titanlite.config.schema import Optimizer
@@ -28,7 +27,7 @@ from titanlite.optim.rounding import SlicedAdamW
 from titanlite.runtime.allocator import keep_freed_memory
 from titanlite.runtime.process_group import pick_device, process_group, read_ranks
 from titanlite.tools.ingest.prepare import prepare_text
-from titanlite.train import finish, train
+from titanlite.train import build, finish, train
 
 ROOT = Path(__file__).parents[1]
 MOMENTS, WEIGHTS = "optimizer.state_dtype=bfloat16", "training.dtype=bfloat16"

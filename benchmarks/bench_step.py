@@ -27,7 +27,6 @@ import torch
 from plain_llama import take_turns
 from record import add_record_option, ratios, record
 
-from titanlite.build import build
 from titanlite.checkpoint.manager import Progress
 from titanlite.checks.preflight import preflight
 from titanlite.config.load import load
@@ -37,7 +36,7 @@ from titanlite.runtime.allocator import cores
 from titanlite.runtime.console import LOGGER
 from titanlite.runtime.process_group import pick_device, process_group, read_ranks
 from titanlite.tools.ingest.prepare import prepare_text
-from titanlite.train import train
+from titanlite.train import build, train
 
 TURN, TURNS, WARM_UP = 5, 6, 2
 ROOT = Path(__file__).parents[1]

@@ -24,7 +24,6 @@ from typing import Any
 import torch
 from record import add_record_option, record
 
-from titanlite.build import build
 from titanlite.checks.preflight import preflight
 from titanlite.config.load import load
 from titanlite.runtime.console import start_logging
@@ -33,6 +32,7 @@ from titanlite.runtime.process_group import pick_device, process_group, read_ran
 from titanlite.step import train_step
 from titanlite.techniques.float8 import weight_scaler
 from titanlite.tools.ingest.prepare import prepare_text
+from titanlite.train import build
 
 ROOT = Path(__file__).parents[1]
 WARM_UP = 4

@@ -32,7 +32,6 @@ from torch.optim import Optimizer
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from titanlite.batch import Batch
-from titanlite.build_model import parallelize_teacher
 from titanlite.config.load import load
 from titanlite.config.schema import Config
 from titanlite.data.packing import TokenSequence
@@ -48,6 +47,7 @@ from titanlite.optim import build_optimizer
 from titanlite.optim.quantized import inner_tensors, is_quantized
 from titanlite.parallelize import DTYPES, build_mesh, materialize, parallelize
 from titanlite.parallelize.materialize import allocate, draw_weights
+from titanlite.parallelize.teacher import parallelize_teacher
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.private_torch.tensors import local_tensor
 from titanlite.runtime.process_group import seed_step

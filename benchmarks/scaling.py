@@ -38,7 +38,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from titanlite import train as train_module
-from titanlite.build import Run, build
 from titanlite.checkpoint.manager import Progress
 from titanlite.checks.preflight import preflight
 from titanlite.config.load import load
@@ -55,7 +54,7 @@ from titanlite.step import StepResult, train_step
 from titanlite.tools.ingest.prepare import prepare_text
 from titanlite.tools.plan.estimate import model_of
 from titanlite.tools.plan.trace import parallelized
-from titanlite.train import train
+from titanlite.train import Run, build, train
 
 ROOT = Path(__file__).parents[1]
 SMALL = [

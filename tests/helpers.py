@@ -101,13 +101,12 @@ def train_on_this_rank(config: Config, rank: int, world_size: int, observer: Any
     """Train in the process group that is there already; returns the run."""
     import torch
 
-    from titanlite.build import build
     from titanlite.checks.preflight import preflight
     from titanlite.runtime.process_group import Ranks
     from titanlite.tools.convert.source import open_teacher
     from titanlite.tools.convert.weights import open_weights
     from titanlite.tools.ingest.prepare import prepare_text
-    from titanlite.train import finish, train
+    from titanlite.train import build, finish, train
 
     ranks, device = Ranks(rank, world_size, rank, world_size), torch.device("cpu")
     run = build(

@@ -15,7 +15,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.helpers import TinyRun, run_in_turn, train_on_this_rank
 from titanlite.batch import IGNORE
-from titanlite.build import Run, build
 from titanlite.checks.preflight import preflight
 from titanlite.config.schema import Config
 from titanlite.loss import TokenLoss
@@ -24,6 +23,7 @@ from titanlite.step import StepResult, train_step
 from titanlite.tools.convert.source import open_teacher
 from titanlite.tools.convert.weights import open_weights
 from titanlite.tools.ingest.prepare import prepare_text
+from titanlite.train import Run, build
 
 # (replicate, shard)
 LAYOUTS = [(1, 1), (4, 1), (1, 4), (2, 2)]

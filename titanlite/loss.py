@@ -11,16 +11,18 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from types import MappingProxyType
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from titanlite.batch import IGNORE
 from titanlite.config.schema import Distill, Training
-from titanlite.ops.divergence import ChunkDivergence
 from titanlite.ops.kernels import DEFAULT_KERNELS, Kernels
 from titanlite.runtime.user_code import check_call, find_object
+
+if TYPE_CHECKING:
+    from titanlite.ops.divergence import ChunkDivergence
 
 NO_DISTILLATION = Distill()
 
@@ -44,7 +46,7 @@ class Divergence(Protocol):
     matrices: int
     """Matrices [C, V] of logits that exist beside the student's. Chunks are smaller for them."""
 
-    def __call__(self, logits_CV: Tensor, part: slice, weight_C: Tensor | None) -> ChunkDivergence:
+    def __call__(self, logits_CV: Tensor, part: slice, weight_C: Tensor | None) -> "ChunkDivergence":
         """Return T^2 D of the tokens of a chunk, and the gradient of its weighted sum.
 
         Args:

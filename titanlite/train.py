@@ -1,26 +1,356 @@
-"""Training: the loop over optimizer steps."""
+"""Training, top to bottom: build the parts of a run, resume, loop over optimizer steps, finish."""
 
 import gc
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
 from functools import partial
 from itertools import islice
+from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
-from titanlite.build import Run
-from titanlite.checkpoint.manager import Progress
-from titanlite.guard import StoppedByGuard
+from titanlite.batch import Batch
+from titanlite.checkpoint.exports import Exports
+from titanlite.checkpoint.load import OpenWeights, newest_saved, resume_settings
+from titanlite.checkpoint.manager import CheckpointManager, Progress
+from titanlite.config.load import dump
+from titanlite.config.schema import Config
+from titanlite.data.loader import MicroBatches, build_loader
+from titanlite.data.samples import Samples
+from titanlite.data.sources import PrepareText, open_data
+from titanlite.data.verify import while_checking
+from titanlite.guard import StepGuard, StoppedByGuard
+from titanlite.loss import LossFunction, TeacherOutput, build_loss
+from titanlite.mesh import build_mesh, context_rank, data_parallel_rank, loss_group, tensor_mesh, world_group
 from titanlite.metrics.clock import phase_seconds
+from titanlite.metrics.memory_watch import MemoryWatch
+from titanlite.metrics.phase_memory import PhaseMemory
+from titanlite.metrics.recorder import MetricsRecorder
 from titanlite.metrics.run_summary import report_end, report_start
-from titanlite.observer import Observers, Phase
-from titanlite.optim import set_learning_rate
+from titanlite.models.base import Model, unique_parameters
+from titanlite.observer import CurrentPhase, Observers, Phase, StepObserver
+from titanlite.ops import pick_kernels
+from titanlite.ops.kernels import Kernels
+from titanlite.optim import build_optimizer, set_learning_rate
+from titanlite.optim.norm import count_parameter_replicas
+from titanlite.parallelize import DTYPES, materialize, parallelize
+from titanlite.run.run_folder import RunFolder, open_run_folder, record_start
 from titanlite.run.stop import AgreedStop
+from titanlite.run.timeouts import PhaseTimeouts
+from titanlite.runtime.console import hide_secrets
 from titanlite.runtime.errors import RunStopped
-from titanlite.runtime.process_group import freeze_garbage_collector, seed_step
+from titanlite.runtime.process_group import Ranks, freeze_garbage_collector, seed_step
+from titanlite.runtime.ranks import check_same_everywhere
 from titanlite.runtime.signals import StoppedBySignal, StopRequests
-from titanlite.schedule import learning_rate
-from titanlite.step import train_step
-from titanlite.techniques.distill.divergence import cached_output
-from titanlite.techniques.float8 import weight_scaler
+from titanlite.schedule import count_steps, learning_rate
+from titanlite.step import StepResult, train_step
+from titanlite.storage.storage import open_storage
+from titanlite.validation import Validator
+
+if TYPE_CHECKING:
+    from titanlite.checks.preflight import ResolvedConfig
+    from titanlite.techniques.distill.teacher import Teacher
+    from titanlite.techniques.in_backward import InBackward
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """Everything that the training loop works with."""
+
+    config: Config
+    ranks: Ranks
+    folder: RunFolder
+    mesh: DeviceMesh
+    group: dist.ProcessGroup
+    """Ranks whose token losses are summed."""
+    world: dist.ProcessGroup
+    """All processes."""
+    model: Model
+    replicas: dict[nn.Parameter, int]
+    """Ranks that hold the same part, of each parameter."""
+    optimizer: torch.optim.Optimizer
+    in_backward: "InBackward | None"
+    loss_function: LossFunction
+    teacher: "Teacher | None"
+    guard: StepGuard
+    samples: Samples
+    micro_batches: MicroBatches
+    batches: Generator[Batch, None, None]
+    accumulation: int
+    """Micro-batches in a step."""
+    validator: Validator
+    checkpoints: CheckpointManager
+    progress: Progress
+    """Progress at the start: of the checkpoint that the run resumes from."""
+    steps: int
+    """Steps of the whole run."""
+    metrics: MetricsRecorder
+    phase: CurrentPhase
+    observers: list[StepObserver]
+    """Observers of training that the config asks for."""
+
+
+def build(
+    config: Config,
+    resolved: "ResolvedConfig",
+    *,
+    ranks: Ranks,
+    device: torch.device,
+    prepare_text: PrepareText | None = None,
+    open_weights: OpenWeights | None = None,
+    phase: CurrentPhase | None = None,
+) -> Run:
+    """Build every part of a run, in the order in which data flows, and resume from the run's newest checkpoint.
+
+    Args:
+        prepare_text: makes tokens of data that is text. Without it, text is refused.
+        open_weights: opens weights of other programs. Without it, a run begins from titanlite's checkpoints only.
+        phase: remembers the phase. Default: one that gives each phase its timeout.
+
+    Raises:
+        UserError: the parts do not fit together, or the data or the checkpoint do not fit the config.
+    """
+    training = config.training
+    phase = phase or PhaseTimeouts(config.comm)
+    memory = PhaseMemory(MemoryWatch(device), is_on=ranks.rank == 0)
+    start = Observers(phase, memory)
+
+    # Ranks
+    mesh = build_mesh(config.parallelism, world_size=ranks.world_size, device_type=device.type)
+    group, world = loss_group(mesh), world_group(mesh)
+    rank, data_ranks = data_parallel_rank(mesh)
+    batch_size, accumulation = training.batch_split(data_ranks)
+    folder = open_run_folder(config.job, config.data, ranks.rank, partial(newest_saved, config.checkpoint))
+
+    # Data
+    start.phase(Phase.DATA_PREPARATION)
+    cache = resolved.teacher_cache
+    samples, validation_sources = open_data(
+        config.data,
+        config.validation,
+        seq_len=training.seq_len,
+        seed=config.debug.seed,
+        tokenizer=resolved.tokenizer,
+        cache_folder=folder.data_cache,
+        group=world,
+        prepare_text=prepare_text,
+        teach=cache.teach if cache else None,
+    )
+    check_same_everywhere(f"{samples.settings} {cache and cache.settings}", "the training data", group=world)
+
+    # Model and optimizer: on the meta device, parallelized, then with memory and values
+    start.phase(Phase.MODEL)
+    kernels = pick_kernels(device, compiles=config.compile.enable, attention_backend=training.attention_backend)
+    if tensor_mesh(mesh):
+        from titanlite.techniques.tensor import split_vocabulary
+
+        kernels = split_vocabulary(kernels, mesh)
+    disk = None
+    if config.offload.is_used:
+        from titanlite.storage.disk import open_disk
+
+        disk = open_disk(config.offload, folder.path)
+    disk_of_parameters = disk if disk and disk.holds_parameters else None
+    model = resolved.model.build()
+    start.phase(Phase.SHARDING)
+    parallelize_student(model, config, mesh=mesh, kernels=kernels, pin_memory=disk_of_parameters is None)
+    materialize(
+        model,
+        device=device,
+        offload=training.enable_cpu_offload,
+        dtype=DTYPES[training.dtype],
+        seed=config.debug.seed,
+        disk=disk_of_parameters,
+    )
+    memory.label((parameter for _, parameter in unique_parameters(model)), "parameters")
+    start.phase(Phase.OPTIMIZER)
+    optimizer = build_optimizer(model, config.optimizer, seed=config.debug.seed, disk=disk)
+    memory.follow(optimizer)
+
+    # Resume
+    start.phase(Phase.CHECKPOINT_LOAD)
+    spec, allow_changes = resolved.model, config.checkpoint.allow_changes
+    checkpoints = CheckpointManager(
+        config.checkpoint,
+        storage=open_storage(config.checkpoint.folder or str(folder.checkpoints), owner=folder.run_id),
+        model=model,
+        optimizer=optimizer,
+        mesh=mesh,
+        device=device,
+        settings=resume_settings(
+            config, model_args=spec.args, data=samples.settings, teacher=resolved.teacher_fingerprint
+        ),
+        may_change=["data.*"] if config.data.on_change != "error" else [],
+        whole_config=hide_secrets(dump(config)),
+        timeout_seconds=config.comm.save_timeout_seconds,
+        flush=disk.flush if disk else None,
+        open_weights=(lambda path: open_weights(path, spec, allow_changes)) if open_weights else None,
+        exports=Exports(
+            config.checkpoint, run=folder.path, model_file=config.model.file, is_first_rank=ranks.rank == 0
+        ),
+    )
+    progress = checkpoints.load(has_saved=folder.has_saved)
+    sources = samples.sources
+    if progress.step:
+        samples = samples.resume(progress.data, progress.samples_seen, config.data.on_change)
+    record_start(folder, config, step=progress.step, ranks=ranks, device=device, mesh=mesh)
+    limit = samples.limit(training.epochs)
+    steps = count_steps(training, step=progress.step, samples=progress.samples_seen, limit=limit)
+
+    # What the step needs beside the model: its teacher, batches, loss, and who decides on skips
+    teacher = None
+    if resolved.teacher is not None:
+        from titanlite.parallelize.teacher import build_teacher
+
+        teacher = build_teacher(
+            config.teacher,
+            resolved.teacher,
+            mesh=mesh,
+            device=device,
+            kernels=kernels,
+            parallelism=config.parallelism,
+            training=training,
+            compile=config.compile,
+        )
+    micro_batches = MicroBatches(
+        progress.samples_seen,
+        global_batch_size=training.global_batch_size,
+        micro_batch_size=batch_size,
+        rank=rank,
+        ranks=data_ranks,
+        step=progress.step,
+    )
+    samples.number_sources = config.metrics.loss_by_source
+    split = _part_of_sequences(mesh)
+    workers = config.data.num_workers
+    batches = build_loader(samples, micro_batches, num_workers=workers, device=device, split=split)
+    guard = StepGuard(config.guard, device=device, step=progress.step, state=progress.guard)
+    in_backward = None
+    if config.optimizer.in_backward:
+        from titanlite.techniques.in_backward import InBackward
+
+        in_backward = InBackward(model, optimizer, should_skip=guard.should_skip)
+
+    # What watches
+    validator = Validator(
+        config.validation,
+        validation_sources,
+        batch_size=batch_size,
+        token_bytes=resolved.tokenizer.token_bytes(),
+        document_mask=config.data.document_mask,
+        kernels=kernels,
+        device=device,
+        rank=rank,
+        ranks=data_ranks,
+        group=group,
+        split=split,
+    )
+    of_teacher = teacher.flops_per_token if teacher else (0.0, 0.0)
+    full, causal = (model.flops_per_token(training.seq_len, causal=it) + of_teacher[it] for it in (False, True))
+    metrics = MetricsRecorder(
+        config.metrics,
+        folder=folder,
+        step=progress.step,
+        tokens_per_step=training.global_batch_size * training.seq_len,
+        model_flops=(full, causal),
+        device=device,
+        compute_type=training.mixed_precision_param,
+        group=world,
+        phase=phase,
+        phase_memory=memory,
+    )
+    replicas = count_parameter_replicas(model, world)
+    observers: list[StepObserver] = []
+    if config.profiling.is_used:
+        from titanlite.techniques.profiling import build_profilers
+
+        observers += build_profilers(
+            config.profiling, run=folder.path, ranks=ranks, steps=steps, device=device, not_training=metrics.profiling
+        )
+    if config.metrics.layers.freq:
+        from titanlite.techniques.layer_health import build_layer_health
+        from titanlite.techniques.tensor import count_output_replicas
+
+        observers += build_layer_health(
+            config.metrics.layers,
+            model,
+            (folder.layers, progress.step),
+            replicas=replicas,
+            world=world,
+            outputs=count_output_replicas(model, mesh),
+            device=device,
+        )
+    return Run(
+        config=config,
+        ranks=ranks,
+        folder=folder,
+        mesh=mesh,
+        group=group,
+        world=world,
+        model=model,
+        replicas=replicas,
+        optimizer=optimizer,
+        in_backward=in_backward,
+        loss_function=_loss_function(config, kernels, samples),
+        teacher=teacher,
+        guard=guard,
+        samples=samples,
+        micro_batches=micro_batches,
+        batches=while_checking(batches, [*sources, *validation_sources], folder.data_cache, ranks),
+        accumulation=accumulation,
+        validator=validator,
+        checkpoints=checkpoints,
+        progress=progress,
+        steps=steps,
+        metrics=metrics,
+        phase=phase,
+        observers=observers,
+    )
+
+
+def parallelize_student(model: Model, config: Config, *, mesh: DeviceMesh, kernels: Kernels, **options: Any) -> None:
+    """Apply every technique of the config to the model that is trained, in place.
+
+    Args:
+        options: further ones of `parallelize`.
+    """
+    parallelize(
+        model,
+        mesh=mesh,
+        kernels=kernels,
+        parallelism=config.parallelism,
+        training=config.training,
+        activation_checkpoint=config.activation_checkpoint,
+        compile=config.compile,
+        float8=config.quantize.linear.float8,
+        freeze=config.freeze,
+        lora=config.lora,
+        has_other_model=config.teacher.is_live,
+        updates_in_backward=config.optimizer.in_backward,
+        **options,
+    )
+
+
+def _part_of_sequences(mesh: DeviceMesh) -> Callable[[Batch], Batch]:
+    """Return a function that gives this rank its part of each sequence of a batch: all of it without a context axis."""
+    if context_rank(mesh)[1] == 1:
+        return lambda batch: batch
+    from titanlite.techniques.context import split_batch
+
+    return partial(split_batch, mesh=mesh)
+
+
+def _loss_function(config: Config, kernels: Kernels, samples: Samples) -> LossFunction:
+    """Return the loss function of the config, which also sums by source if the config asks for that."""
+    loss = build_loss(config.training, kernels, config.distill if config.teacher.is_set else None)
+    if not config.metrics.loss_by_source:
+        return loss
+    from titanlite.metrics.source_losses import LossBySource
+
+    return LossBySource(loss, [source.name for source in samples.sources])
 
 
 def train(run: Run, stop_requests: StopRequests | None = None) -> RunStopped | None:
@@ -45,14 +375,11 @@ def train(run: Run, stop_requests: StopRequests | None = None) -> RunStopped | N
     try:
         with run.metrics.shown(str(run.config.job.name), steps=run.steps, step=run.progress.step):
             _loop(run, stop_requests or StopRequests())
-    except StoppedBySignal as stopped:
+    except (StoppedBySignal, StoppedByGuard) as stopped:
         run.phase.phase(Phase.CHECKPOINT)
-        run.checkpoints.save_if_newer(_progress(run, stopped.taken))
-        return stopped
-    except StoppedByGuard as stopped:
-        run.phase.phase(Phase.CHECKPOINT)
-        run.metrics.record_skipped(stopped.skipped, run.micro_batches, run.samples)
-        if not stopped.in_part:
+        if isinstance(stopped, StoppedByGuard):
+            run.metrics.record_skipped(stopped.skipped, run.micro_batches, run.samples)
+        if not (isinstance(stopped, StoppedByGuard) and stopped.in_part):
             run.checkpoints.save_if_newer(_progress(run, stopped.taken))
         return stopped
     run.phase.phase(Phase.END)
@@ -60,18 +387,16 @@ def train(run: Run, stop_requests: StopRequests | None = None) -> RunStopped | N
 
 
 def _loop(run: Run, stop_requests: StopRequests) -> None:
-    config, metrics, checkpoints, validator = run.config, run.metrics, run.checkpoints, run.validator
-    scale_weights = weight_scaler(run.model, config.quantize.linear.float8)
+    config, metrics = run.config, run.metrics
+    teacher, scale_weights = _teacher_output(run), _weight_scaler(run)
     scale_weights()
     metrics.clock.follow(run.model)
     observer = Observers(*run.observers, run.phase, metrics.phase_memory)
     stop = AgreedStop(stop_requests, torch.device(run.mesh.device_type))
-    samples = run.progress.samples_seen
     for step in range(run.progress.step + 1, run.steps + 1):
-        last = step == run.steps
         observer.begin_step(step)
         batches = list(islice(run.batches, run.accumulation))
-        metrics.begin_step(step, last=last)
+        metrics.begin_step(step, last=step == run.steps)
         seed_step(config.debug.seed, step, run.ranks.rank)
         lr = learning_rate(step, peak=config.optimizer.lr, steps=run.steps, config=config.lr_scheduler)
         set_learning_rate(run.optimizer, lr)
@@ -84,7 +409,7 @@ def _loop(run: Run, stop_requests: StopRequests) -> None:
             replicas=run.replicas,
             max_norm=config.training.max_norm,
             loss_function=run.loss_function,
-            teacher=cached_output if config.teacher.cache else run.teacher,
+            teacher=teacher,
             decide=run.guard.decide,
             in_backward=run.in_backward,
             reduce_once=config.parallelism.fsdp_reduce_gradients == "last",
@@ -95,29 +420,69 @@ def _loop(run: Run, stop_requests: StopRequests) -> None:
         scale_weights()
         if step == run.progress.step + 1:
             freeze_garbage_collector()
-        samples += config.training.global_batch_size
-        metrics.end_step(step, result, lr=lr, samples=samples, shares=partial(run.samples.shares, samples), last=last)
-        metrics.record_saves(checkpoints.watch())
-        run.guard.remember(step, result)
-        saves, stops = checkpoints.is_due(step, last=last), stop.is_agreed(result.stop_flags) and not last
-        if saves or stops or metrics.is_due(step, last=last):
-            metrics.record_skipped(run.guard.check(run.world), run.micro_batches, run.samples)
-        if stops:
-            raise stop_requests.stopped(step)
-        if validator.is_due(step, last=last):
-            with metrics.not_training(waits_for_device=True), checkpoints.not_training():
-                observer.phase(Phase.VALIDATION)
-                if record := validator.run(run.model, stops=stop.is_asked if not last else None):
-                    metrics.record_validation(step, record)
-        if saves:
-            with metrics.not_training(waits_for_device=not checkpoints.is_background):
-                observer.phase(Phase.CHECKPOINT)
-                checkpoints.save(_progress(run, step), last=last)
+        _after_step(run, step, result, lr=lr, stop=stop, stop_requests=stop_requests, observer=observer)
+
+
+def _after_step(
+    run: Run,
+    step: int,
+    result: StepResult,
+    *,
+    lr: float,
+    stop: AgreedStop,
+    stop_requests: StopRequests,
+    observer: StepObserver,
+) -> None:
+    """Record the step, then validate and save where that is due.
+
+    Raises:
+        StoppedBySignal, StoppedByGuard: the run stops after this step.
+    """
+    metrics, checkpoints, validator, last = run.metrics, run.checkpoints, run.validator, step == run.steps
+    samples = _samples_seen(run, step)
+    metrics.end_step(step, result, lr=lr, samples=samples, shares=partial(run.samples.shares, samples), last=last)
+    metrics.record_saves(checkpoints.watch())
+    run.guard.remember(step, result)
+    saves, stops = checkpoints.is_due(step, last=last), stop.is_agreed(result.stop_flags) and not last
+    if saves or stops or metrics.is_due(step, last=last):
+        metrics.record_skipped(run.guard.check(run.world), run.micro_batches, run.samples)
+    if stops:
+        raise stop_requests.stopped(step)
+    if validator.is_due(step, last=last):
+        with metrics.not_training(waits_for_device=True), checkpoints.not_training():
+            observer.phase(Phase.VALIDATION)
+            if record := validator.run(run.model, stops=stop.is_asked if not last else None):
+                metrics.record_validation(step, record)
+    if saves:
+        with metrics.not_training(waits_for_device=not checkpoints.is_background):
+            observer.phase(Phase.CHECKPOINT)
+            checkpoints.save(_progress(run, step), last=last)
+
+
+def _teacher_output(run: Run) -> Callable[[Batch], TeacherOutput] | None:
+    if not run.config.teacher.cache:
+        return run.teacher
+    from titanlite.techniques.distill.divergence import cached_output
+
+    return cached_output
+
+
+def _weight_scaler(run: Run) -> Callable[[], None]:
+    """Return what is called whenever weights have changed."""
+    if not run.config.quantize.linear.float8.enable:
+        return lambda: None
+    from titanlite.techniques.float8 import weight_scaler
+
+    return weight_scaler(run.model, run.config.quantize.linear.float8)
+
+
+def _samples_seen(run: Run, step: int) -> int:
+    return run.progress.samples_seen + (step - run.progress.step) * run.config.training.global_batch_size
 
 
 def _progress(run: Run, step: int) -> Progress:
     """Return the progress at the end of a step of this start."""
-    samples = run.progress.samples_seen + (step - run.progress.step) * run.config.training.global_batch_size
+    samples = _samples_seen(run, step)
     return Progress(step, samples, run.samples.state(samples), run.guard.state())
 
 

@@ -14,7 +14,6 @@ import torch
 
 from tests.helpers import TinyRun, run_in_turn, run_ranks
 from tests.layouts import degrees, whole
-from titanlite.build import Run, build
 from titanlite.checkpoint.manifest import Manifest
 from titanlite.checkpoint.save import Save
 from titanlite.checks.preflight import preflight
@@ -23,7 +22,7 @@ from titanlite.loss import TokenLoss
 from titanlite.runtime.private_torch.tensors import local_tensor
 from titanlite.runtime.process_group import Ranks
 from titanlite.tools.ingest.prepare import prepare_text
-from titanlite.train import finish, train
+from titanlite.train import Run, build, finish, train
 
 BAD_STEP, BAD_SAMPLE = 3, 21
 """Sample 21 is of rank 2 of 4, in its second micro-batch of one: 16 + 2 x 2 + 1."""

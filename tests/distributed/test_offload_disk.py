@@ -69,7 +69,7 @@ from pathlib import Path
 import torch
 torch.set_num_threads(1)
 from titanlite.config.load import load
-from titanlite.build import build
+from titanlite.train import build
 from titanlite.runtime.process_group import pick_device, process_group, read_ranks
 from titanlite.tools.ingest.prepare import prepare_text
 from titanlite.checks.preflight import preflight

@@ -6,7 +6,6 @@ import torch
 from benchmarks.measured_memory import AllocationRecord
 from tests.helpers import TinyRun, run_in_turn, run_ranks
 from tests.layouts import one_step, trained
-from titanlite.build import build
 from titanlite.checks.preflight import preflight
 from titanlite.config.schema import Config
 from titanlite.runtime.process_group import Ranks
@@ -14,6 +13,7 @@ from titanlite.tools.ingest.prepare import prepare_text
 from titanlite.tools.plan.estimate import Layout
 from titanlite.tools.plan.hardware import find_hardware
 from titanlite.tools.plan.recompute_search import PolicyChoice, choose_policies
+from titanlite.train import build
 
 SIZES = ["--model.args.dim=48", "--model.args.hidden_dim=144", "--training.seq_len=128", "--training.steps=3"]
 

@@ -15,13 +15,12 @@ import torch
 
 from tests.helpers import TinyRun, run_ranks
 from tests.processes import Job, newest, started
-from titanlite.build import build
 from titanlite.checks.preflight import preflight
 from titanlite.config.schema import Config
 from titanlite.runtime.process_group import Ranks
 from titanlite.runtime.signals import SAME_SECONDS, StopRequests
 from titanlite.tools.ingest.prepare import prepare_text
-from titanlite.train import finish, train
+from titanlite.train import build, finish, train
 
 TRAIN = [sys.executable, "-m", "titanlite", "train"]
 LONG = ("--training.steps=1000000", "--checkpoint.interval=1000000")

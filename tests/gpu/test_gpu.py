@@ -250,12 +250,12 @@ def steps_without_waiting(rank: int, world_size: int, config: Any) -> list[int]:
 
     import torch
 
-    from titanlite.build import build
     from titanlite.checks.preflight import preflight
     from titanlite.runtime.private_torch.tensors import local_tensor
     from titanlite.runtime.process_group import Ranks
     from titanlite.step import train_step
     from titanlite.tools.ingest.prepare import prepare_text
+    from titanlite.train import build
 
     ranks, device = Ranks(0, 1, 0, 1), torch.device("cuda", 0)
     run = build(config, preflight(config, ranks, device), ranks=ranks, device=device, prepare_text=prepare_text)

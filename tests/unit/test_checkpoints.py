@@ -734,7 +734,7 @@ def test_a_store_that_returns_too_few_bytes_costs_no_checkpoint(
 ) -> None:
     """One short read is read again; short reads of one checkpoint quarantine it, those of two are the store's."""
     store = ["--checkpoint.folder=memory://short/run", "--checkpoint.interval=1", "--checkpoint.keep_latest_k=0"]
-    monkeypatch.setattr("titanlite.build.open_storage", ShortReads)
+    monkeypatch.setattr("titanlite.train.open_storage", ShortReads)
     storage, good = open_storage("memory://short/run"), [folder_name(step) for step in (1, 2, 3)]
     try:
         trained(tiny.config("--training.steps=3", *store))

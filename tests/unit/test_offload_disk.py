@@ -17,7 +17,6 @@ from torch import nn
 from tests.helpers import TinyRun, train_on_this_rank
 from tests.plans import layout_of, planned, read
 from tests.whole_runs import assert_equal, parameters_of, trained
-from titanlite.build import build
 from titanlite.checkpoint.manifest import folder_name
 from titanlite.config.load import load
 from titanlite.config.schema import Offload
@@ -29,6 +28,7 @@ from titanlite.storage.disk import DiskTensors
 from titanlite.tools.cli import run as run_command
 from titanlite.tools.plan.estimate import _with_disk, estimate, trace
 from titanlite.tools.plan.output import plan_lines, plan_record
+from titanlite.train import build
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="files are mapped, and dropped, as Linux does it")
 

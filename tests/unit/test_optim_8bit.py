@@ -20,7 +20,8 @@ from titanlite.config.schema import Optimizer, OptimizerGroup, Parallelism
 from titanlite.models.base import Model, build_on_meta
 from titanlite.models.qwen3 import Qwen3, Qwen3Args
 from titanlite.models.qwen3_moe import Qwen3Moe, Qwen3MoeArgs
-from titanlite.optim import build_optimizer, check_optimizer, set_learning_rate, update
+from titanlite.optim import build_optimizer, set_learning_rate, update
+from titanlite.optim.checks import check_optimizer
 from titanlite.optim.quantized import MIN_ELEMENTS, block_size_of, check_shards, inner_tensors, is_quantized
 from titanlite.optim.registry import find_optimizer_cls
 from titanlite.optim.state_size import state_bytes, state_dtypes

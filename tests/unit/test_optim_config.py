@@ -10,11 +10,11 @@ from torch import nn
 
 from tests.helpers import TinyRun, train_on_this_rank
 from tests.layouts import whole
-from titanlite.build import build
 from titanlite.checks.preflight import preflight
 from titanlite.config.schema import Optimizer
 from titanlite.models.llama3 import Llama3
-from titanlite.optim import build_optimizer, check_optimizer
+from titanlite.optim import build_optimizer
+from titanlite.optim.checks import check_optimizer
 from titanlite.optim.combined import optimizers_in
 from titanlite.optim.groups import collapse_names, format_groups, parameter_groups
 from titanlite.optim.registry import constructor_options
@@ -22,7 +22,7 @@ from titanlite.optim.state_size import state_bytes
 from titanlite.runtime.errors import ConfigError
 from titanlite.runtime.process_group import Ranks
 from titanlite.tools.ingest.prepare import prepare_text
-from titanlite.train import finish, train
+from titanlite.train import build, finish, train
 
 
 def section(text: str) -> Optimizer:

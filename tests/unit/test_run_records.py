@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 
 from tests.helpers import TinyRun, train_on_this_rank
-from titanlite.build import build
 from titanlite.checkpoint.manifest import folder_name
 from titanlite.checks.preflight import preflight
 from titanlite.metrics.records import RecordFile
@@ -26,7 +25,7 @@ from titanlite.runtime.files import checked_name
 from titanlite.runtime.process_group import Ranks
 from titanlite.tools import cli
 from titanlite.tools.ingest.prepare import prepare_text
-from titanlite.train import finish
+from titanlite.train import build, finish
 from titanlite.train import train as train_run
 
 VALIDATION = "--lr_scheduler.warmup_steps=0 --validation.enable=true --validation.freq=1 --validation.path={}"

@@ -17,7 +17,6 @@ import torch.distributed as dist
 
 from tests.helpers import TinyRun, train_on_this_rank
 from tests.layouts import built
-from titanlite.build import Run
 from titanlite.checks.preflight import preflight
 from titanlite.config.load import read
 from titanlite.data.loader import MicroBatches
@@ -34,6 +33,7 @@ from titanlite.tools.convert.source import load_model, open_source, open_teacher
 from titanlite.tools.convert.teacher_cache import main
 from titanlite.tools.convert.teacher_writer import rounds
 from titanlite.tools.ingest.prepare import prepare_text
+from titanlite.train import Run
 
 VOCABULARY, SEQ_LEN, TOP_K = 259, 32, 20
 MASK = "--data.document_mask=true"

@@ -27,7 +27,7 @@ from titanlite.metrics.loggers import check_logger
 from titanlite.metrics.run_summary import check_attention
 from titanlite.models.base import Model, ModelArgs
 from titanlite.models.registry import ModelSpec, resolve_model
-from titanlite.optim import check_optimizer
+from titanlite.optim.checks import check_optimizer
 from titanlite.optim.registry import compiles_updates
 from titanlite.parallelize.activation_checkpoint import recompute_policies
 from titanlite.runtime.compilers import check_compiler

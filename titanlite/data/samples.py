@@ -19,7 +19,6 @@ from torch.utils.data import Dataset
 
 from titanlite.batch import Batch
 from titanlite.data.packing import TokenSequence
-from titanlite.data.teacher_entries import stacked
 from titanlite.runtime.errors import UserError
 
 logger = logging.getLogger(__name__)
@@ -299,8 +298,11 @@ def as_batch(sequences: Sequence[TokenSequence], *, document_mask: bool) -> Batc
     batch = {
         "tokens": torch.from_numpy(np.stack([sequence.tokens for sequence in sequences])),
         "labels": torch.from_numpy(np.stack([sequence.labels for sequence in sequences])),
-        **{f"teacher_{name}": torch.from_numpy(values) for name, values in stacked(sequences).items()},
     }
+    if sequences[0].teacher is not None:
+        from titanlite.data.teacher_entries import stacked
+
+        batch |= {f"teacher_{name}": torch.from_numpy(values) for name, values in stacked(sequences).items()}
     if not document_mask:
         return batch
     seq_len = len(sequences[0].tokens)

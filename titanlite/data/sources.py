@@ -11,7 +11,6 @@ from titanlite.data.custom import PREFIX, CustomSequences
 from titanlite.data.packing import BestFit, Stream
 from titanlite.data.prepared import open_prepared, prepared_tokens
 from titanlite.data.samples import Samples, SequenceReader, Source
-from titanlite.data.teacher_entries import TaughtSequences
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.data.tokens import TokenStore
 from titanlite.runtime.errors import UserError
@@ -185,4 +184,6 @@ def store_of(source: Source) -> TokenStore | None:
 
 def reader_of(source: Source) -> SequenceReader:
     """Return the reader of a source's sequences, without the cache of a teacher."""
+    from titanlite.data.teacher_entries import TaughtSequences
+
     return source.sequences.sequences if isinstance(source.sequences, TaughtSequences) else source.sequences

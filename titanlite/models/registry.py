@@ -1,19 +1,35 @@
 """Models by name: the class and the shape that `[model]` selects."""
 
+import importlib
 import sys
+from collections.abc import Iterator, Mapping
 from dataclasses import fields, replace
 from types import UnionType
 from typing import Any, NamedTuple, Union, get_args, get_origin, get_type_hints
 
 from titanlite.models.base import Model, ModelArgs, build_on_meta
-from titanlite.models.llama3 import Llama3
-from titanlite.models.qwen3 import Qwen3
-from titanlite.models.qwen3_moe import Qwen3Moe
 from titanlite.runtime.errors import ConfigError, Problem, UserError, did_you_mean
 from titanlite.runtime.user_code import describe_error, load_module
 
-MODELS: dict[str, type[Model]] = {"llama3": Llama3, "qwen3": Qwen3, "qwen3_moe": Qwen3Moe}
-"""The built-in model families by `[model] name`."""
+
+class _Families(Mapping[str, type[Model]]):
+    """Model classes by name, whose modules are imported when they are asked for."""
+
+    def __init__(self, classes: dict[str, str]) -> None:
+        self._classes = classes
+
+    def __getitem__(self, name: str) -> type[Model]:
+        return getattr(importlib.import_module(f"titanlite.models.{name}"), self._classes[name])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._classes)
+
+    def __len__(self) -> int:
+        return len(self._classes)
+
+
+MODELS = _Families({"llama3": "Llama3", "qwen3": "Qwen3", "qwen3_moe": "Qwen3Moe"})
+"""The built-in model families by `[model] name`: a file of titanlite/models/ each, and the class in it."""
 
 
 class ModelSpec(NamedTuple):
@@ -32,7 +48,7 @@ class ModelSpec(NamedTuple):
             model = build_on_meta(self.model_cls, self.args)
             len(model.layers)
         except Exception as error:  # code of the user's own may raise anything
-            if self.model_cls in MODELS.values():
+            if self.model_cls.__module__.startswith("titanlite.models."):
                 raise
             name = f"{self.model_cls.__name__}.__init__"
             file = sys.modules[self.model_cls.__module__].__file__
@@ -64,7 +80,7 @@ def resolve_model(
     Raises:
         ConfigError: lists every unknown name, flavor or argument, and the nearest known ones.
     """
-    known_models = MODELS if file is None else _models_of(file)
+    known_models: Mapping[str, type[Model]] = MODELS if file is None else _models_of(file)
     name = name or ("llama3" if file is None else next(iter(known_models)) if len(known_models) == 1 else "")
     if name not in known_models:
         raise ConfigError([_unknown("model.name", name, known_models)])
@@ -128,5 +144,5 @@ def _fits(value: Any, expected: Any) -> bool:
     return False
 
 
-def _unknown(key: str, name: str, known: dict[str, Any], what: str = "value") -> Problem:
+def _unknown(key: str, name: str, known: Mapping[str, Any], what: str = "value") -> Problem:
     return Problem(key, f"unknown {what} {name!r}{did_you_mean(name, known)} (known: {', '.join(known)})")

@@ -9,7 +9,7 @@ import inspect
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -30,12 +30,14 @@ from titanlite.ops.attention import (
     repeat_heads,
 )
 from titanlite.ops.cross_entropy import LabelSoftmax, SplitVocabulary, label_softmax, label_softmax_in_place
-from titanlite.ops.divergence import ChunkDivergence, divergence
 from titanlite.ops.functions import linears, loop_over_groups
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.gradient_memory import ReduceScatter
 from titanlite.runtime.private_torch.compiler import mark_dynamic
 from titanlite.runtime.private_torch.tensors import chosen_attention
+
+if TYPE_CHECKING:
+    from titanlite.ops.divergence import ChunkDivergence
 
 CHUNK_BYTES = 2**28
 """Size of the float32 logits of a chunk on a CPU: 512 tokens of a vocabulary of 131,072."""
@@ -243,12 +245,16 @@ class Kernels:
     def _compiled_label_softmax(self) -> Callable[..., LabelSoftmax]:
         return torch.compile(label_softmax, fullgraph=True, dynamic=False)
 
-    def divergence(self, device: torch.device) -> Callable[..., ChunkDivergence]:
+    def divergence(self, device: torch.device) -> Callable[..., "ChunkDivergence"]:
         """Return `models.divergence.divergence`, compiled where the loss is."""
+        from titanlite.ops.divergence import divergence
+
         return self._compiled_divergence if self.compiles and self.is_gpu(device) else divergence
 
     @cached_property
-    def _compiled_divergence(self) -> Callable[..., ChunkDivergence]:
+    def _compiled_divergence(self) -> Callable[..., "ChunkDivergence"]:
+        from titanlite.ops.divergence import divergence
+
         return torch.compile(divergence, fullgraph=True, dynamic=False)
 
     def float32_mm(self, a: Tensor, b: Tensor) -> Tensor:

@@ -1,26 +1,27 @@
 """The optimizer of a run, built from [optimizer]: several classes may update different parameters."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from titanlite.config.schema import Optimizer
 from titanlite.models.base import trainable_parameters
-from titanlite.optim.checks import check_optimizer
-from titanlite.optim.combined import CombinedOptimizer, update
+from titanlite.optim.combined import CombinedOptimizer, update, zero_moments
 from titanlite.optim.groups import ParameterGroup, parameter_groups
 from titanlite.optim.quantized import block_size_of, check_shards
 from titanlite.optim.registry import accepts, constructor_options, find_optimizer_cls
-from titanlite.optim.rounding import SlicedAdamW, UpdateKernel, pick_kernel, zero_moments
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.private_torch.tensors import local_tensor
-from titanlite.storage.disk import DiskTensors
 
-PickKernel = Callable[[torch.device], UpdateKernel | None]
+if TYPE_CHECKING:
+    from titanlite.optim.rounding import UpdateKernel
+    from titanlite.storage.disk import DiskTensors
 
-__all__ = ["build_optimizer", "check_optimizer", "set_learning_rate", "update"]
+PickKernel = Callable[[torch.device], "UpdateKernel | None"]
+
+__all__ = ["build_optimizer", "set_learning_rate", "update"]
 
 
 def build_optimizer(
@@ -28,8 +29,8 @@ def build_optimizer(
     config: Optimizer,
     *,
     seed: int,
-    disk: DiskTensors | None = None,
-    pick_kernel: PickKernel = pick_kernel,
+    disk: "DiskTensors | None" = None,
+    pick_kernel: PickKernel | None = None,
 ) -> torch.optim.Optimizer:
     """Build the optimizer that the config names; several classes become one `CombinedOptimizer`.
 
@@ -38,7 +39,8 @@ def build_optimizer(
     Args:
         seed: for stochastic rounding.
         disk: holds parameters or moments. None: they are in memory.
-        pick_kernel: returns the kernel of `SlicedAdamW` for parameters on a device.
+        pick_kernel: returns the kernel of `SlicedAdamW` for parameters on a device. Default: the Triton kernel, where
+            it starts.
 
     Raises:
         UserError: a name is unknown, or the groups do not fit the model.
@@ -55,8 +57,8 @@ def _build(
     config: Optimizer,
     *,
     seed: int,
-    disk: DiskTensors | None,
-    pick_kernel: PickKernel,
+    disk: "DiskTensors | None",
+    pick_kernel: PickKernel | None,
 ) -> torch.optim.Optimizer:
     """Build the optimizer of groups that differ in learning rate and weight decay only."""
     optimizer_cls = find_optimizer_cls(groups[0].name)
@@ -74,9 +76,12 @@ def _build(
     state_dtype = getattr(torch, config.state_dtype)
     is_float32 = state_dtype == torch.float32 and all(p.dtype == torch.float32 for p in parameters.values())
     if optimizer_cls is torch.optim.AdamW and (disk or not is_float32):
+        from titanlite.optim import rounding
+
         del options["fused"]
-        kernel = None if disk else pick_kernel(local_tensor(next(iter(parameters.values()))).device)
-        return SlicedAdamW(
+        pick = pick_kernel or rounding.pick_kernel
+        kernel = None if disk else pick(local_tensor(next(iter(parameters.values()))).device)
+        return rounding.SlicedAdamW(
             param_groups, parameters, state_dtype=state_dtype, seed=seed, disk=disk, kernel=kernel, **options
         )
     if (block_size := block_size_of(optimizer_cls, options)) is not None:

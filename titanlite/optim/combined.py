@@ -3,10 +3,10 @@
 from collections.abc import Callable, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from titanlite.runtime.private_torch.compiler import without_autograd_cache
-from titanlite.runtime.private_torch.tensors import reads_found_inf
+from titanlite.runtime.private_torch.tensors import local_tensor, reads_found_inf, wrapped_tensors
 
 
 def update(optimizer: torch.optim.Optimizer, *, skip: Tensor) -> None:
@@ -56,3 +56,20 @@ class CombinedOptimizer(torch.optim.Optimizer):
                 optimizer.step()
             else:
                 update(optimizer, skip=skip != 0)
+
+
+def zero_moments(parameter: nn.Parameter, *, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Return the state of AdamW before the first step.
+
+    PyTorch makes it in the first update, in memory between gradients. Activations of later steps would have to fit
+    around it, and the allocator would reserve more.
+    """
+    mean, square = (torch.zeros_like(parameter, dtype=dtype) for _ in range(2))
+    return state_before_steps(parameter, mean, square)
+
+
+def state_before_steps(parameter: nn.Parameter, mean: Tensor, square: Tensor) -> dict[str, Tensor]:
+    local = local_tensor(parameter)
+    plain = next(iter(wrapped_tensors(local).values()), local)  # of float8 weights, too
+    step = plain.new_zeros((), dtype=torch.float32)
+    return {"step": step, "exp_avg": mean, "exp_avg_sq": square}

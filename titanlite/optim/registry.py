@@ -7,7 +7,6 @@ from typing import Any
 import torch
 
 from titanlite.config.schema import Optimizer
-from titanlite.optim.muon import Muon
 from titanlite.optim.quantized import block_size_of
 from titanlite.runtime.errors import UserError, nearest_name
 from titanlite.runtime.user_code import find_object
@@ -29,6 +28,8 @@ def find_optimizer_cls(name: str) -> type[torch.optim.Optimizer]:
         UserError: there is no such class, or it cannot train here.
     """
     if name == "Muon":
+        from titanlite.optim.muon import Muon
+
         return Muon
     if "." in name or ":" in name:
         found = find_object(name)

@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from titanlite.optim.combined import state_before_steps, zero_moments
 from titanlite.runtime.dtensor import GlobalIndices, from_local_like
 from titanlite.runtime.hash_random import random_bits, salt
-from titanlite.runtime.private_torch.tensors import add_in_place, fused_adamw_, local_tensor, wrapped_tensors
+from titanlite.runtime.private_torch.tensors import add_in_place, fused_adamw_, local_tensor
 from titanlite.storage.disk import DiskTensors
 
 logger = logging.getLogger(__name__)
@@ -143,23 +144,6 @@ class SlicedAdamW(torch.optim.Optimizer):
                 self._disk.changed(weight, mean, square)
         if skip is not None:
             state["step"] -= skip
-
-
-def zero_moments(parameter: nn.Parameter, *, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Return the state of AdamW before the first step.
-
-    PyTorch makes it in the first update, in memory between gradients. Activations of later steps would have to fit
-    around it, and the allocator would reserve more.
-    """
-    mean, square = (torch.zeros_like(parameter, dtype=dtype) for _ in range(2))
-    return state_before_steps(parameter, mean, square)
-
-
-def state_before_steps(parameter: nn.Parameter, mean: Tensor, square: Tensor) -> dict[str, Tensor]:
-    local = local_tensor(parameter)
-    plain = next(iter(wrapped_tensors(local).values()), local)  # of float8 weights, too
-    step = plain.new_zeros((), dtype=torch.float32)
-    return {"step": step, "exp_avg": mean, "exp_avg_sq": square}
 
 
 def pick_kernel(device: torch.device) -> UpdateKernel | None:

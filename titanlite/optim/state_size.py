@@ -12,7 +12,6 @@ from titanlite.optim.combined import optimizers_in
 from titanlite.optim.groups import parameter_groups
 from titanlite.optim.quantized import block_size_of, inner_tensors, is_quantized
 from titanlite.optim.registry import constructor_options, find_optimizer_cls
-from titanlite.optim.rounding import SlicedAdamW
 from titanlite.runtime.private_torch.tensors import local_tensor
 
 SAMPLE = 64, 64
@@ -91,7 +90,7 @@ def state_dtypes(optimizer: torch.optim.Optimizer) -> set[torch.dtype]:
     """Return the dtypes of the moments."""
     found: set[torch.dtype] = set()
     for single in optimizers_in(optimizer):
-        kept = single.state_dtype if isinstance(single, SlicedAdamW) else _dtype_of_codes(type(single))
+        kept = getattr(single, "state_dtype", None) or _dtype_of_codes(type(single))
         found |= {kept or parameter.dtype for group in single.param_groups for parameter in group["params"]}
     return found
 

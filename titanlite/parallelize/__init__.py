@@ -4,23 +4,21 @@ The order matters. First the dtype of the weights, and which of them are frozen,
 swap linear layers: all later techniques must see the new ones. Then layers are split over ranks. Checkpointing of
 activations before compile, so that the compiler sees what is recomputed. Compile before sharding, so that FSDP's hooks
 stay outside of compiled code. Sharding last, bottom up. All change the model in place, and no parameter's name.
+
+Each technique of `titanlite.techniques` is imported where the config asks for it, so that a plain run reads as short as
+it is.
 """
 
 from torch.distributed.device_mesh import DeviceMesh
 
 from titanlite.config.schema import ActivationCheckpoint, Compile, Float8, Freeze, Lora, Parallelism, Training
-from titanlite.mesh import build_mesh, expert_meshes, shard_degree_of
+from titanlite.mesh import build_mesh, context_group, expert_meshes, shard_degree_of, tensor_mesh
 from titanlite.models.base import Model
 from titanlite.ops.kernels import Kernels, set_kernels
 from titanlite.parallelize.activation_checkpoint import apply_activation_checkpoint, recompute_policies
 from titanlite.parallelize.compile import compile_around_exchange, compile_blocks
 from titanlite.parallelize.fsdp import DTYPES, shard
 from titanlite.parallelize.materialize import materialize, set_dtype
-from titanlite.techniques.context import split_attention
-from titanlite.techniques.expert import DistributedExperts
-from titanlite.techniques.float8 import convert_to_float8
-from titanlite.techniques.lora import choose_trained
-from titanlite.techniques.tensor import split_layers, use_local_parts
 
 NO_ADAPTERS = Lora()
 
@@ -54,13 +52,28 @@ def parallelize(
         pin_memory: whether parameters in host memory are pinned, with a GPU.
     """
     set_dtype(model, DTYPES[training.dtype])
-    choose_trained(model, freeze_config=freeze, lora=lora)
-    set_kernels(model, split_attention(kernels, mesh))
+    if freeze.parameters or lora.rank is not None:
+        from titanlite.techniques.lora import choose_trained
+
+        choose_trained(model, freeze_config=freeze, lora=lora)
+    if context_group(mesh):
+        from titanlite.techniques.context import split_attention
+
+        set_kernels(model, split_attention(kernels, mesh))
+    else:
+        set_kernels(model, kernels)
     if float8.enable:
+        from titanlite.techniques.float8 import convert_to_float8
+
         convert_to_float8(model, float8=float8, shard_degree=shard_degree_of(mesh))
-    split_layers(model, mesh)
+    if tensor_mesh(mesh):
+        from titanlite.techniques.tensor import split_layers
+
+        split_layers(model, mesh)
     experts = None
     if (degree := parallelism.expert_parallel_degree) > 1:
+        from titanlite.techniques.expert import DistributedExperts
+
         experts = DistributedExperts(model, *expert_meshes(mesh, degree))
         experts.distribute(kernels, is_compiled=compile.enable)
     if compile.enable:
@@ -73,4 +86,7 @@ def parallelize(
         model, mesh=mesh, kernels=kernels, parallelism=parallelism, training=training, experts=experts,
         updates_in_backward=updates_in_backward, pin_memory=pin_memory,
     )  # fmt: skip
-    use_local_parts(model, mesh)
+    if tensor_mesh(mesh):
+        from titanlite.techniques.tensor import use_local_parts
+
+        use_local_parts(model, mesh)

@@ -1,7 +1,7 @@
 """FSDP2 / HSDP: every block, the embedding and the head are FSDP units of their own (arXiv:2304.11277)."""
 
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -14,13 +14,11 @@ from torch.distributed.fsdp import (
 )
 
 from titanlite.config.schema import Parallelism, Training
-from titanlite.mesh import context_rank, data_parallel_rank, has_replicas, shard_degree_of, sharding_mesh
+from titanlite.mesh import context_rank, data_parallel_rank, has_replicas, shard_degree_of, sharding_mesh, tensor_mesh
 from titanlite.models.base import Model, head_of
 from titanlite.models.quantized import quantized_parameters
 from titanlite.ops.kernels import Kernels
 from titanlite.runtime.private_torch.fsdp import gather_in_place, keep_dtypes
-from titanlite.techniques.expert import DistributedExperts
-from titanlite.techniques.tensor import placement_of
 
 # Decisions about the reduction of gradients over ranks, from the sizes of a step.
 
@@ -56,6 +54,9 @@ def keeps_reduced_gradients(
     return not (adds_gradients or is_converted or training.enable_cpu_offload or updates_in_backward)
 
 
+if TYPE_CHECKING:
+    from titanlite.techniques.expert import DistributedExperts
+
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
@@ -66,7 +67,7 @@ def shard(
     kernels: Kernels,
     parallelism: Parallelism,
     training: Training,
-    experts: DistributedExperts | None = None,
+    experts: "DistributedExperts | None" = None,
     updates_in_backward: bool = False,
     pin_memory: bool = True,
 ) -> None:
@@ -88,6 +89,11 @@ def shard(
     options: dict[str, Any] = {"mesh": sharding_mesh(mesh), "mp_policy": policy}
     if training.enable_cpu_offload:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory and mesh.device_type == "cuda")
+    placement = None
+    if tensor_mesh(mesh):
+        from titanlite.techniques.tensor import placement_of
+
+        placement = placement_of(mesh)
     shard_degree = shard_degree_of(mesh)
     reshard = _reshard_after_forward(parallelism, shard_degree=shard_degree)
     units = fsdp_units(model)
@@ -96,7 +102,7 @@ def shard(
     for unit in units:
         keeps = head in unit and parallelism.fsdp_reshard_after_forward == "default"
         together = unit if len(unit) > 1 else unit[0]
-        policies = {"reshard_after_forward": False if keeps else reshard, "shard_placement_fn": placement_of(mesh)}
+        policies = {"reshard_after_forward": False if keeps else reshard, "shard_placement_fn": placement}
         fully_shard(together, ignored_params=ignored, **policies, **options)
     fully_shard(model, reshard_after_forward=reshard, **options)
     sharded: list[FSDPModule] = [it for it in (*(unit[0] for unit in units), model) if isinstance(it, FSDPModule)]

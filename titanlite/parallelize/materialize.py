@@ -1,6 +1,8 @@
 """Materialization: allocate the local shards of a meta model, and give every parameter the values it has on any
 layout."""
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import nn
 
@@ -11,8 +13,9 @@ from titanlite.runtime.dtensor import GlobalIndices
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.hash_random import random_bits, salt
 from titanlite.runtime.private_torch.tensors import local_tensor, replace_tensors
-from titanlite.storage.disk import DiskTensors
-from titanlite.techniques.disk import drop_after_use, tensors_on_disk
+
+if TYPE_CHECKING:
+    from titanlite.storage.disk import DiskTensors
 
 SLICE = 2**16
 """Values that a CPU thread draws at a time. They stay in its cache."""
@@ -31,7 +34,7 @@ def materialize(
     offload: bool,
     dtype: torch.dtype,
     seed: int,
-    disk: DiskTensors | None = None,
+    disk: "DiskTensors | None" = None,
 ) -> None:
     """Allocate a (sharded) meta model and fill it.
 
@@ -47,18 +50,24 @@ def materialize(
     allocate(model, parameter_device, device, disk)
     draw_weights(model, device=device, seed=seed, disk=disk)
     if disk:
+        from titanlite.techniques.disk import drop_after_use
+
         drop_after_use(model, disk)
     _check_complete(model, parameter_device, device, dtype)
 
 
 def allocate(
-    model: Model, parameter_device: torch.device, device: torch.device, disk: DiskTensors | None = None
+    model: Model, parameter_device: torch.device, device: torch.device, disk: "DiskTensors | None" = None
 ) -> None:
     """Allocate parameters without values, and buffers with theirs. A shared parameter stays one."""
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)
-    on_disk = tensors_on_disk(model, disk) if disk else {}
+    on_disk = {}
+    if disk:
+        from titanlite.techniques.disk import tensors_on_disk
+
+        on_disk = tensors_on_disk(model, disk)
     replace_tensors(
         model,
         lambda tensor: on_disk[tensor] if tensor in on_disk else torch.empty_like(tensor, device=parameter_device),
@@ -72,7 +81,7 @@ def allocate(
 
 
 @torch.no_grad()
-def draw_weights(model: Model, *, device: torch.device, seed: int, disk: DiskTensors | None = None) -> None:
+def draw_weights(model: Model, *, device: torch.device, seed: int, disk: "DiskTensors | None" = None) -> None:
     """Give every parameter its initial values, slice by slice. Quantized weights are drawn in float32, one at a time.
 
     Args:

@@ -15,8 +15,8 @@ from titanlite.config.shipped import find_config
 from titanlite.runtime.errors import ConfigError, Place, Problem
 
 if TYPE_CHECKING:
-    from titanlite.build import Run
     from titanlite.tools.report.run_records import RunRecords
+    from titanlite.train import Run
 
 
 def load_config(name: str | Path = "debug", options: Mapping[str, Any] | None = None) -> Config:

@@ -3,7 +3,6 @@ teachers. The command and the Python interface share it; training itself imports
 
 import torch
 
-from titanlite.build import Run, build
 from titanlite.checks.preflight import ResolvedConfig, examine
 from titanlite.config.load import Draft
 from titanlite.config.schema import Config
@@ -14,6 +13,7 @@ from titanlite.tools.convert.weights import open_weights
 from titanlite.tools.ingest.chat import template_problems
 from titanlite.tools.ingest.inputs import find_files
 from titanlite.tools.ingest.prepare import prepare_text
+from titanlite.train import Run, build
 
 
 def resolve(

@@ -12,7 +12,6 @@ from typing import IO, Any
 import torch.distributed as dist
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from titanlite.build_model import build_teacher
 from titanlite.checks.model import check_documents
 from titanlite.checks.preflight import select_model
 from titanlite.config.load import load
@@ -33,6 +32,7 @@ from titanlite.mesh import world_group
 from titanlite.models.registry import ModelSpec
 from titanlite.ops import pick_kernels
 from titanlite.parallelize import build_mesh
+from titanlite.parallelize.teacher import build_teacher
 from titanlite.runtime.console import progress_console
 from titanlite.runtime.errors import ConfigError, Problem, UserError
 from titanlite.runtime.files import FileLocked, lock_file

@@ -13,17 +13,18 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from titanlite.batch import Batch
-from titanlite.build_model import parallelize_student, parallelize_teacher
 from titanlite.config.schema import Config
 from titanlite.loss import build_loss
 from titanlite.mesh import ACTIVATION_AXES, axis_groups, data_parallel_rank, loss_group, world_group
 from titanlite.models.base import Model, ModelArgs, build_on_meta, unique_parameters
 from titanlite.models.registry import ModelSpec
 from titanlite.ops.kernels import Kernels
-from titanlite.optim import build_optimizer, check_optimizer
+from titanlite.optim import build_optimizer
+from titanlite.optim.checks import check_optimizer
 from titanlite.parallelize import build_mesh
 from titanlite.parallelize.fsdp import fsdp_units
 from titanlite.parallelize.materialize import allocate
+from titanlite.parallelize.teacher import parallelize_teacher
 from titanlite.runtime.errors import ConfigError, UserError
 from titanlite.runtime.private_torch.fsdp import observe_fsdp
 from titanlite.runtime.private_torch.tensors import fused_adamw_
@@ -40,6 +41,7 @@ from titanlite.tools.plan.fake_ranks import fake_ranks
 from titanlite.tools.plan.gpu_kernels import FakeCpuKernels, GpuKernels
 from titanlite.tools.plan.recorder import Recorder
 from titanlite.tools.plan.teacher import PREFIX, CacheSize, cache_size
+from titanlite.train import parallelize_student
 
 BACKEND = "aot_eager_decomp_partition"
 """Backend of torch.compile in a trace."""

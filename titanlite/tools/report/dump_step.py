@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from titanlite.build import Run
 from titanlite.checks.preflight import preflight
 from titanlite.config.load import load
 from titanlite.runtime.console import start_logging
@@ -16,7 +15,7 @@ from titanlite.tools.assemble import assemble
 from titanlite.tools.convert.source import open_teacher
 from titanlite.tools.ingest.inputs import find_files
 from titanlite.tools.report.value_dump import StepDumped, ValueDump
-from titanlite.train import train
+from titanlite.train import Run, train
 
 
 def dump_step(path: str, overrides: Sequence[str], *, folder: Path, step: int) -> None:
