@@ -280,6 +280,16 @@ def test_values_that_fit_no_model_are_one_line(
     assert message in line
 
 
+def test_a_size_that_no_memory_has_is_one_line(
+    folders: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    config = json.loads((folders / "hf" / "config.json").read_text()) | {"hidden_size": 3 * 2**40}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    os.link(folders / "hf" / "model.safetensors", tmp_path / "model.safetensors")
+    assert imported(tmp_path, "--out", tmp_path / "out") == 2
+    assert capfd.readouterr().err == "error: model.args: a weight has more than 2^63 bytes\n"
+
+
 def test_unexpected_tensors_are_left_out_where_allowed(
     folders: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

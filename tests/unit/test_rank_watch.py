@@ -10,11 +10,13 @@ from dataclasses import astuple, replace
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from titanlite.metrics.clock import StepClock
 from titanlite.metrics.rank_watch import RankMetrics, RankWatch, slowest_rank
 from titanlite.observer import CurrentPhase, Observers, StepObserver
+from titanlite.runtime.ranks import host_names
 
 HOSTS = ["a"] * 4 + ["b"] * 4
 USUAL = RankMetrics(
@@ -209,3 +211,10 @@ def test_several_observers_hear_the_same() -> None:
     observers.phase("forward")
     observers.label(iter([1]), "gradients")  # pyright: ignore
     assert heard == ["step 3", "step 3", "forward", "forward", "gradients [1]", "gradients [1]"]
+
+
+def test_hosts_of_one_name_are_told_apart(monkeypatch: pytest.MonkeyPatch, single_process_group: None) -> None:
+    found = [("a", "0"), ("a", "0"), ("b", "1"), ("a", "2")]
+    monkeypatch.setattr("titanlite.runtime.ranks.gather", lambda value, group: found)
+    assert dist.group.WORLD is not None
+    assert host_names(dist.group.WORLD) == ["a (node 0)", "a (node 0)", "b", "a (node 2)"]

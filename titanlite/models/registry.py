@@ -49,6 +49,8 @@ class ModelSpec(NamedTuple):
             len(model.layers)
         except Exception as error:  # code of the user's own may raise anything
             if self.model_cls.__module__.startswith("titanlite.models."):
+                if isinstance(error, RuntimeError) and "overflow" in str(error):
+                    raise ConfigError([Problem("model.args", "a weight has more than 2^63 bytes")]) from error
                 raise
             name = f"{self.model_cls.__name__}.__init__"
             file = sys.modules[self.model_cls.__module__].__file__

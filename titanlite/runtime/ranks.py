@@ -1,5 +1,6 @@
 """Work that ranks do together: an error on one rank is raised on all of them."""
 
+import os
 import socket
 from collections.abc import Callable, Sequence
 from typing import TypeVar
@@ -61,8 +62,9 @@ def gather(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
 
 
 def host_names(group: dist.ProcessGroup) -> list[str]:
-    """Return the name of each rank's host, in the order of ranks."""
-    return gather(socket.gethostname(), group)
+    """Return the name of each rank's host, in the order of ranks. Hosts of one name get their number, too."""
+    found = gather((socket.gethostname(), os.environ.get("GROUP_RANK", "0")), group)
+    return [f"{name} (node {node})" if len({it for it in found if it[0] == name}) > 1 else name for name, node in found]
 
 
 def reduce_over_ranks(

@@ -35,7 +35,7 @@ from titanlite.optim.state_size import state_bytes
 from titanlite.run.versions import Facts, compare, facts_of
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.process_group import Ranks, process_group
-from titanlite.runtime.ranks import named_ranks
+from titanlite.runtime.ranks import host_names, named_ranks
 from titanlite.storage.storage import Storage, open_storage
 from titanlite.techniques.lora import choose_trained
 from titanlite.tools.plan.calibrate import COLLECTIVES, Call, bandwidth_at
@@ -176,7 +176,9 @@ def open_job(ranks: Ranks) -> Job:
     if len({processes for _, processes in found}) > 1:
         counts = ", ".join(sorted({f"{host} {processes}" for host, processes in found}))
         raise UserError(f"the hosts have different numbers of processes ({counts}): start the same on each")
-    return Job(ranks, [host for host, _ in found])
+    world = dist.group.WORLD
+    assert world is not None
+    return Job(ranks, host_names(world))
 
 
 # Results of all ranks
