@@ -84,7 +84,7 @@ def test_the_flight_recorder_writes_to_the_folder_of_the_logs(run_python: RunPyt
     code = """
 import os, time, torch, torch.distributed as dist
 from pathlib import Path
-from titanlite.runtime.flight_recorder import keep_traces
+from titanlite.run.watchdog import keep_traces
 
 keep_traces(os.environ, Path("logs"))
 device = torch.device("cuda", 0)

@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from titanlite.config.schema import Comm
 from titanlite.observer import Phase
+from titanlite.ops.cpu_collectives import InFlight
 from titanlite.run import watchdog
 from titanlite.run.proc import Waiting, blocked_file, descendants, main_thread_waits_for, state_of, work_done
 from titanlite.run.timeouts import PhaseTimeouts
@@ -482,3 +483,20 @@ def test_the_main_thread_is_in_its_own_code() -> None:
     waiting = main_thread_waits_for()
     assert waiting.kind == "code"
     assert "test_watchdog.py" in waiting.text or "proc.py" in waiting.text
+
+
+def test_a_wait_for_a_reduce_scatter_of_cpus_is_a_collective() -> None:
+    ended = threading.Lock()
+    ended.acquire()
+    in_flight, seen = InFlight(), []
+
+    def look() -> None:
+        seen.append(main_thread_waits_for())
+        ended.release()
+
+    in_flight._finish = ended.acquire  # C code that waits, as gloo's
+    thread = threading.Timer(0.2, look)
+    thread.start()
+    in_flight.wait()
+    thread.join()
+    assert seen == [IN_COLLECTIVE]

@@ -134,7 +134,7 @@ def _waits_for(thread: threading.Thread, frames: list[tuple[str, int, str]]) -> 
     if "/torch/utils/data/" in file or "/torchdata/" in file:
         return Waiting(DATA, f"waits for a data worker{_worker()}")
     is_collective = "/torch/distributed/" in file and "/torch/distributed/checkpoint/" not in file
-    if is_collective or file.endswith("/titanlite/cpu/collectives.py"):
+    if is_collective or file.endswith("/titanlite/ops/cpu_collectives.py"):
         return Waiting(COLLECTIVE, "is in a collective")
     for folder in (str(Path.cwd()), str(Path(__file__).parents[2]), sysconfig.get_paths()["purelib"]):
         file = file.removeprefix(f"{folder}/")
