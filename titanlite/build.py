@@ -41,6 +41,7 @@ from titanlite.techniques.context import split_batch
 from titanlite.techniques.distill.teacher import Teacher
 from titanlite.techniques.in_backward import InBackward
 from titanlite.techniques.layer_health import build_layer_health
+from titanlite.techniques.loss_scale import build_loss_scale
 from titanlite.techniques.profiling import build_profilers
 from titanlite.techniques.tensor import count_output_replicas
 from titanlite.validation import Validator
@@ -237,7 +238,8 @@ def _resume(
     if progress.step:
         samples = samples.resume(progress.data, progress.samples_seen, config.data.on_change)
     record_start(folder, config, step=progress.step, ranks=ranks, device=device, mesh=mesh)
-    guard = StepGuard(config.guard, device=device, step=progress.step, state=progress.guard)
+    scale = build_loss_scale(config.training, device=device, state=progress.guard)
+    guard = StepGuard(config.guard, device=device, step=progress.step, state=progress.guard, loss_scale=scale)
     return _Resumed(checkpoints=checkpoints, progress=progress, samples=samples, guard=guard)
 
 

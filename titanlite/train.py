@@ -87,6 +87,7 @@ def _loop(run: Run, stop_requests: StopRequests) -> None:
             teacher=cached_output if config.teacher.cache else run.teacher,
             decide=run.guard.decide,
             in_backward=run.in_backward,
+            loss_scale=run.guard.loss_scale,
             reduce_once=config.parallelism.fsdp_reduce_gradients == "last",
             stop_flag=stop.flag(),
             observer=observer,

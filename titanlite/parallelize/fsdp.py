@@ -56,7 +56,7 @@ def keeps_reduced_gradients(
     return not (adds_gradients or is_converted or training.enable_cpu_offload or updates_in_backward)
 
 
-DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
 def shard(
