@@ -11,7 +11,7 @@ have already updated their parameters. Such a state is of no step, and must not 
 import logging
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,9 @@ from titanlite.config.schema import Guard
 from titanlite.runtime.errors import RunStopped
 from titanlite.step import StepResult
 
+if TYPE_CHECKING:
+    from titanlite.techniques.loss_scale import LossScale
+
 logger = logging.getLogger(__name__)
 
 
@@ -29,12 +32,17 @@ class SkipReason(IntEnum):
     NONFINITE = 1
     SPIKE = 2
     AFTER_STOP = 3
+    LOSS_SCALE = 4
 
 
 SPIKE_WINDOW = 128
 """Steps in the mean that a spike is compared with. The rule starts when half of them are there."""
 
-REASONS = {SkipReason.NONFINITE: "loss or gradient is not finite", SkipReason.SPIKE: "loss or gradient spike"}
+REASONS = {
+    SkipReason.NONFINITE: "loss or gradient is not finite",
+    SkipReason.SPIKE: "loss or gradient spike",
+    SkipReason.LOSS_SCALE: "gradient overflow in float16, so the loss scale is halved",
+}
 
 
 @dataclass(frozen=True)
@@ -73,6 +81,7 @@ class StepGuard:
         step: the step that the run resumes from.
         state: `StepGuard.state` of the checkpoint that the run resumes from.
         window: number of steps in the mean that a spike is compared with.
+        loss_scale: scale of the loss, which the guard updates. None: the loss is not scaled.
     """
 
     def __init__(
@@ -83,8 +92,10 @@ class StepGuard:
         step: int,
         state: dict[str, Any],
         window: int = SPIKE_WINDOW,
+        loss_scale: "LossScale | None" = None,
     ) -> None:
         self.config = config
+        self.loss_scale = loss_scale
         saved = torch.tensor(state.get("window", [[], []]), dtype=torch.float32, device=device)[:, -window:]
         filled = saved.shape[1]
         self._window = torch.nn.functional.pad(saved, (window - filled, 0))
@@ -118,12 +129,19 @@ class StepGuard:
         self._in_part = self._in_part | (self._began & ~finite)
         spike = self._is_spike(values, finite) if self.config.spike_sigma else torch.zeros_like(finite)
         skip_reason = torch.where(finite, spike * SkipReason.SPIKE, SkipReason.NONFINITE)
+        if self.loss_scale:
+            skip_reason = torch.where(self.loss_scale.overflows(loss, grad_norm), SkipReason.LOSS_SCALE, skip_reason)
         skip_reason = torch.where(self._stopped, SkipReason.AFTER_STOP, skip_reason)
-        in_a_row = torch.where(skip_reason == SkipReason.TAKEN, 0, self._in_a_row + 1)
+        is_taken = skip_reason == SkipReason.TAKEN
+        in_a_row = torch.where(is_taken, 0, self._in_a_row + 1)
+        if self.loss_scale:
+            overflows = skip_reason == SkipReason.LOSS_SCALE
+            self.loss_scale.update(is_taken=is_taken, overflows=overflows)
+            in_a_row = torch.where(overflows, 0, in_a_row)  # the scale cannot be halved forever
         self._in_a_row = torch.where(self._stopped, self._in_a_row, in_a_row)
         self._stopped = self._stopped | (self._in_a_row >= self.config.max_consecutive_skips)
         if self.config.nonfinite == "stop":
-            self._stopped = self._stopped | ~finite
+            self._stopped = self._stopped | (skip_reason == SkipReason.NONFINITE)
         return skip_reason
 
     def _is_spike(self, values: Tensor, finite: Tensor) -> Tensor:
@@ -162,9 +180,9 @@ class StepGuard:
         skipped: list[SkippedStep] = []
         in_part = bool(self._in_part)
         for (step, result), skip_reason in zip(steps, skip_reasons, strict=True):
-            if skip_reason == SkipReason.TAKEN:
+            if skip_reason in (SkipReason.TAKEN, SkipReason.LOSS_SCALE):
                 self._taken = step
-            elif skip_reason in REASONS:
+            if skip_reason in REASONS:
                 skipped.append(_describe(step, result, REASONS[SkipReason(skip_reason)], group))
                 if dist.get_rank(group) == 0:
                     how = "was made in part" if in_part else "was skipped"
@@ -183,9 +201,9 @@ class StepGuard:
     def state(self) -> dict[str, Any]:
         """Return the state for a checkpoint, as JSON values. Reading it waits for the device.
 
-        The state is empty once the run is to stop: a run that resumes from there begins a new window.
+        Once the run is to stop, only the loss scale is left: a run that resumes from there begins a new window.
         """
-        state: dict[str, Any] = {}
+        state: dict[str, Any] = {"loss_scale": self.loss_scale.state()} if self.loss_scale else {}
         if self._stopped:
             return state
         if in_a_row := int(self._in_a_row):

@@ -185,7 +185,9 @@ class _ChunkedLoss(torch.autograd.Function):
                 elif d_weight_VD is not None:
                     kernels.add_matmul(d_weight_VD, d_logits_CV.t(), x_CD)
             del d_logits_CV
-        ctx.gradients = d_hidden_TD, None if d_weight_VD is None else d_weight_VD.to(weight_VD.dtype)
+        if d_weight_VD is not None and weight_VD.dtype != torch.float16:  # the sum over tokens may overflow float16
+            d_weight_VD = d_weight_VD.to(weight_VD.dtype)
+        ctx.gradients = d_hidden_TD, d_weight_VD
         total, cross_entropy, cross_entropy_T = _sums(terms, valid_T, z_loss)
         metrics = {"distill_loss": (torch.cat(diverged) * valid_T).sum()} if diverged else {}
         if diverged:

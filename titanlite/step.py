@@ -24,6 +24,7 @@ from titanlite.runtime.ranks import reduce_over_ranks
 
 if TYPE_CHECKING:
     from titanlite.techniques.in_backward import InBackward
+    from titanlite.techniques.loss_scale import LossScale
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,7 @@ def train_step(
     teacher: Callable[[Batch], TeacherOutput] | None = None,
     decide: Callable[[Tensor, Tensor], Tensor] = never_skip,
     in_backward: "InBackward | None" = None,
+    loss_scale: "LossScale | None" = None,
     reduce_once: bool = False,
     stop_flag: Tensor | None = None,
     observer: StepObserver | None = None,
@@ -81,6 +83,7 @@ def train_step(
         teacher: called with each micro-batch before its forward pass. The loss function gets the result.
         decide: (loss, grad_norm) -> 0 if the optimizer is to make its step, else a skip reason.
         in_backward: updates parameters within backward. There is one micro-batch then, and no clipping.
+        loss_scale: multiplies the loss before backward. `decide` must update it, as the guard does.
         reduce_once: reduce gradients over shards after the last micro-batch, not after each.
         stop_flag: [1], above 0 if this rank asks to stop. It is summed over all ranks with the other values.
     """
@@ -89,11 +92,14 @@ def train_step(
     replicas = replicas or count_parameter_replicas(model, world)
     micro_losses, totals, loss_metrics = accumulate(
         model, batches, group=group, loss_function=loss_function, teacher=teacher, in_backward=in_backward,
-        reduce_once=reduce_once, observer=observer,
+        loss_scale=loss_scale, reduce_once=reduce_once, observer=observer,
     )  # fmt: skip
-    observer.phase(Phase.UPDATE)
     parameters = [parameter for parameter in model.parameters() if parameter.grad is not None]
     gradients = [local_tensor(parameter.grad) for parameter in parameters if parameter.grad is not None]
+    scales = {"loss_scale": loss_scale.value} if loss_scale else {}
+    if loss_scale:
+        loss_scale.unscale(gradients, micro_batches=len(batches))
+    observer.phase(Phase.UPDATE)
     norms = in_backward.end() if in_backward else dict(zip(parameters, gradient_norms(gradients), strict=True))
     local_square, square = sums_of_squares(norms, replicas)
     sums, square = reduce_over_ranks(
@@ -108,7 +114,7 @@ def train_step(
     if not in_backward:
         update(optimizer, skip=skip_reason != 0)
         optimizer.zero_grad()
-    metrics = dict(zip(loss_metrics, measured, strict=True)) | model.end_step(skip_reason == 0)
+    metrics = dict(zip(loss_metrics, measured, strict=True)) | model.end_step(skip_reason == 0) | scales
     local_norm = local_square.to(micro_losses.device).sqrt()
     return StepResult(loss, total - loss, norm, skip_reason, micro_losses, local_norm, metrics, stop_flags)
 
@@ -121,6 +127,7 @@ def accumulate(
     loss_function: LossFunction,
     teacher: Callable[[Batch], TeacherOutput] | None,
     in_backward: "InBackward | None",
+    loss_scale: "LossScale | None",
     reduce_once: bool,
     observer: StepObserver,
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
@@ -157,8 +164,9 @@ def accumulate(
             in_backward.begin(losses[-1], group)
         observer.phase(Phase.BACKWARD)
         # FSDP averages gradients over the group. They must be summed.
+        factor = group.size() / valid_tokens
         try:
-            (loss.total * (group.size() / valid_tokens)).backward()
+            (loss.total * (loss_scale.scale(factor, micro_batches=len(batches)) if loss_scale else factor)).backward()
         except BaseException:
             finish_reductions(model)
             raise

@@ -227,7 +227,12 @@ def build(
     split = _part_of_sequences(mesh)
     workers = config.data.num_workers
     batches = build_loader(samples, micro_batches, num_workers=workers, device=device, split=split)
-    guard = StepGuard(config.guard, device=device, step=progress.step, state=progress.guard)
+    loss_scale = None
+    if training.mixed_precision_param == "float16":
+        from titanlite.techniques.loss_scale import LossScale
+
+        loss_scale = LossScale(device=device, state=progress.guard.get("loss_scale", {}))
+    guard = StepGuard(config.guard, device=device, step=progress.step, state=progress.guard, loss_scale=loss_scale)
     in_backward = None
     if config.optimizer.in_backward:
         from titanlite.techniques.in_backward import InBackward
@@ -412,6 +417,7 @@ def _loop(run: Run, stop_requests: StopRequests) -> None:
             teacher=teacher,
             decide=run.guard.decide,
             in_backward=run.in_backward,
+            loss_scale=run.guard.loss_scale,
             reduce_once=config.parallelism.fsdp_reduce_gradients == "last",
             stop_flag=stop.flag(),
             observer=observer,

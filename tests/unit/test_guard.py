@@ -12,7 +12,7 @@ from titanlite.guard import SkipReason, StepGuard, StoppedByGuard
 from titanlite.step import StepResult
 
 NAN, INF = math.nan, math.inf
-TAKEN, NONFINITE, SPIKE, AFTER_STOP = SkipReason
+TAKEN, NONFINITE, SPIKE, AFTER_STOP, LOSS_SCALE = SkipReason
 
 
 def guard_of(

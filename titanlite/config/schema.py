@@ -468,8 +468,9 @@ class Training(Section):
     dtype: Literal["bfloat16", "float32"] = "float32"
     """Dtype of the weights that the optimizer updates. bfloat16 is full bfloat16 training: gradients have that dtype
     too, and updates are rounded stochastically."""
-    mixed_precision_param: Literal["bfloat16", "float32"] = "bfloat16"
-    """Dtype of the unsharded parameters, and so of compute and activations."""
+    mixed_precision_param: Literal["bfloat16", "float16", "float32"] = "bfloat16"
+    """Dtype of the unsharded parameters, and so of compute and activations. float16 is for GPUs without bfloat16, such
+    as V100. The loss is scaled then: steps whose gradients overflow are skipped, and halve the scale."""
     mixed_precision_reduce: Literal["bfloat16", "float32"] = "float32"
     """Dtype in which gradients are reduced over processes."""
     attention_backend: AttentionBackend = "auto"

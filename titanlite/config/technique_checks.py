@@ -102,6 +102,20 @@ def check_float8(config: Config) -> Iterator[Conflict]:
         yield "quantize.linear.float8.enable", "is slower than bfloat16 without compile.enable = true"
 
 
+def check_float16(config: Config) -> Iterator[Conflict]:
+    if config.training.mixed_precision_param != "float16":
+        return
+    refused = {
+        'training.dtype = "bfloat16"': config.training.dtype != "float32",
+        "optimizer.in_backward": config.optimizer.in_backward,
+        "quantize.linear.float8.enable": config.quantize.linear.float8.enable,
+        "lora.quantize_base": config.lora.quantize_base != "none",
+    }
+    for other, is_set in refused.items():
+        if is_set:
+            yield "training.mixed_precision_param", f"float16 cannot be combined with {other}: choose one of the two"
+
+
 def check_lora(config: Config) -> Iterator[Conflict]:
     lora, optimizer = config.lora, config.optimizer
     if lora.rank is None:

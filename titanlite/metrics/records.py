@@ -47,6 +47,7 @@ METRICS = {
     **COMMON,
     "loss": Field(float, "nats a token", optional=True),
     "grad_norm": Field(float, "", optional=True),
+    "loss_scale": Field(float, "", optional=True),
     "added_loss": Field(float, "nats a token", optional=True),
     "distill_loss": Field(float, "nats a token", optional=True),
     "lr": Field(float, ""),

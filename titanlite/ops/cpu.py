@@ -27,8 +27,9 @@ class CpuKernels(Kernels):
         self.hardware_bfloat16 = has_hardware_bfloat16() if hardware_bfloat16 is None else hardware_bfloat16
 
     def matmul_dtype(self, x: Tensor) -> torch.dtype:
-        """Compute dtype of the operands of a matmul: x.dtype, or float32 without hardware bfloat16."""
-        return x.dtype if x.dtype != torch.bfloat16 or self.hardware_bfloat16 else torch.float32
+        """Compute dtype of the operands of a matmul: x.dtype, or float32 for types that the hardware lacks."""
+        is_slow = x.dtype == torch.float16 or (x.dtype == torch.bfloat16 and not self.hardware_bfloat16)
+        return torch.float32 if is_slow else x.dtype
 
     def linear(self, x: Tensor, weight: Tensor) -> Tensor:
         wide = self.matmul_dtype(x)

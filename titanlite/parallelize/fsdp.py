@@ -20,6 +20,9 @@ from titanlite.models.quantized import quantized_parameters
 from titanlite.ops.kernels import Kernels
 from titanlite.runtime.private_torch.fsdp import gather_in_place, keep_dtypes
 
+if TYPE_CHECKING:
+    from titanlite.techniques.expert import DistributedExperts
+
 # Decisions about the reduction of gradients over ranks, from the sizes of a step.
 
 
@@ -54,10 +57,7 @@ def keeps_reduced_gradients(
     return not (adds_gradients or is_converted or training.enable_cpu_offload or updates_in_backward)
 
 
-if TYPE_CHECKING:
-    from titanlite.techniques.expert import DistributedExperts
-
-DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
 def shard(

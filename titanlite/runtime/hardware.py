@@ -122,8 +122,8 @@ HARDWARE = (
 
 
 def peak_flops(device: torch.device, compute_type: str) -> float | None:
-    """Return the device's dense bfloat16 rate in FLOP/s; None if it is not known for certain."""
-    hardware = _known(device) if compute_type == "bfloat16" else None
+    """Return the device's dense bfloat16 rate in FLOP/s, also that of float16; None if it is not known for certain."""
+    hardware = _known(device) if compute_type in ("bfloat16", "float16") else None
     return hardware.bf16_flops if hardware else None
 
 

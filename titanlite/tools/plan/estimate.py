@@ -272,7 +272,7 @@ def estimate(traced: Trace, config: Config, layout: Layout) -> Plan:
     model_flops = model.flops_per_token(training.seq_len) * tokens
     if guide := teachers.teacher_spec(config.teacher, seq_len=training.seq_len):
         model_flops += forward_flops(guide, training.seq_len) * tokens
-    peak = {"bfloat16": hardware.bf16_flops, "float32": hardware.fp32_flops}[training.mixed_precision_param]
+    peak = hardware.fp32_flops if training.mixed_precision_param == "float32" else hardware.bf16_flops
     return Plan(
         phases=phases,
         blocks=traced.profile.blocks,

@@ -69,7 +69,8 @@ class GpuKernels(FakeCounts):
         return torch.ops.titanlite_plan.rms_norm(x, weight)[0]
 
     def has_packed_attention(self, device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
-        return self.attention in ("auto", "flash") and dtype == torch.bfloat16 and head_dim % 8 == 0 and head_dim <= 256
+        is_half = dtype in (torch.bfloat16, torch.float16)
+        return self.attention in ("auto", "flash") and is_half and head_dim % 8 == 0 and head_dim <= 256
 
     def has_float32_output(self, device: torch.device) -> bool:
         return True

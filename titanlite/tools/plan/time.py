@@ -35,7 +35,7 @@ class Kernel(NamedTuple):
     bytes: int
     """Read and written in device memory."""
     dtype: str
-    """bfloat16, float32 or float8."""
+    """bfloat16, float16, float32 or float8."""
     launches: int = 1
 
 
@@ -80,6 +80,10 @@ class Unit:
     backward_waits: tuple[Collective, ...] = ()
 
 
+HALF = ("bfloat16", "float16")
+"""Types of the same rate."""
+
+
 def kernel_time(kernel: Kernel, hardware: Hardware) -> float:
     """Return the seconds of a kernel: the slower of arithmetic and memory traffic, and at least its launches.
 
@@ -88,7 +92,7 @@ def kernel_time(kernel: Kernel, hardware: Hardware) -> float:
     Float8 on a device without it is emulated with float32 matmuls. Kernels that are no matmuls compute in float32,
     without matrix units.
     """
-    peaks = {"bfloat16": hardware.bf16_flops, "float32": hardware.fp32_flops, "float8": hardware.fp8_flops}
+    peaks = {"float32": hardware.fp32_flops, "float8": hardware.fp8_flops} | dict.fromkeys(HALF, hardware.bf16_flops)
     peak = (peaks[kernel.dtype] if kernel.kind != "memory" else None) or hardware.fp32_flops
     share = hardware.attention_efficiency if kernel.kind == "attention" else hardware.matmul_efficiency
     rate = peak * (share / hardware.matmul_efficiency if hardware.measured else share)

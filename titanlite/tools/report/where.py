@@ -15,7 +15,7 @@ from titanlite.tools.report.value_dump import TOKENS, Dump
 
 Direction = Literal["forward", "gradient", "update"]
 DIRECTIONS: tuple[Direction, ...] = ("forward", "gradient", "update")
-TOLERANCES = {"float32": 1e-5, "bfloat16": 5e-2}
+TOLERANCES = {"float32": 1e-5, "float16": 1e-2, "bfloat16": 5e-2}
 """Largest norm of a difference, relative to the norm of the values, by the dtype of matmuls."""
 OF_UPDATES = 30
 """Factor of the tolerance of updates, and of the weights that they lead to: Adam's first update has the sign of each

@@ -1,0 +1,191 @@
+"""float16 with dynamic loss scaling: against torch.amp.GradScaler, on every layout, after a resume; what is refused."""
+
+import json
+from functools import partial
+from itertools import islice
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from tests.helpers import TinyRun, run_in_turn
+from tests.layouts import LAYOUTS, built, degrees, job, trained, whole
+from titanlite.config.schema import Config, Guard
+from titanlite.guard import SkipReason, StepGuard, StoppedByGuard
+from titanlite.runtime.errors import ConfigError
+from titanlite.step import StepResult, count_valid_tokens, train_step
+from titanlite.techniques.loss_scale import INITIAL_SCALE, LossScale
+
+FLOAT16 = "--training.mixed_precision_param=float16"
+CPU = torch.device("cpu")
+TOO_LARGE = 2.0**19
+"""Scale at which gradients of tiny runs overflow."""
+REASON = "gradient overflow in float16, so the loss scale is halved"
+TAKEN, NONFINITE, _, AFTER_STOP, OVERFLOW = SkipReason
+
+
+def guard_of(scale: LossScale, **options: Any) -> StepGuard:
+    return StepGuard(Guard.model_validate(options), device=CPU, step=0, state={}, loss_scale=scale)
+
+
+def skip_reasons(guard: StepGuard, norms: list[float], *, loss: float = 2.0) -> list[int]:
+    found = []
+    for step, norm in enumerate(norms, 1):
+        pair = torch.tensor(loss), torch.tensor(norm)
+        skip_reason = guard.decide(*pair)
+        found.append(int(skip_reason))
+        guard.remember(step, StepResult(pair[0], torch.zeros(()), pair[1], skip_reason, pair[0][None], pair[1]))
+    return found
+
+
+def test_the_scale_is_that_of_grad_scaler() -> None:
+    """Some of 40 gradients are infinite: the scale and the skipped steps are those of torch.amp.GradScaler."""
+    scaler = torch.amp.GradScaler("cpu", growth_interval=3)
+    weight = torch.nn.Parameter(torch.zeros(1))
+    sgd = torch.optim.SGD([weight], lr=1.0)
+    scale = LossScale(device=CPU, state={}, growth_interval=3)
+    guard = guard_of(scale)
+    found = []
+    for step in range(1, 41):
+        before = weight.item()
+        scaler.scale(weight * (float("inf") if step in {1, 2, 3, 7, 8, 15, 30} else 1.0)).sum().backward()
+        found.append(float(scale.value))
+        assert found[-1] == scaler.get_scale(), step
+        scaler.unscale_(sgd)
+        assert weight.grad is not None
+        skip_reason = int(guard.decide(torch.tensor(2.0), weight.grad.norm()))
+        scaler.step(sgd)
+        scaler.update()
+        sgd.zero_grad()
+        assert skip_reason == (OVERFLOW if weight.item() == before else TAKEN), step
+    assert found[:9] == [INITIAL_SCALE / 2**i for i in (0, 1, 2, 3, 3, 3, 2, 3, 4)]
+    assert float(scale.value) == INITIAL_SCALE * 2**3, "3 more doublings than halvings"
+
+
+def train_by_grad_scaler(run: Any, scaler: torch.amp.GradScaler) -> None:
+    [batch] = islice(run.batches, 1)
+    loss = run.model(batch["tokens"], loss=partial(run.loss_function, labels_BL=batch["labels"]))
+    scaler.scale(loss.total * (1 / count_valid_tokens([batch], run.group))).backward()
+    scaler.step(run.optimizer)
+    scaler.update()
+    run.optimizer.zero_grad()
+
+
+def train_by_titanlite(run: Any, scale: LossScale) -> float:
+    guard = run.guard
+    guard.loss_scale = scale
+    batches = list(islice(run.batches, 1))
+    result = train_step(
+        run.model, batches, optimizer=run.optimizer, group=run.group, max_norm=0.0, loss_function=run.loss_function,
+        decide=guard.decide, loss_scale=scale,
+    )  # fmt: skip
+    return float(result.model_metrics["loss_scale"])
+
+
+@pytest.mark.usefixtures("single_process_group")
+def test_training_is_that_of_grad_scaler(tiny: TinyRun) -> None:
+    """The scales and the weights of 16 steps, from a scale that overflows: the same bits."""
+    options = [FLOAT16, "--training.max_norm=0", "--training.steps=16"]
+    ours, theirs = (built(0, 1, tiny.config(*options, f"--job.name={name}")) for name in ("ours", "theirs"))
+    scaler = torch.amp.GradScaler("cpu", init_scale=TOO_LARGE, growth_interval=4)
+    scale = LossScale(device=CPU, state={"value": TOO_LARGE}, growth_interval=4)
+    scales = []
+    for _ in range(16):
+        wanted = scaler.get_scale()
+        train_by_grad_scaler(theirs, scaler)
+        assert train_by_titanlite(ours, scale) == wanted
+        scales.append(wanted)
+        for (name, mine), their in zip(ours.model.named_parameters(), theirs.model.parameters(), strict=True):
+            assert torch.equal(whole(mine), whole(their)), name
+    assert [TOO_LARGE / scale for scale in scales] == [1, 2, 4, 4, 4, 4, 2, 4, 4, 4, 4, 2, 2, 2, 2, 1]
+
+
+def trained_from_too_large(rank: int, world_size: int, config: Config) -> dict[str, Any]:
+    growth = patch.object(LossScale.__init__, "__kwdefaults__", {"growth_interval": 4})
+    with growth, patch("titanlite.techniques.loss_scale.INITIAL_SCALE", TOO_LARGE):
+        return trained(rank, world_size, config)
+
+
+def skipped(tiny: TinyRun, name: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (tiny.folder / "outputs" / name / "skipped.jsonl").read_text().splitlines()]
+
+
+def test_every_layout_skips_the_same_steps(tiny: TinyRun) -> None:
+    """A skipped overflow is none of `guard.max_consecutive_skips`, and `grad_norm` is that of unscaled gradients."""
+    options = [FLOAT16, "--training.steps=8", "--training.local_batch_size=1", "--guard.max_consecutive_skips=1"]
+    for world_size in (1, 4):
+        layouts = [layout for layout in LAYOUTS if layout[0] * layout[1] == world_size]
+        configs = [
+            tiny.config(*options, *degrees(*layout), f"--job.name={job('on', *layout)}", world_size=world_size)
+            for layout in layouts
+        ]
+        run_in_turn(trained_from_too_large, world_size, configs)
+    for layout in LAYOUTS:
+        name = job("on", *layout)
+        records = tiny.records(name)
+        assert [TOO_LARGE / record["loss_scale"] for record in records] == [1, 2, 4, 4, 4, 4, 2, 4], name
+        assert [record["grad_norm"] is None for record in records] == [True, True, *[False] * 4, True, False], name
+        assert [(it["step"], it["reason"]) for it in skipped(tiny, name)] == [(step, REASON) for step in (1, 2, 7)]
+        losses = [record["loss"] for record in tiny.records(job("on", 1, 1))]
+        assert [record["loss"] for record in records] == pytest.approx(losses, rel=1e-5), name
+        assert records[2]["grad_norm"] == pytest.approx(1.5776, rel=1e-3), "in float32, the first step has 1.5786"
+
+
+def test_a_resumed_run_goes_on_with_the_scale(tiny: TinyRun) -> None:
+    """Saved between two changes of the scale: the rest has the same bits, and so has the scale."""
+    steps = {"whole": 8, "parts": 5}
+    configs = [tiny.config(FLOAT16, f"--training.steps={last}", f"--job.name={name}") for name, last in steps.items()]
+    run_in_turn(trained_from_too_large, 1, [*configs, tiny.config(FLOAT16, "--training.steps=8", "--job.name=parts")])
+    file = tiny.folder / "outputs/parts/checkpoints/step-00000005/manifest.json"
+    assert json.loads(file.read_text())["guard"] == {"loss_scale": {"value": TOO_LARGE / 4, "finite_steps": 3}}
+    whole, parts = (
+        [(record["loss"], record["grad_norm"], record["loss_scale"]) for record in tiny.records(name)] for name in steps
+    )
+    assert parts == whole
+    assert [TOO_LARGE / scale for *_, scale in parts] == [1, 2, 4, 4, 4, 4, 2, 4]
+
+
+@pytest.mark.usefixtures("single_process_group")
+def test_at_a_scale_of_1_an_overflow_is_the_guards() -> None:
+    """16 halvings are steps like others. What is not finite then stops the run, whose state is that of step 17."""
+    group = torch.distributed.group.WORLD
+    assert group is not None
+    inf, scale = float("inf"), LossScale(device=CPU, state={})
+    guard = guard_of(scale)
+    assert skip_reasons(guard, [inf] * 16 + [1.0, inf, 1.0]) == [*[OVERFLOW] * 16, TAKEN, NONFINITE, AFTER_STOP]
+    assert guard.state() == {"loss_scale": {"value": 1.0, "finite_steps": 1}}
+    with pytest.raises(StoppedByGuard, match=r"step 18: loss or gradient is not finite") as stopped:
+        guard.check(group)
+    assert (stopped.value.taken, stopped.value.exit_code) == (17, 3)
+    assert [it.reason for it in stopped.value.skipped[:16]] == [REASON] * 16
+
+
+@pytest.mark.parametrize("nonfinite", ["stop", "skip"])
+def test_a_loss_that_is_not_finite_leaves_the_scale(nonfinite: str) -> None:
+    scale = LossScale(device=CPU, state={})
+    assert skip_reasons(guard_of(scale, nonfinite=nonfinite), [float("inf")], loss=float("nan")) == [NONFINITE]
+    assert float(scale.value) == INITIAL_SCALE == 2.0**16
+
+
+@pytest.mark.parametrize(
+    ("options", "other"),
+    [
+        (["--training.dtype=bfloat16"], 'training.dtype = "bfloat16"'),
+        (["--optimizer.in_backward", "--training.max_norm=0"], "optimizer.in_backward"),
+        (["--quantize.linear.float8.enable", "--quantize.linear.float8.emulate"], "quantize.linear.float8.enable"),
+        (["--lora.rank=2", "--lora.quantize_base=int8"], "lora.quantize_base"),
+    ],
+)
+def test_refused_together(tiny: TinyRun, options: list[str], other: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        tiny.config(FLOAT16, *options)
+    expected = f"training.mixed_precision_param: float16 cannot be combined with {other}: choose one of the two"
+    assert expected in str(error.value)
+
+
+def test_other_runs_have_no_scale(tiny: TinyRun) -> None:
+    run_in_turn(trained, 1, [tiny.config("--training.steps=1")])
+    assert "loss_scale" not in tiny.records()[0]
+    file = tiny.folder / "outputs/tiny/checkpoints/step-00000001/manifest.json"
+    assert json.loads(file.read_text())["guard"] == {}

@@ -1,0 +1,64 @@
+"""Dynamic loss scaling for float16 compute (arXiv:1710.03740), by the rule of torch.amp.GradScaler.
+
+Small gradients would be 0 in float16. The loss is multiplied by a scale before backward, and gradients are divided by
+it before their norm. The scale is halved at each overflow, and doubled after many steps without one. It is a tensor on
+the device, from values that are the same on all ranks: the host never waits for it.
+
+At a scale of 1, an overflow is no fault of the scale. Then `[guard]` decides, as for any gradient that is not finite.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from titanlite.optim.norm import joined
+from titanlite.runtime.private_torch.tensors import scale_in_place
+
+INITIAL_SCALE = 2.0**16
+GROWTH_FACTOR, BACKOFF_FACTOR = 2.0, 0.5
+GROWTH_INTERVAL = 2000
+"""Steps without an overflow after which the scale grows."""
+
+
+class LossScale:
+    """Scale of the loss.
+
+    Args:
+        state: `LossScale.state` of the checkpoint that the run resumes from.
+    """
+
+    def __init__(self, *, device: torch.device, state: dict[str, Any], growth_interval: int = GROWTH_INTERVAL) -> None:
+        self.value = torch.tensor(state.get("value", INITIAL_SCALE), dtype=torch.float32, device=device)
+        self._finite_steps = torch.tensor(state.get("finite_steps", 0), device=device)
+        """Steps without an overflow since the scale changed."""
+        self._growth_interval = growth_interval
+
+    def scale(self, factor: Tensor, *, micro_batches: int) -> Tensor:
+        """Return a factor of the loss of a micro-batch, scaled.
+
+        The loss that is scaled is the mean over a micro-batch. So the range of float16 does not depend on how many
+        micro-batches a step has, nor on how many ranks share them.
+        """
+        return factor * (self.value * micro_batches)
+
+    def unscale(self, gradients: Sequence[Tensor], *, micro_batches: int) -> None:
+        """Undo `scale` for the gradients of a step, in place."""
+        scale_in_place(joined(gradients), (self.value * micro_batches).reciprocal().to(gradients[0].device))
+
+    def overflows(self, loss: Tensor, grad_norm: Tensor) -> Tensor:
+        """Return whether a smaller scale may make the gradients finite: a bool on the device."""
+        return loss.isfinite() & ~grad_norm.isfinite() & (self.value > 1)
+
+    def update(self, *, is_taken: Tensor, overflows: Tensor) -> None:
+        """End a step. One that is skipped for another reason changes nothing."""
+        finite_steps = self._finite_steps + is_taken
+        grows = finite_steps == self._growth_interval
+        factor = torch.where(overflows, BACKOFF_FACTOR, torch.where(grows, GROWTH_FACTOR, 1.0))
+        self.value = self.value * factor
+        self._finite_steps = torch.where(overflows | grows, 0, finite_steps)
+
+    def state(self) -> dict[str, Any]:
+        """Return the state for a checkpoint, as JSON values. Reading it waits for the device."""
+        return {"value": float(self.value), "finite_steps": int(self._finite_steps)}
