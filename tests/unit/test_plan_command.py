@@ -10,7 +10,7 @@ from titanlite.config.checks import parse_policies
 from titanlite.config.load import load
 from titanlite.runtime.errors import UserError
 from titanlite.tools.cli import run
-from titanlite.tools.plan.command import write_config
+from titanlite.tools.plan.command import share_of_process, write_config
 from titanlite.tools.plan.estimate import OUTSIDE, Layout
 from titanlite.tools.plan.hardware import find_hardware
 from titanlite.tools.plan.output import options_to_paste, toml_of
@@ -238,3 +238,8 @@ def test_search_on_small_devices(toml: Path) -> None:
 
     with pytest.raises(UserError, match="nothing fits: the least is"):
         search(config, Layout(4, replace(hardware, memory=2**20), 2))
+
+
+def test_the_share_of_a_process() -> None:
+    machine = replace(find_hardware("H100"), measured=True)
+    assert share_of_process(machine, 4).memory_bandwidth == machine.memory_bandwidth / 4

@@ -4,6 +4,7 @@ A window is the last `profiler_active` steps up to a multiple of `profile_freq`.
 only: every rank opens the same ones, and so does a resumed run. Each rank writes its own files:
 
     profile/step-00000100/rank-0.json.gz         Chrome trace, which ui.perfetto.dev opens
+    profile/step-00000100/rank-0.txt             torch.profiler's table of operators
     profile/step-00000100/memory-rank-0.pickle   memory snapshot, which pytorch.org/memory_viz opens
 
 `titanlite profile RUN` prints a summary. Nothing here is used while `[profiling]` is off.
@@ -33,6 +34,8 @@ logger = logging.getLogger(__name__)
 
 MEMORY_HISTORY = 100_000
 """Allocations and frees in a memory snapshot, as in torchtitan. Each entry takes some KB of host memory."""
+OPERATORS = 30
+"""Rows of a table of operators."""
 PROFILE = "profile"
 """Folder of a run with its profiles."""
 
@@ -185,6 +188,7 @@ class Profiler(StepObserver):
                     path = folder / f"rank-{self._ranks.rank}.json.gz"
                     with _staging(path) as staging:
                         stopped.export_chrome_trace(str(staging))
+                    path.with_name(f"rank-{self._ranks.rank}.txt").write_text(_operators(stopped, self._device))
                     logger.info(
                         f"profile of steps {first} to {last}: {path}, {path.stat().st_size / 2**20:.1f} MiB in "
                         f"{time.perf_counter() - began:.1f} s. ui.perfetto.dev opens it; "
@@ -195,6 +199,12 @@ class Profiler(StepObserver):
                     logger.info(f"memory snapshot after step {last}: {path}. pytorch.org/memory_viz opens it")
             except (OSError, RuntimeError) as error:  # a profile is worth no run
                 logger.warning(f"{folder}: the profile cannot be written: {error}. Training continues without it")
+
+
+def _operators(stopped: profile, device: torch.device) -> str:
+    """Return torch.profiler's table of the operators with the longest own time."""
+    by = "self_cpu_time_total" if device.type == "cpu" else "self_device_time_total"
+    return stopped.key_averages().table(sort_by=by, row_limit=OPERATORS, max_name_column_width=60)
 
 
 @contextmanager

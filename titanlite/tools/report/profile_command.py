@@ -1,57 +1,105 @@
-"""The `titanlite profile` command: a summary of a trace that `[profiling]` wrote."""
+"""The `titanlite profile` command: how much of the time of collectives is hidden, and when nothing runs.
 
+It reads a trace that `[profiling]` wrote. On a GPU its kernels count: those of NCCL are collectives, all others are
+compute. Without a GPU the operators of the host are compute, and gloo's threads run the collectives. A collective is
+hidden while compute runs beside it. Operators are in torch.profiler's table, which stands beside the trace.
+"""
+
+import gzip
 import json
+import math
 import os
 import re
-from collections.abc import Iterator
-from dataclasses import asdict
+import zlib
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from titanlite.checkpoint.manifest import folder_name, step_of
+from titanlite.observer import Phase
 from titanlite.runtime.errors import UserError
 from titanlite.techniques.profiling import PROFILE
-from titanlite.tools.report.profile_analysis import Analysis, Collective, Operator, analyse
-from titanlite.tools.report.profile_plan import Prediction, predict
-from titanlite.tools.report.trace_file import Trace, read_trace
 
-WIDTH = 60
-"""Characters of an operator's name."""
+COLLECTIVES = (
+    ("all-gather", r"all_?gather"),
+    ("reduce-scatter", r"reduce_?scatter|gloo:all_?to_?all"),  # FSDP's over gloo, see ops/cpu_collectives.py
+    ("all-reduce", r"all_?reduce"),
+    ("all-to-all", r"all_?to_?all"),
+    ("broadcast", r"broadcast"),
+    ("send and receive", r"send|recv"),
+    ("barrier", r"barrier"),
+)
+"""Names of collectives, by what the names of kernels and of gloo's work contain."""
+WAITS = re.compile(r"c10d::|record_param_comms|autograd::engine::|RegisterPostBackward|gloo:")
+"""Operators of the host that launch or wait, which are no compute."""
+STEP = re.compile(r"step (\d+)")
+DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
+"""Categories of work on a GPU."""
+WINDOW, COMPUTE, TRANSFER = "window", "compute", "transfer"
 
 
-def main(
-    run: str,
-    *,
-    step: int | None,
-    rank: int,
-    config: str | None,
-    gpu: str | None,
-    gpus_per_node: int | None,
-    with_plan: bool,
-    top: int,
-    as_json: bool,
-) -> None:
+@dataclass(frozen=True)
+class Collective:
+    """All collectives of one name in a window, in seconds."""
+
+    calls: int
+    total: float
+    hidden: float
+    """Time in which compute runs beside them."""
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Times of a window on one rank in seconds. total = compute + exposed + transfers + idle."""
+
+    rank: int
+    world_size: int
+    device: str
+    """Name of the GPU; cpu without one."""
+    first: int
+    last: int
+    total: float
+    compute: float
+    communication: float
+    """Time in which collectives run, hidden or not."""
+    exposed: float
+    """Time in which collectives run and compute does not."""
+    transfers: float
+    """Time in which the device copies or fills memory, and does nothing else."""
+    idle: float
+    """Time in which the device does nothing; without a GPU, in which the host runs no operator and no collective."""
+    phases: dict[str, float]
+    """Time of the host by phase."""
+    idle_in_phases: dict[str, float]
+    collectives: dict[str, Collective]
+
+    @property
+    def steps(self) -> int:
+        return self.last - self.first + 1
+
+
+def main(run: str, *, step: int | None, rank: int, as_json: bool) -> None:
     """Run `titanlite profile RUN` with the options of its parser.
 
     Raises:
         UserError: there is no such profile, or its trace is damaged.
     """
     path = find_trace(Path(run), step=step, rank=rank)
-    trace = read_trace(path)
-    found = analyse(trace)
-    planned, reason = None, "--no-plan"
-    if with_plan:
-        try:
-            planned = predict(Path(run), trace, config=config, gpu=gpu, gpus_per_node=gpus_per_node)
-        except UserError as error:
-            if gpu or config:
-                raise
-            reason = str(error).partition("\n")[0]
+    found = read_profile(path)
     if as_json:
-        record = {**asdict(found), "operators": [asdict(it) for it in found.operators[:top]]}
-        about = {"trace": str(path), "rank": trace.rank, "world_size": trace.world_size, "device": trace.device}
-        print(json.dumps({**about, **record, "plan_of_a_step": asdict(planned) if planned else None}, indent=1))
+        print(json.dumps({"trace": str(path), **asdict(found)}, indent=1))
         return
-    print("\n".join(profile_lines(trace, found, planned, reason=reason, top=top)))
+    print("\n".join(profile_lines(path, found)))
+    operators = operators_beside(path)
+    if operators.is_file():
+        print(f"\noperators: {operators}\n{operators.read_text(encoding='utf-8', errors='replace')}", end="")
+
+
+def operators_beside(trace: Path) -> Path:
+    """Return the path of the table of operators that belongs to a trace."""
+    return trace.with_name(trace.name.removesuffix(".json.gz") + ".txt")
 
 
 def find_trace(run: Path, *, step: int | None, rank: int) -> Path:
@@ -87,92 +135,164 @@ def _ranks(folder: Path) -> list[int]:
     return sorted(int(match[1]) for match in matches if match)
 
 
-def profile_lines(trace: Trace, found: Analysis, planned: Prediction | None, *, reason: str, top: int) -> Iterator[str]:
-    """Yield the lines of a summary.
+def read_profile(path: Path) -> Profile:
+    """Return where the time of a trace's steps went.
+
+    Raises:
+        UserError: the file cannot be read, is damaged, or has no steps of titanlite.
+    """
+    try:
+        with gzip.open(path, "rt", encoding="utf-8", errors="replace") as file:
+            tree = json.load(file, strict=False)
+        about, properties = tree.get("titanlite", {}), tree.get("deviceProperties", [])
+        return _analyse(
+            path,
+            [event for event in tree["traceEvents"] if event.get("ph") == "X" and event.get("cat") != "Trace"],
+            rank=int(about.get("rank", 0)),
+            world_size=int(about.get("world_size", 1)),
+            device=str(properties[0]["name"]) if properties else "cpu",
+        )
+    except UserError:
+        raise
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror or error}") from None
+    except (EOFError, zlib.error, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        short = f"{type(error).__name__}: {error}".partition("\n")[0][:120]
+        raise UserError(f"{path} is damaged: it is not a trace of torch.profiler ({short})") from None
+
+
+def _analyse(path: Path, events: list[dict[str, Any]], *, rank: int, world_size: int, device: str) -> Profile:
+    ranges = [event for event in events if event.get("cat") == "user_annotation"]
+    steps = [event for event in ranges if STEP.fullmatch(event["name"])]
+    times = [_time(event) for event in events]
+    if not steps:
+        raise UserError(f"{path} has no ranges of steps: it is not a trace of titanlite")
+    numbers = [int(event["name"].removeprefix("step ")) for event in steps]
+    begin = min(_time(event)[0] for event in steps)
+    end = max(_time(event)[1] for event in (*steps, *(event for event in events if event.get("cat") in DEVICE)))
+    labels = [*_labels(events, thread=steps[0]["tid"])]
+    calls = Counter(name for name in labels if name not in (COMPUTE, TRANSFER, "", *Phase))
+    active = [(name, *time) for name, time in zip(labels, times, strict=True) if name]
+    by_labels = _times([(WINDOW, begin, end), *active])
+
+    def time(labels: Iterable[str], without: Iterable[str] = ()) -> float:
+        """Return the time of the window in which one of the labels is active, and none of the others."""
+        one_of, none_of = {*labels}, {*without}
+        return math.fsum(
+            seconds for at, seconds in by_labels.items() if WINDOW in at and at & one_of and not at & none_of
+        )
+
+    phases = [phase for phase in Phase if time([phase])]
+    return Profile(
+        rank=rank,
+        world_size=world_size,
+        device=device,
+        first=min(numbers),
+        last=max(numbers),
+        total=end - begin,
+        compute=time([COMPUTE]),
+        communication=time(calls),
+        exposed=time(calls, [COMPUTE]),
+        transfers=time([TRANSFER], [COMPUTE, *calls]),
+        idle=time([WINDOW], [COMPUTE, TRANSFER, *calls]),
+        phases={phase: time([phase]) for phase in phases},
+        idle_in_phases={phase: time([phase], [COMPUTE, TRANSFER, *calls]) for phase in phases},
+        collectives={
+            name: Collective(calls[name], time([name]), time([name]) - time([name], [COMPUTE]))
+            for name in sorted(calls, key=lambda name: -time([name]))
+        },
+    )
+
+
+def _time(event: dict[str, Any]) -> tuple[float, float]:
+    begin, duration = float(event["ts"]) / 1e6, float(event["dur"]) / 1e6
+    if not (math.isfinite(begin) and duration >= 0):
+        raise ValueError(f"event {event['name']!r} lasts from {begin} for {duration}")
+    return begin, begin + duration
+
+
+def _labels(events: list[dict[str, Any]], *, thread: int) -> Iterator[str]:
+    """Yield what each event counts as: the name of a collective, compute, transfer or a phase; "" for nothing.
 
     Args:
-        reason: reason why there is no plan.
-        top: number of operators.
+        thread: the one of the host that the phases are of.
     """
+    of_gloo = {event["tid"] for event in events if event["name"].startswith("gloo:")}
+    is_of_gpu = any(event.get("cat") == "kernel" for event in events)
+    for event in events:
+        name, category = event["name"], event.get("cat")
+        if collective := collective_name(event):
+            yield collective
+        elif category == "kernel":
+            yield COMPUTE
+        elif category in DEVICE:
+            yield TRANSFER
+        elif category == "user_annotation" and event["tid"] == thread and name in [*Phase]:
+            yield name
+        elif category == "cpu_op" and not is_of_gpu and event["tid"] not in of_gloo and not WAITS.search(name):
+            yield COMPUTE
+        else:
+            yield ""
+
+
+def collective_name(event: dict[str, Any]) -> str:
+    """Return the name of the collective that an event is the work of; "" for other events."""
+    is_kernel = event.get("cat") == "kernel" and re.search("nccl|rccl", event["name"], re.IGNORECASE)
+    if not is_kernel and not event["name"].startswith("gloo:"):
+        return ""
+    text = f"{(event.get('args') or {}).get('Collective name', '')} {event['name']}"
+    return next((name for name, pattern in COLLECTIVES if re.search(pattern, text, re.IGNORECASE)), "other")
+
+
+def _times(intervals: Iterable[tuple[str, float, float]]) -> dict[frozenset[str], float]:
+    """Return for how long each set of labels is active at once.
+
+    Args:
+        intervals: (label, begin, end).
+    """
+    changes = sorted(
+        (time, change, label) for label, begin, end in intervals for time, change in ((begin, 1), (end, -1))
+    )
+    open_intervals: Counter[str] = Counter()
+    found: dict[frozenset[str], float] = defaultdict(float)
+    now = 0.0
+    for time, change, label in changes:
+        if time > now:
+            found[frozenset(name for name, count in open_intervals.items() if count)] += time - now
+            now = time
+        open_intervals[label] += change
+    return found
+
+
+def profile_lines(path: Path, found: Profile) -> Iterator[str]:
+    """Yield the lines of a summary, in times of one step."""
     window = f"step {found.last}" if found.steps == 1 else f"steps {found.first} to {found.last}"
-    yield f"{window}, rank {trace.rank} of {trace.world_size} on {trace.device}: {trace.path}"
-    yield from _time_lines(found, planned, reason)
-    yield from _collective_lines(found, planned)
+    yield f"{window}, rank {found.rank} of {found.world_size} on {found.device}: {path}"
     yield ""
-    whole = sum(found.phases.values())
-    phases = (f"{name} {seconds / whole:.1%}" for name, seconds in found.phases.items() if whole)
-    yield f"time of the host by phase: {', '.join(phases)}"
-    yield ""
-    yield from _operator_lines(found.operators[:top], found, on_gpu=trace.is_of_gpu)
-    if found.gaps:
-        yield ""
-        yield "longest idle gaps"
-        for gap in found.gaps:
-            yield (
-                f"{_ms(gap.seconds)} in {gap.phase or 'no phase'} of step {gap.step}, {1e3 * gap.since:,.2f} ms after "
-                f"its begin, between {_short(gap.before) or 'nothing'} and {_short(gap.after) or 'nothing'}"
-            )
-
-
-def _time_lines(found: Analysis, planned: Prediction | None, reason: str) -> Iterator[str]:
-    yield ""
-    yield f"{'a step':24}{'measured':>10}" + (f"{'plan':>13}   on {planned.hardware}" if planned else "")
+    yield "a step"
     rows = [
-        ("time", found.total, planned and planned.total),
-        ("compute", found.compute, planned and planned.compute),
-        ("collectives", found.communication, planned and planned.communication),
-        ("  not hidden", found.exposed, planned and planned.exposed),
-        *([("memory transfers only", found.transfers, None)] if found.transfers else []),
-        ("idle", found.idle, None),
+        ("time", found.total),
+        ("compute", found.compute),
+        ("collectives", found.communication),
+        ("  not hidden", found.exposed),
+        *([("memory transfers only", found.transfers)] if found.transfers else []),
+        ("idle", found.idle),
     ]
-    for name, measured, predicted in rows:
-        yield f"  {name:22}{_ms(measured / found.steps)}" + (f"{_ms(predicted):>13}" if predicted is not None else "")
-    if found.hidden_share is not None:
-        share = planned.hidden_share if planned else None
-        yield f"  {'collectives hidden':22}{found.hidden_share:10.1%}" + (f"{share:13.1%}" if share is not None else "")
-    if planned is None:
-        yield f"no plan to compare with: {reason}"
-    elif planned.note:
-        yield planned.note
-
-
-def _collective_lines(found: Analysis, planned: Prediction | None) -> Iterator[str]:
-    """Yield the table of collectives: those that were measured, then those that only the plan has."""
-    by_name = planned.collectives if planned else {}
-    missing = [Collective(name, 0, 0.0, 0.0) for name in by_name if name not in {it.name for it in found.collectives}]
-    if not (found.collectives or missing):
-        return
+    for name, seconds in rows:
+        yield f"  {name:22}{_ms(seconds / found.steps)}"
+    if found.communication:
+        yield f"  {'collectives hidden':22}{1 - found.exposed / found.communication:10.1%}"
+        yield ""
+        yield f"{'collectives of a step':24}{'calls':>8}{'time':>11}{'hidden':>9}{'not hidden':>12}"
+    for name, it in found.collectives.items():
+        share = it.hidden / it.total if it.total else 0.0
+        exposed = _ms((it.total - it.hidden) / found.steps)
+        yield f"  {name:22}{it.calls / found.steps:8.0f}{_ms(it.total / found.steps)}{share:9.1%}{exposed:>12}"
     yield ""
-    title = f"{'collectives of a step':24}{'calls':>8}{'time':>11}{'hidden':>9}{'not hidden':>12}"
-    yield title + (f"{'plan: time':>13}{'hidden':>9}{'bytes':>15}" if planned else "")
-    for it in (*found.collectives, *missing):
-        share = f"{it.hidden / it.total:9.1%}" if it.total else f"{'':9}"
-        line = (
-            f"  {it.name:22}{it.calls / found.steps:8.0f}{_ms(it.total / found.steps)}{share}"
-            f"{_ms((it.total - it.hidden) / found.steps):>12}"
-        )
-        if planned:
-            time = by_name.get(it.name)
-            line += f"{_ms(time.total):>13}{time.hidden / time.total:9.1%}" if time else f"{'none':>13}{'':9}"
-            line += f"{planned.bytes.get(it.name, 0) / 2**20:11,.2f} MiB"
-        yield line
-
-
-def _operator_lines(operators: list[Operator], found: Analysis, *, on_gpu: bool) -> Iterator[str]:
-    device = f"{'device':>11}" if on_gpu else ""
-    yield f"{'operators, own time of a step':{WIDTH + 2}}{'calls':>8}{'host':>11}{device}{'share':>8}"
-    for it in operators:
-        device = f"{_ms(it.device / found.steps):>11}" if on_gpu else ""
-        share = (it.device if on_gpu else it.host) / found.total
-        yield (
-            f"  {_short(it.name):{WIDTH}}{it.calls / found.steps:8.0f}{_ms(it.host / found.steps):>11}{device}"
-            f"{share:8.1%}"
-        )
+    yield f"{'phases of the host':24}{'time':>10}{'idle':>11}"
+    for name, seconds in found.phases.items():
+        yield f"  {name:22}{_ms(seconds / found.steps)}{_ms(found.idle_in_phases[name] / found.steps):>11}"
 
 
 def _ms(seconds: float) -> str:
     return f"{1e3 * seconds:7.2f} ms"
-
-
-def _short(name: str) -> str:
-    return name if len(name) <= WIDTH else f"{name[: WIDTH - 3]}..."
