@@ -206,8 +206,8 @@ def error_page() -> str:
     lines = [
         "# Every error and warning",
         "",
-        "`...` stands for what is filled in. An error names the option or the file first, then what is wrong, then what "
-        "to do.",
+        "`...` stands for what is filled in. An error names the option or the file first, then what is wrong, then "
+        "what to do.",
         "[troubleshooting.md](troubleshooting.md) has symptoms.",
         "",
     ]
