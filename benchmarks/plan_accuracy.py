@@ -3,7 +3,7 @@
     python benchmarks/plan_accuracy.py cpu          peak memory of runs on this machine's CPU, byte by byte
     python benchmarks/plan_accuracy.py axes         published measurements of further mesh axes, beside the plan
     python benchmarks/plan_accuracy.py published    measurements that torchtitan published, beside the plan
-    python benchmarks/plan_accuracy.py null-gpu     memory that PyTorch's allocator gave on a null GPU (docs/gpu.md)
+    python benchmarks/plan_accuracy.py null-gpu     memory that PyTorch's allocator gave on a null GPU (docs/plan.md)
     python benchmarks/plan_accuracy.py gpu          peak memory and step time on this machine's GPU
 
 null-gpu: tests/null_gpu/recorded.json, which `./run_tests.sh null_gpu --record` measures. cpu: the allocator's own
@@ -145,7 +145,7 @@ TORCHTITAN = {
     "70B, 64 GPUs": "36.34, 52.53 in blocks",
 }  # fmt: skip
 """GiB of torchtitan 0.2.2 at the same shapes on a null GPU, with expandable segments unless marked "in blocks". Source:
-the calibration of docs/gpu.md."""
+the calibration of docs/plan.md."""
 GPU_CASES: list[tuple[str, list[str]]] = [
     (f"{flavor}, {seq_len} tokens x {batch}, {mode}{', compiled' if compiled else ''}",
      [f"--model.flavor={flavor}", f"--training.seq_len={seq_len}", f"--training.global_batch_size={batch}",

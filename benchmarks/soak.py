@@ -1,7 +1,7 @@
 """A run that must survive: 2,000 steps of a small model, with a random fault about every 30 steps.
 
     python benchmarks/soak.py --out FOLDER [--steps 2000] [--every 30] [--seed 1] [--minutes 60]
-    python benchmarks/soak.py --report FOLDER        # docs/reliability.md and its picture, from that folder
+    python benchmarks/soak.py --report FOLDER        # docs/cluster.md and its picture, from that folder
 
 After each fault the same command is started again, as a scheduler would, unless the run continues by itself. At the end
 the losses and the samples of every step are compared with those of runs without faults:
@@ -79,7 +79,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     place = parser.add_mutually_exclusive_group(required=True)
     place.add_argument("--out", type=Path, metavar="FOLDER", help="soak, and write everything in this new folder")
-    place.add_argument("--report", type=Path, metavar="FOLDER", help="write docs/reliability.md's table and picture")
+    place.add_argument("--report", type=Path, metavar="FOLDER", help="write docs/cluster.md's table and picture")
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--every", type=int, default=30, help="steps between faults, about")
     parser.add_argument("--seed", type=int, default=1, help="of the list of faults")

@@ -1,4 +1,4 @@
-"""Report of a soak: the table of docs/reliability.md and its picture, from the files that a soak leaves."""
+"""Report of a soak: the table of docs/cluster.md and its picture, from the files that a soak leaves."""
 
 import json
 import math
@@ -10,7 +10,7 @@ from typing import Any
 
 from soak_job import ROOT
 
-PAGE, PICTURE = ROOT / "docs" / "reliability.md", ROOT / "docs" / "images" / "soak.svg"
+PAGE, PICTURE = ROOT / "docs" / "cluster.md", ROOT / "docs" / "images" / "soak.svg"
 BEGIN, END = "<!-- from benchmarks/soak.py --report: begin -->", "<!-- end -->"
 HEADER = (
     "fault", "times", "noticed after, s", "trains again after, s", "steps lost", "exit code", "printed, for example",

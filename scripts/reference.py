@@ -1,8 +1,6 @@
-"""Pages of docs/ that are made from the code: every command, and every error and warning that a user can meet.
+"""Pages that are made from the code when the site is built: every option, every command, and every error and warning.
 
-    python scripts/reference.py           # writes docs/cli.md and docs/errors.md
-
-`tests/unit/test_reference.py` keeps them current.
+scripts/site_hooks.py adds them to the site. They are not committed.
 """
 
 import argparse
@@ -14,6 +12,7 @@ from typing import NamedTuple
 
 from titanlite.tools.arguments import Parser
 from titanlite.tools.cli import EXIT_CODES, make_parser
+from titanlite.tools.describe import BASE, tables
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "titanlite"
@@ -21,23 +20,59 @@ RAISED = {"UserError": 0, "RunError": 0, "RunStopped": 0, "StoppedByGuard": 0, "
 """Classes of errors, with the argument that is the text."""
 RETURNED = re.compile(r"^(why_|_why_|check_|_check|find_conflicts|find_warnings|_find)")
 PAGES = {
-    "cli": ("The command", "running.md"),
-    "runtime": ("Processes, files and starts", "running.md"),
+    "tools": ("The command", "running.md"),
+    "run": ("Starts, stops and restarts", "running.md"),
+    "runtime": ("Processes, files and devices", "running.md"),
     "config": ("The config", "config.md"),
+    "checks": ("Checks before the start", "troubleshooting.md"),
     "models": ("Models", "add_a_model.md"),
-    "parallelize": ("Layouts and techniques", "parallelism.md"),
+    "parallelize": ("FSDP, recomputation and compilation", "parallelism.md"),
+    "techniques": ("Techniques", "parallelism.md"),
+    "techniques/distill": ("Distillation", "distill.md"),
     "optim": ("Optimizers", "optimizers.md"),
     "checkpoint": ("Checkpoints", "checkpoints.md"),
+    "storage": ("Disks and object stores", "checkpoints.md"),
     "data": ("Reading data", "data.md"),
-    "ingest": ("Preparing text", "data.md"),
-    "metrics": ("Metrics and loggers", "see_the_run.md"),
-    "plan": ("Plans", "plan.md"),
-    "convert": ("Weights in and out, generation, distillation", "convert.md"),
-    "report": ("Reports, profiles and comparisons", "see_the_run.md"),
-    "migrate": ("Configs of torchtitan", "migrate.md"),
+    "tools/ingest": ("Preparing text", "data.md"),
+    "metrics": ("Metrics and loggers", "running.md"),
+    "tools/plan": ("Plans", "plan.md"),
+    "tools/convert": ("Weights in and out, generation, evaluation", "convert.md"),
+    "tools/report": ("Reports, profiles and comparisons", "see_the_run.md"),
+    "tools/migrate": ("Configs of torchtitan", "migrate.md"),
     "": ("Training", "troubleshooting.md"),
 }
-"""{folder: (heading, page that explains)}; "" stands for all other files."""
+"""{folder below titanlite/: (heading, page that explains)}; "" stands for all other files. The longest match counts."""
+
+INTRO = """\
+# Every option
+
+A config is a TOML file. Every option has a default; on the command line each is `--section.key=value`, the value read
+as TOML (`--training.steps=500`, `--model.args.dim=512`, `--compile.enable`). Entries of lists have numbers, and the
+next number makes a new one: `--data.sources.0.path=a --data.sources.1.path=b`.
+
+The file may begin with `base = "other.toml"`. {base}
+
+`titanlite config show` prints a config with all its options, `titanlite config show --diff` only those that are not the
+default. Editors with Even Better TOML (Taplo) complete and check configs that begin with
+`#:schema ./schema.json`; `titanlite config schema` writes that file.
+"""
+
+
+# Options
+
+
+def option_page() -> str:
+    """Return the page of every option."""
+    lines = [INTRO.format(base=BASE)]
+    for table in tables():
+        if table.header:
+            lines += [f"## {table.header}", ""]
+            lines += [escaped(table.description), ""] if table.description else []
+        for option in table.options:
+            if table.header:
+                default = re.sub(r"^default (.*)$", r"default `\1`", option.default)
+                lines += [f"- **`{option.name}`** (`{option.type}`; {default}). {escaped(option.description)}", ""]
+    return "\n".join(lines).rstrip() + "\n"
 
 
 # Commands
@@ -72,11 +107,11 @@ def option_rows(parser: Parser) -> Iterator[str]:
 
 
 def command_page() -> str:
-    """Return docs/cli.md."""
+    """Return the page of every command."""
     lines = [
         "# Every command",
         "",
-        "Generated from the parsers by `python scripts/reference.py`. `titanlite COMMAND --help` prints the same.",
+        "`titanlite COMMAND --help` prints the same.",
         "",
         EXIT_CODES.strip().capitalize() + ".",
         "",
@@ -156,8 +191,8 @@ def errors() -> list[Listed]:
     """Return every text once, in the order of areas and of text."""
     found = set()
     for path in sorted(PACKAGE.rglob("*.py")):
-        first = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
-        area = first if first in PAGES else ""
+        folders = (str(folder) for folder in path.relative_to(PACKAGE).parents)
+        area = next((folder for folder in folders if folder in PAGES), "")
         for text in error_texts(ast.parse(path.read_text())):
             plain = re.sub(r"(\.\.\.){2,}", "...", " ".join(text.split()))
             if len(re.sub(r"[^a-z]", "", plain)) >= 12:
@@ -167,12 +202,12 @@ def errors() -> list[Listed]:
 
 
 def error_page() -> str:
-    """Return docs/errors.md."""
+    """Return the page of every error."""
     lines = [
         "# Every error and warning",
         "",
-        "Generated from the code by `python scripts/reference.py`. `...` stands for what is filled in. An error names",
-        "the option or the file first, then what is wrong, then what to do.",
+        "`...` stands for what is filled in. An error names the option or the file first, then what is wrong, then "
+        "what to do.",
         "[troubleshooting.md](troubleshooting.md) has symptoms.",
         "",
     ]
@@ -184,10 +219,5 @@ def error_page() -> str:
     return "\n".join(lines).rstrip() + "\n"
 
 
-def main() -> None:
-    for name, text in (("cli.md", command_page()), ("errors.md", error_page())):
-        (ROOT / "docs" / name).write_text(text)
-
-
-if __name__ == "__main__":
-    main()
+GENERATED = {"config.md": option_page, "cli.md": command_page, "errors.md": error_page}
+"""{page of the site: function that returns its Markdown}"""

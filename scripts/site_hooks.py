@@ -1,10 +1,11 @@
-"""Hooks of the site (mkdocs.yml): files outside docs/ that are pages, and links that lead out of docs/.
+"""Hooks of the site (mkdocs.yml): pages made from the code, files outside docs/ that are pages, and links out of docs/.
 
 Links in the Markdown are those of the repository, so that they work there. On the site, a link to another page of the
 site leads to that page. A link to any other file leads to the repository, if TITANLITE_REPOSITORY has its address.
 """
 
 import re
+import sys
 from pathlib import Path, PurePosixPath
 from posixpath import normpath, relpath
 from typing import Any
@@ -12,6 +13,10 @@ from typing import Any
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+
+from scripts.reference import GENERATED  # noqa: E402
+
 PAGES = {
     "CHANGELOG.md": "changelog.md",
     "CONTRIBUTING.md": "contributing.md",
@@ -29,7 +34,9 @@ LINK = re.compile(r"(!?\[(?:[^\]\[]|\[[^\]]*\])*\])\(([^)\s:#]+)(#[^)\s]*)?(\s+\
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Add the pages that lie outside docs/."""
+    """Add the pages that are made from the code, and those that lie outside docs/."""
+    for page, made in GENERATED.items():
+        files.append(File.generated(config, page, content=made()))
     for source, page in PAGES.items():
         if page != "index.md":
             files.append(File.generated(config, page, abs_src_path=str(ROOT / source)))

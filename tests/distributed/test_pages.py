@@ -167,7 +167,6 @@ LEFT = {
     "docs/distill.md": ["outputs/distill_example/metrics.jsonl", "teacher_cache/teacher.json", "outputs/my/run.json"],
     "docs/finetune.md": ["outputs/sft_example/run.json", "tuned_adapters/adapter_config.json", "tuned_hf/config.json"],
     "docs/generate.md": ["debug_hf/config.json"],
-    "docs/layouts.md": ["best.toml"],
     "docs/memory.md": ["outputs/run/checkpoints/step-00000002/manifest.json"],
     "docs/migrate.md": ["NEW.toml"],
     "docs/next_steps.md": [

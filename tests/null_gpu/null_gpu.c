@@ -8,7 +8,7 @@
 // two exceptions. `all()` is true, so that checks for finite values pass. And what the host has just copied to the
 // device comes back, if no kernel was launched since: the host's own numbers, after an all-reduce.
 //
-// build.py adds a function that returns 0 for every other symbol that PyTorch's libraries need. See docs/gpu.md.
+// build.py adds a function that returns 0 for every other symbol that PyTorch's libraries need. See docs/plan.md.
 
 #define _GNU_SOURCE
 #include <cublasLt.h>

@@ -1,6 +1,6 @@
-"""Measure the variants on the stand-in, and keep what was found for the tests and for docs/gpu.md.
+"""Measure the variants on the stand-in, and keep what was found for the tests and for docs/plan.md.
 
-    ./run_tests.sh null_gpu --record [--only NAME]      measure, write recorded.json and the table of docs/gpu.md
+    ./run_tests.sh null_gpu --record [--only NAME]      measure, write recorded.json and the table of docs/plan.md
     python tests/null_gpu/record.py --table             only the table, from what is recorded
 
 Launches and memory that went up are written too: look at the difference before it is committed.
@@ -21,7 +21,8 @@ sys.path.insert(0, str(HERE.parents[1]))
 from tests.null_gpu.build import build, environment  # noqa: E402
 from tests.null_gpu.variants import VARIANTS, Variant  # noqa: E402
 
-RECORDED, BEFORE, PAGE = HERE / "recorded.json", HERE / "before.json", HERE.parents[1] / "docs/gpu.md"
+RECORDED, BEFORE, PAGE = HERE / "recorded.json", HERE / "before.json", HERE.parents[1] / "docs/plan.md"
+BEGIN, END = "<!-- from tests/null_gpu/record.py --table: begin -->", "<!-- end -->"
 KEPT = ("allocated", "reserved", "launches", "collectives", "waits", "retries", "plan")
 COLUMNS = ["allocated", "planned", "reserved", "planned", "launches", "collectives", "waits", "retries"]
 EAGER_GIB, COMPILED_SHARE = 0.1, 0.01
@@ -85,7 +86,7 @@ def keep(variant: Variant, found: dict[str, Any]) -> None:
 
 
 def table() -> str:
-    """Return the Markdown table of docs/gpu.md: each variant before and now. GiB, and counts of one step."""
+    """Return the Markdown table of docs/plan.md: each variant before and now. GiB, and counts of one step."""
     before, recorded = (json.loads(path.read_text()) for path in (BEFORE, RECORDED))
     lines = [f"| {' | '.join(['config', *COLUMNS])} |", "|---" * (len(COLUMNS) + 1) + "|"]
     for variant in VARIANTS:
@@ -97,9 +98,10 @@ def table() -> str:
 
 
 def with_table(page: str) -> str:
-    """Return the page with its table made again. The table is the lines from its header to the next empty line."""
-    start = page.index("| config |")
-    return page[:start] + table() + page[page.index("\n\n", start) :]
+    """Return the page with its table made again: what stands between its two marks."""
+    before, _, rest = page.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    return f"{before}{BEGIN}\n\n{table()}\n\n{END}{after}"
 
 
 def values_of(found: dict[str, Any]) -> list[str]:

@@ -192,5 +192,5 @@ def test_the_page_keeps_what_people_wrote(soak: Parts) -> None:
     new = soak.report.with_results(page, "new\n")
     assert new == f"Before.\n\n{soak.report.BEGIN}\n\nnew\n\n{soak.report.END}\n\nAfter.\n"
     assert soak.report.with_results(new, "new\n") == new
-    real = (BENCHMARKS.parent / "docs" / "reliability.md").read_text()
+    real = (BENCHMARKS.parent / "docs" / "cluster.md").read_text()
     assert real.count(soak.report.BEGIN) == real.count(soak.report.END) == 1

@@ -1,8 +1,8 @@
-"""Texts generated from the schema: the reference (docs/config.md), the help of `train`, the JSON schema for editors,
-and a config with comments.
+"""Texts generated from the schema: the help of `train`, the JSON schema for editors, and a config with comments.
 
-    python -m titanlite.tools.describe > docs/config.md
     python -m titanlite config schema > train_configs/schema.json
+
+scripts/reference.py makes the site's page of all options from the same tables.
 """
 
 import json
@@ -22,22 +22,6 @@ Node = dict[str, Any]
 """A part of a JSON schema."""
 
 BASE = "Path of a TOML file to inherit from, relative to this one: it gives the keys that this file does not set."
-
-INTRO = """\
-# Every option
-
-Generated from `titanlite/config/schema.py` by `python -m titanlite.tools.describe > docs/config.md`.
-
-A config is a TOML file. Every option has a default; on the command line each is `--section.key=value`, the value read
-as TOML (`--training.steps=500`, `--model.args.dim=512`, `--compile.enable`). Entries of lists have numbers, and the
-next number makes a new one: `--data.sources.0.path=a --data.sources.1.path=b`.
-
-The file may begin with `base = "other.toml"`. {base}
-
-`titanlite config show` prints a config with all its options, `titanlite config show --diff` only those that are not the
-default. Editors with Even Better TOML (Taplo) complete and check configs that begin with
-`#:schema ./schema.json`; `titanlite config schema` writes that file.
-"""
 
 
 class Option(NamedTuple):
@@ -167,30 +151,7 @@ def first_sentence(text: str) -> str:
     return re.split(r"(?<=\.)\s+(?![a-z])", text, maxsplit=1)[0]
 
 
-# Markdown and help
-
-
-def reference() -> str:
-    """Return the text of docs/config.md."""
-    lines = [INTRO.format(base=BASE)]
-    for table in tables():
-        if table.header:
-            lines += [f"## {table.header}", ""]
-            lines += [textwrap.fill(_markdown(table.description), 120), ""] if table.description else []
-        for option in table.options:
-            if table.header:
-                item = f"- **`{option.name}`** (`{option.type}`; {_in_code(option.default)}). "
-                item += _markdown(option.description)
-                lines += [textwrap.fill(item, 120, subsequent_indent="  ", break_long_words=False), ""]
-    return "\n".join(lines).rstrip() + "\n"
-
-
-def _in_code(default: str) -> str:
-    return re.sub(r"^default (.*)$", r"default `\1`", default)
-
-
-def _markdown(text: str) -> str:
-    return re.sub(r"([*\[])", r"\\\1", text).replace("<", "&lt;")  # Python-Markdown would keep a backslash
+# Help
 
 
 def options_help() -> str:
@@ -273,7 +234,3 @@ def toml_text(value: Any) -> str:
     if isinstance(value, BaseModel):
         return toml_text(value.model_dump(exclude_none=True))
     return tomlkit.item(value).as_string()
-
-
-if __name__ == "__main__":
-    print(reference(), end="")
