@@ -38,7 +38,9 @@ def gpu(benchmark: Import) -> Any:
 
 
 @pytest.mark.long
-def test_the_config_of_the_soak_is_accepted(benchmark: Import, tmp_path: Path) -> None:
+def test_the_config_of_the_soak_is_accepted(benchmark: Import, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TITANLITE_SOAK_HOOKS", str(tmp_path))
+    monkeypatch.chdir(tmp_path)  # the soak's own loss writes files
     soak = benchmark("soak")
     soak.write_text(tmp_path / "text")
     options = Namespace(steps=2000, interval=10, timeout=10)

@@ -11,6 +11,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import tomli
 import tomlkit
 from tomlkit.exceptions import TOMLKitError
 
@@ -18,6 +19,7 @@ from titanlite.config.keys import dotted_keys
 from titanlite.config.load import load
 from titanlite.config.schema import Config
 from titanlite.config.source import read_source
+from titanlite.data.tokenizer import find_tokenizer
 from titanlite.runtime.errors import ConfigError, Problem, RunError, UserError, nearest_name
 from titanlite.tools.migrate.document import Line, read_lines
 from titanlite.tools.migrate.rules import ONLY_IN, RULES
@@ -271,14 +273,21 @@ def _decay_vectors(old: Old, migration: Migration) -> None:
 
 def _problems(text: str, name: str, world_size: int | None) -> list[str]:
     """Return the problems that `titanlite check` reports first: the part that needs no PyTorch."""
+    found: list[str] = []
     with TemporaryDirectory() as folder:
         path = Path(folder) / name
         path.write_text(text, encoding="utf-8")
         try:
             load(path, world_size=world_size)
         except ConfigError as error:
-            return [str(problem) for problem in error.problems]
-    return []
+            found += [str(problem) for problem in error.problems]
+    try:
+        find_tokenizer(tomli.loads(text)["data"]["tokenizer"])
+    except KeyError:
+        pass
+    except UserError as error:
+        found.append(f"data.tokenizer: {error}")
+    return found
 
 
 def _get(tree: dict[str, Any], key: str) -> Any:

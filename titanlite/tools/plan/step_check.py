@@ -124,7 +124,7 @@ def _try_step(config: Config, resolved: ResolvedConfig, ranks: Ranks, device: to
         if not any(word in reason.lower() for word in NEEDS_REAL_TENSORS) or not _runs(small, spec):
             key = "model.file" if config.model.file else "training.loss" if config.training.loss else "optimizer.name"
             raise UserError(f"{key}: one step fails: {reason.replace('FakeTensor', 'Tensor')}") from error
-        return f"{what} could not be traced ({reason}), and ran at a small size"
+        return f"{what} could not be traced ({reason}), and was right at a small size"
     return f"{what} was traced"
 
 
