@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -64,15 +65,14 @@ class Network:
     @contextmanager
     def job(self, folder: Path, *words: str, **environ: str) -> Iterator[list[Job]]:
         """Start run_train.sh on each host; yield a job for each. The first host has the rendezvous."""
-        endpoint = {"NNODES": str(len(self.hosts)), "RDZV_ENDPOINT": f"{self.hosts[0].name}:29500"}
+        variables: dict[str, Any] = {
+            "NNODES": str(len(self.hosts)), "RDZV_ENDPOINT": f"{self.hosts[0].name}:29500", **environ,
+        }  # fmt: skip
         chosen = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"  # by training in this process
         own = [f"--unset={name}" for name in chosen]
         commands = [host.inside("env", *own, f"--chdir={folder}", str(SCRIPT)) for host in self.hosts]
         with ExitStack() as stack:
-            yield [
-                stack.enter_context(started(folder, *words, command=command, **endpoint | environ))
-                for command in commands
-            ]
+            yield [stack.enter_context(started(folder, *words, command=command, **variables)) for command in commands]
 
 
 class NotPermitted(Exception):

@@ -4,6 +4,7 @@ import signal
 import socket
 import struct
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -68,7 +69,7 @@ def test_a_machine_is_lost_and_another_joins(tiny: TinyRun) -> None:
         endpoint = f"127.0.0.1:{listener.getsockname()[1]}"
     config, never_ends = f"--config={tiny.toml}", "--training.steps=1000000"
     options = config, never_ends, "--checkpoint.interval=5", "--checkpoint.keep_latest_k=0"
-    environ = {
+    environ: dict[str, Any] = {
         "NNODES": "1:2", "NPROC": "1", "MAX_RESTARTS": "3", "RDZV_ENDPOINT": endpoint, "GLOO_SOCKET_IFNAME": "lo",
         "RDZV_CONF": "last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=3",
     }  # fmt: skip

@@ -71,7 +71,7 @@ def test_training_imports_no_tool() -> None:
 def room_of(name: str) -> str:
     """Room of a module: a folder, or a file beside the folders."""
     parts = MODULES[name].relative_to(PACKAGE).parts
-    return f"{parts[0]}/" if len(parts) > 1 else parts[0]
+    return f"{parts[0]}/" if parts[1:] else parts[0]
 
 
 def circles(imports: dict[str, set[str]]) -> set[str]:

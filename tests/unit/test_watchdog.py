@@ -485,7 +485,7 @@ def test_the_main_thread_is_in_its_own_code() -> None:
     assert "test_watchdog.py" in waiting.text or "proc.py" in waiting.text
 
 
-def test_a_wait_for_a_reduce_scatter_of_cpus_is_a_collective() -> None:
+def test_a_wait_for_a_reduce_scatter_of_cpus_is_a_collective(monkeypatch: pytest.MonkeyPatch) -> None:
     ended = threading.Lock()
     ended.acquire()
     in_flight, seen = InFlight(), []
@@ -494,7 +494,7 @@ def test_a_wait_for_a_reduce_scatter_of_cpus_is_a_collective() -> None:
         seen.append(main_thread_waits_for())
         ended.release()
 
-    in_flight._finish = ended.acquire  # C code that waits, as gloo's
+    monkeypatch.setattr(in_flight, "_finish", ended.acquire)  # C code that waits, as gloo's
     thread = threading.Timer(0.2, look)
     thread.start()
     in_flight.wait()
