@@ -13,7 +13,7 @@ from titanlite.config.load import load
 from titanlite.config.shipped import find_config, nearest_config, shipped_folder
 from titanlite.runtime.console import install_hint, shell_command
 from titanlite.tools import cli
-from titanlite.tools.starter import OFTEN_SET, starter_text
+from titanlite.tools.describe import OFTEN_SET, start
 
 ROOT = Path(__file__).parents[2]
 SHIPPED = sorted(path.stem for path in (ROOT / "train_configs").glob("*.toml"))
@@ -114,8 +114,14 @@ def test_commands_are_printed_as_the_shell_finds_them(folder: Path, monkeypatch:
     assert shell_command("titanlite") == "titanlite", "an active environment"
 
 
+def test_init_keeps_a_list_that_was_emptied(folder: Path) -> None:
+    (folder / "origin.toml").write_text("[checkpoint]\ninitial_load = []\n")
+    assert cli.run(["init", "mine", "--from", "origin.toml"]) == 0
+    assert load("mine.toml").checkpoint.initial_load == []
+
+
 def test_lines_of_init_can_be_uncommented(folder: Path) -> None:
-    text = starter_text(load(find_config("debug")).model_dump(exclude_none=True), run="mine", origin="debug")
+    text = start(load(find_config("debug")), run="mine", origin="debug")
     options = [line for line in text.splitlines() if re.match(r"#\w+ = ", line) and not line.endswith("...")]
     assert len(options) > 15
     for line in options:

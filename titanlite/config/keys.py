@@ -1,50 +1,147 @@
-"""Names of all options, from the schema, and the nearest name to one that does not exist."""
+"""All options with their types and defaults in words, from the JSON schema that pydantic makes; and the nearest name to
+one that does not exist."""
 
+import re
 from collections.abc import Iterator
-from types import UnionType
-from typing import Annotated, Any, Union, get_args, get_origin
+from functools import cache
+from typing import Any, NamedTuple
 
 from pydantic import BaseModel
 
 from titanlite.config.schema import Config
 from titanlite.runtime.errors import nearest_name
 
+Node = dict[str, Any]
+"""A part of a JSON schema."""
 
-def dotted_keys(model: type[BaseModel] = Config, prefix: str = "", *, inside_lists: bool = False) -> Iterator[str]:
+
+class Option(NamedTuple):
+    """One key of a section."""
+
+    key: str
+    """Name with its section: training.steps. N stands for the number of an entry in a list."""
+    node: Node
+    is_required: bool
+
+    @property
+    def name(self) -> str:
+        return self.key.rpartition(".")[2]
+
+    @property
+    def description(self) -> str:
+        return " ".join(self.node.get("description", "").split())
+
+    @property
+    def type(self) -> str:
+        return type_words(self.node)
+
+    @property
+    def default(self) -> str:
+        """Words for the default: default 1000, required, not set by default."""
+        if self.is_required:
+            return "required"
+        if self.node["default"] is not None:
+            return f"default {toml_text(self.node['default'])}"
+        described = re.search(r"Default: (.+?)\.?$", self.description)
+        return f"default: {described[1]}" if described else "not set by default"
+
+
+class Table(NamedTuple):
+    """One section with keys of its own."""
+
+    header: str
+    description: str
+    options: list[Option]
+
+
+@cache
+def json_schema() -> Node:
+    """Return the JSON schema of the resolved config."""
+    return Config.model_json_schema()
+
+
+def tables(node: Node | None = None, key: str = "", header: str = "") -> Iterator[Table]:
+    """Yield every section that has keys of its own, with those keys.
+
+    Args:
+        node: the section. None: the whole config.
+        key, header: of the section, in front of its options and in the TOML file.
+    """
+    node = node or json_schema()
+    options: list[Option] = []
+    inner: list[tuple[Node, str, str]] = []
+    for name, option in node["properties"].items():
+        path = f"{key}.{name}" if key else name
+        if "$ref" in option:
+            inner.append((_resolve(option), path, f"[{path}]"))
+            continue
+        options.append(Option(path, option, name in node.get("required", ())))
+        if "$ref" in option.get("items", {}):
+            inner.append((_resolve(option["items"]), f"{path}.N", f"[[{path}]]"))
+    if options:
+        yield Table(header, " ".join(node.get("description", "").split()), options)
+    for section in inner:
+        yield from tables(*section)
+
+
+def _resolve(node: Node) -> Node:
+    return json_schema()["$defs"][node["$ref"].rpartition("/")[2]] if "$ref" in node else node
+
+
+def type_words(node: Node) -> str:
+    """Return a type in words: integer >= 1."""
+    if "anyOf" in node:
+        return " | ".join(type_words(branch) for branch in node["anyOf"] if branch != {"type": "null"})
+    if "const" in node or "enum" in node:
+        return " | ".join(toml_text(value) for value in node.get("enum") or [node["const"]])
+    signs = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
+    limits = " and ".join(f"{sign} {node[name]:g}" for name, sign in signs.items() if name in node)
+    if node.get("type") == "array":
+        return "list of tables" if "$ref" in node["items"] else f"list of {type_words(node['items'])}"
+    names = {"string": "text", "boolean": "true | false", "object": "table"}
+    return f"{names.get(node['type'], node['type'])} {limits}".strip()
+
+
+def bare(name: str) -> str:
+    """Return a key as TOML, in quotes where necessary."""
+    import tomlkit
+
+    return name if re.fullmatch(r"[\w-]+", name, re.ASCII) else tomlkit.item(name).as_string()
+
+
+def toml_text(value: Any) -> str:
+    """Return a value as TOML on one line."""
+    import tomlkit
+
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{bare(name)} = {toml_text(inner)}" for name, inner in value.items()) + "}"
+    if isinstance(value, list):
+        return f"[{', '.join(map(toml_text, value))}]"
+    if isinstance(value, BaseModel):
+        return toml_text(value.model_dump(exclude_none=True))
+    return tomlkit.item(value).as_string()
+
+
+def dotted_keys(*, inside_lists: bool = False) -> Iterator[str]:
     """Yield every option as section.key.
 
     Args:
         inside_lists: include the keys of the tables in a list of tables, without the number of the table.
     """
-    for name, field in model.model_fields.items():
-        sections = [kind for kind in _branches(field.annotation) if is_section(kind)]
-        for section in sections:
-            yield from dotted_keys(section, f"{prefix}{name}.", inside_lists=inside_lists)
-        if not sections:
-            yield prefix + name
-            for element in _elements(field.annotation) if inside_lists else ():
-                yield from dotted_keys(element, f"{prefix}{name}.", inside_lists=True)
-
-
-def is_section(annotation: Any) -> bool:
-    """Return True for the type of a table of the TOML file that has fields."""
-    return isinstance(annotation, type) and issubclass(annotation, BaseModel)
+    for option in (option for table in tables() for option in table.options):
+        if inside_lists or ".N." not in option.key:
+            yield option.key.replace(".N.", ".")
 
 
 def expects_list(key: tuple[str, ...]) -> bool:
     """Return True if the schema allows a list at the key. A number in a key names an entry of a list."""
-    kinds: list[Any] = [Config]
+    node = json_schema()
     for part in key:
-        inner: list[Any] = []
-        for kind in kinds:
-            if is_section(kind):
-                inner += [field.annotation for name, field in kind.model_fields.items() if name == part]
-            elif get_origin(kind) is list and part.isdecimal():
-                inner += get_args(kind)
-            elif get_origin(kind) is dict:
-                inner.append(get_args(kind)[1])
-        kinds = [branch for kind in inner for branch in _branches(kind)]
-    return any(get_origin(kind) is list for kind in kinds)
+        node = node.get("properties", {}).get(part) or (node.get("items") if part.isdecimal() else None)
+        if node is None:
+            return False
+        node = _resolve(node)
+    return any(branch.get("type") == "array" for branch in node.get("anyOf", [node]))
 
 
 def nearest_key(dotted: str) -> str | None:
@@ -69,21 +166,3 @@ def nearest_key(dotted: str) -> str | None:
 def _is_like(leaf: str, name: str) -> bool:
     """Return True if the leaf resembles the last part of a name. Whole keys of one section all resemble each other."""
     return nearest_name(leaf, [name.rpartition(".")[2]]) is not None
-
-
-def _branches(kind: Any) -> Iterator[Any]:
-    """Yield the types of a union, or the type itself if it is no union."""
-    if get_origin(kind) in (Union, UnionType):
-        for branch in get_args(kind):
-            yield from _branches(branch)
-    elif get_origin(kind) is Annotated:
-        yield from _branches(get_args(kind)[0])
-    else:
-        yield kind
-
-
-def _elements(annotation: Any) -> Iterator[type[BaseModel]]:
-    """Yield the sections that are entries of a list, or of a table with the user's own names."""
-    for kind in _branches(annotation):
-        inner = get_args(kind)[-1:] if get_origin(kind) in (list, dict) else ()
-        yield from (entry for branch in inner for entry in _branches(branch) if is_section(entry))

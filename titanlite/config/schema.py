@@ -71,16 +71,16 @@ class Checkpoint(Section):
     """Keep in addition the checkpoints of steps that are a multiple of this number; 0 keeps none."""
     load_step: PositiveInt | None = None
     """Step to resume from, instead of the newest. Newer checkpoints are quarantined."""
-    allow_changes: list[Name] = Field(default_factory=list)
+    allow_changes: list[Name] = []
     """Settings that may differ from those of the checkpoint on resume, as globs (training.seq_len, model.args.*)."""
     initial_load_path: Name | None = None
     """Weights to start from while this run has no checkpoint of its own. The path is a checkpoint, the folder of a
     run's checkpoints, or weights of Hugging Face (a folder), torchtitan (a step) or Meta (consolidated.*.pth)."""
-    initial_load: list[Name] = Field(default_factory=lambda: ["model"])
+    initial_load: list[Name] = ["model"]
     """Parts to load from initial_load_path, as globs (model, optimizer, model.layers.*)."""
-    allow_missing: list[Name] = Field(default_factory=list)
+    allow_missing: list[Name] = []
     """Tensors that initial_load_path may lack or have in another shape, as globs. They keep their initial values."""
-    allow_unexpected: list[Name] = Field(default_factory=list)
+    allow_unexpected: list[Name] = []
     """Tensors of initial_load_path that this model may lack, as globs. They are not loaded."""
     last_save_in_hf: bool = False
     """Export the last checkpoint of the run to a Hugging Face folder, <run>/exports/hf-step-... With checkpoint.folder
@@ -90,7 +90,7 @@ class Checkpoint(Section):
     none."""
     export_dtype: Literal["bfloat16", "float16", "float32"] = "float32"
     """Dtype of exported weights."""
-    export_drop: list[Name] = Field(default_factory=list)
+    export_drop: list[Name] = []
     """Tensors to leave out of exports, as globs, where Hugging Face's model has no place for them:
     layers.*.feed_forward.bias_E of Qwen3-MoE."""
 
@@ -109,12 +109,12 @@ class Layers(Section):
 class Metrics(Section):
     log_freq: PositiveInt = 10
     """Steps between lines on the console and in metrics.jsonl."""
-    loggers: list[Name] = Field(default_factory=lambda: ["tensorboard"])
+    loggers: list[Name] = ["tensorboard"]
     """Loggers beside metrics.jsonl: tensorboard, wandb (Weights & Biases), trackio, or a class of your own as
     file.py:Class or package.module:Class. All get the same records."""
     loss_by_source: bool = False
     """Record the training loss of each source of the data, as a mean over the steps since the last record."""
-    layers: Layers = Field(default_factory=Layers)
+    layers: Layers = Layers()
 
 
 class Profiling(Section):
@@ -253,7 +253,7 @@ class Data(Section):
     also be a folder or URL of prepared tokens, or python://file.py:Class for sequences from your own code. Without
     it, stdlib:// is read, the source of Python's standard library. A file that is not there from the current folder is
     looked for beside the config file."""
-    sources: list[DataSource] = Field(default_factory=list)
+    sources: list[DataSource] = []
     """Several sources, mixed in exact shares, instead of data.path."""
     tokenizer: Name = "bytes"
     """Tokenizer: bytes (one token per byte), the name of a shipped tokenizer, or a path. The path is that of a tiktoken
@@ -295,7 +295,7 @@ class Validation(Section):
     """Steps between validations. The last step is always followed by one."""
     path: Name | list[Name] | None = None
     """Validation data, as in data.path. stdlib:// without training data from stdlib:// gives a warning."""
-    sources: list[ValidationSource] = Field(default_factory=list)
+    sources: list[ValidationSource] = []
     """Several validation sources, instead of validation.path. Each has a loss of its own."""
     sequences: Count = 256
     """Sequences of each source, the same at each validation; 0 takes all."""
@@ -318,7 +318,7 @@ class OptimizerGroup(Section):
     """Peak learning rate of the group. The schedule scales it like optimizer.lr. Default: optimizer.lr."""
     weight_decay: NonNegative | None = None
     """Weight decay of all parameters of the group. Default: optimizer.weight_decay for matrices, else 0."""
-    args: dict[str, Any] = Field(default_factory=dict)
+    args: dict[str, Any] = {}
     """Further arguments of the class. They add to optimizer.args if the group uses the same optimizer."""
 
 
@@ -343,15 +343,15 @@ class Optimizer(Section):
     """Update each parameter in backward, as soon as its gradient is reduced, and free the gradient, so that all
     gradients never exist at once. It excludes clipping (training.max_norm must be 0), accumulation, Muon and skipped
     steps."""
-    args: dict[str, Any] = Field(default_factory=dict)
+    args: dict[str, Any] = {}
     """Further arguments of the class, for example momentum = 0.9."""
-    groups: list[OptimizerGroup] = Field(default_factory=list)
+    groups: list[OptimizerGroup] = []
     """Parameter groups with settings of their own. Each parameter must match exactly one. Default: the groups that
     optimizer.name implies."""
 
 
 class Freeze(Section):
-    parameters: list[Name] = Field(default_factory=list)
+    parameters: list[Name] = []
     """Globs of parameter names that are not trained, for example tok_embeddings.* or layers.0.*. They have no gradient
     and no optimizer state."""
     dtype: Literal["bfloat16"] | None = None
@@ -365,7 +365,7 @@ class Lora(Section):
     freeze.dtype. Default: no adapters."""
     alpha: Positive = 16.0
     """Scale of the adapters: their output is multiplied by alpha / rank."""
-    targets: list[Name] = Field(default_factory=list)
+    targets: list[Name] = []
     """Globs of the names of linear layers that get an adapter, for example layers.*.attention.w[qv]. Default: all
     linear layers of the blocks."""
     quantize_base: Literal["none", "int8", "float8"] = "none"
@@ -431,7 +431,7 @@ class ModelSelection(Section):
     """A model of your own instead: a .py file, relative to the TOML file that names it, or a module: package.module."""
     flavor: Name | None = None
     """Named size of the family, for example 8B. Default: debug, or else the first flavor of the family."""
-    args: dict[str, Any] = Field(default_factory=dict)
+    args: dict[str, Any] = {}
     """Fields of the flavor to change, for example dim = 512. Unless vocab_size is set here, it follows the tokenizer.
     It is the flavor's size where the tokenizer fills at least 99 % of it. Else it is the tokenizer's size, rounded up
     to a multiple of 128."""
@@ -591,7 +591,7 @@ class ActivationCheckpoint(Section):
     selective_ac_option: Literal["op"] | PositiveInt = "op"
     """Choice of mode selective: a number n checkpoints every n-th block. op checkpoints every block, and keeps the
     results that are expensive to recompute (attention and every second matmul)."""
-    per_block: list[Name] = Field(default_factory=list)
+    per_block: list[Name] = []
     """Recompute policies of mode per_block, in the order of the blocks: ["full x 20", "op x 8", "none x 4"]. Each is
     none, op (see selective_ac_option) or full, with its number of blocks. `titanlite plan --memory-budget-gib` chooses
     them."""
@@ -613,7 +613,7 @@ class Float8(Section):
     precompute_float8_dynamic_scale_for_fsdp: bool = True
     """Compute the scales of all float8 parameters in one all-reduce after each update, instead of one all-reduce per
     layer before its all-gather. The scales are the same."""
-    filter_fqns: list[Name] = Field(default_factory=list)
+    filter_fqns: list[Name] = []
     """Parts of layer names: layers whose name contains one of them are not converted. The head never is."""
     skip_small: bool = True
     """Do not convert layers that are slower in float8, by the sizes in docs/float8.md."""

@@ -295,7 +295,7 @@ def _checked(options: Namespace, *, log: bool = False, judge_memory: bool = True
 
 def _init(options: Namespace) -> None:
     from titanlite.runtime.console import shell_command
-    from titanlite.tools.starter import write_config
+    from titanlite.tools.describe import write_config
 
     path = write_config(options.name, origin=find_config(options.origin))
     titanlite, name = shell_command("titanlite"), quote(str(path))
