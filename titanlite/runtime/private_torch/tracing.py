@@ -1,6 +1,6 @@
 """Tracing without memory: fake tensors, fake process groups, and what a dispatch mode sees of operators.
 
-Only wings import this file.
+Only tools import this file.
 """
 
 from collections.abc import Iterator

@@ -8,7 +8,7 @@ PATH = "folder of a run, of its checkpoints (or their URL: s3://...), of several
 
 
 def add_commands(titanlite: Parser) -> Parser:
-    """Add `checkpoint list|verify|restore|show|prune`, and return the group, to which wings add commands."""
+    """Add `checkpoint list|verify|restore|show|prune`, and return the group, to which other tools add commands."""
     group = titanlite.add_command("checkpoint", "list, verify, show, export and delete checkpoints")
     parser = group.add_command(
         "list",
