@@ -108,7 +108,7 @@ def test_models_know_nothing_of_ranks_and_meshes(path: Path) -> None:
 @pytest.mark.long
 def test_only_orchestrators_take_the_whole_config() -> None:
     """A stage is given its own section."""
-    whole = {"train.py", "build.py", "build_model.py", "checks/preflight.py", "checks/memory.py", "run/run_folder.py"}
+    whole = {"train.py", "checks/preflight.py", "checks/memory.py", "run/run_folder.py"}
     whole |= {"metrics/run_summary.py", "checkpoint/load.py"}
     takers = set()
     for path, tree in TREES.items():
