@@ -1,6 +1,6 @@
 """`titanlite config migrate`: a TOML file of torchtitan -> one of titanlite, and a report of every key.
 
-One pass over the old file: each key goes through its rule in `torchtitan.RULES`, and its line, with its comments, goes
+One pass over the old file: each key goes through its rule in `rules.RULES`, and its line, with its comments, goes
 to its new section. Then the same rules are asked about torchtitan's defaults: those that are not ours are written too,
 so that training stays the same. What has no counterpart stays as a comment if it is missed, or if it had a comment.
 """
@@ -15,15 +15,14 @@ import tomli
 import tomlkit
 from tomlkit.exceptions import TOMLKitError
 
-from titanlite.config.keys import dotted_keys
+from titanlite.config.keys import dotted_keys, toml_text
 from titanlite.config.load import load
 from titanlite.config.schema import Config
 from titanlite.config.source import read_source
 from titanlite.data.tokenizer import find_tokenizer
 from titanlite.runtime.errors import ConfigError, Problem, RunError, UserError, nearest_name
 from titanlite.tools.migrate.document import Line, read_lines
-from titanlite.tools.migrate.rules import ONLY_IN, RULES
-from titanlite.tools.migrate.translate import FLOAT8, OPTIMIZERS, Old
+from titanlite.tools.migrate.rules import FLOAT8, ONLY_IN, OPTIMIZERS, RULES, Old, convert
 
 SECTIONS = {"float8": FLOAT8[1]}
 """Sections for the comments of sections that have another name here."""
@@ -61,7 +60,7 @@ class Migration:
 
     def keep_as_comment(self, line: Line) -> None:
         name = line.key.removeprefix(f"{line.section}.")
-        text = line.text if line.section.startswith("[[") else f"{name} = {line.text}  {line.beside}".rstrip()
+        text = f"{name} = {line.text}  {line.beside}".rstrip()
         lines = self.sections.setdefault(SECTIONS.get(line.section, line.section), [])
         lines += [*line.above, *(part if part[:1] in ("", "#") else f"# {part}" for part in text.splitlines())]
 
@@ -70,8 +69,7 @@ class Migration:
         for section in sorted(self.sections, key=lambda section: section != ""):  # what stands above all headers first
             lines, header = self.sections[section], self.headers.get(section, Line(section, []))
             has_settings = any(line and not line.startswith("#") for line in lines)
-            is_list = section.startswith("[[")
-            if section and not is_list and (has_settings or header.above or header.beside or any(lines)):
+            if section and (has_settings or header.above or header.beside or any(lines)):
                 title = f"[{section}]  {header.beside}".rstrip()
                 lines = [*header.above, title if has_settings else f"# {title}", *lines]
             blocks.append("\n".join(line for n, line in enumerate(lines) if line or (n and lines[n - 1])).strip("\n"))
@@ -137,8 +135,7 @@ def migrate(text: str, name: str, *, version: str | None = None, world_size: int
     if version is None:
         version = _version(list(given))
         migration.remark("note", f"read as a config of torchtitan {version} (--from 0.1 or 0.2 decides)")
-    defaults = {key: rule.default for key, rule in RULES.items()}
-    old = Old({key: value for key, value in given.items() if key in RULES}, defaults, version, world_size)
+    old = Old({key: value for key, value in given.items() if key in RULES}, version, world_size)
     if world_size and world_size % old.model_parallel_degree:
         degree = old.model_parallel_degree
         raise UserError(f"--world-size: {world_size} processes are not a multiple of the {degree} that share a batch")
@@ -192,15 +189,17 @@ def _version(keys: list[str]) -> str:
 def _migrate_key(line: Line, old: Old, migration: Migration) -> None:
     if line.key not in RULES:
         if module := old["job.custom_config_module"] or old["experimental.custom_args_module"]:
-            migration.remark("LOST", line.key, f" = {_toml(line.value)}: belongs to your own config module {module}")
+            migration.remark(
+                "LOST", line.key, f" = {toml_text(line.value)}: belongs to your own config module {module}"
+            )
         else:
             migration.remark("UNKNOWN", line.key, f": not a key of torchtitan{_hint(line.key)}")
         migration.keep_as_comment(line)
         return
-    writes, note, lost = RULES[line.key].convert(line.value, old)
+    writes, note, lost = convert(line.key, line.value, old)
     for key, value in writes.items():
         if migration.settings.get(key, value) != value:
-            note, lost = f"another key sets {key} = {_toml(migration.settings[key])}", True
+            note, lost = f"another key sets {key} = {toml_text(migration.settings[key])}", True
     fresh = {key: value for key, value in writes.items() if key not in migration.settings}
     if not fresh and (lost or line.above or line.beside):
         migration.keep_as_comment(line)
@@ -208,7 +207,7 @@ def _migrate_key(line: Line, old: Old, migration: Migration) -> None:
     for key, value in fresh.items():
         migration.put(key, value, rest)
         rest = Line(line.section, [])
-    was, settings = _toml(line.value), ", ".join(f"{key} = {_toml(value)}" for key, value in writes.items())
+    was, settings = toml_text(line.value), ", ".join(f"{key} = {toml_text(value)}" for key, value in writes.items())
     if lost:
         kind, text = "LOST", f" = {was} -> {settings}" if writes else f" = {was}"
     elif not writes:
@@ -235,18 +234,18 @@ def _write_defaults(old: Old, migration: Migration) -> None:
         unused = (section in FLOAT8 and not old.float8) or (section == "validation" and not old["validation.enable"])
         if key in old.given or unused:
             continue
-        outcome = rule.convert(rule.default, old)
+        outcome = convert(key, rule.default, old)
         note = outcome.note
         for new, value in outcome.writes.items():
             default = _get(ours, new)
             if new not in migration.settings and (value != default or note):
                 about, note = f": {note}" if note else "", ""
                 migration.put(new, value, Line(section, [], f"# torchtitan's default{about}"))
-                here = "" if default in (None, value) else f" (here: {_toml(default)})"
-                migration.remark("default", new, f" = {_toml(value)} there{here}{about}")
+                here = "" if default in (None, value) else f" (here: {toml_text(default)})"
+                migration.remark("default", new, f" = {toml_text(value)} there{here}{about}")
         if outcome.lost:
-            migration.keep_as_comment(Line(section, [], "# torchtitan's default", key, text=_toml(rule.default)))
-            migration.remark("LOST", key, f" = {_toml(rule.default)} (default): {outcome.note}")
+            migration.keep_as_comment(Line(section, [], "# torchtitan's default", key, text=toml_text(rule.default)))
+            migration.remark("LOST", key, f" = {toml_text(rule.default)} (default): {outcome.note}")
     migration.put("data.shuffle", False, Line("data", [], "# torchtitan reads in order"))
     migration.remark("default", "data.shuffle", " = false: torchtitan reads documents in the order of their files")
     _decay_vectors(old, migration)
@@ -264,11 +263,13 @@ def _decay_vectors(old: Old, migration: Migration) -> None:
         "# torchtitan decays vectors (norms, biases) too, and optimizer.weight_decay does not: this group is of all",
         "[[optimizer.groups]]",
         'match = ["*"]',
-        f"weight_decay = {_toml(decay)}",
+        f"weight_decay = {toml_text(decay)}",
     ]
     migration.settings["optimizer.groups"] = [{"match": ["*"], "weight_decay": decay}]
     about = "(here: only those with two or more dimensions, unless a group has its own)"
-    migration.remark("default", "optimizer.groups", f": weight_decay = {_toml(decay)} for all parameters there {about}")
+    migration.remark(
+        "default", "optimizer.groups", f": weight_decay = {toml_text(decay)} for all parameters there {about}"
+    )
 
 
 def _problems(text: str, name: str, world_size: int | None) -> list[str]:
@@ -294,7 +295,3 @@ def _get(tree: dict[str, Any], key: str) -> Any:
     for part in key.split("."):
         tree = tree.get(part, {})
     return None if tree == {} else tree
-
-
-def _toml(value: Any) -> str:
-    return "none" if value is None else tomlkit.item(value).as_string()

@@ -4,9 +4,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import tomlkit
 from tomlkit.container import Container
 from tomlkit.items import AoT, Comment, InlineTable, Null, Table, Whitespace
+
+from titanlite.config.keys import toml_text
 
 
 @dataclass
@@ -14,7 +15,6 @@ class Line:
     """A key of the old file. Without a key: a header, or comments that stand alone."""
 
     section: str
-    """[[key]] of a list of tables, which is one key, and whose text has its headers."""
     above: list[str]
     """Comments, each on its line."""
     beside: str = ""
@@ -51,19 +51,7 @@ def read_lines(container: Container, section: str, prefix: str, pending: list[st
                 elif trivia.comment and isinstance(item, InlineTable):  # another table's is that of the first in it
                     pending.append(trivia.comment)
                 yield from read_lines(item.value, key if is_header else section, f"{key}.", pending)
-            elif isinstance(item, AoT):
-                yield Line(f"[[{key}]]", pending[:], "", key, item.unwrap(), _with_headers(key, item))
-                pending.clear()
             else:
-                yield Line(section, pending[:], trivia.comment, key, item.unwrap(), item.as_string())
+                text = toml_text(item.unwrap()) if isinstance(item, AoT) else item.as_string()
+                yield Line(section, pending[:], trivia.comment, key, item.unwrap(), text)
                 pending.clear()
-
-
-def _with_headers(key: str, tables: AoT) -> str:
-    """A list of tables as it was written."""
-    item: AoT | Table = tables
-    for part in reversed(key.split(".")):
-        outer = tomlkit.table(is_super_table=True)
-        outer.append(part, item)
-        item = outer
-    return item.as_string()

@@ -1,165 +1,112 @@
-"""The keys of torchtitan 0.1 and 0.2, their defaults there, and what becomes of each one here. Data for `migrate`."""
+"""The keys of torchtitan 0.1 and 0.2, their defaults there, and their names here; and one function for those
+whose value changes, or depends on other keys.
+"""
 
+import os
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
-
-from titanlite.tools.migrate import translate as t
-from titanlite.tools.migrate.translate import FLOAT8, Convert, Old, Outcome
+from typing import Any, NamedTuple
 
 
-@dataclass(frozen=True)
-class Rule:
+class Rule(NamedTuple):
     default: Any
-    value_type: type | None
-    """Type of its values; None for any."""
-    convert: Convert
     to: str = ""
     """The key of titanlite."""
+    value_type: type | None = None
+    """Type of its values; None for any."""
     note: str = ""
-    """Reason that there is none, and what to do instead."""
+    """Reason that there is no key, and what to do instead."""
     loses: bool = False
     """True if training changes without the key, unless it has its default, which does nothing."""
 
 
-def _to(to: str, default: Any, convert: Convert | None = None, value_type: type | None = None) -> Rule:
-    def same(value: Any, old: Old) -> Outcome:
-        return Outcome({} if value is None else {to: value})
-
-    return Rule(default, value_type or type(default), convert or same, to)
-
-
-def _part_of(to: str, default: Any, value_type: type) -> Rule:
-    return Rule(default, value_type, lambda value, old: Outcome({}, f"is part of {to}"), to)
-
-
-def _lose(default: Any, note: str) -> Rule:
-    def convert(value: Any, old: Old) -> Outcome:
-        off = value == default or (default == 1 and value < 1)  # of degrees
-        return Outcome({}, "does nothing at this value") if off else Outcome({}, note, lost=True)
-
-    return Rule(default, type(default), convert, note=note, loses=True)
-
-
-def _drop(note: str) -> Rule:
-    return Rule(None, None, lambda value, old: Outcome({}, note), note=note)
-
-
-COMPONENTS = "the model's blocks are compiled and the loss is not; compile.enable is false if this does not name model"
-
 SAME: dict[str, dict[str, Any]] = {
     "job": {"dump_folder": "outputs"},
+    "model": {"name": "llama3", "flavor": "debugmodel"},
     "metrics": {"log_freq": 10},
-    "optimizer": {"lr": 8e-4, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1},
-    "lr_scheduler": {"decay_type": "linear", "min_lr_factor": 0.0},
+    "profiling": {
+        "enable_profiling": False, "enable_memory_snapshot": False, "profile_freq": 10, "profiler_active": 1,
+        "profiler_warmup": 3,
+    },
+    "optimizer": {"name": "AdamW", "lr": 8e-4, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1},
+    "lr_scheduler": {"warmup_steps": 200, "decay_ratio": float, "decay_type": "linear", "min_lr_factor": 0.0},
     "training": {
-        "local_batch_size": 8, "seq_len": 2048, "max_norm": 1.0, "steps": 10000, "enable_cpu_offload": False,
+        "local_batch_size": 8, "global_batch_size": -1, "seq_len": 2048, "max_norm": 1.0, "steps": 10000,
         "dtype": "float32", "mixed_precision_param": "bfloat16", "mixed_precision_reduce": "float32",
+        "enable_cpu_offload": False,
     },
     "parallelism": {
         "data_parallel_replicate_degree": 1, "data_parallel_shard_degree": -1, "context_parallel_degree": 1,
-        "expert_parallel_degree": 1, "fsdp_reshard_after_forward": "default",
+        "tensor_parallel_degree": 1, "expert_parallel_degree": 1, "fsdp_reshard_after_forward": "default",
     },
+    "activation_checkpoint": {"mode": "selective", "selective_ac_option": "2"},
+    "compile": {"enable": False},
     "checkpoint": {
-        "enable": False, "interval": 500, "async_mode": "disabled", "keep_latest_k": 10,
-        "last_save_in_hf": False, "export_dtype": "float32",
+        "enable": False, "folder": "checkpoint", "load_step": -1, "interval": 500, "async_mode": "disabled",
+        "keep_latest_k": 10, "last_save_in_hf": False, "export_dtype": "float32", "initial_load_path": str,
     },
     "validation": {"enable": False, "freq": 10},
-    "debug": {"deterministic": False},
+    "comm": {"init_timeout_seconds": int, "train_timeout_seconds": int},
+    "debug": {"seed": int, "deterministic": False},
 }  # fmt: skip
-"""Same name, same meaning: torchtitan's defaults, by section."""
+"""Same name: torchtitan's defaults, by section; the type of those that are not set."""
 
-CONVERTED: dict[str, Rule] = {
-    "metrics.enable_tensorboard": _to("metrics.loggers", False, t.loggers),
-    "parallelism.tensor_parallel_degree": _to("parallelism.tensor_parallel_degree", 1, t.degree),
-    "metrics.enable_wandb": _to("metrics.loggers", False, t.loggers),
-    "model.name": _to("model.name", "llama3", t.model),
-    "model.flavor": _to("model.flavor", "debugmodel", t.flavor),
-    "model.tokenizer_path": _to("data.tokenizer", None, t.tokenizer, str),
-    "model.hf_assets_path": _to("data.tokenizer", "./tests/assets/tokenizer", t.assets),
-    "model.converters": _to("quantize.linear.float8.enable", [], t.converters),
-    "optimizer.name": _to("optimizer.name", "AdamW", t.optimizer),
-    "lr_scheduler.warmup_steps": _to("lr_scheduler.warmup_steps", 200, t.warmup),
-    "lr_scheduler.decay_ratio": _to("lr_scheduler.decay_ratio", None, value_type=float),
-    "lr_scheduler.lr_min": _to("lr_scheduler.min_lr_factor", 0.0),
-    "lr_scheduler.total_steps": Rule(None, int, t.total_steps, note=t.SPAN, loses=True),
-    "training.global_batch_size": _to("training.global_batch_size", -1, t.global_batch),
-    "training.dataset": _to("data.path", "c4_test", t.dataset("data.path", "training.dataset_path")),
-    "training.dataset_path": _part_of("data.path", None, str),
-    "training.dataloader.num_workers": _to("data.num_workers", 0),
-    "training.compile": _to("compile.enable", False, t.compile_model),
-    "training.seed": _to("debug.seed", None, value_type=int),
-    "training.deterministic": _to("debug.deterministic", False),
-    "debug.seed": _to("debug.seed", None, value_type=int),
-    "compile.enable": _to("compile.enable", False, t.compile_model),
-    "compile.components": Rule(["model", "loss"], list, lambda value, old: Outcome({}, COMPONENTS), note=COMPONENTS),
-    "activation_checkpoint.mode": _to("activation_checkpoint.mode", "selective", t.checkpointing),
-    "activation_checkpoint.selective_ac_option": _to("activation_checkpoint.selective_ac_option", "2", t.selective),
-    "checkpoint.enable_checkpoint": _to("checkpoint.enable", False),
-    "checkpoint.folder": _to("checkpoint.folder", "checkpoint", t.folder),
-    "checkpoint.load_step": _to("checkpoint.load_step", -1, t.load_step),
-    "checkpoint.initial_load_path": _to("checkpoint.initial_load_path", None, value_type=str),
-    "checkpoint.initial_load_in_hf": _to("checkpoint.initial_load_path", False, t.initial_in_hf),
-    "checkpoint.initial_load_model_only": _to("checkpoint.initial_load", True, t.initial_parts),
-    "checkpoint.initial_load_model_weights_only": _to("checkpoint.initial_load", True, t.initial_parts),
-    "profiling.enable_profiling": _to("profiling.enable_profiling", False, t.profiling("enable_profiling")),
-    "profiling.enable_memory_snapshot": _to(
-        "profiling.enable_memory_snapshot", False, t.profiling("enable_memory_snapshot")
-    ),
-    "profiling.profile_freq": _to("profiling.profile_freq", 10, t.profiling("profile_freq")),
-    "profiling.profiler_active": _to("profiling.profiler_active", 1, t.profiling("profiler_active")),
-    "profiling.profiler_warmup": _to("profiling.profiler_warmup", 3, t.profiling("profiler_warmup")),
-    "comm.init_timeout_seconds": _to("comm.init_timeout_seconds", None, value_type=int),
-    "comm.train_timeout_seconds": _to("comm.train_timeout_seconds", None, value_type=int),
-    "validation.dataset": _to(
-        "validation.path", "c4_validation", t.dataset("validation.path", "validation.dataset_path")
-    ),
-    "validation.dataset_path": _part_of("validation.path", None, str),
-    "validation.local_batch_size": _part_of("validation.sequences", 8, int),
-    "validation.steps": _to("validation.sequences", -1, t.validation_steps),
+FLOAT8 = ("float8", "quantize.linear.float8")
+"""The converter, and the section, of 0.1 and of 0.2."""
+OTHERS: dict[str, tuple[str, Any]] = {
+    "metrics.enable_tensorboard": ("metrics.loggers", False),
+    "metrics.enable_wandb": ("metrics.loggers", False),
+    "model.tokenizer_path": ("data.tokenizer", str),
+    "model.hf_assets_path": ("data.tokenizer", "./tests/assets/tokenizer"),
+    "model.converters": ("quantize.linear.float8.enable", []),
+    "lr_scheduler.lr_min": ("lr_scheduler.min_lr_factor", 0.0),
+    "training.dataset": ("data.path", "c4_test"),
+    "training.dataset_path": ("data.path", str),
+    "training.dataloader.num_workers": ("data.num_workers", 0),
+    "training.compile": ("compile.enable", False),
+    "training.seed": ("debug.seed", int),
+    "training.deterministic": ("debug.deterministic", False),
+    "checkpoint.enable_checkpoint": ("checkpoint.enable", False),
+    "checkpoint.initial_load_in_hf": ("checkpoint.initial_load_path", False),
+    "checkpoint.initial_load_model_only": ("checkpoint.initial_load", True),
+    "checkpoint.initial_load_model_weights_only": ("checkpoint.initial_load", True),
+    "validation.dataset": ("validation.path", "c4_validation"),
+    "validation.dataset_path": ("validation.path", str),
+    "validation.local_batch_size": ("validation.sequences", 8),
+    "validation.steps": ("validation.sequences", -1),
     **{
-        f"{section}.enable_fsdp_float8_all_gather": _to(f"{FLOAT8[1]}.enable_fsdp_float8_all_gather", False)
+        f"{section}.{name}": (f"{FLOAT8[1]}.{name}", default)
         for section in FLOAT8
+        for name, default in {
+            "enable_fsdp_float8_all_gather": False, "precompute_float8_dynamic_scale_for_fsdp": False,
+            "recipe_name": str, "filter_fqns": [], "emulate": False,
+        }.items()
     },
-    **{
-        f"{section}.precompute_float8_dynamic_scale_for_fsdp": _to(
-            f"{FLOAT8[1]}.precompute_float8_dynamic_scale_for_fsdp", False
-        )
-        for section in FLOAT8
-    },
-    **{f"{section}.recipe_name": _to(f"{FLOAT8[1]}.recipe_name", None, value_type=str) for section in FLOAT8},
-    **{f"{section}.filter_fqns": _to(f"{FLOAT8[1]}.filter_fqns", [], t.float8_filter) for section in FLOAT8},
-    **{f"{section}.emulate": _to(f"{FLOAT8[1]}.emulate", False) for section in FLOAT8},
-}
+}  # fmt: skip
+"""Other name: that here, and torchtitan's default."""
 
 LOSES: dict[str, tuple[Any, str]] = {
+    "the schedule always spans training.steps": (None, "lr_scheduler: total_steps"),
     "titanlite has no such axis: use FSDP, HSDP, context, expert or tensor parallelism, and activation checkpointing "
-    "or training.enable_cpu_offload where memory is short": (
-        1,
-        "parallelism: pipeline_parallel_degree expert_tensor_parallel_degree",
-    ),
-    "model.file names a model of your own; what else this code does is lost": (
-        "",
-        "job: custom_config_module; experimental: custom_import custom_args_module",
-    ),
-    "optimizer.in_backward = true does this, if training.max_norm is 0 and nothing is accumulated": (
-        False,
-        "optimizer: early_step_in_backward",
-    ),
-    "a run resumes all of its checkpoint; checkpoint.initial_load takes parts of another one": (
-        [],
-        "checkpoint: exclude_from_loading",
-    ),
+    "or training.enable_cpu_offload where memory is short":
+        (1, "parallelism: pipeline_parallel_degree expert_tensor_parallel_degree"),
+    "model.file names a model of your own; what else this code does is lost":
+        ("", "job: custom_config_module; experimental: custom_import custom_args_module"),
+    "optimizer.in_backward = true does this, if training.max_norm is 0 and nothing is accumulated":
+        (False, "optimizer: early_step_in_backward"),
+    "a run resumes all of its checkpoint; checkpoint.initial_load takes parts of another one":
+        ([], "checkpoint: exclude_from_loading"),
     "quantized weights are not read: take them in bfloat16": (False, "checkpoint: initial_load_in_hf_quantized"),
     "the number of processes is fixed, and they synchronize in each step": (False, "fault_tolerance: enable"),
-    "experts are balanced by the router's counts": (
-        False,
-        "debug: moe_force_load_balance; training: debug_moe_force_load_balance",
-    ),
-}
+    "experts are balanced by the router's counts":
+        (False, "debug: moe_force_load_balance; training: debug_moe_force_load_balance"),
+}  # fmt: skip
 """No counterpart, and training changes unless the value is this one: by what to do instead."""
 
 DROPS = {
+    "the model's blocks are compiled and the loss is not; compile.enable is false if this does not name model":
+        "compile: components",
     "profiles are in the folder of the run, in profile/": "profiling: save_traces_folder save_memory_snapshot_folder",
     "the resolved config is config.toml in the folder of the run; titanlite config show prints it":
         "job: print_args print_config save_config_file",
@@ -208,16 +155,20 @@ def _keys(text: str) -> Iterator[str]:
         yield from (f"{section.strip()}.{name}" for name in names.split())
 
 
+_SAME = {f"{section}.{name}": (f"{section}.{name}", it) for section, keys in SAME.items() for name, it in keys.items()}
 RULES: dict[str, Rule] = {
     **{
-        f"{section}.{name}": _to(f"{section}.{name}", value)
-        for section, keys in SAME.items()
-        for name, value in keys.items()
+        key: Rule(None, to, it) if isinstance(it, type) else Rule(it, to, type(it))
+        for key, (to, it) in (_SAME | OTHERS).items()
     },
-    **CONVERTED,
-    **{key: _lose(default, note) for note, (default, keys) in LOSES.items() for key in _keys(keys)},
-    **{key: _drop(note) for note, keys in DROPS.items() for key in _keys(keys)},
+    **{
+        key: Rule(default, "", type(default) if default is not None else None, note, loses=True)
+        for note, (default, keys) in LOSES.items()
+        for key in _keys(keys)
+    },
+    **{key: Rule(None, note=note) for note, keys in DROPS.items() for key in _keys(keys)},
 }
+RULES["compile.components"] = RULES["compile.components"]._replace(default=["model", "loss"], value_type=list)
 
 ONLY_IN = {
     "0.1": """float8. mx. job.use_for_integration_test job.print_args lr_scheduler.lr_min training.compile
@@ -228,3 +179,192 @@ ONLY_IN = {
         checkpoint.initial_load_model_only checkpoint.last_save_model_only""",
 }
 """Keys that only one version has; sections have a dot at their end."""
+
+C4_SPLITS = {"c4": "train", "c4_validation": "validation"}
+OPTIMIZERS: tuple[str, ...] = ("Adam", "AdamW")
+"""All that torchtitan has."""
+SHAPES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    **{f"llama3/{size}": ("llama3", size, {}) for size in ("8B", "70B", "405B")},
+    **{f"qwen3/{size}": ("qwen3", size, {}) for size in ("0.6B", "1.7B", "4B", "8B", "14B", "32B")},
+    "qwen3/30B-A3B": ("qwen3_moe", "30B-A3B", {}),
+    "qwen3/235B-A22B": ("qwen3_moe", "235B-A22B", {"rope_theta": 5e6}),
+    "llama3/debugmodel": ("llama3", "debug", {
+        "dim": 256, "n_heads": 16, "n_kv_heads": 16, "hidden_dim": 768, "rope_theta": 5e5, "rope_scaling_factor": 8.0,
+    }),
+    "qwen3/debugmodel": ("qwen3", "debug", {
+        "n_layers": 8, "n_heads": 16, "n_kv_heads": 8, "hidden_dim": 3072, "head_dim": 128, "rope_theta": 1e6,
+    }),
+    "qwen3/debugmodel_moe": ("qwen3_moe", "debug", {
+        "n_layers": 8, "n_heads": 16, "n_kv_heads": 8, "hidden_dim": 768, "head_dim": 128, "n_experts": 64,
+        "n_active_experts": 8, "rope_theta": 1e6,
+    }),
+}  # fmt: skip
+"""Family and flavor of each of torchtitan's models, and what else is needed for the same model."""
+VOCABULARIES = {"llama3": 128256, "qwen3": 151936}
+DEBUG_VOCABULARY = 2048
+FAMILIES = {shape.partition("/")[0] for shape in SHAPES}
+
+
+@dataclass(frozen=True)
+class Old:
+    """Values of a config of torchtitan, with torchtitan's defaults for those that it lacks."""
+
+    given: dict[str, Any]
+    version: str
+    world_size: int | None = None
+
+    def __getitem__(self, key: str) -> Any:
+        return self.given.get(key, RULES[key].default)
+
+    @property
+    def model_parallel_degree(self) -> int:
+        """Ranks that share the data of one."""
+        axes = ("tensor", "pipeline", "context")
+        tensor, pipeline, context = (max(1, self[f"parallelism.{axis}_parallel_degree"]) for axis in axes)
+        return tensor * pipeline * context
+
+    @property
+    def data_parallel_degree(self) -> int | None:
+        """Ranks that see different data, if the number of processes is known."""
+        return self.world_size and self.world_size // self.model_parallel_degree
+
+    @property
+    def base_flavor(self) -> str:
+        """The flavor without the name of a kernel, which stands for attention within documents."""
+        return re.sub(r"_(flex|varlen)(_attn)?$", "", self["model.flavor"])
+
+    @property
+    def float8(self) -> bool:
+        return any(name in FLOAT8 for name in self["model.converters"])
+
+
+class Outcome(NamedTuple):
+    """Translation of a value: settings of titanlite, a remark, and whether training changes all the same."""
+
+    writes: dict[str, Any]
+    note: str = ""
+    lost: bool = False
+
+
+def convert(key: str, value: Any, old: Old) -> Outcome:
+    """Return what becomes of a key: it is renamed, unless it is one of the exceptions below."""
+    rule, note, lost = RULES[key], "", False
+    to, nothing = rule.to, "does nothing at this value"
+    if not to:
+        off = value == rule.default or (rule.default == 1 and value < 1)  # of degrees
+        off = off or (key == "lr_scheduler.total_steps" and value == old["training.steps"])
+        return Outcome({}, nothing if off and rule.loses else rule.note, lost=rule.loses and not off)
+    match key:
+        case "training.dataset_path" | "validation.dataset_path" | "validation.local_batch_size":
+            return Outcome({}, f"is part of {to}")
+        case "training.global_batch_size" if value <= 0:
+            local, ranks = old["training.local_batch_size"], old.data_parallel_degree
+            if not ranks:
+                note = f"means {local} for each data parallel rank: migrate with --world-size N, or set it yourself"
+                return Outcome({}, note, lost=True)
+            value, note = local * ranks, f"{local} for each of {ranks} ranks"
+        case "parallelism.tensor_parallel_degree":
+            value = max(1, value)
+        case "metrics.enable_tensorboard" | "metrics.enable_wandb":
+            value = [name for name in ("tensorboard", "wandb") if old[f"metrics.enable_{name}"]]
+        case _ if key.startswith("profiling."):
+            if not (old["profiling.enable_profiling"] or old["profiling.enable_memory_snapshot"]):
+                return Outcome({}, "does nothing while profiling is off")
+            if old["profiling.profile_freq"] > old["training.steps"]:
+                return Outcome({}, "no window ends within training.steps")
+        case "lr_scheduler.warmup_steps":
+            value = min(value, old["training.steps"])  # torchtitan cuts it, we do not
+        case "model.name":
+            if value not in FAMILIES:
+                note = (
+                    "not the same here: see titanlite/models for what there is, or name a file of yours in model.file"
+                )
+                lost = True
+            value, _, _ = SHAPES.get(f"{value}/{old.base_flavor}", (value, "", {}))
+            if value == "qwen3_moe":
+                note = "the bias that balances experts is added to the router's logits here, and to its probabilities "
+                note += "there (model.args.balance_rate)"
+        case "model.flavor":
+            return _flavor(value, old)
+        case "model.tokenizer_path" if old.version == "0.1":
+            value = value or "./torchtitan/datasets/tokenizer/tokenizer.model"
+        case "model.hf_assets_path" if old["model.tokenizer_path"] or old.version == "0.1":
+            return Outcome({}, "model.tokenizer_path goes before it")
+        case "model.converters":
+            others = [str(name) for name in value if name not in FLOAT8]
+            notes = [f"no counterpart of {', '.join(others)}"] if others else []
+            if old.float8 and old["parallelism.tensor_parallel_degree"] > 1:
+                notes.append("no float8 with tensor parallelism here yet: leave out one of the two")
+            value, note, lost = old.float8, "; ".join(notes), bool(notes)
+        case "float8.filter_fqns" | "quantize.linear.float8.filter_fqns":
+            # torchtitan leaves out small layers if this is among the names, by torchao's limits, which are ours too
+            names = [name for name in value if name != "auto_filter_small_kn"]
+            small = {f"{FLOAT8[1]}.skip_small": names != value} if old.float8 else {}
+            return Outcome({to: names, **small})
+        case "optimizer.name" if value not in OPTIMIZERS:
+            note, lost = "is not torchtitan's: give its arguments in optimizer.args", True
+        case "training.dataset" | "validation.dataset":
+            return _dataset(value, to, old[f"{key}_path"])
+        case "validation.steps":
+            batch, ranks = old["validation.local_batch_size"], old.data_parallel_degree
+            if value >= 0 and not ranks:
+                return Outcome({}, f"{to} = {value * batch} for each data parallel rank is the same")
+            value, note = (value * batch * (ranks or 1), "") if value >= 0 else (0, "all there are")
+        case "training.compile" | "compile.enable":
+            value = value and "model" in old["compile.components"]
+        case "activation_checkpoint.mode" if value == "memory_budget":
+            value, note = "selective", "the nearest; it costs memory or time, and changes no loss"
+        case "activation_checkpoint.selective_ac_option":
+            if old["activation_checkpoint.mode"] != "selective":
+                return Outcome({}, "is for mode selective")
+            value = int(value) if value.isdecimal() else value
+        case "checkpoint.folder":
+            if value == rule.default:
+                return Outcome({}, "checkpoints are in the folder of the run, <dump_folder>/<name>/checkpoints")
+            value = value if "://" in value else os.path.join(old["job.dump_folder"], value)
+        case "checkpoint.load_step" if value <= 0:
+            return Outcome({}, "the newest is the default")
+        case "checkpoint.initial_load_in_hf":
+            if not value or old["checkpoint.initial_load_path"]:
+                return Outcome({}, f"{to} is recognized as what it is" if value else nothing)
+            value = old["model.hf_assets_path"]
+        case "checkpoint.initial_load_model_only" | "checkpoint.initial_load_model_weights_only":
+            if not old["checkpoint.initial_load_path"]:
+                return Outcome({}, "is for checkpoint.initial_load_path")
+            note = "" if value else "of torchtitan's checkpoints the model alone is read; the optimizer begins anew"
+            value, lost = ["model"], not value
+    return Outcome({} if value is None else {to: value}, note, lost)
+
+
+def _flavor(value: str, old: Old) -> Outcome:
+    base, name = old.base_flavor, old["model.name"]
+    shape = SHAPES.get(f"{name}/{base}")
+    if shape is None and name in FAMILIES:
+        known = ", ".join(shape.partition("/")[2] for shape in SHAPES if shape.startswith(f"{name}/"))
+        note = f"no such shape of {name} is the same here (there are {known}): give its sizes in model.args"
+        return Outcome({"model.flavor": value}, note, lost=True)
+    _, flavor, args = shape or (name, value, {})
+    note = ""
+    if old.version == "0.1" and name == "llama3":  # RoPE was not scaled, and the tokenizer gave the vocabulary's size
+        args = args | {"rope_scaling_factor": 1.0}
+        note = "the vocabulary was that of the tokenizer; here it is rounded up to a multiple of 128, unless "
+        note = note + "model.args.vocab_size is set" if flavor == "debug" else ""
+    elif shape:  # the flavor gave the vocabulary's size, whatever the tokenizer
+        args = args | {"vocab_size": DEBUG_VOCABULARY if flavor == "debug" else VOCABULARIES[name]}
+    writes = {"model.flavor": flavor, **{f"model.args.{field}": size for field, size in args.items()}}
+    return Outcome(writes | ({"data.document_mask": True} if base != value else {}), note)
+
+
+def _dataset(value: str, to: str, path: str | None) -> Outcome:
+    name = value.lower()
+    if name == "c4_test":
+        note = "" if path else "a folder of torchtitan's checkout: copy it, or name other text"
+        return Outcome({to: path or "tests/assets/c4_test"}, note)
+    if name not in C4_SPLITS:
+        note = "is made by code of yours: name its files, and the field of their text in data.text_field"
+        return Outcome({to: path or value}, note, lost=True)
+    path = path or "allenai/c4"
+    if not re.fullmatch(r"\w[\w.-]*/[\w.-]+", path) or os.path.exists(path):
+        return Outcome({to: path})
+    note = "all of it is fetched and made into tokens first, where torchtitan streams"
+    return Outcome({to: f"hf://{path}:en:{C4_SPLITS[name]}"}, note)
