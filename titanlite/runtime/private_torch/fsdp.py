@@ -106,7 +106,7 @@ def gather_local_parts(
         parameter.is_dtensor = False
         parameter._unsharded_dtensor_spec = None
         hook = gradient_hooks.get((parameter._module_info.module, parameter._module_info.param_name))
-        if hook is not None:
+        if hook is not None and not isinstance(parameter, _HookedParam):  # modules of one unit have one record
             parameter.__class__ = type(_HookedParam.__name__, (_HookedParam, type(parameter)), {})
             assert isinstance(parameter, _HookedParam)
             parameter.gradient_hook = hook
