@@ -52,8 +52,8 @@ def test_accumulated_gradients_are_those_of_the_plain_loss_of_the_whole_batch(ru
     run.batches.close()
     batches[0]["labels"][:3, 5:] = IGNORE
     accumulate(
-        run.model, batches, group=run.group, loss_function=run.loss_function, teacher=run.teacher, in_backward=None, loss_scale=None,
-        reduce_once=False, observer=StepObserver(),
+        run.model, batches, group=run.group, loss_function=run.loss_function, teacher=run.teacher,
+        in_backward=None, loss_scale=None, reduce_once=False, observer=StepObserver(),
     )  # fmt: skip
     student, teacher = (load_model(open_source(str(of(runs, name)))) for name in ("student", "teacher"))
     tokens, labels = (torch.cat([batch[key] for batch in batches]) for key in ("tokens", "labels"))
