@@ -132,15 +132,19 @@ def started(
     environment = {key: text for key, text in os.environ.items() if key != "RANK"}
     environment |= {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1", **environ}
     output = folder / f"output-{value}.txt"
-    with open(output, "wb") as file:
-        process = subprocess.Popen(
-            [*(command or [str(SCRIPT)]), *words],
-            stdout=file if console is None else console,
-            stderr=subprocess.STDOUT,
-            env=environment | {name: value},
-            cwd=folder,
-            start_new_session=True,
-        )
+    hangup = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # a run that inherits nohup's ignores it
+    try:
+        with open(output, "wb") as file:
+            process = subprocess.Popen(
+                [*(command or [str(SCRIPT)]), *words],
+                stdout=file if console is None else console,
+                stderr=subprocess.STDOUT,
+                env=environment | {name: value},
+                cwd=folder,
+                start_new_session=True,
+            )
+    finally:
+        signal.signal(signal.SIGHUP, hangup)
     job = Job(process, mark, output)
     try:
         yield job
