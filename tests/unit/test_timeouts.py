@@ -125,4 +125,4 @@ def test_a_whole_start_reports_its_phases(tiny: TinyRun) -> None:
     train_on_this_rank(config, 0, 1, observer=phases)
     steps = [f"step 1, {name}" for name in ("data", "forward", "backward", "update", "metrics")]
     ends = [f"step 1, {name}" for name in ("validation", "checkpoint", "end")]
-    assert phases.heard == ["data preparation", "model", "checkpoint load", *steps, *ends]
+    assert phases.heard == ["data preparation", "model", "sharding", "optimizer", "checkpoint load", *steps, *ends]

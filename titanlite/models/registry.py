@@ -19,7 +19,8 @@ class _Families(Mapping[str, type[Model]]):
         self._classes = classes
 
     def __getitem__(self, name: str) -> type[Model]:
-        return getattr(importlib.import_module(f"titanlite.models.{name}"), self._classes[name])
+        class_name = self._classes[name]
+        return getattr(importlib.import_module(f"titanlite.models.{name}"), class_name)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._classes)

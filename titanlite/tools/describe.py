@@ -173,5 +173,3 @@ def _default_comment(default: Any) -> str:
     if default is PydanticUndefined:
         return ""
     return f"# default: {'not set' if default is None else toml_text(default)}"
-
-
