@@ -179,4 +179,5 @@ def _describe(error: BaseException) -> str:
     words = words if len(words) <= MOST_CHARACTERS else f"{words[:MOST_CHARACTERS]}..."
     ours = tuple(f"{Path(str(package.__file__)).parent}/" for package in (torch, titanlite))
     frames = [it for it in traceback.extract_tb(error.__traceback__) if not it.filename.startswith((*ours, "<"))]
+    frames = [it for it in frames if "/site-packages/" not in it.filename] or frames  # wandb wraps sys.exit
     return f"{Path(frames[-1].filename).name}:{frames[-1].lineno}: {words}" if frames else words
