@@ -24,10 +24,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from titanlite.batch import IGNORE
-from titanlite.config.schema import Distill
 from titanlite.loss import token_loss
 from titanlite.ops.kernels import Kernels
 from titanlite.runtime.allocator import keep_freed_memory
+from titanlite.schema import Distill
 from titanlite.techniques.distill.divergence import HeadDivergence
 
 VOCABULARIES = (32_768, 65_536, 131_072, 262_144)

@@ -25,8 +25,8 @@ from plan_accuracy import DEBUG, planned
 from record import add_record_option, record
 
 from titanlite.config.load import load
-from titanlite.config.schema import Config
 from titanlite.models.base import unique_parameters
+from titanlite.schema import Config
 from titanlite.tools.plan.estimate import model_of
 from titanlite.tools.plan.hardware import find_hardware
 

@@ -22,9 +22,9 @@ from record import add_record_option, ratios, record
 from titanlite.checkpoint.manager import Progress
 from titanlite.checks.preflight import preflight
 from titanlite.config.load import load
-from titanlite.config.schema import Config
 from titanlite.runtime.console import LOGGER
 from titanlite.runtime.process_group import pick_device, process_group, read_ranks
+from titanlite.schema import Config
 from titanlite.tools.ingest.prepare import prepare_text
 from titanlite.train import build, train
 

@@ -20,12 +20,12 @@ from torch import Tensor
 
 from titanlite.checks.preflight import preflight
 from titanlite.config.load import load
-from titanlite.config.schema import Optimizer
 from titanlite.models.registry import resolve_model
 from titanlite.optim import build_optimizer
 from titanlite.optim.rounding import SlicedAdamW
 from titanlite.runtime.allocator import keep_freed_memory
 from titanlite.runtime.process_group import pick_device, process_group, read_ranks
+from titanlite.schema import Optimizer
 from titanlite.tools.ingest.prepare import prepare_text
 from titanlite.train import build, finish, train
 

@@ -33,7 +33,6 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from titanlite.batch import Batch
 from titanlite.config.load import load
-from titanlite.config.schema import Config
 from titanlite.data.packing import TokenSequence
 from titanlite.data.samples import as_batch
 from titanlite.guard import StepGuard
@@ -51,6 +50,7 @@ from titanlite.parallelize.teacher import parallelize_teacher
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.private_torch.tensors import local_tensor
 from titanlite.runtime.process_group import seed_step
+from titanlite.schema import Config
 from titanlite.step import train_step
 from titanlite.storage.disk import open_disk
 from titanlite.techniques.distill.source import teacher_model

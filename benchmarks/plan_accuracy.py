@@ -28,7 +28,6 @@ from torch.nn import functional as F
 
 from titanlite.batch import IGNORE
 from titanlite.config.load import load
-from titanlite.config.schema import Config
 from titanlite.loss import TokenLoss, build_loss
 from titanlite.mesh import loss_group
 from titanlite.ops import pick_kernels
@@ -36,6 +35,7 @@ from titanlite.optim import build_optimizer
 from titanlite.parallelize import DTYPES, build_mesh, materialize, parallelize
 from titanlite.runtime.hardware import Hardware, hardware_of
 from titanlite.runtime.process_group import process_group, read_ranks
+from titanlite.schema import Config
 from titanlite.step import train_step
 from titanlite.tools.plan.estimate import Layout, Plan, model_of, plan
 from titanlite.tools.plan.hardware import find_hardware

@@ -41,7 +41,6 @@ from titanlite import train as train_module
 from titanlite.checkpoint.manager import Progress
 from titanlite.checks.preflight import preflight
 from titanlite.config.load import load
-from titanlite.config.schema import Config
 from titanlite.mesh import loss_group
 from titanlite.ops.cpu import CpuKernels
 from titanlite.optim import build_optimizer
@@ -50,6 +49,7 @@ from titanlite.runtime.allocator import cores
 from titanlite.runtime.console import start_logging
 from titanlite.runtime.private_torch.tracing import FakeTensorMode
 from titanlite.runtime.process_group import Ranks, process_group, read_ranks
+from titanlite.schema import Config
 from titanlite.step import StepResult, train_step
 from titanlite.tools.ingest.prepare import prepare_text
 from titanlite.tools.plan.estimate import model_of

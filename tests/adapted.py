@@ -5,10 +5,10 @@ from typing import Any
 
 import torch
 
-from titanlite.config.schema import Freeze, Lora
 from titanlite.models.base import Model
 from titanlite.models.registry import resolve_model
 from titanlite.parallelize.materialize import materialize, set_dtype
+from titanlite.schema import Freeze, Lora
 from titanlite.techniques.lora import choose_trained
 
 TOKENS = torch.arange(32).view(2, 16) * 5 % 64

@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from titanlite.batch import IGNORE
-from titanlite.config.schema import Distill
 from titanlite.ops.kernels import Kernels
+from titanlite.schema import Distill
 from titanlite.techniques.distill.divergence import HeadDivergence
 
 VOCABULARY, TOKENS, DIM, TEACHER_DIM = 301, 66, 48, 80

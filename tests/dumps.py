@@ -7,8 +7,8 @@ import torch
 
 from tests.helpers import TinyRun
 from tests.layouts import built
-from titanlite.config.schema import Config
 from titanlite.data.loader import MicroBatches, build_loader
+from titanlite.schema import Config
 from titanlite.tools.report.dump_step import record
 from titanlite.tools.report.value_dump import read_dump
 from titanlite.tools.report.where import Compared, compare_dumps

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from titanlite.config.load import load
-from titanlite.config.schema import Config
+from titanlite.schema import Config
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -16,9 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.helpers import TinyRun, run_in_turn, train_on_this_rank
 from titanlite.batch import IGNORE
 from titanlite.checks.preflight import preflight
-from titanlite.config.schema import Config
 from titanlite.loss import TokenLoss
 from titanlite.runtime.process_group import Ranks
+from titanlite.schema import Config
 from titanlite.step import StepResult, train_step
 from titanlite.tools.convert.source import open_teacher
 from titanlite.tools.convert.weights import open_weights

@@ -6,7 +6,7 @@ from functools import cache
 import torch
 
 from titanlite.config.load import load
-from titanlite.config.schema import Config
+from titanlite.schema import Config
 from titanlite.tools.plan.estimate import Layout, Plan, model_of, plan
 from titanlite.tools.plan.hardware import find_hardware
 from titanlite.tools.plan.memory import Profile, profile

@@ -7,11 +7,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from titanlite.config.schema import Metrics
 from titanlite.metrics.phase_memory import PhaseMemory
 from titanlite.metrics.recorder import MetricsRecorder
 from titanlite.observer import CurrentPhase
 from titanlite.run.run_folder import RunFolder
+from titanlite.schema import Metrics
 from titanlite.step import StepResult
 
 

@@ -5,8 +5,8 @@ from torch import nn
 
 from tests.helpers import TinyRun, train_on_this_rank
 from tests.layouts import whole
-from titanlite.config.schema import Config
 from titanlite.models.registry import resolve_model
+from titanlite.schema import Config
 
 
 def trained(config: Config) -> dict[str, torch.Tensor]:

@@ -7,9 +7,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from titanlite.config.schema import Config
     from titanlite.models.base import Model, ModelArgs
     from titanlite.runtime.errors import ConfigError, RunStopped, UserError
+    from titanlite.schema import Config
     from titanlite.tools.api import build_run, load_config, run_training
     from titanlite.tools.report.run_records import RunRecords, read_run
 
@@ -21,7 +21,7 @@ PUBLIC = {
     "build_run": "titanlite.tools.api",
     "read_run": "titanlite.tools.report.run_records",
     "RunRecords": "titanlite.tools.report.run_records",
-    "Config": "titanlite.config.schema",
+    "Config": "titanlite.schema",
     "Model": "titanlite.models.base",
     "ModelArgs": "titanlite.models.base",
     "UserError": "titanlite.runtime.errors",

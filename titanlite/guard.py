@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from titanlite.config.schema import Guard
 from titanlite.runtime.errors import RunStopped
+from titanlite.schema import Guard
 from titanlite.step import StepResult
 
 if TYPE_CHECKING:

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from titanlite.batch import IGNORE
-from titanlite.config.schema import Distill, Training
 from titanlite.ops.kernels import DEFAULT_KERNELS, Kernels
 from titanlite.runtime.user_code import check_call, find_object
+from titanlite.schema import Distill, Training
 
 if TYPE_CHECKING:
     from titanlite.ops.divergence import ChunkDivergence

@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from titanlite.config.schema import Parallelism
 from titanlite.runtime.private_torch.process_groups import flatten_axes, join_meshes, unflatten_axis
+from titanlite.schema import Parallelism
 
 # A device mesh of NVIDIA GPUs whose communicators are split from that of all ranks.
 

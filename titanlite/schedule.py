@@ -2,8 +2,8 @@
 
 import math
 
-from titanlite.config.schema import LRScheduler, Training
 from titanlite.runtime.errors import UserError
+from titanlite.schema import LRScheduler, Training
 
 
 def count_steps(training: Training, *, step: int, samples: int, limit: int | None) -> int:

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from titanlite.batch import IGNORE, Batch
-from titanlite.config.schema import Validation
 from titanlite.data.loader import to_device
 from titanlite.data.samples import Source, as_batch, permute
 from titanlite.loss import token_loss
 from titanlite.ops.attention import document_arguments
 from titanlite.ops.kernels import Kernels
+from titanlite.schema import Validation
 
 ORDER_KEY = 0
 """Key of the choice of sequences. It does not depend on the seed, so that runs with other seeds can be compared."""

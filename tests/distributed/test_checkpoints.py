@@ -19,9 +19,9 @@ from titanlite.checkpoint import manifest as manifests
 from titanlite.checkpoint import staging
 from titanlite.checkpoint.dcp_write import ShardWriter
 from titanlite.checkpoint.manifest import folder_name
-from titanlite.config.schema import Config
 from titanlite.metrics.recorder import MetricsRecorder
 from titanlite.runtime.errors import RunError
+from titanlite.schema import Config
 from titanlite.storage.storage import LocalStorage, open_storage
 
 

@@ -21,7 +21,7 @@ from tests.layouts import (
     trained,
     trained_on,
 )
-from titanlite.config.schema import Config
+from titanlite.schema import Config
 
 MASK = ["--data.document_mask"]
 MOE = [

@@ -19,9 +19,9 @@ from tests.helpers import TinyRun, _free_port, run_in_turn, run_ranks, train_on_
 from tests.layouts import built, trained
 from titanlite.batch import Batch
 from titanlite.checkpoint import manifest as manifests
-from titanlite.config.schema import Config
 from titanlite.runtime.console import start_logging
 from titanlite.runtime.errors import UserError
+from titanlite.schema import Config
 from titanlite.storage.storage import LocalStorage
 from titanlite.train import finish, train
 from titanlite.validation import Validator

@@ -16,10 +16,10 @@ from torch.distributed.fsdp import FSDPModule
 from tests.helpers import TinyRun, run_in_turn, run_ranks, titanlite, train_on_this_rank
 from tests.layouts import built, degrees, trained, whole
 from titanlite.checkpoint.state import model_state, state_of
-from titanlite.config.schema import Config
 from titanlite.metrics.recorder import step_line
 from titanlite.ops.attention import document_arguments
 from titanlite.runtime.errors import UserError
+from titanlite.schema import Config
 from titanlite.techniques.distill.source import fingerprint
 from titanlite.tools.convert.source import load_model, open_source, open_teacher
 

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.helpers import TinyRun, run_in_turn, run_ranks
 from tests.layouts import built, degrees, on_every_layout, one_step
-from titanlite.config.schema import Config
+from titanlite.schema import Config
 
 
 class OperatorCounter(TorchDispatchMode):

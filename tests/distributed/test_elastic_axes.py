@@ -7,8 +7,8 @@ import pytest
 
 from tests.helpers import TinyRun, run_in_turn
 from tests.layouts import built, degrees, whole
-from titanlite.config.schema import Config
 from titanlite.models.qwen3_moe import Qwen3Moe
+from titanlite.schema import Config
 from titanlite.train import Run, finish, train
 
 SIZES = "dim=36, n_layers=2, n_heads=6, n_kv_heads=2, head_dim=14, vocab_size=262"

@@ -30,8 +30,8 @@ from tests.layouts import (
     trained_on,
     whole,
 )
-from titanlite.config.schema import Config
 from titanlite.ops.kernels import Kernels
+from titanlite.schema import Config
 from titanlite.techniques.expert import AllToAllExchange
 
 MOE = [

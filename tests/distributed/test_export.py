@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from tests.helpers import TinyRun, run_in_turn, train_on_this_rank
 from tests.layouts import degrees, trained
 from tests.weights import SMALL
-from titanlite.config.schema import Config
+from titanlite.schema import Config
 from titanlite.tools import cli
 from titanlite.tools.convert.export import export_folder
 from titanlite.tools.convert.rows import RowReader

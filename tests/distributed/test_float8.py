@@ -10,8 +10,8 @@ import torch
 
 from tests.helpers import TinyRun, run_in_turn
 from tests.layouts import built, degrees
-from titanlite.config.schema import Config
 from titanlite.loss import TokenLoss
+from titanlite.schema import Config
 from titanlite.train import finish, train
 
 LAYERS = 3 * 7

@@ -13,12 +13,12 @@ from titanlite.checkpoint.state import state_of
 from titanlite.checks.memory import bytes_per_parameter
 from titanlite.checks.preflight import preflight
 from titanlite.config.load import load
-from titanlite.config.schema import Config, Freeze
 from titanlite.models.base import build_on_meta, trainable_parameters, unique_parameters
 from titanlite.models.decoder import Decoder
 from titanlite.models.registry import resolve_model
 from titanlite.runtime.errors import ConfigError
 from titanlite.runtime.process_group import Ranks
+from titanlite.schema import Config, Freeze
 from titanlite.step import train_step
 from titanlite.techniques.freeze import freeze
 

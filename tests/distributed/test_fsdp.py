@@ -11,8 +11,8 @@ from torch.distributed.fsdp import FSDPModule
 
 from tests.helpers import TinyRun, run_ranks, train_on_this_rank
 from tests.layouts import built, degrees, one_step
-from titanlite.config.schema import Config
 from titanlite.ops.cpu_collectives import AllToAllReduceScatter
+from titanlite.schema import Config
 
 
 def exchanged(rank: int, world_size: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:

@@ -17,10 +17,10 @@ from tests.layouts import degrees, whole
 from titanlite.checkpoint.manifest import Manifest
 from titanlite.checkpoint.save import Save
 from titanlite.checks.preflight import preflight
-from titanlite.config.schema import Config
 from titanlite.loss import TokenLoss
 from titanlite.runtime.private_torch.tensors import local_tensor
 from titanlite.runtime.process_group import Ranks
+from titanlite.schema import Config
 from titanlite.tools.ingest.prepare import prepare_text
 from titanlite.train import Run, build, finish, train
 

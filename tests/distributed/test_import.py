@@ -9,9 +9,9 @@ from tests.foreign import assert_same, expected_tensors, options_of, oracle_of, 
 from tests.helpers import TinyRun, run_in_turn, train_on_this_rank
 from tests.layouts import built, degrees, whole
 from titanlite.checkpoint.state import model_state
-from titanlite.config.schema import Config
 from titanlite.models.registry import ModelSpec
 from titanlite.runtime.private_torch.tensors import local_tensor
+from titanlite.schema import Config
 from titanlite.tools import cli
 from titanlite.tools.convert.weights import open_weights
 

@@ -9,11 +9,11 @@ import torch
 
 from tests.helpers import TinyRun, run_in_turn
 from tests.layouts import built, degrees, trained
-from titanlite.config.schema import Config
 from titanlite.guard import StoppedByGuard
 from titanlite.loss import TokenLoss
 from titanlite.models.base import unique_parameters
 from titanlite.runtime.private_torch.tensors import local_tensor
+from titanlite.schema import Config
 from titanlite.train import finish, train
 
 ON = "--optimizer.in_backward=true"

@@ -6,7 +6,7 @@ import pytest
 
 from tests.helpers import TinyRun, run_in_turn, train_on_this_rank
 from tests.layouts import degrees
-from titanlite.config.schema import Config
+from titanlite.schema import Config
 from titanlite.tools.plan.parameters import inspect_ranks, layouts_of
 from titanlite.tools.report.pieces import read_pieces
 from titanlite.tools.report.run_memory import newest_record

@@ -15,10 +15,10 @@ from torch.utils._pytree import tree_leaves
 from tests.helpers import TinyRun, run_in_turn
 from tests.layouts import LAYOUTS, built, degrees, each_on_every_layout, on_every_layout, one_step, trained, whole
 from titanlite.batch import IGNORE
-from titanlite.config.schema import Config
 from titanlite.loss import token_loss
 from titanlite.metrics.run_summary import types_of
 from titanlite.ops.cpu import CpuKernels
+from titanlite.schema import Config
 from titanlite.step import train_step
 
 

@@ -14,10 +14,10 @@ from tests.helpers import TinyRun, run_ranks, train_on_this_rank
 from tests.layouts import degrees
 from titanlite.checkpoint import manifest as manifests
 from titanlite.checkpoint.manifest import folder_name
-from titanlite.config.schema import Config
 from titanlite.metrics.recorder import MetricsRecorder
 from titanlite.run import run_folder
 from titanlite.runtime.errors import RunError
+from titanlite.schema import Config
 from titanlite.storage.storage import LocalStorage
 
 

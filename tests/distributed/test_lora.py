@@ -10,10 +10,10 @@ from tests.helpers import TINY_TOML, TinyRun, run_in_turn, run_ranks, train_on_t
 from tests.layouts import degrees, trained, whole
 from titanlite.checkpoint.state import state_of
 from titanlite.config.load import load
-from titanlite.config.schema import Config
 from titanlite.models.quantized import CODES, quantize
 from titanlite.models.registry import resolve_model
 from titanlite.parallelize.materialize import materialize
+from titanlite.schema import Config
 from titanlite.tools import cli
 from titanlite.tools.convert.source import load_model, open_source
 

@@ -11,9 +11,9 @@ import torch
 
 from tests.helpers import TinyRun, run_in_turn
 from tests.layouts import LAYOUTS, built, degrees, job, trained, whole
-from titanlite.config.schema import Config, Guard
 from titanlite.guard import SkipReason, StepGuard, StoppedByGuard
 from titanlite.runtime.errors import ConfigError
+from titanlite.schema import Config, Guard
 from titanlite.step import StepResult, count_valid_tokens, train_step
 from titanlite.techniques.loss_scale import INITIAL_SCALE, LossScale
 

@@ -7,7 +7,7 @@ import pytest
 
 from tests.helpers import TinyRun, run_in_turn, run_ranks
 from tests.layouts import LAYOUTS, built, on_every_layout, one_step, trained, whole
-from titanlite.config.schema import Config
+from titanlite.schema import Config
 
 FAMILIES = {
     "qwen3": ["--model.name=qwen3", "--model.args.head_dim=10", "--model.args.rope_theta=1e4"],

@@ -9,7 +9,7 @@ import pytest
 from tests.helpers import TinyRun, run_in_turn, train_on_this_rank
 from tests.layouts import whole
 from tests.whole_runs import parameters_of
-from titanlite.config.schema import Config
+from titanlite.schema import Config
 
 DISK = ["--offload.optimizer=disk"]
 EVERYTHING = [*DISK, "--offload.parameters=disk", "--training.enable_cpu_offload"]

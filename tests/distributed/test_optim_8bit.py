@@ -7,10 +7,10 @@ from torch import Tensor, nn
 
 from tests.helpers import TinyRun, run_in_turn, run_ranks
 from tests.layouts import ROUNDED, assert_same_curve, built, degrees, trained, whole
-from titanlite.config.schema import Config
 from titanlite.models.base import unique_parameters
 from titanlite.optim.quantized import inner_tensors, is_quantized
 from titanlite.runtime.errors import UserError
+from titanlite.schema import Config
 
 pytest.importorskip("torchao.optim")
 

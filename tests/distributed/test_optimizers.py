@@ -13,12 +13,12 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from tests.helpers import TinyRun, run_ranks
 from tests.layouts import degrees, on_every_layout, optimizer_moments, trained, whole
-from titanlite.config.schema import Config, Parallelism
 from titanlite.mesh import build_mesh, sharding_mesh
 from titanlite.optim import muon, update
 from titanlite.parallelize.fsdp import fully_shard
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.private_torch.tensors import local_tensor
+from titanlite.schema import Config, Parallelism
 
 SHAPES = [(7, 10), (10, 7), (3, 8), (9, 9), (9, 9), (1, 4), (6, 5, 8), (3, 4, 4)]
 """Matrices with uneven rows, with fewer rows than ranks, and stacks of matrices, one of them smaller than the ranks."""

@@ -7,8 +7,8 @@ from benchmarks.measured_memory import AllocationRecord
 from tests.helpers import TinyRun, run_in_turn, run_ranks
 from tests.layouts import one_step, trained
 from titanlite.checks.preflight import preflight
-from titanlite.config.schema import Config
 from titanlite.runtime.process_group import Ranks
+from titanlite.schema import Config
 from titanlite.tools.ingest.prepare import prepare_text
 from titanlite.tools.plan.estimate import Layout
 from titanlite.tools.plan.hardware import find_hardware

@@ -12,13 +12,13 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
 from tests.helpers import run_ranks
-from titanlite.config.schema import Optimizer
 from titanlite.optim import build_optimizer, update
 from titanlite.optim.muon import Muon
 from titanlite.optim.quantized import inner_tensors
 from titanlite.optim.rounding import SlicedAdamW
 from titanlite.runtime.dtensor import GlobalIndices, count_replicas, from_local_like, slice_like
 from titanlite.runtime.private_torch.tensors import local_tensor
+from titanlite.schema import Optimizer
 
 SHAPES = [(16, 32), (32, 16), (8, 16, 32)]
 """Parts have whole vectors of the CPU's AdamW kernel, which rounds the rest of a tensor in another way."""

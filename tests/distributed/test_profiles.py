@@ -6,7 +6,7 @@ import json
 import pytest
 
 from tests.helpers import TinyRun, run_in_turn, train_on_this_rank
-from titanlite.config.schema import Config
+from titanlite.schema import Config
 from titanlite.tools.report.profile_command import read_profile
 
 UNITS = ("tok_embeddings", "layers.0", "layers.1", "layers.2", "head")

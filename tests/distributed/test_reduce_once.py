@@ -4,7 +4,7 @@ import pytest
 
 from tests.helpers import TinyRun, run_in_turn
 from tests.layouts import CountOperators, built, degrees
-from titanlite.config.schema import Config
+from titanlite.schema import Config
 from titanlite.train import finish, train
 
 UNITS = 5

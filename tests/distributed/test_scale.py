@@ -6,11 +6,11 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from tests.helpers import run_ranks
-from titanlite.config.schema import ActivationCheckpoint, Compile, Float8, Freeze, Parallelism, Training
 from titanlite.models.llama3 import Llama3
 from titanlite.ops.cpu import CpuKernels
 from titanlite.optim import build_optimizer
 from titanlite.parallelize import build_mesh, parallelize
+from titanlite.schema import ActivationCheckpoint, Compile, Float8, Freeze, Parallelism, Training
 
 
 def build_405b(rank: int, world_size: int) -> tuple[float, int, int]:
@@ -30,7 +30,7 @@ def build_405b(rank: int, world_size: int) -> tuple[float, int, int]:
         float8=Float8(),
         freeze=Freeze(),
     )
-    from titanlite.config.schema import Optimizer
+    from titanlite.schema import Optimizer
 
     build_optimizer(model, Optimizer(), seed=0)
     seconds = time.perf_counter() - started

@@ -16,9 +16,9 @@ import torch
 from tests.helpers import TinyRun, run_ranks
 from tests.processes import Job, newest, started
 from titanlite.checks.preflight import preflight
-from titanlite.config.schema import Config
 from titanlite.runtime.process_group import Ranks
 from titanlite.runtime.signals import SAME_SECONDS, StopRequests
+from titanlite.schema import Config
 from titanlite.tools.ingest.prepare import prepare_text
 from titanlite.train import build, finish, train
 

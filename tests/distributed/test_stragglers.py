@@ -6,7 +6,7 @@ import pytest
 
 from tests.helpers import TinyRun, run_in_turn, train_on_this_rank
 from tests.layouts import degrees
-from titanlite.config.schema import Config
+from titanlite.schema import Config
 
 LATE = 1.0
 CODE = f"""

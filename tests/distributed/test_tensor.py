@@ -8,8 +8,8 @@ import pytest
 from tests import own_models
 from tests.helpers import TinyRun, run_in_turn, train_on_this_rank
 from tests.layouts import BFLOAT16, ON_FURTHER_AXES, ROUNDED, assert_same_curve, built, degrees, job, trained_on, whole
-from titanlite.config.schema import Config
 from titanlite.runtime.private_torch.tensors import local_tensor
+from titanlite.schema import Config
 
 SIZES = "dim=36, n_layers=2, n_heads=6, n_kv_heads=2, hidden_dim=70, vocab_size=262"
 LLAMA = [f"--model.args={{{SIZES}}}"]

@@ -7,9 +7,9 @@ import torch
 import torch.distributed as dist
 
 from tests.helpers import run_ranks
-from titanlite.config.schema import Comm
 from titanlite.run.timeouts import PhaseTimeouts
 from titanlite.runtime.private_torch.process_groups import connect_to_store, count_collectives
+from titanlite.schema import Comm
 
 LATE = 3.0
 

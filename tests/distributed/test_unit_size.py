@@ -6,10 +6,10 @@ import torch
 from tests.helpers import TinyRun, run_in_turn
 from tests.layouts import LORA, ON_FURTHER_AXES, CountOperators, degrees, job, trained
 from tests.plans import layout_of, model_of, read, traced
-from titanlite.config.schema import Config
 from titanlite.models.llama3 import Llama3, Llama3Args
 from titanlite.parallelize.fsdp import fsdp_units
 from titanlite.runtime.errors import ConfigError
+from titanlite.schema import Config
 from titanlite.tools.plan.estimate import trace
 
 MIN = 20_000

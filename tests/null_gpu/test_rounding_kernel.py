@@ -14,7 +14,7 @@ FORMULA = str(Path(__file__).parent / "rounding_by_formula.py")
 STEP = """
 import ctypes, json, os, tempfile, torch
 from torch import nn
-from titanlite.config.schema import Optimizer
+from titanlite.schema import Optimizer
 from titanlite.optim import build_optimizer, update
 library = ctypes.CDLL(os.environ["LD_PRELOAD"])
 model = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(8))).to("cuda", torch.bfloat16)

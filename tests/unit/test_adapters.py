@@ -15,9 +15,9 @@ from tests.helpers import TinyRun
 from tests.weights import OWN, one_process, random_model, save_model, save_random, small_toml, state
 from titanlite.checkpoint.exports import Exports
 from titanlite.checks.preflight import preflight
-from titanlite.config.schema import Checkpoint
 from titanlite.models.base import Model
 from titanlite.runtime.process_group import Ranks
+from titanlite.schema import Checkpoint
 from titanlite.tools import cli
 from titanlite.tools.convert.source import load_model, open_source, read_tensor
 

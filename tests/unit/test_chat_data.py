@@ -14,7 +14,6 @@ from transformers import AutoTokenizer
 from tests.chat_tokenizer import write_chat_tokenizer
 from tests.models import SMALL, built
 from titanlite.config.load import load
-from titanlite.config.schema import Data
 from titanlite.data.loader import MicroBatches
 from titanlite.data.packing import BestFit, Stream
 from titanlite.data.samples import Samples, Source, as_batch
@@ -24,6 +23,7 @@ from titanlite.data.tokens import TokenStore
 from titanlite.loss import token_loss
 from titanlite.ops.attention import document_arguments
 from titanlite.runtime.errors import UserError
+from titanlite.schema import Data
 from titanlite.tools import cli
 from titanlite.tools.ingest.chat_template import ChatTemplate
 from titanlite.tools.ingest.prepare import prepare_text

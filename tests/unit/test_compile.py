@@ -11,11 +11,11 @@ import torch
 
 from tests.helpers import TinyRun, train_on_this_rank
 from tests.recorders import recorder, records, result_of
-from titanlite.config.schema import Compile
 from titanlite.metrics.recorder import CompileWatch
 from titanlite.models.base import Model
 from titanlite.observer import CurrentPhase
 from titanlite.parallelize.compile import compile_blocks, use_cache
+from titanlite.schema import Compile
 
 PLACE = "TORCHINDUCTOR_CACHE_DIR"
 

@@ -9,8 +9,8 @@ from pydantic import BaseModel
 from titanlite.config.checks import find_warnings
 from titanlite.config.keys import dotted_keys
 from titanlite.config.load import FOREIGN_KEYS, dump, load, read
-from titanlite.config.schema import Config, Parallelism, Training
 from titanlite.runtime.errors import ConfigError
+from titanlite.schema import Config, Parallelism, Training
 from titanlite.tools.migrate.rules import RULES
 
 CONFIGS = sorted(Path("train_configs").glob("*.toml"))

@@ -19,8 +19,8 @@ from pydantic import BaseModel
 
 from titanlite.config.keys import dotted_keys
 from titanlite.config.load import dump, read
-from titanlite.config.schema import Config
 from titanlite.runtime.errors import ConfigError
+from titanlite.schema import Config
 
 TEXTS = {path.name: path.read_text() for path in sorted(Path("train_configs").glob("*.toml"))}
 TEXTS["rich.toml"] = """\

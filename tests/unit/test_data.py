@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 
-from titanlite.config.schema import Data
 from titanlite.data.loader import MicroBatches, build_loader
 from titanlite.data.packing import Stream
 from titanlite.data.samples import Order, Samples, Source, permute
@@ -20,6 +19,7 @@ from titanlite.data.sources import open_sources
 from titanlite.data.tokenizer import ByteTokenizer
 from titanlite.data.tokens import INDEX, TokenStore
 from titanlite.runtime.errors import UserError
+from titanlite.schema import Data
 from titanlite.tools.ingest.token_writer import TokenWriter, unigram_entropy
 
 CPU = torch.device("cpu")

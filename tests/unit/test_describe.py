@@ -11,7 +11,7 @@ from jsonschema import Draft202012Validator
 from scripts.reference import option_page
 from titanlite.config.keys import dotted_keys
 from titanlite.config.load import dump, load
-from titanlite.config.schema import Config
+from titanlite.schema import Config
 from titanlite.tools.describe import (
     file_schema,
     first_sentence,

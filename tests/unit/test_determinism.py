@@ -10,9 +10,9 @@ from torch.nn import functional as F
 
 from tests.helpers import TinyRun, run_in_turn, train_on_this_rank
 from titanlite import train
-from titanlite.config.schema import Config
 from titanlite.models.layers import FeedForward
 from titanlite.runtime.process_group import freeze_garbage_collector
+from titanlite.schema import Config
 
 BESIDE = {
     "nothing": [],

@@ -19,7 +19,6 @@ from tests.operators import LargestTensor
 from titanlite.checkpoint.load import resume_settings
 from titanlite.checks.preflight import preflight
 from titanlite.config.load import load, read
-from titanlite.config.schema import Distill
 from titanlite.data.tokenizer import ByteTokenizer, load_tokenizer
 from titanlite.loss import token_loss
 from titanlite.models.registry import resolve_model
@@ -27,6 +26,7 @@ from titanlite.ops.cpu import CpuKernels
 from titanlite.ops.divergence import divergence
 from titanlite.runtime.errors import ConfigError, UserError
 from titanlite.runtime.process_group import Ranks
+from titanlite.schema import Distill
 from titanlite.techniques.distill.source import check_teacher, different_tokens, fingerprint
 from titanlite.tools.convert.source import Source, open_source, open_teacher
 from titanlite.tools.plan.gpu_kernels import GpuKernels

@@ -23,7 +23,6 @@ from tests.models import SMALL, built, documents, oracle
 from titanlite.batch import IGNORE
 from titanlite.checks.model import check_documents_apart, small_model
 from titanlite.checks.preflight import preflight
-from titanlite.config.schema import ActivationCheckpoint, Compile, Float8, Freeze, Parallelism, Training
 from titanlite.loss import token_loss
 from titanlite.models.layers import Documents, rope_at
 from titanlite.models.llama3 import Llama3, Llama3Args
@@ -35,6 +34,7 @@ from titanlite.parallelize import build_mesh, parallelize
 from titanlite.parallelize.activation_checkpoint import apply_activation_checkpoint, recompute_policies
 from titanlite.runtime.errors import ConfigError
 from titanlite.runtime.process_group import Ranks
+from titanlite.schema import ActivationCheckpoint, Compile, Float8, Freeze, Parallelism, Training
 from titanlite.step import train_step
 
 GROUPED = SMALL

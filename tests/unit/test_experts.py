@@ -11,7 +11,7 @@ from torch import nn
 
 from tests.foreign import assert_same, logits, oracle_of
 from titanlite.checkpoint.state import model_state
-from titanlite.config.schema import Data
+from titanlite.schema import Data
 from titanlite.tools import cli
 from titanlite.tools.convert.compress import Student
 from titanlite.tools.convert.experts import RouterStatistics, Sample, read_sample

@@ -20,9 +20,9 @@ from titanlite.checkpoint import exports as exports_module
 from titanlite.checkpoint import manifest as manifests
 from titanlite.checkpoint.exports import Exports
 from titanlite.checks.preflight import preflight
-from titanlite.config.schema import Checkpoint
 from titanlite.runtime.errors import ConfigError
 from titanlite.runtime.process_group import read_ranks
+from titanlite.schema import Checkpoint
 from titanlite.storage.storage import LocalStorage
 
 SLOW = (
@@ -118,7 +118,7 @@ def test_an_export_ends_with_the_trainer(tmp_path: Path) -> None:
     program = (
         "import os, pathlib, sys, time\n"
         "from titanlite.checkpoint import exports\n"
-        "from titanlite.config.schema import Checkpoint\n"
+        "from titanlite.schema import Checkpoint\n"
         "exports.BEGIN = exports.BEGIN.partition(chr(10))[0] + "
         "'\\nimport os, pathlib, time; pathlib.Path(\"child\").write_text(str(os.getpid())); time.sleep(100)'\n"
         "pathlib.Path('logs').mkdir()\n"

@@ -10,12 +10,12 @@ import torch
 
 from tests.helpers import TinyRun, train_on_this_rank
 from titanlite.config.load import load
-from titanlite.config.schema import Float8
 from titanlite.models.base import Model
 from titanlite.models.llama3 import Llama3, Llama3Args
 from titanlite.models.qwen3_moe import Qwen3Moe, Qwen3MoeArgs
 from titanlite.runtime.console import install_hint
 from titanlite.runtime.errors import UserError
+from titanlite.schema import Float8
 from titanlite.techniques.float8 import check_float8, choose_layers, convert_to_float8
 from titanlite.tools.plan.estimate import Layout
 from titanlite.tools.plan.hardware import find_hardware

@@ -16,7 +16,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from titanlite.config.schema import Parallelism, Training
 from titanlite.mesh import build_mesh, world_group
 from titanlite.metrics.memory_watch import MemoryWatch
 from titanlite.models.base import build_on_meta
@@ -30,6 +29,7 @@ from titanlite.runtime.gradient_memory import ReduceScatter
 from titanlite.runtime.private_torch.fsdp import fsdp_param_group
 from titanlite.runtime.private_torch.tensors import local_tensor
 from titanlite.runtime.private_torch.tracing import fake_process_group
+from titanlite.schema import Parallelism, Training
 from titanlite.step import train_step
 from titanlite.tools.plan.gpu_kernels import GpuKernels
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from titanlite.config.schema import Guard
 from titanlite.guard import SkipReason, StepGuard, StoppedByGuard
+from titanlite.schema import Guard
 from titanlite.step import StepResult
 
 NAN, INF = math.nan, math.inf

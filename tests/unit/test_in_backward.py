@@ -16,12 +16,12 @@ from tests.helpers import TinyRun
 from tests.layouts import degrees
 from tests.plans import profiled
 from titanlite.checks.preflight import check_offloaded_update
-from titanlite.config.schema import Guard, Optimizer, OptimizerGroup
 from titanlite.guard import StepGuard, StoppedByGuard
 from titanlite.optim import build_optimizer
 from titanlite.optim.norm import gradient_norms
 from titanlite.runtime.errors import ConfigError, UserError
 from titanlite.runtime.private_torch.tensors import local_tensor
+from titanlite.schema import Guard, Optimizer, OptimizerGroup
 from titanlite.step import StepResult
 from titanlite.techniques.in_backward import InBackward
 

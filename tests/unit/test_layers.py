@@ -8,13 +8,13 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.operators import OperatorNames
-from titanlite.config.schema import AttentionBackend
 from titanlite.models.layers import Linear, RMSNorm, linear_of_each, rope_cos_sin
 from titanlite.ops.attention import attend
 from titanlite.ops.cpu import CpuKernels
 from titanlite.ops.functions import linears, rotate, swiglu
 from titanlite.ops.kernels import Kernels, set_kernels
 from titanlite.runtime.private_torch.tensors import ATTENTION_OPERATORS
+from titanlite.schema import AttentionBackend
 from titanlite.tools.plan.gpu_kernels import GpuKernels
 
 B, L, N, H, D = 2, 5, 3, 8, 24

@@ -12,7 +12,7 @@ TORCH = {"torch"}
 IMPORTS = [
     ("import titanlite, titanlite.tools.cli", {"torch", "numpy", "pydantic", "rich", "fsspec"}),
     ("import titanlite.data.tokenizer, titanlite.tools.ingest.bpe", {"torch", "tokenizers", "tiktoken"}),
-    ("import titanlite.config.schema", TORCH),
+    ("import titanlite.schema", TORCH),
     ("import titanlite; titanlite.load_config('debug')", TORCH),
     ("import titanlite.tools.migrate.command", TORCH),
     ("import titanlite.checkpoint.manifest", TORCH),

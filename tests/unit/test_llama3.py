@@ -11,7 +11,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.models import SMALL, built, oracle
-from titanlite.config.schema import LRScheduler, Optimizer
 from titanlite.loss import token_loss
 from titanlite.models.base import Model
 from titanlite.models.llama3 import Llama3, Llama3Args
@@ -19,6 +18,7 @@ from titanlite.models.registry import MODELS, resolve_model
 from titanlite.optim import build_optimizer, set_learning_rate
 from titanlite.runtime.errors import ConfigError
 from titanlite.schedule import learning_rate
+from titanlite.schema import LRScheduler, Optimizer
 from titanlite.step import train_step
 
 COUNTS = {

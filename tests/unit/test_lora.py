@@ -15,13 +15,13 @@ from tests.kept_matmuls import KeptMatmuls
 from titanlite.checkpoint.load import resume_settings
 from titanlite.checks.memory import bytes_per_parameter
 from titanlite.config.load import load
-from titanlite.config.schema import Freeze, Lora
 from titanlite.models.added import added_parameters
 from titanlite.models.base import Model, ModelArgs, trainable_parameters, unique_parameters
 from titanlite.models.initial import InitialValues, Normal
 from titanlite.models.registry import resolve_model
 from titanlite.optim.groups import parameter_groups
 from titanlite.parallelize.activation_checkpoint import apply_activation_checkpoint
+from titanlite.schema import Freeze, Lora
 from titanlite.techniques.lora import LoraLinear, choose_trained
 from titanlite.tools import cli
 from titanlite.tools.plan.estimate import Layout, plan

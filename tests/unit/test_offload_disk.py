@@ -19,10 +19,10 @@ from tests.plans import layout_of, planned, read
 from tests.whole_runs import assert_equal, parameters_of, trained
 from titanlite.checkpoint.manifest import folder_name
 from titanlite.config.load import load
-from titanlite.config.schema import Offload
 from titanlite.optim.rounding import SlicedAdamW
 from titanlite.runtime.dtensor import from_local_like
 from titanlite.runtime.errors import ConfigError, RunError, UserError
+from titanlite.schema import Offload
 from titanlite.storage import disk as offload
 from titanlite.storage.disk import DiskTensors
 from titanlite.tools.cli import run as run_command

@@ -12,7 +12,6 @@ from torch.optim._muon import _zeropower_via_newtonschulz
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from titanlite.checkpoint.state import complete_optimizer_state
-from titanlite.config.schema import Optimizer
 from titanlite.optim import build_optimizer, update
 from titanlite.optim.combined import optimizers_in
 from titanlite.optim.muon import Muon, newton_schulz
@@ -20,6 +19,7 @@ from titanlite.optim.norm import joined
 from titanlite.optim.rounding import SlicedAdamW, pick_kernel, round_stochastically
 from titanlite.runtime.hash_random import random_bits
 from titanlite.runtime.private_torch.tensors import fused_adamw_
+from titanlite.schema import Optimizer
 from titanlite.step import clip
 
 STEPS = 5

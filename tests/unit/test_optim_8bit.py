@@ -16,7 +16,6 @@ from tests.layouts import whole
 from tests.plans import profiled, shapes
 from titanlite.checks.model import check_quantized_moments
 from titanlite.checks.preflight import preflight
-from titanlite.config.schema import Optimizer, OptimizerGroup, Parallelism
 from titanlite.models.base import Model, build_on_meta
 from titanlite.models.qwen3 import Qwen3, Qwen3Args
 from titanlite.models.qwen3_moe import Qwen3Moe, Qwen3MoeArgs
@@ -27,6 +26,7 @@ from titanlite.optim.registry import find_optimizer_cls
 from titanlite.optim.state_size import state_bytes, state_dtypes
 from titanlite.runtime.errors import ConfigError, UserError
 from titanlite.runtime.process_group import Ranks
+from titanlite.schema import Optimizer, OptimizerGroup, Parallelism
 
 pytest.importorskip("torchao.optim")
 

@@ -11,7 +11,6 @@ from torch import nn
 from tests.helpers import TinyRun, train_on_this_rank
 from tests.layouts import whole
 from titanlite.checks.preflight import preflight
-from titanlite.config.schema import Optimizer
 from titanlite.models.llama3 import Llama3
 from titanlite.optim import build_optimizer
 from titanlite.optim.checks import check_optimizer
@@ -21,6 +20,7 @@ from titanlite.optim.registry import constructor_options
 from titanlite.optim.state_size import state_bytes
 from titanlite.runtime.errors import ConfigError
 from titanlite.runtime.process_group import Ranks
+from titanlite.schema import Optimizer
 from titanlite.tools.ingest.prepare import prepare_text
 from titanlite.train import build, finish, train
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from titanlite.config.load import load
-from titanlite.config.schema import Degrees
 from titanlite.runtime.private_torch.tracing import FakeTensorMode
+from titanlite.schema import Degrees
 from titanlite.tools.plan.allocator import GRANULES, Change, PoolSize, replay, reserved
 from titanlite.tools.plan.candidates import Candidate
 from titanlite.tools.plan.estimate import Layout, plan

@@ -9,8 +9,8 @@ import pytest
 import tomlkit
 
 from tests.plans import SMALL, layout_of, read
-from titanlite.config.schema import Config
 from titanlite.models.base import unique_parameters
+from titanlite.schema import Config
 from titanlite.techniques.distill.source import forward_flops, teacher_model
 from titanlite.tools import cli
 from titanlite.tools.plan.estimate import Layout, Plan, plan, trace

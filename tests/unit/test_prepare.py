@@ -28,13 +28,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from titanlite.config.schema import Data
 from titanlite.data.pieces import PIECE_BYTES
 from titanlite.data.sources import check_path, open_tokens
 from titanlite.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 from titanlite.data.tokens import INDEX, TokenStore
 from titanlite.runtime.console import install_hint
 from titanlite.runtime.errors import RunError, UserError
+from titanlite.schema import Data
 from titanlite.tools import cli
 from titanlite.tools.ingest import prepare as prepare_module
 from titanlite.tools.ingest import reading as reading_module

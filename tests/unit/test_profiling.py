@@ -15,9 +15,9 @@ from torch.profiler import record_function
 from tests.helpers import TinyRun, train_on_this_rank
 from titanlite.checks.preflight import preflight
 from titanlite.config.load import ConfigError
-from titanlite.config.schema import Profiling
 from titanlite.runtime.console import shell_command
 from titanlite.runtime.process_group import Ranks
+from titanlite.schema import Profiling
 from titanlite.techniques.profiling import Profiler, build_profilers, save_memory_snapshot
 from titanlite.tools.plan.out_of_memory import snapshot_lines
 

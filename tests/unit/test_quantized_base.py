@@ -16,10 +16,10 @@ from tests.layouts import whole
 from tests.weights import one_process, random_model, save_model, small_toml, state
 from titanlite.checkpoint.load import resume_settings
 from titanlite.checks.memory import bytes_per_parameter, weight_bytes
-from titanlite.config.schema import Freeze
 from titanlite.models.base import trainable_parameters, unique_parameters
 from titanlite.models.quantized import CODES, QuantizedLinear, dequantize, quantize, scales_of
 from titanlite.runtime.errors import UserError
+from titanlite.schema import Freeze
 from titanlite.tools import cli
 from titanlite.tools.convert.source import load_model, open_source
 from titanlite.tools.plan.estimate import Layout, plan

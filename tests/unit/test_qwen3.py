@@ -10,13 +10,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tests.qwen_models import DENSE, MOE, built, oracle, renamed
-from titanlite.config.schema import Optimizer
 from titanlite.loss import token_loss
 from titanlite.models.qwen3 import Qwen3Args
 from titanlite.models.qwen3_moe import Experts, Qwen3Moe
 from titanlite.models.registry import resolve_model
 from titanlite.ops.kernels import DEFAULT_KERNELS
 from titanlite.optim import build_optimizer
+from titanlite.schema import Optimizer
 from titanlite.step import train_step
 
 COUNTS = {

@@ -238,7 +238,7 @@ def test_a_run_whose_folder_is_away_ends_at_the_next_record(tmp_path: Path) -> N
 LIMITED = """
 import logging, resource, sys
 from pathlib import Path
-from titanlite.config.schema import Metrics
+from titanlite.schema import Metrics
 from titanlite.metrics.loggers import Loggers
 
 logging.basicConfig(format="%(message)s")

@@ -11,12 +11,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from titanlite.config.schema import DataSource, Training
 from titanlite.data.loader import MicroBatches, build_loader
 from titanlite.data.packing import TokenSequence
 from titanlite.data.samples import MOST_PERIOD, Mixture, Samples, Source, as_batch
 from titanlite.runtime.errors import UserError
 from titanlite.schedule import count_steps
+from titanlite.schema import DataSource, Training
 
 CPU = torch.device("cpu")
 

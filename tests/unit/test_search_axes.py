@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from tests.plans import read
-from titanlite.config.schema import Config
 from titanlite.runtime.errors import UserError
+from titanlite.schema import Config
 from titanlite.tools.plan.candidates import Found, with_options
 from titanlite.tools.plan.estimate import Layout, plan, trace
 from titanlite.tools.plan.hardware import find_hardware

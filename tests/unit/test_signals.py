@@ -12,10 +12,10 @@ import torch
 
 from tests.helpers import TinyRun
 from titanlite.checks.preflight import preflight
-from titanlite.config.schema import seconds_of
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.process_group import Ranks
 from titanlite.runtime.signals import SAME_SECONDS, STOP_SIGNALS, StoppedBySignal, StopRequests
+from titanlite.schema import seconds_of
 from titanlite.tools.ingest.prepare import prepare_text
 from titanlite.train import build, finish, train
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from tests.helpers import TinyRun
-from titanlite.config.schema import Config
 from titanlite.runtime.process_group import Ranks
+from titanlite.schema import Config
 from titanlite.tools.plan import out_of_memory
 from titanlite.tools.plan.estimate import OUTSIDE, USABLE_ON_CPU, Layout, Plan, plan
 from titanlite.tools.plan.hardware import find_hardware

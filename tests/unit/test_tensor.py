@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from tests.helpers import TinyRun
 from tests.layouts import CountOperators
 from titanlite.checks.memory import largest_shard
-from titanlite.config.schema import Degrees, Parallelism
 from titanlite.loss import token_loss
 from titanlite.models.base import DECODER, Model, TensorPlan, build_on_meta
 from titanlite.models.llama3 import Llama3, Llama3Args
@@ -19,6 +18,7 @@ from titanlite.models.qwen3 import Qwen3, Qwen3Args
 from titanlite.models.qwen3_moe import Qwen3Moe
 from titanlite.ops.kernels import Kernels
 from titanlite.runtime.errors import ConfigError, UserError
+from titanlite.schema import Degrees, Parallelism
 from titanlite.techniques.tensor import TensorRanks, check_tensor, roles_of, split_dims, split_parameters
 
 ARGS = Llama3Args(dim=48, n_layers=2, n_heads=6, n_kv_heads=3, hidden_dim=72, vocab_size=264, max_seq_len=64)

@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 
 from tests.helpers import TinyRun, train_on_this_rank
-from titanlite.config.schema import Comm
 from titanlite.observer import CurrentPhase
 from titanlite.run.timeouts import CHECKPOINT_GROUP, PhaseTimeouts
 from titanlite.run.watchdog import TRACES, keep_traces
+from titanlite.schema import Comm
 
 COMM = Comm(
     init_timeout_seconds=100,

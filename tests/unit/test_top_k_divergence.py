@@ -9,10 +9,10 @@ from torch import Tensor
 from tests.distillation import KINDS, VOCABULARY, Given, inputs, kl, plain
 from tests.operators import LargestTensor
 from titanlite.batch import IGNORE
-from titanlite.config.schema import Distill
 from titanlite.loss import token_loss
 from titanlite.ops.cpu import CpuKernels
 from titanlite.ops.divergence import divergence, most_probable, top_k_divergence
+from titanlite.schema import Distill
 from titanlite.techniques.distill.divergence import TopK
 
 

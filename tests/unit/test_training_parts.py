@@ -15,7 +15,6 @@ from torch.nn import functional as F
 from tests.helpers import TinyRun, train_on_this_rank
 from tests.recorders import recorder, records, result_of
 from titanlite.batch import IGNORE
-from titanlite.config.schema import LRScheduler, Optimizer, Training
 from titanlite.loss import TokenLoss, token_loss
 from titanlite.models.llama3 import Llama3, Llama3Args
 from titanlite.observer import CurrentPhase
@@ -24,6 +23,7 @@ from titanlite.parallelize.materialize import draw_weights
 from titanlite.runtime.hardware import peak_flops
 from titanlite.runtime.process_group import read_ranks, seed_step
 from titanlite.schedule import learning_rate
+from titanlite.schema import LRScheduler, Optimizer, Training
 from titanlite.step import clip, train_step
 
 ARGS = Llama3Args(dim=24, n_layers=2, n_heads=2, n_kv_heads=1, hidden_dim=20, vocab_size=31, max_seq_len=16)

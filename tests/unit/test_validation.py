@@ -10,11 +10,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from titanlite.batch import IGNORE
-from titanlite.config.schema import Validation
 from titanlite.data.packing import TokenSequence
 from titanlite.data.samples import Source
 from titanlite.models.llama3 import Llama3, Llama3Args
 from titanlite.ops.cpu import CpuKernels
+from titanlite.schema import Validation
 from titanlite.validation import Validator
 
 VOCAB, SEQ_LEN = 50, 8

@@ -16,7 +16,6 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from titanlite.config.schema import Comm
 from titanlite.observer import Phase
 from titanlite.ops.cpu_collectives import InFlight
 from titanlite.run import watchdog
@@ -25,6 +24,7 @@ from titanlite.run.timeouts import PhaseTimeouts
 from titanlite.run.watchdog import Beat, Watchdog, explain, find_culprits, may_report, suspicious_after
 from titanlite.runtime.process_group import Ranks
 from titanlite.runtime.ranks import ranks_text
+from titanlite.schema import Comm
 
 IN_COLLECTIVE = Waiting("collective", "is in a collective")
 ASLEEP = Waiting("code", "is in its own code (mine.py:3, loss)")

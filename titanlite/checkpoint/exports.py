@@ -14,12 +14,12 @@ from pathlib import Path
 
 from titanlite.checkpoint.manifest import folder_name
 from titanlite.checkpoint.state import model_state, selected, to_globs
-from titanlite.config.schema import Checkpoint
 from titanlite.models.added import added_parameters
 from titanlite.models.base import Model
 from titanlite.models.quantized import scales_of
 from titanlite.runtime.errors import ConfigError, Problem
 from titanlite.runtime.signals import shielding_children
+from titanlite.schema import Checkpoint
 from titanlite.storage.storage import open_storage
 
 logger = logging.getLogger(__name__)

@@ -21,13 +21,13 @@ from titanlite.checkpoint import manifest as manifests
 from titanlite.checkpoint.dcp_read import RankReader, ShardReader
 from titanlite.checkpoint.manifest import DAMAGED, SUPERSEDED, Manifest, folder_name
 from titanlite.checkpoint.state import Difference, State, check_settings, difference, flat, model_state, selected
-from titanlite.config.schema import Checkpoint, Config, Lora
 from titanlite.models.quantized import LARGEST, quantize, scales_of
 from titanlite.models.registry import ModelSpec
 from titanlite.optim.quantized import MIN_ELEMENTS
 from titanlite.runtime.errors import DamagedCheckpoint, RunError, ShortRead, UserError
 from titanlite.runtime.private_torch.tensors import local_tensor
 from titanlite.runtime.ranks import error_of_ranks, on_all, on_rank_0
+from titanlite.schema import Checkpoint, Config, Lora
 from titanlite.storage.storage import MANIFEST, Storage, open_storage
 
 logger = logging.getLogger(__name__)

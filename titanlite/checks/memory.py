@@ -5,7 +5,6 @@ from pathlib import Path
 
 import torch
 
-from titanlite.config.schema import Config
 from titanlite.models.base import Model, expert_layers, trainable_parameters, unique_parameters
 from titanlite.models.quantized import quantized_parameters
 from titanlite.optim.state_size import state_bytes
@@ -13,6 +12,7 @@ from titanlite.runtime.dtensor import chunk_sizes
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.hardware import host_memory
 from titanlite.runtime.process_group import Ranks
+from titanlite.schema import Config
 from titanlite.storage.disk import check_room, folder_of
 from titanlite.techniques.tensor import split_parameters
 

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from titanlite.config.schema import Data, Degrees, Optimizer, Parallelism
 from titanlite.models.base import (
     ExpertLayer,
     Model,
@@ -26,6 +25,7 @@ from titanlite.optim.quantized import block_size_of, is_quantized_size
 from titanlite.optim.registry import constructor_options, find_optimizer_cls
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.hash_random import random_bits, salt
+from titanlite.schema import Data, Degrees, Optimizer, Parallelism
 from titanlite.techniques.tensor import check_tensor, roles_of, split_dims
 
 SMALL = 1 << 25

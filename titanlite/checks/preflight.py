@@ -19,7 +19,6 @@ from titanlite.checks.model import (
     check_quantized_moments,
 )
 from titanlite.config.checks import are_right
-from titanlite.config.schema import Config, Data, ModelSelection, Optimizer, Validation
 from titanlite.data.sources import FindText, check_path
 from titanlite.data.tokenizer import Tokenizer, load_tokenizer
 from titanlite.loss import check_loss
@@ -34,6 +33,7 @@ from titanlite.runtime.compilers import check_compiler
 from titanlite.runtime.errors import ConfigError, Problem, UserError
 from titanlite.runtime.files import why_not_writable
 from titanlite.runtime.process_group import Ranks
+from titanlite.schema import Config, Data, ModelSelection, Optimizer, Validation
 from titanlite.techniques.distill.cache import TeacherCache, data_settings, open_cache
 from titanlite.techniques.distill.source import OpenTeacher, TeacherSource, check_teacher, fingerprint, teacher_model
 from titanlite.techniques.float8 import check_float8

@@ -8,7 +8,6 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Literal
 
-from titanlite.config.schema import ActivationCheckpoint, Checkpoint, Config, Data, Validation, find_teacher_conflicts
 from titanlite.config.technique_checks import (
     Conflict,
     check_expert_parallel,
@@ -22,6 +21,7 @@ from titanlite.config.technique_checks import (
 )
 from titanlite.runtime.errors import did_you_mean
 from titanlite.runtime.files import why_not_writable
+from titanlite.schema import ActivationCheckpoint, Checkpoint, Config, Data, Validation, find_teacher_conflicts
 
 # Recompute policies of blocks, as the config writes them. No torch here.
 

@@ -12,10 +12,10 @@ from typing import Any
 import tomli
 
 from titanlite.config.load import Draft, check_tree, load
-from titanlite.config.schema import Config
 from titanlite.config.source import Tree
 from titanlite.runtime.errors import Problem, UserError
 from titanlite.runtime.files import file_inside
+from titanlite.schema import Config
 
 KEPT = {
     "model": None,

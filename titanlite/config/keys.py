@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 from pydantic import BaseModel
 
-from titanlite.config.schema import Config
 from titanlite.runtime.errors import nearest_name
+from titanlite.schema import Config
 
 Node = dict[str, Any]
 """A part of a JSON schema."""

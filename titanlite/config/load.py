@@ -14,9 +14,9 @@ from pydantic_core import ErrorDetails
 
 from titanlite.config.checks import find_conflicts
 from titanlite.config.keys import nearest_key
-from titanlite.config.schema import Config
 from titanlite.config.source import Key, Source, Tree, read_source
 from titanlite.runtime.errors import DEFAULT_PLACE, ConfigError, Place, Problem, did_you_mean
+from titanlite.schema import Config
 
 # Recognition of configs of torchtitan, which have the same form and other keys.
 

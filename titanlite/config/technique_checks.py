@@ -3,7 +3,7 @@
 import importlib.util
 from collections.abc import Iterator
 
-from titanlite.config.schema import Config, Lora
+from titanlite.schema import Config, Lora
 
 Conflict = tuple[str, str]  # dotted key, what is wrong
 

@@ -4,10 +4,10 @@ import os
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
-from titanlite.config.schema import Data
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.data.tokens import INDEX, TokenStore
 from titanlite.runtime.errors import UserError
+from titanlite.schema import Data
 
 STDLIB = "stdlib://"
 HUGGING_FACE = "hf://"

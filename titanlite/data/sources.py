@@ -6,7 +6,6 @@ from typing import Protocol
 
 import torch.distributed as dist
 
-from titanlite.config.schema import Data, DataSource, Validation, ValidationSource
 from titanlite.data.custom import PREFIX, CustomSequences
 from titanlite.data.packing import BestFit, Stream
 from titanlite.data.prepared import open_prepared, prepared_tokens
@@ -16,6 +15,7 @@ from titanlite.data.tokens import TokenStore
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.ranks import on_all
 from titanlite.runtime.user_code import find_object
+from titanlite.schema import Data, DataSource, Validation, ValidationSource
 
 FindText = Callable[[Sequence[str]], object]
 """Check that paths name text that can be read, without reading it: `titanlite.tools.ingest.inputs.find_files`.

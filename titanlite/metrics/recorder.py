@@ -13,7 +13,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from titanlite.config.schema import Metrics
 from titanlite.data.loader import MicroBatches
 from titanlite.data.samples import Samples
 from titanlite.guard import SkippedStep
@@ -30,6 +29,7 @@ from titanlite.run.run_folder import RunFolder
 from titanlite.runtime.hardware import peak_flops
 from titanlite.runtime.private_torch.compiler import compile_seconds, compiled_graphs, last_recompile_reason
 from titanlite.runtime.ranks import host_names
+from titanlite.schema import Metrics
 from titanlite.step import StepResult
 
 logger = logging.getLogger(__name__)

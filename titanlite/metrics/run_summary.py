@@ -15,7 +15,6 @@ from torch.distributed.fsdp import FSDPModule
 from titanlite.checkpoint import manifest as manifests
 from titanlite.checkpoint.manager import Progress
 from titanlite.config.checks import find_warnings
-from titanlite.config.schema import Config, Training
 from titanlite.config.shipped import shipped_names
 from titanlite.data.packing import BestFit
 from titanlite.data.samples import Samples, Source
@@ -35,6 +34,7 @@ from titanlite.runtime.errors import RunStopped
 from titanlite.runtime.private_torch.fsdp import fsdp_param_group
 from titanlite.runtime.process_group import why_no_gpu
 from titanlite.runtime.signals import STOPPED, StoppedBySignal
+from titanlite.schema import Config, Training
 from titanlite.storage.storage import Storage
 
 logger = logging.getLogger(__name__)

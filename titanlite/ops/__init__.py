@@ -2,8 +2,8 @@
 
 import torch
 
-from titanlite.config.schema import AttentionBackend
 from titanlite.ops.kernels import Kernels
+from titanlite.schema import AttentionBackend
 
 
 def pick_kernels(

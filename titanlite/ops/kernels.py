@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from titanlite.config.schema import AttentionBackend
 from titanlite.ops.attention import (
     AttentionMask,
     Boundaries,
@@ -35,6 +34,7 @@ from titanlite.runtime.errors import UserError
 from titanlite.runtime.gradient_memory import ReduceScatter
 from titanlite.runtime.private_torch.compiler import mark_dynamic
 from titanlite.runtime.private_torch.tensors import chosen_attention
+from titanlite.schema import AttentionBackend
 
 if TYPE_CHECKING:
     from titanlite.ops.divergence import ChunkDivergence

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from titanlite.config.schema import Optimizer
 from titanlite.models.base import trainable_parameters
 from titanlite.optim.combined import CombinedOptimizer, update, zero_moments
 from titanlite.optim.groups import ParameterGroup, parameter_groups
@@ -14,6 +13,7 @@ from titanlite.optim.quantized import block_size_of, check_shards
 from titanlite.optim.registry import accepts, constructor_options, find_optimizer_cls
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.private_torch.tensors import local_tensor
+from titanlite.schema import Optimizer
 
 if TYPE_CHECKING:
     from titanlite.optim.rounding import UpdateKernel

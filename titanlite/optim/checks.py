@@ -6,13 +6,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from titanlite.config.schema import Optimizer, OptimizerGroup
 from titanlite.models.base import trainable_parameters
 from titanlite.optim.groups import parameter_groups
 from titanlite.optim.quantized import block_size_of
 from titanlite.optim.registry import accepts, constructor_options, find_optimizer_cls, has_two_betas
 from titanlite.optim.state_size import state_after_one_step
 from titanlite.runtime.errors import ConfigError, Problem, UserError, did_you_mean
+from titanlite.schema import Optimizer, OptimizerGroup
 
 SET_BY = {"lr": "lr", "weight_decay": "weight_decay", "betas": "beta1 and beta2", "eps": "eps"}
 """Constructor arguments that options of [optimizer] set, with those options."""

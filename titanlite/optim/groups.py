@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import nn
 
-from titanlite.config.schema import Optimizer, OptimizerGroup
 from titanlite.runtime.errors import ConfigError, Problem
+from titanlite.schema import Optimizer, OptimizerGroup
 
 
 @dataclass(frozen=True)

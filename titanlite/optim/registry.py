@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 
-from titanlite.config.schema import Optimizer
 from titanlite.optim.quantized import block_size_of
 from titanlite.runtime.errors import UserError, nearest_name
 from titanlite.runtime.user_code import find_object
+from titanlite.schema import Optimizer
 
 REFUSED = {
     "LBFGS": "computes the loss several times a step",

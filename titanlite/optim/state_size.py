@@ -6,13 +6,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from titanlite.config.schema import Optimizer
 from titanlite.models.base import trainable_parameters
 from titanlite.optim.combined import optimizers_in
 from titanlite.optim.groups import parameter_groups
 from titanlite.optim.quantized import block_size_of, inner_tensors, is_quantized
 from titanlite.optim.registry import constructor_options, find_optimizer_cls
 from titanlite.runtime.private_torch.tensors import local_tensor
+from titanlite.schema import Optimizer
 
 SAMPLE = 64, 64
 """Shape of the matrix on which an optimizer class is tried."""

@@ -11,7 +11,6 @@ it is.
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from titanlite.config.schema import ActivationCheckpoint, Compile, Float8, Freeze, Lora, Parallelism, Training
 from titanlite.mesh import build_mesh, context_group, expert_meshes, shard_degree_of, tensor_mesh
 from titanlite.models.base import Model
 from titanlite.ops.kernels import Kernels, set_kernels
@@ -19,6 +18,7 @@ from titanlite.parallelize.activation_checkpoint import apply_activation_checkpo
 from titanlite.parallelize.compile import compile_around_exchange, compile_blocks
 from titanlite.parallelize.fsdp import DTYPES, shard
 from titanlite.parallelize.materialize import materialize, set_dtype
+from titanlite.schema import ActivationCheckpoint, Compile, Float8, Freeze, Lora, Parallelism, Training
 
 NO_ADAPTERS = Lora()
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import torch
 
-from titanlite.config.schema import Compile
 from titanlite.models.base import Model, exchanges_tokens
+from titanlite.schema import Compile
 
 logger = logging.getLogger(__name__)
 

@@ -16,12 +16,12 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 
-from titanlite.config.schema import Parallelism, Training
 from titanlite.mesh import context_rank, data_parallel_rank, has_replicas, shard_degree_of, sharding_mesh, tensor_mesh
 from titanlite.models.base import Model, head_of
 from titanlite.models.quantized import quantized_parameters
 from titanlite.ops.kernels import Kernels
 from titanlite.runtime.private_torch.fsdp import gather_in_place, keep_dtypes
+from titanlite.schema import Parallelism, Training
 
 if TYPE_CHECKING:
     from titanlite.techniques.expert import DistributedExperts

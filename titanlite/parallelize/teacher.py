@@ -8,14 +8,14 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from titanlite.checkpoint.load import read_model
-from titanlite.config.schema import ActivationCheckpoint, Compile, Float8, Freeze, Parallelism, Training
-from titanlite.config.schema import Teacher as TeacherConfig
 from titanlite.mesh import world_group
 from titanlite.models.base import Model, unique_parameters
 from titanlite.ops.kernels import Kernels
 from titanlite.parallelize import parallelize
 from titanlite.parallelize.materialize import allocate
 from titanlite.runtime.ranks import check_same_everywhere
+from titanlite.schema import ActivationCheckpoint, Compile, Float8, Freeze, Parallelism, Training
+from titanlite.schema import Teacher as TeacherConfig
 from titanlite.techniques.distill.source import TeacherSource, fingerprint, forward_flops, teacher_model
 from titanlite.techniques.distill.teacher import Teacher
 

@@ -4,9 +4,9 @@ from collections.abc import Callable
 
 import torch.distributed as dist
 
-from titanlite.config.schema import Comm
 from titanlite.observer import CurrentPhase, Phase
 from titanlite.runtime.private_torch.process_groups import set_timeouts
+from titanlite.schema import Comm
 
 STARTING_STEPS = 2
 """Steps of a start that may compile, and so have a timeout of their own."""

@@ -21,8 +21,8 @@ from typing import IO
 import torch
 from torch import Tensor
 
-from titanlite.config.schema import Offload
 from titanlite.runtime.errors import RunError, UserError
+from titanlite.schema import Offload
 
 logger = logging.getLogger(__name__)
 

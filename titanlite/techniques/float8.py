@@ -12,10 +12,10 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from titanlite.config.schema import Float8
 from titanlite.models.base import Model, head_of
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.private_torch.tensors import local_tensor
+from titanlite.schema import Float8
 
 logger = logging.getLogger(__name__)
 

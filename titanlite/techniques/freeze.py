@@ -6,10 +6,10 @@ from fnmatch import fnmatchcase
 import torch
 from torch import nn
 
-from titanlite.config.schema import Freeze
 from titanlite.models.base import Model, unique_parameters
 from titanlite.optim.groups import collapse_names
 from titanlite.runtime.errors import ConfigError, Problem
+from titanlite.schema import Freeze
 
 
 def freeze(model: Model, config: Freeze) -> None:

@@ -14,12 +14,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from titanlite.config.schema import Layers
 from titanlite.metrics.records import RecordFile
 from titanlite.models.base import Model
 from titanlite.models.quantized import quantized_parameters
 from titanlite.observer import StepObserver
 from titanlite.runtime.private_torch.tensors import local_tensor
+from titanlite.schema import Layers
 
 KINDS = ("parameters", "gradients", "updates", "activations")
 """Tensors that are measured of each layer. Activations are its output."""

@@ -12,7 +12,6 @@ from fnmatch import fnmatchcase
 import torch
 from torch import Tensor, nn
 
-from titanlite.config.schema import Freeze, Lora
 from titanlite.models.added import AddsParameters
 from titanlite.models.base import Model, head_of, unique_parameters
 from titanlite.models.initial import Constant, InitialValues, Uniform
@@ -20,6 +19,7 @@ from titanlite.models.layers import Linear
 from titanlite.models.quantized import CODES, SCALE, QuantizedLinear
 from titanlite.optim.groups import collapse_names
 from titanlite.runtime.errors import ConfigError, Problem
+from titanlite.schema import Freeze, Lora
 from titanlite.techniques.freeze import freeze, freeze_parameters
 
 LORA_A, LORA_B = "lora_a", "lora_b"

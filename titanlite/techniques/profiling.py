@@ -23,12 +23,12 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from titanlite.checkpoint.manifest import folder_name
-from titanlite.config.schema import Profiling
 from titanlite.observer import StepObserver
 from titanlite.runtime.console import shell_command
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.private_torch.tensors import dump_memory_snapshot, record_memory_history
 from titanlite.runtime.process_group import Ranks
+from titanlite.schema import Profiling
 
 logger = logging.getLogger(__name__)
 

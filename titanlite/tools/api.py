@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from titanlite.config.load import Draft, load
-from titanlite.config.schema import Config
 from titanlite.config.shipped import find_config
 from titanlite.runtime.errors import ConfigError, Place, Problem
+from titanlite.schema import Config
 
 if TYPE_CHECKING:
     from titanlite.tools.report.run_records import RunRecords

@@ -5,9 +5,9 @@ import torch
 
 from titanlite.checks.preflight import ResolvedConfig, examine
 from titanlite.config.load import Draft
-from titanlite.config.schema import Config
 from titanlite.observer import CurrentPhase
 from titanlite.runtime.process_group import Ranks
+from titanlite.schema import Config
 from titanlite.tools.convert.source import open_teacher
 from titanlite.tools.convert.weights import open_weights
 from titanlite.tools.ingest.chat import template_problems

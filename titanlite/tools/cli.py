@@ -36,9 +36,9 @@ if TYPE_CHECKING:
     import torch
 
     from titanlite.checks.preflight import ResolvedConfig
-    from titanlite.config.schema import Config
     from titanlite.run.timeouts import PhaseTimeouts
     from titanlite.runtime.process_group import Ranks
+    from titanlite.schema import Config
 
     Checked = tuple[Config, ResolvedConfig, Ranks, torch.device]
 

@@ -18,8 +18,8 @@ from pydantic_core import PydanticUndefined
 
 from titanlite.config.keys import Node, bare, json_schema, tables, toml_text
 from titanlite.config.load import load
-from titanlite.config.schema import Config
 from titanlite.runtime.errors import UserError
+from titanlite.schema import Config
 
 BASE = "Path of a TOML file to inherit from, relative to this one: it gives the keys that this file does not set."
 

@@ -29,13 +29,13 @@ import torch.distributed as dist
 from titanlite.checkpoint import manifest as manifests
 from titanlite.checks.memory import SIZES, weight_bytes
 from titanlite.checks.preflight import ResolvedConfig
-from titanlite.config.schema import Checkpoint, Config
 from titanlite.models.base import Model, unique_parameters
 from titanlite.optim.state_size import state_bytes
 from titanlite.run.versions import Facts, compare, facts_of
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.process_group import Ranks, process_group
 from titanlite.runtime.ranks import host_names, named_ranks
+from titanlite.schema import Checkpoint, Config
 from titanlite.storage.storage import Storage, open_storage
 from titanlite.techniques.lora import choose_trained
 from titanlite.tools.plan.calibrate import COLLECTIVES, Call, bandwidth_at

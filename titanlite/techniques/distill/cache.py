@@ -5,10 +5,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from titanlite.config.schema import Data, Distill
 from titanlite.data.samples import Source
 from titanlite.data.teacher_entries import COMMAND, CacheSettings, TaughtSequences, read_settings
 from titanlite.runtime.errors import UserError
+from titanlite.schema import Data, Distill
 
 
 @dataclass(frozen=True)

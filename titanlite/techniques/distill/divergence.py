@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from titanlite.batch import Batch
-from titanlite.config.schema import Distill
 from titanlite.ops.divergence import ChunkDivergence, Kind, top_k_divergence
 from titanlite.ops.kernels import Kernels
+from titanlite.schema import Distill
 
 
 class HeadLogits:

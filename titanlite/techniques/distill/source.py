@@ -7,12 +7,12 @@ from typing import Protocol
 import numpy as np
 from torch.distributed.checkpoint.storage import StorageReader
 
-from titanlite.config.schema import Teacher as TeacherConfig
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.models.base import Model
 from titanlite.models.decoder import DecoderArgs
 from titanlite.models.registry import ModelSpec
 from titanlite.runtime.errors import UserError
+from titanlite.schema import Teacher as TeacherConfig
 
 SHOWN = 3
 """Tokens that a message names."""

@@ -13,10 +13,10 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from titanlite.batch import Batch
-from titanlite.config.schema import Distill
 from titanlite.models.base import Model, head_of
 from titanlite.ops.attention import document_arguments
 from titanlite.ops.kernels import Kernels
+from titanlite.schema import Distill
 from titanlite.techniques.distill.divergence import HeadDivergence
 
 

@@ -7,11 +7,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from titanlite.config.schema import Data, Job
 from titanlite.data.prepared import is_token_folder
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.data.tokens import TokenStore
 from titanlite.runtime.errors import UserError
+from titanlite.schema import Data, Job
 from titanlite.tools.convert.source import Source
 
 

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from titanlite.config.schema import ModelSelection
 from titanlite.models.registry import ModelSpec
 from titanlite.runtime.errors import UserError
+from titanlite.schema import ModelSelection
 
 LAYER = re.compile(r"(model\.)?layers\.(\d+)\.(.*)")
 PART = re.compile(r"(\d{1,9})(?:-(\d{1,9}))?")

@@ -5,12 +5,12 @@ from pathlib import Path
 from titanlite.checkpoint.state import difference, model_state
 from titanlite.checks.preflight import select_model
 from titanlite.config.load import load
-from titanlite.config.schema import Config, Data, ModelSelection
 from titanlite.data.tokenizer import load_tokenizer
 from titanlite.models.base import Model
 from titanlite.models.formats import Table
 from titanlite.models.registry import ModelSpec, resolve_model
 from titanlite.runtime.errors import UserError
+from titanlite.schema import Config, Data, ModelSelection
 from titanlite.tools.convert.weights import ForeignSource, check_args, find_flavor, open_reader, table_of
 
 

@@ -17,7 +17,6 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Column, Table
 
-from titanlite.config.schema import Config, Data, Validation, ValidationSource
 from titanlite.data.packing import TokenSequence
 from titanlite.data.prepared import prepared_tokens
 from titanlite.data.samples import SequenceReader, Source
@@ -29,6 +28,7 @@ from titanlite.parallelize.fsdp import DTYPES
 from titanlite.runtime.console import progress_console
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.process_group import Ranks, pick_device, process_group
+from titanlite.schema import Config, Data, Validation, ValidationSource
 from titanlite.tools.convert.loading import default_dtype, tokenizer_of
 from titanlite.tools.convert.source import Source as Weights
 from titanlite.tools.convert.source import load_model, open_source

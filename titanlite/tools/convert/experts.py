@@ -18,7 +18,6 @@ from rich.progress import Progress
 from torch import Tensor, nn
 
 from titanlite.checkpoint.state import model_state
-from titanlite.config.schema import Data
 from titanlite.data.samples import Samples
 from titanlite.data.sources import open_sources
 from titanlite.data.tokenizer import load_tokenizer
@@ -29,6 +28,7 @@ from titanlite.ops.kernels import set_kernels
 from titanlite.runtime.console import progress_console
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.files import write_atomically
+from titanlite.schema import Data
 from titanlite.tools.convert.import_weights import Teacher
 from titanlite.tools.ingest.prepare import prepare_text
 

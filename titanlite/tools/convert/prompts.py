@@ -5,9 +5,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from titanlite.config.schema import Config
 from titanlite.data.tokenizer import Tokenizer, find_tokenizer
 from titanlite.runtime.errors import UserError
+from titanlite.schema import Config
 from titanlite.tools.convert.tokenizer_files import generation_beside
 from titanlite.tools.ingest.chat_tokens import Chat, read_json
 

@@ -24,7 +24,6 @@ from titanlite.checkpoint.manifest import Manifest
 from titanlite.checkpoint.state import difference, model_state
 from titanlite.config.foreign import read_foreign
 from titanlite.config.load import load
-from titanlite.config.schema import Config, ModelSelection
 from titanlite.data.tokenizer import Tokenizer, load_tokenizer
 from titanlite.models.base import Model
 from titanlite.models.registry import ModelSpec, resolve_model
@@ -34,6 +33,7 @@ from titanlite.parallelize.materialize import allocate, set_dtype
 from titanlite.runtime.errors import ConfigError, DamagedCheckpoint, UserError
 from titanlite.runtime.files import file_inside
 from titanlite.runtime.ranks import error_of_ranks
+from titanlite.schema import Config, ModelSelection
 from titanlite.storage.storage import Storage, open_storage
 from titanlite.tools.convert.adapters import Adapters, MergedReader, find_adapters
 from titanlite.tools.convert.describe import resolve_source

@@ -15,7 +15,6 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from titanlite.checks.model import check_documents
 from titanlite.checks.preflight import select_model
 from titanlite.config.load import load
-from titanlite.config.schema import Data, Teacher, Validation
 from titanlite.data.samples import Source
 from titanlite.data.sources import PrepareText, open_data
 from titanlite.data.teacher_entries import (
@@ -38,6 +37,7 @@ from titanlite.runtime.errors import ConfigError, Problem, UserError
 from titanlite.runtime.files import FileLocked, lock_file
 from titanlite.runtime.process_group import pick_device, process_group, read_ranks
 from titanlite.runtime.ranks import on_rank_0
+from titanlite.schema import Data, Teacher, Validation
 from titanlite.techniques.distill.cache import cache_folder, data_settings
 from titanlite.techniques.distill.source import TeacherSource, check_teacher, fingerprint, teacher_model
 from titanlite.tools.convert.source import open_teacher

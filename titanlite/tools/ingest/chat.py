@@ -9,9 +9,9 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from titanlite.config.schema import Data
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.runtime.errors import Problem, UserError
+from titanlite.schema import Data
 from titanlite.tools.ingest.chat_template import Rendered
 from titanlite.tools.ingest.chat_tokens import find_template, open_template
 from titanlite.tools.ingest.documents import Bad, Document, Segment, Wrong, read_values, utf8_length

@@ -18,7 +18,6 @@ from typing import Literal
 
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
-from titanlite.config.schema import Data
 from titanlite.data.prepared import prepared_tokens
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.data.tokens import FORMAT, INDEX, TokenStore
@@ -26,6 +25,7 @@ from titanlite.runtime.allocator import cores
 from titanlite.runtime.console import progress_console
 from titanlite.runtime.errors import RunError, UserError
 from titanlite.runtime.files import lock_work, quarantine_path
+from titanlite.schema import Data
 from titanlite.tools.ingest.chat import chats_of
 from titanlite.tools.ingest.encoding import Encoder, Options, encode_chunks, options_for
 from titanlite.tools.ingest.inputs import File, find_files

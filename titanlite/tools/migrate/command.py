@@ -17,10 +17,10 @@ from tomlkit.exceptions import TOMLKitError
 
 from titanlite.config.keys import dotted_keys, toml_text
 from titanlite.config.load import load
-from titanlite.config.schema import Config
 from titanlite.config.source import read_source
 from titanlite.data.tokenizer import find_tokenizer
 from titanlite.runtime.errors import ConfigError, Problem, RunError, UserError, nearest_name
+from titanlite.schema import Config
 from titanlite.tools.migrate.document import Line, read_lines
 from titanlite.tools.migrate.rules import FLOAT8, ONLY_IN, OPTIMIZERS, RULES, Old, convert
 

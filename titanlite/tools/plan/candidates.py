@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from titanlite.config.schema import Config, Degrees
+from titanlite.schema import Config, Degrees
 from titanlite.tools.plan.estimate import Plan
 
 MODES = ("none", "selective", "full")

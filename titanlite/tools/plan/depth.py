@@ -3,10 +3,10 @@
 from dataclasses import replace
 from typing import Any
 
-from titanlite.config.schema import Config
 from titanlite.models.base import Model
 from titanlite.models.registry import ModelSpec
 from titanlite.runtime.errors import ConfigError
+from titanlite.schema import Config
 from titanlite.techniques.lora import choose_trained
 
 

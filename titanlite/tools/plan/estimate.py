@@ -5,11 +5,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from titanlite.checks.preflight import select_model
-from titanlite.config.schema import Config, Degrees, Offload, Teacher
 from titanlite.data.tokenizer import load_tokenizer
 from titanlite.models.base import Model, ModelArgs
 from titanlite.models.registry import ModelSpec
 from titanlite.runtime.hardware import Hardware
+from titanlite.schema import Config, Degrees, Offload, Teacher
 from titanlite.techniques.distill.source import forward_flops
 from titanlite.tools.plan import teacher as teachers
 from titanlite.tools.plan.depth import can_vary, period_of, trained_model

@@ -8,9 +8,9 @@ from dataclasses import replace
 
 from titanlite.checks.model import axis_checks, check_experts
 from titanlite.config.checks import find_conflicts
-from titanlite.config.schema import Config, Degrees, Parallelism
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.hardware import Hardware
+from titanlite.schema import Config, Degrees, Parallelism
 from titanlite.tools.plan.candidates import Options, with_options
 from titanlite.tools.plan.estimate import model_of
 from titanlite.tools.plan.time import Collective, Group, Kernel, Unit, kernel_time, lasting

@@ -6,9 +6,9 @@ from shlex import join
 
 import torch
 
-from titanlite.config.schema import Config
 from titanlite.runtime.hardware import hardware_of
 from titanlite.runtime.process_group import Ranks
+from titanlite.schema import Config
 from titanlite.techniques.profiling import PROFILE, save_memory_snapshot
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import tomlkit
 
-from titanlite.config.schema import Config
+from titanlite.schema import Config
 from titanlite.tools.plan.candidates import Found, Options
 from titanlite.tools.plan.estimate import OUTSIDE, Layout, Plan, on_host
 from titanlite.tools.plan.memory import Breakdown

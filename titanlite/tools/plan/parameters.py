@@ -13,7 +13,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from titanlite.config.schema import Config
 from titanlite.mesh import axis_sizes, root_axes
 from titanlite.models.added import added_parameters
 from titanlite.models.base import Model, trainable_parameters, unique_parameters
@@ -27,6 +26,7 @@ from titanlite.runtime.private_torch.compiler import is_compiled
 from titanlite.runtime.private_torch.fsdp import fsdp_param_group, sharded_parameters
 from titanlite.runtime.private_torch.tensors import local_tensor, wrapped_tensors
 from titanlite.runtime.private_torch.tracing import FakeTensorMode
+from titanlite.schema import Config
 from titanlite.tools.plan.estimate import model_of
 from titanlite.tools.plan.fake_ranks import fake_ranks
 from titanlite.tools.plan.gpu_kernels import GpuKernels

@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 
-from titanlite.config.schema import Config, Degrees
 from titanlite.runtime.allocator import cores
 from titanlite.runtime.errors import UserError
+from titanlite.schema import Config, Degrees
 from titanlite.techniques.float8 import choose_layers
 from titanlite.tools.plan import teacher as teachers
 from titanlite.tools.plan.candidates import (

@@ -14,7 +14,6 @@ import torch
 import titanlite
 from titanlite.checks.model import SMALL_LENGTH, small_model
 from titanlite.checks.preflight import ResolvedConfig
-from titanlite.config.schema import Config, Data, Validation
 from titanlite.data.custom import PREFIX
 from titanlite.data.prepared import prepared_tokens
 from titanlite.data.samples import Samples, Source
@@ -26,6 +25,7 @@ from titanlite.ops import pick_kernels
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.private_torch.tracing import ValueNeeded
 from titanlite.runtime.process_group import Ranks
+from titanlite.schema import Config, Data, Validation
 from titanlite.tools.plan.depth import can_vary, period_of
 from titanlite.tools.plan.teacher import few_blocks
 from titanlite.tools.plan.trace import trace_step

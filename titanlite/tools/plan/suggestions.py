@@ -8,8 +8,8 @@ from importlib.util import find_spec
 from typing import Any
 
 from titanlite.config.checks import find_conflicts
-from titanlite.config.schema import Config
 from titanlite.optim.checks import check_optimizer
+from titanlite.schema import Config
 from titanlite.tools.plan.candidates import Options
 from titanlite.tools.plan.estimate import Layout, Plan, model_of, plan
 from titanlite.tools.plan.search import with_options

@@ -10,10 +10,10 @@ from typing import Any
 
 from titanlite.checks.preflight import select_model
 from titanlite.config.load import load
-from titanlite.config.schema import Teacher
 from titanlite.data.teacher_entries import TOP_K, StoredDtype, entry_type, read_settings
 from titanlite.models.decoder import DecoderArgs
 from titanlite.models.registry import ModelSpec
+from titanlite.schema import Teacher
 from titanlite.techniques.distill.cache import cache_folder
 from titanlite.tools.convert.source import open_teacher
 from titanlite.tools.plan.allocator import PoolSize

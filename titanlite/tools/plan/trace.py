@@ -13,7 +13,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from titanlite.batch import Batch
-from titanlite.config.schema import Config
 from titanlite.loss import build_loss
 from titanlite.mesh import ACTIVATION_AXES, axis_groups, data_parallel_rank, loss_group, world_group
 from titanlite.models.base import Model, ModelArgs, build_on_meta, unique_parameters
@@ -29,6 +28,7 @@ from titanlite.runtime.errors import ConfigError, UserError
 from titanlite.runtime.private_torch.fsdp import observe_fsdp
 from titanlite.runtime.private_torch.tensors import fused_adamw_
 from titanlite.runtime.private_torch.tracing import FakeTensorMode, without_fake_tensors
+from titanlite.schema import Config
 from titanlite.step import train_step
 from titanlite.techniques.context import split_batch
 from titanlite.techniques.distill.divergence import cached_output

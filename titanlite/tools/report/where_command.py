@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from titanlite.config.load import load
-from titanlite.config.schema import Training
 from titanlite.runtime.errors import ConfigError, RunError, UserError, whole_number
+from titanlite.schema import Training
 from titanlite.tools.report.parity import layout_options, parity_options, start
 
 TRANSFORMERS = "transformers"
