@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from titanlite.batch import IGNORE
+from titanlite.ops.cross_entropy import SplitVocabulary
 from titanlite.ops.kernels import DEFAULT_KERNELS, Kernels
 from titanlite.runtime.user_code import check_call, find_object
 from titanlite.schema import Distill, Training
@@ -80,18 +81,26 @@ class LossFunction(Protocol):
         ...
 
 
-def build_loss(training: Training, kernels: Kernels, distill: Distill | None = None) -> LossFunction:
+def build_loss(
+    training: Training,
+    kernels: Kernels,
+    distill: Distill | None = None,
+    *,
+    vocabulary: SplitVocabulary | None = None,
+) -> LossFunction:
     """Return the loss function of the config.
 
     Args:
         distill: of a run with a teacher.
+        vocabulary: split of the vocabulary over processes, with tensor parallelism.
 
     Raises:
         UserError: no function has that name.
     """
     if training.loss:
         return find_object(training.loss)
-    return partial(token_loss, z_loss=training.z_loss, kernels=kernels, **({"distill": distill} if distill else {}))
+    options: dict[str, Any] = {"distill": distill} if distill else {}
+    return partial(token_loss, z_loss=training.z_loss, kernels=kernels, vocabulary=vocabulary, **options)
 
 
 def check_loss(name: str, *, with_teacher: bool) -> None:
@@ -112,20 +121,22 @@ def token_loss(
     kernels: Kernels = DEFAULT_KERNELS,
     teacher: TeacherOutput | None = None,
     distill: Distill = NO_DISTILLATION,
+    vocabulary: SplitVocabulary | None = None,
 ) -> TokenLoss:
     """Cross entropy of the logits hidden @ weight^T; with a teacher (1 - ratio) * that + ratio * T^2 * divergence.
 
-    The formulas of the divergences are in `models.divergence`.
+    The formulas of the divergences are in `ops.divergence`.
 
     Args:
         z_loss: weight of log(Z)^2, where Z is the sum in the denominator of softmax (arXiv:2204.02311).
         teacher: its output for the same tokens. The metric distill_loss is T^2 * divergence.
+        vocabulary: the weight has this process's tokens of it only. None: it has all.
     """
     hidden_TD, labels_T = hidden_BLD.flatten(0, 1), labels_BL.flatten()
-    if kernels.vocabulary:  # the weight has this process's tokens only
-        hidden_TD = kernels.vocabulary.enter(hidden_TD)
+    if vocabulary:
+        hidden_TD = vocabulary.enter(hidden_TD)
     needs_gradients = torch.is_grad_enabled() and (hidden_TD.requires_grad or weight_VD.requires_grad)
-    inputs = hidden_TD, weight_VD, labels_T, z_loss, needs_gradients, kernels
+    inputs = hidden_TD, weight_VD, labels_T, z_loss, needs_gradients, kernels, vocabulary
     if teacher is None:
         return TokenLoss(*_ChunkedLoss.apply(*inputs, 0.0, None))
     with teacher.divergence(distill, kernels) as divergence:
@@ -147,6 +158,7 @@ class _ChunkedLoss(torch.autograd.Function):
         z_loss: float,
         needs_gradients: bool,
         kernels: Kernels,
+        vocabulary: SplitVocabulary | None,
         ratio: float,
         divergence: Divergence | None,
     ) -> tuple[Tensor, Tensor, dict[str, Tensor], Tensor]:
@@ -169,7 +181,9 @@ class _ChunkedLoss(torch.autograd.Function):
             x_CD = hidden_TD[part].to(wide)
             logits_CV = kernels.float32_mm(x_CD, operand_VD.t())
             taught = divergence(logits_CV, part, None if taught_T is None else taught_T[part]) if divergence else None
-            softmax = kernels.label_softmax(logits_CV, labels_T[part], own_T[part], z_loss=z_loss, dtype=dtype)
+            softmax = kernels.label_softmax(
+                logits_CV, labels_T[part], own_T[part], z_loss=z_loss, dtype=dtype, vocabulary=vocabulary
+            )
             terms.append(softmax[:3])
             d_logits_CV = softmax.d_logits_CV
             if taught is not None:
@@ -200,7 +214,7 @@ class _ChunkedLoss(torch.autograd.Function):
         d_hidden_TD, d_weight_VD = ctx.gradients
         del ctx.gradients  # they are scaled in place, which can be done once
         d_weight_VD = None if d_weight_VD is None else d_weight_VD.mul_(gradients[0])
-        return d_hidden_TD.mul_(gradients[0]), d_weight_VD, None, None, None, None, None, None
+        return d_hidden_TD.mul_(gradients[0]), d_weight_VD, *[None] * 7
 
 
 def _sums(terms: Sequence[tuple[Tensor, Tensor, Tensor]], valid_T: Tensor, z_loss: float) -> tuple[Tensor, ...]:

@@ -32,6 +32,7 @@ from titanlite.metrics.run_summary import report_end, report_start
 from titanlite.models.base import Model, unique_parameters
 from titanlite.observer import CurrentPhase, Observers, Phase, StepObserver
 from titanlite.ops import pick_kernels
+from titanlite.ops.cross_entropy import SplitVocabulary
 from titanlite.ops.kernels import Kernels
 from titanlite.optim import build_optimizer, set_learning_rate
 from titanlite.optim.norm import count_parameter_replicas
@@ -144,10 +145,11 @@ def build(
     # Model and optimizer: on the meta device, parallelized, then with memory and values
     start.phase(Phase.MODEL)
     kernels = pick_kernels(device, compiles=config.compile.enable, attention_backend=training.attention_backend)
+    vocabulary = None
     if tensor_mesh(mesh):
-        from titanlite.techniques.tensor import split_vocabulary
+        from titanlite.techniques.tensor import tensor_ranks
 
-        kernels = split_vocabulary(kernels, mesh)
+        vocabulary = tensor_ranks(mesh)
     disk = None
     if config.offload.is_used:
         from titanlite.storage.disk import open_disk
@@ -247,6 +249,7 @@ def build(
         token_bytes=resolved.tokenizer.token_bytes(),
         document_mask=config.data.document_mask,
         kernels=kernels,
+        vocabulary=vocabulary,
         device=device,
         rank=rank,
         ranks=data_ranks,
@@ -299,7 +302,7 @@ def build(
         replicas=replicas,
         optimizer=optimizer,
         in_backward=in_backward,
-        loss_function=_loss_function(config, kernels, samples),
+        loss_function=_loss_function(config, kernels, vocabulary, samples),
         teacher=teacher,
         guard=guard,
         samples=samples,
@@ -348,9 +351,12 @@ def _part_of_sequences(mesh: DeviceMesh) -> Callable[[Batch], Batch]:
     return partial(split_batch, mesh=mesh)
 
 
-def _loss_function(config: Config, kernels: Kernels, samples: Samples) -> LossFunction:
+def _loss_function(
+    config: Config, kernels: Kernels, vocabulary: SplitVocabulary | None, samples: Samples
+) -> LossFunction:
     """Return the loss function of the config, which also sums by source if the config asks for that."""
-    loss = build_loss(config.training, kernels, config.distill if config.teacher.is_set else None)
+    distill = config.distill if config.teacher.is_set else None
+    loss = build_loss(config.training, kernels, distill, vocabulary=vocabulary)
     if not config.metrics.loss_by_source:
         return loss
     from titanlite.metrics.source_losses import LossBySource

@@ -16,6 +16,7 @@ from titanlite.data.loader import to_device
 from titanlite.data.samples import Source, as_batch, permute
 from titanlite.loss import token_loss
 from titanlite.ops.attention import document_arguments
+from titanlite.ops.cross_entropy import SplitVocabulary
 from titanlite.ops.kernels import Kernels
 from titanlite.schema import Validation
 
@@ -34,6 +35,7 @@ class Validator:
         batch_size: sequences in one forward pass of one rank.
         token_bytes: [V], bytes of text that each token stands for.
         document_mask: as in training.
+        vocabulary: split of the vocabulary over processes, with tensor parallelism.
         rank, ranks: among the ranks that read different data.
         group: ranks whose token losses are summed.
         split: returns this rank's part of the sequences of a batch.
@@ -48,6 +50,7 @@ class Validator:
         token_bytes: np.ndarray,
         document_mask: bool,
         kernels: Kernels,
+        vocabulary: SplitVocabulary | None = None,
         device: torch.device,
         rank: int,
         ranks: int,
@@ -60,7 +63,7 @@ class Validator:
         self.token_bytes = torch.from_numpy(token_bytes).to(device)
         self.document_mask = document_mask
         self.device = device
-        self.loss_function = partial(token_loss, kernels=kernels)
+        self.loss_function = partial(token_loss, kernels=kernels, vocabulary=vocabulary)
         self.rank, self.ranks = rank, ranks
         self.group = group
         self.split = split

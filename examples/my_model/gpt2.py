@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from titanlite.models.base import Model, ModelArgs
 from titanlite.models.formats import Entry, Formats, HuggingFace, Table
 from titanlite.models.initial import Constant, InitialValues, Normal
-from titanlite.models.layers import AttentionMask, Documents, Loss
+from titanlite.models.layers import AttentionMask, Documents, KeySource, Loss
 from titanlite.ops.kernels import DEFAULT_KERNELS, Kernels
 
 
@@ -29,6 +29,7 @@ class GPT2Args(ModelArgs):
 
 class Block(nn.Module):
     kernels: Kernels = DEFAULT_KERNELS
+    key_source: KeySource | None = None
 
     def __init__(self, args: GPT2Args) -> None:
         super().__init__()
@@ -43,7 +44,7 @@ class Block(nn.Module):
     def forward(self, x_BLD: Tensor, mask: AttentionMask | None = None) -> Tensor:
         qkv_BLND = self.qkv(self.norm_1(x_BLD)).unflatten(-1, (-1, self.head_dim))
         q_BNLH, k_BNLH, v_BNLH = qkv_BLND.transpose(1, 2).chunk(3, dim=1)
-        heads_BNLH = self.kernels.attend(q_BNLH, k_BNLH, v_BNLH, mask)
+        heads_BNLH = self.kernels.attend(q_BNLH, k_BNLH, v_BNLH, mask, self.key_source)
         x_BLD = x_BLD + self.attention_out(heads_BNLH.transpose(1, 2).flatten(2))
         return x_BLD + self.down(F.gelu(self.up(self.norm_2(x_BLD)), approximate="tanh"))
 
@@ -115,7 +116,8 @@ class GPT2(Model):
             positions, mask = documents.positions_BL, None
         x_BLD = self.tok_embeddings(tokens) + self.pos_embeddings(positions)
         if documents is not None:
-            mask = self.kernels.attention_mask(documents, x_BLD, self.args.dim // self.args.n_heads)
+            head_dim = self.args.dim // self.args.n_heads
+            mask = self.kernels.attention_mask(documents, x_BLD, head_dim, self.key_source)
         for block in self.layers:
             x_BLD = block(x_BLD, mask)
         return self.head(x_BLD, loss)

@@ -153,13 +153,12 @@ def build_step(config: Any, device: Any, world_size: int) -> Any:
     from titanlite.techniques.context import split_batch
     from titanlite.techniques.float8 import weight_scaler
     from titanlite.techniques.in_backward import InBackward
-    from titanlite.techniques.tensor import split_vocabulary
+    from titanlite.techniques.tensor import tensor_ranks
     from titanlite.tools.plan.estimate import model_of
 
     spec = model_of(config)
     kernels = kernels_with_stated_counts(config)
     mesh = build_mesh(config.parallelism, world_size=world_size, device_type="cuda")
-    kernels = split_vocabulary(kernels, mesh)
     model = build_on_meta(spec.model_cls, spec.args)
     parallelize(
         model, mesh=mesh, kernels=kernels, parallelism=config.parallelism, training=config.training,
@@ -181,7 +180,8 @@ def build_step(config: Any, device: Any, world_size: int) -> Any:
     batch = split_batch(batch, mesh)
     scale_weights = weight_scaler(model, config.quantize.linear.float8)
     scale_weights()
-    replicas, loss = count_parameter_replicas(model, world_group(mesh)), build_loss(config.training, kernels)
+    replicas = count_parameter_replicas(model, world_group(mesh))
+    loss = build_loss(config.training, kernels, vocabulary=tensor_ranks(mesh))
 
     def step() -> None:
         train_step(

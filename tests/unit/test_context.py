@@ -26,12 +26,11 @@ from titanlite.models.base import build_on_meta
 from titanlite.models.layers import Loss
 from titanlite.models.llama3 import Llama3
 from titanlite.ops.attention import Documents, SequencePart, additive_mask, attend, chunk_boundaries
-from titanlite.ops.kernels import DEFAULT_KERNELS
 from titanlite.parallelize.fsdp import can_wait, keeps_reduced_gradients
 from titanlite.runtime.errors import ConfigError, UserError
 from titanlite.runtime.private_torch.tracing import fake_process_group
 from titanlite.schema import Config, Parallelism, Training
-from titanlite.techniques.context import join_parts, split_attention, split_batch
+from titanlite.techniques.context import join_parts, split_batch
 from titanlite.tools.plan.candidates import Found
 from titanlite.tools.plan.estimate import Layout, model_of
 from titanlite.tools.plan.hardware import find_hardware
@@ -117,7 +116,6 @@ def test_a_batch_of_two_ranks() -> None:
     with fake_process_group(2, rank=1):
         mesh = build_mesh(Parallelism(context_parallel_degree=2), world_size=2, device_type="cpu")
         mine = split_batch(batch, mesh)
-        assert split_attention(DEFAULT_KERNELS, mesh).context is not DEFAULT_KERNELS.context is None
     assert mine["tokens"].tolist() == [[2, 3, 4, 5], [10, 11, 12, 13]]
     assert mine["labels"].tolist() == [[3, 4, 5, 6], [11, 12, 13, 14]]
     assert mine["positions"].tolist() == [[2, 3, 4, 5]] * 2
@@ -126,7 +124,6 @@ def test_a_batch_of_two_ranks() -> None:
     with fake_process_group(2, rank=1):
         mesh = build_mesh(Parallelism(), world_size=2, device_type="cpu")
         assert split_batch(batch, mesh) is batch
-        assert split_attention(DEFAULT_KERNELS, mesh) is DEFAULT_KERNELS
 
 
 def test_a_bad_part_of_a_sequence_names_its_samples() -> None:
@@ -168,7 +165,7 @@ class Deaf(Llama3):
 def test_models_whose_sequences_cannot_be_split() -> None:
     args = Llama3.flavors["debug"]
     check_context(build_on_meta(Llama3, args))
-    with pytest.raises(UserError, match=r"block 0 of Plain has no titanlite.models.layers.Attention, which gathers"):
+    with pytest.raises(UserError, match=r"block 0 of Plain has no `key_source`"):
         check_context(build_on_meta(Plain, args))
     with pytest.raises(UserError, match=r"needs a model whose forward takes `documents`, and Deaf.forward does not"):
         check_context(build_on_meta(Deaf, args))

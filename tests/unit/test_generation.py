@@ -17,7 +17,7 @@ from tests import models, qwen_models
 from titanlite.data.tokenizer import ByteTokenizer, load_tokenizer
 from titanlite.models.base import Model
 from titanlite.models.decoder import Decoder
-from titanlite.ops.attention import attend
+from titanlite.ops.attention import attend, set_key_source
 from titanlite.ops.cpu import CpuKernels
 from titanlite.ops.kernels import DEFAULT_KERNELS, set_kernels
 from titanlite.runtime.errors import RunError, UserError
@@ -64,7 +64,7 @@ def test_greedy_tokens_are_those_of_transformers(family: str) -> None:
         assert greedy(cached, prompt, 20) == tokens
         assert greedy(cached, (*prompt, *tokens[:12]), 8) == tokens[12:]
     cached.close()
-    assert isinstance(model.kernels, CpuKernels), "the model has its own kernels back"
+    assert all(getattr(module, "key_source", None) is None for module in model.modules())
     slow = generator(model, use_cache=False)
     assert {prompt: greedy(slow, prompt, 20) for prompt in PROMPTS[:4]} == dict(list(expected.items())[:4])
 
@@ -114,30 +114,25 @@ def test_a_cache_attends_like_a_mask() -> None:
     for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 2e-2)):
         expected = attend(q.to(dtype), k.to(dtype), v.to(dtype), None)
         for kernels in (DEFAULT_KERNELS, CpuKernels(hardware_bfloat16=False)):
-            cache, parts, start = LayerCache(kernels, 1), [], 0
+            cache, parts, start = LayerCache(1), [], 0
             for length in (4, 1, 1, 9, 1, 4):
                 new = [x[:, :, start : start + length].to(dtype) for x in (q, k, v)]
-                parts.append(cache.attend(new[0], new[1], new[2], None))
+                parts.append(cache.attend(kernels, new[0], new[1], new[2], None))
                 start += length
             assert torch.allclose(torch.cat(parts, dim=2), expected, atol=tolerance)
     assert torch.allclose(attend_to_all(q[:, :, -1:], k, v), attend(q, k, v, None)[:, :, -1:], atol=1e-6)
 
 
 class OwnAttention(nn.Module):
-    """Attention that asks no kernels."""
+    """Attention that ignores its key source."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
         self.inner = inner
-        self.kernels = Uncached()
 
     def forward(self, *inputs: Any) -> Tensor:
-        set_kernels(self.inner, Uncached())
+        set_key_source(self.inner, None)
         return self.inner(*inputs)
-
-
-class Uncached(CpuKernels):
-    pass
 
 
 class OwnDecoder(models.Llama3):
@@ -172,7 +167,7 @@ def test_models_of_ones_own_are_tried_with_a_cache() -> None:
     for block in model.layers:
         block.attention = OwnAttention(block.get_submodule("attention"))
     found = generator(model)
-    assert found.why_slow == "OwnDecoder attends without self.kernels.attend, or without the positions of `documents`"
+    assert found.why_slow == "OwnDecoder attends without `key_source`, or without the positions of `documents`"
     assert greedy(found) == expected
 
 

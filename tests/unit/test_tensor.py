@@ -188,14 +188,13 @@ def test_loss_of_a_split_vocabulary_is_that_of_the_whole(z_loss: float) -> None:
 
     parts, found = Parts(3), []
     kernels = Kernels(chunk_bytes=2 * 4 * 4)
-    kernels.vocabulary = parts
     for _ in range(4):  # maxima, then sums that need them
         found = []
         for rank in range(3):
             parts.start(rank)
             own = weight.detach()[4 * rank : 4 * rank + 4].requires_grad_()
             hidden.grad = None
-            loss = token_loss(hidden, own, labels_BL=labels, z_loss=z_loss, kernels=kernels)
+            loss = token_loss(hidden, own, labels_BL=labels, z_loss=z_loss, kernels=kernels, vocabulary=parts)
             (loss.total * 3).backward()
             found.append((loss, own.grad, hidden.grad))
         assert parts.call == 3 * 2  # three chunks, each with one all-reduce of maxima and one of sums

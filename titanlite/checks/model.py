@@ -17,7 +17,6 @@ from titanlite.models.base import (
     trainable_parameters,
     unique_parameters,
 )
-from titanlite.models.layers import Attention
 from titanlite.models.registry import ModelSpec
 from titanlite.ops.attention import Documents
 from titanlite.optim.groups import parameter_groups
@@ -219,10 +218,10 @@ def check_context(model: Model) -> None:
             "positions and the mask from it (docs/add_a_model.md), or set 1"
         )
     for number, block in enumerate(model.layers):
-        if not any(isinstance(module, Attention) for module in block.modules()):
+        if not any(hasattr(module, "key_source") for module in block.modules()):
             raise UserError(
-                f"block {number} of {name} has no titanlite.models.layers.Attention, which gathers the keys of other "
-                "processes: use it, or set 1"
+                f"block {number} of {name} has no `key_source`, through which attention gets the keys of other "
+                "processes: use titanlite.models.layers.Attention or see docs/add_a_model.md, or set 1"
             )
 
 

@@ -17,7 +17,7 @@ from titanlite.models.added import AddsParameters
 from titanlite.models.formats import Formats
 from titanlite.models.initial import InitialValues
 from titanlite.models.layers import Loss
-from titanlite.ops.attention import Documents
+from titanlite.ops.attention import Documents, KeySource
 from titanlite.ops.kernels import DEFAULT_KERNELS, Kernels
 from titanlite.runtime.errors import UserError
 
@@ -129,6 +129,10 @@ class Model(nn.Module):
 
     kernels: Kernels = DEFAULT_KERNELS
     """Operations whose best form depends on the device; `attention_mask` for one. Training sets it."""
+
+    key_source: KeySource | None = None
+    """Where attention gets keys and values of tokens that a forward pass does not compute: of other processes with
+    context parallelism, of earlier passes when text is generated. Each module that attends or makes masks has one."""
 
     draws_random: ClassVar[bool] = True
     """Random numbers in blocks, as dropout draws them: recomputation draws the same ones again. A class whose blocks

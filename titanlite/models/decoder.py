@@ -108,7 +108,9 @@ class Decoder(Model):
         seq_len = tokens.shape[1]
         cos_LH, sin_LH = rope_at(self.rope_cos, seq_len, documents), rope_at(self.rope_sin, seq_len, documents)
         x_BLD = self.tok_embeddings(tokens)
-        mask = None if documents is None else self.kernels.attention_mask(documents, x_BLD, self.args.head_size)
+        mask = None
+        if documents is not None:
+            mask = self.kernels.attention_mask(documents, x_BLD, self.args.head_size, self.key_source)
         for block in self.layers:
             x_BLD = block(x_BLD, cos_LH, sin_LH, mask)
         return self.head(x_BLD, loss)

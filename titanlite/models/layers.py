@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from titanlite.ops.attention import AttentionMask, Documents, attend
+from titanlite.ops.attention import AttentionMask, Documents, KeySource, attend
 from titanlite.ops.functions import rotate, swiglu
 from titanlite.ops.kernels import DEFAULT_KERNELS, Kernels
 from titanlite.runtime.private_torch.tensors import has_hooks
@@ -23,6 +23,7 @@ __all__ = [
     "Documents",
     "FeedForward",
     "Head",
+    "KeySource",
     "Linear",
     "Loss",
     "RMSNorm",
@@ -98,6 +99,7 @@ class Attention(nn.Module):
     """
 
     kernels: Kernels = DEFAULT_KERNELS
+    key_source: KeySource | None = None
 
     def __init__(
         self, dim: int, n_heads: int, n_kv_heads: int, head_dim: int, *, qk_norm_eps: float | None = None
@@ -116,7 +118,7 @@ class Attention(nn.Module):
         q, k, v = (it.view(B, L, -1, self.head_dim) for it in linear_of_each(x_BLD, self.wq, self.wk, self.wv))
         q_BNLH, k_BKLH, v_BKLH = (it.transpose(1, 2) for it in (self.q_norm(q), self.k_norm(k), v))
         q_BNLH, k_BKLH = rotate(q_BNLH, cos_LH, sin_LH), rotate(k_BKLH, cos_LH, sin_LH)
-        out_BNLH = self.kernels.attend(q_BNLH, k_BKLH, v_BKLH, mask)
+        out_BNLH = self.kernels.attend(q_BNLH, k_BKLH, v_BKLH, mask, self.key_source)
         return self.wo(out_BNLH.transpose(1, 2).reshape(B, L, -1))
 
 

@@ -4,13 +4,16 @@ Shape suffixes: see `layers`.
 """
 
 import math
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from titanlite.batch import Batch
+
+if TYPE_CHECKING:
+    from titanlite.ops.kernels import Kernels
 
 
 class SequencePart(NamedTuple):
@@ -33,17 +36,26 @@ class SequencePart(NamedTuple):
         return torch.cat([torch.arange(*chunk, device=device) for chunk in self.chunks(seq_len)])
 
 
-class SplitSequences(Protocol):
-    """Split of sequences over several processes."""
+class KeySource(Protocol):
+    """Source of keys and values of tokens that this forward pass does not compute: other processes, or a cache."""
 
     @property
-    def part(self) -> SequencePart:
-        """Tokens of this process."""
+    def part(self) -> SequencePart | None:
+        """Tokens of the sequences that this process computes. None: it computes whole sequences, or their end."""
         ...
 
-    def gather(self, k_BKLH: Tensor, v_BKLH: Tensor) -> tuple[Tensor, Tensor]:
-        """Return keys and values of whole sequences, each [B, K, S, H], from this process's part of them."""
+    def attend(
+        self, kernels: "Kernels", q_BNLH: Tensor, k_BKLH: Tensor, v_BKLH: Tensor, mask: "AttentionMask | None"
+    ) -> Tensor:
+        """Return the attention of L tokens to themselves and to those of the source, computed by `kernels.attend`."""
         ...
+
+
+def set_key_source(model: nn.Module, source: KeySource | None) -> None:
+    """Give a source to every module of a model that attends or makes masks: those with an attribute `key_source`."""
+    for module in model.modules():
+        if hasattr(module, "key_source"):
+            module.key_source = source  # pyright: ignore[reportAttributeAccessIssue, reportArgumentType]
 
 
 class Documents(NamedTuple):

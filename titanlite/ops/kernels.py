@@ -21,7 +21,7 @@ from titanlite.ops.attention import (
     AttentionMask,
     Boundaries,
     Documents,
-    SplitSequences,
+    KeySource,
     additive_mask,
     attend,
     chunk_boundaries,
@@ -68,10 +68,6 @@ class Kernels:
     ) -> None:
         self.compiles = compiles
         self.attention = attention
-        self.context: SplitSequences | None = None
-        """Split of sequences over processes; None without one. `parallelize.context` sets it."""
-        self.vocabulary: SplitVocabulary | None = None
-        """Split of the vocabulary over processes; None without one. `parallelize.tensor` sets it."""
         self.chunk_bytes = chunk_bytes
 
     def is_gpu(self, device: torch.device) -> bool:
@@ -118,14 +114,24 @@ class Kernels:
         """x / sqrt(mean(x^2) + eps) * weight over the last dim, computed in float32; the dtype of x."""
         return F.rms_norm(x, weight.shape, weight, eps)
 
-    def attend(self, q_BNLH: Tensor, k_BKLH: Tensor, v_BKLH: Tensor, mask: AttentionMask | None) -> Tensor:
+    def attend(
+        self,
+        q_BNLH: Tensor,
+        k_BKLH: Tensor,
+        v_BKLH: Tensor,
+        mask: AttentionMask | None,
+        key_source: KeySource | None = None,
+    ) -> Tensor:
         """Causal attention; see `ops/attention.py`.
 
         On GPUs, the kernel for float32 knows no groups. PyTorch would take plain formulas, which hold scores [N, L, L].
         So keys and values are repeated first.
+
+        Args:
+            key_source: adds keys and values of other tokens. None: these tokens are all.
         """
-        if self.context:
-            k_BKLH, v_BKLH = self.context.gather(k_BKLH, v_BKLH)
+        if key_source is not None:
+            return key_source.attend(self, q_BNLH, k_BKLH, v_BKLH, mask)
         grouped = q_BNLH.shape[1] != k_BKLH.shape[1]
         if grouped and self.is_gpu(q_BNLH.device) and not self.has_grouped_attention(q_BNLH.dtype):
             k_BKLH, v_BKLH = (repeat_heads(x, q_BNLH.shape[1]) for x in (k_BKLH, v_BKLH))
@@ -181,11 +187,14 @@ class Kernels:
             ) from error
         return backend.name.removesuffix("_ATTENTION").lower()
 
-    def attention_mask(self, documents: Documents, x_BLD: Tensor, head_dim: int) -> AttentionMask:
+    def attention_mask(
+        self, documents: Documents, x_BLD: Tensor, head_dim: int, key_source: KeySource | None = None
+    ) -> AttentionMask:
         """Mask for all blocks of one forward pass, in the form that the device takes best."""
+        part = key_source.part if key_source is not None else None
         if not self.has_packed_attention(x_BLD.device, x_BLD.dtype, head_dim):
-            return additive_mask(documents, x_BLD.dtype, self.context.part if self.context else None)
-        masks = chunk_boundaries(documents, self.context.part) if self.context else Boundaries(documents.boundaries)
+            return additive_mask(documents, x_BLD.dtype, part)
+        masks = chunk_boundaries(documents, part) if part else Boundaries(documents.boundaries)
         # The number of documents differs from batch to batch. Unmarked, the second batch would recompile every block.
         for offsets in offsets_of(masks):
             mark_dynamic(offsets, dim=0)
@@ -227,26 +236,29 @@ class Kernels:
         return -(-tokens // (chunks * tile)) * tile
 
     def label_softmax(
-        self, logits_CV: Tensor, labels_C: Tensor, valid_C: Tensor, *, z_loss: float, dtype: torch.dtype | None
+        self,
+        logits_CV: Tensor,
+        labels_C: Tensor,
+        valid_C: Tensor,
+        *,
+        z_loss: float,
+        dtype: torch.dtype | None,
+        vocabulary: SplitVocabulary | None = None,
     ) -> LabelSoftmax:
         """Softmax of float32 logits and the gradient of the loss. The logits are lost.
 
-        The arguments are those of `models.cross_entropy.label_softmax_in_place`.
+        The arguments are those of `ops.cross_entropy.label_softmax_in_place`.
         """
-        if self.vocabulary:
-            return label_softmax_in_place(
-                logits_CV, labels_C, valid_C, z_loss=z_loss, dtype=dtype, vocabulary=self.vocabulary
-            )
-        if self.compiles and self.is_gpu(logits_CV.device):
+        if vocabulary is None and self.compiles and self.is_gpu(logits_CV.device):
             return self._compiled_label_softmax(logits_CV, labels_C, valid_C, z_loss=z_loss, dtype=dtype)
-        return label_softmax_in_place(logits_CV, labels_C, valid_C, z_loss=z_loss, dtype=dtype)
+        return label_softmax_in_place(logits_CV, labels_C, valid_C, z_loss=z_loss, dtype=dtype, vocabulary=vocabulary)
 
     @cached_property
     def _compiled_label_softmax(self) -> Callable[..., LabelSoftmax]:
         return torch.compile(label_softmax, fullgraph=True, dynamic=False)
 
     def divergence(self, device: torch.device) -> Callable[..., "ChunkDivergence"]:
-        """Return `models.divergence.divergence`, compiled where the loss is."""
+        """Return `ops.divergence.divergence`, compiled where the loss is."""
         from titanlite.ops.divergence import divergence
 
         return self._compiled_divergence if self.compiles and self.is_gpu(device) else divergence

@@ -56,12 +56,11 @@ def parallelize(
         from titanlite.techniques.lora import choose_trained
 
         choose_trained(model, freeze_config=freeze, lora=lora)
+    set_kernels(model, kernels)
     if context_group(mesh):
         from titanlite.techniques.context import split_attention
 
-        set_kernels(model, split_attention(kernels, mesh))
-    else:
-        set_kernels(model, kernels)
+        split_attention(model, mesh)
     if float8.enable:
         from titanlite.techniques.float8 import convert_to_float8
 

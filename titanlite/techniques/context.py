@@ -5,19 +5,18 @@ their gradients reduce-scattered. All else works on single tokens, so that it ne
 the sequences were short. Positions and documents come with the batch. Losses are summed over all ranks as ever.
 """
 
-import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from titanlite.batch import Batch
 from titanlite.mesh import context_group, context_rank
-from titanlite.ops.attention import SequencePart
+from titanlite.ops.attention import AttentionMask, SequencePart, set_key_source
 from titanlite.ops.kernels import Kernels
 from titanlite.runtime.private_torch.process_groups import all_gather, reduce_scatter
 
@@ -27,16 +26,18 @@ WHOLE = "documents", "boundaries", "sources"
 
 @dataclass(frozen=True)
 class ContextSplit:
-    """`SplitSequences` over the ranks of a process group."""
+    """`KeySource` of sequences that the ranks of a process group split."""
 
     part: SequencePart
     group: dist.ProcessGroup
 
-    def gather(self, k_BKLH: Tensor, v_BKLH: Tensor) -> tuple[Tensor, Tensor]:
-        """All-gather keys and values in one collective."""
+    def attend(
+        self, kernels: Kernels, q_BNLH: Tensor, k_BKLH: Tensor, v_BKLH: Tensor, mask: AttentionMask | None
+    ) -> Tensor:
+        """All-gather keys and values in one collective, and attend to those of whole sequences."""
         both_BJLH = torch.cat([k_BKLH, v_BKLH], dim=1)
         k_BKSH, v_BKSH = _Gather.apply(both_BJLH, self.group.size(), self.group.group_name).chunk(2, dim=1)
-        return k_BKSH, v_BKSH
+        return kernels.attend(q_BNLH, k_BKSH, v_BKSH, mask)
 
 
 class _Gather(torch.autograd.Function):
@@ -64,14 +65,11 @@ class _Gather(torch.autograd.Function):
         return reduce_scatter(ranks_RBJLH, size, name)[0], None, None
 
 
-def split_attention(kernels: Kernels, mesh: DeviceMesh) -> Kernels:
-    """Return kernels whose attention is of whole sequences, where ranks of the mesh split them."""
+def split_attention(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Let the attention of a model gather keys and values of whole sequences, which ranks of the mesh split."""
     group = context_group(mesh)
-    if group is None:
-        return kernels
-    kernels = copy.copy(kernels)
-    kernels.context = ContextSplit(SequencePart(*context_rank(mesh)), group)
-    return kernels
+    assert group is not None, "the mesh has no context axis"
+    set_key_source(model, ContextSplit(SequencePart(*context_rank(mesh)), group))
 
 
 def join_parts(parts: Sequence[Tensor]) -> Tensor:

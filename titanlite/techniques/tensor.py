@@ -6,7 +6,6 @@ plain tensors: FSDP gathers those. Hooks of modules communicate activations. Bet
 of the tokens (arXiv:2205.05198), or all of them, the same to the bit. Weights that are not split are the same, too.
 """
 
-import copy
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -22,7 +21,6 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from titanlite.mesh import shard_degree_of, tensor_mesh
 from titanlite.models.base import ExpertLayer, Model, TensorRole, head_of
 from titanlite.models.layers import Attention
-from titanlite.ops.kernels import Kernels
 from titanlite.runtime.dtensor import sharded_axes
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.private_torch.fsdp import gather_local_parts
@@ -122,14 +120,6 @@ def tensor_ranks(mesh: DeviceMesh) -> TensorRanks | None:
     """Return the ranks that compute a layer together; None where each rank computes whole layers."""
     axis = tensor_mesh(mesh)
     return TensorRanks(axis.get_local_rank(), axis.size(), axis.get_group().group_name) if axis else None
-
-
-def split_vocabulary(kernels: Kernels, mesh: DeviceMesh) -> Kernels:
-    """Return kernels whose loss gets a part of the vocabulary, where ranks of the mesh split it."""
-    if (ranks := tensor_ranks(mesh)) is not None:
-        kernels = copy.copy(kernels)
-        kernels.vocabulary = ranks
-    return kernels
 
 
 def split_layers(model: Model, mesh: DeviceMesh) -> None:

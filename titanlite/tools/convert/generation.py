@@ -45,7 +45,7 @@ class Generator:
         self._ids: list[int] = []
 
     def close(self) -> None:
-        """Give the model its own kernels back, and free the cache."""
+        """Free the cache."""
         if self._cache:
             self._cache.remove()
         self._cache, self._ids = None, []

@@ -1,13 +1,12 @@
-"""Keys and values of past tokens, kept by the kernels of each attention layer, so that models need no code for it.
+"""Keys and values of past tokens: `KeySource`s of attention layers.
 
-Attention calls `self.kernels.attend` with the queries, keys and values of the new tokens. `LayerCache` stands in for
-the kernels of one layer: it adds the keys and values of the tokens before.
+Attention calls `self.kernels.attend` with the queries, keys and values of the new tokens, and with its `key_source`,
+which adds the keys and values of the tokens before.
 
 Shape suffixes: see `models/layers.py`; S all tokens so far, of which L are new, G query heads of one key head.
 """
 
 from contextlib import suppress
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +14,7 @@ from torch import Tensor, nn
 
 from titanlite.models.base import Model
 from titanlite.models.registry import MODELS
-from titanlite.ops.attention import AttentionMask, Documents
+from titanlite.ops.attention import AttentionMask, Documents, SequencePart, set_key_source
 from titanlite.ops.kernels import Kernels
 
 PROBE = (3, 2, 1)
@@ -23,24 +22,23 @@ PROBE = (3, 2, 1)
 
 
 class LayerCache:
-    """Kernels of one module, with the keys and values of all tokens that it has attended to.
+    """Keys and values of all tokens that one attention layer has attended to.
 
     Args:
-        kernels: compute everything else.
         capacity: tokens to reserve memory for at first. More is allocated when it is needed.
     """
 
-    def __init__(self, kernels: Kernels, capacity: int) -> None:
-        self.kernels = kernels
+    part: SequencePart | None = None
+
+    def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self.length = 0
         self._keys_BKSH: Tensor | None = None
         self._values_BKSH: Tensor | None = None
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.kernels, name)
-
-    def attend(self, q_BNLH: Tensor, k_BKLH: Tensor, v_BKLH: Tensor, mask: AttentionMask | None) -> Tensor:
+    def attend(
+        self, kernels: Kernels, q_BNLH: Tensor, k_BKLH: Tensor, v_BKLH: Tensor, mask: AttentionMask | None
+    ) -> Tensor:
         """Causal attention of the new tokens to all tokens so far -> [B, N, L, H].
 
         Args:
@@ -49,12 +47,12 @@ class LayerCache:
         start, L = self.length, k_BKLH.shape[2]
         k_BKSH, v_BKSH = self._append(k_BKLH, v_BKLH)
         if start == 0:
-            return self.kernels.attend(q_BNLH, k_BKLH, v_BKLH, None)
+            return kernels.attend(q_BNLH, k_BKLH, v_BKLH, None)
         if L == 1:
             return attend_to_all(q_BNLH, k_BKSH, v_BKSH)
         visible_LS = torch.ones(L, start + L, dtype=torch.bool, device=q_BNLH.device).tril(start)
         blocked_LS = torch.zeros_like(visible_LS, dtype=q_BNLH.dtype).masked_fill_(~visible_LS, -torch.inf)
-        return self.kernels.attend(q_BNLH, k_BKSH, v_BKSH, blocked_LS[None, None])
+        return kernels.attend(q_BNLH, k_BKSH, v_BKSH, blocked_LS[None, None])
 
     def _append(self, k_BKLH: Tensor, v_BKLH: Tensor) -> tuple[Tensor, Tensor]:
         end = self.length + k_BKLH.shape[2]
@@ -90,18 +88,17 @@ class KeyValueCache:
     """Caches of all layers of a model, for sequences that grow.
 
     Args:
-        model: its modules get other kernels, until `remove`.
+        model: its modules get a key source, until `remove`.
         capacity: tokens to reserve memory for at first.
     """
 
     def __init__(self, model: nn.Module, *, capacity: int = 256) -> None:
-        self._modules: list[tuple[Any, LayerCache]] = []
+        self._model = model
+        self._layers: list[LayerCache] = []
         for module in model.modules():
-            kernels = getattr(module, "kernels", None)
-            if isinstance(kernels, Kernels):
-                self._modules.append((module, LayerCache(kernels, capacity)))
-        for module, layer in self._modules:
-            module.kernels = layer
+            if hasattr(module, "key_source"):
+                self._layers.append(LayerCache(capacity))
+                module.key_source = self._layers[-1]  # pyright: ignore[reportArgumentType]
         self.length = 0
         """Tokens of which keys and values are kept."""
 
@@ -124,13 +121,12 @@ class KeyValueCache:
     def cut(self, length: int) -> None:
         """Forget all tokens but the first `length`."""
         self.length = length
-        for _, layer in self._modules:
+        for layer in self._layers:
             layer.length = min(layer.length, length)
 
     def remove(self) -> None:
-        """Give the modules their kernels back."""
-        for module, layer in self._modules:
-            module.kernels = layer.kernels
+        """Let the model attend to the tokens of one forward pass again."""
+        set_key_source(self._model, None)
 
 
 @torch.inference_mode()
@@ -157,4 +153,4 @@ def why_not_cached(model: Model, *, vocab_size: int, device: torch.device) -> st
     with suppress(RuntimeError):  # of another shape
         if (found - expected).abs().max() <= tolerance * expected.std():
             return None
-    return f"{type(model).__name__} attends without self.kernels.attend, or without the positions of `documents`"
+    return f"{type(model).__name__} attends without `key_source`, or without the positions of `documents`"

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from titanlite.ops.cpu import CpuKernels
-from titanlite.ops.cross_entropy import LabelSoftmax, label_softmax_in_place
+from titanlite.ops.cross_entropy import LabelSoftmax, SplitVocabulary, label_softmax_in_place
 from titanlite.ops.divergence import ChunkDivergence, divergence
 from titanlite.ops.kernels import Kernels
 
@@ -44,10 +44,16 @@ class GpuKernels(FakeCounts):
         return True
 
     def label_softmax(
-        self, logits_CV: Tensor, labels_C: Tensor, valid_C: Tensor, *, z_loss: float, dtype: torch.dtype | None
+        self,
+        logits_CV: Tensor,
+        labels_C: Tensor,
+        valid_C: Tensor,
+        *,
+        z_loss: float,
+        dtype: torch.dtype | None,
+        vocabulary: SplitVocabulary | None = None,
     ) -> LabelSoftmax:
-        if not self.compiles or dtype is None or self.vocabulary:
-            vocabulary = self.vocabulary
+        if not self.compiles or dtype is None or vocabulary:
             return label_softmax_in_place(
                 logits_CV, labels_C, valid_C, z_loss=z_loss, dtype=dtype, vocabulary=vocabulary
             )

@@ -36,7 +36,7 @@ from titanlite.techniques.distill.source import teacher_model
 from titanlite.techniques.distill.teacher import Teacher
 from titanlite.techniques.float8 import weight_scaler
 from titanlite.techniques.in_backward import InBackward
-from titanlite.techniques.tensor import split_vocabulary
+from titanlite.techniques.tensor import tensor_ranks
 from titanlite.tools.plan.fake_ranks import fake_ranks
 from titanlite.tools.plan.gpu_kernels import FakeCpuKernels, GpuKernels
 from titanlite.tools.plan.recorder import Recorder
@@ -169,8 +169,8 @@ def _record(
                 teacher(batches[0])  # gathers all that later steps find gathered
                 recorder.sent.clear()
             teacher_output = cached_output if cache else teacher
-            loss_kernels = split_vocabulary(kernels, mesh)
-            loss = build_loss(config.training, loss_kernels, config.distill if teacher_output else None)
+            distill = config.distill if teacher_output else None
+            loss = build_loss(config.training, kernels, distill, vocabulary=tensor_ranks(mesh))
             for _ in range(steps):
                 recorder.phase("step")
                 scale_weights()  # training does this after the update before
