@@ -59,9 +59,12 @@ class StepObserver:
     def begin_step(self, step: int) -> None:
         """An optimizer step begins, with the wait for its data."""
 
-    def phase(self, name: str) -> None:
-        """A phase begins: one of `Phase`. FSDP units have names of their own, for a model that `observe_fsdp` was
-        called on."""
+    def phase(self, name: Phase) -> None:
+        """A phase begins."""
+
+    def unit(self, name: str) -> None:
+        """An FSDP unit begins to compute or to reduce: `backward NAME` or `reduce NAME`. Only for a model that
+        `observe_fsdp` was called on."""
 
     def collective(self, category: str, unit: str) -> AbstractContextManager[None]:
         """An FSDP unit communicates within the context, and allocates and frees memory for it. Only for a model that
@@ -90,9 +93,13 @@ class Observers(StepObserver):
         for observer in self._observers:
             observer.begin_step(step)
 
-    def phase(self, name: str) -> None:
+    def phase(self, name: Phase) -> None:
         for observer in self._observers:
             observer.phase(name)
+
+    def unit(self, name: str) -> None:
+        for observer in self._observers:
+            observer.unit(name)
 
     def collective(self, category: str, unit: str) -> AbstractContextManager[None]:
         return _together(observer.collective(category, unit) for observer in self._observers)
@@ -146,7 +153,7 @@ class CurrentPhase(StepObserver):
     def begin_step(self, step: int) -> None:
         self._move(step, Phase.DATA)
 
-    def phase(self, name: str) -> None:
+    def phase(self, name: Phase) -> None:
         self._move(self.position.step, Phase(name))
 
     def _move(self, step: int, name: Phase) -> None:

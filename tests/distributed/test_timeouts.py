@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 from tests.helpers import run_ranks
+from titanlite.observer import Phase
 from titanlite.run.timeouts import PhaseTimeouts
 from titanlite.runtime.private_torch.process_groups import connect_to_store, count_collectives
 from titanlite.schema import Comm
@@ -30,7 +31,7 @@ def _steps(rank: int, world_size: int) -> list[str | float]:
             ends += [str(error), time.monotonic() - started]
         else:
             ends.append(float(value))
-    phase.phase("end")
+    phase.phase(Phase.END)
     return ends
 
 

@@ -10,6 +10,7 @@ import torch
 
 from tests.helpers import TinyRun, train_on_this_rank
 from titanlite.metrics.records import LAYERS, find_faults
+from titanlite.observer import Phase
 from titanlite.techniques.layer_health import KINDS
 
 OPTIONS = ["--training.steps=4", "--metrics.layers.freq=2", "--training.max_norm=0", "--checkpoint.enable=false"]
@@ -90,7 +91,7 @@ def test_other_steps_have_no_hooks_and_a_value_that_is_not_finite_is_counted(tin
     with torch.no_grad():
         weight.to_local().flatten()[:3] = torch.tensor([math.nan, math.inf, 0.0])
     for name in ("forward", "backward", "update", "metrics"):
-        health.phase(name)
+        health.phase(Phase(name))
     assert [len(layer._forward_hooks) for layer in run.model.layers] == hooks
     parameters = records(run.folder.path)[-1]["layers"]["layers.0"]["parameters"]
     assert (parameters["nonfinite"], parameters["zeros"]) == (pytest.approx(2 / size), pytest.approx(1 / size))

@@ -15,6 +15,7 @@ from titanlite.config.load import dump
 from titanlite.metrics.memory_watch import MemoryWatch
 from titanlite.metrics.phase_memory import PhaseMemory, memory_line
 from titanlite.metrics.records import MEMORY, find_faults
+from titanlite.observer import Phase
 from titanlite.optim.state_size import local_state_bytes
 from titanlite.tools.cli import run
 from titanlite.tools.plan.memory import Profile
@@ -46,33 +47,33 @@ class ScriptedWatch(MemoryWatch):
 
 def start(memory: PhaseMemory, watch: ScriptedWatch) -> tuple[list[nn.Parameter], torch.optim.Optimizer]:
     """Build a model of 12 float32 values and 2 bfloat16 values, and its optimizer."""
-    memory.phase("model")
-    memory.phase("sharding")
+    memory.phase(Phase.MODEL)
+    memory.phase(Phase.SHARDING)
     weights = [nn.Parameter(torch.ones(3, 4)), nn.Parameter(torch.ones(2, dtype=torch.bfloat16))]
     watch.allocate(52)
     memory.label(weights, "parameters")
     memory.label([torch.ones(100)], "other")
-    memory.phase("optimizer")
+    memory.phase(Phase.OPTIMIZER)
     optimizer = torch.optim.Adam(weights)
     memory.follow(optimizer)
-    memory.phase("checkpoint load")
+    memory.phase(Phase.CHECKPOINT_LOAD)
     return weights, optimizer
 
 
 def step(memory: PhaseMemory, watch: ScriptedWatch, weights: list[nn.Parameter], optimizer: Any, number: int) -> None:
     memory.begin_step(number)
     for activations in (700, 300):  # two micro-batches
-        memory.phase("forward")
+        memory.phase(Phase.FORWARD)
         watch.allocate(activations)
-        memory.phase("backward")
+        memory.phase(Phase.BACKWARD)
         for weight in weights:
             weight.grad = torch.ones_like(weight) if weight.grad is None else weight.grad
         watch.allocate(50)
         watch.allocate(-50 - activations)
-    memory.phase("update")
+    memory.phase(Phase.UPDATE)
     optimizer.step()
     optimizer.zero_grad()
-    memory.phase("metrics")
+    memory.phase(Phase.METRICS)
 
 
 def test_bytes_of_tensors_and_peaks_of_each_phase() -> None:
@@ -81,7 +82,7 @@ def test_bytes_of_tensors_and_peaks_of_each_phase() -> None:
     weights, optimizer = start(memory, watch)
     step(memory, watch, weights, optimizer, 1)
     assert memory.take(last=False) is None
-    memory.phase("validation")  # not measured
+    memory.phase(Phase.VALIDATION)  # not measured
     step(memory, watch, weights, optimizer, 2)
     record = memory.take(last=False)
     assert record is not None

@@ -33,21 +33,21 @@ def test_recorder_knows_what_is_alive() -> None:
     with FakeTensorMode() as fakes:
         recorder = Recorder(fakes)
         with recorder:
-            recorder.phase("step")
+            recorder.unit("step")
             with recorder.category("logits"):
                 a = torch.zeros(1000)
             b = a.view(10, 100)  # no memory of its own
             with recorder.category("other"):
                 c = b + 1
             recorder.label([c], "gradients")
-            recorder.phase("later")
+            recorder.unit("later")
             with recorder.collective("all-gather", "layers.0"):
                 a.untyped_storage().resize_(0)
             with recorder.collective("all-gather", "layers.0"):
                 a.untyped_storage().resize_(4000)
             del b, c
             d = torch.ones(50, dtype=torch.bfloat16)
-            recorder.phase("end")
+            recorder.unit("end")
     phases = profile(recorder, 0).phases
     assert {category: size for category, size in phases["step"].items() if size} == {
         "all-gather": 4000,

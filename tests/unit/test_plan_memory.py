@@ -66,7 +66,7 @@ def recorded(sizes: dict[int, tuple[int, int, int]], operators: list[tuple[str, 
     """
     with FakeTensorMode() as fakes:
         recorder = Recorder(fakes)
-    recorder.phase("forward layers.0")
+    recorder.unit("forward layers.0")
     for size, begin, end in sizes.values():
         recorder.storages.append(Storage("activations", 0, [(begin, size * MIB), (end, 0)]))
     for place, (kind, reads, writes) in enumerate(operators, start=1):

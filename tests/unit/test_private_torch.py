@@ -559,7 +559,7 @@ def test_an_observer_hears_of_every_unit() -> None:
     heard: list[str] = []
 
     class Heard(StepObserver):
-        def phase(self, name: str) -> None:
+        def unit(self, name: str) -> None:
             heard.append(name)
 
         def label(self, tensors: Iterable[Tensor], category: str) -> None:
@@ -581,7 +581,7 @@ def test_modules_of_one_unit_are_observed_once() -> None:
         def __init__(self) -> None:
             self.heard: list[str] = []
 
-        def phase(self, name: str) -> None:
+        def unit(self, name: str) -> None:
             self.heard.append(name)
 
     model: Any = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))

@@ -15,6 +15,7 @@ from torch.profiler import record_function
 from tests.helpers import TinyRun, train_on_this_rank
 from titanlite.checks.preflight import preflight
 from titanlite.config.load import ConfigError
+from titanlite.observer import Phase
 from titanlite.runtime.console import shell_command
 from titanlite.runtime.process_group import Ranks
 from titanlite.schema import Profiling
@@ -50,12 +51,12 @@ def windows(config: Profiling, folder: Path, *, steps: int, first: int = 1) -> d
     )
     for step in range(first, steps + 1):
         profiler.begin_step(step)
-        for phase in ("forward", "update", "metrics"):
+        for phase in (Phase.FORWARD, Phase.UPDATE, Phase.METRICS):
             profiler.phase(phase)
             with record_function(f"work {step}"):
                 torch.ones(2).add_(1)
         if step % 2 == 0:
-            profiler.phase("validation")
+            profiler.phase(Phase.VALIDATION)
     profiler.close()
     assert not list(folder.rglob(".staging*"))
     found = {path.parent.name: ranges(read(path)) for path in sorted(folder.rglob("rank-0.json.gz"))}
@@ -94,7 +95,7 @@ def test_a_run_that_stops_within_a_window_leaves_no_part_of_it(
     with caplog.at_level(logging.INFO, "titanlite"):
         for step in (2, 3):
             profiler.begin_step(step)
-            profiler.phase("metrics")
+            profiler.phase(Phase.METRICS)
         profiler.close()
     assert "no profile of steps 3 to 3" in caplog.text
     assert not list(tmp_path.rglob("*.gz"))
@@ -109,7 +110,7 @@ def test_a_full_disk_is_reported_and_training_continues(tmp_path: Path, caplog: 
     (tmp_path / "profile").write_text("a file where the folder should be")
     profiler = build(Profiling(enable_profiling=True, profile_freq=1, profiler_warmup=0), tmp_path)
     profiler.begin_step(1)
-    profiler.phase("metrics")
+    profiler.phase(Phase.METRICS)
     profiler.begin_step(2)
     assert "the profile cannot be written" in caplog.text
     assert "Training continues without it" in caplog.text

@@ -15,7 +15,7 @@ from torch import nn
 
 from titanlite.metrics.clock import StepClock
 from titanlite.metrics.rank_watch import RankMetrics, RankWatch, slowest_rank
-from titanlite.observer import CurrentPhase, Observers, StepObserver
+from titanlite.observer import CurrentPhase, Observers, Phase, StepObserver
 from titanlite.runtime.ranks import host_names
 
 HOSTS = ["a"] * 4 + ["b"] * 4
@@ -200,7 +200,7 @@ def test_several_observers_hear_the_same() -> None:
         def begin_step(self, step: int) -> None:
             heard.append(f"step {step}")
 
-        def phase(self, name: str) -> None:
+        def phase(self, name: Phase) -> None:
             heard.append(name)
 
         def label(self, tensors: object, category: str) -> None:
@@ -208,7 +208,7 @@ def test_several_observers_hear_the_same() -> None:
 
     observers = Observers(Heard(), Heard())
     observers.begin_step(3)
-    observers.phase("forward")
+    observers.phase(Phase.FORWARD)
     observers.label(iter([1]), "gradients")  # pyright: ignore
     assert heard == ["step 3", "step 3", "forward", "forward", "gradients [1]", "gradients [1]"]
 

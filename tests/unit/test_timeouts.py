@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from tests.helpers import TinyRun, train_on_this_rank
-from titanlite.observer import CurrentPhase
+from titanlite.observer import CurrentPhase, Phase
 from titanlite.run.timeouts import CHECKPOINT_GROUP, PhaseTimeouts
 from titanlite.run.watchdog import TRACES, keep_traces
 from titanlite.schema import Comm
@@ -32,18 +32,18 @@ def test_each_phase_has_its_timeout() -> None:
     phase = PhaseTimeouts(COMM, set_seconds=calls.append, wait_for_all=lambda: calls.append("all"))
     assert calls == []  # there is no process group yet
     assert (str(phase), phase.timeout) == ("start", ("comm.init_timeout_seconds", 100))
-    for name in ("data preparation", "model", "checkpoint load"):
+    for name in (Phase.DATA_PREPARATION, Phase.MODEL, Phase.CHECKPOINT_LOAD):
         phase.phase(name)
     for step in range(6, 10):
         phase.begin_step(step)
-        for name in ("forward", "backward", "update"):
+        for name in (Phase.FORWARD, Phase.BACKWARD, Phase.UPDATE):
             phase.phase(name)
         if step in (6, 8):
-            phase.phase("validation")
+            phase.phase(Phase.VALIDATION)
         if step == 8:
-            phase.phase("checkpoint")
+            phase.phase(Phase.CHECKPOINT)
     assert (str(phase), phase.timeout) == ("step 9, update", ("comm.train_timeout_seconds", 10))
-    phase.phase("end")
+    phase.phase(Phase.END)
     assert calls == [100, 200, 300, 200, "all", 10, 300, 1000, 10, 1000]
     assert str(phase) == "step 9, end"
 
@@ -63,7 +63,7 @@ def test_a_position_is_a_step_with_its_phase_and_its_beginning() -> None:
 def test_a_misspelt_phase_is_an_error() -> None:
     phase = PhaseTimeouts(COMM, set_seconds=lambda _: None)
     with pytest.raises(ValueError, match="'bakward' is not a valid Phase"):
-        phase.phase("bakward")
+        phase.phase("bakward")  # pyright: ignore[reportArgumentType]
     assert str(phase) == "start"
 
 
@@ -83,7 +83,7 @@ def test_training_sets_the_timeouts_of_its_groups_but_not_that_of_checkpoints(ti
     checkpoints = run.checkpoints._group
     assert checkpoints.group_desc == CHECKPOINT_GROUP
     assert timeout_of(run.world) == timeout_of(checkpoints) == timedelta(seconds=1000)  # at the end
-    PhaseTimeouts(COMM).phase("model")
+    PhaseTimeouts(COMM).phase(Phase.MODEL)
     assert timeout_of(run.world) == timedelta(seconds=100)
     assert timeout_of(checkpoints) == timedelta(seconds=1000)
 
@@ -112,7 +112,7 @@ class Phases(CurrentPhase):
         super().begin_step(step)
         self.heard.append(str(self))
 
-    def phase(self, name: str) -> None:
+    def phase(self, name: Phase) -> None:
         super().phase(name)
         self.heard.append(str(self))
 

@@ -17,7 +17,7 @@ from tests.recorders import recorder, records, result_of
 from titanlite.batch import IGNORE
 from titanlite.loss import TokenLoss, token_loss
 from titanlite.models.llama3 import Llama3, Llama3Args
-from titanlite.observer import CurrentPhase
+from titanlite.observer import CurrentPhase, Phase
 from titanlite.optim import build_optimizer
 from titanlite.parallelize.materialize import draw_weights
 from titanlite.runtime.hardware import peak_flops
@@ -177,13 +177,13 @@ def test_times_measure_what_their_names_promise(tmp_path: Path) -> None:
         phase.begin_step(step)
         now[0] += 0.5
         metrics.begin_step(step, last=False)
-        phase.phase("forward")
+        phase.phase(Phase.FORWARD)
         with metrics.profiling():
             now[0] += 7
         now[0] += 1.5
         metrics.end_step(step, result, lr=0.1, samples=8 * step, shares=dict, last=False)
         with metrics.not_training(waits_for_device=True):
-            phase.phase("checkpoint")
+            phase.phase(Phase.CHECKPOINT)
             now[0] += 60
     first, second, third = records(tmp_path)
     assert [record["step"] for record in (first, second, third)] == [1, 2, 4]

@@ -262,7 +262,7 @@ def lines(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
 
 @pytest.mark.long
 def test_one_rank_reports_once_and_also_the_end(job: TwoRanks, lines: pytest.LogCaptureFixture) -> None:
-    job.ranks[0].phase.phase("backward")
+    job.ranks[0].phase.phase(Phase.BACKWARD)
     job.ranks[0].collectives += 1
     job.ranks[1].waits = ASLEEP
     job.run(12)
@@ -323,12 +323,12 @@ def test_a_hang_in_the_first_steps_is_named_within_30_seconds(
     """Though they have `comm.compile_timeout_seconds`, and a rank that compiles is left alone."""
     job = TwoRanks(tmp_path, steps)
     for rank in job.ranks:
-        rank.phase.phase("forward" if steps else "model")
+        rank.phase.phase(Phase.FORWARD if steps else Phase.MODEL)
         rank.collectives += 1
         rank.waits, rank.busy = ASLEEP, True
     job.run(600)
     assert lines.messages == []
-    job.ranks[0].phase.phase("backward")
+    job.ranks[0].phase.phase(Phase.BACKWARD)
     job.ranks[0].waits, job.ranks[0].collectives = IN_COLLECTIVE, job.ranks[0].collectives + 1
     job.ranks[1].busy = False
     job.run(30)
@@ -355,13 +355,13 @@ def test_training_is_quiet(job: TwoRanks, lines: pytest.LogCaptureFixture) -> No
             rank.phase.begin_step(step)
             rank.collectives += 10
         job.run(10)
-    for phase in ("validation", "checkpoint"):  # long and busy
+    for phase in (Phase.VALIDATION, Phase.CHECKPOINT):  # long and busy
         for rank in job.ranks:
             rank.phase.phase(phase)
             rank.busy = True
         job.run(600)
     for rank in job.ranks:
-        rank.phase.phase("data preparation")
+        rank.phase.phase(Phase.DATA_PREPARATION)
     job.run(5000)
     assert lines.messages == []
 

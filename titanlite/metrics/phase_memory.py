@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from titanlite.metrics.memory_watch import MemoryWatch
-from titanlite.observer import StepObserver
+from titanlite.observer import Phase, StepObserver
 from titanlite.optim.state_size import local_bytes, local_state_bytes
 
 STEPS = 2
@@ -50,11 +50,11 @@ class PhaseMemory(StepObserver):
 
     def begin_step(self, step: int) -> None:
         if self._is_on:
-            self.phase("data")
+            self.phase(Phase.DATA)
             self._steps += 1
             self._step = {}
 
-    def phase(self, name: str) -> None:
+    def phase(self, name: Phase) -> None:
         if not self._is_on:
             return
         self._measure()

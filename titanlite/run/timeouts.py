@@ -73,7 +73,7 @@ class PhaseTimeouts(CurrentPhase):
             self._wait_for_all()
         self._use(self.position.name)
 
-    def phase(self, name: str) -> None:
+    def phase(self, name: Phase) -> None:
         super().phase(name)
         self._use(self.position.name)
 

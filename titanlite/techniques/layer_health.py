@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from titanlite.metrics.records import RecordFile
 from titanlite.models.base import Model
 from titanlite.models.quantized import quantized_parameters
-from titanlite.observer import StepObserver
+from titanlite.observer import Phase, StepObserver
 from titanlite.runtime.private_torch.tensors import local_tensor
 from titanlite.schema import Layers
 
@@ -81,15 +81,15 @@ class LayerHealth(StepObserver):
             self._hooks.append(layer.register_forward_hook(partial(self._measure_output, name)))
 
     @torch.no_grad()
-    def phase(self, name: str) -> None:
+    def phase(self, name: Phase) -> None:
         if not self._step:
             return
-        self._is_forward = name == "forward"
-        if name == "update":
+        self._is_forward = name is Phase.FORWARD
+        if name is Phase.UPDATE:
             while self._hooks:
                 self._hooks.pop().remove()
             self._measure_parameters("gradients", lambda p: None if p.grad is None else local_tensor(p.grad))
-        elif name == "metrics":
+        elif name is Phase.METRICS:
             self._measure_parameters("parameters", lambda p: None if p in self._quantized else local_tensor(p))
             self._measure_parameters("updates", self._update_of)
             step, self._step = self._step, 0

@@ -23,7 +23,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from titanlite.checkpoint.manifest import folder_name
-from titanlite.observer import StepObserver
+from titanlite.observer import Phase, StepObserver
 from titanlite.runtime.console import shell_command
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.private_torch.tensors import dump_memory_snapshot, record_memory_history
@@ -117,14 +117,14 @@ class Profiler(StepObserver):
             self._enter(f"step {step}")
             self._enter("data")
 
-    def phase(self, name: str) -> None:
+    def phase(self, name: Phase) -> None:
         """Begin a range for the phase, within a window. The phase after a window's last step closes the window."""
         if self._is_complete:
             self._close()
         if self._begins:
             self._leave(1)
             self._enter(name)
-        if name == "metrics":  # the last phase of every step
+        if name is Phase.METRICS:  # the last phase of every step
             self._is_complete = self._step % self.config.profile_freq == 0
 
     def close(self) -> None:

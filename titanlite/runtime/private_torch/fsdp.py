@@ -127,8 +127,8 @@ class _HookedParam(FSDPParam):
 def observe_fsdp(model: nn.Module, observer: StepObserver, *, prefix: str = "") -> None:
     """Call an observer's hooks from inside FSDP, for every FSDP unit of a model. The plan does; a run does not.
 
-    The hooks are the phases `backward NAME` and `reduce NAME`, collectives, and labels of gradients. NAME is that of
-    the unit's first module. A unit inside another one has that one's name, and no phases.
+    The hooks are the beginnings `backward NAME` and `reduce NAME` of units, collectives, and labels of gradients. NAME
+    is that of the unit's first module. A unit inside another one has that one's name, and no beginnings.
 
     Args:
         prefix: of each name, where a step has several models.
@@ -169,12 +169,12 @@ class _ObservedUnit(FSDPParamGroup):
 
     def pre_backward(self, default_prefetch: bool, *unused: Any) -> None:
         if not self.is_inside:
-            self.observer.phase(f"backward {self.name}")
+            self.observer.unit(f"backward {self.name}")
         super().pre_backward(default_prefetch, *unused)
 
     def post_backward(self, *unused: Any) -> None:
         if not self.is_inside:
-            self.observer.phase(f"reduce {self.name}")
+            self.observer.unit(f"reduce {self.name}")
         unreduced = (_unsharded_gradient(it) for it in self.fsdp_params)  # not a list: it would keep them in memory
         self.observer.label((gradient for gradient in unreduced if gradient is not None), "reduce-scatter")
         with self.observer.collective("reduce-scatter", self.name):

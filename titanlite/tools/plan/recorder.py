@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from titanlite.observer import StepObserver
+from titanlite.observer import Phase, StepObserver
 from titanlite.runtime.private_torch.tensors import is_in_backward, storage_key, wrapped_tensors
 from titanlite.runtime.private_torch.tracing import (
     FakeTensor,
@@ -150,9 +150,11 @@ class Recorder(TorchDispatchMode, StepObserver):
         """
         self._groups[inside, group.group_name] = axis, tuple(dist.get_process_group_ranks(group))
 
-    def phase(self, name: str) -> None:
-        if name in ("forward", "backward", "teacher"):
-            return  # the FSDP units have phases of their own
+    def phase(self, name: Phase) -> None:
+        if name is Phase.UPDATE:  # forward and backward are divided by FSDP unit
+            self.unit(name)
+
+    def unit(self, name: str) -> None:
         self.time += 1
         self.phases.append((self.time, name))
 

@@ -172,7 +172,7 @@ def _record(
             distill = config.distill if teacher_output else None
             loss = build_loss(config.training, kernels, distill, vocabulary=tensor_ranks(mesh))
             for _ in range(steps):
-                recorder.phase("step")
+                recorder.unit("step")
                 scale_weights()  # training does this after the update before
                 train_step(
                     model,
@@ -187,7 +187,7 @@ def _record(
                     reduce_once=config.parallelism.fsdp_reduce_gradients == "last",
                     observer=recorder,
                 )
-            recorder.phase("end")
+            recorder.unit("end")
     return recorder
 
 
@@ -304,7 +304,7 @@ def _forward_phases(model: Model, recorder: Recorder, *, prefix: str = "") -> It
     names = {module: name for name, module in model.named_modules()}
 
     def begin_forward(module: nn.Module, _: Any) -> None:
-        recorder.phase(f"forward {prefix}{names[module]}")
+        recorder.unit(f"forward {prefix}{names[module]}")
 
     hook: Any = torch.compiler.disable(begin_forward)  # else it would be recompiled for each phase
     with ExitStack() as stack:

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from titanlite.loss import token_loss
 from titanlite.mesh import context_rank, data_parallel_rank
 from titanlite.models.base import Model, head_of, unique_parameters
-from titanlite.observer import StepObserver
+from titanlite.observer import Phase, StepObserver
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.private_torch.compiler import is_compiled
 from titanlite.techniques.context import join_parts
@@ -115,15 +115,15 @@ class ValueDump(StepObserver):
         self._hooks += watch(seen, self._see)
         self._hooks.append(self._model.register_forward_pre_hook(self._see_tokens, with_kwargs=True))
 
-    def phase(self, name: str) -> None:
+    def phase(self, name: Phase) -> None:
         if not self._is_on:
             return
-        self._is_forward = name == "forward"
-        if name == "forward":
+        self._is_forward = name is Phase.FORWARD
+        if name is Phase.FORWARD:
             self._micro_batch += 1
-        elif name == "backward":
+        elif name is Phase.BACKWARD:
             self._take_forward()
-        elif name == "update":
+        elif name is Phase.UPDATE:
             while self._hooks:
                 self._hooks.pop().remove()
             self._take_parameter_gradients()
