@@ -1,4 +1,4 @@
-"""The learning rate: warm-up, stable, decay. A pure function of the step and the config; nothing to save."""
+"""What a step's number decides: the learning rate, and what is due after the step. Pure functions; nothing to save."""
 
 import math
 
@@ -28,6 +28,11 @@ def count_steps(training: Training, *, step: int, samples: int, limit: int | Non
     if most < 1:
         raise UserError(f"training.epochs: {limit} sequences are less than one batch of {batch}")
     return max(most, step)
+
+
+def is_due(step: int, freq: int, *, last: bool) -> bool:
+    """Return whether something that is done every `freq` steps, and after the last, is done after this step."""
+    return last or step % freq == 0
 
 
 def learning_rate(step: int, *, peak: float, steps: int, config: LRScheduler) -> float:

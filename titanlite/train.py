@@ -45,7 +45,7 @@ from titanlite.runtime.errors import RunStopped
 from titanlite.runtime.process_group import Ranks, freeze_garbage_collector, seed_step
 from titanlite.runtime.ranks import check_same_everywhere
 from titanlite.runtime.signals import StoppedBySignal, StopRequests
-from titanlite.schedule import count_steps, learning_rate
+from titanlite.schedule import count_steps, is_due, learning_rate
 from titanlite.schema import Config
 from titanlite.step import StepResult, train_step
 from titanlite.storage.storage import open_storage
@@ -455,12 +455,13 @@ def _after_step(
     metrics.end_step(step, result, lr=lr, samples=samples, shares=partial(run.samples.shares, samples), last=last)
     metrics.record_saves(checkpoints.watch())
     run.guard.remember(step, result)
-    saves, stops = checkpoints.is_due(step, last=last), stop.is_agreed(result.stop_flags) and not last
-    if saves or stops or metrics.is_due(step, last=last):
+    config, stops = run.config, stop.is_agreed(result.stop_flags) and not last
+    saves = config.checkpoint.enable and is_due(step, config.checkpoint.interval, last=last)
+    if saves or stops or metrics.records(step, last=last):
         metrics.record_skipped(run.guard.check(run.world), run.micro_batches, run.samples)
     if stops:
         raise stop_requests.stopped(step)
-    if validator.is_due(step, last=last):
+    if validator.sources and is_due(step, config.validation.freq, last=last):
         with metrics.not_training(waits_for_device=True), checkpoints.not_training():
             observer.phase(Phase.VALIDATION)
             if record := validator.run(run.model, stops=stop.is_asked if not last else None):

@@ -68,9 +68,6 @@ class Validator:
         self.group = group
         self.split = split
 
-    def is_due(self, step: int, *, last: bool) -> bool:
-        return bool(self.sources) and (last or step % self.config.freq == 0)
-
     @torch.no_grad()
     def run(self, model: nn.Module, *, stops: Callable[[], bool] | None = None) -> dict[str, Any] | None:
         """Return the validation metrics, equal on all ranks; None if it was stopped.

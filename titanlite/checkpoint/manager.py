@@ -179,9 +179,6 @@ class CheckpointManager:
         """Return whether a save has begun and not ended."""
         return self._in_flight.any()
 
-    def is_due(self, step: int, *, last: bool) -> bool:
-        return self.config.enable and (last or step % self.config.interval == 0)
-
     def save(self, progress: Progress, *, last: bool) -> None:
         """Start a save, and return; with async_mode = "disabled" and at the end of the run, wait for it.
 

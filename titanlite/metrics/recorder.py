@@ -29,6 +29,7 @@ from titanlite.run.run_folder import RunFolder
 from titanlite.runtime.hardware import peak_flops
 from titanlite.runtime.private_torch.compiler import compile_seconds, compiled_graphs, last_recompile_reason
 from titanlite.runtime.ranks import host_names
+from titanlite.schedule import is_due
 from titanlite.schema import Metrics
 from titanlite.step import StepResult
 
@@ -195,9 +196,9 @@ class MetricsRecorder:
             yield
             self._phase.phase(before)
 
-    def is_due(self, step: int, *, last: bool) -> bool:
+    def records(self, step: int, *, last: bool) -> bool:
         """Return whether to write a record: at log steps, the first and the last."""
-        return step % self.config.log_freq == 0 or step == 1 or last
+        return step == 1 or is_due(step, self.config.log_freq, last=last)
 
     @contextmanager
     def shown(self, name: str, *, steps: int, step: int) -> Iterator[None]:
@@ -215,7 +216,7 @@ class MetricsRecorder:
         """Begin a step, when its data is there. This rank's own time is measured if a record of the step is due."""
         if self._block:
             self._block.begin_step(step)
-        self.clock.begin(is_measured=self.is_due(step, last=last))
+        self.clock.begin(is_measured=self.records(step, last=last))
 
     def end_step(
         self,
@@ -239,7 +240,7 @@ class MetricsRecorder:
         if (measured := self.phase_memory.take(last=last)) and self._writes:
             logger.info(memory_line(measured))
             self._phase_memory.write({"step": step, "world_size": dist.get_world_size(self._group), **measured})
-        if not self.is_due(step, last=last):
+        if not self.records(step, last=last):
             return
         values = [result.loss, result.grad_norm, result.added_loss, result.shard_grad_norm]
         loss, grad_norm, added_loss, shard_grad_norm = torch.stack(values).tolist()
