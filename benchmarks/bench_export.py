@@ -22,10 +22,11 @@ from record import add_record_option, record
 
 from titanlite.checkpoint.load import resume_settings
 from titanlite.checkpoint.manager import CheckpointManager, Progress
-from titanlite.config.load import dump, load
+from titanlite.config.load import load
 from titanlite.models.registry import resolve_model
 from titanlite.parallelize import build_mesh
 from titanlite.parallelize.materialize import materialize
+from titanlite.schema import dump
 from titanlite.storage.storage import open_storage
 
 TOML = """

@@ -13,12 +13,13 @@ from torch import Tensor, nn
 from titanlite.checkpoint.load import resume_settings
 from titanlite.checkpoint.manager import CheckpointManager, Progress
 from titanlite.checkpoint.manifest import folder_name
-from titanlite.config.load import dump, load
+from titanlite.config.load import load
 from titanlite.models.added import added_parameters
 from titanlite.models.base import Model
 from titanlite.models.registry import resolve_model
 from titanlite.parallelize import DTYPES, build_mesh
 from titanlite.parallelize.materialize import materialize, set_dtype
+from titanlite.schema import dump
 from titanlite.storage.storage import open_storage
 from titanlite.techniques.lora import choose_trained
 

@@ -7,10 +7,12 @@ on the number of processes.
 import math
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+
+from titanlite.runtime.errors import did_you_mean
 
 # Base class of the sections of a config, and the types of their options.
 
@@ -587,6 +589,29 @@ class Parallelism(Section):
         return degrees
 
 
+RecomputePolicy = Literal["none", "op", "full"]
+"""Part of a block that backward recomputes: nothing; all but attention and every other matmul; or all."""
+
+
+def parse_policies(entries: Sequence[str]) -> list[RecomputePolicy]:
+    """Return one policy for each block, from entries like "full x 20".
+
+    Raises:
+        ValueError: an entry is malformed, or names no policy.
+    """
+    known: dict[str, RecomputePolicy] = {"none": "none", "op": "op", "full": "full"}
+    policies: list[RecomputePolicy] = []
+    for entry in entries:
+        name, x, count = (part.strip() for part in entry.partition(" x "))
+        if name not in known:
+            hint = did_you_mean(name, known) or "; expected none, op or full"
+            raise ValueError(f"{name!r} is no recompute policy{hint}")
+        if x and not (count.isdecimal() and int(count)):
+            raise ValueError(f"{entry!r}: expected a number of blocks, as in 'full x 20'")
+        policies.extend(known[name] for _ in range(int(count or 1)))
+    return policies
+
+
 class ActivationCheckpoint(Section):
     mode: Literal["none", "selective", "full", "per_block"] = "none"
     """Blocks that recompute their activations in backward instead of keeping them: none, every n-th or some operations
@@ -657,3 +682,10 @@ class Config(Section):
     profiling: Profiling = Profiling()
     comm: Comm = Comm()
     debug: Debug = Debug()
+
+
+def dump(config: Config) -> str:
+    """Return TOML text with every option, which loads to the same Config. Options that are None are left out."""
+    import tomlkit
+
+    return tomlkit.dumps(config.model_dump(exclude_none=True))

@@ -16,7 +16,6 @@ from titanlite.batch import Batch
 from titanlite.checkpoint.exports import Exports
 from titanlite.checkpoint.load import OpenWeights, newest_saved, resume_settings
 from titanlite.checkpoint.manager import CheckpointManager, Progress
-from titanlite.config.load import dump
 from titanlite.data.loader import MicroBatches, build_loader
 from titanlite.data.samples import Samples
 from titanlite.data.sources import PrepareText, open_data
@@ -46,7 +45,7 @@ from titanlite.runtime.process_group import Ranks, freeze_garbage_collector, see
 from titanlite.runtime.ranks import check_same_everywhere
 from titanlite.runtime.signals import StoppedBySignal, StopRequests
 from titanlite.schedule import count_steps, is_due, learning_rate
-from titanlite.schema import Config
+from titanlite.schema import Config, dump
 from titanlite.step import StepResult, train_step
 from titanlite.storage.storage import open_storage
 from titanlite.validation import Validator

@@ -6,11 +6,11 @@ import pytest
 import tomli
 from pydantic import BaseModel
 
-from titanlite.config.checks import find_warnings
 from titanlite.config.keys import dotted_keys
-from titanlite.config.load import FOREIGN_KEYS, dump, load, read
+from titanlite.config.load import FOREIGN_KEYS, load, read
+from titanlite.metrics.run_summary import find_warnings
 from titanlite.runtime.errors import ConfigError
-from titanlite.schema import Config, Parallelism, Training
+from titanlite.schema import Config, Parallelism, Training, dump
 from titanlite.tools.migrate.rules import RULES
 
 CONFIGS = sorted(Path("train_configs").glob("*.toml"))

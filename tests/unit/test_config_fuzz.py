@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 from pydantic import BaseModel
 
 from titanlite.config.keys import dotted_keys
-from titanlite.config.load import dump, read
+from titanlite.config.load import read
 from titanlite.runtime.errors import ConfigError
-from titanlite.schema import Config
+from titanlite.schema import Config, dump
 
 TEXTS = {path.name: path.read_text() for path in sorted(Path("train_configs").glob("*.toml"))}
 TEXTS["rich.toml"] = """\

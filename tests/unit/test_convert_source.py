@@ -12,9 +12,10 @@ from torch.distributed.checkpoint import FileSystemReader
 from tests.weights import one_process, random_model, save_model, small_toml, state
 from titanlite.checkpoint import manifest as manifests
 from titanlite.checkpoint.manifest import MANIFEST
-from titanlite.config.load import dump, load
+from titanlite.config.load import load
 from titanlite.models.base import Model
 from titanlite.runtime.errors import UserError
+from titanlite.schema import dump
 from titanlite.storage.storage import LocalStorage
 from titanlite.tools import cli
 from titanlite.tools.convert.source import load_model, open_source, read_tensor

@@ -10,8 +10,8 @@ from jsonschema import Draft202012Validator
 
 from scripts.reference import option_page
 from titanlite.config.keys import dotted_keys
-from titanlite.config.load import dump, load
-from titanlite.schema import Config
+from titanlite.config.load import load
+from titanlite.schema import Config, dump
 from titanlite.tools.describe import (
     file_schema,
     first_sentence,

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from tests.helpers import TinyRun
-from titanlite.config.load import dump
 from titanlite.metrics.loggers import Loggers, check_logger
 from titanlite.runtime.console import install_hint
 from titanlite.runtime.errors import UserError
+from titanlite.schema import dump
 
 RUN_ID = "0123456789abcdef0123456789abcdef"
 

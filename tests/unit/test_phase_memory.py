@@ -11,12 +11,12 @@ from torch import nn
 
 from tests.helpers import TinyRun
 from tests.recorders import recorder, result_of
-from titanlite.config.load import dump
 from titanlite.metrics.memory_watch import MemoryWatch
 from titanlite.metrics.phase_memory import PhaseMemory, memory_line
 from titanlite.metrics.records import MEMORY, find_faults
 from titanlite.observer import Phase
 from titanlite.optim.state_size import local_state_bytes
+from titanlite.schema import dump
 from titanlite.tools.cli import run
 from titanlite.tools.plan.memory import Profile
 from titanlite.tools.report.run_memory import memory_lines, planned_memory

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from titanlite.config.checks import parse_policies
 from titanlite.config.load import load
 from titanlite.runtime.errors import UserError
+from titanlite.schema import parse_policies
 from titanlite.tools.cli import run
 from titanlite.tools.plan.command import share_of_process, write_config
 from titanlite.tools.plan.estimate import OUTSIDE, Layout

@@ -7,11 +7,10 @@ from typing import Any
 import pytest
 
 from tests.plans import layout_of
-from titanlite.config.checks import RecomputePolicy, parse_policies
 from titanlite.config.load import load
 from titanlite.parallelize.activation_checkpoint import recompute_policies
 from titanlite.runtime.errors import ConfigError, UserError
-from titanlite.schema import ActivationCheckpoint, Config
+from titanlite.schema import ActivationCheckpoint, Config, RecomputePolicy, parse_policies
 from titanlite.tools.cli import run
 from titanlite.tools.plan import recompute_search as module
 from titanlite.tools.plan.estimate import OUTSIDE, Layout, Trace, model_of, trace

@@ -4,9 +4,8 @@ import glob
 import os
 import re
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
-from typing import Literal
 
 from titanlite.config.technique_checks import (
     Conflict,
@@ -19,35 +18,16 @@ from titanlite.config.technique_checks import (
     check_reduce_gradients,
     check_tensor,
 )
-from titanlite.runtime.errors import did_you_mean
 from titanlite.runtime.files import why_not_writable
-from titanlite.schema import ActivationCheckpoint, Checkpoint, Config, Data, Validation, find_teacher_conflicts
-
-# Recompute policies of blocks, as the config writes them. No torch here.
-
-
-RecomputePolicy = Literal["none", "op", "full"]
-"""Part of a block that backward recomputes: nothing; all but attention and every other matmul; or all."""
-
-
-def parse_policies(entries: Sequence[str]) -> list[RecomputePolicy]:
-    """Return one policy for each block, from entries like "full x 20".
-
-    Raises:
-        ValueError: an entry is malformed, or names no policy.
-    """
-    known: dict[str, RecomputePolicy] = {"none": "none", "op": "op", "full": "full"}
-    policies: list[RecomputePolicy] = []
-    for entry in entries:
-        name, x, count = (part.strip() for part in entry.partition(" x "))
-        policy = known.get(name)
-        if policy is None:
-            hint = did_you_mean(name, known) or "; expected none, op or full"
-            raise ValueError(f"{name!r} is no recompute policy{hint}")
-        if x and not (count.isdecimal() and int(count)):
-            raise ValueError(f"{entry!r}: expected a number of blocks, as in 'full x 20'")
-        policies.extend(policy for _ in range(int(count or 1)))
-    return policies
+from titanlite.schema import (
+    ActivationCheckpoint,
+    Checkpoint,
+    Config,
+    Data,
+    Validation,
+    find_teacher_conflicts,
+    parse_policies,
+)
 
 
 def find_conflicts(config: Config, world_size: int | None, bad_keys: Collection[str]) -> list[Conflict]:
@@ -205,33 +185,6 @@ def _sources(section: Data | Validation, name: str) -> Iterator[Conflict]:
                     yield from _url(f"{key}.path", path)
             elif not glob.glob(os.path.expanduser(path)):
                 yield f"{key}.path", f"no file or folder {path}"
-
-
-def find_warnings(config: Config, *, steps: int | None) -> Iterator[str]:
-    """Find settings that are allowed and probably not meant, such as those that a base config brought along.
-
-    Args:
-        steps: of the whole run. None: not known yet, as with `training.epochs` before the data is open.
-    """
-    warmup = config.lr_scheduler.warmup_steps
-    if steps is not None and warmup > steps:
-        yield (
-            f"lr_scheduler.warmup_steps: a warm-up of {warmup} steps never reaches the peak learning rate in a run of "
-            f"{steps} steps; set --lr_scheduler.warmup_steps={steps // 10} or another number up to {steps}"
-        )
-    if any(_is_stdlib(source.path) for source in config.data.all_sources()):
-        return
-    for number, source in enumerate(config.validation.all_sources()):
-        if _is_stdlib(source.path):
-            key = f"validation.sources.{number}.path" if config.validation.sources else "validation.path"
-            yield (
-                f"{key}: validates on the source of Python's standard library, and the training data is not that; name "
-                f"text of your own (--{key}=...), or turn validation off (--validation.enable=false)"
-            )
-
-
-def _is_stdlib(path: str | list[str]) -> bool:
-    return any(part.startswith("stdlib://") for part in ([path] if isinstance(path, str) else path))
 
 
 def _loss(config: Config) -> Iterator[Conflict]:

@@ -141,13 +141,6 @@ def load(path: str | Path, overrides: Sequence[str] = (), *, world_size: int | N
     return read(path, overrides, world_size=world_size).resolve()
 
 
-def dump(config: Config) -> str:
-    """Return TOML text with every option, which loads to the same Config. Options that are None are left out."""
-    import tomlkit
-
-    return tomlkit.dumps(config.model_dump(exclude_none=True))
-
-
 # Validation
 
 

@@ -3,7 +3,7 @@
 import logging
 import os
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from math import prod
 from pathlib import Path
@@ -14,7 +14,6 @@ from torch.distributed.fsdp import FSDPModule
 
 from titanlite.checkpoint import manifest as manifests
 from titanlite.checkpoint.manager import Progress
-from titanlite.config.checks import find_warnings
 from titanlite.config.shipped import shipped_names
 from titanlite.data.packing import BestFit
 from titanlite.data.samples import Samples, Source
@@ -94,6 +93,33 @@ def report_start(
         logger.info(f"this run is complete at step {progress.step}; to continue it, raise training.steps")
     elif progress.step:
         logger.info(f"resuming after step {progress.step}, {progress.samples_seen:,} sequences into the data")
+
+
+def find_warnings(config: Config, *, steps: int | None) -> Iterator[str]:
+    """Find settings that are allowed and probably not meant, such as those that a base config brought along.
+
+    Args:
+        steps: of the whole run. None: not known yet, as with `training.epochs` before the data is open.
+    """
+    warmup = config.lr_scheduler.warmup_steps
+    if steps is not None and warmup > steps:
+        yield (
+            f"lr_scheduler.warmup_steps: a warm-up of {warmup} steps never reaches the peak learning rate in a run of "
+            f"{steps} steps; set --lr_scheduler.warmup_steps={steps // 10} or another number up to {steps}"
+        )
+    if any(_is_stdlib(source.path) for source in config.data.all_sources()):
+        return
+    for number, source in enumerate(config.validation.all_sources()):
+        if _is_stdlib(source.path):
+            key = f"validation.sources.{number}.path" if config.validation.sources else "validation.path"
+            yield (
+                f"{key}: validates on the source of Python's standard library, and the training data is not that; name "
+                f"text of your own (--{key}=...), or turn validation off (--validation.enable=false)"
+            )
+
+
+def _is_stdlib(path: str | list[str]) -> bool:
+    return any(part.startswith("stdlib://") for part in ([path] if isinstance(path, str) else path))
 
 
 def applied(config: Config, *, blocks: int) -> list[str]:

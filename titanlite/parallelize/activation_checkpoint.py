@@ -7,12 +7,11 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from titanlite.config.checks import RecomputePolicy, parse_policies
 from titanlite.models.added import added_parameters
 from titanlite.models.base import Model, exchanges_tokens
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.private_torch.tensors import ATTENTION_OPERATORS, local_tensor
-from titanlite.schema import ActivationCheckpoint
+from titanlite.schema import ActivationCheckpoint, RecomputePolicy, parse_policies
 
 VARLEN_ATTENTION = "torch_attn::_varlen_attn"  # the operator exists once something imports it
 MATMUL_OPS = {"aten::mm", "aten::_scaled_mm", "aten::_grouped_mm", "titanlite::grouped_mm"}

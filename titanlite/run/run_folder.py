@@ -19,14 +19,13 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 import titanlite
-from titanlite.config.load import dump
 from titanlite.run.raw_output import copy_output
 from titanlite.run.restarts import CrashLoop, are_starts, begin_start, check_progress, end_last, is_own
 from titanlite.runtime.console import hide_secrets, log_to_file
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.files import FileLocked, checked_name, lock_file, quarantine_path, write_atomically
 from titanlite.runtime.process_group import Ranks
-from titanlite.schema import Config, Data
+from titanlite.schema import Config, Data, dump
 from titanlite.schema import Job as JobConfig
 
 logger = logging.getLogger(__name__)

@@ -241,7 +241,7 @@ def _run_training(
 def _check(options: Namespace) -> None:
     runs_here = options.here or options.machines
     config, resolved, ranks, device = _checked(options, judge_memory=runs_here)
-    from titanlite.config.checks import find_warnings
+    from titanlite.metrics.run_summary import find_warnings
 
     for warning in find_warnings(config, steps=None if config.training.epochs else config.training.steps):
         if ranks.rank == 0:

@@ -25,12 +25,11 @@ from titanlite.checkpoint.dcp_write import ArchiveFrames, ShardWriter, checksums
 from titanlite.checkpoint.load import model_settings
 from titanlite.checkpoint.manifest import Manifest, folder_name
 from titanlite.checkpoint.state import Difference, difference, model_state, to_globs
-from titanlite.config.load import dump
 from titanlite.models.registry import ModelSpec
 from titanlite.runtime.console import progress_console
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.ranks import error_of_ranks
-from titanlite.schema import Config, Data
+from titanlite.schema import Config, Data, dump
 from titanlite.storage.storage import MANIFEST, Storage, open_storage
 from titanlite.tools.convert.compress import Student, choose_layers
 from titanlite.tools.convert.describe import resolve_source

@@ -12,11 +12,11 @@ from typing import Any
 import tomlkit
 import torch
 
-from titanlite.config.load import dump, load
+from titanlite.config.load import load
 from titanlite.runtime.errors import ConfigError
 from titanlite.runtime.files import write_atomically
 from titanlite.runtime.hardware import Hardware
-from titanlite.schema import Config
+from titanlite.schema import Config, dump
 from titanlite.tools.plan.candidates import Options
 from titanlite.tools.plan.estimate import Layout, estimate, plan, with_vocab_size
 from titanlite.tools.plan.hardware import find_hardware, load_hardware

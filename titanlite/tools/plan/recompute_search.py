@@ -15,10 +15,9 @@ from typing import get_args
 
 import numpy as np
 
-from titanlite.config.checks import RecomputePolicy
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.hardware import Hardware
-from titanlite.schema import ActivationCheckpoint, Config
+from titanlite.schema import ActivationCheckpoint, Config, RecomputePolicy
 from titanlite.tools.plan.estimate import OUTSIDE, Layout, Trace, on_host, trace
 from titanlite.tools.plan.memory import Profile, block_of
 from titanlite.tools.plan.time import Kernel, kernel_time
