@@ -61,7 +61,7 @@ def mapped(folder: Path) -> list[str]:
     [
         pytest.param([], id="float32"),
         pytest.param(BFLOAT16[:1], id="bfloat16 moments"),
-        pytest.param(BFLOAT16, id="bfloat16", marks=pytest.mark.slow),
+        pytest.param(BFLOAT16, id="bfloat16", marks=pytest.mark.nightly),
     ],
 )
 def test_the_same_bits_from_disk(tiny: TinyRun, types: list[str]) -> None:
