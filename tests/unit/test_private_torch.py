@@ -15,7 +15,6 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
-from torch._functorch import config as functorch_config
 from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.device_mesh import init_device_mesh
@@ -23,7 +22,6 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.nn.attention import SDPBackend
-from torch.testing._internal.two_tensor import TwoTensor
 
 from titanlite.observer import StepObserver
 from titanlite.runtime.private_torch.checkpoint import (
@@ -36,31 +34,22 @@ from titanlite.runtime.private_torch.checkpoint import (
 from titanlite.runtime.private_torch.compiler import (
     compile_seconds,
     compiled_graphs,
-    is_compiled,
     last_recompile_reason,
     mark_dynamic,
-    without_autograd_cache,
 )
 from titanlite.runtime.private_torch.fsdp import (
-    fsdp_param_group,
     gather_asynchronously,
     gather_in_place,
     gather_local_parts,
     keep_dtypes,
     observe_fsdp,
-    release_all_reduce_input,
-    sharded_parameters,
 )
 from titanlite.runtime.private_torch.process_groups import (
-    all_gather,
-    all_reduce,
     connect_to_store,
     count_collectives,
-    exchange_rows,
     flatten_axes,
     join_meshes,
     recent_collectives,
-    reduce_scatter,
     run_on_all_ranks,
     run_on_rank_0,
     set_timeouts,
@@ -68,24 +57,13 @@ from titanlite.runtime.private_torch.process_groups import (
 )
 from titanlite.runtime.private_torch.tensors import (
     ATTENTION_OPERATORS,
-    add_in_place,
-    call_after_backward,
     chosen_attention,
     dump_memory_snapshot,
-    foreach_norms,
     fused_adamw_,
     has_hardware_bfloat16,
-    has_hooks,
-    is_in_backward,
     local_tensor,
-    non_persistent_buffers,
     reads_found_inf,
     record_memory_history,
-    replace_tensors,
-    reshape_result,
-    scale_in_place,
-    storage_key,
-    wrapped_tensors,
 )
 from titanlite.runtime.private_torch.tracing import (
     FakeTensor,
@@ -96,41 +74,9 @@ from titanlite.runtime.private_torch.tracing import (
     is_mutating,
     propagate_shardings_without_modes,
     run_random_operators_plainly,
-    tree_leaves,
     unboxed_group,
     without_fake_tensors,
 )
-
-
-@pytest.mark.usefixtures("single_process_group")
-def test_local_tensor() -> None:
-    whole = torch.arange(6.0).view(3, 2)
-    sharded = distribute_tensor(whole, init_device_mesh("cpu", (1,)), [Shard(0)])
-    assert torch.equal(local_tensor(sharded), whole)
-    assert local_tensor(sharded) is sharded._local_tensor
-    assert local_tensor(whole) is whole
-
-
-def test_wrapped_tensors() -> None:
-    first, second = torch.ones(2), torch.zeros(2)
-    assert wrapped_tensors(first) == {}
-    found = wrapped_tensors(TwoTensor(first, second))
-    assert list(found) == ["a", "b"]
-    assert found["a"] is first
-    assert found["b"] is second
-
-
-def test_foreach_norms() -> None:
-    tensors = [torch.tensor([3.0, 4.0], dtype=torch.bfloat16), torch.full((2, 8), 0.5)]
-    found = foreach_norms(tensors, dtype=torch.float32)
-    assert [norm.dtype for norm in found] == [torch.float32] * 2
-    assert torch.stack(found).tolist() == [5.0, 2.0]
-
-
-def test_add_in_place() -> None:
-    tensors = [torch.tensor(1.0), torch.tensor(2.0)]
-    add_in_place(tensors, torch.tensor(0.5))
-    assert torch.stack(tensors).tolist() == [1.5, 2.5]
 
 
 def test_only_fused_optimizers_read_found_inf() -> None:
@@ -165,29 +111,6 @@ def test_fused_adamw() -> None:
     assert all(map(torch.equal, ours, (theirs, state["exp_avg"], state["exp_avg_sq"])))
 
 
-class Reduced:
-    """Stands for FSDP's record of an all-reduce."""
-
-    all_reduce_input: Tensor = torch.ones(2)
-
-
-@pytest.mark.usefixtures("single_process_group")
-def test_param_groups_of_fsdp() -> None:
-    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    fully_shard(model[0])
-    fully_shard(model)
-    groups = [fsdp_param_group(module) for module in (model, model[0])]  # pyright: ignore[reportArgumentType]
-    assert [[it.sharded_param for it in group.fsdp_params] for group in groups] == [
-        [*model[1].parameters()],
-        [*model[0].parameters()],
-    ]
-    assert groups[0]._all_reduce_state is None
-    release_all_reduce_input(groups[0])
-    groups[0]._all_reduce_state = Reduced()
-    release_all_reduce_input(groups[0])
-    assert groups[0]._all_reduce_state is None
-
-
 class Labels(StepObserver):
     """Counts labelled tensors that are alive when the reduced gradients get their label."""
 
@@ -219,29 +142,6 @@ def test_fsdp_keeps_what_it_reduced_over_replicas() -> None:
     from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 
     assert "all_reduce_input" in _fsdp_param_group.AllReduceState._fields
-
-
-def test_without_autograd_cache() -> None:
-    before = functorch_config.enable_autograd_cache
-    with without_autograd_cache():
-        assert functorch_config.enable_autograd_cache is False
-    assert functorch_config.enable_autograd_cache == before
-
-
-def test_non_persistent_buffers() -> None:
-    module = nn.Module()
-    module.register_buffer("kept", torch.zeros(1))
-    module.register_buffer("made_anew", torch.zeros(1), persistent=False)
-    assert non_persistent_buffers(module) == {"made_anew"}
-    assert [*module.state_dict()] == ["kept"]
-
-
-def test_torchaos_float8_weights_are_wrapped_tensors() -> None:
-    fsdp_utils = pytest.importorskip("torchao.float8.fsdp_utils")
-    plain = torch.ones(2, 2)
-    config = pytest.importorskip("torchao.float8.float8_training_tensor").LinearMMConfig()
-    wrapped = fsdp_utils.WeightWithDynamicFloat8CastTensor(plain, config, torch.float8_e4m3fn)
-    assert wrapped_tensors(wrapped)["_tensor"] is plain
 
 
 def checkpoint(folder: Path) -> Any:
@@ -287,12 +187,6 @@ def test_cached_plans(tmp_path: Path) -> None:
     caches = [cache for name, cache in vars(dcp.planner.SavePlanner).items() if name.startswith("_cached_")]
     assert len(caches) >= 5
     assert not [cache for cache in caches if "mine" in cache]
-
-
-def test_a_module_that_compiles_its_forward() -> None:
-    one, other = nn.Linear(2, 2), nn.Linear(2, 2)
-    one.compile(backend="eager")
-    assert (is_compiled(one), is_compiled(other)) == (True, False)
 
 
 @pytest.mark.long
@@ -341,26 +235,6 @@ def test_shardings_are_propagated_outside_of_modes() -> None:
         assert torch.Size([64]) in shapes_made(torch.Tensor.sin)
 
 
-def test_storage_key() -> None:
-    tensor, other = torch.zeros(4), torch.zeros(4)
-    assert storage_key(tensor.untyped_storage()) == storage_key(tensor[1:].untyped_storage())
-    assert storage_key(tensor.untyped_storage()) != storage_key(other.untyped_storage())
-
-
-def test_is_in_backward() -> None:
-    found = []
-    weight = torch.ones(2, requires_grad=True)
-    weight.register_hook(lambda _: found.append(is_in_backward()))
-    assert not is_in_backward()
-    weight.sum().backward()
-    assert found == [True]
-    assert not is_in_backward()
-
-
-def test_tree_leaves() -> None:
-    assert tree_leaves(((1, [2, {"a": 3}]), {"b": None})) == [1, 2, 3, None]
-
-
 class Operators(TorchDispatchMode):
     """Records operators with their arguments."""
 
@@ -399,21 +273,6 @@ def test_operators_of_a_dispatch_mode() -> None:
 
 
 # Tensors, modules and operators
-
-
-def test_scale_in_place() -> None:
-    tensors = [torch.ones(2), torch.full((3,), 2.0)]
-    scale_in_place(tensors, torch.tensor(0.5))
-    assert [tensor.tolist() for tensor in tensors] == [[0.5, 0.5], [1.0, 1.0, 1.0]]
-
-
-def test_replace_tensors_keeps_parameters_and_names() -> None:
-    with torch.device("meta"):
-        module = nn.BatchNorm1d(3)
-    replace_tensors(module, lambda tensor: torch.empty_like(tensor, device="cpu"))
-    names = {"weight", "bias", "running_mean", "running_var", "num_batches_tracked"}
-    assert {name for name, tensor in module.state_dict().items() if tensor.device.type == "cpu"} == names
-    assert isinstance(module.weight, nn.Parameter)
 
 
 def test_attention_operators_are_those_of_every_backend() -> None:
@@ -464,14 +323,6 @@ def small_model() -> nn.Module:
         fully_shard(layer)
     fully_shard(model)
     return model
-
-
-@pytest.mark.usefixtures("single_process_group")
-def test_sharded_parameters() -> None:
-    model: Any = small_model()
-    [parameter] = sharded_parameters(model[0])
-    assert parameter is model[0].weight
-    assert sharded_parameters(model) == []
 
 
 @pytest.mark.usefixtures("single_process_group")
@@ -539,40 +390,6 @@ def test_parameters_on_further_axes_are_gathered_as_plain_tensors() -> None:
     assert torch.equal(model.bias.grad.full_tensor(), torch.full((4,), 2 * 3.0))
 
 
-def test_hooks_of_a_module() -> None:
-    linear = nn.Linear(2, 2)
-    assert not has_hooks(linear)
-    for register in (
-        linear.register_forward_hook,
-        linear.register_forward_pre_hook,
-        linear.register_full_backward_hook,
-        linear.register_full_backward_pre_hook,
-    ):
-        handle = register(lambda *_: None)  # pyright: ignore[reportArgumentType]
-        assert has_hooks(linear)
-        handle.remove()
-    assert not has_hooks(linear)
-
-
-@pytest.mark.usefixtures("single_process_group")
-def test_an_observer_hears_of_every_unit() -> None:
-    heard: list[str] = []
-
-    class Heard(StepObserver):
-        def phase(self, name: str) -> None:
-            heard.append(name)
-
-        def label(self, tensors: Iterable[Tensor], category: str) -> None:
-            heard.extend(f"{category} {tuple(tensor.shape)}" for tensor in tensors)
-
-    model = small_model()
-    observe_fsdp(model, Heard())
-    model(torch.ones(2, 4)).sum().backward()
-    reduced = ["reduce-scatter (4, 4)", "gradients (4, 4)"]
-    units = [[f"backward {name}", f"reduce {name}", *reduced] for name in ("1", "0")]
-    assert [it for it in heard if not it.endswith(" ")] == [it for unit in units for it in unit]
-
-
 @pytest.mark.usefixtures("single_process_group")
 def test_modules_of_one_unit_are_observed_once() -> None:
     """A tied embedding and head are such modules."""
@@ -591,16 +408,6 @@ def test_modules_of_one_unit_are_observed_once() -> None:
     observe_fsdp(model, observer := Phases())
     model(torch.ones(2, 4)).sum().backward()
     assert observer.heard == ["backward 0", "reduce 0"]
-
-
-def test_call_after_backward() -> None:
-    calls: list[str] = []
-    x = torch.ones(1, requires_grad=True)
-    y = x * 2
-    y.register_hook(lambda _: call_after_backward(lambda: calls.append("after")))
-    x.register_post_accumulate_grad_hook(lambda _: calls.append("gradient"))
-    y.backward()
-    assert calls == ["gradient", "after"]
 
 
 # The compiler and fakes
@@ -637,17 +444,6 @@ def test_random_operators_are_seen_by_a_mode() -> None:
     assert seen.names.count("aten.add.Tensor") == 2
     assert result.tolist() == again.tolist() == [2.0, 2.0]
     assert state.numel() == 0
-
-
-def test_a_fake_process_group_has_ranks_that_do_nothing() -> None:
-    with fake_process_group(8):
-        assert (dist.get_rank(), dist.get_world_size()) == (0, 8)
-        x = torch.ones(2)
-        dist.all_reduce(x)
-        assert x.tolist() == [1.0, 1.0]
-    with fake_process_group(8, rank=5):
-        assert (dist.get_rank(), dist.get_world_size()) == (5, 8)
-    assert not dist.is_initialized()
 
 
 @pytest.mark.usefixtures("single_process_group")
@@ -704,44 +500,6 @@ def test_parts_of_a_mesh() -> None:
         parts = unflatten_axis(flat, (2, 2), ("outer", "inner"))
         assert dist.get_process_group_ranks(parts.get_group("inner")) == [13, 15]
         assert dist.get_process_group_ranks(parts.get_group("outer")) == [9, 13]
-
-
-@pytest.mark.long
-@pytest.mark.usefixtures("single_process_group")
-def test_functional_collectives() -> None:
-    """The compiler traces them. More ranks: tests/distributed/test_context.py."""
-    group = dist.group.WORLD
-    assert group is not None
-    x = torch.arange(6.0).view(1, 2, 3)
-    for collective in (all_gather, reduce_scatter):
-        compiled = torch.compile(collective, backend="aot_eager", fullgraph=True)
-        for function in (collective, compiled):
-            found = function(x, group.size(), group.group_name)
-            assert torch.equal(found, x)
-            assert found.data_ptr() != x.data_ptr()
-    assert torch.equal(exchange_rows(x[0], [2], [2], group.group_name), x[0])
-
-
-def test_a_reshaped_result_is_no_view() -> None:
-    x = torch.ones(2, 3, requires_grad=True)
-    doubled = 2 * x
-    result = reshape_result(doubled, torch.Size([3, 2]))
-    assert result.data_ptr() == doubled.data_ptr()
-    assert not result._is_view()
-    result.mul(torch.arange(6.0).view(3, 2)).sum().backward()
-    assert x.grad is not None
-    assert torch.equal(x.grad, 2 * torch.arange(6.0).view(2, 3))
-
-
-@pytest.mark.usefixtures("single_process_group")
-def test_all_reduce() -> None:
-    """tests/distributed/test_tensor.py has values of two ranks."""
-    assert dist.group.WORLD is not None
-    name = dist.group.WORLD.group_name
-    x = torch.tensor([3.0, 1.0])
-    for call in (all_reduce, torch.compile(all_reduce, backend="aot_eager", fullgraph=True)):
-        for operation in ("sum", "max"):
-            assert torch.equal(call(x, operation, name), x)
 
 
 def test_a_fake_world_uses_no_groups_of_an_earlier_one() -> None:

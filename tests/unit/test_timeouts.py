@@ -60,13 +60,6 @@ def test_a_position_is_a_step_with_its_phase_and_its_beginning() -> None:
     assert str(phase.position) == "step 3, data"
 
 
-def test_a_misspelt_phase_is_an_error() -> None:
-    phase = PhaseTimeouts(COMM, set_seconds=lambda _: None)
-    with pytest.raises(ValueError, match="'bakward' is not a valid Phase"):
-        phase.phase("bakward")
-    assert str(phase) == "start"
-
-
 def test_a_short_run_keeps_the_timeout_of_the_start() -> None:
     calls: list[float] = []
     phase = PhaseTimeouts(COMM, set_seconds=calls.append, wait_for_all=lambda: pytest.fail("no rank waits"))
