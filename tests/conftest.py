@@ -4,6 +4,7 @@ import gc
 import logging
 import multiprocessing
 import multiprocessing.forkserver
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,9 +15,13 @@ import torch.distributed as dist
 from tests.helpers import TinyRun
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(scope="session", autouse=True)
 def _one_thread() -> None:
-    """Use one thread: tests run in parallel, and sums in one thread are the same each time."""
+    """Use one thread: tests run in parallel, and sums in one thread are the same each time.
+
+    Commands that a test calls in this process, and processes that it starts, leave it so because of the variable.
+    """
+    os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
 
 

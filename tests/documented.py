@@ -116,16 +116,6 @@ def reason_for(command: str, notes: list[str]) -> str:
     return ""
 
 
-def unused_notes(page: Path) -> list[str]:
-    """Return comments `not run` that are about no command, or that stand above no block."""
-    text = page.read_text()
-    used = set()
-    for block in blocks(text):
-        lines = [line for _, line in joined(block.lines) if is_command(line)]
-        used |= {note for note in block.notes for line in lines if reason_for(line, [note])}
-    return [line for line in text.splitlines() if line.lstrip().startswith("<!-- not run") and line.strip() not in used]
-
-
 PAGES_TEST = "tests/distributed/test_pages.py::test_commands_of_a_page"
 EXECUTED = {
     "docs/add_a_model.md": (

@@ -190,7 +190,7 @@ def final_state(rank: int, world_size: int, config: Config) -> dict[str, Any]:
     return {name: whole(parameter).numpy() for name, parameter in run.model.named_parameters()} | moments
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_thirty_steps_are_three_times_ten_on_an_uneven_layout(tiny: TinyRun) -> None:
     """259 rows over 2 shards: parameters, moments and losses bit for bit, after two restarts."""
     layout = degrees(1, 2)
@@ -208,7 +208,7 @@ def trained_there(rank: int, world_size: int, config: Config, environment: dict[
     return trained(rank, world_size, config)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_run_whose_checkpoints_are_on_an_s3_server(tiny: TinyRun, s3: str) -> None:
     expected = run_ranks(trained, 2, tiny.config("--job.name=whole", world_size=2))[0]
     place = f"{s3}/{tiny.folder.name}/run"

@@ -47,7 +47,7 @@ def blocks(guide: str, language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", (ROOT / "docs" / guide).read_text(), re.DOTALL)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_own_data_in_two_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     prepare, train = commands("data.md", "Your own data in two commands")
     (tmp_path / "mydir").mkdir()
@@ -112,7 +112,7 @@ def test_the_guide_to_a_model_builds_the_example() -> None:
     assert settings <= {line.strip() for line in (EXAMPLE / "gpt2.toml").read_text().splitlines()}
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_model_outside_the_package_trains_by_the_commands_of_its_guide(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -137,7 +137,7 @@ def test_a_model_outside_the_package_trains_by_the_commands_of_its_guide(
     assert losses(tmp_path, "sharded") == pytest.approx(losses(tmp_path, "gpt2"), rel=1e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_examples_of_own_parts(tmp_path: Path) -> None:
     for source in blocks("extend.md", "python"):
         name = source.splitlines()[0].removeprefix("# ")

@@ -144,7 +144,7 @@ def test_losses_are_equal_and_the_base_keeps_its_bits_whatever_the_technique(
     assert all(np.abs(value).max() > 1e-3 for value in changed)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_tied_heads_and_experts_can_be_bases(tiny: TinyRun) -> None:
     """All of an FSDP unit is frozen, or stacks of experts beside adapters of attention."""
     moe = tiny.toml.with_name("moe.toml")

@@ -130,12 +130,11 @@ def four_ranks(rank: int, world_size: int) -> list[str]:
     return [part.split()[0] for part in check_bandwidths(CPU, job_of(rank, world_size, within=2)).value.split("; ")]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("function", "world_size", "expected"),
     [
-        (uneven, 2, "the hosts have different numbers of processes ("),
-        (four_ranks, 4, ["over", "in"]),
+        pytest.param(uneven, 2, "the hosts have different numbers of processes (", marks=pytest.mark.slow),
+        pytest.param(four_ranks, 4, ["over", "in"], marks=pytest.mark.nightly),
     ],
 )
 def test_layouts_of_hosts(function: Callable[..., object], world_size: int, expected: object) -> None:

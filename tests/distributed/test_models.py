@@ -61,13 +61,8 @@ def techniques_of(tiny: TinyRun, options: list[str]) -> list[Config]:
     return [tiny.config(*options, *more, f"--job.name={i}", world_size=2) for i, more in enumerate(every)]
 
 
-@pytest.mark.parametrize(
-    "family",
-    [
-        pytest.param("qwen3_moe", marks=pytest.mark.slow),
-        *(pytest.param(name, marks=pytest.mark.nightly) for name in ("qwen3", "outside the package")),
-    ],
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize("family", [*FAMILIES])
 def test_techniques_change_no_bit(tiny: TinyRun, family: str) -> None:
     found = run_in_turn(trained, 2, techniques_of(tiny, FAMILIES[family]))
     reference = found[0][0]

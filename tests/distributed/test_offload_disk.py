@@ -52,7 +52,7 @@ def test_shards_on_disk_train_as_in_memory(tiny: TinyRun) -> None:
     assert [*(tiny.folder / "outputs" / "everything" / "offload").iterdir()] == []
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")
 def test_updates_in_backward_of_shards_on_disk(tiny: TinyRun) -> None:
     turns = [["--job.name=memory"], ["--job.name=moments", *DISK], ["--job.name=everything", *EVERYTHING]]

@@ -59,7 +59,8 @@ def test_a_console_that_nobody_reads_holds_up_no_step_and_no_stop(tiny: TinyRun,
             pass
     os.set_blocking(writer, True)
     metrics = tiny.folder / "outputs" / "tiny" / "metrics.jsonl"
-    options = *LONG, "--metrics.log_freq=1", "--metrics.loggers=[]"
+    small = "--training.global_batch_size=2", "--training.seq_len=8", "--model.args.n_layers=1"  # lines in a hurry
+    options = *LONG, *small, "--metrics.log_freq=1", "--metrics.loggers=[]"
     with started(tiny.folder, f"--config={tiny.toml}", *options, console=writer, NPROC=processes) as job:
         job.wait_until(lambda: metrics.exists() and len(tiny.records()) >= 5)
         step = len(tiny.records())

@@ -1,4 +1,4 @@
-"""A soak of two minutes: real processes, faults from a random seed, and the comparison with a run without faults."""
+"""A soak of about a minute: real processes, faults from a random seed, and the comparison with a run without faults."""
 
 import json
 import os
@@ -15,7 +15,7 @@ KINDS = [
     "usr1-in-validation", "nan", "disk-checkpoints", "disk-records", "flip", "truncate", "manifest",
 ]  # fmt: skip
 """Kinds that one host and no long wait suffice for. All kinds: `python benchmarks/soak.py`."""
-STEPS = 280
+STEPS = 160
 
 
 @pytest.mark.slow
@@ -23,7 +23,7 @@ def test_a_small_soak(tmp_path: Path) -> None:
     """Four faults, and the same losses, samples and last checkpoint as without them. Each run has faults of its own."""
     seed = random.SystemRandom().randrange(10**6)
     print(f"seed {seed}")  # pytest shows it when the test fails
-    words = f"--seed={seed} --steps={STEPS} --every=40 --interval=20 --timeout=60 --kinds={','.join(KINDS)}".split()
+    words = f"--seed={seed} --steps={STEPS} --every=25 --interval=10 --timeout=60 --kinds={','.join(KINDS)}".split()
     command = [sys.executable, str(BENCHMARKS / "soak.py"), f"--out={tmp_path / 'out'}", *words]
     environ = os.environ | {"PYTHONPATH": str(BENCHMARKS.parent)}
     ended = subprocess.run(command, capture_output=True, text=True, env=environ, timeout=850, check=False)

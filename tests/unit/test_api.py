@@ -84,10 +84,3 @@ def test_options_are_values_of_python(tmp_path: Path) -> None:
 def test_mistakes_are_named(options: dict[str, object], message: str) -> None:
     with pytest.raises(titanlite.ConfigError, match=message):
         titanlite.load_config("debug", options)
-
-
-def test_all_names_are_there() -> None:
-    assert set(titanlite.__all__) == {*titanlite.PUBLIC, "__version__"} == set(dir(titanlite))
-    assert all(getattr(titanlite, name) for name in titanlite.__all__)
-    with pytest.raises(AttributeError, match="'titanlite' has no attribute 'nothing'"):
-        titanlite.nothing  # noqa: B018

@@ -1,16 +1,12 @@
 """Files that benchmarks/record.py writes, compare.py compares and table.py shows, made by hand."""
 
 import json
-import shlex
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-from benchmarks.record import Measurement, command, read, record
-from titanlite.runtime.errors import UserError
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 RATIO: dict[str, Any] = {
@@ -96,58 +92,6 @@ def test_result(tmp_path: Path, old: dict[str, Any], new: dict[str, Any], code: 
     assert skip_reasons(tmp_path, [old], [{**old, **new}]) == (code, {old["name"]: line})
 
 
-def test_where_both_come_from_is_printed(tmp_path: Path) -> None:
-    old = written(tmp_path / "old.jsonl", RATIO, SECONDS)
-    new = written(tmp_path / "new.jsonl", {**RATIO, "commit": "c88f508+"}, {**SECONDS, "machine": "H100", "commit": ""})
-    versions = "python 3.11.7, torch 2.13.0, titanlite 0.1.0"
-    assert script("compare.py", old, new).stdout.splitlines()[:4] == [
-        f"old: EPYC, 2 cores, 24 GiB; {versions}; commit a2426e7",
-        f"new: EPYC, 2 cores, 24 GiB; {versions}; commit c88f508+",
-        f"new: H100; {versions}; commit unknown",
-        "",
-    ]
-
-
-def test_a_missing_measurement_is_flagged(tmp_path: Path) -> None:
-    assert skip_reasons(tmp_path, [RATIO, SECONDS], [RATIO]) == (
-        1, {"plain / ours": "1 1 +0.0% same", "start": "2 s - MISSING"},
-    )  # fmt: skip
-
-
-def test_a_new_measurement_is_not_flagged(tmp_path: Path) -> None:
-    assert skip_reasons(tmp_path, [RATIO], [RATIO, SECONDS]) == (
-        0, {"plain / ours": "1 1 +0.0% same", "start": "- 2 s new"},
-    )  # fmt: skip
-
-
-@pytest.mark.parametrize(("last", "code"), [(1.0, 0), (0.5, 1)])
-def test_of_the_same_name_the_last_counts(tmp_path: Path, last: float, code: int) -> None:
-    bad = {**RATIO, "value": 0.5, "low": 0.5}
-    new = [bad, RATIO] if last == 1.0 else [RATIO, bad]
-    assert skip_reasons(tmp_path, [RATIO], new)[0] == code
-
-
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ("{", "not JSON: "),
-        ("[1]", "not a measurement: expected an object, got '[1]'"),
-        ('{"name": "x"}', "not a measurement: value is missing"),
-        (json.dumps({**RATIO, "value": "1"}), "not a measurement: value is '1'"),
-        (json.dumps({**RATIO, "value": float("nan")}), "not a measurement: value is nan"),
-        (json.dumps({**RATIO, "better": "more"}), "not a measurement: better is 'more'"),
-        (json.dumps({**RATIO, "versions": ["3.11"]}), "not a measurement: versions is ['3.11']"),
-        (json.dumps({**RATIO, "low": 2}), "1.0 is not between 2 and 1.05"),
-    ],
-)
-def test_a_bad_line_is_named_with_its_place(tmp_path: Path, line: str, message: str) -> None:
-    path = tmp_path / "bad.jsonl"
-    path.write_text(f"{json.dumps(RATIO)}\n\n{line}\n")
-    with pytest.raises(UserError) as caught:
-        read(path)
-    assert str(caught.value).startswith(f"{path}:3: {message}")
-
-
 @pytest.mark.parametrize("name", ["compare.py", "table.py"])
 @pytest.mark.parametrize(
     ("text", "problem"),
@@ -165,120 +109,3 @@ def test_what_cannot_be_read_is_one_line_and_exit_code_2(
         path.write_text(text)
     run = script(name, written(tmp_path / "good.jsonl", RATIO), path)
     assert (run.returncode, run.stdout, run.stderr) == (2, "", f"error: {path}{problem}\n")
-
-
-def test_record_of_values_pairs_and_one_value(tmp_path: Path) -> None:
-    path = tmp_path / "measurements.jsonl"
-    record(path, name="values", values=[3.0, 1.0, 2.5], unit="s", better="lower", aim="< 4 s")
-    record(path, name="pairs", pairs=([2.0, 4.0, 9.0], [1.0, 8.0, 3.0]))
-    record(path, name="value", value=0.5, low=0.25)
-    found = read(path)
-    spreads = {name: (measurement.value, measurement.low, measurement.high) for name, measurement in found.items()}
-    assert spreads == {"values": (2.5, 1.0, 3.0), "pairs": (4 / 3, 0.5, 3.0), "value": (0.5, 0.25, 0.5)}
-    first = found["values"]
-    assert (first.unit, first.better, first.aim, first.half_spread) == ("s", "lower", "< 4 s", 1.0)
-    assert first.versions["python"] == ".".join(map(str, sys.version_info[:3]))
-    assert first.versions["titanlite"] == "0.1.0"
-    assert " core" in first.machine
-    assert first.machine.endswith("GiB")
-    assert first.date.endswith("+00:00")
-
-
-def test_record_without_a_path_does_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    record(None, name="nothing", value=1.0)
-    assert not list(tmp_path.iterdir())
-
-
-def test_the_command_has_no_places_in_it() -> None:
-    words = ["--record", "/tmp/x.jsonl", "--runs", "7", "--folder=/tmp/y", "--only", "FSDP, 2"]
-    expected = "python benchmarks/bench_step.py --runs 7 --only 'FSDP, 2'"
-    assert command([str(BENCHMARKS / "bench_step.py"), *words]) == expected
-
-
-@pytest.mark.parametrize("place", ["no/such/folder/x.jsonl", "."])
-def test_where_one_cannot_write_is_reported_before_anything_runs(tmp_path: Path, place: str) -> None:
-    run = script("bench_startup.py", "--record", tmp_path / place)
-    assert run.returncode == 2
-    assert f"--record: cannot write to {tmp_path / place}" in run.stderr
-
-
-def test_table(tmp_path: Path) -> None:
-    bars = {**SECONDS, "name": "a|b", "value": 12345.6, "low": 12345.6, "high": 12345.6, "unit": "MiB", "aim": ""}
-    newer = {**RATIO, "value": 1.01, "commit": ""}
-    run = script("table.py", written(tmp_path / "1.jsonl", RATIO, bars), written(tmp_path / "2.jsonl", newer))
-    where = "| `python benchmarks/bench_step.py --runs 7` | 2026-11-22 | EPYC, 2 cores, 24 GiB"
-    versions = "python 3.11.7, torch 2.13.0, titanlite 0.1.0"
-    assert run.stdout.splitlines() == [
-        "| what | measurement (least to most) | aim | command | date | machine | versions |",
-        "| --- | --- | --- | --- | --- | --- | --- |",
-        f"| plain / ours | 1.01 (0.95 to 1.05) | >= 0.97 {where} | {versions} |",
-        f"| a\\|b | 12,346 MiB |  {where} | {versions}, a2426e7 |",
-    ]
-
-
-def page_of_a_release(folder: Path, now: list[dict[str, Any]], before: list[dict[str, Any]]) -> list[str]:
-    old = written(folder / "0.1.0.jsonl", *before)
-    run = script("table.py", written(folder / "0.2.0.jsonl", *now), "--before", old)
-    assert (run.returncode, run.stderr) == (0, "")
-    return run.stdout.splitlines()
-
-
-def below(page: list[str], heading: str) -> list[str]:
-    """The lines of a section."""
-    rest = page[page.index(f"## {heading}") + 2 :]
-    return rest[: next((at for at, line in enumerate(rest) if line.startswith("## ")), len(rest) + 1) - 1]
-
-
-def test_page_of_a_release(tmp_path: Path) -> None:
-    step = {**RATIO, "name": "plain / titanlite, time of a step"}
-    lost = {**SECONDS, "name": "lost", "value": 0, "low": 0, "high": 0, "unit": "of 50", "aim": ""}
-    slower = {**step, "value": 0.94, "low": 0.93, "high": 0.95, "commit": "c88f508"}
-    quicker = {**SECONDS, "value": 1.5, "low": 1.4, "high": 1.6}
-    storm = {**lost, "name": "kills", "command": "python benchmarks/crash_storm.py"}
-    added = {**RATIO, "name": "added", "aim": ""}
-    page = page_of_a_release(tmp_path, [slower, quicker, added], [step, SECONDS, lost, storm, {**storm, "name": "two"}])
-    assert page[0] == "# Measurements of 0.2.0"
-    assert page[3] == f"python benchmarks/table.py {tmp_path}/0.2.0.jsonl --before {tmp_path}/0.1.0.jsonl"
-    where = "2026-11-22, EPYC, 2 cores, 24 GiB; python 3.11.7, torch 2.13.0, titanlite 0.1.0"
-    assert below(page, "Machines and versions") == [f"- 2 of {where}, a2426e7", f"- 1 of {where}, c88f508"]
-    assert below(page, "Worse than before") == [
-        "- `plain / titanlite, time of a step`: 1 (0.95 to 1.05) became 0.94 (0.93 to 0.95)"
-    ]
-    assert below(page, "Measured before, not in this release") == [
-        "- `lost`: 0 of 50",
-        "- all 2 of `benchmarks/crash_storm.py`",
-    ]
-    head, command = "| measurement | value (least to most) | aim | before | ratio to before |", RATIO["command"]
-    assert below(page, "Ratios to the plain loop") == [
-        f"{head} mark | command |",
-        "| --- | --- | --- | --- | --- | --- | --- |",
-        "| plain / titanlite, time of a step | 0.94 (0.93 to 0.95) | >= 0.97 | 1 (0.95 to 1.05) | 0.940 | **worse** "
-        f"| `{command}` |",
-    ]
-    assert below(page, "Other measurements")[2:] == [
-        f"| start | 1.5 s (1.4 to 1.6) | >= 0.97 | 2 s (1.9 to 2.1) | 0.750 | better | `{command}` |",
-        f"| added | 1 (0.95 to 1.05) |  |  |  | new | `{command}` |",
-    ]
-
-
-def test_page_of_a_release_of_which_nothing_is_recorded(tmp_path: Path) -> None:
-    page = page_of_a_release(tmp_path, [], [RATIO])
-    assert below(page, "Worse than before") == ["None."]
-    assert below(page, "Measured before, not in this release") == ["- all 1 of `benchmarks/bench_step.py`"]
-    assert below(page, "Other measurements") == ["Nothing is recorded yet."]
-
-
-@pytest.mark.parametrize("page", sorted((BENCHMARKS / "releases").glob("*.md")), ids=lambda page: page.stem)
-def test_pages_of_releases_are_current(page: Path) -> None:
-    """A stale page is made anew by the command in it."""
-    command = page.read_text().splitlines()[3]
-    program, path, *words = shlex.split(command)
-    assert (program, path, words[0]) == ("python", "benchmarks/table.py", f"benchmarks/releases/{page.stem}.jsonl")
-    made = script("table.py", *(word if word.startswith("-") else BENCHMARKS.parent / word for word in words))
-    assert made.stdout == page.read_text(), f"{command} > {page.relative_to(BENCHMARKS.parent)}"
-
-
-def test_measurements_of_before_can_be_read(tmp_path: Path) -> None:
-    """A field that a newer record.py adds does not matter to this one."""
-    assert read(written(tmp_path / "x.jsonl", {**RATIO, "runs": 7})) == {"plain / ours": Measurement(**RATIO)}

@@ -1,6 +1,5 @@
 """`titanlite checkpoint`: its output for checkpoints in each state, also while a run changes them; what it deletes."""
 
-import io
 import json
 import re
 import shutil
@@ -11,9 +10,8 @@ from typing import Any
 
 import fsspec
 import pytest
-from rich.console import Console
 
-from tests.helpers import TinyRun, closed_stdout
+from tests.helpers import TinyRun
 from tests.manifests import CONTENTS, save
 from titanlite.checkpoint.manifest import committed_steps, folder_name
 from titanlite.storage.storage import MANIFEST, LocalStorage, ObjectStorage, open_storage
@@ -143,17 +141,6 @@ def test_list_of_a_folder_of_runs(titanlite: Command, tmp_path: Path, monkeypatc
     )
 
 
-def test_columns_are_aligned_and_lines_are_whole(titanlite: Command, tmp_path: Path) -> None:
-    save(str(tmp_path), 1, contents={"n" * 200: b"1"})
-    save(str(tmp_path), 123456789, age=1e6)
-    (tmp_path / "step-00000001" / ("n" * 200)).unlink()
-    _, head, first, second = titanlite("list", str(tmp_path))
-    assert first.rstrip().endswith(f"damaged: {'n' * 200} is missing")
-    assert first.index("damaged") == second.index("whole") == head.index("state")
-    assert re.match(r" {8}1 +0\.0 MiB", first)
-    assert second.startswith("123456789  11 days  2.9 MiB  whole")
-
-
 def test_what_a_run_deletes_between_listing_and_reading_is_skipped(
     titanlite: Command, place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -219,24 +206,6 @@ def test_half_deleted_is_neither_damaged_nor_marked(titanlite: Command, monkeypa
         fsspec.filesystem("memory").rm("/half", recursive=True)
 
 
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [(-5, "0 s"), (0, "0 s"), (59, "59 s"), (119, "119 s"), (120, "2 min"), (7199, "119 min"), (7200, "2 h"),
-     (172799, "47 h"), (172800, "2 days"), (40 * 86400, "40 days")],
-)  # fmt: skip
-def test_ages(seconds: float, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(time, "time", lambda: 1_000_000_000.0)
-    assert command._age(1_000_000_000 - seconds) == text
-
-
-@pytest.mark.parametrize(
-    ("size", "text"),
-    [(0, "0.0 MiB"), (3 << 19, "1.5 MiB"), (115 << 20, "115 MiB"), (1 << 30, "1.0 GiB"), (1500 << 30, "1,500.0 GiB")],
-)
-def test_sizes(size: int, text: str) -> None:
-    assert command._size(size) == text
-
-
 # verify
 
 
@@ -294,17 +263,6 @@ def test_verify_where_nothing_can_be_written(
     monkeypatch.setattr(LocalStorage, "create", refuse)
     assert titanlite("verify", str(tmp_path))[1:] == ["step 1: whole, 2 files, 2.9 MiB"]
     assert titanlite.table(str(tmp_path))[0][-1] == "sizes"
-
-
-def test_verify_shows_progress_on_a_terminal(
-    titanlite: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    save(str(tmp_path), 1)
-    shown = io.StringIO()
-    monkeypatch.setattr(command, "progress_console", lambda: Console(file=shown, force_terminal=True))
-    assert len(titanlite("verify", str(tmp_path))) == 2
-    assert "step-00000001" in shown.getvalue()
-    assert "100%" in shown.getvalue()
 
 
 def test_another_format_is_named(titanlite: Command, tmp_path: Path) -> None:
@@ -451,22 +409,6 @@ def test_show(titanlite: Command, trained: TinyRun) -> None:
     assert lines[-1] == "tensors   120; of the model 30, 62,622 parameters"
 
 
-def test_show_tensors(titanlite: Command, trained: TinyRun) -> None:
-    folder = trained.folder / "outputs" / "tiny" / "checkpoints" / "step-00000002"
-    lines = titanlite("show", str(folder), "--tensors")
-    assert lines[1] == "step      2"
-    tensors = lines[lines.index("tensors   120; of the model 30, 62,622 parameters") + 1 :]
-    assert len(tensors) == 120
-    assert "  model.head.output.weight  [259, 42]  torch.float32" in tensors
-    assert "  optimizer.state.head.output.weight.step  []  torch.float32" in tensors
-
-
-def test_show_into_a_closed_pipe(trained: TinyRun, capfd: pytest.CaptureFixture[str]) -> None:
-    with closed_stdout():
-        assert cli.run(["checkpoint", "show", str(trained.folder / "outputs" / "tiny")]) == 1
-    assert capfd.readouterr().err == ""
-
-
 def test_show_takes_the_newest_whole_one(titanlite: Command, trained: TinyRun, tmp_path: Path) -> None:
     run = tmp_path / "copy"
     shutil.copytree(trained.folder / "outputs" / "tiny", run)
@@ -478,22 +420,6 @@ def test_show_takes_the_newest_whole_one(titanlite: Command, trained: TinyRun, t
     older = run / "checkpoints" / "step-00000002" / ".metadata"
     older.write_bytes(b"x" * older.stat().st_size)
     assert titanlite.refusal("show", str(run)) == f"error: {older}: its checksum is not that of the manifest"
-
-
-def test_show_of_many_files_names_ten(titanlite: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    save(str(tmp_path), 1, contents={f"__{rank}_0.distcp": b"1" * rank for rank in range(64)})
-
-    class Reader:
-        def __init__(self, *_: Any, **__: Any) -> None:
-            self.metadata = self
-            self.state_dict_metadata = {}
-
-    monkeypatch.setattr("titanlite.checkpoint.dcp_read.ShardReader", Reader)
-    lines = titanlite("show", str(tmp_path))
-    shown = lines.index("files     64, 0.0 MiB")
-    assert lines[shown + 1] == "  __0_0.distcp  0 bytes"
-    assert lines[shown + 10 : shown + 13] == ["  __9_0.distcp  9 bytes", "  and 54 more", "settings"]
-    assert lines[5] == "mesh      replicate 1 x shard 2"
 
 
 # The command line
@@ -539,16 +465,6 @@ def test_a_disk_that_fails_is_no_mistake_of_the_user(
     (tmp_path / folder_name(1)).mkdir()
     titanlite("list", str(tmp_path), code=1)
     assert titanlite.errors == ["error: [Errno 5] Input/output error: 'disk'"]
-
-
-def test_unknown_subcommands_and_help(titanlite: Command) -> None:
-    unknown = "error: titanlite checkpoint: unknown command "
-    assert titanlite.refusal("lsit", "outputs") == f"{unknown}'lsit', did you mean 'checkpoint list'?"
-    assert titanlite.refusal("zzzzzzzzzzzzzzzzzzzzz") == f"{unknown}'zzzzzzzzzzzzzzzzzzzzz'"
-    names = "list, verify, restore, show, prune, export, import"
-    assert titanlite.refusal() == f"error: titanlite checkpoint: name a command: {names}"
-    for arguments in (["prune", "--help"], ["prune", ".", "-h"]):
-        assert titanlite(*arguments)[0] == "usage: titanlite checkpoint prune [-h] --keep-latest-k K [--keep-every N]"
 
 
 def test_restore_lets_whole_checkpoints_count_again(titanlite: Command, place: str) -> None:

@@ -1,11 +1,9 @@
 """The command from the user's side: bad input is one line and exit code 2; a finished run exits 0."""
 
 import json
-import shlex
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,7 +14,6 @@ from titanlite.metrics import run_summary
 from titanlite.runtime.console import install_hint, shell_command
 from titanlite.runtime.files import lock_file
 from titanlite.tools import cli
-from titanlite.tools.arguments import Parser
 
 
 def refusal(capfd: pytest.CaptureFixture[str], *arguments: str) -> list[str]:
@@ -241,12 +238,6 @@ def test_a_model_that_cannot_fit_is_refused_before_anything_is_allocated(
     assert "this machine (it has no GPU) has" in line
 
 
-def test_an_empty_name_of_a_config_is_not_the_default(capfd: pytest.CaptureFixture[str]) -> None:
-    """A shell passes an empty word for a variable that is not set."""
-    for words in (["train", ""], ["check", "--config="]):
-        assert refusal(capfd, *words) == [f"error: titanlite {words[0]}: the name of the config is empty"]
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -318,12 +309,6 @@ def test_a_run_continues_after_the_reader_of_its_log(tiny: TinyRun, capfd: pytes
     assert len(tiny.losses()) == 2
 
 
-def test_an_error_beside_a_closed_pipe_keeps_its_traceback(capfd: pytest.CaptureFixture[str]) -> None:
-    with closed_stdout():
-        assert cli.report_errors(lambda: print(1 / 0)) == 1
-    assert "ZeroDivisionError" in capfd.readouterr().err
-
-
 def test_the_first_rank_to_fail_reports_for_all(
     tiny: TinyRun, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -378,64 +363,3 @@ def test_config_show_diff_prints_what_differs(tiny: TinyRun, capfd: pytest.Captu
     shown = tiny.folder / "shown.toml"
     shown.write_text(text)
     assert load(shown) == tiny.config("--training.steps=7")
-
-
-def test_config_schema_is_json(capfd: pytest.CaptureFixture[str]) -> None:
-    assert cli.run(["config", "schema"]) == 0
-    assert json.loads(capfd.readouterr().out)["properties"]["training"]["$ref"] == "#/$defs/Training"
-
-
-def commands(parser: Parser) -> Iterator[tuple[str, Parser]]:
-    """Every command that runs, with its parser."""
-    for name, command in parser.commands.items():
-        below = dict(commands(command))
-        yield from {f"{name} {inner}": it for inner, it in below.items()}.items() if below else [(name, command)]
-
-
-COMMANDS = dict(commands(cli.make_parser()))
-
-
-def test_every_command_is_there() -> None:
-    assert list(COMMANDS) == [
-        "train", "init", "check", "plan", "calibrate", "report", "parity", "inspect", "profile",
-        "data prepare", "data inspect", "data tokenizer",
-        "checkpoint list", "checkpoint verify", "checkpoint restore", "checkpoint show", "checkpoint prune",
-        "checkpoint export", "checkpoint import", "generate", "evaluate", "distill cache",
-        "config check", "config show", "config schema", "config migrate",
-    ]  # fmt: skip
-
-
-@pytest.mark.parametrize("name", COMMANDS)
-def test_help_explains_each_flag_and_shows_an_example(name: str, capfd: pytest.CaptureFixture[str]) -> None:
-    parser = COMMANDS[name]
-    assert [action.dest for action in parser._actions if not action.help] == []
-    for flag in ("--help", "-h"):
-        assert cli.run([*name.split(), flag]) == 0
-        text = capfd.readouterr().out
-        assert text.startswith(f"usage: titanlite {name} [-h]")
-        assert f"\nexample:\n  titanlite {name}" in text
-    examples = text.partition("\nexample:\n")[2].partition("\n\n")[0].splitlines()
-    for example in examples:
-        cli.make_parser().parse(shlex.split(example.partition(" > ")[0])[1:])
-
-
-@pytest.mark.parametrize("words", [[], ["--help"], ["-h"]])
-def test_help_lists_the_commands(words: list[str], capfd: pytest.CaptureFixture[str]) -> None:
-    assert cli.run(words) == 0
-    lines = capfd.readouterr().out.splitlines()
-    assert lines[0] == "usage: titanlite [-h] [--version] COMMAND ..."
-    assert [line.split()[0] for line in lines if line.startswith("    ") and line[4] != " "] == [
-        "train", "init", "check", "plan", "calibrate", "report", "parity", "inspect", "profile", "data", "checkpoint",
-        "generate", "evaluate", "distill", "config",
-    ]  # fmt: skip
-
-
-def test_the_help_of_train_lists_every_option(capfd: pytest.CaptureFixture[str]) -> None:
-    assert cli.run(["train", "--help"]) == 0
-    text = capfd.readouterr().out
-    assert (
-        "\n[training]\n  --training.steps  integer >= 1; default 1000\n        Optimizer steps of the whole run.\n"
-        in text
-    )
-    assert "\n[[data.sources]]\n  --data.sources.N.path  text | list of text; required\n" in text
-    assert max(map(len, text.splitlines())) <= 120

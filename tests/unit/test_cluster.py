@@ -10,7 +10,6 @@ import pytest
 import yaml
 
 from titanlite.config.load import load
-from titanlite.tools.cli import make_parser
 
 ROOT = Path(__file__).parents[2]
 SLURM = ROOT / "scripts" / "slurm.sh"
@@ -92,20 +91,9 @@ def test_slurm_starts_one_task_a_node(tmp_path: Path) -> None:
     assert {"NNODES=2", "RDZV_ENDPOINT=node7:24567"} <= {*environ}
 
 
-def test_slurm_needs_the_folder_of_the_script(tmp_path: Path) -> None:
-    ended, output, _ = slurm(tmp_path, 0, SLURM_SUBMIT_DIR=str(tmp_path))
-    assert ended == 2
-    assert f"error: no run_train.sh in {tmp_path}: submit from its folder, or set TITANLITE_ROOT" in output
-
-
 def test_slurm_asks_for_the_signal_before_the_limit_and_keeps_one_log() -> None:
     options = set(re.findall(r"^#SBATCH (\S+)", SLURM.read_text(), re.M))
     assert {"--requeue", "--open-mode=append", "--signal=USR1@300", "--ntasks-per-node=1"} <= options
-
-
-@pytest.mark.parametrize("script", [*ROOT.glob("*.sh"), *(ROOT / "scripts").rglob("*.sh")], ids=lambda path: path.name)
-def test_scripts_are_bash(script: Path) -> None:
-    assert subprocess.run(["bash", "-n", str(script)], capture_output=True, check=False).returncode == 0
 
 
 def container() -> "tuple[dict[str, Any], dict[str, Any], dict[str, Any]]":
@@ -162,47 +150,3 @@ def test_the_image_is_pinned_and_not_of_root() -> None:
     [command] = [line for line in lines if line.startswith("CMD ")]
     [command_of_pods] = container()[2]["command"]
     assert f'"{command_of_pods}"' in command
-
-
-GUIDE = (ROOT / "docs" / "cluster.md").read_text()
-
-
-def test_the_guide_names_what_there_is() -> None:
-    for path in set(re.findall(r"`?((?:scripts|tests)/[\w./]+\w)", GUIDE)):
-        assert (ROOT / path).is_file(), path
-    for page, anchor in re.findall(r"\]\((\w+\.md)?(?:#([\w-]+))?\)", GUIDE):
-        text = (ROOT / "docs" / page).read_text() if page else GUIDE
-        headings = {
-            re.sub(r"[^\w -]", "", line).lower().replace(" ", "-") for line in re.findall(r"^#+ (.+)", text, re.M)
-        }
-        assert not anchor or anchor in headings, f"{page}#{anchor}"
-    options = {
-        key for section in load(ROOT / "train_configs" / "debug.toml").model_dump().items() for key in keys(section)
-    }
-    named = set(re.findall(r"\b((?:job|data|checkpoint|parallelism|training|comm)\.[a-z_]+)\b", GUIDE)) - {"data.md"}
-    assert len(named) > 5
-    assert named <= options
-    for command in re.findall(r"`(titanlite [a-z ]+)`", GUIDE):
-        with pytest.raises(SystemExit) as end:
-            make_parser().parse([*command.split()[1:], "--help"])
-        assert end.value.code in (0, None), command
-
-
-def keys(section: "tuple[str, Any]") -> "list[str]":
-    name, value = section
-    return [f"{name}.{key}" for key in value] if isinstance(value, dict) else [name]
-
-
-def test_the_guide_names_variables_that_are_read() -> None:
-    read = "\n".join(path.read_text() for path in (ROOT / "run_train.sh", SLURM, *(ROOT / "titanlite").rglob("*.py")))
-    for name in (
-        "NNODES",
-        "RDZV_ENDPOINT",
-        "RDZV_CONF",
-        "LOCAL_ADDR",
-        "MAX_RESTARTS",
-        "MAX_REQUEUES",
-        "TITANLITE_ROOT",
-    ):
-        assert name in GUIDE
-        assert name in read

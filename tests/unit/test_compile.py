@@ -132,9 +132,14 @@ def test_a_recompilation_is_warned_of_with_its_reason(log: Callable[[], list[str
     assert log()[1].startswith("compile: 2 recompiles since step 2")
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("single_process_group", "dynamo")
-@pytest.mark.parametrize("mode", ["none", "selective", "full"])
+@pytest.mark.parametrize(
+    "mode",
+    [
+        pytest.param("selective", marks=pytest.mark.slow),
+        *(pytest.param(mode, marks=pytest.mark.nightly) for mode in ("none", "full")),
+    ],
+)
 def test_nothing_is_compiled_after_the_first_step(
     tiny: TinyRun, monkeypatch: pytest.MonkeyPatch, log: Callable[[], list[str]], mode: str
 ) -> None:

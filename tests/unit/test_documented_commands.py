@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.documented import EXECUTED, PAGES, ROOT, commands, commands_to_run, unused_notes
+from tests.documented import PAGES, ROOT, commands
 from titanlite.config.keys import dotted_keys, nearest_key
 from titanlite.config.shipped import find_config
 from titanlite.runtime.errors import UserError
@@ -65,58 +65,3 @@ def problem_of(line: str) -> str:
 def test_commands_are_commands(page: Path) -> None:
     problems = {line: problem for line in command_lines(page) if (problem := problem_of(line))}
     assert problems == {}
-
-
-def test_commands_are_found_and_mistakes_are_seen(tmp_path: Path) -> None:
-    page = tmp_path / "page.md"
-    fenced = "```sh\ntitanlite plan llama3_8b \\\n  --wurld 3\n```\n"
-    page.write_text(f"    NNODES=1 ./run_train.sh --training.stepss=3  # a comment\n\n    text\n\ntext\n\n{fenced}")
-    assert [problem_of(line) for line in command_lines(page)] == [
-        "training.stepss is no option, nearest training.steps",
-        "titanlite plan: unknown option --wurld",
-    ]
-    assert problem_of("titanlite check llama3_8c") == "no config llama3_8c"
-    assert sum(len(command_lines(page)) for page in PAGES) > 100
-
-
-def test_a_closing_fence_opens_no_block(tmp_path: Path) -> None:
-    page = tmp_path / "page.md"
-    page.write_text("```python\ntitanlite = 1\n```\ntext\n```sh\ntitanlite check debug\n```\n")
-    assert [(command.line, command.text) for command in commands(page)] == [(6, "titanlite check debug")]
-    assert {name: len(commands(ROOT / name)) for name in ("docs/add_a_model.md", "docs/data.md")} == {
-        "docs/add_a_model.md": 3,
-        "docs/data.md": 5,
-    }
-
-
-def test_reasons_are_those_right_above_a_block(tmp_path: Path) -> None:
-    page = tmp_path / "page.md"
-    page.write_text(
-        "<!-- not run: needs a GPU -->\n\n    titanlite check a\n    titanlite check b\n\n"
-        "text\n\n    titanlite check c\n\n"
-        "<!-- not run: `pip`, `git`: needs the network -->\n```sh\npip install x\ntitanlite check d\n```\n"
-        "<!-- not run: needs nothing -->\ntext\n"
-    )
-    assert [command.not_run for command in commands(page)] == [
-        "needs a GPU",
-        "needs a GPU",
-        "",
-        "needs the network",
-        "",
-    ]
-    assert unused_notes(page) == ["<!-- not run: needs nothing -->"]
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_each_command_is_run_by_a_test_or_marked_with_the_reason_why_not(page: Path) -> None:
-    name = page.relative_to(ROOT).as_posix()
-    to_run = commands_to_run(name)
-    assert bool(to_run) == (name in EXECUTED), f"in no test, and not marked as not run: {to_run}"
-    assert unused_notes(page) == []
-
-
-def test_tests_that_run_commands_are_there() -> None:
-    for test in EXECUTED.values():
-        path, _, function = test.partition("::")
-        assert f"\ndef {function}(" in (ROOT / path).read_text(), test
-    assert {ROOT / page for page in EXECUTED} <= set(PAGES)

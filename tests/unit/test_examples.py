@@ -26,10 +26,3 @@ def test_a_sweep_and_a_sweep_that_is_repeated(
         pytest.approx(tiny.losses(name)[-1], abs=1e-4) for name in ("tiny-lr-0.001", "tiny-lr-0.01")
     ]
     assert tables[1][1:] == tables[0][1:]
-
-
-def test_every_example_is_listed() -> None:
-    listed = (EXAMPLES / "README.md").read_text()
-    found = [path.name for path in EXAMPLES.iterdir() if path.name not in ("README.md", "__pycache__")]
-    assert len(found) == 4
-    assert all(f"({name})" in listed for name in found)

@@ -2,13 +2,13 @@
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
 
 PACKAGE = Path("titanlite")
 FILES = sorted(PACKAGE.rglob("*.py"))
-TREES = {path: ast.parse(path.read_text()) for path in FILES}
 
 
 def short(path: Path) -> str:
@@ -20,6 +20,11 @@ def module_name(path: Path) -> str:
 
 
 MODULES = {module_name(path): path for path in FILES}
+
+
+@cache
+def trees() -> dict[Path, ast.Module]:
+    return {path: ast.parse(path.read_text()) for path in FILES}
 
 
 def without_type_checking(node: ast.AST) -> Iterator[ast.AST]:
@@ -43,14 +48,17 @@ def imports(tree: ast.Module) -> set[str]:
 
 def imported_modules(path: Path) -> set[str]:
     """Modules of titanlite that a file imports, also inside functions."""
-    names = imports(TREES[path])
+    names = imports(trees()[path])
     return {name for name in (*names, *(name.rpartition(".")[0] for name in names)) if name in MODULES} - (
         # `from titanlite.data import loader` takes the module loader, and nothing of the package's own file.
         {name.rpartition(".")[0] for name in names if name in MODULES}
     )
 
 
-IMPORTS = {name: imported_modules(path) for name, path in MODULES.items()}
+@cache
+def all_imports() -> dict[str, set[str]]:
+    return {name: imported_modules(path) for name, path in MODULES.items()}
+
 
 # Rooms: folders of titanlite/, and the files beside them
 
@@ -61,7 +69,7 @@ def test_training_imports_no_tool() -> None:
     waiting = ["titanlite.train"]
     while waiting:
         name = waiting.pop()
-        for other in sorted(IMPORTS[name] - chains.keys()):
+        for other in sorted(all_imports()[name] - chains.keys()):
             chains[other] = [*chains[name], other]
             waiting.append(other)
     assert len(chains) > 50, "the walk reaches what trains"
@@ -86,9 +94,9 @@ def circles(imports: dict[str, set[str]]) -> set[str]:
 
 def test_no_circles_of_imports() -> None:
     """A room, and within it a module, that imports another is never imported by it; blocks for types aside."""
-    assert circles(IMPORTS) == set()
+    assert circles(all_imports()) == set()
     rooms: dict[str, set[str]] = {}
-    for name, others in IMPORTS.items():
+    for name, others in all_imports().items():
         rooms.setdefault(room_of(name), set()).update({room_of(other) for other in others} - {room_of(name)})
     assert len(rooms) > 15
     assert circles(rooms) == set()
@@ -98,20 +106,19 @@ def test_what_a_circle_is() -> None:
     assert circles({"a": {"b"}, "b": {"c"}, "c": {"a"}, "d": {"a"}, "e": set()}) == {"a", "b", "c"}
 
 
-@pytest.mark.parametrize("path", sorted((PACKAGE / "models").glob("*.py")), ids=short)
-def test_models_know_nothing_of_ranks_and_meshes(path: Path) -> None:
+def test_models_know_nothing_of_ranks_and_meshes() -> None:
     roots = ("torch.distributed", "titanlite.parallelize", "titanlite.techniques", "titanlite.mesh", "titanlite.data")
     forbidden = (*roots, "titanlite.train", "titanlite.runtime.process_group", "titanlite.runtime.ranks")
-    assert not [name for name in imports(TREES[path]) if name.startswith(forbidden)]
+    for path in (PACKAGE / "models").glob("*.py"):
+        assert not [name for name in imports(trees()[path]) if name.startswith(forbidden)], path
 
 
-@pytest.mark.long
 def test_only_orchestrators_take_the_whole_config() -> None:
     """A stage is given its own section."""
     whole = {"train.py", "checks/preflight.py", "checks/memory.py", "run/run_folder.py"}
     whole |= {"metrics/run_summary.py", "checkpoint/load.py"}
     takers = set()
-    for path, tree in TREES.items():
+    for path, tree in trees().items():
         for node in ast.walk(tree):
             if isinstance(node, ast.arg) and isinstance(node.annotation, ast.Name) and node.annotation.id == "Config":
                 takers.add(short(path))
@@ -121,16 +128,16 @@ def test_only_orchestrators_take_the_whole_config() -> None:
 # State, patches, and what is private
 
 
-@pytest.mark.parametrize("path", FILES, ids=short)
-def test_no_module_level_state(path: Path) -> None:
-    tree = TREES[path]
-    assert not [node for node in ast.walk(tree) if isinstance(node, ast.Global)]
-    for node in tree.body:
-        targets = node.targets if isinstance(node, ast.Assign) else []
-        for name in [target.id for target in targets if isinstance(target, ast.Name)]:
-            is_constant = name.isupper() or name.startswith("__")
-            is_type_alias = name[0].isupper()
-            assert is_constant or is_type_alias or name in ("logger", "aten"), f"{path}: {name}"
+@pytest.mark.long
+def test_no_module_level_state() -> None:
+    for path, tree in trees().items():
+        assert not [node for node in ast.walk(tree) if isinstance(node, ast.Global)], path
+        for node in tree.body:
+            targets = node.targets if isinstance(node, ast.Assign) else []
+            for name in [target.id for target in targets if isinstance(target, ast.Name)]:
+                is_constant = name.isupper() or name.startswith("__")
+                is_type_alias = name[0].isupper()
+                assert is_constant or is_type_alias or name in ("logger", "aten"), f"{path}: {name}"
 
 
 def root_of(node: ast.expr) -> str:
@@ -197,7 +204,7 @@ REPLACED = {
 
 def test_what_is_replaced_is_listed_with_its_reason() -> None:
     """No mocks, no frames that are read, and no class, forward or attribute replaced but what is listed."""
-    found = {short(path): set(patches(tree)) for path, tree in TREES.items()}
+    found = {short(path): set(patches(tree)) for path, tree in trees().items()}
     assert {path: names for path, names in found.items() if names} == {
         path: names.keys() for path, names in REPLACED.items()
     }
@@ -254,109 +261,14 @@ class A:
 @pytest.mark.long
 def test_private_names_of_pytorch_are_in_one_room() -> None:
     room = PACKAGE / "runtime" / "private_torch"
-    found = {short(path): sorted(set(private_uses(tree))) for path, tree in TREES.items() if path.parent != room}
+    found = {short(path): sorted(set(private_uses(tree))) for path, tree in trees().items() if path.parent != room}
     assert {path: names for path, names in found.items() if names} == {}
-
-
-def test_each_private_use_has_a_test() -> None:
-    room = PACKAGE / "runtime" / "private_torch"
-    offered = {
-        node.name
-        for path, tree in TREES.items()
-        for node in tree.body
-        if path.parent == room and isinstance(node, ast.FunctionDef) and not node.name.startswith("_")
-    }
-    tests = ast.parse(Path("tests/unit/test_private_torch.py").read_text())
-    called = {node.id for node in ast.walk(tests) if isinstance(node, ast.Name)}
-    assert len(offered) > 30
-    assert offered - called == set()
 
 
 def test_only_tools_import_what_tracing_needs() -> None:
     """Tracing imports PyTorch's fake tensors, which training does not need."""
-    users = {name.split(".")[1] for name, used in IMPORTS.items() if "titanlite.runtime.private_torch.tracing" in used}
+    users = {
+        name.split(".")[1] for name, used in all_imports().items() if "titanlite.runtime.private_torch.tracing" in used
+    }
     assert users
     assert users == {"tools"}
-
-
-# Tests
-
-TESTS = {path: ast.parse(path.read_text()) for path in sorted(Path("tests").rglob("test_*.py"))}
-
-
-def test_no_test_module_imports_another() -> None:
-    """Code of several test modules is in a helper module: tests/helpers.py, tests/layouts.py, tests/plans.py, ..."""
-    found = {str(path): {name for name in imports(tree) if ".test_" in name} for path, tree in TESTS.items()}
-    assert {path: names for path, names in found.items() if names} == {}
-
-
-STARTS = {"subprocess.run", "subprocess.Popen", "titanlite", "run_train", "Process"}
-LOOPS = ast.For | ast.While | ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp
-
-
-def started(call: ast.Call, functions: dict[str, ast.FunctionDef]) -> int:
-    """Count the processes that one call starts, itself or in a function of its module. Two stand for several."""
-    name, text = ast.unparse(call.func), ast.unparse(call)
-    last = name.rpartition(".")[2]
-    if name in ("on_every_layout", "each_on_every_layout") or "torch.distributed.run" in text or "NPROC" in text:
-        return 2
-    if name in ("run_ranks", "run_in_turn"):
-        return 1 if ast.unparse(call.args[1]) == "1" else 2
-    if last == "Pool":
-        return 1 if text.endswith("Pool(1)") else 2
-    if name in functions:
-        return processes(functions[name], {other: it for other, it in functions.items() if other != name})
-    return int(name in STARTS or last in STARTS)
-
-
-def processes(function: ast.FunctionDef, functions: dict[str, ast.FunctionDef]) -> int:
-    """Count the processes that a function starts; what a loop repeats counts twice."""
-    inner = {node.name: node for node in ast.walk(function) if isinstance(node, ast.FunctionDef)}
-    del inner[function.name]
-
-    def count(node: ast.AST, times: int) -> int:
-        if isinstance(node, ast.FunctionDef) and node is not function:
-            return 0  # counted where it is called
-        own = times * started(node, functions | inner) if isinstance(node, ast.Call) else 0
-        repeated = 2 * times if isinstance(node, LOOPS) else times
-        first = node.iter if isinstance(node, ast.For) else None
-        children = ast.iter_child_nodes(node)
-        return own + sum(count(child, times if child is first else repeated) for child in children)
-
-    return count(function, 1)
-
-
-@pytest.mark.long
-def test_unit_tests_start_one_process_at_most() -> None:
-    """Tests with several processes are in tests/distributed. Workers of loaders and of `data prepare` do not count."""
-    several = set()
-    for path, tree in TESTS.items():
-        functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
-        if path.parent.name == "unit":
-            tests = {name: node for name, node in functions.items() if name.startswith("test_")}
-            several |= {f"{path.name}:{name}" for name, node in tests.items() if processes(node, functions) > 1}
-    assert several == set()
-
-
-def test_what_the_count_of_processes_finds() -> None:
-    source = """
-def once(): subprocess.run(["a"])
-def test_one(): once()
-def test_ranks(): run_ranks(f, 1, config)
-def test_two():
-    once()
-    once()
-def test_loop():
-    for name in names: once()
-def test_many(): run_in_turn(f, 2, configs)
-def test_pool(): multiprocessing.Pool(2)
-def test_inner():
-    def inner(): once()
-    inner(), inner()
-"""
-    functions = {node.name: node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef)}
-    found = {name: processes(node, functions) for name, node in functions.items()}
-    assert found == {
-        "once": 1, "test_one": 1, "test_ranks": 1, "test_two": 2, "test_loop": 2, "test_many": 2, "test_pool": 2,
-        "test_inner": 2,
-    }  # fmt: skip

@@ -245,8 +245,8 @@ SHALLOW = ("--model.args.n_layers=10", "--training.seq_len=8", "--model.args.voc
 BLOCK, REST = 43_136, 2 * 8_192 + 64
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("replicate", "shard"), [(1, 4), pytest.param(2, 2, marks=pytest.mark.nightly)])
+@pytest.mark.nightly
+@pytest.mark.parametrize(("replicate", "shard"), [(1, 4), (2, 2)])
 def test_the_plan_has_gradients_of_two_units_at_most(replicate: int, shard: int) -> None:
     """FSDP may hold the gradients of one unit while it reduces the next one."""
     ranks = replicate * shard

@@ -1,6 +1,5 @@
 """Output of `titanlite data inspect`, to the digit."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +7,7 @@ import numpy as np
 import pytest
 
 from titanlite.data.tokenizer import ByteTokenizer
-from titanlite.data.tokens import INDEX, TokenStore
+from titanlite.data.tokens import TokenStore
 from titanlite.runtime.errors import UserError
 from titanlite.tools.ingest.inspect import document_lengths, inspect
 from titanlite.tools.ingest.token_writer import TokenWriter
@@ -125,17 +124,6 @@ def test_samples_show_documents_as_text(tmp_path: Path, capsys: pytest.CaptureFi
     ]
 
 
-def test_samples_depend_on_the_seed_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = write(tmp_path / "tokens", [f"text {number}" for number in range(100)], shard_tokens=50)
-
-    def shown(seed: int) -> list[str]:
-        inspect(folder, sample=3, seed=seed, checksums=False)
-        return [line for line in capsys.readouterr().out.splitlines() if line.startswith("  |")]
-
-    assert shown(0) == ["  | <bos>text 49<eos>", "  | <bos>text 53<eos>", "  | <bos>text 97<eos>"]
-    assert shown(0) == shown(0) != shown(1)
-
-
 def test_samples_are_ids_without_the_tokenizer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with TokenWriter(tmp_path / "tokens", vocab_size=99, tokenizer="other", bos=False, eos=False) as writer:
         writer.add(np.array([5, 7, 9, 98]), mask=np.array([True, False, False, True]))
@@ -165,10 +153,3 @@ def test_every_damaged_file_is_named(tmp_path: Path, capsys: pytest.CaptureFixtu
         for name in ("00000.tokens", "00002.documents")
     ]
     assert "checksums" not in capsys.readouterr().out
-
-
-def test_a_store_without_a_document(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = write(tmp_path / "tokens", [])
-    assert json.loads((folder / INDEX).read_text())["tokens"] == 0
-    inspect(folder, sample=2)
-    assert "  documents         0\n  tokens            0\n  shards            0, uint16\n" in capsys.readouterr().out

@@ -11,7 +11,6 @@ from tests.layouts import degrees
 from titanlite.config.load import load
 from titanlite.tools.cli import run
 from titanlite.tools.plan.parameters import ParameterLayout, inspect_ranks
-from titanlite.tools.report.blocks import format_numbers, join_blocks, split_block
 
 SIZES = ("parameter_bytes", "gradient_bytes", "optimizer_bytes")
 SMALL = ["--model.args.dim=64", "--model.args.n_layers=2", "--model.args.n_heads=4", "--model.args.n_kv_heads=2",
@@ -144,26 +143,6 @@ def test_the_table_has_one_set_of_rows_for_blocks_that_are_alike(capsys: Ends) -
     assert run([*words, "--all"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert len([line for line in lines if line.startswith("layers.")]) == 6
-
-
-def test_the_table_notes_what_is_not_as_usual(capsys: Ends) -> None:
-    frozen = ['--freeze.parameters=["head.*"]', "--freeze.dtype=bfloat16"]
-    assert run(["inspect", "debug", *SMALL, *frozen, "--training.mixed_precision_param=bfloat16"]) == 0
-    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
-    assert "dtype stored float32, compute bfloat16, reduction of gradients float32, unless noted" in lines
-    assert "frozen no gradient, no update" in lines
-    notes = "frozen, bfloat16 / bfloat16 / float32"
-    assert f"output.weight [512, 64] [512, 64] {notes} 65,536 B 0 B 0 B" in lines
-    assert len([line for line in lines if "bfloat16 / " in line]) == 2
-
-
-def test_blocks_as_one_name() -> None:
-    assert split_block("model.layers.12.attention.wq.weight") == ("model.layers", 12, ".attention.wq.weight")
-    assert split_block("head.layers_norm.1") is None
-    assert join_blocks("layers.0.w", [*range(32)]) == "layers.0-31.w"
-    assert [format_numbers(it) for it in ([4], [0, 1, 2, 7], [1, 3, 5], [0, 2, 4, 6], [])] == [
-        "4", "0-2,7", "1,3,5", "0,2,..,6", "",
-    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,7 @@ from tests.helpers import TinyRun
 from titanlite.checks.preflight import preflight
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.process_group import Ranks
-from titanlite.techniques.freeze import freeze
 from titanlite.tools import cli
-from titanlite.tools import machines as selfcheck
 from titanlite.tools.machines import (
     Free,
     Job,
@@ -88,28 +86,6 @@ def test_an_error_names_test_and_rank() -> None:
 def test_checkpoints_at_the_same_time(options: list[str], steps: int, expected: int, tiny: TinyRun) -> None:
     config = tiny.config(*(f"--checkpoint.{option}" for option in options))
     assert kept_checkpoints(config.checkpoint, steps) == expected
-
-
-def test_needs_of_a_run(tiny: TinyRun) -> None:
-    config = tiny.config(
-        "--checkpoint.interval=2", "--checkpoint.keep_latest_k=1", "--checkpoint.export_every=4",
-        "--checkpoint.last_save_in_hf", "--checkpoint.export_dtype=bfloat16",
-    )  # fmt: skip
-    resolved = preflight(config, ALONE.ranks, CPU)
-    model = resolved.model.build()
-    count = sum(parameter.numel() for parameter in model.parameters())
-    checkpoints, exports = disk_needs(config, model, world_size=4, nodes=2)
-    assert checkpoints.bytes == 2 * count * (4 + 8)
-    assert checkpoints.files == 2 * (4 + selfcheck.SMALL_FILES)
-    assert exports.bytes == 2 * count * 2
-    local = tiny.config("--checkpoint.folder=/shared", "--checkpoint.local_folder=/fast")
-    part = disk_needs(local, model, world_size=4, nodes=2)[-1]
-    assert (part.place, part.bytes, part.files) == ("/fast", count * 12 / 2, 3)
-    frozen = tiny.config('--freeze.parameters=["layers.*"]', "--freeze.dtype=bfloat16")
-    freeze(model, frozen.freeze)
-    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    assert 0 < trained < count
-    assert selfcheck.checkpoint_bytes(model, frozen) == trained * 12 + (count - trained) * 2
 
 
 def test_checkpoints_that_are_there_need_no_more_space(tiny: TinyRun) -> None:

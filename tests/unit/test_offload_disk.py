@@ -61,7 +61,7 @@ def mapped(folder: Path) -> list[str]:
     [
         pytest.param([], id="float32"),
         pytest.param(BFLOAT16[:1], id="bfloat16 moments"),
-        pytest.param(BFLOAT16, id="bfloat16", marks=pytest.mark.slow),
+        pytest.param(BFLOAT16, id="bfloat16", marks=pytest.mark.nightly),
     ],
 )
 def test_the_same_bits_from_disk(tiny: TinyRun, types: list[str]) -> None:
@@ -90,9 +90,12 @@ def test_states_are_in_files_without_a_name(tiny: TinyRun) -> None:
 
 
 @pytest.mark.parametrize("threads", [1, 3])
-def test_slices_are_adamw_to_the_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, threads: int) -> None:
+def test_slices_are_adamw_to_the_bit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest, threads: int
+) -> None:
     """Lengths that are no multiple of what the kernel computes at once; and threads, which divide each slice anew."""
     monkeypatch.setattr("titanlite.optim.rounding.DISK_SLICE", 2**14)
+    request.addfinalizer(lambda: torch.set_num_threads(1))
     torch.set_num_threads(threads)
     options: dict[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
     torch.manual_seed(0)

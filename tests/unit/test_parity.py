@@ -11,37 +11,6 @@ from titanlite.tools.report.further_layouts import further_layouts
 from titanlite.tools.report.parity import ONE, Curve, compare, error_in, variants
 
 
-def test_it_covers_every_technique() -> None:
-    found = variants(8, 4, on_gpu=False)
-    options = {option for variant in found for option in variant.options}
-    assert options >= {
-        "activation_checkpoint.mode=full",
-        "activation_checkpoint.selective_ac_option=op",
-        "activation_checkpoint.selective_ac_option=2",
-        "data.num_workers=2",
-        "compile.enable=true",
-        "training.enable_cpu_offload=true",
-        "training.local_batch_size=4",  # half of 8
-        "training.local_batch_size=1",  # half of 8 / 4
-        *(f"parallelism.fsdp_reshard_after_forward={policy}" for policy in ("always", "never", "2")),
-        "parallelism.fsdp_forward_prefetch=2",
-        "parallelism.fsdp_backward_prefetch=2",
-        *(f"parallelism.data_parallel_replicate_degree={degree}" for degree in (1, 2, 4)),
-    }
-    names = [variant.name for variant in found]
-    assert len(set(names)) == len(names) == 19
-    for number, variant in enumerate(found[1:], 1):
-        assert variant.reference in names[:number], "compared with what comes later"
-    inexact = [variant.name for variant in found if not variant.exact]
-    assert inexact == [
-        ONE, "2 micro-batches", "compile", "DDP 4 x 1", "FSDP 1 x 4", "HSDP 2 x 2", "HSDP 2 x 2, 2 micro-batches",
-    ]  # fmt: skip
-    on_gpu = {variant.name: variant.exact for variant in variants(8, 4, on_gpu=True)}
-    assert not on_gpu["FSDP, CPU offload"]
-    assert len(variants(8, 1, on_gpu=True)) == 8
-    assert "HSDP 2 x 1" not in [variant.name for variant in variants(8, 2, on_gpu=False)]
-
-
 def test_further_axes_are_compared_where_the_config_allows_them(tiny: TinyRun) -> None:
     def names(*options: str) -> list[str]:
         return [layout.name for layout in further_layouts(str(tiny.toml), list(options), 4)]

@@ -12,14 +12,14 @@ from torch import nn
 from tests.helpers import TinyRun
 from tests.recorders import recorder, result_of
 from titanlite.metrics.memory_watch import MemoryWatch
-from titanlite.metrics.phase_memory import PhaseMemory, memory_line
+from titanlite.metrics.phase_memory import PhaseMemory
 from titanlite.metrics.records import MEMORY, find_faults
 from titanlite.observer import Phase
 from titanlite.optim.state_size import local_state_bytes
 from titanlite.schema import dump
 from titanlite.tools.cli import run
 from titanlite.tools.plan.memory import Profile
-from titanlite.tools.report.run_memory import memory_lines, planned_memory
+from titanlite.tools.report.run_memory import planned_memory
 
 Ends = pytest.CaptureFixture[str]
 
@@ -140,21 +140,6 @@ def test_memory_of_this_process() -> None:
     assert watch.now()["resident"] < 1.1 * watch.peak() * 2**30
 
 
-def test_the_line_of_the_log() -> None:
-    mib = {"parameters": 2**20, "gradients": 0, "optimizer": 2**21}
-    record = {
-        "source": "process",
-        "phases": {"forward": mib | {"resident": 2**23}, "update": mib | {"gradients": 2**20}},
-    }
-    assert memory_line(record) == (
-        "memory   MiB of rank 0: parameters 1.0; gradients 1.0; optimizer 2.0; process resident 8.0, libraries included"
-    )
-    record = {"source": "allocator", "phases": {"model": mib | {"peak": 1}, "forward": mib | {"peak": 3 * 2**20}}}
-    assert memory_line(record) == (
-        "memory   MiB of rank 0: parameters 1.0; gradients 0.0; optimizer 2.0; peaks of allocated memory in forward 3.0"
-    )
-
-
 @pytest.mark.usefixtures("single_process_group")
 def test_the_record_of_a_start(tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: Any) -> None:
     monkeypatch.setattr(logging.getLogger("titanlite"), "propagate", True)
@@ -194,23 +179,6 @@ def test_the_plan_has_the_peak_of_each_phase_that_it_knows() -> None:
         "tensors": {"parameters": 100, "gradients": 100, "optimizer": 200},
     }
     assert planned_memory(PLANNED, hidden=["optimizer"])["peaks"]["backward"] == 480
-
-
-def test_the_table_has_the_share_of_the_plan(capsys: Ends) -> None:
-    from titanlite.tools.report.inspect_command import show
-
-    sizes = {"parameters": 100, "gradients": 0, "optimizer": 200, "allocated": 310, "reserved": 900}
-    phases = {"sharding": sizes | {"peak": 320}, "forward": sizes | {"peak": 570}}
-    record = {"source": "allocator", "step": 2, "world_size": 8, "phases": phases}
-    show(memory_lines(record, planned_memory(PLANNED, hidden=[]), name="outputs/a"))
-    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
-    assert lines[:5] == [
-        "outputs/a: memory of rank 0 of 8 at step 2, at the end of each phase",
-        "phase parameters gradients optimizer allocated reserved peak plan's peak of plan",
-        "sharding 100 B 0 B 200 B 310 B 900 B 320 B none",
-        "forward 100 B 0 B 200 B 310 B 900 B 570 B 600 B 95.0%",
-        "plan, most 100 B 100 B 200 B",
-    ]
 
 
 def write_run(tiny: TinyRun, **changes: Any) -> Path:

@@ -1,17 +1,14 @@
 """Time of a start by phase, with a clock of the test; records of the form that is documented."""
 
 import json
-import re
 from pathlib import Path
 
 import pytest
 
 from tests.helpers import TinyRun, train_on_this_rank
-from titanlite.metrics.clock import CATEGORIES, by_category, format_phases, format_seconds
-from titanlite.metrics.records import METRICS, SAVES, VALIDATION, Field, RecordFile, find_faults
+from titanlite.metrics.clock import CATEGORIES, by_category, format_phases
+from titanlite.metrics.records import METRICS, SAVES, VALIDATION, RecordFile, find_faults
 from titanlite.observer import CurrentPhase, Phase
-
-RUNNING = Path(__file__, "../../../docs/running.md").resolve()
 
 
 class Clock:
@@ -57,21 +54,6 @@ def test_each_phase_has_the_time_until_the_next_begins() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [
-        (0.4, "0 s"),
-        (59.4, "59 s"),
-        (59.6, "1 min 00 s"),
-        (3599, "59 min 59 s"),
-        (7500, "2 h 05 min"),
-        (97200, "1 d 03 h"),
-    ],
-)
-def test_times_have_two_units(seconds: float, text: str) -> None:
-    assert format_seconds(seconds) == text
-
-
 def test_records_have_a_schema_and_a_time(tmp_path: Path) -> None:
     clock = Clock()
     file = RecordFile(tmp_path / "x.jsonl", None, clock=clock)
@@ -103,22 +85,3 @@ def test_a_runs_records_are_of_the_form(tiny: TinyRun) -> None:
     assert tuple(last["phase_seconds"]) == CATEGORIES
     # What other tests have compiled in this process counts as compile.
     assert last["phase_seconds"]["compile"] + last["phase_seconds"]["compute"] > 0 < last["phase_seconds"]["validation"]
-
-
-def test_faults_of_a_record_are_found() -> None:
-    record = {"schema": 2, "step": 1.0, "loss": None, "time": 5, "sources": [], "own": "text", "number": 3}
-    assert find_faults(record, VALIDATION) == [
-        "step is float, not int",
-        "sources is list, not dict",
-        "own is str, not float",
-    ]
-    assert find_faults({"step": 1, "time": None}, {"schema": Field(int, ""), "time": Field(float, "")}) == [
-        "schema is missing",
-        "time is null",
-    ]
-
-
-def test_every_field_is_documented() -> None:
-    text = RUNNING.read_text()
-    documented = set(re.findall(r"`(\w+)`", text[text.index("## Metrics") :]))
-    assert set(METRICS) | set(VALIDATION) <= documented

@@ -128,7 +128,7 @@ def test_memory_grows_and_shrinks_with_the_options(shard: int, mode: int, batch:
 @pytest.mark.parametrize(
     ("overrides", "gpu"),
     [
-        pytest.param(["--activation_checkpoint.mode=full"], False, marks=pytest.mark.slow),
+        (["--activation_checkpoint.mode=full"], False),
         (["--activation_checkpoint.mode=selective", "--activation_checkpoint.selective_ac_option=3"], True),
         (["--parallelism.data_parallel_replicate_degree=2", NEVER], True),
     ],
@@ -191,7 +191,7 @@ FLOAT8 = tuple(f"--quantize.linear.float8.{it}" for it in ("enable", "skip_small
         [*FLOAT8, "--quantize.linear.float8.emulate"],
         ['--optimizer.name="Muon"'],
         *(
-            pytest.param(overrides, marks=pytest.mark.slow)
+            pytest.param(overrides, marks=pytest.mark.nightly)
             for overrides in (
                 [],
                 [*FLOAT8, "--quantize.linear.float8.emulate", '--quantize.linear.float8.recipe_name="rowwise"'],

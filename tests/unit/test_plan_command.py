@@ -10,12 +10,11 @@ from titanlite.config.load import load
 from titanlite.runtime.errors import UserError
 from titanlite.schema import parse_policies
 from titanlite.tools.cli import run
-from titanlite.tools.plan.command import share_of_process, write_config
+from titanlite.tools.plan.command import write_config
 from titanlite.tools.plan.estimate import OUTSIDE, Layout
 from titanlite.tools.plan.hardware import find_hardware
 from titanlite.tools.plan.output import options_to_paste, toml_of
 from titanlite.tools.plan.search import search, with_options
-from titanlite.tools.plan.time import offload_time
 
 TOML = """\
 # what stays
@@ -201,10 +200,6 @@ def test_nothing_is_overwritten(toml: Path, capsys: pytest.CaptureFixture[str]) 
     assert toml.read_text() == TOML
 
 
-def test_offload_time() -> None:
-    assert offload_time(25e9, 10e9, accumulation=2) == pytest.approx(2 * 3 + 1.75)
-
-
 @pytest.mark.nightly
 def test_search_on_small_devices(toml: Path) -> None:
     """Memory decides here. The expected memory of a candidate is that of its plan; the best one is written."""
@@ -238,8 +233,3 @@ def test_search_on_small_devices(toml: Path) -> None:
 
     with pytest.raises(UserError, match="nothing fits: the least is"):
         search(config, Layout(4, replace(hardware, memory=2**20), 2))
-
-
-def test_the_share_of_a_process() -> None:
-    machine = replace(find_hardware("H100"), measured=True)
-    assert share_of_process(machine, 4).memory_bandwidth == machine.memory_bandwidth / 4

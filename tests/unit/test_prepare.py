@@ -14,7 +14,6 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +25,11 @@ import pytest
 import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rich.console import Console
 
 from titanlite.data.pieces import PIECE_BYTES
 from titanlite.data.sources import check_path, open_tokens
 from titanlite.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 from titanlite.data.tokens import INDEX, TokenStore
-from titanlite.runtime.console import install_hint
 from titanlite.runtime.errors import RunError, UserError
 from titanlite.schema import Data
 from titanlite.tools import cli
@@ -305,15 +302,6 @@ def test_paths_that_name_nothing_or_twice(tmp_path: Path) -> None:
     assert tokens_of(make(tmp_path, tmp_path / "beside")) == [BOS, 97, EOS], "tokens below are not text"
 
 
-def test_missing_packages_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    for name, package in (("a.jsonl.zst", "zstandard"), ("a.parquet", "pyarrow")):
-        with pytest.raises(UserError, match=re.escape(f"package {package}: {install_hint('data')}")):
-            check_path(str(write(tmp_path / name, b"")), find_files)
-    with pytest.raises(UserError, match="package datasets: pip install datasets"):
-        check_path("hf://me/mine", find_files)
-
-
 # Bad input
 
 
@@ -544,18 +532,6 @@ def test_workers_change_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         assert sum(entry[name] for entry in index["inputs"]) == index[name]
     with pytest.raises(UserError, match=r"chat\.jsonl\.gz:51: not JSON"):
         make(paths, tmp_path / "stopped", workers=2, **SMALL | {"on_error": "stop"})
-
-
-def test_workers_are_as_many_as_cores_where_affinity_is_unknown(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delattr(os, "sched_getaffinity", raising=False)  # as on macOS
-    assert tokens_of(make(write(tmp_path / "a.txt", "a"), tmp_path / "out", workers=None)) == [BOS, 97, EOS]
-
-
-def test_little_input_starts_no_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr("titanlite.tools.ingest.encoding._Processes")
-    assert tokens_of(make(write(tmp_path / "a.txt", "a"), tmp_path / "out", workers=8)) == [BOS, 97, EOS]
 
 
 SLOW = """
@@ -861,18 +837,6 @@ def test_a_url_is_copied_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert (localized, tokens_of(store)) == ([("s3://b/out", tmp_path)], [BOS, 97, EOS])
 
 
-def test_progress_shows_on_a_terminal_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = write(tmp_path / "a.txt", "text " * 200)
-    for terminal in (True, False):
-        screen = StringIO()
-        console = Console(file=screen, force_terminal=terminal, quiet=not terminal, width=150)
-        monkeypatch.setattr(prepare_module, "progress_console", lambda console=console: console)
-        make(path, tmp_path / str(terminal))
-        assert ("tokenizing" in screen.getvalue()) == terminal
-        assert ("1.0/1.0 kB" in screen.getvalue()) == terminal
-        assert ("1,002 tokens, " in screen.getvalue()) == terminal
-
-
 def test_the_command(tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     write(tmp_path / "a.jsonl", as_lines(TEXTS, "body") + b"bad\n")
@@ -919,12 +883,6 @@ def test_the_command(tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypa
 def test_mistakes_in_the_command(words: str, message: str, capfd: pytest.CaptureFixture[str]) -> None:
     assert cli.run(words.split()) == 2
     assert capfd.readouterr().err.startswith(message)
-
-
-def test_the_command_has_help(capfd: pytest.CaptureFixture[str]) -> None:
-    for words in (["data", "prepare", "--help"], ["data", "prepare", "x", "-h"]):
-        assert cli.run(words) == 0
-        assert "usage: titanlite data prepare [-h] --out DIR --tokenizer T" in capfd.readouterr().out
 
 
 def test_tokenizers_are_trained_and_tokens_inspected(

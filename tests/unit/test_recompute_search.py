@@ -85,7 +85,7 @@ def test_no_mix_that_costs_less_fits(within: Callable[[int], PolicyChoice]) -> N
         assert peak_of(config, (policy, "none", "none")) > chosen.budget
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_the_order_of_policies_saves_memory(within: Callable[[int], PolicyChoice]) -> None:
     """The last block needs no room to recompute while all activations are kept."""
     free = within(10**12)
@@ -132,7 +132,7 @@ def test_a_budget_of_a_gpu_counts_what_it_reserves_and_the_cuda_context() -> Non
         choose_policies(config, layout, budget=free.trace.profile.peak + OUTSIDE // 2)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_compiled_blocks_accept_any_policy() -> None:
     config = config_of("--compile.enable", "--training.seq_len=64", blocks=2)
     assert peak_of(config, ("full", "op")) < peak_of(config, ("op", "none"))

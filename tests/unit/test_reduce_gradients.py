@@ -44,7 +44,7 @@ def test_the_plan_reduces_once_and_keeps_whole_gradients() -> None:
     assert found.phases["forward head"]["reduce-scatter"] == whole  # from the first micro-batch
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_a_search_expects_what_the_plan_finds() -> None:
     """A search derives layouts from a few traces. Gradients are reduced after the last micro-batch."""
     config = read(LAST, "--training.global_batch_size=16", world_size=4)

@@ -242,6 +242,6 @@ def test_a_first_machine_that_starts_late_is_waited_for(tmp_path: Path, capsys: 
 def test_a_first_machine_that_never_starts_is_an_error(tmp_path: Path) -> None:
     port = free_port()
     with pytest.raises(
-        RendezvousConnectionError, match=rf"127.0.0.1:{port} \(RDZV_ENDPOINT\) has not answered for 2 s"
+        RendezvousConnectionError, match=rf"127.0.0.1:{port} \(RDZV_ENDPOINT\) has not answered for 1 s"
     ):
-        connect(settings(port, join_timeout=2), folder=tmp_path, max_restarts=0)
+        connect(settings(port, join_timeout=1), folder=tmp_path, max_restarts=0)

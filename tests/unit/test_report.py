@@ -111,7 +111,7 @@ def read_or_refuse(folder: Path) -> RunRecords | None:
 
 
 @pytest.mark.long
-@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 @given(st.data())
 def test_odd_records_are_shown_or_refused_in_a_line(data: st.DataObject) -> None:
     """Whatever the files hold, the report is JSON without a "<", or one line says what is wrong."""

@@ -77,14 +77,14 @@ def test_the_time_of_calls_counts_only_if_asked_for() -> None:
 def test_a_store_that_is_down_is_named_at_once_and_given_up_in_time(
     status: int, error: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A fifth of the usual time. With the retries of s3fs and botocore, one call would take a minute by itself."""
+    """A tenth of the usual time. With the retries of s3fs and botocore, one call would take a minute by itself."""
     monkeypatch.setattr("titanlite.storage.retry.QUIET", 0.5)
     monkeypatch.setattr(logging.getLogger("titanlite"), "propagate", True)
     with s3_server_that_fails(lambda method, _: status if method == "PUT" else 200) as url:
         storage = open_storage(url, owner="me")
         assert storage.list() == {}
         caplog.clear()  # the import of the library may have taken long
-        monkeypatch.setattr(ObjectStorage, "PATIENCE", 6.0)
+        monkeypatch.setattr(ObjectStorage, "PATIENCE", 3.0)
         began = time.time()
         with pytest.raises(RetriesExhausted, match=rf"^{url}/step-00000001/.owner-me: {error} \d+ s$"):
             storage.begin("step-00000001")

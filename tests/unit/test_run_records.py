@@ -147,19 +147,20 @@ def test_without_checkpoints_damaged_run_json_gives_a_new_id(tiny: TinyRun, warn
 
 @pytest.mark.long
 @pytest.mark.usefixtures("single_process_group")
-@pytest.mark.parametrize("name", ["metrics.jsonl", "checkpoints.jsonl", "validation.jsonl"])
-def test_damaged_lines_move_to_a_file_of_their_own(name: str, tiny: TinyRun, warnings: Callable[[], list[str]]) -> None:
+def test_damaged_lines_move_to_a_file_of_their_own(tiny: TinyRun, warnings: Callable[[], list[str]]) -> None:
     folder = train(tiny, "--training.steps=2")
-    record = folder / name
-    good = record.read_bytes().splitlines(keepends=True)
+    records = [folder / f"{name}.jsonl" for name in ("metrics", "checkpoints", "validation")]
+    good = [record.read_bytes().splitlines(keepends=True) for record in records]
     bad = [b"\xff\x00garbage\n", b"[1, 2]\n", b'{"loss": 1.0}\n', b'{"step": "2"}\n', b"null\n", b'{"step": 2, "lo']
-    record.write_bytes(b"".join([bad[0], *good, *bad[1:]]))
+    for record, right in zip(records, good, strict=True):
+        record.write_bytes(b"".join([bad[0], *right, *bad[1:]]))
     train(tiny, "--training.steps=3")
-    assert (folder / f"{name}.damaged-1").read_bytes() == b"".join(bad) + b"\n"
-    lines = record.read_bytes().splitlines(keepends=True)
-    assert lines[: len(good)] == good
-    assert [json.loads(line)["step"] for line in lines[len(good) :]] == [3]
-    assert f"{record}: 6 damaged lines are now in {name}.damaged-1; the run continues" in warnings()
+    for record, right in zip(records, good, strict=True):
+        assert (folder / f"{record.name}.damaged-1").read_bytes() == b"".join(bad) + b"\n"
+        lines = record.read_bytes().splitlines(keepends=True)
+        assert lines[: len(right)] == right
+        assert [json.loads(line)["step"] for line in lines[len(right) :]] == [3]
+        assert f"{record}: 6 damaged lines are now in {record.name}.damaged-1; the run continues" in warnings()
 
 
 # Disks that are full

@@ -89,7 +89,7 @@ def test_what_is_proposed(options: list[str], speeds: dict[str, float], tried: l
     ("options", "world_size"),
     [
         pytest.param((TENSOR, HEADS), 8, marks=pytest.mark.nightly, id="layers"),
-        pytest.param((EXPERT, MOE), 4, marks=pytest.mark.slow, id="experts"),
+        pytest.param((EXPERT, MOE), 4, marks=pytest.mark.nightly, id="experts"),
         pytest.param((EXPERT, TENSOR, MOE), 8, marks=pytest.mark.nightly, id="experts and layers"),
     ],
 )

@@ -10,7 +10,7 @@ import pytest
 import tomli
 
 from titanlite.config.load import load
-from titanlite.config.shipped import find_config, nearest_config, shipped_folder
+from titanlite.config.shipped import find_config, shipped_folder
 from titanlite.runtime.console import install_hint, shell_command
 from titanlite.tools import cli
 from titanlite.tools.describe import OFTEN_SET, start
@@ -45,13 +45,6 @@ def test_files_come_first(folder: Path) -> None:
     assert find_config("") == Path()
 
 
-def test_the_nearest_name_of_files_and_shipped_configs(folder: Path) -> None:
-    assert nearest_config(Path("lama3_8b.toml")) == "llama3_8b"
-    assert nearest_config(Path("xyzzy")) is None
-    (folder / "my_run.toml").touch()
-    assert nearest_config(Path("my_rnu")) == "my_run.toml"
-
-
 @pytest.mark.parametrize("command", ["check", "config show", "train", "config check"])
 def test_commands_take_bare_names(command: str, folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     for config in (["debug"], ["--config", "debug.toml"], []):
@@ -82,15 +75,6 @@ def test_init_writes_a_config_that_trains_the_same(
     text = Path("mine.toml").read_text()
     assert max(map(len, text.splitlines())) <= 120
     assert {key.rpartition(".")[2] for key in OFTEN_SET} <= {*re.findall(r"^#?(\w+) = ", text, re.MULTILINE)}
-
-
-def test_init_prints_the_file_and_the_next_command(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    assert cli.run(["init", "my run", "--from", "llama3_8b"]) == 0
-    name = shell_command("titanlite")
-    assert capfd.readouterr().out.splitlines() == [
-        "wrote my run.toml, with the settings of llama3_8b",
-        f"next: edit it, then run  {name} check 'my run.toml'  and  {name} train 'my run.toml'",
-    ]
 
 
 def test_commands_are_printed_as_the_shell_finds_them(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,10 +12,8 @@ import torch
 
 from tests.helpers import TinyRun
 from titanlite.checks.preflight import preflight
-from titanlite.runtime.errors import UserError
 from titanlite.runtime.process_group import Ranks
 from titanlite.runtime.signals import SAME_SECONDS, STOP_SIGNALS, StoppedBySignal, StopRequests
-from titanlite.schema import seconds_of
 from titanlite.tools.ingest.prepare import prepare_text
 from titanlite.train import build, finish, train
 
@@ -121,16 +119,6 @@ def test_planned_ends(limit: int | None, slurm_end: int | None, end: float, reas
     environ = {} if slurm_end is None else {"SLURM_JOB_END_TIME": str(slurm_end)}
     requests.plan(limit, environ, started=1000)
     assert (requests.end, requests.planned) == (end, reason)
-
-
-def test_durations(tiny: TinyRun) -> None:
-    assert [seconds_of(text) for text in ("90s", "11h30min", "2d", "1d2h3min4s")] == [90, 41_400, 172_800, 93_784]
-    assert tiny.config("--training.max_duration=1min").training.max_seconds == 60
-    for text in ("", "90", "1h 30min", "30m", "-1s"):
-        with pytest.raises(ValueError, match="expected a duration such as"):
-            seconds_of(text)
-    with pytest.raises(UserError, match=r"training\.max_duration: .*expected a duration such as 2d, 11h30min or 90s"):
-        tiny.config("--training.max_duration=90")
 
 
 class AfterCalls(StopRequests):

@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional as F
 
-from tests.helpers import TinyRun, train_on_this_rank
 from tests.recorders import recorder, records, result_of
 from titanlite.batch import IGNORE
 from titanlite.loss import TokenLoss, token_loss
@@ -21,9 +20,9 @@ from titanlite.observer import CurrentPhase, Phase
 from titanlite.optim import build_optimizer
 from titanlite.parallelize.materialize import draw_weights
 from titanlite.runtime.hardware import peak_flops
-from titanlite.runtime.process_group import read_ranks, seed_step
+from titanlite.runtime.process_group import seed_step
 from titanlite.schedule import learning_rate
-from titanlite.schema import LRScheduler, Optimizer, Training
+from titanlite.schema import LRScheduler, Optimizer
 from titanlite.step import clip, train_step
 
 ARGS = Llama3Args(dim=24, n_layers=2, n_heads=2, n_kv_heads=1, hidden_dim=20, vocab_size=31, max_seq_len=16)
@@ -63,10 +62,6 @@ def test_forms_of_decay(decay_type: Any, middle: float) -> None:
     assert found[49] == pytest.approx(0.1 + 0.9 * middle)
     assert all(later < earlier for earlier, later in pairwise(found))
     assert 0.1 < found[-1] < 0.12
-
-
-def test_schedule_of_a_run_shorter_than_its_warmup() -> None:
-    assert rates(LRScheduler(warmup_steps=100), 3) == pytest.approx([0.01, 0.02, 0.03])
 
 
 def test_no_decay() -> None:
@@ -153,16 +148,6 @@ def test_random_state_is_a_function_of_seed_step_and_rank() -> None:
     assert len({draw(0, 7, 1), draw(1, 7, 1), draw(0, 8, 1), draw(0, 7, 2)}) == 4
 
 
-def test_ranks_come_from_the_environment() -> None:
-    torchrun = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
-    assert vars(read_ranks(torchrun)) == {"rank": 5, "world_size": 8, "local_rank": 1, "local_world_size": 4}
-    assert vars(read_ranks({})) == {"rank": 0, "world_size": 1, "local_rank": 0, "local_world_size": 1}
-
-
-def test_bfloat16_is_the_default_compute_type() -> None:
-    assert (Training().mixed_precision_param, Training().mixed_precision_reduce) == ("bfloat16", "float32")
-
-
 # Metrics
 
 
@@ -235,9 +220,3 @@ def test_a_loss_that_forgets_to_detach_keeps_no_graph() -> None:
     for value in (result.loss, result.added_loss, result.grad_norm, result.micro_losses):
         assert not value.requires_grad
     assert result.added_loss == pytest.approx(float(result.loss), rel=1e-5)
-
-
-@pytest.mark.usefixtures("single_process_group")
-def test_a_run_logs_warnings_about_its_config(tiny: TinyRun, caplog: pytest.LogCaptureFixture) -> None:
-    train_on_this_rank(tiny.config("--training.steps=1", "--lr_scheduler.warmup_steps=5"), 0, 1)
-    assert "a warm-up of 5 steps never reaches the peak learning rate in a run of 1 steps" in caplog.text

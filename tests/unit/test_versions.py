@@ -9,7 +9,6 @@ import torch
 
 from tests.helpers import TinyRun
 from titanlite.run.versions import Facts, differences, facts_of, flat, source_digest
-from titanlite.runtime.ranks import named_ranks
 
 CPU = torch.device("cpu")
 ONE = Facts("host-a", {"torch": "2.13.0", "python": "3.11.7"}, {"optimizer.lr": "0.01"}, {"OMP_NUM_THREADS": "4"})
@@ -38,20 +37,6 @@ def test_each_difference_is_one_line_with_rank_and_host() -> None:
     assert warnings == [
         "rank 3 on host-b has NCCL_ALGO=Ring, rank 0 on host-a has no NCCL_ALGO: set it the same on all hosts"
     ]
-
-
-def test_ranks_with_the_same_value_share_a_line() -> None:
-    old = replace(OTHER, versions={"torch": "2.12.0", "python": "3.11.7"})
-    [line], _ = differences([ONE] * 8 + [old] * 8)
-    assert line.startswith("ranks 8-15 on host-b have torch 2.12.0, rank 0 on host-a has torch 2.13.0")
-
-
-def test_words_for_ranks() -> None:
-    hosts = [f"host-{rank // 4}" for rank in range(20)]
-    assert named_ranks([5], hosts) == "rank 5 on host-1"
-    assert named_ranks([0, 1, 3], hosts) == "ranks 0-1, 3 on host-0"
-    assert named_ranks([2, 4, 8], hosts) == "rank 2 on host-0, rank 4 on host-1 and rank 8 on host-2"
-    assert named_ranks([2, 4, 8, 12], hosts) == "rank 2 on host-0, rank 4 on host-1 and those of 2 more hosts"
 
 
 def test_places_of_a_host_may_differ(tiny: TinyRun) -> None:

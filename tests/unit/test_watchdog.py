@@ -18,12 +18,10 @@ import torch.distributed as dist
 
 from titanlite.observer import Phase
 from titanlite.ops.cpu_collectives import InFlight
-from titanlite.run import watchdog
 from titanlite.run.proc import Waiting, blocked_file, descendants, main_thread_waits_for, state_of, work_done
 from titanlite.run.timeouts import PhaseTimeouts
-from titanlite.run.watchdog import Beat, Watchdog, explain, find_culprits, may_report, suspicious_after
+from titanlite.run.watchdog import Beat, Watchdog, find_culprits, may_report, suspicious_after
 from titanlite.runtime.process_group import Ranks
-from titanlite.runtime.ranks import ranks_text
 from titanlite.schema import Comm
 
 IN_COLLECTIVE = Waiting("collective", "is in a collective")
@@ -130,54 +128,6 @@ def test_the_limit_of_an_earlier_step_does_not_count_for_a_silent_rank() -> None
 def test_a_debugger_is_no_hang() -> None:
     both = beats(beat(0, 7), beat(1, 6, kind="debugger"))
     assert not may_report(both, [1], [], replace(both[0], quiet=1e6))
-
-
-@pytest.mark.parametrize(
-    ("ranks", "text"), [([1], "rank 1"), ([2, 0], "ranks 0, 2"), ([0, 2, 3, 4, 7], "ranks 0, 2-4, 7")]
-)
-def test_ranks_in_words(ranks: list[int], text: str) -> None:
-    assert ranks_text(ranks) == text
-
-
-def test_a_late_rank_in_words() -> None:
-    three = beats(beat(0, 7), beat(1, 6, kind="data", host="host-b", text=NO_DATA.text), beat(2, 7))
-    assert explain(three, [1], [], ranks=4, host="host-c") == (
-        "rank 1 on host-b (process 4701) waits for a data worker (process 12, which is stopped) since 24 s; "
-        "ranks 0, 2-3 wait for it"
-    )
-
-
-@pytest.mark.parametrize(
-    ("state", "text"),
-    [
-        ("T", ": the process is stopped (state T): `kill -CONT 4701` resumes it"),
-        ("t", ": the process is in a debugger (state t)"),
-        ("D", ": the process waits for a disk (state D)"),
-        ("", ": the process is gone"),
-        ("R", ", though the process runs: a call outside of Python does not return"),
-        (None, ": the process is stopped, or the host is dead or unreachable"),
-    ],
-)
-def test_a_silent_rank_in_words(state: str | None, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watchdog, "state_of", {4701: state}.get)
-    both = beats(beat(0, 7), beat(1, 6))
-    expected = f"rank 1 on host-a (process 4701) sends no heartbeat{text}; rank 0 waits for it"
-    assert explain(both, [1], [1], ranks=2, host="host-b" if state is None else "host-a") == expected
-
-
-def test_a_dead_host_in_words() -> None:
-    four = beats(*(beat(rank, 7, host="host-a" if rank < 2 else "host-b") for rank in range(4)))
-    assert explain(four, [2, 3], [2, 3], ranks=4, host="host-a") == (
-        "ranks 2-3 on host-b send no heartbeat: the process is stopped, or the host is dead or unreachable; "
-        "ranks 0-1 wait for them"
-    )
-
-
-def test_a_stuck_collective_in_words() -> None:
-    both = beats(beat(0, 7), beat(1, 7, host="host-b"))
-    assert explain(both, [], [], ranks=2, host="host-a") == (
-        "all 2 ranks are in the same collective, which does not end: look at the network between host-a, host-b"
-    )
 
 
 # A rank
