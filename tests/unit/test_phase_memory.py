@@ -196,7 +196,7 @@ def test_the_plan_has_the_peak_of_each_phase_that_it_knows() -> None:
 
 
 def test_the_table_has_the_share_of_the_plan(capsys: Ends) -> None:
-    from titanlite.tools.report.inspect_command import show
+    from titanlite.tools.report.parameter_table import show
 
     sizes = {"parameters": 100, "gradients": 0, "optimizer": 200, "allocated": 310, "reserved": 900}
     phases = {"sharding": sizes | {"peak": 320}, "forward": sizes | {"peak": 570}}
