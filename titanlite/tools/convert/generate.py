@@ -3,9 +3,10 @@
 import json
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
-from typing import Annotated, Literal, NamedTuple
+from functools import partial
+from typing import Annotated, Literal
 
 import torch
 
@@ -15,24 +16,14 @@ from titanlite.parallelize.fsdp import DTYPES
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.process_group import Ranks, pick_device
 from titanlite.tools.arguments import AnyWeights, Count, Index, ModelFile, RunConfig, RunTokenizer, between
-from titanlite.tools.convert.generation import Generator, stream_text
+from titanlite.tools.convert.generation import Generator, Sampler, stream_text
 from titanlite.tools.convert.loading import default_dtype, note, tokenizer_of
 from titanlite.tools.convert.prompts import Prompts, checked, read_prompts, stop_ids
-from titanlite.tools.convert.sampling import Sampler
 from titanlite.tools.convert.source import Source, load_model, open_source
 from titanlite.tools.ingest.chat_tokens import Chat
 
 NEW_CHAT = "/new"
 """Line that ends a chat and begins another one."""
-
-
-class Settings(NamedTuple):
-    """Choice and number of the tokens of each answer."""
-
-    max_new_tokens: int
-    temperature: float
-    top_p: float
-    seed: int
 
 
 def generate(
@@ -105,7 +96,8 @@ def generate(
     generator = load_generator(source, vocab_size=known.vocab_size, device=device, dtype=dtype)
     for ids in encoded:
         generator.check(ids)  # before the first answer, which may take minutes
-    answers = Answers(generator, known, Settings(max_new_tokens, temperature, top_p or 1.0, seed or 0))
+    sampler = partial(Sampler, temperature=temperature, top_p=top_p or 1.0, seed=seed or 0)
+    answers = Answers(generator, known, max_new_tokens=max_new_tokens, sampler=sampler)
     if interactive:
         _talk(turns, answers)
         return
@@ -139,23 +131,28 @@ def load_generator(source: Source, *, vocab_size: int, device: torch.device, dty
 
 
 class Answers:
-    """Texts that the model adds to prompts."""
+    """Texts that the model adds to prompts.
 
-    def __init__(self, generator: Generator, tokenizer: Tokenizer, settings: Settings) -> None:
+    Args:
+        sampler: makes the sampler of an answer. Each draws with the same seed, so that no answer depends on others.
+    """
+
+    def __init__(
+        self, generator: Generator, tokenizer: Tokenizer, *, max_new_tokens: int, sampler: Callable[[], Sampler]
+    ) -> None:
         self.generator = generator
         self.tokenizer = tokenizer
-        self.settings = settings
+        self.max_new_tokens = max_new_tokens
+        self.sampler = sampler
         self.stops = stop_ids(tokenizer)
         self._prompt_length = self._count = 0
-        self._started = self._first_token = 0.0
+        self._first_token = 0.0
 
     def stream(self, ids: list[int]) -> Iterator[str]:
-        """Yield the text after a prompt. Each prompt draws with the same seed: its answer does not depend on others."""
-        self._prompt_length, self._count, self._started = len(ids), 0, time.monotonic()
-        settings = self.settings
-        sampler = Sampler(temperature=settings.temperature, top_p=settings.top_p, seed=settings.seed)
+        """Yield the text after a prompt."""
+        self._prompt_length, self._count = len(ids), 0
         tokens = self.generator.stream(
-            ids, max_new_tokens=settings.max_new_tokens, sampler=sampler, stop_ids=self.stops
+            ids, max_new_tokens=self.max_new_tokens, sampler=self.sampler(), stop_ids=self.stops
         )
         yield from stream_text(self.tokenizer, self._counted(tokens), context=ids)
 
@@ -168,7 +165,7 @@ class Answers:
 
     def about(self) -> dict[str, int | str]:
         """Return the counts of tokens of the last answer, and why it ended."""
-        if self._count == self.settings.max_new_tokens:
+        if self._count == self.max_new_tokens:
             ended = "max_new_tokens"
         elif self._prompt_length + self._count == self.generator.max_seq_len:
             ended = "max_seq_len"
@@ -219,7 +216,7 @@ def _lines(hint: str) -> Iterator[str]:
     sys.stdin.reconfigure(errors="surrogateescape")  # pyright: ignore[reportAttributeAccessIssue]
     if is_terminal:
         with suppress(ImportError):
-            pass
+            import readline  # noqa: F401 (`input` then edits lines)
         note(f"Each line is a prompt. Ctrl-C ends an answer, Ctrl-D the program.{hint}")
     while True:
         try:
