@@ -24,8 +24,7 @@ from titanlite.ops.kernels import set_kernels
 from titanlite.parallelize.fsdp import DTYPES
 from titanlite.parallelize.materialize import allocate, draw_weights, set_dtype
 from titanlite.runtime.process_group import Ranks, pick_device
-from titanlite.tools.convert.generation import Generator
-from titanlite.tools.convert.sampling import Sampler
+from titanlite.tools.convert.generation import Generator, Sampler
 
 
 def main() -> None:

@@ -15,10 +15,9 @@ from titanlite.data.teacher_entries import entry_type
 K = 20
 SCRIPT = f"""
 import sys
-from titanlite.tools.convert.teacher_cache import main
-from titanlite.tools.ingest.prepare import prepare_text
+from titanlite.tools.convert.teacher_cache import write_cache
 given = dict(top_k={K}, dtype="float32", batch_size=3, block_bytes=2**18)
-main(sys.argv[1], sys.argv[2:], prepare_text=prepare_text, **given)
+write_cache(sys.argv[1], sys.argv[2:], **given)
 """
 """Write a cache in small files."""
 

@@ -21,9 +21,8 @@ from titanlite.ops.attention import attend, set_key_source
 from titanlite.ops.cpu import CpuKernels
 from titanlite.ops.kernels import DEFAULT_KERNELS, set_kernels
 from titanlite.runtime.errors import RunError, UserError
-from titanlite.tools.convert.generation import Generator, stream_text
+from titanlite.tools.convert.generation import Generator, Sampler, stream_text, token_probabilities
 from titanlite.tools.convert.key_value_cache import LayerCache, attend_to_all
-from titanlite.tools.convert.sampling import Sampler, token_probabilities
 
 FAMILIES: dict[str, tuple[Any, Any]] = {
     "llama3": (lambda: models.built(replace(models.SMALL, rope_scaling_factor=8.0)), models.oracle),

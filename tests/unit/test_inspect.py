@@ -104,7 +104,7 @@ def test_lengths_over_shard_borders(tmp_path: Path) -> None:
 def test_samples_show_documents_as_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     texts = ["first\nline \x1b[31m", "ask: |why?|", "a" * 300 + "b" * 300, "last"]
     folder = write(tmp_path / "tokens", texts, shard_tokens=10)
-    inspect(folder, sample=9, checksums=False)
+    inspect(folder, sample=9, quick=True)
     assert capsys.readouterr().out.partition("in the loss\n")[2].splitlines() == [
         "",
         "document 1 of 4: 18 tokens from number 0 of the stream on",
@@ -132,7 +132,7 @@ def test_samples_are_ids_without_the_tokenizer(tmp_path: Path, capsys: pytest.Ca
         "bytes": "bytes (258 tokens) is not their tokenizer (99 tokens)",
         str(tmp_path / "none"): "none",
     }.items():
-        inspect(tmp_path / "tokens", sample=1, checksums=False, tokenizer_name=name)
+        inspect(tmp_path / "tokens", sample=1, quick=True, tokenizer=name)
         out = capsys.readouterr().out
         assert "no tokens mark where documents begin or end" in out
         assert reason in next(line for line in out.splitlines() if line.startswith("samples are token ids: "))
@@ -145,7 +145,7 @@ def test_every_damaged_file_is_named(tmp_path: Path, capsys: pytest.CaptureFixtu
         content = bytearray((folder / name).read_bytes())
         content[-1] ^= 1
         (folder / name).write_bytes(content)
-    inspect(folder, checksums=False)
+    inspect(folder, quick=True)
     with pytest.raises(UserError) as error:
         inspect(folder)
     assert str(error.value).splitlines() == [

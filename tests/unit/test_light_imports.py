@@ -17,7 +17,7 @@ IMPORTS = [
     ("import titanlite.tools.migrate.command", TORCH),
     ("import titanlite.checkpoint.manifest", TORCH),
     ("import titanlite.data.packing, titanlite.data.remote", TORCH),
-    ("import titanlite.tools.ingest.inspect, titanlite.tools.ingest.prepare, titanlite.tools.ingest.arguments", TORCH),
+    ("import titanlite.tools.ingest.inspect, titanlite.tools.ingest.prepare", TORCH),
 ]
 COMMANDS = [
     # `train --help` reads the schema; the others need no more than the standard library.

@@ -562,7 +562,7 @@ except KeyboardInterrupt:
 
 def begin(paths: list[Path], out: Path, workers: int) -> "subprocess.Popen[bytes]":
     """Returns when three shards are there."""
-    progress = partial_folder(out) / "progress.json"
+    progress = partial_folder(out) / "resume.json"
     arguments = json.dumps([list(map(str, paths)), str(out), workers, str(progress)])
     process = subprocess.Popen([sys.executable, "-c", SLOW, arguments], start_new_session=True, stderr=subprocess.PIPE)
     deadline = time.monotonic() + 30
@@ -606,7 +606,7 @@ def test_a_killed_prepare_resumes_and_leaves_nothing_behind(sign: signal.Signals
         assert time.monotonic() < deadline, "orphans"
         time.sleep(0.02)
     assert not out.exists()
-    state = json.loads((partial_folder(out) / "progress.json").read_text())
+    state = json.loads((partial_folder(out) / "resume.json").read_text())
     kept = [partial_folder(out) / f"{shard['name']}.tokens" for shard in state["shards"]]
     assert len(kept) >= 3
     written = [path.stat().st_mtime_ns for path in kept]

@@ -30,9 +30,8 @@ from titanlite.runtime.process_group import Ranks
 from titanlite.techniques.distill.source import fingerprint
 from titanlite.tools import cli
 from titanlite.tools.convert.source import load_model, open_source, open_teacher
-from titanlite.tools.convert.teacher_cache import main
+from titanlite.tools.convert.teacher_cache import write_cache
 from titanlite.tools.convert.teacher_writer import rounds
-from titanlite.tools.ingest.prepare import prepare_text
 from titanlite.train import Run
 
 VOCABULARY, SEQ_LEN, TOP_K = 259, 32, 20
@@ -69,7 +68,7 @@ def write(toml: Path, *options: str, top_k: int = TOP_K, block_sequences: int = 
     block_bytes = block_sequences * (SEQ_LEN * entry_type(VOCABULARY, top_k, "float32").itemsize + 4)
     given: Any = {"top_k": top_k, "dtype": "float32", "batch_size": 3, "block_bytes": block_bytes}
     with ending_its_group():
-        main(str(toml), options, prepare_text=prepare_text, **given)
+        write_cache(str(toml), options, **given)
 
 
 def command(*words: str) -> int:

@@ -1,13 +1,110 @@
-"""Parsers of command lines: one for each subcommand, built without heavy imports, with errors of one line."""
+"""Command lines, made from the signatures and docstrings of the functions that the commands run.
 
+The source of a function is read, not imported: most import torch, which takes seconds. A parameter is an argument, a
+keyword-only one is an option. Its type and default are those of the signature, its text is that of the docstring.
+"""
+
+import ast
 import re
 from argparse import ArgumentParser, ArgumentTypeError, Namespace, RawDescriptionHelpFormatter
-from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from importlib import import_module
+from math import inf
+from pathlib import Path
+from types import UnionType
+from typing import Annotated, Any, Literal, NamedTuple, NoReturn, Union, get_args, get_origin
 
 from titanlite.runtime.errors import UserError, nearest_name
 
-Run = Callable[[Namespace], None]
+TOOLS = Path(__file__).parent
+
+
+def at_least(least: int) -> Callable[[str], int]:
+    """Return a parser of integers, which raises ArgumentTypeError for others."""
+
+    def parse(text: str) -> int:
+        if not text.isdecimal() or int(text) < least:
+            raise ArgumentTypeError(f"expected a number of at least {least}, got {text!r}")
+        return int(text)
+
+    return parse
+
+
+def between(least: float, most: float) -> Callable[[str], float]:
+    """Return a parser of numbers, which raises ArgumentTypeError for others."""
+
+    def parse(text: str) -> float:
+        with suppress(ValueError):
+            if least <= float(text) <= most:
+                return float(text)
+        raise ArgumentTypeError(f"expected a number from {least:g} to {most:g}, got {text!r}")
+
+    return parse
+
+
+def above_zero(text: str) -> float:
+    """Parse a finite number above 0.
+
+    Raises:
+        ArgumentTypeError: the text is none.
+    """
+    with suppress(ValueError):
+        if 0 < float(text) < inf:
+            return float(text)
+    raise ArgumentTypeError(f"expected a number above 0, got {text!r}")
+
+
+# Types of parameters: a callable parses the word, a text is that of --help where the docstring has none.
+Count = Annotated[int, at_least(1)]
+Index = Annotated[int, at_least(0)]
+Stored = Annotated[
+    str, "folder of a run, of its checkpoints (or their URL: s3://...), of several runs, or one checkpoint"
+]
+Weights = Annotated[str, "a checkpoint, the folder of a run (its newest complete one), or a URL of either (s3://...)"]
+AnyWeights = Annotated[
+    str,
+    "a checkpoint, the folder of a run (its newest complete one), a URL of either (s3://...), or a Hugging Face folder",
+]
+RunConfig = Annotated[str, "config of the run, for checkpoints that do not keep it, or whose own names code or data"]
+ModelFile = Annotated[str, "code of a model of your own (model.file): a checkpoint's own word is refused"]
+RunTokenizer = Annotated[str, "tokenizer, instead of the run's data.tokenizer"]
+Inputs = Annotated[
+    Sequence[str],
+    "a file of text or JSON lines (also .gz or .zst), a .parquet file, a folder or glob of such files, a dataset that "
+    "Hugging Face's save_to_disk wrote, hf://NAME[:CONFIG][:SPLIT], or stdlib:// (stdlib://train, stdlib://validation)",
+]
+
+
+class Parameter(NamedTuple):
+    """A parameter of a function; `default` is `...` if it must be given."""
+
+    name: str
+    annotation: Any
+    default: Any
+    is_option: bool
+
+
+def parameters_of(function: ast.FunctionDef) -> Iterator[Parameter]:
+    """Yield the parameters of a function. Their annotations are evaluated with the names of this file."""
+    words, options = function.args.args, function.args.kwonlyargs
+    missing = [None] * (len(words) - len(function.args.defaults))
+    for number, (argument, default) in enumerate(
+        zip([*words, *options], [*missing, *function.args.defaults, *function.args.kw_defaults], strict=True)
+    ):
+        assert argument.annotation is not None
+        annotation = eval(ast.unparse(argument.annotation), globals())
+        yield Parameter(argument.arg, annotation, ast.literal_eval(default) if default else ..., number >= len(words))
+
+
+def read_function(module: str, name: str) -> ast.FunctionDef:
+    """Return the signature and docstring of a function. Parsing whole files would take too long for --help."""
+    source = Path(TOOLS, *module.split(".")).with_suffix(".py").read_text(encoding="utf-8")
+    match = re.search(rf'^def {name}\(.*?^    """.*?"""$', source, re.S | re.M)
+    assert match, f"no function {name} in {module}"
+    [function] = ast.parse(match[0]).body
+    assert isinstance(function, ast.FunctionDef)
+    return function
 
 
 class Parser(ArgumentParser):
@@ -21,38 +118,89 @@ class Parser(ArgumentParser):
         self._takes_overrides = False
         self._subparsers_action: Any = None
 
-    def add_command(
-        self, name: str, summary: str, run: Run | None = None, *, details: str = "", example: str = ""
-    ) -> "Parser":
-        """Add a command below this one, or a group of commands if there is nothing to run.
-
-        Args:
-            summary: one line for the list of commands.
-            run: called with the parsed options.
-            details: what else --help explains.
-            example: command lines, without `titanlite`.
-        """
+    def add_group(self, name: str, summary: str, **more: str | None) -> "Parser":
+        """Add a group of commands; with a further description, a command."""
         if self._subparsers_action is None:
             self._subparsers_action = self.add_subparsers(title="commands", metavar="COMMAND")
-        shown = "".join(f"\n  titanlite {line}" for line in example.splitlines())
-        parser: Parser = self._subparsers_action.add_parser(
-            name,
-            help=summary,
-            description=f"{summary[0].upper()}{summary[1:]}." + (f"\n\n{details}" if details else ""),
-            epilog=f"example:{shown}" if example else None,
+        description = f"{summary[0].upper()}{summary[1:]}."
+        self.commands[name] = self._subparsers_action.add_parser(
+            name, help=summary, **{"description": description, **more}
         )
-        parser.set_defaults(run=run, command=name)
-        self.commands[name] = parser
-        return parser
+        return self.commands[name]
 
-    def add_config(self, *, default: str | None = None) -> None:
+    def add_command(self, name: str, module: str, function_name: str) -> None:
+        """Add a command that calls a function.
+
+        Of its docstring, the first line and what follows it are the description, `Args` has the text of each option,
+        with its placeholder in parentheses (default: its name, or N for a number), and `Example` the words after the
+        name of the command.
+
+        Args:
+            module: of the function, below titanlite.tools.
+        """
+        function = read_function(module, function_name)
+        description, *sections = re.split(r"^(\w+):\n", ast.get_docstring(function) or "", flags=re.M)
+        section = dict(zip(sections[::2], sections[1::2], strict=True))
+        summary = description.partition("\n")[0].rstrip(".")
+        parser = self.add_group(name, summary[0].lower() + summary[1:], description=description.strip())
+        examples = (f"\n  {parser.prog} {line.strip()}" for line in section["Example"].strip().splitlines())
+        parser.epilog = f"example:{''.join(examples)}"
+        texts = re.findall(r"^    (\w+)(?: \((.+?)\))?: (.+(?:\n {5,}.+)*)", section.get("Args", ""), re.M)
+        about = {name: (metavar, " ".join(text.split())) for name, metavar, text in texts}
+        parameters = {parameter.name: parameter for parameter in parameters_of(function)}
+        if "overrides" in parameters:
+            parser.add_config(parameters["config"].default)
+        for parameter in parameters.values():
+            if parameter.name != "overrides" and not ("overrides" in parameters and parameter.name == "config"):
+                parser.add_parameter(parameter, *about.get(parameter.name, ("", "")))
+
+        def run(options: Namespace) -> None:
+            called = getattr(import_module(f"titanlite.tools.{module}"), function_name)
+            called(**{name: getattr(options, name) for name in parameters})
+
+        parser.set_defaults(run=run, command=name)
+
+    def add_parameter(self, parameter: Parameter, metavar: str, text: str) -> None:
+        """Add the argument or the option that sets a parameter."""
+        name, annotation, default, is_option = parameter
+        if get_origin(annotation) in (Union, UnionType):  # with None
+            annotation = get_args(annotation)[0]
+        parse: Any = annotation
+        if get_origin(annotation) is Annotated:
+            annotation, about = get_args(annotation)
+            text, parse = (text or about, annotation) if isinstance(about, str) else (text, about)
+        options: dict[str, Any] = {"metavar": metavar or ("N" if annotation is int else name.strip("_").upper())}
+        if annotation is bool:
+            options = {"action": "store_true"}
+        elif get_origin(annotation) is Literal:
+            options = {"choices": get_args(annotation)}
+        elif get_origin(annotation) is Sequence:
+            options |= {"action": "append"} if is_option else {"nargs": "+", "type": get_args(annotation)[0]}
+        elif get_origin(annotation) is tuple:
+            options |= {"nargs": 2, "metavar": tuple(metavar.split())}
+        elif annotation is not str:
+            options["type"] = parse
+        is_required = default is ...
+        if not is_required:
+            options["default"] = [] if default == () else default
+        if default and not is_required and "default" not in text:
+            text += f"; default: {default}"
+        assert text, f"{self.prog}: {name} is not explained"
+        options["help"] = text.replace("%", "%%")
+        if is_option:
+            options |= {"dest": name, "required": is_required}
+        elif not is_required:
+            options["nargs"] = "?"
+        self.add_argument(f"--{name.strip('_').replace('_', '-')}" if is_option else name, **options)
+
+    def add_config(self, default: Any) -> None:
         """Add the config, named by --config or as a word, and accept `--section.key=value` overrides.
 
         Args:
-            default: config to take if none is named. With None, the command checks that one is.
+            default: config to take if none is named; `...` refuses that.
         """
         about = "a TOML file, or the name of a config that titanlite ships (llama3_8b)"
-        if default:
+        if default not in (None, ...):
             about += f"; default: {default}"
         self.add_argument("config_word", metavar="CONFIG", nargs="?", help=about)
         self.add_argument("--config", metavar="CONFIG", default=None, help="the same")
@@ -87,6 +235,8 @@ class Parser(ArgumentParser):
             if "" in named:
                 self.error("the name of the config is empty")
             options.config = named[0] if named else options.default_config
+            if options.config is ...:
+                self.error("no config: name a TOML file, or one that titanlite ships (llama3_8b)")
         return options
 
     def error(self, message: str) -> NoReturn:
@@ -149,25 +299,3 @@ def split_overrides(words: Sequence[str]) -> tuple[list[str], list[str]]:
         if not equals and rest and not rest[0].startswith("--"):
             overrides.append(rest.pop(0))
     return others, overrides
-
-
-def positive_int(text: str) -> int:
-    """Parse an option that counts something.
-
-    Raises:
-        ArgumentTypeError: the text is no integer of at least 1.
-    """
-    if not text.isdecimal() or int(text) < 1:
-        raise ArgumentTypeError(f"expected a number of at least 1, got {text!r}")
-    return int(text)
-
-
-def non_negative_int(text: str) -> int:
-    """Parse an option that may be 0.
-
-    Raises:
-        ArgumentTypeError: the text is no integer of at least 0.
-    """
-    if not text.isdecimal():
-        raise ArgumentTypeError(f"expected a number of at least 0, got {text!r}")
-    return int(text)

@@ -3,7 +3,7 @@
 import os
 import sys
 import time
-from argparse import Namespace
+from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 from functools import partial
 from pathlib import Path
@@ -20,17 +20,6 @@ from titanlite.runtime.errors import ConfigError, Problem, RunError, UserError, 
 from titanlite.runtime.output import open_closed_streams, queued_output
 from titanlite.runtime.signals import StopRequests, stop_with_launcher
 from titanlite.tools.arguments import Parser
-from titanlite.tools.checkpoints import arguments as checkpoint
-from titanlite.tools.convert import arguments as convert
-from titanlite.tools.convert import distill_arguments as distill
-from titanlite.tools.convert import evaluate_arguments as evaluate
-from titanlite.tools.convert import generate_arguments as generate
-from titanlite.tools.ingest import arguments as ingest
-from titanlite.tools.migrate import arguments as migrate
-from titanlite.tools.plan import arguments as plan
-from titanlite.tools.report import arguments as report
-from titanlite.tools.report import inspect_arguments as inspect
-from titanlite.tools.report import profile_arguments as profile
 
 if TYPE_CHECKING:
     import torch
@@ -42,93 +31,65 @@ if TYPE_CHECKING:
 
     Checked = tuple[Config, ResolvedConfig, Ranks, torch.device]
 
-TRAIN = """\
-A run is its folder, outputs/<name>: the same command again resumes from its newest checkpoint. One process:
-titanlite train. Several: torchrun --nproc_per_node N -m titanlite train. ./run_train.sh does either.
-"""
 TRAIN_OPTIONS = """
 Every option of the config can be set here. The value is read as TOML, text needs no quotes, and --section.key alone
 means true. N is the number of an entry in a list; the next number makes a new entry.
 """
-CHECKS = """\
-Prepared data is opened, and one step of the model is traced without memory and without a GPU, as titanlite plan does.
-The number of processes is taken from the environment variable WORLD_SIZE; default: 1.
-
-With --here, the config is checked as training does it when it starts: the memory and the disk of this machine must
-suffice too, and no step is traced.
-
-With --machines, the processes test what the run needs, in a minute or two: versions, collectives and their bandwidths,
-clocks, the checkpoint folder, disk and arithmetic. Exit code 2 if a test fails. ./run_train.sh check does it on all
-processes of a job."""
 EXIT_CODES = """\
 exit codes: 0 done; 1 failed; 2 wrong config or input; 3 stopped by a rule of the config, such as a loss that is not
 finite; 75 stopped by a signal or at a planned time: start it again
 """
 
 
+COMMANDS = {
+    "train": "cli.train",
+    "init": "cli.init",
+    "check": "cli.check",
+    "plan": "plan.command.plan_config",
+    "calibrate": "plan.calibrate.calibrate",
+    "report": "report.page.report",
+    "parity": "report.where_command.parity",
+    "inspect": "report.inspect_command.inspect",
+    "profile": "report.profile_command.profile",
+    "data prepare": "ingest.prepare.prepare_folder",
+    "data inspect": "ingest.inspect.inspect",
+    "data tokenizer": "ingest.bpe.train_tokenizer",
+    "checkpoint list": "checkpoints.command.list_checkpoints",
+    "checkpoint verify": "checkpoints.command.verify",
+    "checkpoint restore": "checkpoints.command.restore",
+    "checkpoint show": "checkpoints.command.show",
+    "checkpoint prune": "checkpoints.command.prune",
+    "checkpoint export": "convert.command.export",
+    "checkpoint import": "convert.command.import_",
+    "generate": "convert.generate.generate",
+    "evaluate": "convert.evaluate.evaluate",
+    "distill cache": "convert.teacher_cache.cache_teacher",
+    "config check": "cli.check",
+    "config show": "cli.show",
+    "config schema": "cli.schema",
+    "config migrate": "migrate.command.migrate_config",
+}
+"""{command: the function below titanlite.tools whose signature and docstring are its options and its --help}"""
+GROUPS = {
+    "data": "prepare text, inspect token shards, train tokenizers",
+    "checkpoint": "list, verify, show, export and delete checkpoints",
+    "distill": "write the output of a teacher for the training data",
+    "config": "check, show and translate configs",
+}
+
+
 def make_parser() -> Parser:
     """Return the parser of the whole command."""
     titanlite = Parser(prog="titanlite", description="Pretrain language models from one TOML file.", epilog=EXIT_CODES)
     titanlite.add_argument("--version", action="version", version=__version__)
-    parser = titanlite.add_command(
-        "train",
-        "train, or resume a run",
-        _train,
-        details=TRAIN.rstrip(),
-        example="train llama3_8b --training.steps=500",
-    )
-    parser.add_config(default="debug")
-    parser.further_help = _options_help
-    parser = titanlite.add_command(
-        "init",
-        "write a commented config to start from",
-        _init,
-        example="init my_run\ninit my_run --from llama3_8b",
-    )
-    parser.add_argument("name", metavar="NAME", help="name of the run; NAME.toml is written, and must not exist")
-    parser.add_argument("--from", dest="origin", metavar="CONFIG", default="debug", help="its settings; default: debug")
-    _add_check(titanlite, "check")
-    plan.add_commands(titanlite)
-    report.add_commands(titanlite)
-    inspect.add_commands(titanlite)
-    profile.add_commands(titanlite)
-    ingest.add_commands(titanlite)
-    convert.add_commands(titanlite, checkpoint.add_commands(titanlite))
-    generate.add_commands(titanlite)
-    evaluate.add_commands(titanlite)
-    distill.add_commands(titanlite)
-    _add_config_commands(titanlite.add_command("config", "check, show and translate configs"))
+    for command, function in COMMANDS.items():
+        group, _, name = command.rpartition(" ")
+        if group and group not in titanlite.commands:
+            titanlite.add_group(group, GROUPS[group])
+        parent = titanlite.commands[group] if group else titanlite
+        parent.add_command(name, *function.rsplit(".", 1))
+    titanlite.commands["train"].further_help = _options_help
     return titanlite
-
-
-def _add_config_commands(group: Parser) -> None:
-    _add_check(group, "config check")
-    parser = group.add_command(
-        "show",
-        "print the resolved config as TOML",
-        _show,
-        details="The output is a config with every option and its description; it loads to the same config.",
-        example="config show llama3_8b --diff",
-    )
-    parser.add_config(default="debug")
-    parser.add_argument("--diff", action="store_true", help="only options that differ from their defaults")
-    group.add_command(
-        "schema", "print the JSON schema of the config, for editors", _schema, example="config schema > schema.json"
-    )
-    migrate.add_commands(group)
-
-
-def _add_check(group: Parser, name: str) -> None:
-    parser = group.add_command(
-        "check",
-        "report every mistake of a config, and start nothing",
-        _check,
-        details=CHECKS,
-        example=f"{name} my.toml --training.steps=500\n{name} my.toml --here\n{name} my.toml --machines",
-    )
-    parser.add_config(default="debug")
-    parser.add_argument("--here", action="store_true", help="the run starts here: judge this machine's memory and disk")
-    parser.add_argument("--machines", action="store_true", help="test the machines too, on all processes of the job")
 
 
 def main() -> NoReturn:
@@ -159,7 +120,7 @@ def _run(words: list[str]) -> None:
         parser.print_help()
         return
     options = parser.parse(words)
-    if getattr(options, "config", None):
+    if getattr(options, "config", None) and options.command != "inspect":  # whose word can be a run or an address
         options.config = str(find_config(options.config))
     options.run(options)
 
@@ -167,7 +128,15 @@ def _run(words: list[str]) -> None:
 # Subcommands
 
 
-def _train(options: Namespace) -> None:
+def train(*, config: str = "debug", overrides: Sequence[str]) -> None:
+    """Train, or resume a run.
+
+    A run is its folder, outputs/<name>: the same command again resumes from its newest checkpoint. One process:
+    titanlite train. Several: torchrun --nproc_per_node N -m titanlite train. ./run_train.sh does either.
+
+    Example:
+        llama3_8b --training.steps=500
+    """
     started, began = time.time(), time.monotonic()
     if "TORCHELASTIC_RUN_ID" in os.environ:
         stop_with_launcher()
@@ -179,17 +148,17 @@ def _train(options: Namespace) -> None:
         end_now(message, code)
 
     with leaving_mark(), requests.listening(stop_at_once, another_has_ended):
-        config, resolved, ranks, device = _checked(options, log=True)
-        requests.plan(config.training.max_seconds, os.environ, started=started)
+        loaded, resolved, ranks, device = _checked(config, overrides, log=True)
+        requests.plan(loaded.training.max_seconds, os.environ, started=started)
         from titanlite.metrics.clock import phase_seconds
         from titanlite.run.timeouts import PhaseTimeouts
 
-        phase = PhaseTimeouts(config.comm, began=began)
-        run = Path(config.job.dump_folder, str(config.job.name))
+        phase = PhaseTimeouts(loaded.comm, began=began)
+        run = Path(loaded.job.dump_folder, str(loaded.job.name))
         with end.recorded(
             run, rank=ranks.rank, step=lambda: phase.position.step, phase_seconds=partial(phase_seconds, phase)
         ):
-            _run_training(config, resolved, ranks, device, requests, phase)
+            _run_training(loaded, resolved, ranks, device, requests, phase)
 
 
 def _run_training(
@@ -238,26 +207,46 @@ def _run_training(
         raise stopped
 
 
-def _check(options: Namespace) -> None:
-    runs_here = options.here or options.machines
-    config, resolved, ranks, device = _checked(options, judge_memory=runs_here)
+def check(*, config: str = "debug", overrides: Sequence[str], here: bool = False, machines: bool = False) -> None:
+    """Report every mistake of a config, and start nothing.
+
+    Prepared data is opened, and one step of the model is traced without memory and without a GPU, as titanlite plan
+    does. The number of processes is taken from the environment variable WORLD_SIZE; default: 1.
+
+    With --here, the config is checked as training does it when it starts: the memory and the disk of this machine must
+    suffice too, and no step is traced.
+
+    With --machines, the processes test what the run needs, in a minute or two: versions, collectives and their
+    bandwidths, clocks, the checkpoint folder, disk and arithmetic. Exit code 2 if a test fails. ./run_train.sh check
+    does it on all processes of a job.
+
+    Args:
+        here: the run starts here: judge this machine's memory and disk
+        machines: test the machines too, on all processes of the job
+
+    Example:
+        my.toml --training.steps=500
+        my.toml --here
+        my.toml --machines
+    """
+    loaded, resolved, ranks, device = _checked(config, overrides, judge_memory=here or machines)
     from titanlite.metrics.run_summary import find_warnings
 
-    for warning in find_warnings(config, steps=None if config.training.epochs else config.training.steps):
+    for warning in find_warnings(loaded, steps=None if loaded.training.epochs else loaded.training.steps):
         if ranks.rank == 0:
             print(f"warning: {warning}", file=sys.stderr)
-    if options.machines:
+    if machines:
         from titanlite.tools.machines import main as test_machines
 
-        test_machines(config, resolved, ranks, device)
-    elif not options.here:
+        test_machines(loaded, resolved, ranks, device)
+    elif not here:
         from titanlite.tools.plan.step_check import check_step
 
-        found = [part for part in check_step(config, resolved, ranks, device) if part]
-        print(f"{config.job.name} is right: {', '.join(found)}. Memory of this machine is judged with --here")
+        found = [part for part in check_step(loaded, resolved, ranks, device) if part]
+        print(f"{loaded.job.name} is right: {', '.join(found)}. Memory of this machine is judged with --here")
 
 
-def _checked(options: Namespace, *, log: bool = False, judge_memory: bool = True) -> "Checked":
+def _checked(config: str, overrides: Sequence[str], *, log: bool = False, judge_memory: bool = True) -> "Checked":
     """Read a config and check it, by itself and against this machine, with one report of all mistakes.
 
     Args:
@@ -269,7 +258,7 @@ def _checked(options: Namespace, *, log: bool = False, judge_memory: bool = True
     """
     from titanlite.config.load import read
 
-    draft = read(options.config, options.overrides, world_size=whole_number(os.environ, "WORLD_SIZE", 1))
+    draft = read(config, overrides, world_size=whole_number(os.environ, "WORLD_SIZE", 1))
     if "" in draft.bad_keys:
         draft.resolve()  # no file could be read: no need to wait for torch
     if "RANK" not in os.environ:
@@ -293,24 +282,49 @@ def _checked(options: Namespace, *, log: bool = False, judge_memory: bool = True
     return *resolve(draft, ranks, device, judge_memory=judge_memory), ranks, device
 
 
-def _init(options: Namespace) -> None:
+def init(name: str, *, from_: str = "debug") -> None:
+    """Write a commented config to start from.
+
+    Args:
+        name: name of the run; NAME.toml is written, and must not exist
+        from_ (CONFIG): its settings
+
+    Example:
+        my_run
+        my_run --from llama3_8b
+    """
     from titanlite.runtime.console import shell_command
     from titanlite.tools.describe import write_config
 
-    path = write_config(options.name, origin=find_config(options.origin))
-    titanlite, name = shell_command("titanlite"), quote(str(path))
-    print(f"wrote {path}, with the settings of {options.origin}")
-    print(f"next: edit it, then run  {titanlite} check {name}  and  {titanlite} train {name}")
+    path = write_config(name, origin=find_config(from_))
+    titanlite, file = shell_command("titanlite"), quote(str(path))
+    print(f"wrote {path}, with the settings of {from_}")
+    print(f"next: edit it, then run  {titanlite} check {file}  and  {titanlite} train {file}")
 
 
-def _show(options: Namespace) -> None:
+def show(*, config: str = "debug", overrides: Sequence[str], diff: bool = False) -> None:
+    """Print the resolved config as TOML.
+
+    The output is a config with every option and its description; it loads to the same config.
+
+    Args:
+        diff: only options that differ from their defaults
+
+    Example:
+        llama3_8b --diff
+    """
     from titanlite.config.load import load
     from titanlite.tools.describe import show
 
-    print(show(load(options.config, options.overrides), only_changes=options.diff), end="")
+    print(show(load(config, overrides), only_changes=diff), end="")
 
 
-def _schema(options: Namespace) -> None:
+def schema() -> None:
+    """Print the JSON schema of the config, for editors.
+
+    Example:
+        > schema.json
+    """
     from titanlite.tools.describe import json_schema_text
 
     print(json_schema_text(), end="")

@@ -17,19 +17,13 @@ from titanlite.checkpoint.manifest import DAMAGED, SUPERSEDED, Manifest, folder_
 from titanlite.runtime.console import progress_console
 from titanlite.runtime.errors import DamagedCheckpoint, RunError, UserError
 from titanlite.storage.storage import MANIFEST, Storage, open_storage
+from titanlite.tools.arguments import Count, Index, Stored
 
 MARK = "verified.json"
 FOLDER = re.compile(r"(?:(\.staging|\.deleted)-)?step-(\d{8,})(?(1)-.*)")
 QUARANTINED = {f"{MANIFEST}.{DAMAGED}": "damaged: quarantined earlier", f"{MANIFEST}.{SUPERSEDED}": "superseded"}
 UNFINISHED = {".staging": "being written", ".owner": "being written", ".deleted": "being deleted"}
 Check = Callable[[Storage, str, dict[str, int]], Manifest]
-
-
-def main(name: str, **options: Any) -> None:
-    """Run `titanlite checkpoint NAME` with the options of its parser."""
-    act = {"list": list_checkpoints, "verify": verify, "show": show, "prune": prune, "restore": restore}
-    with explaining_damage():
-        act[name](**options)
 
 
 @contextmanager
@@ -55,7 +49,14 @@ class Found(NamedTuple):
     manifest: Manifest | None
 
 
-def list_checkpoints(path: str) -> None:
+@explaining_damage()
+def list_checkpoints(path: Stored = "outputs") -> None:
+    """List checkpoints with age, size and state.
+
+    Example:
+        outputs/debug
+        s3://bucket/run
+    """
     console = Console(width=None if os.isatty(1) else 1000, markup=False, emoji=False, highlight=False)
     for storage, founds in _find(path):
         numbers = [Column(name, justify="right", no_wrap=True) for name in ("step", "age", "size")]
@@ -69,8 +70,15 @@ def list_checkpoints(path: str) -> None:
         console.print(storage.url, table, sep="\n")  # in a pipe, lines are not wrapped
 
 
-def verify(path: str) -> None:
-    """Read every byte. Raises UserError with all that is damaged."""
+@explaining_damage()
+def verify(path: Stored) -> None:
+    """Read every byte of checkpoints and compare checksums.
+
+    Exit code 2 if a checkpoint is damaged. `checkpoint list` shows the result from then on.
+
+    Example:
+        outputs/debug
+    """
     wrong = []
     for storage, founds in _find(path, counting=True):
         print(storage.url)
@@ -86,8 +94,15 @@ def verify(path: str) -> None:
         raise UserError("\n".join(wrong))
 
 
-def restore(path: str) -> None:
-    """Let quarantined checkpoints count again that are whole. Raises UserError with all that are not."""
+@explaining_damage()
+def restore(path: Stored) -> None:
+    """Let quarantined checkpoints count again, if they are whole.
+
+    Every byte is read. A start with bad memory may have found damage where there is none.
+
+    Example:
+        outputs/debug/checkpoints/step-00000100
+    """
     wrong, restored, reason = list[str](), 0, f"{MANIFEST}.{DAMAGED}"
     for storage, founds in _find(path):
         for found in [found for found in founds if found.state == QUARANTINED[reason]]:
@@ -105,8 +120,18 @@ def restore(path: str) -> None:
         print(f"{path}: no checkpoint is quarantined as damaged")
 
 
-def show(path: str, *, tensors: bool) -> None:
-    """Print the manifest of a checkpoint; of several, the newest complete one."""
+@explaining_damage()
+def show(path: Stored, *, tensors: bool = False) -> None:
+    """Print the manifest of a checkpoint.
+
+    Of several checkpoints, the newest complete one is shown.
+
+    Args:
+        tensors: also list every tensor with its shape and dtype
+
+    Example:
+        outputs/debug --tensors
+    """
     storage, found, manifest = find_newest(path)
     from titanlite.checkpoint.dcp_read import ShardReader
 
@@ -139,8 +164,23 @@ def find_newest(path: str) -> tuple[Storage, Found, Manifest]:
     return storage, found, found.manifest
 
 
-def prune(path: str, *, keep_latest_k: int, keep_every: int, quarantined: bool, dry_run: bool) -> None:
-    """Raises UserError if the newest checkpoint is not whole; nothing is deleted then."""
+@explaining_damage()
+def prune(
+    path: Stored, *, keep_latest_k: Count, keep_every: Index = 0, quarantined: bool = False, dry_run: bool = False
+) -> None:
+    """Delete older checkpoints of a run.
+
+    Nothing is deleted if the newest checkpoint is damaged. The run may continue meanwhile.
+
+    Args:
+        keep_latest_k (K): keep the newest K checkpoints
+        keep_every: also keep steps divisible by N
+        quarantined: also delete quarantined checkpoints
+        dry_run: only print what would be deleted
+
+    Example:
+        outputs/debug --keep-latest-k 3 --keep-every 1000 --dry-run
+    """
     [(storage, every)] = _find(path, single=True)
     founds = [found for found in every if MANIFEST in found.sizes and found.folder == folder_name(found.step)]
     if (newest := (founds or every)[-1]).manifest is None:

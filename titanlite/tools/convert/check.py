@@ -9,13 +9,13 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from titanlite.runtime.errors import RunError
-from titanlite.tools.convert.check_tokens import check_tokens
 from titanlite.tools.convert.layout import Outgoing, blocks
 from titanlite.tools.convert.module_values import difference, modules_in, watch
 from titanlite.tools.convert.rows import RowReader
@@ -51,7 +51,7 @@ def check_folder(source: Source, folder: Path, tensors: Sequence[Outgoing]) -> s
     """
     check_tensors(source, folder, tensors)
     same = f"{len(tensors)} tensors as in the checkpoint, bit by bit"
-    tokens, origin = check_tokens(source, sequences=SEQUENCES, length=min(LENGTH, source.spec.args.max_seq_len))
+    tokens = check_tokens(source, sequences=SEQUENCES, length=min(LENGTH, source.spec.args.max_seq_len))
     names: dict[str, str] = {}
     for tensor in tensors:
         names.setdefault(tensor.ours, tensor.name)  # of the first expert
@@ -63,7 +63,15 @@ def check_folder(source: Source, folder: Path, tensors: Sequence[Outgoing]) -> s
         same += "; transformers is not installed"
         theirs = partial(_of_model, open_source(str(folder)), tokens, ())
     worst = compare(partial(_of_model, source, tokens, tensors), theirs, names, program=program)
-    return f"{same}; {program} computes the same on {tokens.numel()} tokens ({origin}), {worst}"
+    return f"{same}; {program} computes the same on {tokens.numel()} tokens, {worst}"
+
+
+def check_tokens(source: Source, *, sequences: int, length: int) -> Tensor:
+    """Return tokens [sequences, length] of a text that every installation has; numbers without a tokenizer."""
+    count = sequences * length
+    ids = source.tokenizer.encode(Path(__file__).read_text()) if source.tokenizer else np.arange(count) * 7919
+    tokens = torch.from_numpy(np.resize(ids, count).astype(np.int64)) % source.spec.args.vocab_size
+    return tokens.view(sequences, length)
 
 
 def check_tensors(source: Source, folder: Path, tensors: Sequence[Outgoing]) -> None:

@@ -1,12 +1,15 @@
 """`titanlite checkpoint export` and `import`."""
 
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
+from typing import Literal
 
 import torch
 
 from titanlite.parallelize import DTYPES
 from titanlite.runtime.errors import DamagedCheckpoint, RunError, UserError
+from titanlite.tools.arguments import ModelFile, RunConfig, RunTokenizer, Weights
 from titanlite.tools.convert.experts import Sample, choose_experts
 from titanlite.tools.convert.export import export_folder
 from titanlite.tools.convert.export_adapters import export_adapters
@@ -18,25 +21,43 @@ from titanlite.tools.convert.torch_file import write_torch_file
 
 
 def export(
-    path: str,
+    path: Weights,
     *,
-    config: str | None,
-    model_file: str | None,
-    tokenizer: str | None,
-    format: str,
+    config: RunConfig | None = None,
+    model_file: ModelFile | None = None,
+    tokenizer: RunTokenizer | None = None,
+    format: Literal["hf", "torch"] = "hf",
     out: str,
-    dtype: str | None,
-    max_shard_size: str,
-    drop: list[str],
-    no_tokenizer: bool,
-    check: bool,
-    merge: bool,
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None,
+    max_shard_size: str = "5GB",
+    drop: Sequence[str] = (),
+    merge: bool = False,
+    check: bool = False,
+    no_tokenizer: bool = False,
 ) -> None:
-    """Run the command with the options of its parser.
+    """Write the weights of a checkpoint for other programs.
+
+    hf writes a folder for transformers and others: config.json, safetensors, tokenizer. torch writes one file, which
+    torch.load(weights_only=True) reads. Of a run with [lora], hf writes the adapters in PEFT's format. An export that
+    was killed resumes when the same command is started again.
+
+    Args:
+        format: what to write
+        out (PATH): folder, URL, or file; it must not exist
+        dtype: dtype of the weights; default: as they are
+        max_shard_size (SIZE): largest file of weights
+        drop (GLOB): leave out tensors that the format has no place for, such as layers.*.feed_forward.bias_E
+        merge: of a run with [lora]: write the whole model, with the adapters merged
+        check: compare what transformers computes with our model, block by block
+        no_tokenizer: write no files of the tokenizer
 
     Raises:
         UserError: a mistake in the input, or a damaged checkpoint.
         RunError: a disk or a store fails.
+
+    Example:
+        outputs/debug --out debug_hf --dtype bfloat16
+        outputs/debug --format torch --out debug.pt
     """
     max_shard_bytes = parse_size(max_shard_size)
     if check and format == "torch":
@@ -83,22 +104,47 @@ def import_(
     path: str,
     *,
     out: str,
-    model: str | None,
-    flavor: str | None,
-    config: str | None,
-    dtype: str | None,
-    allow_unexpected: list[str],
-    layers: str | None,
-    experts: str | None,
-    sample: str | None,
-    sample_tokens: int,
-    statistics: str | None,
+    model: str | None = None,
+    flavor: str | None = None,
+    config: str | None = None,
+    dtype: Literal["float32", "bfloat16"] | None = None,
+    allow_unexpected: Sequence[str] = (),
+    layers: str | None = None,
+    experts: str | None = None,
+    sample: str | None = None,
+    sample_tokens: int = 262_144,
+    statistics: Path | None = None,
 ) -> None:
-    """Run the command with the options of its parser.
+    """Write weights of another program as a checkpoint.
+
+    Reads a Hugging Face folder, a step of torchtitan, or Meta's consolidated.*.pth. The checkpoint is of step 0 and has
+    the model alone, for checkpoint.initial_load_path and for the commands that take a checkpoint. Training needs no
+    import: checkpoint.initial_load_path takes the same folders.
+
+    Args:
+        path (DIR_OR_FILE): weights of another program
+        out (DIR): folder or URL for the checkpoint, step-00000000
+        model (NAME): model family; default: what the weights describe
+        flavor (NAME): flavor of the family; default: what the weights describe, or what fits
+        config: config with the model, instead of --model and --flavor
+        dtype: dtype of the weights; default: as they are
+        allow_unexpected (GLOB): leave out tensors that the model does not have
+        layers (LIST): take these layers alone, such as 0,2,4-7; also of a checkpoint of titanlite
+        experts (keep=K): keep the K experts of each layer that its router uses most on --sample; also of titanlite's
+            checkpoints
+        sample (PATH): text or prepared tokens on which the routers are watched
+        sample_tokens: tokens of the sample
+        statistics (FILE): JSON file of an earlier import with the tokens of each expert, instead of --sample. It is
+            DIR/router_statistics.json
 
     Raises:
         UserError: a mistake in the input.
         RunError: a disk or a store fails.
+
+    Example:
+        models/Qwen3-0.6B --out outputs/qwen3
+        torchtitan/outputs/checkpoint/step-1000 --model llama3 --flavor 8B --out outputs/llama3
+        models/Qwen3-30B-A3B --experts keep=64 --sample 'texts/*.txt' --out outputs/student
     """
     if config is not None and (model or flavor):
         raise UserError("--config names the model: leave out --model and --flavor")
@@ -108,7 +154,7 @@ def import_(
             raise UserError("--experts: name a text with --sample, or the --statistics of an earlier import")
         if sample is not None and sample_tokens < 1:
             raise UserError(f"--sample-tokens: expected a number above 0, got {sample_tokens}")
-        source = Path(statistics) if sample is None and statistics else Sample(str(sample), sample_tokens)
+        source = statistics or Sample(str(sample), sample_tokens)
         chosen = partial(choose_experts, keep=experts, source=source, out=out)
     elif sample or statistics:
         raise UserError("--sample, --statistics: are for --experts keep=K")

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch.distributed as dist
 from rich.console import Console
@@ -20,7 +20,7 @@ from rich.table import Column, Table
 from titanlite.data.packing import TokenSequence
 from titanlite.data.prepared import prepared_tokens
 from titanlite.data.samples import SequenceReader, Source
-from titanlite.data.sources import PrepareText, open_sources
+from titanlite.data.sources import open_sources
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.data.tokens import TokenStore
 from titanlite.ops import pick_kernels
@@ -29,35 +29,55 @@ from titanlite.runtime.console import progress_console
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.process_group import Ranks, pick_device, process_group
 from titanlite.schema import Config, Data, Validation, ValidationSource
+from titanlite.tools.arguments import AnyWeights, Count, Index, ModelFile, RunConfig, RunTokenizer
 from titanlite.tools.convert.loading import default_dtype, tokenizer_of
 from titanlite.tools.convert.source import Source as Weights
 from titanlite.tools.convert.source import load_model, open_source
+from titanlite.tools.ingest.prepare import prepare_text
 from titanlite.validation import Validator
 
 SEQ_LEN = 2048
 """Tokens of a sequence for weights of another program, if the model can compute as many."""
 
 
-def main(
-    path: str,
+def evaluate(
+    path: AnyWeights,
     *,
-    config: str | None,
-    model_file: str | None,
-    tokenizer: str | None,
-    data: Sequence[str],
-    text_field: str | None,
-    sequences: int | None,
-    seq_len: int | None,
-    batch_size: int,
-    dtype: str | None,
-    cache_folder: str | None,
-    as_json: bool,
-    prepare_text: PrepareText,
+    config: RunConfig | None = None,
+    model_file: ModelFile | None = None,
+    tokenizer: RunTokenizer | None = None,
+    data: Sequence[str] = (),
+    text_field: str | None = None,
+    sequences: Index | None = None,
+    seq_len: Count | None = None,
+    batch_size: Count = 4,
+    dtype: Literal["bfloat16", "float32"] | None = None,
+    cache_folder: str | None = None,
+    json_: bool = False,
 ) -> None:
-    """Print the loss and the bits per byte of each source, and the loss over all.
+    """Measure the loss of a checkpoint on any data.
+
+    The loss is in nats a token, and bits per byte compares models with different tokenizers. Sequence length, packing,
+    document mask and dtype are those of the run, so that the values are those of its validation. Text is tokenized into
+    a cache on first use.
+
+    Args:
+        data ([NAME=]PATH): a source, as data.path: text or prepared tokens; repeat it for more; default: the run's
+            [validation]
+        text_field (NAME): field of a record that has the text; default: the run's
+        sequences: sequences of each source, always the same ones; 0 takes all; default: validation.sequences (256)
+        seq_len (L): tokens of a sequence; default: the run's
+        batch_size (B): sequences computed at once
+        dtype: of weights and matmuls; default: the run's
+        cache_folder (DIR): for the tokens made of text; default: the run's
+        json_: print one JSON object instead of a table
 
     Raises:
         UserError: the checkpoint or the data cannot be used, or they do not fit together.
+
+    Example:
+        outputs/debug --data stdlib:// --data mine='texts/*.jsonl'
+        outputs/debug --json
     """
     weights = open_source(path, config=config, tokenizer=tokenizer, model_file=model_file)
     known = tokenizer_of(weights)
@@ -82,7 +102,7 @@ def main(
         except UserError as error:
             raise UserError(f"--data: {source.title}: {str(error).removeprefix('data.path: ')}") from None
     record = _measure(weights, section, sources, tokenizer=known, data=options, batch_size=batch_size, dtype=dtype)
-    if as_json:
+    if json_:
         print(json.dumps({"checkpoint": weights.where, "seq_len": length, **record}))
     else:
         _print(record)

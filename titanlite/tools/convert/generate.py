@@ -3,9 +3,10 @@
 import json
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
-from typing import NamedTuple
+from functools import partial
+from typing import Annotated, Literal
 
 import torch
 
@@ -14,10 +15,10 @@ from titanlite.ops import pick_kernels
 from titanlite.parallelize.fsdp import DTYPES
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.process_group import Ranks, pick_device
-from titanlite.tools.convert.generation import Generator, stream_text
+from titanlite.tools.arguments import AnyWeights, Count, Index, ModelFile, RunConfig, RunTokenizer, between
+from titanlite.tools.convert.generation import Generator, Sampler, stream_text
 from titanlite.tools.convert.loading import default_dtype, note, tokenizer_of
 from titanlite.tools.convert.prompts import Prompts, checked, read_prompts, stop_ids
-from titanlite.tools.convert.sampling import Sampler
 from titanlite.tools.convert.source import Source, load_model, open_source
 from titanlite.tools.ingest.chat_tokens import Chat
 
@@ -25,34 +26,67 @@ NEW_CHAT = "/new"
 """Line that ends a chat and begins another one."""
 
 
-class Settings(NamedTuple):
-    """Choice and number of the tokens of each answer."""
-
-    max_new_tokens: int
-    temperature: float
-    top_p: float
-    seed: int
-
-
-def main(
-    path: str,
+def generate(
+    path: AnyWeights,
     *,
-    config: str | None,
-    model_file: str | None,
-    tokenizer: str | None,
-    prompt: str | None,
-    prompt_file: str | None,
-    interactive: bool,
-    chat: bool,
-    settings: Settings,
-    dtype: str | None,
-    as_json: bool,
+    config: RunConfig | None = None,
+    model_file: ModelFile | None = None,
+    tokenizer: RunTokenizer | None = None,
+    prompt: str | None = None,
+    prompt_file: str | None = None,
+    interactive: bool = False,
+    chat: bool = False,
+    max_new_tokens: Count = 256,
+    temperature: Annotated[float, between(0, 100)] = 0.0,
+    top_p: Annotated[float, between(1e-6, 1)] | None = None,
+    seed: Index | None = None,
+    dtype: Literal["bfloat16", "float32"] | None = None,
+    json_: bool = False,
 ) -> None:
-    """Continue prompts, and write what the model adds to standard output, as it comes.
+    """Continue a text with the weights of a checkpoint.
+
+    The text that the model adds goes to standard output as it comes, and nothing else does. By default each token is
+    the most probable one, so that the same command writes the same text. A text ends at the tokenizer's end-of-document
+    token, after --max-new-tokens, or at the model's max_seq_len, which a line on standard error reports.
+
+    Args:
+        prompt (TEXT): text to continue
+        prompt_file (FILE): a prompt on each line; of FILE.jsonl the field prompt or text of each line; - is standard
+            input
+        interactive: read prompts from the terminal, a line each
+        chat: prompts are messages: apply the tokenizer's chat template
+        max_new_tokens: longest answer
+        temperature (T): 0 takes the most probable token; above, tokens are drawn, 1 with the model's probabilities;
+            default: 0
+        top_p (P): draw among the most probable tokens that together have the probability P; default: all
+        seed (S): of the draws; each prompt uses it; default: 0
+        dtype: of weights and matmuls; default: bfloat16 on GPUs, float32 on CPUs
+        json_: a JSON object for each prompt: its text and answer, token counts, the end
 
     Raises:
         UserError: a prompt, the checkpoint or its tokenizer cannot be used.
+
+    Example:
+        outputs/debug --prompt "def add(a, b):"
+        outputs/debug --prompt-file prompts.txt --temperature 0.8 --top-p 0.95 --json
+        Qwen3-8B --chat --interactive --temperature 0.7
     """
+    given = {"--prompt": prompt is not None, "--prompt-file": prompt_file is not None, "--interactive": interactive}
+    named = [name for name, is_given in given.items() if is_given]
+    useless = [name for name, value in {"--top-p": top_p, "--seed": seed}.items() if value is not None]
+    problem = ""
+    if not named:
+        problem = "no prompt: give --prompt TEXT, --prompt-file FILE or --interactive"
+    elif len(named) > 1:
+        problem = f"{' and '.join(named)}: give one of them"
+    elif interactive and json_:
+        problem = "--interactive and --json: give one of them"
+    elif prompt is not None and not prompt.strip():
+        problem = "--prompt: the prompt is empty"
+    elif temperature == 0 and useless:
+        problem = f"{useless[0]} does nothing at temperature 0: give --temperature too, such as --temperature 0.8"
+    if problem:
+        raise UserError(f"titanlite generate: {problem}")
     prompts = read_prompts(prompt, prompt_file)
     source = open_source(path, config=config, tokenizer=tokenizer, model_file=model_file)
     known = tokenizer_of(source)
@@ -62,12 +96,13 @@ def main(
     generator = load_generator(source, vocab_size=known.vocab_size, device=device, dtype=dtype)
     for ids in encoded:
         generator.check(ids)  # before the first answer, which may take minutes
-    answers = Answers(generator, known, settings)
+    sampler = partial(Sampler, temperature=temperature, top_p=top_p or 1.0, seed=seed or 0)
+    answers = Answers(generator, known, max_new_tokens=max_new_tokens, sampler=sampler)
     if interactive:
         _talk(turns, answers)
         return
     for number, (text, ids) in enumerate(zip(prompts, encoded, strict=True)):
-        if as_json:
+        if json_:
             added = "".join(answers.stream(ids))
             print(json.dumps({"prompt": text, "text": added, **answers.about()}, ensure_ascii=False), flush=True)
             continue
@@ -96,23 +131,28 @@ def load_generator(source: Source, *, vocab_size: int, device: torch.device, dty
 
 
 class Answers:
-    """Texts that the model adds to prompts."""
+    """Texts that the model adds to prompts.
 
-    def __init__(self, generator: Generator, tokenizer: Tokenizer, settings: Settings) -> None:
+    Args:
+        sampler: makes the sampler of an answer. Each draws with the same seed, so that no answer depends on others.
+    """
+
+    def __init__(
+        self, generator: Generator, tokenizer: Tokenizer, *, max_new_tokens: int, sampler: Callable[[], Sampler]
+    ) -> None:
         self.generator = generator
         self.tokenizer = tokenizer
-        self.settings = settings
+        self.max_new_tokens = max_new_tokens
+        self.sampler = sampler
         self.stops = stop_ids(tokenizer)
         self._prompt_length = self._count = 0
-        self._started = self._first_token = 0.0
+        self._first_token = 0.0
 
     def stream(self, ids: list[int]) -> Iterator[str]:
-        """Yield the text after a prompt. Each prompt draws with the same seed: its answer does not depend on others."""
-        self._prompt_length, self._count, self._started = len(ids), 0, time.monotonic()
-        settings = self.settings
-        sampler = Sampler(temperature=settings.temperature, top_p=settings.top_p, seed=settings.seed)
+        """Yield the text after a prompt."""
+        self._prompt_length, self._count = len(ids), 0
         tokens = self.generator.stream(
-            ids, max_new_tokens=settings.max_new_tokens, sampler=sampler, stop_ids=self.stops
+            ids, max_new_tokens=self.max_new_tokens, sampler=self.sampler(), stop_ids=self.stops
         )
         yield from stream_text(self.tokenizer, self._counted(tokens), context=ids)
 
@@ -125,7 +165,7 @@ class Answers:
 
     def about(self) -> dict[str, int | str]:
         """Return the counts of tokens of the last answer, and why it ended."""
-        if self._count == self.settings.max_new_tokens:
+        if self._count == self.max_new_tokens:
             ended = "max_new_tokens"
         elif self._prompt_length + self._count == self.generator.max_seq_len:
             ended = "max_seq_len"
@@ -176,7 +216,7 @@ def _lines(hint: str) -> Iterator[str]:
     sys.stdin.reconfigure(errors="surrogateescape")  # pyright: ignore[reportAttributeAccessIssue]
     if is_terminal:
         with suppress(ImportError):
-            pass
+            import readline  # noqa: F401 (`input` then edits lines)
         note(f"Each line is a prompt. Ctrl-C ends an answer, Ctrl-D the program.{hint}")
     while True:
         try:

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Literal
 
 import torch.distributed as dist
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -16,10 +16,11 @@ from titanlite.checks.model import check_documents
 from titanlite.checks.preflight import select_model
 from titanlite.config.load import load
 from titanlite.data.samples import Source
-from titanlite.data.sources import PrepareText, open_data
+from titanlite.data.sources import open_data
 from titanlite.data.teacher_entries import (
     BLOCK_BYTES,
     SETTINGS,
+    TOP_K,
     CacheSettings,
     StoredDtype,
     block_sizes,
@@ -40,20 +41,49 @@ from titanlite.runtime.ranks import on_rank_0
 from titanlite.schema import Data, Teacher, Validation
 from titanlite.techniques.distill.cache import cache_folder, data_settings
 from titanlite.techniques.distill.source import TeacherSource, check_teacher, fingerprint, teacher_model
+from titanlite.tools.arguments import Count
 from titanlite.tools.convert.source import open_teacher
 from titanlite.tools.convert.teacher_writer import CacheWriter, on_disk, write_json
+from titanlite.tools.ingest.prepare import prepare_text
 
 GIB = 2**30
 
 
-def main(
+def cache_teacher(
+    config: str,
+    overrides: Sequence[str],
+    *,
+    top_k: Count | None = None,
+    dtype: Literal["float16", "float32"] = "float16",
+    batch_size: Count = 4,
+) -> None:
+    """Run the teacher once over the training data, and keep its most probable tokens.
+
+    Runs teacher.path over all of the training data once, and writes to the folder teacher.cache. For each token it
+    keeps the K most probable next tokens with the logarithms of their probabilities, and the probability of all others
+    together. Training with the same config reads them, and the teacher is not in memory. The same command resumes after
+    an interruption, and adds sources that the data has got since.
+
+    Several processes: torchrun --nproc_per_node N -m titanlite ...
+
+    Args:
+        top_k (K): tokens to keep of each position; default: 64
+        dtype: of the logarithms of probabilities
+        batch_size (B): sequences computed at once
+
+    Example:
+        distill_example --teacher.cache=outputs/teacher_cache --top-k 64
+    """
+    write_cache(config, overrides, top_k=top_k or TOP_K, dtype=dtype, batch_size=batch_size)
+
+
+def write_cache(
     path: str,
     overrides: Sequence[str],
     *,
     top_k: int,
     dtype: StoredDtype,
     batch_size: int,
-    prepare_text: PrepareText,
     block_bytes: int = BLOCK_BYTES,
 ) -> None:
     """Write the cache of a config, or what an interruption has left out of it.

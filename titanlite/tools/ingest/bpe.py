@@ -18,6 +18,9 @@ from typing import TYPE_CHECKING
 from titanlite.data.pieces import pieces
 from titanlite.data.tokenizer import LLAMA3_SPECIAL_TOKENS, LLAMA3_SPLIT, need_tokenizers
 from titanlite.runtime.errors import UserError
+from titanlite.tools.arguments import Count, Inputs
+from titanlite.tools.ingest.documents import read_texts
+from titanlite.tools.ingest.inputs import local_folder
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as FastTokenizer
@@ -26,6 +29,22 @@ if TYPE_CHECKING:
 LEAST = 256 + len(LLAMA3_SPECIAL_TOKENS)
 SEEN_TWICE = 2
 """A pair that stands in the text once teaches nothing."""
+
+
+def train_tokenizer(inputs: Inputs, *, out: str, vocab_size: Count, text_field: str = "text") -> None:
+    """Train a byte-level BPE tokenizer.
+
+    Args:
+        out (DIR): folder to write the tokenizer to
+        vocab_size: number of tokens
+        text_field (F): field with the text in JSON lines and tables
+
+    Example:
+        'corpus/*.jsonl' --out tokenizers/mine --vocab-size 32000
+    """
+    folder = local_folder(out)
+    size = train_bpe(read_texts([*inputs], text_field=text_field), vocab_size=vocab_size, out=folder)
+    print(f"{folder}: {vocab_size:,} tokens, trained on {size:,} bytes of text")
 
 
 def train_bpe(texts: Iterable[str], *, vocab_size: int, out: Path) -> int:

@@ -11,11 +11,13 @@ import os
 import stat
 import sysconfig
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 from titanlite.data.prepared import HUGGING_FACE, STDLIB, is_token_folder
 from titanlite.runtime.console import install_hint
 from titanlite.runtime.errors import UserError
+from titanlite.runtime.files import why_not_writable
 from titanlite.tools.ingest.streams import PACKINGS, Stream
 
 logger = logging.getLogger(__name__)
@@ -32,6 +34,19 @@ UNREADABLE = {
     ".arrow": "name the folder that Dataset.save_to_disk wrote, or convert it to parquet",
 }
 READABLE = "text and JSON lines (both also .gz and .zst) and .parquet can be read"
+
+
+def local_folder(name: str) -> Path:
+    """Return the folder that --out names.
+
+    Raises:
+        UserError: it is no folder of this machine, or cannot be written.
+    """
+    if "://" in name:
+        raise UserError(f"{name}: tokens are written to a local folder; name one, and copy it afterwards")
+    if problem := why_not_writable(name):
+        raise UserError(f"--out: {problem}")
+    return Path(os.path.abspath(os.path.expanduser(name)))
 
 
 class File(NamedTuple):

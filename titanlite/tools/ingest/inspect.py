@@ -17,6 +17,7 @@ from titanlite.data.tokenizer import Tokenizer, load_tokenizer
 from titanlite.data.tokens import INDEX, TokenStore
 from titanlite.runtime.console import progress_console
 from titanlite.runtime.errors import RunError, UserError
+from titanlite.tools.arguments import Index
 
 HEAD, TAIL = 256, 128
 """Tokens shown of the beginning and end of a long document."""
@@ -30,20 +31,25 @@ CONTROLS = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"
 
 
 def inspect(
-    folder: Path, *, sample: int = 0, seed: int = 0, checksums: bool = True, tokenizer_name: str | None = None
+    folder: Path, *, sample: Index = 0, seed: int = 0, quick: bool = False, tokenizer: str | None = None
 ) -> None:
-    """Print what a folder of prepared tokens holds.
+    """Print statistics and samples of token shards, and verify their checksums.
 
     Args:
-        sample: how many documents to show; which ones depends on the seed alone.
-        checksums: also read every byte and compare it with what was written.
-        tokenizer_name: as data.tokenizer, to show documents as text. Default: the one that the index names.
+        folder (DIR): folder that `data prepare` wrote
+        sample: print N random documents; default: 0
+        seed: seed of that choice; default: 0
+        quick: do not verify checksums
+        tokenizer (T): tokenizer that decodes samples; default: the one of the data
 
     Raises:
         UserError: the folder is not complete, or files are damaged; all of those are named.
         RunError: a file cannot be read.
+
+    Example:
+        tokens/corpus --sample 3
     """
-    store = TokenStore(folder)
+    store = TokenStore(folder.expanduser())
     wide = None if sys.stdout.isatty() else 1000  # in a pipe, lines are not wrapped
     console = Console(width=wide, soft_wrap=True, markup=False, emoji=False, highlight=False)
     lengths = document_lengths(store)
@@ -54,8 +60,8 @@ def inspect(
     if len(store):
         console.print("", *_histogram(lengths), sep="\n")
     if sample > 0:
-        _print_samples(console, store, lengths, sample, seed, tokenizer_name)
-    if checksums:
+        _print_samples(console, store, lengths, sample, seed, tokenizer)
+    if not quick:
         console.print(f"\nchecksums: all {_check_files(store)} files are as they were written")
 
 

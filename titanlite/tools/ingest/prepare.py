@@ -12,26 +12,27 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from pathlib import Path
 from typing import Literal
 
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
 from titanlite.data.prepared import prepared_tokens
-from titanlite.data.tokenizer import Tokenizer
+from titanlite.data.tokenizer import Tokenizer, load_tokenizer
 from titanlite.data.tokens import FORMAT, INDEX, TokenStore
 from titanlite.runtime.allocator import cores
 from titanlite.runtime.console import progress_console
 from titanlite.runtime.errors import RunError, UserError
 from titanlite.runtime.files import lock_work, quarantine_path
 from titanlite.schema import Data
-from titanlite.tools.ingest.chat import chats_of
+from titanlite.tools.arguments import Count, Inputs
+from titanlite.tools.ingest.chat import chat_options, chats_of
 from titanlite.tools.ingest.encoding import Encoder, Options, encode_chunks, options_for
-from titanlite.tools.ingest.inputs import File, find_files
+from titanlite.tools.ingest.inputs import File, find_files, local_folder
 from titanlite.tools.ingest.outcome import left_out, new_notes, note, report_lines
 from titanlite.tools.ingest.reading import open_dataset, read_chunks
-from titanlite.tools.ingest.token_writer import TokenWriter
+from titanlite.tools.ingest.token_writer import SHARD_TOKENS, TokenWriter
 
 logger = logging.getLogger(__name__)
 
@@ -84,6 +85,66 @@ def prepare_text(paths: Sequence[str], *, data: Data, tokenizer: Tokenizer, cach
     options = options_for(tokenizer, chat=chat, text_field=data.text_field, bos=data.add_bos, eos=data.add_eos)
     task = _Task(paths=[*paths], tokenizer=tokenizer, options=options, files=_find(paths))
     return _made(replace(task, folder=cache_folder / task.key, is_cache=True))
+
+
+def prepare_folder(
+    inputs: Inputs,
+    *,
+    out: str,
+    tokenizer: str,
+    workers: Count | None = None,
+    text_field: str | None = None,
+    on_error: Literal["stop", "skip"] = "stop",
+    no_bos: bool = False,
+    no_eos: bool = False,
+    chat: bool = False,
+    chat_template: Path | None = None,
+    loss_on: Literal["assistant", "all"] | None = None,
+    shard_tokens: Count | None = None,
+) -> None:
+    """Turn text into token shards, which data.path can name.
+
+    The same command resumes after an interruption.
+
+    Args:
+        out (DIR): folder to write token shards to
+        tokenizer (T): bytes, the name of a tokenizer that titanlite ships, or a path, as data.tokenizer
+        workers: processes; default: the cores
+        text_field (F): field of JSON lines and tables to read; default: text, of chats messages
+        on_error: what to do with unreadable documents
+        no_bos: no beginning-of-document tokens
+        no_eos: no end-of-document tokens
+        chat: documents are chats: JSON lines with a field "messages" of {"role": ..., "content": ...}, and maybe
+            "tools". The chat template of the tokenizer renders them, and answers count in the loss
+        chat_template (FILE): template to use; default: that of the tokenizer
+        loss_on: tokens of chats that count in the loss; default: assistant, as the template marks it
+        shard_tokens: tokens in a shard file
+
+    Example:
+        'corpus/*.jsonl' --out tokens/corpus --tokenizer llama3/tokenizer.model
+    """
+    if not chat and (chat_template or loss_on):
+        raise UserError(f"--{'chat-template' if chat_template else 'loss-on'} is for chats: add --chat")
+    known = load_tokenizer(tokenizer)
+    template = chat_template.expanduser() if chat_template else None
+    options = options_for(
+        known,
+        chat=chat_options(known, template=template, loss_on=loss_on or "assistant") if chat else None,
+        text_field=text_field,
+        bos=not no_bos,
+        eos=not no_eos,
+        shard_tokens=shard_tokens or SHARD_TOKENS,
+    )
+    report = partial(print, flush=True)
+    prepare(
+        [*inputs],
+        local_folder(out),
+        tokenizer=known,
+        options=options,
+        on_error=on_error,
+        workers=workers,
+        report=report,
+    )
 
 
 def prepare(

@@ -24,7 +24,7 @@ MOST_ROWS = 2**13
 PART_COST = 2**8
 """Bytes that a part counts for beside its own: a million empty files are no chunk."""
 Position = list[int]
-"""Number of the file, and where in it: the byte (unpacked) or row, and the number of the next line."""
+"""Number of the file, and of its parts that are done. They are read again on resume, and not tokenized again."""
 
 
 class Part(NamedTuple):
@@ -51,8 +51,12 @@ class Chunk(NamedTuple):
     """Bytes of the files, as they are, up to there."""
 
 
-Step = tuple[Part, int | None, int, int]
-"""A part; where in the file it ends, None if that is all; number of the next line; bytes of the file read."""
+Step = tuple[Part, int]
+"""A part, and the bytes of the file that are read."""
+
+
+class _NoField(Exception):
+    """A table lacks the column of the text."""
 
 
 def read_chunks(
@@ -63,43 +67,44 @@ def read_chunks(
     Raises:
         UserError: a file has changed since it was found.
     """
-    start, offset, number = position or (0, 0, 1)
+    start, skip = position or (0, 0)
     before = sum(file.size for file in files[:start])
     parts: list[Part] = []
     size = 0
     for index, file in enumerate(files[start:], start=start):
-        for part, end, line, done in _read(file, offset, number, text_field, chunk_bytes):
+        for number, (part, done) in enumerate(_read(file, skip, text_field, chunk_bytes), start=skip + 1):
             parts.append(part)
             size += len(part.data) + PART_COST
             if size >= chunk_bytes:
-                yield Chunk(parts, [index + 1, 0, 1] if end is None else [index, end, line], before + done)
+                yield Chunk(parts, [index, number], before + done)
                 parts, size = [], 0
-        offset, number = 0, 1
+        skip = 0
         before += file.size
     if parts:
-        yield Chunk(parts, [len(files), 0, 1], before)
+        yield Chunk(parts, [len(files), 0], before)
 
 
-def _read(file: File, offset: int, number: int, text_field: str, chunk_bytes: int) -> Iterator[Step]:
+def _read(file: File, skip: int, text_field: str, chunk_bytes: int) -> Iterator[Step]:
+    """Yield the parts of a file but for the first `skip`."""
     try:
         kind = file.kind
         if kind == "json":
             kind = "lines" if text_field in (first_object(file.path, file.packing) or {}) else "text"
         match kind:
             case "text":
-                yield from _read_text(file, offset, chunk_bytes)
+                yield from islice(_read_text(file, chunk_bytes), skip, None)
             case "lines":
-                yield from _read_lines(file, offset, number, chunk_bytes)
+                yield from islice(_read_lines(file, chunk_bytes), skip, None)
             case "parquet":
-                yield from _until_damage(file, offset, _read_parquet(file, offset, text_field, chunk_bytes))
+                yield from _read_rows(file, _parquet_columns(file.path, text_field, chunk_bytes), skip)
             case "dataset":
-                yield from _until_damage(file, offset, _read_dataset(file, offset, text_field, chunk_bytes))
+                yield from _read_rows(file, _dataset_columns(file.path, text_field, chunk_bytes), skip)
         if kind != "dataset":
             stat = os.stat(file.path)
             if (stat.st_size, stat.st_mtime_ns) != (file.size, file.mtime_ns):
                 raise UserError(f"{file.path} has changed while it was read: run this again")
     except OSError as error:
-        yield _bad(file, f"cannot be read: {error.strerror or error}"), None, 1, file.size
+        yield _bad(file, f"cannot be read: {error.strerror or error}"), file.size
 
 
 def no_field(text_field: str, names: Iterable[str]) -> str:
@@ -110,47 +115,31 @@ def _bad(file: File, why: str, place: str = "") -> Part:
     return Part(file.source, file.path + place, "bad", why.encode())
 
 
-def _read_text(file: File, offset: int, chunk_bytes: int) -> Iterator[Step]:
+def _read_text(file: File, chunk_bytes: int) -> Iterator[Step]:
     with Stream(file.path, file.packing) as stream:
-        data, begins = b"", offset == 0
-        stream.skip(offset)
-        if begins:
-            data = stream.read(max(chunk_bytes, SNIFFED) + 1)
-            only = None
-            if b"\0" in data[:SNIFFED]:
-                only = _bad(file, "binary") if file.named else Part(file.source, file.path, "binary", b"")
-            elif stream.damage:
-                only = _bad(file, f"damaged: {stream.damage}")
-            elif len(data) <= chunk_bytes:
-                only = Part(file.source, file.path, "text", data.removeprefix(codecs.BOM_UTF8))
-            elif wrong := _wrong_text(file, chunk_bytes):
-                only = _bad(file, wrong)
-            if only:
-                yield only, None, 1, file.size
-                return
-            offset = len(data) - len(data.removeprefix(codecs.BOM_UTF8))
-            data = data[offset:]
-        yield from _read_pieces(file, stream, data, offset, chunk_bytes, begins=begins)
-
-
-def _read_pieces(
-    file: File, stream: Stream, data: bytes, offset: int, chunk_bytes: int, *, begins: bool
-) -> Iterator[Step]:
-    """A long text, whose first bytes from `offset` on are there already."""
-    while True:
-        data += stream.read(
-            max(chunk_bytes + PIECE_BYTES + 1 - len(data), 0)
-        )  # enough for `cut`, also at the last place
-        end = 0
-        while end < min(chunk_bytes, len(data)):
-            end = cut(data, end)
-        offset += end
-        ends = end == len(data)  # then the stream has ended too
-        part = Part(file.source, file.path, "text", data[:end], begins=begins, ends=ends)
-        yield part, None if ends else offset, 1, stream.done
-        if ends:
+        data = stream.read(max(chunk_bytes, SNIFFED) + 1)
+        only = None
+        if b"\0" in data[:SNIFFED]:
+            only = _bad(file, "binary") if file.named else Part(file.source, file.path, "binary", b"")
+        elif stream.damage:
+            only = _bad(file, f"damaged: {stream.damage}")
+        elif len(data) <= chunk_bytes:
+            only = Part(file.source, file.path, "text", data.removeprefix(codecs.BOM_UTF8))
+        elif wrong := _wrong_text(file, chunk_bytes):
+            only = _bad(file, wrong)
+        if only:
+            yield only, file.size
             return
-        data, begins = data[end:], False
+        data, begins, ends = data.removeprefix(codecs.BOM_UTF8), True, False
+        while not ends:
+            more = chunk_bytes + PIECE_BYTES + 1 - len(data)  # enough for `cut`, also at the last place
+            data += stream.read(max(more, 0))
+            end = 0
+            while end < min(chunk_bytes, len(data)):
+                end = cut(data, end)
+            ends = end == len(data)  # then the stream has ended too
+            yield Part(file.source, file.path, "text", data[:end], begins=begins, ends=ends), stream.done
+            data, begins = data[end:], False
 
 
 def _wrong_text(file: File, chunk_bytes: int) -> str:
@@ -171,42 +160,63 @@ def _wrong_text(file: File, chunk_bytes: int) -> str:
     return ""
 
 
-def _read_lines(file: File, offset: int, number: int, chunk_bytes: int) -> Iterator[Step]:
+def _read_lines(file: File, chunk_bytes: int) -> Iterator[Step]:
+    number = 1
     with Stream(file.path, file.packing) as stream:
-        stream.skip(offset)
         while data := stream.read_lines(chunk_bytes):
             if stream.damage and not data.endswith(b"\n"):
                 data = data[: data.rfind(b"\n") + 1]  # what is left of its last line is no line
-            lines = data if offset else data.removeprefix(codecs.BOM_UTF8)
-            offset += len(data)
-            part = Part(file.source, file.path, "lines", lines, number)
+            lines = data.removeprefix(codecs.BOM_UTF8) if number == 1 else data
+            yield Part(file.source, file.path, "lines", lines, number), stream.done
             number += data.count(b"\n")
-            yield part, offset, number, stream.done
         if stream.damage:
-            yield _bad(file, f"damaged: {stream.damage}; what follows cannot be read", f":{number}"), None, 1, file.size
+            yield _bad(file, f"damaged: {stream.damage}; what follows cannot be read", f":{number}"), file.size
 
 
-def _read_parquet(file: File, row: int, text_field: str, chunk_bytes: int) -> Iterator[Step]:
+def _read_rows(file: File, columns: Iterator[tuple[Any, int]], skip: int) -> Iterator[Step]:
+    """Yield the rows of a table.
+
+    Args:
+        columns: the text of some rows, and the number of rows of the table.
+    """
+    import pyarrow
+
+    row = 0
+    try:
+        for number, (column, count) in enumerate(columns):
+            first, row = row, row + len(column)
+            if number >= skip:
+                yield Part(file.source, file.path, "rows", _as_bytes(column), first), file.size * row // count
+    except _NoField as error:
+        yield _bad(file, str(error)), file.size
+    except (pyarrow.ArrowException, OSError) as error:
+        why = f"damaged: {str(error).splitlines()[0]}; what follows cannot be read"
+        yield _bad(file, why, f": row {row}"), file.size
+
+
+def _parquet_columns(path: str, text_field: str, chunk_bytes: int) -> Iterator[tuple[Any, int]]:
     from pyarrow.parquet import ParquetFile
 
-    base = 0
-    with ParquetFile(file.path, pre_buffer=False, buffer_size=2**20, page_checksum_verification=True) as table:
+    with ParquetFile(path, pre_buffer=False, buffer_size=2**20, page_checksum_verification=True) as table:
         if text_field not in table.schema_arrow.names:
-            yield _bad(file, no_field(text_field, table.schema_arrow.names)), None, 1, file.size
-            return
+            raise _NoField(no_field(text_field, table.schema_arrow.names))
         for group in range(table.num_row_groups):
             about = table.metadata.row_group(group)
-            if base + about.num_rows <= row:
-                base += about.num_rows
-                continue
             columns = [about.column(i) for i in range(about.num_columns)]
             mine = [it for it in columns if it.path_in_schema.partition(".")[0] == text_field]
             size = _batch_rows(chunk_bytes, sum(it.total_uncompressed_size for it in mine), about.num_rows)
             for batch in table.iter_batches(size, row_groups=[group], columns=[text_field], use_threads=False):
-                first, base = base, base + batch.num_rows
-                if first >= row:
-                    part = Part(file.source, file.path, "rows", _as_bytes(batch.column(0)), first)
-                    yield part, base, 1, file.size * base // table.metadata.num_rows
+                yield batch.column(0), table.metadata.num_rows
+
+
+def _dataset_columns(path: str, text_field: str, chunk_bytes: int) -> Iterator[tuple[Any, int]]:
+    dataset = open_dataset(path)
+    if text_field not in dataset.column_names:
+        raise _NoField(no_field(text_field, dataset.column_names))
+    size, count = _batch_rows(chunk_bytes, dataset.data.nbytes, len(dataset)), len(dataset)
+    dataset = dataset.select_columns([text_field]).with_format("arrow")
+    for start in range(0, count, size):
+        yield dataset[start : min(start + size, count)].column(text_field), count
 
 
 def open_dataset(path: str) -> Any:
@@ -224,31 +234,6 @@ def open_dataset(path: str) -> Any:
         return datasets.load_dataset(name, *rest[:-1], split=rest[-1] if rest else "train")
     except Exception as error:  # of a hub, a network, a file: each has its own
         raise UserError(f"{path} cannot be loaded: {error}") from None
-
-
-def _read_dataset(file: File, row: int, text_field: str, chunk_bytes: int) -> Iterator[Step]:
-    dataset = open_dataset(file.path)
-    if text_field not in dataset.column_names:
-        yield _bad(file, no_field(text_field, dataset.column_names)), None, 1, file.size
-        return
-    size, count = _batch_rows(chunk_bytes, dataset.data.nbytes, len(dataset)), len(dataset)
-    dataset = dataset.select_columns([text_field]).with_format("arrow")
-    for start in range(row, count, size):
-        end = min(start + size, count)
-        column = dataset[start:end].column(text_field)
-        yield Part(file.source, file.path, "rows", _as_bytes(column), start), end, 1, file.size * end // count
-
-
-def _until_damage(file: File, row: int, steps: Iterator[Step]) -> Iterator[Step]:
-    import pyarrow
-
-    try:
-        for step in steps:
-            row = step[1] or row
-            yield step
-    except (pyarrow.ArrowException, OSError) as error:
-        why = f"damaged: {str(error).splitlines()[0]}; what follows cannot be read"
-        yield _bad(file, why, f": row {row}"), None, 1, file.size
 
 
 def _batch_rows(chunk_bytes: int, size: int, rows: int) -> int:

@@ -50,13 +50,6 @@ class Stream:
         data = self._bytes.read(count)
         return data if data.endswith(b"\n") or not data else data + self._bytes.readline()
 
-    def skip(self, count: int) -> None:
-        if not self._unpacked:
-            self._file.seek(count, io.SEEK_CUR)
-            return
-        while count and (data := self._bytes.read(min(count, BLOCK))):
-            count -= len(data)
-
 
 class _Unpacked(io.RawIOBase):
     """Unpacked bytes of a file of one or more frames. Damage ends the bytes like the end of the file, so that

@@ -17,7 +17,8 @@ import numpy as np
 
 from titanlite.data.tokens import FORMAT, INDEX
 
-PROGRESS = "progress.json"
+PROGRESS = "resume.json"
+"""Older versions wrote progress.json, with positions of another kind, and are not resumed."""
 SHARD_TOKENS = 2**27
 
 

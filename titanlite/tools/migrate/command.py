@@ -9,7 +9,7 @@ import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, Literal
 
 import tomli
 import tomlkit
@@ -21,6 +21,7 @@ from titanlite.config.source import read_source
 from titanlite.data.tokenizer import find_tokenizer
 from titanlite.runtime.errors import ConfigError, Problem, RunError, UserError, nearest_name
 from titanlite.schema import Config
+from titanlite.tools.arguments import Count
 from titanlite.tools.migrate.document import Line, read_lines
 from titanlite.tools.migrate.rules import FLOAT8, ONLY_IN, OPTIMIZERS, RULES, Old, convert
 
@@ -76,23 +77,36 @@ class Migration:
         return "\n\n".join(filter(None, blocks)) + "\n"
 
 
-def main(path: Path, *, out: Path | None, world_size: int | None, version: str | None) -> None:
-    """Run `titanlite config migrate`.
+def migrate_config(
+    old: Path,
+    *,
+    out: Path | None = None,
+    world_size: Count | None = None,
+    from_: Literal["0.1", "0.2"] | None = None,
+) -> None:
+    """Translate a TOML file of torchtitan.
+
+    Prints the new config, or writes it with --out, and reports every key of the old one. Exit code 1 if the new config
+    does not train as the old one did.
 
     Args:
-        path: config of torchtitan.
-        out: file for the new config; None prints it.
-        world_size, version: as `migrate`.
+        old (OLD.toml): config of torchtitan 0.1 or 0.2
+        out (NEW.toml): file to write; it must not exist
+        world_size: processes of the run; torchtitan's batch sizes depend on it
+        from_: version of torchtitan; default: by keys
 
     Raises:
-        UserError: `path` is no config of torchtitan, or `out` cannot be written.
+        UserError: `old` is no config of torchtitan, or `out` cannot be written.
         TrainingChanges: everything is written, and the new config does not train as the old one.
+
+    Example:
+        old.toml --out new.toml --world-size 64
     """
     try:
-        old = path.read_text(encoding="utf-8")
+        text = old.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"cannot read {path}: {error}") from None
-    migration = migrate(old, path.name, version=version, world_size=world_size)
+        raise UserError(f"cannot read {old}: {error}") from None
+    migration = migrate(text, old.name, version=from_, world_size=world_size)
     new = migration.text()
     for problem in _problems(new, out.name if out else "new.toml", world_size):
         migration.remark("to mend", problem)

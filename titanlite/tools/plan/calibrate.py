@@ -5,6 +5,7 @@ is that of one large matmul, attention, copy or collective; `plan` has the rest 
 """
 
 import json
+import os
 import statistics
 import time
 from collections.abc import Callable
@@ -15,9 +16,10 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from titanlite.runtime.errors import UserError
 from titanlite.runtime.files import write_atomically
 from titanlite.runtime.hardware import hardware_of
-from titanlite.runtime.process_group import Ranks, pick_device, process_group
+from titanlite.runtime.process_group import Ranks, pick_device, process_group, read_ranks
 from titanlite.tools.plan.hardware import this_cpu
 from titanlite.tools.plan.time import BUS_EFFICIENCY, MEMORY_EFFICIENCY
 
@@ -31,8 +33,23 @@ COLLECTIVES: dict[str, Call] = {
 Values = dict[str, float | str]
 
 
-def main(out: Path, ranks: Ranks) -> None:
-    """Run `titanlite calibrate OUT` on every rank; rank 0 writes the file."""
+def calibrate(out: Path) -> None:
+    """Measure this machine's GPU into a file for plan --gpu.
+
+    Measure a matmul, attention, a copy, and with several processes their links, for some seconds. A machine without a
+    GPU measures its CPU. Nothing else should run.
+
+    Args:
+        out (OUT.toml): file to write; it must not exist
+
+    Example:
+        h100.toml
+    """
+    if out.exists():
+        raise UserError(f"titanlite calibrate: {out} exists; name a new file")
+    if not out.parent.is_dir():
+        raise UserError(f"titanlite calibrate: {out}: there is no folder {out.parent}")
+    ranks = read_ranks(os.environ)
     device = pick_device(ranks)
     with process_group(ranks, device):
         values = measure_cpu(ranks) if device.type == "cpu" else measure_gpu(device)

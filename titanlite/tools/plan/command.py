@@ -3,55 +3,107 @@
 import json
 import sys
 import time
-from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import tomlkit
 import torch
 
 from titanlite.config.load import load
-from titanlite.runtime.errors import ConfigError
+from titanlite.runtime.errors import ConfigError, UserError
 from titanlite.runtime.files import write_atomically
 from titanlite.runtime.hardware import Hardware
 from titanlite.schema import Config, dump
+from titanlite.tools.arguments import Count, above_zero
 from titanlite.tools.plan.candidates import Options
 from titanlite.tools.plan.estimate import Layout, estimate, plan, with_vocab_size
 from titanlite.tools.plan.hardware import find_hardware, load_hardware
 from titanlite.tools.plan.output import indented_toml, plan_lines, plan_record, search_lines, search_record, set_key
 from titanlite.tools.plan.recompute_search import GIB, choose_policies
-from titanlite.tools.plan.search import search, with_options
-from titanlite.tools.plan.suggestions import suggest, suggestion_lines
+from titanlite.tools.plan.search import search as find_layouts
+from titanlite.tools.plan.search import with_options
+from titanlite.tools.plan.suggestions import suggest as find_suggestions
+from titanlite.tools.plan.suggestions import suggestion_lines
 
 
-def main(path: str, options: Namespace) -> None:
-    """Run `titanlite plan PATH` with the options of its parser."""
-    config, layout = _read(path, options)
-    if options.search:
-        changes = _search(config, layout, as_json=options.json)
-    elif options.memory_budget_gib:
-        changes = _choose_recomputation(config, layout, gib=options.memory_budget_gib, as_json=options.json)
+def plan_config(
+    config: str | None = None,
+    overrides: Sequence[str] = (),
+    *,
+    world_size: Count | None = None,
+    gpu: str | None = None,
+    gpus_per_node: Count = 8,
+    json_: bool = False,
+    search: bool = False,
+    suggest: bool = False,
+    memory_budget_gib: Annotated[float, above_zero] | None = None,
+    global_batch_size: Count | None = None,
+    apply: Path | None = None,
+) -> None:
+    """Predict memory, communication and step time of a config, without a GPU.
+
+    --search finds the fastest layout that fits, --memory-budget-gib the least recomputation, and --suggest options that
+    need less memory.
+
+    Args:
+        world_size: processes (GPUs); required
+        gpu (NAME|FILE.toml): device, for example H100; cpu for this machine; or a TOML file that describes one
+            (docs/plan.md)
+        gpus_per_node: devices in each node
+        json_: print JSON
+        search: search for the fastest layout that fits
+        suggest: find options that need less memory
+        memory_budget_gib (GIB): choose the recompute policy of each block, so that reserved memory and the CUDA
+            context fit
+        global_batch_size (B): short for --training.global_batch_size=B
+        apply (OUT.toml): with --search or --memory-budget-gib: write the config with the result
+
+    Example:
+        llama3_8b --world-size 64 --gpu H100
+        my.toml --world-size 64 --gpu H100 --search --apply best.toml
+        my.toml --world-size 8 --gpu H100 --memory-budget-gib 70 --apply within_70.toml
+    """
+    given = {"a config (my.toml, llama3_8b)": config, "--world-size N": world_size, "--gpu NAME or FILE.toml": gpu}
+    if missing := [name for name, value in given.items() if not value]:
+        raise UserError(f"titanlite plan: missing: {', '.join(missing)}; see titanlite plan --help")
+    assert config
+    assert world_size
+    assert gpu
+    if search + bool(memory_budget_gib) + suggest > 1:
+        raise UserError("titanlite plan: --search, --memory-budget-gib and --suggest exclude each other")
+    if apply and not (search or memory_budget_gib):
+        raise UserError("titanlite plan: --apply writes the result of --search or --memory-budget-gib: add one of them")
+    if apply and apply.exists():
+        raise UserError(f"titanlite plan: --apply: {apply} exists; name a new file")
+    overrides = [*overrides, *([f"--training.global_batch_size={global_batch_size}"] if global_batch_size else [])]
+    layout = _layout(gpu, world_size, gpus_per_node)
+    # A search sets the degrees, so those of the config need not match the number of processes.
+    loaded = with_vocab_size(load(config, overrides, world_size=None if search else world_size))
+    if search:
+        changes = _search(loaded, layout, as_json=json_)
+    elif memory_budget_gib:
+        changes = _choose_recomputation(loaded, layout, gib=memory_budget_gib, as_json=json_)
     else:
         changes = {}
         torch.set_num_threads(1)
-        planned = plan(config, layout, whole=True)
-        found = suggest(config, layout, planned) if options.suggest else []
-        if options.json:
-            record = {"suggestions": [asdict(it) for it in found]} if options.suggest else {}
+        planned = plan(loaded, layout, whole=True)
+        found = find_suggestions(loaded, layout, planned) if suggest else []
+        if json_:
+            record = {"suggestions": [asdict(it) for it in found]} if suggest else {}
             print(json.dumps(plan_record(planned) | record, indent=1))
         else:
-            print("\n".join([*plan_lines(planned, config), *(suggestion_lines(found) if options.suggest else ())]))
-    if options.apply:
-        write_config(Path(options.apply), path, config, changes)
-        print(f"wrote {options.apply}", file=sys.stderr)
+            print("\n".join([*plan_lines(planned, loaded), *(suggestion_lines(found) if suggest else ())]))
+    if apply:
+        write_config(apply, config, loaded, changes)
+        print(f"wrote {apply}", file=sys.stderr)
 
 
 def _search(config: Config, layout: Layout, *, as_json: bool) -> Options:
     """Print the best layouts, and return the options of the first."""
     began = time.perf_counter()
-    found = search(config, layout)
+    found = find_layouts(config, layout)
     seconds = time.perf_counter() - began
     if as_json:
         print(json.dumps(search_record(found), indent=1))
@@ -75,14 +127,11 @@ def _choose_recomputation(config: Config, layout: Layout, *, gib: float, as_json
     return options
 
 
-def _read(path: str, options: Namespace) -> tuple[Config, Layout]:
-    hardware = load_hardware(Path(options.gpu)) if options.gpu.endswith(".toml") else find_hardware(options.gpu)
-    world_size = options.world_size
+def _layout(gpu: str, world_size: int, gpus_per_node: int) -> Layout:
+    hardware = load_hardware(Path(gpu)) if gpu.endswith(".toml") else find_hardware(gpu)
     if hardware.measured:
-        hardware = share_of_process(hardware, min(world_size, options.gpus_per_node))
-    layout = Layout(world_size, hardware, options.gpus_per_node)
-    # A search sets the degrees, so those of the config need not match the number of processes.
-    return with_vocab_size(load(path, options.overrides, world_size=None if options.search else world_size)), layout
+        hardware = share_of_process(hardware, min(world_size, gpus_per_node))
+    return Layout(world_size, hardware, gpus_per_node)
 
 
 def share_of_process(machine: Hardware, processes: int) -> Hardware:

@@ -23,6 +23,8 @@ WATCH_SECONDS = 5
 """Time between two looks of a served page at the records."""
 SILENT_SECONDS = 10.0
 """Time for which a connection to a served page may be silent: a browser asks at once."""
+PICTURES = (".png", ".pdf", ".svg", ".jpg")
+"""Endings of the files that --png writes."""
 PAPER = {
     "loss": "loss (nats a token)",
     "grad_norm": "gradient norm (log scale)",
@@ -32,30 +34,45 @@ PAPER = {
 """Metrics of the picture for papers, with the labels of their axes."""
 
 
-def main(paths: Sequence[Path], *, out: Path | None, png: Path | None, watch: bool, port: int) -> None:
-    """Write the page, and the picture if it is asked for; or serve the page.
+def report(
+    runs: Sequence[Path], *, out: Path | None = None, png: Path | None = None, watch: bool = False, port: int = 8765
+) -> None:
+    """Write an HTML page about runs, or serve it while they train.
+
+    The page needs no network. Several runs are drawn in the same charts.
 
     Args:
-        paths: folders of runs.
-        out: file of the page. Default: report.html in the folder of the first run.
-        png: file of the picture; None for none.
-        port: of the served page; 0 takes a free one.
+        runs (RUN): folder of a run, such as outputs/debug
+        out (FILE): page to write; default: report.html in the folder of the first run
+        png (FILE): also draw loss, gradient norm, learning rate and speed for papers
+        watch: serve the page on this machine alone, and keep it current
+        port: port of --watch; default: 8765; 0: any
 
     Raises:
         UserError: a folder is no run, a file cannot be written, or a package is missing.
+
+    Example:
+        outputs/debug
+        outputs/first outputs/second --out compare.html --png compare.png
+        outputs/debug --watch
     """
+    for flag, file in {"out": out, "png": png}.items():
+        if file and not file.parent.is_dir():
+            raise UserError(f"titanlite report: --{flag} {file}: there is no folder {file.parent}")
+    if png and png.suffix.lower() not in PICTURES:
+        raise UserError(f"titanlite report: --png {png}: name a file with one of {', '.join(PICTURES)}")
     _need("plotly")
     if watch:
-        serve(paths, port=port)
+        serve(runs, port=port)
         return
-    runs = [read_run(path) for path in paths]
-    _check_names(runs)
-    place = out or paths[0] / "report.html"
+    found = [read_run(path) for path in runs]
+    _check_names(found)
+    place = out or runs[0] / "report.html"
     try:
-        write_atomically(place, page(runs))
+        write_atomically(place, page(found))
         print(f"wrote {place}")
         if png:
-            draw_png(runs, png)
+            draw_png(found, png)
             print(f"wrote {png}")
     except OSError as error:
         raise UserError(f"{error.filename or place}: {error.strerror}") from None

@@ -1,11 +1,14 @@
 """Table and record of what `parallelize` did with each parameter, for `titanlite inspect CONFIG`."""
 
+import json
 import math
+import os
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from typing import Any
 
+from rich.console import Console
 from rich.table import Column, Table
 
 from titanlite.tools.plan.output import format_size
@@ -147,3 +150,13 @@ def _update_line(parameter: ParameterLayout) -> str:
 
 def _sizes(sizes: dict[str, int]) -> list[str]:
     return [format_size(sizes[name]) for name in SIZES]
+
+
+def show(output: dict[str, Any] | Iterable[str | Table]) -> None:
+    """Print a record as JSON, or lines and tables for people."""
+    if isinstance(output, dict):
+        print(json.dumps(output, indent=1))
+        return
+    console = Console(width=None if os.isatty(1) else 1000, markup=False, emoji=False, highlight=False)
+    for part in output:
+        console.print(part, soft_wrap=isinstance(part, str))  # in a pipe, lines are not wrapped

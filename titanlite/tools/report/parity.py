@@ -9,7 +9,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -137,18 +137,10 @@ def _difference(values: list[float | None], others: list[float | None]) -> float
     return max(relative, default=float("inf"))
 
 
-def main(path: str, overrides: list[str], *, steps: int, processes: int | None, tolerance: float, only: str) -> None:
-    """Run and compare all variants of a config, and print the table.
-
-    Args:
-        processes: of the sharded variants; None takes one for each GPU, else 4.
-        tolerance: largest relative difference of a loss, for variants that need not be exact.
-        only: part of the names of the variants to run; "" runs all.
-
-    Raises:
-        UserError: the config or an argument is wrong.
-        RunError: a variant failed, or differs by too much.
-    """
+def compare_layouts(
+    path: str, overrides: Sequence[str], steps: int, processes: int | None, tolerance: float, only: str
+) -> None:
+    """Run and compare all variants of a config, and print the table."""
     config = load(path, overrides)
     import torch  # not before: the import takes seconds, and mistakes of the config are reported at once
 
@@ -237,14 +229,14 @@ def parity_options() -> list[str]:
     ]
 
 
-def _command(path: str, base: list[str], overrides: list[str], variant: Variant) -> list[str]:
+def _command(path: str, base: list[str], overrides: Sequence[str], variant: Variant) -> list[str]:
     """Return the words of `titanlite` that train a variant.
 
     Raises:
         UserError: the config and the variant exclude each other.
     """
     layout = [*_degrees(1), RESHARD]  # instead of the layout of the config
-    options = [f"--{option}" for option in base] + overrides
+    options = [*(f"--{option}" for option in base), *overrides]
     options += [f"--{option}" for option in (*layout, *variant.options)]
     options += [f"--{option}" for option in base if option.startswith("job.")] + [f"--job.name={_slug(variant.name)}"]
     try:

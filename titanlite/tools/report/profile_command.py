@@ -21,6 +21,7 @@ from titanlite.checkpoint.manifest import folder_name, step_of
 from titanlite.observer import Phase
 from titanlite.runtime.errors import UserError
 from titanlite.techniques.profiling import PROFILE
+from titanlite.tools.arguments import Count, Index
 
 COLLECTIVES = (
     ("all-gather", r"all_?gather"),
@@ -80,15 +81,28 @@ class Profile:
         return self.last - self.first + 1
 
 
-def main(run: str, *, step: int | None, rank: int, as_json: bool) -> None:
-    """Run `titanlite profile RUN` with the options of its parser.
+def profile(folder: Path, *, step: Count | None = None, rank: Index = 0, json_: bool = False) -> None:
+    """Print where the time of a profiled step went.
+
+    Read a trace that training with --profiling.enable_profiling wrote: compute, collectives and how much of them is
+    hidden, idle time, operators. docs/see_the_run.md explains each line.
+
+    Args:
+        folder (RUN): folder of the run
+        step: last step of the window; default: the newest
+        rank (R): rank; default: 0
+        json_: print JSON, in seconds of the whole window
 
     Raises:
         UserError: there is no such profile, or its trace is damaged.
+
+    Example:
+        outputs/debug
+        outputs/llama3_8b --step 200 --rank 7
     """
-    path = find_trace(Path(run), step=step, rank=rank)
+    path = find_trace(folder, step=step, rank=rank)
     found = read_profile(path)
-    if as_json:
+    if json_:
         print(json.dumps({"trace": str(path), **asdict(found)}, indent=1))
         return
     print("\n".join(profile_lines(path, found)))

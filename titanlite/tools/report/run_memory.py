@@ -17,7 +17,7 @@ from titanlite.tools.plan.hardware import find_hardware
 from titanlite.tools.plan.memory import Profile
 from titanlite.tools.plan.output import format_size
 from titanlite.tools.plan.teacher import PREFIX
-from titanlite.tools.report.inspect_command import show
+from titanlite.tools.report.parameter_table import show
 
 TENSORS = ("parameters", "gradients", "optimizer")
 """Categories that a run measures, and a plan has."""

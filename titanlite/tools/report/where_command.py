@@ -1,4 +1,4 @@
-"""The commands `titanlite parity --where` and `--dump`: run a config on both sides, and compare each module's values.
+"""The command `titanlite parity`. With --where, run a config on both sides, and compare each module's values.
 
 Each side is a run of its own, started as a user starts one, that writes a dump of one step.
 """
@@ -13,10 +13,69 @@ from pathlib import Path
 from titanlite.config.load import load
 from titanlite.runtime.errors import ConfigError, RunError, UserError, whole_number
 from titanlite.schema import Training
-from titanlite.tools.report.parity import layout_options, parity_options, start
+from titanlite.tools.arguments import Count
+from titanlite.tools.report.parity import compare_layouts, layout_options, parity_options, start
 
 TRANSFORMERS = "transformers"
 LAYOUT = re.compile(r"(\d+)x(\d+)")
+
+
+def parity(
+    config: str | None = None,
+    overrides: Sequence[str] = (),
+    *,
+    steps: Count = 20,
+    processes: Count | None = None,
+    tolerance: float | None = None,
+    only: str = "",
+    where: tuple[str, str] | None = None,
+    dump: Path | None = None,
+    step: Count = 1,
+) -> None:
+    """Train a config in every layout and compare losses step by step.
+
+    Exit code 1 if a variant fails, or differs from its reference by more than it may.
+
+    With --where, compare the values of one step on two sides, A and B. It prints the first module and direction
+    (forward, gradient, update) whose values differ, and a table by block. A side is a layout (2x2, replicas x shards),
+    options of the config without dashes, both in quotes, the folder of a dump, or transformers. Exit code 1 if they
+    differ.
+
+    Args:
+        steps: steps to train
+        processes: processes of sharded variants; default: one a GPU, else 4
+        tolerance (X): largest relative difference; default: 1e-5; with --where, 5e-2 in bfloat16
+        only (TEXT): only variants whose name contains TEXT
+        where (A B): name the first module whose values differ in A
+        dump (FOLDER): write the values of one step; torchrun starts it on several processes
+        step: step of --where and --dump
+
+    Raises:
+        UserError: the config or an argument is wrong.
+        RunError: a variant failed, or differs by too much.
+
+    Example:
+        debug --steps 20 --processes 4
+        debug --where 2x2 1x1
+        debug --where '2x1 compile.enable=true' 1x1
+        debug --where 1x1 transformers
+        debug --dump dumps/before
+        --where dumps/after dumps/before
+    """
+    if where and dump:
+        raise UserError("titanlite parity: --where and --dump exclude each other")
+    if where:
+        compare_sides(config, overrides, where, step=step, tolerance=tolerance)
+        return
+    if not config:
+        raise UserError(
+            "titanlite parity: no config: name a TOML file, or one that titanlite ships, for example titanlite parity "
+            "debug"
+        )
+    if dump:
+        write_dump(config, overrides, folder=dump, step=step)
+        return
+    compare_layouts(config, overrides, steps, processes, 1e-5 if tolerance is None else tolerance, only)
 
 
 @dataclass(frozen=True)
@@ -62,7 +121,9 @@ def parse_side(text: str, folder: Path) -> Side:
     return Side(text, replicate * shard, [*layout_options(replicate, shard), *options], folder)
 
 
-def where(path: str | None, overrides: list[str], sides: Sequence[str], *, step: int, tolerance: float | None) -> None:
+def compare_sides(
+    path: str | None, overrides: Sequence[str], sides: Sequence[str], *, step: int, tolerance: float | None
+) -> None:
     """Run both sides where they are no dumps yet, compare them, and print the first difference and the table.
 
     Raises:
@@ -103,7 +164,7 @@ def where(path: str | None, overrides: list[str], sides: Sequence[str], *, step:
         raise RunError(f"not equal: first {compared.first.module}, {compared.first.direction}")
 
 
-def _check(path: str, overrides: list[str], side: Side, step: int) -> None:
+def _check(path: str, overrides: Sequence[str], side: Side, step: int) -> None:
     try:
         config = load(path, [*overrides, *side.options], world_size=side.processes)
     except ConfigError as error:
@@ -116,7 +177,7 @@ def _check_step(training: Training, step: int) -> None:
         raise UserError(f"--step {step}: the run has {training.steps} steps (training.steps)")
 
 
-def _run(path: str, overrides: list[str], side: Side, step: int) -> None:
+def _run(path: str, overrides: Sequence[str], side: Side, step: int) -> None:
     """Write the dump of a side.
 
     Raises:
@@ -128,7 +189,7 @@ def _run(path: str, overrides: list[str], side: Side, step: int) -> None:
         raise RunError(f"{side.text} failed: {error}")
 
 
-def dump(path: str, overrides: list[str], *, folder: Path, step: int) -> None:
+def write_dump(path: str, overrides: Sequence[str], *, folder: Path, step: int) -> None:
     """Train on these processes until a step, and write its values. torchrun starts several processes.
 
     Raises:
