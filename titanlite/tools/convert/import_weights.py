@@ -26,6 +26,7 @@ from titanlite.checkpoint.load import model_settings
 from titanlite.checkpoint.manifest import Manifest, folder_name
 from titanlite.checkpoint.state import Difference, difference, model_state, to_globs
 from titanlite.config.load import dump
+from titanlite.data.tokenizer import COPY, copy_tokenizer, files_of, find_tokenizer, is_shipped
 from titanlite.models.registry import ModelSpec
 from titanlite.runtime.console import progress_console
 from titanlite.runtime.errors import UserError
@@ -46,6 +47,8 @@ class Teacher(NamedTuple):
 
     spec: ModelSpec
     config: Config
+    tokenizer: str | None
+    """Name under which its tokenizer is loaded. None: there is none."""
     kept: set[str]
     """Tensors that the source does not have: they keep their initial values."""
     read: Callable[[str], Tensor]
@@ -119,7 +122,16 @@ def import_weights(
         for name, tensor in tensors.items()
     }
     settings = model_settings(resolved.model.title, spec.args)
-    _write(storage, folder, state, read=read, settings=settings, config=dump(resolved), origin=teacher.origin)
+    _write(
+        storage,
+        folder,
+        state,
+        read=read,
+        settings=settings,
+        config=dump(resolved),
+        origin=teacher.origin,
+        tokenizer=teacher.tokenizer,
+    )
     return storage.url_of(folder)
 
 
@@ -152,6 +164,7 @@ def _foreign(
     return Teacher(
         spec,
         resolved,
+        resolved.data.tokenizer,
         reader.kept,
         reader.read,
         reader.dtype,
@@ -165,6 +178,7 @@ def _of_ours(source: Source) -> Teacher:
     return Teacher(
         source.spec,
         source.config,
+        source.tokenizer.name if source.tokenizer else None,
         set(),
         lambda name: read_tensor(source, name.removeprefix("model.")),
         lambda name: entries[name].properties.dtype,
@@ -223,6 +237,7 @@ def _write(
     settings: dict[str, Any],
     config: str,
     origin: dict[str, Any] | None,
+    tokenizer: str | None,
 ) -> None:
     """Write and commit a checkpoint of a model alone; after an error nothing is left of it."""
     started = time.perf_counter()
@@ -255,6 +270,10 @@ def _write(
                 load_step=None,
                 files={name: file.record() for name, file in sorted(writer.written.items())},
             )
+            if tokenizer and not is_shipped(tokenizer) and "://" not in storage.url:
+                with suppress(UserError):  # what cannot be read here needs --tokenizer
+                    if path := find_tokenizer(tokenizer):
+                        copy_tokenizer(files_of(path), Path(storage.url, COPY))
             storage.publish(folder, manifest.to_json())
         except BaseException:
             with suppress(Exception):
