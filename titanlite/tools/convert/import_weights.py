@@ -21,7 +21,7 @@ from torch.distributed.checkpoint import CheckpointException
 
 import titanlite
 from titanlite.checkpoint import manifest as manifests
-from titanlite.checkpoint.dcp_write import ArchiveFrames, ShardWriter, checksums_json
+from titanlite.checkpoint.dcp_write import ShardWriter, checksums_json
 from titanlite.checkpoint.load import model_settings
 from titanlite.checkpoint.manifest import Manifest, folder_name
 from titanlite.checkpoint.state import Difference, difference, model_state, to_globs
@@ -251,7 +251,7 @@ def _write(
 
         try:
             staging = storage.begin(folder)
-            writer = ShardWriter(storage, staging, rank=0, frames=ArchiveFrames(), read=read_and_show)
+            writer = ShardWriter(storage, staging, rank=0, read=read_and_show)
             _save(state, writer)
             writer.write_file(manifests.CHECKSUMS, checksums_json(writer.written))
             writer.write_file(manifests.CONFIG, config.encode())
