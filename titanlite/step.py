@@ -184,5 +184,4 @@ def count_valid_tokens(batches: Sequence[Batch], group: dist.ProcessGroup) -> Te
 def clip(gradients: Sequence[Tensor], *, norm: Tensor, max_norm: float) -> None:
     """Scale gradients of a global L2 norm in place, so that the norm is at most max_norm."""
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    # bfloat16 gradients are scaled one by one: a bfloat16 factor, which one kernel for all needs, would be inexact.
     scale_in_place(joined(gradients), factor.to(gradients[0].device))

@@ -19,6 +19,7 @@ from titanlite.checkpoint.manager import CheckpointManager, Progress
 from titanlite.data.loader import MicroBatches, build_loader
 from titanlite.data.samples import Samples
 from titanlite.data.sources import PrepareText, open_data
+from titanlite.data.tokenizer import is_shipped
 from titanlite.data.verify import while_checking
 from titanlite.guard import StepGuard, StoppedByGuard
 from titanlite.loss import LossFunction, TeacherOutput, build_loss
@@ -190,14 +191,20 @@ def build(
         flush=disk.flush if disk else None,
         open_weights=(lambda path: open_weights(path, spec, allow_changes)) if open_weights else None,
         exports=Exports(
-            config.checkpoint, run=folder.path, model_file=config.model.file, is_first_rank=ranks.rank == 0
+            config.checkpoint,
+            run=folder.path,
+            model_file=config.model.file,
+            tokenizer=None if is_shipped(config.data.tokenizer) else str(folder.tokenizer),
+            is_first_rank=ranks.rank == 0,
         ),
     )
     progress = checkpoints.load(has_saved=folder.has_saved)
     sources = samples.sources
     if progress.step:
         samples = samples.resume(progress.data, progress.samples_seen, config.data.on_change)
-    record_start(folder, config, step=progress.step, ranks=ranks, device=device, mesh=mesh)
+    record_start(
+        folder, config, tokenizer=resolved.tokenizer, step=progress.step, ranks=ranks, device=device, mesh=mesh
+    )
     limit = samples.limit(training.epochs)
     steps = count_steps(training, step=progress.step, samples=progress.samples_seen, limit=limit)
 

@@ -4,14 +4,13 @@ import io
 import zlib
 from pathlib import Path
 
-import pytest
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 from torch.utils.serialization import config as serialization
 
-from titanlite.checkpoint.dcp_write import ArchiveFrames, ShardWriter
+from titanlite.checkpoint.dcp_write import ShardWriter
 from titanlite.storage.storage import open_storage
 
 TENSORS = {
@@ -30,18 +29,12 @@ TENSORS = {
 }
 
 
-@pytest.mark.parametrize("same_frames", [True, False])
-def test_shards_are_what_torch_save_writes(tmp_path: Path, same_frames: bool) -> None:
-    storage, frames = open_storage(str(tmp_path), owner="me"), ArchiveFrames()
+def test_shards_are_what_torch_save_writes(tmp_path: Path) -> None:
+    storage = open_storage(str(tmp_path), owner="me")
     staging = storage.begin("step-00000001")
     items = [WriteItem(index=MetadataIndex(name), type=WriteItemType.TENSOR) for name in TENSORS]
-    writer = ShardWriter(storage, staging, rank=3, frames=frames, read=lambda item: TENSORS[item.index.fqn])
-    results = []
-    for _ in range(2):
-        writer = ShardWriter(storage, staging, rank=3, frames=frames, read=lambda item: TENSORS[item.index.fqn])
-        results = writer._write(items)
-        if not same_frames:
-            frames = ArchiveFrames()
+    writer = ShardWriter(storage, staging, rank=3, read=lambda item: TENSORS[item.index.fqn])
+    results = writer._write(items)
     data = (tmp_path / staging / "__3_0.distcp").read_bytes()
     written = writer.written["__3_0.distcp"]
     assert (written.size, written.crc32) == (len(data), zlib.crc32(data))
@@ -59,10 +52,3 @@ def torch_save(tensor: Tensor) -> bytes:
     with serialization.patch("save.compute_crc32", False):  # pyright: ignore
         torch.save(tensor.clone() if is_part else tensor, archive)
     return archive.getvalue()
-
-
-def test_small_tensors_are_framed_and_not_saved_one_by_one() -> None:
-    frames = ArchiveFrames()
-    with serialization.patch("save.compute_crc32", False):  # pyright: ignore
-        framed = [name for name, tensor in TENSORS.items() if frames.around(tensor) is not None]
-    assert framed == [name for name in TENSORS if name not in ("empty", "not contiguous", "large")]

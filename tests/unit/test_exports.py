@@ -205,5 +205,6 @@ def test_the_last_export_is_the_model(tiny: TinyRun) -> None:
 
 
 def test_an_export_takes_the_code_of_the_run_not_of_the_checkpoint(tmp_path: Path) -> None:
-    exports = Exports(Checkpoint(export_every=1), run=tmp_path, model_file="/abs/own.py", is_first_rank=True)
-    assert exports._command(5)[-2:] == ["--model-file", "/abs/own.py"]
+    named = {"model_file": "/abs/own.py", "tokenizer": "/abs/tokenizer"}
+    exports = Exports(Checkpoint(export_every=1), run=tmp_path, **named, is_first_rank=True)
+    assert exports._command(5)[-4:] == ["--model-file", "/abs/own.py", "--tokenizer", "/abs/tokenizer"]

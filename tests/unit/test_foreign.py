@@ -4,7 +4,9 @@ import json
 import os
 import re
 import shutil
+import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +16,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.chat_tokenizer import write_chat_tokenizer
+from tests.helpers import TinyRun, train_on_this_rank
 from tests.weights import save_random, small_toml
 from titanlite.checkpoint import manifest as manifests
 from titanlite.checkpoint.manifest import MANIFEST
 from titanlite.config.foreign import load_of_run, read_foreign
+from titanlite.data.tokenizer import SHIPPED, load_tokenizer
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.files import checked_name, file_inside
 from titanlite.storage.storage import LocalStorage
@@ -177,6 +181,175 @@ def test_the_config_of_a_run_is_planned_without_its_code(text: str, named: str, 
     assert "\n" not in str(raised.value)
     (tmp_path / "config.toml").write_text('[optimizer]\nname = "SGD"\n[metrics]\nloggers = ["wandb"]\n')
     assert load_of_run(tmp_path, None, world_size=1).optimizer.name == "SGD"
+
+
+# Tokenizers
+
+
+@pytest.fixture
+def opened() -> Iterator[list[str]]:
+    """The files that this process opens."""
+    files: list[str] = []
+    active = [True]
+
+    def note(event: str, arguments: tuple[Any, ...]) -> None:  # stays until the process ends
+        if active and event == "open" and isinstance(arguments[0], str | bytes):
+            files.append(os.fsdecode(arguments[0]))
+
+    sys.addaudithook(note)
+    yield files
+    active.clear()
+
+
+@pytest.fixture
+def tokenizer(tmp_path: Path) -> Path:
+    folder = tmp_path / "my tokenizer"
+    folder.mkdir()
+    return write_chat_tokenizer(folder, "{{ messages }}")
+
+
+def of_a_path(download: Path, tokenizer: Path) -> Path:
+    """Let the config of a checkpoint name the path of a tokenizer, and return the run."""
+    return with_config(download, small_toml("llama3", tokenizer=str(tokenizer)))
+
+
+READ = {
+    "generate": ["generate", "{run}", "--prompt", "a", "--max-new-tokens", "1"],
+    "export": ["checkpoint", "export", "{run}", "--out", "{out}"],
+    "evaluate": ["evaluate", "{run}", "--data", "stdlib://", "--cache-folder", "{out}", "--sequences", "1"],
+}
+
+
+@pytest.mark.parametrize("command", READ)
+def test_a_tokenizer_that_a_checkpoint_names_is_not_opened(
+    command: str,
+    download: Path,
+    tokenizer: Path,
+    tmp_path: Path,
+    opened: list[str],
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    words = [word.format(run=of_a_path(download, tokenizer), out=tmp_path / "out") for word in READ[command]]
+    assert cli.run(words) == 2
+    [line] = capfd.readouterr().err.splitlines()
+    reason = (
+        f'{download}/tokenizer is not there, and "{tokenizer}" of its config is not read, since it may be of others'
+    )
+    assert f"{reason}: copy it there; or name " in line
+    assert "with --tokenizer" in line
+    assert any("step-00000010" in file for file in opened)
+    assert [file for file in opened if "my tokenizer" in file] == []
+    assert cli.run([*words, "--tokenizer", str(tokenizer)]) == 0
+    assert [file for file in opened if "my tokenizer" in file] != []
+
+
+def test_the_copy_beside_a_checkpoint_is_checked_as_weights_are(
+    download: Path, tokenizer: Path, tmp_path: Path, opened: list[str], capfd: pytest.CaptureFixture[str]
+) -> None:
+    words = ["generate", str(of_a_path(download, tokenizer)), "--prompt", "a", "--max-new-tokens", "1"]
+    copy = download / "tokenizer"
+    copy.symlink_to(tokenizer)
+    assert cli.run(words) == 2
+    assert f"{download}: 'tokenizer' leads out of the folder: refused" in capfd.readouterr().err
+    copy.unlink()
+    copy.mkdir()
+    (copy / "tokenizer.json").symlink_to(tokenizer / "tokenizer.json")
+    assert cli.run(words) == 2
+    assert f"{copy}: 'tokenizer.json' leads out of the folder: refused" in capfd.readouterr().err
+    assert [file for file in opened if "my tokenizer" in file] == []
+    (copy / "tokenizer.json").unlink()
+    (copy / "tokenizer.json").touch()
+    os.truncate(copy / "tokenizer.json", 2**28 + 1)  # takes no space
+    assert cli.run(words) == 2
+    assert "has 268,435,457 bytes, and 268,435,456 are read at most" in capfd.readouterr().err
+    shutil.copy(tokenizer / "tokenizer.json", copy)
+    assert cli.run(words) == 0
+    alone = tmp_path / "alone" / "step-00000010"
+    shutil.copytree(download / "checkpoints" / alone.name, alone)
+    assert cli.run(["generate", str(alone), *words[2:]]) == 2
+    assert f"{alone.parent}/tokenizer is not there" in capfd.readouterr().err
+    shutil.copytree(copy, alone.parent / "tokenizer")
+    assert cli.run(["generate", str(alone), *words[2:]]) == 0
+
+
+def test_a_teacher_or_a_plan_of_others_reads_no_tokenizer_elsewhere(
+    download: Path, tokenizer: Path, opened: list[str]
+) -> None:
+    text = small_toml("llama3", tokenizer=str(tokenizer))
+    (download / "config.toml").write_text(text)
+    source = open_teacher(str(of_a_path(download, tokenizer)), None)
+    assert source.tokenizer is None
+    with pytest.raises(
+        UserError, match=rf"not read, since it may be of others: .*with --config {download}/config.toml$"
+    ):
+        load_of_run(download, None, world_size=1)
+    assert [file for file in opened if "my tokenizer" in file] == []
+    shutil.copytree(tokenizer, download / "tokenizer")
+    assert load_of_run(download, None, world_size=1).data.tokenizer == str(download / "tokenizer")
+    source = open_teacher(str(download), None)
+    assert source.tokenizer is not None
+    assert source.tokenizer.vocab_size == 260
+
+
+def test_an_import_keeps_the_tokenizer(download: Path, tokenizer: Path, tmp_path: Path) -> None:
+    """The layers of a checkpoint, and weights of another program: both go on where their source is gone."""
+    words = ["checkpoint", "export", str(download), "--tokenizer", str(tokenizer), "--out", str(tmp_path / "hf")]
+    assert cli.run(words) == 0
+    shutil.copytree(tokenizer, of_a_path(download, tokenizer) / "tokenizer")
+    for source, name, more in ((download, "layers", ["--layers", "0"]), (tmp_path / "hf", "whole", [])):
+        words = ["checkpoint", "import", str(source), "--out", str(tmp_path / name), *more]
+        assert cli.run(words) == 0
+    expected = load_tokenizer(str(tokenizer)).fingerprint
+    shutil.rmtree(tokenizer)
+    shutil.rmtree(tmp_path / "hf")
+    for name in ("layers", "whole"):
+        found = open_source(str(tmp_path / name)).tokenizer
+        assert found is not None
+        assert (found.name, found.fingerprint) == (str(tmp_path / name / "tokenizer"), expected)
+
+
+@pytest.mark.usefixtures("single_process_group")
+def test_a_run_keeps_its_tokenizer(tiny: TinyRun, tokenizer: Path, caplog: pytest.LogCaptureFixture) -> None:
+    options = [f"--data.tokenizer={tokenizer}", "--model.args.vocab_size=260", "--training.seq_len=16"]
+    used = load_tokenizer(str(tokenizer)).fingerprint
+    train_on_this_rank(tiny.config(*options, "--training.steps=2"), 0, 1)
+    run = tiny.folder / "outputs" / "tiny"
+    copy = run / "tokenizer"
+    files = {file.name: file.read_bytes() for file in tokenizer.iterdir()}
+    assert {file.name: file.read_bytes() for file in copy.iterdir()} == files
+    [index] = (tiny.folder / "outputs").glob("data_cache/*/index.json")
+    assert json.loads(index.read_bytes())["tokenizer"]["fingerprint"] == used
+    assert load_tokenizer(str(copy)).fingerprint == used
+    away = tokenizer.rename(tokenizer.with_name("away"))
+    assert cli.run(["generate", str(run), "--prompt", "a", "--max-new-tokens", "1"]) == 0
+    assert cli.run(["checkpoint", "export", str(run), "--out", str(tiny.folder / "hf")]) == 0
+    assert (tiny.folder / "hf" / "tokenizer.json").read_bytes() == files["tokenizer.json"]
+    away.rename(tokenizer)
+    written = (copy / "tokenizer.json").stat().st_mtime_ns
+    train_on_this_rank(tiny.config(*options, "--training.steps=3"), 0, 1)
+    assert (copy / "tokenizer.json").stat().st_mtime_ns == written, "another start leaves it"
+    (copy / "tokenizer.json").unlink()
+    (tokenizer / "chat_template.jinja").write_text("new")
+    train_on_this_rank(tiny.config(*options, "--training.steps=4"), 0, 1)
+    assert (copy / "tokenizer.json").exists()
+    assert (copy / "chat_template.jinja").read_text() == "new"
+    assert (run / "tokenizer-until-step-3" / "tokenizer_config.json").exists()
+    assert "the tokenizer has other files now" in caplog.text
+
+
+@pytest.mark.usefixtures("single_process_group")
+def test_a_run_with_a_rank_file_keeps_it(tiny: TinyRun) -> None:
+    file = tiny.folder / "my.ranks"
+    shutil.copy(SHIPPED / "python-2k.model", file)
+    options = [f"--data.tokenizer={file}", "--model.args.vocab_size=2304", "--training.seq_len=16"]
+    train_on_this_rank(tiny.config(*options, "--training.steps=1"), 0, 1)
+    run = tiny.folder / "outputs" / "tiny"
+    file.unlink()
+    source = open_source(str(run))
+    assert source.tokenizer is not None
+    assert source.tokenizer.fingerprint == load_tokenizer("python-2k").fingerprint
+    train_on_this_rank(tiny.config("--job.name=plain", "--training.steps=1"), 0, 1)
+    assert not (run.parent / "plain" / "tokenizer").exists(), "bytes need none"
 
 
 # Names and links

@@ -405,6 +405,10 @@ def test_scale_in_place() -> None:
     tensors = [torch.ones(2), torch.full((3,), 2.0)]
     scale_in_place(tensors, torch.tensor(0.5))
     assert [tensor.tolist() for tensor in tensors] == [[0.5, 0.5], [1.0, 1.0, 1.0]]
+    x, factor = torch.randn(1000, generator=torch.Generator().manual_seed(0)).bfloat16(), torch.tensor(1 / 3)
+    assert not torch.equal(x * factor.bfloat16(), expected := (x.float() * factor).bfloat16())
+    scale_in_place([x], factor)
+    assert torch.equal(x, expected), "the factor is not rounded to bfloat16"
 
 
 def test_replace_tensors_keeps_parameters_and_names() -> None:

@@ -191,6 +191,10 @@ def test_own_time_is_that_of_the_head(monkeypatch: pytest.MonkeyPatch) -> None:
     assert step(1) == pytest.approx(3.0), "the one before it"
     own.begin(is_measured=True)
     assert math.isnan(own.own_seconds()), "no head has run"
+    own.begin(is_measured=True)
+    with pytest.raises(RuntimeError):
+        head(torch.ones(1, 3))
+    assert math.isnan(step(1)), "a forward that raised has no end"
 
 
 def test_several_observers_hear_the_same() -> None:

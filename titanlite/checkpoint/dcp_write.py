@@ -63,57 +63,16 @@ class ChecksumStream(io.RawIOBase):
         return len(view)
 
 
-class ArchiveFrames:
-    """Cache of the bytes that torch.save writes before and after the data of a tensor of up to a MiB.
-
-    They depend on shape and dtype alone. Making them takes Python longer than the rest of a small tensor's save, and
-    training in the other thread waits meanwhile. Two tensors of different data are compared first: should the bytes
-    depend on the data in some version of PyTorch, torch.save is used.
-    """
-
-    def __init__(self) -> None:
-        self._known: dict[tuple[torch.Size, torch.dtype], tuple[bytes, bytes] | None] = {}
-
-    def around(self, tensor: Tensor) -> tuple[bytes, bytes] | None:
-        """Return the bytes before and after the data of a tensor; None where torch.save must be used."""
-        if not 0 < tensor.nbytes <= BUFFER or not tensor.is_contiguous():
-            return None
-        key = tensor.shape, tensor.dtype
-        if key not in self._known:
-            one, other = _frame(tensor, 0xA5), _frame(tensor, 0xC3)
-            self._known[key] = one if one == other else None
-        return self._known[key]
-
-
-def _frame(like: Tensor, value: int) -> tuple[bytes, bytes] | None:
-    """Return the bytes before and after the data in the archive of a tensor whose every byte has this value."""
-    tensor = torch.empty_like(like)
-    tensor.view(-1).view(torch.uint8).fill_(value)
-    archive = io.BytesIO()
-    torch.save(tensor, archive)
-    data = bytes([value]) * like.nbytes
-    before, found, after = archive.getvalue().partition(data)
-    return (before, after) if found and data not in after else None
-
-
-def _bytes_of(tensor: Tensor) -> memoryview:
-    return tensor.view(-1).view(torch.uint8).numpy().data
-
-
 class ShardWriter(StorageWriter):
     """Writer of this rank's part of a state.
 
     Args:
         folder: staging folder.
         rank: in the group that saves.
-        frames: cache that lasts from save to save.
         read: returns the tensor of a planned item, on the CPU.
     """
 
-    def __init__(
-        self, storage: Storage, folder: str, *, rank: int, frames: ArchiveFrames, read: Callable[[WriteItem], Tensor]
-    ) -> None:
-        self.frames = frames
+    def __init__(self, storage: Storage, folder: str, *, rank: int, read: Callable[[WriteItem], Tensor]) -> None:
         self.storage = storage
         self.folder = folder
         self.read = read
@@ -143,13 +102,7 @@ class ShardWriter(StorageWriter):
                 tensor = self.read(item)
                 if tensor.untyped_storage().nbytes() != tensor.nbytes:
                     tensor = tensor.clone()  # torch.save writes the whole storage of a view
-                frame = self.frames.around(tensor)
-                if frame is None:
-                    torch.save(tensor, stream)
-                else:
-                    stream.write(frame[0])
-                    stream.write(_bytes_of(tensor))
-                    stream.write(frame[1])
+                torch.save(tensor, stream)
                 stream.flush()
                 written.ends.append((written.size, written.crc32))
                 length = written.size - start

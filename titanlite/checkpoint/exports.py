@@ -40,15 +40,24 @@ class Exports:
     Args:
         run: folder of the run.
         model_file: `model.file` of the run, which an export does not take from the checkpoint.
+        tokenizer: path of the run's tokenizer, likewise.
         is_first_rank: exports start in this process.
     """
 
-    def __init__(self, config: Checkpoint, *, run: Path, model_file: str | None = None, is_first_rank: bool) -> None:
+    def __init__(
+        self,
+        config: Checkpoint,
+        *,
+        run: Path,
+        model_file: str | None = None,
+        tokenizer: str | None = None,
+        is_first_rank: bool,
+    ) -> None:
         self.config = config
         self.checkpoints = config.folder or str(run / "checkpoints")
         self.exports = f"{config.folder}/exports" if config.folder else str(run / "exports")
         self.logs = run / "logs"
-        self.model_file = model_file
+        self._named = {"--model-file": model_file, "--tokenizer": tokenizer}
         self.is_active = is_first_rank and config.enable
         self._waiting: list[int] = []
         self._running: tuple[int, subprocess.Popen[bytes]] | None = None
@@ -130,7 +139,7 @@ class Exports:
     def _command(self, step: int) -> list[str]:
         words = ["titanlite", "checkpoint", "export", f"{self.checkpoints}/{folder_name(step)}"]
         words += ["--out", self._place(step), "--dtype", self.config.export_dtype]
-        words += ["--model-file", self.model_file] if self.model_file else []
+        words += [word for option, value in self._named.items() if value for word in (option, value)]
         return words + [word for glob in self.config.export_drop for word in ("--drop", glob)]
 
     def _begin(self, step: int) -> "subprocess.Popen[bytes]":

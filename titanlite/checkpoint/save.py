@@ -3,7 +3,7 @@
 Parameters and moments change only when the optimizer makes a step, so the copy is made during the next forward and
 backward; the next optimizer step makes what is left of it. On busy CPUs a thread that writes takes its time from
 training. So this thread has a lower priority and computes little: each rank writes its own part of the state, each
-tensor has one checksum instead of two, and plans and the archive frames of small tensors are made once.
+tensor has one checksum instead of two, and plans are made once.
 
 With `checkpoint.local_folder`, that thread writes to a disk of each node, and a second one copies from there.
 """
@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.distributed.checkpoint import CheckpointException
 
 from titanlite.checkpoint import manifest as manifests
-from titanlite.checkpoint.dcp_write import ArchiveFrames, ShardWriter, WrittenFile, checksums_json
+from titanlite.checkpoint.dcp_write import ShardWriter, WrittenFile, checksums_json
 from titanlite.checkpoint.local import LocalFolder, check_complete, copy_and_commit, new_name
 from titanlite.checkpoint.manifest import FileRecord, Manifest
 from titanlite.checkpoint.save_plan import CachingPlanner
@@ -101,7 +101,6 @@ class Saver:
         self.config = config
         self.local = local
         self.commit_group = copy_group or group
-        self.frames = ArchiveFrames()
         self.planner = CachingPlanner(f"titanlite-{id(self)}")
         self.staging = Staging(device, pin=pin)
         self._thread = self._commits = ThreadPoolExecutor(1, "checkpoint", initializer=self._start_thread)
@@ -220,7 +219,6 @@ class Saver:
             storage,
             target,
             rank=dist.get_rank(self.group),
-            frames=self.frames,
             read=lambda item: local_tensor(writing.tensors[item.index.fqn]).cpu(),
         )
         planning = time.perf_counter()

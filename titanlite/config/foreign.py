@@ -1,5 +1,5 @@
 """Configs that came with a checkpoint or a run. They may be of others: no code that one names is imported, no `base` is
-read, and no path of data is followed. Imports no torch.
+read, and no path of data or of a tokenizer is followed. Imports no torch.
 """
 
 import json
@@ -13,8 +13,9 @@ import tomli
 
 from titanlite.config.load import Draft, check_tree, load
 from titanlite.config.source import Tree
+from titanlite.data.tokenizer import find_copy, is_shipped
 from titanlite.runtime.errors import Problem, UserError
-from titanlite.runtime.files import file_inside
+from titanlite.runtime.files import file_inside, read_small
 from titanlite.schema import Config
 
 KEPT = {
@@ -82,14 +83,21 @@ def load_of_run(run: Path, config: str | None, *, world_size: int) -> Config:
     if config is not None or not path.exists():
         return load(config or path, world_size=world_size)
     try:
-        tree = tomli.loads(file_inside(run, path.name).read_text())
+        tree = tomli.loads(read_small(file_inside(run, path.name)).decode())
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path} cannot be read: {error}") from None
     try:
         _refuse(dict(_code(tree)), f"with --config {path}")
     except UserError as error:
         raise UserError(f"{path}: {error}") from None
-    return load(path, world_size=world_size)
+    found = load(path, world_size=world_size)
+    if is_shipped(found.data.tokenizer):
+        return found
+    try:
+        copy = find_copy([run], found.data.tokenizer)
+    except UserError as error:
+        raise UserError(f"{path}: the tokenizer: {error}; or name the config yourself, with --config {path}") from None
+    return found.model_copy(update={"data": found.data.model_copy(update={"tokenizer": str(copy)})})
 
 
 def _refuse(named: dict[str, Any], fix: str) -> None:

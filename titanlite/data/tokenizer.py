@@ -4,7 +4,10 @@ that titanlite ships, and tokenizer.json files of Hugging Face."""
 import base64
 import binascii
 import hashlib
+import json
 import os
+import shutil
+from collections.abc import Iterable, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Protocol
@@ -14,7 +17,7 @@ import numpy as np
 from titanlite.data.pieces import CUT_RULE, joined, pieces
 from titanlite.runtime.console import install_hint
 from titanlite.runtime.errors import UserError
-from titanlite.runtime.files import file_inside
+from titanlite.runtime.files import file_beside, file_inside, read_small, write_atomically
 
 LLAMA3_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|"
@@ -36,6 +39,13 @@ LLAMA3_SPECIAL_TOKENS = (
 )
 """Special tokens of Llama 3.1, under the names of its tokenizer.json. Their ids follow the ranks."""
 
+BESIDE = (
+    "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
+    "chat_template.json",
+)  # fmt: skip
+"""Files that belong to a tokenizer.json."""
+OF_MODEL = "config.json", "generation_config.json"
+"""Files of a model beside its tokenizer.json, which name the tokens that begin and end a text."""
 SHIPPED = Path(__file__).parent / "tokenizers"
 """python-2k: 2,048 tokens, from `titanlite data tokenizer stdlib:// --vocab-size 2048` under Python 3.11."""
 
@@ -141,7 +151,7 @@ def _read_ranks(path: Path) -> tuple[bytes, dict[bytes, int]]:
 
     content = b""
     try:
-        content = path.read_bytes()
+        content = read_small(path)
         lines = map(bytes.split, content.splitlines())
         ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in lines}
     except (OSError, ValueError, binascii.Error) as error:
@@ -154,6 +164,15 @@ def _read_ranks(path: Path) -> tuple[bytes, dict[bytes, int]]:
     return content, ranks
 
 
+def is_shipped(name: str) -> bool:
+    """Return whether a tokenizer is the word bytes or one that titanlite ships, and not a path."""
+    return name in _shipped()
+
+
+def _shipped() -> list[str]:
+    return ["bytes", *sorted(path.stem for path in SHIPPED.glob("*.model"))]
+
+
 def find_tokenizer(name: str) -> Path | None:
     """The file that `data.tokenizer` names; None for the word bytes. Reads nothing.
 
@@ -162,8 +181,7 @@ def find_tokenizer(name: str) -> Path | None:
     """
     if name == "bytes":
         return None
-    shipped = sorted(path.stem for path in SHIPPED.glob("*.model"))
-    if name in shipped:
+    if is_shipped(name):
         return SHIPPED / f"{name}.model"
     path = Path(name).expanduser()
     if os.path.isdir(path):
@@ -172,7 +190,7 @@ def find_tokenizer(name: str) -> Path | None:
             raise UserError(f"{name} has neither a tokenizer.json nor a tokenizer.model")
         path = file_inside(path, inside[0].name)
     if not os.path.isfile(path):
-        names = ", ".join(["bytes", *shipped])
+        names = ", ".join(_shipped())
         raise UserError(f"no file {name} (a tiktoken rank file, a tokenizer.json, or one of the names {names})")
     if path.suffix == ".json":
         need_tokenizers(name)
@@ -206,3 +224,73 @@ def load_tokenizer(name: str) -> Tokenizer:
 
         return HuggingFaceTokenizer(path, name)
     return TiktokenTokenizer(path, name)
+
+
+# A run keeps a copy of its tokenizer, and so does an import. Commands on a checkpoint read only that: the path in its
+# config may be of others.
+
+COPY = "tokenizer"
+"""Folder of the copy."""
+
+
+def files_of(path: Path, beside: Iterable[str] = (*BESIDE, *OF_MODEL)) -> dict[str, bytes]:
+    """Return the content of a tokenizer's file and of those beside it, under the names by which a folder is read.
+
+    Raises:
+        UserError: a file beside it is a link that leads out of its folder.
+        OSError: a file cannot be read.
+    """
+    if path.suffix != ".json":
+        return {"tokenizer.model": read_small(path)}
+    found = {name: file_beside(path, name) for name in beside}
+    return {"tokenizer.json": read_small(path), **{name: read_small(file) for name, file in found.items() if file}}
+
+
+def copy_tokenizer(files: Mapping[str, bytes], folder: Path, *, fingerprint: str | None = None) -> None:
+    """Write the files of a tokenizer into a folder, which then has all of them or is not there.
+
+    Args:
+        fingerprint: of the tokenizer that is in use.
+
+    Raises:
+        UserError: the files are of another tokenizer.
+        OSError: the folder cannot be written.
+    """
+    staging = folder.with_name(f".{folder.name}.staging")
+    for old in (staging, folder):
+        shutil.rmtree(old, ignore_errors=True)
+    staging.mkdir(parents=True)
+    for name, content in files.items():
+        write_atomically(staging / name, content)
+    if fingerprint is not None and load_tokenizer(str(staging)).fingerprint != fingerprint:
+        shutil.rmtree(staging)
+        raise UserError("its files have changed since they were read")
+    staging.rename(folder)
+
+
+def find_copy(places: Sequence[Path], named: str) -> Path:
+    """Return the folder of the copy, where the config of a checkpoint or a run names a path.
+
+    Args:
+        places: folders that may hold it. None on an object store, where nobody looks for it.
+        named: that path.
+
+    Raises:
+        UserError: there is none, or it is a link that leads out of its place.
+    """
+    for place in places:
+        if (folder := file_inside(place, COPY)).is_dir():
+            return folder
+    missing = f"{places[-1] / COPY} is not there" if places else f"the run's folder {COPY} is not beside it"
+    raise UserError(
+        f"{missing}, and {json.dumps(named)} of its config is not read, since it may be of others: "
+        f"{'copy it there' if places else 'fetch that'}"
+    )
+
+
+def is_copy(files: Mapping[str, bytes], folder: Path) -> bool:
+    """Return whether a folder has exactly these files."""
+    try:
+        return {file.name: read_small(file) for file in folder.iterdir()} == files
+    except OSError:
+        return False

@@ -109,9 +109,11 @@ class StepClock:
         return event
 
     def own_seconds(self) -> float:
-        """End the measured step, and return its own time; NaN if none was measured. Call it when the device is done
+        """End the measured step, and return its own time; NaN if it was not measured. Call it when the device is done
         with the step."""
         self._is_measured = False
+        if len(self._begins) != len(self._ends):  # a forward that raised, such as a recomputation that stops early
+            return math.nan
         spans = list(zip(self._begins, self._ends, strict=True))
         if not spans or (self._is_gpu and not all(begin.query() and end.query() for begin, end in spans)):
             return math.nan

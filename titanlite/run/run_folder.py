@@ -5,6 +5,7 @@ import json
 import logging
 import os
 import platform
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -19,6 +20,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 import titanlite
+from titanlite.data.tokenizer import COPY, Tokenizer, copy_tokenizer, files_of, find_tokenizer, is_copy, is_shipped
 from titanlite.run.raw_output import copy_output
 from titanlite.run.restarts import CrashLoop, are_starts, begin_start, check_progress, end_last, is_own
 from titanlite.runtime.console import hide_secrets, log_to_file
@@ -79,6 +81,11 @@ class RunFolder:
     def has_saved(self) -> bool:
         """Return whether the run has saved a checkpoint in an earlier start."""
         return self.saves.exists() and self.saves.stat().st_size > 0
+
+    @property
+    def tokenizer(self) -> Path:
+        """Return the folder of the tokenizer's copy; there is none of a tokenizer that titanlite ships."""
+        return self.path / COPY
 
     @property
     def logs(self) -> Path:
@@ -187,9 +194,16 @@ def _lock(path: Path) -> IO[str] | None:
 
 
 def record_start(
-    folder: RunFolder, config: Config, *, step: int, ranks: Ranks, device: torch.device, mesh: DeviceMesh
+    folder: RunFolder,
+    config: Config,
+    *,
+    tokenizer: Tokenizer,
+    step: int,
+    ranks: Ranks,
+    device: torch.device,
+    mesh: DeviceMesh,
 ) -> None:
-    """Write config.toml (resolved), and complete the record of this start in run.json.
+    """Write config.toml (resolved) and a copy of the tokenizer, and complete the record of this start in run.json.
 
     Args:
         step: step at which the run resumes.
@@ -214,6 +228,26 @@ def record_start(
     }
     _write(folder.path / "config.toml", hide_secrets(dump(config)))
     _write_run(folder.path, run)
+    _keep_tokenizer(folder.tokenizer, tokenizer, step)
+
+
+def _keep_tokenizer(copy: Path, tokenizer: Tokenizer, step: int) -> None:
+    """Keep the files of a tokenizer that is a path. Those that earlier checkpoints were trained with stay beside."""
+    if is_shipped(tokenizer.name):
+        return
+    try:
+        path = find_tokenizer(tokenizer.name)
+        files = files_of(path) if path else {}
+        if is_copy(files, copy):
+            return
+        if copy.exists():
+            earlier = copy.with_name(f"{copy.name}-until-step-{step}")
+            shutil.rmtree(earlier, ignore_errors=True)
+            copy.rename(earlier)
+            logger.warning(f"the tokenizer has other files now: the former are in {earlier}, for earlier checkpoints")
+        copy_tokenizer(files, copy, fingerprint=tokenizer.fingerprint)
+    except (OSError, UserError) as error:
+        logger.error(f"{copy}: the tokenizer could not be copied: {error}. Commands on checkpoints need --tokenizer")
 
 
 def _write_run(path: Path, run: dict[str, Any]) -> None:

@@ -21,6 +21,8 @@ PLAIN_NAME = re.compile(r"[\w.-]+", re.ASCII)
 """Letters, digits, dots and dashes: what titanlite's own names of files and runs consist of."""
 
 
+SMALL = 2**28
+"""Bytes that a config, a tokenizer or an index may have. The largest known tokenizer.json has an eighth of it."""
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 """Errors of file systems without locks."""
 
@@ -78,7 +80,21 @@ def file_beside(path: Path, name: str) -> Path | None:
     return file_inside(path.parent, name) if path.with_name(name).is_file() else None
 
 
-def write_atomically(path: Path, text: str, *, mode: int = 0o666) -> None:
+def read_small(path: Path) -> bytes:
+    """Return the content of a file of others that has a few MB at most if it is what it should be.
+
+    Raises:
+        OSError: it is larger than SMALL, no file (a named pipe would be waited for), or cannot be read.
+    """
+    about = path.stat()
+    if not stat.S_ISREG(about.st_mode):
+        raise OSError(errno.EINVAL, "is not a file", str(path))
+    if about.st_size > SMALL:
+        raise OSError(errno.EFBIG, f"has {about.st_size:,} bytes, and {SMALL:,} are read at most", str(path))
+    return path.read_bytes()
+
+
+def write_atomically(path: Path, content: str | bytes, *, mode: int = 0o666) -> None:
     """Write a file so that it holds the old text or the new text, never a part, also after a loss of power.
 
     Args:
@@ -86,8 +102,8 @@ def write_atomically(path: Path, text: str, *, mode: int = 0o666) -> None:
     """
     staging = path.with_name(f".{path.name}.staging")
     staging.unlink(missing_ok=True)  # a killed process may have left it with other permissions
-    with open(staging, "w", opener=lambda file, flags: os.open(file, flags, mode)) as file:
-        file.write(text)
+    with open(staging, "wb", opener=lambda file, flags: os.open(file, flags, mode)) as file:
+        file.write(content.encode() if isinstance(content, str) else content)
         file.flush()
         os.fsync(file.fileno())
     os.replace(staging, path)

@@ -98,6 +98,8 @@ def main() -> NoReturn:
     The process ends without Python's own shutdown: threads of process groups that still run could abort a process whose
     work is done. Everything that must be flushed or closed is, before.
     """
+    if sys.getfilesystemencoding() == "ascii":  # LC_ALL=C with PYTHONUTF8=0: paths would be no valid text
+        os.execve(sys.executable, sys.orig_argv, {**os.environ, "PYTHONUTF8": "1"})
     open_closed_streams()
     words = sys.argv[1:]
     with queued_output() if words[:1] == ["train"] else nullcontext():

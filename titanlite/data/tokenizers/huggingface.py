@@ -13,7 +13,7 @@ from tokenizers import Tokenizer as FastTokenizer
 
 from titanlite.data.pieces import CUT_RULE, joined, pieces
 from titanlite.runtime.errors import UserError
-from titanlite.runtime.files import file_beside
+from titanlite.runtime.files import file_beside, read_small
 
 BOS_NAMES = ("<|begin_of_text|>", "<s>", "<bos>", "<|startoftext|>", "<｜begin▁of▁sentence｜>")  # noqa: RUF001
 EOS_NAMES = ("<|end_of_text|>", "<|endoftext|>", "</s>", "<eos>", "<｜end▁of▁sentence｜>", "<|im_end|>")  # noqa: RUF001
@@ -95,7 +95,7 @@ class HuggingFaceTokenizer:
 
 def _read_json(path: Path) -> tuple[bytes, dict[str, Any]]:
     try:
-        content = path.read_bytes()
+        content = read_small(path)
         value = json.loads(content)
         if not isinstance(value, dict):
             raise ValueError("not a JSON object")

@@ -83,8 +83,19 @@ def add_in_place(tensors: Sequence[Tensor], value: Tensor) -> None:
 
 
 def scale_in_place(tensors: Sequence[Tensor], factor: Tensor) -> None:
-    """Multiply many tensors by a scalar tensor, in few kernels."""
-    torch._foreach_mul_(list(tensors), factor)
+    """Multiply many tensors by a float32 scalar, in few kernels, without memory and without rounding the scalar.
+
+    CUDA's kernels would convert a scalar tensor to a narrower dtype first. By a tensor of one dimension they multiply
+    in float32.
+    """
+    same = []
+    for tensor in tensors:
+        if tensor.is_cuda and tensor.itemsize < factor.itemsize:
+            tensor.mul_(factor.view(1))
+        else:
+            same.append(tensor)
+    if same:
+        torch._foreach_mul_(same, factor)
 
 
 def has_hardware_bfloat16() -> bool:

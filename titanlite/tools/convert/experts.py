@@ -252,7 +252,10 @@ def choose_experts(teacher: Teacher, *, keep: str, source: Sample | Path, out: s
         n_experts = int(getattr(teacher.spec.args, "n_experts", 0))
         found = load_statistics(source, name, layers=stacks, n_experts=n_experts)
     else:
-        tokenizer = teacher.config.data.tokenizer
+        if (tokenizer := teacher.tokenizer) is None:
+            raise UserError(
+                "--sample: the tokenizer of the teacher is not here: name it in data.tokenizer of a --config"
+            )
         cache = Path("outputs", "data_cache")
         tokens_BL = read_sample(source, teacher.spec, tokenizer, cache_folder=cache)
         found = RouterStatistics(name, tokens_BL.numel(), watch_routers(teacher.spec, read, tokens_BL))

@@ -14,7 +14,7 @@ from titanlite.models.base import Model
 from titanlite.models.formats import Formats, Table
 from titanlite.models.registry import MODELS
 from titanlite.runtime.errors import UserError
-from titanlite.runtime.files import file_inside
+from titanlite.runtime.files import file_inside, read_small
 from titanlite.tools.convert.reader import ForeignTensor, Region
 
 CONFIG = "config.json"
@@ -143,8 +143,8 @@ class HuggingFaceFolder:
 
 def _read_json(file: Path) -> dict[str, Any]:
     try:
-        found = json.loads(file.read_bytes())
-    except (ValueError, RecursionError) as error:
+        found = json.loads(read_small(file))
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{file} is not JSON: {error}") from None
     if not isinstance(found, dict):
         raise UserError(f"{file} is not a JSON object")

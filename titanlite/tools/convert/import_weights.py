@@ -21,10 +21,11 @@ from torch.distributed.checkpoint import CheckpointException
 
 import titanlite
 from titanlite.checkpoint import manifest as manifests
-from titanlite.checkpoint.dcp_write import ArchiveFrames, ShardWriter, checksums_json
+from titanlite.checkpoint.dcp_write import ShardWriter, checksums_json
 from titanlite.checkpoint.load import model_settings
 from titanlite.checkpoint.manifest import Manifest, folder_name
 from titanlite.checkpoint.state import Difference, difference, model_state, to_globs
+from titanlite.data.tokenizer import COPY, copy_tokenizer, files_of, find_tokenizer, is_shipped
 from titanlite.models.registry import ModelSpec
 from titanlite.runtime.console import progress_console
 from titanlite.runtime.errors import UserError
@@ -45,6 +46,8 @@ class Teacher(NamedTuple):
 
     spec: ModelSpec
     config: Config
+    tokenizer: str | None
+    """Name under which its tokenizer is loaded. None: there is none."""
     kept: set[str]
     """Tensors that the source does not have: they keep their initial values."""
     read: Callable[[str], Tensor]
@@ -118,7 +121,16 @@ def import_weights(
         for name, tensor in tensors.items()
     }
     settings = model_settings(resolved.model.title, spec.args)
-    _write(storage, folder, state, read=read, settings=settings, config=dump(resolved), origin=teacher.origin)
+    _write(
+        storage,
+        folder,
+        state,
+        read=read,
+        settings=settings,
+        config=dump(resolved),
+        origin=teacher.origin,
+        tokenizer=teacher.tokenizer,
+    )
     return storage.url_of(folder)
 
 
@@ -151,6 +163,7 @@ def _foreign(
     return Teacher(
         spec,
         resolved,
+        resolved.data.tokenizer,
         reader.kept,
         reader.read,
         reader.dtype,
@@ -164,6 +177,7 @@ def _of_ours(source: Source) -> Teacher:
     return Teacher(
         source.spec,
         source.config,
+        source.tokenizer.name if source.tokenizer else None,
         set(),
         lambda name: read_tensor(source, name.removeprefix("model.")),
         lambda name: entries[name].properties.dtype,
@@ -222,6 +236,7 @@ def _write(
     settings: dict[str, Any],
     config: str,
     origin: dict[str, Any] | None,
+    tokenizer: str | None,
 ) -> None:
     """Write and commit a checkpoint of a model alone; after an error nothing is left of it."""
     started = time.perf_counter()
@@ -235,7 +250,7 @@ def _write(
 
         try:
             staging = storage.begin(folder)
-            writer = ShardWriter(storage, staging, rank=0, frames=ArchiveFrames(), read=read_and_show)
+            writer = ShardWriter(storage, staging, rank=0, read=read_and_show)
             _save(state, writer)
             writer.write_file(manifests.CHECKSUMS, checksums_json(writer.written))
             writer.write_file(manifests.CONFIG, config.encode())
@@ -254,6 +269,10 @@ def _write(
                 load_step=None,
                 files={name: file.record() for name, file in sorted(writer.written.items())},
             )
+            if tokenizer and not is_shipped(tokenizer) and "://" not in storage.url:
+                with suppress(UserError):  # what cannot be read here needs --tokenizer
+                    if path := find_tokenizer(tokenizer):
+                        copy_tokenizer(files_of(path), Path(storage.url, COPY))
             storage.publish(folder, manifest.to_json())
         except BaseException:
             with suppress(Exception):

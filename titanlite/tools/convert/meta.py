@@ -13,7 +13,7 @@ from torch import Tensor
 from titanlite.models.base import Model
 from titanlite.models.formats import Formats, Table
 from titanlite.runtime.errors import UserError
-from titanlite.runtime.files import file_inside
+from titanlite.runtime.files import file_inside, read_small
 from titanlite.tools.convert.reader import ForeignTensor, Part, Region
 
 PARAMS = "params.json"
@@ -64,11 +64,11 @@ class MetaFolder:
         if not file.is_file():
             return None
         try:
-            params = json.loads(file_inside(self.folder, PARAMS).read_bytes())
+            params = json.loads(read_small(file_inside(self.folder, PARAMS)))
             return _args(params, model_cls)
         except UserError:
             raise
-        except (ValueError, TypeError, AttributeError) as error:
+        except (OSError, ValueError, TypeError, AttributeError) as error:
             raise UserError(f"{file}: {error}") from None
         except KeyError as error:
             raise UserError(f"{file}: {error.args[0]} is missing") from None

@@ -24,14 +24,14 @@ from titanlite.checkpoint.manifest import Manifest
 from titanlite.checkpoint.state import difference, model_state
 from titanlite.config.foreign import read_foreign
 from titanlite.config.load import load
-from titanlite.data.tokenizer import Tokenizer, load_tokenizer
+from titanlite.data.tokenizer import Tokenizer, find_copy, is_shipped, load_tokenizer
 from titanlite.models.base import Model
 from titanlite.models.registry import ModelSpec, resolve_model
 from titanlite.ops import pick_kernels
 from titanlite.ops.kernels import set_kernels
 from titanlite.parallelize.materialize import allocate, set_dtype
 from titanlite.runtime.errors import ConfigError, DamagedCheckpoint, UserError
-from titanlite.runtime.files import file_inside
+from titanlite.runtime.files import file_inside, read_small
 from titanlite.runtime.ranks import error_of_ranks
 from titanlite.schema import Config, ModelSelection
 from titanlite.storage.storage import Storage, open_storage
@@ -108,8 +108,11 @@ def open_source(
     resolved, refused = _read_config(storage, folder, manifest, config, model_file)
     imported = _read_origin(storage, folder, manifest) if tokenizer is None else None
     found, reason = None, ""
-    if imported is None or imported["has_tokenizer"]:
-        found, reason = _load_tokenizer(tokenizer or resolved.data.tokenizer, must_exist=tokenizer is not None)
+    if tokenizer is not None:
+        found, reason = _load_tokenizer(tokenizer, must_exist=True)
+    elif imported is None or imported["has_tokenizer"]:
+        name = resolved.data.tokenizer
+        found, reason = _own_tokenizer(storage, name) if config is None else _load_tokenizer(name, must_exist=False)
     identity = " ".join(f"{name} {record.crc32}" for name, record in sorted(manifest.files.items()))
     return Source(
         spec=_as_trained(_model_of(resolved.model, manifest, found, where), manifest, reader.metadata),
@@ -236,7 +239,7 @@ def _read_config(
     if manifests.CONFIG in manifest.files:
         text = manifests.read_checked(storage, folder, manifests.CONFIG, manifest)
     elif "://" not in storage.url and beside.is_file():
-        text = file_inside(beside.parent, manifests.CONFIG).read_bytes()
+        text = read_small(file_inside(beside.parent, manifests.CONFIG))
     else:
         raise UserError(f"{where} was saved without its config: name that of the run, with --config")
     try:
@@ -258,6 +261,18 @@ def _load_tokenizer(name: str, *, must_exist: bool) -> tuple[Tokenizer | None, s
         if must_exist:
             raise UserError(str(error).replace("data.tokenizer", "--tokenizer", 1)) from None
         return None, str(error).removeprefix("data.tokenizer: ")
+
+
+def _own_tokenizer(storage: Storage, named: str) -> tuple[Tokenizer | None, str]:
+    """Return the tokenizer of a checkpoint, as `_load_tokenizer`. A path is not followed: the copy is read."""
+    if is_shipped(named):
+        return _load_tokenizer(named, must_exist=False)
+    places = [] if "://" in storage.url else [Path(storage.url).absolute()]
+    places += [place.parent for place in places if place.name == "checkpoints"]
+    try:
+        return _load_tokenizer(str(find_copy(places, named)), must_exist=False)
+    except UserError as error:
+        return None, str(error)
 
 
 def _as_trained(spec: ModelSpec, manifest: Manifest, stored: Metadata) -> ModelSpec:

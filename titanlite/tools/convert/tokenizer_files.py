@@ -6,15 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from titanlite.data.tokenizer import LLAMA3_SPECIAL_TOKENS, LLAMA3_SPLIT, Tokenizer, find_tokenizer
-from titanlite.runtime.files import file_beside, file_inside
+from titanlite.data.tokenizer import BESIDE, LLAMA3_SPECIAL_TOKENS, LLAMA3_SPLIT, Tokenizer, files_of, find_tokenizer
 from titanlite.tools.ingest.chat_tokens import read_json
 
-BESIDE = (
-    "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
-    "chat_template.json",
-)  # fmt: skip
-"""Files that belong to a tokenizer.json. Those that are there are copied."""
 ENDS = "bos_token_id", "eos_token_id", "pad_token_id"
 Files = dict[str, bytes]
 
@@ -65,8 +59,7 @@ def tokenizer_files(tokenizer: Tokenizer, *, add_bos: bool, max_length: int) -> 
 
 
 def _copied(path: Path, tokenizer: Tokenizer, max_length: int) -> Files:
-    files = {"tokenizer.json": file_inside(path.parent, path.name).read_bytes()}
-    files |= {name: file.read_bytes() for name in BESIDE if (file := file_beside(path, name))}
+    files = files_of(path, BESIDE)
     if "tokenizer_config.json" in files:
         return files
     names = {token["id"]: token["content"] for token in json.loads(files["tokenizer.json"])["added_tokens"]}

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from titanlite.data.tokenizer import Tokenizer, find_tokenizer
 from titanlite.runtime.errors import UserError
-from titanlite.runtime.files import file_inside
+from titanlite.runtime.files import file_inside, read_small
 
 if TYPE_CHECKING:
     from titanlite.tools.ingest.chat_template import ChatTemplate
@@ -89,7 +89,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """
     path = file_inside(path.parent, path.name)
     try:
-        content = json.loads(path.read_bytes())
+        content = json.loads(read_small(path))
     except (OSError, ValueError, RecursionError):
         return {}
     return content if isinstance(content, dict) else {}
@@ -99,7 +99,7 @@ def _template(folder: Path, config: dict[str, Any]) -> tuple[Path, str]:
     """Return the file of the template, and its text."""
     file = folder / "chat_template.jinja"
     if file.is_file():
-        return file, file_inside(folder, file.name).read_text(encoding="utf-8", errors="replace")
+        return file, read_small(file_inside(folder, file.name)).decode(errors="replace")
     found = config.get("chat_template")
     if isinstance(found, list):  # several by name
         found = next((it.get("template") for it in found if isinstance(it, dict) and it.get("name") == "default"), None)
