@@ -10,7 +10,7 @@ from tests.helpers import TinyRun
 from titanlite.checks.preflight import preflight
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.process_group import Ranks
-from titanlite.techniques.freeze import freeze
+from titanlite.techniques.freeze.parameters import freeze
 from titanlite.tools import cli
 from titanlite.tools import machines as selfcheck
 from titanlite.tools.machines import (

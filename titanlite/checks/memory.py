@@ -14,7 +14,8 @@ from titanlite.runtime.hardware import host_memory
 from titanlite.runtime.process_group import Ranks
 from titanlite.schema import Config
 from titanlite.storage.disk import check_room, folder_of
-from titanlite.techniques.tensor import split_parameters
+from titanlite.techniques import keeps_gradients
+from titanlite.techniques.tensor.layers import split_parameters
 
 SIZES = {"bfloat16": 2, "float16": 2, "float32": 4}
 """Bytes of a value."""
@@ -106,7 +107,7 @@ def bytes_per_parameter(model: Model, config: Config) -> tuple[float, float]:
     trained = sum(p.numel() for p in trainable_parameters(model).values()) / parameters
     size = SIZES[config.training.dtype]
     weight = weight_bytes(model, config) / parameters
-    gradient = 0 if config.optimizer.in_backward else trained * size
+    gradient = trained * size if keeps_gradients(config) else 0
     moments = state_bytes(config.optimizer, model, dtype=config.training.dtype) / parameters
     on_disk = weight * (config.offload.parameters == "disk") + moments * (config.offload.optimizer == "disk")
     return weight + gradient + moments - on_disk, on_disk

@@ -36,6 +36,7 @@ from titanlite.runtime.process_group import why_no_gpu
 from titanlite.runtime.signals import STOPPED, StoppedBySignal
 from titanlite.schema import Config, Training
 from titanlite.storage.storage import Storage
+from titanlite.techniques import used
 
 logger = logging.getLogger(__name__)
 
@@ -98,23 +99,11 @@ def report_start(
 
 def applied(config: Config, *, blocks: int) -> list[str]:
     """Describe the techniques that the config asks for."""
-    recompute, float8, training = config.activation_checkpoint, config.quantize.linear.float8, config.training
-    resharding = config.parallelism.fsdp_reshard_after_forward
-    base = "" if config.lora.quantize_base == "none" else f" on {config.lora.quantize_base} weights"
-    found = {
-        f"FSDP of {blocks} blocks, reshard_after_forward {resharding}": True,
-        f"activation checkpointing {recompute.mode}": recompute.mode != "none",
-        f"compile of {blocks} blocks": config.compile.enable,
-        f"float8 {float8.recipe_name}": float8.enable,
-        f"LoRA of rank {config.lora.rank}{base}": config.lora.rank is not None,
-        f"frozen parameters {', '.join(config.freeze.parameters)}": bool(config.freeze.parameters),
-        f"a teacher ({config.teacher.path})": config.teacher.is_live,
-        f"a teacher's cache ({config.teacher.cache})": config.teacher.cache is not None,
-        "CPU offload": training.enable_cpu_offload,
-        "optimizer in backward": config.optimizer.in_backward,
-        "attention within documents": config.data.document_mask,
-    }
-    return [text for text, is_applied in found.items() if is_applied]
+    recompute, resharding = config.activation_checkpoint.mode, config.parallelism.fsdp_reshard_after_forward
+    found = [f"FSDP of {blocks} blocks, reshard_after_forward {resharding}"]
+    found += [f"activation checkpointing {recompute}"] if recompute != "none" else []
+    found += [f"compile of {blocks} blocks"] if config.compile.enable else []
+    return [*found, *filter(None, (technique.summary(config) for technique in used(config)))]
 
 
 def saves_of(config: Config) -> str:

@@ -24,7 +24,7 @@ from titanlite.runtime.private_torch.fsdp import gather_in_place, keep_dtypes
 from titanlite.schema import Parallelism, Training
 
 if TYPE_CHECKING:
-    from titanlite.techniques.expert import DistributedExperts
+    from titanlite.techniques.expert.exchange import DistributedExperts
 
 # Decisions about the reduction of gradients over ranks, from the sizes of a step.
 
@@ -94,7 +94,7 @@ def shard(
         options["offload_policy"] = CPUOffloadPolicy(pin_memory and mesh.device_type == "cuda")
     placement = None
     if tensor_mesh(mesh):
-        from titanlite.techniques.tensor import placement_of
+        from titanlite.techniques.tensor.layers import placement_of
 
         placement = placement_of(mesh)
     shard_degree = shard_degree_of(mesh)

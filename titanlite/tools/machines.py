@@ -37,7 +37,7 @@ from titanlite.runtime.process_group import Ranks, process_group
 from titanlite.runtime.ranks import host_names, named_ranks
 from titanlite.schema import Checkpoint, Config
 from titanlite.storage.storage import Storage, open_storage
-from titanlite.techniques.lora import choose_trained
+from titanlite.techniques import choose_trained
 from titanlite.tools.plan.calibrate import COLLECTIVES, Call, bandwidth_at
 
 TIMEOUT = 120
@@ -149,7 +149,7 @@ def run(all_tests: Tests, report: Callable[[str], object]) -> list[str]:
 def machine_tests(config: Config, resolved: ResolvedConfig, job: Job, device: torch.device) -> Tests:
     """Return the tests by name, in their order. All ranks run each together."""
     model = resolved.model.build()
-    choose_trained(model, freeze_config=config.freeze, lora=config.lora)
+    choose_trained(model, config)
     url = config.checkpoint.folder or f"{config.job.dump_folder}/{config.job.name}/checkpoints"
 
     def disk() -> list[Need]:

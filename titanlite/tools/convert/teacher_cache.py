@@ -12,7 +12,6 @@ from typing import IO, Any
 import torch.distributed as dist
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from titanlite.checks.model import check_documents
 from titanlite.checks.preflight import select_model
 from titanlite.config.load import load
 from titanlite.data.samples import Source
@@ -40,6 +39,7 @@ from titanlite.runtime.ranks import on_rank_0
 from titanlite.schema import Data, Teacher, Validation
 from titanlite.techniques.distill.cache import cache_folder, data_settings
 from titanlite.techniques.distill.source import TeacherSource, check_teacher, fingerprint, teacher_model
+from titanlite.techniques.document_mask.checks import check_documents
 from titanlite.tools.convert.source import open_teacher
 from titanlite.tools.convert.teacher_writer import CacheWriter, on_disk, write_json
 

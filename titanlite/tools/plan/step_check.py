@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 import titanlite
-from titanlite.checks.model import SMALL_LENGTH, small_model
 from titanlite.checks.preflight import ResolvedConfig
 from titanlite.data.custom import PREFIX
 from titanlite.data.prepared import prepared_tokens
@@ -26,6 +25,7 @@ from titanlite.runtime.errors import UserError
 from titanlite.runtime.private_torch.tracing import ValueNeeded
 from titanlite.runtime.process_group import Ranks
 from titanlite.schema import Config, Data, Validation
+from titanlite.techniques.document_mask.checks import SMALL_LENGTH, small_model
 from titanlite.tools.plan.depth import can_vary, period_of
 from titanlite.tools.plan.teacher import few_blocks
 from titanlite.tools.plan.trace import trace_step

@@ -22,7 +22,7 @@ from titanlite.models.base import Model, head_of, unique_parameters
 from titanlite.observer import StepObserver
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.private_torch.compiler import is_compiled
-from titanlite.techniques.context import join_parts
+from titanlite.techniques.context.sequences import join_parts
 from titanlite.tools.convert.module_values import watch
 from titanlite.tools.plan.output import format_size
 
