@@ -23,6 +23,7 @@ from tests.models import SMALL, built, documents, oracle
 from titanlite.batch import IGNORE
 from titanlite.checks.preflight import preflight
 from titanlite.loss import token_loss
+from titanlite.models.documents import check_documents_apart, small_model
 from titanlite.models.layers import Documents, rope_at
 from titanlite.models.llama3 import Llama3, Llama3Args
 from titanlite.models.registry import resolve_model
@@ -35,7 +36,6 @@ from titanlite.runtime.errors import ConfigError
 from titanlite.runtime.process_group import Ranks
 from titanlite.schema import ActivationCheckpoint, Compile, Float8, Freeze, Parallelism, Training
 from titanlite.step import train_step
-from titanlite.techniques.document_mask.checks import check_documents_apart, small_model
 
 GROUPED = SMALL
 ALL_HEADS = replace(SMALL, n_kv_heads=4)

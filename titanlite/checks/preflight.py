@@ -18,6 +18,7 @@ from titanlite.loss import check_loss
 from titanlite.metrics.loggers import check_logger
 from titanlite.metrics.run_summary import check_attention
 from titanlite.models.base import Model, ModelArgs
+from titanlite.models.documents import check_documents
 from titanlite.models.registry import ModelSpec, resolve_model
 from titanlite.optim.checks import check_optimizer
 from titanlite.optim.registry import compiles_updates
@@ -30,7 +31,6 @@ from titanlite.schema import Config, Data, ModelSelection, Optimizer, Validation
 from titanlite.techniques import asked_for
 from titanlite.techniques.distill.cache import TeacherCache, data_settings, open_cache
 from titanlite.techniques.distill.source import OpenTeacher, TeacherSource, check_teacher, fingerprint, teacher_model
-from titanlite.techniques.document_mask.checks import check_documents
 from titanlite.techniques.technique import reads_of
 
 T = TypeVar("T")
@@ -184,7 +184,8 @@ def _open_teacher(
     )
     if teacher is not None:
         model = teacher_model(teacher.spec, seq_len=config.training.seq_len)
-        report.attempt("teacher.path", ["data.document_mask"], lambda: check_documents(model, config.data))
+        if config.data.document_mask:
+            report.attempt("teacher.path", ["data.document_mask"], lambda: check_documents(model))
     cache = _open_cache(report, config, teacher, student, tokenizer)
     return teacher if config.teacher.is_live else None, cache
 

@@ -30,13 +30,14 @@ from titanlite.optim.state_size import state_dtypes
 from titanlite.run.run_folder import RunFolder
 from titanlite.runtime.allocator import allocator_settings
 from titanlite.runtime.console import hide_secrets, install_hint, shell_command
+from titanlite.runtime.dtypes import torch_dtype
 from titanlite.runtime.errors import RunStopped
 from titanlite.runtime.private_torch.fsdp import fsdp_param_group
 from titanlite.runtime.process_group import why_no_gpu
 from titanlite.runtime.signals import STOPPED, StoppedBySignal
 from titanlite.schema import Config, Training
 from titanlite.storage.storage import Storage
-from titanlite.techniques import used
+from titanlite.techniques import keeps_gradients, used
 
 logger = logging.getLogger(__name__)
 
@@ -193,7 +194,7 @@ def attention_of(
         n_kv_heads=args.n_kv_heads,
         head_dim=args.head_size,
         seq_len=training.seq_len,
-        dtype=getattr(torch, training.mixed_precision_param),
+        dtype=torch_dtype(training.mixed_precision_param),
         device=device,
         documents=documents,
     )
@@ -246,7 +247,7 @@ def report_end(
         logger.info(f"  time         {format_phases(seconds)}")
         if done:
             logger.info(f"  checkpoints  {checkpoints.url} ({', '.join(map(str, done))})")
-        if config.guard.nonfinite == "stop" and done and not config.optimizer.in_backward:
+        if config.guard.nonfinite == "stop" and done and keeps_gradients(config):
             logger.info("  to skip such steps and resume: the same command with --guard.nonfinite=skip")
         return
     needs = "" if find_spec("plotly") else f", after {install_hint('report')}"

@@ -25,20 +25,24 @@ TECHNIQUES: dict[str, tuple[str, ...]] = {
     "expert": ("parallelism.expert_parallel_degree",),
     "offload": ("offload", "training.enable_cpu_offload"),
     "in_backward": ("optimizer.in_backward",),
-    "loss_scale": ("training.mixed_precision_param",),
+    "loss_scale": ("training.mixed_precision_param=float16",),
     "distill": ("teacher", "distill"),
     "profiling": ("profiling",),
     "layer_health": ("metrics.layers",),
 }
-"""Options and sections of each technique, by the name of its module."""
+"""Options and sections of each technique, by the name of its module; the value that asks for it if only one does."""
 
 
 def asked_for(config: Config) -> list[Technique]:
     """Return the techniques with an option that is not at its default, used or not."""
     default = Config()
-    return _load(
-        name for name, keys in TECHNIQUES.items() if any(_value(config, key) != _value(default, key) for key in keys)
-    )
+
+    def is_set(option: str) -> bool:
+        key, _, value = option.partition("=")
+        found = _value(config, key)
+        return str(found) == value if value else found != _value(default, key)
+
+    return _load(name for name, options in TECHNIQUES.items() if any(map(is_set, options)))
 
 
 def used(config: Config) -> list[Technique]:

@@ -27,11 +27,12 @@ import torch
 import torch.distributed as dist
 
 from titanlite.checkpoint import manifest as manifests
-from titanlite.checks.memory import SIZES, weight_bytes
+from titanlite.checks.memory import weight_bytes
 from titanlite.checks.preflight import ResolvedConfig
 from titanlite.models.base import Model, unique_parameters
 from titanlite.optim.state_size import state_bytes
 from titanlite.run.versions import Facts, compare, facts_of
+from titanlite.runtime.dtypes import DTYPES
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.process_group import Ranks, process_group
 from titanlite.runtime.ranks import host_names, named_ranks
@@ -585,7 +586,7 @@ def _checkpoint_needs(config: Config, model: Model, world_size: int) -> list[Nee
     exports = f"{checkpoint.folder}/exports" if checkpoint.folder else f"{run}/exports"
     number = (steps // checkpoint.export_every if checkpoint.export_every else 0) + checkpoint.last_save_in_hf
     if number and "://" not in exports:
-        size = sum(p.numel() for _, p in unique_parameters(model)) * SIZES[checkpoint.export_dtype]
+        size = sum(p.numel() for _, p in unique_parameters(model)) * DTYPES[checkpoint.export_dtype].size
         text = f"{number:,} exports of {size_text(size)}"
         needs.append(Need(text, exports, number * size, number * EXPORT_FILES))
     return needs

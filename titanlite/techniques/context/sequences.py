@@ -18,12 +18,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from titanlite.batch import Batch
 from titanlite.mesh import context_group, context_rank
 from titanlite.models.base import Model
+from titanlite.models.documents import takes_documents
 from titanlite.models.layers import Attention
 from titanlite.ops.attention import SequencePart
 from titanlite.ops.kernels import Kernels
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.private_torch.process_groups import all_gather, reduce_scatter
-from titanlite.techniques.document_mask.checks import takes_documents
 
 WHOLE = "documents", "boundaries", "sources"
 """Tensors of a batch that each rank needs of whole sequences."""

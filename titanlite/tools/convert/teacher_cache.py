@@ -27,6 +27,7 @@ from titanlite.data.teacher_entries import (
 )
 from titanlite.data.tokenizer import Tokenizer, load_tokenizer
 from titanlite.mesh import world_group
+from titanlite.models.documents import check_documents
 from titanlite.models.registry import ModelSpec
 from titanlite.ops import pick_kernels
 from titanlite.parallelize import build_mesh
@@ -39,7 +40,6 @@ from titanlite.runtime.ranks import on_rank_0
 from titanlite.schema import Data, Teacher, Validation
 from titanlite.techniques.distill.cache import cache_folder, data_settings
 from titanlite.techniques.distill.source import TeacherSource, check_teacher, fingerprint, teacher_model
-from titanlite.techniques.document_mask.checks import check_documents
 from titanlite.tools.convert.source import open_teacher
 from titanlite.tools.convert.teacher_writer import CacheWriter, on_disk, write_json
 
@@ -153,7 +153,8 @@ def _open_source(
     try:
         source = check_teacher(config, open_teacher, student=student, tokenizer=tokenizer, seq_len=seq_len)
         assert source is not None
-        check_documents(teacher_model(source.spec, seq_len=seq_len), data)
+        if data.document_mask:
+            check_documents(teacher_model(source.spec, seq_len=seq_len))
     except UserError as error:
         raise _problem("path", str(error).removeprefix("teacher.path: ")) from None
     return source

@@ -19,13 +19,13 @@ from titanlite.data.samples import Samples, Source
 from titanlite.data.sources import open_sources, store_of
 from titanlite.loss import build_loss
 from titanlite.models.base import Model
+from titanlite.models.documents import SMALL_LENGTH, small_model
 from titanlite.models.registry import ModelSpec
 from titanlite.ops import pick_kernels
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.private_torch.tracing import ValueNeeded
 from titanlite.runtime.process_group import Ranks
 from titanlite.schema import Config, Data, Validation
-from titanlite.techniques.document_mask.checks import SMALL_LENGTH, small_model
 from titanlite.tools.plan.depth import can_vary, period_of
 from titanlite.tools.plan.teacher import few_blocks
 from titanlite.tools.plan.trace import trace_step

@@ -24,6 +24,7 @@ from titanlite.parallelize import build_mesh, parallelize_student
 from titanlite.parallelize.fsdp import fsdp_units
 from titanlite.parallelize.materialize import allocate
 from titanlite.parallelize.teacher import parallelize_teacher
+from titanlite.runtime.dtypes import torch_dtype
 from titanlite.runtime.errors import ConfigError, UserError
 from titanlite.runtime.private_torch.fsdp import observe_fsdp
 from titanlite.runtime.private_torch.tensors import fused_adamw_
@@ -287,7 +288,7 @@ def _batches(config: Config, ranks: int, cache: CacheSize | None) -> list[Batch]
             batch["boundaries"] = torch.zeros(size + 1, dtype=torch.int32)
         if cache:
             batch["teacher_ids"] = torch.zeros(size, seq_len, cache.top_k, dtype=torch.int32)
-            batch["teacher_log_probs"] = torch.zeros(size, seq_len, cache.top_k, dtype=getattr(torch, cache.dtype))
+            batch["teacher_log_probs"] = torch.zeros(size, seq_len, cache.top_k, dtype=torch_dtype(cache.dtype))
             batch["teacher_log_tail"] = torch.zeros(size, seq_len)
         batches.append(batch)
     return batches

@@ -311,7 +311,7 @@ def _kept(tensor: Tensor) -> Tensor:
 
 def _whole(tensor: Tensor) -> Tensor:
     """Return the whole of a sharded tensor in float32, as a copy."""
-    tensor = tensor.detach().float()  # no collective knows float8
+    tensor = tensor.detach().float()  # collectives know few dtypes
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()
 
 

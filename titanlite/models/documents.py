@@ -11,7 +11,6 @@ from titanlite.models.base import Model, unique_parameters
 from titanlite.models.registry import ModelSpec
 from titanlite.ops.attention import Documents
 from titanlite.runtime.errors import UserError
-from titanlite.schema import Data
 
 SMALL = 1 << 25
 """Parameters of a model of the user's own that is tried on the CPU with values."""
@@ -20,13 +19,13 @@ SMALL_LENGTH = 64
 """Tokens of a sequence that such a model is tried on."""
 
 
-def check_documents(model: Model, data: Data) -> None:
+def check_documents(model: Model) -> None:
     """Check that a model can keep documents apart.
 
     Raises:
-        UserError: it cannot, and `data.document_mask` asks for it.
+        UserError: it cannot.
     """
-    if data.document_mask and not takes_documents(model):
+    if not takes_documents(model):
         raise UserError(
             f"true needs a model whose forward takes `documents`, and {type(model).__name__}.forward does not: add the "
             "argument and mask attention by it (docs/add_a_model.md), or set data.document_mask = false"

@@ -1,4 +1,4 @@
-"""Attention within documents. Data and models do it; `checks.py` checks that a model keeps documents apart."""
+"""Attention within documents. Data marks them and models keep them apart, which `models/documents.py` checks."""
 
 from typing import TYPE_CHECKING
 
@@ -18,9 +18,9 @@ class DocumentMask(Technique):
 
     @reads(option)
     def check_model(self, config: Config, spec: "ModelSpec", model: "Model", world_size: int) -> None:
-        from titanlite.techniques.document_mask.checks import check_documents, check_documents_apart
+        from titanlite.models.documents import check_documents, check_documents_apart
 
-        check_documents(model, config.data)
+        check_documents(model)
         if config.model.file:
             check_documents_apart(spec)
 
