@@ -88,6 +88,7 @@ def test_errors_that_users_meet_are_listed() -> None:
         "is being trained by",
         "unknown key",
         "not finite",
+        "updates parameters one by one, and Muon",  # a technique's own
     ):
         assert any(part in text for text in texts), part
 

@@ -38,7 +38,8 @@ def test_each_technique_keeps_the_contract() -> None:
 
 
 def test_a_plain_config_asks_for_no_technique() -> None:
-    code = "import sys, titanlite; titanlite.load_config('debug'); print(sorted(it for it in sys.modules if '.techni' in it))"
+    loaded = "sorted(it for it in sys.modules if '.techniques' in it)"
+    code = f"import sys, titanlite; titanlite.load_config('debug'); print({loaded})"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert found.strip() == "['titanlite.techniques', 'titanlite.techniques.technique']"
 

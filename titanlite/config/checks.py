@@ -63,7 +63,7 @@ def find_conflicts(config: Config, world_size: int | None, bad_keys: Collection[
             ("activation_checkpoint.mode", "activation_checkpoint.per_block"),
             lambda: _per_block(config.activation_checkpoint),
         ),
-        (("parallelism.fsdp_reduce_gradients", "training"), lambda: _reduce_gradients(config)),
+        (("parallelism.fsdp_reduce_gradients", "training"), lambda: _check_reduce_gradients(config)),
     ]
     if world_size is not None:
         further = ("context", "expert", "tensor")
@@ -245,7 +245,7 @@ def _per_block(config: ActivationCheckpoint) -> Iterator[Conflict]:
         yield key, str(error)
 
 
-def _reduce_gradients(config: Config) -> Iterator[Conflict]:
+def _check_reduce_gradients(config: Config) -> Iterator[Conflict]:
     dtypes = {config.training.mixed_precision_param, config.training.mixed_precision_reduce}
     if config.parallelism.fsdp_reduce_gradients == "last" and dtypes == {"bfloat16"}:
         yield (

@@ -22,13 +22,14 @@ class ExpertParallel(Technique):
         if config.parallelism.fsdp_min_unit_params:
             yield (
                 "parallelism.fsdp_min_unit_params",
-                f"cannot be combined with {self.option}, whose experts are units of their own: leave it out",
+                "cannot be combined with parallelism.expert_parallel_degree, whose experts are units of their own: "
+                "leave it out",
             )
         keep = config.parallelism.fsdp_reshard_after_forward
         if isinstance(keep, int):
             yield (
                 "parallelism.fsdp_reshard_after_forward",
-                f"{keep} cannot be combined with {self.option}: set it to always or never",
+                f"{keep} cannot be combined with parallelism.expert_parallel_degree: set it to always or never",
             )
 
     @reads("parallelism")
