@@ -30,7 +30,7 @@ from titanlite.runtime.console import start_logging
 from titanlite.runtime.hardware import hardware_of
 from titanlite.runtime.process_group import pick_device, process_group, read_ranks
 from titanlite.step import train_step
-from titanlite.techniques.float8 import weight_scaler
+from titanlite.techniques.float8.layers import weight_scaler
 from titanlite.tools.ingest.prepare import prepare_text
 from titanlite.train import build
 

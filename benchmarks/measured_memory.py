@@ -55,7 +55,7 @@ from titanlite.step import train_step
 from titanlite.storage.disk import open_disk
 from titanlite.techniques.distill.source import teacher_model
 from titanlite.techniques.distill.teacher import Teacher
-from titanlite.techniques.in_backward import InBackward
+from titanlite.techniques.in_backward.updates import InBackward
 from titanlite.tools.plan.teacher import teacher_spec
 
 SPAN, OPTIMIZER_STEP = "measured: ", "Optimizer.step#"

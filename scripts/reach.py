@@ -118,6 +118,8 @@ def measure(root: Path) -> dict[str, int]:
     """Return lines and files of a checkout: of a plain run, by room, and of all."""
     house = read_house(root)
     plain, whole = (reached(imports, "titanlite.train") for imports in (house.at_import, house.imports))
+    for module in house.imports:  # imported by name, where a config asks for it
+        whole |= reached(house.imports, module) if module.startswith("titanlite.techniques.") else set()
     by_room = Counter[str]()
     for module in plain:
         by_room[f"  {house.rooms[module]}"] += house.lines[module]

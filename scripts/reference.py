@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "titanlite"
 RAISED = {"UserError": 0, "RunError": 0, "RunStopped": 0, "StoppedByGuard": 0, "Problem": 1}
 """Classes of errors, with the argument that is the text."""
-RETURNED = re.compile(r"^(why_|_why_|check_|_check|find_conflicts|find_warnings|_find)")
+RETURNED = re.compile(r"^(why_|_why_|check_|_check|find_conflicts|find_warnings|_find|conflicts$|layout_conflicts$)")
 PAGES = {
     "tools": ("The command", "running.md"),
     "run": ("Starts, stops and restarts", "running.md"),

@@ -9,7 +9,7 @@ from titanlite.models.base import Model
 from titanlite.models.registry import resolve_model
 from titanlite.parallelize.materialize import materialize, set_dtype
 from titanlite.schema import Freeze, Lora
-from titanlite.techniques.lora import choose_trained
+from titanlite.techniques.lora.adapters import choose_trained
 
 TOKENS = torch.arange(32).view(2, 16) * 5 % 64
 SMALL = {"dim": 48, "n_layers": 2, "n_heads": 4, "n_kv_heads": 1, "hidden_dim": 80, "vocab_size": 64}

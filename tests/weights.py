@@ -21,7 +21,7 @@ from titanlite.parallelize import DTYPES, build_mesh
 from titanlite.parallelize.materialize import materialize, set_dtype
 from titanlite.schema import dump
 from titanlite.storage.storage import open_storage
-from titanlite.techniques.lora import choose_trained
+from titanlite.techniques.lora.adapters import choose_trained
 
 SMALL: dict[str, Any] = {"dim": 48, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "hidden_dim": 40, "vocab_size": 384}
 """Shape of the small models, with a vocabulary for the tokenizer bytes."""

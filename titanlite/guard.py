@@ -22,7 +22,7 @@ from titanlite.schema import Guard
 from titanlite.step import StepResult
 
 if TYPE_CHECKING:
-    from titanlite.techniques.loss_scale import LossScale
+    from titanlite.techniques.loss_scale.scale import LossScale
 
 logger = logging.getLogger(__name__)
 

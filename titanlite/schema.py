@@ -7,7 +7,7 @@ on the number of processes.
 import math
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
@@ -201,28 +201,6 @@ class Distill(Section):
     average (Jensen-Shannon)."""
 
 
-def find_teacher_conflicts(teacher: Teacher, distill: Distill, loss: str | None) -> Iterator[tuple[str, str]]:
-    """Yield (dotted key, problem) where the sections do not fit together.
-
-    Args:
-        loss: `training.loss`. A loss of the user's own is given the teacher's output instead of `[distill]`.
-    """
-    if teacher.path is None and teacher.cache is not None and teacher != Teacher(cache=teacher.cache):
-        yield "teacher.path", "is not set, and other options of [teacher] are of its weights: set it, or leave them out"
-    if teacher.cache is not None and distill.kind == "reverse_kl":
-        problem = "reverse_kl depends on what the teacher finds improbable, which a cache does not hold"
-        yield "distill.kind", f"{problem}: set forward_kl, or leave teacher.cache out"
-    if not teacher.is_set:
-        if teacher != Teacher():
-            yield "teacher.path", "is not set: name the weights of the teacher, or leave [teacher] out"
-        if distill != Distill():
-            yield "distill.ratio", "needs a teacher: set teacher.path, or leave [distill] out"
-    elif loss and distill != Distill():
-        yield "distill.ratio", "belongs to titanlite's own loss, and training.loss names another: leave [distill] out"
-    elif not loss and not distill.ratio:
-        yield "distill.ratio", "is 0, so the teacher has no effect: set it above 0, or leave [teacher] out"
-
-
 class ValidationSource(Section):
     """One of several validation sources."""
 
@@ -350,6 +328,11 @@ class Optimizer(Section):
     groups: list[OptimizerGroup] = []
     """Parameter groups with settings of their own. Each parameter must match exactly one. Default: the groups that
     optimizer.name implies."""
+
+    @property
+    def names(self) -> set[str]:
+        """Names of the optimizers of all groups."""
+        return {group.name or self.name for group in self.groups} or {self.name}
 
 
 class Freeze(Section):
@@ -647,6 +630,11 @@ class Float8(Section):
     """Do not convert layers that are slower in float8, by the sizes in docs/float8.md."""
     emulate: bool = False
     """Emulate float8 on hardware without it. Slow, for tests."""
+
+    @property
+    def gathers_float8(self) -> bool:
+        """Return whether parameters are all-gathered in float8 where layers are converted."""
+        return self.enable_fsdp_float8_all_gather and self.recipe_name == "tensorwise"
 
 
 class LinearQuantization(Section):

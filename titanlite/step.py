@@ -23,8 +23,8 @@ from titanlite.runtime.private_torch.tensors import local_tensor, scale_in_place
 from titanlite.runtime.ranks import reduce_over_ranks
 
 if TYPE_CHECKING:
-    from titanlite.techniques.in_backward import InBackward
-    from titanlite.techniques.loss_scale import LossScale
+    from titanlite.techniques.in_backward.updates import InBackward
+    from titanlite.techniques.loss_scale.scale import LossScale
 
 
 @dataclass(frozen=True)

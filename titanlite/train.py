@@ -5,7 +5,7 @@ from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -28,6 +28,7 @@ from titanlite.metrics.clock import phase_seconds
 from titanlite.metrics.memory_watch import MemoryWatch
 from titanlite.metrics.phase_memory import PhaseMemory
 from titanlite.metrics.recorder import MetricsRecorder
+from titanlite.metrics.records import RecordFile
 from titanlite.metrics.run_summary import report_end, report_start
 from titanlite.models.base import Model, unique_parameters
 from titanlite.observer import CurrentPhase, Observers, Phase, StepObserver
@@ -36,7 +37,7 @@ from titanlite.ops.cross_entropy import SplitVocabulary
 from titanlite.ops.kernels import Kernels
 from titanlite.optim import build_optimizer, set_learning_rate
 from titanlite.optim.norm import count_parameter_replicas
-from titanlite.parallelize import DTYPES, materialize, parallelize
+from titanlite.parallelize import DTYPES, materialize, parallelize_student
 from titanlite.run.run_folder import RunFolder, open_run_folder, record_start
 from titanlite.run.stop import AgreedStop
 from titanlite.run.timeouts import PhaseTimeouts
@@ -49,12 +50,14 @@ from titanlite.schedule import count_steps, is_due, learning_rate
 from titanlite.schema import Config, dump
 from titanlite.step import StepResult, train_step
 from titanlite.storage.storage import open_storage
+from titanlite.techniques import after_updates, used
+from titanlite.techniques.technique import RunParts
 from titanlite.validation import Validator
 
 if TYPE_CHECKING:
     from titanlite.checks.preflight import ResolvedConfig
     from titanlite.techniques.distill.teacher import Teacher
-    from titanlite.techniques.in_backward import InBackward
+    from titanlite.techniques.in_backward.updates import InBackward
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,7 +150,7 @@ def build(
     kernels = pick_kernels(device, compiles=config.compile.enable, attention_backend=training.attention_backend)
     vocabulary = None
     if tensor_mesh(mesh):
-        from titanlite.techniques.tensor import tensor_ranks
+        from titanlite.techniques.tensor.layers import tensor_ranks
 
         vocabulary = tensor_ranks(mesh)
     disk = None
@@ -237,13 +240,13 @@ def build(
     batches = build_loader(samples, micro_batches, num_workers=workers, device=device, split=split)
     loss_scale = None
     if training.mixed_precision_param == "float16":
-        from titanlite.techniques.loss_scale import LossScale
+        from titanlite.techniques.loss_scale.scale import LossScale
 
         loss_scale = LossScale(device=device, state=progress.guard.get("loss_scale", {}))
     guard = StepGuard(config.guard, device=device, step=progress.step, state=progress.guard, loss_scale=loss_scale)
     in_backward = None
     if config.optimizer.in_backward:
-        from titanlite.techniques.in_backward import InBackward
+        from titanlite.techniques.in_backward.updates import InBackward
 
         in_backward = InBackward(model, optimizer, should_skip=guard.should_skip)
 
@@ -277,26 +280,18 @@ def build(
         phase_memory=memory,
     )
     replicas = count_parameter_replicas(model, world)
-    observers: list[StepObserver] = []
-    if config.profiling.is_used:
-        from titanlite.techniques.profiling import build_profilers
-
-        observers += build_profilers(
-            config.profiling, run=folder.path, ranks=ranks, steps=steps, device=device, not_training=metrics.profiling
-        )
-    if config.metrics.layers.freq:
-        from titanlite.techniques.layer_health import build_layer_health
-        from titanlite.techniques.tensor import count_output_replicas
-
-        observers += build_layer_health(
-            config.metrics.layers,
-            model,
-            (folder.layers, progress.step),
-            replicas=replicas,
-            world=world,
-            outputs=count_output_replicas(model, mesh),
-            device=device,
-        )
+    parts = RunParts(
+        model=model,
+        mesh=mesh,
+        ranks=ranks,
+        device=device,
+        replicas=replicas,
+        folder=folder.path,
+        steps=steps,
+        open_records=lambda name: RecordFile(folder.path / name, progress.step) if ranks.rank == 0 else None,
+        not_training=metrics.profiling,
+    )
+    observers = [it for technique in used(config) for it in technique.observers(config, parts)]
     return Run(
         config=config,
         ranks=ranks,
@@ -325,34 +320,11 @@ def build(
     )
 
 
-def parallelize_student(model: Model, config: Config, *, mesh: DeviceMesh, kernels: Kernels, **options: Any) -> None:
-    """Apply every technique of the config to the model that is trained, in place.
-
-    Args:
-        options: further ones of `parallelize`.
-    """
-    parallelize(
-        model,
-        mesh=mesh,
-        kernels=kernels,
-        parallelism=config.parallelism,
-        training=config.training,
-        activation_checkpoint=config.activation_checkpoint,
-        compile=config.compile,
-        float8=config.quantize.linear.float8,
-        freeze=config.freeze,
-        lora=config.lora,
-        has_other_model=config.teacher.is_live,
-        updates_in_backward=config.optimizer.in_backward,
-        **options,
-    )
-
-
 def _part_of_sequences(mesh: DeviceMesh) -> Callable[[Batch], Batch]:
     """Return a function that gives this rank its part of each sequence of a batch: all of it without a context axis."""
     if context_rank(mesh)[1] == 1:
         return lambda batch: batch
-    from titanlite.techniques.context import split_batch
+    from titanlite.techniques.context.sequences import split_batch
 
     return partial(split_batch, mesh=mesh)
 
@@ -405,8 +377,8 @@ def train(run: Run, stop_requests: StopRequests | None = None) -> RunStopped | N
 
 def _loop(run: Run, stop_requests: StopRequests) -> None:
     config, metrics = run.config, run.metrics
-    teacher, scale_weights = _teacher_output(run), _weight_scaler(run)
-    scale_weights()
+    teacher, after_update = _teacher_output(run), after_updates(run.config, run.model)
+    after_update()
     metrics.clock.follow(run.model)
     observer = Observers(*run.observers, run.phase, metrics.phase_memory)
     stop = AgreedStop(stop_requests, torch.device(run.mesh.device_type))
@@ -435,7 +407,7 @@ def _loop(run: Run, stop_requests: StopRequests) -> None:
             observer=observer,
         )
         observer.phase(Phase.METRICS)
-        scale_weights()
+        after_update()
         if step == run.progress.step + 1:
             freeze_garbage_collector()
         _after_step(run, step, result, lr=lr, stop=stop, stop_requests=stop_requests, observer=observer)
@@ -484,15 +456,6 @@ def _teacher_output(run: Run) -> Callable[[Batch], TeacherOutput] | None:
     from titanlite.techniques.distill.divergence import cached_output
 
     return cached_output
-
-
-def _weight_scaler(run: Run) -> Callable[[], None]:
-    """Return what is called whenever weights have changed."""
-    if not run.config.quantize.linear.float8.enable:
-        return lambda: None
-    from titanlite.techniques.float8 import weight_scaler
-
-    return weight_scaler(run.model, run.config.quantize.linear.float8)
 
 
 def _samples_seen(run: Run, step: int) -> int:

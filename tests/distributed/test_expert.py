@@ -32,7 +32,7 @@ from tests.layouts import (
 )
 from titanlite.ops.kernels import Kernels
 from titanlite.schema import Config
-from titanlite.techniques.expert import AllToAllExchange
+from titanlite.techniques.expert.exchange import AllToAllExchange
 
 MOE = [
     "--model={name='qwen3_moe', flavor='debug', args={dim=32, n_layers=2, n_heads=2, n_kv_heads=1, head_dim=16, "

@@ -20,7 +20,7 @@ from titanlite.runtime.errors import ConfigError
 from titanlite.runtime.process_group import Ranks
 from titanlite.schema import Config, Freeze
 from titanlite.step import train_step
-from titanlite.techniques.freeze import freeze
+from titanlite.techniques.freeze.parameters import freeze
 
 PATTERNS = '["tok_embeddings.*", "layers.0.*", "layers.*.attention.w[qk].weight", "layers.1.ffn_norm.weight"]'
 FREEZE = f"--freeze.parameters={PATTERNS}"

@@ -15,7 +15,7 @@ from titanlite.guard import SkipReason, StepGuard, StoppedByGuard
 from titanlite.runtime.errors import ConfigError
 from titanlite.schema import Config, Guard
 from titanlite.step import StepResult, count_valid_tokens, train_step
-from titanlite.techniques.loss_scale import INITIAL_SCALE, LossScale
+from titanlite.techniques.loss_scale.scale import INITIAL_SCALE, LossScale
 
 FLOAT16 = "--training.mixed_precision_param=float16"
 CPU = torch.device("cpu")
@@ -103,7 +103,7 @@ def test_training_is_that_of_grad_scaler(tiny: TinyRun) -> None:
 
 def trained_from_too_large(rank: int, world_size: int, config: Config) -> dict[str, Any]:
     growth = patch.object(LossScale.__init__, "__kwdefaults__", {"growth_interval": 4})
-    with growth, patch("titanlite.techniques.loss_scale.INITIAL_SCALE", TOO_LARGE):
+    with growth, patch("titanlite.techniques.loss_scale.scale.INITIAL_SCALE", TOO_LARGE):
         return trained(rank, world_size, config)
 
 

@@ -14,7 +14,7 @@ from titanlite.models.llama3 import Llama3, Llama3Args
 from titanlite.parallelize.compile import compile_blocks
 from titanlite.runtime.errors import UserError
 from titanlite.schema import Config, Float8
-from titanlite.techniques.float8 import check_float8, convert_to_float8
+from titanlite.techniques.float8.layers import check_float8, convert_to_float8
 
 ARGS = Llama3Args(dim=32, n_layers=2, n_heads=2, n_kv_heads=1, hidden_dim=40, vocab_size=64, max_seq_len=16)
 

@@ -150,10 +150,10 @@ def build_step(config: Any, device: Any, world_size: int) -> Any:
     from titanlite.parallelize import build_mesh, parallelize
     from titanlite.parallelize.materialize import allocate
     from titanlite.step import train_step
-    from titanlite.techniques.context import split_batch
-    from titanlite.techniques.float8 import weight_scaler
-    from titanlite.techniques.in_backward import InBackward
-    from titanlite.techniques.tensor import tensor_ranks
+    from titanlite.techniques.context.sequences import split_batch
+    from titanlite.techniques.float8.layers import weight_scaler
+    from titanlite.techniques.in_backward.updates import InBackward
+    from titanlite.techniques.tensor.layers import tensor_ranks
     from titanlite.tools.plan.estimate import model_of
 
     spec = model_of(config)

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from tests.helpers import TinyRun
 from tests.layouts import degrees
-from titanlite.checks.model import check_context
 from titanlite.data.loader import MicroBatches
 from titanlite.mesh import (
     axis_groups,
@@ -30,7 +29,7 @@ from titanlite.parallelize.fsdp import can_wait, keeps_reduced_gradients
 from titanlite.runtime.errors import ConfigError, UserError
 from titanlite.runtime.private_torch.tracing import fake_process_group
 from titanlite.schema import Config, Parallelism, Training
-from titanlite.techniques.context import join_parts, split_batch
+from titanlite.techniques.context.sequences import check_context, join_parts, split_batch
 from titanlite.tools.plan.candidates import Found
 from titanlite.tools.plan.estimate import Layout, model_of
 from titanlite.tools.plan.hardware import find_hardware

@@ -21,9 +21,9 @@ from torch.nn import functional as F
 from tests.helpers import TinyRun, train_on_this_rank
 from tests.models import SMALL, built, documents, oracle
 from titanlite.batch import IGNORE
-from titanlite.checks.model import check_documents_apart, small_model
 from titanlite.checks.preflight import preflight
 from titanlite.loss import token_loss
+from titanlite.models.documents import check_documents_apart, small_model
 from titanlite.models.layers import Documents, rope_at
 from titanlite.models.llama3 import Llama3, Llama3Args
 from titanlite.models.registry import resolve_model

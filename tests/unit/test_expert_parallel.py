@@ -8,13 +8,12 @@ from torch.distributed.tensor import DTensor
 
 from tests.plans import traced
 from titanlite.checks.memory import largest_shard
-from titanlite.checks.model import check_experts
 from titanlite.config.load import ConfigError, load
 from titanlite.models.base import build_on_meta
 from titanlite.models.llama3 import Llama3, Llama3Args
 from titanlite.models.qwen3_moe import Qwen3Moe, Qwen3MoeArgs
 from titanlite.runtime.errors import UserError
-from titanlite.techniques.expert import even_dim
+from titanlite.techniques.expert.exchange import check_experts, even_dim
 from titanlite.tools.plan.fake_ranks import fake_ranks
 from titanlite.tools.plan.gpu_kernels import EXPERT_SKEW, FakeCpuKernels
 from titanlite.tools.plan.hardware import find_hardware

@@ -16,7 +16,7 @@ from titanlite.models.qwen3_moe import Qwen3Moe, Qwen3MoeArgs
 from titanlite.runtime.console import install_hint
 from titanlite.runtime.errors import UserError
 from titanlite.schema import Float8
-from titanlite.techniques.float8 import check_float8, choose_layers, convert_to_float8
+from titanlite.techniques.float8.layers import check_float8, choose_layers, convert_to_float8
 from titanlite.tools.plan.estimate import Layout
 from titanlite.tools.plan.hardware import find_hardware
 from titanlite.tools.plan.search import _Search
@@ -144,19 +144,19 @@ def test_what_the_machine_cannot_do_is_refused(
 
 
 def test_a_missing_torchao_is_reported(tiny: TinyRun, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("titanlite.config.technique_checks.importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr("titanlite.techniques.float8.find_spec", lambda name: None)
     with pytest.raises(UserError, match=re.escape(f"needs torchao: {install_hint('float8')}")):
         tiny.config("--quantize.linear.float8.enable", "--compile.enable")
 
 
 def test_a_search_leaves_float8_where_every_layer_is_small() -> None:
-    def tried(*options: str) -> list[bool]:
+    def tried(*options: str) -> list[str]:
         config = load("train_configs/debug.toml", ["--compile.enable", *options])
         pool: Any = None
-        return _Search(config, Layout(2, find_hardware("H100"), 8), pool, 8).float8
+        return [*_Search(config, Layout(2, find_hardware("H100"), 8), pool, 8).variants]
 
-    assert tried() == [False]
-    assert tried("--quantize.linear.float8.skip_small=false") == [False, True]
+    assert tried() == [""]
+    assert tried("--quantize.linear.float8.skip_small=false") == ["", "float8"]
 
 
 SHAPE = ["--model.args.dim=64", "--model.args.hidden_dim=96", "--model.args.n_heads=4", "--model.args.n_kv_heads=2"]

@@ -15,7 +15,6 @@ from torch.nn import functional
 from tests.helpers import TinyRun
 from tests.layouts import degrees
 from tests.plans import profiled
-from titanlite.checks.preflight import check_offloaded_update
 from titanlite.guard import StepGuard, StoppedByGuard
 from titanlite.optim import build_optimizer
 from titanlite.optim.norm import gradient_norms
@@ -23,7 +22,8 @@ from titanlite.runtime.errors import ConfigError, UserError
 from titanlite.runtime.private_torch.tensors import local_tensor
 from titanlite.schema import Guard, Optimizer, OptimizerGroup
 from titanlite.step import StepResult
-from titanlite.techniques.in_backward import InBackward
+from titanlite.techniques.in_backward import check_offloaded_update
+from titanlite.techniques.in_backward.updates import InBackward
 
 ON = ("--optimizer.in_backward=true", "--training.max_norm=0")
 NAN = math.nan

@@ -71,6 +71,10 @@ def test_uneven_shards_sum_to_the_whole(tiny: TinyRun) -> None:
         assert all(it[name].parameter_bytes == 4 * _count(it[name].local_shape) for it in ranks), name
 
 
+def float8_of(layout: ParameterLayout) -> tuple[str | None, bool]:
+    return layout.facts["float8"], layout.facts["float8_all_gather"]
+
+
 @pytest.mark.long
 def test_frozen_float8_muon_op_and_compile_are_shown() -> None:
     found = layouts(
@@ -82,8 +86,8 @@ def test_frozen_float8_muon_op_and_compile_are_shown() -> None:
     table, wq, wo = found["tok_embeddings.weight"], *(found[f"layers.1.attention.{it}.weight"] for it in ("wq", "wo"))
     assert (table.frozen, table.optimizer, table.lr, table.weight_decay) == (True, None, None, None)
     assert (table.dtype, table.bytes, table.gradient_bytes) == ("bfloat16", 2 * 256 * 64, 0)
-    assert (wq.float8, wq.float8_all_gather, wq.frozen) == ("tensorwise", True, False)
-    assert (wo.float8, wo.float8_all_gather) == (None, False)
+    assert (*float8_of(wq), wq.frozen) == ("tensorwise", True, False)
+    assert float8_of(wo) == (None, False)
     assert (wq.optimizer, wq.group, wq.optimizer_bytes) == ("Muon", "matrices in layers", wq.parameter_bytes)
     assert found["head.output.weight"].optimizer == "AdamW"
     assert (wq.recompute, wq.compiled) == ("op", True)
@@ -95,7 +99,7 @@ def test_frozen_float8_muon_op_and_compile_are_shown() -> None:
 def test_adapters_and_policies_of_blocks_are_shown() -> None:
     policies = ['--activation_checkpoint.mode="per_block"', '--activation_checkpoint.per_block=["full", "none"]']
     found = layouts("--lora.rank=4", *policies, world_size=2)
-    trained = {name: it for name, it in found.items() if it.lora}
+    trained = {name: it for name, it in found.items() if it.facts["lora"]}
     assert len(trained) == 2 * 2 * 7
     assert {it.frozen for it in trained.values()} == {False}
     assert {it.frozen for name, it in found.items() if name not in trained} == {True}

@@ -11,7 +11,7 @@ import torch
 from tests.helpers import TinyRun, train_on_this_rank
 from titanlite.metrics.records import LAYERS, find_faults
 from titanlite.observer import Phase
-from titanlite.techniques.layer_health import KINDS
+from titanlite.techniques.layer_health.measurement import KINDS
 
 OPTIONS = ["--training.steps=4", "--metrics.layers.freq=2", "--training.max_norm=0", "--checkpoint.enable=false"]
 

@@ -14,6 +14,7 @@ IMPORTS = [
     ("import titanlite.data.tokenizer, titanlite.tools.ingest.bpe", {"torch", "tokenizers", "tiktoken"}),
     ("import titanlite.schema", TORCH),
     ("import titanlite; titanlite.load_config('debug')", TORCH),
+    ("from titanlite.techniques import every_technique; every_technique()", TORCH),
     ("import titanlite.tools.migrate.command", TORCH),
     ("import titanlite.checkpoint.manifest", TORCH),
     ("import titanlite.data.packing, titanlite.data.remote", TORCH),

@@ -22,11 +22,11 @@ from titanlite.models.registry import resolve_model
 from titanlite.optim.groups import parameter_groups
 from titanlite.parallelize.activation_checkpoint import apply_activation_checkpoint
 from titanlite.schema import Freeze, Lora
-from titanlite.techniques.lora import LoraLinear, choose_trained
+from titanlite.techniques.lora.adapters import LoraLinear, choose_trained
 from titanlite.tools import cli
 from titanlite.tools.plan.estimate import Layout, plan
 from titanlite.tools.plan.hardware import find_hardware
-from titanlite.tools.plan.search import _has_layers_for_float8
+from titanlite.tools.plan.search import variants_of
 
 GUIDE = Path("docs/finetune.md")
 
@@ -185,8 +185,9 @@ def test_a_plan_does_not_take_one_block_for_all(tiny: TinyRun, options: str, lay
 
 def test_a_search_offers_no_float8_for_layers_with_adapters(tiny: TinyRun) -> None:
     small = "--quantize.linear.float8.skip_small=false", "--model.args={dim=48, hidden_dim=80, vocab_size=264}"
-    assert _has_layers_for_float8(tiny.config(*small))
-    assert not _has_layers_for_float8(tiny.config(*small, "--lora.rank=4"))
+    layout = Layout(1, find_hardware("H100"), 8)
+    assert [*variants_of(tiny.config(*small, "--compile.enable"), layout)] == ["", "float8"]
+    assert [*variants_of(tiny.config(*small, "--compile.enable", "--lora.rank=4"), layout)] == [""]
 
 
 def test_examples_of_the_guide_are_valid() -> None:

@@ -125,7 +125,7 @@ def test_a_search_expects_what_the_plan_finds(options: list[str]) -> None:
     assert {it.teacher for it in candidates if it.degrees.shard > 1} == {"always", "never"}
     assert {it.teacher for it in candidates if it.degrees.shard == 1} == {"always"}
     traces = {
-        (it.mode, it.float8, it.batch): trace(with_options(config, it.options), layout)
+        (it.mode, it.variant, it.batch): trace(with_options(config, it.options), layout)
         for it in candidates
         if it.degrees.shard == RANKS and it.teacher == "always"
     }

@@ -19,7 +19,7 @@ from titanlite.observer import Phase
 from titanlite.runtime.console import shell_command
 from titanlite.runtime.process_group import Ranks
 from titanlite.schema import Profiling
-from titanlite.techniques.profiling import Profiler, build_profilers, save_memory_snapshot
+from titanlite.techniques.profiling.profiler import Profiler, build_profilers, save_memory_snapshot
 from titanlite.tools.plan.out_of_memory import snapshot_lines
 
 ON = "--profiling.enable_profiling=true"

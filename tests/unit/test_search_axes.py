@@ -101,7 +101,7 @@ def test_it_expects_what_the_plan_finds(options: tuple[str, ...], world_size: in
     searching = _Search(config, layout, unused, share=16 // readers)
     candidates = [it for it in searching._candidates(offload=False) if (it.mode, it.reshard) == ("full", "default")]
     traces = {
-        (it.mode, it.float8, it.batch): trace(with_options(config, it.options), layout)
+        (it.mode, it.variant, it.batch): trace(with_options(config, it.options), layout)
         for it in candidates
         if it.degrees.sharded == searching.full and it.batch in searching.batches[:2]
     }

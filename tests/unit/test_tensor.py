@@ -19,7 +19,7 @@ from titanlite.models.qwen3_moe import Qwen3Moe
 from titanlite.ops.kernels import Kernels
 from titanlite.runtime.errors import ConfigError, UserError
 from titanlite.schema import Degrees, Parallelism
-from titanlite.techniques.tensor import TensorRanks, check_tensor, roles_of, split_dims, split_parameters
+from titanlite.techniques.tensor.layers import TensorRanks, check_tensor, roles_of, split_dims, split_parameters
 
 ARGS = Llama3Args(dim=48, n_layers=2, n_heads=6, n_kv_heads=3, hidden_dim=72, vocab_size=264, max_seq_len=64)
 

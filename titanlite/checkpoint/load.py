@@ -27,8 +27,9 @@ from titanlite.optim.quantized import MIN_ELEMENTS
 from titanlite.runtime.errors import DamagedCheckpoint, RunError, ShortRead, UserError
 from titanlite.runtime.private_torch.tensors import local_tensor
 from titanlite.runtime.ranks import error_of_ranks, on_all, on_rank_0
-from titanlite.schema import Checkpoint, Config, Lora
+from titanlite.schema import Checkpoint, Config
 from titanlite.storage.storage import MANIFEST, Storage, open_storage
+from titanlite.techniques import used
 
 logger = logging.getLogger(__name__)
 
@@ -53,8 +54,7 @@ def resume_settings(
     return {
         **model_settings(config.model.title, model_args),
         **data,
-        **({"freeze.parameters": sorted(config.freeze.parameters)} if config.freeze.parameters else {}),
-        **_lora_settings(config.lora),
+        **{key: value for it in used(config) for key, value in it.resume_settings(config).items()},
         **({"teacher": teacher} if teacher else {}),
         "training.seq_len": config.training.seq_len,
         "training.global_batch_size": config.training.global_batch_size,
@@ -71,13 +71,6 @@ def model_settings(title: str, model_args: Any) -> dict[str, Any]:
     """
     args = {f"model.args.{name}": value for name, value in asdict(model_args).items() if name != "max_seq_len"}
     return {"model.name": title, **args}
-
-
-def _lora_settings(lora: Lora) -> dict[str, Any]:
-    if lora.rank is None:
-        return {}
-    quantized = {"lora.quantize_base": lora.quantize_base} if lora.quantize_base != "none" else {}
-    return {"lora.rank": lora.rank, LORA_ALPHA: lora.alpha, "lora.targets": sorted(lora.targets), **quantized}
 
 
 # Reading of unquantized weights into a model whose frozen weights are quantized, a few rows at a time.

@@ -204,7 +204,7 @@ def _as_tensor(value: Tensor | int | float) -> Tensor:
 
 
 def _plain(tensor: Any) -> Any:
-    """Unwrap float8's tensor subclass around a local shard, same memory: a checkpoint must load without torchao."""
+    """Unwrap a tensor subclass around a local shard, same memory: a checkpoint must load without torchao."""
     tensor = tensor.detach() if isinstance(tensor, Tensor) else tensor
     inner = wrapped_tensors(local_tensor(tensor)).get("_tensor") if isinstance(tensor, DTensor) else None
     return tensor if inner is None else from_local_like(inner, tensor)

@@ -9,15 +9,14 @@ from titanlite.models.base import Model, expert_layers, trainable_parameters, un
 from titanlite.models.quantized import quantized_parameters
 from titanlite.optim.state_size import state_bytes
 from titanlite.runtime.dtensor import chunk_sizes
+from titanlite.runtime.dtypes import DTYPES
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.hardware import host_memory
 from titanlite.runtime.process_group import Ranks
 from titanlite.schema import Config
 from titanlite.storage.disk import check_room, folder_of
-from titanlite.techniques.tensor import split_parameters
-
-SIZES = {"bfloat16": 2, "float16": 2, "float32": 4}
-"""Bytes of a value."""
+from titanlite.techniques import keeps_gradients
+from titanlite.techniques.tensor.layers import split_parameters
 
 
 def check_model_memory(
@@ -37,7 +36,7 @@ def check_model_memory(
     shard = largest_shard(model, degree, config.parallelism.expert_parallel_degree, degrees.tensor)
     needed = {config.training.enable_cpu_offload: shard * in_memory}
     if teacher is not None:
-        size = SIZES[config.teacher.dtype or config.training.mixed_precision_param]
+        size = DTYPES[config.teacher.dtype or config.training.mixed_precision_param].size
         place = config.teacher.enable_cpu_offload
         needed[place] = needed.get(place, 0) + largest_shard(teacher, degree) * size
     if device.type == "cpu":  # host memory is all there is
@@ -70,7 +69,7 @@ def weight_bytes(model: Model, config: Config) -> int:
         model: with its frozen and quantized parameters.
     """
     quantized, dtype = quantized_parameters(model), config.training.dtype
-    sizes = {True: SIZES[dtype], False: SIZES[config.freeze.dtype or dtype]}
+    sizes = {True: DTYPES[dtype].size, False: DTYPES[config.freeze.dtype or dtype].size}
     parameters = [parameter for _, parameter in unique_parameters(model)]
     return sum(it.numel() * (it.itemsize if it in quantized else sizes[it.requires_grad]) for it in parameters)
 
@@ -104,9 +103,9 @@ def bytes_per_parameter(model: Model, config: Config) -> tuple[float, float]:
     """
     parameters = sum(p.numel() for p in model.parameters())
     trained = sum(p.numel() for p in trainable_parameters(model).values()) / parameters
-    size = SIZES[config.training.dtype]
+    size = DTYPES[config.training.dtype].size
     weight = weight_bytes(model, config) / parameters
-    gradient = 0 if config.optimizer.in_backward else trained * size
+    gradient = trained * size if keeps_gradients(config) else 0
     moments = state_bytes(config.optimizer, model, dtype=config.training.dtype) / parameters
     on_disk = weight * (config.offload.parameters == "disk") + moments * (config.offload.optimizer == "disk")
     return weight + gradient + moments - on_disk, on_disk

@@ -7,17 +7,10 @@ from pathlib import Path
 from typing import TypeVar
 
 import torch
-from torch.torch_version import TorchVersion
 
 from titanlite.checkpoint.exports import check_exports
 from titanlite.checks.memory import check_model_disk, check_model_memory
-from titanlite.checks.model import (
-    axis_checks,
-    check_documents,
-    check_documents_apart,
-    check_own_model,
-    check_quantized_moments,
-)
+from titanlite.checks.model import check_own_model, check_quantized_moments
 from titanlite.config.checks import are_right
 from titanlite.data.sources import FindText, check_path
 from titanlite.data.tokenizer import Tokenizer, load_tokenizer
@@ -25,6 +18,7 @@ from titanlite.loss import check_loss
 from titanlite.metrics.loggers import check_logger
 from titanlite.metrics.run_summary import check_attention
 from titanlite.models.base import Model, ModelArgs
+from titanlite.models.documents import check_documents
 from titanlite.models.registry import ModelSpec, resolve_model
 from titanlite.optim.checks import check_optimizer
 from titanlite.optim.registry import compiles_updates
@@ -34,11 +28,10 @@ from titanlite.runtime.errors import ConfigError, Problem, UserError
 from titanlite.runtime.files import why_not_writable
 from titanlite.runtime.process_group import Ranks
 from titanlite.schema import Config, Data, ModelSelection, Optimizer, Validation
+from titanlite.techniques import asked_for
 from titanlite.techniques.distill.cache import TeacherCache, data_settings, open_cache
 from titanlite.techniques.distill.source import OpenTeacher, TeacherSource, check_teacher, fingerprint, teacher_model
-from titanlite.techniques.float8 import check_float8
-from titanlite.techniques.lora import choose_trained
-from titanlite.techniques.profiling import check_memory_snapshot
+from titanlite.techniques.technique import reads_of
 
 T = TypeVar("T")
 
@@ -114,7 +107,7 @@ def examine(
     spec = report.attempt("model", keys, lambda: select_model(config.model, tokenizer))
     for key, path in [*_paths(config.data, "data"), *_paths(config.validation, "validation")]:
         report.attempt(key, [key], partial(check_path, path, find_text))
-    _check_techniques(report, config, device)
+    _check_machine(report, config, device)
     if loss := training.loss:
         report.attempt("training.loss", ["training.loss"], lambda: check_loss(loss, with_teacher=config.teacher.is_set))
     for name in config.metrics.loggers:
@@ -131,7 +124,7 @@ def examine(
     args, recompute = spec.args, config.activation_checkpoint
     key = "activation_checkpoint.per_block"
     report.attempt(key, ["activation_checkpoint"], lambda: recompute_policies(recompute, len(model.layers)))
-    _check_axes_and_attention(report, spec, model, config, ranks, device)
+    _check_techniques_and_attention(report, spec, model, config, ranks, device)
     if checked:
         moments = partial(check_quantized_moments, model, config.optimizer, config.parallelism, ranks.world_size)
         report.attempt("optimizer.name", ["optimizer", "parallelism"], moments)
@@ -162,8 +155,9 @@ def _build_model(report: "_Report", spec: ModelSpec, config: Config) -> Model | 
         return None
     if config.model.file:
         report.attempt("model.file", [], lambda: check_own_model(model))
-    trained = partial(choose_trained, model, freeze_config=config.freeze, lora=config.lora)
-    report.attempt("freeze.parameters", ["freeze", "lora"], trained)
+    for technique in asked_for(config):
+        choose = technique.choose_trained
+        report.attempt(technique.option, reads_of(choose), partial(choose, model, config))
     return model
 
 
@@ -190,7 +184,8 @@ def _open_teacher(
     )
     if teacher is not None:
         model = teacher_model(teacher.spec, seq_len=config.training.seq_len)
-        report.attempt("teacher.path", ["data.document_mask"], lambda: check_documents(model, config.data))
+        if config.data.document_mask:
+            report.attempt("teacher.path", ["data.document_mask"], lambda: check_documents(model))
     cache = _open_cache(report, config, teacher, student, tokenizer)
     return teacher if config.teacher.is_live else None, cache
 
@@ -238,60 +233,23 @@ class _Report:
         return None
 
 
-def _check_techniques(report: _Report, config: Config, device: torch.device) -> None:
+def _check_machine(report: _Report, config: Config, device: torch.device) -> None:
     """Check what does not depend on the model: packages, compilers and versions that techniques need."""
-    report.attempt("quantize.linear.float8.enable", ["quantize"], lambda: check_float8(config.quantize.linear.float8))
     if config.compile.enable:
         report.attempt("compile.enable", ["compile"], lambda: check_compiler(device))
-    key = "profiling.enable_memory_snapshot"
-    report.attempt(key, ["profiling"], lambda: check_memory_snapshot(config.profiling, device))
-    report.attempt(
-        "optimizer.in_backward",
-        ["optimizer.in_backward", "training.enable_cpu_offload"],
-        lambda: check_offloaded_update(config, device, torch_version=torch.__version__),
-    )
+    for technique in asked_for(config):
+        check = technique.check_machine
+        report.attempt(technique.option, reads_of(check), partial(check, config, device))
 
 
-def _check_axes_and_attention(
+def _check_techniques_and_attention(
     report: _Report, spec: ModelSpec, model: Model, config: Config, ranks: Ranks, device: torch.device
 ) -> None:
-    report.attempt("data.document_mask", ["data.document_mask"], lambda: _check_documents(spec, model, config))
-    seq_len = config.training.seq_len
-    for key, check in axis_checks(model, config.parallelism, ranks.world_size, seq_len=seq_len).items():
-        # Tensor parallelism reads its own degree only, which may be wrong for the number of processes too.
-        own = () if key == "parallelism.tensor_parallel_degree" else ("parallelism",)
-        report.attempt(key, [*own, "training.seq_len"], check)
+    for technique in asked_for(config):
+        check = technique.check_model
+        report.attempt(technique.option, reads_of(check), partial(check, config, spec, model, ranks.world_size))
     key = "training.attention_backend"
     report.attempt(key, ["training", "data.document_mask"], lambda: check_attention(model, config, device))
-
-
-def _check_documents(spec: ModelSpec, model: Model, config: Config) -> None:
-    check_documents(model, config.data)
-    if config.data.document_mask and config.model.file:
-        check_documents_apart(spec)
-
-
-def check_offloaded_update(config: Config, device: torch.device, *, torch_version: str) -> None:
-    """Check that offloaded gradients are complete when FSDP2 calls the hook that updates within backward.
-
-    Before 2.13, FSDP2 queues the copy of a gradient from the GPU to pinned memory, and calls the hook without waiting
-    for the copy. The hook would read half-written memory, and nothing would show that the weights are wrong. In 2.13,
-    `foreach_reduce` (torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py) copies with `non_blocking=False` where
-    the sharded parameter has such a hook, so that the host waits for each copy before it calls the hook.
-
-    Args:
-        torch_version: as `torch.__version__`.
-
-    Raises:
-        UserError: this version of PyTorch does not wait.
-    """
-    is_copied = config.training.enable_cpu_offload and device.type == "cuda"
-    if config.optimizer.in_backward and is_copied and TorchVersion(torch_version) < "2.13":
-        raise UserError(
-            f"on a GPU with training.enable_cpu_offload = true, torch {torch_version} updates parameters from "
-            "gradients that are not copied completely, and weights become silently wrong: upgrade to torch 2.13 or "
-            "newer, or turn one of the two options off"
-        )
 
 
 def _paths(section: Data | Validation, name: str) -> Iterator[tuple[str, str | list[str]]]:

@@ -3,31 +3,14 @@
 import glob
 import os
 import re
-import sys
 from collections.abc import Callable, Collection, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 
-from titanlite.config.technique_checks import (
-    Conflict,
-    check_expert_parallel,
-    check_float8,
-    check_float16,
-    check_in_backward,
-    check_lora,
-    check_profiling,
-    check_reduce_gradients,
-    check_tensor,
-)
 from titanlite.runtime.files import why_not_writable
-from titanlite.schema import (
-    ActivationCheckpoint,
-    Checkpoint,
-    Config,
-    Data,
-    Validation,
-    find_teacher_conflicts,
-    parse_policies,
-)
+from titanlite.schema import ActivationCheckpoint, Checkpoint, Config, Data, Validation, parse_policies
+from titanlite.techniques import asked_for
+from titanlite.techniques.technique import Conflict, reads_of
 
 
 def find_conflicts(config: Config, world_size: int | None, bad_keys: Collection[str]) -> list[Conflict]:
@@ -45,10 +28,6 @@ def find_conflicts(config: Config, world_size: int | None, bad_keys: Collection[
             lambda: _sources(config.validation, "validation"),
         ),
         (("training.loss", "training.z_loss"), lambda: _loss(config)),
-        (
-            ("teacher", "distill", "training.loss"),
-            lambda: find_teacher_conflicts(config.teacher, config.distill, config.training.loss),
-        ),
         (("checkpoint.folder", "checkpoint.initial_load_path"), lambda: _checkpoint_places(config)),
         (("checkpoint", "job"), lambda: _local_folder(config)),
         (("checkpoint.export_every", "checkpoint.interval"), lambda: _exports(config.checkpoint)),
@@ -56,16 +35,7 @@ def find_conflicts(config: Config, world_size: int | None, bad_keys: Collection[
             ("activation_checkpoint.mode", "activation_checkpoint.per_block"),
             lambda: _per_block(config.activation_checkpoint),
         ),
-        (("quantize", "compile", "parallelism.fsdp_reshard_after_forward"), lambda: check_float8(config)),
-        (("training", "optimizer", "quantize", "lora"), lambda: check_float16(config)),
-        (("parallelism", "quantize", "lora", "teacher", "training.loss"), lambda: check_tensor(config)),
-        (("lora", "freeze", "quantize", "optimizer"), lambda: check_lora(config)),
-        (("offload", "optimizer", "training.enable_cpu_offload", "quantize"), lambda: _offload(config)),
-        (("optimizer", "training.max_norm", "guard"), lambda: check_in_backward(config)),
-        (("parallelism.fsdp_reduce_gradients", "training"), lambda: check_reduce_gradients(config)),
-        (("parallelism.context_parallel_degree", "training.seq_len"), lambda: _context(config)),
-        (("parallelism",), lambda: check_expert_parallel(config)),
-        (("profiling", "training.steps", "training.epochs"), lambda: check_profiling(config)),
+        (("parallelism.fsdp_reduce_gradients", "training"), lambda: _check_reduce_gradients(config)),
     ]
     if world_size is not None:
         further = ("context", "expert", "tensor")
@@ -75,8 +45,11 @@ def find_conflicts(config: Config, world_size: int | None, bad_keys: Collection[
         reshard = ("parallelism.fsdp_reshard_after_forward", "teacher.fsdp_reshard_after_forward")
         checks.append(((*degrees, *reshard), lambda: _layout(config, world_size)))
         checks.append((batch, lambda: _batch(config, world_size)))
-        checks.append((("optimizer.in_backward", *batch), lambda: _one_micro_batch(config, world_size)))
-    return [conflict for reads, check in checks if are_right(reads, bad_keys) for conflict in check()]
+    for technique in asked_for(config):
+        hooks = [partial(technique.conflicts, config)]
+        hooks += [partial(technique.layout_conflicts, config, world_size)] if world_size is not None else []
+        checks += [(reads_of(hook.func), hook) for hook in hooks]
+    return [conflict for keys, check in checks if are_right(keys, bad_keys) for conflict in check()]
 
 
 def are_right(keys: Iterable[str], bad_keys: Collection[str]) -> bool:
@@ -109,23 +82,6 @@ def _layout(config: Config, world_size: int) -> Iterator[Conflict]:
         keep = options.fsdp_reshard_after_forward
         if isinstance(keep, int) and sharded % keep:
             yield f"{section}.fsdp_reshard_after_forward", f"{keep} does not divide the shard degree {sharded}"
-    if sharded % parallelism.expert_parallel_degree:
-        yield (
-            "parallelism.expert_parallel_degree",
-            f"{parallelism.expert_parallel_degree} does not divide the {sharded} processes that parameters are sharded "
-            f"over: set a divisor of {sharded}",
-        )
-
-
-def _context(config: Config) -> Iterator[Conflict]:
-    degree, seq_len = config.parallelism.context_parallel_degree, config.training.seq_len
-    if degree > 1 and seq_len % (2 * degree):
-        near = -(-seq_len // (2 * degree)) * 2 * degree
-        yield (
-            "parallelism.context_parallel_degree",
-            f"{degree} ranks split each sequence into {2 * degree} equal chunks, and training.seq_len is {seq_len}: "
-            f"set it to {near}",
-        )
 
 
 def _data_parallel_degree(config: Config, world_size: int) -> int:
@@ -142,21 +98,6 @@ def _batch(config: Config, world_size: int) -> Iterator[Conflict]:
     except ValueError as error:
         uneven_share = training.global_batch_size % _data_parallel_degree(config, world_size) == 0
         yield f"training.{'local' if uneven_share else 'global'}_batch_size", str(error)
-
-
-def _one_micro_batch(config: Config, world_size: int) -> Iterator[Conflict]:
-    training = config.training
-    try:
-        micro, accumulation = training.batch_split(_data_parallel_degree(config, world_size))
-    except ValueError:
-        return  # reported by `_batch`
-    if config.optimizer.in_backward and accumulation > 1:
-        yield (
-            "optimizer.in_backward",
-            f"updates after each forward pass, and a step has {accumulation} forward passes of {micro} sequences on "
-            f"each of the {world_size} processes: set training.global_batch_size = {micro * world_size}, or raise "
-            "training.local_batch_size",
-        )
 
 
 def _sources(section: Data | Validation, name: str) -> Iterator[Conflict]:
@@ -249,28 +190,11 @@ def _per_block(config: ActivationCheckpoint) -> Iterator[Conflict]:
         yield key, str(error)
 
 
-def _offload(config: Config) -> Iterator[Conflict]:
-    offload, optimizer, float8 = config.offload, config.optimizer, config.quantize.linear.float8
-    if not offload.is_used:
-        if offload.path is not None:
-            yield (
-                "offload.path",
-                'has no effect: set offload.optimizer or offload.parameters to "disk", or leave it out',
-            )
-        return
-    if sys.platform != "linux":
-        yield "offload", 'files instead of memory need Linux: set "memory"'
-    key = "offload.optimizer" if offload.optimizer == "disk" else "offload.parameters"
-    names = {group.name or optimizer.name for group in optimizer.groups} or {optimizer.name}
-    if others := ", ".join(sorted(names - {"AdamW"})):
-        yield key, f"disk works with AdamW only, not with {others}"
-    elif optimizer.args or any(group.args for group in optimizer.groups):
-        yield key, "AdamW takes no optimizer.args on disk: leave them out"
-    if offload.parameters == "disk":
-        if not config.training.enable_cpu_offload:
-            yield "offload.parameters", "disk needs training.enable_cpu_offload = true"
-        if float8.enable and float8.enable_fsdp_float8_all_gather and float8.recipe_name == "tensorwise":
-            other = "quantize.linear.float8.enable_fsdp_float8_all_gather"
-            yield "offload.parameters", f"disk cannot be combined with {other} = true"
-    if offload.path is not None and (problem := why_not_writable(offload.path)):
-        yield "offload.path", problem
+def _check_reduce_gradients(config: Config) -> Iterator[Conflict]:
+    dtypes = {config.training.mixed_precision_param, config.training.mixed_precision_reduce}
+    if config.parallelism.fsdp_reduce_gradients == "last" and dtypes == {"bfloat16"}:
+        yield (
+            "parallelism.fsdp_reduce_gradients",
+            "last would add the gradients of micro-batches in bfloat16: set training.mixed_precision_reduce = "
+            '"float32", or "each"',
+        )

@@ -29,12 +29,14 @@ from titanlite.optim.state_size import state_dtypes
 from titanlite.run.run_folder import RunFolder
 from titanlite.runtime.allocator import allocator_settings
 from titanlite.runtime.console import hide_secrets, install_hint, shell_command
+from titanlite.runtime.dtypes import torch_dtype
 from titanlite.runtime.errors import RunStopped
 from titanlite.runtime.private_torch.fsdp import fsdp_param_group
 from titanlite.runtime.process_group import why_no_gpu
 from titanlite.runtime.signals import STOPPED, StoppedBySignal
 from titanlite.schema import Config, Training
 from titanlite.storage.storage import Storage
+from titanlite.techniques import keeps_gradients, used
 
 logger = logging.getLogger(__name__)
 
@@ -124,23 +126,11 @@ def _is_stdlib(path: str | list[str]) -> bool:
 
 def applied(config: Config, *, blocks: int) -> list[str]:
     """Describe the techniques that the config asks for."""
-    recompute, float8, training = config.activation_checkpoint, config.quantize.linear.float8, config.training
-    resharding = config.parallelism.fsdp_reshard_after_forward
-    base = "" if config.lora.quantize_base == "none" else f" on {config.lora.quantize_base} weights"
-    found = {
-        f"FSDP of {blocks} blocks, reshard_after_forward {resharding}": True,
-        f"activation checkpointing {recompute.mode}": recompute.mode != "none",
-        f"compile of {blocks} blocks": config.compile.enable,
-        f"float8 {float8.recipe_name}": float8.enable,
-        f"LoRA of rank {config.lora.rank}{base}": config.lora.rank is not None,
-        f"frozen parameters {', '.join(config.freeze.parameters)}": bool(config.freeze.parameters),
-        f"a teacher ({config.teacher.path})": config.teacher.is_live,
-        f"a teacher's cache ({config.teacher.cache})": config.teacher.cache is not None,
-        "CPU offload": training.enable_cpu_offload,
-        "optimizer in backward": config.optimizer.in_backward,
-        "attention within documents": config.data.document_mask,
-    }
-    return [text for text, is_applied in found.items() if is_applied]
+    recompute, resharding = config.activation_checkpoint.mode, config.parallelism.fsdp_reshard_after_forward
+    found = [f"FSDP of {blocks} blocks, reshard_after_forward {resharding}"]
+    found += [f"activation checkpointing {recompute}"] if recompute != "none" else []
+    found += [f"compile of {blocks} blocks"] if config.compile.enable else []
+    return [*found, *filter(None, (technique.summary(config) for technique in used(config)))]
 
 
 def saves_of(config: Config) -> str:
@@ -230,7 +220,7 @@ def attention_of(
         n_kv_heads=args.n_kv_heads,
         head_dim=args.head_size,
         seq_len=training.seq_len,
-        dtype=getattr(torch, training.mixed_precision_param),
+        dtype=torch_dtype(training.mixed_precision_param),
         device=device,
         documents=documents,
     )
@@ -283,7 +273,7 @@ def report_end(
         logger.info(f"  time         {format_phases(seconds)}")
         if done:
             logger.info(f"  checkpoints  {checkpoints.url} ({', '.join(map(str, done))})")
-        if config.guard.nonfinite == "stop" and done and not config.optimizer.in_backward:
+        if config.guard.nonfinite == "stop" and done and keeps_gradients(config):
             logger.info("  to skip such steps and resume: the same command with --guard.nonfinite=skip")
         return
     needs = "" if find_spec("plotly") else f", after {install_hint('report')}"

@@ -21,7 +21,7 @@ from titanlite.ops.attention import Documents, KeySource
 from titanlite.ops.kernels import DEFAULT_KERNELS, Kernels
 from titanlite.runtime.errors import UserError
 
-# Roles of modules in tensor parallelism, and the table of the decoders here. `techniques/tensor.py` applies them.
+# Roles of modules in tensor parallelism, and the table of the decoders here. `techniques/tensor/` applies them.
 
 
 TensorRole = Literal["tokens", "split", "columns", "rows", "experts", "vocabulary"]

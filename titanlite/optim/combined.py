@@ -70,6 +70,6 @@ def zero_moments(parameter: nn.Parameter, *, dtype: torch.dtype) -> dict[str, Te
 
 def state_before_steps(parameter: nn.Parameter, mean: Tensor, square: Tensor) -> dict[str, Tensor]:
     local = local_tensor(parameter)
-    plain = next(iter(wrapped_tensors(local).values()), local)  # of float8 weights, too
+    plain = next(iter(wrapped_tensors(local).values()), local)  # of weights that a subclass wraps, too
     step = plain.new_zeros((), dtype=torch.float32)
     return {"step": step, "exp_avg": mean, "exp_avg_sq": square}

@@ -9,6 +9,8 @@ Each technique of `titanlite.techniques` is imported where the config asks for i
 it is.
 """
 
+from typing import Any
+
 from torch.distributed.device_mesh import DeviceMesh
 
 from titanlite.mesh import build_mesh, context_group, expert_meshes, shard_degree_of, tensor_mesh
@@ -18,11 +20,35 @@ from titanlite.parallelize.activation_checkpoint import apply_activation_checkpo
 from titanlite.parallelize.compile import compile_around_exchange, compile_blocks
 from titanlite.parallelize.fsdp import DTYPES, shard
 from titanlite.parallelize.materialize import materialize, set_dtype
-from titanlite.schema import ActivationCheckpoint, Compile, Float8, Freeze, Lora, Parallelism, Training
+from titanlite.schema import ActivationCheckpoint, Compile, Config, Float8, Freeze, Lora, Parallelism, Training
+from titanlite.techniques import keeps_gradients
 
-NO_ADAPTERS = Lora()
+NO_FLOAT8, ALL_TRAINED, NO_ADAPTERS = Float8(), Freeze(), Lora()
 
-__all__ = ["DTYPES", "build_mesh", "materialize", "parallelize"]
+__all__ = ["DTYPES", "build_mesh", "materialize", "parallelize", "parallelize_student"]
+
+
+def parallelize_student(model: Model, config: Config, *, mesh: DeviceMesh, kernels: Kernels, **options: Any) -> None:
+    """Apply every technique of the config to the model that is trained, in place.
+
+    Args:
+        options: further ones of `parallelize`.
+    """
+    parallelize(
+        model,
+        mesh=mesh,
+        kernels=kernels,
+        parallelism=config.parallelism,
+        training=config.training,
+        activation_checkpoint=config.activation_checkpoint,
+        compile=config.compile,
+        float8=config.quantize.linear.float8,
+        freeze=config.freeze,
+        lora=config.lora,
+        has_other_model=config.teacher.is_live,
+        updates_in_backward=not keeps_gradients(config),
+        **options,
+    )
 
 
 def parallelize(
@@ -34,8 +60,8 @@ def parallelize(
     training: Training,
     activation_checkpoint: ActivationCheckpoint,
     compile: Compile,
-    float8: Float8,
-    freeze: Freeze,
+    float8: Float8 = NO_FLOAT8,
+    freeze: Freeze = ALL_TRAINED,
     lora: Lora = NO_ADAPTERS,
     compile_backend: str = "inductor",
     has_other_model: bool = False,
@@ -53,25 +79,25 @@ def parallelize(
     """
     set_dtype(model, DTYPES[training.dtype])
     if freeze.parameters or lora.rank is not None:
-        from titanlite.techniques.lora import choose_trained
+        from titanlite.techniques.lora.adapters import choose_trained
 
         choose_trained(model, freeze_config=freeze, lora=lora)
     set_kernels(model, kernels)
     if context_group(mesh):
-        from titanlite.techniques.context import split_attention
+        from titanlite.techniques.context.sequences import split_attention
 
         split_attention(model, mesh)
     if float8.enable:
-        from titanlite.techniques.float8 import convert_to_float8
+        from titanlite.techniques.float8.layers import convert_to_float8
 
         convert_to_float8(model, float8=float8, shard_degree=shard_degree_of(mesh))
     if tensor_mesh(mesh):
-        from titanlite.techniques.tensor import split_layers
+        from titanlite.techniques.tensor.layers import split_layers
 
         split_layers(model, mesh)
     experts = None
     if (degree := parallelism.expert_parallel_degree) > 1:
-        from titanlite.techniques.expert import DistributedExperts
+        from titanlite.techniques.expert.exchange import DistributedExperts
 
         experts = DistributedExperts(model, *expert_meshes(mesh, degree))
         experts.distribute(kernels, is_compiled=compile.enable)
@@ -86,6 +112,6 @@ def parallelize(
         updates_in_backward=updates_in_backward, pin_memory=pin_memory,
     )  # fmt: skip
     if tensor_mesh(mesh):
-        from titanlite.techniques.tensor import use_local_parts
+        from titanlite.techniques.tensor.layers import use_local_parts
 
         use_local_parts(model, mesh)

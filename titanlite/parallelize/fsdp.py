@@ -6,7 +6,6 @@ Small blocks may be gathered together: `parallelism.fsdp_min_unit_params`.
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
@@ -20,11 +19,12 @@ from titanlite.mesh import context_rank, data_parallel_rank, has_replicas, shard
 from titanlite.models.base import Model, head_of
 from titanlite.models.quantized import quantized_parameters
 from titanlite.ops.kernels import Kernels
+from titanlite.runtime.dtypes import torch_dtype
 from titanlite.runtime.private_torch.fsdp import gather_in_place, keep_dtypes
 from titanlite.schema import Parallelism, Training
 
 if TYPE_CHECKING:
-    from titanlite.techniques.expert import DistributedExperts
+    from titanlite.techniques.expert.exchange import DistributedExperts
 
 # Decisions about the reduction of gradients over ranks, from the sizes of a step.
 
@@ -60,7 +60,7 @@ def keeps_reduced_gradients(
     return not (adds_gradients or is_converted or training.enable_cpu_offload or updates_in_backward)
 
 
-DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+DTYPES = {name: torch_dtype(name) for name in ("bfloat16", "float16", "float32")}
 
 
 def shard(
@@ -94,7 +94,7 @@ def shard(
         options["offload_policy"] = CPUOffloadPolicy(pin_memory and mesh.device_type == "cuda")
     placement = None
     if tensor_mesh(mesh):
-        from titanlite.techniques.tensor import placement_of
+        from titanlite.techniques.tensor.layers import placement_of
 
         placement = placement_of(mesh)
     shard_degree = shard_degree_of(mesh)

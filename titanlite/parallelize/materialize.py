@@ -50,7 +50,7 @@ def materialize(
     allocate(model, parameter_device, device, disk)
     draw_weights(model, device=device, seed=seed, disk=disk)
     if disk:
-        from titanlite.techniques.disk import drop_after_use
+        from titanlite.techniques.offload.disk import drop_after_use
 
         drop_after_use(model, disk)
     _check_complete(model, parameter_device, device, dtype)
@@ -65,7 +65,7 @@ def allocate(
         names.setdefault(parameter, []).append(name)
     on_disk = {}
     if disk:
-        from titanlite.techniques.disk import tensors_on_disk
+        from titanlite.techniques.offload.disk import tensors_on_disk
 
         on_disk = tensors_on_disk(model, disk)
     replace_tensors(

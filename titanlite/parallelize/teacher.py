@@ -14,7 +14,7 @@ from titanlite.ops.kernels import Kernels
 from titanlite.parallelize import parallelize
 from titanlite.parallelize.materialize import allocate
 from titanlite.runtime.ranks import check_same_everywhere
-from titanlite.schema import ActivationCheckpoint, Compile, Float8, Freeze, Parallelism, Training
+from titanlite.schema import ActivationCheckpoint, Compile, Parallelism, Training
 from titanlite.schema import Teacher as TeacherConfig
 from titanlite.techniques.distill.source import TeacherSource, fingerprint, forward_flops, teacher_model
 from titanlite.techniques.distill.teacher import Teacher
@@ -54,8 +54,6 @@ def parallelize_teacher(
         training=teacher_training(config, training),
         activation_checkpoint=ActivationCheckpoint(),
         compile=compile,
-        float8=Float8(),
-        freeze=Freeze(),
         has_other_model=True,
         **options,
     )

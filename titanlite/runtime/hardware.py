@@ -12,6 +12,8 @@ from pathlib import Path
 
 import torch
 
+from titanlite.runtime.dtypes import DTYPES
+
 
 @dataclass(frozen=True)
 class Hardware:
@@ -123,7 +125,7 @@ HARDWARE = (
 
 def peak_flops(device: torch.device, compute_type: str) -> float | None:
     """Return the device's dense bfloat16 rate in FLOP/s, also that of float16; None if it is not known for certain."""
-    hardware = _known(device) if compute_type in ("bfloat16", "float16") else None
+    hardware = _known(device) if DTYPES[compute_type].rate == "bf16_flops" else None
     return hardware.bf16_flops if hardware else None
 
 

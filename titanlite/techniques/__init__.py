@@ -1,0 +1,92 @@
+"""All techniques in the order in which they are applied, and which of them a config asks for. Never imports torch.
+
+A technique is a file or a folder here, with a `TECHNIQUE` that keeps the contract of `technique.py`. It is imported
+when a config sets one of its options, so that a plain run reads as short as it is.
+"""
+
+from collections.abc import Callable, Iterable
+from functools import reduce
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from titanlite.schema import Config
+from titanlite.techniques.technique import Technique
+
+if TYPE_CHECKING:
+    from titanlite.models.base import Model
+
+TECHNIQUES: dict[str, tuple[str, ...]] = {
+    "freeze": ("freeze",),
+    "lora": ("lora",),
+    "document_mask": ("data.document_mask",),
+    "context": ("parallelism.context_parallel_degree",),
+    "float8": ("quantize.linear.float8",),
+    "tensor": ("parallelism.tensor_parallel_degree",),
+    "expert": ("parallelism.expert_parallel_degree",),
+    "offload": ("offload", "training.enable_cpu_offload"),
+    "in_backward": ("optimizer.in_backward",),
+    "loss_scale": ("training.mixed_precision_param=float16",),
+    "distill": ("teacher", "distill"),
+    "profiling": ("profiling",),
+    "layer_health": ("metrics.layers",),
+}
+"""Options and sections of each technique, by the name of its module; the value that asks for it if only one does."""
+
+
+def asked_for(config: Config) -> list[Technique]:
+    """Return the techniques with an option that is not at its default, used or not."""
+    default = Config()
+
+    def is_set(option: str) -> bool:
+        key, _, value = option.partition("=")
+        found = _value(config, key)
+        return str(found) == value if value else found != _value(default, key)
+
+    return _load(name for name, options in TECHNIQUES.items() if any(map(is_set, options)))
+
+
+def used(config: Config) -> list[Technique]:
+    """Return the techniques that a config uses."""
+    return [technique for technique in asked_for(config) if technique.is_used(config)]
+
+
+def every_technique() -> list[Technique]:
+    """Return all techniques, for tools that report what a config could ask for."""
+    return _load(TECHNIQUES)
+
+
+def choose_trained(model: "Model", config: Config) -> None:
+    """Freeze parameters and add adapters as the config asks for, in place.
+
+    Args:
+        model: may be on the meta device.
+
+    Raises:
+        ConfigError: the model does not fit.
+    """
+    for technique in used(config):
+        technique.choose_trained(model, config)
+
+
+def keeps_gradients(config: Config) -> bool:
+    """Return whether gradients last until after backward."""
+    return all(technique.keeps_gradients(config) for technique in used(config))
+
+
+def after_updates(config: Config, model: "Model") -> Callable[[], None]:
+    """Return what a run calls at its start, and whenever weights have changed."""
+    hooks = [hook for technique in used(config) if (hook := technique.after_update(model, config))]
+
+    def call() -> None:
+        for hook in hooks:
+            hook()
+
+    return call
+
+
+def _load(names: Iterable[str]) -> list[Technique]:
+    return [import_module(f"titanlite.techniques.{name}").TECHNIQUE for name in names]
+
+
+def _value(config: Config, key: str) -> Any:
+    return reduce(getattr, key.split("."), config)

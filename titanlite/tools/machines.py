@@ -27,17 +27,18 @@ import torch
 import torch.distributed as dist
 
 from titanlite.checkpoint import manifest as manifests
-from titanlite.checks.memory import SIZES, weight_bytes
+from titanlite.checks.memory import weight_bytes
 from titanlite.checks.preflight import ResolvedConfig
 from titanlite.models.base import Model, unique_parameters
 from titanlite.optim.state_size import state_bytes
 from titanlite.run.versions import Facts, compare, facts_of
+from titanlite.runtime.dtypes import DTYPES
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.process_group import Ranks, process_group
 from titanlite.runtime.ranks import host_names, named_ranks
 from titanlite.schema import Checkpoint, Config
 from titanlite.storage.storage import Storage, open_storage
-from titanlite.techniques.lora import choose_trained
+from titanlite.techniques import choose_trained
 from titanlite.tools.plan.calibrate import COLLECTIVES, Call, bandwidth_at
 
 TIMEOUT = 120
@@ -149,7 +150,7 @@ def run(all_tests: Tests, report: Callable[[str], object]) -> list[str]:
 def machine_tests(config: Config, resolved: ResolvedConfig, job: Job, device: torch.device) -> Tests:
     """Return the tests by name, in their order. All ranks run each together."""
     model = resolved.model.build()
-    choose_trained(model, freeze_config=config.freeze, lora=config.lora)
+    choose_trained(model, config)
     url = config.checkpoint.folder or f"{config.job.dump_folder}/{config.job.name}/checkpoints"
 
     def disk() -> list[Need]:
@@ -585,7 +586,7 @@ def _checkpoint_needs(config: Config, model: Model, world_size: int) -> list[Nee
     exports = f"{checkpoint.folder}/exports" if checkpoint.folder else f"{run}/exports"
     number = (steps // checkpoint.export_every if checkpoint.export_every else 0) + checkpoint.last_save_in_hf
     if number and "://" not in exports:
-        size = sum(p.numel() for _, p in unique_parameters(model)) * SIZES[checkpoint.export_dtype]
+        size = sum(p.numel() for _, p in unique_parameters(model)) * DTYPES[checkpoint.export_dtype].size
         text = f"{number:,} exports of {size_text(size)}"
         needs.append(Need(text, exports, number * size, number * EXPORT_FILES))
     return needs

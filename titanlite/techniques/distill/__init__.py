@@ -1,0 +1,45 @@
+"""Distillation from a teacher that runs in training, or from a cache of its output."""
+
+from collections.abc import Iterator
+
+from titanlite.schema import Config, Distill, Teacher
+from titanlite.techniques.technique import Conflict, Technique, reads
+
+
+class Distillation(Technique):
+    option = "teacher.path"
+
+    def is_used(self, config: Config) -> bool:
+        return config.teacher.is_set
+
+    @reads("teacher", "distill", "training.loss")
+    def conflicts(self, config: Config) -> Iterator[Conflict]:
+        teacher, distill, loss = config.teacher, config.distill, config.training.loss
+        if teacher.path is None and teacher.cache is not None and teacher != Teacher(cache=teacher.cache):
+            yield (
+                "teacher.path",
+                "is not set, and other options of [teacher] are of its weights: set it, or leave them out",
+            )
+        if teacher.cache is not None and distill.kind == "reverse_kl":
+            problem = "reverse_kl depends on what the teacher finds improbable, which a cache does not hold"
+            yield "distill.kind", f"{problem}: set forward_kl, or leave teacher.cache out"
+        if not teacher.is_set:
+            if teacher != Teacher():
+                yield "teacher.path", "is not set: name the weights of the teacher, or leave [teacher] out"
+            if distill != Distill():
+                yield "distill.ratio", "needs a teacher: set teacher.path, or leave [distill] out"
+        elif loss and distill != Distill():
+            yield (
+                "distill.ratio",
+                "belongs to titanlite's own loss, and training.loss names another: leave [distill] out",
+            )
+        elif not loss and not distill.ratio:
+            yield "distill.ratio", "is 0, so the teacher has no effect: set it above 0, or leave [teacher] out"
+
+    def summary(self, config: Config) -> str:
+        if config.teacher.is_live:
+            return f"a teacher ({config.teacher.path})"
+        return f"a teacher's cache ({config.teacher.cache})"
+
+
+TECHNIQUE = Distillation()

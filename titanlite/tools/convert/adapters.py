@@ -23,7 +23,7 @@ from torch.futures import Future
 from titanlite.checkpoint.dcp_read import RankReader, ShardReader
 from titanlite.checkpoint.load import LORA_ALPHA
 from titanlite.models.quantized import SCALE, dequantize
-from titanlite.techniques.lora import LORA_A, LORA_B
+from titanlite.techniques.lora.adapters import LORA_A, LORA_B
 
 
 @dataclass(frozen=True, kw_only=True)

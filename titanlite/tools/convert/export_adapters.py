@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from titanlite.models.formats import HuggingFace
 from titanlite.runtime.errors import UserError
-from titanlite.techniques.lora import LORA_A, LORA_B
+from titanlite.techniques.lora.adapters import LORA_A, LORA_B
 from titanlite.tools.convert.adapters import Adapters
 from titanlite.tools.convert.export import content, format_of, json_bytes
 from titanlite.tools.convert.hugging_face import HuggingFaceFolder

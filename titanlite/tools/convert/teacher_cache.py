@@ -12,7 +12,6 @@ from typing import IO, Any, Literal
 import torch.distributed as dist
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from titanlite.checks.model import check_documents
 from titanlite.checks.preflight import select_model
 from titanlite.config.load import load
 from titanlite.data.samples import Source
@@ -29,6 +28,7 @@ from titanlite.data.teacher_entries import (
 )
 from titanlite.data.tokenizer import Tokenizer, load_tokenizer
 from titanlite.mesh import world_group
+from titanlite.models.documents import check_documents
 from titanlite.models.registry import ModelSpec
 from titanlite.ops import pick_kernels
 from titanlite.parallelize import build_mesh
@@ -183,7 +183,8 @@ def _open_source(
     try:
         source = check_teacher(config, open_teacher, student=student, tokenizer=tokenizer, seq_len=seq_len)
         assert source is not None
-        check_documents(teacher_model(source.spec, seq_len=seq_len), data)
+        if data.document_mask:
+            check_documents(teacher_model(source.spec, seq_len=seq_len))
     except UserError as error:
         raise _problem("path", str(error).removeprefix("teacher.path: ")) from None
     return source

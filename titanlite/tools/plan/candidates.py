@@ -4,15 +4,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from titanlite.schema import Config, Degrees
+from titanlite.techniques.technique import Options
 from titanlite.tools.plan.estimate import Plan
 
 MODES = ("none", "selective", "full")
 GIB = 2**30
 WORTH = 1.005
 """Least speed-up for which a candidate that needs more memory is listed beside one that needs less."""
-
-Options = dict[str, Any]
-"""Values by dotted key."""
 
 
 @dataclass(frozen=True)
@@ -22,7 +20,8 @@ class Candidate:
     options: Options
     mode: str
     batch: int
-    float8: bool
+    variant: str
+    """Words for the options of techniques that the search sets: one of their `variants`."""
     offload: bool
     degrees: Degrees
     reshard: str
@@ -39,13 +38,13 @@ class Candidate:
     @property
     def kernels(self) -> tuple[Any, ...]:
         """Options that determine the work of the device."""
-        return self.mode, self.batch, self.float8, self.offload
+        return self.mode, self.batch, self.variant, self.offload
 
     @property
     def title(self) -> str:
         words = [f"{self.degrees}", f"reshard {self.reshard}", f"recompute {self.mode}", f"local batch {self.batch}"]
         words += [f"teacher {self.teacher}"] if self.teacher else []
-        words += ["float8"] * self.float8 + ["CPU offload"] * self.offload
+        words += [self.variant] * bool(self.variant) + ["CPU offload"] * self.offload
         return ", ".join(words)
 
 

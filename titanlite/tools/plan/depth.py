@@ -7,7 +7,7 @@ from titanlite.models.base import Model
 from titanlite.models.registry import ModelSpec
 from titanlite.runtime.errors import ConfigError
 from titanlite.schema import Config
-from titanlite.techniques.lora import choose_trained
+from titanlite.techniques import choose_trained
 
 
 def period_of(config: Config) -> int:
@@ -34,5 +34,5 @@ def can_vary(spec: ModelSpec, config: Config, few: int) -> bool:
 def trained_model(spec: ModelSpec, config: Config) -> Model:
     """Return the model with its adapters, and its frozen parameters marked."""
     model = spec.build()
-    choose_trained(model, freeze_config=config.freeze, lora=config.lora)
+    choose_trained(model, config)
     return model

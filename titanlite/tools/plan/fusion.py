@@ -69,7 +69,7 @@ class _Graph:
         reductions = [it for it in operators if it.kind == "memory" and self._is_reduction(it)]
         self._reductions = {number for it in reductions for number, _ in it.writes}
         self._whole = {number for it in reductions for number, size in it.writes if size <= SCALAR}
-        """Reductions of whole tensors, such as float8's scales. No kernel that makes one can also read it."""
+        """Reductions of whole tensors, such as scales. No kernel that makes one can also read it."""
         self._sources: dict[int, set[int]] = {}
         """Stored tensors that each result of elementwise operators and reductions is computed from."""
         self._steps: dict[int, set[int | str]] = {}

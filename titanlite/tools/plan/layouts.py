@@ -6,12 +6,14 @@ What the search knows of mesh axes stands here.
 from collections.abc import Iterable
 from dataclasses import replace
 
-from titanlite.checks.model import axis_checks, check_experts
 from titanlite.config.checks import find_conflicts
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.hardware import Hardware
 from titanlite.schema import Config, Degrees, Parallelism
-from titanlite.tools.plan.candidates import Options, with_options
+from titanlite.techniques import used
+from titanlite.techniques.expert.exchange import check_experts
+from titanlite.techniques.technique import Options
+from titanlite.tools.plan.candidates import with_options
 from titanlite.tools.plan.estimate import model_of
 from titanlite.tools.plan.time import Collective, Group, Kernel, Unit, kernel_time, lasting
 
@@ -57,9 +59,10 @@ def can_have(config: Config, options: Options, world_size: int) -> bool:
     full = {"parallelism.data_parallel_replicate_degree": 1, "parallelism.data_parallel_shard_degree": -1}
     changed = with_options(config, options | full)
     try:
-        model, seq_len = model_of(changed).build(), changed.training.seq_len
-        for check in axis_checks(model, changed.parallelism, world_size, seq_len=seq_len).values():
-            check()
+        spec = model_of(changed)
+        model = spec.build()
+        for technique in used(changed):
+            technique.check_model(changed, spec, model, world_size)
     except UserError:
         return False
     return not any(key.startswith("parallelism.") for key, _ in find_conflicts(changed, world_size, ()))

@@ -9,7 +9,7 @@ import torch
 from titanlite.runtime.hardware import hardware_of
 from titanlite.runtime.process_group import Ranks
 from titanlite.schema import Config
-from titanlite.techniques.profiling import PROFILE, save_memory_snapshot
+from titanlite.techniques.profiling.profiler import PROFILE, save_memory_snapshot
 
 
 def explain(error: torch.OutOfMemoryError, config: Config, ranks: Ranks, device: torch.device) -> str:

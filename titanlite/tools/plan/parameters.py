@@ -4,7 +4,7 @@
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -14,7 +14,6 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from titanlite.mesh import axis_sizes, root_axes
-from titanlite.models.added import added_parameters
 from titanlite.models.base import Model, trainable_parameters, unique_parameters
 from titanlite.models.quantized import quantized_parameters
 from titanlite.optim.groups import ParameterGroup, parameter_groups
@@ -24,9 +23,10 @@ from titanlite.parallelize.activation_checkpoint import recompute_policies
 from titanlite.parallelize.materialize import allocate
 from titanlite.runtime.private_torch.compiler import is_compiled
 from titanlite.runtime.private_torch.fsdp import fsdp_param_group, sharded_parameters
-from titanlite.runtime.private_torch.tensors import local_tensor, wrapped_tensors
+from titanlite.runtime.private_torch.tensors import local_tensor
 from titanlite.runtime.private_torch.tracing import FakeTensorMode
 from titanlite.schema import Config
+from titanlite.techniques import every_technique, keeps_gradients
 from titanlite.tools.plan.estimate import model_of
 from titanlite.tools.plan.fake_ranks import fake_ranks
 from titanlite.tools.plan.gpu_kernels import GpuKernels
@@ -34,8 +34,6 @@ from titanlite.tools.plan.trace import fake_optimizer, fill_states, parallelized
 
 ROOT = "(root)"
 """Name of the FSDP unit of parameters that are in no other one."""
-FLOAT8_LINEAR = "torchao.float8"
-"""Package of the classes of float8 layers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,18 +50,13 @@ class ParameterLayout:
     dtype: str
     """Dtype of the shard, which the optimizer updates."""
     compute_dtype: str
-    """Dtype of the gathered parameter. A float8 layer casts further."""
+    """Dtype of the gathered parameter. Some layers cast further."""
     reduce_dtype: str
     """Dtype of its gradient while that is reduced over ranks."""
     recompute: str | None
     """Recompute policy of its block; None outside of blocks."""
     compiled: bool
-    float8: str | None
-    """Recipe of its layer."""
-    float8_all_gather: bool
     frozen: bool
-    lora: bool
-    """The parameter belongs to an adapter."""
     optimizer: str | None
     group: str | None
     lr: float | None
@@ -74,11 +67,18 @@ class ParameterLayout:
     gradient_bytes: int
     """0 if the gradient lives within backward only."""
     optimizer_bytes: int
+    facts: dict[str, Any]
+    """What techniques report of it: their `parameter_facts`."""
 
     @property
     def bytes(self) -> int:
         """Bytes of the rank for the parameter, its gradient and its optimizer state."""
         return self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes
+
+    def record(self) -> dict[str, Any]:
+        """Return JSON values, with the facts as further keys."""
+        record = asdict(self)
+        return record | record.pop("facts")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,7 +107,7 @@ def inspect_ranks(config: Config, *, world_size: int, rank: int = 0) -> RankLayo
             allocate(model, torch.device("cpu"), torch.device("cpu"))
             optimizer = fake_optimizer(config, model, kernels)
             with torch.compiler.set_stance("force_eager"):
-                fill_states(optimizer, one_by_one=config.optimizer.in_backward)
+                fill_states(optimizer, one_by_one=not keeps_gradients(config))
             layouts = layouts_of(model, optimizer, config, mesh)
         return RankLayout(name=str(config.job.name), rank=rank, mesh=axis_sizes(mesh), parameters=layouts)
 
@@ -122,9 +122,9 @@ def layouts_of(
     """
     blocks = _recompute_by_parameter(model, config)
     compiled = {it for module in model.modules() if is_compiled(module) for it in module.parameters()}
-    float8 = {it for module in model.modules() if type(module).__module__.startswith(FLOAT8_LINEAR)
-              for it in module.parameters(recurse=False)}  # fmt: skip
-    added, quantized = {*added_parameters(model).values()}, quantized_parameters(model)
+    techniques = every_technique()
+    facts = [it.parameter_facts(model, config) for it in techniques]
+    quantized = quantized_parameters(model)
     groups = {it: group for group in parameter_groups(config.optimizer, trainable_parameters(model))
               for it in group.parameters.values()}  # fmt: skip
     units = {it: (unit, policy) for unit, policy, parameters in _units(model) for it in parameters}
@@ -134,7 +134,7 @@ def layouts_of(
         unit, policy = units.get(parameter, (ROOT, None))
         compute = (policy and parameter not in quantized and policy.param_dtype) or parameter.dtype
         size = local_bytes(parameter)
-        keeps_gradient = parameter.requires_grad and not config.optimizer.in_backward
+        keeps_gradient = parameter.requires_grad and keeps_gradients(config)
         found.append(
             ParameterLayout(
                 name=name,
@@ -147,14 +147,16 @@ def layouts_of(
                 reduce_dtype=_name((policy and policy.reduce_dtype) or compute),
                 recompute=blocks.get(parameter),
                 compiled=parameter in compiled,
-                float8=config.quantize.linear.float8.recipe_name if parameter in float8 else None,
-                float8_all_gather=bool(wrapped_tensors(local)),
                 frozen=not parameter.requires_grad,
-                lora=parameter in added,
                 **_update_of(groups.get(parameter)),
                 parameter_bytes=size,
                 gradient_bytes=size if keeps_gradient else 0,
                 optimizer_bytes=local_state_bytes(optimizer.state.get(parameter, {})),
+                facts={
+                    key: value
+                    for it, found in zip(techniques, facts, strict=True)
+                    for key, value in (it.facts | found.get(parameter, {})).items()
+                },
             )
         )
     return found

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from titanlite.observer import Phase, StepObserver
+from titanlite.runtime.dtypes import name_of
 from titanlite.runtime.private_torch.tensors import is_in_backward, storage_key, wrapped_tensors
 from titanlite.runtime.private_torch.tracing import (
     FakeTensor,
@@ -241,13 +242,14 @@ class Recorder(TorchDispatchMode, StepObserver):
             return  # a view, or new memory without values
         kind, flops = flops_of(func, args, kwargs, result)
         operand = inputs[func.overloadpacket is aten.addmm][1] if inputs else outputs[0][1]  # addmm: after the sum
-        dtype = "float8" if "float8" in str(operand.dtype) else str(operand.dtype).removeprefix("torch.")
         touched = args[2].numel() if func.overloadpacket in INDEXED else None
         reads = tuple((number, moved_bytes(tensor, touched)) for number, tensor in inputs)
         writes = tuple((number, moved_bytes(tensor, touched)) for number, tensor in outputs)
         phase = len(self.phases) - 1
         category = self._categories[-1] if self._categories else ""
-        self.operators.append(Operator(self.time, phase, str(func), kind, flops, dtype, reads, writes, category))
+        self.operators.append(
+            Operator(self.time, phase, str(func), kind, flops, name_of(operand.dtype), reads, writes, category)
+        )
         if self._gpu and kind == "attention" and (scratch := attention_scratch(func, args)):
             self.storages.append(Storage("other", self._stream(), [(self.time, scratch), (self.time + 1, 0)]))
             self.time += 1

@@ -1,9 +1,9 @@
 """Search for the best layout of a config: traced on fake tensors, ranked by predicted tokens a second.
 
-Only a few steps are traced: each recompute mode, in float8 or not, with one and with two sequences in a forward pass.
-Memory and time grow linearly with further sequences. Another layout changes the collectives and the share of the states
-that a rank holds, and both are known exactly. The best candidates are then planned in full, and those that do not fit
-are dropped.
+Only a few steps are traced: each recompute mode with each variant of techniques, with one and with two sequences in a
+forward pass. Memory and time grow linearly with further sequences. Another layout changes the collectives and the share
+of the states that a rank holds, and both are known exactly. The best candidates are then planned in full, and those
+that do not fit are dropped.
 """
 
 import multiprocessing
@@ -20,13 +20,13 @@ import torch
 from titanlite.runtime.allocator import cores
 from titanlite.runtime.errors import UserError
 from titanlite.schema import Config, Degrees
-from titanlite.techniques.float8 import choose_layers
+from titanlite.techniques import every_technique
+from titanlite.techniques.technique import Options
 from titanlite.tools.plan import teacher as teachers
 from titanlite.tools.plan.candidates import (
     MODES,
     Candidate,
     Found,
-    Options,
     is_no_better,
     needs_host,
     slower,
@@ -58,15 +58,15 @@ GIB = 2**30
 
 Sharding = tuple[Degrees, str, str | None]
 """Degrees, and when gathered parameters of the model and of the teacher are freed."""
-Traces = dict[tuple[str, bool, int], Trace]
-"""Traces of full sharding, by (recompute mode, float8, local batch size)."""
+Traces = dict[tuple[str, str, int], Trace]
+"""Traces of full sharding, by (recompute mode, variant, local batch size)."""
 
 
 def search(config: Config, layout: Layout, *, count: int = 5) -> Found:
     """Search all layouts for the fastest ones that fit.
 
     Args:
-        config: the search sets its layout, recomputation, local batch size, float8 and offload.
+        config: the search sets its layout, recomputation, local batch size, offload, and the variants of techniques.
         count: number of best candidates, and of runners-up.
 
     Raises:
@@ -123,8 +123,15 @@ def _search(config: Config, layout: Layout, *, pool: ProcessPoolExecutor, count:
     return _Search(config, layout, pool, share).run(count)
 
 
-def _has_layers_for_float8(config: Config) -> bool:
-    return config.lora.rank is None and bool(choose_layers(model_of(config).build(), config.quantize.linear.float8)[0])
+def variants_of(config: Config, layout: Layout) -> dict[str, Options]:
+    """Return the options of each combination of the variants that techniques offer, by its words for the table."""
+    offered = [it.variants(config, model_of(config), layout.hardware) for it in every_technique()]
+    return {
+        ", ".join(words for words, _ in chosen if words): {
+            key: it for _, options in chosen for key, it in options.items()
+        }
+        for chosen in product(*filter(None, offered))
+    }
 
 
 def _begin() -> None:
@@ -146,10 +153,8 @@ class _Search:
         self.experts = parallelism.expert_parallel_degree
         self.reduce_once = config.parallelism.fsdp_reduce_gradients == "last"
         self.batches = [size for size in range(1, min(share, LARGEST_BATCH) + 1) if share % size == 0]
-        can_float8 = config.compile.enable and layout.hardware.fp8_flops is not None and _has_layers_for_float8(config)
-        can_float8 = can_float8 and tensor == 1
         self.policies = TEACHER if config.teacher.is_live else (None,)
-        self.float8 = [False, True] if can_float8 else [False]
+        self.variants = variants_of(config, layout)
 
     def run(self, count: int) -> Found:
         traces = self._trace_all()
@@ -176,15 +181,15 @@ class _Search:
         )
 
     def _trace_all(self) -> Traces:
-        keys = list(product(MODES, self.float8, self.batches[:2]))
+        keys = list(product(MODES, self.variants, self.batches[:2]))
         futures = {}
-        for mode, float8, batch in keys:
+        for mode, variant, batch in keys:
             sharding = self.degrees[-1], RESHARD[0], self.policies[0]
-            options = self._options(mode, float8, batch, sharding, offload=False)
-            futures[mode, float8, batch] = self._submit(with_options(self.config, options))
+            options = self._options(mode, variant, batch, sharding, offload=False)
+            futures[mode, variant, batch] = self._submit(with_options(self.config, options))
         return {key: future.result() for key, future in futures.items()}
 
-    def _options(self, mode: str, float8: bool, batch: int, sharding: Sharding, *, offload: bool) -> Options:
+    def _options(self, mode: str, variant: str, batch: int, sharding: Sharding, *, offload: bool) -> Options:
         degrees, reshard, teacher = sharding
         return {
             **({"teacher.fsdp_reshard_after_forward": teacher} if teacher else {}),
@@ -199,20 +204,20 @@ class _Search:
             "activation_checkpoint.per_block": [],
             "training.local_batch_size": batch,
             "training.enable_cpu_offload": offload,
-            "quantize.linear.float8.enable": float8,
+            **self.variants[variant],
         }
 
     def _candidates(self, *, offload: bool) -> Iterator[Candidate]:
-        for degrees, mode, float8, batch in product(self.degrees, MODES, self.float8, self.batches):
+        for degrees, mode, variant, batch in product(self.degrees, MODES, self.variants, self.batches):
             several = degrees.sharded > 1
             for reshard, teacher in product(RESHARD if several else RESHARD[:1], self.policies[: 1 + several]):
-                options = self._options(mode, float8, batch, (degrees, reshard, teacher), offload=offload)
-                yield Candidate(options, mode, batch, float8, offload, degrees, reshard, teacher)
+                options = self._options(mode, variant, batch, (degrees, reshard, teacher), offload=offload)
+                yield Candidate(options, mode, batch, variant, offload, degrees, reshard, teacher)
 
     def _expect(self, it: Candidate, traces: Traces) -> Candidate:
         """Return the candidate with its expected memory and time."""
-        one = traces[it.mode, it.float8, self.batches[0]]
-        two = traces[it.mode, it.float8, self.batches[:2][-1]]
+        one = traces[it.mode, it.variant, self.batches[0]]
+        two = traces[it.mode, it.variant, self.batches[:2][-1]]
         world, hardware, per_node = self.layout.world_size, self.layout.hardware, self.layout.gpus_per_node
         full = self.full
         further = (it.batch - self.batches[0]) / max(1, self.batches[:2][-1] - self.batches[0])

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 import titanlite
-from titanlite.checks.model import SMALL_LENGTH, small_model
 from titanlite.checks.preflight import ResolvedConfig
 from titanlite.data.custom import PREFIX
 from titanlite.data.prepared import prepared_tokens
@@ -20,6 +19,7 @@ from titanlite.data.samples import Samples, Source
 from titanlite.data.sources import open_sources, store_of
 from titanlite.loss import build_loss
 from titanlite.models.base import Model
+from titanlite.models.documents import SMALL_LENGTH, small_model
 from titanlite.models.registry import ModelSpec
 from titanlite.ops import pick_kernels
 from titanlite.runtime.errors import UserError

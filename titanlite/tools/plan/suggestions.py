@@ -10,7 +10,8 @@ from typing import Any
 from titanlite.config.checks import find_conflicts
 from titanlite.optim.checks import check_optimizer
 from titanlite.schema import Config
-from titanlite.tools.plan.candidates import Options
+from titanlite.techniques import every_technique
+from titanlite.techniques.technique import Options
 from titanlite.tools.plan.estimate import Layout, Plan, model_of, plan
 from titanlite.tools.plan.search import with_options
 
@@ -93,7 +94,7 @@ def _smaller_batch(config: Config, layout: Layout, present: Plan, attempt: Attem
 
 def _candidates(config: Config, layout: Layout) -> Iterator[tuple[Options, str]]:
     """Yield (options, cost) of all options but the local batch size."""
-    training, parallelism, mode = config.training, config.parallelism, config.activation_checkpoint.mode
+    parallelism, mode = config.parallelism, config.activation_checkpoint.mode
     no_list: Options = {"activation_checkpoint.per_block": []} if mode == "per_block" else {}
     if mode == "none":
         yield ({"activation_checkpoint.mode": "selective"}, "recomputes in backward what is cheap")
@@ -107,15 +108,10 @@ def _candidates(config: Config, layout: Layout) -> Iterator[tuple[Options, str]]
         yield (dict(zip(degrees, (1, -1), strict=True)), "shards over all processes: collectives across nodes")
     if config.optimizer.state_dtype != "bfloat16":
         yield ({"optimizer.state_dtype": "bfloat16"}, "rounds AdamW's moments")
-    if not config.optimizer.in_backward:
-        options = {"optimizer.in_backward": True} | ({"training.max_norm": 0.0} if training.max_norm else {})
-        yield (options, "updates in backward and frees each gradient: no clipping")
     if config.optimizer.name == "AdamW" and find_spec("torchao"):
         yield ({"optimizer.name": "torchao.optim.AdamW8bit"}, "rounds AdamW's moments to 8 bits; a compiled update")
-    if config.offload.optimizer != "disk":
-        yield ({"offload.optimizer": "disk"}, "AdamW's moments on a local disk, read and written in each step")
-    if layout.is_gpu and not training.enable_cpu_offload:
-        yield ({"training.enable_cpu_offload": True}, "parameters and updates in host memory: much slower steps")
+    for technique in every_technique():
+        yield from technique.suggestions(config, is_gpu=layout.is_gpu)
 
 
 def _attempt(config: Config, layout: Layout, options: Options, cost: str) -> Suggestion | None:

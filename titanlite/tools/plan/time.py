@@ -9,6 +9,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+from titanlite.runtime.dtypes import DTYPES
 from titanlite.runtime.hardware import Hardware
 
 MEMORY_EFFICIENCY = 0.85
@@ -35,7 +36,7 @@ class Kernel(NamedTuple):
     bytes: int
     """Read and written in device memory."""
     dtype: str
-    """bfloat16, float16, float32 or float8."""
+    """One of `DTYPES`, for matmuls and attention."""
     launches: int = 1
 
 
@@ -80,20 +81,16 @@ class Unit:
     backward_waits: tuple[Collective, ...] = ()
 
 
-HALF = ("bfloat16", "float16")
-"""Types of the same rate."""
-
-
 def kernel_time(kernel: Kernel, hardware: Hardware) -> float:
     """Return the seconds of a kernel: the slower of arithmetic and memory traffic, and at least its launches.
 
     This is the roofline model (doi.org/10.1145/1498765.1498785). A CPU does its own launching, so launches are added
     there. Measured rates are what matmuls and copies reach, so only attention is slower, by the same ratio as on GPUs.
-    Float8 on a device without it is emulated with float32 matmuls. Kernels that are no matmuls compute in float32,
+    What a device has no rate for is emulated with float32 matmuls. Kernels that are no matmuls compute in float32,
     without matrix units.
     """
-    peaks = {"float32": hardware.fp32_flops, "float8": hardware.fp8_flops} | dict.fromkeys(HALF, hardware.bf16_flops)
-    peak = (peaks[kernel.dtype] if kernel.kind != "memory" else None) or hardware.fp32_flops
+    peak = getattr(hardware, DTYPES[kernel.dtype].rate) if kernel.kind != "memory" else None
+    peak = peak or hardware.fp32_flops
     share = hardware.attention_efficiency if kernel.kind == "attention" else hardware.matmul_efficiency
     rate = peak * (share / hardware.matmul_efficiency if hardware.measured else share)
     arithmetic = kernel.flops / rate

@@ -20,28 +20,28 @@ from titanlite.models.registry import ModelSpec
 from titanlite.ops.kernels import Kernels
 from titanlite.optim import build_optimizer
 from titanlite.optim.checks import check_optimizer
-from titanlite.parallelize import build_mesh
+from titanlite.parallelize import build_mesh, parallelize_student
 from titanlite.parallelize.fsdp import fsdp_units
 from titanlite.parallelize.materialize import allocate
 from titanlite.parallelize.teacher import parallelize_teacher
+from titanlite.runtime.dtypes import torch_dtype
 from titanlite.runtime.errors import ConfigError, UserError
 from titanlite.runtime.private_torch.fsdp import observe_fsdp
 from titanlite.runtime.private_torch.tensors import fused_adamw_
 from titanlite.runtime.private_torch.tracing import FakeTensorMode, without_fake_tensors
 from titanlite.schema import Config
 from titanlite.step import train_step
-from titanlite.techniques.context import split_batch
+from titanlite.techniques import after_updates, keeps_gradients
+from titanlite.techniques.context.sequences import split_batch
 from titanlite.techniques.distill.divergence import cached_output
 from titanlite.techniques.distill.source import teacher_model
 from titanlite.techniques.distill.teacher import Teacher
-from titanlite.techniques.float8 import weight_scaler
-from titanlite.techniques.in_backward import InBackward
-from titanlite.techniques.tensor import tensor_ranks
+from titanlite.techniques.in_backward.updates import InBackward
+from titanlite.techniques.tensor.layers import tensor_ranks
 from titanlite.tools.plan.fake_ranks import fake_ranks
 from titanlite.tools.plan.gpu_kernels import FakeCpuKernels, GpuKernels
 from titanlite.tools.plan.recorder import Recorder
 from titanlite.tools.plan.teacher import PREFIX, CacheSize, cache_size
-from titanlite.train import parallelize_student
 
 BACKEND = "aot_eager_decomp_partition"
 """Backend of torch.compile in a trace."""
@@ -159,12 +159,12 @@ def _record(
                 recorder.label((p for _, p in unique_parameters(teacher.model)), "teacher")
             optimizer: Any = _TracedOptimizer(fake_optimizer(config, model, kernels), recorder)
             with recorder.category("other"):
-                fill_states(optimizer, one_by_one=config.optimizer.in_backward)
+                fill_states(optimizer, one_by_one=not keeps_gradients(config))
                 batches = [split_batch(it, mesh) for it in _batches(config, data_parallel_rank(mesh)[1], cache)]
             states = (value for state in optimizer.state.values() for value in state.values())
             recorder.label((value for value in states if isinstance(value, Tensor)), "optimizer")
             in_backward = _updates_in_backward(model, optimizer, recorder) if config.optimizer.in_backward else None
-            scale_weights = recorder.during("other", weight_scaler(model, config.quantize.linear.float8))
+            after_update = recorder.during("other", after_updates(config, model))
             if teacher and config.teacher.fsdp_reshard_after_forward == "never":
                 teacher(batches[0])  # gathers all that later steps find gathered
                 recorder.sent.clear()
@@ -173,7 +173,7 @@ def _record(
             loss = build_loss(config.training, kernels, distill, vocabulary=tensor_ranks(mesh))
             for _ in range(steps):
                 recorder.unit("step")
-                scale_weights()  # training does this after the update before
+                after_update()  # of the step before
                 train_step(
                     model,
                     batches,
@@ -288,7 +288,7 @@ def _batches(config: Config, ranks: int, cache: CacheSize | None) -> list[Batch]
             batch["boundaries"] = torch.zeros(size + 1, dtype=torch.int32)
         if cache:
             batch["teacher_ids"] = torch.zeros(size, seq_len, cache.top_k, dtype=torch.int32)
-            batch["teacher_log_probs"] = torch.zeros(size, seq_len, cache.top_k, dtype=getattr(torch, cache.dtype))
+            batch["teacher_log_probs"] = torch.zeros(size, seq_len, cache.top_k, dtype=torch_dtype(cache.dtype))
             batch["teacher_log_tail"] = torch.zeros(size, seq_len)
         batches.append(batch)
     return batches

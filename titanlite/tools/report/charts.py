@@ -5,7 +5,7 @@ from statistics import median
 from typing import Any
 
 from titanlite.metrics.clock import CATEGORIES, format_seconds
-from titanlite.techniques.layer_health import KINDS
+from titanlite.techniques.layer_health.measurement import KINDS
 from titanlite.tools.report.run_records import (
     RunRecords,
     best_validation,

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from titanlite.config.load import load
 from titanlite.runtime.errors import UserError
+from titanlite.techniques import used
 
 AXES = ("context", "expert", "tensor")
 ONE_OF_EACH = tuple(f"parallelism.{axis}_parallel_degree=1" for axis in AXES)
@@ -27,8 +28,7 @@ class FurtherLayout(NamedTuple):
 
 def further_layouts(path: str, overrides: Sequence[str], processes: int) -> Iterator[FurtherLayout]:
     """Yield the layouts with one or two further axes that the config, its model and the processes allow."""
-    from titanlite.checks.model import axis_checks  # imports torch
-    from titanlite.tools.plan.estimate import model_of
+    from titanlite.tools.plan.estimate import model_of  # imports torch
 
     alone = [{"context": 2}, {"context": processes}, {"expert": 2}, {"expert": processes}, {"tensor": 2}]
     tried = [*alone, {"context": 2, "tensor": 2}, {"context": 2, "expert": 2}, {"expert": 2, "tensor": 2}]
@@ -37,10 +37,10 @@ def further_layouts(path: str, overrides: Sequence[str], processes: int) -> Iter
         options = tuple(f"{key}={degree}" for key, degree in axes.items())
         try:
             config = load(path, [*overrides, *PLAIN, *(f"--{it}" for it in options)], world_size=processes)
-            for check in axis_checks(
-                model_of(config).build(), config.parallelism, processes, seq_len=config.training.seq_len
-            ).values():
-                check()
+            spec = model_of(config)
+            model = spec.build()
+            for technique in used(config):
+                technique.check_model(config, spec, model, processes)
         except UserError:
             continue
         rest = processes // math.prod(degree for axis, degree in degrees.items() if axis != "expert")

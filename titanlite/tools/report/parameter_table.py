@@ -5,12 +5,12 @@ import math
 import os
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict
 from typing import Any
 
 from rich.console import Console
 from rich.table import Column, Table
 
+from titanlite.techniques import every_technique
 from titanlite.tools.plan.output import format_size
 from titanlite.tools.plan.parameters import ParameterLayout, RankLayout
 from titanlite.tools.report.blocks import join_blocks, split_block
@@ -25,7 +25,7 @@ def layout_record(layout: RankLayout) -> dict[str, Any]:
         "name": layout.name,
         "rank": layout.rank,
         "mesh": layout.mesh,
-        "parameters": [asdict(it) for it in layout.parameters],
+        "parameters": [it.record() for it in layout.parameters],
         "units": units,
         "total": totals(layout.parameters),
     }
@@ -103,7 +103,7 @@ def _alike(layout: RankLayout, *, whole: bool) -> list[dict[str, list[ParameterL
     """Return the FSDP units, those together that differ in nothing but the number of their block."""
     groups: dict[Any, dict[str, list[ParameterLayout]]] = {}
     for name, parameters in by_unit(layout).items():
-        facts = [{**asdict(it), "name": _short_name(it), "unit": split_block(name) is not None} for it in parameters]
+        facts = [{**it.record(), "name": _short_name(it), "unit": split_block(name) is not None} for it in parameters]
         key = name if whole or split_block(name) is None else str(facts)
         groups.setdefault(key, {})[name] = parameters
     return [*groups.values()]
@@ -126,11 +126,9 @@ def _unit_notes(parameters: list[ParameterLayout]) -> str:
 
 
 def _notes(parameter: ParameterLayout, usual: tuple[str, tuple[str, str, str]]) -> str:
-    gathered = " (all-gather too)" if parameter.float8_all_gather else ""
     notes = {
         "frozen": parameter.frozen,
-        "LoRA": parameter.lora,
-        f"float8 {parameter.float8}{gathered}": parameter.float8,
+        **{note: True for it in every_technique() if (note := it.parameter_note(parameter.facts))},
         _placement(parameter): _placement(parameter) != usual[0],
         " / ".join(_dtypes(parameter)): _dtypes(parameter) != usual[1],
     }

@@ -20,7 +20,7 @@ from typing import Any
 from titanlite.checkpoint.manifest import folder_name, step_of
 from titanlite.observer import Phase
 from titanlite.runtime.errors import UserError
-from titanlite.techniques.profiling import PROFILE
+from titanlite.techniques.profiling.profiler import PROFILE
 from titanlite.tools.arguments import Count, Index
 
 COLLECTIVES = (

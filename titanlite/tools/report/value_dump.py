@@ -22,7 +22,7 @@ from titanlite.models.base import Model, head_of, unique_parameters
 from titanlite.observer import Phase, StepObserver
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.private_torch.compiler import is_compiled
-from titanlite.techniques.context import join_parts
+from titanlite.techniques.context.sequences import join_parts
 from titanlite.tools.convert.module_values import watch
 from titanlite.tools.plan.output import format_size
 
@@ -311,7 +311,7 @@ def _kept(tensor: Tensor) -> Tensor:
 
 def _whole(tensor: Tensor) -> Tensor:
     """Return the whole of a sharded tensor in float32, as a copy."""
-    tensor = tensor.detach().float()  # no collective knows float8
+    tensor = tensor.detach().float()  # collectives know few dtypes
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()
 
 

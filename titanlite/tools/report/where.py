@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from titanlite.runtime.dtypes import DTYPES
 from titanlite.runtime.errors import UserError
 from titanlite.tools.convert.module_values import Difference, difference
 from titanlite.tools.report.blocks import split_block
@@ -15,8 +16,6 @@ from titanlite.tools.report.value_dump import TOKENS, Dump
 
 Direction = Literal["forward", "gradient", "update"]
 DIRECTIONS: tuple[Direction, ...] = ("forward", "gradient", "update")
-TOLERANCES = {"float32": 1e-5, "float16": 1e-2, "bfloat16": 5e-2}
-"""Largest norm of a difference, relative to the norm of the values, by the dtype of matmuls."""
 OF_UPDATES = 30
 """Factor of the tolerance of updates, and of the weights that they lead to: Adam's first update has the sign of each
 gradient, however small."""
@@ -59,7 +58,8 @@ def compare_dumps(dump: Dump, reference: Dump, *, tolerance: float | None = None
     steps = dump.index.step, reference.index.step
     if steps[0] != steps[1]:
         raise UserError(f"--where: one dump is of step {steps[0]}, the other of step {steps[1]}")
-    limit = max(TOLERANCES.get(it.index.compute_dtype, TOLERANCES["float32"]) for it in (dump, reference))
+    known = [DTYPES.get(it.index.compute_dtype) or DTYPES["float32"] for it in (dump, reference)]
+    limit = max(it.tolerance or 0 for it in known)
     limit = limit if tolerance is None else tolerance
     index = reference.index
     keys = [key for key in (*index.forward, *index.gradients, *index.updates) if key in dump and key in reference]

@@ -14,13 +14,15 @@ from torch.distributed.tensor import DTensor
 
 from titanlite.models.base import Model, head_of
 from titanlite.runtime.errors import UserError
-from titanlite.runtime.private_torch.tensors import local_tensor
+from titanlite.runtime.private_torch.tensors import local_tensor, wrapped_tensors
 from titanlite.schema import Float8
 
 logger = logging.getLogger(__name__)
 
 ROWWISE = ("rowwise", "rowwise_with_gw_hp")
 SMALL = "slower in float8"
+PACKAGE = "torchao.float8"
+"""Package of torchao, with the classes of float8 layers."""
 
 
 def convert_to_float8(model: Model, *, float8: Float8, shard_degree: int) -> None:
@@ -64,7 +66,7 @@ def choose_layers(model: Model, float8: Float8) -> tuple[dict[str, nn.Linear], d
 
 def _torchao() -> Any:
     try:
-        return importlib.import_module("torchao.float8")
+        return importlib.import_module(PACKAGE)
     except ImportError as error:
         raise UserError(f"float8 needs torchao, and it cannot be imported: {error}") from error
 
@@ -78,7 +80,7 @@ def _torchao_config(torchao: Any, float8: Float8, *, gather: bool) -> Any:
 def _gathers_in_float8(float8: Float8, chosen: dict[str, nn.Linear], shard_degree: int) -> bool:
     """Decide whether FSDP all-gathers the weights in float8. Rows must divide evenly: FSDP cannot pad float8 weights,
     and ranks would send different sizes."""
-    if not float8.enable_fsdp_float8_all_gather or float8.recipe_name != "tensorwise" or shard_degree == 1:
+    if not float8.gathers_float8 or shard_degree == 1:
         return False
     uneven = [name for name, linear in chosen.items() if linear.out_features % shard_degree]
     if uneven:
@@ -132,6 +134,13 @@ def _has_scale(parameter: nn.Parameter) -> bool:
     if not isinstance(parameter, DTensor) or not hasattr(local_tensor(parameter), "_precomputed_scale"):
         return False
     return parameter.device.type == parameter.device_mesh.device_type
+
+
+def float8_parameters(model: Model) -> dict[nn.Parameter, bool]:
+    """Return the parameters of float8 layers, and whether each is gathered in float8."""
+    layers = [module for module in model.modules() if type(module).__module__.startswith(PACKAGE)]
+    parameters = [parameter for layer in layers for parameter in layer.parameters(recurse=False)]
+    return {parameter: bool(wrapped_tensors(local_tensor(parameter))) for parameter in parameters}
 
 
 def check_float8(float8: Float8) -> None:

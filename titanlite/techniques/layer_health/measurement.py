@@ -7,19 +7,19 @@ tokens, and two all-reduces join them.
 import math
 from collections.abc import Callable, Mapping
 from functools import partial
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from titanlite.metrics.records import RecordFile
 from titanlite.models.base import Model
 from titanlite.models.quantized import quantized_parameters
 from titanlite.observer import Phase, StepObserver
 from titanlite.runtime.private_torch.tensors import local_tensor
-from titanlite.schema import Layers
+
+if TYPE_CHECKING:
+    from titanlite.metrics.records import RecordFile
 
 KINDS = ("parameters", "gradients", "updates", "activations")
 """Tensors that are measured of each layer. Activations are its output."""
@@ -54,7 +54,7 @@ class LayerHealth(StepObserver):
         model: Model,
         *,
         freq: int,
-        file: RecordFile | None,
+        file: "RecordFile | None",
         replicas: Mapping[nn.Parameter, int],
         world: dist.ProcessGroup,
         device: torch.device,
@@ -148,19 +148,6 @@ class LayerHealth(StepObserver):
                     "nonfinite": nonfinite / count,
                 }
         self._file.write({"step": step, "layers": layers})
-
-
-def build_layer_health(config: Layers, model: Model, place: tuple[Path, int], **options: Any) -> list[LayerHealth]:
-    """Return the observer that `[metrics.layers]` asks for, if any.
-
-    Args:
-        place: file of the records, and the step at which the run resumes.
-        options: further ones of `LayerHealth`.
-    """
-    if not config.freq:
-        return []
-    file = RecordFile(*place) if dist.get_rank() == 0 else None
-    return [LayerHealth(model, freq=config.freq, file=file, **options)]
 
 
 def layers_of(model: Model) -> dict[str, nn.Module]:

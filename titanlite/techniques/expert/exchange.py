@@ -15,9 +15,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from titanlite.models.base import ComputeExperts, expert_layers
+from titanlite.models.base import ComputeExperts, Model, expert_layers
 from titanlite.ops.kernels import Kernels
 from titanlite.runtime.dtensor import sharded_axes
+from titanlite.runtime.errors import UserError
 from titanlite.runtime.private_torch.process_groups import exchange_rows
 
 
@@ -142,3 +143,33 @@ class _Exchange(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         return exchange_rows(gradients[0], *ctx.back), None, None, None
+
+
+def check_experts(model: Model, degree: int, sharded: int, *, split_layers: bool = False) -> None:
+    """Check that several processes can have different experts of a model.
+
+    Args:
+        degree: divides `sharded`.
+        sharded: processes that a replica's parameters are sharded over.
+        split_layers: whether other processes split the hidden dims of experts.
+
+    Raises:
+        UserError: they cannot.
+    """
+    layers = expert_layers(model)
+    if not layers:
+        raise UserError(f"needs a model with experts, and {type(model).__name__} has none: set 1")
+    shapes = {
+        (getattr(layer, name).shape, *(layer.hidden_dims[index : index + 1] if split_layers else ()))
+        for layer in layers
+        for index, name in enumerate(layer.stacks)
+    }
+    for shape, *taken in sorted(shapes):
+        if shape[0] % degree:
+            raise UserError(f"{degree} does not divide the {shape[0]} experts of a layer: set a divisor of {shape[0]}")
+        free = [size for dim, size in enumerate(shape) if dim and dim not in taken]
+        if all(size % (sharded // degree) for size in free):
+            raise UserError(
+                f"{degree} leaves {sharded // degree} processes to share each expert, and no dim of {free} is "
+                "a multiple of that: set a higher degree"
+            )

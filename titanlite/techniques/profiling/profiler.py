@@ -22,7 +22,6 @@ from shlex import quote
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from titanlite.checkpoint.manifest import folder_name
 from titanlite.observer import Phase, StepObserver
 from titanlite.runtime.console import shell_command
 from titanlite.runtime.errors import UserError
@@ -179,7 +178,7 @@ class Profiler(StepObserver):
     def _close(self) -> None:
         """Write the files of a window."""
         first, last, began = self._begins, self._step, time.perf_counter()
-        folder = self._run / PROFILE / folder_name(last)
+        folder = self._run / PROFILE / f"step-{last:08d}"
         with self._not_training():
             stopped = self._stop()
             try:

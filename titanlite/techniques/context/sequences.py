@@ -16,8 +16,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from titanlite.batch import Batch
 from titanlite.mesh import context_group, context_rank
+from titanlite.models.base import Model
+from titanlite.models.documents import takes_documents
 from titanlite.ops.attention import AttentionMask, SequencePart, set_key_source
 from titanlite.ops.kernels import Kernels
+from titanlite.runtime.errors import UserError
 from titanlite.runtime.private_torch.process_groups import all_gather, reduce_scatter
 
 WHOLE = "documents", "boundaries", "sources"
@@ -93,3 +96,23 @@ def split_batch(batch: Batch, mesh: DeviceMesh) -> Batch:
             "boundaries": torch.arange(0, (size + 1) * seq_len, seq_len, dtype=torch.int32, device=device),
         }
     return {name: it if name in WHOLE else it.index_select(1, places) for name, it in batch.items()}
+
+
+def check_context(model: Model) -> None:
+    """Check that several processes can split the sequences of a model.
+
+    Raises:
+        UserError: they cannot.
+    """
+    name = type(model).__name__
+    if not takes_documents(model):
+        raise UserError(
+            f"needs a model whose forward takes `documents`, and {name}.forward does not: add the argument and take "
+            "positions and the mask from it (docs/add_a_model.md), or set 1"
+        )
+    for number, block in enumerate(model.layers):
+        if not any(hasattr(module, "key_source") for module in block.modules()):
+            raise UserError(
+                f"block {number} of {name} has no `key_source`, through which attention gets the keys of other "
+                "processes: use titanlite.models.layers.Attention or see docs/add_a_model.md, or set 1"
+            )

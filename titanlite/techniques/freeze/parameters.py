@@ -3,11 +3,11 @@
 from collections.abc import Iterable
 from fnmatch import fnmatchcase
 
-import torch
 from torch import nn
 
 from titanlite.models.base import Model, unique_parameters
 from titanlite.optim.groups import collapse_names
+from titanlite.runtime.dtypes import torch_dtype
 from titanlite.runtime.errors import ConfigError, Problem
 from titanlite.schema import Freeze
 
@@ -40,7 +40,7 @@ def freeze_parameters(parameters: Iterable[nn.Parameter], *, dtype: str | None) 
     for parameter in parameters:
         parameter.requires_grad_(False)
         if dtype is not None:
-            parameter.data = parameter.data.to(getattr(torch, dtype))
+            parameter.data = parameter.data.to(torch_dtype(dtype))
 
 
 def matching(parameters: dict[str, nn.Parameter], config: Freeze) -> dict[str, nn.Parameter]:

@@ -1,0 +1,88 @@
+"""The contract of techniques, and which of them a config asks for."""
+
+import subprocess
+import sys
+from functools import reduce
+from inspect import getmembers, isfunction
+
+import pytest
+import torch
+
+from titanlite.metrics.run_summary import applied
+from titanlite.runtime.dtypes import DTYPES, name_of, torch_dtype
+from titanlite.schema import Config
+from titanlite.techniques import TECHNIQUES, asked_for, every_technique, used
+from titanlite.techniques.technique import Technique, reads_of
+from titanlite.tools.plan.candidates import with_options
+
+CHECKS = ("conflicts", "layout_conflicts", "check_machine", "check_model", "choose_trained")
+
+
+def names(techniques: list[Technique]) -> list[str]:
+    return [type(it).__module__.removeprefix("titanlite.techniques.") for it in techniques]
+
+
+def test_each_technique_keeps_the_contract() -> None:
+    """Its hooks are those of the base class, and each check names options that exist: it is skipped if one is wrong."""
+    hooks = {name for name, _ in getmembers(Technique, isfunction)}
+    assert names(every_technique()) == [*TECHNIQUES]
+    for technique in every_technique():
+        own = {name for name in vars(type(technique)) if isfunction(vars(type(technique))[name])}
+        assert own - hooks == set()
+        assert not technique.is_used(Config())
+        checks = {name: reads_of(getattr(technique, name)) for name in own & set(CHECKS)}
+        assert all(checks.values()), f"{technique.option}: a check without `reads`"
+        keys = {key for it in checks.values() for key in it} | {technique.option}
+        for key in (*TECHNIQUES[names([technique])[0]], *keys):
+            reduce(getattr, key.partition("=")[0].split("."), Config())
+
+
+def test_a_plain_config_asks_for_no_technique() -> None:
+    loaded = "sorted(it for it in sys.modules if '.techniques' in it)"
+    code = f"import sys, titanlite; titanlite.load_config('debug'); print({loaded})"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert found.strip() == "['titanlite.techniques', 'titanlite.techniques.technique']"
+
+
+@pytest.mark.parametrize(
+    ("options", "asked", "is_used"),
+    [
+        ({}, [], []),
+        ({"lora.rank": 4, "parallelism.tensor_parallel_degree": 2}, ["lora", "tensor"], ["lora", "tensor"]),
+        ({"lora.alpha": 8.0, "offload.path": "/tmp"}, ["lora", "offload"], []),
+        ({"training.mixed_precision_param": "float32", "profiling.profile_freq": 7}, ["profiling"], []),
+        ({"training.mixed_precision_param": "float16"}, ["loss_scale"], ["loss_scale"]),
+        ({"training.enable_cpu_offload": True, "metrics.layers.freq": 5}, ["offload", "layer_health"],
+         ["offload", "layer_health"]),
+    ],
+)  # fmt: skip
+def test_what_a_config_asks_for(options: dict[str, object], asked: list[str], is_used: list[str]) -> None:
+    config = with_options(Config(), options)
+    assert names(asked_for(config)) == asked
+    assert names(used(config)) == is_used
+
+
+def test_the_first_lines_list_what_is_applied_in_order() -> None:
+    options = {"optimizer.in_backward": True, "quantize.linear.float8.enable": True, "data.document_mask": True}
+    assert applied(with_options(Config(), options | {"freeze.parameters": ["a.*", "b"]}), blocks=3) == [
+        "FSDP of 3 blocks, reshard_after_forward default",
+        "frozen parameters a.*, b",
+        "attention within documents",
+        "float8 tensorwise",
+        "optimizer in backward",
+    ]
+    assert applied(
+        with_options(Config(), {"lora.rank": 4, "lora.quantize_base": "int8", "teacher.cache": "c"}), blocks=3
+    ) == [
+        "FSDP of 3 blocks, reshard_after_forward default",
+        "LoRA of rank 4 on int8 weights",
+        "a teacher's cache (c)",
+    ]
+
+
+def test_the_table_of_dtypes_is_that_of_pytorch() -> None:
+    assert {name: torch_dtype(name).itemsize for name in DTYPES if name != "float8"} == {
+        "float32": 4, "bfloat16": 2, "float16": 2,
+    }  # fmt: skip
+    assert all(DTYPES[name].size == torch_dtype(name).itemsize for name in DTYPES if name != "float8")
+    assert [name_of(it) for it in (torch.float8_e4m3fn, torch.bfloat16, torch.int64)] == ["float8", "bfloat16", "int64"]

@@ -1,0 +1,38 @@
+"""Context parallelism; `sequences.py` splits sequences over ranks."""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from titanlite.schema import Config
+from titanlite.techniques.technique import Conflict, Technique, reads
+
+if TYPE_CHECKING:
+    from titanlite.models.base import Model
+    from titanlite.models.registry import ModelSpec
+
+
+class ContextParallel(Technique):
+    option = "parallelism.context_parallel_degree"
+
+    def is_used(self, config: Config) -> bool:
+        return config.parallelism.context_parallel_degree > 1
+
+    @reads(option, "training.seq_len")
+    def conflicts(self, config: Config) -> Iterator[Conflict]:
+        degree, seq_len = config.parallelism.context_parallel_degree, config.training.seq_len
+        if seq_len % (2 * degree):
+            near = -(-seq_len // (2 * degree)) * 2 * degree
+            yield (
+                self.option,
+                f"{degree} ranks split each sequence into {2 * degree} equal chunks, and training.seq_len is "
+                f"{seq_len}: set it to {near}",
+            )
+
+    @reads("parallelism", "training.seq_len")
+    def check_model(self, config: Config, spec: "ModelSpec", model: "Model", world_size: int) -> None:
+        from titanlite.techniques.context.sequences import check_context
+
+        check_context(model)
+
+
+TECHNIQUE = ContextParallel()

@@ -1,0 +1,68 @@
+"""Low-rank adaptation; `adapters.py` has the adapters."""
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from titanlite.schema import Config, Lora
+from titanlite.techniques.technique import Conflict, Technique, reads
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from titanlite.models.base import Model
+
+
+class LowRankAdapters(Technique):
+    option = "lora.rank"
+
+    def is_used(self, config: Config) -> bool:
+        return config.lora.rank is not None
+
+    @reads("lora", "freeze", "quantize", "optimizer")
+    def conflicts(self, config: Config) -> Iterator[Conflict]:
+        lora, optimizer = config.lora, config.optimizer
+        if lora.rank is None:
+            if lora != Lora():
+                yield self.option, "is not set, and without it [lora] has no effect: set it, for example to 16"
+            return
+        if config.freeze.parameters:
+            yield "freeze.parameters", "has no effect with lora.rank, which freezes all but the adapters: leave it out"
+        if config.quantize.linear.float8.enable:
+            yield (
+                "quantize.linear.float8.enable",
+                "cannot convert layers with adapters: set it to false, or leave out lora.rank",
+            )
+        if "Muon" in optimizer.names:
+            yield (
+                "optimizer.name",
+                "Muon is for whole matrices, and an adapter is two narrow ones: use AdamW with lora.rank",
+            )
+
+    @reads("freeze", "lora")
+    def choose_trained(self, model: "Model", config: Config) -> None:
+        from titanlite.techniques.lora.adapters import choose_trained
+
+        choose_trained(model, freeze_config=config.freeze, lora=config.lora)
+
+    def summary(self, config: Config) -> str:
+        base = "" if config.lora.quantize_base == "none" else f" on {config.lora.quantize_base} weights"
+        return f"LoRA of rank {config.lora.rank}{base}"
+
+    def resume_settings(self, config: Config) -> dict[str, Any]:
+        lora = config.lora
+        quantized = {"lora.quantize_base": lora.quantize_base} if lora.quantize_base != "none" else {}
+        return {"lora.rank": lora.rank, "lora.alpha": lora.alpha, "lora.targets": sorted(lora.targets), **quantized}
+
+    facts: ClassVar[dict[str, Any]] = {"lora": False}
+    """Whether the parameter belongs to an adapter."""
+
+    def parameter_facts(self, model: "Model", config: Config) -> "dict[nn.Parameter, dict[str, Any]]":
+        from titanlite.models.added import added_parameters
+
+        return {parameter: {"lora": True} for parameter in added_parameters(model).values()}
+
+    def parameter_note(self, facts: Mapping[str, Any]) -> str:
+        return "LoRA" if facts["lora"] else ""
+
+
+TECHNIQUE = LowRankAdapters()

@@ -1,0 +1,56 @@
+"""Parameters and optimizer states in host memory, or in files on a local disk; `disk.py` has what is particular there.
+
+FSDP2 offloads to host memory. The optimizer reads moments in slices from `storage/disk.py`.
+"""
+
+import sys
+from collections.abc import Iterator
+
+from titanlite.runtime.files import why_not_writable
+from titanlite.schema import Config
+from titanlite.techniques.technique import Conflict, Options, Technique, reads
+
+
+class CPUOffload(Technique):
+    option = "offload.path"
+
+    def is_used(self, config: Config) -> bool:
+        return config.training.enable_cpu_offload or config.offload.is_used
+
+    @reads("offload", "optimizer", "training.enable_cpu_offload", "quantize")
+    def conflicts(self, config: Config) -> Iterator[Conflict]:
+        offload, optimizer, float8 = config.offload, config.optimizer, config.quantize.linear.float8
+        if not offload.is_used:
+            if offload.path is not None:
+                problem = 'has no effect: set offload.optimizer or offload.parameters to "disk", or leave it out'
+                yield self.option, problem
+            return
+        if sys.platform != "linux":
+            yield "offload", 'files instead of memory need Linux: set "memory"'
+        key = "offload.optimizer" if offload.optimizer == "disk" else "offload.parameters"
+        if others := ", ".join(sorted(optimizer.names - {"AdamW"})):
+            yield key, f"disk works with AdamW only, not with {others}"
+        elif optimizer.args or any(group.args for group in optimizer.groups):
+            yield key, "AdamW takes no optimizer.args on disk: leave them out"
+        if offload.parameters == "disk":
+            if not config.training.enable_cpu_offload:
+                yield "offload.parameters", "disk needs training.enable_cpu_offload = true"
+            if float8.enable and float8.gathers_float8:
+                other = "quantize.linear.float8.enable_fsdp_float8_all_gather"
+                yield "offload.parameters", f"disk cannot be combined with {other} = true"
+        if offload.path is not None and (problem := why_not_writable(offload.path)):
+            yield self.option, problem
+
+    def summary(self, config: Config) -> str:
+        return "CPU offload" if config.training.enable_cpu_offload else ""
+
+    def suggestions(self, config: Config, *, is_gpu: bool) -> Iterator[tuple[Options, str]]:
+        if config.offload.optimizer != "disk":
+            cost = "AdamW's moments on a local disk, read and written in each step"
+            yield {"offload.optimizer": "disk"}, cost
+        if is_gpu and not config.training.enable_cpu_offload:
+            cost = "parameters and updates in host memory: much slower steps"
+            yield {"training.enable_cpu_offload": True}, cost
+
+
+TECHNIQUE = CPUOffload()

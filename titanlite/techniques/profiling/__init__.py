@@ -1,0 +1,60 @@
+"""Profiles of a running job; `profiler.py` records them."""
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from titanlite.schema import Config
+from titanlite.techniques.technique import Conflict, RunParts, Technique, reads
+
+if TYPE_CHECKING:
+    import torch
+
+    from titanlite.observer import StepObserver
+
+
+class Profiles(Technique):
+    option = "profiling.enable_memory_snapshot"
+
+    def is_used(self, config: Config) -> bool:
+        return config.profiling.is_used
+
+    @reads("profiling", "training.steps", "training.epochs")
+    def conflicts(self, config: Config) -> Iterator[Conflict]:
+        """Yield windows that overlap, and windows that never open."""
+        profiling, key = config.profiling, "profiling.profile_freq"
+        if not profiling.is_used:
+            return
+        needed = profiling.profiler_warmup + profiling.profiler_active
+        if profiling.enable_profiling and profiling.profile_freq < needed:
+            yield (
+                key,
+                f"{profiling.profile_freq} steps are too few for profiler_warmup + profiler_active = {needed}: set it "
+                f"to {needed} or more",
+            )
+        elif config.training.epochs is None and profiling.profile_freq > config.training.steps:
+            yield (
+                key,
+                f"no window ends within the {config.training.steps} steps of the run: set it to "
+                f"{config.training.steps} or less",
+            )
+
+    @reads("profiling")
+    def check_machine(self, config: Config, device: "torch.device") -> None:
+        from titanlite.techniques.profiling.profiler import check_memory_snapshot
+
+        check_memory_snapshot(config.profiling, device)
+
+    def observers(self, config: Config, run: RunParts) -> "Sequence[StepObserver]":
+        from titanlite.techniques.profiling.profiler import build_profilers
+
+        return build_profilers(
+            config.profiling,
+            run=run.folder,
+            ranks=run.ranks,
+            steps=run.steps,
+            device=run.device,
+            not_training=run.not_training,
+        )
+
+
+TECHNIQUE = Profiles()

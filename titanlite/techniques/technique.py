@@ -1,0 +1,157 @@
+"""The contract of techniques: what the rest of titanlite asks of each. Never imports torch.
+
+A technique is a subclass of `Technique` that overrides the hooks that it needs. The checks of a config, the checks of
+preflight, the first lines of a run, training, `titanlite plan` and `titanlite inspect` iterate over techniques and call
+these hooks. What changes the layers of a model is no hook: its order matters, and `parallelize/__init__.py` lists it.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+
+from titanlite.schema import Config
+
+if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
+    import torch
+    from torch import nn
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from titanlite.metrics.records import RecordFile
+    from titanlite.models.base import Model
+    from titanlite.models.registry import ModelSpec
+    from titanlite.observer import StepObserver
+    from titanlite.runtime.hardware import Hardware
+    from titanlite.runtime.process_group import Ranks
+
+Conflict = tuple[str, str]
+"""Dotted key, and what is wrong."""
+Options = dict[str, Any]
+"""Values by dotted key."""
+
+Hook = TypeVar("Hook", bound=Callable[..., Any])
+
+
+def reads(*keys: str) -> Callable[[Hook], Hook]:
+    """Name the options and sections that a check reads. It is skipped while one of them has a known problem."""
+
+    def mark(hook: Hook) -> Hook:
+        hook.__dict__["reads"] = keys
+        return hook
+
+    return mark
+
+
+def reads_of(hook: Callable[..., Any]) -> tuple[str, ...]:
+    """Return what `reads` names; nothing for the hooks of `Technique` itself."""
+    return getattr(hook, "reads", ())
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunParts:
+    """Parts of a run that an observer may need."""
+
+    model: "Model"
+    mesh: "DeviceMesh"
+    ranks: "Ranks"
+    device: "torch.device"
+    replicas: "Mapping[nn.Parameter, int]"
+    """Ranks that hold the same part, of each parameter."""
+    folder: Path
+    """Folder of the run."""
+    steps: int
+    """Steps of the whole run."""
+    open_records: "Callable[[str], RecordFile | None]"
+    """Opens a file of records in the folder of the run, by its name. None on ranks that do not write."""
+    not_training: "Callable[[], AbstractContextManager[None]]"
+    """Excludes a block from step time."""
+
+
+class Technique:
+    """A technique; see above. Its methods are asked for configs that set one of its options."""
+
+    option: ClassVar[str]
+    """Dotted key under which problems are reported that name no other."""
+
+    def is_used(self, config: Config) -> bool:
+        """Return True if the config turns the technique on. Every technique defines it."""
+        raise NotImplementedError
+
+    # Checks
+
+    def conflicts(self, config: Config) -> Iterator[Conflict]:
+        """Yield what is wrong across options. Imports no torch."""
+        yield from ()
+
+    def layout_conflicts(self, config: Config, world_size: int) -> Iterator[Conflict]:
+        """Yield what is wrong for a number of processes. Imports no torch."""
+        yield from ()
+
+    def check_machine(self, config: Config, device: "torch.device") -> None:
+        """Check what this machine must have: packages, hardware.
+
+        Raises:
+            UserError: it does not.
+        """
+
+    def check_model(self, config: Config, spec: "ModelSpec", model: "Model", world_size: int) -> None:
+        """Check that a model on the meta device fits.
+
+        Raises:
+            UserError: it does not.
+        """
+
+    # The run
+
+    def summary(self, config: Config) -> str:
+        """Return the words for the first lines of a run, which list what is applied. Only asked if it is used."""
+        return ""
+
+    def choose_trained(self, model: "Model", config: Config) -> None:
+        """Change which parameters a model has and trains, in place, before all else.
+
+        Raises:
+            ConfigError: the model does not fit.
+        """
+
+    def resume_settings(self, config: Config) -> dict[str, Any]:
+        """Return settings that must match when a run resumes, by key: with another value it were another experiment."""
+        return {}
+
+    def after_update(self, model: "Model", config: Config) -> Callable[[], None] | None:
+        """Return what must be called at the start, and whenever weights have changed."""
+        return None
+
+    def observers(self, config: Config, run: RunParts) -> "Sequence[StepObserver]":
+        """Return the observers of training that the technique adds."""
+        return ()
+
+    def keeps_gradients(self, config: Config) -> bool:
+        """Return whether gradients last until after backward. Otherwise parameters are updated within it."""
+        return True
+
+    # The plan, and what `titanlite inspect` shows
+
+    def suggestions(self, config: Config, *, is_gpu: bool) -> Iterator[tuple[Options, str]]:
+        """Yield (options, what they cost) that lower the memory of a config which may not use the technique."""
+        yield from ()
+
+    def variants(self, config: Config, spec: "ModelSpec", hardware: "Hardware") -> list[tuple[str, Options]]:
+        """Return what a search of layouts tries: (words for the table, options). Empty: the technique stays as it is.
+
+        The first one needs nothing of the model or the hardware.
+        """
+        return []
+
+    facts: ClassVar[dict[str, Any]] = {}
+    """What `titanlite inspect` records of each parameter, with the values of one that the technique leaves alone."""
+
+    def parameter_facts(self, model: "Model", config: Config) -> "dict[nn.Parameter, dict[str, Any]]":
+        """Return the facts of the parameters of a parallelized model that the technique changed."""
+        return {}
+
+    def parameter_note(self, facts: Mapping[str, Any]) -> str:
+        """Return the words for the facts of a parameter, in the table of `titanlite inspect`."""
+        return ""

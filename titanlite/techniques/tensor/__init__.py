@@ -1,0 +1,45 @@
+"""Tensor parallelism; `layers.py` splits layers over ranks."""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from titanlite.schema import Config
+from titanlite.techniques.technique import Conflict, Technique, reads
+
+if TYPE_CHECKING:
+    from titanlite.models.base import Model
+    from titanlite.models.registry import ModelSpec
+
+
+class TensorParallel(Technique):
+    option = "parallelism.tensor_parallel_degree"
+
+    def is_used(self, config: Config) -> bool:
+        return config.parallelism.tensor_parallel_degree > 1
+
+    @reads("parallelism", "quantize", "lora", "teacher", "training.loss")
+    def conflicts(self, config: Config) -> Iterator[Conflict]:
+        refused = {
+            "quantize.linear.float8.enable": config.quantize.linear.float8.enable,
+            "lora.rank": config.lora.rank is not None,
+            "teacher.path": config.teacher.is_set,
+            "training.loss": config.training.loss is not None,
+        }
+        for other, is_set in refused.items():
+            if is_set:
+                yield self.option, f"cannot be combined with {other} yet: set it to 1, or leave that out"
+        keep = config.parallelism.fsdp_reshard_after_forward
+        if isinstance(keep, int) and keep > 1:
+            problem = f"FSDP2 cannot combine {keep} with {self.option}: set default"
+            yield "parallelism.fsdp_reshard_after_forward", problem
+
+    @reads("training.seq_len")  # the degree may be wrong for the number of processes too
+    def check_model(self, config: Config, spec: "ModelSpec", model: "Model", world_size: int) -> None:
+        from titanlite.techniques.tensor.layers import check_tensor
+
+        parallelism = config.parallelism
+        of_a_rank = config.training.seq_len // parallelism.context_parallel_degree
+        check_tensor(model, parallelism.tensor_parallel_degree, seq_len=of_a_rank)
+
+
+TECHNIQUE = TensorParallel()
