@@ -14,7 +14,7 @@ from titanlite.checkpoint.state import model_state
 from titanlite.schema import Data
 from titanlite.tools import cli
 from titanlite.tools.convert.compress import Student
-from titanlite.tools.convert.experts import RouterStatistics, Sample, read_sample
+from titanlite.tools.convert.experts import Sample, most_used, read_sample
 from titanlite.tools.convert.source import load_model, open_source
 
 UNUSED = {0: [1, 4], 1: [0, 3]}
@@ -51,8 +51,7 @@ def teacher() -> Any:
 
 def run(folder: Path, out: str, *options: str, path: str = "hf") -> int:
     sample = ["--sample", str(folder / "text.txt"), "--sample-tokens", "512"]
-    given = [] if "--statistics" in options else sample
-    return cli.run(["checkpoint", "import", str(folder / path), "--out", str(folder / out), *given, *options])
+    return cli.run(["checkpoint", "import", str(folder / path), "--out", str(folder / out), *sample, *options])
 
 
 def without(oracle: Any, kept: dict[int, list[int]], layers: list[int]) -> Any:
@@ -93,13 +92,11 @@ def test_experts_that_no_token_uses_are_left_out(folder: Path, capfd: pytest.Cap
     assert (logits(student, tokens) - logits(without(teacher(), kept, [0, 1]), tokens)).abs().max() < 1e-4
     assert (logits(student, tokens) - logits(teacher(), tokens)).abs().max() < 1e-4, "the others were not used"
 
-    # With layers, of a checkpoint of ours, and by the statistics of before.
+    # With layers, and of a checkpoint of ours.
     assert cli.run(["checkpoint", "import", str(folder / "hf"), "--out", str(folder / "all")]) == 0
-    statistics = ("--statistics", str(folder / "student" / "router_statistics.json"))
-    assert run(folder, "small", "--experts", "keep=3", "--layers", "1", *statistics, path="all") == 0
+    assert run(folder, "small", "--experts", "keep=3", "--layers", "1", path="all") == 0
     small = load_model(open_source(str(folder / "small")))
     assert (logits(small, tokens) - logits(without(teacher(), kept, [1]), tokens)).abs().max() < 1e-4
-    assert not (folder / "small" / "router_statistics.json").exists()
 
 
 @pytest.mark.long
@@ -112,8 +109,7 @@ def test_all_experts_are_the_teacher_bit_for_bit(folder: Path) -> None:
 
 def test_most_used_are_those_with_most_tokens_of_each_layer() -> None:
     counts = {"a": [1, 5, 3, 5, 9], "b": [2, 2, 2, 2, 2], "c": [9, 0, 0, 1, 8]}
-    found = RouterStatistics("", 1, counts)
-    assert found.most_used(3) == {"a": [1, 3, 4], "b": [0, 1, 2], "c": [0, 3, 4]}, "of equal ones the first"
+    assert most_used(counts, 3) == {"a": [1, 3, 4], "b": [0, 1, 2], "c": [0, 3, 4]}, "of equal ones the first"
 
 
 def test_the_bias_of_an_expert_goes_with_it() -> None:
@@ -141,32 +137,8 @@ def test_tokens_are_counted_as_transformers_chooses_experts(folder: Path) -> Non
         assert found[f"layers.{layer}.feed_forward"] == picked
 
 
-@pytest.mark.long
-def test_damaged_statistics_are_one_line(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    assert run(folder, "student", "--experts", "keep=3") == 0
-    whole = json.loads((folder / "student" / "router_statistics.json").read_text())
-    first, second = "layers.0.feed_forward", "layers.1.feed_forward"
-    right = whole["counts"][first]
-    layers, number = "has other layers than the teacher", f"has no 5 counts for {second}"
-    capfd.readouterr()
-    for counts, message in (
-        (None, layers),
-        ([], layers),
-        ({first: right}, layers),
-        ({first: right, second: [1, 2]}, number),
-        ({first: right, second: [1] * 7}, number),
-        ({first: right, second: "abcde"}, number),
-        ({first: right, second: [1, 2, None, 3, 4]}, number),
-    ):
-        (folder / "bad.json").write_text(json.dumps(whole | {"counts": counts}))
-        assert run(folder, "out", "--experts", "keep=3", "--statistics", "bad.json") == 2, counts
-        assert capfd.readouterr().err == f"error: --statistics: bad.json {message}: leave it out, and give a --sample\n"
-        assert not (folder / "out").exists()
-
-
 def test_mistakes_are_one_line(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     oracle_of("llama3").save_pretrained(folder / "dense")
-    (folder / "other.json").write_text('{"teacher": "another", "tokens": 1, "counts": {}}')
     capfd.readouterr()
     for options, path, message in (
         (["--experts", "64"], "hf", "--experts: expected keep=NUMBER, such as keep=64, got '64'"),
@@ -177,16 +149,18 @@ def test_mistakes_are_one_line(folder: Path, capfd: pytest.CaptureFixture[str]) 
             "--experts: keep=1 is not possible: a token uses 2 of the 5 experts of a layer",
         ),
         (["--experts", "keep=2"], "dense", "--experts: Llama3 has no experts"),
-        (["--experts", "keep=3", "--sample-tokens", "0"], "hf", "--sample-tokens: expected a number above 0, got 0"),
         (["--experts", "keep=3", "--sample-tokens", "99999"], "hf", f"--sample: {folder}/text.txt has "),
         (["--experts", "keep=3", "--sample", "nowhere.txt"], "hf", "--sample: no file or folder nowhere.txt"),
-        (["--experts", "keep=3", "--statistics", "gone.json"], "hf", "--statistics: gone.json holds no router stat"),
-        (["--experts", "keep=3", "--statistics", "other.json"], "hf", "--statistics: other.json is of another teacher"),
-        ([], "hf", "--sample, --statistics: are for --experts keep=K"),
+        (
+            ["--experts", "keep=3", "--sample-tokens", "0"],
+            "hf",
+            "titanlite checkpoint import: argument --sample-tokens: expected a number of at least 1, got '0'",
+        ),
+        ([], "hf", "--sample: is for --experts keep=K"),
     ):
         assert run(folder, "out", *options, path=path) == 2, options
         [line] = capfd.readouterr().err.splitlines()
         assert line.startswith(f"error: {message}"), line
         assert not (folder / "out").exists()
     assert cli.run(["checkpoint", "import", str(folder / "hf"), "--out", "out", "--experts", "keep=3"]) == 2
-    assert "name a text with --sample, or the --statistics" in capfd.readouterr().err
+    assert "name a text with --sample" in capfd.readouterr().err

@@ -99,7 +99,7 @@ def test_an_own_gpu_that_is_too_small(toml: Path, capsys: pytest.CaptureFixture[
 
 @pytest.mark.long
 def test_a_node_that_is_filled_in_part_is_noted(toml: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ("--global-batch-size", "12", "--gpu", "h100", "--world-size", "12", "--gpus-per-node")
+    arguments = ("--training.global_batch_size=12", "--gpu", "h100", "--world-size", "12", "--gpus-per-node")
     assert plan(toml, *arguments, "8") == 0
     assert "note     the last node has 4 of 8 GPUs" in capsys.readouterr().out
     assert plan(toml, *arguments, "4") == 0
@@ -135,7 +135,7 @@ def test_the_cpu_of_this_machine(toml: Path, capsys: pytest.CaptureFixture[str])
         (["--world-size", "8", "--gpu", "H100", "--training.stepss=3"], "did you mean training.steps?"),
         (["--world-size", "8", "--gpu", "H100", "--parallelism.data_parallel_shard_degree=3"], "8"),
         (["--world-size", "5", "--gpu", "H100"], "16 is not a multiple of the 5 processes"),
-        (["--world-size", "5", "--gpu", "H100", "--search"], "--global-batch-size"),
+        (["--world-size", "5", "--gpu", "H100", "--search"], "--training.global_batch_size"),
         (["--world-size", "8", "--gpu", "H100", "--model.flavor=9B"], "9B"),
     ],
 )

@@ -1,6 +1,7 @@
 """Weights of a teacher, and the checks that need no process group: its model, its vocabulary, its fingerprint."""
 
 import hashlib
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from typing import Protocol
 
@@ -42,14 +43,9 @@ class TeacherSource(Protocol):
     def reader(self) -> StorageReader: ...
 
 
-class OpenTeacher(Protocol):
-    """Open the weights of a teacher: `titanlite.tools.convert.source.open_teacher`.
-
-    Raises:
-        UserError: there are none, or they do not describe their model.
-    """
-
-    def __call__(self, path: str, config: str | None, /) -> TeacherSource: ...
+OpenTeacher = Callable[[str, str | None], TeacherSource]
+"""(path, config): opens the weights of a teacher, as `titanlite.tools.convert.source.open_teacher` does. It raises
+UserError if there are none, or if they do not describe their model."""
 
 
 def teacher_model(spec: ModelSpec, *, seq_len: int) -> Model:

@@ -2,14 +2,13 @@
 
 from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 from typing import Literal
 
 import torch
 
 from titanlite.parallelize import DTYPES
 from titanlite.runtime.errors import DamagedCheckpoint, RunError, UserError
-from titanlite.tools.arguments import ModelFile, RunConfig, RunTokenizer, Weights
+from titanlite.tools.arguments import Count, ModelFile, RunConfig, RunTokenizer, Weights
 from titanlite.tools.convert.experts import Sample, choose_experts
 from titanlite.tools.convert.export import export_folder
 from titanlite.tools.convert.export_adapters import export_adapters
@@ -112,8 +111,7 @@ def import_(
     layers: str | None = None,
     experts: str | None = None,
     sample: str | None = None,
-    sample_tokens: int = 262_144,
-    statistics: Path | None = None,
+    sample_tokens: Count = 262_144,
 ) -> None:
     """Write weights of another program as a checkpoint.
 
@@ -134,8 +132,6 @@ def import_(
             checkpoints
         sample (PATH): text or prepared tokens on which the routers are watched
         sample_tokens: tokens of the sample
-        statistics (FILE): JSON file of an earlier import with the tokens of each expert, instead of --sample. It is
-            DIR/router_statistics.json
 
     Raises:
         UserError: a mistake in the input.
@@ -150,14 +146,11 @@ def import_(
         raise UserError("--config names the model: leave out --model and --flavor")
     chosen = None
     if experts is not None:
-        if (sample is None) == (statistics is None):
-            raise UserError("--experts: name a text with --sample, or the --statistics of an earlier import")
-        if sample is not None and sample_tokens < 1:
-            raise UserError(f"--sample-tokens: expected a number above 0, got {sample_tokens}")
-        source = statistics or Sample(str(sample), sample_tokens)
-        chosen = partial(choose_experts, keep=experts, source=source, out=out)
-    elif sample or statistics:
-        raise UserError("--sample, --statistics: are for --experts keep=K")
+        if sample is None:
+            raise UserError("--experts: name a text with --sample")
+        chosen = partial(choose_experts, keep=experts, sample=Sample(sample, sample_tokens), out=out)
+    elif sample:
+        raise UserError("--sample: is for --experts keep=K")
     try:
         written = import_weights(
             path,

@@ -4,12 +4,11 @@ Experts are compared by the tokens that the router sends them, as in arXiv:2404.
 block by block. Only one block of it is in memory at a time, beside the hidden states of the sample.
 """
 
-import hashlib
 import json
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -50,54 +49,16 @@ class Sample:
     """Number of tokens to read."""
 
 
-@dataclass(frozen=True)
-class RouterStatistics:
-    """Use of a teacher's experts on a sample."""
-
-    teacher: str
-    """Hash of the model's arguments and of its routers."""
-    tokens: int
-    counts: dict[str, list[int]]
-    """Tokens that the router sent to each expert, by the name of a layer's experts."""
-
-    def most_used(self, count: int) -> dict[str, list[int]]:
-        """Return the experts of each layer that have most tokens, in the order of their numbers."""
-        return {
-            name: sorted(sorted(range(len(tokens)), key=lambda expert: (-tokens[expert], expert))[:count])
-            for name, tokens in self.counts.items()
-        }
-
-    def save(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, json.dumps(asdict(self), indent=1))
-
-
-def load_statistics(path: Path, teacher: str, *, layers: Iterable[str], n_experts: int) -> RouterStatistics:
-    """Read saved statistics.
+def most_used(counts: Mapping[str, Sequence[int]], keep: int) -> dict[str, list[int]]:
+    """Return the experts of each layer that have most tokens, in the order of their numbers.
 
     Args:
-        teacher: hash of the teacher that they must be of.
-        layers: names of the layers' experts, each of which must have its counts.
-        n_experts: number of counts of a layer.
-
-    Raises:
-        UserError: the file cannot be read, is damaged, or is of another teacher.
+        counts: tokens that the router sent to each expert, by the name of a layer's experts.
     """
-    try:
-        found = RouterStatistics(**json.loads(path.read_bytes()))
-    except (OSError, ValueError, TypeError) as error:
-        raise UserError(f"--statistics: {path} holds no router statistics: {error}") from None
-    if found.teacher != teacher:
-        raise UserError(f"--statistics: {path} is of another teacher: leave it out, and give a --sample")
-    counts: Any = found.counts
-    if not isinstance(counts, dict) or set(counts) != set(layers):
-        raise UserError(f"--statistics: {path} has other layers than the teacher: leave it out, and give a --sample")
-    for name, tokens in counts.items():
-        if not (isinstance(tokens, list) and len(tokens) == n_experts and all(type(it) is int for it in tokens)):
-            raise UserError(
-                f"--statistics: {path} has no {n_experts} counts for {name}: leave it out, and give a --sample"
-            )
-    return found
+    return {
+        name: sorted(sorted(range(len(tokens)), key=lambda expert: (-tokens[expert], expert))[:keep])
+        for name, tokens in counts.items()
+    }
 
 
 def parse_keep(text: str, spec: ModelSpec) -> int:
@@ -118,33 +79,19 @@ def parse_keep(text: str, spec: ModelSpec) -> int:
     return keep
 
 
-def expert_stacks(model: Model, *, most_dims: int = 3) -> dict[str, list[str]]:
+def expert_stacks(model: Model) -> dict[str, list[str]]:
     """Return the tensors with one entry for each expert along dim 0, by the name of the module that holds them.
 
     Such a module counts the tokens of its experts in a buffer load_E; see `qwen3_moe.Experts`.
-
-    Args:
-        most_dims: largest number of dims of a tensor. With 2, the tensors of routers are left.
     """
     found: dict[str, list[str]] = {}
     for name, module in model.named_modules():
         load = getattr(module, "load_E", None)
         if isinstance(load, Tensor):
             tensors = {**dict(module.named_parameters(recurse=False)), **dict(module.named_buffers(recurse=False))}
-            of_experts = [
-                key for key, tensor in tensors.items() if 0 < tensor.ndim <= most_dims and len(tensor) == len(load)
-            ]
+            of_experts = [key for key, tensor in tensors.items() if 0 < tensor.ndim <= 3 and len(tensor) == len(load)]
             found[name] = [key for key in of_experts if key != "load_E"]
     return found
-
-
-def identify_teacher(spec: ModelSpec, read: ReadTensor) -> str:
-    """Return the hash of a teacher's arguments and routers."""
-    found = hashlib.sha256(repr(sorted(asdict(spec.args).items())).encode())
-    for name, tensors in expert_stacks(spec.build(), most_dims=2).items():
-        for tensor in tensors:
-            found.update(read(f"{name}.{tensor}").contiguous().view(torch.uint8).numpy().tobytes())
-    return found.hexdigest()
 
 
 def watch_routers(spec: ModelSpec, read: ReadTensor, tokens_BL: Tensor) -> dict[str, list[int]]:
@@ -235,36 +182,28 @@ def read_sample(sample: Sample, spec: ModelSpec, tokenizer: str, *, cache_folder
     return samples.__getitems__([*range(count)])["tokens"]
 
 
-def choose_experts(teacher: Teacher, *, keep: str, source: Sample | Path, out: str) -> dict[str, list[int]]:
+def choose_experts(teacher: Teacher, *, keep: str, sample: Sample, out: str) -> dict[str, list[int]]:
     """Return the experts to keep, for each tensor that has one entry for each expert.
 
     Args:
         keep: value of `--experts`.
-        source: sample on which the routers are watched, or the file of an earlier import.
-        out: folder of the checkpoint, in which the statistics are saved; not if it is a URL.
+        out: folder of the checkpoint, in which the tokens of each expert are recorded; not if it is a URL.
 
     Raises:
         UserError: a mistake in the input.
     """
-    count, read = parse_keep(keep, teacher.spec), teacher.read_or_initial
-    name, stacks = identify_teacher(teacher.spec, read), expert_stacks(teacher.spec.build())
-    if isinstance(source, Path):
-        n_experts = int(getattr(teacher.spec.args, "n_experts", 0))
-        found = load_statistics(source, name, layers=stacks, n_experts=n_experts)
-    else:
-        if (tokenizer := teacher.tokenizer) is None:
-            raise UserError(
-                "--sample: the tokenizer of the teacher is not here: name it in data.tokenizer of a --config"
-            )
-        cache = Path("outputs", "data_cache")
-        tokens_BL = read_sample(source, teacher.spec, tokenizer, cache_folder=cache)
-        found = RouterStatistics(name, tokens_BL.numel(), watch_routers(teacher.spec, read, tokens_BL))
-        if "://" not in out:
-            place = Path(out) / "router_statistics.json"
-            found.save(place)
-            print(f"wrote {place}, from {found.tokens:,} tokens")
-    kept = found.most_used(count)
+    count, stacks = parse_keep(keep, teacher.spec), expert_stacks(teacher.spec.build())
+    if (tokenizer := teacher.tokenizer) is None:
+        raise UserError("--sample: the tokenizer of the teacher is not here: name it in data.tokenizer of a --config")
+    tokens_BL = read_sample(sample, teacher.spec, tokenizer, cache_folder=Path("outputs", "data_cache"))
+    counts = watch_routers(teacher.spec, teacher.read_or_initial, tokens_BL)
+    if "://" not in out:
+        place = Path(out) / "router_statistics.json"
+        place.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(place, json.dumps({"tokens": tokens_BL.numel(), "counts": counts}, indent=1))
+        print(f"wrote {place}, from {tokens_BL.numel():,} tokens")
+    kept = most_used(counts, count)
     for layer, experts in kept.items():
-        share = sum(found.counts[layer][expert] for expert in experts) / max(sum(found.counts[layer]), 1)
+        share = sum(counts[layer][expert] for expert in experts) / max(sum(counts[layer]), 1)
         print(f"{layer}: the kept experts had {share:.1%} of the tokens")
     return {f"{layer}.{tensor}": kept[layer] for layer, tensors in stacks.items() for tensor in tensors}

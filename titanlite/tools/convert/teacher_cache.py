@@ -2,7 +2,7 @@
 
 import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from functools import partial
@@ -165,11 +165,21 @@ def _write(
     Args:
         shown: whether this process shows it.
     """
-    with _progress(sources, missing, settings, shown=shown) as advance:
+    sizes = [block_sizes(len(source.sequences), settings) for source in sources]
+    sequences, made = sum(map(sum, sizes)), sum(map(len, missing))
+    left = sum(of_source[block] for of_source, blocks in zip(sizes, missing, strict=True) for block in blocks)
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+    with Progress(*columns, console=progress_console(), transient=True, disable=not shown) as progress:
+        advance = partial(progress.advance, progress.add_task("sequences", total=sequences, completed=sequences - left))
         for source, blocks in zip(sources, missing, strict=True):
             writer.write(folder / source.fingerprint, source, blocks, advance=advance)
     if shown:
-        _report(folder, sources, missing, settings)
+        print(
+            f"{folder}: {sequences * settings.seq_len:,} tokens, the {settings.top_k:,} most probable of "
+            f"{settings.vocab_size:,} for each, {settings.entry.itemsize:,} bytes a token, "
+            f"{sequences * settings.record.itemsize / 2**20:,.1f} MiB in {sum(map(len, sizes)):,} files; {made:,} of "
+            "them were made now"
+        )
 
 
 def _open_source(
@@ -263,31 +273,3 @@ def _missing(folder: Path, sources: Sequence[Source], settings: CacheSettings) -
             "are free. Name a folder on a larger disk, or keep fewer tokens (--top-k)"
         )
     return found
-
-
-@contextmanager
-def _progress(
-    sources: Sequence[Source], missing: Sequence[Sequence[int]], settings: CacheSettings, *, shown: bool
-) -> Iterator[Callable[[int], None]]:
-    """Show a progress bar of sequences on rank 0."""
-    total = sum(len(source.sequences) for source in sources)
-    left = sum(
-        block_sizes(len(source.sequences), settings)[block]
-        for source, blocks in zip(sources, missing, strict=True)
-        for block in blocks
-    )
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
-    with Progress(*columns, console=progress_console(), transient=True, disable=not shown) as progress:
-        task = progress.add_task("sequences", total=total, completed=total - left)
-        yield partial(progress.advance, task)
-
-
-def _report(folder: Path, sources: Sequence[Source], missing: Sequence[Sequence[int]], settings: CacheSettings) -> None:
-    sequences = sum(len(source.sequences) for source in sources)
-    files = sum(len(block_sizes(len(source.sequences), settings)) for source in sources)
-    made = sum(map(len, missing))
-    print(
-        f"{folder}: {sequences * settings.seq_len:,} tokens, the {settings.top_k:,} most probable of "
-        f"{settings.vocab_size:,} for each, {settings.entry.itemsize:,} bytes a token, "
-        f"{sequences * settings.record.itemsize / 2**20:,.1f} MiB in {files:,} files; {made:,} of them were made now"
-    )

@@ -39,7 +39,6 @@ def plan_config(
     search: bool = False,
     suggest: bool = False,
     memory_budget_gib: Annotated[float, above_zero] | None = None,
-    global_batch_size: Count | None = None,
     apply: Path | None = None,
 ) -> None:
     """Predict memory, communication and step time of a config, without a GPU.
@@ -57,7 +56,6 @@ def plan_config(
         suggest: find options that need less memory
         memory_budget_gib (GIB): choose the recompute policy of each block, so that reserved memory and the CUDA
             context fit
-        global_batch_size (B): short for --training.global_batch_size=B
         apply (OUT.toml): with --search or --memory-budget-gib: write the config with the result
 
     Example:
@@ -77,7 +75,6 @@ def plan_config(
         raise UserError("titanlite plan: --apply writes the result of --search or --memory-budget-gib: add one of them")
     if apply and apply.exists():
         raise UserError(f"titanlite plan: --apply: {apply} exists; name a new file")
-    overrides = [*overrides, *([f"--training.global_batch_size={global_batch_size}"] if global_batch_size else [])]
     layout = _layout(gpu, world_size, gpus_per_node)
     # A search sets the degrees, so those of the config need not match the number of processes.
     loaded = with_vocab_size(load(config, overrides, world_size=None if search else world_size))

@@ -118,7 +118,7 @@ def _search(config: Config, layout: Layout, *, pool: ProcessPoolExecutor, count:
     if rest or not share:
         raise UserError(
             f"training.global_batch_size: {config.training.global_batch_size} sequences cannot be split over "
-            f"{readers} processes: name a multiple with --global-batch-size"
+            f"{readers} processes: set a multiple with --training.global_batch_size"
         )
     return _Search(config, layout, pool, share).run(count)
 
