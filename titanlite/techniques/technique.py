@@ -134,8 +134,10 @@ class Technique:
 
     # The plan, and what `titanlite inspect` shows
 
-    def suggestions(self, config: Config, *, is_gpu: bool) -> Iterator[tuple[Options, str]]:
-        """Yield (options, what they cost) that lower the memory of a config which may not use the technique."""
+    def suggestions(self, config: Config, *, is_gpu: bool) -> Iterator[tuple[int, Options, str]]:
+        """Yield options that lower the memory of a config which may not use the technique, and what they cost: first as
+        a number, by which `titanlite plan` sorts them (1: no slower; 3: waits for a disk; 4: much slower), then in
+        words."""
         yield from ()
 
     def variants(self, config: Config, spec: "ModelSpec", hardware: "Hardware") -> list[tuple[str, Options]]:

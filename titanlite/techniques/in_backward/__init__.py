@@ -61,10 +61,10 @@ class UpdatesInBackward(Technique):
     def keeps_gradients(self, config: Config) -> bool:
         return False
 
-    def suggestions(self, config: Config, *, is_gpu: bool) -> Iterator[tuple[Options, str]]:
+    def suggestions(self, config: Config, *, is_gpu: bool) -> Iterator[tuple[int, Options, str]]:
         if not config.optimizer.in_backward:
             clipping: Options = {"training.max_norm": 0.0} if config.training.max_norm else {}
-            yield {self.option: True} | clipping, "updates in backward and frees each gradient: no clipping"
+            yield 1, {self.option: True} | clipping, "updates in backward and frees each gradient: no clipping"
 
 
 def check_offloaded_update(config: Config, device: "torch.device", *, torch_version: str) -> None:

@@ -44,13 +44,13 @@ class CPUOffload(Technique):
     def summary(self, config: Config) -> str:
         return "CPU offload" if config.training.enable_cpu_offload else ""
 
-    def suggestions(self, config: Config, *, is_gpu: bool) -> Iterator[tuple[Options, str]]:
+    def suggestions(self, config: Config, *, is_gpu: bool) -> Iterator[tuple[int, Options, str]]:
         if config.offload.optimizer != "disk":
             cost = "AdamW's moments on a local disk, read and written in each step"
-            yield {"offload.optimizer": "disk"}, cost
+            yield 3, {"offload.optimizer": "disk"}, cost
         if is_gpu and not config.training.enable_cpu_offload:
             cost = "parameters and updates in host memory: much slower steps"
-            yield {"training.enable_cpu_offload": True}, cost
+            yield 4, {"training.enable_cpu_offload": True}, cost
 
 
 TECHNIQUE = CPUOffload()

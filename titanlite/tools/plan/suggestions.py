@@ -38,6 +38,8 @@ class Suggestion:
         return " ".join(f"--{key}={_argument(value)}" for key, value in self.options.items())
 
 
+EIGHT_BITS = 2
+"""Place of moments in 8 bits among the `suggestions` of techniques."""
 Attempt = Callable[[Options, str], Suggestion | None]
 """(options, cost) -> the planned suggestion, or None if the config does not accept the options."""
 
@@ -108,10 +110,12 @@ def _candidates(config: Config, layout: Layout) -> Iterator[tuple[Options, str]]
         yield (dict(zip(degrees, (1, -1), strict=True)), "shards over all processes: collectives across nodes")
     if config.optimizer.state_dtype != "bfloat16":
         yield ({"optimizer.state_dtype": "bfloat16"}, "rounds AdamW's moments")
+    offered = [it for technique in every_technique() for it in technique.suggestions(config, is_gpu=layout.is_gpu)]
     if config.optimizer.name == "AdamW" and find_spec("torchao"):
-        yield ({"optimizer.name": "torchao.optim.AdamW8bit"}, "rounds AdamW's moments to 8 bits; a compiled update")
-    for technique in every_technique():
-        yield from technique.suggestions(config, is_gpu=layout.is_gpu)
+        eight = {"optimizer.name": "torchao.optim.AdamW8bit"}
+        offered.append((EIGHT_BITS, eight, "rounds AdamW's moments to 8 bits; a compiled update"))
+    for _, options, cost in sorted(offered, key=lambda it: it[0]):
+        yield options, cost
 
 
 def _attempt(config: Config, layout: Layout, options: Options, cost: str) -> Suggestion | None:
