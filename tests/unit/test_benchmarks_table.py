@@ -1,4 +1,4 @@
-"""Files that benchmarks/record.py writes, compare.py compares and table.py shows, made by hand."""
+"""Files that benchmarks/record.py writes and table.py compares, made by hand."""
 
 import json
 import shlex
@@ -41,103 +41,74 @@ def written(path: Path, *measurements: dict[str, Any]) -> Path:
     return path
 
 
-def skip_reasons(folder: Path, old: list[dict[str, Any]], new: list[dict[str, Any]]) -> tuple[int, dict[str, str]]:
-    """The exit code, and the rest of the line of each measurement."""
-    names = {measurement["name"] for measurement in (*old, *new)}
-    run = script("compare.py", written(folder / "old.jsonl", *old), written(folder / "new.jsonl", *new))
-    assert run.stderr == ""
-    found = {}
-    for line in run.stdout.splitlines():
-        for name in names:
-            if line.startswith(f"{name}  "):
-                found[name] = " ".join(line.removeprefix(name).split())
-    return run.returncode, found
+def page_of(folder: Path, now: list[dict[str, Any]], before: list[dict[str, Any]]) -> list[str]:
+    """Lines of the page of a release."""
+    old = written(folder / "0.1.0.jsonl", *before)
+    run = script("table.py", written(folder / "0.2.0.jsonl", *now), "--before", old)
+    assert (run.returncode, run.stderr) == (0, "")
+    return run.stdout.splitlines()
+
+
+def marks(folder: Path, now: list[dict[str, Any]], before: list[dict[str, Any]]) -> list[str]:
+    """What stands in the columns "ratio to before" and "mark" of each measurement."""
+    rows = [line.split(" | ") for line in page_of(folder, now, before) if line.startswith("| ")]
+    return [" ".join(row[4:6]) for row in rows if not row[0].startswith(("| measurement", "| ---"))]
+
+
+BEFORE_AND_AFTER: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "within old's": (RATIO, {"value": 0.96, "low": 0.95, "high": 0.97}, "0.960 "),
+    "beyond": (RATIO, {"value": 0.94, "low": 0.93, "high": 0.95}, "0.940 **worse**"),
+    "within new's": (RATIO, {"value": 0.94, "low": 0.85, "high": 1.01}, "0.940 "),
+    "better": (RATIO, {"value": 1.2, "low": 1.2, "high": 1.2}, "1.200 better"),
+    "lower is better, within": (SECONDS, {"value": 2.09}, "1.045 "),
+    "slower": (SECONDS, {"value": 2.5, "high": 2.6, "low": 2.4}, "1.250 **worse**"),
+    "no direction": ({**RATIO, "better": "none"}, {"value": 0.1, "low": 0.1}, "0.100 not compared"),
+    "other machine": (SECONDS, {"value": 9, "high": 9, "machine": "EPYC, 4 cores"}, "4.500 other machine"),
+    "ratio elsewhere": (RATIO, {"value": 0.5, "low": 0.5, "high": 0.5, "machine": "EPYC"}, "0.500 **worse**"),
+    "from nothing": (
+        {**SECONDS, "value": 0, "low": 0, "high": 0, "unit": "of 50"}, {"value": 1, "high": 1}, " **worse**",
+    ),
+    "four digits": (
+        {**RATIO, "value": 0.91404, "low": 0.91404, "high": 0.91404},
+        {"value": 0.91401, "low": 0.91401, "high": 0.91401},
+        "1.000 ",
+    ),
+    "one byte more": (
+        {**SECONDS, "value": 84192001, "low": 84192001, "high": 84192001, "unit": "B"},
+        {"value": 84192002, "low": 84192002, "high": 84192002},
+        "1.000 **worse**",
+    ),
+    "other unit": (SECONDS, {"unit": "ms"}, " **other unit**"),
+}  # fmt: skip
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    ("old", "new", "code", "line"),
-    [
-        pytest.param(RATIO, {"value": 0.96, "low": 0.95, "high": 0.97}, 0, "1 0.96 -4.0% same", id="within old's"),
-        pytest.param(RATIO, {"value": 0.94, "low": 0.93, "high": 0.95}, 1, "1 0.94 -6.0% WORSE", id="beyond"),
-        pytest.param(RATIO, {"value": 0.94, "low": 0.85, "high": 1.01}, 0, "1 0.94 -6.0% same", id="within new's"),
-        pytest.param(RATIO, {"value": 1.2, "low": 1.2, "high": 1.2}, 0, "1 1.2 +20.0% better", id="better"),
-        pytest.param(SECONDS, {"value": 2.09}, 0, "2 s 2.09 s +4.5% same", id="lower is better, within"),
-        pytest.param(SECONDS, {"value": 2.5, "high": 2.6, "low": 2.4}, 1, "2 s 2.5 s +25.0% WORSE", id="slower"),
-        pytest.param(SECONDS, {"value": 1.5, "low": 1.4, "high": 1.6}, 0, "2 s 1.5 s -25.0% better", id="quicker"),
-        pytest.param(
-            {**RATIO, "better": "none"}, {"value": 0.1, "low": 0.1}, 0, "1 0.1 -90.0% not compared", id="no direction"
-        ),
-        pytest.param(
-            SECONDS, {"value": 9, "high": 9, "machine": "EPYC, 4 cores, 24 GiB"}, 0, "2 s 9 s +350.0% other machine",
-            id="seconds of another machine",
-        ),
-        pytest.param(
-            RATIO, {"value": 0.5, "low": 0.5, "high": 0.5, "machine": "EPYC, 4 cores, 24 GiB"}, 1, "1 0.5 -50.0% WORSE",
-            id="ratio of another machine",
-        ),
-        pytest.param(
-            {**SECONDS, "value": 0, "low": 0, "high": 0, "unit": "of 50"}, {"value": 1, "high": 1}, 1,
-            "0 of 50 1 of 50 WORSE", id="from nothing",
-        ),
-        pytest.param(
-            {**RATIO, "value": 0.91404, "low": 0.91404, "high": 0.91404},
-            {"value": 0.91401, "low": 0.91401, "high": 0.91401}, 0, "0.914 0.914 -0.0% same", id="four digits",
-        ),
-        pytest.param(
-            {**SECONDS, "value": 84192001, "low": 84192001, "high": 84192001, "unit": "B"},
-            {"value": 84192002, "low": 84192002, "high": 84192002}, 1,
-            "84,192,001 B 84,192,002 B +0.0% WORSE", id="one byte more",
-        ),
-        pytest.param(SECONDS, {"unit": "ms"}, 1, "2 s 2 ms OTHER UNIT", id="other unit"),
-    ],
-)  # fmt: skip
-def test_result(tmp_path: Path, old: dict[str, Any], new: dict[str, Any], code: int, line: str) -> None:
-    assert skip_reasons(tmp_path, [old], [{**old, **new}]) == (code, {old["name"]: line})
+def test_marks_of_a_release(tmp_path: Path) -> None:
+    """All cases in one page: each in a row of its own."""
+    cases = BEFORE_AND_AFTER.items()
+    before = [{**old, "name": name} for name, (old, _, _) in cases]
+    now = [{**old, **new, "name": name} for name, (old, new, _) in cases]
+    found = dict(zip(BEFORE_AND_AFTER, marks(tmp_path, now, before), strict=True))
+    assert found == {name: mark for name, (_, _, mark) in cases}
 
 
-def test_where_both_come_from_is_printed(tmp_path: Path) -> None:
-    old = written(tmp_path / "old.jsonl", RATIO, SECONDS)
-    new = written(tmp_path / "new.jsonl", {**RATIO, "commit": "c88f508+"}, {**SECONDS, "machine": "H100", "commit": ""})
-    versions = "python 3.11.7, torch 2.13.0, titanlite 0.1.0"
-    assert script("compare.py", old, new).stdout.splitlines()[:4] == [
-        f"old: EPYC, 2 cores, 24 GiB; {versions}; commit a2426e7",
-        f"new: EPYC, 2 cores, 24 GiB; {versions}; commit c88f508+",
-        f"new: H100; {versions}; commit unknown",
-        "",
-    ]
-
-
-def test_a_missing_measurement_is_flagged(tmp_path: Path) -> None:
-    assert skip_reasons(tmp_path, [RATIO, SECONDS], [RATIO]) == (
-        1, {"plain / ours": "1 1 +0.0% same", "start": "2 s - MISSING"},
-    )  # fmt: skip
-
-
-def test_a_new_measurement_is_not_flagged(tmp_path: Path) -> None:
-    assert skip_reasons(tmp_path, [RATIO], [RATIO, SECONDS]) == (
-        0, {"plain / ours": "1 1 +0.0% same", "start": "- 2 s new"},
-    )  # fmt: skip
-
-
-@pytest.mark.parametrize(("last", "code"), [(1.0, 0), (0.5, 1)])
-def test_of_the_same_name_the_last_counts(tmp_path: Path, last: float, code: int) -> None:
-    bad = {**RATIO, "value": 0.5, "low": 0.5}
-    new = [bad, RATIO] if last == 1.0 else [RATIO, bad]
-    assert skip_reasons(tmp_path, [RATIO], new)[0] == code
+@pytest.mark.parametrize(("last", "mark"), [(1.0, "1.000 "), (0.5, "0.500 **worse**")])
+def test_of_the_same_name_the_last_counts(tmp_path: Path, last: float, mark: str) -> None:
+    bad = {**RATIO, "value": 0.5, "low": 0.5, "high": 0.5}
+    assert marks(tmp_path, [bad, RATIO] if last == 1.0 else [RATIO, bad], [RATIO]) == [mark]
 
 
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("{", "not JSON: "),
-        ("[1]", "not a measurement: expected an object, got '[1]'"),
-        ('{"name": "x"}', "not a measurement: value is missing"),
-        (json.dumps({**RATIO, "value": "1"}), "not a measurement: value is '1'"),
-        (json.dumps({**RATIO, "value": float("nan")}), "not a measurement: value is nan"),
-        (json.dumps({**RATIO, "better": "more"}), "not a measurement: better is 'more'"),
-        (json.dumps({**RATIO, "versions": ["3.11"]}), "not a measurement: versions is ['3.11']"),
-        (json.dumps({**RATIO, "low": 2}), "1.0 is not between 2 and 1.05"),
+        ("{", "not a measurement: Invalid JSON"),
+        ("[1]", "not a measurement: "),
+        ('{"name": "x"}', "not a measurement: value: "),
+        (json.dumps({**RATIO, "value": "1"}), "not a measurement: value: "),
+        (json.dumps({**RATIO, "value": float("nan")}), "nan is not between 0.95 and 1.05"),
+        (json.dumps({**RATIO, "better": "more"}), "not a measurement: better: "),
+        (json.dumps({**RATIO, "versions": ["3.11"]}), "not a measurement: versions: "),
+        (json.dumps({**RATIO, "low": 2}), "1.0 is not between 2.0 and 1.05"),
     ],
 )
 def test_a_bad_line_is_named_with_its_place(tmp_path: Path, line: str, message: str) -> None:
@@ -148,23 +119,21 @@ def test_a_bad_line_is_named_with_its_place(tmp_path: Path, line: str, message: 
     assert str(caught.value).startswith(f"{path}:3: {message}")
 
 
-@pytest.mark.parametrize("name", ["compare.py", "table.py"])
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        pytest.param("measurements\n", ":1: not JSON: Expecting value: line 1 column 1 (char 0)", id="not JSON"),
+        pytest.param("measurements\n", ":1: not a measurement: ", id="not JSON"),
         pytest.param("", ": has no measurements", id="empty"),
         pytest.param(None, ": cannot be read: No such file or directory", id="no file"),
     ],
 )
-def test_what_cannot_be_read_is_one_line_and_exit_code_2(
-    tmp_path: Path, name: str, text: str | None, problem: str
-) -> None:
+def test_what_cannot_be_read_is_one_line_and_exit_code_2(tmp_path: Path, text: str | None, problem: str) -> None:
     path = tmp_path / "other.jsonl"
     if text is not None:
         path.write_text(text)
-    run = script(name, written(tmp_path / "good.jsonl", RATIO), path)
-    assert (run.returncode, run.stdout, run.stderr) == (2, "", f"error: {path}{problem}\n")
+    run = script("table.py", written(tmp_path / "good.jsonl", RATIO), "--before", path)
+    assert (run.returncode, run.stdout, run.stderr.count("\n")) == (2, "", 1)
+    assert run.stderr.startswith(f"error: {path}{problem}")
 
 
 def test_record_of_values_pairs_and_one_value(tmp_path: Path) -> None:
@@ -203,41 +172,20 @@ def test_where_one_cannot_write_is_reported_before_anything_runs(tmp_path: Path,
     assert f"--record: cannot write to {tmp_path / place}" in run.stderr
 
 
-def test_table(tmp_path: Path) -> None:
-    bars = {**SECONDS, "name": "a|b", "value": 12345.6, "low": 12345.6, "high": 12345.6, "unit": "MiB", "aim": ""}
-    newer = {**RATIO, "value": 1.01, "commit": ""}
-    run = script("table.py", written(tmp_path / "1.jsonl", RATIO, bars), written(tmp_path / "2.jsonl", newer))
-    where = "| `python benchmarks/bench_step.py --runs 7` | 2026-11-22 | EPYC, 2 cores, 24 GiB"
-    versions = "python 3.11.7, torch 2.13.0, titanlite 0.1.0"
-    assert run.stdout.splitlines() == [
-        "| what | measurement (least to most) | aim | command | date | machine | versions |",
-        "| --- | --- | --- | --- | --- | --- | --- |",
-        f"| plain / ours | 1.01 (0.95 to 1.05) | >= 0.97 {where} | {versions} |",
-        f"| a\\|b | 12,346 MiB |  {where} | {versions}, a2426e7 |",
-    ]
-
-
-def page_of_a_release(folder: Path, now: list[dict[str, Any]], before: list[dict[str, Any]]) -> list[str]:
-    old = written(folder / "0.1.0.jsonl", *before)
-    run = script("table.py", written(folder / "0.2.0.jsonl", *now), "--before", old)
-    assert (run.returncode, run.stderr) == (0, "")
-    return run.stdout.splitlines()
-
-
 def below(page: list[str], heading: str) -> list[str]:
     """The lines of a section."""
     rest = page[page.index(f"## {heading}") + 2 :]
     return rest[: next((at for at, line in enumerate(rest) if line.startswith("## ")), len(rest) + 1) - 1]
 
 
-def test_page_of_a_release(tmp_path: Path) -> None:
+def test_page_of(tmp_path: Path) -> None:
     step = {**RATIO, "name": "plain / titanlite, time of a step"}
     lost = {**SECONDS, "name": "lost", "value": 0, "low": 0, "high": 0, "unit": "of 50", "aim": ""}
     slower = {**step, "value": 0.94, "low": 0.93, "high": 0.95, "commit": "c88f508"}
     quicker = {**SECONDS, "value": 1.5, "low": 1.4, "high": 1.6}
     storm = {**lost, "name": "kills", "command": "python benchmarks/crash_storm.py"}
     added = {**RATIO, "name": "added", "aim": ""}
-    page = page_of_a_release(tmp_path, [slower, quicker, added], [step, SECONDS, lost, storm, {**storm, "name": "two"}])
+    page = page_of(tmp_path, [slower, quicker, added], [step, SECONDS, lost, storm, {**storm, "name": "two"}])
     assert page[0] == "# Measurements of 0.2.0"
     assert page[3] == f"python benchmarks/table.py {tmp_path}/0.2.0.jsonl --before {tmp_path}/0.1.0.jsonl"
     where = "2026-11-22, EPYC, 2 cores, 24 GiB; python 3.11.7, torch 2.13.0, titanlite 0.1.0"
@@ -263,7 +211,7 @@ def test_page_of_a_release(tmp_path: Path) -> None:
 
 
 def test_page_of_a_release_of_which_nothing_is_recorded(tmp_path: Path) -> None:
-    page = page_of_a_release(tmp_path, [], [RATIO])
+    page = page_of(tmp_path, [], [RATIO])
     assert below(page, "Worse than before") == ["None."]
     assert below(page, "Measured before, not in this release") == ["- all 1 of `benchmarks/bench_step.py`"]
     assert below(page, "Other measurements") == ["Nothing is recorded yet."]
