@@ -51,7 +51,8 @@ def page_of(folder: Path, now: list[dict[str, Any]], before: list[dict[str, Any]
 
 def marks(folder: Path, now: list[dict[str, Any]], before: list[dict[str, Any]]) -> list[str]:
     """What stands in the columns "ratio to before" and "mark" of each measurement."""
-    rows = [line.split(" | ") for line in page_of(folder, now, before) if line.startswith("| ")]
+    page = page_of(folder, now, before)
+    rows = [line.split(" | ") for line in page if line.startswith("| ")]
     return [" ".join(row[4:6]) for row in rows if not row[0].startswith(("| measurement", "| ---"))]
 
 
@@ -95,7 +96,8 @@ def test_marks_of_a_release(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("last", "mark"), [(1.0, "1.000 "), (0.5, "0.500 **worse**")])
 def test_of_the_same_name_the_last_counts(tmp_path: Path, last: float, mark: str) -> None:
     bad = {**RATIO, "value": 0.5, "low": 0.5, "high": 0.5}
-    assert marks(tmp_path, [bad, RATIO] if last == 1.0 else [RATIO, bad], [RATIO]) == [mark]
+    now = [bad, RATIO] if last == 1.0 else [RATIO, bad]
+    assert marks(tmp_path, now, [RATIO]) == [mark]
 
 
 @pytest.mark.parametrize(
