@@ -138,10 +138,8 @@ class Profiling(Section):
 
 class Comm(Section):
     init_timeout_seconds: PositiveInt = 1800
-    """Longest time that a rank waits for another one at the start, while data and checkpoints are read. Then the run
-    ends with an error."""
-    compile_timeout_seconds: PositiveInt = 1800
-    """The same in the first two steps, which compile."""
+    """Longest time that a rank waits for another one at the start, while data and checkpoints are read, and in the
+    first two steps, which compile. Then the run ends with an error."""
     train_timeout_seconds: PositiveInt = 300
     """The same in every further step."""
     validation_timeout_seconds: PositiveInt = 1800

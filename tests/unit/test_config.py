@@ -7,7 +7,7 @@ import tomli
 from pydantic import BaseModel
 
 from titanlite.config.checks import find_warnings
-from titanlite.config.keys import dotted_keys
+from titanlite.config.keys import REMOVED, dotted_keys
 from titanlite.config.load import FOREIGN_KEYS, dump, load, read
 from titanlite.runtime.errors import ConfigError
 from titanlite.schema import Config, Parallelism, Training
@@ -462,6 +462,16 @@ enable = true
         "validation.sources.0.weight: unknown key, did you mean data.sources.weight? (run.toml:3)",
         "validation.sources.0.epochs: unknown key, did you mean data.sources.epochs? (run.toml:4)",
     ]
+
+
+@pytest.mark.parametrize("key", REMOVED)
+def test_an_option_that_is_gone_is_ignored_at_its_default_and_else_explained(tmp_path: Path, key: str) -> None:
+    """The config in the folder of an older run names every option."""
+    section, name = key.split(".")
+    default, instead = REMOVED[key]
+    assert good(tmp_path, f"[{section}]\n{name} = {default}\n") == good(tmp_path, "")
+    assert problems(tmp_path, f"[{section}]\n{name} = {default + 1}\n") == [f"{key}: is gone: {instead} (run.toml:2)"]
+    assert f"{key}: is gone" in problems(tmp_path, "", f"--{key}={default + 1}")[0]
 
 
 def test_the_name_of_a_run_is_never_inherited(tmp_path: Path) -> None:
