@@ -162,13 +162,12 @@ def trace(config: Config, layout: Layout, *, whole: bool = False) -> Trace:
     few = 2 * edge + (depth - 2 * edge) % period
     shapes: list[Any] = [spec.args]
     whole &= layout.is_gpu and not config.compile.enable
-    groups = config.parallelism.fsdp_min_unit_params > 0  # some blocks gather, others do not
-    is_short = config.activation_checkpoint.mode != "per_block" and not whole and not groups
+    is_short = config.activation_checkpoint.mode != "per_block" and not whole
     if is_short and depth > few + period and can_vary(spec, config, few):
         varied: Any = spec.args
         shapes = [replace(varied, n_layers=few), replace(varied, n_layers=few + period)]
     guide = teachers.teacher_spec(config.teacher, seq_len=config.training.seq_len)
-    guides = teachers.few_blocks(guide) if guide and not whole and not groups else [guide]
+    guides = teachers.few_blocks(guide) if guide and not whole else [guide]
     steps = [(shape, guides[0]) for shape in shapes] + [(shapes[-1], it) for it in guides[1:]]
     traces = [_traced(config, spec.model_cls, shape, it, layout) for shape, it in steps]
     found = traces[0]
