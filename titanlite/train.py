@@ -25,8 +25,7 @@ from titanlite.guard import StepGuard, StoppedByGuard
 from titanlite.loss import LossFunction, TeacherOutput, build_loss
 from titanlite.mesh import build_mesh, context_rank, data_parallel_rank, loss_group, tensor_mesh, world_group
 from titanlite.metrics.clock import phase_seconds
-from titanlite.metrics.memory_watch import MemoryWatch
-from titanlite.metrics.phase_memory import PhaseMemory
+from titanlite.metrics.memory import Memory
 from titanlite.metrics.recorder import MetricsRecorder
 from titanlite.metrics.run_summary import report_end, report_start
 from titanlite.models.base import Model, unique_parameters
@@ -115,7 +114,7 @@ def build(
     """
     training = config.training
     phase = phase or PhaseTimeouts(config.comm)
-    memory = PhaseMemory(MemoryWatch(device), is_on=ranks.rank == 0)
+    memory = Memory(device, measures_phases=ranks.rank == 0)
     start = Observers(phase, memory)
 
     # Ranks
@@ -265,7 +264,7 @@ def build(
         compute_type=training.mixed_precision_param,
         group=world,
         phase=phase,
-        phase_memory=memory,
+        memory=memory,
     )
     replicas = count_parameter_replicas(model, world)
     observers: list[StepObserver] = []
@@ -396,7 +395,7 @@ def _loop(run: Run, stop_requests: StopRequests) -> None:
     teacher, scale_weights = _teacher_output(run), _weight_scaler(run)
     scale_weights()
     metrics.clock.follow(run.model)
-    observer = Observers(*run.observers, run.phase, metrics.phase_memory)
+    observer = Observers(*run.observers, run.phase, metrics.memory)
     stop = AgreedStop(stop_requests, torch.device(run.mesh.device_type))
     for step in range(run.progress.step + 1, run.steps + 1):
         observer.begin_step(step)

@@ -97,7 +97,7 @@ MEMORY = {
     "source": Field(str, ""),
     "phases": Field(dict, "bytes"),
 }
-"""memory.jsonl: one record a start, of rank 0 (`PhaseMemory`). `phases` has the bytes at the end of each phase."""
+"""memory.jsonl: one record a start, of rank 0 (`Memory`). `phases` has the bytes at the end of each phase."""
 
 
 def find_faults(record: dict[str, Any], fields: dict[str, Field]) -> list[str]:
