@@ -112,8 +112,6 @@ class Metrics(Section):
     loggers: list[Name] = ["tensorboard"]
     """Loggers beside metrics.jsonl: tensorboard, wandb (Weights & Biases), trackio, or a class of your own as
     file.py:Class or package.module:Class. All get the same records."""
-    loss_by_source: bool = False
-    """Record the training loss of each source of the data, as a mean over the steps since the last record."""
     layers: Layers = Layers()
 
 

@@ -222,7 +222,6 @@ def build(
         ranks=data_ranks,
         step=progress.step,
     )
-    samples.number_sources = config.metrics.loss_by_source
     split = _part_of_sequences(mesh)
     workers = config.data.num_workers
     batches = build_loader(samples, micro_batches, num_workers=workers, device=device, split=split)
@@ -298,7 +297,7 @@ def build(
         replicas=replicas,
         optimizer=optimizer,
         in_backward=in_backward,
-        loss_function=_loss_function(config, kernels, samples),
+        loss_function=build_loss(training, kernels, config.distill if config.teacher.is_set else None),
         teacher=teacher,
         guard=guard,
         samples=samples,
@@ -345,16 +344,6 @@ def _part_of_sequences(mesh: DeviceMesh) -> Callable[[Batch], Batch]:
     from titanlite.techniques.context import split_batch
 
     return partial(split_batch, mesh=mesh)
-
-
-def _loss_function(config: Config, kernels: Kernels, samples: Samples) -> LossFunction:
-    """Return the loss function of the config, which also sums by source if the config asks for that."""
-    loss = build_loss(config.training, kernels, config.distill if config.teacher.is_set else None)
-    if not config.metrics.loss_by_source:
-        return loss
-    from titanlite.metrics.source_losses import LossBySource
-
-    return LossBySource(loss, [source.name for source in samples.sources])
 
 
 def train(run: Run, stop_requests: StopRequests | None = None) -> RunStopped | None:

@@ -1,5 +1,6 @@
 """The config: every problem is reported at once, in words, with its place; right values arrive unchanged."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -469,9 +470,10 @@ def test_an_option_that_is_gone_is_ignored_at_its_default_and_else_explained(tmp
     """The config in the folder of an older run names every option."""
     section, name = key.split(".")
     default, instead = REMOVED[key]
-    assert good(tmp_path, f"[{section}]\n{name} = {default}\n") == good(tmp_path, "")
-    assert problems(tmp_path, f"[{section}]\n{name} = {default + 1}\n") == [f"{key}: is gone: {instead} (run.toml:2)"]
-    assert f"{key}: is gone" in problems(tmp_path, "", f"--{key}={default + 1}")[0]
+    other = json.dumps(not default if isinstance(default, bool) else default + 1)
+    assert good(tmp_path, f"[{section}]\n{name} = {json.dumps(default)}\n") == good(tmp_path, "")
+    assert problems(tmp_path, f"[{section}]\n{name} = {other}\n") == [f"{key}: is gone: {instead} (run.toml:2)"]
+    assert f"{key}: is gone" in problems(tmp_path, "", f"--{key}={other}")[0]
 
 
 def test_the_name_of_a_run_is_never_inherited(tmp_path: Path) -> None:

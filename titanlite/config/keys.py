@@ -17,6 +17,7 @@ Node = dict[str, Any]
 
 REMOVED: dict[str, tuple[Any, str]] = {
     "comm.compile_timeout_seconds": (1800, "comm.init_timeout_seconds also holds for the first two steps"),
+    "metrics.loss_by_source": (False, "validation.sources gives the loss of each source"),
     "parallelism.fsdp_min_unit_params": (
         0,
         "each block is an FSDP unit; parallelism.fsdp_forward_prefetch and fsdp_backward_prefetch hide small gathers",

@@ -22,7 +22,6 @@ from titanlite.metrics.loggers import Loggers
 from titanlite.metrics.memory import Memory, memory_line
 from titanlite.metrics.rank_watch import RankMetrics, RankWatch, gather_metrics, slowest_rank
 from titanlite.metrics.records import RecordFile
-from titanlite.metrics.source_losses import SourceLosses
 from titanlite.observer import CurrentPhase, Phase
 from titanlite.run.run_folder import RunFolder
 from titanlite.runtime.hardware import peak_flops
@@ -157,7 +156,6 @@ class MetricsRecorder:
         """Observer of the first steps."""
         self.clock = StepClock(phase, device)
         """Observer of steps and of FSDP's waits."""
-        self._source_losses = SourceLosses()
         self._hosts = host_names(group)
         self._block: LiveBlock | None = None
         self._records = 0
@@ -233,7 +231,6 @@ class MetricsRecorder:
         """
         self.clock.steps += 1
         self._compiling.end_step()
-        model_metrics = self._source_losses.add(result.model_metrics, is_taken=result.skip_reason == 0)
         if (measured := self.memory.take(last=last)) and self._writes:
             logger.info(memory_line(measured))
             self._memory_file.write({"step": step, "world_size": dist.get_world_size(self._group), **measured})
@@ -258,8 +255,7 @@ class MetricsRecorder:
             "mfu_causal": causal_flops / self.peak_flops if self.peak_flops else None,
             "data_shares": shares(),
             "phase_seconds": {name: round(seconds, 3) for name, seconds in phase_seconds(self._phase).items()},
-            **self._source_losses.take(),
-            **{name: float(value) for name, value in model_metrics.items()},
+            **{name: float(value) for name, value in result.model_metrics.items()},
         }
         if self._writes:
             logger.info(step_line(record), extra={"in_block": True})

@@ -53,7 +53,6 @@ METRICS = {
     "lr": Field(float, ""),
     "samples": Field(int, "sequences"),
     "data_shares": Field(dict, "share of 1"),
-    "source_losses": Field(dict, "nats a token", optional=True),
     "phase_seconds": Field(dict, "s"),
     "tokens_per_second": Field(float, "tokens/s"),
     "step_seconds": Field(float, "s"),
