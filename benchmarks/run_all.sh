@@ -71,8 +71,6 @@ fast bench_checkpoint.py --saves 1
 fast bench_checkpoint.py --saves 1 --processes 2
 full bench_data.py prepare --runs 5
 fast bench_data.py prepare --runs 1 --mib 4
-full bench_data.py loader
-fast bench_data.py loader --runs 1
 full bench_data.py wait
 fast bench_data.py wait --training.steps=3 --lr_scheduler.warmup_steps=0
 full bench_loss.py --runs 7
