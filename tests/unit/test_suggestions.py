@@ -130,7 +130,7 @@ def test_suggestions_are_printed_with_their_peaks() -> None:
     assert [*suggestion_lines([fits, larger])] == [
         "Options that fit, cheapest first:",
         "  --activation_checkpoint.mode=full   58.00 GiB  recomputes forward",
-        "  --optimizer.in_backward=true   512.00 MiB  no clipping",
+        "  --optimizer.in_backward=true       512.00 MiB  no clipping",
     ]
     [first, *_] = suggestion_lines([larger])
     assert first == "No single option fits. These need less memory:"
