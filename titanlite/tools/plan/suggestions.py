@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
+from itertools import chain
 
 from titanlite.config.checks import find_conflicts
 from titanlite.optim.checks import check_optimizer
@@ -50,19 +51,14 @@ def suggest(config: Config, layout: Layout, present: Plan) -> list[Suggestion]:
     Args:
         present: the plan of the config as it is.
     """
+    attempt = partial(_attempt, config, layout)
+    others = (attempt(options, cost) for options, cost in _candidates(config, layout))
     found: list[Suggestion] = []
-    for suggestion in _single(config, layout, present, partial(_attempt, config, layout)):
+    for suggestion in chain([_smaller_batch(config, layout, present, attempt)], others):
         found += [suggestion] if suggestion and suggestion.peak < present.peak else []
         if sum(it.fits for it in found) == ENOUGH:
             break
     return sorted(found, key=lambda it: not it.fits)
-
-
-def _single(config: Config, layout: Layout, present: Plan, attempt: Attempt) -> Iterator[Suggestion | None]:
-    """Yield one suggestion for each option, from cheap to expensive."""
-    yield _smaller_batch(config, layout, present, attempt)
-    for options, cost in _candidates(config, layout):
-        yield attempt(options, cost)
 
 
 def _smaller_batch(config: Config, layout: Layout, present: Plan, attempt: Attempt) -> Suggestion | None:
