@@ -559,6 +559,9 @@ class Parallelism(Section):
     """Units to all-gather ahead in forward; 0 leaves it to FSDP2, which gathers one ahead."""
     fsdp_backward_prefetch: Count = 0
     """Units to all-gather ahead in backward; 0 leaves it to FSDP2, which gathers one ahead."""
+    fsdp_min_unit_params: Count = 0
+    """Least number of parameters that blocks gather at once: neighbouring blocks become one FSDP unit until it has as
+    many. Small blocks then need fewer collectives, and more memory. 0 makes each block a unit."""
 
     def degrees(self, world_size: int) -> Degrees:
         """Return the degree of each axis; their product is world_size.

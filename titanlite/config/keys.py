@@ -18,10 +18,6 @@ Node = dict[str, Any]
 REMOVED: dict[str, tuple[Any, str]] = {
     "comm.compile_timeout_seconds": (1800, "comm.init_timeout_seconds also holds for the first two steps"),
     "metrics.loss_by_source": (False, "validation.sources gives the loss of each source"),
-    "parallelism.fsdp_min_unit_params": (
-        0,
-        "each block is an FSDP unit; parallelism.fsdp_forward_prefetch and fsdp_backward_prefetch hide small gathers",
-    ),
 }
 """Options that are gone: their default, with which they are ignored (the config in the folder of an older run names
 every option), and what to do instead."""

@@ -59,6 +59,12 @@ def check_reduce_gradients(config: Config) -> Iterator[Conflict]:
 
 
 def check_expert_parallel(config: Config) -> Iterator[Conflict]:
+    if config.parallelism.expert_parallel_degree > 1 and config.parallelism.fsdp_min_unit_params:
+        yield (
+            "parallelism.fsdp_min_unit_params",
+            "cannot be combined with parallelism.expert_parallel_degree, whose experts are units of their own: leave "
+            "it out",
+        )
     keep = config.parallelism.fsdp_reshard_after_forward
     if config.parallelism.expert_parallel_degree > 1 and isinstance(keep, int):
         yield (

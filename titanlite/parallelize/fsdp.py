@@ -1,4 +1,7 @@
-"""FSDP2 / HSDP: every block, the embedding and the head are FSDP units of their own (arXiv:2304.11277)."""
+"""FSDP2 / HSDP: every block, the embedding and the head are FSDP units of their own (arXiv:2304.11277).
+
+Small blocks may be gathered together: `parallelism.fsdp_min_unit_params`.
+"""
 
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -96,7 +99,7 @@ def shard(
         placement = placement_of(mesh)
     shard_degree = shard_degree_of(mesh)
     reshard = _reshard_after_forward(parallelism, shard_degree=shard_degree)
-    units = fsdp_units(model)
+    units = fsdp_units(model, min_params=parallelism.fsdp_min_unit_params)
     head = head_of(model)
     ignored = experts.weights() if experts else None  # they become units of their own
     for unit in units:
@@ -127,17 +130,27 @@ def shard(
             keep_dtypes(unit, quantized)
 
 
-def fsdp_units(model: Model) -> list[list[nn.Module]]:
+def fsdp_units(model: Model, *, min_params: int = 0) -> list[list[nn.Module]]:
     """Modules whose parameters are gathered and freed together, in the order of the forward pass.
 
     Each block of `layers` is a unit, and each other direct child with parameters. Children that share a parameter, as
     a tied head does, are one unit.
+
+    Args:
+        min_params: parameters of a unit of blocks. Neighbouring blocks become one unit until it has as many; the last
+            unit may have fewer.
     """
     units: list[list[nn.Module]] = []
     unit_of: dict[nn.Parameter, list[nn.Module]] = {}
     for child in model.children():
         if child is model.layers:
-            units += [[block] for block in model.layers]
+            size = min_params
+            for block in model.layers:
+                if size >= min_params:
+                    units.append([])
+                    size = 0
+                units[-1].append(block)
+                size += sum(parameter.numel() for parameter in block.parameters())
             continue
         parameters = list(child.parameters())
         unit = next((unit_of[parameter] for parameter in parameters if parameter in unit_of), None)

@@ -163,7 +163,8 @@ def trace(config: Config, layout: Layout, *, whole: bool = False) -> Trace:
     few = 2 * edge + (depth - 2 * edge) % period
     shapes: list[Any] = [spec.args]
     whole &= layout.is_gpu and not config.compile.enable
-    is_short = config.activation_checkpoint.mode != "per_block" and not whole
+    groups = config.parallelism.fsdp_min_unit_params > 0  # some blocks gather, others do not
+    is_short = config.activation_checkpoint.mode != "per_block" and not whole and not groups
     if is_short and depth > few + period and can_vary(spec, config, few):
         varied: Any = spec.args
         shapes = [replace(varied, n_layers=few), replace(varied, n_layers=few + period)]
