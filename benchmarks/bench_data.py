@@ -1,7 +1,6 @@
 """Data: how fast text becomes tokens, and tokens batches.
 
     python benchmarks/bench_data.py prepare [--runs 5] [--mib 48]     against the raw tokenizer and datasets.map
-    python benchmarks/bench_data.py loader [--runs 5]                 tokens/s of one rank's loader
     python benchmarks/bench_data.py wait [--section.key=value ...]    share of the debug run's steps spent waiting
 
 `prepare` makes JSON lines of the Python files of this environment and turns them into tokens with the shipped BPE:
@@ -21,7 +20,6 @@ import statistics
 import sys
 import tempfile
 import time
-from itertools import islice
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -29,13 +27,11 @@ import numpy as np
 from record import add_record_option, record
 
 TOKENIZER = "python-2k"
-NEEDED = 70_000 * 8
-"""Tokens/s that 8 H100s train an 8B model at, about."""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("prepare", "loader", "wait"))
+    parser.add_argument("what", choices=("prepare", "wait"))
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--mib", type=int, default=48)
     add_record_option(parser)
@@ -44,8 +40,6 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         if arguments.what == "prepare":
             bench_prepare(Path(folder), arguments.runs, arguments.mib, path)
-        elif arguments.what == "loader":
-            bench_loader(Path(folder), arguments.runs, path)
         else:
             bench_wait(Path(folder), options, path)
 
@@ -198,58 +192,6 @@ CONTENDERS = {
     "datasets.map, 1 process(es)": map_1,
     "datasets.map, 2 process(es)": map_2,
 }
-
-
-# Tokens -> batches
-
-
-def bench_loader(folder: Path, runs: int, path: Path | None) -> None:
-    import torch
-
-    from titanlite.data.loader import MicroBatches, build_loader
-    from titanlite.data.packing import BestFit, Stream
-    from titanlite.data.samples import Samples, Source
-    from titanlite.data.tokens import TokenStore
-    from titanlite.tools.ingest.token_writer import TokenWriter
-
-    torch.set_num_threads(1)
-    random = np.random.default_rng(0)
-    with TokenWriter(folder / "tokens", vocab_size=128256, tokenizer="random") as writer:
-        for _ in range(40_000):
-            writer.add(random.integers(0, 128256, size=int(random.lognormal(6.5, 1))))
-    store = TokenStore(folder / "tokens")
-    print(
-        f"{len(store):,} tokens of 4 bytes in {store.index['documents']:,} documents; sequences of 8192, 2 in a batch"
-    )
-    for packing in ("stream", "best_fit"):
-        for mask in (False, True):
-            for workers in (0, 1):
-                sequences = (
-                    Stream(store, seq_len=8192, document_mask=mask)
-                    if packing == "stream"
-                    else BestFit(store, seq_len=8192, plan_folder=folder / "plans")
-                )
-                samples = Samples([Source("random", sequences, "f")], seed=0, document_mask=mask)
-                batches = MicroBatches(start=0, global_batch_size=2, micro_batch_size=2, rank=0, ranks=1)
-                loader = build_loader(samples, batches, num_workers=workers, device=torch.device("cpu"))
-                for _ in islice(loader, 50):
-                    pass
-                rates = []
-                for _ in range(runs):
-                    started = time.perf_counter()
-                    for _ in islice(loader, 400):
-                        pass
-                    rates.append(400 * 2 * 8192 / (time.perf_counter() - started))
-                loader.close()
-                rate = statistics.median(rates)
-                print(
-                    f"{packing:<8} document mask {mask!s:<5} {workers} worker(s): {rate / 1e6:6.1f} M tokens/s, "
-                    f"{rate / NEEDED:5.1f} x the {NEEDED:,} that 8 GPUs need"
-                )
-                name = f"one rank's loader, {packing}, document mask {mask}, {workers} worker(s)"
-                rates = [rate / 1e6 for rate in rates]
-                aim = f"{NEEDED / 1e6} feed 8 GPUs"
-                record(path, name=name, values=rates, unit="M tokens/s", better="higher", aim=aim)
 
 
 def bench_wait(folder: Path, options: list[str], path: Path | None) -> None:

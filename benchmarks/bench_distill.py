@@ -18,8 +18,8 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
+import matplotlib
 from record import ROOT, add_record_option, record
-from soak_report import STYLE, round_ticks, svg_text
 
 from titanlite.config.load import load
 
@@ -28,7 +28,6 @@ BEGIN, END = "<!-- from benchmarks/bench_distill.py --write: begin -->", "<!-- e
 EXAMPLE, PLAIN = ROOT / "train_configs" / "distill_example.toml", ROOT / "train_configs" / "debug.toml"
 TEACHER = "--model.args={dim=256, n_layers=4, n_heads=4, n_kv_heads=2, hidden_dim=704}"
 VARIANTS = {"alone": "#1971c2", "distilled": "#d9480f"}
-LEFT, WIDTH, TOP, HEIGHT = 60, 620, 24, 300
 Curve = dict[int, float]
 """Validation loss by step."""
 
@@ -68,7 +67,7 @@ def measure(options: argparse.Namespace, folder: Path) -> None:
         better="higher", aim="> 0",
     )  # fmt: skip
     if options.write:
-        PICTURE.write_text(picture(curves, last))
+        draw(curves, last)
         page = PAGE.read_text()
         before, _, rest = page.partition(BEGIN)
         PAGE.write_text(f"{before}{BEGIN}\n\n{text}\n{END}{rest.partition(END)[2]}")
@@ -103,45 +102,20 @@ def table(losses: Mapping[str, list[float]], gains: list[float], teacher: float)
     return "\n".join([*lines, "", f"The teacher's own validation loss is {teacher:.4f}.", ""])
 
 
-def picture(curves: Mapping[tuple[str, int], Curve], teacher: float) -> str:
-    """Return an SVG of all curves of validation loss. Colors suit light and dark pages."""
-    losses = [loss for curve in curves.values() for loss in curve.values()] + [teacher]
-    low, high = min(losses) - 0.1, max(losses) + 0.1
-    steps = max(step for curve in curves.values() for step in curve)
-    first = min(step for curve in curves.values() for step in curve)
+def draw(curves: Mapping[tuple[str, int], Curve], teacher: float) -> None:
+    """Draw all curves of validation loss."""
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
 
-    def x(step: float) -> float:
-        return LEFT + WIDTH * (step - first) / (steps - first)
-
-    def y(loss: float) -> float:
-        return TOP + HEIGHT * (high - loss) / (high - low)
-
-    parts = [svg_text(LEFT, 14, "validation loss (nats a token), three seeds each", "title")]
-    for loss in round_ticks(low, high):
-        parts.append(f'<line class="grid" x1="{LEFT}" x2="{LEFT + WIDTH}" y1="{y(loss):.1f}" y2="{y(loss):.1f}"/>')
-        parts.append(svg_text(LEFT - 6, y(loss) + 4, f"{loss:g}", anchor="end"))
-    for step in sorted({step for curve in curves.values() for step in curve}):
-        parts.append(svg_text(x(step), TOP + HEIGHT + 18, f"{step}", anchor="middle"))
-    parts.append(svg_text(LEFT + WIDTH / 2, TOP + HEIGHT + 36, "optimizer step", anchor="middle"))
-    for (name, _), curve in curves.items():
-        points = " ".join(f"{x(step):.1f},{y(loss):.1f}" for step, loss in sorted(curve.items()))
-        parts.append(f'<polyline fill="none" stroke="{VARIANTS[name]}" stroke-width="2" points="{points}"/>')
-    ends = f'x1="{LEFT}" x2="{LEFT + WIDTH}" y1="{y(teacher):.1f}" y2="{y(teacher):.1f}"'
-    parts.append(f'<line stroke="#2f9e44" stroke-width="2" stroke-dasharray="6 4" {ends}/>')
-    for number, (label, stroke) in enumerate({**VARIANTS, "the teacher, at its end": "#2f9e44"}.items()):
-        line = TOP + 16 + 20 * number
-        begin = LEFT + WIDTH - 190
-        parts.append(
-            f'<line stroke="{stroke}" stroke-width="2" x1="{begin}" x2="{begin + 30}" y1="{line}" y2="{line}"/>'
-        )
-        parts.append(svg_text(begin + 38, line + 4, label))
-    width, height = LEFT + WIDTH + 20, TOP + HEIGHT + 48
-    size = f'width="{width}" height="{height}" viewBox="0 0 {width} {height}"'
-    title = "<title>Validation loss of a student with and without its teacher</title>"
-    body = "\n".join(parts)
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img">\n{title}\n<style>{STYLE}</style>\n{body}\n</svg>\n'
-    )
+    sheet, axes = plt.subplots(figsize=(7, 4), layout="constrained")
+    for (name, seed), curve in curves.items():
+        axes.plot(*zip(*sorted(curve.items()), strict=True), color=VARIANTS[name], label="" if seed else name)
+    axes.axhline(teacher, color="#2f9e44", linestyle="--", label="the teacher, at its end")
+    axes.set(xlabel="optimizer step", ylabel="validation loss (nats a token), each seed")
+    axes.legend()
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "distill"}):
+        sheet.savefig(PICTURE, transparent=True)
+    plt.close(sheet)
 
 
 if __name__ == "__main__":

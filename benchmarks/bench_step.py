@@ -89,11 +89,6 @@ def main() -> None:
     report(results, arguments, options)
 
 
-def seconds_of_titanlite(processes: int, options: Sequence[str]) -> float:
-    """A step of debug.toml with these options, in processes of its own."""
-    return statistics.median(alternate({"titanlite": titanlite_words(options)}, processes, TURNS)["titanlite"].seconds)
-
-
 def titanlite_words(options: Sequence[str]) -> list[str]:
     return [__file__, "--contender", *options]
 

@@ -5,8 +5,8 @@
     add_record_option(parser)          # --record FILE.jsonl
     record(options.record, name="plain / ours, seconds of a step", pairs=(plain, ours), better="higher", aim=">= 0.97")
 
-A name holds what was measured, down to each option that changes the value: compare.py and table.py know measurements
-by their names. Imports no torch: scripts that need none stay as quick as they are.
+A name holds what was measured, down to each option that changes the value: table.py knows measurements by their names.
+Imports no torch: scripts that need none stay as quick as they are.
 """
 
 import argparse
@@ -19,12 +19,14 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import MISSING, asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from functools import cache
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Literal
+
+from pydantic import TypeAdapter, ValidationError
 
 import titanlite
 from titanlite.runtime.errors import UserError
@@ -211,40 +213,20 @@ def read(path: Path | str, *, may_be_empty: bool = False) -> dict[str, Measureme
 
 
 def measurement_of(line: str, where: str) -> Measurement:
-    """Return the measurement of one line. Fields that are not known are left out: a newer record.py may write more.
+    """Return the measurement of one line. Further fields are ignored: a newer record.py may write more.
 
     Raises:
-        UserError: it is no JSON, or not a measurement.
+        UserError: it is not a measurement.
     """
     try:
-        entry = json.loads(line)
-    except ValueError as error:
-        raise UserError(f"{where}: not JSON: {error}") from error
-    if not isinstance(entry, dict):
-        raise UserError(f"{where}: not a measurement: expected an object, got {line[:40]!r}")
-    known = {}
-    for field in fields(Measurement):
-        given = entry.get(field.name, MISSING)
-        if given is MISSING:
-            raise UserError(f"{where}: not a measurement: {field.name} is missing")
-        if not is_of(field.type, given):
-            raise UserError(f"{where}: not a measurement: {field.name} is {given!r}")
-        known[field.name] = given
-    measurement = Measurement(**known)
+        measurement = TypeAdapter(Measurement).validate_json(line, strict=True)
+    except ValidationError as error:
+        problem = error.errors()[0]
+        key = ".".join(map(str, problem["loc"]))
+        raise UserError(f"{where}: not a measurement: {key + ': ' if key else ''}{problem['msg']}") from error
     if not measurement.low <= measurement.value <= measurement.high:
         raise UserError(f"{where}: {measurement.value} is not between {measurement.low} and {measurement.high}")
     return measurement
-
-
-def is_of(kind: Any, given: Any) -> bool:
-    """Whether a value of JSON is what a field holds."""
-    if kind is float:
-        return isinstance(given, int | float) and not isinstance(given, bool) and math.isfinite(given)
-    if kind is Better:
-        return given in get_args(Better)
-    if kind is str:
-        return isinstance(given, str)
-    return isinstance(given, dict) and all(isinstance(part, str) for part in given.values())
 
 
 # Showing

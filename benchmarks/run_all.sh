@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Run every benchmark that this machine can run, one after the other:  benchmarks/run_all.sh [OUT.jsonl]
 #
-# Measurements are appended to OUT.jsonl (default: measurements-DATE.jsonl in this folder), for table.py and compare.py.
+# Measurements are appended to OUT.jsonl (default: measurements-DATE.jsonl in this folder), for table.py.
 # From the environment:
 #   QUICK=1  least repeats, to see that everything runs; the measurements mean little
 #   DRY=1    print what would run, and run nothing
@@ -62,10 +62,6 @@ full bench_step.py --runs 5 --dtype bfloat16 --turn 1 --turns 2
 full bench_step.py --runs 5 --dtype bfloat16 --turn 1 --turns 2 --compile.enable=true
 fast bench_step.py --runs 1
 fast bench_step.py --runs 1 --processes 2
-full bench_metrics.py
-fast bench_metrics.py --steps 20
-full bench_profile.py --runs 5
-fast bench_profile.py --runs 1
 full bench_checkpoint.py --saves 8
 full bench_checkpoint.py --saves 8 --processes 2
 full bench_checkpoint.py --size 1GB --saves 3
@@ -75,8 +71,6 @@ fast bench_checkpoint.py --saves 1
 fast bench_checkpoint.py --saves 1 --processes 2
 full bench_data.py prepare --runs 5
 fast bench_data.py prepare --runs 1 --mib 4
-full bench_data.py loader
-fast bench_data.py loader --runs 1
 full bench_data.py wait
 fast bench_data.py wait --training.steps=3 --lr_scheduler.warmup_steps=0
 full bench_loss.py --runs 7
@@ -97,27 +91,16 @@ fast plan_accuracy.py published --only "64 x A100"
 full exit_storm.py --runs 50
 fast exit_storm.py --runs 1
 full crash_storm.py --kills 50
-full bench_export.py
-fast bench_export.py --layers 1
 full bench_offload.py
 fast bench_offload.py --steps 2 --dim 128 --layers 2
 full bench_optimizer_memory.py
 fast bench_optimizer_memory.py --steps 1
-full bench_compile.py
-fast bench_compile.py --runs 1
 full memory_ladder.py
 fast memory_ladder.py --runs 1 --only "AC full"
-bench scaling.py volume
-full scaling.py host
-fast scaling.py host --steps 1
-full scaling.py processes
-fast scaling.py processes --runs 1
 if "$PYTHON" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
-    full gpu.py
-    fast gpu.py --steps 2
     full plan_accuracy.py gpu
 else
-    echo "--- skipped, torch sees no GPU: benchmarks/gpu.py, benchmarks/plan_accuracy.py gpu"
+    echo "--- skipped, torch sees no GPU: benchmarks/plan_accuracy.py gpu"
 fi
 
 if [[ -n $dry ]]; then

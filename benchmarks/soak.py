@@ -65,8 +65,7 @@ loggers = ["{hooks}:Watch"]
 interval = {interval}
 keep_latest_k = 3
 [comm]
-init_timeout_seconds = 120
-compile_timeout_seconds = {compile_timeout}
+init_timeout_seconds = {init_timeout}
 train_timeout_seconds = {timeout}
 save_timeout_seconds = 60
 """
@@ -173,7 +172,7 @@ def write_config(state: Soak) -> None:
         validation=VALIDATION_INTERVALS * options.interval,
         interval=options.interval,
         timeout=options.timeout,
-        compile_timeout=2 * options.timeout,  # nothing is compiled, and faults come in the first steps of a start, too
+        init_timeout=max(60, 2 * options.timeout),  # faults come in the first steps of a start, too
     )
     (state.out / "soak.toml").write_text(text)
 

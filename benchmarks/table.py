@@ -1,13 +1,12 @@
-"""Tables of recorded measurements, in Markdown: of files, or the page of a release.
+"""The page of a release in Markdown: each measurement, the same one of the release before, and the ratio of the two.
 
-    python benchmarks/table.py FILE.jsonl [...]
     python benchmarks/table.py releases/0.2.0.jsonl --before releases/0.1.0.jsonl > releases/0.2.0.md
 
 The files are those of --record; paths are relative to the current folder or to benchmarks/. A measurement that several
-of them have is taken from the last one.
-
-With --before, the page of a release: each measurement, the same one of the release before, and the ratio of the two.
-What got worse by the rule of compare.py is marked. What was measured before and not anew is named.
+of them have is taken from the last one. A measurement got worse if it is worse than the one before by more than half
+the spread of either, the wider one, and the two differ as printed: four digits, or a whole number above 1,000. Times,
+sizes and rates are compared only where both come from machines of the same description. What was measured before and
+not anew is named.
 """
 
 import argparse
@@ -17,37 +16,28 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-from compare import skip_reason
 from record import ROOT, Measurement, number, read, with_unit
 
 from titanlite.runtime.errors import UserError
 
-HEADER = ("what", "measurement (least to most)", "aim", "command", "date", "machine", "versions")
-RELEASE_HEADER = ("measurement", "value (least to most)", "aim", "before", "ratio to before", "mark", "command")
+HEADER = ("measurement", "value (least to most)", "aim", "before", "ratio to before", "mark", "command")
 BENCHMARKS = ROOT / "benchmarks"
-MARKS = {"WORSE": "**worse**", "OTHER UNIT": "**other unit**", "same": ""}
-"""The others of compare.py stand as they are."""
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("files", nargs="+", type=in_benchmarks, metavar="FILE.jsonl")
-    parser.add_argument(
-        "--before", type=in_benchmarks, metavar="OLD.jsonl", help="print the page of a release, compared with this file"
-    )
+    parser.add_argument("--before", required=True, type=in_benchmarks, metavar="OLD.jsonl", help="compare with this")
     options = parser.parse_args()
     measurements: dict[str, Measurement] = {}
     try:
         for path in options.files:
-            measurements |= read(path, may_be_empty=options.before is not None)
-        before = read(options.before) if options.before else {}
+            measurements |= read(path, may_be_empty=True)
+        before = read(options.before)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
-    if options.before:
-        print("\n".join(release_page(options.files, options.before, measurements, before)))
-    else:
-        print(line(*HEADER), line(*["---"] * len(HEADER)), *map(row, measurements.values()), sep="\n")
+    print("\n".join(release_page(options.files, options.before, measurements, before)))
     return 0
 
 
@@ -56,19 +46,17 @@ def in_benchmarks(text: str) -> Path:
     return BENCHMARKS / text if not Path(text).exists() and (BENCHMARKS / text).exists() else Path(text)
 
 
-# Table of files
-
-
-def row(measurement: Measurement) -> str:
-    return line(
-        measurement.name,
-        shown(measurement),
-        measurement.aim,
-        f"`{measurement.command}`",
-        measurement.date[:10],
-        measurement.machine,
-        known(measurement),
-    )
+def mark_of(now: Measurement, before: Measurement) -> str:
+    if before.unit != now.unit:
+        return "**other unit**"
+    if now.better == "none":
+        return "not compared"
+    if not now.is_portable and before.machine != now.machine:
+        return "other machine"
+    gain = (now.value - before.value) * (1 if now.better == "higher" else -1)
+    if number(before.value) == number(now.value) or abs(gain) <= max(before.half_spread, now.half_spread):
+        return ""
+    return "better" if gain > 0 else "**worse**"
 
 
 def known(measurement: Measurement) -> str:
@@ -87,9 +75,6 @@ def line(*cells: str) -> str:
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
-# Page of a release
-
-
 def release_page(
     files: list[Path], before_file: Path, now: dict[str, Measurement], before: dict[str, Measurement]
 ) -> Iterator[str]:
@@ -104,7 +89,7 @@ def release_page(
     yield ""
     if BENCHMARKS / "archive" in before_file.resolve().parents:
         yield f"There is no release before {name}: it is compared with older measurements."
-    yield f'"Before" is `{paths[-1]}`. "Mark" follows the rule of `benchmarks/compare.py`.'
+    yield f'"Before" is `{paths[-1]}`. "Mark" follows the rule of `benchmarks/table.py`.'
     yield "How to run and record benchmarks is in [benchmarks/README.md](../README.md)."
     yield from section("Machines and versions", origins(now))
     yield from section("Worse than before", worse(now, before))
@@ -132,7 +117,7 @@ def worse(now: dict[str, Measurement], before: dict[str, Measurement]) -> list[s
     return [
         f"`{name}`: {shown(before[name])} became {shown(it)}"
         for name, it in now.items()
-        if name in before and skip_reason(before[name], it) in ("WORSE", "OTHER UNIT")
+        if name in before and mark_of(it, before[name]).startswith("**")
     ]
 
 
@@ -158,16 +143,15 @@ def table(heading: str, now: dict[str, Measurement], before: dict[str, Measureme
     if not now:
         yield "Nothing is recorded yet."
         return
-    yield line(*RELEASE_HEADER)
-    yield line(*["---"] * len(RELEASE_HEADER))
+    yield line(*HEADER)
+    yield line(*["---"] * len(HEADER))
     yield from (release_row(it, before.get(name)) for name, it in now.items())
 
 
 def release_row(now: Measurement, before: Measurement | None) -> str:
     then, ratio, mark = "", "", "new"
     if before is not None:
-        reason = skip_reason(before, now)
-        then, mark = shown(before), MARKS.get(reason, reason)
+        then, mark = shown(before), mark_of(now, before)
         if before.value and before.unit == now.unit:
             ratio = f"{now.value / before.value:.3f}"
     return line(now.name, shown(now), now.aim, then, ratio, mark, f"`{now.command}`")

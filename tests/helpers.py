@@ -87,16 +87,6 @@ class TinyRun:
         return [record["loss"] for record in self.records(name, outputs)]
 
 
-def train_on_two_sources(tiny: TinyRun) -> None:
-    """Let the runs read the sources words and digits, 3 to 1, and record the loss of each."""
-    other = tiny.folder / "other.txt"
-    other.write_text("0123456789 " * 400)
-    sources = f"sources = [{{path='{tiny.text}',name='words',weight=3}},{{path='{other}',name='digits'}}]"
-    text = tiny.toml.read_text().replace(f'path = "{tiny.text}"', sources)
-    assert sources in text
-    tiny.toml.write_text(text.replace("[metrics]", "[metrics]\nloss_by_source = true"))
-
-
 def train_on_this_rank(config: Config, rank: int, world_size: int, observer: Any = None) -> Any:
     """Train in the process group that is there already; returns the run."""
     import torch

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from titanlite.metrics.phase_memory import PhaseMemory
+from titanlite.metrics.memory import Memory
 from titanlite.metrics.recorder import MetricsRecorder
 from titanlite.observer import CurrentPhase
 from titanlite.run.run_folder import RunFolder
@@ -20,7 +20,7 @@ def recorder(
     *,
     step: int = 0,
     log_freq: int = 2,
-    phase_memory: PhaseMemory | None = None,
+    memory: Memory | None = None,
     phase: CurrentPhase | None = None,
 ) -> MetricsRecorder:
     group = dist.group.WORLD
@@ -38,7 +38,7 @@ def recorder(
         compute_type="bfloat16",
         group=group,
         phase=phase,
-        phase_memory=phase_memory,
+        memory=memory or Memory(torch.device("cpu"), measures_phases=False),
     )
 
 

@@ -16,7 +16,6 @@ def write_run(folder: Path, *, lr: float = 0.1, steps: int = 6, resumed: int = 4
         {
             "schema": 2, "step": step, "time": 100.0 + step, "loss": None if step == 3 else 8.0 / step,
             "grad_norm": 1.0, "lr": lr, "samples": 8 * step, "data_shares": {"a": 0.25, "b": 0.75},
-            "source_losses": {"a": 5.0 - step, "b": 2.0} if step > 1 else {"b": 3.0},
             "phase_seconds": seconds(5, step) if step <= resumed else seconds(3, step - resumed),
             "tokens_per_second": 100.0 * step, "step_seconds": 1.0, "data_wait_seconds": 0.1, "memory_gib": 2.0,
             "tflops_per_device": 1.0, "mfu": None, "mfu_causal": None,

@@ -14,10 +14,6 @@ Batch = dict[str, "Tensor"]
 - `tokens` [B, L] int64: token ids.
 - `labels` [B, L] int64: for each token the next one of its document, or IGNORE.
 
-Only with `metrics.loss_by_source`:
-
-- `sources` [B] int64: number of each sequence's source, in the order of `Samples.sources`.
-
 Only with a document mask (`data.document_mask = true`):
 
 - `positions` [B, L] int64: position of each token in its document, from 0.

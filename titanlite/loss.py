@@ -38,8 +38,6 @@ class TokenLoss(NamedTuple):
     """Cross entropy alone, without a gradient."""
     metrics: Mapping[str, Tensor] = MappingProxyType({})
     """Further sums for the metrics, by name, without a gradient. They are reported as means over tokens."""
-    cross_entropy_T: Tensor | None = None
-    """Cross entropy of each token [B * L], 0 where it does not count, without a gradient; for `loss_by_source`."""
 
 
 class Divergence(Protocol):
@@ -162,7 +160,7 @@ class _ChunkedLoss(torch.autograd.Function):
         vocabulary: SplitVocabulary | None,
         ratio: float,
         divergence: Divergence | None,
-    ) -> tuple[Tensor, Tensor, dict[str, Tensor], Tensor]:
+    ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         wide, narrow = kernels.logits_dtype(hidden_TD), kernels.matmul_dtype(hidden_TD)
         operand_VD = weight_VD.to(wide)
         narrow_VD = operand_VD if narrow == wide else weight_VD.to(narrow)
@@ -203,12 +201,12 @@ class _ChunkedLoss(torch.autograd.Function):
         if d_weight_VD is not None and weight_VD.dtype != torch.float16:  # the sum over tokens may overflow float16
             d_weight_VD = d_weight_VD.to(weight_VD.dtype)
         ctx.gradients = d_hidden_TD, d_weight_VD
-        total, cross_entropy, cross_entropy_T = _sums(terms, valid_T, z_loss)
+        total, cross_entropy = _sums(terms, valid_T, z_loss)
         metrics = {"distill_loss": (torch.cat(diverged) * valid_T).sum()} if diverged else {}
         if diverged:
             total = total * (1 - ratio) + metrics["distill_loss"] * ratio
-        ctx.mark_non_differentiable(cross_entropy, cross_entropy_T)
-        return total, cross_entropy, metrics, cross_entropy_T
+        ctx.mark_non_differentiable(cross_entropy)
+        return total, cross_entropy, metrics
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
@@ -218,15 +216,14 @@ class _ChunkedLoss(torch.autograd.Function):
         return d_hidden_TD, d_weight_VD, *[None] * 7
 
 
-def _sums(terms: Sequence[tuple[Tensor, Tensor, Tensor]], valid_T: Tensor, z_loss: float) -> tuple[Tensor, ...]:
-    """Return the minimized sum, the cross entropy, and that of each token.
+def _sums(terms: Sequence[tuple[Tensor, Tensor, Tensor]], valid_T: Tensor, z_loss: float) -> tuple[Tensor, Tensor]:
+    """Return the minimized sum and the cross entropy.
 
     Args:
         terms: the largest logit, the sum of the softmax, and the logit of the label, of each chunk.
     """
     largest_T, sum_T, label_logit_T = (torch.cat(parts) for parts in zip(*terms, strict=True))
     log_z_T = largest_T + sum_T.log()
-    cross_entropy_T = (log_z_T - label_logit_T) * valid_T
-    cross_entropy = cross_entropy_T.sum()
+    cross_entropy = ((log_z_T - label_logit_T) * valid_T).sum()
     added = z_loss * (log_z_T.square() * valid_T).sum() if z_loss else None
-    return cross_entropy.clone() if added is None else cross_entropy + added, cross_entropy, cross_entropy_T
+    return cross_entropy.clone() if added is None else cross_entropy + added, cross_entropy

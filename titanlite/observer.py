@@ -34,7 +34,7 @@ class Phase(StrEnum):
     @property
     def timeout(self) -> str:
         """Beginning of the option of `[comm]` with its timeout: init, validation or save. Or step: that has
-        `train_timeout_seconds`, and `compile_timeout_seconds` while it may compile."""
+        `train_timeout_seconds`, and `init_timeout_seconds` while it may compile."""
         return OUTSIDE_STEPS.get(self, ("step", ""))[0]
 
     @property

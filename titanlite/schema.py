@@ -114,8 +114,6 @@ class Metrics(Section):
     loggers: list[Name] = ["tensorboard"]
     """Loggers beside metrics.jsonl: tensorboard, wandb (Weights & Biases), trackio, or a class of your own as
     file.py:Class or package.module:Class. All get the same records."""
-    loss_by_source: bool = False
-    """Record the training loss of each source of the data, as a mean over the steps since the last record."""
     layers: Layers = Layers()
 
 
@@ -140,10 +138,8 @@ class Profiling(Section):
 
 class Comm(Section):
     init_timeout_seconds: PositiveInt = 1800
-    """Longest time that a rank waits for another one at the start, while data and checkpoints are read. Then the run
-    ends with an error."""
-    compile_timeout_seconds: PositiveInt = 1800
-    """The same in the first two steps, which compile."""
+    """Longest time that a rank waits for another one at the start, while data and checkpoints are read, and in the
+    first two steps, which compile. Then the run ends with an error."""
     train_timeout_seconds: PositiveInt = 300
     """The same in every further step."""
     validation_timeout_seconds: PositiveInt = 1800

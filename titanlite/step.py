@@ -142,8 +142,7 @@ def accumulate(
     for index, batch in enumerate(batches):
         observer.phase(Phase.TEACHER if teacher else Phase.FORWARD)
         taught = {"teacher": teacher(batch)} if teacher else {}
-        sources = {"sources_B": batch["sources"]} if "sources" in batch else {}
-        loss_of = partial(loss_function, labels_BL=batch["labels"], **taught, **sources)
+        loss_of = partial(loss_function, labels_BL=batch["labels"], **taught)
         if teacher:
             observer.phase(Phase.FORWARD)
         if len(batches) > 1 and isinstance(model, FSDPModule):

@@ -25,16 +25,13 @@ from titanlite.guard import StepGuard, StoppedByGuard
 from titanlite.loss import LossFunction, TeacherOutput, build_loss
 from titanlite.mesh import build_mesh, context_rank, data_parallel_rank, loss_group, tensor_mesh, world_group
 from titanlite.metrics.clock import phase_seconds
-from titanlite.metrics.memory_watch import MemoryWatch
-from titanlite.metrics.phase_memory import PhaseMemory
+from titanlite.metrics.memory import Memory
 from titanlite.metrics.recorder import MetricsRecorder
 from titanlite.metrics.records import RecordFile
 from titanlite.metrics.run_summary import report_end, report_start
 from titanlite.models.base import Model, unique_parameters
 from titanlite.observer import CurrentPhase, Observers, Phase, StepObserver
 from titanlite.ops import pick_kernels
-from titanlite.ops.cross_entropy import SplitVocabulary
-from titanlite.ops.kernels import Kernels
 from titanlite.optim import build_optimizer, set_learning_rate
 from titanlite.optim.norm import count_parameter_replicas
 from titanlite.parallelize import DTYPES, materialize, parallelize_student
@@ -119,7 +116,7 @@ def build(
     """
     training = config.training
     phase = phase or PhaseTimeouts(config.comm)
-    memory = PhaseMemory(MemoryWatch(device), is_on=ranks.rank == 0)
+    memory = Memory(device, measures_phases=ranks.rank == 0)
     start = Observers(phase, memory)
 
     # Ranks
@@ -234,7 +231,6 @@ def build(
         ranks=data_ranks,
         step=progress.step,
     )
-    samples.number_sources = config.metrics.loss_by_source
     split = _part_of_sequences(mesh)
     workers = config.data.num_workers
     batches = build_loader(samples, micro_batches, num_workers=workers, device=device, split=split)
@@ -277,7 +273,7 @@ def build(
         compute_type=training.mixed_precision_param,
         group=world,
         phase=phase,
-        phase_memory=memory,
+        memory=memory,
     )
     replicas = count_parameter_replicas(model, world)
     parts = RunParts(
@@ -303,7 +299,9 @@ def build(
         replicas=replicas,
         optimizer=optimizer,
         in_backward=in_backward,
-        loss_function=_loss_function(config, kernels, vocabulary, samples),
+        loss_function=build_loss(
+            training, kernels, config.distill if config.teacher.is_set else None, vocabulary=vocabulary
+        ),
         teacher=teacher,
         guard=guard,
         samples=samples,
@@ -327,19 +325,6 @@ def _part_of_sequences(mesh: DeviceMesh) -> Callable[[Batch], Batch]:
     from titanlite.techniques.context.sequences import split_batch
 
     return partial(split_batch, mesh=mesh)
-
-
-def _loss_function(
-    config: Config, kernels: Kernels, vocabulary: SplitVocabulary | None, samples: Samples
-) -> LossFunction:
-    """Return the loss function of the config, which also sums by source if the config asks for that."""
-    distill = config.distill if config.teacher.is_set else None
-    loss = build_loss(config.training, kernels, distill, vocabulary=vocabulary)
-    if not config.metrics.loss_by_source:
-        return loss
-    from titanlite.metrics.source_losses import LossBySource
-
-    return LossBySource(loss, [source.name for source in samples.sources])
 
 
 def train(run: Run, stop_requests: StopRequests | None = None) -> RunStopped | None:
@@ -380,7 +365,7 @@ def _loop(run: Run, stop_requests: StopRequests) -> None:
     teacher, after_update = _teacher_output(run), after_updates(run.config, run.model)
     after_update()
     metrics.clock.follow(run.model)
-    observer = Observers(*run.observers, run.phase, metrics.phase_memory)
+    observer = Observers(*run.observers, run.phase, metrics.memory)
     stop = AgreedStop(stop_requests, torch.device(run.mesh.device_type))
     for step in range(run.progress.step + 1, run.steps + 1):
         observer.begin_step(step)

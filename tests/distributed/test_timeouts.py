@@ -17,7 +17,7 @@ LATE = 3.0
 
 def _steps(rank: int, world_size: int) -> list[str | float]:
     """All-reduce in four steps; rank 1 is late in the first and in the last. Return how each step ended."""
-    phase = PhaseTimeouts(Comm(compile_timeout_seconds=100, train_timeout_seconds=1))
+    phase = PhaseTimeouts(Comm(init_timeout_seconds=100, train_timeout_seconds=1))
     group = dist.new_group()  # the harness uses the first group to the end
     ends: list[str | float] = []
     for step in range(1, 5):

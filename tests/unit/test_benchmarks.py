@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 
 from tests.helpers import TinyRun
@@ -32,11 +31,6 @@ def benchmark(monkeypatch: pytest.MonkeyPatch) -> Iterator[Import]:
             sys.modules.pop(name)
 
 
-@pytest.fixture
-def gpu(benchmark: Import) -> Any:
-    return benchmark("gpu")
-
-
 @pytest.mark.long
 def test_the_config_of_the_soak_is_accepted(benchmark: Import, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TITANLITE_SOAK_HOOKS", str(tmp_path))
@@ -48,19 +42,12 @@ def test_the_config_of_the_soak_is_accepted(benchmark: Import, tmp_path: Path, m
     assert cli.run(["config", "check", str(tmp_path / "soak.toml")]) == 0
 
 
-@pytest.mark.long
-def test_the_config_of_the_export_is_accepted(benchmark: Import, tmp_path: Path) -> None:
-    (tmp_path / "large.toml").write_text(benchmark("bench_export").TOML.format(layers=8))
-    assert cli.run(["config", "check", str(tmp_path / "large.toml")]) == 0
-
-
 def configs(benchmark: Import) -> Iterator[tuple[str, list[str], int]]:
     """Yield (config, overrides, processes) of what benchmarks train or plan."""
     for words in benchmark("bench_checkpoint").SIZES.values():
         yield "debug", words, 2
     distill = benchmark("bench_distill")
     yield "debug", [distill.TEACHER], 1
-    yield "debug", benchmark("bench_metrics").SAME, 1
     offload = benchmark("bench_offload")
     for words in offload.VARIANTS.values():
         yield "debug", [f"--{word}" for word in (*words, *offload.SIZES, *offload.NOT_MEASURED)], 1
@@ -69,9 +56,6 @@ def configs(benchmark: Import) -> Iterator[tuple[str, list[str], int]]:
         yield "debug", [*memory.SIZES, *words], 1
     same = benchmark("bench_step").SAME
     yield "debug", same, 2
-    profile = benchmark("bench_profile")
-    for words in profile.OPTIONS.values():
-        yield "debug", [*same, f"--training.steps={profile.STEPS}", *words], 1
     rounding = benchmark("bench_rounding")
     for words, _ in rounding.VARIANTS.values():
         yield "debug", [f"--{word}" for word in (*rounding.OPTIONS, *words)], 1
@@ -85,10 +69,6 @@ def configs(benchmark: Import) -> Iterator[tuple[str, list[str], int]]:
         yield "debug", words, processes
     for words in accuracy.OPTIONS.values():
         yield "llama3_8b", [*words, "--data.tokenizer=bytes"], 8
-    scaling = benchmark("scaling")
-    for replicate, shard in scaling.LAYOUTS:
-        degrees = f"replicate_degree={replicate}", f"shard_degree={shard}"
-        yield "debug", [*scaling.SMALL, *(f"--parallelism.data_parallel_{it}" for it in degrees)], replicate * shard
 
 
 @pytest.mark.long
@@ -116,16 +96,6 @@ def test_every_option_that_a_benchmark_names_is_there(capfd: pytest.CaptureFixtu
     assert len(named) > 50
 
 
-def test_every_case_of_the_gpu_benchmark_is_a_config(gpu: Any) -> None:
-    cases = gpu.cases()
-    titles = [case.title for case in cases]
-    assert len(set(titles)) == len(titles) >= 30
-    for case in cases:
-        config = load(ROOT / "train_configs" / "llama3_8b.toml", case.words, world_size=1)
-        assert config.model.flavor == case.flavor
-        assert config.training.batch_split(1) == (case.batch, 1)
-
-
 @pytest.mark.long
 def test_a_contender_prints_nothing_but_its_answers(
     benchmark: Import, tiny: TinyRun, capfd: pytest.CaptureFixture[str]
@@ -139,21 +109,3 @@ def test_a_contender_prints_nothing_but_its_answers(
         assert capfd.readouterr().out == ""
     finally:
         dist.destroy_process_group()
-
-
-@pytest.mark.nightly
-def test_the_gpu_benchmark_trains(gpu: Any, tiny: TinyRun, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A tiny model on the CPU, with float8 emulated: what is measured is a step as `train` makes it."""
-    pytest.importorskip("torchao")
-    for name in ("synchronize", "reset_peak_memory_stats", "max_memory_allocated"):
-        monkeypatch.setattr(torch.cuda, name, lambda _: 7)
-    scaled: list[int] = []
-    monkeypatch.setattr(gpu, "weight_scaler", lambda *_: lambda: scaled.append(len(scaled)))
-    case = gpu.Case("debug", 32, 2, "tiny", [])
-    more = [f"--data.path={tiny.text}", "--data.tokenizer=bytes", "--model.args.dim=48", "--model.args.vocab_size=259"]
-    float8 = ["enable", "emulate", "skip_small=false"]
-    more += [f"--quantize.linear.float8.{option}" for option in float8]
-    found = gpu.measure([*case.words, *more], 3)
-    assert len(found["seconds"]) == 3
-    assert (found["tokens"], found["peak"]) == (64, 7)
-    assert scaled == [*range(1 + gpu.WARM_UP + 3)]

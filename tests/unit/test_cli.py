@@ -358,7 +358,7 @@ def test_config_show_diff_prints_what_differs(tiny: TinyRun, capfd: pytest.Captu
 
     assert cli.run(["config", "show", "--diff", "--config", str(tiny.toml), "--training.steps=7"]) == 0
     text = capfd.readouterr().out
-    assert "steps = 7  # default: 1000\n" in text
+    assert "steps = 7  # default 1000\n" in text
     assert "max_norm" not in text
     shown = tiny.folder / "shown.toml"
     shown.write_text(text)

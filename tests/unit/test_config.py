@@ -1,12 +1,13 @@
 """The config: every problem is reported at once, in words, with its place; right values arrive unchanged."""
 
+import json
 from pathlib import Path
 
 import pytest
 import tomli
 from pydantic import BaseModel
 
-from titanlite.config.keys import dotted_keys
+from titanlite.config.keys import REMOVED, dotted_keys
 from titanlite.config.load import FOREIGN_KEYS, load, read
 from titanlite.metrics.run_summary import find_warnings
 from titanlite.runtime.errors import ConfigError
@@ -462,6 +463,17 @@ enable = true
         "validation.sources.0.weight: unknown key, did you mean data.sources.weight? (run.toml:3)",
         "validation.sources.0.epochs: unknown key, did you mean data.sources.epochs? (run.toml:4)",
     ]
+
+
+@pytest.mark.parametrize("key", REMOVED)
+def test_an_option_that_is_gone_is_ignored_at_its_default_and_else_explained(tmp_path: Path, key: str) -> None:
+    """The config in the folder of an older run names every option."""
+    section, name = key.split(".")
+    default, instead = REMOVED[key]
+    other = json.dumps(not default if isinstance(default, bool) else default + 1)
+    assert good(tmp_path, f"[{section}]\n{name} = {json.dumps(default)}\n") == good(tmp_path, "")
+    assert problems(tmp_path, f"[{section}]\n{name} = {other}\n") == [f"{key}: is gone: {instead} (run.toml:2)"]
+    assert f"{key}: is gone" in problems(tmp_path, "", f"--{key}={other}")[0]
 
 
 def test_the_name_of_a_run_is_never_inherited(tmp_path: Path) -> None:

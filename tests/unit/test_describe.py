@@ -94,19 +94,19 @@ def test_the_diff_is_what_differs_and_from_what(tmp_path: Path) -> None:
     )
     assert show(load(tmp_path / "run.toml"), only_changes=True) == """\
 [job]
-name = "run"  # default: not set
+name = "run"  # default: the config file's name without .toml
 
-[model.args]  # default: {}
+[model.args]  # default {}
 dim = 8
 
 [[data.sources]]
 path = "stdlib://"
-epochs = 2  # default: not set
+epochs = 2  # default: no limit
 
 [training]
-steps = 700  # default: 1000
-local_batch_size = 2  # default: not set
+steps = 700  # default 1000
+local_batch_size = 2  # default: no limit
 
 [quantize.linear.float8]
-emulate = true  # default: false
+emulate = true  # default false
 """  # fmt: skip

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from titanlite.mesh import build_mesh, world_group
-from titanlite.metrics.memory_watch import MemoryWatch
+from titanlite.metrics.memory import Memory
 from titanlite.models.base import build_on_meta
 from titanlite.models.llama3 import Llama3
 from titanlite.ops.cpu import CpuKernels
@@ -80,7 +80,7 @@ def test_train_sets_the_allocator_before_it_imports_torch() -> None:
 
 
 def test_a_warning_when_allocator_retries_grow(caplog: pytest.LogCaptureFixture) -> None:
-    watch = MemoryWatch(torch.device("cpu"))
+    watch = Memory(torch.device("cpu"), measures_phases=False)
     assert watch.retries() == 0
     with caplog.at_level(logging.WARNING, "titanlite"), pytest.MonkeyPatch.context() as patch:
         patch.setattr(logging.getLogger("titanlite"), "propagate", True)

@@ -129,8 +129,8 @@ def test_suggestions_are_printed_with_their_peaks() -> None:
     larger = Suggestion({"optimizer.in_backward": True}, 2**29, False, "no clipping")
     assert [*suggestion_lines([fits, larger])] == [
         "Options that fit, cheapest first:",
-        "  --activation_checkpoint.mode=full    58.0 GiB  recomputes forward",
-        "  --optimizer.in_backward=true          0.5 GiB  no clipping",
+        "  --activation_checkpoint.mode=full   58.00 GiB  recomputes forward",
+        "  --optimizer.in_backward=true       512.00 MiB  no clipping",
     ]
     [first, *_] = suggestion_lines([larger])
     assert first == "No single option fits. These need less memory:"

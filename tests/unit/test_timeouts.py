@@ -16,7 +16,6 @@ from titanlite.schema import Comm
 
 COMM = Comm(
     init_timeout_seconds=100,
-    compile_timeout_seconds=200,
     train_timeout_seconds=10,
     validation_timeout_seconds=300,
     save_timeout_seconds=1000,
@@ -44,7 +43,7 @@ def test_each_phase_has_its_timeout() -> None:
             phase.phase(Phase.CHECKPOINT)
     assert (str(phase), phase.timeout) == ("step 9, update", ("comm.train_timeout_seconds", 10))
     phase.phase(Phase.END)
-    assert calls == [100, 200, 300, 200, "all", 10, 300, 1000, 10, 1000]
+    assert calls == [100, 300, 100, "all", 10, 300, 1000, 10, 1000]
     assert str(phase) == "step 9, end"
 
 
@@ -72,7 +71,7 @@ def test_a_short_run_keeps_the_timeout_of_the_start() -> None:
     phase = PhaseTimeouts(COMM, set_seconds=calls.append, wait_for_all=lambda: pytest.fail("no rank waits"))
     for step in (1, 2):
         phase.begin_step(step)
-    assert calls == [200]
+    assert calls == [100]
 
 
 @pytest.mark.long

@@ -270,7 +270,7 @@ def test_another_rank_reports_where_the_first_is_stopped(job: TwoRanks, lines: p
 def test_a_hang_in_the_first_steps_is_named_within_30_seconds(
     tmp_path: Path, lines: pytest.LogCaptureFixture, steps: int
 ) -> None:
-    """Though they have `comm.compile_timeout_seconds`, and a rank that compiles is left alone."""
+    """Though they have `comm.init_timeout_seconds`, and a rank that compiles is left alone."""
     job = TwoRanks(tmp_path, steps)
     for rank in job.ranks:
         rank.phase.phase(Phase.FORWARD if steps else Phase.MODEL)

@@ -15,6 +15,14 @@ Node = dict[str, Any]
 """A part of a JSON schema."""
 
 
+REMOVED: dict[str, tuple[Any, str]] = {
+    "comm.compile_timeout_seconds": (1800, "comm.init_timeout_seconds also holds for the first two steps"),
+    "metrics.loss_by_source": (False, "validation.sources gives the loss of each source"),
+}
+"""Options that are gone: their default, with which they are ignored (the config in the folder of an older run names
+every option), and what to do instead."""
+
+
 class Option(NamedTuple):
     """One key of a section."""
 

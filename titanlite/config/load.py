@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from titanlite.config.checks import find_conflicts
-from titanlite.config.keys import nearest_key
+from titanlite.config.keys import REMOVED, nearest_key
 from titanlite.config.source import Key, Source, Tree, read_source
 from titanlite.runtime.errors import DEFAULT_PLACE, ConfigError, Place, Problem, did_you_mean
 from titanlite.schema import Config
@@ -147,6 +147,10 @@ def load(path: str | Path, overrides: Sequence[str] = (), *, world_size: int | N
 def _validate(source: Source, draft: Draft) -> None:
     """Add all problems of names and types to the draft, and remove the wrong keys from the tree."""
     tree = source.tree
+    for dotted, (default, _) in REMOVED.items():
+        section, name = dotted.split(".")
+        if isinstance(options := tree.get(section), dict) and options.get(name) == default:
+            del options[name]
     while errors := _errors(tree):
         by_key: dict[Key, list[ErrorDetails]] = {}
         for error in errors:
@@ -222,6 +226,8 @@ def _wants_text(error: ErrorDetails) -> bool:
 def _explain(dotted: str, details: list[ErrorDetails]) -> tuple[str, str | None]:
     """Return the problem in words, and for an unknown key the key that was probably meant."""
     first = details[0]
+    if dotted in REMOVED:
+        return f"is gone: {REMOVED[dotted][1]}", None
     if first["type"] == "extra_forbidden":
         near = nearest_key(dotted)
         return f"unknown key, did you mean {near}?" if near else "unknown key", near

@@ -95,7 +95,7 @@ def _read_file(
         return give_up(_syntax_problem(name, rank, text, str(error)))
     except (OSError, ValueError) as error:
         return give_up(Problem(key, f"cannot read config file {str(path)!r}: {error}", named_at))
-    places = {key: Place(rank, line, f"{name}:{line}") for key, line in _key_lines(text).items()}
+    places = {key: Place(rank, line, f"{name}:{line}") for key, line in key_lines(text).items()}
     for key in CODE:
         _anchor(tree, key, path.parent)
     if named_at is not None and isinstance(tree.get("job"), dict):  # else the run of the base would be resumed
@@ -153,7 +153,7 @@ def _syntax_problem(name: str, rank: int, text: str, message: str) -> Problem:
     return Problem("", f"{name} is not valid TOML: {why}{quoted}", Place(rank, line, f"{name}:{line}"))
 
 
-def _key_lines(text: str) -> dict[Key, int]:
+def key_lines(text: str) -> dict[Key, int]:
     """Return the line of every key, section and entry of a list.
 
     tomli itself parses the text statement by statement, so that quoted keys, dotted keys and values of several lines

@@ -200,7 +200,6 @@ class Samples(Dataset[Batch]):
         self.seed = seed
         self.shuffle = shuffle
         self.document_mask = document_mask
-        self.number_sources = False  # whether batches have the number of each sequence's source
         self.origin = origin or Origin()
         self.mixture = Mixture([source.weight for source in self.sources])
         self.orders = [Order(len(source.sequences), seed, shuffle) for source in self.sources]
@@ -221,8 +220,7 @@ class Samples(Dataset[Batch]):
         """Return the batch of these samples, by global sample index."""
         located = [self.locate(sample) for sample in samples]
         sequences = [self.sources[source].sequences.read(sequence) for source, _, sequence in located]
-        numbers = {"sources": torch.tensor([source for source, _, _ in located])} if self.number_sources else {}
-        return as_batch(sequences, document_mask=self.document_mask) | numbers
+        return as_batch(sequences, document_mask=self.document_mask)
 
     def consumed(self, samples_seen: int) -> list[int]:
         """Count the samples of each source among the first `samples_seen` of the run."""

@@ -19,11 +19,9 @@ from titanlite.guard import SkippedStep
 from titanlite.metrics.clock import StepClock, phase_seconds
 from titanlite.metrics.live import LiveBlock, live_block
 from titanlite.metrics.loggers import Loggers
-from titanlite.metrics.memory_watch import MemoryWatch
-from titanlite.metrics.phase_memory import PhaseMemory, memory_line
+from titanlite.metrics.memory import Memory, memory_line
 from titanlite.metrics.rank_watch import RankMetrics, RankWatch, gather_metrics, slowest_rank
 from titanlite.metrics.records import RecordFile
-from titanlite.metrics.source_losses import SourceLosses
 from titanlite.observer import CurrentPhase, Phase
 from titanlite.run.run_folder import RunFolder
 from titanlite.runtime.hardware import peak_flops
@@ -129,7 +127,7 @@ class MetricsRecorder:
         tokens_per_step: tokens of the global batch.
         model_flops: `Model.flops_per_token` at this sequence length, full and causal.
         phase: has the time of each phase so far.
-        phase_memory: has the memory of each phase so far. Default: nothing is measured.
+        memory: has the memory of each phase so far.
     """
 
     def __init__(
@@ -144,7 +142,7 @@ class MetricsRecorder:
         compute_type: str,
         group: dist.ProcessGroup,
         phase: CurrentPhase,
-        phase_memory: PhaseMemory | None = None,
+        memory: Memory,
     ) -> None:
         self.config = config
         self.tokens_per_step = tokens_per_step
@@ -155,12 +153,10 @@ class MetricsRecorder:
         self._phase = phase
         self._writes = dist.get_rank(group) == 0
         self._compiling = CompileWatch()
-        self.phase_memory = phase_memory or PhaseMemory(MemoryWatch(device), is_on=False)
+        self.memory = memory
         """Observer of the first steps."""
-        self._memory = self.phase_memory.watch
         self.clock = StepClock(phase, device)
         """Observer of steps and of FSDP's waits."""
-        self._source_losses = SourceLosses()
         self._hosts = host_names(group)
         self._block: LiveBlock | None = None
         self._records = 0
@@ -171,7 +167,7 @@ class MetricsRecorder:
             self._saves = RecordFile(folder.saves, step)
             self._validations = RecordFile(folder.validation, step)
             self._skipped = RecordFile(folder.skipped, None)
-            self._phase_memory = RecordFile(folder.memory, step)
+            self._memory_file = RecordFile(folder.memory, step)
             self._loggers = Loggers(config.loggers, folder.path, step=step)
 
     @contextmanager
@@ -236,10 +232,9 @@ class MetricsRecorder:
         """
         self.clock.steps += 1
         self._compiling.end_step()
-        model_metrics = self._source_losses.add(result.model_metrics, is_taken=result.skip_reason == 0)
-        if (measured := self.phase_memory.take(last=last)) and self._writes:
+        if (measured := self.memory.take(last=last)) and self._writes:
             logger.info(memory_line(measured))
-            self._phase_memory.write({"step": step, "world_size": dist.get_world_size(self._group), **measured})
+            self._memory_file.write({"step": step, "world_size": dist.get_world_size(self._group), **measured})
         if not self.records(step, last=last):
             return
         values = [result.loss, result.grad_norm, result.added_loss, result.shard_grad_norm]
@@ -261,8 +256,7 @@ class MetricsRecorder:
             "mfu_causal": causal_flops / self.peak_flops if self.peak_flops else None,
             "data_shares": shares(),
             "phase_seconds": {name: round(seconds, 3) for name, seconds in phase_seconds(self._phase).items()},
-            **self._source_losses.take(),
-            **{name: float(value) for name, value in model_metrics.items()},
+            **{name: float(value) for name, value in result.model_metrics.items()},
         }
         if self._writes:
             logger.info(step_line(record), extra={"in_block": True})
@@ -287,8 +281,8 @@ class MetricsRecorder:
             compile_seconds=compiled,
             compile_minus_elapsed=compiled - elapsed,
             recompiles=self._compiling.recompiles,
-            memory_gib=self._memory.peak(),
-            num_alloc_retries=self._memory.retries(),
+            memory_gib=self.memory.peak(),
+            num_alloc_retries=self.memory.retries(),
             grad_norm=grad_norm,
         )
         ranks = gather_metrics(own, device=self.device, group=self._group)
@@ -299,7 +293,7 @@ class MetricsRecorder:
         self._records += 1
         if self._writes:
             self._compiling.warn(int(ranks.recompiles.max()))
-            self._memory.warn(retries, step=step)
+            self.memory.warn(retries, step=step)
             self._ranks.warn(ranks, step=step, is_steady=self._records > 1 and not compile_seconds)
         return {
             "tokens_per_second": self.tokens_per_step * steps / elapsed,
@@ -350,6 +344,6 @@ class MetricsRecorder:
 
     def close(self) -> None:
         if self._writes:
-            for file in (self._steps, self._saves, self._validations, self._skipped, self._phase_memory):
+            for file in (self._steps, self._saves, self._validations, self._skipped, self._memory_file):
                 file.close()
             self._loggers.close()

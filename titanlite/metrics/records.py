@@ -53,7 +53,6 @@ METRICS = {
     "lr": Field(float, ""),
     "samples": Field(int, "sequences"),
     "data_shares": Field(dict, "share of 1"),
-    "source_losses": Field(dict, "nats a token", optional=True),
     "phase_seconds": Field(dict, "s"),
     "tokens_per_second": Field(float, "tokens/s"),
     "step_seconds": Field(float, "s"),
@@ -97,7 +96,7 @@ MEMORY = {
     "source": Field(str, ""),
     "phases": Field(dict, "bytes"),
 }
-"""memory.jsonl: one record a start, of rank 0 (`PhaseMemory`). `phases` has the bytes at the end of each phase."""
+"""memory.jsonl: one record a start, of rank 0 (`Memory`). `phases` has the bytes at the end of each phase."""
 
 
 def find_faults(record: dict[str, Any], fields: dict[str, Field]) -> list[str]:

@@ -9,7 +9,7 @@ from titanlite.runtime.private_torch.process_groups import set_timeouts
 from titanlite.schema import Comm
 
 STARTING_STEPS = 2
-"""Steps of a start that may compile, and so have a timeout of their own."""
+"""Steps of a start that may compile, and so have the timeout of the start."""
 
 CHECKPOINT_GROUP = "checkpoint"
 """Description of the process group that a save in the background uses. Its timeout never changes."""
@@ -80,7 +80,7 @@ class PhaseTimeouts(CurrentPhase):
     def _use(self, phase: Phase) -> None:
         timeout = phase.timeout
         if timeout == "step":
-            timeout = "compile" if self.is_starting else "train"
+            timeout = "init" if self.is_starting else "train"
         self._option = f"{timeout}_timeout_seconds"
         if (seconds := getattr(self._config, self._option)) != self._seconds:
             self._set_seconds(seconds)

@@ -13,10 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel
-from pydantic_core import PydanticUndefined
-
-from titanlite.config.keys import Node, bare, json_schema, tables, toml_text
+from titanlite.config.keys import Node, Option, bare, json_schema, tables, toml_text
 from titanlite.config.load import load
 from titanlite.runtime.errors import UserError
 from titanlite.schema import Config
@@ -93,7 +90,7 @@ def show(config: Config, *, only_changes: bool = False) -> str:
     Args:
         only_changes: write only options that differ from their defaults, with the default as the comment.
     """
-    return "\n".join(_section_lines(config, "", "", "changes" if only_changes else "all")).strip() + "\n"
+    return "\n".join(_lines(config, "changes" if only_changes else "all")).strip() + "\n"
 
 
 def start(config: Config, *, run: str, origin: str) -> str:
@@ -106,7 +103,7 @@ def start(config: Config, *, run: str, origin: str) -> str:
         f"# {run}: a config of titanlite, from {origin}. Check it: titanlite check {run}.toml",
         f"# Train it: titanlite train {run}.toml. Options behind a # show their defaults.",
         "# All options: titanlite train --help",
-        *_section_lines(config, "", "", "start"),
+        *_lines(config, "start"),
     ]
     return "\n".join(lines) + "\n"
 
@@ -133,43 +130,38 @@ def write_config(name: str, *, origin: Path) -> Path:
     return path
 
 
-def _section_lines(section: BaseModel, header: str, key: str, form: Form) -> Iterator[str]:
-    """Yield the lines of a section. Its own keys come before its inner sections: TOML gives later keys to those."""
-    lines: list[str] = []
-    inner: list[str] = []
-    for name, field in type(section).model_fields.items():
-        value, default = getattr(section, name), field.get_default()
-        path = f"{key}.{name}" if key else name
-        if isinstance(value, BaseModel):
-            inner += _section_lines(value, f"[{path}]", path, form)
-            continue
-        is_default = value == default
-        if form == "start" and path == "job.name":
-            continue  # a copy of the file would go on with the same run
-        if is_default and (form == "changes" or (form == "start" and path not in OFTEN_SET)):
-            continue
-        wrapped = textwrap.wrap(first_sentence(field.description or ""), 118)
-        comment = [] if form == "changes" else [f"# {line}" for line in wrapped]
-        was = f"  {_default_comment(default)}".rstrip() if form == "changes" else ""
-        if isinstance(value, dict):
-            inner += ["", *comment, f"[{path}]{was}"]
-            inner += [f"{bare(own)} = {toml_text(entry)}" for own, entry in value.items()]
-        elif isinstance(value, list) and value and isinstance(value[0], BaseModel):
-            for entry in value:
-                inner += _section_lines(entry, f"[[{path}]]", path, form)
-        elif form == "start" and is_default:
-            lines += [*comment, f"#{name} = {'...' if value is None else toml_text(value)}"]
-        elif value is None:
-            lines += [*comment, f"# {name} is not set"]
-        else:
-            lines += [*comment, f"{name} = {toml_text(value)}{was}"]
-    if header and (lines or header.startswith("[[")):
-        yield from ("", header)
-    yield from lines
-    yield from inner
+def _lines(config: Config, form: Form) -> Iterator[str]:
+    """Yield the lines of all sections."""
+    tree = config.model_dump()
+    for table in tables():
+        found: Any = tree
+        for name in table.header.strip("[]").split("."):
+            found = found[name]
+        is_list = isinstance(found, list)
+        for values in found if is_list else [found]:
+            parts = [part for option in table.options if (part := _option_lines(option, values[option.name], form))]
+            if is_list or any(part[0] for part in parts):
+                yield from ("", table.header)
+            for part in sorted(parts, key=lambda part: part[0] == ""):  # keys after a table would be the table's
+                yield from part
 
 
-def _default_comment(default: Any) -> str:
-    if default is PydanticUndefined:
-        return ""
-    return f"# default: {'not set' if default is None else toml_text(default)}"
+def _option_lines(option: Option, value: Any, form: Form) -> list[str]:
+    """Return the lines of an option. Those of a table begin with an empty line."""
+    is_default = not option.is_required and value == option.node["default"]
+    is_left_out = form == "changes" or (form == "start" and option.key not in OFTEN_SET)
+    if (is_default and is_left_out) or (form == "start" and option.key == "job.name"):
+        return []  # with its name, a copy of the file would resume the same run
+    wrapped = textwrap.wrap(first_sentence(option.description), 118)
+    comment = [] if form == "changes" else [f"# {line}" for line in wrapped]
+    was = f"  # {option.default}" if form == "changes" and not option.is_required else ""
+    if isinstance(value, dict):
+        pairs = [f"{bare(name)} = {toml_text(entry)}" for name, entry in value.items()]
+        return ["", *comment, f"[{option.key.replace('.N.', '.')}]{was}", *pairs]
+    if value and option.type == "list of tables":
+        return []  # each is a table
+    if form == "start" and is_default:
+        return [*comment, f"#{option.name} = {'...' if value is None else toml_text(value)}"]
+    if value is None:
+        return [*comment, f"# {option.name} is not set"]
+    return [*comment, f"{option.name} = {toml_text(value)}{was}"]

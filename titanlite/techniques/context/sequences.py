@@ -23,7 +23,7 @@ from titanlite.ops.kernels import Kernels
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.private_torch.process_groups import all_gather, reduce_scatter
 
-WHOLE = "documents", "boundaries", "sources"
+WHOLE = "documents", "boundaries"
 """Tensors of a batch that each rank needs of whole sequences."""
 
 

@@ -11,16 +11,14 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
-import tomli
 import tomlkit
 from tomlkit.exceptions import TOMLKitError
 
-from titanlite.config.keys import dotted_keys, toml_text
-from titanlite.config.load import load
-from titanlite.config.source import read_source
+from titanlite.config.keys import dotted_keys, tables, toml_text
+from titanlite.config.load import read
+from titanlite.config.source import key_lines
 from titanlite.data.tokenizer import find_tokenizer
-from titanlite.runtime.errors import ConfigError, Problem, RunError, UserError, nearest_name
-from titanlite.schema import Config
+from titanlite.runtime.errors import ConfigError, Place, Problem, RunError, UserError, nearest_name
 from titanlite.tools.arguments import Count
 from titanlite.tools.migrate.document import Line, read_lines
 from titanlite.tools.migrate.rules import FLOAT8, ONLY_IN, OPTIMIZERS, RULES, Old, convert
@@ -182,12 +180,9 @@ def _check(given: dict[str, Any], text: str, name: str) -> None:
             wrong[key] = f"expected {value_type.__name__}, got {value!r}"
     if wrong:
         wrong |= {key: f"not a key of torchtitan{_hint(key)}" for key in given if key not in RULES}
-        with TemporaryDirectory() as folder:
-            path = Path(folder) / name
-            path.write_text(text, encoding="utf-8")
-            places = read_source(path, ()).places
-        problems = [Problem(key, wrong[key], places.get(tuple(key.split(".")))) for key in given if key in wrong]
-        raise ConfigError(problems)
+        lines = {".".join(key): line for key, line in key_lines(text).items()}
+        places = {key: Place(0, line, f"{name}:{line}") for key, line in lines.items()}
+        raise ConfigError([Problem(key, wrong[key], places.get(key)) for key in given if key in wrong])
 
 
 def _version(keys: list[str]) -> str:
@@ -242,7 +237,7 @@ def _hint(key: str) -> str:
 
 def _write_defaults(old: Old, migration: Migration) -> None:
     """Set what the old file leaves to torchtitan's defaults, where ours differ."""
-    ours = Config().model_dump()
+    ours = {option.key: option.node.get("default") for table in tables() for option in table.options}
     for key, rule in RULES.items():
         section = key.rpartition(".")[0]
         unused = (section in FLOAT8 and not old.float8) or (section == "validation" and not old["validation.enable"])
@@ -251,7 +246,7 @@ def _write_defaults(old: Old, migration: Migration) -> None:
         outcome = convert(key, rule.default, old)
         note = outcome.note
         for new, value in outcome.writes.items():
-            default = _get(ours, new)
+            default = ours.get(new)
             if new not in migration.settings and (value != default or note):
                 about, note = f": {note}" if note else "", ""
                 migration.put(new, value, Line(section, [], f"# torchtitan's default{about}"))
@@ -288,24 +283,13 @@ def _decay_vectors(old: Old, migration: Migration) -> None:
 
 def _problems(text: str, name: str, world_size: int | None) -> list[str]:
     """Return the problems that `titanlite check` reports first: the part that needs no PyTorch."""
-    found: list[str] = []
     with TemporaryDirectory() as folder:
         path = Path(folder) / name
         path.write_text(text, encoding="utf-8")
-        try:
-            load(path, world_size=world_size)
-        except ConfigError as error:
-            found += [str(problem) for problem in error.problems]
+        draft = read(path, world_size=world_size)
+    found = [str(problem) for problem in draft.problems]
     try:
-        find_tokenizer(tomli.loads(text)["data"]["tokenizer"])
-    except KeyError:
-        pass
+        find_tokenizer(draft.config.data.tokenizer)
     except UserError as error:
         found.append(f"data.tokenizer: {error}")
     return found
-
-
-def _get(tree: dict[str, Any], key: str) -> Any:
-    for part in key.split("."):
-        tree = tree.get(part, {})
-    return None if tree == {} else tree

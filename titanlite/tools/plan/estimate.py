@@ -143,7 +143,8 @@ def plan(config: Config, layout: Layout, *, whole: bool = False) -> Plan:
 
 
 def trace(config: Config, layout: Layout, *, whole: bool = False) -> Trace:
-    """Trace a step: of the whole model if it is small or its blocks differ, otherwise of two models with few blocks.
+    """Trace a step: of the whole model if it is small or its blocks differ, otherwise of two models with few blocks. A
+    teacher, which has no backward, is always whole.
 
     Allocated memory and time are the same either way. Reserved memory is not: holes between tensors do not grow in
     proportion to the number of blocks.
@@ -168,14 +169,8 @@ def trace(config: Config, layout: Layout, *, whole: bool = False) -> Trace:
         varied: Any = spec.args
         shapes = [replace(varied, n_layers=few), replace(varied, n_layers=few + period)]
     guide = teachers.teacher_spec(config.teacher, seq_len=config.training.seq_len)
-    guides = teachers.few_blocks(guide) if guide and not whole and not groups else [guide]
-    steps = [(shape, guides[0]) for shape in shapes] + [(shapes[-1], it) for it in guides[1:]]
-    traces = [_traced(config, spec.model_cls, shape, it, layout) for shape, it in steps]
-    found = traces[0]
-    if len(shapes) > 1:
-        found = _extended(*traces[:2], blocks=depth, edge=edge, period=period)
-    if guide and len(guides) > 1:
-        found = _with_teacher(found, *traces[-2:], blocks=len(guide.build().layers) - teachers.FEW)
+    traces = [_traced(config, spec.model_cls, shape, guide, layout) for shape in shapes]
+    found = traces[0] if len(traces) == 1 else _extended(*traces, blocks=depth, edge=edge, period=period)
     return _with_disk(found, config.offload)
 
 
@@ -216,16 +211,6 @@ def _extended(small: Trace, large: Trace, *, blocks: int, edge: int, period: int
         extend(small.profile, large.profile, blocks, edge),
         extend_workload(small.workload, large.workload, blocks=blocks, few=few, edge=edge, period=period),
         {key: round(size + (size - small.traffic.get(key, 0)) * factor) for key, size in large.traffic.items()},
-    )
-
-
-def _with_teacher(traced: Trace, fewer: Trace, more: Trace, *, blocks: int) -> Trace:
-    """Return the trace with further blocks of the teacher; arguments as of `teacher.extend_profile`."""
-    return replace(
-        traced,
-        profile=teachers.extend_profile(traced.profile, fewer=fewer.profile, more=more.profile, blocks=blocks),
-        workload=replace(traced.workload, units=teachers.extend_units(traced.workload.units, blocks)),
-        traffic=teachers.extend_traffic(traced.traffic, fewer=fewer.traffic, more=more.traffic, blocks=blocks),
     )
 
 

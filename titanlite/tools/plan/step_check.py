@@ -27,7 +27,6 @@ from titanlite.runtime.private_torch.tracing import ValueNeeded
 from titanlite.runtime.process_group import Ranks
 from titanlite.schema import Config, Data, Validation
 from titanlite.tools.plan.depth import can_vary, period_of
-from titanlite.tools.plan.teacher import few_blocks
 from titanlite.tools.plan.trace import trace_step
 
 MOST_CHARACTERS = 300
@@ -106,9 +105,11 @@ def _try_step(config: Config, resolved: ResolvedConfig, ranks: Ranks, device: to
     training = config.training.model_copy(update={"local_batch_size": 1, "global_batch_size": degree})
     compiler = config.compile.model_copy(update={"enable": False})
     small = config.model_copy(update={"training": training, "compile": compiler})
-    spec = _few_blocks(config, resolved.model)
+    spec = resolved.model
+    if not config.model.file and config.activation_checkpoint.mode != "per_block":  # else each block is tried
+        spec = _few_blocks(spec, config, 2 * period_of(config))
     trace = partial(trace_step, small, spec.model_cls, spec.args, world_size=ranks.world_size)
-    teacher = few_blocks(resolved.teacher.spec)[0] if resolved.teacher else None
+    teacher = _few_blocks(resolved.teacher.spec, Config(), 2) if resolved.teacher else None
     what = f"one step of {ranks.world_size} processes" if ranks.world_size > 1 else "one step"
     try:
         with _quiet():
@@ -139,12 +140,10 @@ def _quiet() -> Iterator[None]:
         logging.disable(before)
 
 
-def _few_blocks(config: Config, spec: ModelSpec) -> ModelSpec:
-    """Return a built-in model with few blocks if all are alike. Each block of a user's own model is tried."""
+def _few_blocks(spec: ModelSpec, config: Config, few: int) -> ModelSpec:
+    """Return the model with few blocks, if it has more and all are alike."""
     args: Any = spec.args
-    few = 2 * period_of(config)
-    whole = config.model.file is not None or config.activation_checkpoint.mode == "per_block"
-    if whole or len(spec.build().layers) <= few or not can_vary(spec, config, few):
+    if len(spec.build().layers) <= few or not can_vary(spec, config, few):
         return spec
     return spec._replace(args=replace(args, n_layers=few))
 

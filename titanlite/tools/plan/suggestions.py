@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
-from typing import Any
+from itertools import chain
 
 from titanlite.config.checks import find_conflicts
 from titanlite.optim.checks import check_optimizer
@@ -13,6 +13,7 @@ from titanlite.schema import Config
 from titanlite.techniques import every_technique
 from titanlite.techniques.technique import Options
 from titanlite.tools.plan.estimate import Layout, Plan, model_of, plan
+from titanlite.tools.plan.output import format_size
 from titanlite.tools.plan.search import with_options
 
 logger = logging.getLogger(__name__)
@@ -35,17 +36,14 @@ class Suggestion:
     @property
     def text(self) -> str:
         """The options as command-line arguments."""
-        return " ".join(f"--{key}={_argument(value)}" for key, value in self.options.items())
+        texts = {key: str(it).lower() if isinstance(it, bool) else it for key, it in self.options.items()}
+        return " ".join(f"--{key}={text}" for key, text in texts.items())
 
 
 EIGHT_BITS = 2
 """Place of moments in 8 bits among the `suggestions` of techniques."""
 Attempt = Callable[[Options, str], Suggestion | None]
 """(options, cost) -> the planned suggestion, or None if the config does not accept the options."""
-
-
-def _argument(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def suggest(config: Config, layout: Layout, present: Plan) -> list[Suggestion]:
@@ -56,41 +54,29 @@ def suggest(config: Config, layout: Layout, present: Plan) -> list[Suggestion]:
     Args:
         present: the plan of the config as it is.
     """
+    attempt = partial(_attempt, config, layout)
+    others = (attempt(options, cost) for options, cost in _candidates(config, layout))
     found: list[Suggestion] = []
-    for suggestion in _single(config, layout, present, partial(_attempt, config, layout)):
+    for suggestion in chain([_smaller_batch(config, layout, present, attempt)], others):
         found += [suggestion] if suggestion and suggestion.peak < present.peak else []
         if sum(it.fits for it in found) == ENOUGH:
             break
     return sorted(found, key=lambda it: not it.fits)
 
 
-def _single(config: Config, layout: Layout, present: Plan, attempt: Attempt) -> Iterator[Suggestion | None]:
-    """Yield one suggestion for each option, from cheap to expensive."""
-    yield _smaller_batch(config, layout, present, attempt)
-    for options, cost in _candidates(config, layout):
-        yield attempt(options, cost)
-
-
 def _smaller_batch(config: Config, layout: Layout, present: Plan, attempt: Attempt) -> Suggestion | None:
-    """Return half of the local batch, or the largest smaller part that fits, or one sequence.
-
-    Memory grows about linearly with the number of sequences, so only a few sizes are planned.
-    """
+    """Return half of the local batch, or the largest smaller part that fits, or one sequence."""
     micro, accumulation = config.training.batch_split(config.parallelism.degrees(layout.world_size).data_parallel)
-    sizes = [size for size in range(micro // 2, 0, -1) if micro * accumulation % size == 0]
-    room, best, above = layout.usable - (present.reserved - present.peak), None, (micro, present.peak)
-    while sizes:
-        size = sizes[0]
+    best, peak = None, present.peak
+    for size in range(micro // 2, 0, -1):
+        if micro * accumulation % size:
+            continue
         suggestion = attempt({"training.local_batch_size": size}, "same results, by more and smaller forward passes")
-        if suggestion is None or suggestion.peak >= above[1]:
+        if suggestion is None or suggestion.peak >= peak:
             break
-        best = suggestion
+        best, peak = suggestion, suggestion.peak
         if suggestion.fits:
             break
-        each = (above[1] - suggestion.peak) / (above[0] - size)
-        above = size, suggestion.peak
-        fitting = [less for less in sizes[1:] if suggestion.peak - each * (size - less) <= room]
-        sizes = fitting or sizes[1:][-1:]
     return best
 
 
@@ -140,5 +126,4 @@ def suggestion_lines(found: list[Suggestion]) -> Iterator[str]:
     yield "Options that fit, cheapest first:" if found[0].fits else "No single option fits. These need less memory:"
     width = max(len(it.text) for it in found)
     for it in found:
-        peak = f"{it.peak / 2**30:,.1f} GiB" if it.peak >= 2**30 else f"{it.peak / 2**30:.3g} GiB"
-        yield f"  {it.text:{width}}  {peak:>10}  {it.cost}"
+        yield f"  {it.text:{width}}  {format_size(it.peak):>10}  {it.cost}"

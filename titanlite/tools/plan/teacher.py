@@ -1,12 +1,6 @@
-"""The teacher in a plan: which model it is, and what each further block of it adds.
+"""The teacher in a plan: which model it is, what a cache holds of it, and what another layout keeps of it."""
 
-A step trace has the teacher, with few of its blocks: all are alike. Its forward pass frees what a block computes, so a
-further block adds its parameters to every phase, and its kernels and collectives to the forward pass.
-"""
-
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from titanlite.checks.preflight import select_model
 from titanlite.config.load import load
@@ -16,15 +10,12 @@ from titanlite.models.registry import ModelSpec
 from titanlite.schema import Teacher
 from titanlite.techniques.distill.cache import cache_folder
 from titanlite.tools.convert.source import open_teacher
-from titanlite.tools.plan.allocator import PoolSize
 from titanlite.tools.plan.memory import Profile
 from titanlite.tools.plan.time import Unit
-from titanlite.tools.plan.workload import Traffic, Workload
+from titanlite.tools.plan.workload import Workload
 
 PREFIX = "teacher."
 """Prefix of the teacher's FSDP units."""
-FEW = 2
-"""Blocks in a trace: the first, and one like all others."""
 
 
 @dataclass(frozen=True)
@@ -71,20 +62,6 @@ def teacher_spec(config: Teacher, *, seq_len: int) -> ModelSpec | None:
     return spec._replace(args=replace(spec.args, max_seq_len=seq_len)) if isinstance(spec.args, DecoderArgs) else spec
 
 
-def few_blocks(spec: ModelSpec) -> list[ModelSpec]:
-    """Return the teacher with few blocks and with one more; or itself alone, if its number of blocks cannot be changed.
-
-    All blocks of a teacher are alike, but for a class of the user's own.
-    """
-    layers = spec.build().layers
-    shapes = [[(name, p.shape) for name, p in block.named_parameters()] for block in layers]
-    args: Any = spec.args
-    depth: int = getattr(args, "n_layers", 0)
-    if depth != len(layers) or depth <= FEW + 1 or any(shape != shapes[0] for shape in shapes):
-        return [spec]
-    return [spec._replace(args=replace(args, n_layers=FEW + more)) for more in (0, 1)]
-
-
 def is_teacher(unit: Unit) -> bool:
     """Return whether an FSDP unit is one of the teacher."""
     return unit.name.startswith(PREFIX)
@@ -102,43 +79,3 @@ def kept_bytes(profile: Profile, workload: Workload, reshard: str | None, *, sha
     if reshard != "never" or shard == 1:
         return more
     return more + sum(max((it.bytes for it in unit.gather), default=0) for unit in workload.units if is_teacher(unit))
-
-
-def extend_profile(profile: Profile, *, fewer: Profile, more: Profile, blocks: int) -> Profile:
-    """Return the profile with further blocks of the teacher.
-
-    Args:
-        fewer: of a step like that of `more`, which has one block more of the teacher.
-        blocks: number of further blocks.
-    """
-    added = {
-        category: blocks * (size - fewer.phases["update"][category]) for category, size in more.phases["update"].items()
-    }
-    phases = {
-        name: {category: size + added[category] for category, size in sizes.items()}
-        for name, sizes in profile.phases.items()
-    }
-    pools = {
-        name: PoolSize(
-            pool.peak + blocks * (more.pools[name].peak - fewer.pools[name].peak),
-            pool.end + blocks * (more.pools[name].end - fewer.pools[name].end),
-        )
-        for name, pool in profile.pools.items()
-    }
-    return replace(profile, phases=phases, pools=pools)
-
-
-def extend_units(units: Sequence[Unit], blocks: int) -> tuple[Unit, ...]:
-    """Return the units of a workload with further blocks of the teacher.
-
-    Args:
-        blocks: number of further blocks.
-    """
-    last = max(place for place, unit in enumerate(units) if unit.name.startswith(f"{PREFIX}layers."))
-    return (*units[: last + 1], *[units[last]] * blocks, *units[last + 1 :])
-
-
-def extend_traffic(traffic: Traffic, *, fewer: Traffic, more: Traffic, blocks: int) -> Traffic:
-    """Return the bytes of a step with further blocks of the teacher; arguments as of `extend_profile`."""
-    keys = traffic.keys() | more.keys()
-    return {key: traffic.get(key, 0) + blocks * (more.get(key, 0) - fewer.get(key, 0)) for key in keys}

@@ -43,7 +43,6 @@ def report_of(runs: Sequence[RunRecords]) -> dict[str, Any]:
 
 def _charts(runs: Sequence[RunRecords]) -> Iterator[Chart]:
     yield {**_chart("loss", "Loss", "nats a token"), **_loss(runs), "wide": True}
-    yield {**_chart("source_losses", "Training loss by source", "nats a token"), "traces": [*_by_source(runs)]}
     yield {**_chart("validation", "Validation by source", "nats a token"), "traces": [*_validation(runs)]}
     for name, (title, unit, is_log) in LINES.items():
         traces = [_line(run, name, color) for color, run in enumerate(runs)]
@@ -98,12 +97,6 @@ def _validation(runs: Sequence[RunRecords]) -> Iterator[Trace]:
         steps = [record["step"] for record in run.validation]
         if len({name for table in tables for name in table}) > 1:
             yield from _by_name(run, steps, tables, color if len(runs) > 1 else None)
-
-
-def _by_source(runs: Sequence[RunRecords]) -> Iterator[Trace]:
-    for color, run in enumerate(runs):
-        tables = [record.get("source_losses") or {} for record in run.metrics]
-        yield from _by_name(run, run.steps, tables, color if len(runs) > 1 else None)
 
 
 def _shares(runs: Sequence[RunRecords]) -> Iterator[Trace]:

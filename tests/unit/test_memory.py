@@ -11,8 +11,7 @@ from torch import nn
 
 from tests.helpers import TinyRun
 from tests.recorders import recorder, result_of
-from titanlite.metrics.memory_watch import MemoryWatch
-from titanlite.metrics.phase_memory import PhaseMemory
+from titanlite.metrics.memory import Memory
 from titanlite.metrics.records import MEMORY, find_faults
 from titanlite.observer import Phase
 from titanlite.optim.state_size import local_state_bytes
@@ -24,11 +23,11 @@ from titanlite.tools.report.run_memory import planned_memory
 Ends = pytest.CaptureFixture[str]
 
 
-class ScriptedWatch(MemoryWatch):
+class ScriptedMemory(Memory):
     """An allocator whose values a test sets."""
 
-    def __init__(self) -> None:
-        super().__init__(torch.device("cpu"))
+    def __init__(self, *, measures_phases: bool = True) -> None:
+        super().__init__(torch.device("cpu"), measures_phases=measures_phases)
         self.source = "allocator"
         self.allocated = self.peak_now = 0
         self.calls = 0
@@ -45,12 +44,12 @@ class ScriptedWatch(MemoryWatch):
         self.peak_now = max(self.peak_now, self.allocated)
 
 
-def start(memory: PhaseMemory, watch: ScriptedWatch) -> tuple[list[nn.Parameter], torch.optim.Optimizer]:
+def start(memory: ScriptedMemory) -> tuple[list[nn.Parameter], torch.optim.Optimizer]:
     """Build a model of 12 float32 values and 2 bfloat16 values, and its optimizer."""
     memory.phase(Phase.MODEL)
     memory.phase(Phase.SHARDING)
     weights = [nn.Parameter(torch.ones(3, 4)), nn.Parameter(torch.ones(2, dtype=torch.bfloat16))]
-    watch.allocate(52)
+    memory.allocate(52)
     memory.label(weights, "parameters")
     memory.label([torch.ones(100)], "other")
     memory.phase(Phase.OPTIMIZER)
@@ -60,16 +59,16 @@ def start(memory: PhaseMemory, watch: ScriptedWatch) -> tuple[list[nn.Parameter]
     return weights, optimizer
 
 
-def step(memory: PhaseMemory, watch: ScriptedWatch, weights: list[nn.Parameter], optimizer: Any, number: int) -> None:
+def step(memory: ScriptedMemory, weights: list[nn.Parameter], optimizer: Any, number: int) -> None:
     memory.begin_step(number)
     for activations in (700, 300):  # two micro-batches
         memory.phase(Phase.FORWARD)
-        watch.allocate(activations)
+        memory.allocate(activations)
         memory.phase(Phase.BACKWARD)
         for weight in weights:
             weight.grad = torch.ones_like(weight) if weight.grad is None else weight.grad
-        watch.allocate(50)
-        watch.allocate(-50 - activations)
+        memory.allocate(50)
+        memory.allocate(-50 - activations)
     memory.phase(Phase.UPDATE)
     optimizer.step()
     optimizer.zero_grad()
@@ -77,13 +76,12 @@ def step(memory: PhaseMemory, watch: ScriptedWatch, weights: list[nn.Parameter],
 
 
 def test_bytes_of_tensors_and_peaks_of_each_phase() -> None:
-    watch = ScriptedWatch()
-    memory = PhaseMemory(watch)
-    weights, optimizer = start(memory, watch)
-    step(memory, watch, weights, optimizer, 1)
+    memory = ScriptedMemory()
+    weights, optimizer = start(memory)
+    step(memory, weights, optimizer, 1)
     assert memory.take(last=False) is None
     memory.phase(Phase.VALIDATION)  # not measured
-    step(memory, watch, weights, optimizer, 2)
+    step(memory, weights, optimizer, 2)
     record = memory.take(last=False)
     assert record is not None
     none = {"parameters": 0, "gradients": 0, "optimizer": 0, "allocated": 0, "peak": 0, "reserved": 4096}
@@ -99,25 +97,24 @@ def test_bytes_of_tensors_and_peaks_of_each_phase() -> None:
 
 
 def test_after_the_measured_steps_nothing_is_measured() -> None:
-    watch = ScriptedWatch()
-    memory = PhaseMemory(watch)
-    weights, optimizer = start(memory, watch)
+    memory = ScriptedMemory()
+    weights, optimizer = start(memory)
     for number in (1, 2):
-        step(memory, watch, weights, optimizer, number)
+        step(memory, weights, optimizer, number)
     assert memory.take(last=False)
-    calls = watch.calls
-    step(memory, watch, weights, optimizer, 3)
+    calls = memory.calls
+    step(memory, weights, optimizer, 3)
     assert memory.take(last=True) is None
-    off = PhaseMemory(watch, is_on=False)
-    step(off, watch, *start(off, watch), 1)
+    assert memory.calls == calls
+    off = ScriptedMemory(measures_phases=False)
+    step(off, *start(off), 1)
     assert off.take(last=True) is None
-    assert watch.calls == calls
+    assert off.calls == 0
 
 
 def test_a_run_of_one_step_is_measured() -> None:
-    watch = ScriptedWatch()
-    memory = PhaseMemory(watch)
-    step(memory, watch, *start(memory, watch), 1)
+    memory = ScriptedMemory()
+    step(memory, *start(memory), 1)
     record = memory.take(last=True)
     assert record is not None
     assert record["phases"]["backward"]["gradients"] == 52
@@ -130,26 +127,25 @@ def test_state_of_one_parameter() -> None:
 
 
 def test_memory_of_this_process() -> None:
-    watch = MemoryWatch(torch.device("cpu"))
+    memory = Memory(torch.device("cpu"), measures_phases=False)
     if not Path("/proc/self/statm").exists():
-        assert watch.now() == {}
+        assert memory.now() == {}
         return
     [line] = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmRSS:")]
     # The kernel counts pages in batches, so two readings differ by some.
-    assert watch.now()["resident"] == pytest.approx(int(line.split()[1]) * 2**10, rel=0.2)
-    assert watch.now()["resident"] < 1.1 * watch.peak() * 2**30
+    assert memory.now()["resident"] == pytest.approx(int(line.split()[1]) * 2**10, rel=0.2)
+    assert memory.now()["resident"] < 1.1 * memory.peak() * 2**30
 
 
 @pytest.mark.usefixtures("single_process_group")
 def test_the_record_of_a_start(tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: Any) -> None:
     monkeypatch.setattr(logging.getLogger("titanlite"), "propagate", True)
     caplog.set_level(logging.INFO)
-    watch = ScriptedWatch()
-    memory = PhaseMemory(watch)
-    metrics = recorder(tmp_path, step=10, phase_memory=memory)
-    weights, optimizer = start(memory, watch)
+    memory = ScriptedMemory()
+    metrics = recorder(tmp_path, step=10, memory=memory)
+    weights, optimizer = start(memory)
     for number in (11, 12, 13):
-        step(memory, watch, weights, optimizer, number)
+        step(memory, weights, optimizer, number)
         metrics.end_step(number, result_of(1.0, 1.0), lr=0.1, samples=1, shares=dict, last=number == 13)
     metrics.close()
     [record] = [json.loads(line) for line in (tmp_path / "memory.jsonl").read_text().splitlines()]
