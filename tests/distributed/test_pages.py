@@ -53,7 +53,9 @@ def shortened(words: list[str]) -> list[str]:
         return [*words, *LESS["parity"], "--steps", "2", "--processes", "2", "--only", "FSDP"]
     if key is None or (words[0] == "inspect" and names_folder) or "--where" in words:
         return words
-    return [*words, *LESS[key]]
+    # A run's own data is evaluated where it is stdlib://. Here it is a file, which a checkpoint's config may not name.
+    data = ["--data", TEXT] if key == "evaluate" and "--data" not in words else []
+    return [*words, *LESS[key], *data]
 
 
 def run(command: str) -> None:
