@@ -14,7 +14,6 @@ from safetensors.torch import load_file, save_file
 from tests.weights import OWN, one_process, random_model, save_model, save_random
 from titanlite.models.base import Model
 from titanlite.models.formats import Entry, Formats, HuggingFace, Table
-from titanlite.models.registry import MODELS
 from titanlite.tools import cli
 from titanlite.tools.convert import check as check_module
 from titanlite.tools.convert.check import CheckFailed, _of_model, check_folder, compare
@@ -270,10 +269,6 @@ def test_sequences_are_those_of_the_run_where_they_are(sources: dict[str, Source
     tokens, origin = check_tokens(replace(source, config=None, tokenizer=None), sequences=2, length=64)
     assert (tokens.max() < 384, len(tokens.unique()) > 50, tokens.dtype) == (True, True, torch.int64)
     assert origin == "numbers, as there is no tokenizer"
-
-
-def test_every_family_has_a_case() -> None:
-    assert OWN.keys() == MODELS.keys()
 
 
 @pytest.mark.long

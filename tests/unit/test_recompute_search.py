@@ -139,7 +139,7 @@ def test_compiled_blocks_accept_any_policy() -> None:
     assert peak_of(config, ("full", "op")) < peak_of(config, ("op", "none"))
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_offloaded_states_are_not_on_the_device() -> None:
     free, offloaded = (
         choose_policies(

@@ -81,14 +81,6 @@ def test_places_in_the_mixture_can_be_found_back(weights: list[float], sample: i
     assert mixture.counts(sample)[source] == number
 
 
-def test_simple_weights_have_a_short_period() -> None:
-    mixture = Mixture([0.7, 0.3])
-    assert mixture.counts_in_period.tolist() == [7, 3]
-    assert [mixture.locate(i)[0] for i in range(10)] == [0, 1, 0, 0, 0, 1, 0, 0, 1, 0]
-    assert Mixture([1, 2, 1]).counts_in_period.tolist() == [1, 2, 1]
-    assert Mixture([1e-9, 1]).counts_in_period.tolist() == [1, MOST_PERIOD - 1]
-
-
 # Samples
 
 
