@@ -310,7 +310,7 @@ def test_compiled_blocks_keep_less_than_plain_formulas_and_as_much_as_ours(monke
     assert 0 < kept(compiled) < 0.9 * kept(eager)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_compiled_blocks_are_recorded_any_number_of_times() -> None:
     made = traced("--compile.enable=true", world_size=2, gpu=True, steps=4)
     begun = [name for _, name in made.recorder.phases if name.startswith("forward layers")]

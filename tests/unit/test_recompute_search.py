@@ -121,7 +121,7 @@ def test_a_mix_whose_trace_is_too_large_is_not_chosen(
     assert within(budget).peak <= budget
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_a_budget_of_a_gpu_counts_what_it_reserves_and_the_cuda_context() -> None:
     config, layout = config_of("--training.seq_len=64", blocks=2), layout_of(2)
     free = choose_policies(config, layout, budget=100 * GIB)
