@@ -122,7 +122,7 @@ def test_the_stream_does_not_depend_on_ranks_or_micro_batches(data: Any, ranks: 
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("ranks", "workers"), [(2, 1), pytest.param(1, 3, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize(("ranks", "workers"), [(1, 3), (2, 1)])
 def test_the_stream_does_not_depend_on_workers(ranks: int, workers: int) -> None:
     check_stream(ranks, 2, 36, workers)
 
