@@ -91,10 +91,12 @@ def test_validation_changes_nothing_in_training(tiny: TinyRun, monkeypatch: pyte
     assert tiny.losses("with") == tiny.losses("without")
     assert [record["step"] for record in validation_records(tiny, "with")] == [1, 2, 3, 4, 5, 6]
     saves = (tiny.folder / "outputs/with/checkpoints.jsonl").read_text().splitlines()
-    times = [json.loads(save)["blocking_seconds"] for save in saves]
-    times += [record["step_seconds"] for record in tiny.records("with")[1:]]
-    assert len(times) == 8
-    assert max(times) < slept, "its time is counted neither as steps nor as saving"
+    saving = [json.loads(save)["blocking_seconds"] for save in saves]
+    steps = [record["step_seconds"] for record in tiny.records("with")[1:]]
+    assert (len(saving), len(steps)) == (3, 5)
+    # If it were counted, each would have it: a busy machine makes some longer, and not all.
+    assert min(saving) < slept, saving
+    assert min(steps) < slept, steps
     losses = [record["loss"] for record in validation_records(tiny, "with")]
     assert losses[-1] < losses[0]
 

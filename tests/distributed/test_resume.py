@@ -4,6 +4,7 @@ import json
 import shutil
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from tests.helpers import TinyRun, run_in_turn, run_ranks
 from tests.layouts import LAYOUTS, degrees, optimizer_moments, trained
 from titanlite.checkpoint import manifest as manifests
+from titanlite.schema import Config
 from titanlite.storage.storage import MANIFEST, LocalStorage
 
 
@@ -53,9 +55,14 @@ def test_saved_on_one_layout_loads_on_each(tiny: TinyRun, replicate: int, shard:
                 assert (value == whole_run[parameter]).all(), parameter
 
 
+def moments_after_training(rank: int, world_size: int, config: Config, shorter: Config) -> dict[str, Any]:
+    trained(rank, world_size, shorter)
+    return optimizer_moments(rank, world_size, config)
+
+
 def test_optimizer_state_survives_the_change_of_layout(tiny: TinyRun) -> None:
-    run_ranks(trained, 4, tiny.config("--training.steps=3", *degrees(2, 2), world_size=4))
-    reference = run_ranks(optimizer_moments, 4, tiny.config(*degrees(2, 2), world_size=4))[0]
+    config, shorter = (tiny.config(*more, *degrees(2, 2), world_size=4) for more in ([], ["--training.steps=3"]))
+    reference = run_ranks(moments_after_training, 4, config, shorter)[0]
     assert reference["layers.0.attention.wq.weight.step"] == 3
     assert abs(reference["layers.0.attention.wq.weight.exp_avg"]).max() > 0
     single = run_ranks(optimizer_moments, 1, tiny.config())[0]
@@ -65,9 +72,8 @@ def test_optimizer_state_survives_the_change_of_layout(tiny: TinyRun) -> None:
 
 def test_tied_model_resumes_and_is_stored_once(tiny: TinyRun) -> None:
     tied = ["--model.args.tied_head", *degrees(1, 2)]
-    run_ranks(trained, 2, tiny.config("--job.name=whole", *tied, world_size=2))
-    run_ranks(trained, 2, tiny.config("--training.steps=3", *tied, world_size=2))
-    run_ranks(trained, 2, tiny.config(*tied, world_size=2))
+    runs = ["--job.name=whole"], ["--training.steps=3"], []
+    run_in_turn(trained, 2, [tiny.config(*options, *tied, world_size=2) for options in runs])
     assert tiny.losses() == tiny.losses("whole")
     checkpoint = tiny.folder / "outputs" / "tiny" / "checkpoints" / manifests.folder_name(6)
     stored = FileSystemReader(checkpoint).read_metadata().state_dict_metadata

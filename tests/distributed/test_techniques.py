@@ -1,22 +1,16 @@
 """Compile and float8 through the same path as everything else."""
 
-import logging
-from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
 
-from tests.helpers import TinyRun, run_ranks
+from tests.helpers import TinyRun, run_in_turn, run_ranks
 from tests.layouts import built, degrees, one_step, trained
 from titanlite.models.base import Model
-from titanlite.models.llama3 import Llama3, Llama3Args
 from titanlite.parallelize.compile import compile_blocks
 from titanlite.runtime.errors import UserError
-from titanlite.schema import Config, Float8
-from titanlite.techniques.float8.layers import check_float8, convert_to_float8
-
-ARGS = Llama3Args(dim=32, n_layers=2, n_heads=2, n_kv_heads=1, hidden_dim=40, vocab_size=64, max_seq_len=16)
+from titanlite.schema import Config
 
 
 def trace_blocks(model: Model, **_: object) -> None:
@@ -36,10 +30,9 @@ def compile_counts(rank: int, world_size: int, config: Config) -> tuple[int, lis
 @pytest.mark.slow
 def test_compiled_blocks_give_the_same_losses(tiny: TinyRun) -> None:
     options = [*degrees(1, 2), "--training.steps=3"]
-    run_ranks(trained, 2, tiny.config("--job.name=eager", *options, world_size=2))
-    compiled = ["--compile.enable", "--activation_checkpoint.mode=selective"]
-    config = tiny.config("--job.name=compiled", *compiled, *options, world_size=2)
-    run_ranks(trained, 2, config, timeout=300)
+    compiled = ["--job.name=compiled", "--compile.enable", "--activation_checkpoint.mode=selective"]
+    runs = [tiny.config(*words, *options, world_size=2) for words in (["--job.name=eager"], compiled)]
+    run_in_turn(trained, 2, runs, timeout=300)
     assert tiny.losses("compiled") == pytest.approx(tiny.losses("eager"), rel=1e-5)
 
 
@@ -53,41 +46,6 @@ def test_blocks_share_one_graph_and_names_stay(tiny: TinyRun) -> None:
 
 def parameter_names(rank: int, world_size: int, config: Config) -> list[str]:
     return [name for name, _ in built(rank, world_size, config).model.named_parameters()]
-
-
-def meta_model(**changes: Any) -> Llama3:
-    with torch.device("meta"):
-        return Llama3(Llama3Args(**{**vars(ARGS), **changes}))
-
-
-def test_float8_logs_what_it_converts_and_what_it_keeps(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = meta_model()
-    monkeypatch.setattr(logging.getLogger("titanlite"), "propagate", True)
-    with caplog.at_level(logging.INFO, logger="titanlite"):
-        float8 = Float8(enable=True, emulate=True, skip_small=False, filter_fqns=["wo"])
-        convert_to_float8(model, float8=float8, shard_degree=1)
-    linears = [(name, module) for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
-    converted = {name for name, module in linears if type(module).__name__ == "Float8Linear"}
-    assert converted == {f"layers.{layer}.attention.{name}" for layer in (0, 1) for name in ("wq", "wk", "wv")}
-    assert len(linears) == 2 * 7 + 1
-    messages = [record.getMessage() for record in caplog.records if record.name.startswith("titanlite")]
-    assert messages[0].startswith("float8 (tensorwise): converted 6 linear layers: layers.0.attention.wq")
-    reasons = {message.split("(")[1].split(")")[0] for message in messages[1:]}
-    assert reasons == {
-        "named by filter_fqns: wo",
-        "float8 matmuls need sizes that are multiples of 16",
-        "the loss computes its matmul itself",
-    }
-
-
-def test_float8_that_would_do_nothing_is_an_error() -> None:
-    with pytest.raises(UserError, match="no layer can be converted"):
-        convert_to_float8(meta_model(dim=36), float8=Float8(enable=True, emulate=True), shard_degree=1)
-    if not torch.cuda.is_available():
-        with pytest.raises(UserError, match="this machine has no hardware float8"):
-            check_float8(Float8(enable=True))
 
 
 @pytest.mark.parametrize(
@@ -104,8 +62,8 @@ def test_float8_trains(tiny: TinyRun, recipe: str) -> None:
     ]
     float8 = ["enable=true", "emulate=true", "skip_small=false", f"recipe_name={recipe}"]
     options = [*sizes, *(f"--quantize.linear.float8.{option}" for option in float8)]
-    run_ranks(trained, 2, tiny.config("--job.name=float8", *options, world_size=2))
-    run_ranks(trained, 2, tiny.config("--job.name=plain", *sizes, world_size=2))
+    runs = ["--job.name=float8", *options], ["--job.name=plain", *sizes]
+    run_in_turn(trained, 2, [tiny.config(*words, world_size=2) for words in runs])
     assert tiny.losses("float8") != tiny.losses("plain")
     assert tiny.losses("float8") == pytest.approx(tiny.losses("plain"), rel=0.03)
 

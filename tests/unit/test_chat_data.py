@@ -540,7 +540,7 @@ def test_mistakes_in_a_config_are_one_line(
     assert line.removeprefix("error: ").removeprefix("data.path: ").startswith(message.format(folder=tmp_path))
 
 
-@pytest.mark.nightly
+@pytest.mark.slow
 @pytest.mark.usefixtures("own_process_group")
 def test_the_example_learns_to_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """train_configs/sft_example.toml, with a smaller model, from a folder without its files."""

@@ -20,7 +20,7 @@ from titanlite.data.tokenizer import ByteTokenizer
 from titanlite.data.tokens import INDEX, TokenStore
 from titanlite.runtime.errors import UserError
 from titanlite.schema import Data
-from titanlite.tools.ingest.token_writer import TokenWriter, unigram_entropy
+from titanlite.tools.ingest.token_writer import TokenWriter
 
 CPU = torch.device("cpu")
 
@@ -134,12 +134,6 @@ def test_fingerprint_follows_the_tokens(tmp_path: Path) -> None:
     assert write_tokens(tmp_path / "c", [[1, 2, 4]]).fingerprint != first
 
 
-def test_unigram_entropy() -> None:
-    assert unigram_entropy(np.array([5, 5, 5, 5, 0])) == pytest.approx(np.log(4))
-    assert unigram_entropy(np.array([3, 1])) == pytest.approx(-0.75 * np.log(0.75) - 0.25 * np.log(0.25))
-    assert unigram_entropy(np.array([7, 0])) == 0
-
-
 # Order
 
 
@@ -169,11 +163,6 @@ def test_permutations_are_even() -> None:
     expected = keys / size
     assert (abs(landed - expected) < 6 * expected**0.5).all()
     assert abs(adjacent / keys - (size - 1) / (size * (size - 1))) < 0.02
-
-
-def test_order_needs_no_memory() -> None:
-    order = Order(10**15, seed=0)
-    assert len({order.locate(sample)[1] for sample in range(10**15 - 100, 10**15)}) == 100
 
 
 # Batches

@@ -1,7 +1,6 @@
 """The loss with a teacher against the plain formulas, what it holds in memory, and what a config of it refuses."""
 
 import json
-import re
 import shutil
 from dataclasses import replace
 from math import inf, log
@@ -18,10 +17,9 @@ from tests.helpers import TinyRun, train_on_this_rank
 from tests.operators import LargestTensor
 from titanlite.checkpoint.load import resume_settings
 from titanlite.checks.preflight import preflight
-from titanlite.config.load import load, read
+from titanlite.config.load import read
 from titanlite.data.tokenizer import ByteTokenizer, load_tokenizer
 from titanlite.loss import token_loss
-from titanlite.models.registry import resolve_model
 from titanlite.ops.cpu import CpuKernels
 from titanlite.ops.divergence import divergence
 from titanlite.runtime.errors import ConfigError, UserError
@@ -297,20 +295,3 @@ def test_the_fingerprint_is_of_weights_and_arguments(taught: tuple[TinyRun, Path
     settings = resume_settings(tiny.config(), model_args=args, data={}, teacher=first)
     assert settings["teacher"] == first
     assert "teacher" not in resume_settings(tiny.config(), model_args=args, data={})
-
-
-def test_the_case_of_qwen3_in_the_guide_is_a_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    page = Path("docs/distill.md").read_text()
-    [text] = [text for text in re.findall(r"```toml\n(.*?)```", page, re.DOTALL) if "distill_qwen3" in text]
-    monkeypatch.chdir(tmp_path)
-    for file in ("corpus/a.jsonl", "models/Qwen3-235B-A22B/tokenizer.json", "models/Qwen3-30B-A3B/config.json"):
-        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / file).touch()
-    (tmp_path / "distill_qwen3.toml").write_text(text)
-    config = load("distill_qwen3.toml", world_size=8)
-    assert (config.distill.ratio, config.teacher.enable_cpu_offload) == (0.7, True)
-    sizes = {name: sum(p.numel() for p in resolve_model("qwen3_moe", name, {}).build().parameters())
-             for name in ("30B-A3B", "235B-A22B")}  # fmt: skip
-    assert f"{sizes['235B-A22B'] * 2 / 2**30:.0f} GiB in bfloat16" in page
-    assert f"{sizes['235B-A22B'] * 2 / 8 / 2**30:.1f} GiB on each" in page
-    assert f"{sizes['30B-A3B'] * 8 / 8 / 2**30:.1f} GiB on each" in page

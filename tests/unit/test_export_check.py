@@ -14,7 +14,6 @@ from safetensors.torch import load_file, save_file
 from tests.weights import OWN, one_process, random_model, save_model, save_random
 from titanlite.models.base import Model
 from titanlite.models.formats import Entry, Formats, HuggingFace, Table
-from titanlite.models.registry import MODELS
 from titanlite.tools import cli
 from titanlite.tools.convert import check as check_module
 from titanlite.tools.convert.check import CheckFailed, _of_model, check_folder, check_tokens, compare
@@ -258,10 +257,6 @@ def test_without_transformers_our_own_reader_computes(
 def test_a_model_without_a_tokenizer_is_checked_with_numbers(sources: dict[str, Source]) -> None:
     tokens = check_tokens(replace(sources["llama3"], config=None, tokenizer=None), sequences=2, length=64)
     assert (tokens.max() < 384, len(tokens.unique()) > 50, tokens.dtype) == (True, True, torch.int64)
-
-
-def test_every_family_has_a_case() -> None:
-    assert OWN.keys() == MODELS.keys()
 
 
 @pytest.mark.long

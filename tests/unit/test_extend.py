@@ -256,35 +256,6 @@ def test_an_own_model_whose_init_fails_is_one_line(
     assert error.startswith(f"error: model.file: {message}")
 
 
-def test_init_weight_of_older_versions_is_refused(tiny: TinyRun, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tiny.folder)
-    body = "    def init_weight(self, name, weight, generator): weight.normal_(generator=generator)\n"
-    (tiny.folder / "old_weights.py").write_text(OWN_MODEL + body)
-    tiny.toml.write_text(f'[model]\nfile = "old_weights.py"\n[data]\npath = "{tiny.text}"\n')
-    with pytest.raises(ConfigError) as error:
-        preflight(tiny.config(), Ranks(0, 1, 0, 1), torch.device("cpu"))
-    assert str(error.value) == (
-        f"model.file: Mine.init_weight has the arguments of an older version: take (self, name, shape) and {ADVICE}"
-    )
-
-
-def test_a_dump_folder_that_cannot_be_written_is_found_before_the_start(tiny: TinyRun) -> None:
-    (tiny.folder / "file").write_text("")
-    with pytest.raises(ConfigError) as error:
-        preflight(tiny.config(f"--job.dump_folder={tiny.folder}/file/below"), Ranks(0, 1, 0, 1), torch.device("cpu"))
-    assert str(error.value) == f"job.dump_folder: {tiny.folder}/file is a file, not a folder: name another folder"
-
-
-def test_a_checkpoint_folder_that_cannot_be_written_is_found_before_the_start(tiny: TinyRun) -> None:
-    """Hours later the first save would find it."""
-    (tiny.folder / "file").write_text("")
-    words = f"--checkpoint.folder={tiny.folder}/file"
-    with pytest.raises(ConfigError) as error:
-        preflight(tiny.config(words), Ranks(0, 1, 0, 1), torch.device("cpu"))
-    assert str(error.value) == f"checkpoint.folder: {tiny.folder}/file is a file, not a folder: name another folder"
-    preflight(tiny.config(words, "--checkpoint.enable=false"), Ranks(0, 1, 0, 1), torch.device("cpu"))
-
-
 def test_files_are_relative_to_the_toml_that_names_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "inner").mkdir()
     (tmp_path / "inner" / "base.toml").write_text(

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from tests.helpers import TinyRun, train_on_this_rank
 from titanlite.tools import cli
-from titanlite.tools.report.profile_command import Profile, collective_name, read_profile
+from titanlite.tools.report.profile_command import Profile, read_profile
 
 GEMM = "ampere_sgemm_128x64_tn"
 GATHER = "ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
@@ -113,22 +113,6 @@ def test_a_trace_of_a_cpu(tmp_path: Path) -> None:
         "all-gather": (290, 100),
         "reduce-scatter": (50, 20),
     }
-
-
-@pytest.mark.parametrize(
-    ("name", "collective", "expected"),
-    [
-        ("ncclDevKernel_AllReduce_Sum_f32_TREE_LL", "", "all-reduce"),
-        ("ncclDevKernel_Broadcast_RING_LL", "", "broadcast"),
-        ("ncclDevKernel_SendRecv", "", "send and receive"),
-        ("ncclDevKernel_Generic_1", "_allgather_base", "all-gather"),
-        ("ncclDevKernel_Generic_1", "reduce_scatter_tensor_coalesced", "reduce-scatter"),
-        ("ncclDevKernel_Generic_1", "", "other"),
-        ("ampere_sgemm_128x64_tn", "", ""),
-    ],
-)
-def test_names_of_collectives(name: str, collective: str, expected: str) -> None:
-    assert collective_name(event(name, "kernel", 0, 1, collective=collective)) == expected
 
 
 # The command

@@ -120,7 +120,7 @@ def test_a_mix_whose_trace_is_too_large_is_not_chosen(
     assert within(budget).peak <= budget
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_a_budget_of_a_gpu_counts_what_it_reserves_and_the_cuda_context() -> None:
     config, layout = config_of("--training.seq_len=64", blocks=2), layout_of(2)
     free = choose_policies(config, layout, budget=100 * GIB)
@@ -138,7 +138,7 @@ def test_compiled_blocks_accept_any_policy() -> None:
     assert peak_of(config, ("full", "op")) < peak_of(config, ("op", "none"))
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_offloaded_states_are_not_on_the_device() -> None:
     free, offloaded = (
         choose_policies(

@@ -14,7 +14,7 @@ from titanlite.tools.plan import out_of_memory
 from titanlite.tools.plan.estimate import OUTSIDE, USABLE_ON_CPU, Layout, Plan, plan
 from titanlite.tools.plan.hardware import find_hardware
 from titanlite.tools.plan.search import with_options
-from titanlite.tools.plan.suggestions import Suggestion, suggest, suggestion_lines
+from titanlite.tools.plan.suggestions import Suggestion, suggest
 
 BATCH = {"training.local_batch_size": 4}
 SELECTIVE = {"activation_checkpoint.mode": "selective"}
@@ -122,20 +122,6 @@ def test_allocator_numbers_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         "PyTorch has allocated 70.0 GiB (peak 75.0 GiB) and reserved 76.0 GiB. The GPU has 1.0 GiB free of 79.0 GiB; "
         "2.0 GiB are used outside PyTorch (CUDA context, NCCL, other processes)."
     ]
-
-
-def test_suggestions_are_printed_with_their_peaks() -> None:
-    fits = Suggestion({"activation_checkpoint.mode": "full"}, 58 * 2**30, True, "recomputes forward")
-    larger = Suggestion({"optimizer.in_backward": True}, 2**29, False, "no clipping")
-    assert [*suggestion_lines([fits, larger])] == [
-        "Options that fit, cheapest first:",
-        "  --activation_checkpoint.mode=full   58.00 GiB  recomputes forward",
-        "  --optimizer.in_backward=true       512.00 MiB  no clipping",
-    ]
-    [first, *_] = suggestion_lines([larger])
-    assert first == "No single option fits. These need less memory:"
-    [only] = suggestion_lines([])
-    assert "more processes" in only
 
 
 def test_the_command_after_an_error_is_exact(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

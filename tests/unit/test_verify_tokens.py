@@ -170,7 +170,7 @@ def error_of(loader: Any) -> str:
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("kind", "workers"),
-    [("tokens", 0), ("documents", 0), ("mask", 0), pytest.param("tokens", 1, marks=pytest.mark.nightly)],
+    [("tokens", 0), ("documents", 0), ("mask", 0), pytest.param("tokens", 1, marks=pytest.mark.slow)],
 )
 def test_a_file_that_became_shorter_is_one_line(kind: str, workers: int, tmp_path: Path) -> None:
     write(tmp_path / "tokens")
