@@ -264,6 +264,20 @@ def test_private_names_of_pytorch_are_in_one_room() -> None:
     assert {path: names for path, names in found.items() if names} == {}
 
 
+def test_each_private_use_has_a_test() -> None:
+    room = PACKAGE / "runtime" / "private_torch"
+    offered = {
+        node.name
+        for path, tree in trees().items()
+        for node in tree.body
+        if path.parent == room and isinstance(node, ast.FunctionDef) and not node.name.startswith("_")
+    }
+    tests = ast.parse(Path("tests/unit/test_private_torch.py").read_text())
+    called = {node.id for node in ast.walk(tests) if isinstance(node, ast.Name)}
+    assert len(offered) > 30
+    assert offered - called == set()
+
+
 def test_only_tools_import_what_tracing_needs() -> None:
     """Tracing imports PyTorch's fake tensors, which training does not need."""
     users = {

@@ -53,7 +53,7 @@ def test_a_search_expects_what_the_plan_finds() -> None:
     searching = _Search(config, layout, unused, share=4)
     candidates = [it for it in searching._candidates(offload=False) if (it.mode, it.reshard) == ("full", "default")]
     traces = {
-        (it.mode, it.float8, it.batch): trace(with_options(config, it.options), layout)
+        (it.mode, it.variant, it.batch): trace(with_options(config, it.options), layout)
         for it in candidates
         if it.degrees.shard == 4 and it.batch < 4
     }
