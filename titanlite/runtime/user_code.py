@@ -31,7 +31,7 @@ def load_module(place: str) -> ModuleType:
     try:
         module = importlib.import_module(name)
     except (Exception, SystemExit) as error:  # the user's file may raise anything
-        raise UserError(f"cannot import {place}: {describe_error(error)}") from error
+        raise UserError(f"cannot import {place}: {describe_error(error, path and str(path))}") from error
     if path and (module.__file__ is None or Path(module.__file__).resolve() != path):
         raise UserError(f"cannot import {place}: there is another module called {name}; give the file another name")
     return module

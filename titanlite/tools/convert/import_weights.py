@@ -174,10 +174,11 @@ def _foreign(
 def _of_ours(source: Source) -> Teacher:
     assert source.config is not None, "checkpoints of ours have one"
     entries: dict[str, Any] = source.metadata.state_dict_metadata
+    named = source.config.data.tokenizer
     return Teacher(
         source.spec,
         source.config,
-        source.tokenizer.name if source.tokenizer else None,
+        source.tokenizer.name if source.tokenizer else named if is_shipped(named) else None,
         set(),
         lambda name: read_tensor(source, name.removeprefix("model.")),
         lambda name: entries[name].properties.dtype,
