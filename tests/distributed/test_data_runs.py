@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pytest
@@ -94,9 +95,9 @@ def test_validation_changes_nothing_in_training(tiny: TinyRun, monkeypatch: pyte
     saving = [json.loads(save)["blocking_seconds"] for save in saves]
     steps = [record["step_seconds"] for record in tiny.records("with")[1:]]
     assert (len(saving), len(steps)) == (3, 5)
-    # If it were counted, each would have it: a busy machine makes some longer, and not all.
-    assert min(saving) < slept, saving
-    assert min(steps) < slept, steps
+    # If it were counted, each would have it: a busy machine makes single ones longer.
+    assert median(saving) < slept, saving
+    assert median(steps) < slept, steps
     losses = [record["loss"] for record in validation_records(tiny, "with")]
     assert losses[-1] < losses[0]
 
