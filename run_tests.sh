@@ -13,7 +13,7 @@ fi
 find_python dev pytest xdist transformers torchao s3fs moto
 cd "$ROOT"
 unset PYTHONDONTWRITEBYTECODE # else each of the many processes compiles titanlite, and each worker all tests, again
-side_by_side=(--numprocesses 4 --dist worksteal) # also on 2 cores: many tests wait for other processes
+side_by_side=(--numprocesses auto --maxprocesses 4 --dist worksteal)
 if [[ ${1:-} == unit ]]; then # prints what should be marked long, too
     set -- tests/unit -m "not long and not slow and not nightly" "${side_by_side[@]}" --durations=10 --durations-min=1 "${@:2}"
 fi
