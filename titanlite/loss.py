@@ -19,7 +19,7 @@ from torch import Tensor
 from titanlite.batch import IGNORE
 from titanlite.ops.cross_entropy import SplitVocabulary
 from titanlite.ops.kernels import DEFAULT_KERNELS, Kernels
-from titanlite.runtime.private_torch.tensors import scale_in_place
+from titanlite.runtime.private_torch.tensors import factor_of
 from titanlite.runtime.user_code import check_call, find_object
 from titanlite.schema import Distill, Training
 
@@ -212,7 +212,9 @@ class _ChunkedLoss(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         d_hidden_TD, d_weight_VD = ctx.gradients
         del ctx.gradients  # they are scaled in place, which can be done once
-        scale_in_place([it for it in (d_hidden_TD, d_weight_VD) if it is not None], gradients[0])
+        for gradient in (d_hidden_TD, d_weight_VD):
+            if gradient is not None:
+                gradient.mul_(factor_of(gradient, gradients[0]))
         return d_hidden_TD, d_weight_VD, *[None] * 7
 
 

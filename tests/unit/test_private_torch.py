@@ -72,6 +72,7 @@ from titanlite.runtime.private_torch.tensors import (
     call_after_backward,
     chosen_attention,
     dump_memory_snapshot,
+    factor_of,
     foreach_norms,
     fused_adamw_,
     has_hardware_bfloat16,
@@ -409,6 +410,7 @@ def test_scale_in_place() -> None:
     assert not torch.equal(x * factor.bfloat16(), expected := (x.float() * factor).bfloat16())
     scale_in_place([x], factor)
     assert torch.equal(x, expected), "the factor is not rounded to bfloat16"
+    assert factor_of(x, factor) is factor, "CPUs do not round it"
 
 
 def test_replace_tensors_keeps_parameters_and_names() -> None:

@@ -82,16 +82,21 @@ def add_in_place(tensors: Sequence[Tensor], value: Tensor) -> None:
     torch._foreach_add_(list(tensors), [value] * len(tensors))
 
 
-def scale_in_place(tensors: Sequence[Tensor], factor: Tensor) -> None:
-    """Multiply many tensors by a float32 scalar, in few kernels, without memory and without rounding the scalar.
+def factor_of(tensor: Tensor, factor: Tensor) -> Tensor:
+    """Return a float32 scalar in the form that multiplies a tensor without being rounded to its dtype.
 
     CUDA's kernels would convert a scalar tensor to a narrower dtype first. By a tensor of one dimension they multiply
     in float32.
     """
+    return factor.view(1) if tensor.is_cuda and tensor.itemsize < factor.itemsize else factor
+
+
+def scale_in_place(tensors: Sequence[Tensor], factor: Tensor) -> None:
+    """Multiply many tensors by a float32 scalar, in few kernels, without memory and without rounding the scalar."""
     same = []
     for tensor in tensors:
-        if tensor.is_cuda and tensor.itemsize < factor.itemsize:
-            tensor.mul_(factor.view(1))
+        if (exact := factor_of(tensor, factor)) is not factor:
+            tensor.mul_(exact)
         else:
             same.append(tensor)
     if same:
