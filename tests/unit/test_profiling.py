@@ -19,7 +19,7 @@ from titanlite.observer import Phase
 from titanlite.runtime.console import shell_command
 from titanlite.runtime.process_group import Ranks
 from titanlite.schema import Profiling
-from titanlite.techniques.profiling.profiler import Profiler, build_profilers, save_memory_snapshot
+from titanlite.techniques.profiling.profiler import Profiler, save_memory_snapshot
 from titanlite.tools.plan.out_of_memory import snapshot_lines
 
 ON = "--profiling.enable_profiling=true"
@@ -121,10 +121,10 @@ def test_a_run_by_epochs_that_is_too_short_warns(tmp_path: Path, caplog: pytest.
     """The number of its steps is known when the data is open, which is too late for the check of the config."""
     config = Profiling(enable_profiling=True, profile_freq=50)
     options: dict[str, Any] = {"run": tmp_path, "ranks": ONE, "device": torch.device("cpu")}
-    build_profilers(config, steps=49, not_training=nullcontext, **options)
+    Profiler(config, steps=49, not_training=nullcontext, **options)
     assert "profiling.profile_freq: no window ends within the 49 steps of the run" in caplog.text
     caplog.clear()
-    build_profilers(config, steps=50, not_training=nullcontext, **options)
+    Profiler(config, steps=50, not_training=nullcontext, **options)
     assert caplog.text == ""
 
 

@@ -22,8 +22,8 @@ logger = logging.getLogger(__name__)
 
 STEPS = 2
 """Measured steps of a start. In the first, code is compiled, and many optimizers have no states yet."""
-START = ("model", "sharding", "optimizer", "checkpoint load")
-STEP = ("data", "teacher", "forward", "backward", "update")
+START = (Phase.MODEL, Phase.SHARDING, Phase.OPTIMIZER, Phase.CHECKPOINT_LOAD)
+STEP = (Phase.DATA, Phase.TEACHER, Phase.FORWARD, Phase.BACKWARD, Phase.UPDATE)
 
 
 class Memory(StepObserver):
@@ -41,7 +41,7 @@ class Memory(StepObserver):
         self.source = "allocator" if device.type == "cuda" else "process"
         """Source of `now`: PyTorch's allocator, or the memory of the whole process."""
         self._is_on = measures_phases
-        self._name = ""
+        self._name = Phase.START
         self._steps = 0
         self._parameters: list[Tensor] = []
         self._optimizer: torch.optim.Optimizer | None = None

@@ -45,9 +45,9 @@ class Profiles(Technique):
         check_memory_snapshot(config.profiling, device)
 
     def observers(self, config: Config, run: RunParts) -> "Sequence[StepObserver]":
-        from titanlite.techniques.profiling.profiler import build_profilers
+        from titanlite.techniques.profiling.profiler import Profiler
 
-        return build_profilers(
+        profiler = Profiler(
             config.profiling,
             run=run.folder,
             ranks=run.ranks,
@@ -55,6 +55,7 @@ class Profiles(Technique):
             device=run.device,
             not_training=run.not_training,
         )
+        return [profiler]
 
 
 TECHNIQUE = Profiles()

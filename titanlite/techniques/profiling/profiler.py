@@ -49,23 +49,6 @@ def check_memory_snapshot(config: Profiling, device: torch.device) -> None:
         raise UserError(f"records the allocator of GPUs, and this run is on the {device.type}: set it to false")
 
 
-def build_profilers(
-    config: Profiling,
-    *,
-    run: Path,
-    ranks: Ranks,
-    steps: int,
-    device: torch.device,
-    not_training: Callable[[], AbstractContextManager[None]],
-) -> list["Profiler"]:
-    """Return the profiler of a run, and no profiler where `[profiling]` is off. See `Profiler` for the arguments."""
-    if not config.is_used:
-        return []
-    if config.profile_freq > steps:  # which is known before the start, but with training.epochs
-        logger.warning(f"profiling.profile_freq: no window ends within the {steps} steps of the run")
-    return [Profiler(config, run=run, ranks=ranks, steps=steps, device=device, not_training=not_training)]
-
-
 class Profiler(StepObserver):
     """Observer that records windows of steps, with the phases of a step as named ranges. FSDP names its own.
 
@@ -99,6 +82,8 @@ class Profiler(StepObserver):
         self._ranges: list[record_function] = []
         """Open ranges of the loop: the step, and its phase."""
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # its own lines about start and stop
+        if config.profile_freq > steps:  # the check of a config knows it already, unless training.epochs is set
+            logger.warning(f"profiling.profile_freq: no window ends within the {steps} steps of the run")
         if config.enable_memory_snapshot:
             record_memory_history(max_entries=MEMORY_HISTORY)
 
