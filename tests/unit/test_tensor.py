@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from tests.helpers import TinyRun
 from tests.layouts import CountOperators
-from titanlite.checks.memory import largest_shard
 from titanlite.loss import token_loss
 from titanlite.models.base import DECODER, Model, TensorPlan, build_on_meta
 from titanlite.models.llama3 import Llama3, Llama3Args
@@ -19,9 +18,14 @@ from titanlite.models.qwen3_moe import Qwen3Moe
 from titanlite.ops.kernels import Kernels
 from titanlite.runtime.errors import ConfigError, UserError
 from titanlite.schema import Degrees, Parallelism
-from titanlite.techniques.tensor.layers import TensorRanks, check_tensor, roles_of, split_dims, split_parameters
+from titanlite.techniques.tensor.layers import TensorRanks, check_tensor, roles_of, split_dims
 
 ARGS = Llama3Args(dim=48, n_layers=2, n_heads=6, n_kv_heads=3, hidden_dim=72, vocab_size=264, max_seq_len=64)
+
+
+def split_parameters(model: Model) -> set[str]:
+    modules = dict(model.named_modules())
+    return {f"{name}.{it}" for name, role in roles_of(model).items() for it in split_dims(modules[name], role)}
 
 
 def refusal(model: Model, degree: int) -> str:
@@ -124,14 +128,6 @@ def test_options_that_do_not_compose_are_refused_by_name(tiny: TinyRun) -> None:
         with pytest.raises(ConfigError, match=r"parallelism\.tensor_parallel_degree") as caught:
             tiny.config("--parallelism.tensor_parallel_degree=2", *options, world_size=4)
         assert expected in str(caught.value)
-
-
-def test_memory_of_a_rank_counts_split_layers_once() -> None:
-    model = llama()
-    sizes = {name: p.numel() for name, p in model.named_parameters()}
-    norms = sum(size for name, size in sizes.items() if "norm" in name)
-    assert largest_shard(model, 1, 1, 3) == (sum(sizes.values()) - norms) // 3 + norms
-    assert largest_shard(model, 2, 1, 3) == largest_shard(model, 1, 1, 3) // 2
 
 
 @dataclass

@@ -5,18 +5,16 @@ from pathlib import Path
 
 import torch
 
-from titanlite.models.base import Model, expert_layers, trainable_parameters, unique_parameters
+from titanlite.models.base import Model, trainable_parameters, unique_parameters
 from titanlite.models.quantized import quantized_parameters
 from titanlite.optim.state_size import state_bytes
-from titanlite.runtime.dtensor import chunk_sizes
 from titanlite.runtime.dtypes import DTYPES
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.hardware import host_memory
 from titanlite.runtime.process_group import Ranks
-from titanlite.schema import Config
+from titanlite.schema import Config, Degrees
 from titanlite.storage.disk import check_room, folder_of
 from titanlite.techniques import keeps_gradients
-from titanlite.techniques.tensor.layers import split_parameters
 
 
 def check_model_memory(
@@ -32,20 +30,18 @@ def check_model_memory(
     """
     in_memory, _ = bytes_per_parameter(model, config)
     degrees = config.parallelism.degrees(ranks.world_size)
-    degree = degrees.sharded
-    shard = largest_shard(model, degree, config.parallelism.expert_parallel_degree, degrees.tensor)
-    needed = {config.training.enable_cpu_offload: shard * in_memory}
+    needed = {config.training.enable_cpu_offload: even_share(model, degrees) * in_memory}
     if teacher is not None:
         size = DTYPES[config.teacher.dtype or config.training.mixed_precision_param].size
         place = config.teacher.enable_cpu_offload
-        needed[place] = needed.get(place, 0) + largest_shard(teacher, degree) * size
+        needed[place] = needed.get(place, 0) + even_share(teacher, degrees._replace(tensor=1)) * size
     if device.type == "cpu":  # host memory is all there is
         needed = {False: sum(needed.values())}
     for offload, size in needed.items():
         check_memory(
             size,
             parameters=[sum(p.numel() for _, p in unique_parameters(it)) for it in (model, teacher) if it is not None],
-            shard_degree=degree,
+            shard_degree=degrees.sharded,
             local_world_size=ranks.local_world_size,
             device=device,
             offload=offload,
@@ -54,10 +50,7 @@ def check_model_memory(
 
 def check_model_disk(model: Model, config: Config, ranks: Ranks) -> None:
     _, on_disk = bytes_per_parameter(model, config)
-    parallelism = config.parallelism
-    degrees = parallelism.degrees(ranks.world_size)
-    shard = largest_shard(model, degrees.sharded, parallelism.expert_parallel_degree, degrees.tensor)
-    of_a_rank = on_disk * shard
+    of_a_rank = on_disk * even_share(model, config.parallelism.degrees(ranks.world_size))
     folder = folder_of(config.offload, Path(config.job.dump_folder, str(config.job.name)))
     check_room(folder, of_a_rank * ranks.local_world_size)
 
@@ -74,26 +67,9 @@ def weight_bytes(model: Model, config: Config) -> int:
     return sum(it.numel() * (it.itemsize if it in quantized else sizes[it.requires_grad]) for it in parameters)
 
 
-def largest_shard(model: Model, shard_degree: int, expert_degree: int = 1, tensor_degree: int = 1) -> int:
-    """Return the number of elements that the first rank will have of a model that is not sharded yet.
-
-    FSDP shards dim 0 of each parameter, and the first rank has the most: of 128 experts on 256 ranks, one.
-
-    Args:
-        expert_degree: ranks with different experts. Each of these has an even share.
-        tensor_degree: ranks that split layers. Each of these has as much of a layer.
-    """
-    distributed = expert_layers(model) if expert_degree > 1 else []
-    stacks = {getattr(layer, name) for layer in distributed for name in layer.stacks}
-    split = split_parameters(model) if tensor_degree > 1 else ()
-    total = 0
-    for name, parameter in unique_parameters(model):
-        if parameter in stacks:
-            shard = parameter.numel() // shard_degree
-        else:
-            shard = chunk_sizes(parameter.shape[0], shard_degree)[0] * parameter.shape[1:].numel()
-        total += shard // (tensor_degree if name in split else 1)
-    return total
+def even_share(model: Model, degrees: Degrees) -> float:
+    """Return the number of elements of a model that a rank has if parameters split evenly: no rank can have fewer."""
+    return sum(it.numel() for _, it in unique_parameters(model)) / (degrees.sharded * degrees.tensor)
 
 
 def bytes_per_parameter(model: Model, config: Config) -> tuple[float, float]:

@@ -243,12 +243,6 @@ def roles_of(model: Model) -> dict[str, TensorRole]:
     return roles
 
 
-def split_parameters(model: Model) -> set[str]:
-    """Return the names of the parameters that the plan splits."""
-    modules = dict(model.named_modules())
-    return {f"{name}.{it}" for name, role in roles_of(model).items() for it in split_dims(modules[name], role)}
-
-
 def split_dims(module: nn.Module, role: TensorRole | None) -> dict[str, int]:
     """Return the dimension that a role splits of each of a module's own parameters, for those that it splits."""
     if isinstance(module, ExpertLayer) and role == "experts":
