@@ -59,10 +59,14 @@ def build_mesh(parallelism: Parallelism, *, world_size: int, device_type: str) -
     return init_device_mesh(device_type, (*axes.values(),), mesh_dim_names=(*axes,))
 
 
-def sharding_mesh(mesh: DeviceMesh) -> DeviceMesh:
+def sharding_mesh(mesh: DeviceMesh, *, with_replicas: bool = True) -> DeviceMesh:
     """Return the mesh for `fully_shard`: replicas and shards, or the shards alone where there is one replica. That
-    saves an all-reduce over one rank."""
-    if not has_replicas(mesh):
+    saves an all-reduce over one rank.
+
+    Args:
+        with_replicas: whether FSDP adds gradients over replicas.
+    """
+    if not (with_replicas and has_replicas(mesh)):
         return _shards(mesh)
     return join_meshes(mesh["replicate"], _shards(mesh)) if CONTEXT in axis_sizes(mesh) else mesh["replicate", "shard"]
 
@@ -90,6 +94,11 @@ def expert_meshes(mesh: DeviceMesh, degree: int) -> tuple[DeviceMesh, DeviceMesh
 def has_replicas(mesh: DeviceMesh) -> bool:
     """Return True if several ranks hold the same shard of a parameter (HSDP, DDP)."""
     return mesh["replicate"].size() > 1
+
+
+def replica_group(mesh: DeviceMesh) -> dist.ProcessGroup | None:
+    """Return the ranks that hold the same shards of parameters, or None if this rank is alone with them."""
+    return mesh.get_group("replicate") if has_replicas(mesh) else None
 
 
 def shard_degree_of(mesh: DeviceMesh) -> int:

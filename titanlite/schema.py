@@ -154,6 +154,14 @@ class Debug(Section):
     deterministic: bool = False
     """Use only deterministic kernels, and refuse operators that have none. Slower on GPUs. CPU runs give the same bits
     without it."""
+    reproducible_layouts: bool = False
+    """Train to the same bits on every layout of replicas, shards and micro-batches, if their numbers are powers of two,
+    and after a resume on another one. Implies debug.deterministic. Needs training.local_batch_size = 1."""
+
+    @property
+    def is_deterministic(self) -> bool:
+        """Whether only deterministic kernels may be used."""
+        return self.deterministic or self.reproducible_layouts
 
 
 class Teacher(Section):

@@ -69,6 +69,7 @@ def train_step(
     in_backward: "InBackward | None" = None,
     loss_scale: "LossScale | None" = None,
     reduce_once: bool = False,
+    exact: bool = False,
     stop_flag: Tensor | None = None,
     observer: StepObserver | None = None,
 ) -> StepResult:
@@ -85,6 +86,8 @@ def train_step(
         in_backward: updates parameters within backward. There is one micro-batch then, and no clipping.
         loss_scale: multiplies the loss before backward. `decide` must update it, as the guard does.
         reduce_once: reduce gradients over shards after the last micro-batch, not after each.
+        exact: the model adds gradients over ranks, and does not average them. Loss and norm are added exactly, so that
+            they do not depend on the layout; see `techniques.reproducible`.
         stop_flag: [1], above 0 if this rank asks to stop. It is summed over all ranks with the other values.
     """
     assert in_backward is None or (len(batches) == 1 and not max_norm)
@@ -92,7 +95,7 @@ def train_step(
     replicas = replicas or count_parameter_replicas(model, world)
     micro_losses, totals, loss_metrics = accumulate(
         model, batches, group=group, loss_function=loss_function, teacher=teacher, in_backward=in_backward,
-        loss_scale=loss_scale, reduce_once=reduce_once, observer=observer,
+        loss_scale=loss_scale, reduce_once=reduce_once, averages=not exact, observer=observer,
     )  # fmt: skip
     parameters = [parameter for parameter in model.parameters() if parameter.grad is not None]
     gradients = [local_tensor(parameter.grad) for parameter in parameters if parameter.grad is not None]
@@ -102,11 +105,18 @@ def train_step(
     observer.phase(Phase.UPDATE)
     norms = in_backward.end() if in_backward else dict(zip(parameters, gradient_norms(gradients), strict=True))
     local_square, square = sums_of_squares(norms, replicas)
+    of_tokens = [micro_losses, totals, *loss_metrics.values()]
     sums, square = reduce_over_ranks(
-        [micro_losses.sum(), totals.sum(), *loss_metrics.values(), *([] if stop_flag is None else stop_flag)],
+        [*(it.sum() for it in of_tokens), *([] if stop_flag is None else stop_flag)],
         square.to(micro_losses.device), model.counters(), duplicates=world.size() // group.size(), world=world,
     )  # fmt: skip
     (loss, total, *measured), stop_flags = sums[: 2 + len(loss_metrics)], sums[2 + len(loss_metrics) :]
+    if exact:
+        from titanlite.techniques.reproducible.sums import exact_results
+
+        loss, total, *measured, square = exact_results(
+            of_tokens, gradients, replicas=replicas[parameters[0]], world=world
+        )
     norm = square.sqrt()
     if max_norm > 0:
         clip(gradients, norm=norm, max_norm=max_norm)
@@ -129,16 +139,20 @@ def accumulate(
     in_backward: "InBackward | None",
     loss_scale: "LossScale | None",
     reduce_once: bool,
+    averages: bool,
     observer: StepObserver,
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """Add up the gradients of this rank's micro-batches in the parameters, reduced over the ranks.
 
+    Args:
+        averages: FSDP averages gradients over the ranks of the group, and does not add them.
+
     Returns:
         cross entropy and minimized sum of each micro-batch / valid tokens of the global batch, each [micro-batches];
-        and the loss's metrics, summed over micro-batches / the same.
+        and the loss's metrics, in the same form.
     """
     valid_tokens = count_valid_tokens(batches, group)
-    losses, metrics = [], dict[str, Tensor]()
+    losses, metrics = [], dict[str, list[Tensor]]()
     for index, batch in enumerate(batches):
         observer.phase(Phase.TEACHER if teacher else Phase.FORWARD)
         taught = {"teacher": teacher(batch)} if teacher else {}
@@ -158,19 +172,18 @@ def accumulate(
         del loss_of, taught  # with the teacher's hidden states
         losses.append(torch.stack([loss.cross_entropy.detach(), loss.total.detach()]) / valid_tokens)
         for name, value in loss.metrics.items():
-            metrics[name] = metrics.get(name, 0.0) + value.detach() / valid_tokens
+            metrics.setdefault(name, []).append(value.detach() / valid_tokens)
         if in_backward:
             in_backward.begin(losses[-1], group)
         observer.phase(Phase.BACKWARD)
-        # FSDP averages gradients over the group. They must be summed.
-        factor = group.size() / valid_tokens
+        factor = (group.size() if averages else 1) / valid_tokens  # gradients must be summed
         try:
             (loss.total * (loss_scale.scale(factor, micro_batches=len(batches)) if loss_scale else factor)).backward()
         except BaseException:
             finish_reductions(model)
             raise
     micro_losses, totals = torch.stack(losses, dim=1)
-    return micro_losses, totals, metrics
+    return micro_losses, totals, {name: torch.stack(values) for name, values in metrics.items()}
 
 
 def count_valid_tokens(batches: Sequence[Batch], group: dist.ProcessGroup) -> Tensor:

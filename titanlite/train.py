@@ -230,6 +230,7 @@ def build(
         rank=rank,
         ranks=data_ranks,
         step=progress.step,
+        together=mesh["shard"].size() if config.debug.reproducible_layouts else 1,
     )
     split = _part_of_sequences(mesh)
     workers = config.data.num_workers
@@ -388,6 +389,7 @@ def _loop(run: Run, stop_requests: StopRequests) -> None:
             in_backward=run.in_backward,
             loss_scale=run.guard.loss_scale,
             reduce_once=config.parallelism.fsdp_reduce_gradients == "last",
+            exact=config.debug.reproducible_layouts,
             stop_flag=stop.flag(),
             observer=observer,
         )

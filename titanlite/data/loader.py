@@ -23,10 +23,19 @@ class MicroBatches:
 
     Args:
         start, step: samples that are consumed, and the steps that have.
+        together: ranks in a row whose first micro-batches are neighbours, then their second ones, and so on.
     """
 
     def __init__(
-        self, start: int, *, global_batch_size: int, micro_batch_size: int, rank: int, ranks: int, step: int = 0
+        self,
+        start: int,
+        *,
+        global_batch_size: int,
+        micro_batch_size: int,
+        rank: int,
+        ranks: int,
+        step: int = 0,
+        together: int = 1,
     ) -> None:
         self.step = step
         self.start = start
@@ -34,15 +43,21 @@ class MicroBatches:
         self.micro_batch_size = micro_batch_size
         self.rank = rank
         self.ranks = ranks
+        self.together = together
 
     def __iter__(self) -> Iterator[list[int]]:
-        share = self.global_batch_size // self.ranks
         step_start = self.start
         while True:
-            first = step_start + self.rank * share
-            for begin in range(first, first + share, self.micro_batch_size):
-                yield list(range(begin, begin + self.micro_batch_size))
+            for begin in self._begins(self.rank):
+                yield list(range(step_start + begin, step_start + begin + self.micro_batch_size))
             step_start += self.global_batch_size
+
+    def _begins(self, rank: int) -> range:
+        """Return the first sample of each micro-batch of a rank, within a step."""
+        block, place = divmod(rank, self.together)
+        size = self.global_batch_size // self.ranks * self.together
+        first = block * size + place * self.micro_batch_size
+        return range(first, (block + 1) * size, self.together * self.micro_batch_size)
 
     def of_step(self, step: int, wanted: Sequence[Sequence[bool]]) -> list[int]:
         """The samples of a step: of the micro-batches with wanted[rank][number of the micro-batch], or if there are
@@ -50,10 +65,10 @@ class MicroBatches:
         same = max(1, len(wanted) // self.ranks)
         wanted = [[*map(any, zip(*wanted[i : i + same], strict=True))] for i in range(0, len(wanted), same)]
         first = self.start + (step - self.step - 1) * self.global_batch_size
-        samples = range(first, first + self.global_batch_size)
-        numbers = [sample // self.micro_batch_size for sample in range(self.global_batch_size)]  # over all ranks
-        flat = [flag for flags in wanted for flag in flags]
-        return [sample for sample, number in zip(samples, numbers, strict=True) if flat[number]] or [*samples]
+        ranks = ((self._begins(rank), flags) for rank, flags in enumerate(wanted))
+        begins = [begin for begins, flags in ranks for begin, flag in zip(begins, flags, strict=True) if flag]
+        found = [first + begin + number for begin in sorted(begins) for number in range(self.micro_batch_size)]
+        return found or [*range(first, first + self.global_batch_size)]
 
 
 def build_loader(

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from titanlite.mesh import build_mesh, context_group, expert_meshes, shard_degree_of, tensor_mesh
+from titanlite.mesh import build_mesh, context_group, data_parallel_rank, expert_meshes, shard_degree_of, tensor_mesh
 from titanlite.models.base import Model
 from titanlite.ops.kernels import Kernels, set_kernels
 from titanlite.parallelize.activation_checkpoint import apply_activation_checkpoint, recompute_policies
@@ -47,6 +47,7 @@ def parallelize_student(model: Model, config: Config, *, mesh: DeviceMesh, kerne
         lora=config.lora,
         has_other_model=config.teacher.is_live,
         updates_in_backward=not keeps_gradients(config),
+        reproducible_layouts=config.debug.reproducible_layouts,
         **options,
     )
 
@@ -66,6 +67,7 @@ def parallelize(
     compile_backend: str = "inductor",
     has_other_model: bool = False,
     updates_in_backward: bool = False,
+    reproducible_layouts: bool = False,
     pin_memory: bool = True,
 ) -> None:
     """Apply every technique that the config asks for, in place. `materialize` then gives the model its memory.
@@ -75,6 +77,7 @@ def parallelize(
         compile_backend: of torch.compile; the planner has its own.
         has_other_model: whether there is a teacher, or this is one; see `compile_blocks`.
         updates_in_backward: whether hooks of the parameters use gradients within backward, as `InBackward` does.
+        reproducible_layouts: whether gradients have the same bits on every layout.
         pin_memory: whether parameters in host memory are pinned, with a GPU.
     """
     set_dtype(model, DTYPES[training.dtype])
@@ -109,8 +112,13 @@ def parallelize(
         compile_blocks(model, backend=compile_backend, has_other_model=has_other_model)
     shard(
         model, mesh=mesh, kernels=kernels, parallelism=parallelism, training=training, experts=experts,
-        updates_in_backward=updates_in_backward, pin_memory=pin_memory,
+        updates_in_backward=updates_in_backward, adds_over_replicas=not reproducible_layouts, pin_memory=pin_memory,
     )  # fmt: skip
+    if reproducible_layouts:
+        from titanlite.techniques.reproducible.sums import add_gradients_in_a_tree
+
+        _, micro_batches = training.batch_split(data_parallel_rank(mesh)[1])
+        add_gradients_in_a_tree(model, mesh, micro_batches=micro_batches)
     if tensor_mesh(mesh):
         from titanlite.techniques.tensor.layers import use_local_parts
 

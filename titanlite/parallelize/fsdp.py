@@ -72,6 +72,7 @@ def shard(
     training: Training,
     experts: "DistributedExperts | None" = None,
     updates_in_backward: bool = False,
+    adds_over_replicas: bool = True,
     pin_memory: bool = True,
 ) -> None:
     """Apply `fully_shard` to every FSDP unit and to the root, in place. FSDP averages gradients over the mesh.
@@ -79,6 +80,7 @@ def shard(
     Args:
         experts: those that are not on all ranks.
         updates_in_backward: whether hooks of the parameters use gradients within backward.
+        adds_over_replicas: whether FSDP adds gradients over replicas. Otherwise a hook must.
         pin_memory: with CPU offload to a GPU: FSDP copies parameters to pinned memory.
     """
     compute_dtype = DTYPES[training.mixed_precision_param]
@@ -89,7 +91,7 @@ def shard(
         reduce_dtype=DTYPES[training.mixed_precision_reduce],
         cast_forward_inputs=False,
     )
-    options: dict[str, Any] = {"mesh": sharding_mesh(mesh), "mp_policy": policy}
+    options: dict[str, Any] = {"mesh": sharding_mesh(mesh, with_replicas=adds_over_replicas), "mp_policy": policy}
     if training.enable_cpu_offload:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory and mesh.device_type == "cuda")
     placement = None

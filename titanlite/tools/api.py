@@ -85,7 +85,7 @@ def build_run(config: Config) -> Iterator["Run"]:
     use_cache(config.compile)
     seconds = config.comm.init_timeout_seconds
     try:
-        with process_group(ranks, device, deterministic=config.debug.deterministic, timeout_seconds=seconds):
+        with process_group(ranks, device, deterministic=config.debug.is_deterministic, timeout_seconds=seconds):
             run = assemble(config, resolved, ranks=ranks, device=device)
             try:
                 yield run

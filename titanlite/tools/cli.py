@@ -186,7 +186,7 @@ def _run_training(
         with process_group(
             ranks,
             device,
-            deterministic=config.debug.deterministic,
+            deterministic=config.debug.is_deterministic,
             timeout_seconds=config.comm.init_timeout_seconds,
             watch=partial(watching, phase, ranks, device=device, logs=logs, end=end_now),
         ):

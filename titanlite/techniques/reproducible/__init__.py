@@ -1,0 +1,57 @@
+"""The same bits on every layout; `sums.py` adds so that they are."""
+
+from collections.abc import Iterator
+
+from titanlite.schema import Config
+from titanlite.techniques.technique import Conflict, Technique, reads
+
+
+class ReproducibleLayouts(Technique):
+    option = "debug.reproducible_layouts"
+
+    def is_used(self, config: Config) -> bool:
+        return config.debug.reproducible_layouts
+
+    @reads("training", "parallelism", "optimizer")
+    def conflicts(self, config: Config) -> Iterator[Conflict]:
+        training, parallelism = config.training, config.parallelism
+        batch = training.global_batch_size
+        if batch & (batch - 1):
+            lower = 1 << (batch.bit_length() - 1)
+            yield (
+                "training.global_batch_size",
+                f"{self.option} adds sequences in a binary tree, and {batch} is no power of two: set {lower} or "
+                f"{2 * lower}",
+            )
+        if training.local_batch_size != 1:
+            yield (
+                "training.local_batch_size",
+                f"{self.option} adds the gradients of single sequences: set training.local_batch_size = 1",
+            )
+        refused = {
+            "parallelism.context_parallel_degree": parallelism.context_parallel_degree > 1,
+            "parallelism.expert_parallel_degree": parallelism.expert_parallel_degree > 1,
+            "parallelism.tensor_parallel_degree": parallelism.tensor_parallel_degree > 1,
+            'parallelism.fsdp_reduce_gradients = "last"': parallelism.fsdp_reduce_gradients == "last",
+            'training.mixed_precision_param = "float16"': training.mixed_precision_param == "float16",
+            "optimizer.in_backward": config.optimizer.in_backward,
+        }
+        for other, is_set in refused.items():
+            if is_set:
+                yield self.option, f"cannot be combined with {other} yet: choose one of the two"
+
+    @reads(option, "parallelism")
+    def layout_conflicts(self, config: Config, world_size: int) -> Iterator[Conflict]:
+        if world_size & (world_size - 1):
+            lower = 1 << (world_size.bit_length() - 1)
+            yield (
+                self.option,
+                f"adds over ranks in a binary tree, and {world_size} processes are no power of two: use {lower} or "
+                f"{2 * lower}",
+            )
+
+    def summary(self, config: Config) -> str:
+        return "same bits on any layout"
+
+
+TECHNIQUE = ReproducibleLayouts()
