@@ -279,6 +279,7 @@ def build(
     replicas = count_parameter_replicas(model, world)
     parts = RunParts(
         model=model,
+        optimizer=optimizer,
         mesh=mesh,
         ranks=ranks,
         device=device,

@@ -29,7 +29,7 @@ TECHNIQUES: dict[str, tuple[str, ...]] = {
     "distill": ("teacher", "distill"),
     "profiling": ("profiling",),
     "layer_health": ("metrics.layers",),
-    "reproducible": ("debug.reproducible_layouts",),
+    "reproducible": ("debug.reproducible_layouts", "debug.hash_freq"),
 }
 """Options and sections of each technique, by the name of its module; the value that asks for it if only one does."""
 

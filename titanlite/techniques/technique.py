@@ -54,6 +54,7 @@ class RunParts:
     """Parts of a run that an observer may need."""
 
     model: "Model"
+    optimizer: "torch.optim.Optimizer"
     mesh: "DeviceMesh"
     ranks: "Ranks"
     device: "torch.device"

@@ -58,6 +58,7 @@ COMMANDS = {
     "checkpoint verify": "checkpoints.command.verify",
     "checkpoint restore": "checkpoints.command.restore",
     "checkpoint show": "checkpoints.command.show",
+    "checkpoint hash": "checkpoints.command.hash_checkpoint",
     "checkpoint prune": "checkpoints.command.prune",
     "checkpoint export": "convert.command.export",
     "checkpoint import": "convert.command.import_",

@@ -1,19 +1,25 @@
 """The same bits on every layout; `sums.py` adds so that they are."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 from titanlite.schema import Config
-from titanlite.techniques.technique import Conflict, Technique, reads
+from titanlite.techniques.technique import Conflict, RunParts, Technique, reads
+
+if TYPE_CHECKING:
+    from titanlite.observer import StepObserver
 
 
 class ReproducibleLayouts(Technique):
     option = "debug.reproducible_layouts"
 
     def is_used(self, config: Config) -> bool:
-        return config.debug.reproducible_layouts
+        return config.debug.reproducible_layouts or config.debug.hash_freq > 0
 
-    @reads("training", "parallelism", "optimizer")
+    @reads(option, "training", "parallelism", "optimizer")
     def conflicts(self, config: Config) -> Iterator[Conflict]:
+        if not config.debug.reproducible_layouts:
+            return
         training, parallelism = config.training, config.parallelism
         batch = training.global_batch_size
         if batch & (batch - 1):
@@ -42,7 +48,7 @@ class ReproducibleLayouts(Technique):
 
     @reads(option, "parallelism")
     def layout_conflicts(self, config: Config, world_size: int) -> Iterator[Conflict]:
-        if world_size & (world_size - 1):
+        if config.debug.reproducible_layouts and world_size & (world_size - 1):
             lower = 1 << (world_size.bit_length() - 1)
             yield (
                 self.option,
@@ -51,7 +57,13 @@ class ReproducibleLayouts(Technique):
             )
 
     def summary(self, config: Config) -> str:
-        return "same bits on any layout"
+        return "same bits on any layout" if config.debug.reproducible_layouts else ""
+
+    def observers(self, config: Config, run: RunParts) -> "Sequence[StepObserver]":
+        from titanlite.techniques.reproducible.hashes import StateHashes
+
+        freq = config.debug.hash_freq or config.checkpoint.interval
+        return [StateHashes(run, freq=freq, file=run.open_records("hashes.jsonl"))]
 
 
 TECHNIQUE = ReproducibleLayouts()

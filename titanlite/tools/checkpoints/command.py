@@ -1,4 +1,4 @@
-"""`titanlite checkpoint`: list, verify, restore, show and prune checkpoints. Only `show` imports torch."""
+"""`titanlite checkpoint`: list, verify, restore, show, hash and prune checkpoints. Only `show` and `hash` import torch."""
 
 import json
 import os
@@ -149,6 +149,36 @@ def show(path: Stored, *, tensors: bool = False) -> None:
     print("settings", *(f"  {name} = {json.dumps(value)}" for name, value in manifest.settings.items()), sep="\n")
     lines = [f"  {name}  {[*entry.size]}  {entry.properties.dtype}" for name, entry in entries.items() if tensors]
     print(f"tensors   {len(entries)}; of the model {len(model)}, {sum(model):,} parameters", *lines, sep="\n")
+
+
+@explaining_damage()
+def hash_checkpoint(path: Stored, *, tensors: bool = False) -> None:
+    """Print the hash of the weights and optimizer states in a checkpoint.
+
+    It is that of hashes.jsonl, and does not depend on the layout that saved it. Every byte is checked on the way.
+
+    Args:
+        tensors: also print the hash of every tensor
+
+    Example:
+        outputs/debug
+    """
+    storage, found, manifest = find_newest(path)
+    from titanlite.checkpoint.dcp_read import ShardReader
+    from titanlite.checkpoint.state_hash import describe, indices_of_box, join_hashes, sum_of_part
+
+    reader = ShardReader(storage, found.folder, manifest)
+    sums = dict.fromkeys(reader.metadata.state_dict_metadata, 0)
+    entries: dict[str, Any] = reader.metadata.state_dict_metadata
+    with Progress(console=progress_console(), transient=True) as progress:
+        for index, sizes in progress.track(reader.chunks.items(), description=found.folder):
+            shape, offsets = entries[index.fqn].size, index.offset or ()
+            part = reader.read_chunk(index)
+            sums[index.fqn] += int(sum_of_part(index.fqn, part, indices_of_box(shape, offsets, sizes)))
+    hashes = {name: describe(it.properties.dtype, it.size, sums[name]) for name, it in entries.items()}
+    print(join_hashes(hashes))
+    if tensors:
+        print(*(f"  {name} {text}" for name, text in sorted(hashes.items())), sep="\n")
 
 
 def find_newest(path: str) -> tuple[Storage, Found, Manifest]:

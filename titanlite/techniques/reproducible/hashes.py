@@ -1,0 +1,39 @@
+"""Hashes of weights and optimizer states in hashes.jsonl. `titanlite report` shows the first step where two runs part."""
+
+import torch
+
+from titanlite.checkpoint.state import flat, state_of
+from titanlite.checkpoint.state_hash import hash_tensors, join_hashes
+from titanlite.metrics.records import RecordFile
+from titanlite.observer import Phase, StepObserver
+from titanlite.schedule import is_due
+from titanlite.techniques.technique import RunParts
+
+
+class StateHashes(StepObserver):
+    """Writer of the hash after some steps, and after the last one.
+
+    Args:
+        freq: steps between hashes.
+        file: on the rank that writes.
+    """
+
+    def __init__(self, run: RunParts, *, freq: int, file: RecordFile | None) -> None:
+        self._run, self._freq, self._file = run, freq, file
+        self._step = 0
+
+    def begin_step(self, step: int) -> None:
+        self._step = step
+
+    @torch.no_grad()
+    def phase(self, name: Phase) -> None:
+        """Write the hash once the optimizer has made its step."""
+        if name is Phase.METRICS and is_due(self._step, self._freq, last=self._step == self._run.steps):
+            with self._run.not_training():
+                hashes = hash_tensors(flat(state_of(self._run.model, self._run.optimizer)))
+            if self._file:
+                self._file.write({"step": self._step, "hash": join_hashes(hashes)})
+
+    def close(self) -> None:
+        if self._file:
+            self._file.close()
