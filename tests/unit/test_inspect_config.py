@@ -97,8 +97,8 @@ def test_frozen_float8_muon_op_and_compile_are_shown() -> None:
 
 @pytest.mark.long
 def test_adapters_and_policies_of_blocks_are_shown() -> None:
-    policies = ['--activation_checkpoint.mode="per_block"', '--activation_checkpoint.per_block=["full", "none"]']
-    found = layouts("--lora.rank=4", *policies, world_size=2)
+    every_2nd = ["--activation_checkpoint.mode=selective", "--activation_checkpoint.selective_ac_option=2"]
+    found = layouts("--lora.rank=4", *every_2nd, world_size=2)
     trained = {name: it for name, it in found.items() if it.facts["lora"]}
     assert len(trained) == 2 * 2 * 7
     assert {it.frozen for it in trained.values()} == {False}

@@ -8,7 +8,6 @@ import pytest
 
 from titanlite.config.load import load
 from titanlite.runtime.errors import UserError
-from titanlite.schema import parse_policies
 from titanlite.tools.cli import run
 from titanlite.tools.plan.command import write_config
 from titanlite.tools.plan.estimate import OUTSIDE, Layout
@@ -128,10 +127,7 @@ def test_the_cpu_of_this_machine(toml: Path, capsys: pytest.CaptureFixture[str])
         (["--world-size", "eight", "--gpu", "H100"], "expected a number of at least 1, got 'eight'"),
         (["--world-size", "8", "--gpu", "/no/such.toml"], "/no/such.toml"),
         (["--world-size", "8", "--gpu", "H100", "--apply", "x.toml"], "--apply writes the result of --search"),
-        (["--world-size", "8", "--gpu", "H100", "--memory-budget-gib", "0"], "a number above 0"),
-        (["--world-size", "8", "--gpu", "H100", "--memory-budget-gib", "1", "--search"], "exclude each other"),
         (["--world-size", "8", "--gpu", "H100", "--suggest", "--search"], "exclude each other"),
-        (["--world-size", "8", "--gpu", "H100", "--memory-budget-gib", "0.0001"], "at least"),
         (["--world-size", "8", "--gpu", "H100", "--training.stepss=3"], "did you mean training.steps?"),
         (["--world-size", "8", "--gpu", "H100", "--parallelism.data_parallel_shard_degree=3"], "8"),
         (["--world-size", "5", "--gpu", "H100"], "16 is not a multiple of the 5 processes"),
@@ -170,28 +166,6 @@ def test_code_that_reads_values_is_named(toml: Path, capsys: pytest.CaptureFixtu
         "error: the step cannot be traced: asks_for_values.py:3 asks for values (aten._local_scalar_dense"
     )
     assert plan(toml, "--world-size", "1", "--gpu", "H100") == 0, "nothing of the failure stays"
-
-
-@pytest.mark.slow
-def test_a_memory_budget_is_written_as_policies(toml: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ("--world-size", "2", "--gpu", "H100")
-    peaks = {}
-    for mode in ("none", "full"):
-        assert plan(toml, *arguments, "--json", f"--activation_checkpoint.mode={mode}") == 0
-        peaks[mode] = json.loads(capsys.readouterr().out)["memory"]["reserved"]
-    budget = (peaks["none"] + peaks["full"]) / 2 + OUTSIDE
-    out = toml.parent / "within.toml"
-    budgeted = (*arguments, "--memory-budget-gib", repr(budget / 2**30))
-    assert plan(toml, *budgeted, "--json", "--apply", str(out)) == 0
-    record = json.loads(capsys.readouterr().out)
-    assert peaks["full"] < record["memory"]["reserved"] <= budget - OUTSIDE
-    written = load(out, world_size=2)
-    assert written.activation_checkpoint.mode == "per_block"
-    assert written.activation_checkpoint.per_block == record["options"]["activation_checkpoint.per_block"]
-    assert len(parse_policies(written.activation_checkpoint.per_block)) == 3
-    assert "# what stays" in out.read_text()
-    assert plan(out, *arguments, "--json") == 0
-    assert json.loads(capsys.readouterr().out)["memory"] == record["memory"]
 
 
 def test_nothing_is_overwritten(toml: Path, capsys: pytest.CaptureFixture[str]) -> None:

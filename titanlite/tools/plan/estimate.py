@@ -164,8 +164,7 @@ def trace(config: Config, layout: Layout, *, whole: bool = False) -> Trace:
     shapes: list[Any] = [spec.args]
     whole &= layout.is_gpu and not config.compile.enable
     groups = config.parallelism.fsdp_min_unit_params > 0  # some blocks gather, others do not
-    is_short = config.activation_checkpoint.mode != "per_block" and not whole and not groups
-    if is_short and depth > few + period and can_vary(spec, config, few):
+    if not whole and not groups and depth > few + period and can_vary(spec, config, few):
         varied: Any = spec.args
         shapes = [replace(varied, n_layers=few), replace(varied, n_layers=few + period)]
     guide = teachers.teacher_spec(config.teacher, seq_len=config.training.seq_len)
