@@ -22,7 +22,6 @@ def inspect(
     rank: Index | None = None,
     all_: bool = False,
     memory: bool = False,
-    run_config: str | None = None,
     json_: bool = False,
 ) -> None:
     """Show what each rank holds: of a config, or in a checkpoint.
@@ -41,7 +40,6 @@ def inspect(
         rank (R): rank to show; default: 0
         all_: show every block, also those that are alike
         memory: of a run: memory by phase as its first steps measured it, and the plan's
-        run_config (FILE): with --memory: config of a run whose own names code; default: its own
         json_: print JSON, with every parameter or tensor
 
     Example:
@@ -65,7 +63,7 @@ def inspect(
     if memory:
         from titanlite.tools.report.run_memory import print_memory
 
-        print_memory(Path(config), config=run_config, as_json=json_)
+        print_memory(Path(config), as_json=json_)
     elif is_stored:
         inspect_checkpoint(config, whole=all_, as_json=json_)
     else:
