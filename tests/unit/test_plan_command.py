@@ -80,10 +80,6 @@ def test_table_and_json_agree(toml: Path, capsys: pytest.CaptureFixture[str]) ->
     assert record["tokens"] == 100 * 16 * 256
     traffic = {(it["collective"], it["axis"]): it["bytes"] for it in record["traffic"]}
     assert traffic["reduce_scatter", "shard"] == 8 * traffic["all_reduce", "replicate"] > 0
-    kinds = record["time"]["by_collective"]
-    assert kinds.keys() == {"all_gather", "reduce_scatter", "all_reduce"}
-    assert sum(it["total"] for it in kinds.values()) == pytest.approx(record["time"]["communication"])
-    assert sum(it["total"] - it["hidden"] for it in kinds.values()) == pytest.approx(record["time"]["exposed"])
     assert record["gpu_hours"] == pytest.approx(16 * record["steps"] * record["time"]["total"] / 3600)
 
 

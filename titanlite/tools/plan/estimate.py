@@ -88,8 +88,6 @@ class Plan(Profile):
     """Tokens of a step, over all ranks."""
     mfu: float
     """Share of the device's peak for mixed_precision_param."""
-    cache: teachers.CacheSize | None
-    """Cache of a teacher that is read instead of running it."""
 
     @property
     def fits(self) -> bool:
@@ -276,7 +274,6 @@ def estimate(traced: Trace, config: Config, layout: Layout) -> Plan:
         steps=training.steps,
         tokens=tokens,
         mfu=model_flops / (time.total * peak * layout.world_size),
-        cache=teachers.cache_size(config.teacher, vocab_size=model_of(config).args.vocab_size),
     )
 
 

@@ -41,7 +41,7 @@ from titanlite.techniques.tensor.layers import tensor_ranks
 from titanlite.tools.plan.fake_ranks import fake_ranks
 from titanlite.tools.plan.gpu_kernels import FakeCpuKernels, GpuKernels
 from titanlite.tools.plan.recorder import Recorder
-from titanlite.tools.plan.teacher import PREFIX, CacheSize, cache_size
+from titanlite.tools.plan.teacher import PREFIX, CacheEntry, cache_entry
 
 BACKEND = "aot_eager_decomp_partition"
 """Backend of torch.compile in a trace."""
@@ -87,7 +87,7 @@ def trace_step(
     with fake_ranks(world_size), _fresh_compiler(config):
         model, mesh = parallelized(config, model_cls, args, world_size=world_size, kernels=kernels)
         guide = traced_teacher(config, teacher, mesh=mesh, kernels=kernels) if teacher else None
-        cache = cache_size(config.teacher, vocab_size=args.vocab_size)
+        cache = cache_entry(config.teacher, vocab_size=args.vocab_size)
         recorder = _record(config, model, mesh, kernels, steps, guide, cache)
     micro_batches = min(MICRO_BATCHES, accumulation)
     return StepTrace(recorder, len(model.layers), micro_batches)
@@ -136,7 +136,7 @@ def _record(
     kernels: Kernels,
     steps: int,
     teacher: Teacher | None,
-    cache: CacheSize | None,
+    cache: CacheEntry | None,
 ) -> Recorder:
     tokens = loss_group(mesh)  # its ranks are values, which a fake tensor lacks
     with FakeTensorMode(allow_non_fake_inputs=True) as fakes:
@@ -275,7 +275,7 @@ def fill_states(optimizer: torch.optim.Optimizer, *, one_by_one: bool) -> None:
         optimizer.zero_grad()
 
 
-def _batches(config: Config, ranks: int, cache: CacheSize | None) -> list[Batch]:
+def _batches(config: Config, ranks: int, cache: CacheEntry | None) -> list[Batch]:
     size, accumulation = config.training.batch_split(ranks)
     seq_len = config.training.seq_len
     batches = []
