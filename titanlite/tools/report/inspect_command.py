@@ -11,7 +11,7 @@ from titanlite.runtime.errors import UserError
 from titanlite.tools.arguments import Count, Index
 from titanlite.tools.plan.parameters import inspect_ranks
 from titanlite.tools.report.parameter_table import layout_lines, layout_record, show
-from titanlite.tools.report.pieces import pieces_lines, pieces_record, read_pieces
+from titanlite.tools.report.pieces import pieces_lines, read_pieces
 
 
 def inspect(
@@ -100,7 +100,7 @@ def inspect_checkpoint(path: str, *, whole: bool, as_json: bool) -> None:
         UserError: there is no checkpoint, or it is damaged.
     """
     stored = read_pieces(path)
-    show(pieces_record(stored) if as_json else pieces_lines(stored, whole=whole))
+    show(stored if as_json else pieces_lines(stored, whole=whole))
 
 
 def _smallest_world(path: str, overrides: Sequence[str]) -> int:
