@@ -77,6 +77,9 @@ def test_table_and_json_agree(toml: Path, capsys: pytest.CaptureFixture[str]) ->
     assert record["fits"] is True
     assert f"step     {record['time']['total']:.3f} s" in table
     assert f"MFU {record['mfu']:.1%}" in table
+    assert record["mfu"] == pytest.approx(
+        record["model_flops_of_all_ranks"] / (record["time"]["total"] * 16 * record["hardware"]["bf16_flops"])
+    )
     assert record["tokens"] == 100 * 16 * 256
     traffic = {(it["collective"], it["axis"]): it["bytes"] for it in record["traffic"]}
     assert traffic["reduce_scatter", "shard"] == 8 * traffic["all_reduce", "replicate"] > 0
@@ -97,8 +100,6 @@ def test_a_node_that_is_filled_in_part_is_noted(toml: Path, capsys: pytest.Captu
     arguments = ("--training.global_batch_size=12", "--gpu", "h100", "--world-size", "12", "--gpus-per-node")
     assert plan(toml, *arguments, "8") == 0
     assert "note     the last node has 4 of 8 GPUs" in capsys.readouterr().out
-    assert plan(toml, *arguments, "4") == 0
-    assert "note" not in capsys.readouterr().out
 
 
 @pytest.mark.long
@@ -117,18 +118,13 @@ def test_the_cpu_of_this_machine(toml: Path, capsys: pytest.CaptureFixture[str])
     ("arguments", "text"),
     [
         (["--world-size", "8", "--gpu", "H1000"], "did you mean H100"),
-        (["--world-size", "8"], "missing: --gpu NAME or FILE.toml"),
-        (["--gpu", "H100"], "missing: --world-size N;"),
-        (["--world-size", "0", "--gpu", "H100"], "at least 1"),
         (["--world-size", "eight", "--gpu", "H100"], "expected a number of at least 1, got 'eight'"),
         (["--world-size", "8", "--gpu", "/no/such.toml"], "/no/such.toml"),
         (["--world-size", "8", "--gpu", "H100", "--apply", "x.toml"], "--apply writes the result of --search"),
         (["--world-size", "8", "--gpu", "H100", "--suggest", "--search"], "exclude each other"),
-        (["--world-size", "8", "--gpu", "H100", "--training.stepss=3"], "did you mean training.steps?"),
         (["--world-size", "8", "--gpu", "H100", "--parallelism.data_parallel_shard_degree=3"], "8"),
         (["--world-size", "5", "--gpu", "H100"], "16 is not a multiple of the 5 processes"),
         (["--world-size", "5", "--gpu", "H100", "--search"], "--training.global_batch_size"),
-        (["--world-size", "8", "--gpu", "H100", "--model.flavor=9B"], "9B"),
     ],
 )
 def test_mistakes(toml: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], text: str) -> None:

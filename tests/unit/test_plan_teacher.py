@@ -76,26 +76,6 @@ def test_shards_arithmetic_and_collectives_of_the_teacher(options: list[str]) ->
 
 
 @pytest.mark.nightly
-def test_a_compiled_teacher_has_the_same_collectives(options: list[str]) -> None:
-    compiled = "--compile.enable=true"
-    added = gathered(planned(options, compiled)) - gathered(planned([], compiled))
-    assert added == gathered(planned(options)) - gathered(planned([]))
-
-
-@pytest.mark.nightly
-def test_few_blocks_of_the_student_beside_the_teacher(options: list[str]) -> None:
-    """Few of 9 blocks of the student are traced, or all of them."""
-    more = "--model.args.n_layers=9"
-    few, whole = planned(options, more), planned(options, more, whole=True)
-    assert few.breakdown == whole.breakdown
-    assert few.peak_phase == whole.peak_phase
-    assert few.traffic == whole.traffic
-    assert few.flops == whole.flops
-    assert few.time.total == pytest.approx(whole.time.total)
-    assert few.reserved == pytest.approx(whole.reserved, rel=0.1)
-
-
-@pytest.mark.nightly
 def test_reshard_policies_and_host_memory(options: list[str]) -> None:
     without, always = planned([]), planned(options)
     never = planned(options, "--teacher.fsdp_reshard_after_forward=never")
