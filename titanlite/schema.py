@@ -7,12 +7,9 @@ on the number of processes.
 import math
 import os
 import re
-from collections.abc import Sequence
 from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
-
-from titanlite.runtime.errors import did_you_mean
 
 # Base class of the sections of a config, and the types of their options.
 
@@ -349,9 +346,9 @@ class Lora(Section):
     targets: list[Name] = []
     """Globs of the names of linear layers that get an adapter, for example layers.*.attention.w[qv]. Default: all
     linear layers of the blocks."""
-    quantize_base: Literal["none", "int8", "float8"] = "none"
-    """Format of the frozen weights of layers with an adapter: int8 or float8 is 8 bits for each weight, and a scale for
-    each row."""
+    quantize_base: Literal["none", "int8"] = "none"
+    """Format of the frozen weights of layers with an adapter: int8 is 8 bits for each weight, and a scale for each
+    row."""
 
 
 class Offload(Section):
@@ -568,40 +565,13 @@ class Parallelism(Section):
         return degrees
 
 
-RecomputePolicy = Literal["none", "op", "full"]
-"""Part of a block that backward recomputes: nothing; all but attention and every other matmul; or all."""
-
-
-def parse_policies(entries: Sequence[str]) -> list[RecomputePolicy]:
-    """Return one policy for each block, from entries like "full x 20".
-
-    Raises:
-        ValueError: an entry is malformed, or names no policy.
-    """
-    known: dict[str, RecomputePolicy] = {"none": "none", "op": "op", "full": "full"}
-    policies: list[RecomputePolicy] = []
-    for entry in entries:
-        name, x, count = (part.strip() for part in entry.partition(" x "))
-        if name not in known:
-            hint = did_you_mean(name, known) or "; expected none, op or full"
-            raise ValueError(f"{name!r} is no recompute policy{hint}")
-        if x and not (count.isdecimal() and int(count)):
-            raise ValueError(f"{entry!r}: expected a number of blocks, as in 'full x 20'")
-        policies.extend(known[name] for _ in range(int(count or 1)))
-    return policies
-
-
 class ActivationCheckpoint(Section):
-    mode: Literal["none", "selective", "full", "per_block"] = "none"
+    mode: Literal["none", "selective", "full"] = "none"
     """Blocks that recompute their activations in backward instead of keeping them: none, every n-th or some operations
-    (selective), all (full), or a list (per_block)."""
+    (selective), or all (full)."""
     selective_ac_option: Literal["op"] | PositiveInt = "op"
     """Choice of mode selective: a number n checkpoints every n-th block. op checkpoints every block, and keeps the
     results that are expensive to recompute (attention and every second matmul)."""
-    per_block: list[Name] = []
-    """Recompute policies of mode per_block, in the order of the blocks: ["full x 20", "op x 8", "none x 4"]. Each is
-    none, op (see selective_ac_option) or full, with its number of blocks. `titanlite plan --memory-budget-gib` chooses
-    them."""
 
 
 class Compile(Section):

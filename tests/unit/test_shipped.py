@@ -131,7 +131,7 @@ def test_the_environment_of_run_train_has_what_readme_and_tutorial_use() -> None
     extras = tomli.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     start = " ".join([*extras["start"], *extras["tokenizers"], *extras["data"], *extras["report"]])
     assert "titanlite[tokenizers,data,report]" in start
-    for package in ("tokenizers", "pyarrow", "zstandard", "plotly", "matplotlib", "transformers"):
+    for package in ("tokenizers", "pyarrow", "zstandard", "plotly", "transformers"):
         assert f"{package}>=" in start, package
         dev = [entry.split(">=")[0] for entry in extras["dev"]]
         assert package in dev, "an environment with dev is not filled again for start"
@@ -160,7 +160,7 @@ def test_the_first_command_shows_what_pip_does(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("extra", "packages"),
-    [("report", "plotly>=6 matplotlib>=3.9"), ("s3", "s3fs>=2024.6"), ("float8", "torchao>=0.15")],
+    [("data", "pyarrow>=15 zstandard>=0.22"), ("s3", "s3fs>=2024.6"), ("float8", "torchao>=0.15")],
 )
 def test_a_hint_to_install_names_nothing_that_is_on_no_index(extra: str, packages: str) -> None:
     """In a checkout its path; without one the packages of the extra, as the metadata of titanlite have them."""

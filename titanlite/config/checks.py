@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from titanlite.runtime.files import why_not_writable
-from titanlite.schema import ActivationCheckpoint, Checkpoint, Config, Data, Validation, parse_policies
+from titanlite.schema import Checkpoint, Config, Data, Validation
 from titanlite.techniques import asked_for
 from titanlite.techniques.technique import Conflict, reads_of
 
@@ -31,10 +31,6 @@ def find_conflicts(config: Config, world_size: int | None, bad_keys: Collection[
         (("checkpoint.folder", "checkpoint.initial_load_path"), lambda: _checkpoint_places(config)),
         (("checkpoint", "job"), lambda: _local_folder(config)),
         (("checkpoint.export_every", "checkpoint.interval"), lambda: _exports(config.checkpoint)),
-        (
-            ("activation_checkpoint.mode", "activation_checkpoint.per_block"),
-            lambda: _per_block(config.activation_checkpoint),
-        ),
         (("parallelism.fsdp_reduce_gradients", "training"), lambda: _check_reduce_gradients(config)),
     ]
     if world_size is not None:
@@ -178,16 +174,6 @@ def _url(key: str, url: str) -> Iterator[Conflict]:
         from titanlite.runtime.console import install_hint
 
         yield key, f"{error} ({install_hint('gcs' if url.startswith(('gs:', 'gcs:')) else 's3')})"
-
-
-def _per_block(config: ActivationCheckpoint) -> Iterator[Conflict]:
-    key = "activation_checkpoint.per_block"
-    if (config.mode == "per_block") != bool(config.per_block):
-        yield key, 'goes together with activation_checkpoint.mode = "per_block": set both or none of them'
-    try:
-        parse_policies(config.per_block)
-    except ValueError as error:
-        yield key, str(error)
 
 
 def _check_reduce_gradients(config: Config) -> Iterator[Conflict]:

@@ -16,6 +16,7 @@ Node = dict[str, Any]
 
 
 REMOVED: dict[str, tuple[Any, str]] = {
+    "activation_checkpoint.per_block": ([], 'mode = "selective" recomputes cheap operators, or every n-th block'),
     "comm.compile_timeout_seconds": (1800, "comm.init_timeout_seconds also holds for the first two steps"),
     "metrics.loss_by_source": (False, "validation.sources gives the loss of each source"),
 }
