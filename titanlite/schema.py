@@ -5,7 +5,6 @@ on the number of processes.
 """
 
 import math
-import os
 import re
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal, NamedTuple
@@ -60,9 +59,6 @@ class Checkpoint(Section):
     folder: Name | None = None
     """Folder of the run's checkpoints, shared by all nodes, or a URL (s3://bucket/run, gs://, ...). Default:
     <dump_folder>/<name>/checkpoints."""
-    local_folder: Name | None = None
-    """Folder on a fast disk of each node, to which checkpoints are written first. They are copied to checkpoint.folder
-    in the background, and count from then on. Environment variables ($SLURM_TMPDIR) and ~ are resolved on each node."""
     interval: PositiveInt = 500
     """Steps between saves. The last step is always saved."""
     async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "async"
@@ -95,11 +91,6 @@ class Checkpoint(Section):
     export_drop: list[Name] = []
     """Tensors to leave out of exports, as globs, where Hugging Face's model has no place for them:
     layers.*.feed_forward.bias_E of Qwen3-MoE."""
-
-    @property
-    def local_path(self) -> str | None:
-        """`local_folder` as a path on this node."""
-        return os.path.expanduser(os.path.expandvars(self.local_folder)) if self.local_folder else None
 
 
 class Layers(Section):

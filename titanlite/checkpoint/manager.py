@@ -18,9 +18,8 @@ from torch.distributed.device_mesh import DeviceMesh
 import titanlite
 from titanlite.checkpoint import manifest as manifests
 from titanlite.checkpoint.exports import Exports
-from titanlite.checkpoint.in_flight import SavesInFlight
+from titanlite.checkpoint.in_flight import SaveInFlight
 from titanlite.checkpoint.load import ForeignWeights, Loader
-from titanlite.checkpoint.local import LocalFolder, recover
 from titanlite.checkpoint.manifest import FileRecord, Manifest, folder_name
 from titanlite.checkpoint.save import Saved, Saver
 from titanlite.checkpoint.save_overhead import SaveOverhead, StepClock
@@ -88,8 +87,9 @@ class CheckpointManager:
         self.settings = json.loads(json.dumps(settings))  # as in a manifest that was read
         self.config_hash = hashlib.sha256(whole_config.encode()).hexdigest()
         # A save runs in a thread: its collectives must not mix with training's.
-        group = _new_group(timeout_seconds)
-        self._local = LocalFolder(config.local_path, storage.owner) if config.enable and config.local_path else None
+        timeout = timedelta(seconds=timeout_seconds)
+        group = dist.new_group(backend="gloo", timeout=timeout, group_desc=CHECKPOINT_GROUP)
+        assert isinstance(group, dist.ProcessGroup)
         self.is_background = config.async_mode != "disabled" and flush is None
         self._flush = flush
         if config.enable and config.async_mode != "disabled" and flush is not None:
@@ -98,22 +98,14 @@ class CheckpointManager:
         if pin and device.type == "cpu":
             logger.info("checkpoint.async_mode: without a GPU there is nothing to pin memory for; async is used")
         pin = pin and device.type != "cpu"
-        self._saver = Saver(
-            storage,
-            group=group,
-            device=device,
-            pin=pin,
-            config=whole_config,
-            local=self._local,
-            copy_group=_new_group(timeout_seconds) if self._local else None,
-        )
+        self._saver = Saver(storage, group=group, device=device, pin=pin, config=whole_config)
         may_change = [*config.allow_changes, *may_change]
         self._loader = Loader(
             config, storage, group=group, settings=self.settings, may_change=may_change, open_weights=open_weights
         )
         self._group = group
         self._clock = StepClock(device)
-        self._in_flight = SavesInFlight(self._clock, self._committed, most=2 if self._local else 1)
+        self._in_flight = SaveInFlight(self._clock, self._committed)
         self._ended: list[tuple[int, Saved, SaveOverhead]] = []
         self.exports = exports
         self._newest = 0
@@ -131,8 +123,6 @@ class CheckpointManager:
         """
         if self.config.enable:
             on_rank_0(self._group, self.storage.sweep)
-            if self._local:
-                recover(self._local, self.storage, group=self._group)
             while (manifest := self._loader.find()) is not None:
                 complete_optimizer_state(self.model, self.optimizer)
                 state = state_of(self.model, self.optimizer)
@@ -160,7 +150,7 @@ class CheckpointManager:
         return Progress()
 
     def watch(self) -> list[dict[str, Any]]:
-        """Check on saves in flight. Every rank calls it at the end of every step. Returns records of finished saves.
+        """Check on a save in flight. Every rank calls it at the end of every step. Returns records of finished saves.
 
         Raises:
             RunError: on every rank at the same step, if a save failed on any.
@@ -182,12 +172,10 @@ class CheckpointManager:
     def save(self, progress: Progress, *, last: bool) -> None:
         """Start a save, and return; with async_mode = "disabled" and at the end of the run, wait for it.
 
-        With `local_folder`, "disabled" waits until the state is on the nodes' disks.
-
         Raises:
             RunError: on every rank, if the previous save has failed, or this one where it is waited for.
         """
-        self._in_flight.make_room()
+        self._in_flight.end()
         self._clock.begin_save()
         started = time.perf_counter()
         names = self.mesh.mesh_dim_names or ()
@@ -215,21 +203,19 @@ class CheckpointManager:
         state = state_of(self.model, self.optimizer)
         background = self.is_background and not last
         save = self._saver.start(state, folder_name(progress.step), manifest, background=background)
-        self._in_flight.add(progress.step, save)
+        self._in_flight.begin(progress.step, save)
         if not background:
-            self._in_flight.wait_until_written()
-        if last or not (background or self._local):
-            self._in_flight.end_all()
+            self._in_flight.end()
 
     def save_if_newer(self, progress: Progress) -> None:
         """Save an earlier step that the state is of, and wait; do nothing if that step or a later one is saved.
 
-        Saves in flight are waited for. If one fails, this one takes its place.
+        A save in flight is waited for. If it fails, this one takes its place.
 
         Raises:
             RunError: the save failed.
         """
-        self._in_flight.end_all(must_succeed=False)
+        self._in_flight.end(must_succeed=False)
         if self.config.enable and progress.step > self._newest:
             self.save(progress, last=True)
 
@@ -287,10 +273,3 @@ class CheckpointManager:
             logger.info(f"saved checkpoint of step {step}: {size:,.0f} MiB in {saved.total_seconds:.2f} s{blocked}")
             records.append({"step": step, "blocking_seconds": seconds, **asdict(saved)})
         return records
-
-
-def _new_group(timeout_seconds: float) -> dist.ProcessGroup:
-    """Return a gloo group of all ranks for one thread that saves."""
-    group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds), group_desc=CHECKPOINT_GROUP)
-    assert isinstance(group, dist.ProcessGroup)
-    return group

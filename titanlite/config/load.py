@@ -148,8 +148,8 @@ def _validate(source: Source, draft: Draft) -> None:
     """Add all problems of names and types to the draft, and remove the wrong keys from the tree."""
     tree = source.tree
     for dotted, (default, _) in REMOVED.items():
-        section, name = dotted.split(".")
-        if isinstance(options := tree.get(section), dict) and options.get(name) == default:
+        section, _, name = dotted.rpartition(".")
+        if isinstance(options := tree.get(section), dict) and name in options and options[name] == default:
             del options[name]
     while errors := _errors(tree):
         by_key: dict[Key, list[ErrorDetails]] = {}
