@@ -83,9 +83,6 @@ class Checkpoint(Section):
     last_save_in_hf: bool = False
     """Export the last checkpoint of the run to a Hugging Face folder, <run>/exports/hf-step-... With checkpoint.folder
     it is in <folder>/exports."""
-    export_every: Count = 0
-    """Export in addition the checkpoints of steps that are a multiple of this number, beside training; 0 exports
-    none."""
     export_dtype: Literal["bfloat16", "float16", "float32"] = "float32"
     """Dtype of exported weights."""
     export_drop: list[Name] = []

@@ -17,7 +17,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import titanlite
 from titanlite.checkpoint import manifest as manifests
-from titanlite.checkpoint.exports import Exports
 from titanlite.checkpoint.in_flight import SaveInFlight
 from titanlite.checkpoint.load import ForeignWeights, Loader
 from titanlite.checkpoint.manifest import FileRecord, Manifest, folder_name
@@ -58,7 +57,6 @@ class CheckpointManager:
         timeout_seconds: longest wait of a rank for another one that writes or reads a checkpoint.
         flush: called before a save where the state is on disk, and too large for a copy. The state itself is saved
             then, and training waits.
-        exports: exports of this run's checkpoints.
         open_weights: opens initial_load_path where other programs wrote it.
     """
 
@@ -77,7 +75,6 @@ class CheckpointManager:
         timeout_seconds: float = 1800,
         flush: Callable[[], None] | None = None,
         open_weights: Callable[[str], ForeignWeights | None] | None = None,
-        exports: Exports | None = None,
     ) -> None:
         self.config = config
         self.storage = storage
@@ -107,8 +104,7 @@ class CheckpointManager:
         self._clock = StepClock(device)
         self._in_flight = SaveInFlight(self._clock, self._committed)
         self._ended: list[tuple[int, Saved, SaveOverhead]] = []
-        self.exports = exports
-        self._newest = 0
+        self.newest = 0
         """Step that was loaded, or committed last."""
         optimizer.register_step_pre_hook(lambda *_: self._saver.wait_until_staged())
 
@@ -132,9 +128,7 @@ class CheckpointManager:
                     self._loader.quarantine(manifest, damage)
                     continue
                 put_back_numbers(self.model, self.optimizer, state)
-                self._newest = manifest.step
-                if self.exports:
-                    self.exports.saved(manifest.step)
+                self.newest = manifest.step
                 return Progress(manifest.step, manifest.samples, manifest.data, manifest.guard)
             if on_rank_0(self._group, lambda: has_saved):
                 raise UserError(
@@ -156,8 +150,6 @@ class CheckpointManager:
             RunError: on every rank at the same step, if a save failed on any.
         """
         self._clock.step()
-        if self.exports:
-            self.exports.poll()
         self._in_flight.check()
         return self._records()
 
@@ -216,7 +208,7 @@ class CheckpointManager:
             RunError: the save failed.
         """
         self._in_flight.end(must_succeed=False)
-        if self.config.enable and progress.step > self._newest:
+        if self.config.enable and progress.step > self.newest:
             self.save(progress, last=True)
 
     def finish(self) -> list[dict[str, Any]]:
@@ -224,23 +216,9 @@ class CheckpointManager:
         self._saver.close()
         return self._records(wait=True)
 
-    def finish_exports(self, *, export_last: bool = True, give_up: Callable[[], bool] = lambda: False) -> bool:
-        """Wait for exports, after training and its process group have ended.
-
-        Args:
-            export_last: the run is complete, so its last checkpoint may be one to export.
-            give_up: whether to end without the rest.
-
-        Returns:
-            whether all have ended.
-        """
-        return not self.exports or self.exports.finish(last=self._newest if export_last else 0, give_up=give_up)
-
     def _committed(self, step: int, saved: Saved, overhead: SaveOverhead) -> None:
-        self._newest = step
+        self.newest = step
         self._ended.append((step, saved, overhead))
-        if self.exports:
-            self.exports.saved(step)
         if dist.get_rank() == 0:
             self._saver.later(lambda: self._retain(step))
 
@@ -255,8 +233,7 @@ class CheckpointManager:
                 return
             manifests.check_sizes(self.storage, newest, manifests.read_manifest(self.storage, newest), listing[newest])
             old = manifests.to_delete(steps, keep_latest_k=self.config.keep_latest_k, keep_every=self.config.keep_every)
-            kept = self.exports.unfinished() if self.exports else set()
-            for unwanted in (step for step in old if step not in kept):
+            for unwanted in old:
                 self.storage.delete(folder_name(unwanted))
         except Exception as error:
             logger.warning(f"old checkpoints could not be deleted: {error}")

@@ -5,7 +5,7 @@ import os
 from collections.abc import Callable, Collection, Iterable, Iterator
 from functools import partial
 
-from titanlite.schema import ActivationCheckpoint, Checkpoint, Config, Data, Validation, parse_policies
+from titanlite.schema import ActivationCheckpoint, Config, Data, Validation, parse_policies
 from titanlite.techniques import asked_for
 from titanlite.techniques.technique import Conflict, reads_of
 
@@ -26,7 +26,6 @@ def find_conflicts(config: Config, world_size: int | None, bad_keys: Collection[
         ),
         (("training.loss", "training.z_loss"), lambda: _loss(config)),
         (("checkpoint.folder", "checkpoint.initial_load_path"), lambda: _checkpoint_places(config)),
-        (("checkpoint.export_every", "checkpoint.interval"), lambda: _exports(config.checkpoint)),
         (
             ("activation_checkpoint.mode", "activation_checkpoint.per_block"),
             lambda: _per_block(config.activation_checkpoint),
@@ -136,12 +135,6 @@ def _checkpoint_places(config: Config) -> Iterator[Conflict]:
             yield from _url(f"checkpoint.{name}", place)
         elif name == "initial_load_path" and place is not None and not os.path.exists(os.path.expanduser(place)):
             yield f"checkpoint.{name}", f"no file or folder {place}"
-
-
-def _exports(checkpoint: Checkpoint) -> Iterator[Conflict]:
-    if checkpoint.export_every % checkpoint.interval:
-        problem = f"must be a multiple of checkpoint.interval ({checkpoint.interval}): only saved steps can be exported"
-        yield "checkpoint.export_every", problem
 
 
 def _url(key: str, url: str) -> Iterator[Conflict]:

@@ -16,6 +16,7 @@ Node = dict[str, Any]
 
 
 REMOVED: dict[str, tuple[Any, str]] = {
+    "checkpoint.export_every": (0, "titanlite checkpoint export exports any checkpoint, also beside training"),
     "checkpoint.local_folder": (None, "checkpoints are written to checkpoint.folder, in the background"),
     "comm.compile_timeout_seconds": (1800, "comm.init_timeout_seconds also holds for the first two steps"),
     "metrics.loss_by_source": (False, "validation.sources gives the loss of each source"),

@@ -576,11 +576,9 @@ def disk_needs(config: Config, model: Model, *, world_size: int) -> list[Need]:
         files = (count - min(count, len(there))) * (world_size + SMALL_FILES)
         needs.append(Need(text, url, max(0, count * each - sum(there)), files, config.training.epochs is not None))
     exports = f"{checkpoint.folder}/exports" if checkpoint.folder else f"{run}/exports"
-    number = (steps // checkpoint.export_every if checkpoint.export_every else 0) + checkpoint.last_save_in_hf
-    if number and "://" not in exports:
+    if checkpoint.last_save_in_hf and "://" not in exports:
         size = sum(p.numel() for _, p in unique_parameters(model)) * DTYPES[checkpoint.export_dtype].size
-        text = f"{number:,} exports of {size_text(size)}"
-        needs.append(Need(text, exports, number * size, number * EXPORT_FILES))
+        needs.append(Need(f"an export of {size_text(size)}", exports, size, EXPORT_FILES))
     return needs
 
 
