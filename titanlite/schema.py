@@ -206,9 +206,6 @@ class DataSource(ValidationSource):
 
     weight: Positive = 1.0
     """Share of the tokens, relative to the sum of all weights."""
-    epochs: PositiveInt | None = None
-    """Largest number of passes over this source in the whole run. A run that needs more is refused. Default: no
-    limit."""
 
 
 class Data(Section):

@@ -196,7 +196,7 @@ def build(
     record_start(
         folder, config, tokenizer=resolved.tokenizer, step=progress.step, ranks=ranks, device=device, mesh=mesh
     )
-    limit = samples.limit(training.epochs)
+    limit = samples.limit(training.epochs) if training.epochs else None
     steps = count_steps(training, step=progress.step, samples=progress.samples_seen, limit=limit)
 
     # What the step needs beside the model: its teacher, batches, loss, and who decides on skips

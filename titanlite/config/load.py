@@ -226,8 +226,8 @@ def _wants_text(error: ErrorDetails) -> bool:
 def _explain(dotted: str, details: list[ErrorDetails]) -> tuple[str, str | None]:
     """Return the problem in words, and for an unknown key the key that was probably meant."""
     first = details[0]
-    if dotted in REMOVED:
-        return f"is gone: {REMOVED[dotted][1]}", None
+    if (name := ".".join(part for part in dotted.split(".") if not part.isdecimal())) in REMOVED:
+        return f"is gone: {REMOVED[name][1]}", None
     if first["type"] == "extra_forbidden":
         near = nearest_key(dotted)
         return f"unknown key, did you mean {near}?" if near else "unknown key", near

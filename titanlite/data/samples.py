@@ -162,8 +162,6 @@ class Source:
     fingerprint: str
     """Hash of all that the sequences depend on."""
     weight: float = 1.0
-    epochs: int | None = None
-    """Maximum of passes over the source; None for no limit."""
 
 
 @dataclass(frozen=True)
@@ -237,19 +235,10 @@ class Samples(Dataset[Batch]):
         consumed = zip(self.sources, self.consumed(samples_seen), strict=True)
         return {source.name: count / len(source.sequences) for source, count in consumed}
 
-    def limit(self, epochs: int | None = None) -> int | None:
-        """Return the largest number of samples of the run that reads no source more often than allowed; None for no
-        limit.
-
-        Args:
-            epochs: maximum of passes over sources that have no limit of their own.
-        """
-        limits = []
-        for i, source in enumerate(self.sources):
-            if passes := source.epochs or epochs:
-                left = max(0, passes * len(source.sequences) - self._before[i])
-                limits.append(self.origin.since + self.mixture.index(i, left))
-        return min(limits, default=None)
+    def limit(self, epochs: int) -> int:
+        """Return the largest number of samples of the run that reads no source more often than `epochs` times."""
+        left = [epochs * len(source.sequences) - read for source, read in zip(self.sources, self._before, strict=True)]
+        return self.origin.since + min(self.mixture.index(i, max(0, count)) for i, count in enumerate(left))
 
     # Resuming
 

@@ -106,7 +106,7 @@ def import_(
     model: str | None = None,
     flavor: str | None = None,
     config: str | None = None,
-    dtype: Literal["float32", "bfloat16"] | None = None,
+    dtype: Literal["bfloat16", "float32"] | None = None,
     allow_unexpected: Sequence[str] = (),
     layers: str | None = None,
     experts: str | None = None,
