@@ -11,14 +11,14 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from fractions import Fraction
 from math import lcm
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch.utils.data import Dataset
 
 from titanlite.batch import Batch
-from titanlite.data.packing import TokenSequence
+from titanlite.data.packing import SequenceReader, TokenSequence
 from titanlite.runtime.errors import UserError
 
 logger = logging.getLogger(__name__)
@@ -143,14 +143,6 @@ def _mix(x: int) -> int:
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 & 0xFFFFFFFFFFFFFFFF
     x = (x ^ (x >> 27)) * 0x94D049BB133111EB & 0xFFFFFFFFFFFFFFFF
     return x ^ (x >> 31)
-
-
-class SequenceReader(Protocol):
-    """Random access to the sequences of a source."""
-
-    def __len__(self) -> int: ...
-
-    def read(self, index: int) -> TokenSequence: ...
 
 
 @dataclass(frozen=True)

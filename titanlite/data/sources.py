@@ -7,9 +7,9 @@ from typing import Protocol
 import torch.distributed as dist
 
 from titanlite.data.custom import PREFIX, CustomSequences
-from titanlite.data.packing import BestFit, Stream
+from titanlite.data.packing import BestFit, SequenceReader, Stream
 from titanlite.data.prepared import open_prepared, prepared_tokens
-from titanlite.data.samples import Samples, SequenceReader, Source
+from titanlite.data.samples import Samples, Source
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.data.tokens import TokenStore
 from titanlite.runtime.errors import UserError
