@@ -5,7 +5,6 @@ on the number of processes.
 """
 
 import math
-import os
 import re
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -57,9 +56,6 @@ class Checkpoint(Section):
     folder: Name | None = None
     """Folder of the run's checkpoints, shared by all nodes, or a URL (s3://bucket/run, gs://, ...). Default:
     <dump_folder>/<name>/checkpoints."""
-    local_folder: Name | None = None
-    """Folder on a fast disk of each node, to which checkpoints are written first. They are copied to checkpoint.folder
-    in the background, and count from then on. Environment variables ($SLURM_TMPDIR) and ~ are resolved on each node."""
     interval: PositiveInt = 500
     """Steps between saves. The last step is always saved."""
     async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "async"
@@ -84,19 +80,11 @@ class Checkpoint(Section):
     last_save_in_hf: bool = False
     """Export the last checkpoint of the run to a Hugging Face folder, <run>/exports/hf-step-... With checkpoint.folder
     it is in <folder>/exports."""
-    export_every: Count = 0
-    """Export in addition the checkpoints of steps that are a multiple of this number, beside training; 0 exports
-    none."""
     export_dtype: Literal["bfloat16", "float16", "float32"] = "float32"
     """Dtype of exported weights."""
     export_drop: list[Name] = []
     """Tensors to leave out of exports, as globs, where Hugging Face's model has no place for them:
     layers.*.feed_forward.bias_E of Qwen3-MoE."""
-
-    @property
-    def local_path(self) -> str | None:
-        """`local_folder` as a path on this node."""
-        return os.path.expanduser(os.path.expandvars(self.local_folder)) if self.local_folder else None
 
 
 class Layers(Section):
@@ -215,9 +203,6 @@ class DataSource(ValidationSource):
 
     weight: Positive = 1.0
     """Share of the tokens, relative to the sum of all weights."""
-    epochs: PositiveInt | None = None
-    """Largest number of passes over this source in the whole run. A run that needs more is refused. Default: no
-    limit."""
 
 
 class Data(Section):

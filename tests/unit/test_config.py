@@ -274,7 +274,7 @@ enable = { a = 1 }
 filter_fqns = ["ok",
   ""]
 [data]
-sources = [{path = "stdlib://", epochs = 0}, {path = "stdlib://train", weight = -1}]
+sources = [{path = "stdlib://", weight = 0}, {path = "stdlib://train", weight = -1}]
 """
     for newline in ("\n", "\r\n"):
         assert problems(tmp_path, text.replace("\n", newline)) == [
@@ -283,7 +283,7 @@ sources = [{path = "stdlib://", epochs = 0}, {path = "stdlib://train", weight = 
             "training.seq_len: expected an integer, got [1] (run.toml:8)",
             "quantize.linear.float8.enable: expected true or false, got a section (run.toml:12)",
             'quantize.linear.float8.filter_fqns.1: expected text that is not empty, got "" (run.toml:13)',
-            "data.sources.0.epochs: expected a number of at least 1, got 0 (run.toml:16)",
+            "data.sources.0.weight: expected a number above 0, got 0 (run.toml:16)",
             "data.sources.1.weight: expected a number above 0, got -1 (run.toml:16)",
         ]
 
@@ -378,13 +378,9 @@ weight = 0.7
 [[data.sources]]
 path = "stdlib://"
 weight = 0.3
-epochs = 2
 """
     config = good(tmp_path, text, "--data.sources.1.weight=0.5")
-    assert [(source.title, source.weight, source.epochs) for source in config.data.all_sources()] == [
-        ("a", 0.7, None),
-        ("stdlib", 0.5, 2),
-    ]
+    assert [(source.title, source.weight) for source in config.data.all_sources()] == [("a", 0.7), ("stdlib", 0.5)]
     (tmp_path / "again.toml").write_text(dump(config))
     assert load(tmp_path / "again.toml").data == config.data
     assert [source.path for source in good(tmp_path, "").data.all_sources()] == ["stdlib://"]
@@ -402,7 +398,6 @@ weigth = 2
 [[data.sources]]
 path = "somewhere/a"
 weight = 0
-epochs = 1.5
 [validation]
 enable = true
 """
@@ -410,8 +405,7 @@ enable = true
         "data.sources.0: path is missing (run.toml:3)",
         "data.sources.1.weigth: unknown key, did you mean data.sources.1.weight? (run.toml:7)",
         "data.sources.2.weight: expected a number above 0, got 0 (run.toml:10)",
-        "data.sources.2.epochs: expected an integer, got 1.5 (run.toml:11)",
-        "validation.path: is not set: name the data to validate on, or set validation.enable = false (run.toml:12)",
+        "validation.path: is not set: name the data to validate on, or set validation.enable = false (run.toml:11)",
         "data.sources.7.weight: the list has no entry 7; the next is 3 (command line)",
     ]
     text = """\
@@ -434,22 +428,20 @@ path = "missing.jsonl"
     ]
 
 
-def test_validation_sources_take_no_weight_and_no_epochs(tmp_path: Path) -> None:
+def test_validation_sources_take_no_weight(tmp_path: Path) -> None:
     text = """\
 [[validation.sources]]
 path = "stdlib://validation"
 weight = 0.5
-epochs = 2
 [validation]
 enable = true
 """
     assert problems(tmp_path, text) == [
         "validation.sources.0.weight: unknown key, did you mean data.sources.weight? (run.toml:3)",
-        "validation.sources.0.epochs: unknown key, did you mean data.sources.epochs? (run.toml:4)",
     ]
 
 
-@pytest.mark.parametrize("key", REMOVED)
+@pytest.mark.parametrize("key", [key for key, (default, _) in REMOVED.items() if default is not None])
 def test_an_option_that_is_gone_is_ignored_at_its_default_and_else_explained(tmp_path: Path, key: str) -> None:
     """The config in the folder of an older run names every option."""
     section, name = key.split(".")
@@ -458,6 +450,13 @@ def test_an_option_that_is_gone_is_ignored_at_its_default_and_else_explained(tmp
     assert good(tmp_path, f"[{section}]\n{name} = {json.dumps(default)}\n") == good(tmp_path, "")
     assert problems(tmp_path, f"[{section}]\n{name} = {other}\n") == [f"{key}: is gone: {instead} (run.toml:2)"]
     assert f"{key}: is gone" in problems(tmp_path, "", f"--{key}={other}")[0]
+
+
+def test_an_option_that_is_gone_and_was_not_set_by_default_is_explained(tmp_path: Path) -> None:
+    [problem] = problems(tmp_path, "[checkpoint]\nlocal_folder = '/local'\n")
+    assert problem.startswith("checkpoint.local_folder: is gone: ")
+    [problem] = problems(tmp_path, "[[data.sources]]\npath = 'stdlib://'\nepochs = 2\n")
+    assert problem.startswith("data.sources.0.epochs: is gone: ")
 
 
 def test_the_name_of_a_run_is_never_inherited(tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ weight = 0.5
 [[data.sources]]
 path = ["train_configs/*.toml"]
 name = "configs"
-epochs = 2
+weight = 2.0
 [parallelism]
 fsdp_reshard_after_forward = 2
 [quantize.linear.float8]

@@ -92,11 +92,11 @@ def test_checkpoints_that_are_there_need_no_more_space(tiny: TinyRun) -> None:
     config = tiny.config("--checkpoint.interval=2", "--checkpoint.keep_latest_k=1")
     resolved = preflight(config, ALONE.ranks, CPU)
     model = resolved.model.build()
-    before = disk_needs(config, model, world_size=1, nodes=1)[0]
+    before = disk_needs(config, model, world_size=1)[0]
     step = tiny.folder / "outputs/tiny/checkpoints/step-00000002"
     step.mkdir(parents=True)
     (step / "data").write_bytes(bytes(1000))
-    after = disk_needs(config, model, world_size=1, nodes=1)[0]
+    after = disk_needs(config, model, world_size=1)[0]
     assert before.bytes - after.bytes == 1000
     assert after.what.endswith(", 1 of them are there")
 

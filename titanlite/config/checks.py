@@ -2,13 +2,10 @@
 
 import glob
 import os
-import re
 from collections.abc import Callable, Collection, Iterable, Iterator
 from functools import partial
-from pathlib import Path
 
-from titanlite.runtime.files import why_not_writable
-from titanlite.schema import Checkpoint, Config, Data, Validation
+from titanlite.schema import Config, Data, Validation
 from titanlite.techniques import asked_for
 from titanlite.techniques.technique import Conflict, reads_of
 
@@ -29,8 +26,6 @@ def find_conflicts(config: Config, world_size: int | None, bad_keys: Collection[
         ),
         (("training.loss", "training.z_loss"), lambda: _loss(config)),
         (("checkpoint.folder", "checkpoint.initial_load_path"), lambda: _checkpoint_places(config)),
-        (("checkpoint", "job"), lambda: _local_folder(config)),
-        (("checkpoint.export_every", "checkpoint.interval"), lambda: _exports(config.checkpoint)),
         (("parallelism.fsdp_reduce_gradients", "training"), lambda: _check_reduce_gradients(config)),
     ]
     if world_size is not None:
@@ -136,31 +131,6 @@ def _checkpoint_places(config: Config) -> Iterator[Conflict]:
             yield from _url(f"checkpoint.{name}", place)
         elif name == "initial_load_path" and place is not None and not os.path.exists(os.path.expanduser(place)):
             yield f"checkpoint.{name}", f"no file or folder {place}"
-
-
-def _local_folder(config: Config) -> Iterator[Conflict]:
-    checkpoint, key = config.checkpoint, "checkpoint.local_folder"
-    if not checkpoint.enable or checkpoint.local_path is None:
-        return
-    folder = Path(checkpoint.local_path)
-    if "://" in checkpoint.local_path:
-        yield key, "is a URL: name a folder on a disk of each node, and the URL in checkpoint.folder"
-    elif unset := re.findall(r"\$\w+|\$\{[^}]*\}", checkpoint.local_path):
-        yield key, f"the environment variable {unset[0]} is not set on this node"
-    elif not folder.is_absolute():
-        yield key, f"{folder} is relative: name the whole path of a folder on a disk of each node"
-    else:
-        shared = checkpoint.folder or f"{config.job.dump_folder}/{config.job.name}/checkpoints"
-        if "://" not in shared and folder.resolve().is_relative_to(Path(shared).expanduser().resolve()):
-            yield key, f"is inside {shared}, where checkpoints are copied to: name a folder on a disk of each node"
-        elif problem := why_not_writable(str(folder)):
-            yield key, problem
-
-
-def _exports(checkpoint: Checkpoint) -> Iterator[Conflict]:
-    if checkpoint.export_every % checkpoint.interval:
-        problem = f"must be a multiple of checkpoint.interval ({checkpoint.interval}): only saved steps can be exported"
-        yield "checkpoint.export_every", problem
 
 
 def _url(key: str, url: str) -> Iterator[Conflict]:
