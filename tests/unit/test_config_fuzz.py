@@ -274,21 +274,6 @@ def changed_texts(draw: st.DrawFn) -> str:
     return text
 
 
-WORDS = st.one_of(
-    st.sampled_from([*dotted_keys(), *SECTIONS, "data.sources.0.path", "data.sources.1.path", "data.sources.2.weight",
-                     "model.args.dim", "model.args.x.y", "base", "data.path.0", "data.sources.0", "data.sources.x"]),
-    st.sampled_from(LEAVES).map(lambda leaf: f"training.{leaf}"),
-    st.text("abst.-_0=é ", max_size=8),
-)  # fmt: skip
-ARGUMENT_VALUES = st.one_of(
-    st.sampled_from([value for value in VALUES if not isinstance(value, str)]).map(
-        lambda value: tomlkit.item(value).as_string()
-    ),
-    st.sampled_from([value for value in VALUES if isinstance(value, str)]),
-    st.text("[]{}\"'=.#,\n0123456789e-_ ax", max_size=6),
-)
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("fuzz")
@@ -306,13 +291,3 @@ def test_keys_and_values_that_were_changed(folder: Path, text: str) -> None:
 @given(text=changed_texts())
 def test_letters_and_lines_that_were_changed(folder: Path, text: str) -> None:
     check(folder, text)
-
-
-@pytest.mark.long
-@run
-@given(
-    text=st.sampled_from(sorted(TEXTS.values())),
-    words=st.lists(st.tuples(WORDS, ARGUMENT_VALUES), min_size=1, max_size=4),
-)
-def test_words_of_the_command_line(folder: Path, text: str, words: list[tuple[str, str]]) -> None:
-    check(folder, text, tuple(f"--{name}={value}" for name, value in words))

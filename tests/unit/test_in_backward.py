@@ -48,12 +48,6 @@ def test_options_that_exclude_it_are_refused(tiny: TinyRun, options: list[str], 
     assert words in problem.message
 
 
-def test_other_options_are_not_refused(tiny: TinyRun) -> None:
-    groups = '--optimizer.groups=[{match=["*"], name="SGD"}]'
-    assert tiny.config(*ON, "--optimizer.name=Muon", groups, world_size=2).optimizer.in_backward
-    tiny.config("--guard.nonfinite=skip", "--optimizer.name=Muon", "--training.local_batch_size=1", world_size=2)
-
-
 OFFLOADED = (*ON, "--training.enable_cpu_offload")
 
 
@@ -68,8 +62,6 @@ def test_versions_that_do_not_wait_for_offloaded_gradients_are_refused(tiny: Tin
     ("options", "device", "version"),
     [
         (OFFLOADED, "cuda", "2.13.0"),
-        (OFFLOADED, "cuda", "2.13.0+cu130"),
-        (OFFLOADED, "cuda", "2.14.1"),
         (OFFLOADED, "cpu", "2.12.1"),
         (ON, "cuda", "2.12.1"),
         (["--training.enable_cpu_offload"], "cuda", "2.12.1"),
@@ -258,8 +250,3 @@ def test_the_plan_has_gradients_of_two_units_at_most(replicate: int, shard: int)
     assert found.most("optimizer") == without.most("optimizer")
     assert found.most("parameters") == without.most("parameters")
     assert without.peak - found.peak > 4 * 2 * BLOCK // shard
-
-
-def test_a_plan_of_several_micro_batches_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"optimizer\.in_backward"):
-        profiled(*ON, "--training.local_batch_size=2", world_size=1)

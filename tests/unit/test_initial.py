@@ -69,7 +69,6 @@ def test_quantiles_are_those_of_the_normal_distribution() -> None:
 @pytest.mark.long
 def test_truncated_normal() -> None:
     for values in (
-        TruncatedNormal(std=0.02, low=-0.04, high=0.04),
         TruncatedNormal(std=1.0, low=-3.0, high=3.0, mean=0.5),
         TruncatedNormal(std=1.0, low=1.0, high=4.0),
     ):
@@ -99,8 +98,6 @@ def test_uniform_and_constant() -> None:
     ("values", "message"),
     [
         (lambda: Normal(std=-0.1), "std must not be negative, got -0.1"),
-        (lambda: Normal(std=math.nan), "std must be a finite number, got nan"),
-        (lambda: Uniform(low=1.0, high=1.0), "low must be below high, got 1.0 and 1.0"),
         (lambda: TruncatedNormal(std=0.0, low=0.0, high=1.0), "std must be positive, got 0.0"),
         (
             lambda: TruncatedNormal(std=1.0, low=90.0, high=91.0),

@@ -15,7 +15,7 @@ from torch import nn
 
 from titanlite.metrics.clock import StepClock
 from titanlite.metrics.rank_watch import RankMetrics, RankWatch, slowest_rank
-from titanlite.observer import CurrentPhase, Observers, Phase, StepObserver
+from titanlite.observer import CurrentPhase
 from titanlite.runtime.ranks import host_names
 
 HOSTS = ["a"] * 4 + ["b"] * 4
@@ -76,13 +76,6 @@ def test_a_rank_that_lags_is_named_once_with_what_it_does(watched: Watched) -> N
 def test_a_host_is_named_if_all_its_ranks_lag(watched: Watched, ranks: tuple[int, ...], who: str) -> None:
     [line] = [line for _ in range(5) for line in watched(*ranks, own_seconds=0.8)]
     assert line.startswith(who)
-
-
-def test_a_host_of_one_rank_and_a_job_of_one_host(watched: Watched) -> None:
-    for hosts in (["a", "b"], ["a", "a"], ["a", "a", "b"]):
-        last = len(hosts) - 1
-        [line] = [line for _ in range(4) for line in watched(last, own_seconds=0.8, hosts=hosts)]
-        assert line.startswith(f"rank {last} of host {hosts[-1]} lags,")
 
 
 @pytest.mark.parametrize("usual", [0.005, 0.5])
@@ -195,26 +188,6 @@ def test_own_time_is_that_of_the_head(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(RuntimeError):
         head(torch.ones(1, 3))
     assert math.isnan(step(1)), "a forward that raised has no end"
-
-
-def test_several_observers_hear_the_same() -> None:
-    heard: list[str] = []
-
-    class Heard(StepObserver):
-        def begin_step(self, step: int) -> None:
-            heard.append(f"step {step}")
-
-        def phase(self, name: Phase) -> None:
-            heard.append(name)
-
-        def label(self, tensors: object, category: str) -> None:
-            heard.append(f"{category} {[*tensors]}")  # pyright: ignore
-
-    observers = Observers(Heard(), Heard())
-    observers.begin_step(3)
-    observers.phase(Phase.FORWARD)
-    observers.label(iter([1]), "gradients")  # pyright: ignore
-    assert heard == ["step 3", "step 3", "forward", "forward", "gradients [1]", "gradients [1]"]
 
 
 def test_hosts_of_one_name_are_told_apart(monkeypatch: pytest.MonkeyPatch, single_process_group: None) -> None:

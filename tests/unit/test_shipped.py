@@ -1,17 +1,15 @@
 """Shipped configs: found by bare names, in a checkout and in a wheel; `titanlite init` makes new ones from them."""
 
 import re
-import shlex
 import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
-import tomli
 
 from titanlite.config.load import load
 from titanlite.config.shipped import find_config, shipped_folder
-from titanlite.runtime.console import install_hint, shell_command
+from titanlite.runtime.console import shell_command
 from titanlite.tools import cli
 from titanlite.tools.describe import OFTEN_SET, start
 
@@ -127,16 +125,6 @@ def test_init_overwrites_nothing(folder: Path, capfd: pytest.CaptureFixture[str]
     assert not (folder / "new.toml").exists()
 
 
-def test_the_environment_of_run_train_has_what_readme_and_tutorial_use() -> None:
-    extras = tomli.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    start = " ".join([*extras["start"], *extras["tokenizers"], *extras["data"], *extras["report"]])
-    assert "titanlite[tokenizers,data,report]" in start
-    for package in ("tokenizers", "pyarrow", "zstandard", "plotly", "matplotlib", "transformers"):
-        assert f"{package}>=" in start, package
-        dev = [entry.split(">=")[0] for entry in extras["dev"]]
-        assert package in dev, "an environment with dev is not filled again for start"
-
-
 def test_the_first_command_shows_what_pip_does(tmp_path: Path) -> None:
     """On standard error, so that the output of the command stays its own; the second call is silent."""
     (tmp_path / ".venv" / "bin").mkdir(parents=True)
@@ -156,15 +144,3 @@ def test_the_first_command_shows_what_pip_does(tmp_path: Path) -> None:
     assert "--quiet" not in pip
     assert end.startswith("installed, in 0 min ")
     assert more == ["again"]
-
-
-@pytest.mark.parametrize(
-    ("extra", "packages"),
-    [("report", "plotly>=6 matplotlib>=3.9"), ("s3", "s3fs>=2024.6"), ("float8", "torchao>=0.15")],
-)
-def test_a_hint_to_install_names_nothing_that_is_on_no_index(extra: str, packages: str) -> None:
-    """In a checkout its path; without one the packages of the extra, as the metadata of titanlite have them."""
-    pip = shell_command("pip")
-    assert shlex.split(install_hint(extra)) == [pip, "install", "-e", f"{ROOT}[{extra}]"]
-    found = shlex.split(install_hint(extra, checkout=Path("/nowhere")))
-    assert found == [pip, "install", *packages.split()]

@@ -110,8 +110,6 @@ def test_a_worker_that_begins_prints_nothing_when_a_signal_ends_its_process(tmp_
         (60, None, 1060, "training.max_duration"),
         (None, 11_000, 10_700, "the end of the Slurm job"),
         (None, 1_100, 1_090, "the end of the Slurm job"),  # a tenth of a short job
-        (60, 11_000, 1060, "training.max_duration"),
-        (90_000, 11_000, 10_700, "the end of the Slurm job"),
     ],
 )
 def test_planned_ends(limit: int | None, slurm_end: int | None, end: float, reason: str) -> None:
