@@ -199,61 +199,6 @@ def test_a_value_of_the_base_is_replaced_whole(tmp_path: Path) -> None:
     assert str(draft.place(("model", "args", "a"))) == "run.toml:7"
 
 
-def test_a_draft_has_defaults_in_place_of_what_is_wrong(tmp_path: Path) -> None:
-    (tmp_path / "run.toml").write_text("[training]\nsteps = 'x'\nlr = 0.1\nseq_len = 64\n[data]\npath = '/no/such'\n")
-    draft = read(tmp_path / "run.toml", ["--metrics.log_freq=-1", "--debug.seed=3"])
-    assert draft.config == Config.model_validate(
-        {"job": {"name": "run"}, "training": {"seq_len": 64}, "data": {"path": "/no/such"}, "debug": {"seed": 3}}
-    )
-    assert draft.bad_keys == {"training.steps", "training.lr", "optimizer.lr", "metrics.log_freq", "data.path"}
-    with pytest.raises(ConfigError) as error:
-        draft.resolve()
-    assert [problem.key for problem in error.value.problems] == [
-        "training.steps", "training.lr", "data.path", "metrics.log_freq",
-    ]  # fmt: skip
-    assert read(tmp_path / "nowhere.toml").bad_keys == {""}, "nothing is known of any option"
-
-
-def test_lines_are_those_of_tomls_own_reading(tmp_path: Path) -> None:
-    text = """debug.seed = -1
-[model.args]
-"quoted.key" = \"\"\"
-steps = 3
-\"\"\"
-[training] # steps = 4
-"steps" = 0
-seq_len = [
-  1, # seq_len = 2
-]
-[ quantize . linear."float8" ]
-enable = { a = 1 }
-filter_fqns = ["ok",
-  ""]
-[data]
-sources = [{path = "stdlib://", epochs = 0}, {path = "stdlib://train", weight = -1}]
-"""
-    for newline in ("\n", "\r\n"):
-        assert problems(tmp_path, text.replace("\n", newline)) == [
-            "debug.seed: expected a number of at least 0, got -1 (run.toml:1)",
-            "training.steps: expected a number of at least 1, got 0 (run.toml:7)",
-            "training.seq_len: expected an integer, got [1] (run.toml:8)",
-            "quantize.linear.float8.enable: expected true or false, got a section (run.toml:12)",
-            'quantize.linear.float8.filter_fqns.1: expected text that is not empty, got "" (run.toml:13)',
-            "data.sources.0.epochs: expected a number of at least 1, got 0 (run.toml:16)",
-            "data.sources.1.weight: expected a number above 0, got -1 (run.toml:16)",
-        ]
-
-
-def test_a_problem_is_one_line(tmp_path: Path) -> None:
-    text = f'"" = 1\n[training]\n"a\\nb" = 1\nsteps = "{"x" * 1000}"\nseq_len = "a\\nb"\n'
-    assert problems(tmp_path, text) == [
-        '"": unknown key (run.toml:1)',
-        'training."a\\nb": unknown key (run.toml:3)',
-        f'training.steps: expected an integer, got "{"x" * 96}... (run.toml:4)',
-        'training.seq_len: expected an integer, got "a\\nb" (run.toml:5)',
-    ]
-
-
 def test_entries_of_lists_are_made_on_the_command_line(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     options = [f"--data.sources.0.path={tmp_path}/a", "--data.sources.1.path=stdlib://", "--data.sources.1.weight=3"]

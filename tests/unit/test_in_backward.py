@@ -3,7 +3,6 @@
 import math
 import re
 from collections.abc import Sequence
-from typing import Any
 
 import pytest
 import torch
@@ -20,7 +19,7 @@ from titanlite.optim import build_optimizer
 from titanlite.optim.norm import gradient_norms
 from titanlite.runtime.errors import ConfigError, UserError
 from titanlite.runtime.private_torch.tensors import local_tensor
-from titanlite.schema import Guard, Optimizer, OptimizerGroup
+from titanlite.schema import Guard, Optimizer
 from titanlite.step import StepResult
 from titanlite.techniques.in_backward import check_offloaded_update
 from titanlite.techniques.in_backward.updates import InBackward
@@ -115,51 +114,6 @@ def test_each_parameter_is_updated_once_by_its_whole_gradient(name: str) -> None
         ordinary.step()
         ordinary.zero_grad()
         assert all(map(torch.equal, states(parts, within), states(whole, ordinary)))
-
-
-class Units(nn.Module):
-    """Three FSDP units of two parameters each. The last one is not used."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.parts = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
-        for part in self.parts:
-            fully_shard(part)
-        fully_shard(self)
-
-    def forward(self, x: Tensor) -> Tensor:
-        first, second, _ = self.parts
-        return second(torch.relu(first(x))).square().mean()
-
-
-@pytest.mark.usefixtures("single_process_group")
-@pytest.mark.parametrize("name", ["AdamW", "combined"])
-def test_each_fsdp_unit_is_updated_by_one_step_that_visits_no_other(name: str) -> None:
-    combined = [OptimizerGroup(match=["*weight"]), OptimizerGroup(match=["*bias"], name="SGD")]
-    config = Optimizer(lr=0.1, groups=combined if name == "combined" else [])
-    whole, parts = Units(), Units()
-    ordinary, within = (build_optimizer(model, config, seed=0) for model in (whole, parts))
-    in_backward = InBackward(parts, within)
-    names = {parameter: name for name, parameter in parts.named_parameters()}
-    visited: list[set[str]] = []
-
-    def remember(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        visited.append({names[it] for group in optimizer.param_groups for it in group["params"]})
-
-    within.register_step_pre_hook(remember)
-    for step in range(3):
-        x = torch.randn(5, 8, generator=torch.Generator().manual_seed(step))
-        whole(x).backward()
-        ordinary.step()
-        ordinary.zero_grad()
-        visited.clear()
-        in_backward.begin(torch.zeros(()), world())
-        parts(x).backward()
-        assert len(in_backward.end()) == 4
-        assert visited == [{f"parts.{part}.weight", f"parts.{part}.bias"} for part in (1, 0)]
-        assert all(map(torch.equal, states(parts, within), states(whole, ordinary)))
-    assert [len(group["params"]) for group in within.param_groups] == [3, 3]
 
 
 class HalfUsed(nn.Linear):

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from tests.helpers import fake_mesh
 from titanlite.models.base import build_on_meta
-from titanlite.models.initial import Constant, InitialValues, Normal, TruncatedNormal, Uniform, standard_normal
+from titanlite.models.initial import Constant, InitialValues, Normal, TruncatedNormal, Uniform
 from titanlite.models.llama3 import Llama3, Llama3Args
 from titanlite.models.qwen3_moe import Qwen3Moe, Qwen3MoeArgs
 from titanlite.parallelize.materialize import SLICE, allocate, draw_weights, set_dtype
@@ -52,18 +52,6 @@ def test_normal() -> None:
     assert scaled.pow(4).mean().item() == pytest.approx(3, abs=4 * math.sqrt(96 / COUNT))
     assert 4.2 < scaled.abs().max() < 6, "tails"
     assert len(sample.unique()) == COUNT
-
-
-def test_quantiles_are_those_of_the_normal_distribution() -> None:
-    """Quantiles at both tails to the last, the middle, and both sides of each power of two."""
-    powers = [2.0**-power for power in range(1, 50)]
-    near = [p * factor for p in powers[2:-1] for factor in (1 - 2**-30, 1, 1 + 2**-30, 1.37)]
-    places = [round(p * 2**49) / 2**49 for p in [*powers, *near, 0.3, 0.44, 0.4999, 0.5 - 2.0**-49]]
-    fractions = torch.tensor(places, dtype=torch.float64)
-    expected = torch.tensor([NormalDist().inv_cdf(p) for p in fractions.tolist()]).double()
-    assert (standard_normal(fractions) - expected).abs().max() < 1.2e-6
-    assert torch.equal(standard_normal(1 - fractions), -standard_normal(fractions).where(fractions != 0.5, -0.0))
-    assert standard_normal(torch.tensor([2.0**-49], dtype=torch.float64)).item() == pytest.approx(-7.87, abs=0.05)
 
 
 @pytest.mark.long
@@ -110,22 +98,6 @@ def test_impossible_distributions_are_refused(values: Callable[[], Any], message
     with pytest.raises(ValueError) as error:
         values()
     assert str(error.value) == message
-
-
-def correlation(one: Tensor, other: Tensor) -> float:
-    """Correlation in standard errors of independent samples."""
-    return torch.corrcoef(torch.stack((one, other)))[0, 1].item() * math.sqrt(len(one))
-
-
-def test_values_of_other_places_names_and_seeds_are_independent() -> None:
-    normal = Normal(std=1.0)
-    one = drawn(normal)
-    for distance in (1, 2, 4096, 65536):
-        assert abs(correlation(one[:-distance], one[distance:])) < 4
-        assert abs(correlation(one[:-distance].abs(), one[distance:].abs())) < 4
-    for name in ("0/weighu", "1/weight", "0/weight2"):
-        assert abs(correlation(one, drawn(normal, name))) < 4
-    assert torch.equal(drawn(normal, first=1000, count=7), one[1000:1007])
 
 
 def test_values_are_pinned() -> None:
@@ -222,9 +194,3 @@ def test_a_rank_draws_its_shard_and_no_more() -> None:
         assert part.shape == (251, 16384)
     assert largest.elements <= max(SLICE * torch.get_num_threads(), 128256)
     assert seconds < 5
-
-
-def test_the_standard_deviation_may_be_given_by_position() -> None:
-    assert Normal(0.02) == Normal(std=0.02)
-    with pytest.raises(TypeError):
-        Normal(0.0, 0.02)  # pyright: ignore[reportCallIssue]  # PyTorch's order would be (mean, std)

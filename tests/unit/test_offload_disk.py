@@ -57,7 +57,7 @@ def mapped(folder: Path) -> list[str]:
 @pytest.mark.parametrize(
     "types",
     [
-        pytest.param([], id="float32"),
+        pytest.param([], id="float32", marks=pytest.mark.nightly),
         pytest.param(BFLOAT16[:1], id="bfloat16 moments"),
         pytest.param(BFLOAT16, id="bfloat16", marks=pytest.mark.nightly),
     ],

@@ -1,5 +1,6 @@
 """Steps of optimizers: AdamW with stochastic rounding against PyTorch's, Newton-Schulz, steps that are skipped."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -10,7 +11,6 @@ from torch._functorch import config as functorch
 from torch.optim._muon import _zeropower_via_newtonschulz
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from titanlite.checkpoint.state import complete_optimizer_state
 from titanlite.optim import build_optimizer, update
 from titanlite.optim.combined import optimizers_in
 from titanlite.optim.muon import Muon, newton_schulz
@@ -193,6 +193,37 @@ def test_newton_schulz(shape: tuple[int, int]) -> None:
     assert (found - theirs).abs().max() < 0.05
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"weight_decay": 0.2, "adjust_lr_fn": "original"},
+        {"nesterov": False, "momentum": 0.4, "ns_steps": 3, "adjust_lr_fn": "match_rms_adamw"},
+    ],
+)
+def test_muon_is_that_of_torch(options: dict[str, Any]) -> None:
+    """A stack of matrices is to torch's a parameter for each. On shards: tests/distributed/test_placements.py."""
+    generator = torch.Generator().manual_seed(0)
+
+    def drawn() -> list[torch.Tensor]:
+        return [torch.randn(shape, generator=generator) for shape in ((7, 10), (10, 7), (9, 9), (3, 4, 5))]
+
+    def matrices(wholes: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        return [it.detach().clone() for whole in wholes for it in (whole if whole.ndim == 3 else [whole])]
+
+    ours = [nn.Parameter(whole) for whole in drawn()]
+    theirs = [nn.Parameter(it) for it in matrices(ours)]
+    optimizers = Muon(ours, lr=0.05, **options), torch.optim.Muon(theirs, lr=0.05, **options)
+    for _ in range(3):
+        gradients = drawn()
+        for parameters, values in ((ours, gradients), (theirs, matrices(gradients))):
+            for parameter, value in zip(parameters, values, strict=True):
+                parameter.grad = value
+        for optimizer in optimizers:
+            optimizer.step()
+    for mine, other in zip(matrices(ours), theirs, strict=True):
+        assert (mine - other).abs().max() <= 1e-5 * other.abs().max()
+
+
 class CountWaits(TorchDispatchMode):
     """Count how often the host asks for the value of a tensor."""
 
@@ -227,22 +258,6 @@ def test_an_update_that_compiles_itself_does_not_use_the_cache() -> None:
     assert functorch.enable_autograd_cache == before
 
 
-class StateFromStart(torch.optim.SGD):
-    """SGD that has state before the first step."""
-
-    def __init__(self, params: Any, lr: float = 1e-3) -> None:
-        super().__init__(params, lr)
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                self.state[parameter]["count"] = torch.zeros(())
-
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                self.state[parameter]["count"] += 1
-        super().step()
-
-
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_adamw_has_its_state_before_the_first_step(dtype: str) -> None:
     """PyTorch would allocate it between the gradients of the first step."""
@@ -259,17 +274,3 @@ def test_adamw_has_its_state_before_the_first_step(dtype: str) -> None:
         after = [*optimizer.state[parameter].values()]
         assert all(one is other for one, other in zip(before[name], after, strict=True))
         assert after[0].item() == 1
-
-
-def test_states_that_are_there_from_the_start_are_kept_and_the_others_are_completed() -> None:
-    model = toy()
-    text = f'groups = [{{match = ["weight"]}}, {{match = ["bias"], name = "{__name__}.StateFromStart"}}]'
-    optimizer = build_optimizer(model, section(text), seed=0)
-    before = [parameter.detach().clone() for parameter in model.parameters()]
-    complete_optimizer_state(model, optimizer)
-    assert {*optimizer.state[model.weight]} == {"step", "exp_avg", "exp_avg_sq"}
-    assert {*optimizer.state[model.bias]} >= {"count"}
-    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
-    gradients(model, 0)
-    update(optimizer, skip=torch.tensor(False))
-    assert optimizer.state[model.bias]["count"] >= 1

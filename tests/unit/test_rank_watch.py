@@ -4,18 +4,14 @@ import cProfile
 import logging
 import math
 import random
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, replace
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 
-from titanlite.metrics.clock import StepClock
 from titanlite.metrics.rank_watch import RankMetrics, RankWatch, slowest_rank
-from titanlite.observer import CurrentPhase
 from titanlite.runtime.ranks import host_names
 
 HOSTS = ["a"] * 4 + ["b"] * 4
@@ -151,43 +147,6 @@ def test_the_watch_makes_as_many_calls_for_many_ranks_as_for_few() -> None:
         return sum(entry.callcount for entry in profile.getstats())
 
     assert calls(4096) == calls(8)
-
-
-def test_own_time_is_that_of_the_head(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Time of blocks, of backward and after the step is no own time. Micro-batches add up."""
-    now = [0.0]
-
-    class Slow(nn.Linear):
-        seconds = 0.0
-
-        def forward(self, input: torch.Tensor) -> torch.Tensor:
-            now[0] += self.seconds
-            return super().forward(input)
-
-    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
-    block, head = Slow(2, 2), Slow(2, 2)
-    block.seconds, head.seconds = 100.0, 1.5
-    model, own = nn.Sequential(block, head), StepClock(CurrentPhase(), torch.device("cpu"))
-    own.follow(model)
-
-    def step(micro_batches: int) -> float:
-        for _ in range(micro_batches):
-            model(torch.ones(1, 2))
-            now[0] += 100.0
-        return own.own_seconds()
-
-    assert math.isnan(step(1)), "a step that was not measured"
-    own.begin(is_measured=True)
-    assert step(1) == pytest.approx(1.5)
-    own.begin(is_measured=True)
-    assert step(2) == pytest.approx(3.0)
-    assert step(1) == pytest.approx(3.0), "the one before it"
-    own.begin(is_measured=True)
-    assert math.isnan(own.own_seconds()), "no head has run"
-    own.begin(is_measured=True)
-    with pytest.raises(RuntimeError):
-        head(torch.ones(1, 3))
-    assert math.isnan(step(1)), "a forward that raised has no end"
 
 
 def test_hosts_of_one_name_are_told_apart(monkeypatch: pytest.MonkeyPatch, single_process_group: None) -> None:

@@ -9,7 +9,6 @@ import pytest
 
 from titanlite.config.load import load
 from titanlite.config.shipped import find_config, shipped_folder
-from titanlite.runtime.console import shell_command
 from titanlite.tools import cli
 from titanlite.tools.describe import OFTEN_SET, start
 
@@ -73,27 +72,6 @@ def test_init_writes_a_config_that_trains_the_same(
     text = Path("mine.toml").read_text()
     assert max(map(len, text.splitlines())) <= 120
     assert {key.rpartition(".")[2] for key in OFTEN_SET} <= {*re.findall(r"^#?(\w+) = ", text, re.MULTILINE)}
-
-
-def test_commands_are_printed_as_the_shell_finds_them(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    scripts = folder / "an environment" / "bin"
-    scripts.mkdir(parents=True)
-    monkeypatch.setattr("sys.executable", str(scripts / "python"))
-    monkeypatch.setenv("PATH", "/usr/bin:/bin")
-    assert shell_command("titanlite") == "titanlite", "not installed as a command"
-    (scripts / "titanlite").write_text("#!/bin/sh\necho found\n")
-    (scripts / "titanlite").chmod(0o755)
-    printed = shell_command("titanlite")
-    assert printed == "'an environment/bin/titanlite'"
-    assert subprocess.run(printed, shell=True, capture_output=True, check=True).stdout == b"found\n"
-    monkeypatch.chdir(scripts)
-    monkeypatch.setattr("sys.executable", str(folder / "elsewhere" / "python"))
-    (folder / "elsewhere").mkdir()
-    (folder / "elsewhere" / "titanlite").write_text("")
-    assert shell_command("titanlite") == str(folder / "elsewhere" / "titanlite"), "not below the current folder"
-    monkeypatch.setenv("PATH", f"{folder / 'elsewhere'}:/usr/bin:/bin")
-    (folder / "elsewhere" / "titanlite").chmod(0o755)
-    assert shell_command("titanlite") == "titanlite", "an active environment"
 
 
 def test_init_keeps_a_list_that_was_emptied(folder: Path) -> None:

@@ -163,15 +163,6 @@ def test_a_stop_beside_other_saves(tiny: TinyRun, calls: int) -> None:
     assert (stopped is None) == (calls == 5)
 
 
-@pytest.mark.long
-@pytest.mark.usefixtures("single_process_group")
-def test_a_stop_ends_validation(tiny: TinyRun) -> None:
-    """Asked in the validation of step 1; the next step carries the flag."""
-    options = f"--validation.enable=true --validation.freq=1 --validation.path={tiny.text}".split()
-    assert start(tiny, AfterCalls(1), *options, "--lr_scheduler.warmup_steps=0")[1] == [2]
-    assert not (tiny.folder / "outputs" / "tiny" / "validation.jsonl").exists()
-
-
 @pytest.mark.usefixtures("single_process_group")
 def test_without_checkpoints_a_stop_saves_nothing(tiny: TinyRun) -> None:
     assert start(tiny, AfterCalls(0), "--checkpoint.enable=false")[1] == []

@@ -18,7 +18,6 @@ from titanlite.models.qwen3 import Qwen3, Qwen3Args
 from titanlite.models.qwen3_moe import Qwen3Moe
 from titanlite.ops.kernels import Kernels
 from titanlite.runtime.errors import ConfigError, UserError
-from titanlite.schema import Degrees, Parallelism
 from titanlite.techniques.tensor.layers import TensorRanks, check_tensor, roles_of, split_dims, split_parameters
 
 ARGS = Llama3Args(dim=48, n_layers=2, n_heads=6, n_kv_heads=3, hidden_dim=72, vocab_size=264, max_seq_len=64)
@@ -32,31 +31,6 @@ def refusal(model: Model, degree: int) -> str:
 
 def llama(plan: TensorPlan = DECODER, *, args: Llama3Args = ARGS) -> Model:
     return build_on_meta(type("Own", (Llama3,), {"tensor_plan": plan, "draws_random": False}), args)
-
-
-def test_degrees_and_axes() -> None:
-    assert Degrees(1, 4, 2, 3).axes() == {"replicate": 1, "shard": 4, "context": 2, "tensor": 3}
-    assert Parallelism(tensor_parallel_degree=2).degrees(8) == Degrees(1, 4, 1, 2)
-    assert Parallelism(tensor_parallel_degree=2).degrees(8).data_parallel == 4
-    with pytest.raises(ValueError, match="6 processes cannot be split into 1 replicas x tensor 4"):
-        Parallelism(tensor_parallel_degree=4).degrees(6)
-
-
-def test_roles_follow_from_the_table() -> None:
-    model = build_on_meta(Qwen3, Qwen3Args(dim=48, n_layers=1, n_heads=2, n_kv_heads=2, hidden_dim=8, vocab_size=8))
-    roles = roles_of(model)
-    assert {name: role for name, role in roles.items() if "layers.0.attention" in name} == {
-        "layers.0.attention": "split",
-        "layers.0.attention.wq": "columns",
-        "layers.0.attention.wk": "columns",
-        "layers.0.attention.wv": "columns",
-        "layers.0.attention.wo": "rows",
-    }
-    whole = {name for name, _ in model.named_parameters()} - split_parameters(model)
-    assert {name.removeprefix("layers.0.") for name in whole} == {
-        "attention_norm.weight", "ffn_norm.weight", "attention.q_norm.weight", "attention.k_norm.weight",
-        "head.norm.weight",
-    }  # fmt: skip
 
 
 def test_experts_are_split_by_their_hidden_dims() -> None:
