@@ -94,13 +94,13 @@ def test_names_that_lead_to_the_machine_itself_do_not_reach_gloo(tmp_path: Path,
 
 @pytest.mark.slow
 def test_nothing_is_lost_when_the_network_fails_and_when_a_host_dies(tiny: TinyRun, hosts: Network) -> None:
-    options = f"--config={tiny.toml}", HSDP[0], *SAVING
-    with hosts.job(tiny.folder, *options, LONG, "--comm.train_timeout_seconds=150", NPROC="1") as jobs:
+    options = f"--config={tiny.toml}", *HSDP, *SAVING
+    with hosts.job(tiny.folder, *options, LONG, "--comm.train_timeout_seconds=150", NPROC="2") as jobs:
         first, second = jobs
         wait_for_step(first, 4)
-        assert ranks_of(hosts, jobs) == {"node0": [0], "node1": [1]}
+        assert ranks_of(hosts, jobs) == {"node0": [0, 1], "node1": [2, 3]}
         start = json.loads((tiny.folder / "outputs" / "tiny" / "run.json").read_text())["starts"][-1]
-        assert start["mesh"] == {"replicate": 2, "shard": 1}
+        assert start["mesh"] == {"replicate": 2, "shard": 2}
         assert start["host"] == "node0"
         began = time.monotonic()
         hosts.tell("cut")
@@ -132,7 +132,7 @@ def test_nothing_is_lost_when_the_network_fails_and_when_a_host_dies(tiny: TinyR
     print(f"cut reported: {reported:.1f} s; host killed: {seconds:.1f} s")
     with (
         network("node0", "node1") as again,
-        again.job(tiny.folder, *options, f"--training.steps={STEPS}", NPROC="1") as jobs,
+        again.job(tiny.folder, *options, f"--training.steps={STEPS}", NPROC="2") as jobs,
     ):
         assert [code for code, _ in ends(jobs, SECONDS)] == [0, 0], [job.text() for job in jobs]
         assert f"resumed from step {newest(tiny)}"
