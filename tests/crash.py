@@ -10,7 +10,6 @@ import random
 import re
 import sys
 import time
-import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,17 +28,11 @@ SIGNS = (".staging-", "__", ".metadata", "checksums.json", "manifest.json", ".de
 """Stages of a save: how the name of a folder begins, or that of a file in the staging folder."""
 COMPARED = ("step", "loss", "grad_norm", "lr", "samples")
 TIMEOUT = 600.0  # seconds
-LOCAL_FOLDER = "node-$LOCAL_RANK"
-"""Folder of each rank, for runs whose ranks are nodes with a disk of their own."""
 OPTIONS = "--model.args.dim=120 --model.args.hidden_dim=320 --checkpoint.interval=1 --checkpoint.keep_latest_k=3"
 
 
 class CrashRun:
-    """A run in an empty folder. Its ranks are forked ("forkserver"), or an interpreter of their own each ("spawn").
-
-    Args:
-        local: each rank is a node, which writes checkpoints to a folder of its own first.
-    """
+    """A run in an empty folder. Its ranks are forked ("forkserver"), or an interpreter of their own each ("spawn")."""
 
     def __init__(
         self,
@@ -48,12 +41,8 @@ class CrashRun:
         seed: int,
         method: str = "forkserver",
         options: Sequence[str] = (),
-        local: bool = False,
     ) -> None:
         self.tiny = TinyRun(folder)
-        self.local = local
-        if local:
-            options = [*options, f"--checkpoint.local_folder={folder}/{LOCAL_FOLDER}"]
         self.command = ["titanlite", "train", f"--config={self.tiny.toml}", *OPTIONS.split(), *options]
         self.random = random.Random(seed)
         self.context: Any = multiprocessing.get_context(method)
@@ -99,7 +88,6 @@ class CrashRun:
         self._check(output)
         kept, left = (sorted(os.listdir(outputs / name / "checkpoints")) for name in ("whole", "tiny"))
         assert left == kept, f"left: {left}, without kills: {kept}"
-        assert not any(self._local_saves()), f"left on the nodes: {self._local_saves()}"
         steps = [step for step, *_ in records[1]]
         assert steps == [*range(1, last + 1)], f"not every step once: {steps}"
         differ = [f"{one}, without kills: {whole}" for whole, one in zip(*records, strict=True) if one != whole]
@@ -142,44 +130,13 @@ class CrashRun:
         steps = manifests.committed_steps(listing)
         for folder in map(manifests.folder_name, steps):
             manifests.verify(self.storage, folder, listing[folder])
-        complete = [*steps, *self._complete_on_nodes()]
-        assert max(complete, default=0) >= self.newest, f"{self.newest} was there, now there are {complete}"
-        self.newest = max(complete, default=0)
+        assert max(steps, default=0) >= self.newest, f"{self.newest} was there, now there are {steps}"
+        self.newest = max(steps, default=0)
 
     def _shows(self, sign: str) -> bool:
         folders = self.storage.list()
         staged = [name for folder in folders if folder.startswith(".staging-") for name in folders[folder]]
-        on_nodes = [name for saves in self._local_saves() for files in saves.values() for name in files]
-        return any(name.startswith(sign) for name in [*folders, *staged, *on_nodes])
-
-    def _nodes(self) -> list[LocalStorage]:
-        """The folder of the run on each node."""
-        return [LocalStorage(str(path), "") for path in self.tiny.folder.glob("node-*/*") if self.local]
-
-    def _local_saves(self) -> list[dict[str, dict[str, int]]]:
-        """Return the saves on each node: {name: {file: bytes}}."""
-        return [node.list() for node in self._nodes()]
-
-    def _complete_on_nodes(self) -> list[int]:
-        """Return the steps whose saves are on the nodes completely, with the right checksums."""
-        steps = []
-        for text in [path for node in self._nodes() for path in node.root.glob("*/manifest.json")]:
-            try:
-                manifest = manifests.Manifest.from_json(text.read_bytes())
-            except ValueError:  # not written completely
-                continue
-            places = {
-                file: [path for node in self._nodes() for path in node.root.glob(f"{text.parent.name}/{file}")]
-                for file in manifest.files
-            }
-            if not all(places.values()):  # committed, and killed while the copies on the nodes were deleted
-                continue
-            for file, record in manifest.files.items():
-                [path] = places[file]
-                data = path.read_bytes()
-                assert (len(data), f"{zlib.crc32(data):08x}") == (record.size, record.crc32), path
-            steps.append(manifest.step)
-        return steps
+        return any(name.startswith(sign) for name in [*folders, *staged])
 
 
 def _train(rank: int, output: Path, port: int, command: list[str]) -> None:

@@ -93,6 +93,7 @@ def train_on_this_rank(config: Config, rank: int, world_size: int, observer: Any
 
     from titanlite.checks.preflight import preflight
     from titanlite.runtime.process_group import Ranks
+    from titanlite.tools.checkpoints.last_export import export_last
     from titanlite.tools.convert.source import open_teacher
     from titanlite.tools.convert.weights import open_weights
     from titanlite.tools.ingest.prepare import prepare_text
@@ -110,7 +111,7 @@ def train_on_this_rank(config: Config, rank: int, world_size: int, observer: Any
     )
     train(run)
     finish(run)
-    run.checkpoints.finish_exports()
+    export_last(run)
     return run
 
 

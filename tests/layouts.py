@@ -38,9 +38,9 @@ ON_FURTHER_AXES = {
     "offload": ["--training.enable_cpu_offload"],
     "disk": ["--training.enable_cpu_offload", "--offload.parameters=disk", "--offload.optimizer=disk"],
     "tied head": ["--model.args.tied_head=true"],
-    "z-loss, per block": [
-        "--training.z_loss=1e-3", "--activation_checkpoint.mode=per_block",
-        '--activation_checkpoint.per_block=["full x 1", "op x 1"]',
+    "z-loss, every 2nd": [
+        "--training.z_loss=1e-3", "--activation_checkpoint.mode=selective",
+        "--activation_checkpoint.selective_ac_option=2",
     ],
 }  # fmt: skip
 """Techniques that change no loss on any axis of the mesh. Models have two layers."""

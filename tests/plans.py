@@ -34,9 +34,9 @@ def layout_of(world_size: int, *, gpu: bool = True, gpus_per_node: int = 8) -> L
 
 
 @cache
-def traced(*overrides: str, world_size: int = 1, gpu: bool = False, steps: int = 1) -> StepTrace:
+def traced(*overrides: str, world_size: int = 1, gpu: bool = False) -> StepTrace:
     config = read(*overrides, world_size=world_size)
-    return trace_step(config, *model_of(config), world_size=world_size, gpu=gpu, steps=steps)
+    return trace_step(config, *model_of(config), world_size=world_size, gpu=gpu)
 
 
 def profiled(*overrides: str, world_size: int = 1, gpu: bool = False) -> Profile:

@@ -11,20 +11,15 @@ def count_steps(training: Training, *, step: int, samples: int, limit: int | Non
 
     Args:
         step, samples: that are done.
-        limit: samples that the data has for the run, within the epochs that it may be read; None without end.
+        limit: samples that the data has in `training.epochs`; None where that is not set.
 
     Raises:
-        UserError: it has too few for `training.steps`, or for one step.
+        UserError: the data has too few for one step.
     """
-    batch = training.global_batch_size
-    most = step + (limit - samples) // batch if limit is not None else None
-    if training.epochs is None:
-        if most is not None and training.steps > max(most, step):
-            raise UserError(
-                f"training.steps: the epochs of data.sources have sequences for {most} steps, not for {training.steps}"
-            )
+    if limit is None:
         return training.steps
-    assert most is not None
+    batch = training.global_batch_size
+    most = step + (limit - samples) // batch
     if most < 1:
         raise UserError(f"training.epochs: {limit} sequences are less than one batch of {batch}")
     return max(most, step)

@@ -5,14 +5,10 @@ on the number of processes.
 """
 
 import math
-import os
 import re
-from collections.abc import Sequence
 from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
-
-from titanlite.runtime.errors import did_you_mean
 
 # Base class of the sections of a config, and the types of their options.
 
@@ -60,9 +56,6 @@ class Checkpoint(Section):
     folder: Name | None = None
     """Folder of the run's checkpoints, shared by all nodes, or a URL (s3://bucket/run, gs://, ...). Default:
     <dump_folder>/<name>/checkpoints."""
-    local_folder: Name | None = None
-    """Folder on a fast disk of each node, to which checkpoints are written first. They are copied to checkpoint.folder
-    in the background, and count from then on. Environment variables ($SLURM_TMPDIR) and ~ are resolved on each node."""
     interval: PositiveInt = 500
     """Steps between saves. The last step is always saved."""
     async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "async"
@@ -87,19 +80,11 @@ class Checkpoint(Section):
     last_save_in_hf: bool = False
     """Export the last checkpoint of the run to a Hugging Face folder, <run>/exports/hf-step-... With checkpoint.folder
     it is in <folder>/exports."""
-    export_every: Count = 0
-    """Export in addition the checkpoints of steps that are a multiple of this number, beside training; 0 exports
-    none."""
     export_dtype: Literal["bfloat16", "float16", "float32"] = "float32"
     """Dtype of exported weights."""
     export_drop: list[Name] = []
     """Tensors to leave out of exports, as globs, where Hugging Face's model has no place for them:
     layers.*.feed_forward.bias_E of Qwen3-MoE."""
-
-    @property
-    def local_path(self) -> str | None:
-        """`local_folder` as a path on this node."""
-        return os.path.expanduser(os.path.expandvars(self.local_folder)) if self.local_folder else None
 
 
 class Layers(Section):
@@ -229,9 +214,6 @@ class DataSource(ValidationSource):
 
     weight: Positive = 1.0
     """Share of the tokens, relative to the sum of all weights."""
-    epochs: PositiveInt | None = None
-    """Largest number of passes over this source in the whole run. A run that needs more is refused. Default: no
-    limit."""
 
 
 class Data(Section):
@@ -360,9 +342,9 @@ class Lora(Section):
     targets: list[Name] = []
     """Globs of the names of linear layers that get an adapter, for example layers.*.attention.w[qv]. Default: all
     linear layers of the blocks."""
-    quantize_base: Literal["none", "int8", "float8"] = "none"
-    """Format of the frozen weights of layers with an adapter: int8 or float8 is 8 bits for each weight, and a scale for
-    each row."""
+    quantize_base: Literal["none", "int8"] = "none"
+    """Format of the frozen weights of layers with an adapter: int8 is 8 bits for each weight, and a scale for each
+    row."""
 
 
 class Offload(Section):
@@ -579,40 +561,13 @@ class Parallelism(Section):
         return degrees
 
 
-RecomputePolicy = Literal["none", "op", "full"]
-"""Part of a block that backward recomputes: nothing; all but attention and every other matmul; or all."""
-
-
-def parse_policies(entries: Sequence[str]) -> list[RecomputePolicy]:
-    """Return one policy for each block, from entries like "full x 20".
-
-    Raises:
-        ValueError: an entry is malformed, or names no policy.
-    """
-    known: dict[str, RecomputePolicy] = {"none": "none", "op": "op", "full": "full"}
-    policies: list[RecomputePolicy] = []
-    for entry in entries:
-        name, x, count = (part.strip() for part in entry.partition(" x "))
-        if name not in known:
-            hint = did_you_mean(name, known) or "; expected none, op or full"
-            raise ValueError(f"{name!r} is no recompute policy{hint}")
-        if x and not (count.isdecimal() and int(count)):
-            raise ValueError(f"{entry!r}: expected a number of blocks, as in 'full x 20'")
-        policies.extend(known[name] for _ in range(int(count or 1)))
-    return policies
-
-
 class ActivationCheckpoint(Section):
-    mode: Literal["none", "selective", "full", "per_block"] = "none"
+    mode: Literal["none", "selective", "full"] = "none"
     """Blocks that recompute their activations in backward instead of keeping them: none, every n-th or some operations
-    (selective), all (full), or a list (per_block)."""
+    (selective), or all (full)."""
     selective_ac_option: Literal["op"] | PositiveInt = "op"
     """Choice of mode selective: a number n checkpoints every n-th block. op checkpoints every block, and keeps the
     results that are expensive to recompute (attention and every second matmul)."""
-    per_block: list[Name] = []
-    """Recompute policies of mode per_block, in the order of the blocks: ["full x 20", "op x 8", "none x 4"]. Each is
-    none, op (see selective_ac_option) or full, with its number of blocks. `titanlite plan --memory-budget-gib` chooses
-    them."""
 
 
 class Compile(Section):

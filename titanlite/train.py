@@ -13,13 +13,11 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from titanlite.batch import Batch
-from titanlite.checkpoint.exports import Exports
 from titanlite.checkpoint.load import OpenWeights, newest_saved, resume_settings
 from titanlite.checkpoint.manager import CheckpointManager, Progress
 from titanlite.data.loader import MicroBatches, build_loader
 from titanlite.data.samples import Samples
 from titanlite.data.sources import PrepareText, open_data
-from titanlite.data.tokenizer import is_shipped
 from titanlite.data.verify import while_checking
 from titanlite.guard import StepGuard, StoppedByGuard
 from titanlite.loss import LossFunction, TeacherOutput, build_loss
@@ -190,13 +188,6 @@ def build(
         timeout_seconds=config.comm.save_timeout_seconds,
         flush=disk.flush if disk else None,
         open_weights=(lambda path: open_weights(path, spec, allow_changes)) if open_weights else None,
-        exports=Exports(
-            config.checkpoint,
-            run=folder.path,
-            model_file=config.model.file,
-            tokenizer=None if is_shipped(config.data.tokenizer) else str(folder.tokenizer),
-            is_first_rank=ranks.rank == 0,
-        ),
     )
     progress = checkpoints.load(has_saved=folder.has_saved)
     sources = samples.sources
@@ -205,7 +196,7 @@ def build(
     record_start(
         folder, config, tokenizer=resolved.tokenizer, step=progress.step, ranks=ranks, device=device, mesh=mesh
     )
-    limit = samples.limit(training.epochs)
+    limit = samples.limit(training.epochs) if training.epochs else None
     steps = count_steps(training, step=progress.step, samples=progress.samples_seen, limit=limit)
 
     # What the step needs beside the model: its teacher, batches, loss, and who decides on skips

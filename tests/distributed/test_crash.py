@@ -8,14 +8,6 @@ from tests.crash import CrashRun
 
 
 @pytest.mark.nightly
-def test_with_disks_of_the_nodes_nothing_complete_is_lost_either(tmp_path: Path) -> None:
-    run = CrashRun(tmp_path, seed=1, local=True)
-    for _ in range(3):
-        print(run.kill())
-    assert run.finish() >= 3
-
-
-@pytest.mark.nightly
 def test_killed_again_and_again_a_run_ends_as_if_never_killed(tmp_path: Path) -> None:
     run = CrashRun(tmp_path, seed=0)
     for _ in range(4):

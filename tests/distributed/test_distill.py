@@ -18,17 +18,12 @@ from tests.layouts import built, degrees, trained, whole
 from titanlite.checkpoint.state import model_state, state_of
 from titanlite.metrics.recorder import step_line
 from titanlite.ops.attention import document_arguments
-from titanlite.runtime.errors import UserError
 from titanlite.schema import Config
 from titanlite.techniques.distill.source import fingerprint
 from titanlite.tools.convert.source import load_model, open_source, open_teacher
 
 LAYOUTS = [(1, 1), (1, 2), (2, 2), (4, 1), (1, 4)]
 NARROW = ["--model.args.dim=36", "--model.args.n_layers=2"]
-MOE = [
-    "--model={name='qwen3_moe', flavor='debug', args={dim=32, n_layers=2, n_heads=2, n_kv_heads=1, head_dim=16, "
-    "hidden_dim=24, vocab_size=259}}",
-]
 DISTILL = ["--distill.ratio=0.6", "--distill.temperature=2.0", "--training.local_batch_size=1"]
 """Options that accumulate on every layout."""
 TECHNIQUES = {
@@ -38,6 +33,7 @@ TECHNIQUES = {
     "gathered": ["--teacher.fsdp_reshard_after_forward=never"],
     "part": ["--teacher.fsdp_reshard_after_forward=2"],
     "AC": ["--activation_checkpoint.mode=full"],
+    "compile": ["--compile.enable"],
     "tied": [],
     "in backward": ["--optimizer.in_backward", "--training.max_norm=0", "--training.local_batch_size=8"],
 }
@@ -47,6 +43,13 @@ def make_teacher(tiny: TinyRun, name: str, *options: str) -> str:
     """Train a teacher for a few steps, and return the option that names it."""
     run_ranks(trained, 1, tiny.config("--training.steps=4", f"--job.name={name}", *options))
     return f"--teacher.path={tiny.folder}/outputs/{name}"
+
+
+@pytest.fixture(scope="module")
+def with_teacher(tmp_path_factory: pytest.TempPathFactory) -> tuple[TinyRun, str]:
+    """A folder of runs, and the option that names a teacher in it."""
+    tiny = TinyRun(tmp_path_factory.mktemp("taught"))
+    return tiny, make_teacher(tiny, "teacher")
 
 
 def taught(rank: int, world_size: int, config: Config) -> dict[str, Any]:
@@ -129,35 +132,6 @@ def test_a_distilled_run_resumes_bit_for_bit_and_with_its_teacher_only(tiny: Tin
     assert len(manifest["settings"]["teacher"]) == 16
 
 
-def test_a_student_that_begins_as_its_teacher_stays_where_it_is(tiny: TinyRun) -> None:
-    """The loss and its gradients are 0 at ratio 1, so that only weight decay could move it."""
-    teacher = make_teacher(tiny, "teacher")
-    begin = f"--checkpoint.initial_load_path={tiny.folder}/outputs/teacher"
-    options = [teacher, begin, "--distill.ratio=1.0", "--optimizer.weight_decay=0", "--optimizer.name=SGD"]
-    [found] = run_ranks(taught, 1, tiny.config(*options))
-    for record in tiny.records():
-        assert abs(record["distill_loss"]) <= 1e-7
-        assert record["grad_norm"] <= 1e-7
-        assert record["added_loss"] == pytest.approx(-record["loss"], abs=1e-7)
-    assert found["student"]
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize(
-    ("of_teacher", "of_student"), [(MOE, NARROW), (NARROW, MOE)], ids=["MoE teaches dense", "dense teaches MoE"]
-)
-def test_any_family_teaches_any_other(tiny: TinyRun, of_teacher: list[str], of_student: list[str]) -> None:
-    teacher = make_teacher(tiny, "teacher", *of_teacher)
-    options = [teacher, *of_student, *DISTILL, "--training.steps=2"]
-    for ranks in (1, 2):
-        config = tiny.config(*options, f"--job.name=of-{ranks}", world_size=ranks)
-        for found in run_ranks(taught, ranks, config):
-            assert all(found["unchanged"].values())
-    for key in ("loss", "distill_loss"):
-        one, two = ([record[key] for record in tiny.records(f"of-{ranks}")] for ranks in (1, 2))
-        assert one == pytest.approx(two, rel=2e-5)
-
-
 def own_output(rank: int, world_size: int, config: Config) -> dict[str, Any]:
     """Return the teacher's logits of a batch by this run, and those of the model of its checkpoint."""
     run = built(rank, world_size, config)
@@ -173,37 +147,21 @@ def own_output(rank: int, world_size: int, config: Config) -> dict[str, Any]:
     return {"found": logits.numpy(), "expected": expected.numpy()}
 
 
-@pytest.mark.parametrize("mask", ["true", "false"])
-def test_the_teacher_computes_what_its_model_does(tiny: TinyRun, mask: str) -> None:
+def test_the_teacher_computes_what_its_model_does(with_teacher: tuple[TinyRun, str]) -> None:
     """Boundaries of documents reach the teacher, too."""
-    teacher = make_teacher(tiny, "teacher")
-    options = [teacher, *NARROW, *DISTILL, f"--data.document_mask={mask}"]
+    tiny, teacher = with_teacher
+    options = [teacher, *NARROW, *DISTILL, "--data.document_mask=true"]
     for found in run_ranks(own_output, 2, tiny.config(*options, world_size=2)):
         np.testing.assert_allclose(found["found"], found["expected"], rtol=0, atol=1e-5)
 
 
-@pytest.mark.nightly
-def test_compiled_blocks_of_both_models(tiny: TinyRun) -> None:
-    teacher = make_teacher(tiny, "teacher")
-    options = [teacher, *NARROW, *DISTILL, "--training.steps=3"]
-    run_ranks(trained, 1, tiny.config(*options, "--job.name=eager"))
-    run_ranks(trained, 1, tiny.config(*options, "--job.name=compiled", "--compile.enable"), timeout=300)
-    for key in ("loss", "distill_loss"):
-        one, two = ([record[key] for record in tiny.records(name)] for name in ("eager", "compiled"))
-        assert one == pytest.approx(two, rel=1e-5)
-
-
-def test_a_damaged_teacher_is_refused(tiny: TinyRun) -> None:
-    teacher = make_teacher(tiny, "teacher")
-    [file] = (tiny.folder / "outputs/teacher/checkpoints/step-00000004").glob("*.distcp")
+def test_a_damaged_teacher_is_refused(with_teacher: tuple[TinyRun, str]) -> None:
+    tiny, _ = with_teacher
+    damaged = shutil.copytree(tiny.folder / "outputs/teacher", tiny.folder / "outputs/damaged")
+    [file] = (damaged / "checkpoints/step-00000004").glob("*.distcp")
     file.write_bytes(bytes(byte ^ 1 for byte in file.read_bytes()))
     with pytest.raises(Exception, match=r"UserError: teacher\.path: \S*distcp"):
-        run_ranks(trained, 1, tiny.config(teacher, *NARROW, *DISTILL))
-
-
-def test_a_folder_without_weights_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError):
-        open_teacher(str(tmp_path), None)
+        run_ranks(trained, 1, tiny.config(f"--teacher.path={damaged}", "--job.name=refused", *NARROW, *DISTILL))
 
 
 @pytest.mark.slow
@@ -230,14 +188,14 @@ def test_a_hugging_face_folder_is_a_teacher(tiny: TinyRun) -> None:
 PAGE = Path("docs/distill.md").read_text()
 
 
-def test_an_own_loss_is_given_the_teacher(tiny: TinyRun) -> None:
+def test_an_own_loss_is_given_the_teacher(with_teacher: tuple[TinyRun, str]) -> None:
     """The example of docs/distill.md, as it stands."""
     [source] = [text for text in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL) if "def matched" in text]
+    tiny, teacher = with_teacher
     (tiny.folder / "match_hidden.py").write_text(source)
-    teacher = make_teacher(tiny, "teacher")
-    tiny.toml.write_text(tiny.toml.read_text().replace("[training]", '[training]\nloss = "match_hidden.py:matched"'))
+    own = f"--training.loss={tiny.folder}/match_hidden.py:matched"
     for ranks in (1, 2):
-        options = [teacher, f"--job.name=matched-{ranks}", "--training.local_batch_size=2"]
+        options = [teacher, own, f"--job.name=matched-{ranks}", "--training.local_batch_size=2"]
         run_ranks(trained, ranks, tiny.config(*options, world_size=ranks))
     one, two = ([record["hidden_distance"] for record in tiny.records(f"matched-{ranks}")] for ranks in (1, 2))
     assert one == pytest.approx(two, rel=2e-5)

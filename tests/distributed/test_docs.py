@@ -14,10 +14,6 @@ from tests.documented import commands_to_run
 from titanlite.tools import cli
 
 ROOT = Path(__file__).parents[2]
-SMALL = (
-    "--training.steps=2 --lr_scheduler.warmup_steps=0 --training.seq_len=64 --training.global_batch_size=4 "
-    "--metrics.loggers=[]"
-)
 
 
 def commands(guide: str, heading: str) -> list[str]:
@@ -47,28 +43,10 @@ def blocks(guide: str, language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", (ROOT / "docs" / guide).read_text(), re.DOTALL)
 
 
-@pytest.mark.nightly
-def test_own_data_in_two_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    prepare, train = commands("data.md", "Your own data in two commands")
-    (tmp_path / "mydir").mkdir()
-    for name in ("a", "b"):
-        lines = [json.dumps({"text": f"def {name}_{i}(x):\n    return x + {i}\n"}) for i in range(300)]
-        (tmp_path / "mydir" / f"{name}.jsonl").write_text("\n".join(lines))
-    assert train.startswith("./run_train.sh ")
-    monkeypatch.chdir(tmp_path)
-    program, *words = shlex.split(prepare)
-    assert program == "titanlite"
-    assert cli.run(words) == 0
-    run(f"{ROOT}/{train} {SMALL}", tmp_path)
-    index = json.loads((tmp_path / "tok" / "index.json").read_text())
-    assert index["documents"] == 600
-    assert len(losses(tmp_path, "debug")) == 2
-
-
 EXAMPLE = ROOT / "examples" / "my_model"
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_tutorial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     """Each command as it stands, with fewer steps in the TOML and after it."""
     for name in ("docs", "README.md", "CHANGELOG.md", "CONTRIBUTING.md"):

@@ -20,13 +20,11 @@ from tests.layouts import (
     ROUNDED,
     CountOperators,
     assert_same_curve,
-    assert_same_health,
     built,
     degrees,
     job,
     one_step,
     optimizer_moments,
-    trained,
     trained_on,
     whole,
 )
@@ -177,17 +175,6 @@ def test_low_precision_is_that_of_fsdp(tiny: TinyRun) -> None:
     trained_on(tiny, rounded, TWO, (1, 2))
     for name in rounded:
         assert_same_curve(tiny, job(name, *TWO), job(name, 1, 2), loss=ROUNDED, grad_norm=0.1)
-
-
-@pytest.mark.nightly
-def test_a_teacher_and_the_health_of_layers(tiny: TinyRun) -> None:
-    """The teacher has experts, too."""
-    run_ranks(trained, 1, tiny.config(*MOE, "--training.steps=4", "--job.name=teacher"))
-    teacher = f"--teacher.path={tiny.folder}/outputs/teacher"
-    taught = {"taught": [*MOE, teacher, "--distill.ratio=0.5", "--metrics.layers.freq=10"]}
-    trained_on(tiny, taught, ONE, TWO)
-    assert_same_curve(tiny, job("taught", *TWO), job("taught", *ONE))
-    assert_same_health(tiny, job("taught", *TWO), job("taught", *ONE))
 
 
 @pytest.mark.nightly

@@ -13,7 +13,6 @@ from tests.weights import SMALL
 from titanlite.schema import Config
 from titanlite.tools import cli
 from titanlite.tools.convert.export import export_folder
-from titanlite.tools.convert.rows import RowReader
 from titanlite.tools.convert.source import load_model, open_source
 from titanlite.tools.convert.target import open_target
 
@@ -23,28 +22,20 @@ def train(rank: int, world_size: int, config: Config) -> None:
 
 
 @pytest.mark.slow
-def test_sharded_checkpoints_are_exported_in_one_process(
-    tiny: TinyRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Shards of 2 x 2 ranks, in blocks that cross them: the files have what `dcp.load` reads, as transformers does."""
+def test_sharded_checkpoints_are_exported_in_one_process(tiny: TinyRun, tmp_path: Path) -> None:
+    """Shards of 2 x 2 ranks: the files have what `dcp.load` reads, as transformers does."""
     options = [f"--model.args.{name}={value}" for name, value in {**SMALL, "vocab_size": 387, "hidden_dim": 42}.items()]
     layout = ["--parallelism.data_parallel_replicate_degree=2", "--parallelism.data_parallel_shard_degree=2"]
     run_in_turn(train, 4, [tiny.config(*options, *layout, "--training.steps=2", world_size=4)])
     source = open_source(str(tiny.folder / "outputs" / "tiny"))
     assert len({chunk.relative_path for chunk in source.metadata.storage_data.values()}) >= 2
     weights = dict(load_model(source).named_parameters())
-    for block in (1 << 24, 1000):
-        monkeypatch.setattr(
-            "titanlite.tools.convert.export.RowReader", lambda source, size=block: RowReader(source, block=size)
-        )
-        out = tmp_path / f"hf-{block}"
-        done = export_folder(source, open_target(str(out)), max_shard_bytes=10**9, check=True)
-        assert "transformers computes the same on 128 tokens" in done.report
-        found = load_file(out / "model.safetensors")
-        assert torch.equal(found["model.embed_tokens.weight"], weights["tok_embeddings.weight"])
-        assert torch.equal(found["model.layers.1.mlp.down_proj.weight"], weights["layers.1.feed_forward.w2.weight"])
-    contents = [(tmp_path / f"hf-{block}" / "model.safetensors").read_bytes() for block in (1 << 24, 1000)]
-    assert contents[0] == contents[1]
+    out = tmp_path / "hf"
+    done = export_folder(source, open_target(str(out)), max_shard_bytes=10**9, check=True)
+    assert "transformers computes the same on 128 tokens" in done.report
+    found = load_file(out / "model.safetensors")
+    assert torch.equal(found["model.embed_tokens.weight"], weights["tok_embeddings.weight"])
+    assert torch.equal(found["model.layers.1.mlp.down_proj.weight"], weights["layers.1.feed_forward.w2.weight"])
 
 
 @pytest.mark.nightly

@@ -4,12 +4,11 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
-from tests.helpers import TinyRun, run_ranks, train_on_this_rank
+from tests.helpers import TinyRun, run_in_turn, run_ranks, train_on_this_rank
 from tests.layouts import built, degrees, one_step
 from titanlite.ops.cpu_collectives import AllToAllReduceScatter
 from titanlite.schema import Config
@@ -27,10 +26,10 @@ def exchanged(rank: int, world_size: int, dtype: torch.dtype) -> tuple[torch.Ten
     return out, torch.stack(wholes).mean(dim=0).chunk(world_size)[rank]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_reduce_scatter_by_all_to_all(dtype: torch.dtype) -> None:
-    for out, expected in run_ranks(exchanged, 3, dtype):
-        assert out.dtype == dtype
+def test_reduce_scatter_by_all_to_all() -> None:
+    """Sums are rounded to bfloat16 once."""
+    for out, expected in run_ranks(exchanged, 3, torch.bfloat16):
+        assert out.dtype == torch.bfloat16
         assert torch.equal(out, expected)
 
 
@@ -59,23 +58,23 @@ def of_a_micro_batch(first: int, late: bool) -> list[str]:
     return [f"start {first}", *between, f"wait {numbers[-1]}"]
 
 
-@pytest.mark.parametrize(
-    ("options", "late"),
-    [
-        ([], [True]),
-        (["--training.global_batch_size=8", "--training.local_batch_size=2"], [True, False]),
-        (["--optimizer.in_backward=true", "--training.max_norm=0"], [False]),
-        (["--training.mixed_precision_reduce=bfloat16"], [False]),
-    ],
-    ids=["as it is", "added to earlier gradients", "used in backward", "converted"],
-)
-def test_backward_continues_during_an_exchange_unless_it_reads_the_result(
-    tiny: TinyRun, options: list[str], late: list[bool]
-) -> None:
-    expected = [event for index, is_late in enumerate(late) for event in of_a_micro_batch(5 * index, is_late)]
-    config = tiny.config(*degrees(1, 2), "--training.steps=1", "--lr_scheduler.warmup_steps=1", *options, world_size=2)
-    for events in run_ranks(starts_and_waits, 2, config):
-        assert events == expected
+EXCHANGES: dict[str, tuple[list[str], list[bool]]] = {
+    "as it is": ([], [True]),
+    "added to earlier gradients": (["--training.global_batch_size=8", "--training.local_batch_size=2"], [True, False]),
+    "used in backward": (["--optimizer.in_backward=true", "--training.max_norm=0"], [False]),
+    "converted": (["--training.mixed_precision_reduce=bfloat16"], [False]),
+}
+
+
+def test_backward_continues_during_an_exchange_unless_it_reads_the_result(tiny: TinyRun) -> None:
+    common = [*degrees(1, 2), "--training.steps=1", "--lr_scheduler.warmup_steps=1"]
+    configs = [
+        tiny.config(*common, *options, f"--job.name={number}", world_size=2)
+        for number, (options, _) in enumerate(EXCHANGES.values())
+    ]
+    for (name, (_, late)), ranks in zip(EXCHANGES.items(), run_in_turn(starts_and_waits, 2, configs), strict=True):
+        expected = [event for index, is_late in enumerate(late) for event in of_a_micro_batch(5 * index, is_late)]
+        assert ranks == [expected] * 2, name
 
 
 def gathered_in_place(rank: int, world_size: int, config: Config) -> list[bool]:
@@ -89,25 +88,15 @@ def gathered_in_place(rank: int, world_size: int, config: Config) -> list[bool]:
     return [it._unsharded_param.data_ptr() == it._sharded_param_data.data_ptr() for it in parameters]
 
 
-@pytest.mark.parametrize(
-    ("options", "expected"),
-    [
-        ([], True),
-        (["--parallelism.fsdp_reshard_after_forward=always"], True),
-        (["--training.mixed_precision_param=bfloat16"], False),
-        (["--training.enable_cpu_offload=true"], False),
-    ],
-    ids=["float32", "freed in between", "bfloat16", "offloaded"],
-)
-def test_one_shard_is_gathered_in_place(tiny: TinyRun, options: list[str], expected: bool) -> None:
-    [found] = run_ranks(gathered_in_place, 1, tiny.config(*options))
-    assert set(found) == {expected}
-
-
-def test_replicas_are_gathered_in_place_and_shards_are_not(tiny: TinyRun) -> None:
-    for layout, expected in ((degrees(2, 1), True), (degrees(1, 2), False)):
-        for found in run_ranks(gathered_in_place, 2, tiny.config(*layout, world_size=2)):
-            assert set(found) == {expected}
+def test_one_shard_is_gathered_in_place(tiny: TinyRun) -> None:
+    """Also for each of several replicas; where weights are converted or elsewhere, they are copied."""
+    alone = [["--parallelism.fsdp_reshard_after_forward=always"], ["--training.mixed_precision_param=bfloat16"]]
+    configs = [tiny.config(*options, f"--job.name={number}") for number, options in enumerate(alone)]
+    assert [set(found) for [found] in run_in_turn(gathered_in_place, 1, configs)] == [{True}, {False}]
+    layouts = [degrees(2, 1), degrees(1, 2)]
+    of_two = [tiny.config(*it, f"--job.name=two-{number}", world_size=2) for number, it in enumerate(layouts)]
+    found = run_in_turn(gathered_in_place, 2, of_two)
+    assert [[set(rank) for rank in ranks] for ranks in found] == [[{True}] * 2, [{False}] * 2]
 
 
 def zeroed(rank: int, world_size: int, config: Config) -> tuple[float, float]:

@@ -15,7 +15,6 @@ import torch
 from tests.helpers import TinyRun, run_in_turn, run_ranks
 from tests.layouts import degrees, whole
 from titanlite.checkpoint.manifest import Manifest
-from titanlite.checkpoint.save import Save
 from titanlite.checks.preflight import preflight
 from titanlite.loss import TokenLoss
 from titanlite.runtime.private_torch.tensors import local_tensor
@@ -77,11 +76,11 @@ def fail_first_save(run: Run) -> None:
     saver = run.checkpoints._saver
     right = saver.start
 
-    def start(*args: Any, **kwargs: Any) -> Save:
+    def start(*args: Any, **kwargs: Any) -> Future[Any]:
         saver.start = right
         future: Future[Any] = Future()
         threading.Timer(1.0, lambda: future.set_exception(OSError("disk full"))).start()
-        return Save(future, future)
+        return future
 
     saver.start = start
 

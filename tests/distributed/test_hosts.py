@@ -2,7 +2,6 @@
 
 import json
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -67,58 +66,6 @@ def newest(tiny: TinyRun) -> int:
 
 def error_lines(job: Job) -> list[str]:
     return [line for line in job.text().splitlines() if line.startswith("error: ")]
-
-
-def test_hosts_have_names_and_a_network_and_end_with_the_process_that_made_them() -> None:
-    with network("node0", "node1", "node2") as made:
-        names = [host.run("hostname").strip() for host in made.hosts]
-        assert names == ["node0", "node1", "node2"]
-        namespaces = {host.run("readlink", "/proc/self/ns/net") for host in made.hosts}
-        assert len(namespaces) == 3
-        first, second, _ = made.hosts
-        reach = [sys.executable, "-c", "import socket; socket.create_connection(('node1', 7), 0.5)"]
-        refused = subprocess.run(first.inside(*reach), capture_output=True, text=True, timeout=60)
-        assert "ConnectionRefusedError" in refused.stderr, "node1 is there, and nothing listens"
-        made.tell("down", "node1")
-        cut = subprocess.run(first.inside(*reach), capture_output=True, text=True, timeout=60)
-        assert "TimeoutError" in cut.stderr
-        made.tell("up", "node1")
-        made.tell("delay", 0.2)
-        began = time.monotonic()
-        refused = subprocess.run(first.inside(*reach), capture_output=True, text=True, timeout=60)
-        assert "ConnectionRefusedError" in refused.stderr
-        assert time.monotonic() - began > 0.4
-        sleeper = subprocess.Popen(second.inside("sleep", "1000"))
-        made.process.kill()  # as with the process that makes the hosts
-        assert sleeper.wait(30) != 0
-
-
-FLOOD = """
-import socket
-sender = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
-print("sending", flush=True)
-while True:
-    sender.sendto(bytes(1000), ("node0", 9))
-"""
-
-
-def test_hosts_outlive_one_that_dies_while_it_sends() -> None:
-    """The last frames of a host and the end of its link reach the wire together."""
-    with network("node0", "node1") as made:
-        first, second = made.hosts
-        sender = subprocess.Popen(second.inside(sys.executable, "-c", FLOOD), stdout=subprocess.PIPE)
-        assert sender.stdout is not None
-        assert sender.stdout.readline() == b"sending\n"
-        made.process.send_signal(signal.SIGSTOP)  # so that both wait for it
-        second.kill()
-        assert sender.wait(60) == -signal.SIGKILL
-        sender.stdout.close()
-        port = ["nsenter", f"--net=/proc/{made.process.pid}/ns/net", "ip", "link", "show", "port1"]
-        while subprocess.run(port, capture_output=True).returncode == 0:  # Linux removes the link a little later
-            time.sleep(0.1)
-        made.process.send_signal(signal.SIGCONT)
-        made.tell("delay", 0)
-        assert first.run("hostname") == "node0\n"
 
 
 INTERFACE = """

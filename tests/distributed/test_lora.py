@@ -10,7 +10,7 @@ from tests.helpers import TINY_TOML, TinyRun, run_in_turn, run_ranks, train_on_t
 from tests.layouts import degrees, trained, whole
 from titanlite.checkpoint.state import state_of
 from titanlite.config.load import load
-from titanlite.models.quantized import CODES, quantize
+from titanlite.models.quantized import quantize
 from titanlite.models.registry import resolve_model
 from titanlite.parallelize.materialize import materialize
 from titanlite.schema import Config
@@ -18,45 +18,36 @@ from titanlite.tools import cli
 from titanlite.tools.convert.source import load_model, open_source
 
 LORA = ["--lora.rank=3", "--lora.alpha=6", "--training.steps=4", "--training.max_norm=0", "--optimizer.lr=0.03"]
-QUANTIZED = {name: [f"--lora.quantize_base={name}"] for name in ("int8", "float8")}
-"""Options of a quantized base. Runs whose names begin so are compared with such a run on one rank."""
+INT8 = ["--lora.quantize_base=int8"]
+"""Quantized base. Runs whose names begin with int8 are compared with such a run on one rank."""
 TECHNIQUES = {
-    "FSDP": degrees(1, 2),
+    "DDP": degrees(2, 1),
     "AC op": [*degrees(1, 2), "--activation_checkpoint.mode=selective"],
-    "offload": [*degrees(1, 2), "--training.enable_cpu_offload=true"],
     "in backward": [*degrees(1, 2), "--optimizer.in_backward=true"],
     "bfloat16 base": [*degrees(1, 2), "--freeze.dtype=bfloat16"],
     "compile": [*degrees(1, 2), "--compile.enable=true"],
-    "int8 base": [*QUANTIZED["int8"], *degrees(1, 2)],
-}
-FURTHER = {
-    "DDP": degrees(2, 1),
-    "AC": [*degrees(1, 2), "--activation_checkpoint.mode=full"],
-    "compile, AC op": [*degrees(1, 2), "--compile.enable=true", "--activation_checkpoint.mode=selective"],
     "disk": [
-        *degrees(1, 2), "--training.enable_cpu_offload", "--offload.parameters=disk", "--offload.optimizer=disk",
+        *degrees(1, 2),
+        "--training.enable_cpu_offload",
+        "--offload.parameters=disk",
+        "--offload.optimizer=disk",
     ],
-    "accumulation": [*degrees(1, 2), "--training.local_batch_size=2"],
     "all reduced at the end": [
-        *degrees(1, 2), "--training.local_batch_size=2", "--parallelism.fsdp_reduce_gradients=last",
+        *degrees(1, 2),
+        "--training.local_batch_size=2",
+        "--parallelism.fsdp_reduce_gradients=last",
     ],
-    "int8, DDP": [*QUANTIZED["int8"], *degrees(2, 1)],
-    "float8 base": [*QUANTIZED["float8"], *degrees(1, 2), "--freeze.dtype=bfloat16"],
+    "int8, DDP": [*INT8, *degrees(2, 1)],
+    "int8, bfloat16 base": [*INT8, *degrees(1, 2), "--freeze.dtype=bfloat16"],
     "int8, AC op, offload": [
-        *QUANTIZED["int8"], *degrees(1, 2), "--activation_checkpoint.mode=selective",
+        *INT8,
+        *degrees(1, 2),
+        "--activation_checkpoint.mode=selective",
         "--training.enable_cpu_offload",
     ],
-    "int8, compile, AC": [
-        *QUANTIZED["int8"], *degrees(1, 2), "--compile.enable=true", "--activation_checkpoint.mode=full",
-    ],
-    "int8, bfloat16": [*QUANTIZED["int8"], *degrees(1, 2), "--training.mixed_precision_param=bfloat16"],
-    "float8, in backward, compile": [
-        *QUANTIZED["float8"], *degrees(1, 2), "--optimizer.in_backward=true", "--compile.enable=true",
-    ],
-    "float8, disk": [
-        *QUANTIZED["float8"], *degrees(1, 2), "--training.enable_cpu_offload", "--offload.parameters=disk",
-    ],
-}  # fmt: skip
+    "int8, compile, AC": [*INT8, *degrees(1, 2), "--compile.enable=true", "--activation_checkpoint.mode=full"],
+}
+ON_4_RANKS = {"more ranks than rank": degrees(1, 4), "int8, HSDP": [*INT8, *degrees(2, 2)]}
 FAMILIES = {
     "tied head": ["--model.args.tied_head=true"],
     "experts": [
@@ -82,35 +73,16 @@ def base_of(config: Config, name: str) -> dict[str, np.ndarray]:
     materialize(model, device=torch.device("cpu"), offload=False, dtype=torch.float32, seed=config.debug.seed)
     found = {parameter: value.detach() for parameter, value in model.named_parameters()}
     for parameter, value in [*found.items()]:
-        if (dtype := CODES.get(name.split()[0].strip(","))) and parameter.startswith("layers.") and value.ndim == 2:
-            found[parameter], found[f"{parameter}_scale"] = quantize(value, dtype)
-        elif name in ("bfloat16 base", "float8 base"):
+        if name.startswith("int8") and parameter.startswith("layers.") and value.ndim == 2:
+            found[parameter], found[f"{parameter}_scale"] = quantize(value)
+        elif "bfloat16 base" in name:
             found[parameter] = value.bfloat16()
     return {parameter: value.float().numpy() for parameter, value in found.items()}
 
 
-@pytest.mark.parametrize(
-    ("techniques", "further"),
-    [
-        pytest.param(
-            TECHNIQUES,
-            {"HSDP": degrees(2, 2), "int8, HSDP": [*QUANTIZED["int8"], *degrees(2, 2)]},
-            marks=pytest.mark.nightly,
-            id="first",
-        ),
-        pytest.param(
-            FURTHER,
-            {"more ranks than rank": degrees(1, 4), "float8, HSDP": [*QUANTIZED["float8"], *degrees(2, 2)]},
-            marks=pytest.mark.nightly,
-            id="further",
-        ),
-    ],
-)
-def test_losses_are_equal_and_the_base_keeps_its_bits_whatever_the_technique(
-    tiny: TinyRun, techniques: dict[str, list[str]], further: dict[str, list[str]]
-) -> None:
-    names = [*techniques, *further]
-    singles = {"single": []} | {format: it for format, it in QUANTIZED.items() if any(format in name for name in names)}
+@pytest.mark.nightly
+def test_losses_are_equal_and_the_base_keeps_its_bits_whatever_the_technique(tiny: TinyRun) -> None:
+    singles = {"single": [], "int8": INT8}
     configs = {name: tiny.config(*LORA, *options, f"--job.name={name}") for name, options in singles.items()}
     expected = {
         name: result for name, [result] in zip(singles, run_in_turn(train, 1, [*configs.values()]), strict=True)
@@ -118,15 +90,15 @@ def test_losses_are_equal_and_the_base_keeps_its_bits_whatever_the_technique(
     wanted = {name: tiny.losses(name) for name in singles}
     assert all(losses[-1] < losses[0] - 0.03 for losses in wanted.values())
     found = {name: [result] for name, result in expected.items()}
-    for world_size, several in ((2, techniques), (4, further)):
+    for world_size, several in ((2, TECHNIQUES), (4, ON_4_RANKS)):
         configs = [
             tiny.config(*LORA, *options, f"--job.name={name}", world_size=world_size)
             for name, options in several.items()
         ]
         found |= dict(zip(several, run_in_turn(train, world_size, configs), strict=True))
     for name, results in found.items():
-        like = next((format for format in QUANTIZED if name.startswith(format)), "single")
-        narrow = "bfloat16" in name or name == "float8 base"
+        like = "int8" if name.startswith("int8") else "single"
+        narrow = "bfloat16" in name
         assert tiny.losses(name) == pytest.approx(wanted[like], abs=5e-3 if narrow else 1e-5), name
         base = base_of(tiny.config(), name)
         for result in results:
@@ -181,8 +153,8 @@ def test_a_run_begins_with_a_base_and_resumes_with_its_adapters(
         tiny.config(*options, f"--checkpoint.initial_load_path={ours}", "--job.name=whole"),
         tiny.config(*options, f"--checkpoint.initial_load_path={folder}", "--job.name=hf"),
         tiny.config(*options, f"--checkpoint.initial_load_path={ours}", "--job.name=parts", steps),
-        tiny.config(*options, *QUANTIZED["int8"], f"--checkpoint.initial_load_path={ours}", "--job.name=int8-whole"),
-        tiny.config(*options, *QUANTIZED["int8"], f"--checkpoint.initial_load_path={folder}", "--job.name=int8", steps),
+        tiny.config(*options, *INT8, f"--checkpoint.initial_load_path={ours}", "--job.name=int8-whole"),
+        tiny.config(*options, *INT8, f"--checkpoint.initial_load_path={folder}", "--job.name=int8", steps),
     ]
     [[whole_run], [of_folder], _, [int8_run], _] = run_in_turn(train, 1, runs)
     assert tiny.losses("hf") == tiny.losses("whole")
@@ -196,14 +168,14 @@ def test_a_run_begins_with_a_base_and_resumes_with_its_adapters(
     for name, value in whole_run["weights"].items():
         assert np.array_equal(resumed["weights"][name], value), name
     longer = [*options, "--training.steps=6"]
-    two = [*longer, "--job.name=parts"], [*options, *QUANTIZED["int8"], "--job.name=int8", "--training.steps=3"]
+    two = [*longer, "--job.name=parts"], [*options, *INT8, "--job.name=int8", "--training.steps=3"]
     run_in_turn(train, 2, [tiny.config(*words, world_size=2) for words in two])
-    one = [*longer, "--job.name=whole"], [*options, *QUANTIZED["int8"], "--job.name=int8"]
+    one = [*longer, "--job.name=whole"], [*options, *INT8, "--job.name=int8"]
     [_, [int8_parts]] = run_in_turn(train, 1, [tiny.config(*words) for words in one])
     for whole_name, parts in (("whole", "parts"), ("int8-whole", "int8")):
         assert tiny.losses(parts) == pytest.approx(tiny.losses(whole_name), abs=1e-5)
     for name, value in weights.items():  # quantized on one rank; two ranks and then one have resumed with the bits
-        codes, scale = quantize(torch.from_numpy(value), torch.int8) if name in matrices else (value, None)
+        codes, scale = quantize(torch.from_numpy(value)) if name in matrices else (value, None)
         for result in (int8_run, int8_parts):
             assert np.array_equal(result["weights"][name], np.asarray(codes)), name
             assert scale is None or np.array_equal(result["weights"][f"{name}_scale"], scale.numpy()), name

@@ -111,11 +111,11 @@ def skipped(tiny: TinyRun, name: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (tiny.folder / "outputs" / name / "skipped.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.parametrize("layouts", [[(1, 1), (2, 2)], pytest.param(LAYOUTS, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("layouts", [[(1, 1), (1, 2)], pytest.param(LAYOUTS, marks=pytest.mark.nightly)])
 def test_every_layout_skips_the_same_steps(tiny: TinyRun, layouts: list[tuple[int, int]]) -> None:
     """A skipped overflow is none of `guard.max_consecutive_skips`, and `grad_norm` is that of unscaled gradients."""
     options = [FLOAT16, "--training.steps=8", "--training.local_batch_size=1", "--guard.max_consecutive_skips=1"]
-    for world_size in (1, 4):
+    for world_size in {replicate * shard for replicate, shard in layouts}:
         configs = [
             tiny.config(*options, *degrees(*layout), f"--job.name={job('on', *layout)}", world_size=world_size)
             for layout in layouts
@@ -172,10 +172,8 @@ def test_a_loss_that_is_not_finite_leaves_the_scale(nonfinite: str) -> None:
 @pytest.mark.parametrize(
     ("options", "other"),
     [
-        (["--training.dtype=bfloat16"], 'training.dtype = "bfloat16"'),
         (["--optimizer.in_backward", "--training.max_norm=0"], "optimizer.in_backward"),
         (["--quantize.linear.float8.enable", "--quantize.linear.float8.emulate"], "quantize.linear.float8.enable"),
-        (["--lora.rank=2", "--lora.quantize_base=int8"], "lora.quantize_base"),
     ],
 )
 def test_refused_together(tiny: TinyRun, options: list[str], other: str) -> None:
@@ -183,10 +181,3 @@ def test_refused_together(tiny: TinyRun, options: list[str], other: str) -> None
         tiny.config(FLOAT16, *options)
     expected = f"training.mixed_precision_param: float16 cannot be combined with {other}: choose one of the two"
     assert expected in str(error.value)
-
-
-def test_other_runs_have_no_scale(tiny: TinyRun) -> None:
-    run_in_turn(trained, 1, [tiny.config("--training.steps=1")])
-    assert "loss_scale" not in tiny.records()[0]
-    file = tiny.folder / "outputs/tiny/checkpoints/step-00000001/manifest.json"
-    assert json.loads(file.read_text())["guard"] == {}

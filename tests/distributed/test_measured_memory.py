@@ -56,8 +56,6 @@ def test_buffers_of_a_collective_end_with_it() -> None:
 @pytest.mark.parametrize(
     ("processes", "options"),
     [
-        (1, []),
-        (2, ["--training.local_batch_size=2"]),
         (2, ["--training.dtype=bfloat16", "--optimizer.state_dtype=bfloat16"]),
         (4, degrees(2, 2)),
     ],

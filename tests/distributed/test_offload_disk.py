@@ -13,7 +13,6 @@ from titanlite.schema import Config
 
 DISK = ["--offload.optimizer=disk"]
 EVERYTHING = [*DISK, "--offload.parameters=disk", "--training.enable_cpu_offload"]
-IN_BACKWARD = ["--optimizer.in_backward", "--training.max_norm=0"]
 
 
 def trained(rank: int, world_size: int, config: Config) -> dict[str, Any]:
@@ -50,17 +49,6 @@ def test_shards_on_disk_train_as_in_memory(tiny: TinyRun) -> None:
         assert_same_bits(memory, results)
     assert tiny.losses("moments") == tiny.losses("everything") == tiny.losses("memory") == tiny.losses("turns")
     assert [*(tiny.folder / "outputs" / "everything" / "offload").iterdir()] == []
-
-
-@pytest.mark.nightly
-@pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")
-def test_updates_in_backward_of_shards_on_disk(tiny: TinyRun) -> None:
-    turns = [["--job.name=memory"], ["--job.name=moments", *DISK], ["--job.name=everything", *EVERYTHING]]
-    configs = [tiny.config(*options, *IN_BACKWARD, world_size=2) for options in turns]
-    memory, moments, everything = run_in_turn(trained, 2, configs)
-    assert_same_bits(memory, moments)
-    assert_same_bits(memory, everything)
-    assert tiny.losses("moments") == tiny.losses("everything") == tiny.losses("memory")
 
 
 LIMITED = """

@@ -20,8 +20,10 @@ from titanlite.runtime.dtensor import GlobalIndices, count_replicas, from_local_
 from titanlite.runtime.private_torch.tensors import local_tensor
 from titanlite.schema import Optimizer
 
-SHAPES = [(16, 32), (32, 16), (8, 16, 32)]
-"""Parts have whole vectors of the CPU's AdamW kernel, which rounds the rest of a tensor in another way."""
+SHAPES = [(16, 32), (32, 16), (8, 16, 32), (7, 10), (3, 8, 5)]
+EVEN = 3
+"""Parts of the first ones have whole vectors of the CPU's AdamW kernel, which rounds the rest of a tensor in another
+way. Those of the others are uneven, or empty on some ranks."""
 STEPS = 4
 LAYOUTS: list[tuple[tuple[int, ...], list[Placement]]] = [
     ((4,), [Shard(1)]),
@@ -49,10 +51,10 @@ def draw(step: int) -> Iterator[Tensor]:
 def trained(name: str, parameters: list[nn.Parameter]) -> list[np.ndarray]:
     """Weights after some steps with given gradients, whole."""
     if name == "SlicedAdamW":
-        parameters = [nn.Parameter(parameter.detach().bfloat16()) for parameter in parameters]
+        parameters = [nn.Parameter(parameter.detach().bfloat16()) for parameter in parameters[:EVEN]]
     optimizer = OPTIMIZERS[name]({f"weight{number}": parameter for number, parameter in enumerate(parameters)})
     for step in range(1, STEPS):
-        for parameter, gradient in zip(parameters, draw(step), strict=True):
+        for parameter, gradient in zip(parameters, draw(step), strict=False):
             part = slice_like(gradient, parameter).to(parameter.dtype)
             parameter.grad = from_local_like(part.contiguous(), parameter)
         update(optimizer, skip=torch.tensor(step == 2))
@@ -69,7 +71,7 @@ def tensor_parallel(dim: int) -> list[nn.Parameter]:
     """Parameters that tensor parallelism shards by one dimension, and FSDP shards the parts by rows."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tensor"))
     model, tensor_mesh = nn.Module(), mesh["tensor"]
-    for number, whole in enumerate(draw(0)):
+    for number, whole in enumerate([*draw(0)][:EVEN]):
         sharded = distribute_tensor(whole, tensor_mesh, [Shard(dim)], src_data_rank=None)
         model.register_parameter(f"weight{number}", nn.Parameter(sharded))
     fully_shard(model, mesh=mesh["shard"])
@@ -107,7 +109,7 @@ def on_four(rank: int, world_size: int) -> list[dict[str, list[np.ndarray]]]:
         check_blocks_over_several_axes()
     ways = [lambda it=it: placed(*it) for it in LAYOUTS] + [lambda dim=dim: tensor_parallel(dim) for dim in (0, 1)]
     for parameters in ways:
-        for parameter, whole in zip(parameters(), draw(0), strict=True):
+        for parameter, whole in zip(parameters(), draw(0), strict=False):
             part = local_tensor(parameter).flatten()
             indices = GlobalIndices(parameter)(0, len(part), torch.device("cpu"))
             assert torch.equal(part, whole.flatten()[indices])
@@ -125,7 +127,8 @@ def test_weights_are_those_of_one_process_however_they_are_sharded() -> None:
         assert len(rank) == len(LAYOUTS) + 2
         for layout, found in enumerate(rank):
             for name, weights in found.items():
-                for mine, alone, first in zip(weights, expected[name], draw(0), strict=True):
+                assert len(weights) >= EVEN
+                for mine, alone, first in zip(weights, expected[name], draw(0), strict=False):
                     case = f"rank {number}, layout {layout}, {name} {mine.shape}"
                     assert abs(alone - first.numpy()).max() > 0.01, case
                     assert mine == pytest.approx(alone, abs=0 if name == "SlicedAdamW" else 1e-5), case

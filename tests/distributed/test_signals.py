@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from tests.helpers import TinyRun, run_ranks
-from tests.processes import Job, newest, started
+from tests.processes import newest, started
 from titanlite.checks.preflight import preflight
 from titanlite.runtime.process_group import Ranks
 from titanlite.runtime.signals import SAME_SECONDS, StopRequests
@@ -49,8 +49,7 @@ def stop_one_rank(rank: int, world_size: int, config: Config) -> int:
     return stopped.taken
 
 
-@pytest.mark.parametrize("processes", ["1", pytest.param("2", marks=pytest.mark.slow)])
-def test_a_console_that_nobody_reads_holds_up_no_step_and_no_stop(tiny: TinyRun, processes: str) -> None:
+def test_a_console_that_nobody_reads_holds_up_no_step_and_no_stop(tiny: TinyRun) -> None:
     """The pipe is full before the job prints its first line, and stays so after its end."""
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
@@ -61,10 +60,10 @@ def test_a_console_that_nobody_reads_holds_up_no_step_and_no_stop(tiny: TinyRun,
     metrics = tiny.folder / "outputs" / "tiny" / "metrics.jsonl"
     small = "--training.global_batch_size=2", "--training.seq_len=8", "--model.args.n_layers=1"  # lines in a hurry
     options = *LONG, *small, "--metrics.log_freq=1", "--metrics.loggers=[]"
-    with started(tiny.folder, f"--config={tiny.toml}", *options, console=writer, NPROC=processes) as job:
+    with started(tiny.folder, f"--config={tiny.toml}", *options, console=writer) as job:
         job.wait_until(lambda: metrics.exists() and len(tiny.records()) >= 5)
         step = len(tiny.records())
-        job.wait_until(lambda: len(tiny.records()) > step + 1000 // int(processes) ** 4)  # more than a queue holds
+        job.wait_until(lambda: len(tiny.records()) > step + 30)
         job.process.send_signal(signal.SIGTERM)
         began = time.monotonic()
         assert job.end() == 75
@@ -77,10 +76,6 @@ def test_a_console_that_nobody_reads_holds_up_no_step_and_no_stop(tiny: TinyRun,
     assert re.findall(r" step +(\d+)  loss", log) == [str(number) for number in range(1, saved + 1)]
     os.close(reader)
     os.close(writer)
-
-
-def wait_for_next_step(job: Job) -> None:
-    job.wait_for_step(max(job.steps(), default=0) + 2)
 
 
 def test_one_rank_is_asked_and_all_stop_after_the_same_step(tiny: TinyRun) -> None:
@@ -186,7 +181,7 @@ def test_before_the_first_step_a_signal_ends_a_job_at_once(tiny: TinyRun) -> Non
     config = f"--config={tiny.toml}"
     (tiny.text / "long.txt").write_text("one two three four five " * 1_000_000)
     cache = tiny.folder / "outputs" / "data_cache"
-    for number, (processes, delay) in enumerate((("1", 0.0), ("1", None), ("2", 0.0), ("2", 2.0))):
+    for number, (processes, delay) in enumerate((("1", None), ("2", 2.0))):
         with started(tiny.folder, config, *LONG, f"--job.name=at-{number}", NPROC=processes) as job:
             job.wait_until(job.catches_signals)  # Python's own start, of 0.1 s, ends as any program's
             if delay is None:  # in the preparation of data
@@ -223,7 +218,7 @@ def test_a_second_signal_ends_a_job_that_hangs_in_a_save(tiny: TinyRun) -> None:
 
 
 @pytest.mark.slow
-def test_planned_ends_and_a_killed_rank(tiny: TinyRun) -> None:
+def test_planned_ends(tiny: TinyRun) -> None:
     config = f"--config={tiny.toml}"
     with started(tiny.folder, config, *LONG, "--training.max_duration=1s", command=TRAIN) as job:
         assert job.end() == 75
@@ -232,11 +227,6 @@ def test_planned_ends_and_a_killed_rank(tiny: TinyRun) -> None:
     with started(tiny.folder, config, *LONG, command=TRAIN, SLURM_JOB_END_TIME=soon) as job:
         assert job.end() == 75
         assert "stopped after step 2 by the end of the Slurm job; step 2 is saved in" in job.text()
-    with started(tiny.folder, config, *LONG, NPROC="2") as job:
-        wait_for_next_step(job)
-        job.signal(job.ranks()[1], signal.SIGKILL)
-        assert job.end(60) == 1
-        assert job.left() == {}
 
 
 LOSS = """

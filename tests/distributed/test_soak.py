@@ -1,4 +1,4 @@
-"""A soak of about a minute: real processes, faults from a random seed, and the comparison with a run without faults."""
+"""A soak of half a minute: real processes, faults from a random seed, and the comparison with a run without faults."""
 
 import json
 import os
@@ -15,22 +15,25 @@ KINDS = [
     "usr1-in-validation", "nan", "disk-checkpoints", "disk-records", "flip", "truncate", "manifest",
 ]  # fmt: skip
 """Kinds that one host and no long wait suffice for. All kinds: `python benchmarks/soak.py`."""
-STEPS = 160
+STEPS = 70
 
 
 @pytest.mark.slow
 def test_a_small_soak(tmp_path: Path) -> None:
-    """Four faults, and the same losses, samples and last checkpoint as without them. Each run has faults of its own."""
+    """Two faults of different kinds, and the same losses, samples and last checkpoint as without them.
+
+    Each run of this test has faults of its own.
+    """
     seed = random.SystemRandom().randrange(10**6)
     print(f"seed {seed}")  # pytest shows it when the test fails
-    words = f"--seed={seed} --steps={STEPS} --every=25 --interval=10 --timeout=60 --kinds={','.join(KINDS)}".split()
+    words = f"--seed={seed} --steps={STEPS} --every=20 --interval=5 --timeout=60 --kinds={','.join(KINDS)}".split()
     command = [sys.executable, str(BENCHMARKS / "soak.py"), f"--out={tmp_path / 'out'}", *words]
     environ = os.environ | {"PYTHONPATH": str(BENCHMARKS.parent)}
     ended = subprocess.run(command, capture_output=True, text=True, env=environ, timeout=850, check=False)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     records = [json.loads(line) for line in (tmp_path / "out" / "soak.jsonl").read_text().splitlines()]
     faults = [record for record in records if record["event"] == "fault"]
-    assert len({fault["kind"] for fault in faults}) == len(faults) == 4
+    assert len({fault["kind"] for fault in faults}) == len(faults) == 2
     assert {fault["left"] for fault in faults} == {0}
     assert records[-1]["problems"] == []
     assert records[-1]["largest_difference"] == 0

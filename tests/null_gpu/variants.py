@@ -6,10 +6,6 @@ COMPILE = ("--compile.enable=true",)
 FLOAT8 = (*COMPILE, "--quantize.linear.float8.enable=true")
 BATCH_2 = ("--training.global_batch_size=16", "--training.local_batch_size=2")
 FULL, NONE = "--activation_checkpoint.mode=full", "--activation_checkpoint.mode=none"
-BUDGET = (
-    "--activation_checkpoint.mode=per_block",
-    '--activation_checkpoint.per_block=["full x 8", "op x 16", "none x 8"]',
-)
 EXPERT = "--parallelism.expert_parallel_degree="
 CONTEXT = "--parallelism.context_parallel_degree="
 TENSOR = "--parallelism.tensor_parallel_degree="
@@ -52,8 +48,6 @@ VARIANTS = [
     Variant("full AC, compiled", (FULL, *COMPILE)),
     Variant("no AC, seq 4096", (NONE, "--training.seq_len=4096")),
     Variant("no AC, seq 4096, compiled", (NONE, "--training.seq_len=4096", *COMPILE)),
-    Variant("AC by block", BUDGET),
-    Variant("AC by block, compiled", (*BUDGET, *COMPILE)),
     Variant("accumulation 2", ("--training.global_batch_size=16",)),
     Variant("HSDP 2 x 4", (REPLICATE + "2",)),
     Variant("HSDP 2 x 4, accumulation 2", ("--training.global_batch_size=16", REPLICATE + "2")),

@@ -12,7 +12,22 @@ from titanlite.models.base import ExpertLayer, Model, ModelArgs
 from titanlite.models.llama3 import Llama3, Llama3Args
 from titanlite.models.registry import resolve_model
 from titanlite.ops.functions import loop_over_groups
-from titanlite.parallelize.activation_checkpoint import apply_activation_checkpoint
+from titanlite.parallelize.activation_checkpoint import apply_activation_checkpoint, recompute_policies
+from titanlite.schema import ActivationCheckpoint
+
+
+@pytest.mark.parametrize(
+    ("options", "policies"),
+    [
+        ({"mode": "none"}, ["none", "none", "none", "none"]),
+        ({"mode": "full"}, ["full", "full", "full", "full"]),
+        ({"mode": "selective"}, ["op", "op", "op", "op"]),
+        ({"mode": "selective", "selective_ac_option": 1}, ["full", "full", "full", "full"]),
+        ({"mode": "selective", "selective_ac_option": 3}, ["full", "none", "none", "full"]),
+    ],
+)
+def test_policies_of_the_modes(options: dict[str, Any], policies: list[str]) -> None:
+    assert recompute_policies(ActivationCheckpoint(**options), 4) == policies
 
 
 class Dropping(nn.Module):
@@ -172,7 +187,7 @@ class Attending(nn.Module):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize(("policy", "calls"), [("none", 1), ("op", 1), ("full", 2)])
+@pytest.mark.parametrize(("policy", "calls"), [("op", 1), ("full", 2)])
 def test_policy_op_keeps_attention_of_every_backend(backend: str, policy: Any, calls: int) -> None:
     model = Own()
     model.layers = nn.ModuleList([Attending(backend)])

@@ -1,6 +1,5 @@
 """Benchmarks have valid configs: most run too rarely to be tried in a test."""
 
-import ast
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterator
@@ -9,9 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch.distributed as dist
 
-from tests.helpers import TinyRun
 from titanlite.config.load import load
 from titanlite.tools import cli
 
@@ -78,34 +75,3 @@ def test_the_configs_of_benchmarks_are_accepted(benchmark: Import, monkeypatch: 
     for name, words, processes in found:
         assert load(ROOT / "train_configs" / f"{name}.toml", words, world_size=processes), words
     assert len(found) > 60
-
-
-def test_every_option_that_a_benchmark_names_is_there(capfd: pytest.CaptureFixture[str]) -> None:
-    """Options inside of functions too, which only running the benchmark would reach."""
-    assert cli.run(["train", "--help"]) == 0
-    options = {word.rstrip("=,") for word in capfd.readouterr().out.split() if word.startswith("--")}
-    named: dict[str, str] = {}
-    for path in sorted(BENCHMARKS.glob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Constant) and isinstance(node.value, str):
-                key, equals, _ = node.value.partition("=")
-                if equals and key.startswith("--") and "." in key and " " not in key:
-                    named[key] = path.name
-    unknown = {key: path for key, path in named.items() if key not in options and ".args." not in key}
-    assert unknown == {}
-    assert len(named) > 50
-
-
-@pytest.mark.long
-def test_a_contender_prints_nothing_but_its_answers(
-    benchmark: Import, tiny: TinyRun, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """Standard output carries JSON. A warning, as of this warm-up longer than the run, must not go there."""
-    try:
-        turn = benchmark("bench_step").titanlite_turns(tiny.config("--lr_scheduler.warmup_steps=9"), 2)
-        turn()
-        turn()
-        assert len(tiny.losses()) == 4
-        assert capfd.readouterr().out == ""
-    finally:
-        dist.destroy_process_group()

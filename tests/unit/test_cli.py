@@ -53,23 +53,15 @@ def test_a_run_folder_records_how_it_was_made(
     ("options", "message"),
     [
         (["--training.stepss=3"], "training.stepss: unknown key, did you mean training.steps? (command line)"),
-        (["--training.steps=many"], 'training.steps: expected an integer, got "many" (command line)'),
-        (["--parallelism.data_parallel_shard_degree=3"],
-         "parallelism.data_parallel_shard_degree: replicate 1 x shard 3 = 3 processes, there are 1: start more "),
         (["--data.path=/no/such"], "data.path: no file or folder /no/such (command line)"),
         (["--data.tokenizer=/no/such"],
          "data.tokenizer: no file /no/such (a tiktoken rank file, a tokenizer.json, or one of the names bytes, "),
         (["--model.args.n_layer=3"],
          "model.args.n_layer: unknown key 'n_layer', did you mean n_layers? (known: vocab_size, max_seq_len, dim,"),
-        (["--model.args.vocab_size=100"],
-         "data.tokenizer: has 258 tokens, the model only 100 (leave model.args.vocab_size out,"),
-        (["--checkpoint.folder=s4://bucket/run"], "checkpoint.folder: Protocol not known: s4"),
         (["--checkpoint.initial_load_path=/no/such"], "checkpoint.initial_load_path: no file or folder /no/such"),
         (["--data.path=http://127.0.0.1:9/tokens"],
          "data.path: http://127.0.0.1:9/tokens is a web address, which is not read: copy what it holds here first "),
         (["-training.steps=4"], "titanlite config check: unknown option -training.steps: options of the config begin "),
-        (["--training.loss=os.path:join"],
-         "training.loss: os.path:join is called with hidden, weight, labels_BL, and takes (a, *p): got an unexpected "),
         (["--metrics.loggers=['os.path:join']"],
          "metrics.loggers: os.path:join is called with folder, step, and takes (a, *p): got an unexpected keyword "),
         (["--training.seq_len=10000"], "training.seq_len: 10000 is more than the 8192 positions of the model"),
@@ -82,19 +74,6 @@ def test_bad_input_is_one_line(
     assert len(lines) == 1
     assert lines[0].startswith(f"error: {message}")
     assert not (tiny.folder / "outputs").exists()
-
-
-def test_the_axis_that_does_not_fit_is_named(tiny: TinyRun, capfd: pytest.CaptureFixture[str]) -> None:
-    """One process cannot split a layer over 2 or 3; the key/value heads, of which there is one, are reported too."""
-    key = "parallelism.tensor_parallel_degree"
-    for degree in (2, 3):
-        lines = refusal(
-            capfd, "check", str(tiny.toml), f"--{key}={degree}", "--model.args.vocab_size=264", "--training.seq_len=36"
-        )
-        assert [line.partition(": ")[2].partition(": ")[0] for line in lines] == [key, key]
-        assert lines[0].startswith(f"error: {key}: 1 processes cannot be split into 1 replicas x tensor {degree}")
-        heads = "3 query" if degree == 2 else "1 key/value"
-        assert f"{degree} does not divide the {heads} heads" in lines[1]
 
 
 def test_check_prints_warnings(tiny: TinyRun, capfd: pytest.CaptureFixture[str]) -> None:
@@ -181,30 +160,6 @@ def test_what_depends_on_a_mistake_is_not_reported_too(tiny: TinyRun, capfd: pyt
     ]  # fmt: skip
 
 
-def test_compiling_needs_a_compiler(
-    tiny: TinyRun, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    command = ("config", "check", "--config", str(tiny.toml))
-    monkeypatch.setenv("CXX", "/no/such/c++")
-    if not torch.cuda.is_available():
-        assert refusal(capfd, *command, "--compile.enable") == [
-            "error: compile.enable: compiling for the CPU needs a C++ compiler, and there is no /no/such/c++ (named "
-            "by CXX in the environment) (command line)"
-        ]
-        assert refusal(capfd, *command, "--optimizer.name=torchao.optim.AdamW8bit") == [
-            "error: optimizer.name: compiling for the CPU needs a C++ compiler, and there is no /no/such/c++ (named "
-            "by CXX in the environment) (command line)"
-        ]
-    assert cli.run([*command]) == 0
-
-
-def test_unreadable_tokenizer(tiny: TinyRun, capfd: pytest.CaptureFixture[str]) -> None:
-    (tiny.folder / "bad.model").write_text("no ranks here")
-    options = ["--data.tokenizer", str(tiny.folder / "bad.model")]
-    [line] = refusal(capfd, "config", "check", "--config", str(tiny.toml), *options)
-    assert "is not a tiktoken rank file" in line
-
-
 @pytest.mark.usefixtures("own_process_group")
 def test_empty_data(tiny: TinyRun, capfd: pytest.CaptureFixture[str]) -> None:
     for file in tiny.text.iterdir():
@@ -212,15 +167,6 @@ def test_empty_data(tiny: TinyRun, capfd: pytest.CaptureFixture[str]) -> None:
     [line] = refusal(capfd, "train", "--config", str(tiny.toml))
     assert line.startswith("error: data.path: ")
     assert line.endswith("holds 21 tokens, less than one sequence of 32 (and the token after it)")
-
-
-def test_world_size_that_does_not_divide_the_batch(
-    tiny: TinyRun, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "3")
-    assert refusal(capfd, "config", "check", "--config", str(tiny.toml)) == [
-        "error: training.global_batch_size: 8 is not a multiple of the 3 processes (tiny.toml:16)"
-    ]
 
 
 @pytest.mark.parametrize("flavor", ["8B", "405B"])
@@ -243,20 +189,14 @@ def test_a_model_that_cannot_fit_is_refused_before_anything_is_allocated(
     [
         ("trian", "titanlite: unknown command 'trian', did you mean 'train'?"),
         ("verify outputs", "titanlite: unknown command 'verify', did you mean 'checkpoint verify'?"),
-        ("xyzzy", "titanlite: unknown command 'xyzzy'"),
         ("config", "titanlite config: name a command: check, show, schema, migrate"),
-        ("--verbose", "titanlite: unknown option --verbose"),
         ("train --steps=3", "titanlite train: unknown option --steps, did you mean --training.steps?"),
-        ("train --confg debug", "titanlite train: unknown option --confg, did you mean --config?"),
         ("train debug qwen3_8b", "titanlite train: unexpected argument 'qwen3_8b'"),
         ("train debug --config=tiny", "titanlite train: two configs, debug and --config tiny: name one"),
         ("train --training=3",
          "titanlite train: --training is a section: set one of its options, as --training.option=value"),
         ("train --config", "titanlite train: argument --config: expected one argument"),
-        ("config show --dif", "titanlite config show: unknown option --dif, did you mean --diff?"),
         ("check llama3_8", "no config file llama3_8, did you mean llama3_8b?"),
-        ("check configs/debgu.toml", "no config file configs/debgu.toml, did you mean debug?"),
-        ("check titanlite", "titanlite is a folder: name a TOML file in it"),
         ("parity", "titanlite parity: no config: name a TOML file, or one that titanlite ships, for example titanlite "
          "parity debug"),
     ],
@@ -342,24 +282,3 @@ def test_other_ranks_end_after_the_first_to_fail_has_reported(
     assert codes == [2]
     assert capfd.readouterr().err == ""
     assert record.read_text() == "3"
-
-
-def test_config_show_prints_what_loads_again(tiny: TinyRun, capfd: pytest.CaptureFixture[str]) -> None:
-    from titanlite.config.load import load
-
-    assert cli.run(["config", "show", f"--config={tiny.toml}", "--training.steps=7"]) == 0
-    shown = tiny.folder / "shown.toml"
-    shown.write_text(capfd.readouterr().out)
-    assert load(shown) == tiny.config("--training.steps=7")
-
-
-def test_config_show_diff_prints_what_differs(tiny: TinyRun, capfd: pytest.CaptureFixture[str]) -> None:
-    from titanlite.config.load import load
-
-    assert cli.run(["config", "show", "--diff", "--config", str(tiny.toml), "--training.steps=7"]) == 0
-    text = capfd.readouterr().out
-    assert "steps = 7  # default 1000\n" in text
-    assert "max_norm" not in text
-    shown = tiny.folder / "shown.toml"
-    shown.write_text(text)
-    assert load(shown) == tiny.config("--training.steps=7")

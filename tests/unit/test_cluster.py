@@ -1,7 +1,6 @@
 """scripts/slurm.sh with programs in place of Slurm's, the Kubernetes manifest, the Dockerfile, and docs/cluster.md."""
 
 import os
-import re
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -54,16 +53,11 @@ LATER = {"SECONDS": "100"}
     [
         (0, {}, False, "done"),
         (75, {}, True, "stopped with a checkpoint; requeued"),
-        (75, {"SLURM_RESTART_COUNT": "500"}, True, "stopped with a checkpoint; requeued"),
         (2, LATER, False, "ended with exit code 2; not requeued, since it would end so again"),
         (3, LATER, False, "ended with exit code 3; not requeued"),
-        (127, LATER, False, "ended with exit code 127; not requeued"),
         (1, {}, False, "failed with exit code 1 in the first minute; not requeued"),
         (1, LATER, True, "failed with exit code 1; requeued"),
-        (137, LATER, True, "failed with exit code 137; requeued"),
-        (1, {**LATER, "SLURM_RESTART_COUNT": "19"}, True, "failed with exit code 1; requeued"),
         (1, {**LATER, "SLURM_RESTART_COUNT": "20"}, False, "after 20 restarts (MAX_REQUEUES); not requeued"),
-        (1, {**LATER, "SLURM_RESTART_COUNT": "3", "MAX_REQUEUES": "3"}, False, "after 3 restarts"),
         (75, {"state": "COMPLETING"}, False, "not requeued: Slurm has ended the job (JobState=COMPLETING)"),
         (75, {"REFUSED": "1"}, True, "error: stopped with a checkpoint, and Slurm does not requeue this job"),
     ],
@@ -89,11 +83,6 @@ def test_slurm_starts_one_task_a_node(tmp_path: Path) -> None:
     }
     environ = (tmp_path / "environment.txt").read_text().splitlines()
     assert {"NNODES=2", "RDZV_ENDPOINT=node7:24567"} <= {*environ}
-
-
-def test_slurm_asks_for_the_signal_before_the_limit_and_keeps_one_log() -> None:
-    options = set(re.findall(r"^#SBATCH (\S+)", SLURM.read_text(), re.M))
-    assert {"--requeue", "--open-mode=append", "--signal=USR1@300", "--ntasks-per-node=1"} <= options
 
 
 def container() -> "tuple[dict[str, Any], dict[str, Any], dict[str, Any]]":
@@ -129,24 +118,3 @@ def test_the_manifest_ends_only_what_would_end_the_same_way() -> None:
     assert spec["template"]["spec"]["restartPolicy"] == "Never", "podFailurePolicy needs it"
     [rule] = jobset["spec"]["failurePolicy"]["rules"]
     assert rule == {"action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}
-
-
-def test_the_manifest_gives_time_memory_and_a_volume() -> None:
-    _, job, train = container()
-    pod = job["template"]["spec"]["template"]["spec"]
-    assert pod["terminationGracePeriodSeconds"] >= 300
-    assert pod["securityContext"]["runAsNonRoot"] is True
-    mounts = {mount["name"]: mount["mountPath"] for mount in train["volumeMounts"]}
-    assert mounts == {"shared": "/shared", "shm": "/dev/shm"}
-    assert {volume["name"] for volume in pod["volumes"]} == set(mounts)
-
-
-def test_the_image_is_pinned_and_not_of_root() -> None:
-    lines = (ROOT / "Dockerfile").read_text().splitlines()
-    assert any("--constraint constraints.txt" in line for line in lines)
-    users = [line.split()[1] for line in lines if line.startswith("USER ")]
-    assert users == ["titanlite"]
-    assert not re.search(r"https?://", "\n".join(lines))
-    [command] = [line for line in lines if line.startswith("CMD ")]
-    [command_of_pods] = container()[2]["command"]
-    assert f'"{command_of_pods}"' in command

@@ -41,18 +41,6 @@ def test_every_shipped_config_loads_and_round_trips(path: Path, tmp_path: Path) 
     assert load(again) == config
 
 
-def test_there_is_a_config_for_each_flavor() -> None:
-    assert {load(path).model.flavor for path in CONFIGS} == {
-        "debug",
-        "1B",
-        "3B",
-        "8B",
-        "70B",
-        "405B",
-        "30B-A3B",
-    }
-
-
 def test_all_problems_are_reported_together(tmp_path: Path) -> None:
     text = """\
 [training]
@@ -83,12 +71,6 @@ lr = true
     ]
 
 
-def test_a_key_in_the_wrong_section_is_found(tmp_path: Path) -> None:
-    assert problems(tmp_path, "[training]\nlr = 0.1\n") == [
-        "training.lr: unknown key, did you mean optimizer.lr? (run.toml:2)"
-    ]
-
-
 @pytest.mark.parametrize(
     ("options", "world_size", "expected"),
     [
@@ -101,16 +83,6 @@ def test_a_key_in_the_wrong_section_is_found(tmp_path: Path) -> None:
             ["--parallelism.data_parallel_replicate_degree=2", "--parallelism.data_parallel_shard_degree=4"],
             4,
             "parallelism.data_parallel_shard_degree: replicate 2 x shard 4 = 8 processes, there are 4 (command line)",
-        ),
-        (
-            ["--parallelism.data_parallel_shard_degree=0"],
-            4,
-            "parallelism.data_parallel_shard_degree: expected -1 or a number of at least 1, got 0 (command line)",
-        ),
-        (
-            ["--parallelism.data_parallel_replicate_degree=8"],
-            4,
-            "parallelism.data_parallel_replicate_degree: 4 processes cannot be split into 8 replicas (command line)",
         ),
         (
             ["--parallelism.fsdp_reshard_after_forward=3"],
@@ -170,15 +142,6 @@ def test_overrides_are_read_as_toml(tmp_path: Path) -> None:
     assert config.quantize.linear.float8.filter_fqns == ["layers.0", "wo"]
 
 
-def test_words_that_are_no_option_are_refused(tmp_path: Path) -> None:
-    assert problems(tmp_path, "", "steps=3") == [
-        "unexpected argument 'steps=3': options are --section.key=value (command line)"
-    ]
-    assert problems(tmp_path, "", "--training.steps.x=3") == [
-        "training.steps: expected an integer, got a section (command line)"
-    ]
-
-
 def test_base_is_inherited_and_problems_name_the_right_file(tmp_path: Path) -> None:
     (tmp_path / "top.toml").write_text("[training]\nsteps = 700\nseq_len = 64\n[optimizer]\nlr = 'x'\n")
     (tmp_path / "middle.toml").write_text("base = 'top.toml'\n[training]\nsteps = 800\n")
@@ -199,16 +162,9 @@ def test_circles_of_bases_are_reported(tmp_path: Path) -> None:
     ("base", "expected"),
     [
         ("3", "base: expected the name of a TOML file, got 3 (run.toml:3)"),
-        ("''", "base: expected the name of a TOML file, got '' (run.toml:3)"),
-        ("['a.toml']", "base: expected the name of a TOML file, got ['a.toml'] (run.toml:3)"),
         (
             "'sub/tpo.toml'",
             "base: no config file {folder}/sub/tpo.toml, did you mean {folder}/sub/top.toml? (run.toml:3)",
-        ),
-        ("'sub/deep.toml'", "base: no config file {folder}/sub/gone/x.toml (sub/deep.toml:2)"),
-        (
-            "'sub'",
-            "base: {folder}/sub is a folder: name a TOML file in it (run.toml:3)",
         ),
         ("'sub/bad.toml'", "sub/bad.toml is not valid TOML: Cannot overwrite a value, in steps = 2 (sub/bad.toml:3)"),
     ],
@@ -241,69 +197,6 @@ def test_a_value_of_the_base_is_replaced_whole(tmp_path: Path) -> None:
     assert ("data", "sources", "1", "path") not in draft.places
     assert draft.config.model.args == {"a": 3}
     assert str(draft.place(("model", "args", "a"))) == "run.toml:7"
-
-
-def test_a_draft_has_defaults_in_place_of_what_is_wrong(tmp_path: Path) -> None:
-    (tmp_path / "run.toml").write_text("[training]\nsteps = 'x'\nlr = 0.1\nseq_len = 64\n[data]\npath = '/no/such'\n")
-    draft = read(tmp_path / "run.toml", ["--metrics.log_freq=-1", "--debug.seed=3"])
-    assert draft.config == Config.model_validate(
-        {"job": {"name": "run"}, "training": {"seq_len": 64}, "data": {"path": "/no/such"}, "debug": {"seed": 3}}
-    )
-    assert draft.bad_keys == {"training.steps", "training.lr", "optimizer.lr", "metrics.log_freq", "data.path"}
-    with pytest.raises(ConfigError) as error:
-        draft.resolve()
-    assert [problem.key for problem in error.value.problems] == [
-        "training.steps", "training.lr", "data.path", "metrics.log_freq",
-    ]  # fmt: skip
-    assert read(tmp_path / "nowhere.toml").bad_keys == {""}, "nothing is known of any option"
-
-
-def test_lines_are_those_of_tomls_own_reading(tmp_path: Path) -> None:
-    text = """debug.seed = -1
-[model.args]
-"quoted.key" = \"\"\"
-steps = 3
-\"\"\"
-[training] # steps = 4
-"steps" = 0
-seq_len = [
-  1, # seq_len = 2
-]
-[ quantize . linear."float8" ]
-enable = { a = 1 }
-filter_fqns = ["ok",
-  ""]
-[data]
-sources = [{path = "stdlib://", epochs = 0}, {path = "stdlib://train", weight = -1}]
-"""
-    for newline in ("\n", "\r\n"):
-        assert problems(tmp_path, text.replace("\n", newline)) == [
-            "debug.seed: expected a number of at least 0, got -1 (run.toml:1)",
-            "training.steps: expected a number of at least 1, got 0 (run.toml:7)",
-            "training.seq_len: expected an integer, got [1] (run.toml:8)",
-            "quantize.linear.float8.enable: expected true or false, got a section (run.toml:12)",
-            'quantize.linear.float8.filter_fqns.1: expected text that is not empty, got "" (run.toml:13)',
-            "data.sources.0.epochs: expected a number of at least 1, got 0 (run.toml:16)",
-            "data.sources.1.weight: expected a number above 0, got -1 (run.toml:16)",
-        ]
-
-
-def test_the_nearest_right_value_is_named(tmp_path: Path) -> None:
-    assert problems(tmp_path, "[guard]\nnonfinite = 'Skipp'\n", "--compile.enable=True", "--optimizer.lr=3 e-4") == [
-        "guard.nonfinite: expected 'stop' or 'skip', got \"Skipp\", did you mean skip? (run.toml:2)",
-        'compile.enable: expected true or false, got "True", did you mean true? (command line)',
-        'optimizer.lr: expected a number, got "3 e-4" (command line)',
-    ]
-
-
-def test_a_problem_is_one_line(tmp_path: Path) -> None:
-    text = f'"" = 1\n[training]\n"a\\nb" = 1\nsteps = "{"x" * 1000}"\nseq_len = "a\\nb"\n'
-    assert problems(tmp_path, text) == [
-        '"": unknown key (run.toml:1)',
-        'training."a\\nb": unknown key (run.toml:3)',
-        f'training.steps: expected an integer, got "{"x" * 96}... (run.toml:4)',
-        'training.seq_len: expected an integer, got "a\\nb" (run.toml:5)',
-    ]
 
 
 def test_entries_of_lists_are_made_on_the_command_line(tmp_path: Path) -> None:
@@ -378,13 +271,9 @@ weight = 0.7
 [[data.sources]]
 path = "stdlib://"
 weight = 0.3
-epochs = 2
 """
     config = good(tmp_path, text, "--data.sources.1.weight=0.5")
-    assert [(source.title, source.weight, source.epochs) for source in config.data.all_sources()] == [
-        ("a", 0.7, None),
-        ("stdlib", 0.5, 2),
-    ]
+    assert [(source.title, source.weight) for source in config.data.all_sources()] == [("a", 0.7), ("stdlib", 0.5)]
     (tmp_path / "again.toml").write_text(dump(config))
     assert load(tmp_path / "again.toml").data == config.data
     assert [source.path for source in good(tmp_path, "").data.all_sources()] == ["stdlib://"]
@@ -402,7 +291,6 @@ weigth = 2
 [[data.sources]]
 path = "somewhere/a"
 weight = 0
-epochs = 1.5
 [validation]
 enable = true
 """
@@ -410,8 +298,7 @@ enable = true
         "data.sources.0: path is missing (run.toml:3)",
         "data.sources.1.weigth: unknown key, did you mean data.sources.1.weight? (run.toml:7)",
         "data.sources.2.weight: expected a number above 0, got 0 (run.toml:10)",
-        "data.sources.2.epochs: expected an integer, got 1.5 (run.toml:11)",
-        "validation.path: is not set: name the data to validate on, or set validation.enable = false (run.toml:12)",
+        "validation.path: is not set: name the data to validate on, or set validation.enable = false (run.toml:11)",
         "data.sources.7.weight: the list has no entry 7; the next is 3 (command line)",
     ]
     text = """\
@@ -434,30 +321,22 @@ path = "missing.jsonl"
     ]
 
 
-def test_validation_sources_take_no_weight_and_no_epochs(tmp_path: Path) -> None:
-    text = """\
-[[validation.sources]]
-path = "stdlib://validation"
-weight = 0.5
-epochs = 2
-[validation]
-enable = true
-"""
-    assert problems(tmp_path, text) == [
-        "validation.sources.0.weight: unknown key, did you mean data.sources.weight? (run.toml:3)",
-        "validation.sources.0.epochs: unknown key, did you mean data.sources.epochs? (run.toml:4)",
-    ]
-
-
-@pytest.mark.parametrize("key", REMOVED)
+@pytest.mark.parametrize("key", [key for key, (default, _) in REMOVED.items() if default is not None])
 def test_an_option_that_is_gone_is_ignored_at_its_default_and_else_explained(tmp_path: Path, key: str) -> None:
     """The config in the folder of an older run names every option."""
     section, name = key.split(".")
     default, instead = REMOVED[key]
-    other = json.dumps(not default if isinstance(default, bool) else default + 1)
+    other = json.dumps(["another"])
     assert good(tmp_path, f"[{section}]\n{name} = {json.dumps(default)}\n") == good(tmp_path, "")
     assert problems(tmp_path, f"[{section}]\n{name} = {other}\n") == [f"{key}: is gone: {instead} (run.toml:2)"]
     assert f"{key}: is gone" in problems(tmp_path, "", f"--{key}={other}")[0]
+
+
+def test_an_option_that_is_gone_and_was_not_set_by_default_is_explained(tmp_path: Path) -> None:
+    [problem] = problems(tmp_path, "[checkpoint]\nlocal_folder = '/local'\n")
+    assert problem.startswith("checkpoint.local_folder: is gone: ")
+    [problem] = problems(tmp_path, "[[data.sources]]\npath = 'stdlib://'\nepochs = 2\n")
+    assert problem.startswith("data.sources.0.epochs: is gone: ")
 
 
 def test_the_name_of_a_run_is_never_inherited(tmp_path: Path) -> None:
@@ -477,11 +356,6 @@ def test_the_name_of_a_run_is_a_folder_name(name: str, tmp_path: Path) -> None:
     assert "a name without / or \\ that does not begin with a dot" in str(error.value) or not name
 
 
-def test_a_folder_is_no_config(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=f"^{tmp_path} is a folder: name a TOML file in it$"):
-        load(tmp_path)
-
-
 def test_validation_of_own_data_on_the_standard_library_is_a_warning(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     text = "[validation]\nenable = true\npath = 'stdlib://validation'\n[lr_scheduler]\nwarmup_steps = 1\n"
@@ -497,15 +371,6 @@ def test_validation_of_own_data_on_the_standard_library_is_a_warning(tmp_path: P
     assert warnings(f"--data.sources=[{{path = '{tmp_path}/a'}}, {{path = 'stdlib://train'}}]") == []
     assert warnings(f"--data.path={tmp_path}/a", "--validation.enable=false") == []
     assert warnings(f"--data.path={tmp_path}/a", f"--validation.path={tmp_path}/a") == []
-
-
-def test_a_warmup_longer_than_the_run_is_a_warning(tmp_path: Path) -> None:
-    config = good(tmp_path, "[lr_scheduler]\nwarmup_steps = 101\n")
-    assert [*find_warnings(config, steps=100)] == [
-        "lr_scheduler.warmup_steps: a warm-up of 101 steps never reaches the peak learning rate in a run of 100 steps; "
-        "set --lr_scheduler.warmup_steps=10 or another number up to 100"
-    ]
-    assert [*find_warnings(config, steps=101)] == []
 
 
 @pytest.mark.parametrize("path", sorted(Path("tests/data/torchtitan").glob("*.toml")), ids=lambda path: path.stem)

@@ -1,8 +1,6 @@
 """Context parallelism in one process: parts of sequences, masks, the mesh, and mistakes."""
 
 from collections.abc import Iterator
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -25,15 +23,11 @@ from titanlite.models.base import build_on_meta
 from titanlite.models.layers import Loss
 from titanlite.models.llama3 import Llama3
 from titanlite.ops.attention import Documents, SequencePart, additive_mask, attend, chunk_boundaries
-from titanlite.parallelize.fsdp import can_wait, keeps_reduced_gradients
 from titanlite.runtime.errors import ConfigError, UserError
 from titanlite.runtime.private_torch.tracing import fake_process_group
-from titanlite.schema import Config, Parallelism, Training
+from titanlite.schema import Parallelism
 from titanlite.techniques.context.sequences import check_context, join_parts, split_batch
-from titanlite.tools.plan.candidates import Found
-from titanlite.tools.plan.estimate import Layout, model_of
-from titanlite.tools.plan.hardware import find_hardware
-from titanlite.tools.plan.search import best_axes
+from titanlite.tools.plan.estimate import model_of
 from titanlite.tools.plan.trace import trace_step
 
 
@@ -181,52 +175,3 @@ def test_the_plan_counts_what_a_step_sends(tiny: TinyRun) -> None:
     assert [it.collective for it in inside].count("reduce_scatter") == 3
     sizes = {it.bytes for it in inside}
     assert sizes == {4 * 2 * 32 * 14 * 4}, "keys and values of 4 sequences in float32"
-
-
-@pytest.mark.parametrize(
-    ("found", "tried", "best"),
-    [
-        ({1: (100.0, False)}, [1], 1),  # fits without: no further axis is tried
-        ({1: None, 2: None, 4: (70.0, False)}, [1, 2, 4], 4),
-        ({1: (10.0, True), 2: (70.0, False)}, [1, 2], 2),
-        ({1: (80.0, True), 2: (70.0, False)}, [1, 2], 1),  # offload is faster
-        ({1: None, 2: None, 4: None, 8: None}, [1, 2, 4, 8], None),
-    ],
-)
-def test_a_search_splits_sequences_where_it_pays(
-    tiny: TinyRun, found: dict[int, tuple[float, bool] | None], tried: list[int], best: int | None
-) -> None:
-    """The tiny run's sequences of 32 tokens can be split over up to 16 ranks, and there are 8."""
-    asked = []
-
-    def find(config: Config, layout: Layout) -> Found:
-        degree = config.parallelism.context_parallel_degree
-        asked.append(degree)
-        if (result := found[degree]) is None:
-            raise UserError(f"nothing fits {degree}")
-        pair: Any = SimpleNamespace(offload=result[1]), SimpleNamespace(tokens_per_second=result[0], degree=degree)
-        return Found([pair], [], tried=10)
-
-    config, layout = tiny.config(), Layout(8, find_hardware("H100"), 8)
-    if best is None:
-        with pytest.raises(UserError, match=r"nothing fits 1$"):
-            best_axes(config, layout, find)
-    else:
-        result = best_axes(config, layout, find)
-        assert result.best[0][1].degree == best  # pyright: ignore[reportAttributeAccessIssue]
-        assert result.tried == 10 * len([degree for degree in asked if found[degree]])
-    assert asked == tried
-
-
-def test_reductions_count_the_sequences_and_tokens_of_a_rank() -> None:
-    """Four ranks: two read each sequence. A step has 4 sequences of 16,384 tokens."""
-    training = Training(global_batch_size=4, seq_len=16384, local_batch_size=1)
-    with fake_process_group(4, rank=0):
-        split = build_mesh(Parallelism(context_parallel_degree=2), world_size=4, device_type="cpu")
-        assert not keeps_reduced_gradients(split, Parallelism(), training, updates_in_backward=False), "2 micro-batches"
-        assert not can_wait(split, training), "8,192 tokens"
-        assert can_wait(split, training.model_copy(update={"local_batch_size": 2}))
-    with fake_process_group(4, rank=0):
-        mesh = build_mesh(Parallelism(), world_size=4, device_type="cpu")
-        assert keeps_reduced_gradients(mesh, Parallelism(), training, updates_in_backward=False)
-        assert can_wait(mesh, training)

@@ -31,24 +31,14 @@ def complaints(text: str) -> list[str]:
     return [f"{error.json_path}: {error.message}" for error in validator.iter_errors(tomli.loads(text))]
 
 
-@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
-def test_every_shipped_config_names_the_schema_and_is_valid(path: Path) -> None:
-    text = path.read_text()
-    assert text.splitlines()[0] == "#:schema ./schema.json"
-    assert complaints(text) == []
-    assert complaints(show(load(path))) == []
-
-
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
         ("[training]\nstepss = 1", "$.training: Additional properties are not allowed ('stepss' was unexpected)"),
-        ("[trainning]\nsteps = 1", "$: Additional properties are not allowed ('trainning' was unexpected)"),
         ("[training]\nsteps = 0", "$.training.steps: 0 is less than the minimum of 1"),
         ("[training]\nsteps = 'x'", "$.training.steps: 'x' is not of type 'integer'"),
         ("[guard]\nnonfinite = 'stopp'", "$.guard.nonfinite: 'stopp' is not one of ['stop', 'skip']"),
         ("[[data.sources]]\nweight = 2", "$.data.sources[0]: 'path' is a required property"),
-        ("base = 3", "$.base: 3 is not of type 'string'"),
     ],
 )
 def test_mistakes_do_not_agree_with_the_json_schema(text: str, expected: str) -> None:
@@ -61,7 +51,7 @@ def test_mistakes_do_not_agree_with_the_json_schema(text: str, expected: str) ->
 
 RICH = [
     "--data.sources.0.path=stdlib://",
-    "--data.sources.1={path = ['stdlib://train'], name = 'a \"b\"\\n', epochs = 2}",
+    "--data.sources.1={path = ['stdlib://train'], name = 'a \"b\"\\n', weight = 2.0}",
     "--model.args.dim=512",
     "--model.args.deep={a = 1, b = [{\"c d\" = 2}], when = 2024-01-02}",
     "--quantize.linear.float8.filter_fqns=['#1', 'wo']",
@@ -90,7 +80,7 @@ def test_what_is_shown_loads_to_the_same_config(only_changes: bool, tmp_path: Pa
 def test_the_diff_is_what_differs_and_from_what(tmp_path: Path) -> None:
     (tmp_path / "run.toml").write_text(
         "[training]\nsteps = 700\nseq_len = 2048\nlocal_batch_size = 2\n[model.args]\ndim = 8\n"
-        "[[data.sources]]\npath = 'stdlib://'\nweight = 1.0\nepochs = 2\n[quantize.linear.float8]\nemulate = true\n"
+        "[[data.sources]]\npath = 'stdlib://'\nweight = 2.0\n[quantize.linear.float8]\nemulate = true\n"
     )
     assert show(load(tmp_path / "run.toml"), only_changes=True) == """\
 [job]
@@ -101,7 +91,7 @@ dim = 8
 
 [[data.sources]]
 path = "stdlib://"
-epochs = 2  # default: no limit
+weight = 2.0  # default 1.0
 
 [training]
 steps = 700  # default 1000

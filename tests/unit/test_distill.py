@@ -15,7 +15,6 @@ import torch.distributed as dist
 from tests.distillation import KINDS, VOCABULARY, Given, inputs, plain
 from tests.helpers import TinyRun, train_on_this_rank
 from tests.operators import LargestTensor
-from titanlite.checkpoint.load import resume_settings
 from titanlite.checks.preflight import preflight
 from titanlite.config.load import read
 from titanlite.data.tokenizer import ByteTokenizer, load_tokenizer
@@ -25,7 +24,7 @@ from titanlite.ops.divergence import divergence
 from titanlite.runtime.errors import ConfigError, UserError
 from titanlite.runtime.process_group import Ranks
 from titanlite.schema import Distill
-from titanlite.techniques.distill.source import check_teacher, different_tokens, fingerprint
+from titanlite.techniques.distill.source import check_teacher, different_tokens
 from titanlite.tools.convert.source import Source, open_source, open_teacher
 from titanlite.tools.plan.gpu_kernels import GpuKernels
 
@@ -63,19 +62,6 @@ def test_a_student_that_is_its_teacher_has_no_divergence_and_no_gradient(kind: A
     assert abs(found.total.item()) <= 1e-7
     for gradient in torch.autograd.grad(found.total, [hidden, weight]):
         assert gradient.abs().max() <= 1e-7
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_certain_models_that_disagree_have_finite_numbers(kind: Any) -> None:
-    """Probabilities below the smallest float32, on both sides."""
-    student, teacher = torch.zeros(2, 5), torch.zeros(2, 5)
-    student[:, 1], teacher[:, 3] = 300.0, 300.0
-    found = divergence(student, teacher, kind=kind, temperature=1.0, weight_C=torch.tensor([1.0, 0.0]))
-    expected = {"forward_kl": 300.0, "reverse_kl": 300.0, "js": float(np.log(2))}[kind]
-    assert found.value_C.tolist() == pytest.approx([expected] * 2)
-    assert found.d_logits_CV is not None
-    assert found.d_logits_CV.isfinite().all()
-    assert not found.d_logits_CV[1].any()
 
 
 @pytest.mark.parametrize(("kind", "value"), [("forward_kl", log(2)), ("reverse_kl", inf), ("js", 0.2157616)])
@@ -167,18 +153,15 @@ def refusal(tiny: TinyRun, *options: str) -> str:
     ("options", "message"),
     [
         (["--distill.ratio=0.5"], "distill.ratio: needs a teacher: set teacher.path, or leave [distill] out"),
-        (["--teacher.dtype=float32"], "teacher.path: is not set: name the weights of the teacher, or leave [teacher]"),
         (["--teacher.path=."], "distill.ratio: is 0, so the teacher has no effect: set it above 0, or leave [teacher]"),
         (
             ["--teacher.path=.", "--distill.ratio=1", "--training.loss=a:b"],
             "distill.ratio: belongs to titanlite's own loss, and training.loss names another: leave [distill] out",
         ),
-        (["--distill.temperature=0"], "distill.temperature: expected a number above 0, got 0"),
         (
             ["--teacher.cache=cache", "--distill.ratio=0.5", "--distill.kind=reverse_kl"],
             "distill.kind: reverse_kl depends on what the teacher finds improbable, which a cache does not hold",
         ),
-        (["--distill.kind=kl"], "distill.kind: expected 'forward_kl', 'reverse_kl' or 'js', got \"kl\""),
         (
             ["--teacher.path=.", "--distill.ratio=1", "--teacher.fsdp_reshard_after_forward=2"],
             "teacher.fsdp_reshard_after_forward: 2 does not divide the shard degree 1",
@@ -274,24 +257,3 @@ def test_a_config_can_describe_the_teacher(taught: tuple[TinyRun, Path]) -> None
     resolved = preflight(tiny.config(*described), ALONE, CPU, open_teacher=open_teacher)
     assert resolved.teacher is not None
     assert resolved.teacher.spec == open_teacher(str(folder), None).spec
-
-
-def test_a_command_that_opens_no_teacher_refuses_it(taught: tuple[TinyRun, Path]) -> None:
-    tiny, folder = taught
-    with pytest.raises(ConfigError, match=r"teacher\.path: this command reads no teacher"):
-        preflight(tiny.config(*teacher_options(folder)), ALONE, CPU)
-
-
-def test_the_fingerprint_is_of_weights_and_arguments(taught: tuple[TinyRun, Path], tmp_path: Path) -> None:
-    tiny, folder = taught
-    source = open_source(str(folder))
-    args: Any = source.spec.args
-    longer = source.spec._replace(args=replace(args, max_seq_len=99))
-    other = source.spec._replace(args=replace(args, rope_theta=9.0))
-    first = fingerprint(source)
-    assert fingerprint(replace(source, spec=longer)) == first
-    assert fingerprint(replace(source, spec=other)) != first
-    assert fingerprint(replace(source, identity="others")) != first
-    settings = resume_settings(tiny.config(), model_args=args, data={}, teacher=first)
-    assert settings["teacher"] == first
-    assert "teacher" not in resume_settings(tiny.config(), model_args=args, data={})

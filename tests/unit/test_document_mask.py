@@ -4,7 +4,6 @@ torch's kernel of variable length runs on GPUs only. Here a reference in its pla
 """
 
 import inspect
-import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -111,16 +110,6 @@ def test_a_changed_token_changes_no_bit_of_another_document(
         assert not same[within].all()
 
 
-@pytest.mark.parametrize("document", [0, 1, 2])
-def test_a_document_alone_has_gradients(document: int) -> None:
-    where = documents([[5, 4, 7]])
-    labels = tokens_for([[16]], seed=2)
-    labels[where.ids_BS != document] = IGNORE
-    _, gradients = loss_and_gradients(built(GROUPED), tokens_for([[16]]), labels, where)
-    touched = (gradients["embeddings"] != 0)[0].any(dim=-1)
-    assert torch.equal(touched, where.ids_BS[0] == document)
-
-
 def alone(model: Llama3, tokens: Tensor, labels: Tensor, rows: list[list[int]]) -> tuple[Tensor, dict[str, Tensor]]:
     """Logits [B * L, V] of documents run one by one, without a mask, and the sum of their gradients."""
     lengths = [length for row in rows for length in row]
@@ -168,19 +157,6 @@ def test_positions_restart_with_each_document() -> None:
         assert torch.equal(picked[1, 0], table[:16])
 
 
-def test_attention_knows_distances_only() -> None:
-    """Positions that do not restart change logits by rounding alone.
-
-    A change of distances shows that positions are used at all.
-    """
-    model, tokens, where = built(GROUPED), tokens_for(ROWS), documents(ROWS)
-    logits = model(tokens, documents=where)
-    resumed = where._replace(positions_BL=torch.arange(16).expand(2, -1))
-    doubled = where._replace(positions_BL=2 * where.positions_BL)
-    assert close(model(tokens, documents=resumed), logits)
-    assert not close(model(tokens, documents=doubled), logits, 0.01)
-
-
 # Without documents
 
 
@@ -199,24 +175,6 @@ def test_without_documents_attention_is_plain(monkeypatch: pytest.MonkeyPatch) -
     assert calls == [{"attn_mask": None, "is_causal": True, "enable_gqa": True}] * 2
     assert rope_at(model.rope_cos, 16, None).data_ptr() == model.rope_cos.data_ptr()
     assert document_arguments({"tokens": tokens_for(ROWS), "labels": labels_for(ROWS)}) == {}
-
-
-def test_the_mask_is_made_once_and_equals_a_boolean_one() -> None:
-    where = documents(ROWS)
-    q = torch.randn(2, 4, 16, 16)
-    mask = DEFAULT_KERNELS.attention_mask(where, torch.zeros(2, 16, 64), 16)
-    assert isinstance(mask, Tensor)
-    allowed = torch.tensor(
-        [[ids[i] == ids[j] and j <= i for j in range(16)] for ids in where.ids_BS.tolist() for i in range(16)]
-    ).view(2, 1, 16, 16)
-    assert torch.equal(mask == 0, allowed)
-    assert torch.equal(mask == -torch.inf, ~allowed)
-    attend = F.scaled_dot_product_attention
-    assert torch.equal(attend(q, q, q, attn_mask=mask), attend(q, q, q, attn_mask=allowed))
-    half = DEFAULT_KERNELS.attention_mask(where, torch.zeros(2, 16, 64, dtype=torch.bfloat16), 16)
-    assert isinstance(half, Tensor)
-    assert half.dtype == torch.bfloat16
-    assert torch.equal(half.float(), mask)
 
 
 # Techniques
@@ -267,23 +225,14 @@ def test_compiled_blocks_are_the_same() -> None:
     assert counter.frame_count == 1
 
 
-@pytest.mark.nightly
-@pytest.mark.usefixtures("single_process_group")
-def test_compiled_by_the_default_compiler() -> None:
-    plain = sharded(Compile(enable=False))
-    other = sharded(Compile(enable=True), mode=MODES["op"])
-    for _ in range(2):
-        assert float(step(other, [batch_of(ROWS)])) == pytest.approx(float(step(plain, [batch_of(ROWS)])), rel=1e-5)
-
-
-def sharded(compile: Compile, compute: Any = "float32", mode: ActivationCheckpoint | None = None) -> Llama3:
+def sharded(compute: Any = "float32") -> Llama3:
     model = built(GROUPED)
     parallelism = Parallelism()
     parallelize(
         model, mesh=build_mesh(parallelism, world_size=1, device_type="cpu"), kernels=CpuKernels(),
         parallelism=parallelism,
-        training=Training(mixed_precision_param=compute), activation_checkpoint=mode or ActivationCheckpoint(),
-        compile=compile, float8=Float8(), freeze=Freeze(),
+        training=Training(mixed_precision_param=compute), activation_checkpoint=ActivationCheckpoint(),
+        compile=Compile(), float8=Float8(), freeze=Freeze(),
     )  # fmt: skip
     return model
 
@@ -304,8 +253,7 @@ def change(model: Llama3, before: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 @pytest.mark.long
 @pytest.mark.usefixtures("single_process_group")
-@pytest.mark.parametrize("mode", [None, *MODES.values()], ids=["none", *MODES])
-def test_a_sharded_step_follows_the_masked_mean(mode: ActivationCheckpoint | None) -> None:
+def test_a_sharded_step_follows_the_masked_mean() -> None:
     rows = [[5, 1, 10], [16], [8, 8]]
     batch, start = batch_of(rows), dict(built(GROUPED).named_parameters())
     by_hand, count = 0.0, 0
@@ -313,14 +261,14 @@ def test_a_sharded_step_follows_the_masked_mean(mode: ActivationCheckpoint | Non
     for row, label in zip(logits.detach().log_softmax(dim=-1), batch["labels"].flatten(), strict=True):
         if label != IGNORE:
             by_hand, count = by_hand - float(row[label]), count + 1
-    model = sharded(Compile(), mode=mode)
+    model = sharded()
     assert float(step(model, [batch])) == pytest.approx(by_hand / count, rel=1e-5)
     for name, difference in change(model, start).items():
         assert close(difference, gradients[name] / count), name
     parts = [
         batch_of([row]) | {key: batch[key][i : i + 1] for key in ("tokens", "labels")} for i, row in enumerate(rows)
     ]
-    accumulated = sharded(Compile(), mode=mode)
+    accumulated = sharded()
     assert float(step(accumulated, parts)) == pytest.approx(by_hand / count, rel=1e-5)
     for name, difference in change(accumulated, start).items():
         assert close(difference, gradients[name] / count), name
@@ -329,23 +277,8 @@ def test_a_sharded_step_follows_the_masked_mean(mode: ActivationCheckpoint | Non
 @pytest.mark.usefixtures("single_process_group")
 def test_half_precision_reaches_the_mask() -> None:
     """FSDP makes activations bfloat16; the mask must be of their type, and positions and boundaries integers."""
-    whole = float(step(sharded(Compile()), [batch_of(ROWS)]))
-    assert float(step(sharded(Compile(), "bfloat16"), [batch_of(ROWS)])) == pytest.approx(whole, rel=0.02)
-
-
-@pytest.mark.usefixtures("single_process_group")
-@pytest.mark.parametrize("compute", ["float32", "bfloat16"])
-def test_a_micro_batch_without_labels_gives_no_gradient(compute: str) -> None:
-    start = dict(built(GROUPED).named_parameters())
-    empty = batch_of(ROWS)
-    empty["labels"] = torch.full_like(empty["labels"], IGNORE)
-    model = sharded(Compile(), compute)
-    assert float(step(model, [empty])) == 0
-    assert all((difference == 0).all() for difference in change(model, start).values())
-    one, both = sharded(Compile(), compute), sharded(Compile(), compute)
-    assert float(step(one, [batch_of(ROWS)])) == float(step(both, [batch_of(ROWS), empty]))
-    first, second = change(one, start), change(both, start)
-    assert all(torch.equal(first[name], second[name]) for name in first)
+    whole = float(step(sharded(), [batch_of(ROWS)]))
+    assert float(step(sharded("bfloat16"), [batch_of(ROWS)])) == pytest.approx(whole, rel=0.02)
 
 
 # The kernel of variable length
@@ -444,14 +377,6 @@ def test_another_number_of_documents_recompiles_nothing(kernel_calls: Counter[st
     assert counter.frame_count == 1
 
 
-@pytest.mark.usefixtures("single_process_group")
-def test_a_sharded_step_with_the_packed_kernel(kernel_calls: Counter[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    loss = step(sharded(Compile(), mode=MODES["op"]), [batch_of(ROWS)])
-    assert kernel_calls == {"forward": 2, "backward": 2}
-    monkeypatch.setattr(Kernels, "has_packed_attention", lambda self, device, dtype, head_dim: False)
-    assert float(loss) == pytest.approx(float(step(sharded(Compile()), [batch_of(ROWS)])), rel=1e-6)
-
-
 CUDA, BF16 = torch.device("cuda"), torch.bfloat16
 
 
@@ -459,14 +384,9 @@ CUDA, BF16 = torch.device("cuda"), torch.bfloat16
     ("device", "dtype", "head_dim", "capability", "expected"),
     [
         (CUDA, BF16, 64, (9, 0), True),
-        (CUDA, torch.float16, 128, (8, 0), True),
         (CUDA, torch.float32, 64, (9, 0), False),
-        (CUDA, BF16, 14, (9, 0), False),
-        (CUDA, BF16, 512, (9, 0), False),
         (CUDA, BF16, 64, (7, 5), False),
-        (CUDA, BF16, 64, None, False),
         (torch.device("cpu"), BF16, 64, (9, 0), False),
-        (torch.device("meta"), BF16, 64, (9, 0), False),
     ],
 )
 def test_where_the_packed_kernel_is_chosen(
@@ -486,16 +406,6 @@ def pretend_gpu(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int] | N
     monkeypatch.setattr(torch.cuda, "is_available", lambda: capability is not None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
-
-
-def test_another_torch_has_the_mask_instead(monkeypatch: pytest.MonkeyPatch) -> None:
-    pretend_gpu(monkeypatch, (9, 0))
-
-    def as_in_2_11(query: Tensor, *packed: Any, scale: Any = None, window_size: Any = (-1, -1)) -> None: ...
-
-    monkeypatch.setattr(varlen_module(), "varlen_attn", as_in_2_11)
-    assert not DEFAULT_KERNELS.has_packed_attention(CUDA, BF16, 64)
-    monkeypatch.setitem(sys.modules, "torch.nn.attention.varlen", None)
 
 
 # Models without the argument

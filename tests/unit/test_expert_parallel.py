@@ -3,7 +3,6 @@
 from typing import Any
 
 import pytest
-import torch
 from torch.distributed.tensor import DTensor
 
 from tests.plans import traced
@@ -12,11 +11,9 @@ from titanlite.models.base import build_on_meta
 from titanlite.models.llama3 import Llama3, Llama3Args
 from titanlite.models.qwen3_moe import Qwen3Moe, Qwen3MoeArgs
 from titanlite.runtime.errors import UserError
-from titanlite.techniques.expert.exchange import check_experts, even_dim
+from titanlite.techniques.expert.exchange import check_experts
 from titanlite.tools.plan.fake_ranks import fake_ranks
 from titanlite.tools.plan.gpu_kernels import EXPERT_SKEW, FakeCpuKernels
-from titanlite.tools.plan.hardware import find_hardware
-from titanlite.tools.plan.time import Collective, Group, collective_time
 from titanlite.tools.plan.trace import parallelized
 from titanlite.tools.plan.workload import workload_of
 
@@ -62,12 +59,6 @@ def test_models_that_are_refused() -> None:
         check_experts(llama, 2, 2)
 
 
-def test_the_dim_that_ranks_shard() -> None:
-    shape = torch.Size([8, 12, 20])
-    assert [even_dim(shape, degree) for degree in (1, 4, 6, 5, 10)] == [1, 1, 1, 2, 2]
-    assert [even_dim(shape, degree, taken=[0, 1]) for degree in (1, 4)] == [2, 2]
-
-
 def test_experts_on_ranks_that_also_split_them() -> None:
     """Rank 0 of shard 4 x tensor 2 with experts on 2: a quarter of each expert's matrices, in both dims."""
     config = load(
@@ -110,11 +101,3 @@ def test_a_plan_counts_the_exchange_of_tokens() -> None:
     assert [it.bytes for it in block.forward_waits] == once
     # The two ranks that share an expert gather a quarter of the experts each, in bfloat16.
     assert 3 * 8 * 64 * 24 // 2 * 2 in [it.bytes for it in block.gather if it.group.size == 2]
-
-
-def test_the_time_of_an_all_to_all() -> None:
-    h100 = find_hardware("H100")
-    within = collective_time(Collective("all_to_all", 2**30, Group(8, 8)), h100, 8)
-    assert within == pytest.approx(2**30 * 7 / 8 / (0.8 * h100.link_bandwidth), rel=0.01)
-    beyond = collective_time(Collective("all_to_all", 2**30, Group(16, 8)), h100, 8)
-    assert beyond == pytest.approx(2**30 * 8 / 16 / (0.8 * h100.network_bandwidth), rel=0.01)

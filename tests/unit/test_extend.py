@@ -1,6 +1,5 @@
 """Code of the user's, named in a TOML: found or explained, and used."""
 
-import logging
 import os
 import sys
 from pathlib import Path
@@ -9,14 +8,14 @@ from typing import Any
 import pytest
 import torch
 
-from tests.helpers import TinyRun, train_on_this_rank
+from tests.helpers import TinyRun
 from titanlite.checks.preflight import preflight
 from titanlite.config.load import load
 from titanlite.data.custom import CustomSequences
 from titanlite.models.registry import resolve_model, vocab_size_for
 from titanlite.runtime.errors import ConfigError, UserError
 from titanlite.runtime.process_group import Ranks
-from titanlite.runtime.user_code import find_object, load_module
+from titanlite.runtime.user_code import find_object
 from titanlite.tools import cli
 from titanlite.tools.plan.estimate import model_of, with_vocab_size
 
@@ -60,14 +59,10 @@ def test_names_of_objects(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     ("name", "message"),
     [
         ("nowhere", "expected package.module:Name or file.py:Name, got 'nowhere'"),
-        ("single.py", "expected package.module:Name or file.py:Name, got 'single.py'"),
         ("missing.py:thing", "no file missing.py"),
-        ("no_such_package.module:thing", "cannot import no_such_package.module: ModuleNotFoundError: No module named"),
         ("single.py:thong", "single.py has no thong, did you mean thing?"),
         ("broken.py:thing", "cannot import broken.py: line 2: SyntaxError: invalid syntax"),
         ("raising.py:thing", "cannot import raising.py: raising.py:3: ZeroDivisionError: division by zero"),
-        ("ending.py:thing", "cannot import ending.py: ending.py:3: SystemExit: 0"),
-        ("json.py:thing", "cannot import json.py: there is another module called json; give the file another name"),
     ],
 )
 def test_what_cannot_be_found_is_explained(
@@ -92,8 +87,6 @@ def test_a_model_is_found_in_a_file_and_in_a_module(tmp_path: Path, monkeypatch:
         assert (model.__name__, args.vocab_size, args.width) == ("Mine", 300, 5)  # pyright: ignore
     cases: list[tuple[Any, Any, dict[str, Any], str]] = [
         ("Min", None, {}, "model.name: unknown value 'Min', did you mean Mine? (known: Mine)"),
-        (None, "big", {}, "model.flavor: unknown value 'big' (known: small)"),
-        (None, None, {"widht": 5}, "model.args.widht: unknown key 'widht', did you mean width?"),
         (None, None, {"width": "5"}, "model.args.width: expected int, got '5'"),
     ]
     for name, flavor, overrides, message in cases:
@@ -120,12 +113,8 @@ def test_files_without_one_model_are_explained(tmp_path: Path, monkeypatch: pyte
 @pytest.mark.parametrize(
     ("tokenizer_size", "flavor_size", "expected"),
     [
-        (128256, 128256, 128256),  # Llama 3 and its tokenizer
         (151669, 151936, 151936),  # Qwen3 and its tokenizer
-        (50257, 50257, 50257),
-        (2048, 2048, 2048),
         (258, 2048, 384),  # bytes
-        (2048, 128256, 2048),
         (128256, 2048, 128256),
         (50258, 50257, 50304),
     ],
@@ -190,27 +179,13 @@ ADVICE = "return a distribution such as Normal(std=0.02) (docs/add_a_model.md)"
     ("method", "message"),
     [
         ("", "Mine does not define init_weight: see docs/add_a_model.md"),
-        ("pass", f"Mine.init_weight returns None for parameter wide: {ADVICE}"),
         ("return 0.02", f"Mine.init_weight returns 0.02 for parameter wide: {ADVICE}"),
-        (
-            "if name == 'wide': return Constant(0.0)\n        raise KeyError(name)",
-            "Mine.init_weight fails for parameter layers.0.weight: KeyError: 'layers.0.weight'",
-        ),
-        (
-            "return Normal(std=-1.0)",
-            "Mine.init_weight fails for parameter wide: ValueError: std must not be negative, got -1.0",
-        ),
         (
             "if 'bias' not in name: return Normal(std=1 / shape[1])",
             f"Mine.init_weight returns None for parameter layers.0.bias: {ADVICE}",
         ),
         ("return Halves()", None),
         ("return OneValue()", "OneValue.values must return a finite number for each index of wide"),
-        ("return Undefined()", "Undefined.values must return a finite number for each index of wide"),
-        (
-            "return Failing()",
-            "Failing.values must return a finite number for each index of wide: IndexError: too many",
-        ),
     ],
 )
 def test_initial_values_of_an_own_model_are_checked(
@@ -234,8 +209,6 @@ def test_initial_values_of_an_own_model_are_checked(
     [
         ("self.layers = nn.ModuleList([nn.Linear(4, args.width)])",
          "Mine.__init__ fails: own_init.py:24: AttributeError: 'ModelArgs' object has no attribute 'width'"),
-        ("self.layers = nn.ModuleList([nn.Linear(4, -1)])",
-         "Mine.__init__ fails: own_init.py:24: RuntimeError: Trying to create tensor with negative dimension -1"),
         ("self.blocks = nn.ModuleList()", "Mine.__init__ defines no layers: see docs/add_a_model.md"),
     ],
 )  # fmt: skip
@@ -274,17 +247,6 @@ def test_files_are_relative_to_the_toml_that_names_them(tmp_path: Path, monkeypa
     assert config.optimizer.name == "opt.py:Mine", "of the command line: relative to where it is given"
 
 
-def test_wrong_names_are_among_the_problems_of_the_config(tiny: TinyRun) -> None:
-    config = tiny.config("--training.loss=os.path:joyn", "--metrics.loggers=['os.path:sep', 'nowhere:x']")
-    with pytest.raises(ConfigError) as error:
-        preflight(config, Ranks(0, 1, 0, 1), torch.device("cpu"))
-    assert str(error.value).splitlines() == [
-        "training.loss: os.path has no joyn, did you mean join?",
-        "metrics.loggers: os.path:sep is not a function or class",
-        "metrics.loggers: cannot import nowhere: ModuleNotFoundError: No module named 'nowhere'",
-    ]
-
-
 def test_sequences_of_the_users_own(tmp_path: Path) -> None:
     file = tmp_path / "own_rows.py"
     file.write_text(
@@ -318,35 +280,8 @@ def test_sequences_of_the_users_own(tmp_path: Path) -> None:
     assert other.fingerprint != sequences.fingerprint
     for name, message in (
         ("Short", r"should be 5 token ids \(seq_len \+ 1\), but it has shape \(4,\) and type int64"),
-        ("Floats", r"has shape \(5,\) and type float64"),
         ("Negative", r"has token ids from -1 to -1, and the tokenizer has 20 tokens"),
         ("Large", r"has token ids from 20 to 20, and the tokenizer has 20 tokens"),
-        ("Raising", r"Raising\[0\]: own_rows\.py:14: KeyError: 'gone'"),
-        ("Unmade", r"Unmade: own_rows\.py:16: FileNotFoundError: no corpus"),
     ):
         with pytest.raises(UserError, match=message):
             CustomSequences(f"python://{file}:{name}", seq_len=4, vocab_size=20).read(0)
-
-
-@pytest.mark.long
-@pytest.mark.usefixtures("single_process_group")
-def test_a_logger_that_fails_does_not_end_the_run(
-    tiny: TinyRun, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tiny.folder / "own_logger.py").write_text(
-        "class Fails:\n"
-        "    made = []\n"
-        "    def __init__(self, folder, *, step): self.steps = []; self.made.append(self)\n"
-        "    def log(self, metrics, *, step):\n"
-        "        self.steps.append((step, round(metrics['loss'], 6)))\n"
-        "        if step == 3: raise RuntimeError('the network is away')\n"
-        "    def close(self): raise AssertionError('it is gone by then')\n"
-    )
-    monkeypatch.setattr(logging.getLogger("titanlite"), "propagate", True)
-    with caplog.at_level(logging.WARNING, logger="titanlite"):
-        train_on_this_rank(tiny.config(f"--metrics.loggers=['{tiny.folder}/own_logger.py:Fails']"), 0, 1)
-    assert len(tiny.losses()) == 6
-    [made] = load_module(f"{tiny.folder}/own_logger.py").Fails.made
-    assert made.steps == [(step, pytest.approx(loss, abs=1e-6)) for step, loss in enumerate(tiny.losses()[:3], 1)]
-    assert "Fails failed, and gets no more metrics" in caplog.text
-    assert "the network is away" in caplog.text

@@ -175,12 +175,12 @@ path = "{tmp_path}/teacher"
 def test_the_config_of_a_run_is_planned_without_its_code(text: str, named: str, tmp_path: Path) -> None:
     (tmp_path / "config.toml").write_text(text)
     with pytest.raises(
-        UserError, match=rf"config.toml: the config names {named} = .*with --config {tmp_path}"
+        UserError, match=rf"config.toml: the config names {named} = .*with titanlite plan {tmp_path}"
     ) as raised:
-        load_of_run(tmp_path, None, world_size=1)
+        load_of_run(tmp_path, world_size=1)
     assert "\n" not in str(raised.value)
     (tmp_path / "config.toml").write_text('[optimizer]\nname = "SGD"\n[metrics]\nloggers = ["wandb"]\n')
-    assert load_of_run(tmp_path, None, world_size=1).optimizer.name == "SGD"
+    assert load_of_run(tmp_path, world_size=1).optimizer.name == "SGD"
 
 
 # Tokenizers
@@ -280,12 +280,12 @@ def test_a_teacher_or_a_plan_of_others_reads_no_tokenizer_elsewhere(
     source = open_teacher(str(of_a_path(download, tokenizer)), None)
     assert source.tokenizer is None
     with pytest.raises(
-        UserError, match=rf"not read, since it may be of others: .*with --config {download}/config.toml$"
+        UserError, match=rf"not read, since it may be of others: .*with titanlite plan {download}/config.toml$"
     ):
-        load_of_run(download, None, world_size=1)
+        load_of_run(download, world_size=1)
     assert [file for file in opened if "my tokenizer" in file] == []
     shutil.copytree(tokenizer, download / "tokenizer")
-    assert load_of_run(download, None, world_size=1).data.tokenizer == str(download / "tokenizer")
+    assert load_of_run(download, world_size=1).data.tokenizer == str(download / "tokenizer")
     source = open_teacher(str(download), None)
     assert source.tokenizer is not None
     assert source.tokenizer.vocab_size == 260

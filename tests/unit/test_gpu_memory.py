@@ -56,18 +56,12 @@ def test_segments_are_expandable_by_default() -> None:
 
 
 @pytest.mark.parametrize("name", VARIABLES)
-@pytest.mark.parametrize("value", ["expandable_segments:False", "max_split_size_mb:512", ""])
+@pytest.mark.parametrize("value", ["expandable_segments:False", ""])
 def test_settings_of_the_user_stay(name: str, value: str) -> None:
     environ = {name: value}
     use_expandable_segments(environ)
     assert environ == {name: value}
     assert allocator_settings(environ) == f"{value} ({name})"
-
-
-def test_the_first_variable_counts_as_in_pytorch() -> None:
-    environ = {"PYTORCH_ALLOC_CONF": "expandable_segments:True", "PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:512"}
-    assert allocator_settings(environ) == "max_split_size_mb:512 (PYTORCH_CUDA_ALLOC_CONF)"
-    assert allocator_settings({}) == "PyTorch's defaults"
 
 
 @pytest.mark.long
@@ -177,9 +171,7 @@ def test_the_input_of_an_awaited_reduction_is_freed_at_once() -> None:
     [
         (8, 16, 2, 8192, True, True),
         (8, 8, 1, 8192, False, True),  # the loss is the peak
-        (16, 32, 2, 8192, False, True),  # more ranks than a node has
         (8, 16, 1, 8192, False, False),  # gradients are there in the forward pass of the second micro-batch
-        (2, 2, None, 16384, True, True),
     ],
 )
 def test_where_backward_waits_and_gradients_share_memory(

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from tests.helpers import fake_mesh
 from titanlite.models.base import build_on_meta
-from titanlite.models.initial import Constant, InitialValues, Normal, TruncatedNormal, Uniform, standard_normal
+from titanlite.models.initial import Constant, InitialValues, Normal, TruncatedNormal, Uniform
 from titanlite.models.llama3 import Llama3, Llama3Args
 from titanlite.models.qwen3_moe import Qwen3Moe, Qwen3MoeArgs
 from titanlite.parallelize.materialize import SLICE, allocate, draw_weights, set_dtype
@@ -54,22 +54,9 @@ def test_normal() -> None:
     assert len(sample.unique()) == COUNT
 
 
-def test_quantiles_are_those_of_the_normal_distribution() -> None:
-    """Quantiles at both tails to the last, the middle, and both sides of each power of two."""
-    powers = [2.0**-power for power in range(1, 50)]
-    near = [p * factor for p in powers[2:-1] for factor in (1 - 2**-30, 1, 1 + 2**-30, 1.37)]
-    places = [round(p * 2**49) / 2**49 for p in [*powers, *near, 0.3, 0.44, 0.4999, 0.5 - 2.0**-49]]
-    fractions = torch.tensor(places, dtype=torch.float64)
-    expected = torch.tensor([NormalDist().inv_cdf(p) for p in fractions.tolist()]).double()
-    assert (standard_normal(fractions) - expected).abs().max() < 1.2e-6
-    assert torch.equal(standard_normal(1 - fractions), -standard_normal(fractions).where(fractions != 0.5, -0.0))
-    assert standard_normal(torch.tensor([2.0**-49], dtype=torch.float64)).item() == pytest.approx(-7.87, abs=0.05)
-
-
 @pytest.mark.long
 def test_truncated_normal() -> None:
     for values in (
-        TruncatedNormal(std=0.02, low=-0.04, high=0.04),
         TruncatedNormal(std=1.0, low=-3.0, high=3.0, mean=0.5),
         TruncatedNormal(std=1.0, low=1.0, high=4.0),
     ):
@@ -99,8 +86,6 @@ def test_uniform_and_constant() -> None:
     ("values", "message"),
     [
         (lambda: Normal(std=-0.1), "std must not be negative, got -0.1"),
-        (lambda: Normal(std=math.nan), "std must be a finite number, got nan"),
-        (lambda: Uniform(low=1.0, high=1.0), "low must be below high, got 1.0 and 1.0"),
         (lambda: TruncatedNormal(std=0.0, low=0.0, high=1.0), "std must be positive, got 0.0"),
         (
             lambda: TruncatedNormal(std=1.0, low=90.0, high=91.0),
@@ -113,22 +98,6 @@ def test_impossible_distributions_are_refused(values: Callable[[], Any], message
     with pytest.raises(ValueError) as error:
         values()
     assert str(error.value) == message
-
-
-def correlation(one: Tensor, other: Tensor) -> float:
-    """Correlation in standard errors of independent samples."""
-    return torch.corrcoef(torch.stack((one, other)))[0, 1].item() * math.sqrt(len(one))
-
-
-def test_values_of_other_places_names_and_seeds_are_independent() -> None:
-    normal = Normal(std=1.0)
-    one = drawn(normal)
-    for distance in (1, 2, 4096, 65536):
-        assert abs(correlation(one[:-distance], one[distance:])) < 4
-        assert abs(correlation(one[:-distance].abs(), one[distance:].abs())) < 4
-    for name in ("0/weighu", "1/weight", "0/weight2"):
-        assert abs(correlation(one, drawn(normal, name))) < 4
-    assert torch.equal(drawn(normal, first=1000, count=7), one[1000:1007])
 
 
 def test_values_are_pinned() -> None:
@@ -225,9 +194,3 @@ def test_a_rank_draws_its_shard_and_no_more() -> None:
         assert part.shape == (251, 16384)
     assert largest.elements <= max(SLICE * torch.get_num_threads(), 128256)
     assert seconds < 5
-
-
-def test_the_standard_deviation_may_be_given_by_position() -> None:
-    assert Normal(0.02) == Normal(std=0.02)
-    with pytest.raises(TypeError):
-        Normal(0.0, 0.02)  # pyright: ignore[reportCallIssue]  # PyTorch's order would be (mean, std)

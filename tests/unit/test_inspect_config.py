@@ -54,10 +54,6 @@ def test_hybrid_sharding_halves_what_a_rank_holds_and_keeps_the_dtypes() -> None
         assert it.placements == {"replicate": "R", "shard": "S(0)"}
         assert it.local_shape == [it.shape[0] // 2, *it.shape[1:]]
         assert (it.dtype, it.compute_dtype, it.reduce_dtype) == ("float32", "bfloat16", "float32")
-    assert layouts("--model.args.n_layers=1", *degrees(4, 1), world_size=4)["head.output.weight"].local_shape == [
-        512,
-        64,
-    ]
 
 
 @pytest.mark.long
@@ -97,8 +93,8 @@ def test_frozen_float8_muon_op_and_compile_are_shown() -> None:
 
 @pytest.mark.long
 def test_adapters_and_policies_of_blocks_are_shown() -> None:
-    policies = ['--activation_checkpoint.mode="per_block"', '--activation_checkpoint.per_block=["full", "none"]']
-    found = layouts("--lora.rank=4", *policies, world_size=2)
+    every_2nd = ["--activation_checkpoint.mode=selective", "--activation_checkpoint.selective_ac_option=2"]
+    found = layouts("--lora.rank=4", *every_2nd, world_size=2)
     trained = {name: it for name, it in found.items() if it.facts["lora"]}
     assert len(trained) == 2 * 2 * 7
     assert {it.frozen for it in trained.values()} == {False}
@@ -156,13 +152,7 @@ def test_the_table_has_one_set_of_rows_for_blocks_that_are_alike(capsys: Ends) -
         ("inspect debug --world-size 4 --rank 4", "error: titanlite inspect: --rank 4: there are ranks 0 to 3"),
         ("inspect debug --rank 1", "error: --rank 1: there are ranks 0 to 0; set --world-size"),
         ("inspect tests --world-size 4", "error: titanlite inspect: --world-size is for a config, and tests is a run"),
-        ("inspect tests --job.name=a", "error: titanlite inspect: --job.name=a is for a config, and tests is a run"),
         ("inspect tests", "error: no checkpoint that counts in tests"),
-        ("inspect debug --optimizer.name=Adan", "error: optimizer.name: unknown value 'Adan', did you mean Adam?"),
-        (
-            "inspect debug --world-size 4 --parallelism.data_parallel_replicate_degree=3",
-            "error: parallelism.data_parallel_replicate_degree: 4 processes cannot be split into 3 replicas",
-        ),
     ],
 )
 def test_mistakes_are_one_line(words: str, error: str, capfd: Ends) -> None:

@@ -67,20 +67,6 @@ def test_norm_on_a_cpu_is_pytorchs(dtype: torch.dtype) -> None:
     torch.testing.assert_close(gradients(ours, x, norm.weight), gradients(plain, x, norm.weight))
 
 
-def test_norm_keeps_little_on_a_cpu() -> None:
-    norm, x = RMSNorm(D, eps=1e-3), torch.randn(B, L, D, requires_grad=True)
-
-    def kept() -> list[tuple[int, ...]]:
-        found: list[tuple[int, ...]] = []
-        with torch.autograd.graph.saved_tensors_hooks(lambda it: found.append(tuple(it.shape)), lambda it: it):
-            norm(x)
-        return found
-
-    assert len(kept()) > 3  # PyTorch's own
-    set_kernels(norm, CpuKernels())
-    assert kept() == [(B, L, D), (D,), (B, L, 1)]
-
-
 def test_bfloat16_matmul_on_a_cpu_without_hardware_bfloat16() -> None:
     linear = Linear(D, 6).to(torch.bfloat16)
     set_kernels(linear, CpuKernels(hardware_bfloat16=False))
@@ -91,14 +77,6 @@ def test_bfloat16_matmul_on_a_cpu_without_hardware_bfloat16() -> None:
     torch.testing.assert_close(ours, wide.to(torch.bfloat16), rtol=0, atol=0)
     narrow = [it.to(torch.bfloat16) for it in gradients(wide, wide_x, wide_weight)]
     torch.testing.assert_close(list(gradients(ours, x, linear.weight)), narrow, rtol=0, atol=0)
-
-
-def test_dtype_of_matmuls() -> None:
-    x = torch.ones(1, dtype=torch.bfloat16)
-    assert CpuKernels(hardware_bfloat16=True).matmul_dtype(x) == torch.bfloat16
-    assert CpuKernels(hardware_bfloat16=False).matmul_dtype(x) == torch.float32
-    assert CpuKernels(hardware_bfloat16=False).matmul_dtype(x.float()) == torch.float32
-    assert Kernels().matmul_dtype(x) == torch.bfloat16
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -177,16 +155,6 @@ def test_keys_are_repeated_where_a_gpus_kernel_knows_no_groups(
     assert seen[1:] == [2]
 
 
-def test_name_of_the_attention_backend() -> None:
-    """A CPU has one. tests/null_gpu asks on a GPU."""
-    for documents in (False, True):
-        name = CpuKernels().attention_name(
-            n_heads=4, n_kv_heads=2, head_dim=16, seq_len=8, dtype=torch.float32, device=torch.device("cpu"),
-            documents=documents,
-        )  # fmt: skip
-        assert name == "flash"
-
-
 @pytest.mark.parametrize(
     ("attention", "packed"), [("auto", True), ("flash", True), ("cudnn", False), ("efficient", False)]
 )
@@ -210,17 +178,6 @@ def test_layers_of_one_input_have_the_gradients_of_separate_ones() -> None:
         *("aten.mm.default", "aten.mm.default", "aten.addmm_.default"),
         *("aten.mm.default", "aten.addmm_.default", "aten.mm.default"),
     ]
-
-
-def test_layers_of_one_input_with_frozen_weights() -> None:
-    x, frozen = torch.randn(L, D), torch.randn(4, D)
-    weight = torch.randn(4, D, requires_grad=True)
-    first, second = linears(x, [weight, frozen])
-    (first * 2 + second * 3).sum().backward()
-    assert weight.grad is not None
-    torch.testing.assert_close(weight.grad, 2 * x.sum(0).expand(4, D))
-    assert frozen.grad is None
-    assert x.grad is None
 
 
 class Doubled(Linear):

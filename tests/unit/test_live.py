@@ -1,6 +1,5 @@
 """Live block of a terminal: its arithmetic by a clock of the test, and what it does to the log."""
 
-import io
 import logging
 import os
 import pty
@@ -8,95 +7,9 @@ import threading
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
 from tests.helpers import TinyRun, train_on_this_rank
-from titanlite.metrics.live import LiveBlock, sparkline
 from titanlite.runtime.console import ConsoleHandler
-
-RECORD = {
-    "step": 10, "loss": 4.0, "grad_norm": 0.5, "lr": 1e-3, "tokens_per_second": 2000.0, "step_seconds": 0.5,
-    "mfu": 0.4, "data_wait_seconds": 0.005, "memory_gib": 70.25,
-}  # fmt: skip
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 50.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-def test_the_block_has_the_state_of_the_run() -> None:
-    clock = Clock()
-    block = LiveBlock("run", steps=200, step=5, clock=clock)
-    clock.now += 65
-    assert block.lines() == [
-        "run  ━" + "─" * 23 + "  step 5/200  2.5%  1 min 05 s so far",
-        "the first step has begun",
-        "",
-    ]
-    block.show(RECORD)
-    assert " left" not in block.lines()[0]  # the pace is not known yet
-    clock.now += 20
-    block.begin_step(51)  # 40 steps in 20 s: 0.5 s each, validation and saves included
-    block.show_saved(40)
-    block.show_validation(50, 3.25)
-    clock.now += 5
-    block.show({**RECORD, "step": 60, "loss": 3.0, "mfu": None})
-    assert block.lines() == [
-        "run  ━━━━━━━" + "─" * 17 + "  step 60/200  30.0%  1 min 30 s so far, 1 min 10 s left",  # 140 steps of 25/50 s
-        "loss 3.0000  █▁  grad_norm 0.500  lr 1.00e-03  validation 3.2500 (step 50)",
-        "2,000 tokens/s  0.500 s/step  MFU n/a  data 1.0%  memory 70.25 GiB  saved step 40, 5 s ago",
-    ]
-
-
-def test_at_80_columns_the_lines_are_whole() -> None:
-    clock = Clock()
-    block = LiveBlock("a_run_with_a_longer_name", steps=200, step=5, clock=clock)
-    for step in range(10, 51):
-        block.show({**RECORD, "step": step, "loss": 5.0 - step / 20})
-        clock.now += 100
-    block.show_saved(40)
-    block.show_validation(50, 3.25)
-    assert block.lines(80) == [
-        "a_run_with_a_longer_name  ━━━─────────  step 50/200  25.0%  4 h 16 min left",
-        "loss 2.5000  █▇▆▅▄▃▂▁  grad_norm 0.500  lr 1.00e-03  validation 3.2500 (step 50)",
-        "2,000 tokens/s  0.500 s/step  memory 70.25 GiB  saved step 40, 0 s ago",
-    ]
-    for width in (60, 80, 100):
-        head, loss, speed = block.lines(width)
-        assert max(len(head), len(speed)) <= width
-        assert head.endswith("left")
-        assert speed.endswith("saved step 40, 0 s ago")
-        assert len(loss) <= max(width, 74)
-
-
-def test_a_sparkline_is_from_the_lowest_to_the_highest() -> None:
-    assert sparkline([1, 2, 8, 4.5]) == "▁▂█▅"
-    assert sparkline([3, 3]) == "▁▁"
-    assert sparkline([]) == ""
-
-
-def test_lines_of_the_log_are_printed_above_the_block() -> None:
-    text = io.StringIO()
-    console = Console(file=text, force_terminal=True, width=100)
-    handler = ConsoleHandler(text)
-    record = logging.LogRecord("titanlite", logging.INFO, "", 0, "a [line] of the log", (), None)
-    in_block = logging.makeLogRecord({"msg": "step 1", "in_block": True})
-    block = LiveBlock("run", steps=2, step=0)
-    with block.drawn(console):
-        handler.block = console
-        handler.emit(record)
-        handler.emit(in_block)
-        block.show({**RECORD, "step": 2})
-    handler.block = None
-    handler.emit(in_block)
-    shown = text.getvalue()
-    assert shown.count("a [line] of the log\n") == 1
-    assert shown.index("the first step has begun") < shown.index("a [line] of the log") < shown.index("step 2/2")
-    assert shown.endswith("step 1\n")  # after the block, the line itself
 
 
 @pytest.mark.long

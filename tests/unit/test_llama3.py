@@ -6,7 +6,6 @@ from functools import partial
 import pytest
 import torch
 import transformers
-from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -45,12 +44,6 @@ def test_parameter_counts(flavor: str) -> None:
         assert sum(parameter.numel() for parameter in model(args).parameters()) == COUNTS[flavor]
 
 
-def test_debug_flavor_is_about_eleven_million() -> None:
-    with torch.device("meta"):
-        count = sum(parameter.numel() for parameter in Llama3(Llama3.flavors["debug"]).parameters())  # pyright: ignore
-    assert 10.5e6 < count < 11.5e6
-
-
 def names_of(theirs: transformers.LlamaForCausalLM, model: Llama3) -> dict[str, torch.nn.Parameter]:
     """Parameters of transformers by our names. Shapes and values are the same, and most values are unique."""
     found = {}
@@ -72,6 +65,9 @@ def test_gradients_equal_those_of_transformers(args: Llama3Args) -> None:
     model = built(args)
     theirs = oracle(model)
     tokens = torch.randint(0, args.vocab_size, (2, 65), generator=torch.Generator().manual_seed(1))
+    ours, other = model(tokens[:, :-1]), theirs(tokens[:, :-1]).logits
+    assert ours.std() > 0.1
+    assert (ours - other).abs().max() < 1e-5 * other.abs().max().clamp(min=1)
     model(tokens[:, :-1], loss=partial(token_loss, labels_BL=tokens[:, 1:])).total.div(128).backward()
     theirs(tokens, labels=tokens).loss.backward()
     others = names_of(theirs, model)
@@ -117,16 +113,6 @@ def test_twenty_steps_lose_as_much_as_with_transformers(args: Llama3Args) -> Non
     assert found == pytest.approx(expected, rel=1e-4)
 
 
-@pytest.mark.parametrize("args", SHAPES.values(), ids=SHAPES)
-def test_logits_equal_those_of_transformers(args: Llama3Args) -> None:
-    model = built(args)
-    tokens = torch.randint(0, args.vocab_size, (2, 64), generator=torch.Generator().manual_seed(1))
-    ours = model(tokens)
-    theirs = oracle(model)(tokens).logits
-    assert ours.std() > 0.1
-    assert (ours - theirs).abs().max() < 1e-5 * theirs.abs().max().clamp(min=1)
-
-
 def test_scaled_rope_equals_that_of_transformers_far_out() -> None:
     args = replace(SHAPES["scaled rope"], max_seq_len=30000)
     model = built(args)
@@ -148,13 +134,6 @@ def test_attention_is_causal() -> None:
     assert (difference[20:] > 0).all()
 
 
-def test_loss_gets_hidden_states_and_weight() -> None:
-    model = built(SMALL)
-    tokens = torch.randint(0, 101, (2, 16))
-    logits = model(tokens, loss=lambda hidden, weight: F.linear(hidden, weight))
-    assert torch.equal(logits, model(tokens))
-
-
 SHIPPED = [(name, flavor) for name, model in MODELS.items() for flavor in model.flavors]
 
 
@@ -171,9 +150,9 @@ def counted(name: str, flavor: str, n_layers: int, batch: int, seq_len: int) -> 
 
 @pytest.mark.long
 @pytest.mark.parametrize(("name", "flavor"), SHIPPED)
-@pytest.mark.parametrize(("batch", "seq_len"), [(1, 256), (2, 1000), (1, 4096)])
-def test_flops_agree_with_torchs_counter(name: str, flavor: str, batch: int, seq_len: int) -> None:
+def test_flops_agree_with_torchs_counter(name: str, flavor: str) -> None:
     """Blocks are alike: counts of one and of two blocks give that of any number."""
+    batch, seq_len = 2, 1000
     family, args = resolve_model(name, flavor, {})
     _, of_one, attention = counted(name, flavor, 1, batch, seq_len)
     of_two = counted(name, flavor, 2, batch, seq_len)[1]
@@ -199,8 +178,3 @@ def test_unknown_names_are_explained() -> None:
         with pytest.raises(ConfigError) as error:
             resolve_model(name, flavor, overrides)
         assert str(error.value).startswith(message)
-
-
-def test_weights_have_no_value_by_accident() -> None:
-    with pytest.raises(ValueError, match=r"no initial value is defined for parameter layers\.0\.gate"):
-        built(SMALL).init_weight("layers.0.gate", torch.Size([3]))

@@ -26,7 +26,6 @@ from titanlite.techniques.lora.adapters import LoraLinear, choose_trained
 from titanlite.tools import cli
 from titanlite.tools.plan.estimate import Layout, plan
 from titanlite.tools.plan.hardware import find_hardware
-from titanlite.tools.plan.search import variants_of
 
 GUIDE = Path("docs/finetune.md")
 
@@ -172,7 +171,7 @@ def test_a_plan_has_gradients_and_moments_of_adapters_alone(tiny: TinyRun) -> No
 @pytest.mark.parametrize(
     "options", ['--lora={rank=4, targets=["layers.%s.*"]}', '--freeze.parameters=["layers.[!%s].*"]']
 )
-@pytest.mark.parametrize("layer", [0, 5])
+@pytest.mark.parametrize("layer", [5])
 def test_a_plan_does_not_take_one_block_for_all(tiny: TinyRun, options: str, layer: int) -> None:
     """Plans of models with many blocks trace a few, if all are alike."""
     config = tiny.config("--model.args.n_layers=6", options % layer)
@@ -181,13 +180,6 @@ def test_a_plan_does_not_take_one_block_for_all(tiny: TinyRun, options: str, lay
     trained = sum(parameter.numel() for parameter in trainable_parameters(model).values())
     planned = plan(config, Layout(1, find_hardware("H100"), 8))
     assert planned.most("gradients") == 4 * trained
-
-
-def test_a_search_offers_no_float8_for_layers_with_adapters(tiny: TinyRun) -> None:
-    small = "--quantize.linear.float8.skip_small=false", "--model.args={dim=48, hidden_dim=80, vocab_size=264}"
-    layout = Layout(1, find_hardware("H100"), 8)
-    assert [*variants_of(tiny.config(*small, "--compile.enable"), layout)] == ["", "float8"]
-    assert [*variants_of(tiny.config(*small, "--compile.enable", "--lora.rank=4"), layout)] == [""]
 
 
 def test_examples_of_the_guide_are_valid() -> None:
@@ -234,8 +226,6 @@ KNOWN = "there are layers.*.attention.wq x3, layers.*.attention.wk x3, "
         (["--lora.alpha=2.0"], "lora.rank: is not set, and without it [lora] has no effect"),
         (["--lora.rank=2", '--lora.targets=["layers.9.*"]'],
          f"lora.targets: layers.9.* matches no linear layer; {KNOWN}"),
-        (["--lora.rank=2", '--lora.targets=["layers.*.ffn_norm"]'],
-         f"lora.targets: layers.*.ffn_norm matches layers.0.ffn_norm, which is no linear layer; {KNOWN}"),
         (["--lora.rank=2", '--lora.targets=["*.wq.weight"]'],
          "lora.targets: *.wq.weight matches layers.0.attention.wq.weight, which is no linear layer; "),
         (["--lora.rank=2", '--lora.targets=["head.*"]'],
@@ -243,9 +233,6 @@ KNOWN = "there are layers.*.attention.wq x3, layers.*.attention.wk x3, "
         ([*MOE, "--lora.rank=2", '--lora.targets=["layers.*.feed_forward.w1"]'],
          "lora.targets: layers.*.feed_forward.w1 matches layers.0.feed_forward.w1, a stack of experts' weights, "),
         (["--lora.rank=2", '--freeze.parameters=["head.*"]'], "freeze.parameters: has no effect with lora.rank"),
-        (["--lora.rank=2", "--optimizer.name=Muon"], "optimizer.name: Muon is for whole matrices, and an adapter is"),
-        (["--lora.rank=2", "--quantize.linear.float8={enable=true, emulate=true}"],
-         "quantize.linear.float8.enable: cannot convert layers with adapters: set it to false, or leave out lora.rank"),
     ],
 )  # fmt: skip
 def test_bad_input_is_one_line(

@@ -13,7 +13,7 @@ from titanlite.batch import IGNORE
 from titanlite.loss import TokenLoss, token_loss
 from titanlite.ops.cpu import CpuKernels
 from titanlite.ops.cross_entropy import label_softmax, label_softmax_in_place
-from titanlite.ops.kernels import Kernels, adds_float32_matmul
+from titanlite.ops.kernels import Kernels
 from titanlite.runtime.private_torch.tracing import FakeTensorMode
 from titanlite.tools.plan.gpu_kernels import GpuKernels
 
@@ -158,12 +158,8 @@ def test_a_certain_label_keeps_its_gradient_in_bfloat16() -> None:
     ("tokens", "vocabulary", "chunk"),
     [
         (8192, 128_256, 2048),  # at most 2092 tokens have 1 GiB of logits
-        (16_384, 128_256, 2048),
         (8192, 151_936, 1664),  # 5 chunks of at most 1664
-        (4096, 151_936, 1408),  # 3 chunks, not 1664, 1664 and 768
-        (8192, 32_000, 8192),
         (100, 32_000, 128),
-        (8192, 4_000_000, 128),
     ],
 )
 def test_chunks_of_a_gpu_are_even_and_multiples_of_a_tile(tokens: int, vocabulary: int, chunk: int) -> None:
@@ -195,13 +191,3 @@ def test_a_matmul_is_added_in_pieces_where_no_kernel_adds(dtype: torch.dtype) ->
         Kernels(chunk_bytes=4 * 16 * 128).add_matmul(total, a, b)
     assert seen.matmuls == (1 if dtype == torch.float32 else 3)
     torch.testing.assert_close(total, 1 + (a @ b).float(), rtol=1e-5, atol=1e-4)
-
-
-def test_adds_float32_matmul() -> None:
-    total, a, b = (torch.empty(size, device="meta") for size in ((3, 4), (3, 2), (2, 4)))
-    a, b = a.bfloat16(), b.bfloat16()
-    if adds_float32_matmul():
-        assert torch.addmm(total, a, b, out_dtype=torch.float32, out=total) is total
-    else:
-        with pytest.raises(TypeError, match="out_dtype"):
-            torch.addmm(total, a, b, out_dtype=torch.float32, out=total)  # pyright: ignore[reportCallIssue]

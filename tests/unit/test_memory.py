@@ -14,11 +14,8 @@ from tests.recorders import recorder, result_of
 from titanlite.metrics.memory import Memory
 from titanlite.metrics.records import MEMORY, find_faults
 from titanlite.observer import Phase
-from titanlite.optim.state_size import local_state_bytes
 from titanlite.schema import dump
 from titanlite.tools.cli import run
-from titanlite.tools.plan.memory import Profile
-from titanlite.tools.report.run_memory import planned_memory
 
 Ends = pytest.CaptureFixture[str]
 
@@ -121,11 +118,6 @@ def test_a_run_of_one_step_is_measured() -> None:
     assert record["phases"]["data"]["optimizer"] == 0
 
 
-def test_state_of_one_parameter() -> None:
-    state: dict[str, Any] = {"a": torch.ones(3), "b": torch.ones(2, 2).bfloat16(), "steps": 7, "none": None}
-    assert local_state_bytes(state) == 12 + 8
-
-
 def test_memory_of_this_process() -> None:
     memory = Memory(torch.device("cpu"), measures_phases=False)
     if not Path("/proc/self/statm").exists():
@@ -153,28 +145,6 @@ def test_the_record_of_a_start(tmp_path: Path, caplog: pytest.LogCaptureFixture,
     assert (record["step"], record["world_size"], record["source"]) == (12, 1, "allocator")
     assert record["phases"]["backward"]["peak"] == 802
     assert len([line for line in caplog.messages if line.startswith("memory   MiB of rank 0")]) == 1
-
-
-PLANNED = Profile(
-    {
-        "step": {"parameters": 100, "gradients": 0, "optimizer": 200, "activations": 1},
-        "forward layers.0": {"parameters": 100, "gradients": 0, "optimizer": 200, "activations": 50},
-        "forward teacher.layers.0": {"parameters": 100, "gradients": 0, "optimizer": 200, "activations": 500},
-        "forward head": {"parameters": 100, "gradients": 0, "optimizer": 200, "activations": 300},
-        "backward head": {"parameters": 100, "gradients": 10, "optimizer": 200, "activations": 300},
-        "reduce layers.0": {"parameters": 100, "gradients": 90, "optimizer": 200, "activations": 290},
-        "update": {"parameters": 100, "gradients": 100, "optimizer": 200, "activations": 0},
-    },
-    blocks=1,
-)
-
-
-def test_the_plan_has_the_peak_of_each_phase_that_it_knows() -> None:
-    assert planned_memory(PLANNED, hidden=[]) == {
-        "peaks": {"data": 301, "forward": 600, "teacher": 800, "backward": 680, "update": 400},
-        "tensors": {"parameters": 100, "gradients": 100, "optimizer": 200},
-    }
-    assert planned_memory(PLANNED, hidden=["optimizer"])["peaks"]["backward"] == 480
 
 
 def write_run(tiny: TinyRun, **changes: Any) -> Path:

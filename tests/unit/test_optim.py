@@ -1,6 +1,6 @@
 """Steps of optimizers: AdamW with stochastic rounding against PyTorch's, Newton-Schulz, steps that are skipped."""
 
-import inspect
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -11,12 +11,10 @@ from torch._functorch import config as functorch
 from torch.optim._muon import _zeropower_via_newtonschulz
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from titanlite.checkpoint.state import complete_optimizer_state
 from titanlite.optim import build_optimizer, update
 from titanlite.optim.combined import optimizers_in
 from titanlite.optim.muon import Muon, newton_schulz
-from titanlite.optim.norm import joined
-from titanlite.optim.rounding import SlicedAdamW, pick_kernel, round_stochastically
+from titanlite.optim.rounding import SlicedAdamW, round_stochastically
 from titanlite.runtime.hash_random import random_bits
 from titanlite.runtime.private_torch.tensors import fused_adamw_
 from titanlite.schema import Optimizer
@@ -110,22 +108,6 @@ def test_a_kernel_gets_what_slices_are_computed_from() -> None:
     assert [kernel.state[it]["step"].item() for it in by_kernel.parameters()] == [3, 2]
 
 
-def test_no_kernel_is_picked_on_a_cpu() -> None:
-    assert pick_kernel(torch.device("cpu")) is None
-
-
-def test_gradients_that_follow_each_other_in_memory_are_joined() -> None:
-    flat, other = torch.arange(30.0), torch.arange(4.0)
-    parts = [flat[0:6].view(2, 3), flat[6:8], flat[8:8], flat[9:13], other, flat[13:21].view(2, 4).t(), flat[21:22]]
-    found = joined(parts)
-    assert [it.flatten().tolist() for it in found] == [
-        [0, 1, 2, 3, 4, 5, 6, 7], [9, 10, 11, 12], [0, 1, 2, 3], [13, 17, 14, 18, 15, 19, 16, 20], [21]
-    ]  # fmt: skip
-    for part in found:
-        part += 100
-    assert flat.tolist() == [*range(100, 108), 8, *range(109, 122), *range(22, 30)]
-
-
 def test_bfloat16_gradients_of_a_unit_are_clipped_as_one_tensor() -> None:
     """Each element is multiplied by the float32 factor, and rounded once."""
     flat = torch.linspace(-3, 3, 1000).to(torch.bfloat16)
@@ -152,26 +134,6 @@ class CountOperators(TorchDispatchMode):
         if "_foreach_mul_" in str(func):
             self.sizes += [tensor.numel() for tensor in args[0]]
         return func(*args, **(kwargs or {}))
-
-
-def test_rounding_is_right_on_average_and_exact_where_it_can_be() -> None:
-    bits = random_bits(torch.tensor(7), torch.arange(100_000))
-    for value in (1 + 2**-9, -3.3, 1e-30, 7.123e20):
-        rounded = round_stochastically(torch.full((len(bits),), value), bits).double()
-        assert len(rounded.unique()) == 2
-        assert rounded.mean().item() == pytest.approx(value, rel=2e-5)
-    exact = torch.tensor([0.0, 1.0, -2.5, float("inf"), float("nan")])
-    assert round_stochastically(exact, bits[:5]).float().nan_to_num(5).tolist() == exact.nan_to_num(5).tolist()
-
-
-def test_random_bits_depend_on_the_index_in_the_whole_tensor() -> None:
-    whole = random_bits(torch.tensor(3), torch.arange(1000))
-    assert torch.equal(random_bits(torch.tensor(3), torch.arange(400, 450)), whole[400:450])
-    assert not torch.equal(random_bits(torch.tensor(4), torch.arange(1000)), whole)
-    for shift in (0, 16, 32):
-        part = ((whole >> shift) & 0xFFFF).double() / 2**16
-        assert part.mean().item() == pytest.approx(0.5, abs=0.03)
-        assert part.std().item() == pytest.approx(12**-0.5, abs=0.02)
 
 
 MATRIX_BY_MUON = '{match = ["weight"], name = "Muon"}'
@@ -231,9 +193,35 @@ def test_newton_schulz(shape: tuple[int, int]) -> None:
     assert (found - theirs).abs().max() < 0.05
 
 
-def test_defaults_of_muon_are_those_of_torch() -> None:
-    ours, theirs = (inspect.signature(it).parameters for it in (Muon, torch.optim.Muon))
-    assert {name for name, it in ours.items() if it.default != theirs.get(name, it).default} == {"adjust_lr_fn"}
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"weight_decay": 0.2, "adjust_lr_fn": "original"},
+        {"nesterov": False, "momentum": 0.4, "ns_steps": 3, "adjust_lr_fn": "match_rms_adamw"},
+    ],
+)
+def test_muon_is_that_of_torch(options: dict[str, Any]) -> None:
+    """A stack of matrices is to torch's a parameter for each. On shards: tests/distributed/test_placements.py."""
+    generator = torch.Generator().manual_seed(0)
+
+    def drawn() -> list[torch.Tensor]:
+        return [torch.randn(shape, generator=generator) for shape in ((7, 10), (10, 7), (9, 9), (3, 4, 5))]
+
+    def matrices(wholes: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        return [it.detach().clone() for whole in wholes for it in (whole if whole.ndim == 3 else [whole])]
+
+    ours = [nn.Parameter(whole) for whole in drawn()]
+    theirs = [nn.Parameter(it) for it in matrices(ours)]
+    optimizers = Muon(ours, lr=0.05, **options), torch.optim.Muon(theirs, lr=0.05, **options)
+    for _ in range(3):
+        gradients = drawn()
+        for parameters, values in ((ours, gradients), (theirs, matrices(gradients))):
+            for parameter, value in zip(parameters, values, strict=True):
+                parameter.grad = value
+        for optimizer in optimizers:
+            optimizer.step()
+    for mine, other in zip(matrices(ours), theirs, strict=True):
+        assert (mine - other).abs().max() <= 1e-5 * other.abs().max()
 
 
 class CountWaits(TorchDispatchMode):
@@ -270,22 +258,6 @@ def test_an_update_that_compiles_itself_does_not_use_the_cache() -> None:
     assert functorch.enable_autograd_cache == before
 
 
-class StateFromStart(torch.optim.SGD):
-    """SGD that has state before the first step."""
-
-    def __init__(self, params: Any, lr: float = 1e-3) -> None:
-        super().__init__(params, lr)
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                self.state[parameter]["count"] = torch.zeros(())
-
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                self.state[parameter]["count"] += 1
-        super().step()
-
-
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_adamw_has_its_state_before_the_first_step(dtype: str) -> None:
     """PyTorch would allocate it between the gradients of the first step."""
@@ -302,26 +274,3 @@ def test_adamw_has_its_state_before_the_first_step(dtype: str) -> None:
         after = [*optimizer.state[parameter].values()]
         assert all(one is other for one, other in zip(before[name], after, strict=True))
         assert after[0].item() == 1
-
-
-def test_states_of_other_adams_are_theirs() -> None:
-    model = toy()
-    optimizer = build_optimizer(model, section("args = {amsgrad = true}"), seed=0)
-    assert not optimizer.state
-    gradients(model, 0)
-    update(optimizer, skip=torch.tensor(False))
-    assert "max_exp_avg_sq" in optimizer.state[model.weight]
-
-
-def test_states_that_are_there_from_the_start_are_kept_and_the_others_are_completed() -> None:
-    model = toy()
-    text = f'groups = [{{match = ["weight"]}}, {{match = ["bias"], name = "{__name__}.StateFromStart"}}]'
-    optimizer = build_optimizer(model, section(text), seed=0)
-    before = [parameter.detach().clone() for parameter in model.parameters()]
-    complete_optimizer_state(model, optimizer)
-    assert {*optimizer.state[model.weight]} == {"step", "exp_avg", "exp_avg_sq"}
-    assert {*optimizer.state[model.bias]} >= {"count"}
-    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
-    gradients(model, 0)
-    update(optimizer, skip=torch.tensor(False))
-    assert optimizer.state[model.bias]["count"] >= 1

@@ -1,10 +1,8 @@
 """Standard output that nobody reads, or that is closed, holds no process up."""
 
-import io
 import os
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -36,14 +34,6 @@ def fill(descriptor: int) -> int:
     return written
 
 
-def test_a_line_is_there_when_print_returns(pipe: tuple[int, TextIO]) -> None:
-    reader, stream = pipe
-    for number in range(100):
-        print(number, "ä", file=stream)
-        assert os.read(reader, 100).decode() == f"{number} ä\n"
-    assert queued(stream) is stream
-
-
 def test_a_full_pipe_holds_a_line_up_once_and_says_what_was_dropped(pipe: tuple[int, TextIO]) -> None:
     reader, stream = pipe
     filled = fill(stream.fileno())
@@ -73,13 +63,6 @@ def test_a_reader_that_has_ended_is_no_error_and_takes_no_time() -> None:
         for number in range(2 * MOST_WAITING):
             print(number, file=stream)
     assert time.monotonic() - began < WAIT_SECONDS
-
-
-def test_a_stream_that_is_no_file_stays() -> None:
-    stream = io.StringIO()
-    before = threading.active_count()
-    assert queued(stream) is stream
-    assert threading.active_count() == before
 
 
 CLOSED = """

@@ -8,7 +8,6 @@ import pytest
 
 from titanlite.config.load import load
 from titanlite.runtime.errors import UserError
-from titanlite.schema import parse_policies
 from titanlite.tools.cli import run
 from titanlite.tools.plan.command import write_config
 from titanlite.tools.plan.estimate import OUTSIDE, Layout
@@ -78,13 +77,12 @@ def test_table_and_json_agree(toml: Path, capsys: pytest.CaptureFixture[str]) ->
     assert record["fits"] is True
     assert f"step     {record['time']['total']:.3f} s" in table
     assert f"MFU {record['mfu']:.1%}" in table
+    assert record["mfu"] == pytest.approx(
+        record["model_flops_of_all_ranks"] / (record["time"]["total"] * 16 * record["hardware"]["bf16_flops"])
+    )
     assert record["tokens"] == 100 * 16 * 256
     traffic = {(it["collective"], it["axis"]): it["bytes"] for it in record["traffic"]}
     assert traffic["reduce_scatter", "shard"] == 8 * traffic["all_reduce", "replicate"] > 0
-    kinds = record["time"]["by_collective"]
-    assert kinds.keys() == {"all_gather", "reduce_scatter", "all_reduce"}
-    assert sum(it["total"] for it in kinds.values()) == pytest.approx(record["time"]["communication"])
-    assert sum(it["total"] - it["hidden"] for it in kinds.values()) == pytest.approx(record["time"]["exposed"])
     assert record["gpu_hours"] == pytest.approx(16 * record["steps"] * record["time"]["total"] / 3600)
 
 
@@ -102,8 +100,6 @@ def test_a_node_that_is_filled_in_part_is_noted(toml: Path, capsys: pytest.Captu
     arguments = ("--training.global_batch_size=12", "--gpu", "h100", "--world-size", "12", "--gpus-per-node")
     assert plan(toml, *arguments, "8") == 0
     assert "note     the last node has 4 of 8 GPUs" in capsys.readouterr().out
-    assert plan(toml, *arguments, "4") == 0
-    assert "note" not in capsys.readouterr().out
 
 
 @pytest.mark.long
@@ -122,21 +118,13 @@ def test_the_cpu_of_this_machine(toml: Path, capsys: pytest.CaptureFixture[str])
     ("arguments", "text"),
     [
         (["--world-size", "8", "--gpu", "H1000"], "did you mean H100"),
-        (["--world-size", "8"], "missing: --gpu NAME or FILE.toml"),
-        (["--gpu", "H100"], "missing: --world-size N;"),
-        (["--world-size", "0", "--gpu", "H100"], "at least 1"),
         (["--world-size", "eight", "--gpu", "H100"], "expected a number of at least 1, got 'eight'"),
         (["--world-size", "8", "--gpu", "/no/such.toml"], "/no/such.toml"),
         (["--world-size", "8", "--gpu", "H100", "--apply", "x.toml"], "--apply writes the result of --search"),
-        (["--world-size", "8", "--gpu", "H100", "--memory-budget-gib", "0"], "a number above 0"),
-        (["--world-size", "8", "--gpu", "H100", "--memory-budget-gib", "1", "--search"], "exclude each other"),
         (["--world-size", "8", "--gpu", "H100", "--suggest", "--search"], "exclude each other"),
-        (["--world-size", "8", "--gpu", "H100", "--memory-budget-gib", "0.0001"], "at least"),
-        (["--world-size", "8", "--gpu", "H100", "--training.stepss=3"], "did you mean training.steps?"),
         (["--world-size", "8", "--gpu", "H100", "--parallelism.data_parallel_shard_degree=3"], "8"),
         (["--world-size", "5", "--gpu", "H100"], "16 is not a multiple of the 5 processes"),
         (["--world-size", "5", "--gpu", "H100", "--search"], "--training.global_batch_size"),
-        (["--world-size", "8", "--gpu", "H100", "--model.flavor=9B"], "9B"),
     ],
 )
 def test_mistakes(toml: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], text: str) -> None:
@@ -170,28 +158,6 @@ def test_code_that_reads_values_is_named(toml: Path, capsys: pytest.CaptureFixtu
         "error: the step cannot be traced: asks_for_values.py:3 asks for values (aten._local_scalar_dense"
     )
     assert plan(toml, "--world-size", "1", "--gpu", "H100") == 0, "nothing of the failure stays"
-
-
-@pytest.mark.slow
-def test_a_memory_budget_is_written_as_policies(toml: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ("--world-size", "2", "--gpu", "H100")
-    peaks = {}
-    for mode in ("none", "full"):
-        assert plan(toml, *arguments, "--json", f"--activation_checkpoint.mode={mode}") == 0
-        peaks[mode] = json.loads(capsys.readouterr().out)["memory"]["reserved"]
-    budget = (peaks["none"] + peaks["full"]) / 2 + OUTSIDE
-    out = toml.parent / "within.toml"
-    budgeted = (*arguments, "--memory-budget-gib", repr(budget / 2**30))
-    assert plan(toml, *budgeted, "--json", "--apply", str(out)) == 0
-    record = json.loads(capsys.readouterr().out)
-    assert peaks["full"] < record["memory"]["reserved"] <= budget - OUTSIDE
-    written = load(out, world_size=2)
-    assert written.activation_checkpoint.mode == "per_block"
-    assert written.activation_checkpoint.per_block == record["options"]["activation_checkpoint.per_block"]
-    assert len(parse_policies(written.activation_checkpoint.per_block)) == 3
-    assert "# what stays" in out.read_text()
-    assert plan(out, *arguments, "--json") == 0
-    assert json.loads(capsys.readouterr().out)["memory"] == record["memory"]
 
 
 def test_nothing_is_overwritten(toml: Path, capsys: pytest.CaptureFixture[str]) -> None:

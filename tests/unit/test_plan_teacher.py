@@ -15,7 +15,6 @@ from titanlite.techniques.distill.source import forward_flops, teacher_model
 from titanlite.tools import cli
 from titanlite.tools.plan.estimate import Layout, Plan, plan, trace
 from titanlite.tools.plan.hardware import find_hardware
-from titanlite.tools.plan.output import plan_lines, plan_record
 from titanlite.tools.plan.search import _Search, with_options
 from titanlite.tools.plan.teacher import teacher_spec
 
@@ -74,26 +73,6 @@ def test_shards_arithmetic_and_collectives_of_the_teacher(options: list[str]) ->
     assert found.model_flops - without.model_flops == pytest.approx(flops)
     assert found.flops - without.flops == pytest.approx(flops, rel=0.1)
     assert found.time.total > without.time.total
-
-
-@pytest.mark.nightly
-def test_a_compiled_teacher_has_the_same_collectives(options: list[str]) -> None:
-    compiled = "--compile.enable=true"
-    added = gathered(planned(options, compiled)) - gathered(planned([], compiled))
-    assert added == gathered(planned(options)) - gathered(planned([]))
-
-
-@pytest.mark.nightly
-def test_few_blocks_of_the_student_beside_the_teacher(options: list[str]) -> None:
-    """Few of 9 blocks of the student are traced, or all of them."""
-    more = "--model.args.n_layers=9"
-    few, whole = planned(options, more), planned(options, more, whole=True)
-    assert few.breakdown == whole.breakdown
-    assert few.peak_phase == whole.peak_phase
-    assert few.traffic == whole.traffic
-    assert few.flops == whole.flops
-    assert few.time.total == pytest.approx(whole.time.total)
-    assert few.reserved == pytest.approx(whole.reserved, rel=0.1)
 
 
 @pytest.mark.nightly
@@ -169,13 +148,5 @@ def test_a_cache_of_the_teacher_is_read_instead(tmp_path: Path) -> None:
     assert found.model_flops == without.model_flops
     tokens = found.micro_batch_size * 64 * found.accumulation
     assert found.most("other") - without.most("other") == pytest.approx(tokens * (20 * (4 + 2) + 4), rel=0.05)
-    assert found.cache is not None
-    assert (found.cache.entry, found.cache.on_disk) == (20 * (2 + 2) + 4, 1000)
-    config = config_of([f"--teacher.cache={tmp_path}/cache", "--distill.ratio=0.5"])
-    line = "cache    of the teacher: 1,000 B on disk; 84 B a token, 86,016 B read a step by all ranks"
-    assert line in list(plan_lines(found, config))
-    assert plan_record(found)["teacher_cache"]["bytes_a_step"] == 84 * found.tokens == 86_016
     unwritten = planned([f"--teacher.cache={tmp_path}/none", "--distill.ratio=0.5"])
-    assert unwritten.cache is not None
-    assert (unwritten.cache.entry, unwritten.cache.on_disk) == (64 * (2 + 2) + 4, None)
-    assert plan_record(without)["teacher_cache"] is None
+    assert unwritten.most("other") - without.most("other") == pytest.approx(tokens * (64 * (4 + 2) + 4), rel=0.05)

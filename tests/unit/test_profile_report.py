@@ -71,24 +71,6 @@ def in_microseconds(found: Profile) -> dict[str, float]:
     return {name: round(1e6 * getattr(found, name), 3) for name in names}
 
 
-def test_a_trace_of_a_gpu(tmp_path: Path) -> None:
-    """Compute [1100, 1400] and [1500, 1800]; the all-gather has 200 of its 250 us beside it, the reduce-scatter 100 of
-    350. The copy within the reduce-scatter does not count; the memset of 20 us does."""
-    path = write(tmp_path / "t.json.gz", ON_GPU, deviceProperties=[{"name": "NVIDIA H100 80GB HBM3"}] * 8)
-    found = read_profile(path)
-    assert (found.rank, found.world_size, found.device) == (3, 8, "NVIDIA H100 80GB HBM3")
-    assert (found.first, found.last, found.steps) == (7, 7, 1)
-    assert in_microseconds(found) == {
-        "total": 1120, "compute": 600, "communication": 600, "exposed": 300, "transfers": 20, "idle": 200,
-    }  # fmt: skip
-    assert [*found.collectives] == ["reduce-scatter", "all-gather"]
-    for name, total, hidden in (("reduce-scatter", 350e-6, 100e-6), ("all-gather", 250e-6, 200e-6)):
-        it = found.collectives[name]
-        assert (it.calls, it.total, it.hidden) == (1, pytest.approx(total), pytest.approx(hidden))
-    assert found.phases == pytest.approx({"forward": 500e-6, "backward": 500e-6})
-    assert found.idle_in_phases == pytest.approx({"forward": 150e-6, "backward": 0})
-
-
 def test_collectives_of_one_name_that_overlap_count_once(tmp_path: Path) -> None:
     """Two all-gathers at [0, 100] and [50, 150], beside compute at [40, 60] and before the step."""
     events = [
@@ -153,13 +135,16 @@ def test_a_real_run(tiny: TinyRun, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_what_is_printed_of_a_gpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = write(tmp_path / "profile/step-00000007/rank-3.json.gz", ON_GPU)
+    """Compute [1100, 1400] and [1500, 1800]; the all-gather has 200 of its 250 us beside it, the reduce-scatter 100 of
+    350. The copy within the reduce-scatter does not count; the memset of 20 us does."""
+    gpus = [{"name": "NVIDIA H100 80GB HBM3"}] * 8
+    path = write(tmp_path / "profile/step-00000007/rank-3.json.gz", ON_GPU, deviceProperties=gpus)
     path.with_name("rank-3.txt").write_text("Name  Self CUDA\n")
     assert profile(tmp_path, "--rank", 3) == 0
     assert (
         capsys.readouterr().out.splitlines()
         == f"""\
-step 7, rank 3 of 8 on cpu: {path}
+step 7, rank 3 of 8 on NVIDIA H100 80GB HBM3: {path}
 
 a step
   time                     1.12 ms
@@ -188,11 +173,8 @@ DAMAGED = {
     "not compressed": b"{}",
     "cut off": gzip.compress(json.dumps({"traceEvents": []}).encode())[:-9],
     "no JSON": gzip.compress(b"{'a'"),
-    "a list": gzip.compress(b"[]"),
-    "no events": gzip.compress(b"{}"),
     "no time": gzip.compress(json.dumps({"traceEvents": [{"ph": "X", "name": "a"}]}).encode()),
     "infinite": gzip.compress(b'{"traceEvents": [{"ph": "X", "name": "a", "pid": 1, "tid": 1, "ts": 1, "dur": NaN}]}'),
-    "empty": b"",
 }
 
 

@@ -9,15 +9,16 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor
+from torch.distributed.checkpoint.metadata import Metadata, TensorProperties, TensorStorageMetadata
 
 from tests.adapted import adapted, filled
 from tests.helpers import TinyRun, train_on_this_rank
 from tests.layouts import whole
 from tests.weights import one_process, random_model, save_model, small_toml, state
-from titanlite.checkpoint.load import resume_settings
+from titanlite.checkpoint.load import resume_settings, to_quantize
 from titanlite.checks.memory import bytes_per_parameter, weight_bytes
 from titanlite.models.base import trainable_parameters, unique_parameters
-from titanlite.models.quantized import CODES, QuantizedLinear, dequantize, quantize, scales_of
+from titanlite.models.quantized import QuantizedLinear, dequantize, quantize, scales_of
 from titanlite.runtime.errors import UserError
 from titanlite.schema import Freeze
 from titanlite.tools import cli
@@ -25,9 +26,7 @@ from titanlite.tools.convert.source import load_model, open_source
 from titanlite.tools.plan.estimate import Layout, plan
 from titanlite.tools.plan.hardware import find_hardware
 
-FORMATS = [*CODES.items()]
-LARGEST_ERROR = {"int8": 0.5 / 127, "float8": 2**-4}
-"""Bounds of the error of a weight: relative to the largest of the row, and relative to the weight."""
+QUANTIZED = "--lora.quantize_base=int8"
 
 
 def weights(rows: int = 30, columns: int = 64) -> Tensor:
@@ -35,49 +34,42 @@ def weights(rows: int = 30, columns: int = 64) -> Tensor:
     return torch.randn(rows, columns, generator=generator) * torch.rand(rows, 1, generator=generator)
 
 
-@pytest.mark.parametrize(("name", "dtype"), FORMATS)
-def test_codes_and_scales_are_those_of_torchao(name: str, dtype: torch.dtype) -> None:
+def test_codes_and_scales_are_those_of_torchao() -> None:
     torchao = pytest.importorskip("torchao.quantization", reason="torchao is not installed (pip install -e '.[dev]')")
-    config = torchao.Int8WeightOnlyConfig(version=2) if name == "int8" else torchao.Float8WeightOnlyConfig()
     weight = weights()
     layer = torch.nn.Linear(64, 30, bias=False)
     layer.weight.data.copy_(weight)
-    torchao.quantize_(layer, config)
+    torchao.quantize_(layer, torchao.Int8WeightOnlyConfig(version=2))
     theirs: Any = layer.weight
-    codes, scale = quantize(weight, dtype)
-    assert torch.equal(theirs.qdata.view(torch.uint8), codes.view(torch.uint8))
+    codes, scale = quantize(weight)
+    assert torch.equal(theirs.qdata, codes)
     assert torch.equal(theirs.scale.flatten(), scale)
     assert torch.equal(theirs.dequantize(), dequantize(codes, scale))
 
 
-@pytest.mark.parametrize(("name", "dtype"), FORMATS)
-def test_rows_are_quantized_by_themselves_with_a_small_error(name: str, dtype: torch.dtype) -> None:
+def test_rows_are_quantized_by_themselves_with_a_small_error() -> None:
     weight = weights()
     weight[3] = 0
     weight[4] *= 1e-20
-    codes, scale = quantize(weight, dtype)
+    codes, scale = quantize(weight)
     for first, last in ((0, 7), (7, 30), (5, 5)):
-        part = quantize(weight[first:last], dtype)
-        assert torch.equal(part[0].float(), codes[first:last].float())
+        part = quantize(weight[first:last])
+        assert torch.equal(part[0], codes[first:last])
         assert torch.equal(part[1], scale[first:last])
     error = (dequantize(codes, scale) - weight).abs()
-    of = weight.abs().amax(dim=1, keepdim=True) if name == "int8" else weight.abs() + scale.unsqueeze(1) * 2**-6
-    assert (error <= LARGEST_ERROR[name] * of + 1e-37).all()
+    assert (error <= 0.5 / 127 * weight.abs().amax(dim=1, keepdim=True) + 1e-37).all()
     assert not dequantize(codes, scale)[3].any()
     assert 1e-4 < error.norm() / weight.norm() < 0.03
 
 
-@pytest.mark.parametrize("dtype", CODES.values())
 @pytest.mark.parametrize("of_x", [torch.float32, torch.bfloat16])
-def test_a_layer_multiplies_with_the_dequantized_weight_and_keeps_codes_only(
-    of_x: torch.dtype, dtype: torch.dtype
-) -> None:
-    codes, scale = quantize(weights(), dtype)
+def test_a_layer_multiplies_with_the_dequantized_weight_and_keeps_codes_only(of_x: torch.dtype) -> None:
+    codes, scale = quantize(weights())
     x = weights(12).view(3, 4, 64).to(of_x).requires_grad_()
     kept: list[Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
         out: Tensor = QuantizedLinear.apply(x, codes, scale, of_x)  # pyright: ignore
-    assert [tensor.dtype for tensor in kept] == [dtype, torch.float32]
+    assert [tensor.dtype for tensor in kept] == [torch.int8, torch.float32]
     gradient = weights(12, 30).view(3, 4, 30).to(of_x)
     out.backward(gradient)
     exact = x.detach().double().requires_grad_()
@@ -94,7 +86,7 @@ def test_a_layer_multiplies_with_the_dequantized_weight_and_keeps_codes_only(
 @pytest.mark.long
 def test_compiled_code_keeps_codes_only() -> None:
     """The compiler would keep converted weights, which take the memory of an unsharded model."""
-    one, other = quantize(weights(), torch.int8), quantize(weights(64, 30), torch.int8)
+    one, other = quantize(weights()), quantize(weights(64, 30))
     kept: list[Tensor] = []
 
     def two_layers(x: Tensor) -> Tensor:
@@ -113,12 +105,11 @@ def test_compiled_code_keeps_codes_only() -> None:
     torch.compiler.reset()
 
 
-@pytest.mark.parametrize(("name", "dtype"), FORMATS)
 @pytest.mark.parametrize("family", ["llama3", "qwen3_moe"])
-def test_weights_of_targets_are_quantized_from_the_initial_values(family: str, name: str, dtype: torch.dtype) -> None:
+def test_weights_of_targets_are_quantized_from_the_initial_values(family: str) -> None:
     base = dict(unique_parameters(filled(adapted(family, rank=None))))
     freeze = Freeze(dtype="bfloat16")
-    model = filled(adapted(family, targets=["layers.*.w[qv]"], freeze=freeze, quantize_base=name))
+    model = filled(adapted(family, targets=["layers.*.w[qv]"], freeze=freeze, quantize_base="int8"))
     found = dict(unique_parameters(model))
     scales = scales_of(found)
     assert [*scales] == [f"layers.{layer}.attention.{w}.weight" for layer in range(2) for w in ("wq", "wv")]
@@ -126,9 +117,9 @@ def test_weights_of_targets_are_quantized_from_the_initial_values(family: str, n
     assert len(trained) == 2 * len(scales)
     for parameter, value in base.items():
         if parameter in scales:
-            codes, scale = quantize(value, dtype)
-            assert found[parameter].dtype == dtype
-            assert torch.equal(found[parameter].view(torch.uint8), codes.view(torch.uint8))
+            codes, scale = quantize(value)
+            assert found[parameter].dtype == torch.int8
+            assert torch.equal(found[parameter], codes)
             assert torch.equal(found[scales[parameter]], scale)
         else:
             assert torch.equal(found[parameter], value.bfloat16()), parameter
@@ -157,17 +148,16 @@ def test_a_plan_and_a_check_count_a_byte_for_each_weight_and_a_scale_for_each_ro
     assert in_memory * whole == pytest.approx(16 * adapters + codes + 4 * rows + 2 * others)
 
 
-LORA = '[lora]\nrank = 3\nalpha = 12\nquantize_base = "{}"\n'
+LORA = '[lora]\nrank = 3\nalpha = 12\nquantize_base = "int8"\n'
 TOKENS = torch.arange(64).view(2, 32) * 5 % 384
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", CODES)
 def test_checkpoints_keep_codes_and_merged_logits_are_those_of_the_adapters(
-    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     toml = tmp_path / "small.toml"
-    toml.write_text(small_toml("llama3") + LORA.format(name))
+    toml.write_text(small_toml("llama3") + LORA)
     model = random_model(toml, scale=2).eval()
     with torch.no_grad():
         wanted = model(TOKENS)
@@ -195,7 +185,7 @@ def test_checkpoints_keep_codes_and_merged_logits_are_those_of_the_adapters(
 
 
 @pytest.mark.long
-def test_weights_are_quantized_when_they_are_loaded_and_other_formats_are_refused(
+def test_weights_are_quantized_when_they_are_loaded_and_a_quantized_base_needs_the_option(
     tiny: TinyRun, tmp_path: Path
 ) -> None:
     """The base is a checkpoint of ours, a Hugging Face folder, or one that is quantized already."""
@@ -205,17 +195,15 @@ def test_weights_are_quantized_when_they_are_loaded_and_other_formats_are_refuse
         base = dict(unique_parameters(plain.model))
         ours, folder = f"{tiny.folder}/outputs/base", f"{tiny.folder}/hf"
         assert cli.run(["checkpoint", "export", ours, "--out", folder]) == 0
-        for name, dtype, path in (("int8", torch.int8, ours), ("float8", torch.float8_e4m3fn, folder),
-                                  ("again", torch.int8, f"{tiny.folder}/outputs/int8")):  # fmt: skip
-            format = f"--lora.quantize_base={'int8' if name == 'again' else name}"
-            config = tiny.config(*options, format, f"--checkpoint.initial_load_path={path}", f"--job.name={name}")
+        for name, path in (("int8", ours), ("foreign", folder), ("again", f"{tiny.folder}/outputs/int8")):
+            config = tiny.config(*options, QUANTIZED, f"--checkpoint.initial_load_path={path}", f"--job.name={name}")
             found = dict(unique_parameters(train_on_this_rank(config, 0, 1).model))
             scales = scales_of(found)
             assert len(scales) == 21
             for parameter, value in base.items():
                 if parameter in scales:
-                    codes, scale = quantize(whole(value), dtype)
-                    assert torch.equal(whole(found[parameter]).float(), codes.float()), (name, parameter)
+                    codes, scale = quantize(whole(value))
+                    assert torch.equal(whole(found[parameter]), codes), (name, parameter)
                     assert torch.equal(whole(found[scales[parameter]]), scale), (name, parameter)
                 else:
                     assert torch.equal(whole(found[parameter]), whole(value)), (name, parameter)
@@ -225,17 +213,19 @@ def test_weights_are_quantized_when_they_are_loaded_and_other_formats_are_refuse
         measured = [whole(found[name]) for name in found.keys() - eight_bits if name.startswith("layers.0.")]
         squares = sum(value.double().square().sum() for value in measured)
         assert record["layers"]["layers.0"]["parameters"]["norm"] == pytest.approx(float(squares) ** 0.5)
-        for other, reason in (
-            ([], "is quantized as torch.int8, and this run's is not"),
-            (["--lora.quantize_base=float8"], "is quantized as torch.int8, and this run's as torch.float8_e4m3fn"),
-        ):
-            refused = tiny.config(*options, *other, f"--checkpoint.initial_load_path={tiny.folder}/outputs/int8",
-                                  "--job.name=refused")  # fmt: skip
-            with pytest.raises(UserError, match=f"lora.quantize_base: the base of .* {reason}"):
-                train_on_this_rank(refused, 0, 1)
+        initial = f"--checkpoint.initial_load_path={tiny.folder}/outputs/int8"
+        with pytest.raises(UserError, match=r"lora.quantize_base: the base of .* as torch.int8, and this run's is not"):
+            train_on_this_rank(tiny.config(*options, initial, "--job.name=refused"), 0, 1)
         other = tiny.config(*options, "--job.name=int8", "--training.steps=2")
         with pytest.raises(UserError, match=r"lora.quantize_base was int8, is None"):
             train_on_this_rank(other, 0, 1)
+
+
+def test_float8_codes_of_an_older_release_are_refused() -> None:
+    codes = TensorStorageMetadata(TensorProperties(dtype=torch.float8_e4m3fn), torch.Size([4, 8]), [])
+    wanted = {"w.weight": torch.empty(4, 8, dtype=torch.int8), "w.weight_scale": torch.empty(4)}
+    with pytest.raises(UserError, match=r"as torch.float8_e4m3fn, and this run's as torch.int8"):
+        to_quantize(wanted, Metadata({"w.weight": codes, "w.weight_scale": codes}), "it")
 
 
 def test_the_format_is_a_setting_that_must_match_and_bad_input_is_one_line(
@@ -244,12 +234,12 @@ def test_the_format_is_a_setting_that_must_match_and_bad_input_is_one_line(
     args = adapted().args
     [plain, quantized] = [
         resume_settings(tiny.config("--lora.rank=4", *options), model_args=args, data={})
-        for options in ([], ["--lora.quantize_base=int8"])
+        for options in ([], [QUANTIZED])
     ]
     assert quantized == plain | {"lora.quantize_base": "int8"}
     for options, message in (
         (["--lora.quantize_base=int8"], "lora.rank: is not set, and without it [lora] has no effect"),
-        (["--lora.rank=4", "--lora.quantize_base=int4"], "lora.quantize_base: expected 'none', 'int8' or 'float8'"),
+        (["--lora.rank=4", "--lora.quantize_base=float8"], "lora.quantize_base: expected 'none' or 'int8'"),
         (["--lora.rank=2", "--lora.quantize_base=int8", "--quantize.linear.float8={enable=true, emulate=true}"],
          "quantize.linear.float8.enable: cannot convert layers with adapters"),
         (["--lora.rank=2", "--lora.quantize_base=int8", "--optimizer.name=Muon"], "optimizer.name: Muon is for whole"),

@@ -28,6 +28,12 @@ from titanlite.tools import launch, rendezvous
 from titanlite.tools.rendezvous import FinalEnd, Rendezvous, connect, newest_end
 
 
+@pytest.fixture(autouse=True)
+def _no_events(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Name no method in PyTorch's record of events: its look at the stack takes half a second beside many modules."""
+    monkeypatch.setattr("torch.distributed.elastic.rendezvous.dynamic_rendezvous.get_method_name", lambda depth=2: "")
+
+
 @pytest.fixture
 def environ(monkeypatch: pytest.MonkeyPatch) -> None:
     """Restore afterwards what the rendezvous sets."""

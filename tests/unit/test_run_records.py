@@ -297,17 +297,6 @@ def test_a_name_too_long_is_one_line(tiny: TinyRun, capsys: pytest.CaptureFixtur
     assert "5000 bytes" in line
 
 
-@pytest.mark.usefixtures("_no_group_after")
-@pytest.mark.parametrize("place", ["file", "file/below"])
-def test_a_dump_folder_that_is_a_file_is_one_line(
-    tiny: TinyRun, capsys: pytest.CaptureFixture[str], place: str
-) -> None:
-    (tiny.folder / "file").write_text("")
-    assert cli.run(["train", f"--config={tiny.toml}", f"--job.dump_folder={tiny.folder / place}"]) == 2
-    [line] = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"error: job.dump_folder: {tiny.folder / 'file'} is a file")
-
-
 @pytest.mark.usefixtures("single_process_group")
 def test_what_open_run_folder_reports(tiny: TinyRun, monkeypatch: pytest.MonkeyPatch) -> None:
     """The check of the config comes first; these are mistakes that it cannot see, or on another machine."""

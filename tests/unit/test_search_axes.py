@@ -59,10 +59,8 @@ def test_only_what_the_config_and_its_model_allow() -> None:
     ("options", "speeds", "tried", "best"),
     [
         ([MOE], {"": 10.0, "expert 8": 20.0}, ["", "expert 8"], "expert 8"),
-        ([MOE], {"": 10.0, "expert 8": 5.0}, ["", "expert 8"], ""),
         ([MOE], {"expert 8": 5.0}, ["", "expert 8"], "expert 8"),
         ([MOE], {"context 4": 5.0}, ["", "expert 8", "context 2", "context 4"], "context 4"),
-        ([HEADS], {"": 10.0}, [""], ""),
         ([HEADS], {"tensor 4": 3.0}, ["", "context 2", "context 4", "context 8", "tensor 2", "tensor 4"], "tensor 4"),
     ],
 )
@@ -89,7 +87,6 @@ def test_what_is_proposed(options: list[str], speeds: dict[str, float], tried: l
     ("options", "world_size"),
     [
         pytest.param((TENSOR, HEADS), 8, marks=pytest.mark.nightly, id="layers"),
-        pytest.param((EXPERT, MOE), 4, marks=pytest.mark.nightly, id="experts"),
         pytest.param((EXPERT, TENSOR, MOE), 8, marks=pytest.mark.nightly, id="experts and layers"),
     ],
 )

@@ -1,17 +1,14 @@
 """Shipped configs: found by bare names, in a checkout and in a wheel; `titanlite init` makes new ones from them."""
 
 import re
-import shlex
 import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
-import tomli
 
 from titanlite.config.load import load
 from titanlite.config.shipped import find_config, shipped_folder
-from titanlite.runtime.console import install_hint, shell_command
 from titanlite.tools import cli
 from titanlite.tools.describe import OFTEN_SET, start
 
@@ -77,27 +74,6 @@ def test_init_writes_a_config_that_trains_the_same(
     assert {key.rpartition(".")[2] for key in OFTEN_SET} <= {*re.findall(r"^#?(\w+) = ", text, re.MULTILINE)}
 
 
-def test_commands_are_printed_as_the_shell_finds_them(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    scripts = folder / "an environment" / "bin"
-    scripts.mkdir(parents=True)
-    monkeypatch.setattr("sys.executable", str(scripts / "python"))
-    monkeypatch.setenv("PATH", "/usr/bin:/bin")
-    assert shell_command("titanlite") == "titanlite", "not installed as a command"
-    (scripts / "titanlite").write_text("#!/bin/sh\necho found\n")
-    (scripts / "titanlite").chmod(0o755)
-    printed = shell_command("titanlite")
-    assert printed == "'an environment/bin/titanlite'"
-    assert subprocess.run(printed, shell=True, capture_output=True, check=True).stdout == b"found\n"
-    monkeypatch.chdir(scripts)
-    monkeypatch.setattr("sys.executable", str(folder / "elsewhere" / "python"))
-    (folder / "elsewhere").mkdir()
-    (folder / "elsewhere" / "titanlite").write_text("")
-    assert shell_command("titanlite") == str(folder / "elsewhere" / "titanlite"), "not below the current folder"
-    monkeypatch.setenv("PATH", f"{folder / 'elsewhere'}:/usr/bin:/bin")
-    (folder / "elsewhere" / "titanlite").chmod(0o755)
-    assert shell_command("titanlite") == "titanlite", "an active environment"
-
-
 def test_init_keeps_a_list_that_was_emptied(folder: Path) -> None:
     (folder / "origin.toml").write_text("[checkpoint]\ninitial_load = []\n")
     assert cli.run(["init", "mine", "--from", "origin.toml"]) == 0
@@ -127,16 +103,6 @@ def test_init_overwrites_nothing(folder: Path, capfd: pytest.CaptureFixture[str]
     assert not (folder / "new.toml").exists()
 
 
-def test_the_environment_of_run_train_has_what_readme_and_tutorial_use() -> None:
-    extras = tomli.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    start = " ".join([*extras["start"], *extras["tokenizers"], *extras["data"], *extras["report"]])
-    assert "titanlite[tokenizers,data,report]" in start
-    for package in ("tokenizers", "pyarrow", "zstandard", "plotly", "matplotlib", "transformers"):
-        assert f"{package}>=" in start, package
-        dev = [entry.split(">=")[0] for entry in extras["dev"]]
-        assert package in dev, "an environment with dev is not filled again for start"
-
-
 def test_the_first_command_shows_what_pip_does(tmp_path: Path) -> None:
     """On standard error, so that the output of the command stays its own; the second call is silent."""
     (tmp_path / ".venv" / "bin").mkdir(parents=True)
@@ -156,15 +122,3 @@ def test_the_first_command_shows_what_pip_does(tmp_path: Path) -> None:
     assert "--quiet" not in pip
     assert end.startswith("installed, in 0 min ")
     assert more == ["again"]
-
-
-@pytest.mark.parametrize(
-    ("extra", "packages"),
-    [("report", "plotly>=6 matplotlib>=3.9"), ("s3", "s3fs>=2024.6"), ("float8", "torchao>=0.15")],
-)
-def test_a_hint_to_install_names_nothing_that_is_on_no_index(extra: str, packages: str) -> None:
-    """In a checkout its path; without one the packages of the extra, as the metadata of titanlite have them."""
-    pip = shell_command("pip")
-    assert shlex.split(install_hint(extra)) == [pip, "install", "-e", f"{ROOT}[{extra}]"]
-    found = shlex.split(install_hint(extra, checkout=Path("/nowhere")))
-    assert found == [pip, "install", *packages.split()]

@@ -110,8 +110,6 @@ def test_a_worker_that_begins_prints_nothing_when_a_signal_ends_its_process(tmp_
         (60, None, 1060, "training.max_duration"),
         (None, 11_000, 10_700, "the end of the Slurm job"),
         (None, 1_100, 1_090, "the end of the Slurm job"),  # a tenth of a short job
-        (60, 11_000, 1060, "training.max_duration"),
-        (90_000, 11_000, 10_700, "the end of the Slurm job"),
     ],
 )
 def test_planned_ends(limit: int | None, slurm_end: int | None, end: float, reason: str) -> None:
@@ -163,15 +161,6 @@ def test_a_stop_beside_other_saves(tiny: TinyRun, calls: int) -> None:
     stopped, saved = start(tiny, AfterCalls(calls), "--checkpoint.interval=1")
     assert saved == ([1, 2] if calls == 1 else [1, 2, 3, 4, 5, 6])
     assert (stopped is None) == (calls == 5)
-
-
-@pytest.mark.long
-@pytest.mark.usefixtures("single_process_group")
-def test_a_stop_ends_validation(tiny: TinyRun) -> None:
-    """Asked in the validation of step 1; the next step carries the flag."""
-    options = f"--validation.enable=true --validation.freq=1 --validation.path={tiny.text}".split()
-    assert start(tiny, AfterCalls(1), *options, "--lr_scheduler.warmup_steps=0")[1] == [2]
-    assert not (tiny.folder / "outputs" / "tiny" / "validation.jsonl").exists()
 
 
 @pytest.mark.usefixtures("single_process_group")

@@ -29,29 +29,6 @@ def soak(monkeypatch: pytest.MonkeyPatch) -> Iterator[Parts]:
         sys.modules.pop(name)
 
 
-def test_faults_are_a_function_of_the_seed(soak: Parts) -> None:
-    kinds = list(soak.faults.KINDS)
-    options = {"steps": 2000, "every": 30, "kinds": kinds, "margin": 60}
-    faults = soak.faults.schedule(7, **options)
-    assert faults == soak.faults.schedule(7, **options)
-    assert faults != soak.faults.schedule(8, **options)
-    steps = [fault.step for fault in faults]
-    assert len(faults) == 64
-    assert steps == sorted(steps)
-    assert 0 < steps[0] < steps[-1] <= 1940
-    counts = {kind: sum(fault.kind == kind for fault in faults) for kind in kinds}
-    assert counts.pop("ranks") >= 4
-    assert min(counts.values()) >= 2
-    assert max(counts.values()) <= 4
-    ranks = 2
-    for fault in faults:
-        kind = soak.faults.KINDS[fault.kind]
-        assert ranks >= kind.least_ranks
-        assert (fault.ranks != ranks) == (fault.kind == "ranks")
-        ranks = fault.ranks
-    assert {fault.ranks for fault in faults} == {1, 2, 4}
-
-
 def test_a_disk_is_filled_only_if_it_is_small_and_its_own(soak: Parts, tmp_path: Path) -> None:
     assert not soak.faults.has_room_to_fill(tmp_path)
 

@@ -100,15 +100,13 @@ def fresh_import(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("parts", "message"),
     [
-        ({"down": "3 * dim"}, "own.py:28: RuntimeError: "),
         ({"block": "x = x.unsqeeze(0)"}, "own.py:27: AttributeError: "),
         ({"between": "if number == 2: raise KeyError('third')"}, "own.py:53: KeyError: 'third'"),
         ({"between": "sys.exit(0)"}, "own.py:53: SystemExit: 0"),
         ({"end": "return loss(x, self.head.weight)"}, "own.py:54: RuntimeError: aten.mm"),
-        ({"end": "self.head(x, loss)"}, "error: the model's forward must return what loss(hidden, weight) returns, a "),
         ({"end": "return self.head(x, None)"}, "error: the model's forward must return what loss(hidden, weight) "),
     ],
-    ids=["matmul", "typo", "one block only", "exit", "outside of the head", "None", "no loss"],
+    ids=["typo", "one block only", "exit", "outside of the head", "no loss"],
 )  # fmt: skip
 def test_a_model_that_would_fail_in_the_first_step_is_refused(
     parts: dict[str, str], message: str, tiny: TinyRun, capfd: pytest.CaptureFixture[str]
@@ -186,7 +184,6 @@ def other_ids(tokens: Path) -> None:
     ("change", "message"),
     [
         (without("dtype"), "index.json is damaged (KeyError: 'dtype'). Restore it, or delete the folder and prepare "),
-        (without("tokenizer"), "index.json is damaged (KeyError: 'tokenizer'). Restore it, or delete the folder and "),
         (truncated("index.json"), " is not a folder of prepared tokens: "),
         (truncated("*.tokens"), ".tokens is missing or does not have the size that index.json states"),
         (other_ids, " has the token id 65,535 at 0, beyond the 258 of its tokenizer: its files have changed. "),

@@ -30,8 +30,7 @@ from titanlite.runtime.process_group import Ranks
 from titanlite.techniques.distill.source import fingerprint
 from titanlite.tools import cli
 from titanlite.tools.convert.source import load_model, open_source, open_teacher
-from titanlite.tools.convert.teacher_cache import write_cache
-from titanlite.tools.convert.teacher_writer import rounds
+from titanlite.tools.convert.teacher_cache import rounds, write_cache
 from titanlite.train import Run
 
 VOCABULARY, SEQ_LEN, TOP_K = 259, 32, 20

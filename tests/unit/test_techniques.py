@@ -6,10 +6,7 @@ from functools import reduce
 from inspect import getmembers, isfunction
 
 import pytest
-import torch
 
-from titanlite.metrics.run_summary import applied
-from titanlite.runtime.dtypes import DTYPES, name_of, torch_dtype
 from titanlite.schema import Config
 from titanlite.techniques import TECHNIQUES, asked_for, every_technique, used
 from titanlite.techniques.technique import Technique, reads_of
@@ -51,7 +48,6 @@ def test_a_plain_config_asks_for_no_technique() -> None:
         ({"lora.rank": 4, "parallelism.tensor_parallel_degree": 2}, ["lora", "tensor"], ["lora", "tensor"]),
         ({"lora.alpha": 8.0, "offload.path": "/tmp"}, ["lora", "offload"], []),
         ({"training.mixed_precision_param": "float32", "profiling.profile_freq": 7}, ["profiling"], []),
-        ({"training.mixed_precision_param": "float16"}, ["loss_scale"], ["loss_scale"]),
         ({"training.enable_cpu_offload": True, "metrics.layers.freq": 5}, ["offload", "layer_health"],
          ["offload", "layer_health"]),
     ],
@@ -60,29 +56,3 @@ def test_what_a_config_asks_for(options: dict[str, object], asked: list[str], is
     config = with_options(Config(), options)
     assert names(asked_for(config)) == asked
     assert names(used(config)) == is_used
-
-
-def test_the_first_lines_list_what_is_applied_in_order() -> None:
-    options = {"optimizer.in_backward": True, "quantize.linear.float8.enable": True, "data.document_mask": True}
-    assert applied(with_options(Config(), options | {"freeze.parameters": ["a.*", "b"]}), blocks=3) == [
-        "FSDP of 3 blocks, reshard_after_forward default",
-        "frozen parameters a.*, b",
-        "attention within documents",
-        "float8 tensorwise",
-        "optimizer in backward",
-    ]
-    assert applied(
-        with_options(Config(), {"lora.rank": 4, "lora.quantize_base": "int8", "teacher.cache": "c"}), blocks=3
-    ) == [
-        "FSDP of 3 blocks, reshard_after_forward default",
-        "LoRA of rank 4 on int8 weights",
-        "a teacher's cache (c)",
-    ]
-
-
-def test_the_table_of_dtypes_is_that_of_pytorch() -> None:
-    assert {name: torch_dtype(name).itemsize for name in DTYPES if name != "float8"} == {
-        "float32": 4, "bfloat16": 2, "float16": 2,
-    }  # fmt: skip
-    assert all(DTYPES[name].size == torch_dtype(name).itemsize for name in DTYPES if name != "float8")
-    assert [name_of(it) for it in (torch.float8_e4m3fn, torch.bfloat16, torch.int64)] == ["float8", "bfloat16", "int64"]

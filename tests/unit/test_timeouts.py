@@ -1,6 +1,5 @@
 """Timeouts of collectives follow the phases of training."""
 
-import time
 from datetime import timedelta
 from pathlib import Path
 
@@ -11,7 +10,7 @@ import torch.distributed as dist
 from tests.helpers import TinyRun, train_on_this_rank
 from titanlite.observer import CurrentPhase, Phase
 from titanlite.run.timeouts import CHECKPOINT_GROUP, PhaseTimeouts
-from titanlite.run.watchdog import TRACES, keep_traces
+from titanlite.run.watchdog import keep_traces
 from titanlite.schema import Comm
 
 COMM = Comm(
@@ -47,25 +46,6 @@ def test_each_phase_has_its_timeout() -> None:
     assert str(phase) == "step 9, end"
 
 
-def test_a_position_is_a_step_with_its_phase_and_its_beginning() -> None:
-    before = time.monotonic()
-    phase = CurrentPhase()
-    start = phase.position
-    phase.begin_step(3)
-    step, name, since = phase.position
-    assert (step, name) == (3, "data")
-    assert before <= start.since <= since <= time.monotonic()
-    assert str(start) == "start"
-    assert str(phase.position) == "step 3, data"
-
-
-def test_a_misspelt_phase_is_an_error() -> None:
-    phase = PhaseTimeouts(COMM, set_seconds=lambda _: None)
-    with pytest.raises(ValueError, match="'bakward' is not a valid Phase"):
-        phase.phase("bakward")  # pyright: ignore[reportArgumentType]
-    assert str(phase) == "start"
-
-
 def test_a_short_run_keeps_the_timeout_of_the_start() -> None:
     calls: list[float] = []
     phase = PhaseTimeouts(COMM, set_seconds=calls.append, wait_for_all=lambda: pytest.fail("no rank waits"))
@@ -91,13 +71,6 @@ def test_traces_of_a_timeout_are_kept_with_the_run(tmp_path: Path) -> None:
     environ: dict[str, str] = {}
     keep_traces(environ, tmp_path / "logs")
     assert environ == {"TORCH_FR_DUMP_TEMP_FILE": f"{tmp_path}/logs/nccl-rank-"}
-
-
-@pytest.mark.parametrize("name", TRACES)
-def test_files_of_traces_that_the_user_names_stay(name: str, tmp_path: Path) -> None:
-    environ = {name: "/shared/trace-"}
-    keep_traces(environ, tmp_path)
-    assert environ == {name: "/shared/trace-"}
 
 
 class Phases(CurrentPhase):

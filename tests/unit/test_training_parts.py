@@ -2,7 +2,6 @@
 
 import json
 import math
-from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -14,16 +13,15 @@ from torch.nn import functional as F
 
 from tests.recorders import recorder, records, result_of
 from titanlite.batch import IGNORE
-from titanlite.loss import TokenLoss, token_loss
+from titanlite.loss import TokenLoss
 from titanlite.models.llama3 import Llama3, Llama3Args
 from titanlite.observer import CurrentPhase, Phase
 from titanlite.optim import build_optimizer
 from titanlite.parallelize.materialize import draw_weights
 from titanlite.runtime.hardware import peak_flops
-from titanlite.runtime.process_group import seed_step
 from titanlite.schedule import learning_rate
 from titanlite.schema import LRScheduler, Optimizer
-from titanlite.step import clip, train_step
+from titanlite.step import train_step
 
 ARGS = Llama3Args(dim=24, n_layers=2, n_heads=2, n_kv_heads=1, hidden_dim=20, vocab_size=31, max_seq_len=16)
 
@@ -71,21 +69,6 @@ def test_no_decay() -> None:
 # Loss and step
 
 
-def test_loss_counts_valid_tokens_only() -> None:
-    hidden, weight = torch.randn(2, 5, 8), torch.randn(31, 8)
-    labels = torch.randint(0, 31, (2, 5))
-    labels[0, :3] = IGNORE
-    logits = hidden @ weight.T
-    by_hand = sum(
-        -F.log_softmax(logits[i, j], dim=-1)[labels[i, j]] for i in range(2) for j in range(5) if labels[i, j] >= 0
-    )
-    assert float(token_loss(hidden, weight, labels_BL=labels).cross_entropy) == pytest.approx(float(by_hand), rel=1e-5)
-    none = token_loss(hidden.requires_grad_(), weight, labels_BL=torch.full((2, 5), IGNORE))
-    none.total.backward()
-    assert float(none.cross_entropy) == 0
-    assert (hidden.grad == 0).all()  # pyright: ignore[reportOptionalMemberAccess]
-
-
 def gradients(batches: list[dict[str, torch.Tensor]]) -> tuple[float, dict[str, torch.Tensor]]:
     model = model_of()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
@@ -119,33 +102,6 @@ def test_a_batch_without_valid_tokens_changes_nothing() -> None:
     loss, change = gradients([batch])
     assert loss == 0
     assert all((difference == 0).all() for difference in change.values())
-
-
-def test_clipping() -> None:
-    model = torch.nn.Linear(3, 4, bias=False)
-    model.weight.grad = torch.full((4, 3), 2.0)
-    clip([model.weight.grad], norm=torch.tensor(math.sqrt(48)), max_norm=7)
-    assert (model.weight.grad == 2).all()
-    clip([model.weight.grad], norm=torch.tensor(math.sqrt(48)), max_norm=1)
-    assert float(model.weight.grad.norm()) == pytest.approx(1, rel=1e-5)
-
-
-def test_norms_have_no_weight_decay() -> None:
-    model = model_of(replace(ARGS, tied_head=True))
-    decayed, spared = build_optimizer(model, Optimizer(weight_decay=0.3, lr=0.7), seed=0).param_groups
-    assert (decayed["weight_decay"], spared["weight_decay"], decayed["lr"]) == (0.3, 0.0, 0.7)
-    vectors = {id(parameter) for parameter in model.parameters() if parameter.ndim == 1}
-    assert {id(parameter) for parameter in spared["params"]} == vectors
-    assert len(decayed["params"]) + len(spared["params"]) == len(list(model.parameters()))
-
-
-def test_random_state_is_a_function_of_seed_step_and_rank() -> None:
-    def draw(*key: int) -> float:
-        seed_step(*key)
-        return float(torch.rand(()))
-
-    assert draw(0, 7, 1) == draw(0, 7, 1)
-    assert len({draw(0, 7, 1), draw(1, 7, 1), draw(0, 8, 1), draw(0, 7, 2)}) == 4
 
 
 # Metrics

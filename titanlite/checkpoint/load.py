@@ -21,7 +21,7 @@ from titanlite.checkpoint import manifest as manifests
 from titanlite.checkpoint.dcp_read import RankReader, ShardReader
 from titanlite.checkpoint.manifest import DAMAGED, SUPERSEDED, Manifest, folder_name
 from titanlite.checkpoint.state import Difference, State, check_settings, difference, flat, model_state, selected
-from titanlite.models.quantized import LARGEST, quantize, scales_of
+from titanlite.models.quantized import quantize, scales_of
 from titanlite.models.registry import ModelSpec
 from titanlite.optim.quantized import MIN_ELEMENTS
 from titanlite.runtime.errors import DamagedCheckpoint, RunError, ShortRead, UserError
@@ -86,7 +86,7 @@ def to_quantize(wanted: Mapping[str, Tensor], there: Metadata, where: str) -> di
     for name in wanted.keys() & stored.keys():
         ours = wanted[name].dtype if name in scales else None
         theirs = stored[name].properties.dtype if f"{name}_scale" in stored else None  # pyright: ignore
-        if theirs in LARGEST and theirs != ours:
+        if theirs in (torch.int8, torch.float8_e4m3fn) and theirs != ours:  # float8: of an older release
             formats = f"is quantized as {theirs}, and this run's {'is not' if ours is None else f'as {ours}'}"
             raise UserError(f"lora.quantize_base: the base of {where} {formats}: give them the same format")
     return {name: wanted[scale] for name, scale in scales.items() if scale not in stored}
@@ -115,7 +115,7 @@ class QuantizingPlanner(DefaultLoadPlanner):
         name = read_item.dest_index.fqn
         if name in self._scales:
             targets = self.lookup_tensor(read_item.dest_index), local_tensor(self._scales[name])
-            for target, values in zip(targets, quantize(tensor, targets[0].dtype), strict=True):
+            for target, values in zip(targets, quantize(tensor), strict=True):
                 target.narrow(0, read_item.dest_offsets[0], len(values)).copy_(values)
 
 

@@ -17,10 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import titanlite
 from titanlite.checkpoint import manifest as manifests
-from titanlite.checkpoint.exports import Exports
-from titanlite.checkpoint.in_flight import SavesInFlight
+from titanlite.checkpoint.in_flight import SaveInFlight
 from titanlite.checkpoint.load import ForeignWeights, Loader
-from titanlite.checkpoint.local import LocalFolder, recover
 from titanlite.checkpoint.manifest import FileRecord, Manifest, folder_name
 from titanlite.checkpoint.save import Saved, Saver
 from titanlite.checkpoint.save_overhead import SaveOverhead, StepClock
@@ -59,7 +57,6 @@ class CheckpointManager:
         timeout_seconds: longest wait of a rank for another one that writes or reads a checkpoint.
         flush: called before a save where the state is on disk, and too large for a copy. The state itself is saved
             then, and training waits.
-        exports: exports of this run's checkpoints.
         open_weights: opens initial_load_path where other programs wrote it.
     """
 
@@ -78,7 +75,6 @@ class CheckpointManager:
         timeout_seconds: float = 1800,
         flush: Callable[[], None] | None = None,
         open_weights: Callable[[str], ForeignWeights | None] | None = None,
-        exports: Exports | None = None,
     ) -> None:
         self.config = config
         self.storage = storage
@@ -88,8 +84,9 @@ class CheckpointManager:
         self.settings = json.loads(json.dumps(settings))  # as in a manifest that was read
         self.config_hash = hashlib.sha256(whole_config.encode()).hexdigest()
         # A save runs in a thread: its collectives must not mix with training's.
-        group = _new_group(timeout_seconds)
-        self._local = LocalFolder(config.local_path, storage.owner) if config.enable and config.local_path else None
+        timeout = timedelta(seconds=timeout_seconds)
+        group = dist.new_group(backend="gloo", timeout=timeout, group_desc=CHECKPOINT_GROUP)
+        assert isinstance(group, dist.ProcessGroup)
         self.is_background = config.async_mode != "disabled" and flush is None
         self._flush = flush
         if config.enable and config.async_mode != "disabled" and flush is not None:
@@ -98,25 +95,16 @@ class CheckpointManager:
         if pin and device.type == "cpu":
             logger.info("checkpoint.async_mode: without a GPU there is nothing to pin memory for; async is used")
         pin = pin and device.type != "cpu"
-        self._saver = Saver(
-            storage,
-            group=group,
-            device=device,
-            pin=pin,
-            config=whole_config,
-            local=self._local,
-            copy_group=_new_group(timeout_seconds) if self._local else None,
-        )
+        self._saver = Saver(storage, group=group, device=device, pin=pin, config=whole_config)
         may_change = [*config.allow_changes, *may_change]
         self._loader = Loader(
             config, storage, group=group, settings=self.settings, may_change=may_change, open_weights=open_weights
         )
         self._group = group
         self._clock = StepClock(device)
-        self._in_flight = SavesInFlight(self._clock, self._committed, most=2 if self._local else 1)
+        self._in_flight = SaveInFlight(self._clock, self._committed)
         self._ended: list[tuple[int, Saved, SaveOverhead]] = []
-        self.exports = exports
-        self._newest = 0
+        self.newest = 0
         """Step that was loaded, or committed last."""
         optimizer.register_step_pre_hook(lambda *_: self._saver.wait_until_staged())
 
@@ -131,8 +119,6 @@ class CheckpointManager:
         """
         if self.config.enable:
             on_rank_0(self._group, self.storage.sweep)
-            if self._local:
-                recover(self._local, self.storage, group=self._group)
             while (manifest := self._loader.find()) is not None:
                 complete_optimizer_state(self.model, self.optimizer)
                 state = state_of(self.model, self.optimizer)
@@ -142,9 +128,7 @@ class CheckpointManager:
                     self._loader.quarantine(manifest, damage)
                     continue
                 put_back_numbers(self.model, self.optimizer, state)
-                self._newest = manifest.step
-                if self.exports:
-                    self.exports.saved(manifest.step)
+                self.newest = manifest.step
                 return Progress(manifest.step, manifest.samples, manifest.data, manifest.guard)
             if on_rank_0(self._group, lambda: has_saved):
                 raise UserError(
@@ -160,14 +144,12 @@ class CheckpointManager:
         return Progress()
 
     def watch(self) -> list[dict[str, Any]]:
-        """Check on saves in flight. Every rank calls it at the end of every step. Returns records of finished saves.
+        """Check on a save in flight. Every rank calls it at the end of every step. Returns records of finished saves.
 
         Raises:
             RunError: on every rank at the same step, if a save failed on any.
         """
         self._clock.step()
-        if self.exports:
-            self.exports.poll()
         self._in_flight.check()
         return self._records()
 
@@ -182,12 +164,10 @@ class CheckpointManager:
     def save(self, progress: Progress, *, last: bool) -> None:
         """Start a save, and return; with async_mode = "disabled" and at the end of the run, wait for it.
 
-        With `local_folder`, "disabled" waits until the state is on the nodes' disks.
-
         Raises:
             RunError: on every rank, if the previous save has failed, or this one where it is waited for.
         """
-        self._in_flight.make_room()
+        self._in_flight.end()
         self._clock.begin_save()
         started = time.perf_counter()
         names = self.mesh.mesh_dim_names or ()
@@ -215,22 +195,20 @@ class CheckpointManager:
         state = state_of(self.model, self.optimizer)
         background = self.is_background and not last
         save = self._saver.start(state, folder_name(progress.step), manifest, background=background)
-        self._in_flight.add(progress.step, save)
+        self._in_flight.begin(progress.step, save)
         if not background:
-            self._in_flight.wait_until_written()
-        if last or not (background or self._local):
-            self._in_flight.end_all()
+            self._in_flight.end()
 
     def save_if_newer(self, progress: Progress) -> None:
         """Save an earlier step that the state is of, and wait; do nothing if that step or a later one is saved.
 
-        Saves in flight are waited for. If one fails, this one takes its place.
+        A save in flight is waited for. If it fails, this one takes its place.
 
         Raises:
             RunError: the save failed.
         """
-        self._in_flight.end_all(must_succeed=False)
-        if self.config.enable and progress.step > self._newest:
+        self._in_flight.end(must_succeed=False)
+        if self.config.enable and progress.step > self.newest:
             self.save(progress, last=True)
 
     def finish(self) -> list[dict[str, Any]]:
@@ -238,23 +216,9 @@ class CheckpointManager:
         self._saver.close()
         return self._records(wait=True)
 
-    def finish_exports(self, *, export_last: bool = True, give_up: Callable[[], bool] = lambda: False) -> bool:
-        """Wait for exports, after training and its process group have ended.
-
-        Args:
-            export_last: the run is complete, so its last checkpoint may be one to export.
-            give_up: whether to end without the rest.
-
-        Returns:
-            whether all have ended.
-        """
-        return not self.exports or self.exports.finish(last=self._newest if export_last else 0, give_up=give_up)
-
     def _committed(self, step: int, saved: Saved, overhead: SaveOverhead) -> None:
-        self._newest = step
+        self.newest = step
         self._ended.append((step, saved, overhead))
-        if self.exports:
-            self.exports.saved(step)
         if dist.get_rank() == 0:
             self._saver.later(lambda: self._retain(step))
 
@@ -269,8 +233,7 @@ class CheckpointManager:
                 return
             manifests.check_sizes(self.storage, newest, manifests.read_manifest(self.storage, newest), listing[newest])
             old = manifests.to_delete(steps, keep_latest_k=self.config.keep_latest_k, keep_every=self.config.keep_every)
-            kept = self.exports.unfinished() if self.exports else set()
-            for unwanted in (step for step in old if step not in kept):
+            for unwanted in old:
                 self.storage.delete(folder_name(unwanted))
         except Exception as error:
             logger.warning(f"old checkpoints could not be deleted: {error}")
@@ -287,10 +250,3 @@ class CheckpointManager:
             logger.info(f"saved checkpoint of step {step}: {size:,.0f} MiB in {saved.total_seconds:.2f} s{blocked}")
             records.append({"step": step, "blocking_seconds": seconds, **asdict(saved)})
         return records
-
-
-def _new_group(timeout_seconds: float) -> dist.ProcessGroup:
-    """Return a gloo group of all ranks for one thread that saves."""
-    group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds), group_desc=CHECKPOINT_GROUP)
-    assert isinstance(group, dist.ProcessGroup)
-    return group

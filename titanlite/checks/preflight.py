@@ -22,7 +22,6 @@ from titanlite.models.documents import check_documents
 from titanlite.models.registry import ModelSpec, resolve_model
 from titanlite.optim.checks import check_optimizer
 from titanlite.optim.registry import compiles_updates
-from titanlite.parallelize.activation_checkpoint import recompute_policies
 from titanlite.runtime.compilers import check_compiler
 from titanlite.runtime.errors import ConfigError, Problem, UserError
 from titanlite.runtime.files import why_not_writable
@@ -121,9 +120,7 @@ def examine(
         report.attempt("optimizer.name", [], lambda: check_compiler(device))
     if spec is None or model is None:
         return None, report.problems
-    args, recompute = spec.args, config.activation_checkpoint
-    key = "activation_checkpoint.per_block"
-    report.attempt(key, ["activation_checkpoint"], lambda: recompute_policies(recompute, len(model.layers)))
+    args = spec.args
     _check_techniques_and_attention(report, spec, model, config, ranks, device)
     if checked:
         moments = partial(check_quantized_moments, model, config.optimizer, config.parallelism, ranks.world_size)

@@ -2,13 +2,10 @@
 
 import glob
 import os
-import re
 from collections.abc import Callable, Collection, Iterable, Iterator
 from functools import partial
-from pathlib import Path
 
-from titanlite.runtime.files import why_not_writable
-from titanlite.schema import ActivationCheckpoint, Checkpoint, Config, Data, Validation, parse_policies
+from titanlite.schema import Config, Data, Validation
 from titanlite.techniques import asked_for
 from titanlite.techniques.technique import Conflict, reads_of
 
@@ -29,12 +26,6 @@ def find_conflicts(config: Config, world_size: int | None, bad_keys: Collection[
         ),
         (("training.loss", "training.z_loss"), lambda: _loss(config)),
         (("checkpoint.folder", "checkpoint.initial_load_path"), lambda: _checkpoint_places(config)),
-        (("checkpoint", "job"), lambda: _local_folder(config)),
-        (("checkpoint.export_every", "checkpoint.interval"), lambda: _exports(config.checkpoint)),
-        (
-            ("activation_checkpoint.mode", "activation_checkpoint.per_block"),
-            lambda: _per_block(config.activation_checkpoint),
-        ),
         (("parallelism.fsdp_reduce_gradients", "training"), lambda: _check_reduce_gradients(config)),
     ]
     if world_size is not None:
@@ -142,31 +133,6 @@ def _checkpoint_places(config: Config) -> Iterator[Conflict]:
             yield f"checkpoint.{name}", f"no file or folder {place}"
 
 
-def _local_folder(config: Config) -> Iterator[Conflict]:
-    checkpoint, key = config.checkpoint, "checkpoint.local_folder"
-    if not checkpoint.enable or checkpoint.local_path is None:
-        return
-    folder = Path(checkpoint.local_path)
-    if "://" in checkpoint.local_path:
-        yield key, "is a URL: name a folder on a disk of each node, and the URL in checkpoint.folder"
-    elif unset := re.findall(r"\$\w+|\$\{[^}]*\}", checkpoint.local_path):
-        yield key, f"the environment variable {unset[0]} is not set on this node"
-    elif not folder.is_absolute():
-        yield key, f"{folder} is relative: name the whole path of a folder on a disk of each node"
-    else:
-        shared = checkpoint.folder or f"{config.job.dump_folder}/{config.job.name}/checkpoints"
-        if "://" not in shared and folder.resolve().is_relative_to(Path(shared).expanduser().resolve()):
-            yield key, f"is inside {shared}, where checkpoints are copied to: name a folder on a disk of each node"
-        elif problem := why_not_writable(str(folder)):
-            yield key, problem
-
-
-def _exports(checkpoint: Checkpoint) -> Iterator[Conflict]:
-    if checkpoint.export_every % checkpoint.interval:
-        problem = f"must be a multiple of checkpoint.interval ({checkpoint.interval}): only saved steps can be exported"
-        yield "checkpoint.export_every", problem
-
-
 def _url(key: str, url: str) -> Iterator[Conflict]:
     import fsspec
 
@@ -178,16 +144,6 @@ def _url(key: str, url: str) -> Iterator[Conflict]:
         from titanlite.runtime.console import install_hint
 
         yield key, f"{error} ({install_hint('gcs' if url.startswith(('gs:', 'gcs:')) else 's3')})"
-
-
-def _per_block(config: ActivationCheckpoint) -> Iterator[Conflict]:
-    key = "activation_checkpoint.per_block"
-    if (config.mode == "per_block") != bool(config.per_block):
-        yield key, 'goes together with activation_checkpoint.mode = "per_block": set both or none of them'
-    try:
-        parse_policies(config.per_block)
-    except ValueError as error:
-        yield key, str(error)
 
 
 def _check_reduce_gradients(config: Config) -> Iterator[Conflict]:

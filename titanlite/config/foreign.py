@@ -70,24 +70,19 @@ def read_foreign(text: bytes, *, model_file: str | None) -> ForeignConfig:
     return ForeignConfig(replace(draft, problems=problems), refused)
 
 
-def load_of_run(run: Path, config: str | None, *, world_size: int) -> Config:
+def load_of_run(run: Path, *, world_size: int) -> Config:
     """Return the whole config of a run's folder, to plan what the run does.
-
-    Args:
-        config: the user's own word for the config.
 
     Raises:
         UserError: the config is wrong, or names code or a base.
     """
     path = run / "config.toml"
-    if config is not None or not path.exists():
-        return load(config or path, world_size=world_size)
     try:
         tree = tomli.loads(read_small(file_inside(run, path.name)).decode())
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path} cannot be read: {error}") from None
     try:
-        _refuse(dict(_code(tree)), f"with --config {path}")
+        _refuse(dict(_code(tree)), f"with titanlite plan {path}")
     except UserError as error:
         raise UserError(f"{path}: {error}") from None
     found = load(path, world_size=world_size)
@@ -96,7 +91,9 @@ def load_of_run(run: Path, config: str | None, *, world_size: int) -> Config:
     try:
         copy = find_copy([run], found.data.tokenizer)
     except UserError as error:
-        raise UserError(f"{path}: the tokenizer: {error}; or name the config yourself, with --config {path}") from None
+        raise UserError(
+            f"{path}: the tokenizer: {error}; or name the config yourself, with titanlite plan {path}"
+        ) from None
     return found.model_copy(update={"data": found.data.model_copy(update={"tokenizer": str(copy)})})
 
 

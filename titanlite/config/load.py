@@ -148,8 +148,8 @@ def _validate(source: Source, draft: Draft) -> None:
     """Add all problems of names and types to the draft, and remove the wrong keys from the tree."""
     tree = source.tree
     for dotted, (default, _) in REMOVED.items():
-        section, name = dotted.split(".")
-        if isinstance(options := tree.get(section), dict) and options.get(name) == default:
+        section, _, name = dotted.rpartition(".")
+        if isinstance(options := tree.get(section), dict) and name in options and options[name] == default:
             del options[name]
     while errors := _errors(tree):
         by_key: dict[Key, list[ErrorDetails]] = {}
@@ -226,8 +226,8 @@ def _wants_text(error: ErrorDetails) -> bool:
 def _explain(dotted: str, details: list[ErrorDetails]) -> tuple[str, str | None]:
     """Return the problem in words, and for an unknown key the key that was probably meant."""
     first = details[0]
-    if dotted in REMOVED:
-        return f"is gone: {REMOVED[dotted][1]}", None
+    if (name := ".".join(part for part in dotted.split(".") if not part.isdecimal())) in REMOVED:
+        return f"is gone: {REMOVED[name][1]}", None
     if first["type"] == "extra_forbidden":
         near = nearest_key(dotted)
         return f"unknown key, did you mean {near}?" if near else "unknown key", near

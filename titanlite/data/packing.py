@@ -13,7 +13,7 @@ import shutil
 from bisect import bisect_left, insort
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -42,6 +42,14 @@ class TokenSequence(NamedTuple):
     """int64, ascending from 0: positions at which documents, and the padding, begin."""
     teacher: np.ndarray | None = None
     """[L] entries of a teacher's cache, if there is one; see `titanlite.data.teacher_entries`."""
+
+
+class SequenceReader(Protocol):
+    """Random access to the sequences of a source."""
+
+    def __len__(self) -> int: ...
+
+    def read(self, index: int) -> TokenSequence: ...
 
 
 class Stream:

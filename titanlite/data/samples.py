@@ -11,14 +11,14 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from fractions import Fraction
 from math import lcm
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch.utils.data import Dataset
 
 from titanlite.batch import Batch
-from titanlite.data.packing import TokenSequence
+from titanlite.data.packing import SequenceReader, TokenSequence
 from titanlite.runtime.errors import UserError
 
 logger = logging.getLogger(__name__)
@@ -145,14 +145,6 @@ def _mix(x: int) -> int:
     return x ^ (x >> 31)
 
 
-class SequenceReader(Protocol):
-    """Random access to the sequences of a source."""
-
-    def __len__(self) -> int: ...
-
-    def read(self, index: int) -> TokenSequence: ...
-
-
 @dataclass(frozen=True)
 class Source:
     """Source of a mixture."""
@@ -162,8 +154,6 @@ class Source:
     fingerprint: str
     """Hash of all that the sequences depend on."""
     weight: float = 1.0
-    epochs: int | None = None
-    """Maximum of passes over the source; None for no limit."""
 
 
 @dataclass(frozen=True)
@@ -237,19 +227,10 @@ class Samples(Dataset[Batch]):
         consumed = zip(self.sources, self.consumed(samples_seen), strict=True)
         return {source.name: count / len(source.sequences) for source, count in consumed}
 
-    def limit(self, epochs: int | None = None) -> int | None:
-        """Return the largest number of samples of the run that reads no source more often than allowed; None for no
-        limit.
-
-        Args:
-            epochs: maximum of passes over sources that have no limit of their own.
-        """
-        limits = []
-        for i, source in enumerate(self.sources):
-            if passes := source.epochs or epochs:
-                left = max(0, passes * len(source.sequences) - self._before[i])
-                limits.append(self.origin.since + self.mixture.index(i, left))
-        return min(limits, default=None)
+    def limit(self, epochs: int) -> int:
+        """Return the largest number of samples of the run that reads no source more often than `epochs` times."""
+        left = [epochs * len(source.sequences) - read for source, read in zip(self.sources, self._before, strict=True)]
+        return self.origin.since + min(self.mixture.index(i, max(0, count)) for i, count in enumerate(left))
 
     # Resuming
 

@@ -7,15 +7,15 @@ from typing import Protocol
 import torch.distributed as dist
 
 from titanlite.data.custom import PREFIX, CustomSequences
-from titanlite.data.packing import BestFit, Stream
+from titanlite.data.packing import BestFit, SequenceReader, Stream
 from titanlite.data.prepared import open_prepared, prepared_tokens
-from titanlite.data.samples import Samples, SequenceReader, Source
+from titanlite.data.samples import Samples, Source
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.data.tokens import TokenStore
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.ranks import on_all
 from titanlite.runtime.user_code import find_object
-from titanlite.schema import Data, DataSource, Validation, ValidationSource
+from titanlite.schema import Data, Validation, ValidationSource
 
 FindText = Callable[[Sequence[str]], object]
 """Check that paths name text that can be read, without reading it: `titanlite.tools.ingest.inputs.find_files`.
@@ -156,7 +156,7 @@ def _open(
         sequences = CustomSequences(source.path, seq_len=seq_len, vocab_size=tokenizer.vocab_size)
         if len(sequences) == 0:
             raise UserError(f"data.path: {source.path} has no sequences of {seq_len}")
-        return Source(source.title, sequences, sequences.fingerprint, *_shares(source))
+        return Source(source.title, sequences, sequences.fingerprint, getattr(source, "weight", 1.0))
     store = tokens(source.path)
     if data.packing == "best_fit":
         sequences = BestFit(store, seq_len=seq_len, plan_folder=cache_folder / "packing")
@@ -168,12 +168,7 @@ def _open(
             "after it)"
         )
     fingerprint = f"{store.fingerprint}-{data.packing}-{seq_len}"
-    return Source(source.title, sequences, fingerprint, *_shares(source))
-
-
-def _shares(source: ValidationSource) -> tuple[float, int | None]:
-    """Weight and largest number of passes. Validation reads each source once, by itself."""
-    return (source.weight, source.epochs) if isinstance(source, DataSource) else (1.0, None)
+    return Source(source.title, sequences, fingerprint, getattr(source, "weight", 1.0))
 
 
 def store_of(source: Source) -> TokenStore | None:

@@ -19,11 +19,11 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import numpy as np
 
-from titanlite.data.packing import TokenSequence
+from titanlite.data.packing import SequenceReader, TokenSequence
 from titanlite.data.tokens import RecordFile
 from titanlite.runtime.errors import UserError
 
@@ -156,14 +156,6 @@ def _read_json(path: Path, otherwise: str) -> dict[str, Any]:
     return found
 
 
-class Readable(Protocol):
-    """Random access to the sequences of a source."""
-
-    def __len__(self) -> int: ...
-
-    def read(self, index: int) -> TokenSequence: ...
-
-
 class TaughtSequences:
     """Reader of the sequences of a source, with the entries of a cache.
 
@@ -175,7 +167,7 @@ class TaughtSequences:
         UserError: the folder is not complete, or of another source or cache.
     """
 
-    def __init__(self, sequences: Readable, folder: Path, settings: CacheSettings) -> None:
+    def __init__(self, sequences: SequenceReader, folder: Path, settings: CacheSettings) -> None:
         self.sequences = sequences
         self.folder = folder
         self.settings = settings

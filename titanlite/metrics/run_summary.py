@@ -86,8 +86,8 @@ def report_start(
     logger.info(f"saves    {saves_of(config)}")
     passes = [f"{passes:.2f} of {name}" for name, passes in samples.passes(total).items()]
     logger.info(f"length   {steps:,} steps, {total:,} sequences; passes over the data: {', '.join(passes)}")
-    if training.epochs is not None and (limit := samples.limit(training.epochs)) is not None:
-        rest = limit - total
+    if training.epochs is not None:
+        rest = samples.limit(training.epochs) - total
         logger.info(f"         the last {rest} sequences do not fill a batch of {training.global_batch_size}: left out")
     for warning in find_warnings(config, steps=steps):
         logger.warning(warning)

@@ -2,34 +2,24 @@
 
 from collections.abc import Collection, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from titanlite.models.added import added_parameters
 from titanlite.models.base import Model, exchanges_tokens
-from titanlite.runtime.errors import UserError
 from titanlite.runtime.private_torch.tensors import ATTENTION_OPERATORS, local_tensor
-from titanlite.schema import ActivationCheckpoint, RecomputePolicy, parse_policies
+from titanlite.schema import ActivationCheckpoint
 
+RecomputePolicy = Literal["none", "op", "full"]
+"""Part of a block that backward recomputes: nothing; all but attention and every other matmul; or all."""
 VARLEN_ATTENTION = "torch_attn::_varlen_attn"  # the operator exists once something imports it
 MATMUL_OPS = {"aten::mm", "aten::_scaled_mm", "aten::_grouped_mm", "titanlite::grouped_mm"}
 
 
 def recompute_policies(config: ActivationCheckpoint, blocks: int) -> list[RecomputePolicy]:
-    """Return the policy of each block, in the order of the model.
-
-    Raises:
-        UserError: activation_checkpoint.per_block lists another number of blocks.
-    """
-    if config.mode == "per_block":
-        policies = parse_policies(config.per_block)
-        if len(policies) != blocks:
-            raise UserError(
-                f"activation_checkpoint.per_block: lists {len(policies)} blocks, and the model has {blocks}"
-            )
-        return policies
+    """Return the policy of each block, in the order of the model."""
     if config.mode != "selective":
         return [config.mode] * blocks
     if (every_nth := config.selective_ac_option) == "op":

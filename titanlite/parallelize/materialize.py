@@ -109,7 +109,7 @@ def draw_weights(model: Model, *, device: torch.device, seed: int, disk: "DiskTe
                 disk.changed(part)
         if name in scales:
             targets = local, local_tensor(parameters[scales[name]])
-            for target, value in zip(targets, quantize(drawn, local.dtype), strict=True):
+            for target, value in zip(targets, quantize(drawn), strict=True):
                 target.copy_(value)
                 if disk:
                     disk.changed(target)

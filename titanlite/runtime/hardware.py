@@ -47,8 +47,6 @@ class Hardware:
     """Bytes of host memory of a node, for CPU offload. An assumption: DGX H100 and p5.48xlarge have 2 TiB."""
     measured: bool = False
     """The device is this machine's CPU, and its rates are measured instead of peaks."""
-    knows_links: bool = True
-    """`link_bandwidth` and `network_bandwidth` are more than a guess about this machine's CPU."""
 
     @property
     def overlaps(self) -> bool:

@@ -43,15 +43,16 @@ def run_training(config: Config) -> "RunRecords":
         UserError: the config, the data or the checkpoint does not fit.
         RunStopped: a rule of the config stopped the run, such as a loss that is not finite.
     """
+    from titanlite.tools.checkpoints.last_export import export_last
     from titanlite.tools.report.run_records import read_run
     from titanlite.train import finish, train
 
     with build_run(config) as run:
         stopped = train(run)
         finish(run, stopped)
-    run.checkpoints.finish_exports(export_last=not stopped)
     if stopped:
         raise stopped
+    export_last(run)
     return read_run(run.folder.path)
 
 

@@ -10,7 +10,6 @@ from argparse import ArgumentParser, ArgumentTypeError, Namespace, RawDescriptio
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from importlib import import_module
-from math import inf
 from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Literal, NamedTuple, NoReturn, Union, get_args, get_origin
@@ -41,18 +40,6 @@ def between(least: float, most: float) -> Callable[[str], float]:
         raise ArgumentTypeError(f"expected a number from {least:g} to {most:g}, got {text!r}")
 
     return parse
-
-
-def above_zero(text: str) -> float:
-    """Parse a finite number above 0.
-
-    Raises:
-        ArgumentTypeError: the text is none.
-    """
-    with suppress(ValueError):
-        if 0 < float(text) < inf:
-            return float(text)
-    raise ArgumentTypeError(f"expected a number above 0, got {text!r}")
 
 
 # Types of parameters: a callable parses the word, a text is that of --help where the docstring has none.

@@ -179,6 +179,7 @@ def _run_training(
     from titanlite.run.watchdog import keep_traces, watching
     from titanlite.runtime.process_group import process_group
     from titanlite.tools.assemble import assemble
+    from titanlite.tools.checkpoints.last_export import export_last
     from titanlite.train import finish, train
 
     logs = Path(config.job.dump_folder, str(config.job.name), "logs")
@@ -196,8 +197,8 @@ def _run_training(
             stopped = train(run, requests)
             finish(run, stopped)
         phase.phase(Phase.EXPORT)
-        if not run.checkpoints.finish_exports(export_last=not stopped, give_up=requests.requested):
-            stopped = stopped or requests.stopped(run.steps)
+        if not stopped and not export_last(run, give_up=requests.requested):
+            stopped = requests.stopped(run.steps)
     except torch.OutOfMemoryError as error:
         from titanlite.tools.plan.out_of_memory import explain
 

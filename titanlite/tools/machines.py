@@ -154,7 +154,7 @@ def machine_tests(config: Config, resolved: ResolvedConfig, job: Job, device: to
     url = config.checkpoint.folder or f"{config.job.dump_folder}/{config.job.name}/checkpoints"
 
     def disk() -> list[Need]:
-        return disk_needs(config, model, world_size=job.ranks.world_size, nodes=job.nodes)
+        return disk_needs(config, model, world_size=job.ranks.world_size)
 
     yield "versions, config", partial(check_software, facts_of(config.model_dump(mode="json"), device, os.environ))
     if job.ranks.world_size > 1:
@@ -561,16 +561,8 @@ def kept_checkpoints(checkpoint: Checkpoint, steps: int) -> int:
     return min(saves, checkpoint.keep_latest_k + further + 1)
 
 
-def disk_needs(config: Config, model: Model, *, world_size: int, nodes: int) -> list[Need]:
+def disk_needs(config: Config, model: Model, *, world_size: int) -> list[Need]:
     """Return what the run still writes, beyond the checkpoints that it has."""
-    needs = _checkpoint_needs(config, model, world_size)
-    if config.checkpoint.enable and (local := config.checkpoint.local_path):
-        share = checkpoint_bytes(model, config) / nodes
-        needs.append(Need(f"this host's part of a save, {size_text(share)}", local, share, world_size // nodes + 1))
-    return needs
-
-
-def _checkpoint_needs(config: Config, model: Model, world_size: int) -> list[Need]:
     checkpoint, run = config.checkpoint, f"{config.job.dump_folder}/{config.job.name}"
     if not checkpoint.enable:
         return []
@@ -584,11 +576,9 @@ def _checkpoint_needs(config: Config, model: Model, world_size: int) -> list[Nee
         files = (count - min(count, len(there))) * (world_size + SMALL_FILES)
         needs.append(Need(text, url, max(0, count * each - sum(there)), files, config.training.epochs is not None))
     exports = f"{checkpoint.folder}/exports" if checkpoint.folder else f"{run}/exports"
-    number = (steps // checkpoint.export_every if checkpoint.export_every else 0) + checkpoint.last_save_in_hf
-    if number and "://" not in exports:
+    if checkpoint.last_save_in_hf and "://" not in exports:
         size = sum(p.numel() for _, p in unique_parameters(model)) * DTYPES[checkpoint.export_dtype].size
-        text = f"{number:,} exports of {size_text(size)}"
-        needs.append(Need(text, exports, number * size, number * EXPORT_FILES))
+        needs.append(Need(f"an export of {size_text(size)}", exports, size, EXPORT_FILES))
     return needs
 
 

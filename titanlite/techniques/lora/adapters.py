@@ -16,7 +16,7 @@ from titanlite.models.added import AddsParameters
 from titanlite.models.base import Model, head_of, unique_parameters
 from titanlite.models.initial import Constant, InitialValues, Uniform
 from titanlite.models.layers import Linear
-from titanlite.models.quantized import CODES, SCALE, QuantizedLinear
+from titanlite.models.quantized import SCALE, QuantizedLinear
 from titanlite.optim.groups import collapse_names
 from titanlite.runtime.errors import ConfigError, Problem
 from titanlite.schema import Freeze, Lora
@@ -43,10 +43,10 @@ class LoraLinear(AddsParameters, Linear):
         self.scale = alpha / rank
         self.register_parameter(SCALE, None)
 
-    def quantize_base(self, dtype: torch.dtype) -> None:
-        """Replace the weight by codes of a dtype and their scales, without values."""
+    def quantize_base(self) -> None:
+        """Replace the weight by codes and their scales, without values."""
         with torch.device(self.weight.device):
-            self.weight = nn.Parameter(torch.empty(self.weight.shape, dtype=dtype), requires_grad=False)
+            self.weight = nn.Parameter(torch.empty(self.weight.shape, dtype=torch.int8), requires_grad=False)
             self.weight_scale = nn.Parameter(torch.empty(self.out_features), requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -84,7 +84,7 @@ def choose_trained(model: Model, *, freeze_config: Freeze, lora: Lora) -> None:
         for name in layers:
             layer = model.get_submodule(name)
             assert isinstance(layer, LoraLinear)
-            layer.quantize_base(CODES[lora.quantize_base])
+            layer.quantize_base()
 
 
 def target_layers(model: Model, lora: Lora) -> dict[str, nn.Linear]:

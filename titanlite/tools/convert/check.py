@@ -2,9 +2,8 @@
 
 import json
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -12,25 +11,20 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from titanlite.runtime.errors import RunError
-from titanlite.tools.convert.layout import Outgoing, blocks
+from titanlite.tools.convert.layout import Outgoing, values_of
 from titanlite.tools.convert.module_values import difference, modules_in, watch
-from titanlite.tools.convert.rows import RowReader
 from titanlite.tools.convert.source import Source, load_model, open_source
 
 LIMIT = 1e-4
 """Largest difference of hidden states and logits in float32, relative to their size (root mean square)."""
 SEQUENCES, LENGTH = 2, 64
-FILLING = 0.1
 EMBEDDED, LOGITS = "forward input layers.0", "forward output logits"
 BLOCK_OUTPUT = re.compile(r"forward output layers\.\d+")
 Values = dict[str, Tensor]
 """Values by key, in the order in which they are computed; see `Difference`."""
-Compute = Callable[[Collection[str]], Values]
-"""Returns the values of a program, with some tensors of our names filled with a constant."""
 
 
 class CheckFailed(RunError):
@@ -57,12 +51,12 @@ def check_folder(source: Source, folder: Path, tensors: Sequence[Outgoing]) -> s
         names.setdefault(tensor.ours, tensor.name)  # of the first expert
     if find_spec("transformers") is not None:
         program = "transformers"
-        theirs = partial(_of_transformers, folder, tokens, tensors, names)
+        theirs = _of_transformers(folder, tokens, names)
     else:
         program = "titanlite's own reader"
         same += "; transformers is not installed"
-        theirs = partial(_of_model, open_source(str(folder)), tokens, ())
-    worst = compare(partial(_of_model, source, tokens, tensors), theirs, names, program=program)
+        theirs = _of_model(open_source(str(folder)), tokens, ())
+    worst = compare(_of_model(source, tokens, tensors), theirs, names, program=program)
     return f"{same}; {program} computes the same on {tokens.numel()} tokens, {worst}"
 
 
@@ -82,31 +76,22 @@ def check_tensors(source: Source, folder: Path, tensors: Sequence[Outgoing]) -> 
     """
     index = folder / "model.safetensors.index.json"
     names = json.loads(index.read_bytes())["weight_map"] if index.is_file() else {}
-    reader = RowReader(source)
-    head_size = getattr(source.spec.args, "head_size", None)
+    values = values_of(source)
     for tensor in tensors:
         with safe_open(folder / names.get(tensor.name, "model.safetensors"), framework="pt") as file:
-            found = file.get_slice(tensor.name)
-            if tuple(found.get_shape()) != tensor.shape:
-                raise CheckFailed(f"{tensor.name} has shape {found.get_shape()}, and not {[*tensor.shape]}")
-            start = 0
-            for block in blocks(tensor, reader, head_size=head_size):
-                there = found[start : start + len(block)] if block.ndim else file.get_tensor(tensor.name)
-                start += len(block) if block.ndim else 0
-                if not torch.equal(there, block):
-                    difference = (there.double() - block.double()).abs().max().item()
-                    raise CheckFailed(
-                        f"{tensor.name} is not {tensor.ours} of {source.where}: values differ by up to {difference:.3g}"
-                    )
+            shape = file.get_slice(tensor.name).get_shape()
+            if tuple(shape) != tensor.shape:
+                raise CheckFailed(f"{tensor.name} has shape {shape}, and not {[*tensor.shape]}")
+            there, wanted = file.get_tensor(tensor.name), values(tensor)
+            if not torch.equal(there, wanted):
+                difference = (there.double() - wanted.double()).abs().max().item()
+                raise CheckFailed(
+                    f"{tensor.name} is not {tensor.ours} of {source.where}: values differ by up to {difference:.3g}"
+                )
 
 
-def _of_transformers(
-    folder: Path, tokens: Tensor, tensors: Sequence[Outgoing], names: Mapping[str, str], filled: Collection[str]
-) -> Values:
+def _of_transformers(folder: Path, tokens: Tensor, names: Mapping[str, str]) -> Values:
     """Load a folder with transformers, and return what it computes.
-
-    Args:
-        filled: tensors to fill with a constant.
 
     Raises:
         CheckFailed: tensors are missing, unexpected or of another shape.
@@ -121,12 +106,6 @@ def _of_transformers(
                 folder, dtype=torch.float32, output_loading_info=True, ignore_mismatched_sizes=True
             )
             model, info = loaded
-            if filled:
-                weights = {name: it for file in folder.glob("*.safetensors") for name, it in load_file(file).items()}
-                for tensor in tensors:
-                    if tensor.ours in filled:
-                        weights[tensor.name].fill_(FILLING)
-                model = type(model).from_pretrained(None, config=model.config, state_dict=weights, dtype=torch.float32)
     finally:
         transformers.utils.logging.set_verbosity(quiet)
     wrong = {key: sorted(map(str, value)) for key, value in info.items() if value and key != "error_msgs"}
@@ -138,13 +117,11 @@ def _of_transformers(
     return _values(model.eval(), modules, lambda: model(tokens, use_cache=False).logits)
 
 
-def _of_model(source: Source, tokens: Tensor, tensors: Sequence[Outgoing], filled: Collection[str]) -> Values:
+def _of_model(source: Source, tokens: Tensor, tensors: Sequence[Outgoing]) -> Values:
     """Return what one of our models computes, with its weights in the dtypes of the tensors."""
     model, dtypes = load_model(source), {tensor.ours: tensor.dtype for tensor in tensors}
     for name, parameter in model.named_parameters():
         parameter.data = parameter.data.to(dtypes.get(name, parameter.dtype)).float()
-        if name in filled:
-            parameter.data.fill_(FILLING)
     return _values(model, dict(model.named_modules()), lambda: model(tokens))
 
 
@@ -166,18 +143,17 @@ def _values(model: nn.Module, modules: Mapping[str, nn.Module], run: Callable[[]
     return values
 
 
-def compare(ours: Compute, theirs: Compute, tensors: Mapping[str, str], *, program: str) -> str:
+def compare(here: Values, there: Values, tensors: Mapping[str, str], *, program: str) -> str:
     """Compare what two programs compute: hidden states block by block, then the logits.
 
     Args:
-        ours, theirs: return the values of each program, with some tensors filled with a constant.
+        here, there: values of our model and of the other program.
         tensors: the other program's name of each of our tensors.
         program: name of the other program.
 
     Raises:
-        CheckFailed: naming the first block that differs, the tensors that explain it, and by how much.
+        CheckFailed: naming the first block that differs, its first module that does with its tensors, and by how much.
     """
-    here, there = ours(()), theirs(())
     worst = (0.0, "")
     for key in (EMBEDDED, *(it for it in here if BLOCK_OUTPUT.fullmatch(it)), LOGITS):
         found = difference(key, there[key], here[key], LIMIT)
@@ -185,9 +161,9 @@ def compare(ours: Compute, theirs: Compute, tensors: Mapping[str, str], *, progr
         if not found.is_within:
             at = "the logits" if key == LOGITS else f"hidden states after {what}"
             size = f"{found.relative:.2e} of their size (at most {found.most:.3g}; allowed {LIMIT:g})"
-            reason = _reason(key, here, there, ours, theirs, tensors)
             raise CheckFailed(
-                f"{at} differ from those of {program} by {size}, and everything before agrees\n  {reason}"
+                f"{at} differ from those of {program} by {size}, and everything before agrees\n"
+                f"  {_first_module(key, here, there, tensors)}"
             )
         if key == LOGITS:
             return f"hidden states within {worst[0]:.1e} (most after {worst[1]}), logits within {found.relative:.1e}"
@@ -195,12 +171,8 @@ def compare(ours: Compute, theirs: Compute, tensors: Mapping[str, str], *, progr
     raise AssertionError("the logits are the last")
 
 
-def _reason(at: str, here: Values, there: Values, ours: Compute, theirs: Compute, tensors: Mapping[str, str]) -> str:
-    """Return the first module that differs, and the fewest of its tensors that explain it.
-
-    Tensors explain a difference if there is none once they are a constant in both programs. So it does not matter how
-    they are wrong: transposed, exchanged, in another order, or other ones.
-    """
+def _first_module(at: str, here: Values, there: Values, tensors: Mapping[str, str]) -> str:
+    """Return the first module that differs, with its tensors."""
     if at == LOGITS:
         return f"the tensors after the last block: {_named([it for it in tensors if it.startswith('head.')], tensors)}"
     if at == EMBEDDED:
@@ -211,18 +183,8 @@ def _reason(at: str, here: Values, there: Values, ours: Compute, theirs: Compute
     _, role, module = first.split(" ")
     module = module if role == "output" else module.rpartition(".")[0]
     of_module = [name for name in tensors if name.startswith(f"{module}.")]
-    wrong = [name for name in of_module if name.rpartition(".")[0] == module] or of_module
-
-    def agree(filled: Collection[str]) -> bool:
-        there, here = theirs(filled), ours(filled)
-        return any(difference(key, there[key], here[key], LIMIT).is_within for key in (first, at))
-
-    if not agree(wrong):
-        return f"{module}: an argument in config.json, or more than its tensors {_named(wrong, tensors)}"
-    for name in [*wrong]:
-        if len(wrong) > 1 and agree(rest := [it for it in wrong if it != name]):
-            wrong = rest
-    return f"{module}: {_named(wrong, tensors)}"
+    own = [name for name in of_module if name.rpartition(".")[0] == module] or of_module
+    return f"{module}: {_named(own, tensors)}, or an argument in config.json"
 
 
 def _named(names: Sequence[str], tensors: Mapping[str, str]) -> str:

@@ -37,8 +37,7 @@ def export(
     """Write the weights of a checkpoint for other programs.
 
     hf writes a folder for transformers and others: config.json, safetensors, tokenizer. torch writes one file, which
-    torch.load(weights_only=True) reads. Of a run with [lora], hf writes the adapters in PEFT's format. An export that
-    was killed resumes when the same command is started again.
+    torch.load(weights_only=True) reads. Of a run with [lora], hf writes the adapters in PEFT's format.
 
     Args:
         format: what to write
@@ -90,10 +89,9 @@ def export(
     except BrokenPipeError:
         raise
     except OSError as error:  # of a disk, or of an object store after many tries
-        raise RunError(f"{error}. The same command resumes the export") from None
+        raise RunError(str(error)) from None
 
-    kept = f" ({done.kept} of them by an earlier start)" if done.kept else ""
-    print(f"wrote {out}: {done.architecture}, {done.bytes / 2**20:,.1f} MiB in {done.files} files of weights{kept}")
+    print(f"wrote {out}: {done.architecture}, {done.bytes / 2**20:,.1f} MiB in {done.files} files of weights")
     print(f"from  {source.where}")
     if done.report:
         print(f"check: {done.report}")
@@ -106,7 +104,7 @@ def import_(
     model: str | None = None,
     flavor: str | None = None,
     config: str | None = None,
-    dtype: Literal["float32", "bfloat16"] | None = None,
+    dtype: Literal["bfloat16", "float32"] | None = None,
     allow_unexpected: Sequence[str] = (),
     layers: str | None = None,
     experts: str | None = None,

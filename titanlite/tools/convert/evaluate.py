@@ -17,9 +17,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Column, Table
 
-from titanlite.data.packing import TokenSequence
+from titanlite.data.packing import SequenceReader, TokenSequence
 from titanlite.data.prepared import prepared_tokens
-from titanlite.data.samples import SequenceReader, Source
+from titanlite.data.samples import Source
 from titanlite.data.sources import open_sources
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.data.tokens import TokenStore

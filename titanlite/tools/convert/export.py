@@ -1,8 +1,7 @@
 """`--format hf`: a folder that transformers and its relatives load."""
 
-import hashlib
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -10,14 +9,12 @@ from typing import Any
 
 import torch
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
-from torch import Tensor
 
 from titanlite.models.formats import HuggingFace
 from titanlite.runtime.console import progress_console
 from titanlite.runtime.errors import UserError
 from titanlite.tools.convert.check import CheckFailed, check_folder
-from titanlite.tools.convert.layout import Outgoing, blocks, outgoing
-from titanlite.tools.convert.rows import RowReader
+from titanlite.tools.convert.layout import Outgoing, outgoing, values_of
 from titanlite.tools.convert.safetensors_file import index_json, split, write, write_all
 from titanlite.tools.convert.source import Source
 from titanlite.tools.convert.target import LocalTarget, Target, Write
@@ -32,8 +29,6 @@ class Exported:
     """Files of weights."""
     bytes: int
     """Size of the weights."""
-    kept: int
-    """Files of weights that an earlier start had written."""
     architecture: str
     report: str
     """Result of the check; empty without one."""
@@ -49,7 +44,7 @@ def export_folder(
     with_tokenizer: bool = True,
     check: bool = False,
 ) -> Exported:
-    """Write a Hugging Face folder. Memory peaks at a few blocks of 16 MiB, or at one transposed matrix.
+    """Write a Hugging Face folder. Memory peaks at the largest tensor and a copy of it in another dtype or layout.
 
     Args:
         dtype: of the weights; None keeps the stored ones.
@@ -66,25 +61,18 @@ def export_folder(
     form = format_of(source)
     tensors = outgoing(source, form.tensors, dtype=dtype, drop=drop)
     files = split(tensors, max_shard_bytes)
-    small = _small_files(source, form, tensors, with_tokenizer=with_tokenizer)
-    if len(files) > 1:
-        small["model.safetensors.index.json"] = index_json(files)
-    options = [str(dtype), max_shard_bytes, *drop, sorted(small)]
-    done = target.begin(hashlib.sha256(json.dumps([source.identity, *options]).encode()).hexdigest())
-    kept = [name for name in files if name in done]
-    reader = RowReader(source)
-    read = partial(blocks, reader=reader, head_size=getattr(source.spec.args, "head_size", None))
+    small = {"model.safetensors.index.json": index_json(files)} if len(files) > 1 else {}
+    small |= _small_files(source, form, tensors, with_tokenizer=with_tokenizer)
+    target.begin()
+    values = values_of(source)
     with _progress(sum(tensor.bytes for tensor in tensors)) as advance:
         for name, part in files.items():
-            if name in done:
-                advance(sum(tensor.bytes for tensor in part))
-            else:
-                target.write(name, _writer(part, read, advance))
+            target.write(name, partial(write, tensors=part, values=values, on_write=advance))
     for name, data in small.items():
         target.write(name, content(data))
     report = _checked(source, target, tensors) if check and isinstance(target, LocalTarget) else ""
     target.commit()
-    return Exported(len(files), sum(tensor.bytes for tensor in tensors), len(kept), form.architecture, report)
+    return Exported(len(files), sum(tensor.bytes for tensor in tensors), form.architecture, report)
 
 
 def _checked(source: Source, target: LocalTarget, tensors: Sequence[Outgoing]) -> str:
@@ -147,12 +135,6 @@ def json_bytes(value: Any) -> bytes:
 
 def content(data: bytes) -> Write:
     return lambda file: write_all(file, data)
-
-
-def _writer(
-    part: Sequence[Outgoing], read: Callable[[Outgoing], Iterable[Tensor]], advance: Callable[[int], None]
-) -> Write:
-    return lambda file: write(file, part, read, advance)
 
 
 @contextmanager

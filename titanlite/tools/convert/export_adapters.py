@@ -1,7 +1,5 @@
 """Export of a run with `[lora]` in the format of PEFT: adapter_config.json and adapter_model.safetensors."""
 
-import hashlib
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -59,7 +57,7 @@ def export_adapters(
         "fan_in_fan_out": False,
         "inference_mode": True,
     }
-    target.begin(hashlib.sha256(json.dumps(["adapters", source.identity, str(dtype)]).encode()).hexdigest())
+    target.begin()
     target.write(WEIGHTS, content(save(tensors, metadata={"format": "pt"})))
     target.write(CONFIG, content(json_bytes(config)))
     target.commit()

@@ -1,6 +1,6 @@
-"""Tensors of a model in another format: their names, shapes and dtypes there, and their values block by block."""
+"""Tensors of a model in another format: their names, shapes and dtypes there, and their values."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -10,7 +10,6 @@ from titanlite.checkpoint.load import stored_tensors
 from titanlite.checkpoint.state import model_state, selected, to_globs
 from titanlite.models.formats import Entry, Table
 from titanlite.runtime.errors import UserError
-from titanlite.tools.convert.rows import RowReader
 from titanlite.tools.convert.source import Source, read_tensor
 
 
@@ -23,10 +22,9 @@ class Outgoing:
     dtype: torch.dtype
     ours: str
     """Name of the model's tensor that it comes from."""
-    rows: tuple[int, int]
-    """Rows of that tensor; those of one expert where each has a tensor of its own."""
     entry: Entry
     expert: int | None = None
+    """Number of the expert, where each has a tensor of its own."""
 
     @property
     def bytes(self) -> int:
@@ -63,11 +61,11 @@ def outgoing(source: Source, table: Table, *, dtype: torch.dtype | None, drop: S
         kept = dtype if dtype and stored.is_floating_point else stored
         own = (*shape[:-2], shape[-1], shape[-2]) if entry.transposed else shape
         if "{expert}" not in theirs:
-            found.append(Outgoing(theirs, own, kept, name, (0, shape[0] if shape else 0), entry))
+            found.append(Outgoing(theirs, own, kept, name, entry))
             continue
         for expert in range(shape[0]):
             key = theirs.replace("{expert}", str(expert))
-            found.append(Outgoing(key, own[1:], kept, name, (expert, expert + 1), entry, expert))
+            found.append(Outgoing(key, own[1:], kept, name, entry, expert))
     return found
 
 
@@ -79,30 +77,24 @@ def _check_zero(source: Source, name: str) -> None:
         )
 
 
-def blocks(tensor: Outgoing, reader: RowReader, *, head_size: int | None) -> Iterator[Tensor]:
-    """Yield the values of a tensor in the other layout, in order, as contiguous blocks.
+def values_of(source: Source) -> Callable[[Outgoing], Tensor]:
+    """Return a function that reads a tensor in the other layout, contiguous. One tensor of the model is kept in memory,
+    because a stack of experts is asked for expert by expert."""
+    head_size = getattr(source.spec.args, "head_size", None)
+    kept: dict[str, Tensor] = {}
 
-    A tensor that is transposed, or whose rows are interleaved, is one block.
-
-    Args:
-        head_size: rows of an attention head, where the format interleaves them.
-    """
-    start, stop = tensor.rows
-    if not torch.Size(tensor.shape).numel():
-        return
-    if not tensor.shape and tensor.expert is None:
-        yield read_tensor(reader.source, tensor.ours, dtype=tensor.dtype)
-        return
-    if tensor.entry.transposed or tensor.entry.interleaved or tensor.expert is not None:
-        whole = reader.read(tensor.ours, start, stop)
-        whole = whole if tensor.expert is None else whole[0]
+    def values(tensor: Outgoing) -> Tensor:
+        if tensor.ours not in kept:
+            kept.clear()
+            kept[tensor.ours] = read_tensor(source, tensor.ours)
+        found = kept[tensor.ours]
+        if tensor.expert is not None:
+            found = found[tensor.expert]
         if tensor.entry.interleaved:
             assert head_size is not None
-            whole = whole.unflatten(0, (-1, 2, head_size // 2)).transpose(1, 2).flatten(0, 2)
-        whole = whole.transpose(-2, -1) if tensor.entry.transposed else whole
-        yield whole.to(tensor.dtype).contiguous()
-        return
-    row_bytes = torch.Size(tensor.shape[1:]).numel() * 4
-    step = max(1, reader.block // max(row_bytes, 1))
-    for first in range(start, stop, step):
-        yield reader.read(tensor.ours, first, min(first + step, stop)).to(tensor.dtype)
+            found = found.unflatten(0, (-1, 2, head_size // 2)).transpose(1, 2).flatten(0, 2)
+        if tensor.entry.transposed:
+            found = found.transpose(-2, -1)
+        return found.to(tensor.dtype).contiguous()
+
+    return values

@@ -5,7 +5,7 @@ The library writes tensors that are all in memory. The format is a header of JSO
 
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import BinaryIO
 
 import torch
@@ -62,44 +62,38 @@ def index_json(files: dict[str, list[Outgoing]]) -> bytes:
 def write(
     file: BinaryIO,
     tensors: Sequence[Outgoing],
-    blocks: Callable[[Outgoing], Iterable[Tensor]],
+    values: Callable[[Outgoing], Tensor],
     on_write: Callable[[int], None] = lambda size: None,
 ) -> None:
     """Write a file.
 
     Args:
-        blocks: returns the values of a tensor, in order.
-        on_write: called with the number of bytes of each block.
+        values: returns a tensor.
+        on_write: called with the number of bytes of each tensor.
     """
     # Wide dtypes first, so that every tensor begins at a multiple of its element's size.
     tensors = sorted(tensors, key=lambda tensor: -tensor.dtype.itemsize)
     write_all(file, _header(tensors))
     for tensor in tensors:
-        written = 0
-        for block in blocks(tensor):
-            assert block.dtype == tensor.dtype
-            data = block.contiguous().view(-1).view(torch.uint8).numpy().data
-            write_all(file, data)
-            written += len(data)
-            on_write(len(data))
-        assert written == tensor.bytes, tensor.name
+        write_all(file, _bytes(values(tensor), tensor))
+        on_write(tensor.bytes)
+
+
+def _bytes(values: Tensor, tensor: Outgoing) -> memoryview:
+    data = values.view(-1).view(torch.uint8).numpy().data
+    assert (values.dtype, len(data)) == (tensor.dtype, tensor.bytes), tensor.name
+    return data
 
 
 def _header(tensors: Sequence[Outgoing]) -> bytes:
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    for tensor, (begin, end) in zip(tensors, _places(tensors), strict=True):
-        shape = [*tensor.shape]
-        entries[tensor.name] = {"dtype": CODES[tensor.dtype], "shape": shape, "data_offsets": [begin, end]}
+    end = 0
+    for tensor in tensors:
+        begin, end = end, end + tensor.bytes
+        entries[tensor.name] = {"dtype": CODES[tensor.dtype], "shape": [*tensor.shape], "data_offsets": [begin, end]}
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
-
-
-def _places(tensors: Sequence[Outgoing]) -> Iterator[tuple[int, int]]:
-    end = 0
-    for tensor in tensors:
-        yield end, end + tensor.bytes
-        end += tensor.bytes
 
 
 def write_all(file: BinaryIO, data: bytes | memoryview) -> None:

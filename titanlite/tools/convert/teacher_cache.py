@@ -1,49 +1,70 @@
-"""`titanlite distill cache`: run a teacher once over the training data, and write its most probable tokens."""
+"""`titanlite distill cache`: run a teacher once over the training data, and write its most probable tokens.
 
+`data.teacher_entries` has the format. Files have a fixed number of sequences each. Every process computes a file of its
+own at a time: it writes it beside its place, and renames it when it is whole. So a start after an interruption finds
+whole files, and makes the others.
+"""
+
+import json
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import IO, Any, Literal
 
+import numpy as np
+import torch
 import torch.distributed as dist
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from torch.distributed.device_mesh import DeviceMesh
 
+from titanlite.batch import Batch
 from titanlite.checks.preflight import select_model
 from titanlite.config.load import load
-from titanlite.data.samples import Source
+from titanlite.data.loader import to_device
+from titanlite.data.samples import Source, as_batch
 from titanlite.data.sources import open_data
 from titanlite.data.teacher_entries import (
     BLOCK_BYTES,
+    COMMAND,
+    FORMAT,
+    MANIFEST,
     SETTINGS,
     TOP_K,
     CacheSettings,
     StoredDtype,
+    block_name,
     block_sizes,
+    checksum,
     has_block,
+    make_manifest,
     read_settings,
 )
 from titanlite.data.tokenizer import Tokenizer, load_tokenizer
-from titanlite.mesh import world_group
+from titanlite.mesh import data_parallel_rank, world_group
 from titanlite.models.documents import check_documents
 from titanlite.models.registry import ModelSpec
 from titanlite.ops import pick_kernels
+from titanlite.ops.divergence import most_probable
+from titanlite.ops.kernels import Kernels
 from titanlite.parallelize import build_mesh
 from titanlite.parallelize.teacher import build_teacher
 from titanlite.runtime.console import progress_console
-from titanlite.runtime.errors import ConfigError, Problem, UserError
-from titanlite.runtime.files import FileLocked, lock_file
+from titanlite.runtime.errors import ConfigError, Problem, RunError, UserError
+from titanlite.runtime.files import FileLocked, lock_file, write_atomically
 from titanlite.runtime.process_group import pick_device, process_group, read_ranks
-from titanlite.runtime.ranks import on_rank_0
-from titanlite.schema import Data, Teacher, Validation
+from titanlite.runtime.ranks import on_all, on_rank_0
+from titanlite.schema import Data, Validation
+from titanlite.schema import Teacher as TeacherConfig
 from titanlite.techniques.distill.cache import cache_folder, data_settings
+from titanlite.techniques.distill.divergence import HeadLogits
 from titanlite.techniques.distill.source import TeacherSource, check_teacher, fingerprint, teacher_model
+from titanlite.techniques.distill.teacher import Teacher
 from titanlite.tools.arguments import Count
 from titanlite.tools.convert.source import open_teacher
-from titanlite.tools.convert.teacher_writer import CacheWriter, on_disk, write_json
 from titanlite.tools.ingest.prepare import prepare_text
 
 GIB = 2**30
@@ -138,7 +159,122 @@ def write_cache(
             _write(writer, folder, samples.sources, missing, settings, shown=ranks.rank == 0)
 
 
-def _folder(config: Teacher) -> Path:
+def rounds(blocks: Sequence[int], *, rank: int, ranks: int) -> Iterator[tuple[Sequence[int], int, bool]]:
+    """Deal files to ranks, one to each in a round.
+
+    Yields:
+        the files of a round, the one that this rank computes, and whether it is its own. In the last round, ranks
+        without a file compute along: all of them gather the teacher's parameters together.
+    """
+    for first in range(0, len(blocks), ranks):
+        of_ranks = blocks[first : first + ranks]
+        has_own = rank < len(of_ranks)
+        yield of_ranks, of_ranks[rank if has_own else 0], has_own
+
+
+class CacheWriter:
+    """Writer of entries. All ranks run the teacher together, each for a file of its own.
+
+    Args:
+        batch_size: sequences that a rank computes at once.
+    """
+
+    def __init__(
+        self, teacher: Teacher, settings: CacheSettings, *, kernels: Kernels, mesh: DeviceMesh, batch_size: int
+    ) -> None:
+        self._teacher = teacher
+        self._settings = settings
+        self._kernels = kernels
+        self._device = torch.device(mesh.device_type)
+        self._group = world_group(mesh)
+        self._rank, self._ranks = data_parallel_rank(mesh)
+        self._batch_size = batch_size
+
+    def write(self, folder: Path, source: Source, blocks: Sequence[int], *, advance: Callable[[int], None]) -> None:
+        """Write some files of a source, and its manifest.
+
+        Args:
+            folder: of the source.
+            advance: called with the number of sequences that were written.
+        """
+        sizes = block_sizes(len(source.sequences), self._settings)
+        for of_ranks, block, has_own in rounds(blocks, rank=self._rank, ranks=self._ranks):
+            begin = block * self._settings.block_sequences
+            batches = self._batches(begin, sizes[block])
+            longest = self._batches(0, max(sizes[it] for it in of_ranks))
+            records = [self._records(source, batches[min(at, len(batches) - 1)]) for at in range(len(longest))]
+            own = records[: len(batches)] if has_own else []
+            on_all(self._group, partial(self._store, folder, block, own))
+            advance(sum(sizes[it] for it in of_ranks))
+        on_rank_0(self._group, lambda: self._finish(folder, sizes))
+
+    def _batches(self, begin: int, count: int) -> list[range]:
+        """Return the sequences of each forward pass for a file."""
+        end = begin + count
+        return [range(at, min(at + self._batch_size, end)) for at in range(begin, end, self._batch_size)]
+
+    def _records(self, source: Source, numbers: range) -> np.ndarray:
+        """Return the records of some sequences."""
+        sequences = [source.sequences.read(number) for number in numbers]
+        batch = to_device(as_batch(sequences, document_mask=self._settings.document_mask), self._device)
+        entries = self._entries(batch)
+        records = np.empty(len(sequences), dtype=self._settings.record)
+        records["entries"] = entries
+        records["checksum"] = [checksum(of_one, it) for of_one, it in zip(entries, sequences, strict=True)]
+        return records
+
+    @torch.no_grad()
+    def _entries(self, batch: Batch) -> np.ndarray:
+        """Return the entries [B, L] of a batch."""
+        settings, parts = self._settings, []
+        hidden_TD = self._teacher(batch).hidden_BLD.flatten(0, 1)
+        with self._teacher.head_weight() as weight_VD:
+            logits = HeadLogits(hidden_TD, weight_VD, self._kernels)
+            chunk = self._kernels.loss_chunk(len(hidden_TD), 2 * len(weight_VD), hidden_TD.device)
+            for start in range(0, len(hidden_TD), chunk):
+                part = logits(slice(start, start + chunk))
+                parts.append([it.cpu() for it in most_probable(part, settings.top_k, settings.temperature)])
+        entries = np.empty(len(hidden_TD), dtype=settings.entry)
+        ids, log_probs, log_tail = (torch.cat(values).numpy() for values in zip(*parts, strict=True))
+        entries["ids"], entries["log_tail"] = ids, log_tail
+        entries["log_probs"] = np.maximum(log_probs, np.finfo(settings.dtype).min)  # float16 ends at -65504
+        return entries.reshape(batch["tokens"].shape)
+
+    def _store(self, folder: Path, block: int, records: Sequence[np.ndarray]) -> None:
+        """Write a file, if there are records for it.
+
+        Raises:
+            RunError: the teacher's probabilities are not finite.
+        """
+        if not records:
+            return
+        if not all(np.isfinite(part["entries"]["log_probs"]).all() for part in records):
+            raise RunError("the teacher's probabilities are not finite: its weights or teacher.dtype do not fit")
+        staging = folder / f".{block_name(block)}"
+        with on_disk(folder):
+            try:
+                with open(staging, "wb") as file:
+                    for part in records:
+                        file.write(part.tobytes())
+                    file.flush()
+                    os.fsync(file.fileno())
+                os.replace(staging, folder / block_name(block))
+            except OSError:
+                staging.unlink(missing_ok=True)  # a full disk has room again
+                raise
+
+    def _finish(self, folder: Path, sizes: Sequence[int]) -> None:
+        with on_disk(folder):
+            there = [has_block(folder, block, count, self._settings) for block, count in enumerate(sizes)]
+            if not all(there):
+                raise UserError(
+                    f"teacher.cache: {folder / block_name(there.index(False))} is not there for rank 0: the folder "
+                    "must be the same on all machines"
+                )
+            write_json(folder / MANIFEST, make_manifest(self._settings, sum(sizes)))
+
+
+def _folder(config: TeacherConfig) -> Path:
     """Return the folder to write.
 
     Raises:
@@ -183,7 +319,7 @@ def _write(
 
 
 def _open_source(
-    config: Teacher, data: Data, student: ModelSpec, tokenizer: Tokenizer, *, seq_len: int
+    config: TeacherConfig, data: Data, student: ModelSpec, tokenizer: Tokenizer, *, seq_len: int
 ) -> TeacherSource:
     """Open the weights of the teacher, and check that they fit the student and the data.
 
@@ -213,6 +349,22 @@ def _settings(
         teacher=teacher, top_k=top_k, vocab_size=vocab_size, seq_len=seq_len, block_sequences=1, **others
     )
     return replace(settings, block_sequences=max(1, block_bytes // settings.record.itemsize))
+
+
+def write_json(path: Path, fields: dict[str, Any]) -> None:
+    write_atomically(path, json.dumps({"format": FORMAT, **fields}, indent=1) + "\n")
+
+
+@contextmanager
+def on_disk(folder: Path) -> Iterator[None]:
+    """Turn an error of the disk into one line. What was written before stays."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(
+            f"teacher.cache: {folder} cannot be written: {error.strerror or error}. The files that are whole are kept: "
+            f"`{COMMAND}` resumes with the rest"
+        ) from None
 
 
 @contextmanager

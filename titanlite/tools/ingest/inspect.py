@@ -30,15 +30,12 @@ CONTROLS = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"
 """Documents can hold what a terminal would obey."""
 
 
-def inspect(
-    folder: Path, *, sample: Index = 0, seed: int = 0, quick: bool = False, tokenizer: str | None = None
-) -> None:
+def inspect(folder: Path, *, sample: Index = 0, quick: bool = False, tokenizer: str | None = None) -> None:
     """Print statistics and samples of token shards, and verify their checksums.
 
     Args:
         folder (DIR): folder that `data prepare` wrote
-        sample: print N random documents; default: 0
-        seed: seed of that choice; default: 0
+        sample: print N random documents, always the same ones; default: 0
         quick: do not verify checksums
         tokenizer (T): tokenizer that decodes samples; default: the one of the data
 
@@ -60,7 +57,7 @@ def inspect(
     if len(store):
         console.print("", *_histogram(lengths), sep="\n")
     if sample > 0:
-        _print_samples(console, store, lengths, sample, seed, tokenizer)
+        _print_samples(console, store, lengths, sample, tokenizer)
     if not quick:
         console.print(f"\nchecksums: all {_check_files(store)} files are as they were written")
 
@@ -182,7 +179,7 @@ def _histogram(lengths: Lengths) -> list[str]:
 
 
 def _print_samples(
-    console: Console, store: TokenStore, lengths: Lengths, sample: int, seed: int, tokenizer_name: str | None
+    console: Console, store: TokenStore, lengths: Lengths, sample: int, tokenizer_name: str | None
 ) -> None:
     tokenizer, why_not = _load_tokenizer(tokenizer_name, store.index["tokenizer"])
     if why_not:
@@ -190,7 +187,7 @@ def _print_samples(
     if store.has_mask:
         console.print("\n⟦what stands in such brackets⟧ does not count in the loss")
     total = sum(lengths.in_shards)
-    for number in sorted(random.Random(seed).sample(range(total), min(sample, total))):
+    for number in sorted(random.Random(0).sample(range(total), min(sample, total))):
         start, end = _locate(store, lengths.in_shards, number)
         console.print(
             f"\ndocument {number + 1:,} of {total:,}: {end - start:,} tokens from number {start:,} of the stream on"

@@ -32,7 +32,7 @@ from titanlite.tools.ingest.encoding import Encoder, Options, encode_chunks, opt
 from titanlite.tools.ingest.inputs import File, find_files, local_folder
 from titanlite.tools.ingest.outcome import left_out, new_notes, note, report_lines
 from titanlite.tools.ingest.reading import open_dataset, read_chunks
-from titanlite.tools.ingest.token_writer import SHARD_TOKENS, TokenWriter
+from titanlite.tools.ingest.token_writer import TokenWriter
 
 logger = logging.getLogger(__name__)
 
@@ -100,7 +100,6 @@ def prepare_folder(
     chat: bool = False,
     chat_template: Path | None = None,
     loss_on: Literal["assistant", "all"] | None = None,
-    shard_tokens: Count | None = None,
 ) -> None:
     """Turn text into token shards, which data.path can name.
 
@@ -118,7 +117,6 @@ def prepare_folder(
             "tools". The chat template of the tokenizer renders them, and answers count in the loss
         chat_template (FILE): template to use; default: that of the tokenizer
         loss_on: tokens of chats that count in the loss; default: assistant, as the template marks it
-        shard_tokens: tokens in a shard file
 
     Example:
         'corpus/*.jsonl' --out tokens/corpus --tokenizer llama3/tokenizer.model
@@ -133,7 +131,6 @@ def prepare_folder(
         text_field=text_field,
         bos=not no_bos,
         eos=not no_eos,
-        shard_tokens=shard_tokens or SHARD_TOKENS,
     )
     report = partial(print, flush=True)
     prepare(

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import tomlkit
 import torch
@@ -16,12 +16,11 @@ from titanlite.runtime.errors import ConfigError, UserError
 from titanlite.runtime.files import write_atomically
 from titanlite.runtime.hardware import Hardware
 from titanlite.schema import Config, dump
-from titanlite.tools.arguments import Count, above_zero
+from titanlite.tools.arguments import Count
 from titanlite.tools.plan.candidates import Options
-from titanlite.tools.plan.estimate import Layout, estimate, plan, with_vocab_size
+from titanlite.tools.plan.estimate import Layout, plan, with_vocab_size
 from titanlite.tools.plan.hardware import find_hardware, load_hardware
-from titanlite.tools.plan.output import indented_toml, plan_lines, plan_record, search_lines, search_record, set_key
-from titanlite.tools.plan.recompute_search import GIB, choose_policies
+from titanlite.tools.plan.output import plan_lines, plan_record, search_lines, search_record, set_key
 from titanlite.tools.plan.search import search as find_layouts
 from titanlite.tools.plan.search import with_options
 from titanlite.tools.plan.suggestions import suggest as find_suggestions
@@ -38,13 +37,11 @@ def plan_config(
     json_: bool = False,
     search: bool = False,
     suggest: bool = False,
-    memory_budget_gib: Annotated[float, above_zero] | None = None,
     apply: Path | None = None,
 ) -> None:
     """Predict memory, communication and step time of a config, without a GPU.
 
-    --search finds the fastest layout that fits, --memory-budget-gib the least recomputation, and --suggest options that
-    need less memory.
+    --search finds the fastest layout that fits, and --suggest options that need less memory.
 
     Args:
         world_size: processes (GPUs); required
@@ -54,14 +51,11 @@ def plan_config(
         json_: print JSON
         search: search for the fastest layout that fits
         suggest: find options that need less memory
-        memory_budget_gib (GIB): choose the recompute policy of each block, so that reserved memory and the CUDA
-            context fit
-        apply (OUT.toml): with --search or --memory-budget-gib: write the config with the result
+        apply (OUT.toml): with --search: write the config with the result
 
     Example:
         llama3_8b --world-size 64 --gpu H100
         my.toml --world-size 64 --gpu H100 --search --apply best.toml
-        my.toml --world-size 8 --gpu H100 --memory-budget-gib 70 --apply within_70.toml
     """
     given = {"a config (my.toml, llama3_8b)": config, "--world-size N": world_size, "--gpu NAME or FILE.toml": gpu}
     if missing := [name for name, value in given.items() if not value]:
@@ -69,10 +63,10 @@ def plan_config(
     assert config
     assert world_size
     assert gpu
-    if search + bool(memory_budget_gib) + suggest > 1:
-        raise UserError("titanlite plan: --search, --memory-budget-gib and --suggest exclude each other")
-    if apply and not (search or memory_budget_gib):
-        raise UserError("titanlite plan: --apply writes the result of --search or --memory-budget-gib: add one of them")
+    if search and suggest:
+        raise UserError("titanlite plan: --search and --suggest exclude each other")
+    if apply and not search:
+        raise UserError("titanlite plan: --apply writes the result of --search: add it")
     if apply and apply.exists():
         raise UserError(f"titanlite plan: --apply: {apply} exists; name a new file")
     layout = _layout(gpu, world_size, gpus_per_node)
@@ -80,8 +74,6 @@ def plan_config(
     loaded = with_vocab_size(load(config, overrides, world_size=None if search else world_size))
     if search:
         changes = _search(loaded, layout, as_json=json_)
-    elif memory_budget_gib:
-        changes = _choose_recomputation(loaded, layout, gib=memory_budget_gib, as_json=json_)
     else:
         changes = {}
         torch.set_num_threads(1)
@@ -107,21 +99,6 @@ def _search(config: Config, layout: Layout, *, as_json: bool) -> Options:
     else:
         print("\n".join(search_lines(found, config, layout, seconds=seconds)))
     return found.best[0][0].options
-
-
-def _choose_recomputation(config: Config, layout: Layout, *, gib: float, as_json: bool) -> Options:
-    """Print the least recomputation within a memory budget, and return its options."""
-    torch.set_num_threads(1)
-    chosen = choose_policies(config, layout, budget=int(gib * GIB))
-    section = chosen.activation_checkpoint
-    options: Options = {f"activation_checkpoint.{name}": getattr(section, name) for name in ("mode", "per_block")}
-    changed = with_options(config, options)
-    planned = estimate(chosen.trace, changed, layout)
-    if as_json:
-        print(json.dumps({"options": options, **plan_record(planned)}, indent=1))
-    else:
-        print("\n".join([str(chosen), *indented_toml(options), *plan_lines(planned, changed)]))
-    return options
 
 
 def _layout(gpu: str, world_size: int, gpus_per_node: int) -> Layout:

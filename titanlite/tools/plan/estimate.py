@@ -88,8 +88,6 @@ class Plan(Profile):
     """Tokens of a step, over all ranks."""
     mfu: float
     """Share of the device's peak for mixed_precision_param."""
-    cache: teachers.CacheSize | None
-    """Cache of a teacher that is read instead of running it."""
 
     @property
     def fits(self) -> bool:
@@ -164,8 +162,7 @@ def trace(config: Config, layout: Layout, *, whole: bool = False) -> Trace:
     shapes: list[Any] = [spec.args]
     whole &= layout.is_gpu and not config.compile.enable
     groups = config.parallelism.fsdp_min_unit_params > 0  # some blocks gather, others do not
-    is_short = config.activation_checkpoint.mode != "per_block" and not whole and not groups
-    if is_short and depth > few + period and can_vary(spec, config, few):
+    if not whole and not groups and depth > few + period and can_vary(spec, config, few):
         varied: Any = spec.args
         shapes = [replace(varied, n_layers=few), replace(varied, n_layers=few + period)]
     guide = teachers.teacher_spec(config.teacher, seq_len=config.training.seq_len)
@@ -277,7 +274,6 @@ def estimate(traced: Trace, config: Config, layout: Layout) -> Plan:
         steps=training.steps,
         tokens=tokens,
         mfu=model_flops / (time.total * peak * layout.world_size),
-        cache=teachers.cache_size(config.teacher, vocab_size=model_of(config).args.vocab_size),
     )
 
 

@@ -57,7 +57,7 @@ class GpuKernels(FakeCounts):
             return label_softmax_in_place(
                 logits_CV, labels_C, valid_C, z_loss=z_loss, dtype=dtype, vocabulary=vocabulary
             )
-        largest_C, sum_C, label_logit_C = torch.ops.titanlite_plan.softmax_sums(logits_CV, labels_C)
+        largest_C, sum_C, label_logit_C = softmax_sums(logits_CV, labels_C)
         d_logits_CV = logits_CV if dtype == logits_CV.dtype else torch.empty_like(logits_CV, dtype=dtype)
         torch.mul(logits_CV, sum_C.unsqueeze(1), out=d_logits_CV)
         return LabelSoftmax(largest_C, sum_C, label_logit_C, d_logits_CV)
@@ -72,7 +72,7 @@ class GpuKernels(FakeCounts):
         """
         if torch.compiler.is_compiling():
             return F.rms_norm(x, weight.shape, weight, eps)
-        return torch.ops.titanlite_plan.rms_norm(x, weight)[0]
+        return rms_norm(x, weight)[0]
 
     def has_packed_attention(self, device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
         is_half = dtype in (torch.bfloat16, torch.float16)
@@ -98,37 +98,27 @@ def attention_scratch(func: Any, args: Any) -> int:
     return query.numel() * 4 + 2 * each + (key.numel() * 4 if each > MOST_OFFSET else 0)
 
 
-@torch.library.custom_op("titanlite_plan::softmax_sums", mutates_args=())
-def _softmax_sums(logits_CV: Tensor, labels_C: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return tensors of the right shapes, as one kernel that reads the logits."""
+def _operator(function: Callable[..., Any]) -> Any:
+    """Make an operator of a function that returns tensors of the right shapes; their values do not matter."""
+    made = torch.library.custom_op(f"titanlite_plan::{function.__name__}", function, mutates_args=())
+    made.register_fake(function)
+    return made
+
+
+@_operator
+def softmax_sums(logits_CV: Tensor, labels_C: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Read the logits in one kernel."""
     largest_C, sum_C, label_logit_C = (logits_CV.new_empty(len(labels_C)) for _ in range(3))
     return largest_C, sum_C, label_logit_C
 
 
-@_softmax_sums.register_fake
-def _(logits_CV: Tensor, labels_C: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    largest_C, sum_C, label_logit_C = (logits_CV.new_empty(len(labels_C)) for _ in range(3))
-    return largest_C, sum_C, label_logit_C
-
-
-@torch.library.custom_op("titanlite_plan::rms_norm", mutates_args=())
-def _fused(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Return tensors of the right shapes; their values do not matter."""
+@_operator
+def rms_norm(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     return torch.empty_like(x), x.new_empty(x.shape[:-1], dtype=torch.float32)
 
 
-@torch.library.custom_op("titanlite_plan::rms_norm_backward", mutates_args=())
-def _fused_backward(gradient: Tensor, x: Tensor, scale: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(x), torch.empty_like(weight)
-
-
-@_fused.register_fake
-def _(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(x), x.new_empty(x.shape[:-1], dtype=torch.float32)
-
-
-@_fused_backward.register_fake
-def _(gradient: Tensor, x: Tensor, scale: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+@_operator
+def rms_norm_backward(gradient: Tensor, x: Tensor, scale: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
     return torch.empty_like(x), torch.empty_like(weight)
 
 
@@ -137,9 +127,7 @@ def _save_for_backward(ctx: Any, inputs: tuple[Tensor, Tensor], output: tuple[Te
 
 
 def _backward(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Tensor, Tensor]:
-    x, scale, weight = ctx.saved_tensors
-    d_x, d_weight = _fused_backward(gradient, x, scale, weight)
-    return d_x, d_weight
+    return rms_norm_backward(gradient, *ctx.saved_tensors)
 
 
-_fused.register_autograd(_backward, setup_context=_save_for_backward)
+rms_norm.register_autograd(_backward, setup_context=_save_for_backward)

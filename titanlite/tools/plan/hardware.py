@@ -79,8 +79,6 @@ def load_hardware(path: Path) -> Hardware:
         values["memory"] = values.pop("memory_gib") * 2**30
     if "memory" in values:
         values["memory"] = int(values["memory"])
-    if "link_bandwidth" in values:
-        values["knows_links"] = True
     values = {"name": path.stem, "driver_names": (), **values}
     if base:
         return replace(base, **{"sources": f"{path.name}; the rest: {base.sources}", **values})
@@ -130,7 +128,6 @@ def this_cpu() -> Hardware:
         sources=f"Measured with {torch.get_num_threads()} threads. Link assumed: a copy through memory. "
         "Network assumed: 10 Gbit/s.",
         measured=True,
-        knows_links=False,
     )
 
 

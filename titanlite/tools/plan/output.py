@@ -55,12 +55,6 @@ def plan_lines(planned: Plan, config: Config) -> Iterator[str]:
     )
     for (collective, axis), size in sorted(planned.traffic.items(), key=lambda item: -item[1]):
         yield f"traffic  {collective.replace('_', '-')} over {axis}: {format_size(size)} a step"
-    if cache := planned.cache:
-        stored = f"{format_size(cache.on_disk)} on disk" if cache.on_disk is not None else "not written yet"
-        yield (
-            f"cache    of the teacher: {stored}; {cache.entry:,} B a token, "
-            f"{format_size(cache.entry * planned.tokens)} read a step by all ranks"
-        )
     yield (
         f"run      {planned.steps:,} steps, {planned.tokens * planned.steps:,} tokens: {planned.days:,.2f} days, "
         f"{planned.gpu_hours:,.0f} GPU-hours"
@@ -127,9 +121,6 @@ def plan_record(planned: Plan) -> dict[str, Any]:
             for (collective, axis), size in planned.traffic.items()
         ],
         "time": asdict(planned.time),
-        "teacher_cache": asdict(planned.cache) | {"bytes_a_step": planned.cache.entry * planned.tokens}
-        if planned.cache
-        else None,
         "tokens_per_second": planned.tokens_per_second,
         "mfu": planned.mfu,
         "steps": planned.steps,

@@ -1,22 +1,12 @@
-"""Step time: kernels and collectives in FSDP2's order, and how much of each collective is hidden."""
+"""Step time: kernels and collectives in FSDP2's order, and how much of the collectives is hidden."""
 
-from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
 from titanlite.runtime.hardware import Hardware
-from titanlite.tools.plan.time import Collective, CollectiveName, Kernel, Unit, collective_time, kernel_time
-
-
-@dataclass(frozen=True)
-class CollectiveTime:
-    """Seconds of all collectives of one kind in an optimizer step."""
-
-    total: float
-    hidden: float
-    """Time in which kernels run beside them."""
+from titanlite.tools.plan.time import Collective, Kernel, Unit, collective_time, kernel_time
 
 
 @dataclass(frozen=True)
@@ -32,9 +22,18 @@ class StepTime:
     """Clipping and the optimizer."""
     communication: float
     """All collectives, hidden or not."""
-    by_collective: dict[CollectiveName, CollectiveTime] = field(default_factory=dict)
-    """The same by kind. A gather can run beside collectives of activations, which kernels wait for. Then the sum of
-    what is not hidden here is more than `exposed`."""
+
+
+class _Pass(NamedTuple):
+    """Forward or backward of a unit: seconds of its kernels, and of its collectives."""
+
+    compute: float
+    gather: float
+    reduce: float = 0.0
+    all_reduce: float = 0.0
+    ahead: bool = True
+    """The gather is issued when the pass before begins, and not when it ends."""
+    waits: float = 0.0
 
 
 def step_time(
@@ -62,141 +61,47 @@ def step_time(
     assert units
     assert accumulation > 0
 
-    def timed(collectives: Sequence[Collective]) -> tuple[_Timed, ...]:
-        found = (_Timed(it.op, collective_time(it, hardware, gpus_per_node)) for it in collectives)
-        return tuple(it for it in found if it.seconds)
+    def sent(collectives: Sequence[Collective]) -> float:
+        return sum(collective_time(it, hardware, gpus_per_node) for it in collectives)
 
     def computed(kernels: Sequence[Kernel]) -> float:
         return sum(kernel_time(kernel, hardware) for kernel in kernels)
 
-    passes = [_Pass(computed(it.forward), timed(it.gather), waits=timed(it.forward_waits)) for it in units]
+    passes = [_Pass(computed(it.forward), sent(it.gather), waits=sent(it.forward_waits)) for it in units]
     for index, it in enumerate(reversed(units)):  # the last unit still has its parameters when backward begins
-        collectives = timed(it.gather_again), timed(it.reduce), timed(it.all_reduce)
-        passes.append(_Pass(computed(it.backward), *collectives, ahead=index > 0, waits=timed(it.backward_waits)))
-    last = _micro_batch(passes, is_last=True)
-    parts = [last, *[_micro_batch(passes, is_last=False)] * (accumulation - 1)]
-    outside = timed(whole)
-    ran = [it for part in parts for it in part.collectives] + [_Ran(it.op, it.seconds, 0.0) for it in outside]
-    by_collective = _by_kind(ran, overlaps=hardware.overlaps)
-    compute = accumulation * last.compute
-    communication = sum(it.total for it in by_collective.values())
-    waiting = sum(it.seconds for it in outside)
+        collectives = sent(it.gather_again), sent(it.reduce), sent(it.all_reduce)
+        passes.append(_Pass(computed(it.backward), *collectives, ahead=index > 0, waits=sent(it.backward_waits)))
+    compute = accumulation * sum(it.compute for it in passes)
+    once, outside = sum(it.all_reduce for it in passes), sent(whole)
+    communication = accumulation * sum(it.gather + it.reduce + it.waits for it in passes) + once + outside
     worked = compute + communication
     if hardware.overlaps:
-        worked = sum(part.seconds for part in parts) + waiting
+        before = (accumulation - 1) * _micro_batch(passes, is_last=False)
+        worked = before + _micro_batch(passes, is_last=True) + outside
     updating = computed(update)
-    return StepTime(
-        worked + updating,
-        compute,
-        max(0.0, worked - compute),
-        updating,
-        communication,
-        by_collective,
-    )
+    return StepTime(worked + updating, compute, max(0.0, worked - compute), updating, communication)
 
 
-class _Timed(NamedTuple):
-    """A collective and its seconds."""
-
-    op: CollectiveName
-    seconds: float
-
-
-class _Ran(NamedTuple):
-    """A collective, its seconds, and those in which kernels run beside it."""
-
-    op: CollectiveName
-    seconds: float
-    hidden: float
-
-
-def _by_kind(ran: Sequence[_Ran], *, overlaps: bool) -> dict[CollectiveName, CollectiveTime]:
-    totals, hidden = dict[CollectiveName, float](), dict[CollectiveName, float]()
-    for it in ran:
-        totals[it.op] = totals.get(it.op, 0.0) + it.seconds
-        hidden[it.op] = hidden.get(it.op, 0.0) + (it.hidden if overlaps else 0.0)
-    return {op: CollectiveTime(total, min(total, hidden[op])) for op, total in totals.items()}
-
-
-class _Pass(NamedTuple):
-    """Forward or backward of a unit: seconds of its kernels, and its collectives."""
-
-    compute: float
-    gather: tuple[_Timed, ...]
-    reduce: tuple[_Timed, ...] = ()
-    all_reduce: tuple[_Timed, ...] = ()
-    ahead: bool = True
-    """The gather is issued when the pass before begins, and not when it ends."""
-    waits: tuple[_Timed, ...] = ()
-
-
-class _MicroBatch(NamedTuple):
-    """One micro-batch on a device that overlaps kernels and collectives."""
-
-    seconds: float
-    """Time from the first gather to the end of the last kernel and the last collective."""
-    compute: float
-    collectives: list[_Ran]
-
-
-class _Link:
-    """Runs one collective after the other."""
-
-    def __init__(self) -> None:
-        self.free = 0.0
-        self.ran: list[tuple[CollectiveName, float, float]] = []
-        """(kind, begin, end)."""
-
-    def run(self, collectives: Sequence[_Timed], *, issued: float) -> float:
-        """Return the time when the last collective ends. No collectives wait for nothing."""
-        if not collectives:
-            return issued
-        self.free = max(self.free, issued)
-        for op, seconds in collectives:
-            self.ran.append((op, self.free, self.free + seconds))
-            self.free += seconds
-        return self.free
-
-    def occupy(self, collectives: Sequence[_Timed], *, issued: float) -> None:
-        """Take the time of collectives that kernels wait for. They are counted where the kernels wait."""
-        if collectives:
-            self.free = max(self.free, issued) + sum(it.seconds for it in collectives)
-
-
-def _micro_batch(passes: Sequence[_Pass], *, is_last: bool) -> _MicroBatch:
-    link, compute = _Link(), _Compute()
-    waited: list[_Ran] = []
-    gathered = link.run(passes[0].gather, issued=0.0)
+def _micro_batch(passes: Sequence[_Pass], *, is_last: bool) -> float:
+    """Return the seconds from the first gather to the end of the last kernel and the last collective."""
+    free = gathered = passes[0].gather
     done = 0.0
-    for work, following in pairwise((*passes, _Pass(0.0, ()))):
+
+    def send(seconds: float, issued: float) -> float:
+        """Return the time when collectives end. No collectives wait for nothing."""
+        nonlocal free
+        if not seconds:
+            return issued
+        free = max(free, issued) + seconds
+        return free
+
+    for work, following in pairwise((*passes, _Pass(0.0, 0.0))):
         began = max(done, gathered)
-        waits = sum(it.seconds for it in work.waits)
-        done = began + work.compute + waits
-        compute.add(began + waits, done)
-        waited += [_Ran(it.op, it.seconds, 0.0) for it in work.waits]
-        link.occupy(work.waits, issued=began)
+        done = began + work.compute + work.waits
+        send(work.waits, began)
         if following.ahead:
-            gathered = link.run(following.gather, issued=began)
-        link.run(work.reduce + (work.all_reduce if is_last else ()), issued=done)
+            gathered = send(following.gather, began)
+        send(work.reduce + (work.all_reduce if is_last else 0.0), done)
         if not following.ahead:
-            gathered = link.run(following.gather, issued=done)
-    beside = [_Ran(op, end - begin, compute.until(end) - compute.until(begin)) for op, begin, end in link.ran]
-    return _MicroBatch(max(done, link.free), sum(work.compute for work in passes), waited + beside)
-
-
-class _Compute:
-    """Times in which kernels run."""
-
-    def __init__(self) -> None:
-        self.begins, self.before, self.lengths = [0.0], [0.0], [0.0]
-
-    def add(self, begin: float, end: float) -> None:
-        """Add an interval after all others."""
-        self.before.append(self.before[-1] + self.lengths[-1])
-        self.begins.append(begin)
-        self.lengths.append(end - begin)
-
-    def until(self, time: float) -> float:
-        """Return the seconds of kernels before a time."""
-        index = bisect_right(self.begins, time) - 1
-        return self.before[index] + min(self.lengths[index], time - self.begins[index])
+            gathered = send(following.gather, done)
+    return max(done, free)

@@ -201,7 +201,6 @@ class _Search:
             "parallelism.fsdp_reshard_after_forward": reshard,
             "activation_checkpoint.mode": mode,
             "activation_checkpoint.selective_ac_option": "op",
-            "activation_checkpoint.per_block": [],
             "training.local_batch_size": batch,
             "training.enable_cpu_offload": offload,
             **self.variants[variant],

@@ -106,7 +106,7 @@ def _try_step(config: Config, resolved: ResolvedConfig, ranks: Ranks, device: to
     compiler = config.compile.model_copy(update={"enable": False})
     small = config.model_copy(update={"training": training, "compile": compiler})
     spec = resolved.model
-    if not config.model.file and config.activation_checkpoint.mode != "per_block":  # else each block is tried
+    if not config.model.file:  # else each block is tried
         spec = _few_blocks(spec, config, 2 * period_of(config))
     trace = partial(trace_step, small, spec.model_cls, spec.args, world_size=ranks.world_size)
     teacher = _few_blocks(resolved.teacher.spec, Config(), 2) if resolved.teacher else None

@@ -83,11 +83,10 @@ def _smaller_batch(config: Config, layout: Layout, present: Plan, attempt: Attem
 def _candidates(config: Config, layout: Layout) -> Iterator[tuple[Options, str]]:
     """Yield (options, cost) of all options but the local batch size."""
     parallelism, mode = config.parallelism, config.activation_checkpoint.mode
-    no_list: Options = {"activation_checkpoint.per_block": []} if mode == "per_block" else {}
     if mode == "none":
         yield ({"activation_checkpoint.mode": "selective"}, "recomputes in backward what is cheap")
     if mode != "full":
-        yield ({"activation_checkpoint.mode": "full"} | no_list, "recomputes forward: about a third more arithmetic")
+        yield ({"activation_checkpoint.mode": "full"}, "recomputes forward: about a third more arithmetic")
     if parallelism.fsdp_reshard_after_forward != "always":
         options: Options = {"parallelism.fsdp_reshard_after_forward": "always"}
         yield (options, "gathers parameters again for backward: more communication")

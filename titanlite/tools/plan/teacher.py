@@ -1,10 +1,11 @@
 """The teacher in a plan: which model it is, what a cache holds of it, and what another layout keeps of it."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 from titanlite.checks.preflight import select_model
 from titanlite.config.load import load
-from titanlite.data.teacher_entries import TOP_K, StoredDtype, entry_type, read_settings
+from titanlite.data.teacher_entries import TOP_K, StoredDtype, read_settings
 from titanlite.models.decoder import DecoderArgs
 from titanlite.models.registry import ModelSpec
 from titanlite.schema import Teacher
@@ -18,20 +19,15 @@ PREFIX = "teacher."
 """Prefix of the teacher's FSDP units."""
 
 
-@dataclass(frozen=True)
-class CacheSize:
-    """Size of what a cache holds of a teacher."""
+class CacheEntry(NamedTuple):
+    """What a cache holds of a teacher for each token."""
 
     top_k: int
     dtype: StoredDtype
-    entry: int
-    """Bytes of a token."""
-    on_disk: int | None
-    """Bytes of the cache. None: it is not written yet, and `titanlite distill cache` has its defaults."""
 
 
-def cache_size(config: Teacher, *, vocab_size: int) -> CacheSize | None:
-    """Return the size of the cache of a config; None without one.
+def cache_entry(config: Teacher, *, vocab_size: int) -> CacheEntry | None:
+    """Return what the cache of a config holds; None without one. One that is not written yet has the defaults.
 
     Raises:
         UserError: the folder is no cache.
@@ -40,11 +36,9 @@ def cache_size(config: Teacher, *, vocab_size: int) -> CacheSize | None:
         return None
     folder = cache_folder(config.cache)
     if not folder.exists():
-        top_k = min(TOP_K, vocab_size)
-        return CacheSize(top_k, "float16", entry_type(vocab_size, top_k, "float16").itemsize, None)
+        return CacheEntry(min(TOP_K, vocab_size), "float16")
     settings = read_settings(folder)
-    on_disk = sum(path.stat().st_size for path in folder.glob("*/*.topk"))
-    return CacheSize(settings.top_k, settings.dtype, settings.entry.itemsize, on_disk)
+    return CacheEntry(settings.top_k, settings.dtype)
 
 
 def teacher_spec(config: Teacher, *, seq_len: int) -> ModelSpec | None:

@@ -41,7 +41,7 @@ from titanlite.techniques.tensor.layers import tensor_ranks
 from titanlite.tools.plan.fake_ranks import fake_ranks
 from titanlite.tools.plan.gpu_kernels import FakeCpuKernels, GpuKernels
 from titanlite.tools.plan.recorder import Recorder
-from titanlite.tools.plan.teacher import PREFIX, CacheSize, cache_size
+from titanlite.tools.plan.teacher import PREFIX, CacheEntry, cache_entry
 
 BACKEND = "aot_eager_decomp_partition"
 """Backend of torch.compile in a trace."""
@@ -66,14 +66,12 @@ def trace_step(
     *,
     world_size: int,
     gpu: bool,
-    steps: int = 1,
     teacher: ModelSpec | None = None,
 ) -> StepTrace:
     """Trace a step whose optimizer has its states already.
 
     Args:
         gpu: whether the kernels are those of an NVIDIA GPU, or those of this machine's CPU.
-        steps: number of recorded steps; all are alike.
         teacher: model of the teacher, if the config has one.
 
     Raises:
@@ -87,10 +85,54 @@ def trace_step(
     with fake_ranks(world_size), _fresh_compiler(config):
         model, mesh = parallelized(config, model_cls, args, world_size=world_size, kernels=kernels)
         guide = traced_teacher(config, teacher, mesh=mesh, kernels=kernels) if teacher else None
-        cache = cache_size(config.teacher, vocab_size=args.vocab_size)
-        recorder = _record(config, model, mesh, kernels, steps, guide, cache)
-    micro_batches = min(MICRO_BATCHES, accumulation)
-    return StepTrace(recorder, len(model.layers), micro_batches)
+        cache = cache_entry(config.teacher, vocab_size=args.vocab_size)
+        tokens = loss_group(mesh)  # its ranks are values, which a fake tensor lacks
+        with FakeTensorMode(allow_non_fake_inputs=True) as fakes:
+            recorder = Recorder(fakes, gpu=gpu)
+            recorder.name_group(world_group(mesh), "world")
+            for axis, group in (_groups_of_parameters(model) | axis_groups(mesh)).items():
+                recorder.name_group(group, axis, inside=axis in ACTIVATION_AXES)
+            models = {"": model} | ({PREFIX: guide.model} if guide else {})
+            phases = ExitStack()
+            for prefix, it in models.items():
+                observe_fsdp(it, recorder, prefix=prefix)
+                phases.enter_context(_forward_phases(it, recorder, prefix=prefix))
+            with recorder, phases:
+                for prefix, it in models.items():
+                    with recorder.category("other"):
+                        allocate(it, torch.device("cpu"), torch.device("cpu"))
+                    recorder.label((p for _, p in unique_parameters(it)), "teacher" if prefix else "parameters")
+                optimizer: Any = _TracedOptimizer(fake_optimizer(config, model, kernels), recorder)
+                with recorder.category("other"):
+                    fill_states(optimizer, one_by_one=not keeps_gradients(config))
+                    batches = [split_batch(it, mesh) for it in _batches(config, data_parallel_rank(mesh)[1], cache)]
+                states = (value for state in optimizer.state.values() for value in state.values())
+                recorder.label((value for value in states if isinstance(value, Tensor)), "optimizer")
+                in_backward = _updates_in_backward(model, optimizer, recorder) if config.optimizer.in_backward else None
+                after_update = recorder.during("other", after_updates(config, model))
+                if guide and config.teacher.fsdp_reshard_after_forward == "never":
+                    guide(batches[0])  # gathers all that later steps find gathered
+                    recorder.sent.clear()
+                teacher_output = cached_output if cache else guide
+                distill = config.distill if teacher_output else None
+                loss = build_loss(config.training, kernels, distill, vocabulary=tensor_ranks(mesh))
+                recorder.unit("step")
+                after_update()  # of the step before
+                train_step(
+                    model,
+                    batches,
+                    optimizer=optimizer,
+                    group=tokens,
+                    world=world_group(mesh),
+                    max_norm=config.training.max_norm,
+                    loss_function=recorder.during("logits", loss),
+                    teacher=teacher_output,
+                    in_backward=in_backward,
+                    reduce_once=config.parallelism.fsdp_reduce_gradients == "last",
+                    observer=recorder,
+                )
+                recorder.unit("end")
+    return StepTrace(recorder, len(model.layers), min(MICRO_BATCHES, accumulation))
 
 
 def parallelized(
@@ -127,68 +169,6 @@ def traced_teacher(config: Config, spec: ModelSpec, *, mesh: DeviceMesh, kernels
     )
     keeps_gathered = config.teacher.fsdp_reshard_after_forward == "never"
     return Teacher(model.eval(), keeps_gathered=keeps_gathered, flops_per_token=(0.0, 0.0))
-
-
-def _record(
-    config: Config,
-    model: Model,
-    mesh: DeviceMesh,
-    kernels: Kernels,
-    steps: int,
-    teacher: Teacher | None,
-    cache: CacheSize | None,
-) -> Recorder:
-    tokens = loss_group(mesh)  # its ranks are values, which a fake tensor lacks
-    with FakeTensorMode(allow_non_fake_inputs=True) as fakes:
-        recorder = Recorder(fakes, gpu=isinstance(kernels, GpuKernels))
-        recorder.name_group(world_group(mesh), "world")
-        for axis, group in (_groups_of_parameters(model) | axis_groups(mesh)).items():
-            recorder.name_group(group, axis, inside=axis in ACTIVATION_AXES)
-        observe_fsdp(model, recorder)
-        phases = ExitStack()
-        if teacher:
-            observe_fsdp(teacher.model, recorder, prefix=PREFIX)
-            phases.enter_context(_forward_phases(teacher.model, recorder, prefix=PREFIX))
-        with recorder, _forward_phases(model, recorder), phases:
-            with recorder.category("other"):
-                allocate(model, torch.device("cpu"), torch.device("cpu"))
-                if teacher:
-                    allocate(teacher.model, torch.device("cpu"), torch.device("cpu"))
-            recorder.label((p for _, p in unique_parameters(model)), "parameters")
-            if teacher:
-                recorder.label((p for _, p in unique_parameters(teacher.model)), "teacher")
-            optimizer: Any = _TracedOptimizer(fake_optimizer(config, model, kernels), recorder)
-            with recorder.category("other"):
-                fill_states(optimizer, one_by_one=not keeps_gradients(config))
-                batches = [split_batch(it, mesh) for it in _batches(config, data_parallel_rank(mesh)[1], cache)]
-            states = (value for state in optimizer.state.values() for value in state.values())
-            recorder.label((value for value in states if isinstance(value, Tensor)), "optimizer")
-            in_backward = _updates_in_backward(model, optimizer, recorder) if config.optimizer.in_backward else None
-            after_update = recorder.during("other", after_updates(config, model))
-            if teacher and config.teacher.fsdp_reshard_after_forward == "never":
-                teacher(batches[0])  # gathers all that later steps find gathered
-                recorder.sent.clear()
-            teacher_output = cached_output if cache else teacher
-            distill = config.distill if teacher_output else None
-            loss = build_loss(config.training, kernels, distill, vocabulary=tensor_ranks(mesh))
-            for _ in range(steps):
-                recorder.unit("step")
-                after_update()  # of the step before
-                train_step(
-                    model,
-                    batches,
-                    optimizer=optimizer,
-                    group=tokens,
-                    world=world_group(mesh),
-                    max_norm=config.training.max_norm,
-                    loss_function=recorder.during("logits", loss),
-                    teacher=teacher_output,
-                    in_backward=in_backward,
-                    reduce_once=config.parallelism.fsdp_reduce_gradients == "last",
-                    observer=recorder,
-                )
-            recorder.unit("end")
-    return recorder
 
 
 def _groups_of_parameters(model: Model) -> dict[str, dist.ProcessGroup]:
@@ -275,7 +255,7 @@ def fill_states(optimizer: torch.optim.Optimizer, *, one_by_one: bool) -> None:
         optimizer.zero_grad()
 
 
-def _batches(config: Config, ranks: int, cache: CacheSize | None) -> list[Batch]:
+def _batches(config: Config, ranks: int, cache: CacheEntry | None) -> list[Batch]:
     size, accumulation = config.training.batch_split(ranks)
     seq_len = config.training.seq_len
     batches = []
@@ -295,7 +275,7 @@ def _batches(config: Config, ranks: int, cache: CacheSize | None) -> list[Batch]
 
 
 @contextmanager
-def _forward_phases(model: Model, recorder: Recorder, *, prefix: str = "") -> Iterator[None]:
+def _forward_phases(model: Model, recorder: Recorder, *, prefix: str) -> Iterator[None]:
     """Begin a phase with the forward pass of each FSDP unit.
 
     Args:

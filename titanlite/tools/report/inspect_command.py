@@ -11,7 +11,7 @@ from titanlite.runtime.errors import UserError
 from titanlite.tools.arguments import Count, Index
 from titanlite.tools.plan.parameters import inspect_ranks
 from titanlite.tools.report.parameter_table import layout_lines, layout_record, show
-from titanlite.tools.report.pieces import pieces_lines, pieces_record, read_pieces
+from titanlite.tools.report.pieces import pieces_lines, read_pieces
 
 
 def inspect(
@@ -22,7 +22,6 @@ def inspect(
     rank: Index | None = None,
     all_: bool = False,
     memory: bool = False,
-    run_config: str | None = None,
     json_: bool = False,
 ) -> None:
     """Show what each rank holds: of a config, or in a checkpoint.
@@ -41,7 +40,6 @@ def inspect(
         rank (R): rank to show; default: 0
         all_: show every block, also those that are alike
         memory: of a run: memory by phase as its first steps measured it, and the plan's
-        run_config (FILE): with --memory: config of a run whose own names code; default: its own
         json_: print JSON, with every parameter or tensor
 
     Example:
@@ -65,7 +63,7 @@ def inspect(
     if memory:
         from titanlite.tools.report.run_memory import print_memory
 
-        print_memory(Path(config), config=run_config, as_json=json_)
+        print_memory(Path(config), as_json=json_)
     elif is_stored:
         inspect_checkpoint(config, whole=all_, as_json=json_)
     else:
@@ -102,7 +100,7 @@ def inspect_checkpoint(path: str, *, whole: bool, as_json: bool) -> None:
         UserError: there is no checkpoint, or it is damaged.
     """
     stored = read_pieces(path)
-    show(pieces_record(stored) if as_json else pieces_lines(stored, whole=whole))
+    show(stored if as_json else pieces_lines(stored, whole=whole))
 
 
 def _smallest_world(path: str, overrides: Sequence[str]) -> int:

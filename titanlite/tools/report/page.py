@@ -16,27 +16,16 @@ from titanlite.runtime.console import install_hint
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.files import write_atomically
 from titanlite.tools.report.charts import report_of
-from titanlite.tools.report.run_records import RunRecords, read_run, smoothed
+from titanlite.tools.report.run_records import RunRecords, read_run
 
 TEMPLATE = Path(__file__).with_name("page.html")
 WATCH_SECONDS = 5
 """Time between two looks of a served page at the records."""
 SILENT_SECONDS = 10.0
 """Time for which a connection to a served page may be silent: a browser asks at once."""
-PICTURES = (".png", ".pdf", ".svg", ".jpg")
-"""Endings of the files that --png writes."""
-PAPER = {
-    "loss": "loss (nats a token)",
-    "grad_norm": "gradient norm (log scale)",
-    "lr": "learning rate",
-    "tokens_per_second": "tokens/s",
-}
-"""Metrics of the picture for papers, with the labels of their axes."""
 
 
-def report(
-    runs: Sequence[Path], *, out: Path | None = None, png: Path | None = None, watch: bool = False, port: int = 8765
-) -> None:
+def report(runs: Sequence[Path], *, out: Path | None = None, watch: bool = False, port: int = 8765) -> None:
     """Write an HTML page about runs, or serve it while they train.
 
     The page needs no network. Several runs are drawn in the same charts.
@@ -44,7 +33,6 @@ def report(
     Args:
         runs (RUN): folder of a run, such as outputs/debug
         out (FILE): page to write; default: report.html in the folder of the first run
-        png (FILE): also draw loss, gradient norm, learning rate and speed for papers
         watch: serve the page on this machine alone, and keep it current
         port: port of --watch; default: 8765; 0: any
 
@@ -53,15 +41,13 @@ def report(
 
     Example:
         outputs/debug
-        outputs/first outputs/second --out compare.html --png compare.png
+        outputs/first outputs/second --out compare.html
         outputs/debug --watch
     """
-    for flag, file in {"out": out, "png": png}.items():
-        if file and not file.parent.is_dir():
-            raise UserError(f"titanlite report: --{flag} {file}: there is no folder {file.parent}")
-    if png and png.suffix.lower() not in PICTURES:
-        raise UserError(f"titanlite report: --png {png}: name a file with one of {', '.join(PICTURES)}")
-    _need("plotly")
+    if out and not out.parent.is_dir():
+        raise UserError(f"titanlite report: --out {out}: there is no folder {out.parent}")
+    if find_spec("plotly") is None:
+        raise UserError(f"plotly is not installed: {install_hint('report')}")
     if watch:
         serve(runs, port=port)
         return
@@ -70,17 +56,9 @@ def report(
     place = out or runs[0] / "report.html"
     try:
         write_atomically(place, page(found))
-        print(f"wrote {place}")
-        if png:
-            draw_png(found, png)
-            print(f"wrote {png}")
     except OSError as error:
         raise UserError(f"{error.filename or place}: {error.strerror}") from None
-
-
-def _need(package: str) -> None:
-    if find_spec(package) is None:
-        raise UserError(f"{package} is not installed: {install_hint('report')}")
+    print(f"wrote {place}")
 
 
 def _check_names(runs: Sequence[RunRecords]) -> None:
@@ -189,35 +167,3 @@ def serve(paths: Sequence[Path], *, port: int) -> None:
             serving.serve_forever()
         except KeyboardInterrupt:
             return
-
-
-# For papers
-
-
-def draw_png(runs: Sequence[RunRecords], place: Path) -> None:
-    """Draw loss, gradient norm, learning rate and speed of runs.
-
-    Raises:
-        UserError: matplotlib is missing.
-    """
-    _need("matplotlib")
-    import matplotlib.pyplot as plt
-
-    plt.switch_backend("agg")
-    sheet, grid = plt.subplots(2, 2, figsize=(9, 6), layout="constrained", dpi=200)
-    for axes, (name, label) in zip(grid.flat, PAPER.items(), strict=True):
-        for number, run in enumerate(runs):
-            values = [math.nan if value is None else value for value in run.column(name)]
-            color = f"C{number}"
-            if name == "loss":
-                axes.plot(run.steps, values, color=color, alpha=0.3, linewidth=0.8)
-                values = smoothed(run.column(name))
-            axes.plot(run.steps, values, color=color, label=run.name, linewidth=1.4)
-        if name == "grad_norm":
-            axes.set_yscale("log")
-        axes.set(xlabel="step", ylabel=label)
-        axes.spines[["top", "right"]].set_visible(False)
-    if len(runs) > 1:
-        grid.flat[0].legend(frameon=False)
-    sheet.savefig(place)
-    plt.close(sheet)

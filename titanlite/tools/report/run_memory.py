@@ -30,18 +30,14 @@ NOTES = {
 }
 
 
-def print_memory(run: Path, *, config: str | None, as_json: bool) -> None:
+def print_memory(run: Path, *, as_json: bool) -> None:
     """Print the newest record of a run's memory, and the plan of the run's config.
 
-    Args:
-        run: folder of the run.
-        config: of the run; None takes that of its folder, if it names no code.
-
     Raises:
-        UserError: there is no such record, it is damaged, or its config has no plan.
+        UserError: there is no such record, it is damaged, or the run's config names code or has no plan.
     """
     record = newest_record(run)
-    of_run = with_vocab_size(load_of_run(run, config, world_size=record["world_size"]))
+    of_run = with_vocab_size(load_of_run(run, world_size=record["world_size"]))
     torch.set_num_threads(1)
     on_gpu = record["source"] == "allocator"
     device = replace(find_hardware("H100"), measured=not on_gpu)  # memory depends on whether it is a GPU, not on which

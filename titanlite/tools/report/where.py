@@ -131,9 +131,7 @@ def _samples(dump: Dump, reference: Dump) -> str:
         return f"the tokens of the global batch have shape {[*one.shape]} in A and {[*other.shape]} in B"
     rows = (one != other).any(dim=1).nonzero().flatten().tolist()
     rank = rows[0] * dump.index.ranks // len(one)
-    exchanged = sorted(one.tolist()) == sorted(other.tolist())
-    same = "; both have the same samples in another order" if exchanged else ""
-    return f"the tokens of samples {_listed(rows)} of the global batch differ, first on rank {rank} of A{same}"
+    return f"the tokens of samples {_listed(rows)} of the global batch differ, first on rank {rank} of A"
 
 
 def _listed(numbers: Sequence[int]) -> str:
