@@ -167,7 +167,9 @@ def build(
     )
     memory.label((parameter for _, parameter in unique_parameters(model)), "parameters")
     start.phase(Phase.OPTIMIZER)
-    optimizer = build_optimizer(model, config.optimizer, seed=config.debug.seed, disk=disk)
+    optimizer = build_optimizer(
+        model, config.optimizer, seed=config.debug.seed, disk=disk, fused=not config.debug.reproducible_layouts
+    )
     memory.follow(optimizer)
 
     # Resume

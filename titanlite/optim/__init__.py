@@ -31,6 +31,7 @@ def build_optimizer(
     seed: int,
     disk: "DiskTensors | None" = None,
     pick_kernel: PickKernel | None = None,
+    fused: bool = True,
 ) -> torch.optim.Optimizer:
     """Build the optimizer that the config names; several classes become one `CombinedOptimizer`.
 
@@ -41,6 +42,7 @@ def build_optimizer(
         disk: holds parameters or moments. None: they are in memory.
         pick_kernel: returns the kernel of `SlicedAdamW` for parameters on a device. Default: the Triton kernel, where
             it starts.
+        fused: whether AdamW is the fused kernel. On CPUs, that kernel rounds the last elements of a shard differently.
 
     Raises:
         UserError: a name is unknown, or the groups do not fit the model.
@@ -48,7 +50,10 @@ def build_optimizer(
     by_class: dict[tuple[str, str], list[ParameterGroup]] = {}
     for group in parameter_groups(config, trainable_parameters(model)):
         by_class.setdefault((group.name, repr(sorted(group.args.items()))), []).append(group)
-    optimizers = [_build(groups, config, seed=seed, disk=disk, pick_kernel=pick_kernel) for groups in by_class.values()]
+    optimizers = [
+        _build(groups, config, seed=seed, disk=disk, pick_kernel=pick_kernel, fused=fused)
+        for groups in by_class.values()
+    ]
     return optimizers[0] if len(optimizers) == 1 else CombinedOptimizer(optimizers)
 
 
@@ -59,6 +64,7 @@ def _build(
     seed: int,
     disk: "DiskTensors | None",
     pick_kernel: PickKernel | None,
+    fused: bool,
 ) -> torch.optim.Optimizer:
     """Build the optimizer of groups that differ in learning rate and weight decay only."""
     optimizer_cls = find_optimizer_cls(groups[0].name)
@@ -73,6 +79,8 @@ def _build(
         for group in groups
     ]
     options = constructor_options(optimizer_cls, config, groups[0].args)
+    if not fused and optimizer_cls is torch.optim.AdamW:
+        options["fused"] = False
     state_dtype = getattr(torch, config.state_dtype)
     is_float32 = state_dtype == torch.float32 and all(p.dtype == torch.float32 for p in parameters.values())
     if optimizer_cls is torch.optim.AdamW and (disk or not is_float32):

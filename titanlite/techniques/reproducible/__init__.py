@@ -16,7 +16,7 @@ class ReproducibleLayouts(Technique):
     def is_used(self, config: Config) -> bool:
         return config.debug.reproducible_layouts or config.debug.hash_freq > 0
 
-    @reads(option, "training", "parallelism", "optimizer")
+    @reads(option, "training", "parallelism", "optimizer", "offload")
     def conflicts(self, config: Config) -> Iterator[Conflict]:
         if not config.debug.reproducible_layouts:
             return
@@ -40,7 +40,10 @@ class ReproducibleLayouts(Technique):
             "parallelism.tensor_parallel_degree": parallelism.tensor_parallel_degree > 1,
             'parallelism.fsdp_reduce_gradients = "last"': parallelism.fsdp_reduce_gradients == "last",
             'training.mixed_precision_param = "float16"': training.mixed_precision_param == "float16",
+            'training.dtype = "bfloat16"': training.dtype != "float32",
+            "optimizer.state_dtype": config.optimizer.state_dtype != "float32",
             "optimizer.in_backward": config.optimizer.in_backward,
+            "[offload]": config.offload.is_used,
         }
         for other, is_set in refused.items():
             if is_set:

@@ -1,4 +1,4 @@
-"""Hashes of weights and optimizer states in hashes.jsonl. `titanlite report` shows the first step where two runs part."""
+"""Hashes of weights and optimizer states, in hashes.jsonl of the run."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""`titanlite checkpoint`: list, verify, restore, show, hash and prune checkpoints. Only `show` and `hash` import torch."""
+"""`titanlite checkpoint`: list, verify, restore, show, hash and prune. Only `show` and `hash` import torch."""
 
 import json
 import os

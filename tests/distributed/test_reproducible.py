@@ -1,0 +1,134 @@
+"""`debug.reproducible_layouts`: the same bits on every layout, also after a kill on another one."""
+
+import json
+import shutil
+from fractions import Fraction
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tests.helpers import TinyRun, run_in_turn, run_ranks, train_on_this_rank
+from tests.layouts import degrees
+from titanlite.runtime.errors import ConfigError
+from titanlite.schema import Config
+from titanlite.techniques.reproducible import sums
+from titanlite.tools import cli
+
+ON = ["--debug.reproducible_layouts", "--training.local_batch_size=1", "--training.global_batch_size=8"]
+SETTINGS = [*ON, "--training.steps=6", "--checkpoint.interval=3", "--debug.hash_freq=1", "--optimizer.lr=3e-3"]
+LAYOUTS = [(1, 1), (1, 2), (2, 1), (1, 4), (2, 2), (4, 1)]
+
+
+def train(rank: int, world_size: int, config: Config) -> None:
+    train_on_this_rank(config, rank, world_size)
+
+
+def train_with_another_order(rank: int, world_size: int, config: Config) -> None:
+    """Add the second half of the parts to the first one: a tree, but another one."""
+
+    def tree_sum(parts: Tensor) -> Tensor:
+        while len(parts) > 1:
+            parts = parts[: len(parts) // 2] + parts[len(parts) // 2 :]
+        return parts[0]
+
+    sums.tree_sum = tree_sum
+    train(rank, world_size, config)
+
+
+def hashes(tiny: TinyRun, name: str) -> list[str]:
+    """The hash after each step."""
+    lines = (tiny.folder / "outputs" / name / "hashes.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
+    return [json.loads(line)["hash"] for line in lines]
+
+
+def run_on(tiny: TinyRun, function: Any, layouts: dict[str, tuple[int, int]], *options: str) -> None:
+    for world_size in sorted({replicate * shard for replicate, shard in layouts.values()}):
+        configs = [
+            tiny.config(*SETTINGS, *options, *degrees(*layout), f"--job.name={name}", world_size=world_size)
+            for name, layout in layouts.items()
+            if layout[0] * layout[1] == world_size
+        ]
+        run_in_turn(function, world_size, configs)
+
+
+def test_two_ranks_have_the_bits_of_one(tiny: TinyRun, capfd: pytest.CaptureFixture[str]) -> None:
+    run_on(tiny, train, {"one": (1, 1), "sharded": (1, 2), "replicas": (2, 1)})
+    one = hashes(tiny, "one")
+    assert len({*one}) == 6
+    assert hashes(tiny, "sharded") == hashes(tiny, "replicas") == one
+    values = [[(it["loss"], it["grad_norm"]) for it in tiny.records(name)] for name in ("one", "sharded", "replicas")]
+    assert values[0] == values[1] == values[2]
+    for name in ("one", "sharded"):
+        assert cli.run(["checkpoint", "hash", str(tiny.folder / "outputs" / name)]) == 0
+        assert capfd.readouterr().out.strip() == one[-1]
+
+
+@pytest.mark.slow
+def test_every_layout_and_a_resume_on_another_have_one_hash(tiny: TinyRun) -> None:
+    run_on(tiny, train, {f"on-{r}-{s}": (r, s) for r, s in LAYOUTS})
+    one = hashes(tiny, "on-1-1")
+    for replicate, shard in LAYOUTS:
+        assert hashes(tiny, f"on-{replicate}-{shard}") == one, (replicate, shard)
+    outputs = tiny.folder / "outputs"
+    shutil.rmtree(outputs / "on-1-4" / "checkpoints" / "step-00000006")  # killed after step 3 on four ranks
+    run_on(tiny, train, {"on-1-4": (2, 1)})
+    assert hashes(tiny, "on-1-4") == one
+    run_on(tiny, train_with_another_order, {"other-order": (1, 4)})
+    assert hashes(tiny, "other-order")[0] != one[0], "control: another tree"
+    run_on(tiny, train, {"other-seed": (1, 4)}, "--debug.seed=1")
+    assert hashes(tiny, "other-seed")[0] != one[0], "control: other sequences"
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--training.mixed_precision_param=bfloat16"],
+        ["--data.document_mask", "--activation_checkpoint.mode=full"],
+        ["--optimizer.name=Muon"],
+        ["--lora.rank=4"],
+        ["--training.enable_cpu_offload"],
+        ["--compile.enable"],
+    ],
+    ids=lambda options: options[0],
+)
+def test_techniques_have_one_hash(tiny: TinyRun, options: list[str]) -> None:
+    run_on(tiny, train, {"one": (1, 1), "four": (2, 2)}, *options)
+    assert hashes(tiny, "one") == hashes(tiny, "four")
+
+
+def exact(rank: int, world_size: int, values: list[float]) -> tuple[float, float]:
+    group = dist.group.WORLD
+    assert group is not None
+    part = torch.tensor(values)[rank::world_size]
+    bad = torch.tensor([torch.nan if rank == 1 else 1.0])
+    found = sums.exact_sums([part, bad], group)
+    return float(found[0]), float(found[1])
+
+
+def test_sums_over_ranks_do_not_depend_on_who_has_what() -> None:
+    values = torch.randn(1000, generator=torch.Generator().manual_seed(0)).mul(1e3).tolist()
+    values = torch.tensor(values).tolist()  # float32
+    [one] = run_ranks(exact, 1, values)
+    two = run_ranks(exact, 2, values)
+    assert two[0][0] == two[1][0] == one[0]
+    assert one[0] == pytest.approx(float(sum(map(Fraction, values))), abs=1e3 * 2**-33 * 1000)
+    assert one[1] == 1
+    assert two[0][1] == two[1][1] == float("inf"), "an element of rank 1 is not finite"
+
+
+def test_what_cannot_be_divided_is_refused_with_the_fix(tiny: TinyRun) -> None:
+    for options, world_size, key, fix in [
+        (["--training.global_batch_size=6"], 1, "training.global_batch_size", "set 4 or 8"),
+        (["--training.local_batch_size=2"], 1, "training.local_batch_size", "set training.local_batch_size = 1"),
+        (["--training.global_batch_size=24"], 3, "debug.reproducible_layouts", "use 2 or 4"),
+        (["--parallelism.context_parallel_degree=2"], 2, "debug.reproducible_layouts", "context_parallel_degree"),
+        (["--optimizer.in_backward", "--training.max_norm=0"], 1, "debug.reproducible_layouts", "in_backward"),
+    ]:
+        with pytest.raises(ConfigError) as error:
+            tiny.config(*ON, *options, world_size=world_size)
+        assert any(it.key == key and fix in str(it) for it in error.value.problems), (options, str(error.value))
