@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from titanlite.batch import Batch
 from titanlite.checkpoint.load import OpenWeights, newest_saved, resume_settings
 from titanlite.checkpoint.manager import CheckpointManager, Progress
+from titanlite.checkpoint.state import flat, state_of
 from titanlite.data.loader import MicroBatches, build_loader
 from titanlite.data.samples import Samples
 from titanlite.data.sources import PrepareText, open_data
@@ -272,7 +273,6 @@ def build(
     replicas = count_parameter_replicas(model, world)
     parts = RunParts(
         model=model,
-        optimizer=optimizer,
         mesh=mesh,
         ranks=ranks,
         device=device,
@@ -280,6 +280,7 @@ def build(
         folder=folder.path,
         steps=steps,
         open_records=lambda name: RecordFile(folder.path / name, progress.step) if ranks.rank == 0 else None,
+        state=lambda: flat(state_of(model, optimizer)),
         not_training=metrics.profiling,
     )
     observers = [it for technique in used(config) for it in technique.observers(config, parts)]

@@ -54,7 +54,6 @@ class RunParts:
     """Parts of a run that an observer may need."""
 
     model: "Model"
-    optimizer: "torch.optim.Optimizer"
     mesh: "DeviceMesh"
     ranks: "Ranks"
     device: "torch.device"
@@ -66,6 +65,8 @@ class RunParts:
     """Steps of the whole run."""
     open_records: "Callable[[str], RecordFile | None]"
     """Opens a file of records in the folder of the run, by its name. None on ranks that do not write."""
+    state: "Callable[[], Mapping[str, torch.Tensor]]"
+    """Returns the tensors of a checkpoint, by name."""
     not_training: "Callable[[], AbstractContextManager[None]]"
     """Excludes a block from step time."""
 

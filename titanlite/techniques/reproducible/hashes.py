@@ -1,13 +1,16 @@
 """Hashes of weights and optimizer states, in hashes.jsonl of the run."""
 
+from typing import TYPE_CHECKING
+
 import torch
 
-from titanlite.checkpoint.state import flat, state_of
-from titanlite.checkpoint.state_hash import hash_tensors, join_hashes
-from titanlite.metrics.records import RecordFile
 from titanlite.observer import Phase, StepObserver
+from titanlite.runtime.state_hash import hash_tensors, join_hashes
 from titanlite.schedule import is_due
 from titanlite.techniques.technique import RunParts
+
+if TYPE_CHECKING:
+    from titanlite.metrics.records import RecordFile
 
 
 class StateHashes(StepObserver):
@@ -18,7 +21,7 @@ class StateHashes(StepObserver):
         file: on the rank that writes.
     """
 
-    def __init__(self, run: RunParts, *, freq: int, file: RecordFile | None) -> None:
+    def __init__(self, run: RunParts, *, freq: int, file: "RecordFile | None") -> None:
         self._run, self._freq, self._file = run, freq, file
         self._step = 0
 
@@ -30,7 +33,7 @@ class StateHashes(StepObserver):
         """Write the hash once the optimizer has made its step."""
         if name is Phase.METRICS and is_due(self._step, self._freq, last=self._step == self._run.steps):
             with self._run.not_training():
-                hashes = hash_tensors(flat(state_of(self._run.model, self._run.optimizer)))
+                hashes = hash_tensors(self._run.state())
             if self._file:
                 self._file.write({"step": self._step, "hash": join_hashes(hashes)})
 
