@@ -129,6 +129,7 @@ def trace_step(
                     teacher=teacher_output,
                     in_backward=in_backward,
                     reduce_once=config.parallelism.fsdp_reduce_gradients == "last",
+                    exact=config.debug.reproducible_layouts,
                     observer=recorder,
                 )
                 recorder.unit("end")
@@ -188,8 +189,9 @@ def fake_optimizer(config: Config, model: Model, kernels: Kernels) -> torch.opti
         if problems := check_optimizer(config.optimizer, None, dtype=config.training.dtype):  # may allocate, once
             raise ConfigError(problems)
         return build_optimizer(
-            model, config.optimizer, seed=0, pick_kernel=lambda _: _update_as_one if on_gpu else None
-        )
+            model, config.optimizer, seed=0, pick_kernel=lambda _: _update_as_one if on_gpu else None,
+            fused=not config.debug.reproducible_layouts,
+        )  # fmt: skip
 
 
 def _update_as_one(
