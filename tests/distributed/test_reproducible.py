@@ -132,3 +132,23 @@ def test_what_cannot_be_divided_is_refused_with_the_fix(tiny: TinyRun) -> None:
         with pytest.raises(ConfigError) as error:
             tiny.config(*ON, *options, world_size=world_size)
         assert any(it.key == key and fix in str(it) for it in error.value.problems), (options, str(error.value))
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("layout", [(1, 2, 1, 2), (1, 2, 1, 1, 2)], ids=["tensor", "expert"])
+def test_the_hash_of_a_run_is_that_of_its_checkpoint_on_further_axes(
+    tiny: TinyRun, capfd: pytest.CaptureFixture[str], layout: tuple[int, ...]
+) -> None:
+    """Parameters are split along several dims there."""
+    moe = "--model={name='qwen3_moe', flavor='debug', args={dim=32, n_layers=2, vocab_size=259}}"
+    dense = "--model.args={dim=48, n_layers=2, n_heads=4, n_kv_heads=2, hidden_dim=42, vocab_size=260}"
+    ranks = layout[0] * layout[1] * (layout[3] if len(layout) == 4 else 1)
+    options = [
+        moe if len(layout) == 5 else dense,
+        "--training.steps=6",
+        "--debug.hash_freq=1",
+        "--checkpoint.interval=6",
+    ]
+    run_in_turn(train, ranks, [tiny.config(*options, *degrees(*layout), world_size=ranks)])
+    assert cli.run(["checkpoint", "hash", str(tiny.folder / "outputs" / "tiny")]) == 0
+    assert capfd.readouterr().out.strip() == hashes(tiny, "tiny")[-1]
