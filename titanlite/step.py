@@ -139,8 +139,8 @@ def accumulate(
     in_backward: "InBackward | None",
     loss_scale: "LossScale | None",
     reduce_once: bool,
-    averages: bool,
     observer: StepObserver,
+    averages: bool = True,
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """Add up the gradients of this rank's micro-batches in the parameters, reduced over the ranks.
 
