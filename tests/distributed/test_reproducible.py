@@ -127,6 +127,7 @@ def test_what_cannot_be_divided_is_refused_with_the_fix(tiny: TinyRun) -> None:
         (["--training.local_batch_size=2"], 1, "training.local_batch_size", "set training.local_batch_size = 1"),
         (["--training.global_batch_size=24"], 3, "debug.reproducible_layouts", "use 2 or 4"),
         (["--parallelism.context_parallel_degree=2"], 2, "debug.reproducible_layouts", "context_parallel_degree"),
+        (["--optimizer.args.fused=true"], 1, "debug.reproducible_layouts", "optimizer.args.fused"),
         (["--optimizer.in_backward", "--training.max_norm=0"], 1, "debug.reproducible_layouts", "in_backward"),
     ]:
         with pytest.raises(ConfigError) as error:

@@ -78,9 +78,7 @@ def _build(
         }
         for group in groups
     ]
-    options = constructor_options(optimizer_cls, config, groups[0].args)
-    if not fused and optimizer_cls is torch.optim.AdamW:
-        options["fused"] = False
+    options = constructor_options(optimizer_cls, config, groups[0].args, fused=fused)
     state_dtype = getattr(torch, config.state_dtype)
     is_float32 = state_dtype == torch.float32 and all(p.dtype == torch.float32 for p in parameters.values())
     if optimizer_cls is torch.optim.AdamW and (disk or not is_float32):

@@ -66,12 +66,15 @@ def has_two_betas(optimizer_cls: type[torch.optim.Optimizer]) -> bool:
 
 
 def constructor_options(
-    optimizer_cls: type[torch.optim.Optimizer], config: Optimizer, args: Mapping[str, Any]
+    optimizer_cls: type[torch.optim.Optimizer], config: Optimizer, args: Mapping[str, Any], *, fused: bool = True
 ) -> dict[str, Any]:
     """Return keyword arguments for the constructor.
 
     `lr` and `weight_decay` are given to classes that accept them, and beta1, beta2 and `eps` to classes like Adam.
     The `args` of the config come on top.
+
+    Args:
+        fused: whether AdamW is the fused kernel.
     """
     options: dict[str, Any] = {}
     if accepts(optimizer_cls, "lr"):
@@ -83,7 +86,7 @@ def constructor_options(
         if accepts(optimizer_cls, "eps"):
             options["eps"] = config.eps
     if optimizer_cls is torch.optim.AdamW:
-        options["fused"] = True
+        options["fused"] = fused
     return options | dict(args)
 
 

@@ -34,6 +34,7 @@ class ReproducibleLayouts(Technique):
                 "training.local_batch_size",
                 f"{self.option} adds the gradients of single sequences: set training.local_batch_size = 1",
             )
+        names, args = config.optimizer.names, (config.optimizer.args, *(it.args for it in config.optimizer.groups))
         refused = {
             "parallelism.context_parallel_degree": parallelism.context_parallel_degree > 1,
             "parallelism.expert_parallel_degree": parallelism.expert_parallel_degree > 1,
@@ -43,6 +44,8 @@ class ReproducibleLayouts(Technique):
             'training.dtype = "bfloat16"': training.dtype != "float32",
             "optimizer.state_dtype": config.optimizer.state_dtype != "float32",
             "optimizer.in_backward": config.optimizer.in_backward,
+            "optimizer.args.fused": any(it.get("fused") for it in args),
+            "an optimizer of torchao": any(name.startswith("torchao.") for name in names),
             "[offload]": config.offload.is_used,
         }
         for other, is_set in refused.items():

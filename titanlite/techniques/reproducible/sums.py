@@ -39,9 +39,10 @@ def add_gradients_in_a_tree(model: nn.Module, mesh: DeviceMesh, *, micro_batches
     Args:
         micro_batches: in a step; a power of two.
     """
+    replicas = replica_group(mesh)
     for unit in model.modules():
         if isinstance(unit, FSDPModule):
-            tree = GradientTree(micro_batches, replica_group(mesh))
+            tree = GradientTree(micro_batches, replicas)
             unit.set_custom_reduce_scatter(tree)  # pyright: ignore[reportArgumentType]
             unit.set_all_reduce_hook(tree.end_micro_batch)
 
@@ -106,6 +107,11 @@ def _add_over(part: Tensor, group: dist.ProcessGroup) -> Tensor:
     gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # its name since torch 2.13
     gather(padded, tree_sum(parts.view(ranks, -1)).contiguous(), group=group)
     return padded[: len(part)]
+
+
+def partial_sums(micro_batches: int) -> int:
+    """Return how many sums of micro-batches wait while the last of some micro-batches is computed."""
+    return (micro_batches - 1).bit_count()
 
 
 def exact_sums(parts: Sequence[Tensor], group: dist.ProcessGroup) -> list[Tensor]:

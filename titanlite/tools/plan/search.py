@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from titanlite.config.checks import find_conflicts
 from titanlite.runtime.allocator import cores
 from titanlite.runtime.errors import UserError
 from titanlite.schema import Config, Degrees
@@ -152,9 +153,15 @@ class _Search:
         """Ranks that share parameters in the layout that is traced, from which the others are derived."""
         self.experts = parallelism.expert_parallel_degree
         self.reduce_once = config.parallelism.fsdp_reduce_gradients == "last"
-        self.batches = [size for size in range(1, min(share, LARGEST_BATCH) + 1) if share % size == 0]
+        sizes = range(1, min(share, LARGEST_BATCH) + 1)
+        self.batches = [size for size in sizes if share % size == 0 and not self._is_refused(size)]
         self.policies = TEACHER if config.teacher.is_live else (None,)
         self.variants = variants_of(config, layout)
+
+    def _is_refused(self, batch: int) -> bool:
+        """Return whether the config, on any layout, cannot have a local batch size."""
+        key = "training.local_batch_size"
+        return any(found == key for found, _ in find_conflicts(with_options(self.config, {key: batch}), None, ()))
 
     def run(self, count: int) -> Found:
         traces = self._trace_all()

@@ -27,7 +27,7 @@ from titanlite.parallelize.teacher import parallelize_teacher
 from titanlite.runtime.dtypes import torch_dtype
 from titanlite.runtime.errors import ConfigError, UserError
 from titanlite.runtime.private_torch.fsdp import observe_fsdp
-from titanlite.runtime.private_torch.tensors import fused_adamw_
+from titanlite.runtime.private_torch.tensors import fused_adamw_, local_tensor
 from titanlite.runtime.private_torch.tracing import FakeTensorMode, without_fake_tensors
 from titanlite.schema import Config
 from titanlite.step import train_step
@@ -37,6 +37,7 @@ from titanlite.techniques.distill.divergence import cached_output
 from titanlite.techniques.distill.source import teacher_model
 from titanlite.techniques.distill.teacher import Teacher
 from titanlite.techniques.in_backward.updates import InBackward
+from titanlite.techniques.reproducible.sums import partial_sums
 from titanlite.techniques.tensor.layers import tensor_ranks
 from titanlite.tools.plan.fake_ranks import fake_ranks
 from titanlite.tools.plan.gpu_kernels import FakeCpuKernels, GpuKernels
@@ -108,6 +109,8 @@ def trace_step(
                     batches = [split_batch(it, mesh) for it in _batches(config, data_parallel_rank(mesh)[1], cache)]
                 states = (value for state in optimizer.state.values() for value in state.values())
                 recorder.label((value for value in states if isinstance(value, Tensor)), "optimizer")
+                with recorder.category("reduce-scatter"):
+                    waiting = _partial_sums(config, optimizer, accumulation=accumulation, traced=len(batches))
                 in_backward = _updates_in_backward(model, optimizer, recorder) if config.optimizer.in_backward else None
                 after_update = recorder.during("other", after_updates(config, model))
                 if guide and config.teacher.fsdp_reshard_after_forward == "never":
@@ -133,6 +136,7 @@ def trace_step(
                     observer=recorder,
                 )
                 recorder.unit("end")
+                del waiting
     return StepTrace(recorder, len(model.layers), min(MICRO_BATCHES, accumulation))
 
 
@@ -255,6 +259,17 @@ def fill_states(optimizer: torch.optim.Optimizer, *, one_by_one: bool) -> None:
             parameter.grad = torch.zeros_like(parameter)
         optimizer.step()
         optimizer.zero_grad()
+
+
+def _partial_sums(config: Config, optimizer: Any, *, accumulation: int, traced: int) -> list[Tensor]:
+    """Return the sums of micro-batches that wait in the last micro-batch of a step with reproducible layouts, and that
+    the last traced one does not have."""
+    if not config.debug.reproducible_layouts:
+        return []
+    dtype = torch_dtype(config.training.mixed_precision_reduce)
+    parameters = [local_tensor(it) for group in optimizer.param_groups for it in group["params"]]
+    missing = partial_sums(accumulation) - partial_sums(traced)
+    return [torch.empty_like(it, dtype=dtype) for it in parameters for _ in range(missing)]
 
 
 def _batches(config: Config, ranks: int, cache: CacheEntry | None) -> list[Batch]:

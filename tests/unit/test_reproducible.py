@@ -1,0 +1,47 @@
+"""Parts of `debug.reproducible_layouts`; whole runs: tests/distributed/test_reproducible.py."""
+
+from itertools import islice
+from typing import Any
+
+import pytest
+
+from tests.plans import layout_of, read
+from titanlite.data.loader import MicroBatches
+from titanlite.tools.plan.estimate import model_of
+from titanlite.tools.plan.memory import profile
+from titanlite.tools.plan.search import _Search  # pyright: ignore[reportPrivateUsage]
+from titanlite.tools.plan.trace import trace_step
+
+ON = ["--debug.reproducible_layouts", "--training.local_batch_size=1", "--training.global_batch_size=16"]
+
+
+def test_neighbours_in_the_tree_are_neighbours_in_the_batch() -> None:
+    """Two replicas of two shards, with two micro-batches of one sequence in a step."""
+    ranks = [
+        MicroBatches(40, global_batch_size=8, micro_batch_size=1, rank=rank, ranks=4, together=2) for rank in range(4)
+    ]
+    found = [[sample for [sample] in islice(batches, 4)] for batches in ranks]
+    assert found == [[40, 42, 48, 50], [41, 43, 49, 51], [44, 46, 52, 54], [45, 47, 53, 55]]
+    wanted = [[False, True], [False, False], [True, False], [False, False]]
+    assert ranks[0].of_step(1, wanted) == [42, 44]
+    assert ranks[0].of_step(2, wanted) == [50, 52]
+
+
+def peak() -> int:
+    config = read(*ON, world_size=2)
+    found = trace_step(config, *model_of(config), world_size=2, gpu=True)
+    return profile(found.recorder, found.blocks).peak
+
+
+@pytest.mark.long
+def test_a_plan_counts_the_sums_that_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A trace of two of eight micro-batches has the peak of one of all eight, but for the tokens."""
+    few = peak()
+    monkeypatch.setattr("titanlite.tools.plan.trace.MICRO_BATCHES", 8)
+    assert peak() == pytest.approx(few, rel=0.005)
+
+
+def test_a_search_tries_no_local_batch_that_training_refuses() -> None:
+    pool: Any = None
+    plain, on = (_Search(read(*options, world_size=2), layout_of(2), pool, 8).batches for options in ((), ON))
+    assert (plain, on) == ([1, 2, 4, 8], [1])
