@@ -1,5 +1,6 @@
-"""`titanlite inspect` has the layout and the memory that processes really have, and reads what they save."""
+"""`titanlite inspect` has the layout and the memory that processes really have, and that of what they save."""
 
+import json
 from typing import Any
 
 import pytest
@@ -7,9 +8,8 @@ import pytest
 from tests.helpers import TinyRun, run_in_turn, train_on_this_rank
 from tests.layouts import degrees
 from titanlite.schema import Config
+from titanlite.tools.convert.source import open_source
 from titanlite.tools.plan.parameters import inspect_ranks, layouts_of
-from titanlite.tools.report.pieces import read_pieces
-from titanlite.tools.report.run_memory import newest_record
 
 
 def layouts_in_training(rank: int, world_size: int, config: Config) -> list[Any]:
@@ -36,12 +36,12 @@ def test_fake_ranks_have_the_layout_of_two_processes(tiny: TinyRun) -> None:
     assert measured[0][0] != measured[0][1], "shards are uneven"
     for config, ranks in zip(configs, measured, strict=True):
         folder = tiny.folder / "outputs" / str(config.job.name)
-        memory = newest_record(folder)["phases"]
+        memory = json.loads((folder / "memory.jsonl").read_text())["phases"]
         for name, phase in (("parameter", "sharding"), ("gradient", "backward"), ("optimizer", "update")):
             there = memory[phase][name if name == "optimizer" else f"{name}s"]
             assert there == sum(getattr(it, f"{name}_bytes") for it in ranks[0]), name
-        stored = {tensor["name"]: tensor["pieces"] for tensor in read_pieces(str(folder))["tensors"]}
+        stored: dict[str, Any] = open_source(str(folder)).metadata.state_dict_metadata
         for here in zip(*ranks, strict=True):
-            sizes = [piece["sizes"] for piece in stored[f"model.{here[0].name}"]]
+            sizes = [[*piece.sizes] for piece in stored[f"model.{here[0].name}"].chunks]
             assert sizes == [it.local_shape for it in here][: len(sizes)]
             assert sum(size[0] for size in sizes) == here[0].shape[0]

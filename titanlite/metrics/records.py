@@ -90,13 +90,6 @@ SAVES = {
 LAYERS = {**COMMON, "layers": Field(dict, "")}
 """layers.jsonl: one record every `metrics.layers.freq` steps. By layer, and by parameters, gradients, updates and
 activations: norm (L2), rms, max (largest absolute value), zeros and nonfinite (shares of 1)."""
-MEMORY = {
-    **COMMON,
-    "world_size": Field(int, "ranks"),
-    "source": Field(str, ""),
-    "phases": Field(dict, "bytes"),
-}
-"""memory.jsonl: one record a start, of rank 0 (`Memory`). `phases` has the bytes at the end of each phase."""
 
 
 def find_faults(record: dict[str, Any], fields: dict[str, Field]) -> list[str]:

@@ -123,7 +123,7 @@ def _run(words: list[str]) -> None:
         parser.print_help()
         return
     options = parser.parse(words)
-    if getattr(options, "config", None) and options.command != "inspect":  # whose word can be a run or an address
+    if getattr(options, "config", None):
         options.config = str(find_config(options.config))
     options.run(options)
 

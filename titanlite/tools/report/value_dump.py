@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from titanlite.loss import token_loss
 from titanlite.mesh import context_rank, data_parallel_rank
 from titanlite.models.base import Model, head_of, unique_parameters
 from titanlite.observer import Phase, StepObserver
@@ -26,12 +25,12 @@ from titanlite.techniques.context.sequences import join_parts
 from titanlite.tools.convert.module_values import watch
 from titanlite.tools.plan.output import format_size
 
-SCHEMA = 1
+SCHEMA = 2
 MOST_BYTES = 4 * 2**30
 """Largest dump of a rank, in memory."""
 INDEX = "dump.json"
-TOKENS, LABELS, LOSS = "forward input tokens", "forward input labels", "forward output loss"
-"""Keys of the token ids and labels [B, L], and of the sum of the cross entropy of each micro-batch."""
+TOKENS, LOSS = "forward input tokens", "forward output loss"
+"""Keys of the token ids [B, L], and of the sum of the cross entropy of each micro-batch."""
 
 
 class StepDumped(Exception):
@@ -60,8 +59,6 @@ class Index:
     """Number of ranks in a row that split sequences."""
     compiled: list[str] = field(default_factory=list)
     """Modules whose inner values are not seen."""
-    hugging_face: dict[str, Any] = field(default_factory=dict)
-    """Needs of transformers to compute the same, if the family has a table."""
 
 
 class ValueDump(StepObserver):
@@ -113,7 +110,7 @@ class ValueDump(StepObserver):
             if not any(name.startswith(f"{block}.") for block in compiled)
         )
         self._hooks += watch(seen, self._see)
-        self._hooks.append(self._model.register_forward_pre_hook(self._see_tokens, with_kwargs=True))
+        self._hooks.append(self._model.register_forward_pre_hook(self._see_tokens))
 
     def phase(self, name: Phase) -> None:
         if not self._is_on:
@@ -134,17 +131,9 @@ class ValueDump(StepObserver):
 
     # The forward pass. A compiled block's hooks are compiled with it, so all they do is to append.
 
-    def _see_tokens(self, module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
+    def _see_tokens(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
         self._batch = inputs[0].shape
-        loss = named.get("loss")
-        self._index.hugging_face.update(_in_transformers(self._model, loss, has_documents=self._has_documents(named)))
         self._add(TOKENS, inputs[0])
-        if (labels := _labels_of(loss)) is not None:
-            self._values.setdefault(LABELS, []).append(labels.cpu())
-
-    def _has_documents(self, arguments: dict[str, Any]) -> bool:
-        """Return True if the batch had a document mask. Split sequences have documents without one, too."""
-        return "documents" in arguments and (self._index.context == 1 or bool(arguments["documents"].ids_BS.any()))
 
     def _see(self, role: str, name: str, value: Any) -> None:
         if not self._is_forward:
@@ -313,34 +302,3 @@ def _whole(tensor: Tensor) -> Tensor:
     """Return the whole of a sharded tensor in float32, as a copy."""
     tensor = tensor.detach().float()  # collectives know few dtypes
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()
-
-
-def _in_transformers(model: Model, loss: object, *, has_documents: bool) -> dict[str, Any]:
-    """Return the model in transformers; nothing if its family has no table.
-
-    Args:
-        loss: loss function of a micro-batch.
-
-    Returns:
-        config.json, its name of each parameter, parameters that have none of their own, and whether the batch had a
-        document mask and the loss is cross entropy alone.
-    """
-    form, args = model.formats.hugging_face, getattr(model, "args", None)
-    if form is None or args is None:
-        return {}
-    found = {name: form.tensors.find(name) for name, _ in unique_parameters(model)}
-    names = {ours: it[1] for ours, it in found.items() if it and "{" not in it[1] and not it[0].transposed}
-    unknown = [name for name in found if name not in names]
-    settings = {"config": form.to_config(args), "names": names, "unknown": unknown, "documents": has_documents}
-    return {**settings, "is_cross_entropy": _is_cross_entropy(loss)}
-
-
-def _labels_of(loss: object) -> Tensor | None:
-    """Return the labels that a loss function of a micro-batch holds."""
-    return loss.keywords.get("labels_BL") if isinstance(loss, partial) else None
-
-
-def _is_cross_entropy(loss: object) -> bool:
-    if not isinstance(loss, partial) or loss.func is not token_loss:
-        return False
-    return not loss.keywords.get("z_loss") and "teacher" not in loss.keywords

@@ -16,7 +16,6 @@ from titanlite.schema import Training
 from titanlite.tools.arguments import Count
 from titanlite.tools.report.parity import compare_layouts, layout_options, parity_options, start
 
-TRANSFORMERS = "transformers"
 LAYOUT = re.compile(r"(\d+)x(\d+)")
 
 
@@ -38,8 +37,7 @@ def parity(
 
     With --where, compare the values of one step on two sides, A and B. It prints the first module and direction
     (forward, gradient, update) whose values differ, and a table by block. A side is a layout (2x2, replicas x shards),
-    options of the config without dashes, both in quotes, the folder of a dump, or transformers. Exit code 1 if they
-    differ.
+    options of the config without dashes, both in quotes, or the folder of a dump. Exit code 1 if they differ.
 
     Args:
         steps: steps to train
@@ -58,7 +56,6 @@ def parity(
         debug --steps 20 --processes 4
         debug --where 2x2 1x1
         debug --where '2x1 compile.enable=true' 1x1
-        debug --where 1x1 transformers
         debug --dump dumps/before
         --where dumps/after dumps/before
     """
@@ -94,8 +91,7 @@ class Side:
 
 
 def parse_side(text: str, folder: Path) -> Side:
-    """Read a side: a layout as 2x2 (replicas x shards), options of the config, or both; the folder of a dump; or
-    transformers.
+    """Read a side: a layout as 2x2 (replicas x shards), options of the config, or both; or the folder of a dump.
 
     Args:
         folder: of the dump that the side will write.
@@ -103,7 +99,7 @@ def parse_side(text: str, folder: Path) -> Side:
     Raises:
         UserError: the text is none of these.
     """
-    if text == TRANSFORMERS or Path(text).is_dir():
+    if Path(text).is_dir():
         return Side(text, 0, [], Path(text))
     replicate, shard, options = 1, 1, list[str]()
     for word in text.split():
@@ -130,9 +126,7 @@ def compare_sides(
         UserError: the config or a side is wrong.
         RunError: a side failed, or they differ.
     """
-    if [*sides] == [TRANSFORMERS] * 2:
-        raise UserError("--where: both sides are transformers; one of them must be ours")
-    stored = [text == TRANSFORMERS or Path(text).is_dir() for text in sides]
+    stored = [Path(text).is_dir() for text in sides]
     if path is None and not all(stored):
         raise UserError("titanlite parity: --where runs a config: name one, or the folders of two dumps")
     root = Path(".")
@@ -151,12 +145,8 @@ def compare_sides(
             _run(path, overrides, side, step)
     from titanlite.tools.report.value_dump import read_dump
     from titanlite.tools.report.where import compare_dumps, summary, table
-    from titanlite.tools.report.where_transformers import transformers_dump
 
-    dumps = [None if side.text == TRANSFORMERS else read_dump(side.folder) for side in (one, other)]
-    ours = next(it for it in dumps if it)
-    a, b = (it or transformers_dump(ours) for it in dumps)
-    compared = compare_dumps(a, b, tolerance=tolerance)
+    compared = compare_dumps(read_dump(one.folder), read_dump(other.folder), tolerance=tolerance)
     print(f"A: {one.text}; B, the reference: {other.text}; step {step}" if path else f"A: {one.text}; B: {other.text}")
     for line in (*table(compared), *summary(compared)):
         print(line)

@@ -1,4 +1,4 @@
-"""`titanlite inspect CHECKPOINT`: each element of each tensor is in exactly one piece, or the checkpoint is refused."""
+"""Each element of each tensor of a checkpoint is in exactly one piece, or the checkpoint is refused."""
 
 import json
 import pickle
@@ -69,15 +69,8 @@ def test_faults_are_those_that_counting_each_element_finds() -> None:
     assert min(found.values()) > 40
 
 
-def stored(folder: Path, tensors: dict[str, tuple[Sequence[int], list[Box]]], **places: Any) -> None:
-    """Write a checkpoint of float32 tensors. Piece N of a tensor is in the file of rank N.
-
-    Args:
-        tensors: shape and pieces of each tensor.
-        places: change an entry of the metadata: bytes (a map of (name, piece) to length), checksums.
-    """
-    lengths: dict[tuple[str, int], int] = places.get("lengths", {})
-    offsets: dict[tuple[str, int], int] = places.get("offsets", {})
+def stored(folder: Path, tensors: dict[str, tuple[Sequence[int], list[Box]]]) -> None:
+    """Write a checkpoint of float32 tensors, with their shapes and pieces. Piece N is in the file of rank N."""
     sizes: dict[str, int] = {}
     ends: dict[str, list[Any]] = {}
     storage: dict[MetadataIndex, Any] = {}
@@ -87,10 +80,9 @@ def stored(folder: Path, tensors: dict[str, tuple[Sequence[int], list[Box]]], **
         entries[name] = TensorStorageMetadata(TensorProperties(torch.float32), torch.Size(shape), chunks)
         for rank, chunk in enumerate(chunks):
             file = f"__{rank}_0.distcp"
-            length = lengths.get((name, rank), 4 * chunk.sizes.numel() + FRAME)
-            offset = offsets.get((name, rank), sizes.get(file, 0))
+            length, offset = 4 * chunk.sizes.numel() + FRAME, sizes.get(file, 0)
             storage[MetadataIndex(name, chunk.offsets)] = StorageInfo(file, offset, length)
-            sizes[file] = max(sizes.get(file, 0), offset + length)
+            sizes[file] = offset + length
             ends.setdefault(file, []).append([offset + length, "00000000"])
     metadata = Metadata(entries, storage_data=storage, storage_meta=StorageMeta())
     contents = {name: bytes(size) for name, size in sizes.items()}
@@ -99,57 +91,20 @@ def stored(folder: Path, tensors: dict[str, tuple[Sequence[int], list[Box]]], **
 
 
 BLOCKS: dict[str, Any] = {f"model.layers.{block}.w": ([7, 6], ROWS) for block in range(3)}
-SCALAR: dict[str, Any] = {"optimizer.state.layers.0.w.step": ([], [([], [])])}
-
-
-def test_pieces_and_their_files(tmp_path: Path, capsys: Ends) -> None:
-    stored(tmp_path, BLOCKS | SCALAR)
-    assert run(["inspect", str(tmp_path)]) == 0
-    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
-    sizes = 3 * (4 * 24 + FRAME) + 4 + FRAME, 3 * (4 * 18 + FRAME)
-    assert lines == [
-        str(tmp_path / folder_name(3)),
-        "step 3, saved on replicate 1 x shard 2: 4 tensors in 7 pieces",
-        "tensor shape dtype pieces bytes of ranks",
-        f"model.layers.0-2.w, each of 3 [7, 6] float32 2 {4 * 42 + 2 * FRAME} B 0-1",
-        f"optimizer.state.layers.0.w.step [] float32 1 {4 + FRAME} B 0",
-        f"__0_0.distcp: {sizes[0]} B, 4 pieces",
-        f"__1_0.distcp: {sizes[1]} B, 3 pieces",
-        "Every element of every tensor is in exactly one piece, and every file has the size of the manifest.",
-    ]
-    assert run(["inspect", str(tmp_path / folder_name(3)), "--json"]) == 0
-    record = json.loads(capsys.readouterr().out)
-    assert record["files"] == {"__0_0.distcp": sizes[0], "__1_0.distcp": sizes[1]}
-    assert record["tensors"][1] == {
-        "name": "model.layers.1.w", "shape": [7, 6], "dtype": "float32", "pieces": [
-            {"offsets": [0, 0], "sizes": [4, 6], "file": "__0_0.distcp", "rank": 0, "offset": 106, "bytes": 106},
-            {"offsets": [4, 0], "sizes": [3, 6], "file": "__1_0.distcp", "rank": 1, "offset": 82, "bytes": 82},
-        ],
-    }  # fmt: skip
-
-
 GAP = {"model.w": ([7, 6], ROWS[:1])}
 OVERLAP = {"model.w": ([7, 6], [([0, 0], [4, 6]), ([3, 0], [3, 6])])}
 
 
 @pytest.mark.parametrize(
-    ("tensors", "places", "error"),
+    ("tensors", "error"),
     [
-        (GAP, {}, ".metadata: model.w is not complete (elements [4:7, :] are in no piece): refused"),
-        (OVERLAP, {}, ".metadata: model.w is not complete (elements [3:4, 0:6] are in 2 pieces): refused"),
-        (BLOCKS, {"offsets": {("model.layers.1.w", 1): 0}},
-         "__1_0.distcp: model.layers.0.w and model.layers.1.w lie in the same bytes"),
-        (BLOCKS, {"lengths": {("model.layers.2.w", 0): 95}},
-         "__0_0.distcp: model.layers.2.w has 95 bytes for a piece of size [4, 6]"),
-        (BLOCKS, {"offsets": {("model.layers.2.w", 0): 300}},
-         "__0_0.distcp: a piece of model.layers.2.w has no checksum"),
+        (GAP, ".metadata: model.w is not complete (elements [4:7, :] are in no piece): refused"),
+        (OVERLAP, ".metadata: model.w is not complete (elements [3:4, 0:6] are in 2 pieces): refused"),
     ],
-)  # fmt: skip
-def test_damage_is_one_line(
-    tmp_path: Path, capfd: Ends, tensors: dict[str, Any], places: dict[str, Any], error: str
-) -> None:
-    stored(tmp_path, tensors, **places)
-    assert run(["inspect", str(tmp_path)]) == 2
+)
+def test_damage_is_one_line(tmp_path: Path, capfd: Ends, tensors: dict[str, Any], error: str) -> None:
+    stored(tmp_path, tensors)
+    assert run(["checkpoint", "show", str(tmp_path)]) == 2
     assert capfd.readouterr() == ("", f"error: {tmp_path / folder_name(3)}/{error}\n")
 
 
@@ -157,7 +112,7 @@ def test_a_file_of_another_size_than_the_manifest_states(tmp_path: Path, capfd: 
     stored(tmp_path, BLOCKS)
     file = tmp_path / folder_name(3) / "__1_0.distcp"
     file.write_bytes(file.read_bytes()[:-1])
-    assert run(["inspect", str(tmp_path)]) == 2
+    assert run(["checkpoint", "show", str(tmp_path)]) == 2
     out, error = capfd.readouterr()
     assert (out, len(error.splitlines())) == ("", 1)
     assert "__1_0.distcp has 245 bytes, its manifest states 246" in error
