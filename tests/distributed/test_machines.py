@@ -16,7 +16,6 @@ from titanlite.runtime.process_group import Ranks
 from titanlite.tools.machines import (
     Job,
     Result,
-    check_arithmetic,
     check_clocks,
     check_folder,
     check_software,
@@ -51,16 +50,12 @@ def with_faults(rank: int, world_size: int, tiny: TinyRun) -> dict[str, Result]:
     facts = facts_of({}, CPU, {})
     old = replace(facts, versions=facts.versions | {"torch": "1.0"}) if rank else facts
 
-    def spoiled(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        return a @ b + rank
-
     return {
         "collectives": check_values(CPU, job, {**COLLECTIVES, "all_reduce": wrong_sum}),
         "folder": check_folder(str(tiny.folder / f"own-{rank}"), job, size=2**20, wait=0.2),
         "unwritable": check_folder(str(tiny.folder / ("shared" if rank else "tiny.toml")), job, size=2**20, wait=0.2),
         "clocks": check_clocks(job, lambda: time.time() - 90 * rank),
         "software": check_software(old),
-        "arithmetic": check_arithmetic(CPU, job, multiply=spoiled, seconds=1e-6),
     }
 
 
@@ -70,7 +65,7 @@ def test_each_planted_fault_is_found_and_named(tiny: TinyRun) -> None:
         {name: [*result.problems, *result.warnings] for name, result in results.items()} for results in (first, second)
     )
     assert found == on_rank_1, "every rank has the same lines"
-    assert [result.status for result in first.values()] == ["FAILED", "FAILED", "FAILED", "warning", "FAILED", "FAILED"]
+    assert [result.status for result in first.values()] == ["FAILED", "FAILED", "FAILED", "warning", "FAILED"]
 
     assert first["collectives"].value == "wrong values"
     assert found["collectives"][0].startswith("rank 1 on host-1: all_reduce of 65,536 bytes gives wrong values: 1 of ")
@@ -88,7 +83,6 @@ def test_each_planted_fault_is_found_and_named(tiny: TinyRun) -> None:
     assert 89 < float(line.split()[2]) < 91
     assert line.endswith("s behind host-0: set their clocks with NTP (chrony, systemd-timesyncd)")
     assert " has torch 1.0, rank 0 on " in found["software"][0]
-    assert found["arithmetic"][0].startswith("rank 1 on host-1: the CPU computes wrong values: 524,288 elements in 2 ")
     assert sorted(path.name for path in tiny.folder.iterdir()) == ["text", "tiny.toml"], "everything is deleted"
 
 
@@ -106,7 +100,7 @@ def test_healthy_hosts(tiny: TinyRun) -> None:
         assert failed == []
         by_name = {line[9:27].strip(): line for line in lines if not line.startswith(" ")}
         assert [*by_name] == [
-            "versions, config", "collectives", "bandwidths", "clocks", "checkpoint folder", "disk", "arithmetic",
+            "versions, config", "collectives", "bandwidths", "clocks", "checkpoint folder", "disk",
         ]  # fmt: skip
         assert "all_gather, reduce_scatter, all_reduce right at 65,536, 1,048,576, " in by_name["collectives"]
         assert by_name["bandwidths"][28:].startswith("over all all_gather ")

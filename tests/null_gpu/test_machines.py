@@ -14,7 +14,7 @@ def test_devices_that_compute_nothing_fail(run_python: RunPython) -> None:
     assert result.returncode == 1, "torchrun's, whatever its workers end with"
     lines = result.stdout.splitlines()
     status = {line[9:27].strip(): line[:8].strip() for line in lines if not line.startswith(" ")}
-    assert status["collectives"] == status["arithmetic"] == "FAILED", result.stdout
+    assert status["collectives"] == "FAILED", result.stdout
     assert {status[name] for name in ("versions, config", "bandwidths", "clocks")} <= {"ok", "warning"}
     assert "rank 0" in result.stdout
-    assert "computes wrong values" in result.stdout
+    assert "gives wrong values" in result.stdout

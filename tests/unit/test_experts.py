@@ -115,8 +115,8 @@ def test_most_used_are_those_with_most_tokens_of_each_layer() -> None:
 def test_the_bias_of_an_expert_goes_with_it() -> None:
     kept = {"layers.0.feed_forward.bias_E": [0, 1, 2], "layers.1.feed_forward.bias_E": [1, 2, 4]}
     student = Student([1], kept)
-    name = student.teacher_name("model.layers.0.feed_forward.bias_E")
-    assert name == "model.layers.1.feed_forward.bias_E"
+    name = student.teacher_name("layers.0.feed_forward.bias_E")
+    assert name == "layers.1.feed_forward.bias_E"
     assert student.part_of(name, torch.tensor([0.5, -1.0, 2.0, 3.0, 7.0])).tolist() == [-1.0, 2.0, 7.0]
 
 

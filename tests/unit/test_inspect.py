@@ -71,18 +71,6 @@ def test_counts_of_a_small_store(tmp_path: Path, capsys: pytest.CaptureFixture[s
         "left out: 2 not readable, 2 not JSON",
         "  b.jsonl:3: not ␛ JSON",
         "",
-        "                 tokens     documents",
-        "                 2 to 3             1  ████████████████████████████████████████",
-        "                 4 to 7             1  ████████████████████████████████████████",
-        "                8 to 15             1  ████████████████████████████████████████",
-        "               16 to 31             0",
-        "               32 to 63             0",
-        "              64 to 127             0",
-        "             128 to 255             0",
-        "             256 to 511             0",
-        "           512 to 1,023             0",
-        "         1,024 to 2,047             1  ████████████████████████████████████████",
-        "",
         "checksums: all 3 files are as they were written",
     ]
 

@@ -1,11 +1,7 @@
-"""`titanlite report`: arithmetic, the served page, and what cannot be read."""
+"""`titanlite report`: arithmetic, the page, and what cannot be read."""
 
 import json
 import os
-import socket
-import threading
-import urllib.error
-import urllib.request
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -18,7 +14,7 @@ from tests.run_folders import write_run
 from titanlite.runtime.errors import UserError
 from titanlite.tools import cli
 from titanlite.tools.report.charts import report_of
-from titanlite.tools.report.page import page, server, to_json
+from titanlite.tools.report.page import page, to_json
 from titanlite.tools.report.run_records import (
     RunRecords,
     config_differences,
@@ -138,9 +134,7 @@ def test_a_page_about_a_run_of_any_name(name: str, tmp_path: Path) -> None:
     text = page([run])
     assert text.encode().decode() == text
     [_, script] = text.split('id="report">')
-    report, _, rest = script.partition("</script>")
-    assert json.loads(report)["tables"][0]["columns"] == ["", name]
-    assert "setInterval(update, 0 * 1000)" in rest
+    assert json.loads(script.partition("</script>")[0])["tables"][0]["columns"] == ["", name]
 
 
 def test_files_that_never_end_are_not_read(tmp_path: Path) -> None:
@@ -153,50 +147,6 @@ def test_files_that_never_end_are_not_read(tmp_path: Path) -> None:
     os.mkfifo(folder / "metrics.jsonl")
     with pytest.raises(UserError, match=r"has no metrics\.jsonl yet"):
         read_run(folder)
-
-
-def test_a_silent_connection_to_the_served_page_is_closed(tmp_path: Path) -> None:
-    with server([write_run(tmp_path / "run")], port=0, timeout=0.2) as serving:
-        threading.Thread(target=serving.serve_forever, daemon=True).start()
-        for sent in (b"", b"GET / HT", b"GET / HTTP/1.1\r\nHost: localhost:1\r\n"):
-            with socket.create_connection(("127.0.0.1", serving.server_port), timeout=20) as connection:
-                connection.sendall(sent)
-                assert connection.recv(100) == b"", sent
-        serving.shutdown()
-
-
-@pytest.mark.long
-def test_the_served_page_is_read_only_and_current(tmp_path: Path) -> None:
-    folder = write_run(tmp_path / "run", steps=5)
-    with server([folder], port=0) as serving:
-        thread = threading.Thread(target=serving.serve_forever, daemon=True)
-        thread.start()
-        place = f"http://127.0.0.1:{serving.server_port}"
-
-        def get(path: str, **headers: str) -> bytes:
-            with urllib.request.urlopen(urllib.request.Request(place + path, headers=headers), timeout=20) as answer:
-                return answer.read()
-
-        assert json.loads(get("/report.json"))["charts"][0]["traces"][0]["x"] == [1, 2, 3, 4, 5]
-        with (folder / "metrics.jsonl").open("a") as file:
-            file.write((folder / "metrics.jsonl").read_text().splitlines()[-1].replace('"step": 5', '"step": 6') + "\n")
-            file.write('{"schema": 2, "step": 7, "lo')  # being written
-        assert json.loads(get("/report.json"))["charts"][0]["traces"][0]["x"] == [1, 2, 3, 4, 5, 6]
-        assert b"setInterval(update, 5 * 1000)" in get("/")
-        for path, headers, code in (
-            ("/config.toml", {}, 404),
-            ("/../run.json", {}, 404),
-            ("/", {"Host": "evil.example:80"}, 403),
-        ):
-            with pytest.raises(urllib.error.HTTPError) as caught:
-                get(path, **headers)
-            assert caught.value.code == code, path
-        with pytest.raises(urllib.error.HTTPError) as refused:
-            urllib.request.urlopen(urllib.request.Request(place, data=b"x"), timeout=20)
-        assert refused.value.code == 501
-        serving.shutdown()
-        thread.join()
-    assert serving.server_address[0] == "127.0.0.1"
 
 
 def test_mistakes_are_one_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -217,8 +167,6 @@ def test_mistakes_are_one_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]
         assert cli.run(["report", *(str(tmp_path / run) for run in runs)]) == 2
         [line] = capfd.readouterr().err.splitlines()
         assert line.startswith(f"error: {message}"), line
-    with pytest.raises(UserError, match="--port: 99999 cannot be used"):
-        server([tmp_path / "run"], port=99999)
 
 
 def test_places_that_cannot_be_written_are_refused(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

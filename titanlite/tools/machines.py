@@ -49,8 +49,6 @@ LONGEST = 1.0
 """Seconds of a collective after which larger sizes are left out: a slow network would take minutes."""
 SLOW = 0.5
 """Share of the median bandwidth below which a host is slow."""
-INNER = 128
-"""Inner size of the matmuls. With values of -1, 0 and 1, every sum is exact in bfloat16."""
 ROUNDS, MOST_APART = 5, 1.0
 """Round trips that compare two clocks, and seconds of difference above which there is a warning."""
 BYTES, FILE = 2**26, "data"
@@ -59,10 +57,6 @@ WAIT = 20.0
 """Seconds in which a file of one host must be seen on the others: network file systems list folders with a delay."""
 SPARE = 1.2
 """Free space in terms of the need below which there is a warning."""
-SMALL_FILES, EXPORT_FILES = 5, 12
-"""Files of a checkpoint beside one for each rank (manifest, metadata, checksums, config, owner), and of an export."""
-
-Matmul = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -153,9 +147,6 @@ def machine_tests(config: Config, resolved: ResolvedConfig, job: Job, device: to
     choose_trained(model, config)
     url = config.checkpoint.folder or f"{config.job.dump_folder}/{config.job.name}/checkpoints"
 
-    def disk() -> list[Need]:
-        return disk_needs(config, model, world_size=job.ranks.world_size)
-
     yield "versions, config", partial(check_software, facts_of(config.model_dump(mode="json"), device, os.environ))
     if job.ranks.world_size > 1:
         yield "collectives", partial(check_values, device, job)
@@ -163,8 +154,7 @@ def machine_tests(config: Config, resolved: ResolvedConfig, job: Job, device: to
     yield "clocks", partial(check_clocks, job)
     if config.checkpoint.enable:
         yield "checkpoint folder", partial(check_folder, url, job)
-    yield "disk", partial(check_disk, disk, job)
-    yield "arithmetic", partial(check_arithmetic, device, job)
+    yield "disk", partial(check_disk, lambda: disk_needs(config, model), job)
 
 
 def open_job(ranks: Ranks) -> Job:
@@ -237,7 +227,7 @@ def size_text(count: float) -> str:
     return f"{count:,.4g} TiB"
 
 
-# Versions, collectives, clocks, arithmetic
+# Versions, collectives, clocks
 
 
 def check_software(facts: Facts) -> Result:
@@ -386,49 +376,6 @@ def _difference(leader: int, clock: Callable[[], float]) -> tuple[float, float]:
     return ahead, half_trip
 
 
-def check_arithmetic(
-    device: torch.device, job: Job, *, multiply: Matmul = torch.matmul, seconds: float | None = None
-) -> Result:
-    """Repeat a matmul on each device and compare every element with its exact value: silent data corruption.
-
-    Args:
-        multiply: matmul to test.
-        seconds: how long to repeat; default: 0.5 on CPUs, 5 on GPUs.
-    """
-    is_cpu = device.type == "cpu"
-    found = on_each(lambda: _multiply(device, 512 if is_cpu else 8192, multiply, seconds or (0.5 if is_cpu else 5.0)))
-    return merge(found, job)
-
-
-def _multiply(device: torch.device, size: int, multiply: Matmul, seconds: float) -> Result:
-    left, right = known_matrices(size)
-    exact = (left.float() @ right.float()).to(torch.bfloat16)  # sums of small integers are exact
-    left, right, whole = (matrix.to(device=device, dtype=torch.bfloat16) for matrix in (left, right, exact))
-    wrong = torch.zeros((), dtype=torch.int64, device=device)
-    found, rounds, end = whole, 0, time.perf_counter() + seconds
-    while rounds < 2 or time.perf_counter() < end:
-        found = multiply(left, right)
-        wrong += (found != whole).sum()
-        rounds += 1
-        if device.type != "cpu":
-            torch.cuda.synchronize(device)
-    count = max(int(wrong), int((found.cpu() != exact).sum()))  # the device may compare wrongly, too
-    name = "the CPU" if device.type == "cpu" else torch.cuda.get_device_name(device)
-    problem = (
-        f"{name} computes wrong values: {count:,} elements in {rounds} matmuls of {size} x {INNER} x {size} with known "
-        "results: take it out of the job"
-    )
-    return Result("bfloat16 matmuls exact", [problem]) if count else Result("bfloat16 matmuls exact")
-
-
-def known_matrices(size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (left [size, INNER], right [INNER, size]) with values of -1, 0 and 1."""
-    rows, inner, columns = torch.arange(size) % 61, torch.arange(INNER), torch.arange(size) % 67
-    left = (rows[:, None] * 419 + inner[None, :] * 727 + rows[:, None] * inner[None, :] * 31) % 1009 % 3 - 1
-    right = (columns[None, :] * 523 + inner[:, None] * 811 + columns[None, :] * inner[:, None] * 37) % 1013 % 3 - 1
-    return left, right
-
-
 # Checkpoint folder
 
 
@@ -538,7 +485,6 @@ class Need:
     what: str
     place: str
     bytes: float
-    files: int = 0
     is_estimate: bool = False
     """Too little space is a warning only."""
 
@@ -561,7 +507,7 @@ def kept_checkpoints(checkpoint: Checkpoint, steps: int) -> int:
     return min(saves, checkpoint.keep_latest_k + further + 1)
 
 
-def disk_needs(config: Config, model: Model, *, world_size: int) -> list[Need]:
+def disk_needs(config: Config, model: Model) -> list[Need]:
     """Return what the run still writes, beyond the checkpoints that it has."""
     checkpoint, run = config.checkpoint, f"{config.job.dump_folder}/{config.job.name}"
     if not checkpoint.enable:
@@ -573,12 +519,11 @@ def disk_needs(config: Config, model: Model, *, world_size: int) -> list[Need]:
         count = kept_checkpoints(checkpoint, steps)
         there = [sum(files.values()) for name, files in open_storage(url).list().items() if manifests.step_of(name)]
         text = f"{count:,} checkpoints of {size_text(each)}" + (f", {len(there)} of them are there" if there else "")
-        files = (count - min(count, len(there))) * (world_size + SMALL_FILES)
-        needs.append(Need(text, url, max(0, count * each - sum(there)), files, config.training.epochs is not None))
+        needs.append(Need(text, url, max(0, count * each - sum(there)), config.training.epochs is not None))
     exports = f"{checkpoint.folder}/exports" if checkpoint.folder else f"{run}/exports"
     if checkpoint.last_save_in_hf and "://" not in exports:
         size = sum(p.numel() for _, p in unique_parameters(model)) * DTYPES[checkpoint.export_dtype].size
-        needs.append(Need(f"an export of {size_text(size)}", exports, size, EXPORT_FILES))
+        needs.append(Need(f"an export of {size_text(size)}", exports, size))
     return needs
 
 
@@ -588,16 +533,13 @@ class Free(NamedTuple):
     device: int
     """Number that tells file systems of a host apart."""
     bytes: int
-    files: int | None
-    """None where the file system has no limit."""
 
 
 def free_at(place: str) -> Free:
     """Return the free space of the file system that a path is on, or would be on."""
     path = Path(place).expanduser().absolute()
     there = next(one for one in (path, *path.parents) if one.exists())
-    counts = os.statvfs(there)
-    return Free(os.stat(there).st_dev, shutil.disk_usage(there).free, counts.f_favail if counts.f_files else None)
+    return Free(os.stat(there).st_dev, shutil.disk_usage(there).free)
 
 
 def check_disk(needs: Callable[[], Sequence[Need]], job: Job, free: Callable[[str], Free] = free_at) -> Result:
@@ -617,7 +559,7 @@ def _room(needs: Sequence[Need], free: Callable[[str], Free]) -> Result:
     for device in dict.fromkeys(at.device for at, _ in places):
         at = next(at for at, _ in places if at.device == device)
         here = [need for other, need in places if other.device == device]
-        total, files = sum(need.bytes for need in here), sum(need.files for need in here)
+        total = sum(need.bytes for need in here)
         certain = sum(need.bytes for need in here if not need.is_estimate)
         what = ", ".join(f"{need.what} in {need.place}" for need in here)
         line = f"the run writes {size_text(total)} and {size_text(at.bytes)} are free ({what})"
@@ -626,6 +568,4 @@ def _room(needs: Sequence[Need], free: Callable[[str], Free]) -> Result:
             problems.append(f"{line}: free the disk, or lower checkpoint.keep_latest_k")
         elif total * SPARE > at.bytes:
             warnings.append(line)
-        if at.files is not None and files > at.files:
-            problems.append(f"{files:,} files of {here[0].what}, and the file system takes {at.files:,} more (inodes)")
     return Result("; ".join(values) or "nothing is written to a disk", problems, warnings)

@@ -11,7 +11,7 @@ from titanlite.models.registry import ModelSpec
 from titanlite.runtime.errors import UserError
 from titanlite.schema import ModelSelection
 
-LAYER = re.compile(r"(model\.)?layers\.(\d+)\.(.*)")
+LAYER = re.compile(r"layers\.(\d+)\.(.*)")
 PART = re.compile(r"(\d{1,9})(?:-(\d{1,9}))?")
 
 
@@ -67,7 +67,7 @@ class Student:
         match = LAYER.fullmatch(name)
         if match is None or self.layers is None:
             return name
-        return f"{match[1] or ''}layers.{self.layers[int(match[2])]}.{match[3]}"
+        return f"layers.{self.layers[int(match[1])]}.{match[2]}"
 
     def part_of(self, name: str, tensor: Tensor) -> Tensor:
         """Return the student's part of a tensor of the teacher.
@@ -75,7 +75,7 @@ class Student:
         Args:
             name: of the teacher.
         """
-        kept = (self.experts or {}).get(name.removeprefix("model."))
+        kept = (self.experts or {}).get(name)
         return tensor if kept is None else tensor.index_select(0, torch.tensor(kept))
 
 

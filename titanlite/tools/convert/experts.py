@@ -28,15 +28,12 @@ from titanlite.runtime.console import progress_console
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.files import write_atomically
 from titanlite.schema import Data
-from titanlite.tools.convert.import_weights import Teacher
+from titanlite.tools.convert.import_weights import ReadTensor
 from titanlite.tools.ingest.prepare import prepare_text
 
 KEEP = re.compile(r"keep=(\d{1,6})")
 SEQ_LEN = 2048
 """Tokens of a sequence of the sample, if the model can compute as many."""
-
-ReadTensor = Callable[[str], Tensor]
-"""Returns a tensor of the teacher by its name in the model."""
 
 
 @dataclass(frozen=True)
@@ -182,21 +179,24 @@ def read_sample(sample: Sample, spec: ModelSpec, tokenizer: str, *, cache_folder
     return samples.__getitems__([*range(count)])["tokens"]
 
 
-def choose_experts(teacher: Teacher, *, keep: str, sample: Sample, out: str) -> dict[str, list[int]]:
+def choose_experts(
+    spec: ModelSpec, tokenizer: str | None, read: ReadTensor, *, keep: str, sample: Sample, out: str
+) -> dict[str, list[int]]:
     """Return the experts to keep, for each tensor that has one entry for each expert.
 
     Args:
+        spec, tokenizer, read: the teacher's model, the name of its tokenizer, and what reads its tensors.
         keep: value of `--experts`.
         out: folder of the checkpoint, in which the tokens of each expert are recorded; not if it is a URL.
 
     Raises:
         UserError: a mistake in the input.
     """
-    count, stacks = parse_keep(keep, teacher.spec), expert_stacks(teacher.spec.build())
-    if (tokenizer := teacher.tokenizer) is None:
+    count, stacks = parse_keep(keep, spec), expert_stacks(spec.build())
+    if tokenizer is None:
         raise UserError("--sample: the tokenizer of the teacher is not here: name it in data.tokenizer of a --config")
-    tokens_BL = read_sample(sample, teacher.spec, tokenizer, cache_folder=Path("outputs", "data_cache"))
-    counts = watch_routers(teacher.spec, teacher.read_or_initial, tokens_BL)
+    tokens_BL = read_sample(sample, spec, tokenizer, cache_folder=Path("outputs", "data_cache"))
+    counts = watch_routers(spec, read, tokens_BL)
     if "://" not in out:
         place = Path(out) / "router_statistics.json"
         place.parent.mkdir(parents=True, exist_ok=True)

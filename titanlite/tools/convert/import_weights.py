@@ -8,10 +8,10 @@ import json
 import time
 import uuid
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -33,36 +33,17 @@ from titanlite.runtime.ranks import error_of_ranks
 from titanlite.schema import Config, Data, dump
 from titanlite.storage.storage import MANIFEST, Storage, open_storage
 from titanlite.tools.convert.compress import Student, choose_layers
-from titanlite.tools.convert.describe import resolve_source
 from titanlite.tools.convert.reader import ForeignReader
-from titanlite.tools.convert.source import ORIGIN, Source, open_source, origin_of, read_tensor
-from titanlite.tools.convert.weights import ForeignSource, find_source, open_reader, table_of
+from titanlite.tools.convert.source import ORIGIN, Source, open_foreign, open_source, origin_of, read_tensor
+from titanlite.tools.convert.weights import find_source
 
 OWNER = "import"  # the next import to a place sweeps what a killed one left there
 
 
-class Teacher(NamedTuple):
-    """Weights to import from, by the names of their model."""
-
-    spec: ModelSpec
-    config: Config
-    tokenizer: str | None
-    """Name under which its tokenizer is loaded. None: there is none."""
-    kept: set[str]
-    """Tensors that the source does not have: they keep their initial values."""
-    read: Callable[[str], Tensor]
-    dtype: Callable[[str], torch.dtype]
-    origin: dict[str, Any] | None = None
-    """What to keep of another program's weights; see `source.origin_of`."""
-
-    def read_or_initial(self, name: str) -> Tensor:
-        """Return a tensor by its name in the model; its initial value if the source does not have it."""
-        whole = f"model.{name}"
-        return _initial_buffers(self.spec, {whole})[whole] if whole in self.kept else self.read(whole)
-
-
-ChooseExperts = Callable[[Teacher], dict[str, list[int]]]
-"""Returns the experts to take, for each name of a tensor with one entry an expert."""
+ReadTensor = Callable[[str], Tensor]
+"""Returns a tensor by its name in the model."""
+ChooseExperts = Callable[[ModelSpec, str | None, ReadTensor], dict[str, list[int]]]
+"""Returns the experts to take of a model, for each name of a tensor with one entry an expert; see `choose_experts`."""
 
 
 def import_weights(
@@ -94,98 +75,70 @@ def import_weights(
         OSError: the place cannot be written.
     """
     compresses = layers is not None or choose_experts is not None
-    teacher = _open(path, model, flavor, config, allow_unexpected, ours_too=compresses)
+    origin = None
+    if (foreign := find_source(path)) is not None:
+        teacher, resolved = open_foreign(foreign, model=model, flavor=flavor, config=config)
+        tokenizer = resolved.data.tokenizer
+        origin = origin_of(foreign) | ({} if config is None else {"has_tokenizer": True})
+    elif not compresses:
+        raise UserError(f"{path} holds no weights of another program. titanlite reads its own checkpoints as they are")
+    elif model or flavor:
+        raise UserError("--model, --flavor: a checkpoint of titanlite names its model: leave them out")
+    else:
+        teacher = open_source(path, config=config)
+        assert teacher.config is not None, "checkpoints of ours have one"
+        resolved, named = teacher.config, teacher.config.data.tokenizer
+        tokenizer = teacher.tokenizer.name if teacher.tokenizer else named if is_shipped(named) else None
+    initial = dict[str, Tensor]()
+    if isinstance(teacher.reader, ForeignReader):
+        initial = _initial_buffers(teacher.spec, {name.removeprefix("model.") for name in teacher.reader.kept})
+        _check(teacher, teacher.reader, initial, allow_unexpected)
+    entries: dict[str, Any] = teacher.metadata.state_dict_metadata
+
+    def read_teacher(name: str) -> Tensor:
+        if name in initial:
+            return initial[name]
+        if isinstance(teacher.reader, ForeignReader):
+            return teacher.reader.read(f"model.{name}")
+        return read_tensor(teacher, name)
+
     storage, folder = _open_place(out)
     student = Student(
         None if layers is None else choose_layers(layers, teacher.spec),
-        choose_experts and choose_experts(teacher),
+        choose_experts and choose_experts(teacher.spec, tokenizer, read_teacher),
     )
-    spec, resolved = student.spec(teacher.spec), teacher.config
+    spec = student.spec(teacher.spec)
     if compresses:  # the run's other options are not the student's
         data = Data(tokenizer=resolved.data.tokenizer)
         resolved = Config(model=student.model(resolved.model), data=data)
-    tensors = {f"model.{name}": tensor for name, tensor in model_state(spec.build()).items()}
+    tensors = model_state(spec.build())
     theirs = {name: student.teacher_name(name) for name in tensors}
-    kept = _initial_buffers(spec, {name for name in tensors if theirs[name] in teacher.kept})
+    kept = _initial_buffers(spec, {name for name in tensors if theirs[name] in initial})
 
     def read(name: str) -> Tensor:
         if name in kept:
             return kept[name]
-        return student.part_of(theirs[name], teacher.read(theirs[name])).to(dtype_of(name)).contiguous()
+        return student.part_of(theirs[name], read_teacher(theirs[name])).to(dtype_of(name)).contiguous()
 
     def dtype_of(name: str) -> torch.dtype:
-        return kept[name].dtype if name in kept else dtype or teacher.dtype(theirs[name])
+        return kept[name].dtype if name in kept else dtype or entries[f"model.{theirs[name]}"].properties.dtype
 
     state = {  # views of one element: the writer asks for each tensor when it writes it
-        name.removeprefix("model."): torch.empty((), dtype=dtype_of(name)).expand(tensor.shape)
-        for name, tensor in tensors.items()
+        name: torch.empty((), dtype=dtype_of(name)).expand(tensor.shape) for name, tensor in tensors.items()
     }
     settings = model_settings(resolved.model.title, spec.args)
-    _write(
-        storage,
-        folder,
-        state,
-        read=read,
-        settings=settings,
-        config=dump(resolved),
-        origin=teacher.origin,
-        tokenizer=teacher.tokenizer,
-    )
+    config_text = dump(resolved)
+    _write(storage, folder, state, read=read, settings=settings, config=config_text, origin=origin, tokenizer=tokenizer)
     return storage.url_of(folder)
 
 
-def _open(
-    path: str,
-    model: str | None,
-    flavor: str | None,
-    config: str | None,
-    allow_unexpected: Sequence[str],
-    *,
-    ours_too: bool,
-) -> Teacher:
-    if (source := find_source(path)) is not None:
-        return _foreign(source, model, flavor, config, allow_unexpected)
-    if not ours_too:
-        raise UserError(f"{path} holds no weights of another program. titanlite reads its own checkpoints as they are")
-    if model or flavor:
-        raise UserError("--model, --flavor: a checkpoint of titanlite names its model: leave them out")
-    return _of_ours(open_source(path, config=config))
-
-
-def _foreign(
-    source: ForeignSource, model: str | None, flavor: str | None, config: str | None, allow_unexpected: Sequence[str]
-) -> Teacher:
-    spec, resolved = resolve_source(source, model=model, flavor=flavor, config=config)
-    table = table_of(source, spec.model_cls)
-    reader = open_reader(source, table, spec, is_described=source.read_args(spec.model_cls) is not None)
-    tensors = {f"model.{name}": tensor for name, tensor in model_state(spec.build()).items()}
-    _check(reader, {name: it for name, it in tensors.items() if name not in reader.kept}, allow_unexpected)
-    return Teacher(
-        spec,
-        resolved,
-        resolved.data.tokenizer,
-        reader.kept,
-        reader.read,
-        reader.dtype,
-        origin_of(source) | ({} if config is None else {"has_tokenizer": True}),
-    )
-
-
-def _of_ours(source: Source) -> Teacher:
-    assert source.config is not None, "checkpoints of ours have one"
-    entries: dict[str, Any] = source.metadata.state_dict_metadata
-    named = source.config.data.tokenizer
-    return Teacher(
-        source.spec,
-        source.config,
-        source.tokenizer.name if source.tokenizer else named if is_shipped(named) else None,
-        set(),
-        lambda name: read_tensor(source, name.removeprefix("model.")),
-        lambda name: entries[name].properties.dtype,
-    )
-
-
-def _check(reader: ForeignReader, tensors: dict[str, Tensor], allow_unexpected: Sequence[str]) -> None:
+def _check(
+    source: Source, reader: ForeignReader, initial: Mapping[str, Tensor], allow_unexpected: Sequence[str]
+) -> None:
+    """Check that the source has the tensors of the model but those that keep their initial values, and no others."""
+    tensors = {
+        f"model.{name}": tensor for name, tensor in model_state(source.spec.build()).items() if name not in initial
+    }
     found = difference(tensors, reader.metadata, ["*"])
     unexpected = {name: text for name, text in (found.unexpected | reader.unknown).items() if name not in found.missing}
     wrong = Difference(found.missing, unexpected).without(unexpected=allow_unexpected)
@@ -225,7 +178,7 @@ def _initial_buffers(spec: ModelSpec, names: set[str]) -> dict[str, Tensor]:
     model = spec.build()
     with torch.device("cpu"):
         model.init_buffers()
-    return {f"model.{name}": tensor for name, tensor in model_state(model).items() if f"model.{name}" in names}
+    return {name: tensor for name, tensor in model_state(model).items() if name in names}
 
 
 def _write(
@@ -245,7 +198,7 @@ def _write(
         task = progress.add_task(folder, total=sum(tensor.nbytes for tensor in state.values()))
 
         def read_and_show(item: Any) -> Tensor:
-            tensor = read(item.index.fqn)
+            tensor = read(item.index.fqn.removeprefix("model."))
             progress.advance(task, tensor.nbytes)
             return tensor
 

@@ -162,12 +162,6 @@ class ForeignReader(ForeignWeights):
             whole[number : number + 1] = self._read(MetadataIndex(name, chunk.offsets), region)
         return whole
 
-    def dtype(self, name: str) -> torch.dtype:
-        """Return the dtype of our tensor in the source."""
-        entry = self.metadata.state_dict_metadata[name]
-        assert isinstance(entry, TensorStorageMetadata)
-        return entry.properties.dtype
-
     def _read(self, index: MetadataIndex, region: Sequence[slice]) -> Tensor:
         """Return a region of a chunk in our layout."""
         tensor, (_, entry, expert) = self._stored[index]

@@ -95,7 +95,7 @@ def open_source(
     if (foreign := find_source(path)) is not None:
         if model_file is not None:
             raise UserError(f"--model-file: {path} is of another program: name a config with the model, with --config")
-        return _open_foreign(foreign, config, tokenizer)
+        return open_foreign(foreign, config=config, tokenizer=tokenizer)[0]
     try:
         url, folder, manifest = find_checkpoint(path)
         storage = open_storage(url)
@@ -128,13 +128,25 @@ def open_source(
     )
 
 
-def _open_foreign(foreign: ForeignSource, config: str | Path | None, tokenizer: str | None) -> Source:
-    spec, resolved = resolve_source(foreign, config=config)
+def open_foreign(
+    foreign: ForeignSource,
+    *,
+    model: str | None = None,
+    flavor: str | None = None,
+    config: str | Path | None = None,
+    tokenizer: str | None = None,
+) -> tuple[Source, Config]:
+    """Open weights of another program. Return them, and a config that has their model and their tokenizer.
+
+    Args:
+        model, flavor, config: see `resolve_source`.
+    """
+    spec, resolved = resolve_source(foreign, model=model, flavor=flavor, config=config)
     name = tokenizer or (None if foreign.tokenizer() is None and config is None else resolved.data.tokenizer)
     found, reason = _load_tokenizer(name, must_exist=tokenizer is not None) if name else (None, "")
     is_described = foreign.read_args(spec.model_cls) is not None
     origin = origin_of(foreign) if tokenizer is None else None
-    return Source(
+    source = Source(
         spec=spec,
         config=None if config is None else resolved,
         tokenizer=found,
@@ -144,6 +156,7 @@ def _open_foreign(foreign: ForeignSource, config: str | Path | None, tokenizer: 
         generation=Generation(origin["ids"], origin["config"]) if origin else None,
         identity=" ".join(map(_sample, foreign.files())),
     )
+    return source, resolved
 
 
 def origin_of(foreign: ForeignSource) -> dict[str, Any]:

@@ -23,8 +23,6 @@ HEAD, TAIL = 256, 128
 """Tokens shown of the beginning and end of a long document."""
 INPUT_COLUMNS = ("files", "documents", "tokens", "bytes", "empty", "left_out", "errors")
 MOST_INPUTS = 20
-BAR_WIDTH = 40
-EIGHTHS = " ▏▎▍▌▋▊▉"
 BLOCK = 2**24
 CONTROLS = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"} | dict.fromkeys(range(127, 160), "�")
 """Documents can hold what a terminal would obey."""
@@ -54,8 +52,6 @@ def inspect(folder: Path, *, sample: Index = 0, quick: bool = False, tokenizer: 
     for name, value in _facts(store, lengths).items():
         console.print(f"  {name:<17} {value}")
     _print_inputs(console, store.index)
-    if len(store):
-        console.print("", *_histogram(lengths), sep="\n")
     if sample > 0:
         _print_samples(console, store, lengths, sample, tokenizer)
     if not quick:
@@ -160,19 +156,6 @@ def _print_inputs(console: Console, index: dict[str, Any]) -> None:
             )
             for first in index.get(f"first_{name}", []):
                 console.print(f"  {str(first).translate(CONTROLS)}")
-
-
-def _histogram(lengths: Lengths) -> list[str]:
-    """One line a power of two."""
-    powers = np.frexp(lengths.values)[1] - 1
-    counts = np.bincount(powers, weights=lengths.counts).astype(np.int64)
-    lines = [f"{'tokens':>23} {'documents':>13}"]
-    for power in range(int(powers.min()), len(counts)):
-        eighths = -(-8 * BAR_WIDTH * int(counts[power]) // int(counts.max()))
-        bar = "█" * (eighths // 8) + EIGHTHS[eighths % 8].strip()
-        stretch = f"{2**power:,} to {2 ** (power + 1) - 1:,}" if power else "1"
-        lines.append(f"{stretch:>23} {counts[power]:>13,}  {bar}".rstrip())
-    return lines
 
 
 # Samples

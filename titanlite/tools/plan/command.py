@@ -1,28 +1,22 @@
 """The `titanlite plan` command: will it fit, how fast is it, which layout is best? Without a GPU."""
 
 import json
-import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
-import tomlkit
 import torch
 
 from titanlite.config.load import load
-from titanlite.runtime.errors import ConfigError, UserError
-from titanlite.runtime.files import write_atomically
+from titanlite.runtime.errors import UserError
 from titanlite.runtime.hardware import Hardware
-from titanlite.schema import Config, dump
+from titanlite.schema import Config
 from titanlite.tools.arguments import Count
-from titanlite.tools.plan.candidates import Options
 from titanlite.tools.plan.estimate import Layout, plan, with_vocab_size
 from titanlite.tools.plan.hardware import find_hardware, load_hardware
-from titanlite.tools.plan.output import plan_lines, plan_record, search_lines, search_record, set_key
+from titanlite.tools.plan.output import plan_lines, plan_record, search_lines, search_record
 from titanlite.tools.plan.search import search as find_layouts
-from titanlite.tools.plan.search import with_options
 from titanlite.tools.plan.suggestions import suggest as find_suggestions
 from titanlite.tools.plan.suggestions import suggestion_lines
 
@@ -37,7 +31,6 @@ def plan_config(
     json_: bool = False,
     search: bool = False,
     suggest: bool = False,
-    apply: Path | None = None,
 ) -> None:
     """Predict memory, communication and step time of a config, without a GPU.
 
@@ -51,11 +44,10 @@ def plan_config(
         json_: print JSON
         search: search for the fastest layout that fits
         suggest: find options that need less memory
-        apply (OUT.toml): with --search: write the config with the result
 
     Example:
         llama3_8b --world-size 64 --gpu H100
-        my.toml --world-size 64 --gpu H100 --search --apply best.toml
+        my.toml --world-size 64 --gpu H100 --search
     """
     given = {"a config (my.toml, llama3_8b)": config, "--world-size N": world_size, "--gpu NAME or FILE.toml": gpu}
     if missing := [name for name, value in given.items() if not value]:
@@ -65,32 +57,24 @@ def plan_config(
     assert gpu
     if search and suggest:
         raise UserError("titanlite plan: --search and --suggest exclude each other")
-    if apply and not search:
-        raise UserError("titanlite plan: --apply writes the result of --search: add it")
-    if apply and apply.exists():
-        raise UserError(f"titanlite plan: --apply: {apply} exists; name a new file")
     layout = _layout(gpu, world_size, gpus_per_node)
     # A search sets the degrees, so those of the config need not match the number of processes.
     loaded = with_vocab_size(load(config, overrides, world_size=None if search else world_size))
     if search:
-        changes = _search(loaded, layout, as_json=json_)
+        _search(loaded, layout, as_json=json_)
+        return
+    torch.set_num_threads(1)
+    planned = plan(loaded, layout, whole=True)
+    found = find_suggestions(loaded, layout, planned) if suggest else []
+    if json_:
+        record = {"suggestions": [asdict(it) for it in found]} if suggest else {}
+        print(json.dumps(plan_record(planned) | record, indent=1))
     else:
-        changes = {}
-        torch.set_num_threads(1)
-        planned = plan(loaded, layout, whole=True)
-        found = find_suggestions(loaded, layout, planned) if suggest else []
-        if json_:
-            record = {"suggestions": [asdict(it) for it in found]} if suggest else {}
-            print(json.dumps(plan_record(planned) | record, indent=1))
-        else:
-            print("\n".join([*plan_lines(planned, loaded), *(suggestion_lines(found) if suggest else ())]))
-    if apply:
-        write_config(apply, config, loaded, changes)
-        print(f"wrote {apply}", file=sys.stderr)
+        print("\n".join([*plan_lines(planned, loaded), *(suggestion_lines(found) if suggest else ())]))
 
 
-def _search(config: Config, layout: Layout, *, as_json: bool) -> Options:
-    """Print the best layouts, and return the options of the first."""
+def _search(config: Config, layout: Layout, *, as_json: bool) -> None:
+    """Print the best layouts."""
     began = time.perf_counter()
     found = find_layouts(config, layout)
     seconds = time.perf_counter() - began
@@ -98,7 +82,6 @@ def _search(config: Config, layout: Layout, *, as_json: bool) -> Options:
         print(json.dumps(search_record(found), indent=1))
     else:
         print("\n".join(search_lines(found, config, layout, seconds=seconds)))
-    return found.best[0][0].options
 
 
 def _layout(gpu: str, world_size: int, gpus_per_node: int) -> Layout:
@@ -118,36 +101,3 @@ def share_of_process(machine: Hardware, processes: int) -> Hardware:
         memory_bandwidth=machine.memory_bandwidth / processes,
         link_bandwidth=machine.link_bandwidth / processes,
     )
-
-
-def write_config(out: Path, path: str, config: Config, options: Options) -> None:
-    """Write a copy of a config file with some options changed, comments included.
-
-    Where that would not load as the same config, write the whole resolved config instead.
-
-    Args:
-        config: the file with the overrides of the command line, which are written too.
-    """
-    wanted = with_options(config, options | {"job.name": out.stem})
-    document = tomlkit.parse(Path(path).read_text())
-    for key, value in _differences(load(path).model_dump(), wanted.model_dump()):
-        if key != "job.name":
-            set_key(document, key, value)
-    if "name" in document.get("job", {}):
-        set_key(document, "job.name", out.stem)
-    write_atomically(out, tomlkit.dumps(document))
-    try:
-        is_same = load(out) == wanted
-    except ConfigError:
-        is_same = False
-    if not is_same:
-        write_atomically(out, dump(wanted))
-
-
-def _differences(before: dict[str, Any], after: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in after.items():
-        key = f"{prefix}{name}"
-        if isinstance(value, dict) and isinstance(before.get(name), dict):
-            yield from _differences(before[name], value, f"{key}.")
-        elif name not in before or before[name] != value:
-            yield key, value

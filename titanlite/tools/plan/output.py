@@ -4,8 +4,7 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
-import tomlkit
-
+from titanlite.config.keys import toml_text
 from titanlite.schema import Config
 from titanlite.tools.plan.candidates import Found, Options
 from titanlite.tools.plan.estimate import OUTSIDE, Layout, Plan, on_host
@@ -186,23 +185,8 @@ def indented_toml(options: Options) -> Iterator[str]:
 
 def toml_of(options: Options) -> str:
     """Return dotted keys as TOML, section by section."""
-    document = tomlkit.document()
+    sections: dict[str, list[str]] = {}
     for key, value in options.items():
-        set_key(document, key, value)
-    return tomlkit.dumps(document)
-
-
-def set_key(document: tomlkit.TOMLDocument, key: str, value: Any) -> None:
-    """Set a dotted key, and create its section if necessary. None removes the key."""
-    *path, last = key.split(".")
-    table: Any = document
-    for depth, name in enumerate(path):
-        if name not in table:
-            if value is None:
-                return
-            table[name] = tomlkit.table(is_super_table=depth < len(path) - 1)
-        table = table[name]
-    if value is None:
-        table.pop(last, None)
-    else:
-        table[last] = value
+        section, _, name = key.rpartition(".")
+        sections.setdefault(section, []).append(f"{name} = {toml_text(value)}")
+    return "".join(f"[{section}]\n" + "\n".join(lines) + "\n" for section, lines in sections.items())
