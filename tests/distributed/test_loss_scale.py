@@ -179,5 +179,5 @@ def test_a_loss_that_is_not_finite_leaves_the_scale(nonfinite: str) -> None:
 def test_refused_together(tiny: TinyRun, options: list[str], other: str) -> None:
     with pytest.raises(ConfigError) as error:
         tiny.config(FLOAT16, *options)
-    expected = f"training.mixed_precision_param: float16 cannot be combined with {other}: choose one of the two"
+    expected = f'training.mixed_precision_param: "float16" cannot be combined with {other} = true, which '
     assert expected in str(error.value)

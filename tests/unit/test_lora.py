@@ -232,7 +232,8 @@ KNOWN = "there are layers.*.attention.wq x3, layers.*.attention.wk x3, "
          "lora.targets: head.* matches head.output, whose matmul the loss computes; "),
         ([*MOE, "--lora.rank=2", '--lora.targets=["layers.*.feed_forward.w1"]'],
          "lora.targets: layers.*.feed_forward.w1 matches layers.0.feed_forward.w1, a stack of experts' weights, "),
-        (["--lora.rank=2", '--freeze.parameters=["head.*"]'], "freeze.parameters: has no effect with lora.rank"),
+        (["--lora.rank=2", '--freeze.parameters=["head.*"]'],
+         'freeze.parameters: ["head.*"] cannot be combined with lora.rank = 2, '),
     ],
 )  # fmt: skip
 def test_bad_input_is_one_line(

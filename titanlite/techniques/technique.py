@@ -7,6 +7,7 @@ these hooks. What changes the layers of a model is no hook: its order matters, a
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
@@ -30,6 +31,18 @@ Conflict = tuple[str, str]
 """Dotted key, and what is wrong."""
 Options = dict[str, Any]
 """Values by dotted key."""
+
+
+class Claim(StrEnum):
+    """What one technique at most can do in a run."""
+
+    LAYERS = "changes the linear layers"
+    MATMULS = "computes matmuls in a format of its own"
+    TRAINED = "chooses which parameters are trained"
+    PARAMETERS = "keeps parameters in memory of its own"
+    GRADIENTS = "handles gradients in its own way"
+    UPDATE = "changes the update of the optimizer"
+
 
 Hook = TypeVar("Hook", bound=Callable[..., Any])
 
@@ -82,6 +95,11 @@ class Technique:
         raise NotImplementedError
 
     # Checks
+
+    def claims(self, config: Config) -> dict[Claim, str]:
+        """Return what no other technique can do in the same run, and the option that asks for it. Only asked if it is
+        used."""
+        return {}
 
     def conflicts(self, config: Config) -> Iterator[Conflict]:
         """Yield what is wrong across options. Imports no torch."""

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 from titanlite.runtime.errors import UserError
 from titanlite.schema import Config
-from titanlite.techniques.technique import Conflict, Options, Technique, reads
+from titanlite.techniques.technique import Claim, Conflict, Options, Technique, reads
 
 if TYPE_CHECKING:
     import torch
@@ -16,6 +16,9 @@ class UpdatesInBackward(Technique):
 
     def is_used(self, config: Config) -> bool:
         return config.optimizer.in_backward
+
+    def claims(self, config: Config) -> dict[Claim, str]:
+        return {Claim.GRADIENTS: self.option}
 
     @reads("optimizer", "training.max_norm", "guard")
     def conflicts(self, config: Config) -> Iterator[Conflict]:
