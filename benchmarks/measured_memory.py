@@ -53,9 +53,9 @@ from titanlite.runtime.process_group import seed_step
 from titanlite.schema import Config
 from titanlite.step import train_step
 from titanlite.storage.disk import open_disk
+from titanlite.techniques import build_gradients, keeps_gradients
 from titanlite.techniques.distill.source import teacher_model
 from titanlite.techniques.distill.teacher import Teacher
-from titanlite.techniques.in_backward.updates import InBackward
 from titanlite.tools.plan.teacher import teacher_spec
 
 SPAN, OPTIMIZER_STEP = "measured: ", "Optimizer.step#"
@@ -217,7 +217,7 @@ def train(
     parallelize(
         model, mesh=mesh, kernels=kernels, parallelism=config.parallelism, training=training, compile=config.compile,
         activation_checkpoint=config.activation_checkpoint, float8=config.quantize.linear.float8, freeze=config.freeze,
-        lora=config.lora, updates_in_backward=config.optimizer.in_backward,
+        lora=config.lora, lasting_gradients=keeps_gradients(config),
     )  # fmt: skip
     disk = open_disk(config.offload, Path(config.job.dump_folder))
     materialize(
@@ -226,7 +226,9 @@ def train(
     )  # fmt: skip
     optimizer = build_optimizer(model, config.optimizer, seed=seed, disk=disk)
     guard = StepGuard(config.guard, device=device, step=0, state={})
-    in_backward = InBackward(model, optimizer, should_skip=guard.should_skip) if config.optimizer.in_backward else None
+    gradients = build_gradients(
+        config, model=model, optimizer=optimizer, mesh=mesh, state={}, should_skip=guard.should_skip
+    )
     micro_batch_size, accumulation = training.batch_split(ranks)
     source = random_batches(config, micro_batch_size, args.vocab_size, seed=rank)
     teacher = build_random_teacher(config, mesh=mesh, kernels=kernels)
@@ -239,7 +241,7 @@ def train(
             seed_step(seed, step, rank)
             train_step(
                 model, batches, optimizer=optimizer, group=loss_group(mesh), decide=guard.decide,
-                max_norm=training.max_norm, loss_function=loss_function, in_backward=in_backward,
+                max_norm=training.max_norm, loss_function=loss_function, gradients=gradients,
                 teacher=teacher,
             )  # fmt: skip
             del batches

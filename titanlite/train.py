@@ -44,16 +44,15 @@ from titanlite.runtime.ranks import check_same_everywhere
 from titanlite.runtime.signals import StoppedBySignal, StopRequests
 from titanlite.schedule import count_steps, is_due, learning_rate
 from titanlite.schema import Config, dump
-from titanlite.step import StepResult, train_step
+from titanlite.step import Gradients, StepResult, train_step
 from titanlite.storage.storage import open_storage
-from titanlite.techniques import after_updates, used
+from titanlite.techniques import after_updates, build_gradients, used
 from titanlite.techniques.technique import RunParts
 from titanlite.validation import Validator
 
 if TYPE_CHECKING:
     from titanlite.checks.preflight import ResolvedConfig
     from titanlite.techniques.distill.teacher import Teacher
-    from titanlite.techniques.in_backward.updates import InBackward
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +71,7 @@ class Run:
     replicas: dict[nn.Parameter, int]
     """Ranks that hold the same part, of each parameter."""
     optimizer: torch.optim.Optimizer
-    in_backward: "InBackward | None"
+    gradients: Gradients
     loss_function: LossFunction
     teacher: "Teacher | None"
     guard: StepGuard
@@ -229,17 +228,9 @@ def build(
     split = _part_of_sequences(mesh)
     workers = config.data.num_workers
     batches = build_loader(samples, micro_batches, num_workers=workers, device=device, split=split)
-    loss_scale = None
-    if training.mixed_precision_param == "float16":
-        from titanlite.techniques.loss_scale.scale import LossScale
-
-        loss_scale = LossScale(device=device, state=progress.guard.get("loss_scale", {}))
-    guard = StepGuard(config.guard, device=device, step=progress.step, state=progress.guard, loss_scale=loss_scale)
-    in_backward = None
-    if config.optimizer.in_backward:
-        from titanlite.techniques.in_backward.updates import InBackward
-
-        in_backward = InBackward(model, optimizer, should_skip=guard.should_skip)
+    guard = StepGuard(config.guard, device=device, step=progress.step, state=progress.guard)
+    parts = {"mesh": mesh, "state": progress.guard, "should_skip": guard.should_skip}
+    gradients = build_gradients(config, model=model, optimizer=optimizer, **parts)
 
     # What watches
     validator = Validator(
@@ -294,7 +285,7 @@ def build(
         model=model,
         replicas=replicas,
         optimizer=optimizer,
-        in_backward=in_backward,
+        gradients=gradients,
         loss_function=build_loss(
             training, kernels, config.distill if config.teacher.is_set else None, vocabulary=vocabulary
         ),
@@ -381,10 +372,8 @@ def _loop(run: Run, stop_requests: StopRequests) -> None:
             loss_function=run.loss_function,
             teacher=teacher,
             decide=run.guard.decide,
-            in_backward=run.in_backward,
-            loss_scale=run.guard.loss_scale,
+            gradients=run.gradients,
             reduce_once=config.parallelism.fsdp_reduce_gradients == "last",
-            exact=config.debug.reproducible_layouts,
             stop_flag=stop.flag(),
             observer=observer,
         )
@@ -447,7 +436,7 @@ def _samples_seen(run: Run, step: int) -> int:
 def _progress(run: Run, step: int) -> Progress:
     """Return the progress at the end of a step of this start."""
     samples = _samples_seen(run, step)
-    return Progress(step, samples, run.samples.state(samples), run.guard.state())
+    return Progress(step, samples, run.samples.state(samples), run.guard.state() | run.gradients.state())
 
 
 def finish(run: Run, stopped: RunStopped | None = None) -> None:

@@ -59,7 +59,7 @@ def one_start(rank: int, world_size: int, config: Config) -> dict[str, Any]:
     batches = list(islice(run.batches, run.accumulation))
     result = train_step(
         run.model, batches, optimizer=run.optimizer, group=run.group, max_norm=0.0, loss_function=run.loss_function,
-        in_backward=run.in_backward,
+        gradients=run.gradients,
     )  # fmt: skip
     norm = float(result.grad_norm)
     run.batches.close()

@@ -149,10 +149,10 @@ def build_step(config: Any, device: Any, world_size: int) -> Any:
     from titanlite.optim.norm import count_parameter_replicas
     from titanlite.parallelize import build_mesh, parallelize
     from titanlite.parallelize.materialize import allocate
-    from titanlite.step import train_step
+    from titanlite.step import is_not_finite, train_step
+    from titanlite.techniques import build_gradients, keeps_gradients
     from titanlite.techniques.context.sequences import split_batch
     from titanlite.techniques.float8.layers import weight_scaler
-    from titanlite.techniques.in_backward.updates import InBackward
     from titanlite.techniques.tensor.layers import tensor_ranks
     from titanlite.tools.plan.estimate import model_of
 
@@ -164,11 +164,13 @@ def build_step(config: Any, device: Any, world_size: int) -> Any:
         model, mesh=mesh, kernels=kernels, parallelism=config.parallelism, training=config.training,
         activation_checkpoint=config.activation_checkpoint, compile=config.compile,
         float8=config.quantize.linear.float8,
-        freeze=config.freeze, lora=config.lora, updates_in_backward=config.optimizer.in_backward,
+        freeze=config.freeze, lora=config.lora, lasting_gradients=keeps_gradients(config),
     )  # fmt: skip
     allocate(model, torch.device("cpu") if config.training.enable_cpu_offload else device, device)
     optimizer = build_optimizer(model, config.optimizer, seed=0)
-    in_backward = InBackward(model, optimizer) if config.optimizer.in_backward else None
+    gradients = build_gradients(
+        config, model=model, optimizer=optimizer, mesh=mesh, state={}, should_skip=is_not_finite
+    )
     degrees = config.parallelism.degrees(world_size)
     size, accumulation = config.training.batch_split(degrees.data_parallel)
     tokens = torch.zeros(size, config.training.seq_len, dtype=torch.int64, device=device)
@@ -186,7 +188,7 @@ def build_step(config: Any, device: Any, world_size: int) -> Any:
     def step() -> None:
         train_step(
             model, [batch] * accumulation, optimizer=optimizer, group=loss_group(mesh), world=world_group(mesh),
-            replicas=replicas, max_norm=config.training.max_norm, loss_function=loss, in_backward=in_backward,
+            replicas=replicas, max_norm=config.training.max_norm, loss_function=loss, gradients=gradients,
             reduce_once=config.parallelism.fsdp_reduce_gradients == "last",
         )  # fmt: skip
         scale_weights()

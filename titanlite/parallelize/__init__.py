@@ -46,7 +46,7 @@ def parallelize_student(model: Model, config: Config, *, mesh: DeviceMesh, kerne
         freeze=config.freeze,
         lora=config.lora,
         has_other_model=config.teacher.is_live,
-        updates_in_backward=not keeps_gradients(config),
+        lasting_gradients=keeps_gradients(config),
         reproducible_layouts=config.debug.reproducible_layouts,
         **options,
     )
@@ -66,7 +66,7 @@ def parallelize(
     lora: Lora = NO_ADAPTERS,
     compile_backend: str = "inductor",
     has_other_model: bool = False,
-    updates_in_backward: bool = False,
+    lasting_gradients: bool = True,
     reproducible_layouts: bool = False,
     pin_memory: bool = True,
 ) -> None:
@@ -76,7 +76,7 @@ def parallelize(
         kernels: how the device computes; see `titanlite.ops.kernels`.
         compile_backend: of torch.compile; the planner has its own.
         has_other_model: whether there is a teacher, or this is one; see `compile_blocks`.
-        updates_in_backward: whether hooks of the parameters use gradients within backward, as `InBackward` does.
+        lasting_gradients: whether gradients last until after backward. Otherwise hooks of the parameters use them.
         reproducible_layouts: whether gradients have the same bits on every layout.
         pin_memory: whether parameters in host memory are pinned, with a GPU.
     """
@@ -112,7 +112,7 @@ def parallelize(
         compile_blocks(model, backend=compile_backend, has_other_model=has_other_model)
     shard(
         model, mesh=mesh, kernels=kernels, parallelism=parallelism, training=training, experts=experts,
-        updates_in_backward=updates_in_backward, adds_over_replicas=not reproducible_layouts, pin_memory=pin_memory,
+        lasting_gradients=lasting_gradients, adds_over_replicas=not reproducible_layouts, pin_memory=pin_memory,
     )  # fmt: skip
     if reproducible_layouts:
         from titanlite.techniques.reproducible.sums import add_gradients_in_a_tree

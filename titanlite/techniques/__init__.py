@@ -16,6 +16,7 @@ from titanlite.techniques.technique import Conflict, Technique
 
 if TYPE_CHECKING:
     from titanlite.models.base import Model
+    from titanlite.step import Gradients
 
 TECHNIQUES: dict[str, tuple[str, ...]] = {
     "lora": ("lora",),
@@ -85,6 +86,19 @@ def choose_trained(model: "Model", config: Config) -> None:
 def keeps_gradients(config: Config) -> bool:
     """Return whether gradients last until after backward."""
     return all(technique.keeps_gradients(config) for technique in used(config))
+
+
+def build_gradients(config: Config, **parts: Any) -> "Gradients":
+    """Return what handles the gradients of steps; see `Technique.gradients`.
+
+    Args:
+        parts: model: as it is trained. optimizer. mesh. state: of the checkpoint that the run resumes from, by the
+            guard and by gradients. should_skip: as `StepGuard.should_skip`.
+    """
+    from titanlite.step import Gradients
+
+    found = (technique.gradients(config, **parts) for technique in used(config))
+    return next(filter(None, found), None) or Gradients()
 
 
 def after_updates(config: Config, model: "Model") -> Callable[[], None]:

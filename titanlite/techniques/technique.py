@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from titanlite.observer import StepObserver
     from titanlite.runtime.hardware import Hardware
     from titanlite.runtime.process_group import Ranks
+    from titanlite.step import Gradients
 
 Conflict = tuple[str, str]
 """Dotted key, and what is wrong."""
@@ -147,6 +148,15 @@ class Technique:
     def observers(self, config: Config, run: RunParts) -> "Sequence[StepObserver]":
         """Return the observers of training that the technique adds."""
         return ()
+
+    def gradients(self, config: Config, **parts: Any) -> "Gradients | None":
+        """Return what handles the gradients of steps; None if the technique leaves that as it is. One that returns it
+        has the claim `Claim.GRADIENTS`.
+
+        Args:
+            parts: model, optimizer, mesh, state and should_skip; see `techniques.build_gradients`.
+        """
+        return None
 
     def keeps_gradients(self, config: Config) -> bool:
         """Return whether gradients last until after backward. Otherwise parameters are updated within it."""

@@ -1,7 +1,7 @@
 """Updates within backward; `updates.py` makes them."""
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from titanlite.runtime.errors import UserError
 from titanlite.schema import Config
@@ -9,6 +9,8 @@ from titanlite.techniques.technique import Claim, Conflict, Options, Technique, 
 
 if TYPE_CHECKING:
     import torch
+
+    from titanlite.step import Gradients
 
 
 class UpdatesInBackward(Technique):
@@ -63,6 +65,11 @@ class UpdatesInBackward(Technique):
 
     def keeps_gradients(self, config: Config) -> bool:
         return False
+
+    def gradients(self, config: Config, **parts: Any) -> "Gradients | None":
+        from titanlite.techniques.in_backward.updates import InBackward
+
+        return InBackward(parts["model"], parts["optimizer"], should_skip=parts["should_skip"])
 
     def suggestions(self, config: Config, *, is_gpu: bool) -> Iterator[tuple[int, Options, str]]:
         if not config.optimizer.in_backward:

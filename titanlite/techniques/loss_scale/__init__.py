@@ -1,9 +1,13 @@
 """Compute in float16; `scale.py` has the dynamic loss scale that it needs."""
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
 
 from titanlite.schema import Config
 from titanlite.techniques.technique import Claim, Conflict, Technique, reads
+
+if TYPE_CHECKING:
+    from titanlite.step import Gradients
 
 
 class Float16Compute(Technique):
@@ -19,6 +23,13 @@ class Float16Compute(Technique):
     def conflicts(self, config: Config) -> Iterator[Conflict]:
         if self.is_used(config) and config.training.dtype != "float32":
             yield self.option, 'float16 cannot be combined with training.dtype = "bfloat16": choose one of the two'
+
+    def gradients(self, config: Config, **parts: Any) -> "Gradients | None":
+        import torch
+
+        from titanlite.techniques.loss_scale.scale import LossScale
+
+        return LossScale(device=torch.device(parts["mesh"].device_type), state=parts["state"])
 
 
 TECHNIQUE = Float16Compute()

@@ -1,13 +1,14 @@
 """The same bits on every layout; `sums.py` adds so that they are."""
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from titanlite.schema import Config
 from titanlite.techniques.technique import Claim, Conflict, RunParts, Technique, reads
 
 if TYPE_CHECKING:
     from titanlite.observer import StepObserver
+    from titanlite.step import Gradients
 
 
 class ReproducibleLayouts(Technique):
@@ -63,6 +64,11 @@ class ReproducibleLayouts(Technique):
 
     def summary(self, config: Config) -> str:
         return "same bits on any layout" if config.debug.reproducible_layouts else ""
+
+    def gradients(self, config: Config, **parts: Any) -> "Gradients | None":
+        from titanlite.techniques.reproducible.sums import ExactSums
+
+        return ExactSums(parts["mesh"]) if config.debug.reproducible_layouts else None
 
     def observers(self, config: Config, run: RunParts) -> "Sequence[StepObserver]":
         from titanlite.techniques.reproducible.hashes import StateHashes
