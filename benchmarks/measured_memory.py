@@ -272,7 +272,7 @@ def random_batches(config: Config, size: int, vocab_size: int, *, seed: int) -> 
     while True:
         stretches = random.integers(0, vocab_size, (size, seq_len + 1))
         rows = [TokenSequence(stretch[:-1], stretch[1:], starts) for stretch in stretches]
-        batch = as_batch(rows, document_mask=config.data.document_mask)
+        batch = as_batch(rows, mark_documents=config.data.document_mask)
         yield {name: tensor.clone() for name, tensor in batch.items()}
 
 

@@ -238,7 +238,6 @@ def build(
         validation_sources,
         batch_size=batch_size,
         token_bytes=resolved.tokenizer.token_bytes(),
-        document_mask=config.data.document_mask,
         kernels=kernels,
         vocabulary=vocabulary,
         device=device,

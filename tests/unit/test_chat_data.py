@@ -395,7 +395,7 @@ def test_packed_chats_have_the_loss_that_each_has_alone(tmp_path: Path, tokenize
         return float(total.detach()), int((labels >= 0).sum())
 
     reader = BestFit(TokenStore(out), seq_len=512, plan_folder=tmp_path)
-    batch = as_batch([reader.read(index) for index in range(len(reader))], document_mask=True)
+    batch = as_batch([reader.read(index) for index in range(len(reader))], mark_documents=True)
     assert len(reader) < len(chats) / 2, "several chats in a sequence"
     packed = loss(batch["tokens"], batch["labels"], **document_arguments(batch))
     alone = []
@@ -432,8 +432,8 @@ def test_masks_across_shards_on_resume_and_on_more_ranks(tmp_path: Path, tokeniz
 
     def labels(store: TokenStore, *, ranks: int, steps: range) -> list[list[int]]:
         more: dict[str, Any] = {"plan_folder": tmp_path / "plans"} if packing is BestFit else {"document_mask": True}
-        source = Source("chats", packing(store, seq_len=64, **more), store.fingerprint)
-        samples = Samples([source], seed=0, document_mask=True)
+        source = Source("chats", packing(store, seq_len=64, **more), store.fingerprint, marks_documents=True)
+        samples = Samples([source], seed=0)
         each = [
             iter(MicroBatches(4 * steps.start, global_batch_size=4, micro_batch_size=2, rank=rank, ranks=ranks))
             for rank in range(ranks)
