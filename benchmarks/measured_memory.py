@@ -44,7 +44,7 @@ from titanlite.ops import pick_kernels
 from titanlite.ops.kernels import Kernels
 from titanlite.optim import build_optimizer
 from titanlite.optim.quantized import inner_tensors, is_quantized
-from titanlite.parallelize import DTYPES, build_mesh, materialize, parallelize
+from titanlite.parallelize import DTYPES, build_mesh, materialize, parallelize_student
 from titanlite.parallelize.materialize import allocate, draw_weights
 from titanlite.parallelize.teacher import parallelize_teacher
 from titanlite.runtime.errors import UserError
@@ -53,7 +53,7 @@ from titanlite.runtime.process_group import seed_step
 from titanlite.schema import Config
 from titanlite.step import train_step
 from titanlite.storage.disk import open_disk
-from titanlite.techniques import build_gradients, keeps_gradients
+from titanlite.techniques import build_gradients
 from titanlite.techniques.distill.source import teacher_model
 from titanlite.techniques.distill.teacher import Teacher
 from titanlite.tools.plan.teacher import teacher_spec
@@ -214,11 +214,7 @@ def train(
     with torch.device("meta"):
         model = kind(replace(args, max_seq_len=training.seq_len))
     kernels = pick_kernels(device)
-    parallelize(
-        model, mesh=mesh, kernels=kernels, parallelism=config.parallelism, training=training, compile=config.compile,
-        activation_checkpoint=config.activation_checkpoint, float8=config.quantize.linear.float8, freeze=config.freeze,
-        lora=config.lora, lasting_gradients=keeps_gradients(config),
-    )  # fmt: skip
+    parallelize_student(model, config, mesh=mesh, kernels=kernels)
     disk = open_disk(config.offload, Path(config.job.dump_folder))
     materialize(
         model, device=device, offload=training.enable_cpu_offload, dtype=DTYPES[training.dtype], seed=seed,

@@ -101,11 +101,6 @@ class Gradients:
         return {}
 
 
-def is_not_finite(losses: Tensor) -> Tensor:
-    """Decide before backward that only losses that are not finite update nothing."""
-    return ~losses.isfinite().all()
-
-
 def never_skip(loss: Tensor, grad_norm: Tensor, overflows: Tensor | None = None) -> Tensor:
     """Decide that the optimizer makes its step."""
     return torch.zeros_like(loss)

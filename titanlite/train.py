@@ -47,7 +47,6 @@ from titanlite.schema import Config, dump
 from titanlite.step import Gradients, StepResult, train_step
 from titanlite.storage.storage import open_storage
 from titanlite.techniques import after_updates, build_gradients, used
-from titanlite.techniques.technique import RunParts
 from titanlite.validation import Validator
 
 if TYPE_CHECKING:
@@ -90,6 +89,14 @@ class Run:
     phase: CurrentPhase
     observers: list[StepObserver]
     """Observers of training that the config asks for."""
+
+    def open_records(self, name: str) -> RecordFile | None:
+        """Open a file of records in the folder of the run. None on ranks that do not write."""
+        return RecordFile(self.folder.path / name, self.progress.step) if self.ranks.rank == 0 else None
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """Return the tensors of a checkpoint, by name."""
+        return flat(state_of(self.model, self.optimizer))
 
 
 def build(
@@ -261,20 +268,7 @@ def build(
         memory=memory,
     )
     replicas = count_parameter_replicas(model, world)
-    parts = RunParts(
-        model=model,
-        mesh=mesh,
-        ranks=ranks,
-        device=device,
-        replicas=replicas,
-        folder=folder.path,
-        steps=steps,
-        open_records=lambda name: RecordFile(folder.path / name, progress.step) if ranks.rank == 0 else None,
-        state=lambda: flat(state_of(model, optimizer)),
-        not_training=metrics.profiling,
-    )
-    observers = [it for technique in used(config) for it in technique.observers(config, parts)]
-    return Run(
+    run = Run(
         config=config,
         ranks=ranks,
         folder=folder,
@@ -300,8 +294,10 @@ def build(
         steps=steps,
         metrics=metrics,
         phase=phase,
-        observers=observers,
+        observers=[],
     )
+    run.observers.extend(it for technique in used(config) for it in technique.observers(config, run))
+    return run
 
 
 def _part_of_sequences(mesh: DeviceMesh) -> Callable[[Batch], Batch]:

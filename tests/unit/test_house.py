@@ -177,7 +177,7 @@ REPLACED = {
         "block.forward": "Module.compile() compiles the hooks of FSDP too; only the forward is compiled here",
     },
     "runtime/private_torch/fsdp.py": {
-        "parameter.__class__": "on one rank a parameter is gathered in place; quantized ones keep their types",
+        "parameter.__class__": "quantized parameters keep their types; gathered parts of layers have hooks",
         "unit.__class__": "the plan records the collectives and the memory of each FSDP unit; no run does",
     },
     "runtime/private_torch/tracing.py": {

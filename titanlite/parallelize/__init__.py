@@ -9,6 +9,8 @@ Each technique of `titanlite.techniques` is imported where the config asks for i
 it is.
 """
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from torch.distributed.device_mesh import DeviceMesh
@@ -20,10 +22,10 @@ from titanlite.parallelize.activation_checkpoint import apply_activation_checkpo
 from titanlite.parallelize.compile import compile_around_exchange, compile_blocks
 from titanlite.parallelize.fsdp import DTYPES, shard
 from titanlite.parallelize.materialize import materialize, set_dtype
-from titanlite.schema import ActivationCheckpoint, Compile, Config, Float8, Freeze, Lora, Parallelism, Training
-from titanlite.techniques import keeps_gradients
+from titanlite.schema import ActivationCheckpoint, Compile, Config, Float8, Parallelism, Training
+from titanlite.techniques import choose_trained, keeps_gradients
 
-NO_FLOAT8, ALL_TRAINED, NO_ADAPTERS = Float8(), Freeze(), Lora()
+NO_FLOAT8 = Float8()
 
 __all__ = ["DTYPES", "build_mesh", "materialize", "parallelize", "parallelize_student"]
 
@@ -43,8 +45,7 @@ def parallelize_student(model: Model, config: Config, *, mesh: DeviceMesh, kerne
         activation_checkpoint=config.activation_checkpoint,
         compile=config.compile,
         float8=config.quantize.linear.float8,
-        freeze=config.freeze,
-        lora=config.lora,
+        choose_trained=partial(choose_trained, config=config),
         has_other_model=config.teacher.is_live,
         lasting_gradients=keeps_gradients(config),
         reproducible_layouts=config.debug.reproducible_layouts,
@@ -62,8 +63,7 @@ def parallelize(
     activation_checkpoint: ActivationCheckpoint,
     compile: Compile,
     float8: Float8 = NO_FLOAT8,
-    freeze: Freeze = ALL_TRAINED,
-    lora: Lora = NO_ADAPTERS,
+    choose_trained: Callable[[Model], None] = lambda model: None,
     compile_backend: str = "inductor",
     has_other_model: bool = False,
     lasting_gradients: bool = True,
@@ -74,6 +74,8 @@ def parallelize(
 
     Args:
         kernels: how the device computes; see `titanlite.ops.kernels`.
+        choose_trained: freezes parameters, and adds those of adapters; see `titanlite.techniques`. Default: all are
+            trained.
         compile_backend: of torch.compile; the planner has its own.
         has_other_model: whether there is a teacher, or this is one; see `compile_blocks`.
         lasting_gradients: whether gradients last until after backward. Otherwise hooks of the parameters use them.
@@ -81,10 +83,7 @@ def parallelize(
         pin_memory: whether parameters in host memory are pinned, with a GPU.
     """
     set_dtype(model, DTYPES[training.dtype])
-    if freeze.parameters or lora.rank is not None:
-        from titanlite.techniques.lora.adapters import choose_trained
-
-        choose_trained(model, freeze_config=freeze, lora=lora)
+    choose_trained(model)
     set_kernels(model, kernels)
     if context_group(mesh):
         from titanlite.techniques.context.sequences import split_attention

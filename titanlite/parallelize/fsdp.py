@@ -20,7 +20,7 @@ from titanlite.models.base import Model, head_of
 from titanlite.models.quantized import quantized_parameters
 from titanlite.ops.kernels import Kernels
 from titanlite.runtime.dtypes import torch_dtype
-from titanlite.runtime.private_torch.fsdp import gather_in_place, keep_dtypes
+from titanlite.runtime.private_torch.fsdp import keep_dtypes
 from titanlite.schema import Parallelism, Training
 
 if TYPE_CHECKING:
@@ -126,9 +126,7 @@ def shard(
     for unit in sharded:
         if isinstance(unit, nn.Embedding) and [unit] in units:
             unit.set_unshard_in_backward(False)  # the gradient of a lookup does not need the table
-        if shard_degree == 1 and has_compute_dtype and not training.enable_cpu_offload:
-            gather_in_place(unit)
-        elif quantized and not has_compute_dtype:
+        if quantized and not has_compute_dtype:
             keep_dtypes(unit, quantized)
 
 

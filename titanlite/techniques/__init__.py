@@ -93,7 +93,7 @@ def build_gradients(config: Config, **parts: Any) -> "Gradients":
 
     Args:
         parts: model: as it is trained. optimizer. mesh. state: of the checkpoint that the run resumes from, by the
-            guard and by gradients. should_skip: as `StepGuard.should_skip`.
+            guard and by gradients. should_skip: as `StepGuard.should_skip`; may be left out.
     """
     from titanlite.step import Gradients
 

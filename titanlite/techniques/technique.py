@@ -6,27 +6,21 @@ these hooks. What changes the layers of a model is no hook: its order matters, a
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from enum import StrEnum
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from titanlite.schema import Config
 
 if TYPE_CHECKING:
-    from contextlib import AbstractContextManager
-
     import torch
     from torch import nn
-    from torch.distributed.device_mesh import DeviceMesh
 
-    from titanlite.metrics.records import RecordFile
     from titanlite.models.base import Model
     from titanlite.models.registry import ModelSpec
     from titanlite.observer import StepObserver
     from titanlite.runtime.hardware import Hardware
-    from titanlite.runtime.process_group import Ranks
     from titanlite.step import Gradients
+    from titanlite.train import Run
 
 Conflict = tuple[str, str]
 """Dotted key, and what is wrong."""
@@ -61,28 +55,6 @@ def reads(*keys: str) -> Callable[[Hook], Hook]:
 def reads_of(hook: Callable[..., Any]) -> tuple[str, ...]:
     """Return what `reads` names; nothing for the hooks of `Technique` itself."""
     return getattr(hook, "reads", ())
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunParts:
-    """Parts of a run that an observer may need."""
-
-    model: "Model"
-    mesh: "DeviceMesh"
-    ranks: "Ranks"
-    device: "torch.device"
-    replicas: "Mapping[nn.Parameter, int]"
-    """Ranks that hold the same part, of each parameter."""
-    folder: Path
-    """Folder of the run."""
-    steps: int
-    """Steps of the whole run."""
-    open_records: "Callable[[str], RecordFile | None]"
-    """Opens a file of records in the folder of the run, by its name. None on ranks that do not write."""
-    state: "Callable[[], Mapping[str, torch.Tensor]]"
-    """Returns the tensors of a checkpoint, by name."""
-    not_training: "Callable[[], AbstractContextManager[None]]"
-    """Excludes a block from step time."""
 
 
 class Technique:
@@ -145,8 +117,8 @@ class Technique:
         """Return what must be called at the start, and whenever weights have changed."""
         return None
 
-    def observers(self, config: Config, run: RunParts) -> "Sequence[StepObserver]":
-        """Return the observers of training that the technique adds."""
+    def observers(self, config: Config, run: "Run") -> "Sequence[StepObserver]":
+        """Return the observers of training that the technique adds. The run has none yet."""
         return ()
 
     def gradients(self, config: Config, **parts: Any) -> "Gradients | None":

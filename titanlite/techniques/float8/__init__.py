@@ -26,9 +26,8 @@ class Float8Training(Technique):
         return config.quantize.linear.float8.enable
 
     def claims(self, config: Config) -> dict[Claim, str]:
-        gathers = config.quantize.linear.float8.gathers_float8
-        found = {Claim.LAYERS: self.option, Claim.MATMULS: self.option}
-        return found | ({Claim.PARAMETERS: GATHERS} if gathers else {})
+        gathers = {Claim.PARAMETERS: GATHERS} if config.quantize.linear.float8.gathers_float8 else {}
+        return {Claim.LAYERS: self.option, Claim.MATMULS: self.option, **gathers}
 
     @reads("quantize", "compile", "parallelism.fsdp_reshard_after_forward")
     def conflicts(self, config: Config) -> Iterator[Conflict]:

@@ -67,9 +67,9 @@ class UpdatesInBackward(Technique):
         return False
 
     def gradients(self, config: Config, **parts: Any) -> "Gradients | None":
-        from titanlite.techniques.in_backward.updates import InBackward
+        from titanlite.techniques.in_backward.updates import InBackward, is_not_finite
 
-        return InBackward(parts["model"], parts["optimizer"], should_skip=parts["should_skip"])
+        return InBackward(parts["model"], parts["optimizer"], should_skip=parts.get("should_skip", is_not_finite))
 
     def suggestions(self, config: Config, *, is_gpu: bool) -> Iterator[tuple[int, Options, str]]:
         if not config.optimizer.in_backward:

@@ -19,7 +19,11 @@ from titanlite.optim.combined import update
 from titanlite.optim.norm import gradient_norms
 from titanlite.runtime.private_torch.fsdp import fsdp_param_group, release_all_reduce_input, sharded_parameters
 from titanlite.runtime.private_torch.tensors import local_tensor
-from titanlite.step import Gradients, is_not_finite
+from titanlite.step import Gradients
+
+
+def is_not_finite(losses: Tensor) -> Tensor:
+    return ~losses.isfinite().all()
 
 
 @dataclass(eq=False)

@@ -37,9 +37,9 @@ class LowRankAdapters(Technique):
 
     @reads("freeze", "lora")
     def choose_trained(self, model: "Model", config: Config) -> None:
-        from titanlite.techniques.lora.adapters import choose_trained
+        from titanlite.techniques.lora.adapters import add_adapters
 
-        choose_trained(model, freeze_config=config.freeze, lora=config.lora)
+        add_adapters(model, config.lora, dtype=config.freeze.dtype)
 
     def summary(self, config: Config) -> str:
         base = "" if config.lora.quantize_base == "none" else f" on {config.lora.quantize_base} weights"

@@ -25,11 +25,9 @@ class Float16Compute(Technique):
             yield self.option, 'float16 cannot be combined with training.dtype = "bfloat16": choose one of the two'
 
     def gradients(self, config: Config, **parts: Any) -> "Gradients | None":
-        import torch
-
         from titanlite.techniques.loss_scale.scale import LossScale
 
-        return LossScale(device=torch.device(parts["mesh"].device_type), state=parts["state"])
+        return LossScale(device=parts["mesh"].device_type, state=parts["state"])
 
 
 TECHNIQUE = Float16Compute()

@@ -31,7 +31,9 @@ class LossScale(Gradients):
         state: with the `LossScale.state` of the checkpoint that the run resumes from.
     """
 
-    def __init__(self, *, device: torch.device, state: dict[str, Any], growth_interval: int = GROWTH_INTERVAL) -> None:
+    def __init__(
+        self, *, device: torch.device | str, state: dict[str, Any], growth_interval: int = GROWTH_INTERVAL
+    ) -> None:
         state = state.get("loss_scale", {})
         self.value = torch.tensor(state.get("value", INITIAL_SCALE), dtype=torch.float32, device=device)
         self._finite_steps = torch.tensor(state.get("finite_steps", 0), device=device)
@@ -44,8 +46,7 @@ class LossScale(Gradients):
         The loss that is scaled is the mean over a micro-batch. So the range of float16 does not depend on how many
         micro-batches a step has, nor on how many ranks share them.
         """
-        factor = super().scale(valid_tokens, ranks=ranks, micro_batches=micro_batches)
-        return factor * (self.value * micro_batches)
+        return super().scale(valid_tokens, ranks=ranks, micro_batches=micro_batches) * (self.value * micro_batches)
 
     def unscale(self, gradients: Sequence[Tensor], *, micro_batches: int) -> None:
         """Undo `scale` for the gradients of a step, in place."""
@@ -55,21 +56,15 @@ class LossScale(Gradients):
         return {"loss_scale": self.value}
 
     def decide(self, decide: Callable[..., Tensor], loss: Tensor, grad_norm: Tensor) -> Tensor:
-        skip_reason = decide(loss, grad_norm, self.overflows(loss, grad_norm))
-        self.update_scale(is_taken=skip_reason == SkipReason.TAKEN, overflows=skip_reason == SkipReason.OVERFLOW)
-        return skip_reason
-
-    def overflows(self, loss: Tensor, grad_norm: Tensor) -> Tensor:
-        """Return whether a smaller scale may make the gradients finite: a bool on the device."""
-        return loss.isfinite() & ~grad_norm.isfinite() & (self.value > 1)
-
-    def update_scale(self, *, is_taken: Tensor, overflows: Tensor) -> None:
-        """End a step. One that is skipped for another reason changes nothing."""
-        finite_steps = self._finite_steps + is_taken
+        """Decide, and end the step. One that is skipped for another reason than the scale changes nothing."""
+        skip_reason = decide(loss, grad_norm, loss.isfinite() & ~grad_norm.isfinite() & (self.value > 1))
+        overflows = skip_reason == SkipReason.OVERFLOW
+        finite_steps = self._finite_steps + (skip_reason == SkipReason.TAKEN)
         grows = finite_steps == self._growth_interval
         factor = torch.where(overflows, BACKOFF_FACTOR, torch.where(grows, GROWTH_FACTOR, 1.0))
         self.value = self.value * factor
         self._finite_steps = torch.where(overflows | grows, 0, finite_steps)
+        return skip_reason
 
     def state(self) -> dict[str, Any]:
         return {"loss_scale": {"value": float(self.value), "finite_steps": int(self._finite_steps)}}

@@ -18,10 +18,9 @@ class CPUOffload(Technique):
         return config.training.enable_cpu_offload or config.offload.is_used
 
     def claims(self, config: Config) -> dict[Claim, str]:
-        found = {Claim.UPDATE: "offload.optimizer"} if config.offload.optimizer == "disk" else {}
         if config.offload.parameters == "disk":
-            found |= {Claim.UPDATE: "offload.parameters", Claim.PARAMETERS: "offload.parameters"}
-        return found
+            return dict.fromkeys((Claim.UPDATE, Claim.PARAMETERS), "offload.parameters")
+        return {Claim.UPDATE: "offload.optimizer"} if config.offload.optimizer == "disk" else {}
 
     @reads("offload", "optimizer", "training.enable_cpu_offload")
     def conflicts(self, config: Config) -> Iterator[Conflict]:

@@ -4,11 +4,12 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from titanlite.schema import Config
-from titanlite.techniques.technique import Claim, Conflict, RunParts, Technique, reads
+from titanlite.techniques.technique import Claim, Conflict, Technique, reads
 
 if TYPE_CHECKING:
     from titanlite.observer import StepObserver
     from titanlite.step import Gradients
+    from titanlite.train import Run
 
 
 class ReproducibleLayouts(Technique):
@@ -18,8 +19,8 @@ class ReproducibleLayouts(Technique):
         return config.debug.reproducible_layouts or config.debug.hash_freq > 0
 
     def claims(self, config: Config) -> dict[Claim, str]:
-        exact = config.debug.reproducible_layouts
-        return dict.fromkeys((Claim.GRADIENTS, Claim.UPDATE), self.option) if exact else {}
+        claims = (Claim.GRADIENTS, Claim.UPDATE) if config.debug.reproducible_layouts else ()
+        return dict.fromkeys(claims, self.option)
 
     @reads(option, "training", "parallelism", "optimizer")
     def conflicts(self, config: Config) -> Iterator[Conflict]:
@@ -70,7 +71,7 @@ class ReproducibleLayouts(Technique):
 
         return ExactSums(parts["mesh"]) if config.debug.reproducible_layouts else None
 
-    def observers(self, config: Config, run: RunParts) -> "Sequence[StepObserver]":
+    def observers(self, config: Config, run: "Run") -> "Sequence[StepObserver]":
         from titanlite.techniques.reproducible.hashes import StateHashes
 
         freq = config.debug.hash_freq or config.checkpoint.interval

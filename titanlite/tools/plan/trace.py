@@ -30,7 +30,7 @@ from titanlite.runtime.private_torch.fsdp import observe_fsdp
 from titanlite.runtime.private_torch.tensors import fused_adamw_, local_tensor
 from titanlite.runtime.private_torch.tracing import FakeTensorMode, without_fake_tensors
 from titanlite.schema import Config
-from titanlite.step import is_not_finite, train_step
+from titanlite.step import train_step
 from titanlite.techniques import after_updates, build_gradients, keeps_gradients
 from titanlite.techniques.context.sequences import split_batch
 from titanlite.techniques.distill.divergence import cached_output
@@ -112,8 +112,7 @@ def trace_step(
                     waiting = _partial_sums(config, optimizer, accumulation=accumulation, traced=len(batches))
                 if not keeps_gradients(config):
                     _label_gradients(model, recorder)
-                parts = {"mesh": mesh, "state": {}, "should_skip": is_not_finite}
-                gradients = build_gradients(config, model=model, optimizer=optimizer, **parts)
+                gradients = build_gradients(config, model=model, optimizer=optimizer, mesh=mesh, state={})
                 after_update = recorder.during("other", after_updates(config, model))
                 if guide and config.teacher.fsdp_reshard_after_forward == "never":
                     guide(batches[0])  # gathers all that later steps find gathered
