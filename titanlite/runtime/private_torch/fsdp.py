@@ -68,7 +68,7 @@ def gather_in_place(model: nn.Module) -> None:
             local.fsdp_post_all_gather = partial(_the_tensor_itself, weakref.ref(local))
 
 
-def _the_tensor_itself(local: Callable[[], Tensor], *gathered: Any, out: Tensor | None = None) -> Any:
+def _the_tensor_itself(local: weakref.ReferenceType[Any], *gathered: Any, out: Tensor | None = None) -> Any:
     return (local(), ()) if out is None else None
 
 

@@ -73,16 +73,15 @@ def add_adapters(model: Model, lora: Lora, *, dtype: str | None) -> None:
     Raises:
         ConfigError: a pattern matches nothing that it can be for, or the rank is too large.
     """
-    layers = target_layers(model, lora)
+    assert lora.rank is not None
     base = [parameter for _, parameter in unique_parameters(model)]
-    for name, layer in layers.items():
-        model.set_submodule(name, LoraLinear(layer, rank=lora.rank, alpha=lora.alpha))
+    layers = target_layers(model, lora)
+    adapters = {name: LoraLinear(layer, rank=lora.rank, alpha=lora.alpha) for name, layer in layers.items()}
+    for name, adapter in adapters.items():
+        model.set_submodule(name, adapter)
     freeze_parameters(base, dtype=dtype)
-    if lora.quantize_base != "none":
-        for name in layers:
-            layer = model.get_submodule(name)
-            assert isinstance(layer, LoraLinear)
-            layer.quantize_base()
+    for adapter in adapters.values() if lora.quantize_base != "none" else ():
+        adapter.quantize_base()
 
 
 def target_layers(model: Model, lora: Lora) -> dict[str, nn.Linear]:
