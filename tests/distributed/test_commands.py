@@ -64,7 +64,14 @@ def test_umlauts_in_paths_where_the_locale_is_ascii(tmp_path: Path, monkeypatch:
     tiny.text.rename(tmp_path / "Prüfung" / "Text")
     monkeypatch.chdir(tmp_path)
     run = tmp_path / "Prüfung" / "läuft"
-    words = "train --data.path=Prüfung/Text --job.dump_folder=Prüfung --job.name=läuft --config tiny.toml".split()
+    words = [
+        "train",
+        "--data.path=Prüfung/Text",
+        "--job.dump_folder=Prüfung",
+        "--job.name=läuft",
+        "--config",
+        "tiny.toml",
+    ]
     code, _, err = titanlite(*words, "--training.steps=2", LC_ALL="C", PYTHONUTF8="0")
     assert (code, err) == (0, [])
     assert (run / "checkpoints" / "step-00000002" / "manifest.json").exists()
