@@ -587,7 +587,7 @@ def is_running(pid: int) -> bool:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("sign", "workers"), [(signal.SIGKILL, 1), (signal.SIGINT, 2)])
+@pytest.mark.parametrize(("sign", "workers"), [(signal.SIGKILL, 2), (signal.SIGINT, 2)])
 def test_a_killed_prepare_resumes_and_leaves_nothing_behind(sign: signal.Signals, workers: int, tmp_path: Path) -> None:
     paths = mixed_input(tmp_path)
     expected = contents(make(paths, tmp_path / "whole", **SMALL).folder)
