@@ -240,7 +240,7 @@ BAD: list[tuple[Any, str]] = [
 
 
 @pytest.mark.parametrize(("chat", "message"), BAD, ids=[message[-20:] for _, message in BAD])
-def test_a_bad_chat_is_one_line_and_can_be_left_out(
+def test_a_bad_chat_is_one_line(
     tmp_path: Path, tokenizer: Path, capsys: pytest.CaptureFixture[str], chat: Any, message: str
 ) -> None:
     chats = write_chats(tmp_path / "chats.jsonl", [[USER, ASSISTANT], chat, []])
@@ -248,10 +248,15 @@ def test_a_bad_chat_is_one_line_and_can_be_left_out(
     expected = message.format(template=tokenizer / "tokenizer_config.json")
     last = capsys.readouterr().err.splitlines()[-1]
     assert last.startswith(f"error: {chats}:2: {expected}")
+
+
+def test_bad_chats_can_be_left_out(tmp_path: Path, tokenizer: Path) -> None:
+    chats = write_chats(tmp_path / "chats.jsonl", [[USER, ASSISTANT], *(chat for chat, _ in BAD), []])
     code, out = prepare(chats, tokenizer, "--on-error", "skip")
     assert code == 0
     assert documents(out) == of_transformers(tokenizer, [[USER, ASSISTANT]])
-    assert "left out: 1 empty documents; 1 that cannot be read" in capsys.readouterr().out
+    index = TokenStore(out).index
+    assert (index["empty"], index["errors"]) == (1, len(BAD))
 
 
 @pytest.mark.parametrize(

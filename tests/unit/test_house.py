@@ -29,10 +29,13 @@ def trees() -> dict[Path, ast.Module]:
 
 def without_type_checking(node: ast.AST) -> Iterator[ast.AST]:
     """Yield a node and all below it, but for blocks under `if TYPE_CHECKING`."""
-    yield node
-    for child in ast.iter_child_nodes(node):
-        if not (isinstance(child, ast.If) and ast.unparse(child.test).endswith("TYPE_CHECKING")):
-            yield from without_type_checking(child)
+    waiting = [node]
+    while waiting:
+        node = waiting.pop()
+        yield node
+        for child in ast.iter_child_nodes(node):
+            if not (isinstance(child, ast.If) and ast.unparse(child.test).endswith("TYPE_CHECKING")):
+                waiting.append(child)
 
 
 def imports(tree: ast.Module) -> set[str]:
