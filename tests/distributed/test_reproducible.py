@@ -3,6 +3,7 @@
 import json
 import shutil
 from fractions import Fraction
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -133,6 +134,25 @@ def test_what_cannot_be_divided_is_refused_with_the_fix(tiny: TinyRun) -> None:
         with pytest.raises(ConfigError) as error:
             tiny.config(*ON, *options, world_size=world_size)
         assert any(it.key == key and fix in str(it) for it in error.value.problems), (options, str(error.value))
+
+
+@pytest.mark.nightly
+def test_parity_compares_bits_and_names_the_first_tensor_that_differs(
+    tiny: TinyRun, capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    arguments = ["parity", "--config", str(tiny.toml), "--steps=2", "--processes=2", "--only=FSDP 1 x 2", *ON]
+    assert cli.run(arguments) == 0
+    cells = [cell.strip() for cell in capfd.readouterr().out.splitlines()[-2].split("|")[1:-1]]
+    assert [cells[0], *cells[4:]] == ["FSDP 1 x 2", "0.0e+00", "0.0e+00", "equal to 1 process", "yes"]
+    broken = tmp_path / "broken.py"  # rank 1 computes something else
+    broken.write_text(
+        "import os\nfrom titanlite.models.llama3 import Llama3\n\n\nclass Broken(Llama3):\n"
+        "    def __init__(self, args):\n        super().__init__(args)\n"
+        "        factor = 1.001 if os.environ.get('RANK') == '1' else 1.0\n"
+        "        self.tok_embeddings.register_forward_hook(lambda module, args, output: output * factor)\n"
+    )
+    assert cli.run([*arguments, f"--model.file={broken}", "--model.name=Broken"]) == 1
+    assert "step 1: first tensor that differs: " in capfd.readouterr().out
 
 
 @pytest.mark.nightly

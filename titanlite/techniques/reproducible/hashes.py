@@ -35,7 +35,7 @@ class StateHashes(StepObserver):
             with self._run.metrics.profiling():
                 hashes = hash_tensors(self._run.state())
             if self._file:
-                self._file.write({"step": self._step, "hash": join_hashes(hashes)})
+                self._file.write({"step": self._step, "hash": join_hashes(hashes), "tensors": hashes})
 
     def close(self) -> None:
         if self._file:
