@@ -207,7 +207,7 @@ def measure(options: list[str], steps: int) -> dict[str, Any]:
                     max_norm=config.training.max_norm,
                     loss_function=made.loss_function,
                     decide=made.guard.decide,
-                    in_backward=made.in_backward,
+                    gradients=made.gradients,
                 )
                 scale_weights()
                 torch.cuda.synchronize(device)

@@ -44,7 +44,7 @@ from titanlite.ops import pick_kernels
 from titanlite.ops.kernels import Kernels
 from titanlite.optim import build_optimizer
 from titanlite.optim.quantized import inner_tensors, is_quantized
-from titanlite.parallelize import DTYPES, build_mesh, materialize, parallelize
+from titanlite.parallelize import DTYPES, build_mesh, materialize, parallelize_student
 from titanlite.parallelize.materialize import allocate, draw_weights
 from titanlite.parallelize.teacher import parallelize_teacher
 from titanlite.runtime.errors import UserError
@@ -53,9 +53,9 @@ from titanlite.runtime.process_group import seed_step
 from titanlite.schema import Config
 from titanlite.step import train_step
 from titanlite.storage.disk import open_disk
+from titanlite.techniques import build_gradients
 from titanlite.techniques.distill.source import teacher_model
 from titanlite.techniques.distill.teacher import Teacher
-from titanlite.techniques.in_backward.updates import InBackward
 from titanlite.tools.plan.teacher import teacher_spec
 
 SPAN, OPTIMIZER_STEP = "measured: ", "Optimizer.step#"
@@ -214,11 +214,7 @@ def train(
     with torch.device("meta"):
         model = kind(replace(args, max_seq_len=training.seq_len))
     kernels = pick_kernels(device)
-    parallelize(
-        model, mesh=mesh, kernels=kernels, parallelism=config.parallelism, training=training, compile=config.compile,
-        activation_checkpoint=config.activation_checkpoint, float8=config.quantize.linear.float8, freeze=config.freeze,
-        lora=config.lora, updates_in_backward=config.optimizer.in_backward,
-    )  # fmt: skip
+    parallelize_student(model, config, mesh=mesh, kernels=kernels)
     disk = open_disk(config.offload, Path(config.job.dump_folder))
     materialize(
         model, device=device, offload=training.enable_cpu_offload, dtype=DTYPES[training.dtype], seed=seed,
@@ -226,7 +222,9 @@ def train(
     )  # fmt: skip
     optimizer = build_optimizer(model, config.optimizer, seed=seed, disk=disk)
     guard = StepGuard(config.guard, device=device, step=0, state={})
-    in_backward = InBackward(model, optimizer, should_skip=guard.should_skip) if config.optimizer.in_backward else None
+    gradients = build_gradients(
+        config, model=model, optimizer=optimizer, mesh=mesh, state={}, should_skip=guard.should_skip
+    )
     micro_batch_size, accumulation = training.batch_split(ranks)
     source = random_batches(config, micro_batch_size, args.vocab_size, seed=rank)
     teacher = build_random_teacher(config, mesh=mesh, kernels=kernels)
@@ -239,7 +237,7 @@ def train(
             seed_step(seed, step, rank)
             train_step(
                 model, batches, optimizer=optimizer, group=loss_group(mesh), decide=guard.decide,
-                max_norm=training.max_norm, loss_function=loss_function, in_backward=in_backward,
+                max_norm=training.max_norm, loss_function=loss_function, gradients=gradients,
                 teacher=teacher,
             )  # fmt: skip
             del batches
@@ -270,7 +268,7 @@ def random_batches(config: Config, size: int, vocab_size: int, *, seed: int) -> 
     while True:
         stretches = random.integers(0, vocab_size, (size, seq_len + 1))
         rows = [TokenSequence(stretch[:-1], stretch[1:], starts) for stretch in stretches]
-        batch = as_batch(rows, document_mask=config.data.document_mask)
+        batch = as_batch(rows, mark_documents=config.data.document_mask)
         yield {name: tensor.clone() for name, tensor in batch.items()}
 
 

@@ -32,7 +32,7 @@ from titanlite.loss import TokenLoss, build_loss
 from titanlite.mesh import loss_group
 from titanlite.ops import pick_kernels
 from titanlite.optim import build_optimizer
-from titanlite.parallelize import DTYPES, build_mesh, materialize, parallelize
+from titanlite.parallelize import DTYPES, build_mesh, materialize, parallelize_student
 from titanlite.runtime.hardware import Hardware, hardware_of
 from titanlite.runtime.process_group import process_group, read_ranks
 from titanlite.schema import Config
@@ -304,13 +304,7 @@ def trained(config: Config, device: torch.device, *, steps: int = 8) -> tuple[in
             model = kind(args)
         mesh = build_mesh(config.parallelism, world_size=1, device_type=device.type)
         kernels = pick_kernels(device)
-        parallelize(
-            model, mesh=mesh, kernels=kernels, parallelism=config.parallelism, training=config.training,
-            activation_checkpoint=config.activation_checkpoint, compile=config.compile,
-            float8=config.quantize.linear.float8,
-            freeze=config.freeze,
-            lora=config.lora,
-        )  # fmt: skip
+        parallelize_student(model, config, mesh=mesh, kernels=kernels)
         materialize(model, device=device, offload=False, dtype=DTYPES[config.training.dtype], seed=0)
         optimizer = build_optimizer(model, config.optimizer, seed=0)
         size, accumulation = config.training.batch_split(1)

@@ -8,8 +8,8 @@ import torch
 from titanlite.models.base import Model
 from titanlite.models.registry import resolve_model
 from titanlite.parallelize.materialize import materialize, set_dtype
-from titanlite.schema import Freeze, Lora
-from titanlite.techniques.lora.adapters import choose_trained
+from titanlite.schema import Config, Freeze, Lora
+from titanlite.techniques import choose_trained
 
 TOKENS = torch.arange(32).view(2, 16) * 5 % 64
 SMALL = {"dim": 48, "n_layers": 2, "n_heads": 4, "n_kv_heads": 1, "hidden_dim": 80, "vocab_size": 64}
@@ -22,7 +22,8 @@ def adapted(
 ) -> Any:  # fmt: skip
     """Return a model on the meta device."""
     model = resolve_model(family, "debug", {**SMALL, "max_seq_len": 16, **args}).build()
-    choose_trained(model, freeze_config=freeze, lora=Lora(rank=rank, targets=[*targets], quantize_base=quantize_base))
+    lora = Lora(rank=rank, targets=[*targets], quantize_base=quantize_base)
+    choose_trained(model, Config(freeze=freeze, lora=lora))
     return model
 
 

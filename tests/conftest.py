@@ -95,6 +95,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(skip)
 
 
+def pytest_collection_finish() -> None:
+    """Leave what imports made out of collections: to walk through it takes seconds of CPU time."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish() -> None:
     """Collect what tests left once, and hide the rest: pytest and the interpreter would walk through it for seconds."""

@@ -161,8 +161,8 @@ def fake_mesh(rank: int, degrees: tuple[int, ...]) -> Iterator["DeviceMesh"]:
         dist.destroy_process_group()
 
 
-def run_in_turn(function: Callable[..., Any], world_size: int, configs: Sequence[Config], **options: Any) -> list[Any]:
-    """Call function(rank, world_size, config) for each config in turn, in one process group.
+def run_in_turn(function: Callable[..., Any], world_size: int, configs: Sequence[Any], **options: Any) -> list[Any]:
+    """Call function(rank, world_size, config) for each config, or what stands for one, in turn, in one process group.
 
     To start a process group takes longer than a tiny run. Returns for each config what each rank returned.
     """
@@ -170,7 +170,7 @@ def run_in_turn(function: Callable[..., Any], world_size: int, configs: Sequence
     return [list(results) for results in zip(*by_rank, strict=True)]
 
 
-def _in_turn(rank: int, world_size: int, function: Callable[..., Any], configs: Sequence[Config]) -> list[Any]:
+def _in_turn(rank: int, world_size: int, function: Callable[..., Any], configs: Sequence[Any]) -> list[Any]:
     results = []
     for config in configs:
         if "torch._dynamo" in sys.modules:  # a run is a process of its own, where no other model was compiled

@@ -21,7 +21,7 @@ from titanlite.parallelize import DTYPES, build_mesh
 from titanlite.parallelize.materialize import materialize, set_dtype
 from titanlite.schema import dump
 from titanlite.storage.storage import open_storage
-from titanlite.techniques.lora.adapters import choose_trained
+from titanlite.techniques import choose_trained
 
 SMALL: dict[str, Any] = {"dim": 48, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "hidden_dim": 40, "vocab_size": 384}
 """Shape of the small models, with a vocabulary for the tokenizer bytes."""
@@ -62,7 +62,7 @@ def random_model(config_file: Path, *, scale: float = 6) -> Model:
     model = spec._replace(args=replace(spec.args, max_seq_len=config.training.seq_len)).build()
     dtype = DTYPES[config.training.dtype]
     set_dtype(model, dtype)
-    choose_trained(model, freeze_config=config.freeze, lora=config.lora)
+    choose_trained(model, config)
     materialize(model, device=torch.device("cpu"), offload=False, dtype=dtype, seed=1)
     generator = torch.Generator().manual_seed(2)
     adapters = torch.Generator().manual_seed(3)

@@ -4,14 +4,14 @@ The decision is made on the device, from values that are the same on all ranks. 
 the host never waits for it. The host reads the decisions at log steps and before a checkpoint is saved. Once the run is
 to stop, nothing more is updated: weights and optimizer stay those of before the bad step.
 
-With `optimizer.in_backward` that holds for the loss only. When a gradient turns out not to be finite, other gradients
-have already updated their parameters. Such a state is of no step, and must not be saved.
+If backward updates parameters, that holds for the loss only. When a gradient turns out not to be finite, other
+gradients have already updated their parameters. Such a state is of no step, and must not be saved.
 """
 
 import logging
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,9 +21,6 @@ from titanlite.runtime.errors import RunStopped
 from titanlite.schema import Guard
 from titanlite.step import StepResult
 
-if TYPE_CHECKING:
-    from titanlite.techniques.loss_scale.scale import LossScale
-
 logger = logging.getLogger(__name__)
 
 
@@ -32,7 +29,7 @@ class SkipReason(IntEnum):
     NONFINITE = 1
     SPIKE = 2
     AFTER_STOP = 3
-    LOSS_SCALE = 4
+    OVERFLOW = 4
 
 
 SPIKE_WINDOW = 128
@@ -41,7 +38,7 @@ SPIKE_WINDOW = 128
 REASONS = {
     SkipReason.NONFINITE: "loss or gradient is not finite",
     SkipReason.SPIKE: "loss or gradient spike",
-    SkipReason.LOSS_SCALE: "gradient overflow in float16, so the loss scale is halved",
+    SkipReason.OVERFLOW: "gradient overflow, so later losses are scaled down",
 }
 
 
@@ -81,7 +78,6 @@ class StepGuard:
         step: the step that the run resumes from.
         state: `StepGuard.state` of the checkpoint that the run resumes from.
         window: number of steps in the mean that a spike is compared with.
-        loss_scale: scale of the loss, which the guard updates. None: the loss is not scaled.
     """
 
     def __init__(
@@ -92,10 +88,8 @@ class StepGuard:
         step: int,
         state: dict[str, Any],
         window: int = SPIKE_WINDOW,
-        loss_scale: "LossScale | None" = None,
     ) -> None:
         self.config = config
-        self.loss_scale = loss_scale
         saved = torch.tensor(state.get("window", [[], []]), dtype=torch.float32, device=device)[:, -window:]
         filled = saved.shape[1]
         self._window = torch.nn.functional.pad(saved, (window - filled, 0))
@@ -118,26 +112,26 @@ class StepGuard:
         self._began = losses.isfinite().all() & ~self._stopped
         return ~self._began
 
-    def decide(self, loss: Tensor, grad_norm: Tensor) -> Tensor:
+    def decide(self, loss: Tensor, grad_norm: Tensor, overflows: Tensor | None = None) -> Tensor:
         """Decide whether the optimizer makes its step: a `SkipReason` as a scalar on the device.
 
         Args:
             loss, grad_norm: of the global batch; the same bits on all ranks.
+            overflows: whether the gradients are too large for a reason that the step removes itself. Such a step is
+                skipped, and is no bad one.
         """
         values = torch.stack([loss, grad_norm])
         finite = values.isfinite().all()
         self._in_part = self._in_part | (self._began & ~finite)
         spike = self._is_spike(values, finite) if self.config.spike_sigma else torch.zeros_like(finite)
         skip_reason = torch.where(finite, spike * SkipReason.SPIKE, SkipReason.NONFINITE)
-        if self.loss_scale:
-            skip_reason = torch.where(self.loss_scale.overflows(loss, grad_norm), SkipReason.LOSS_SCALE, skip_reason)
+        if overflows is not None:
+            skip_reason = torch.where(overflows, SkipReason.OVERFLOW, skip_reason)
         skip_reason = torch.where(self._stopped, SkipReason.AFTER_STOP, skip_reason)
         is_taken = skip_reason == SkipReason.TAKEN
         in_a_row = torch.where(is_taken, 0, self._in_a_row + 1)
-        if self.loss_scale:
-            overflows = skip_reason == SkipReason.LOSS_SCALE
-            self.loss_scale.update(is_taken=is_taken, overflows=overflows)
-            in_a_row = torch.where(overflows, 0, in_a_row)  # the scale cannot be halved forever
+        if overflows is not None:
+            in_a_row = torch.where(skip_reason == SkipReason.OVERFLOW, 0, in_a_row)
         self._in_a_row = torch.where(self._stopped, self._in_a_row, in_a_row)
         self._stopped = self._stopped | (self._in_a_row >= self.config.max_consecutive_skips)
         if self.config.nonfinite == "stop":
@@ -180,7 +174,7 @@ class StepGuard:
         skipped: list[SkippedStep] = []
         in_part = bool(self._in_part)
         for (step, result), skip_reason in zip(steps, skip_reasons, strict=True):
-            if skip_reason in (SkipReason.TAKEN, SkipReason.LOSS_SCALE):
+            if skip_reason in (SkipReason.TAKEN, SkipReason.OVERFLOW):
                 self._taken = step
             if skip_reason in REASONS:
                 skipped.append(_describe(step, result, REASONS[SkipReason(skip_reason)], group))
@@ -193,17 +187,17 @@ class StepGuard:
             if int(self._in_a_row) >= self.config.max_consecutive_skips > 1:
                 reason += f"; {int(self._in_a_row)} steps in a row were skipped (guard.max_consecutive_skips)"
             if in_part:
-                reason += "; other gradients have updated their weights by then (optimizer.in_backward), so this state "
-                reason += "is not saved: resume from the last checkpoint"
+                reason += "; other gradients have updated their weights within backward by then, so this state is not "
+                reason += "saved: resume from the last checkpoint"
             raise StoppedByGuard(reason, taken=self._taken, skipped=skipped, in_part=in_part)
         return skipped
 
     def state(self) -> dict[str, Any]:
         """Return the state for a checkpoint, as JSON values. Reading it waits for the device.
 
-        Once the run is to stop, only the loss scale is left: a run that resumes from there begins a new window.
+        Once the run is to stop, it is empty: a run that resumes from there begins a new window.
         """
-        state: dict[str, Any] = {"loss_scale": self.loss_scale.state()} if self.loss_scale else {}
+        state: dict[str, Any] = {}
         if self._stopped:
             return state
         if in_a_row := int(self._in_a_row):

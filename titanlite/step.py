@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,10 +21,6 @@ from titanlite.runtime.errors import UserError
 from titanlite.runtime.gradient_memory import finish_reductions
 from titanlite.runtime.private_torch.tensors import local_tensor, scale_in_place
 from titanlite.runtime.ranks import reduce_over_ranks
-
-if TYPE_CHECKING:
-    from titanlite.techniques.in_backward.updates import InBackward
-    from titanlite.techniques.loss_scale.scale import LossScale
 
 
 @dataclass(frozen=True)
@@ -49,7 +45,63 @@ class StepResult:
     """[1]: above 0 if any rank asks to stop after this step; empty if `train_step` got no flag. Global."""
 
 
-def never_skip(loss: Tensor, grad_norm: Tensor) -> Tensor:
+class Gradients:
+    """What a step does with gradients, from the loss to the update. A technique may do otherwise, in a subclass."""
+
+    def scale(self, valid_tokens: Tensor, *, ranks: int, micro_batches: int) -> Tensor:
+        """Return the factor of a micro-batch's loss before backward: gradients must be added over ranks, which FSDP
+        averages.
+
+        Args:
+            valid_tokens: of the global batch.
+            ranks: those that compute the loss of different tokens.
+        """
+        return ranks / valid_tokens
+
+    def unscale(self, gradients: Sequence[Tensor], *, micro_batches: int) -> None:
+        """Undo a further scale of the loss, in place, after the last backward."""
+
+    def begin(self, losses: Tensor, group: dist.ProcessGroup) -> None:
+        """Prepare for a backward pass.
+
+        Args:
+            losses: of the micro-batch, this rank's part of those of the global batch.
+            group: ranks that compute the loss of different tokens.
+        """
+
+    def norms(self, parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor]) -> dict[nn.Parameter, Tensor]:
+        """Return the `gradient_norms` of the step.
+
+        Args:
+            parameters: those with a gradient now.
+            gradients: of them, this rank's parts.
+        """
+        return dict(zip(parameters, gradient_norms(gradients), strict=True))
+
+    def exact_sums(self, of_tokens: Sequence[Tensor], gradients: Sequence[Tensor]) -> list[Tensor]:
+        """Return sums over all ranks that replace the usual ones: of each of `of_tokens`, and of the squared gradients.
+        Empty: those stay."""
+        return []
+
+    def decide(self, decide: Callable[..., Tensor], loss: Tensor, grad_norm: Tensor) -> Tensor:
+        """Return the decision about the step."""
+        return decide(loss, grad_norm)
+
+    def update(self, optimizer: torch.optim.Optimizer, *, skip: Tensor) -> None:
+        """Make the step of the optimizer unless `skip`, and drop the gradients."""
+        update(optimizer, skip=skip)
+        optimizer.zero_grad()
+
+    def metrics(self) -> dict[str, Tensor]:
+        """Return what a record of the step has beside the usual metrics. Asked before `decide`."""
+        return {}
+
+    def state(self) -> dict[str, Any]:
+        """Return the state for a checkpoint, as JSON values. Reading it may wait for the device."""
+        return {}
+
+
+def never_skip(loss: Tensor, grad_norm: Tensor, overflows: Tensor | None = None) -> Tensor:
     """Decide that the optimizer makes its step."""
     return torch.zeros_like(loss)
 
@@ -65,11 +117,9 @@ def train_step(
     replicas: Mapping[nn.Parameter, int] | None = None,
     loss_function: LossFunction = token_loss,
     teacher: Callable[[Batch], TeacherOutput] | None = None,
-    decide: Callable[[Tensor, Tensor], Tensor] = never_skip,
-    in_backward: "InBackward | None" = None,
-    loss_scale: "LossScale | None" = None,
+    decide: Callable[..., Tensor] = never_skip,
+    gradients: Gradients | None = None,
     reduce_once: bool = False,
-    exact: bool = False,
     stop_flag: Tensor | None = None,
     observer: StepObserver | None = None,
 ) -> StepResult:
@@ -82,49 +132,37 @@ def train_step(
         world: ranks that hold parts or replicas of the parameters. Default: group.
         replicas: how many of those ranks hold the same part, for each parameter. Default: asked of each parameter.
         teacher: called with each micro-batch before its forward pass. The loss function gets the result.
-        decide: (loss, grad_norm) -> 0 if the optimizer is to make its step, else a skip reason.
-        in_backward: updates parameters within backward. There is one micro-batch then, and no clipping.
-        loss_scale: multiplies the loss before backward. `decide` must update it, as the guard does.
+        decide: (loss, grad_norm) -> 0 if the optimizer is to make its step, else a skip reason. See `StepGuard.decide`.
+        gradients: what is done with gradients. Default: they are added up, clipped and used once.
         reduce_once: reduce gradients over shards after the last micro-batch, not after each.
-        exact: the model adds gradients over ranks, and does not average them. Loss and norm are added exactly, so that
-            they do not depend on the layout; see `techniques.reproducible`.
         stop_flag: [1], above 0 if this rank asks to stop. It is summed over all ranks with the other values.
     """
-    assert in_backward is None or (len(batches) == 1 and not max_norm)
-    observer, world = observer or StepObserver(), world or group
+    observer, world, gradients = observer or StepObserver(), world or group, gradients or Gradients()
     replicas = replicas or count_parameter_replicas(model, world)
     micro_losses, totals, loss_metrics = accumulate(
-        model, batches, group=group, loss_function=loss_function, teacher=teacher, in_backward=in_backward,
-        loss_scale=loss_scale, reduce_once=reduce_once, averages=not exact, observer=observer,
+        model, batches, group=group, loss_function=loss_function, teacher=teacher, gradients=gradients,
+        reduce_once=reduce_once, observer=observer,
     )  # fmt: skip
     parameters = [parameter for parameter in model.parameters() if parameter.grad is not None]
-    gradients = [local_tensor(parameter.grad) for parameter in parameters if parameter.grad is not None]
-    scales = {"loss_scale": loss_scale.value} if loss_scale else {}
-    if loss_scale:
-        loss_scale.unscale(gradients, micro_batches=len(batches))
+    parts = [local_tensor(parameter.grad) for parameter in parameters if parameter.grad is not None]
+    gradients.unscale(parts, micro_batches=len(batches))
     observer.phase(Phase.UPDATE)
-    norms = in_backward.end() if in_backward else dict(zip(parameters, gradient_norms(gradients), strict=True))
-    local_square, square = sums_of_squares(norms, replicas)
+    local_square, square = sums_of_squares(gradients.norms(parameters, parts), replicas)
     of_tokens = [micro_losses, totals, *loss_metrics.values()]
     sums, square = reduce_over_ranks(
         [*(it.sum() for it in of_tokens), *([] if stop_flag is None else stop_flag)],
         square.to(micro_losses.device), model.counters(), duplicates=world.size() // group.size(), world=world,
     )  # fmt: skip
     (loss, total, *measured), stop_flags = sums[: 2 + len(loss_metrics)], sums[2 + len(loss_metrics) :]
-    if exact:
-        from titanlite.techniques.reproducible.sums import exact_results
-
-        loss, total, *measured, square = exact_results(
-            of_tokens, gradients, replicas=replicas[parameters[0]], world=world
-        )
+    if exact := gradients.exact_sums(of_tokens, parts):
+        loss, total, *measured, square = exact
     norm = square.sqrt()
     if max_norm > 0:
-        clip(gradients, norm=norm, max_norm=max_norm)
-    skip_reason = decide(loss, norm)
-    if not in_backward:
-        update(optimizer, skip=skip_reason != 0)
-        optimizer.zero_grad()
-    metrics = dict(zip(loss_metrics, measured, strict=True)) | model.end_step(skip_reason == 0) | scales
+        clip(parts, norm=norm, max_norm=max_norm)
+    metrics = dict(zip(loss_metrics, measured, strict=True)) | gradients.metrics()
+    skip_reason = gradients.decide(decide, loss, norm)
+    gradients.update(optimizer, skip=skip_reason != 0)
+    metrics |= model.end_step(skip_reason == 0)
     local_norm = local_square.to(micro_losses.device).sqrt()
     return StepResult(loss, total - loss, norm, skip_reason, micro_losses, local_norm, metrics, stop_flags)
 
@@ -136,16 +174,11 @@ def accumulate(
     group: dist.ProcessGroup,
     loss_function: LossFunction,
     teacher: Callable[[Batch], TeacherOutput] | None,
-    in_backward: "InBackward | None",
-    loss_scale: "LossScale | None",
+    gradients: Gradients,
     reduce_once: bool,
     observer: StepObserver,
-    averages: bool = True,
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """Add up the gradients of this rank's micro-batches in the parameters, reduced over the ranks.
-
-    Args:
-        averages: FSDP averages gradients over the ranks of the group, and does not add them.
 
     Returns:
         cross entropy and minimized sum of each micro-batch / valid tokens of the global batch, each [micro-batches];
@@ -173,12 +206,11 @@ def accumulate(
         losses.append(torch.stack([loss.cross_entropy.detach(), loss.total.detach()]) / valid_tokens)
         for name, value in loss.metrics.items():
             metrics.setdefault(name, []).append(value.detach() / valid_tokens)
-        if in_backward:
-            in_backward.begin(losses[-1], group)
+        gradients.begin(losses[-1], group)
         observer.phase(Phase.BACKWARD)
-        factor = (group.size() if averages else 1) / valid_tokens  # gradients must be summed
+        factor = gradients.scale(valid_tokens, ranks=group.size(), micro_batches=len(batches))
         try:
-            (loss.total * (loss_scale.scale(factor, micro_batches=len(batches)) if loss_scale else factor)).backward()
+            (loss.total * factor).backward()
         except BaseException:
             finish_reductions(model)
             raise

@@ -44,16 +44,14 @@ from titanlite.runtime.ranks import check_same_everywhere
 from titanlite.runtime.signals import StoppedBySignal, StopRequests
 from titanlite.schedule import count_steps, is_due, learning_rate
 from titanlite.schema import Config, dump
-from titanlite.step import StepResult, train_step
+from titanlite.step import Gradients, StepResult, train_step
 from titanlite.storage.storage import open_storage
-from titanlite.techniques import after_updates, used
-from titanlite.techniques.technique import RunParts
+from titanlite.techniques import after_updates, build_gradients, used
 from titanlite.validation import Validator
 
 if TYPE_CHECKING:
     from titanlite.checks.preflight import ResolvedConfig
     from titanlite.techniques.distill.teacher import Teacher
-    from titanlite.techniques.in_backward.updates import InBackward
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +70,7 @@ class Run:
     replicas: dict[nn.Parameter, int]
     """Ranks that hold the same part, of each parameter."""
     optimizer: torch.optim.Optimizer
-    in_backward: "InBackward | None"
+    gradients: Gradients
     loss_function: LossFunction
     teacher: "Teacher | None"
     guard: StepGuard
@@ -91,6 +89,14 @@ class Run:
     phase: CurrentPhase
     observers: list[StepObserver]
     """Observers of training that the config asks for."""
+
+    def open_records(self, name: str) -> RecordFile | None:
+        """Open a file of records in the folder of the run. None on ranks that do not write."""
+        return RecordFile(self.folder.path / name, self.progress.step) if self.ranks.rank == 0 else None
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """Return the tensors of a checkpoint, by name."""
+        return flat(state_of(self.model, self.optimizer))
 
 
 def build(
@@ -229,17 +235,9 @@ def build(
     split = _part_of_sequences(mesh)
     workers = config.data.num_workers
     batches = build_loader(samples, micro_batches, num_workers=workers, device=device, split=split)
-    loss_scale = None
-    if training.mixed_precision_param == "float16":
-        from titanlite.techniques.loss_scale.scale import LossScale
-
-        loss_scale = LossScale(device=device, state=progress.guard.get("loss_scale", {}))
-    guard = StepGuard(config.guard, device=device, step=progress.step, state=progress.guard, loss_scale=loss_scale)
-    in_backward = None
-    if config.optimizer.in_backward:
-        from titanlite.techniques.in_backward.updates import InBackward
-
-        in_backward = InBackward(model, optimizer, should_skip=guard.should_skip)
+    guard = StepGuard(config.guard, device=device, step=progress.step, state=progress.guard)
+    parts = {"mesh": mesh, "state": progress.guard, "should_skip": guard.should_skip}
+    gradients = build_gradients(config, model=model, optimizer=optimizer, **parts)
 
     # What watches
     validator = Validator(
@@ -247,7 +245,6 @@ def build(
         validation_sources,
         batch_size=batch_size,
         token_bytes=resolved.tokenizer.token_bytes(),
-        document_mask=config.data.document_mask,
         kernels=kernels,
         vocabulary=vocabulary,
         device=device,
@@ -271,20 +268,7 @@ def build(
         memory=memory,
     )
     replicas = count_parameter_replicas(model, world)
-    parts = RunParts(
-        model=model,
-        mesh=mesh,
-        ranks=ranks,
-        device=device,
-        replicas=replicas,
-        folder=folder.path,
-        steps=steps,
-        open_records=lambda name: RecordFile(folder.path / name, progress.step) if ranks.rank == 0 else None,
-        state=lambda: flat(state_of(model, optimizer)),
-        not_training=metrics.profiling,
-    )
-    observers = [it for technique in used(config) for it in technique.observers(config, parts)]
-    return Run(
+    run = Run(
         config=config,
         ranks=ranks,
         folder=folder,
@@ -294,7 +278,7 @@ def build(
         model=model,
         replicas=replicas,
         optimizer=optimizer,
-        in_backward=in_backward,
+        gradients=gradients,
         loss_function=build_loss(
             training, kernels, config.distill if config.teacher.is_set else None, vocabulary=vocabulary
         ),
@@ -310,8 +294,10 @@ def build(
         steps=steps,
         metrics=metrics,
         phase=phase,
-        observers=observers,
+        observers=[],
     )
+    run.observers.extend(it for technique in used(config) for it in technique.observers(config, run))
+    return run
 
 
 def _part_of_sequences(mesh: DeviceMesh) -> Callable[[Batch], Batch]:
@@ -381,10 +367,8 @@ def _loop(run: Run, stop_requests: StopRequests) -> None:
             loss_function=run.loss_function,
             teacher=teacher,
             decide=run.guard.decide,
-            in_backward=run.in_backward,
-            loss_scale=run.guard.loss_scale,
+            gradients=run.gradients,
             reduce_once=config.parallelism.fsdp_reduce_gradients == "last",
-            exact=config.debug.reproducible_layouts,
             stop_flag=stop.flag(),
             observer=observer,
         )
@@ -447,7 +431,7 @@ def _samples_seen(run: Run, step: int) -> int:
 def _progress(run: Run, step: int) -> Progress:
     """Return the progress at the end of a step of this start."""
     samples = _samples_seen(run, step)
-    return Progress(step, samples, run.samples.state(samples), run.guard.state())
+    return Progress(step, samples, run.samples.state(samples), run.guard.state() | run.gradients.state())
 
 
 def finish(run: Run, stopped: RunStopped | None = None) -> None:

@@ -34,7 +34,6 @@ class Validator:
         sources: each gets metrics of its own.
         batch_size: sequences in one forward pass of one rank.
         token_bytes: [V], bytes of text that each token stands for.
-        document_mask: as in training.
         vocabulary: split of the vocabulary over processes, with tensor parallelism.
         rank, ranks: among the ranks that read different data.
         group: ranks whose token losses are summed.
@@ -48,7 +47,6 @@ class Validator:
         *,
         batch_size: int,
         token_bytes: np.ndarray,
-        document_mask: bool,
         kernels: Kernels,
         vocabulary: SplitVocabulary | None = None,
         device: torch.device,
@@ -61,7 +59,6 @@ class Validator:
         self.sources = sources
         self.batch_size = batch_size
         self.token_bytes = torch.from_numpy(token_bytes).to(device)
-        self.document_mask = document_mask
         self.device = device
         self.loss_function = partial(token_loss, kernels=kernels, vocabulary=vocabulary)
         self.rank, self.ranks = rank, ranks
@@ -120,7 +117,7 @@ class Validator:
                 if number >= count:
                     sequence = sequence._replace(labels=np.full_like(sequence.labels, IGNORE))
                 sequences.append(sequence)
-            yield as_batch(sequences, document_mask=self.document_mask)
+            yield as_batch(sequences, mark_documents=source.marks_documents)
 
     def _measure(self, model: nn.Module, batch: Batch) -> Tensor:
         """Return the sums of nats, tokens and bytes of text: float64 [3]."""

@@ -36,21 +36,21 @@ def steps(tiny: TinyRun, name: str = "tiny") -> list[int]:
 # Each spoils the save of step 4, on one rank. The value is a part of the error message that every rank must raise.
 
 
-def disk_full(run_folder: Path) -> None:
+def disk_full(patch: pytest.MonkeyPatch, run_folder: Path) -> None:
     create = LocalStorage.create
 
     def into_nothing(self: LocalStorage, name: str) -> Any:
         return create(self, "/dev/full") if name.endswith("__1_0.distcp") else create(self, name)
 
-    LocalStorage.create = into_nothing  # type: ignore[method-assign]
+    patch.setattr(LocalStorage, "create", into_nothing)
 
 
-def folder_lost(run_folder: Path) -> None:
+def folder_lost(patch: pytest.MonkeyPatch, run_folder: Path) -> None:
     shutil.rmtree(run_folder / "checkpoints", ignore_errors=True)
     (run_folder / "checkpoints").write_text("in the way")
 
 
-def shard_cut(run_folder: Path) -> None:
+def shard_cut(patch: pytest.MonkeyPatch, run_folder: Path) -> None:
     write = ShardWriter.write_data
 
     def write_and_cut(self: ShardWriter, *args: Any) -> Any:
@@ -59,10 +59,10 @@ def shard_cut(run_folder: Path) -> None:
         os.truncate(path, path.stat().st_size - 1)
         return results
 
-    ShardWriter.write_data = write_and_cut  # type: ignore[method-assign]
+    patch.setattr(ShardWriter, "write_data", write_and_cut)
 
 
-def shard_lost(run_folder: Path) -> None:
+def shard_lost(patch: pytest.MonkeyPatch, run_folder: Path) -> None:
     write = ShardWriter.write_data
 
     def write_and_lose(self: ShardWriter, *args: Any) -> Any:
@@ -70,24 +70,25 @@ def shard_lost(run_folder: Path) -> None:
         (run_folder / "checkpoints" / self.folder / self.name).unlink()
         return results
 
-    ShardWriter.write_data = write_and_lose  # type: ignore[method-assign]
+    patch.setattr(ShardWriter, "write_data", write_and_lose)
 
 
-def writer_raising(run_folder: Path) -> None:
+def writer_raising(patch: pytest.MonkeyPatch, run_folder: Path) -> None:
     def fail(self: ShardWriter, *args: Any) -> Any:
         raise ValueError("a bug in the writer")
 
-    ShardWriter.write_data = fail  # type: ignore[method-assign]
+    patch.setattr(ShardWriter, "write_data", fail)
 
 
-def no_memory_to_stage(run_folder: Path) -> None:
+def no_memory_to_stage(patch: pytest.MonkeyPatch, run_folder: Path) -> None:
     def fail(*args: Any) -> Any:
         raise MemoryError("no host memory")
 
-    staging._copy = fail
+    patch.setattr(staging, "_copy", fail)
 
 
-TROUBLE: dict[Callable[[Path], None], tuple[int, str]] = {
+Trouble = Callable[[pytest.MonkeyPatch, Path], None]
+TROUBLE: dict[Trouble, tuple[int, str]] = {
     disk_full: (1, f"rank 1: [Errno {errno.ENOSPC}] No space left on device: '/dev/full'"),
     folder_lost: (0, "checkpoints"),
     shard_cut: (1, "__1_0.distcp has "),
@@ -97,46 +98,48 @@ TROUBLE: dict[Callable[[Path], None], tuple[int, str]] = {
 }
 
 
-def failing(rank: int, world_size: int, config: Config, trouble: Callable[[Path], None] | None) -> tuple[str, int]:
+def failing(rank: int, world_size: int, given: tuple[Config, Trouble]) -> tuple[str, int]:
     """Train with failing saves on one rank from step 4; returns the error and the last step that was done."""
-    done = [0]
+    config, trouble = given
+    done, patch = [0], pytest.MonkeyPatch()
     end_step = MetricsRecorder.end_step
 
     def recorded(self: Any, step: int, *args: Any, **kwargs: Any) -> None:
         done[0] = step
         end_step(self, step, *args, **kwargs)
-        if trouble is not None and step == 4 and rank == TROUBLE[trouble][0]:
+        if step == 4 and rank == TROUBLE[trouble][0]:
             run_folder = Path(config.job.dump_folder) / str(config.job.name)
-            while config.checkpoint.interval == 2 and not (run_folder / "checkpoints" / folder_name(2)).exists():
+            while not (run_folder / "checkpoints" / folder_name(2)).exists():
                 time.sleep(0.01)
-            trouble(run_folder)
+            trouble(patch, run_folder)
         time.sleep(0.1)
 
-    MetricsRecorder.end_step = recorded  # type: ignore[method-assign]
+    patch.setattr(MetricsRecorder, "end_step", recorded)
     try:
         train_on_this_rank(config, rank, world_size)
     except RunError as error:
         return str(error), done[0]
+    finally:
+        patch.undo()
     return "", done[0]
 
 
-@pytest.mark.parametrize(
-    ("trouble", "mode"),
-    [*((trouble, "async") for trouble in TROUBLE), (disk_full, "disabled"), (writer_raising, "disabled")],
-    ids=lambda value: getattr(value, "__name__", value),
-)
-def test_a_failed_save_ends_every_rank_at_the_same_step(
-    tiny: TinyRun, trouble: Callable[[Path], None], mode: str
-) -> None:
-    options = ["--checkpoint.interval=2", f"--checkpoint.async_mode={mode}", "--training.steps=20"]
-    (message, last), (other_message, other_last) = run_ranks(
-        failing, 2, tiny.config(*options, *degrees(1, 2), world_size=2), trouble
-    )
-    assert message == other_message
-    assert message.startswith("the checkpoint of step 4 could not be saved: ")
-    assert TROUBLE[trouble][1] in message
-    assert last == other_last <= (4 if mode == "disabled" else 6)  # it fails, and that ends the step under way
-    assert steps(tiny) == ([] if trouble is folder_lost else [2])
+def test_a_failed_save_ends_every_rank_at_the_same_step(tiny: TinyRun) -> None:
+    cases = [*((trouble, "async") for trouble in TROUBLE), (disk_full, "disabled"), (writer_raising, "disabled")]
+    names = [f"{trouble.__name__}-{mode}" for trouble, mode in cases]
+    options = ["--checkpoint.interval=2", "--training.steps=20", *degrees(1, 2)]
+    configs = [
+        tiny.config(*options, f"--checkpoint.async_mode={mode}", f"--job.name={name}", world_size=2)
+        for name, (_, mode) in zip(names, cases, strict=True)
+    ]
+    troubles = [trouble for trouble, _ in cases]
+    found = run_in_turn(failing, 2, [*zip(configs, troubles, strict=True)])
+    for name, (trouble, mode), [(message, last), other] in zip(names, cases, found, strict=True):
+        assert other == (message, last), name
+        assert message.startswith("the checkpoint of step 4 could not be saved: "), name
+        assert TROUBLE[trouble][1] in message, name
+        assert last <= (4 if mode == "disabled" else 6), name  # it fails, and that ends the step under way
+        assert steps(tiny, name) == ([] if trouble is folder_lost else [2]), name
 
 
 def test_two_shards_swapped(tiny: TinyRun) -> None:
@@ -172,10 +175,10 @@ def staged_bytes(rank: int, world_size: int, config: Config) -> tuple[int, int, 
 
 
 def test_replicas_share_the_writing(tiny: TinyRun) -> None:
-    config = tiny.config("--checkpoint.interval=2", "--training.steps=8", *degrees(4, 1), world_size=4)
+    config = tiny.config("--training.steps=3", "--checkpoint.interval=1", *degrees(4, 1), world_size=4)
     of_ranks = run_ranks(staged_bytes, 4, config)
     first = of_ranks[0][1]
-    assert [entry[1:] for entry in of_ranks] == [(first, 3)] * 4
+    assert [entry[1:] for entry in of_ranks] == [(first, 2)] * 4
     assert sum(entry[0] for entry in of_ranks) == first, "each tensor is copied and written by one replica"
     assert max(entry[0] for entry in of_ranks) < 0.4 * first
 

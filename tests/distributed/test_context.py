@@ -69,6 +69,7 @@ def compared(
 ) -> None:
     """Train on one process and on each layout, and compare losses, gradient norms and validation losses."""
     common = ["--validation.enable", f"--validation.freq={steps}", f"--validation.path={tiny.text}"]
+    common += ["--checkpoint.enable=false"]
     several = {name: [*COMMON, *common, f"--training.steps={steps}", *words] for name, words in techniques.items()}
     trained_on(tiny, several, ONE, *layouts)
     for name in techniques:

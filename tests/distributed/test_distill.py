@@ -196,6 +196,7 @@ def test_an_own_loss_is_given_the_teacher(with_teacher: tuple[TinyRun, str]) -> 
     own = f"--training.loss={tiny.folder}/match_hidden.py:matched"
     for ranks in (1, 2):
         options = [teacher, own, f"--job.name=matched-{ranks}", "--training.local_batch_size=2"]
+        options += ["--training.steps=4", "--checkpoint.enable=false"]
         run_ranks(trained, ranks, tiny.config(*options, world_size=ranks))
     one, two = ([record["hidden_distance"] for record in tiny.records(f"matched-{ranks}")] for ranks in (1, 2))
     assert one == pytest.approx(two, rel=2e-5)

@@ -16,7 +16,7 @@ from titanlite.batch import IGNORE
 from titanlite.checkpoint.state import model_state
 from titanlite.models.base import unique_parameters
 from titanlite.observer import StepObserver
-from titanlite.step import accumulate, count_valid_tokens
+from titanlite.step import Gradients, accumulate, count_valid_tokens
 from titanlite.tools.convert.source import load_model, open_source
 
 NARROW = ["--model.args.dim=36", "--model.args.n_layers=2"]
@@ -53,7 +53,7 @@ def test_accumulated_gradients_are_those_of_the_plain_loss_of_the_whole_batch(ru
     batches[0]["labels"][:3, 5:] = IGNORE
     accumulate(
         run.model, batches, group=run.group, loss_function=run.loss_function, teacher=run.teacher,
-        in_backward=None, loss_scale=None, reduce_once=False, observer=StepObserver(),
+        gradients=Gradients(), reduce_once=False, observer=StepObserver(),
     )  # fmt: skip
     student, teacher = (load_model(open_source(str(of(runs, name)))) for name in ("student", "teacher"))
     tokens, labels = (torch.cat([batch[key] for batch in batches]) for key in ("tokens", "labels"))

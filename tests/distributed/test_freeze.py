@@ -30,6 +30,7 @@ CONSTANTS = (
     '"layers.[12].feed_forward.*", "head.*"]}]'
 )
 NO_CLIPPING = "--training.max_norm=0"
+SHORT = [NO_CLIPPING, "--training.steps=3", "--checkpoint.enable=false"]
 MOE = [
     "--model.name=qwen3_moe", "--model.flavor=debug", "--model.args={dim=32, n_layers=2, vocab_size=259}",
     '--freeze.parameters=["layers.*.feed_forward.w1", "layers.0.feed_forward.router", "head.output.weight"]',
@@ -59,7 +60,7 @@ def one_start(rank: int, world_size: int, config: Config) -> dict[str, Any]:
     batches = list(islice(run.batches, run.accumulation))
     result = train_step(
         run.model, batches, optimizer=run.optimizer, group=run.group, max_norm=0.0, loss_function=run.loss_function,
-        in_backward=run.in_backward,
+        gradients=run.gradients,
     )  # fmt: skip
     norm = float(result.grad_norm)
     run.batches.close()
@@ -78,13 +79,12 @@ def one_start(rank: int, world_size: int, config: Config) -> dict[str, Any]:
 def test_the_rest_trains_as_beside_constants(tiny: TinyRun) -> None:
     """The oracle trains everything, with a learning rate of 0 for what is frozen here."""
     several = [
-        tiny.config(*degrees(*layout), NO_CLIPPING, "--training.steps=4", option, f"--job.name={name}-{layout[1]}",
-                    world_size=2)
+        tiny.config(*degrees(*layout), *SHORT, option, f"--job.name={name}-{layout[1]}", world_size=2)
         for layout in ((1, 2), (2, 1))
         for name, option in (("frozen", FREEZE), ("constant", CONSTANTS))
     ]  # fmt: skip
     [frozen, constant, *of_replicas] = run_in_turn(trained, 2, several)
-    single = run_ranks(trained, 1, tiny.config(NO_CLIPPING, "--training.steps=4", FREEZE, "--job.name=single"))
+    single = run_ranks(trained, 1, tiny.config(*SHORT, FREEZE, "--job.name=single"))
     for found, expected in ((frozen, constant), (of_replicas[0], of_replicas[1])):
         for name, value in expected[0].items():
             np.testing.assert_allclose(found[0][name], value, rtol=0, atol=1e-6, err_msg=name)
@@ -128,9 +128,8 @@ def test_frozen_bits_never_change_whatever_the_technique(tiny: TinyRun) -> None:
 
 def test_a_frozen_run_resumes_bit_for_bit_on_another_layout(tiny: TinyRun) -> None:
     options = [FREEZE, "--freeze.dtype=bfloat16", "--checkpoint.interval=2"]
-    run_ranks(trained, 1, tiny.config(*options, "--job.name=whole"))
-    run_ranks(trained, 1, tiny.config(*options, "--job.name=parts", "--training.steps=2"))
-    run_ranks(trained, 1, tiny.config(*options, "--job.name=parts"))
+    parts = [["--job.name=whole"], ["--job.name=parts", "--training.steps=2"], ["--job.name=parts"]]
+    run_in_turn(trained, 1, [tiny.config(*options, *more) for more in parts])
     assert tiny.losses("parts") == tiny.losses("whole")
     run_ranks(trained, 2, tiny.config(*options, "--job.name=parts", "--training.steps=7", world_size=2))
     assert len(tiny.losses("parts")) == 7

@@ -52,12 +52,12 @@ def test_initial_weights_are_bit_identical_on_every_layout(tiny: TinyRun) -> Non
     ],
 )
 def test_losses_are_equal_on_every_layout(tiny: TinyRun, model: list[str]) -> None:
-    on_every_layout(trained, tiny, *model, "--training.steps=8", "--checkpoint.enable=false")
+    on_every_layout(trained, tiny, *model, "--training.steps=5", "--checkpoint.enable=false")
     losses = {layout: tiny.losses(f"run-{layout[0]}-{layout[1]}") for layout in LAYOUTS}
-    assert all(len(found) == 8 for found in losses.values())
+    assert all(len(found) == 5 for found in losses.values())
     reference = losses[1, 1]
     assert reference[0] == pytest.approx(5.557, abs=0.1)  # ln 259: at the start all tokens are equally likely
-    assert reference[-1] < 4
+    assert reference[-1] < 5
     for name, other in losses.items():
         assert other == pytest.approx(reference, rel=1e-4 if model else 1e-5), name
 

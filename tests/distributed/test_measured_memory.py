@@ -57,7 +57,7 @@ def test_buffers_of_a_collective_end_with_it() -> None:
     ("processes", "options"),
     [
         (2, ["--training.dtype=bfloat16", "--optimizer.state_dtype=bfloat16"]),
-        (4, degrees(2, 2)),
+        pytest.param(4, degrees(2, 2), marks=pytest.mark.nightly),
     ],
 )
 def test_states_are_those_of_the_objects(tiny: TinyRun, processes: int, options: list[str]) -> None:

@@ -82,12 +82,10 @@ def state_after_training(rank: int, world_size: int, config: Config) -> dict[str
 @families
 def test_saved_and_loaded_on_another_layout(tiny: TinyRun, family: str) -> None:
     options = [*FAMILIES[family], "--checkpoint.interval=3"]
-    [straight] = run_ranks(state_after_training, 1, tiny.config(*options, "--job.name=straight"))
-    halves = [
-        tiny.config(*options, "--training.steps=3", "--lr_scheduler.decay_ratio=0", world_size=2),
-    ]
-    run_in_turn(trained, 2, halves)
-    [resumed] = run_ranks(state_after_training, 1, tiny.config(*options))
+    half = tiny.config(*options, "--training.steps=3", "--lr_scheduler.decay_ratio=0", world_size=2)
+    run_ranks(trained, 2, half)
+    configs = [tiny.config(*options, *more) for more in (["--job.name=straight"], [])]
+    [straight], [resumed] = run_in_turn(state_after_training, 1, configs)
     assert [record["step"] for record in tiny.records()] == [1, 2, 3, 4, 5, 6]
     assert tiny.losses() == pytest.approx(tiny.losses("straight"), rel=1e-5)
     for name, value in straight.items():

@@ -99,8 +99,7 @@ def test_float8_run_resumes_without_float8(tiny: TinyRun) -> None:
 
 
 def test_killed_before_commit_resumes_from_the_one_before(tiny: TinyRun) -> None:
-    run_ranks(trained, 1, tiny.config("--checkpoint.interval=2", "--job.name=whole"))
-    run_ranks(trained, 1, tiny.config("--checkpoint.interval=2"))
+    run_in_turn(trained, 1, [tiny.config("--checkpoint.interval=2", f"--job.name={it}") for it in ("whole", "tiny")])
     checkpoints = tiny.folder / "outputs" / "tiny" / "checkpoints"
     # As a kill in the middle of the save of step 6 leaves it.
     staging = checkpoints / f".staging-{manifests.folder_name(6)}-{owner(tiny)}"

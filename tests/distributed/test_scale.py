@@ -10,7 +10,7 @@ from titanlite.models.llama3 import Llama3
 from titanlite.ops.cpu import CpuKernels
 from titanlite.optim import build_optimizer
 from titanlite.parallelize import build_mesh, parallelize
-from titanlite.schema import ActivationCheckpoint, Compile, Float8, Freeze, Parallelism, Training
+from titanlite.schema import ActivationCheckpoint, Compile, Float8, Parallelism, Training
 
 
 def build_405b(rank: int, world_size: int) -> tuple[float, int, int]:
@@ -28,7 +28,6 @@ def build_405b(rank: int, world_size: int) -> tuple[float, int, int]:
         activation_checkpoint=ActivationCheckpoint(mode="full"),
         compile=Compile(enable=True),
         float8=Float8(),
-        freeze=Freeze(),
     )
     from titanlite.schema import Optimizer
 

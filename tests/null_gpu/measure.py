@@ -147,12 +147,12 @@ def build_step(config: Any, device: Any, world_size: int) -> Any:
     from titanlite.models.base import build_on_meta
     from titanlite.optim import build_optimizer
     from titanlite.optim.norm import count_parameter_replicas
-    from titanlite.parallelize import build_mesh, parallelize
+    from titanlite.parallelize import build_mesh, parallelize_student
     from titanlite.parallelize.materialize import allocate
     from titanlite.step import train_step
+    from titanlite.techniques import build_gradients
     from titanlite.techniques.context.sequences import split_batch
     from titanlite.techniques.float8.layers import weight_scaler
-    from titanlite.techniques.in_backward.updates import InBackward
     from titanlite.techniques.tensor.layers import tensor_ranks
     from titanlite.tools.plan.estimate import model_of
 
@@ -160,15 +160,10 @@ def build_step(config: Any, device: Any, world_size: int) -> Any:
     kernels = kernels_with_stated_counts(config)
     mesh = build_mesh(config.parallelism, world_size=world_size, device_type="cuda")
     model = build_on_meta(spec.model_cls, spec.args)
-    parallelize(
-        model, mesh=mesh, kernels=kernels, parallelism=config.parallelism, training=config.training,
-        activation_checkpoint=config.activation_checkpoint, compile=config.compile,
-        float8=config.quantize.linear.float8,
-        freeze=config.freeze, lora=config.lora, updates_in_backward=config.optimizer.in_backward,
-    )  # fmt: skip
+    parallelize_student(model, config, mesh=mesh, kernels=kernels)
     allocate(model, torch.device("cpu") if config.training.enable_cpu_offload else device, device)
     optimizer = build_optimizer(model, config.optimizer, seed=0)
-    in_backward = InBackward(model, optimizer) if config.optimizer.in_backward else None
+    gradients = build_gradients(config, model=model, optimizer=optimizer, mesh=mesh, state={})
     degrees = config.parallelism.degrees(world_size)
     size, accumulation = config.training.batch_split(degrees.data_parallel)
     tokens = torch.zeros(size, config.training.seq_len, dtype=torch.int64, device=device)
@@ -186,7 +181,7 @@ def build_step(config: Any, device: Any, world_size: int) -> Any:
     def step() -> None:
         train_step(
             model, [batch] * accumulation, optimizer=optimizer, group=loss_group(mesh), world=world_group(mesh),
-            replicas=replicas, max_norm=config.training.max_norm, loss_function=loss, in_backward=in_backward,
+            replicas=replicas, max_norm=config.training.max_norm, loss_function=loss, gradients=gradients,
             reduce_once=config.parallelism.fsdp_reduce_gradients == "last",
         )  # fmt: skip
         scale_weights()

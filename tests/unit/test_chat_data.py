@@ -240,7 +240,7 @@ BAD: list[tuple[Any, str]] = [
 
 
 @pytest.mark.parametrize(("chat", "message"), BAD, ids=[message[-20:] for _, message in BAD])
-def test_a_bad_chat_is_one_line_and_can_be_left_out(
+def test_a_bad_chat_is_one_line(
     tmp_path: Path, tokenizer: Path, capsys: pytest.CaptureFixture[str], chat: Any, message: str
 ) -> None:
     chats = write_chats(tmp_path / "chats.jsonl", [[USER, ASSISTANT], chat, []])
@@ -248,10 +248,15 @@ def test_a_bad_chat_is_one_line_and_can_be_left_out(
     expected = message.format(template=tokenizer / "tokenizer_config.json")
     last = capsys.readouterr().err.splitlines()[-1]
     assert last.startswith(f"error: {chats}:2: {expected}")
+
+
+def test_bad_chats_can_be_left_out(tmp_path: Path, tokenizer: Path) -> None:
+    chats = write_chats(tmp_path / "chats.jsonl", [[USER, ASSISTANT], *(chat for chat, _ in BAD), []])
     code, out = prepare(chats, tokenizer, "--on-error", "skip")
     assert code == 0
     assert documents(out) == of_transformers(tokenizer, [[USER, ASSISTANT]])
-    assert "left out: 1 empty documents; 1 that cannot be read" in capsys.readouterr().out
+    index = TokenStore(out).index
+    assert (index["empty"], index["errors"]) == (1, len(BAD))
 
 
 @pytest.mark.parametrize(
@@ -395,7 +400,7 @@ def test_packed_chats_have_the_loss_that_each_has_alone(tmp_path: Path, tokenize
         return float(total.detach()), int((labels >= 0).sum())
 
     reader = BestFit(TokenStore(out), seq_len=512, plan_folder=tmp_path)
-    batch = as_batch([reader.read(index) for index in range(len(reader))], document_mask=True)
+    batch = as_batch([reader.read(index) for index in range(len(reader))], mark_documents=True)
     assert len(reader) < len(chats) / 2, "several chats in a sequence"
     packed = loss(batch["tokens"], batch["labels"], **document_arguments(batch))
     alone = []
@@ -432,8 +437,8 @@ def test_masks_across_shards_on_resume_and_on_more_ranks(tmp_path: Path, tokeniz
 
     def labels(store: TokenStore, *, ranks: int, steps: range) -> list[list[int]]:
         more: dict[str, Any] = {"plan_folder": tmp_path / "plans"} if packing is BestFit else {"document_mask": True}
-        source = Source("chats", packing(store, seq_len=64, **more), store.fingerprint)
-        samples = Samples([source], seed=0, document_mask=True)
+        source = Source("chats", packing(store, seq_len=64, **more), store.fingerprint, marks_documents=True)
+        samples = Samples([source], seed=0)
         each = [
             iter(MicroBatches(4 * steps.start, global_batch_size=4, micro_batch_size=2, rank=rank, ranks=ranks))
             for rank in range(ranks)

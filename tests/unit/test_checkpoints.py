@@ -49,6 +49,12 @@ def warnings(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) 
     return lambda: [record.getMessage() for record in caplog.records if is_ours(record)]
 
 
+@pytest.fixture(scope="module")
+def trained_once(tmp_path_factory: pytest.TempPathFactory) -> TinyRun:
+    """A run whose folder tests copy: the first test that needs it trains."""
+    return TinyRun(tmp_path_factory.mktemp("trained"))
+
+
 def folder(tiny: TinyRun, name: str = "tiny") -> Path:
     return tiny.folder / "outputs" / name / "checkpoints"
 
@@ -258,13 +264,13 @@ def test_nothing_is_deleted_while_the_newest_is_damaged(
 # The checkpoint at which a run resumes
 
 
-def test_thirty_steps_are_three_times_ten(tiny: TinyRun) -> None:
-    expected = trained(tiny.config("--job.name=whole", "--training.steps=30"))
-    for until in (10, 20, 30):
+def test_nine_steps_are_three_times_three(tiny: TinyRun) -> None:
+    expected = trained(tiny.config("--job.name=whole", "--training.steps=9"))
+    for until in (3, 6, 9):
         final = trained(tiny.config(f"--training.steps={until}"))
     assert_equal(final, expected)
     assert tiny.losses() == tiny.losses("whole")
-    assert len(tiny.losses()) == 30
+    assert len(tiny.losses()) == 9
 
 
 def flip(path: Path, at: int = -100) -> None:
@@ -295,31 +301,31 @@ DAMAGE: dict[str, tuple[Callable[[Path, Path], Any], str]] = {
 
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(
-    tiny: TinyRun, damage: str, warnings: Callable[[], list[str]]
+    trained_once: TinyRun, damage: str, warnings: Callable[[], list[str]]
 ) -> None:
-    interval = "--checkpoint.interval=2"
-    trained(tiny.config("--training.steps=4", interval))
-    losses = tiny.losses()
+    tiny, name = trained_once, damage.replace(" ", "-")
+    options = "--training.steps=4", "--checkpoint.interval=2"
+    if not steps(tiny, "good"):
+        trained(tiny.config(*options, "--job.name=good"))
+    losses = tiny.losses("good")
+    shutil.copytree(folder(tiny, "good").parent, folder(tiny, name).parent)
     spoil, message = DAMAGE[damage]
-    spoil(checkpoint(tiny, 4), checkpoint(tiny, 2))
-    trained(tiny.config("--training.steps=4", interval))
-    logged = warnings()
-    assert len(logged) == 1, logged
-    [warning] = logged
+    spoil(checkpoint(tiny, 4, name), checkpoint(tiny, 2, name))
+    trained(tiny.config(*options, f"--job.name={name}"))
+    [warning] = warnings()
     if not message:
-        assert warning == f"{checkpoint(tiny, 4)} has lost its manifest.json, and does not count"
+        assert warning == f"{checkpoint(tiny, 4, name)} has lost its manifest.json, and does not count"
     else:
         before, _, after = message.partition("*")
-        assert warning.startswith(f"damaged checkpoint: {checkpoint(tiny, 4)}")
+        assert warning.startswith(f"damaged checkpoint: {checkpoint(tiny, 4, name)}")
         assert before in warning
         assert after in warning
         assert warning.endswith("It no longer counts; resuming from the one before")
-    assert tiny.losses() == losses  # steps 3 and 4 were done again
-    assert [record["step"] for record in tiny.records()] == [1, 2, 3, 4]
-    assert steps(tiny) == [2, 4]
-    manifests.verify(
-        LocalStorage(str(folder(tiny)), ""), folder_name(4), LocalStorage(str(folder(tiny)), "").list()[folder_name(4)]
-    )
+    assert tiny.losses(name) == losses  # steps 3 and 4 were done again
+    assert [record["step"] for record in tiny.records(name)] == [1, 2, 3, 4]
+    assert steps(tiny, name) == [2, 4]
+    storage = LocalStorage(str(folder(tiny, name)), "")
+    manifests.verify(storage, folder_name(4), storage.list()[folder_name(4)])
 
 
 @pytest.mark.long
@@ -659,11 +665,6 @@ def _elsewhere(checkpoint: Path) -> Any:
     metadata = FileSystemReader(checkpoint).read_metadata()
     next(iter(metadata.storage_data.values())).relative_path = "../../../etc/passwd"
     return metadata
-
-
-@pytest.fixture(scope="module")
-def trained_once(tmp_path_factory: pytest.TempPathFactory) -> TinyRun:
-    return TinyRun(tmp_path_factory.mktemp("trained"))
 
 
 @pytest.mark.long

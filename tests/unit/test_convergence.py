@@ -48,8 +48,8 @@ def mask_that_lets_one_token_too_many_through(monkeypatch: pytest.MonkeyPatch) -
 
 
 def labels_shifted_by_one_more(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    def wrong(rows: Sequence[Any], *, document_mask: bool) -> Batch:
-        batch = as_batch(rows, document_mask=document_mask)
+    def wrong(rows: Sequence[Any], *, mark_documents: bool) -> Batch:
+        batch = as_batch(rows, mark_documents=mark_documents)
         batch["labels"] = F.pad(batch["labels"][:, 1:], (0, 1), value=IGNORE)
         return batch
 

@@ -33,7 +33,7 @@ from titanlite.parallelize import build_mesh, parallelize
 from titanlite.parallelize.activation_checkpoint import apply_activation_checkpoint, recompute_policies
 from titanlite.runtime.errors import ConfigError
 from titanlite.runtime.process_group import Ranks
-from titanlite.schema import ActivationCheckpoint, Compile, Float8, Freeze, Parallelism, Training
+from titanlite.schema import ActivationCheckpoint, Compile, Float8, Parallelism, Training
 from titanlite.step import train_step
 
 GROUPED = SMALL
@@ -232,7 +232,7 @@ def sharded(compute: Any = "float32") -> Llama3:
         model, mesh=build_mesh(parallelism, world_size=1, device_type="cpu"), kernels=CpuKernels(),
         parallelism=parallelism,
         training=Training(mixed_precision_param=compute), activation_checkpoint=ActivationCheckpoint(),
-        compile=Compile(), float8=Float8(), freeze=Freeze(),
+        compile=Compile(), float8=Float8(),
     )  # fmt: skip
     return model
 

@@ -216,7 +216,7 @@ def of_a_path(download: Path, tokenizer: Path) -> Path:
 READ = {
     "generate": ["generate", "{run}", "--prompt", "a", "--max-new-tokens", "1"],
     "export": ["checkpoint", "export", "{run}", "--out", "{out}"],
-    "evaluate": ["evaluate", "{run}", "--data", "stdlib://", "--cache-folder", "{out}", "--sequences", "1"],
+    "evaluate": ["evaluate", "{run}", "--data", "{text}", "--cache-folder", "{out}", "--sequences", "1"],
 }
 
 
@@ -229,7 +229,10 @@ def test_a_tokenizer_that_a_checkpoint_names_is_not_opened(
     opened: list[str],
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    words = [word.format(run=of_a_path(download, tokenizer), out=tmp_path / "out") for word in READ[command]]
+    text = tmp_path / "text.txt"
+    text.write_text("one two three four five " * 50)
+    run = of_a_path(download, tokenizer)
+    words = [word.format(run=run, out=tmp_path / "out", text=text) for word in READ[command]]
     assert cli.run(words) == 2
     [line] = capfd.readouterr().err.splitlines()
     reason = (

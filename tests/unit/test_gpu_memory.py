@@ -210,9 +210,9 @@ def test_where_reduced_gradients_last_until_after_backward(keeps: bool, options:
         for replicas in (1, 2):
             parallelism = Parallelism(data_parallel_replicate_degree=replicas)
             mesh = build_mesh(parallelism, world_size=8, device_type="cpu")
-            assert keeps_reduced_gradients(mesh, parallelism, training, updates_in_backward=updates) == keeps
+            assert keeps_reduced_gradients(mesh, parallelism, training, lasting_gradients=not updates) == keeps
         once = parallelism.model_copy(update={"fsdp_reduce_gradients": "last"})
-        found = keeps_reduced_gradients(mesh, once, training, updates_in_backward=updates)
+        found = keeps_reduced_gradients(mesh, once, training, lasting_gradients=not updates)
         assert found == (keeps or training.global_batch_size == 16), "one reduction a step"
 
 

@@ -29,10 +29,13 @@ def trees() -> dict[Path, ast.Module]:
 
 def without_type_checking(node: ast.AST) -> Iterator[ast.AST]:
     """Yield a node and all below it, but for blocks under `if TYPE_CHECKING`."""
-    yield node
-    for child in ast.iter_child_nodes(node):
-        if not (isinstance(child, ast.If) and ast.unparse(child.test).endswith("TYPE_CHECKING")):
-            yield from without_type_checking(child)
+    waiting = [node]
+    while waiting:
+        node = waiting.pop()
+        yield node
+        for child in ast.iter_child_nodes(node):
+            if not (isinstance(child, ast.If) and ast.unparse(child.test).endswith("TYPE_CHECKING")):
+                waiting.append(child)
 
 
 def imports(tree: ast.Module) -> set[str]:
@@ -177,7 +180,7 @@ REPLACED = {
         "block.forward": "Module.compile() compiles the hooks of FSDP too; only the forward is compiled here",
     },
     "runtime/private_torch/fsdp.py": {
-        "parameter.__class__": "on one rank a parameter is gathered in place; quantized ones keep their types",
+        "parameter.__class__": "quantized parameters keep their types; gathered parts of layers have hooks",
         "unit.__class__": "the plan records the collectives and the memory of each FSDP unit; no run does",
     },
     "runtime/private_torch/tracing.py": {

@@ -108,7 +108,7 @@ def test_each_parameter_is_updated_once_by_its_whole_gradient(name: str) -> None
         in_backward.begin(loss.detach(), world())
         loss.backward()
         assert all(parameter.grad is None for parameter in parts.parameters())
-        found = in_backward.end()
+        found = in_backward.norms([], [])
         assert len(found) == 3
         assert all(map(torch.equal, found.values(), gradient_norms(gradients)))
         ordinary.step()
@@ -136,7 +136,7 @@ def test_a_unit_with_a_parameter_without_gradient_is_updated_at_the_end() -> Non
         before = [local_tensor(it).detach().clone() for it in (model.weight, model.bias)]
         in_backward.begin(torch.zeros(()), world())
         model(torch.ones(2, 8)).backward()
-        assert len(in_backward.end()) == 1 + uses_bias
+        assert len(in_backward.norms([], [])) == 1 + uses_bias
         after = [local_tensor(it) for it in (model.weight, model.bias)]
         assert [not torch.equal(*it) for it in zip(before, after, strict=True)] == [True, uses_bias]
         assert model.weight.grad is None
@@ -156,7 +156,7 @@ def test_nonfinite_losses_and_gradients_are_not_used(name: str) -> None:
         before = [parameter.detach().clone() for parameter in model.parameters()]
         in_backward.begin(torch.tensor(loss), world())
         model(torch.ones(2, 8)).backward()
-        assert len(in_backward.end()) == 3
+        assert len(in_backward.norms([], [])) == 3
         assert all(parameter.isfinite().all() for parameter in model.parameters())
         return [not torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True)]
 

@@ -119,9 +119,13 @@ MOE = Qwen3MoeArgs(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("args", [LLAMA, MOE], ids=["llama", "experts"])
-@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize(
+    ("dim", "args", "dtype"),
+    [
+        (0, LLAMA, torch.float32), (0, MOE, torch.bfloat16), (1, LLAMA, torch.bfloat16), (1, MOE, torch.float32),
+    ],
+    ids=["rows", "rows of experts", "columns", "columns of experts"],
+)  # fmt: skip
 def test_a_shard_is_that_part_of_the_whole(args: Any, dtype: torch.dtype, dim: int) -> None:
     """Rows that divide evenly among ranks and that do not, and columns that do."""
 

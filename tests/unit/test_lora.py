@@ -21,8 +21,9 @@ from titanlite.models.initial import InitialValues, Normal
 from titanlite.models.registry import resolve_model
 from titanlite.optim.groups import parameter_groups
 from titanlite.parallelize.activation_checkpoint import apply_activation_checkpoint
-from titanlite.schema import Freeze, Lora
-from titanlite.techniques.lora.adapters import LoraLinear, choose_trained
+from titanlite.schema import Config, Freeze, Lora
+from titanlite.techniques import choose_trained
+from titanlite.techniques.lora.adapters import LoraLinear
 from titanlite.tools import cli
 from titanlite.tools.plan.estimate import Layout, plan
 from titanlite.tools.plan.hardware import find_hardware
@@ -108,7 +109,7 @@ class Own(Model):
 def test_a_model_of_the_users_own_gets_adapters_too() -> None:
     with torch.device("meta"):
         base, model = Own(), Own()
-    choose_trained(model, freeze_config=FROZEN_BASE, lora=Lora(rank=2))
+    choose_trained(model, Config(freeze=FROZEN_BASE, lora=Lora(rank=2)))
     assert [*trainable_parameters(model)] == [f"layers.{i}.0.lora_{part}" for i in range(2) for part in "ab"]
     for one in (base, model):
         filled(one)
@@ -176,7 +177,7 @@ def test_a_plan_does_not_take_one_block_for_all(tiny: TinyRun, options: str, lay
     """Plans of models with many blocks trace a few, if all are alike."""
     config = tiny.config("--model.args.n_layers=6", options % layer)
     model = resolve_model("llama3", None, config.model.args).build()
-    choose_trained(model, freeze_config=config.freeze, lora=config.lora)
+    choose_trained(model, config)
     trained = sum(parameter.numel() for parameter in trainable_parameters(model).values())
     planned = plan(config, Layout(1, find_hardware("H100"), 8))
     assert planned.most("gradients") == 4 * trained
@@ -188,7 +189,7 @@ def test_examples_of_the_guide_are_valid() -> None:
     for example in examples:
         model = resolve_model("llama3", "debug", {}).build()
         freeze = Freeze.model_validate(example["freeze"])
-        choose_trained(model, freeze_config=freeze, lora=Lora.model_validate(example.get("lora", {})))
+        choose_trained(model, Config(freeze=freeze, lora=Lora.model_validate(example.get("lora", {}))))
         assert 0 < len(trainable_parameters(model)) < len([*unique_parameters(model)])
 
 
@@ -232,7 +233,8 @@ KNOWN = "there are layers.*.attention.wq x3, layers.*.attention.wk x3, "
          "lora.targets: head.* matches head.output, whose matmul the loss computes; "),
         ([*MOE, "--lora.rank=2", '--lora.targets=["layers.*.feed_forward.w1"]'],
          "lora.targets: layers.*.feed_forward.w1 matches layers.0.feed_forward.w1, a stack of experts' weights, "),
-        (["--lora.rank=2", '--freeze.parameters=["head.*"]'], "freeze.parameters: has no effect with lora.rank"),
+        (["--lora.rank=2", '--freeze.parameters=["head.*"]'],
+         'freeze.parameters: ["head.*"] cannot be combined with lora.rank = 2, '),
     ],
 )  # fmt: skip
 def test_bad_input_is_one_line(

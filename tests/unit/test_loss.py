@@ -119,8 +119,15 @@ def in_float64(logits: Tensor, labels: Tensor, valid: Tensor, z_loss: float) -> 
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, None], ids=str)
-@pytest.mark.parametrize(("compiled", "z_loss"), [(False, 0.0), (False, 1e-2), (True, 1e-2)])
+@pytest.mark.parametrize(
+    ("compiled", "z_loss", "dtype"),
+    [
+        *((False, z_loss, dtype) for z_loss in (0.0, 1e-2) for dtype in (torch.float32, torch.bfloat16, None)),
+        (True, 1e-2, torch.bfloat16),
+        *(pytest.param(True, 1e-2, dtype, marks=pytest.mark.nightly) for dtype in (torch.float32, None)),
+    ],
+    ids=str,
+)
 def test_softmax_and_gradient_of_a_chunk(compiled: bool, z_loss: float, dtype: torch.dtype | None) -> None:
     """Run the operators of eager training, and the function of which the compiler makes a GPU's kernel."""
     logits, labels, valid = chunk_inputs()

@@ -144,9 +144,9 @@ def test_shipped_configs_load(path: Path, tmp_path: Path, monkeypatch: pytest.Mo
         (file if file.suffix else file / "tokenizer.json").parent.mkdir(parents=True, exist_ok=True)
         (file if file.suffix else file / "tokenizer.json").touch()
     wrong = problems(migration.text(), tmp_path, 64)
-    refused = "cannot be combined with quantize.linear.float8.enable yet: set it to 1, or leave that out"
+    refused = "8 cannot be combined with quantize.linear.float8.enable = true, which changes the linear layers too"
     is_refused = path.stem.startswith("405b")  # float8, and 8 ranks for a layer
-    assert wrong == ({"parallelism.tensor_parallel_degree": refused} if is_refused else {})
+    assert wrong == ({"parallelism.tensor_parallel_degree": f"{refused}: choose one of the two"} if is_refused else {})
     assert migration.losses == (["model.converters"] if is_refused else [])
     version = path.stem.partition("_")[2]
     assert f"read as a config of torchtitan {version}" in migration.report[0]

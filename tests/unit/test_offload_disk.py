@@ -252,7 +252,7 @@ def build_run(tiny: TinyRun, monkeypatch: pytest.MonkeyPatch) -> Callable[[], No
         ([*MOMENTS, f"--offload.path={__file__}/x"], f"offload.path: {__file__} is a file, not a folder"),
         (
             [*EVERYTHING, "--quantize.linear.float8.enable", "--quantize.linear.float8.emulate"],
-            "offload.parameters: disk cannot be combined with quantize.linear.float8.enable_fsdp_float8_all_gather",
+            'offload.parameters: "disk" cannot be combined with quantize.linear.float8.enable_fsdp_float8_all_gather',
         ),
     ],
 )

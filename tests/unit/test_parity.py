@@ -8,7 +8,7 @@ from tests.helpers import TinyRun
 from titanlite.config.load import load
 from titanlite.tools import cli
 from titanlite.tools.report.further_layouts import further_layouts
-from titanlite.tools.report.parity import ONE, Curve, compare, error_in, variants
+from titanlite.tools.report.parity import ONE, Curve, compare, error_in, variants, with_equal_bits
 
 
 def test_further_axes_are_compared_where_the_config_allows_them(tiny: TinyRun) -> None:
@@ -35,6 +35,14 @@ def test_further_axes_are_compared_where_the_config_allows_them(tiny: TinyRun) -
     )  # fmt: skip
 
 
+def test_with_reproducible_layouts_every_layout_must_equal_one_process() -> None:
+    found = {it.name: it for it in with_equal_bits(variants(8, 4, on_gpu=False))}
+    for name in ("DDP 4 x 1", "FSDP 1 x 4", "HSDP 2 x 2", "FSDP, CPU offload", "the same again"):
+        assert (found[name].exact, found[name].reference) == (True, ONE)
+    assert not found["compile"].exact, "fused kernels round in other places"
+    assert not [name for name in found if "micro-batches" in name], "the option needs micro-batches of one sequence"
+
+
 @pytest.mark.parametrize(
     ("losses", "exact", "is_equal", "difference"),
     [
@@ -53,6 +61,8 @@ def test_equal_or_not(losses: list[float | None], exact: bool, is_equal: bool, d
     assert found.is_equal == is_equal
     assert found.loss == pytest.approx(difference, rel=0.2)
     assert not compare(Curve([2.0, 1.0], [1.0, 1.1]), reference, exact=True, tolerance=1e-5).is_equal
+    hashed = Curve([2.0, 1.0], [1.0, 1.0], ["a", "b"])
+    assert not compare(hashed, Curve([2.0, 1.0], [1.0, 1.0], ["a", "c"]), exact=True, tolerance=1e-5).is_equal
 
 
 def test_a_config_of_many_processes_can_be_compared(tiny: TinyRun, monkeypatch: pytest.MonkeyPatch) -> None:

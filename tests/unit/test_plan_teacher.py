@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +25,9 @@ TEACHER: dict[str, Any] = {
 }  # fmt: skip
 
 
-@pytest.fixture
-def options(tmp_path: Path) -> list[str]:
-    file = tmp_path / "teacher.toml"
+@pytest.fixture(scope="module")
+def options(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    file = tmp_path_factory.mktemp("teacher") / "teacher.toml"
     model = {"name": "llama3", "flavor": "debug", "args": TEACHER}
     file.write_text(tomlkit.dumps({"model": model, "data": {"tokenizer": "bytes"}}))
     return ["--teacher.path=nowhere", f"--teacher.config={file}", "--distill.ratio=0.5"]
@@ -36,8 +37,13 @@ def config_of(options: list[str], *more: str) -> Config:
     return read("--parallelism.data_parallel_shard_degree=4", *options, *more, world_size=RANKS)
 
 
-def planned(options: list[str], *more: str, whole: bool = False, gpu: bool = True) -> Plan:
-    return plan(config_of(options, *more), layout_of(RANKS, gpu=gpu), whole=whole)
+@cache
+def _planned(*options: str) -> Plan:
+    return plan(config_of([*options]), layout_of(RANKS))
+
+
+def planned(options: list[str], *more: str) -> Plan:
+    return _planned(*options, *more)
 
 
 def sizes_of(config: Config) -> tuple[int, int]:

@@ -522,10 +522,8 @@ SMALL: dict[str, Any] = {"chunk_bytes": 1500, "shard_tokens": 9000, "on_error": 
 def test_workers_change_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prepare_module, "WORKER_BYTES", 1)
     paths = mixed_input(tmp_path)
-    folders = [
-        contents(make(paths, tmp_path / f"by-{workers}", workers=workers, **SMALL).folder) for workers in (1, 2, 3)
-    ]
-    assert folders[0] == folders[1] == folders[2]
+    folders = [contents(make(paths, tmp_path / f"by-{workers}", workers=workers, **SMALL).folder) for workers in (1, 3)]
+    assert folders[0] == folders[1]
     index = json.loads(folders[0]["index.json"])
     assert (index["errors"], index["empty"], index["left_out"], len(index["shards"])) == (2, 7, 1, 10)
     for name in ("documents", "tokens"):
@@ -589,7 +587,7 @@ def is_running(pid: int) -> bool:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("sign", "workers"), [(signal.SIGKILL, 2), (signal.SIGKILL, 1), (signal.SIGINT, 2)])
+@pytest.mark.parametrize(("sign", "workers"), [(signal.SIGKILL, 2), (signal.SIGINT, 2)])
 def test_a_killed_prepare_resumes_and_leaves_nothing_behind(sign: signal.Signals, workers: int, tmp_path: Path) -> None:
     paths = mixed_input(tmp_path)
     expected = contents(make(paths, tmp_path / "whole", **SMALL).folder)

@@ -483,8 +483,8 @@ def test_sharded_parameters() -> None:
 @pytest.mark.usefixtures("single_process_group")
 def test_gathering_in_place_copies_nothing_and_follows_the_weights() -> None:
     model: Any = small_model()
+    gather_in_place(model)
     for unit in (*model, model):
-        gather_in_place(unit)
         gather_asynchronously(unit)
     memory = local_tensor(model[0].weight).data_ptr()
     gathered: list[int] = []

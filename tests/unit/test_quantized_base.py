@@ -241,7 +241,7 @@ def test_the_format_is_a_setting_that_must_match_and_bad_input_is_one_line(
         (["--lora.quantize_base=int8"], "lora.rank: is not set, and without it [lora] has no effect"),
         (["--lora.rank=4", "--lora.quantize_base=float8"], "lora.quantize_base: expected 'none' or 'int8'"),
         (["--lora.rank=2", "--lora.quantize_base=int8", "--quantize.linear.float8={enable=true, emulate=true}"],
-         "quantize.linear.float8.enable: cannot convert layers with adapters"),
+         "quantize.linear.float8.enable: true cannot be combined with lora.rank = 2, which"),
         (["--lora.rank=2", "--lora.quantize_base=int8", "--optimizer.name=Muon"], "optimizer.name: Muon is for whole"),
     ):  # fmt: skip
         assert cli.run(["config", "check", "--config", str(tiny.toml), *options]) == 2

@@ -72,6 +72,20 @@ def test_a_run_that_was_killed_and_resumed(tmp_path: Path) -> None:
     assert json.loads(to_json({"x": [float("nan"), 1.0]})) == {"x": [None, 1.0]}
 
 
+def test_the_first_step_at_which_the_hashes_of_two_runs_differ_is_marked(tmp_path: Path) -> None:
+    one, other, third = (write_run(tmp_path / name) for name in ("one", "other", "third"))
+    steps = {2: ("a", {"w": "1", "v": "1"}), 4: ("b", {"w": "2", "v": "2"}), 6: ("c", {"w": "3", "v": "3"})}
+    changed = {4: ("x", {"w": "2", "v": "9"}), 6: ("y", {"w": "8", "v": "9"})}
+    for folder, records in ((one, steps), (other, steps | changed), (third, {4: steps[4]})):
+        lines = [json.dumps({"step": it, "hash": both, "tensors": by}) for it, (both, by) in records.items()]
+        (folder / "hashes.jsonl").write_text("".join(f"{line}\n" for line in lines))
+    report = report_of([read_run(folder) for folder in (one, other, third)])
+    [row] = [row for row in report["tables"][0]["rows"] if row[0] == "hashes"]
+    assert row[1:] == ["", "differ from step 4 on (v)", "equal up to step 4"]
+    [loss] = [chart for chart in report["charts"] if chart["name"] == "loss"]
+    assert [(mark["x"], mark["color"]) for mark in loss["marks"] if "hash" in mark["text"]] == [(4, 1)]
+
+
 ODD = (
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3)
     | st.sampled_from([10**400, -(10**400), 1e308, 2**53, 2**53 + 1, -1, "<!--<script>", "\ud800", "</script>"])

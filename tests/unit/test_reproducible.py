@@ -28,16 +28,16 @@ def test_neighbours_in_the_tree_are_neighbours_in_the_batch() -> None:
 
 
 def peak() -> int:
-    config = read(*ON, world_size=2)
+    config = read(*ON, "--training.global_batch_size=8", world_size=2)
     found = trace_step(config, *model_of(config), world_size=2, gpu=True)
     return profile(found.recorder, found.blocks).peak
 
 
 @pytest.mark.long
 def test_a_plan_counts_the_sums_that_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A trace of two of eight micro-batches has the peak of one of all eight, but for the tokens."""
+    """A trace of two of four micro-batches has the peak of one of all four, but for the tokens."""
     few = peak()
-    monkeypatch.setattr("titanlite.tools.plan.trace.MICRO_BATCHES", 8)
+    monkeypatch.setattr("titanlite.tools.plan.trace.MICRO_BATCHES", 4)
     assert peak() == pytest.approx(few, rel=0.005)
 
 

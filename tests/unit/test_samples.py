@@ -230,9 +230,9 @@ def test_a_changed_mixture_can_start_over() -> None:
 def test_batches_know_their_documents() -> None:
     one = TokenSequence(np.arange(6), np.arange(6) + 1, np.array([0, 2, 5]))
     two = TokenSequence(np.arange(6), np.arange(6) + 1, np.array([0]))
-    batch = as_batch([one, two], document_mask=True)
+    batch = as_batch([one, two], mark_documents=True)
     assert batch["positions"].tolist() == [[0, 1, 0, 1, 2, 0], [0, 1, 2, 3, 4, 5]]
     assert batch["documents"].tolist() == [[0, 0, 1, 1, 1, 2], [0] * 6]
     assert batch["boundaries"].tolist() == [0, 2, 5, 6, 12]
     assert (batch["positions"].dtype, batch["documents"].dtype) == (torch.int64, torch.int32)
-    assert set(as_batch([one], document_mask=False)) == {"tokens", "labels"}
+    assert set(as_batch([one], mark_documents=False)) == {"tokens", "labels"}

@@ -147,7 +147,7 @@ def test_any_number_of_ranks_and_workers_reads_the_same(cached: Cached) -> None:
     for one, two in zip(*parts, strict=True):
         assert one.keys() == two.keys() >= {"teacher_ids", "teacher_log_probs", "teacher_log_tail"}
         assert all(torch.equal(one[name], two[name]) for name in one)
-    plain = as_batch([reader_of(samples.sources[0]).read(0)], document_mask=False)
+    plain = as_batch([reader_of(samples.sources[0]).read(0)], mark_documents=False)
     assert store_of(samples.sources[0]) is not None, "its checksums are verified beside training"
     assert plain.keys() == {"tokens", "labels"}, "batches without a cache are as before"
 

@@ -88,7 +88,7 @@ def test_models_and_tables_that_are_wrong() -> None:
 
 def test_options_that_do_not_compose_are_refused_by_name(tiny: TinyRun) -> None:
     for options, expected in {
-        ("--lora.rank=2",): "cannot be combined with lora.rank yet",
+        ("--lora.rank=2",): "2 cannot be combined with lora.rank = 2, which changes the linear layers too",
         ("--training.loss=own.py:loss",): "cannot be combined with training.loss yet",
         (f"--teacher.path={tiny.folder}", "--distill.ratio=0.5"): "cannot be combined with teacher.path yet",
         ("--quantize.linear.float8.enable", "--quantize.linear.float8.emulate"): "with quantize.linear.float8.enable",

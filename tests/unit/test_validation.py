@@ -53,10 +53,9 @@ def validate(
     assert group is not None
     validator = Validator(
         Validation(enable=True, path="x", **options),
-        [Source(f"s{i}", part, f"f{i}") for i, part in enumerate(sequences)],
+        [Source(f"s{i}", part, f"f{i}", marks_documents=mask) for i, part in enumerate(sequences)],
         batch_size=batch_size,
         token_bytes=TOKEN_BYTES,
-        document_mask=mask,
         kernels=CpuKernels(),
         device=torch.device("cpu"),
         rank=0,

@@ -151,7 +151,7 @@ def loader_of(folder: Path, *, workers: int, packing: str = "stream") -> Any:
         if packing == "stream"
         else BestFit(store, seq_len=8, plan_folder=plans)
     )
-    samples = Samples([Source("a", reader, "f")], seed=0, document_mask=True)
+    samples = Samples([Source("a", reader, "f", marks_documents=True)], seed=0)
     batches = MicroBatches(start=0, global_batch_size=2, micro_batch_size=2, rank=0, ranks=1)
     return build_loader(samples, batches, num_workers=workers, device=torch.device("cpu"))
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from functools import partial
 
 from titanlite.schema import Config, Data, Validation
-from titanlite.techniques import asked_for
+from titanlite.techniques import asked_for, exclusions
 from titanlite.techniques.technique import Conflict, reads_of
 
 
@@ -27,6 +27,7 @@ def find_conflicts(config: Config, world_size: int | None, bad_keys: Collection[
         (("training.loss", "training.z_loss"), lambda: _loss(config)),
         (("checkpoint.folder", "checkpoint.initial_load_path"), lambda: _checkpoint_places(config)),
         (("parallelism.fsdp_reduce_gradients", "training"), lambda: _check_reduce_gradients(config)),
+        ((), lambda: exclusions(config)),
     ]
     if world_size is not None:
         further = ("context", "expert", "tensor")

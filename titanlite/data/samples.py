@@ -154,6 +154,8 @@ class Source:
     fingerprint: str
     """Hash of all that the sequences depend on."""
     weight: float = 1.0
+    marks_documents: bool = False
+    """Whether batches have what `titanlite.batch` lists for documents that attention keeps apart."""
 
 
 @dataclass(frozen=True)
@@ -170,7 +172,6 @@ class Samples(Dataset[Batch]):
 
     Args:
         shuffle: read each epoch in another order.
-        document_mask: give batches positions, document numbers and boundaries.
         origin: start of the present data, in a run whose data was changed.
 
     Raises:
@@ -183,13 +184,11 @@ class Samples(Dataset[Batch]):
         *,
         seed: int,
         shuffle: bool = True,
-        document_mask: bool = False,
         origin: Origin | None = None,
     ) -> None:
         self.sources = sorted(sources, key=lambda source: source.name)  # their order in the config does not matter
         self.seed = seed
         self.shuffle = shuffle
-        self.document_mask = document_mask
         self.origin = origin or Origin()
         self.mixture = Mixture([source.weight for source in self.sources])
         self.orders = [Order(len(source.sequences), seed, shuffle) for source in self.sources]
@@ -210,7 +209,7 @@ class Samples(Dataset[Batch]):
         """Return the batch of these samples, by global sample index."""
         located = [self.locate(sample) for sample in samples]
         sequences = [self.sources[source].sequences.read(sequence) for source, _, sequence in located]
-        return as_batch(sequences, document_mask=self.document_mask)
+        return as_batch(sequences, mark_documents=self.sources[0].marks_documents)
 
     def consumed(self, samples_seen: int) -> list[int]:
         """Count the samples of each source among the first `samples_seen` of the run."""
@@ -267,12 +266,10 @@ class Samples(Dataset[Batch]):
             for source in self.sources:
                 at = origin.consumed.get(source.fingerprint, 0)
                 logger.info(f"data changed: {source.name} continues after {at:,} of its sequences (data.on_change)")
-        return Samples(
-            self.sources, seed=self.seed, shuffle=self.shuffle, document_mask=self.document_mask, origin=origin
-        )
+        return Samples(self.sources, seed=self.seed, shuffle=self.shuffle, origin=origin)
 
 
-def as_batch(sequences: Sequence[TokenSequence], *, document_mask: bool) -> Batch:
+def as_batch(sequences: Sequence[TokenSequence], *, mark_documents: bool) -> Batch:
     """Stack B sequences into a batch, see `titanlite.batch`."""
     batch = {
         "tokens": torch.from_numpy(np.stack([sequence.tokens for sequence in sequences])),
@@ -282,7 +279,7 @@ def as_batch(sequences: Sequence[TokenSequence], *, document_mask: bool) -> Batc
         from titanlite.data.teacher_entries import stacked
 
         batch |= {f"teacher_{name}": torch.from_numpy(values) for name, values in stacked(sequences).items()}
-    if not document_mask:
+    if not mark_documents:
         return batch
     seq_len = len(sequences[0].tokens)
     positions = np.empty((len(sequences), seq_len), dtype=np.int64)

@@ -67,7 +67,7 @@ def open_data(
 
     on_all(group, open_on_this_rank)
     sources, validation_sources = opened
-    samples = Samples(sources, seed=seed, shuffle=data.shuffle, document_mask=data.document_mask)
+    samples = Samples(sources, seed=seed, shuffle=data.shuffle)
     return samples, validation_sources
 
 
@@ -152,11 +152,12 @@ def _open(
     cache_folder: Path,
     tokens: Callable[[str | list[str]], TokenStore],
 ) -> Source:
+    weight = getattr(source, "weight", 1.0)
     if isinstance(source.path, str) and source.path.startswith(PREFIX):
         sequences = CustomSequences(source.path, seq_len=seq_len, vocab_size=tokenizer.vocab_size)
         if len(sequences) == 0:
             raise UserError(f"data.path: {source.path} has no sequences of {seq_len}")
-        return Source(source.title, sequences, sequences.fingerprint, getattr(source, "weight", 1.0))
+        return Source(source.title, sequences, sequences.fingerprint, weight, data.document_mask)
     store = tokens(source.path)
     if data.packing == "best_fit":
         sequences = BestFit(store, seq_len=seq_len, plan_folder=cache_folder / "packing")
@@ -168,7 +169,7 @@ def _open(
             "after it)"
         )
     fingerprint = f"{store.fingerprint}-{data.packing}-{seq_len}"
-    return Source(source.title, sequences, fingerprint, getattr(source, "weight", 1.0))
+    return Source(source.title, sequences, fingerprint, weight, data.document_mask)
 
 
 def store_of(source: Source) -> TokenStore | None:

@@ -9,6 +9,8 @@ Each technique of `titanlite.techniques` is imported where the config asks for i
 it is.
 """
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from torch.distributed.device_mesh import DeviceMesh
@@ -20,10 +22,10 @@ from titanlite.parallelize.activation_checkpoint import apply_activation_checkpo
 from titanlite.parallelize.compile import compile_around_exchange, compile_blocks
 from titanlite.parallelize.fsdp import DTYPES, shard
 from titanlite.parallelize.materialize import materialize, set_dtype
-from titanlite.schema import ActivationCheckpoint, Compile, Config, Float8, Freeze, Lora, Parallelism, Training
-from titanlite.techniques import keeps_gradients
+from titanlite.schema import ActivationCheckpoint, Compile, Config, Float8, Parallelism, Training
+from titanlite.techniques import choose_trained, keeps_gradients
 
-NO_FLOAT8, ALL_TRAINED, NO_ADAPTERS = Float8(), Freeze(), Lora()
+NO_FLOAT8 = Float8()
 
 __all__ = ["DTYPES", "build_mesh", "materialize", "parallelize", "parallelize_student"]
 
@@ -43,10 +45,9 @@ def parallelize_student(model: Model, config: Config, *, mesh: DeviceMesh, kerne
         activation_checkpoint=config.activation_checkpoint,
         compile=config.compile,
         float8=config.quantize.linear.float8,
-        freeze=config.freeze,
-        lora=config.lora,
+        choose_trained=partial(choose_trained, config=config),
         has_other_model=config.teacher.is_live,
-        updates_in_backward=not keeps_gradients(config),
+        lasting_gradients=keeps_gradients(config),
         reproducible_layouts=config.debug.reproducible_layouts,
         **options,
     )
@@ -62,11 +63,10 @@ def parallelize(
     activation_checkpoint: ActivationCheckpoint,
     compile: Compile,
     float8: Float8 = NO_FLOAT8,
-    freeze: Freeze = ALL_TRAINED,
-    lora: Lora = NO_ADAPTERS,
+    choose_trained: Callable[[Model], None] = lambda model: None,
     compile_backend: str = "inductor",
     has_other_model: bool = False,
-    updates_in_backward: bool = False,
+    lasting_gradients: bool = True,
     reproducible_layouts: bool = False,
     pin_memory: bool = True,
 ) -> None:
@@ -74,17 +74,16 @@ def parallelize(
 
     Args:
         kernels: how the device computes; see `titanlite.ops.kernels`.
+        choose_trained: freezes parameters, and adds those of adapters; see `titanlite.techniques`. Default: all are
+            trained.
         compile_backend: of torch.compile; the planner has its own.
         has_other_model: whether there is a teacher, or this is one; see `compile_blocks`.
-        updates_in_backward: whether hooks of the parameters use gradients within backward, as `InBackward` does.
+        lasting_gradients: whether gradients last until after backward. Otherwise hooks of the parameters use them.
         reproducible_layouts: whether gradients have the same bits on every layout.
         pin_memory: whether parameters in host memory are pinned, with a GPU.
     """
     set_dtype(model, DTYPES[training.dtype])
-    if freeze.parameters or lora.rank is not None:
-        from titanlite.techniques.lora.adapters import choose_trained
-
-        choose_trained(model, freeze_config=freeze, lora=lora)
+    choose_trained(model)
     set_kernels(model, kernels)
     if context_group(mesh):
         from titanlite.techniques.context.sequences import split_attention
@@ -112,7 +111,7 @@ def parallelize(
         compile_blocks(model, backend=compile_backend, has_other_model=has_other_model)
     shard(
         model, mesh=mesh, kernels=kernels, parallelism=parallelism, training=training, experts=experts,
-        updates_in_backward=updates_in_backward, adds_over_replicas=not reproducible_layouts, pin_memory=pin_memory,
+        lasting_gradients=lasting_gradients, adds_over_replicas=not reproducible_layouts, pin_memory=pin_memory,
     )  # fmt: skip
     if reproducible_layouts:
         from titanlite.techniques.reproducible.sums import add_gradients_in_a_tree

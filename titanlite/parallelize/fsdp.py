@@ -20,7 +20,7 @@ from titanlite.models.base import Model, head_of
 from titanlite.models.quantized import quantized_parameters
 from titanlite.ops.kernels import Kernels
 from titanlite.runtime.dtypes import torch_dtype
-from titanlite.runtime.private_torch.fsdp import gather_in_place, keep_dtypes
+from titanlite.runtime.private_torch.fsdp import keep_dtypes
 from titanlite.schema import Parallelism, Training
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def can_wait(mesh: DeviceMesh, training: Training) -> bool:
 
 
 def keeps_reduced_gradients(
-    mesh: DeviceMesh, parallelism: Parallelism, training: Training, *, updates_in_backward: bool
+    mesh: DeviceMesh, parallelism: Parallelism, training: Training, *, lasting_gradients: bool
 ) -> bool:
     """Return True if the output of each reduce-scatter becomes the gradients of a unit, and lasts until after backward.
 
@@ -57,7 +57,7 @@ def keeps_reduced_gradients(
     at_once = data_parallel_rank(mesh)[1] * (training.local_batch_size or training.global_batch_size)
     adds_gradients = training.global_batch_size > at_once and parallelism.fsdp_reduce_gradients == "each"
     is_converted = training.dtype != training.mixed_precision_reduce
-    return not (adds_gradients or is_converted or training.enable_cpu_offload or updates_in_backward)
+    return lasting_gradients and not (adds_gradients or is_converted or training.enable_cpu_offload)
 
 
 DTYPES = {name: torch_dtype(name) for name in ("bfloat16", "float16", "float32")}
@@ -71,7 +71,7 @@ def shard(
     parallelism: Parallelism,
     training: Training,
     experts: "DistributedExperts | None" = None,
-    updates_in_backward: bool = False,
+    lasting_gradients: bool = True,
     adds_over_replicas: bool = True,
     pin_memory: bool = True,
 ) -> None:
@@ -79,7 +79,7 @@ def shard(
 
     Args:
         experts: those that are not on all ranks.
-        updates_in_backward: whether hooks of the parameters use gradients within backward.
+        lasting_gradients: whether gradients last until after backward. Otherwise hooks of the parameters use them.
         adds_over_replicas: whether FSDP adds gradients over replicas. Otherwise a hook must.
         pin_memory: with CPU offload to a GPU: FSDP copies parameters to pinned memory.
     """
@@ -113,7 +113,7 @@ def shard(
     sharded: list[FSDPModule] = [it for it in (*(unit[0] for unit in units), model) if isinstance(it, FSDPModule)]
     adapt = partial(
         kernels.adapt_fsdp,
-        keeps_gradients=keeps_reduced_gradients(mesh, parallelism, training, updates_in_backward=updates_in_backward),
+        keeps_gradients=keeps_reduced_gradients(mesh, parallelism, training, lasting_gradients=lasting_gradients),
         reduces_in_backward=has_replicas(mesh) or training.dtype != training.mixed_precision_reduce,
         awaited=head if [head] in units and can_wait(mesh, training) else None,
     )
@@ -126,9 +126,7 @@ def shard(
     for unit in sharded:
         if isinstance(unit, nn.Embedding) and [unit] in units:
             unit.set_unshard_in_backward(False)  # the gradient of a lookup does not need the table
-        if shard_degree == 1 and has_compute_dtype and not training.enable_cpu_offload:
-            gather_in_place(unit)
-        elif quantized and not has_compute_dtype:
+        if quantized and not has_compute_dtype:
             keep_dtypes(unit, quantized)
 
 

@@ -12,6 +12,7 @@ from titanlite.models.quantized import quantize, scales_of
 from titanlite.runtime.dtensor import GlobalIndices
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.hash_random import random_bits, salt
+from titanlite.runtime.private_torch.fsdp import gather_in_place
 from titanlite.runtime.private_torch.tensors import local_tensor, replace_tensors
 
 if TYPE_CHECKING:
@@ -78,6 +79,7 @@ def allocate(
             setattr(model.get_submodule(module), attribute, model.get_parameter(first))
     with device:
         model.init_buffers()
+    gather_in_place(model)
 
 
 @torch.no_grad()

@@ -4,20 +4,23 @@ A technique is a file or a folder here, with a `TECHNIQUE` that keeps the contra
 when a config sets one of its options, so that a plain run reads as short as it is.
 """
 
-from collections.abc import Callable, Iterable
+import json
+from collections.abc import Callable, Iterable, Iterator
 from functools import reduce
 from importlib import import_module
+from itertools import combinations
 from typing import TYPE_CHECKING, Any
 
 from titanlite.schema import Config
-from titanlite.techniques.technique import Technique
+from titanlite.techniques.technique import Conflict, Technique
 
 if TYPE_CHECKING:
     from titanlite.models.base import Model
+    from titanlite.step import Gradients
 
 TECHNIQUES: dict[str, tuple[str, ...]] = {
-    "freeze": ("freeze",),
     "lora": ("lora",),
+    "freeze": ("freeze",),
     "document_mask": ("data.document_mask",),
     "context": ("parallelism.context_parallel_degree",),
     "float8": ("quantize.linear.float8",),
@@ -51,6 +54,17 @@ def used(config: Config) -> list[Technique]:
     return [technique for technique in asked_for(config) if technique.is_used(config)]
 
 
+def exclusions(config: Config) -> Iterator[Conflict]:
+    """Yield the pairs of used techniques that claim the same, as a problem of the second one."""
+    for first, second in combinations([technique.claims(config) for technique in used(config)], 2):
+        if claim := next((it for it in first if it in second), None):
+            value, other = (json.dumps(_value(config, it[claim])) for it in (second, first))
+            yield (
+                second[claim],
+                f"{value} cannot be combined with {first[claim]} = {other}, which {claim} too: choose one of the two",
+            )
+
+
 def every_technique() -> list[Technique]:
     """Return all techniques, for tools that report what a config could ask for."""
     return _load(TECHNIQUES)
@@ -72,6 +86,19 @@ def choose_trained(model: "Model", config: Config) -> None:
 def keeps_gradients(config: Config) -> bool:
     """Return whether gradients last until after backward."""
     return all(technique.keeps_gradients(config) for technique in used(config))
+
+
+def build_gradients(config: Config, **parts: Any) -> "Gradients":
+    """Return what handles the gradients of steps; see `Technique.gradients`.
+
+    Args:
+        parts: model: as it is trained. optimizer. mesh. state: of the checkpoint that the run resumes from, by the
+            guard and by gradients. should_skip: as `StepGuard.should_skip`; may be left out.
+    """
+    from titanlite.step import Gradients
+
+    found = (technique.gradients(config, **parts) for technique in used(config))
+    return next(filter(None, found), None) or Gradients()
 
 
 def after_updates(config: Config, model: "Model") -> Callable[[], None]:

@@ -6,30 +6,38 @@ these hooks. What changes the layers of a model is no hook: its order matters, a
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from enum import StrEnum
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from titanlite.schema import Config
 
 if TYPE_CHECKING:
-    from contextlib import AbstractContextManager
-
     import torch
     from torch import nn
-    from torch.distributed.device_mesh import DeviceMesh
 
-    from titanlite.metrics.records import RecordFile
     from titanlite.models.base import Model
     from titanlite.models.registry import ModelSpec
     from titanlite.observer import StepObserver
     from titanlite.runtime.hardware import Hardware
-    from titanlite.runtime.process_group import Ranks
+    from titanlite.step import Gradients
+    from titanlite.train import Run
 
 Conflict = tuple[str, str]
 """Dotted key, and what is wrong."""
 Options = dict[str, Any]
 """Values by dotted key."""
+
+
+class Claim(StrEnum):
+    """What one technique at most can do in a run."""
+
+    LAYERS = "changes the linear layers"
+    MATMULS = "computes matmuls in a format of its own"
+    TRAINED = "chooses which parameters are trained"
+    PARAMETERS = "keeps parameters in memory of its own"
+    GRADIENTS = "handles gradients in its own way"
+    UPDATE = "changes the update of the optimizer"
+
 
 Hook = TypeVar("Hook", bound=Callable[..., Any])
 
@@ -49,28 +57,6 @@ def reads_of(hook: Callable[..., Any]) -> tuple[str, ...]:
     return getattr(hook, "reads", ())
 
 
-@dataclass(frozen=True, kw_only=True)
-class RunParts:
-    """Parts of a run that an observer may need."""
-
-    model: "Model"
-    mesh: "DeviceMesh"
-    ranks: "Ranks"
-    device: "torch.device"
-    replicas: "Mapping[nn.Parameter, int]"
-    """Ranks that hold the same part, of each parameter."""
-    folder: Path
-    """Folder of the run."""
-    steps: int
-    """Steps of the whole run."""
-    open_records: "Callable[[str], RecordFile | None]"
-    """Opens a file of records in the folder of the run, by its name. None on ranks that do not write."""
-    state: "Callable[[], Mapping[str, torch.Tensor]]"
-    """Returns the tensors of a checkpoint, by name."""
-    not_training: "Callable[[], AbstractContextManager[None]]"
-    """Excludes a block from step time."""
-
-
 class Technique:
     """A technique; see above. Its methods are asked for configs that set one of its options."""
 
@@ -82,6 +68,11 @@ class Technique:
         raise NotImplementedError
 
     # Checks
+
+    def claims(self, config: Config) -> dict[Claim, str]:
+        """Return what no other technique can do in the same run, and the option that asks for it. Only asked if it is
+        used."""
+        return {}
 
     def conflicts(self, config: Config) -> Iterator[Conflict]:
         """Yield what is wrong across options. Imports no torch."""
@@ -126,9 +117,18 @@ class Technique:
         """Return what must be called at the start, and whenever weights have changed."""
         return None
 
-    def observers(self, config: Config, run: RunParts) -> "Sequence[StepObserver]":
-        """Return the observers of training that the technique adds."""
+    def observers(self, config: Config, run: "Run") -> "Sequence[StepObserver]":
+        """Return the observers of training that the technique adds. The run has none yet."""
         return ()
+
+    def gradients(self, config: Config, **parts: Any) -> "Gradients | None":
+        """Return what handles the gradients of steps; None if the technique leaves that as it is. One that returns it
+        has the claim `Claim.GRADIENTS`.
+
+        Args:
+            parts: model, optimizer, mesh, state and should_skip; see `techniques.build_gradients`.
+        """
+        return None
 
     def keeps_gradients(self, config: Config) -> bool:
         """Return whether gradients last until after backward. Otherwise parameters are updated within it."""

@@ -2,14 +2,17 @@
 
 - `gather_local_parts`: modules that tensor parallelism splits compute with plain tensors. FSDP gathers DTensors.
 - `keep_dtypes`: quantized weights are gathered as they are. FSDP's mixed precision would convert them.
-- `gather_in_place`: at shard degree 1, where the weights have the compute dtype, FSDP would copy them.
+- `gather_in_place`: at shard degree 1, where the weights have the compute dtype, FSDP would copy them. What prevents it
+  is its public interface for tensors that gather themselves; which tensors that are is not public.
 - `gather_asynchronously`: on CPUs, all-gathers beside compute. FSDP has the setting, and no public name for it.
 - `release_all_reduce_input`: an optimizer within backward would wait for all gradients that FSDP holds.
 - `fsdp_param_group`, `sharded_parameters`: which parameters are gathered together, and with which dtypes.
 - `observe_fsdp`: only for the plan, which counts the memory and the collectives of each unit.
 """
 
+import weakref
 from collections.abc import Callable, Collection, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -49,29 +52,24 @@ def gather_asynchronously(module: FSDPModule) -> None:
     module._set_unshard_async_op(True)
 
 
-def gather_in_place(module: FSDPModule) -> None:
-    """Let a unit's gathered parameters share the memory of its sharded ones: nothing is copied, and nothing freed.
+def gather_in_place(model: nn.Module) -> None:
+    """Let gathered parameters share the memory of the sharded ones where FSDP would copy them: at shard degree 1, where
+    the sharded parameters have the compute dtype. Nothing is copied, and nothing freed.
 
-    This is right at shard degree 1 where the sharded parameters have the compute dtype already.
+    FSDP's interface for tensors that gather themselves does it: they return nothing to gather, and are the result. Call
+    it when parameters have their memory, and again when they have another.
     """
-    unit = fsdp_param_group(module)
-    for parameter in unit.fsdp_params if unit else ():
-        assert type(parameter) is FSDPParam
-        parameter.__class__ = _InPlaceParam
+    units = [fsdp_param_group(module) for module in model.modules() if isinstance(module, FSDPModule)]
+    for parameter in [parameter for unit in units if unit for parameter in unit.fsdp_params]:
+        local = parameter.sharded_param._local_tensor
+        is_changed = parameter.mp_policy.param_dtype is not None or parameter.offload_to_cpu
+        if parameter.mesh_info.shard_mesh_size == 1 and not is_changed and not hasattr(local, "fsdp_pre_all_gather"):
+            local.fsdp_pre_all_gather = lambda mesh: ((torch.empty(0),), None)
+            local.fsdp_post_all_gather = partial(_the_tensor_itself, weakref.ref(local))
 
 
-class _InPlaceParam(FSDPParam):
-    """FSDPParam whose all-gather output is its sharded memory."""
-
-    def init_all_gather_outputs(self, *args: Any, **kwargs: Any) -> None:
-        memory = self._sharded_param_data
-        if not self.all_gather_outputs or self.all_gather_outputs[0] is not memory:
-            self.all_gather_outputs = [memory]
-            if hasattr(self, "_unsharded_param"):
-                del self._unsharded_param  # it refers to the memory of the weights before
-
-    def free_unsharded_param(self) -> None:
-        """The memory is that of the sharded parameter, and stays."""
+def _the_tensor_itself(local: weakref.ReferenceType[Any], *gathered: Any, out: Tensor | None = None) -> Any:
+    return (local(), ()) if out is None else None
 
 
 def keep_dtypes(module: FSDPModule, parameters: Collection[nn.Parameter]) -> None:

@@ -5,7 +5,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from titanlite.schema import Config
-from titanlite.techniques.technique import Conflict, Options, Technique, reads
+from titanlite.techniques.technique import Claim, Conflict, Options, Technique, reads
 
 if TYPE_CHECKING:
     import torch
@@ -16,11 +16,18 @@ if TYPE_CHECKING:
     from titanlite.runtime.hardware import Hardware
 
 
+GATHERS = "quantize.linear.float8.enable_fsdp_float8_all_gather"
+
+
 class Float8Training(Technique):
     option = "quantize.linear.float8.enable"
 
     def is_used(self, config: Config) -> bool:
         return config.quantize.linear.float8.enable
+
+    def claims(self, config: Config) -> dict[Claim, str]:
+        gathers = {Claim.PARAMETERS: GATHERS} if config.quantize.linear.float8.gathers_float8 else {}
+        return {Claim.LAYERS: self.option, Claim.MATMULS: self.option, **gathers}
 
     @reads("quantize", "compile", "parallelism.fsdp_reshard_after_forward")
     def conflicts(self, config: Config) -> Iterator[Conflict]:
@@ -33,8 +40,7 @@ class Float8Training(Technique):
             yield self.option, f"needs torchao: {install_hint('float8')}"
         keep = config.parallelism.fsdp_reshard_after_forward
         if float8.gathers_float8 and isinstance(keep, int) and keep > 1:
-            other = "quantize.linear.float8.enable_fsdp_float8_all_gather"
-            problem = f"FSDP2 cannot combine {keep} with {other}: set that to false"
+            problem = f"FSDP2 cannot combine {keep} with {GATHERS}: set that to false"
             yield "parallelism.fsdp_reshard_after_forward", problem
         if not config.compile.enable and not float8.emulate:
             yield self.option, "is slower than bfloat16 without compile.enable = true"
@@ -59,8 +65,6 @@ class Float8Training(Technique):
         is_possible = (
             config.compile.enable
             and hardware.fp8_flops is not None
-            and config.parallelism.tensor_parallel_degree == 1
-            and config.lora.rank is None
             and bool(choose_layers(spec.build(), config.quantize.linear.float8)[0])
         )
         return [("", {self.option: False}), *([("float8", {self.option: True})] if is_possible else [])]

@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 from titanlite.schema import Config
-from titanlite.techniques.technique import Technique, reads
+from titanlite.techniques.technique import Claim, Technique, reads
 
 if TYPE_CHECKING:
     from titanlite.models.base import Model
@@ -15,12 +15,14 @@ class FrozenParameters(Technique):
     def is_used(self, config: Config) -> bool:
         return bool(config.freeze.parameters)
 
-    @reads("freeze", "lora")
+    def claims(self, config: Config) -> dict[Claim, str]:
+        return {Claim.TRAINED: self.option}
+
+    @reads("freeze")
     def choose_trained(self, model: "Model", config: Config) -> None:
         from titanlite.techniques.freeze.parameters import freeze
 
-        if config.lora.rank is None:  # which freezes all but the adapters
-            freeze(model, config.freeze)
+        freeze(model, config.freeze)
 
     def summary(self, config: Config) -> str:
         return f"frozen parameters {', '.join(config.freeze.parameters)}"

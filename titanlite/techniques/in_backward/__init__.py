@@ -1,14 +1,16 @@
 """Updates within backward; `updates.py` makes them."""
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from titanlite.runtime.errors import UserError
 from titanlite.schema import Config
-from titanlite.techniques.technique import Conflict, Options, Technique, reads
+from titanlite.techniques.technique import Claim, Conflict, Options, Technique, reads
 
 if TYPE_CHECKING:
     import torch
+
+    from titanlite.step import Gradients
 
 
 class UpdatesInBackward(Technique):
@@ -16,6 +18,9 @@ class UpdatesInBackward(Technique):
 
     def is_used(self, config: Config) -> bool:
         return config.optimizer.in_backward
+
+    def claims(self, config: Config) -> dict[Claim, str]:
+        return {Claim.GRADIENTS: self.option}
 
     @reads("optimizer", "training.max_norm", "guard")
     def conflicts(self, config: Config) -> Iterator[Conflict]:
@@ -60,6 +65,11 @@ class UpdatesInBackward(Technique):
 
     def keeps_gradients(self, config: Config) -> bool:
         return False
+
+    def gradients(self, config: Config, **parts: Any) -> "Gradients | None":
+        from titanlite.techniques.in_backward.updates import InBackward, is_not_finite
+
+        return InBackward(parts["model"], parts["optimizer"], should_skip=parts.get("should_skip", is_not_finite))
 
     def suggestions(self, config: Config, *, is_gpu: bool) -> Iterator[tuple[int, Options, str]]:
         if not config.optimizer.in_backward:

@@ -19,6 +19,7 @@ from titanlite.optim.combined import update
 from titanlite.optim.norm import gradient_norms
 from titanlite.runtime.private_torch.fsdp import fsdp_param_group, release_all_reduce_input, sharded_parameters
 from titanlite.runtime.private_torch.tensors import local_tensor
+from titanlite.step import Gradients
 
 
 def is_not_finite(losses: Tensor) -> Tensor:
@@ -38,7 +39,7 @@ class _Unit:
     """Number of gradients that are there and not used yet."""
 
 
-class InBackward:
+class InBackward(Gradients):
     """Updates the parameters of a model in each backward pass. A step has one micro-batch.
 
     All ranks know before backward whether the loss is finite: if not, nothing is updated. A gradient that is not finite
@@ -79,13 +80,16 @@ class InBackward:
         dist.all_reduce(losses, group=group)
         self._skip = self._should_skip(losses)
 
-    def end(self) -> dict[nn.Parameter, Tensor]:
+    def norms(self, parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor]) -> dict[nn.Parameter, Tensor]:
         """Return the `gradient_norms` of this backward pass, in the order of the model's parameters."""
         for unit in {self._unit_of[parameter]: None for parameter in self._parameters}:
             if unit.arrived:  # the others of the unit had no gradient in this backward pass
                 self._update(unit)
         norms, self._norms, self._skip, self._reducing = self._norms, {}, None, None
         return {parameter: norms[parameter] for parameter in self._parameters if parameter in norms}
+
+    def update(self, optimizer: torch.optim.Optimizer, *, skip: Tensor) -> None:
+        """Do nothing: backward made the step."""
 
     def _arrive(self, parameter: Tensor) -> None:
         assert isinstance(parameter, nn.Parameter)

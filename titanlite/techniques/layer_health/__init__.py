@@ -4,10 +4,11 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from titanlite.schema import Config
-from titanlite.techniques.technique import RunParts, Technique
+from titanlite.techniques.technique import Technique
 
 if TYPE_CHECKING:
     from titanlite.observer import StepObserver
+    from titanlite.train import Run
 
 
 class HealthOfLayers(Technique):
@@ -16,7 +17,7 @@ class HealthOfLayers(Technique):
     def is_used(self, config: Config) -> bool:
         return config.metrics.layers.freq > 0
 
-    def observers(self, config: Config, run: RunParts) -> "Sequence[StepObserver]":
+    def observers(self, config: Config, run: "Run") -> "Sequence[StepObserver]":
         from titanlite.mesh import world_group
         from titanlite.techniques.layer_health.measurement import LayerHealth
         from titanlite.techniques.tensor.layers import count_output_replicas
@@ -28,7 +29,7 @@ class HealthOfLayers(Technique):
             replicas=run.replicas,
             world=world_group(run.mesh),
             outputs=count_output_replicas(run.model, run.mesh),
-            device=run.device,
+            device=run.metrics.device,
         )
         return [observer]
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from titanlite.schema import Config, Lora
-from titanlite.techniques.technique import Conflict, Technique, reads
+from titanlite.techniques.technique import Claim, Conflict, Technique, reads
 
 if TYPE_CHECKING:
     from torch import nn
@@ -18,20 +18,17 @@ class LowRankAdapters(Technique):
     def is_used(self, config: Config) -> bool:
         return config.lora.rank is not None
 
-    @reads("lora", "freeze", "quantize", "optimizer")
+    def claims(self, config: Config) -> dict[Claim, str]:
+        found = {Claim.LAYERS: self.option, Claim.TRAINED: self.option}
+        return found | ({Claim.MATMULS: "lora.quantize_base"} if config.lora.quantize_base != "none" else {})
+
+    @reads("lora", "optimizer")
     def conflicts(self, config: Config) -> Iterator[Conflict]:
         lora, optimizer = config.lora, config.optimizer
         if lora.rank is None:
             if lora != Lora():
                 yield self.option, "is not set, and without it [lora] has no effect: set it, for example to 16"
             return
-        if config.freeze.parameters:
-            yield "freeze.parameters", "has no effect with lora.rank, which freezes all but the adapters: leave it out"
-        if config.quantize.linear.float8.enable:
-            yield (
-                "quantize.linear.float8.enable",
-                "cannot convert layers with adapters: set it to false, or leave out lora.rank",
-            )
         if "Muon" in optimizer.names:
             yield (
                 "optimizer.name",
@@ -40,9 +37,9 @@ class LowRankAdapters(Technique):
 
     @reads("freeze", "lora")
     def choose_trained(self, model: "Model", config: Config) -> None:
-        from titanlite.techniques.lora.adapters import choose_trained
+        from titanlite.techniques.lora.adapters import add_adapters
 
-        choose_trained(model, freeze_config=config.freeze, lora=config.lora)
+        add_adapters(model, config.lora, dtype=config.freeze.dtype)
 
     def summary(self, config: Config) -> str:
         base = "" if config.lora.quantize_base == "none" else f" on {config.lora.quantize_base} weights"

@@ -19,8 +19,8 @@ from titanlite.models.layers import Linear
 from titanlite.models.quantized import SCALE, QuantizedLinear
 from titanlite.optim.groups import collapse_names
 from titanlite.runtime.errors import ConfigError, Problem
-from titanlite.schema import Freeze, Lora
-from titanlite.techniques.freeze.parameters import freeze, freeze_parameters
+from titanlite.schema import Lora
+from titanlite.techniques.freeze.parameters import freeze_parameters
 
 LORA_A, LORA_B = "lora_a", "lora_b"
 
@@ -63,28 +63,25 @@ class LoraLinear(AddsParameters, Linear):
         return Uniform(low=-bound, high=bound) if name == LORA_A else Constant(0.0)
 
 
-def choose_trained(model: Model, *, freeze_config: Freeze, lora: Lora) -> None:
-    """Freeze what `[freeze]` names; or with `[lora]`, put in adapters and freeze all other parameters. In place.
+def add_adapters(model: Model, lora: Lora, *, dtype: str | None) -> None:
+    """Put in adapters, and freeze all other parameters. In place.
 
     Args:
         model: may be on the meta device.
+        dtype: name of the dtype of the frozen parameters; None keeps theirs.
 
     Raises:
-        ConfigError: a pattern matches nothing that it can be for, nothing is left to train, or the rank is too large.
+        ConfigError: a pattern matches nothing that it can be for, or the rank is too large.
     """
-    if lora.rank is None:
-        freeze(model, freeze_config)
-        return
-    layers = target_layers(model, lora)
+    assert lora.rank is not None
     base = [parameter for _, parameter in unique_parameters(model)]
-    for name, layer in layers.items():
-        model.set_submodule(name, LoraLinear(layer, rank=lora.rank, alpha=lora.alpha))
-    freeze_parameters(base, dtype=freeze_config.dtype)
-    if lora.quantize_base != "none":
-        for name in layers:
-            layer = model.get_submodule(name)
-            assert isinstance(layer, LoraLinear)
-            layer.quantize_base()
+    layers = target_layers(model, lora)
+    adapters = {name: LoraLinear(layer, rank=lora.rank, alpha=lora.alpha) for name, layer in layers.items()}
+    for name, adapter in adapters.items():
+        model.set_submodule(name, adapter)
+    freeze_parameters(base, dtype=dtype)
+    for adapter in adapters.values() if lora.quantize_base != "none" else ():
+        adapter.quantize_base()
 
 
 def target_layers(model: Model, lora: Lora) -> dict[str, nn.Linear]:

@@ -1,9 +1,13 @@
 """Compute in float16; `scale.py` has the dynamic loss scale that it needs."""
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
 
 from titanlite.schema import Config
-from titanlite.techniques.technique import Conflict, Technique, reads
+from titanlite.techniques.technique import Claim, Conflict, Technique, reads
+
+if TYPE_CHECKING:
+    from titanlite.step import Gradients
 
 
 class Float16Compute(Technique):
@@ -12,19 +16,18 @@ class Float16Compute(Technique):
     def is_used(self, config: Config) -> bool:
         return config.training.mixed_precision_param == "float16"
 
-    @reads("training", "optimizer", "quantize", "lora")
+    def claims(self, config: Config) -> dict[Claim, str]:
+        return {Claim.GRADIENTS: self.option, Claim.MATMULS: self.option}
+
+    @reads("training")
     def conflicts(self, config: Config) -> Iterator[Conflict]:
-        if not self.is_used(config):
-            return
-        refused = {
-            'training.dtype = "bfloat16"': config.training.dtype != "float32",
-            "optimizer.in_backward": config.optimizer.in_backward,
-            "quantize.linear.float8.enable": config.quantize.linear.float8.enable,
-            "lora.quantize_base": config.lora.quantize_base != "none",
-        }
-        for other, is_set in refused.items():
-            if is_set:
-                yield self.option, f"float16 cannot be combined with {other}: choose one of the two"
+        if self.is_used(config) and config.training.dtype != "float32":
+            yield self.option, 'float16 cannot be combined with training.dtype = "bfloat16": choose one of the two'
+
+    def gradients(self, config: Config, **parts: Any) -> "Gradients | None":
+        from titanlite.techniques.loss_scale.scale import LossScale
+
+        return LossScale(device=parts["mesh"].device_type, state=parts["state"])
 
 
 TECHNIQUE = Float16Compute()

@@ -7,14 +7,16 @@ the device, from values that are the same on all ranks: the host never waits for
 At a scale of 1, an overflow is no fault of the scale. Then `[guard]` decides, as for any gradient that is not finite.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from titanlite.guard import SkipReason
 from titanlite.optim.norm import joined
 from titanlite.runtime.private_torch.tensors import scale_in_place
+from titanlite.step import Gradients
 
 INITIAL_SCALE = 2.0**16
 GROWTH_FACTOR, BACKOFF_FACTOR = 2.0, 0.5
@@ -22,43 +24,47 @@ GROWTH_INTERVAL = 2000
 """Steps without an overflow after which the scale grows."""
 
 
-class LossScale:
+class LossScale(Gradients):
     """Scale of the loss.
 
     Args:
-        state: `LossScale.state` of the checkpoint that the run resumes from.
+        state: with the `LossScale.state` of the checkpoint that the run resumes from.
     """
 
-    def __init__(self, *, device: torch.device, state: dict[str, Any], growth_interval: int = GROWTH_INTERVAL) -> None:
+    def __init__(
+        self, *, device: torch.device | str, state: dict[str, Any], growth_interval: int = GROWTH_INTERVAL
+    ) -> None:
+        state = state.get("loss_scale", {})
         self.value = torch.tensor(state.get("value", INITIAL_SCALE), dtype=torch.float32, device=device)
         self._finite_steps = torch.tensor(state.get("finite_steps", 0), device=device)
         """Steps without an overflow since the scale changed."""
         self._growth_interval = growth_interval
 
-    def scale(self, factor: Tensor, *, micro_batches: int) -> Tensor:
+    def scale(self, valid_tokens: Tensor, *, ranks: int, micro_batches: int) -> Tensor:
         """Return a factor of the loss of a micro-batch, scaled.
 
         The loss that is scaled is the mean over a micro-batch. So the range of float16 does not depend on how many
         micro-batches a step has, nor on how many ranks share them.
         """
-        return factor * (self.value * micro_batches)
+        return super().scale(valid_tokens, ranks=ranks, micro_batches=micro_batches) * (self.value * micro_batches)
 
     def unscale(self, gradients: Sequence[Tensor], *, micro_batches: int) -> None:
         """Undo `scale` for the gradients of a step, in place."""
         scale_in_place(joined(gradients), (self.value * micro_batches).reciprocal().to(gradients[0].device))
 
-    def overflows(self, loss: Tensor, grad_norm: Tensor) -> Tensor:
-        """Return whether a smaller scale may make the gradients finite: a bool on the device."""
-        return loss.isfinite() & ~grad_norm.isfinite() & (self.value > 1)
+    def metrics(self) -> dict[str, Tensor]:
+        return {"loss_scale": self.value}
 
-    def update(self, *, is_taken: Tensor, overflows: Tensor) -> None:
-        """End a step. One that is skipped for another reason changes nothing."""
-        finite_steps = self._finite_steps + is_taken
+    def decide(self, decide: Callable[..., Tensor], loss: Tensor, grad_norm: Tensor) -> Tensor:
+        """Decide, and end the step. One that is skipped for another reason than the scale changes nothing."""
+        skip_reason = decide(loss, grad_norm, loss.isfinite() & ~grad_norm.isfinite() & (self.value > 1))
+        overflows = skip_reason == SkipReason.OVERFLOW
+        finite_steps = self._finite_steps + (skip_reason == SkipReason.TAKEN)
         grows = finite_steps == self._growth_interval
         factor = torch.where(overflows, BACKOFF_FACTOR, torch.where(grows, GROWTH_FACTOR, 1.0))
         self.value = self.value * factor
         self._finite_steps = torch.where(overflows | grows, 0, finite_steps)
+        return skip_reason
 
     def state(self) -> dict[str, Any]:
-        """Return the state for a checkpoint, as JSON values. Reading it waits for the device."""
-        return {"value": float(self.value), "finite_steps": int(self._finite_steps)}
+        return {"loss_scale": {"value": float(self.value), "finite_steps": int(self._finite_steps)}}

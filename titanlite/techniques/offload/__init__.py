@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from titanlite.runtime.files import why_not_writable
 from titanlite.schema import Config
-from titanlite.techniques.technique import Conflict, Options, Technique, reads
+from titanlite.techniques.technique import Claim, Conflict, Options, Technique, reads
 
 
 class CPUOffload(Technique):
@@ -17,9 +17,14 @@ class CPUOffload(Technique):
     def is_used(self, config: Config) -> bool:
         return config.training.enable_cpu_offload or config.offload.is_used
 
-    @reads("offload", "optimizer", "training.enable_cpu_offload", "quantize")
+    def claims(self, config: Config) -> dict[Claim, str]:
+        if config.offload.parameters == "disk":
+            return dict.fromkeys((Claim.UPDATE, Claim.PARAMETERS), "offload.parameters")
+        return {Claim.UPDATE: "offload.optimizer"} if config.offload.optimizer == "disk" else {}
+
+    @reads("offload", "optimizer", "training.enable_cpu_offload")
     def conflicts(self, config: Config) -> Iterator[Conflict]:
-        offload, optimizer, float8 = config.offload, config.optimizer, config.quantize.linear.float8
+        offload, optimizer = config.offload, config.optimizer
         if not offload.is_used:
             if offload.path is not None:
                 problem = 'has no effect: set offload.optimizer or offload.parameters to "disk", or leave it out'
@@ -32,12 +37,8 @@ class CPUOffload(Technique):
             yield key, f"disk works with AdamW only, not with {others}"
         elif optimizer.args or any(group.args for group in optimizer.groups):
             yield key, "AdamW takes no optimizer.args on disk: leave them out"
-        if offload.parameters == "disk":
-            if not config.training.enable_cpu_offload:
-                yield "offload.parameters", "disk needs training.enable_cpu_offload = true"
-            if float8.enable and float8.gathers_float8:
-                other = "quantize.linear.float8.enable_fsdp_float8_all_gather"
-                yield "offload.parameters", f"disk cannot be combined with {other} = true"
+        if offload.parameters == "disk" and not config.training.enable_cpu_offload:
+            yield "offload.parameters", "disk needs training.enable_cpu_offload = true"
         if offload.path is not None and (problem := why_not_writable(offload.path)):
             yield self.option, problem
 

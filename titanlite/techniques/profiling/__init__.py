@@ -4,12 +4,13 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from titanlite.schema import Config
-from titanlite.techniques.technique import Conflict, RunParts, Technique, reads
+from titanlite.techniques.technique import Conflict, Technique, reads
 
 if TYPE_CHECKING:
     import torch
 
     from titanlite.observer import StepObserver
+    from titanlite.train import Run
 
 
 class Profiles(Technique):
@@ -44,16 +45,16 @@ class Profiles(Technique):
 
         check_memory_snapshot(config.profiling, device)
 
-    def observers(self, config: Config, run: RunParts) -> "Sequence[StepObserver]":
+    def observers(self, config: Config, run: "Run") -> "Sequence[StepObserver]":
         from titanlite.techniques.profiling.profiler import Profiler
 
         profiler = Profiler(
             config.profiling,
-            run=run.folder,
+            run=run.folder.path,
             ranks=run.ranks,
             steps=run.steps,
-            device=run.device,
-            not_training=run.not_training,
+            device=run.metrics.device,
+            not_training=run.metrics.profiling,
         )
         return [profiler]
 

@@ -1,13 +1,15 @@
 """The same bits on every layout; `sums.py` adds so that they are."""
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from titanlite.schema import Config
-from titanlite.techniques.technique import Conflict, RunParts, Technique, reads
+from titanlite.techniques.technique import Claim, Conflict, Technique, reads
 
 if TYPE_CHECKING:
     from titanlite.observer import StepObserver
+    from titanlite.step import Gradients
+    from titanlite.train import Run
 
 
 class ReproducibleLayouts(Technique):
@@ -16,7 +18,11 @@ class ReproducibleLayouts(Technique):
     def is_used(self, config: Config) -> bool:
         return config.debug.reproducible_layouts or config.debug.hash_freq > 0
 
-    @reads(option, "training", "parallelism", "optimizer", "offload")
+    def claims(self, config: Config) -> dict[Claim, str]:
+        claims = (Claim.GRADIENTS, Claim.UPDATE) if config.debug.reproducible_layouts else ()
+        return dict.fromkeys(claims, self.option)
+
+    @reads(option, "training", "parallelism", "optimizer")
     def conflicts(self, config: Config) -> Iterator[Conflict]:
         if not config.debug.reproducible_layouts:
             return
@@ -36,17 +42,12 @@ class ReproducibleLayouts(Technique):
             )
         names, args = config.optimizer.names, (config.optimizer.args, *(it.args for it in config.optimizer.groups))
         refused = {
-            "parallelism.context_parallel_degree": parallelism.context_parallel_degree > 1,
-            "parallelism.expert_parallel_degree": parallelism.expert_parallel_degree > 1,
-            "parallelism.tensor_parallel_degree": parallelism.tensor_parallel_degree > 1,
+            **{f"parallelism.{it}": degree > 1 for it, degree in parallelism if it.endswith("_parallel_degree")},
             'parallelism.fsdp_reduce_gradients = "last"': parallelism.fsdp_reduce_gradients == "last",
-            'training.mixed_precision_param = "float16"': training.mixed_precision_param == "float16",
             'training.dtype = "bfloat16"': training.dtype != "float32",
             "optimizer.state_dtype": config.optimizer.state_dtype != "float32",
-            "optimizer.in_backward": config.optimizer.in_backward,
             "optimizer.args.fused": any(it.get("fused") for it in args),
             "an optimizer of torchao": any(name.startswith("torchao.") for name in names),
-            "[offload]": config.offload.is_used,
         }
         for other, is_set in refused.items():
             if is_set:
@@ -65,7 +66,12 @@ class ReproducibleLayouts(Technique):
     def summary(self, config: Config) -> str:
         return "same bits on any layout" if config.debug.reproducible_layouts else ""
 
-    def observers(self, config: Config, run: RunParts) -> "Sequence[StepObserver]":
+    def gradients(self, config: Config, **parts: Any) -> "Gradients | None":
+        from titanlite.techniques.reproducible.sums import ExactSums
+
+        return ExactSums(parts["mesh"]) if config.debug.reproducible_layouts else None
+
+    def observers(self, config: Config, run: "Run") -> "Sequence[StepObserver]":
         from titanlite.techniques.reproducible.hashes import StateHashes
 
         freq = config.debug.hash_freq or config.checkpoint.interval

@@ -7,10 +7,10 @@ import torch
 from titanlite.observer import Phase, StepObserver
 from titanlite.runtime.state_hash import hash_tensors, join_hashes
 from titanlite.schedule import is_due
-from titanlite.techniques.technique import RunParts
 
 if TYPE_CHECKING:
     from titanlite.metrics.records import RecordFile
+    from titanlite.train import Run
 
 
 class StateHashes(StepObserver):
@@ -21,7 +21,7 @@ class StateHashes(StepObserver):
         file: on the rank that writes.
     """
 
-    def __init__(self, run: RunParts, *, freq: int, file: "RecordFile | None") -> None:
+    def __init__(self, run: "Run", *, freq: int, file: "RecordFile | None") -> None:
         self._run, self._freq, self._file = run, freq, file
         self._step = 0
 
@@ -32,10 +32,10 @@ class StateHashes(StepObserver):
     def phase(self, name: Phase) -> None:
         """Write the hash once the optimizer has made its step."""
         if name is Phase.METRICS and is_due(self._step, self._freq, last=self._step == self._run.steps):
-            with self._run.not_training():
+            with self._run.metrics.profiling():
                 hashes = hash_tensors(self._run.state())
             if self._file:
-                self._file.write({"step": self._step, "hash": join_hashes(hashes)})
+                self._file.write({"step": self._step, "hash": join_hashes(hashes), "tensors": hashes})
 
     def close(self) -> None:
         if self._file:

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
-from titanlite.mesh import replica_group
+from titanlite.mesh import replica_group, world_group
+from titanlite.step import Gradients
 
 BITS = 34
 """Bits of a summand as an integer, of those that the largest summand has. 2^28 of them can be added in an int64."""
@@ -133,19 +134,18 @@ def exact_sums(parts: Sequence[Tensor], group: dist.ProcessGroup) -> list[Tensor
     return [*torch.where(largest.isfinite(), torch.ldexp(total.double(), -shift), torch.inf)]
 
 
-def exact_results(
-    of_tokens: Sequence[Tensor], gradients: Sequence[Tensor], *, replicas: int, world: dist.ProcessGroup
-) -> list[Tensor]:
-    """Add values of micro-batches, and the squares of gradients, over all ranks -> float32 scalars.
+class ExactSums(Gradients):
+    """Gradients that `add_gradients_in_a_tree` adds, with a loss and a norm that do not depend on the layout."""
 
-    Args:
-        of_tokens: one value for each micro-batch.
-        gradients: this rank's parts.
-        replicas: ranks that hold the same part.
-    """
-    device = of_tokens[0].device
-    *sums, square = exact_sums([*of_tokens, squares(gradients).to(device)], world)
-    return [it.float() for it in (*sums, square / replicas)]
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self._replicas, self._world = mesh["replicate"].size(), world_group(mesh)
+
+    def scale(self, valid_tokens: Tensor, *, ranks: int, micro_batches: int) -> Tensor:
+        return 1 / valid_tokens
+
+    def exact_sums(self, of_tokens: Sequence[Tensor], gradients: Sequence[Tensor]) -> list[Tensor]:
+        *sums, square = exact_sums([*of_tokens, squares(gradients).to(of_tokens[0].device)], self._world)
+        return [it.float() for it in (*sums, square / self._replicas)]
 
 
 def squares(gradients: Iterable[Tensor]) -> Tensor:

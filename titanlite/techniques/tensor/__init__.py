@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from titanlite.schema import Config
-from titanlite.techniques.technique import Conflict, Technique, reads
+from titanlite.techniques.technique import Claim, Conflict, Technique, reads
 
 if TYPE_CHECKING:
     from titanlite.models.base import Model
@@ -17,11 +17,12 @@ class TensorParallel(Technique):
     def is_used(self, config: Config) -> bool:
         return config.parallelism.tensor_parallel_degree > 1
 
-    @reads("parallelism", "quantize", "lora", "teacher", "training.loss")
+    def claims(self, config: Config) -> dict[Claim, str]:
+        return {Claim.LAYERS: self.option}
+
+    @reads("parallelism", "teacher", "training.loss")
     def conflicts(self, config: Config) -> Iterator[Conflict]:
         refused = {
-            "quantize.linear.float8.enable": config.quantize.linear.float8.enable,
-            "lora.rank": config.lora.rank is not None,
             "teacher.path": config.teacher.is_set,
             "training.loss": config.training.loss is not None,
         }

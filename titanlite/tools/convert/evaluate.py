@@ -215,7 +215,6 @@ def _measure(
             watched,
             batch_size=batch_size,
             token_bytes=tokenizer.token_bytes(),
-            document_mask=data.document_mask,
             kernels=pick_kernels(device),
             device=device,
             rank=0,

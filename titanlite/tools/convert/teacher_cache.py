@@ -216,7 +216,7 @@ class CacheWriter:
     def _records(self, source: Source, numbers: range) -> np.ndarray:
         """Return the records of some sequences."""
         sequences = [source.sequences.read(number) for number in numbers]
-        batch = to_device(as_batch(sequences, document_mask=self._settings.document_mask), self._device)
+        batch = to_device(as_batch(sequences, mark_documents=source.marks_documents), self._device)
         entries = self._entries(batch)
         records = np.empty(len(sequences), dtype=self._settings.record)
         records["entries"] = entries

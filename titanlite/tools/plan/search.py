@@ -21,7 +21,7 @@ from titanlite.config.checks import find_conflicts
 from titanlite.runtime.allocator import cores
 from titanlite.runtime.errors import UserError
 from titanlite.schema import Config, Degrees
-from titanlite.techniques import every_technique
+from titanlite.techniques import every_technique, exclusions
 from titanlite.techniques.technique import Options
 from titanlite.tools.plan import teacher as teachers
 from titanlite.tools.plan.candidates import (
@@ -127,12 +127,11 @@ def _search(config: Config, layout: Layout, *, pool: ProcessPoolExecutor, count:
 def variants_of(config: Config, layout: Layout) -> dict[str, Options]:
     """Return the options of each combination of the variants that techniques offer, by its words for the table."""
     offered = [it.variants(config, model_of(config), layout.hardware) for it in every_technique()]
-    return {
-        ", ".join(words for words, _ in chosen if words): {
-            key: it for _, options in chosen for key, it in options.items()
-        }
-        for chosen in product(*filter(None, offered))
+    chosen = {
+        ", ".join(words for words, _ in variant if words): {key: it for _, some in variant for key, it in some.items()}
+        for variant in product(*filter(None, offered))
     }
+    return {words: it for words, it in chosen.items() if not any(exclusions(with_options(config, it)))}
 
 
 def _begin() -> None:

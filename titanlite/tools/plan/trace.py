@@ -31,12 +31,11 @@ from titanlite.runtime.private_torch.tensors import fused_adamw_, local_tensor
 from titanlite.runtime.private_torch.tracing import FakeTensorMode, without_fake_tensors
 from titanlite.schema import Config
 from titanlite.step import train_step
-from titanlite.techniques import after_updates, keeps_gradients
+from titanlite.techniques import after_updates, build_gradients, keeps_gradients
 from titanlite.techniques.context.sequences import split_batch
 from titanlite.techniques.distill.divergence import cached_output
 from titanlite.techniques.distill.source import teacher_model
 from titanlite.techniques.distill.teacher import Teacher
-from titanlite.techniques.in_backward.updates import InBackward
 from titanlite.techniques.reproducible.sums import partial_sums
 from titanlite.techniques.tensor.layers import tensor_ranks
 from titanlite.tools.plan.fake_ranks import fake_ranks
@@ -79,8 +78,8 @@ def trace_step(
         UserError: the model, the loss or the optimizer needs values, which fake tensors lack.
     """
     _, accumulation = config.training.batch_split(config.parallelism.degrees(world_size).data_parallel)
-    if config.optimizer.in_backward and accumulation > 1:
-        raise UserError("optimizer.in_backward: updates after each forward pass, and this would have several in a step")
+    if accumulation > 1 and not keeps_gradients(config):
+        raise UserError("gradients do not last until after backward, and this step would have several backward passes")
     attention = config.training.attention_backend
     kernels = GpuKernels(compiles=config.compile.enable, attention=attention) if gpu else FakeCpuKernels()
     with fake_ranks(world_size), _fresh_compiler(config):
@@ -111,7 +110,9 @@ def trace_step(
                 recorder.label((value for value in states if isinstance(value, Tensor)), "optimizer")
                 with recorder.category("reduce-scatter"):
                     waiting = _partial_sums(config, optimizer, accumulation=accumulation, traced=len(batches))
-                in_backward = _updates_in_backward(model, optimizer, recorder) if config.optimizer.in_backward else None
+                if not keeps_gradients(config):
+                    _label_gradients(model, recorder)
+                gradients = build_gradients(config, model=model, optimizer=optimizer, mesh=mesh, state={})
                 after_update = recorder.during("other", after_updates(config, model))
                 if guide and config.teacher.fsdp_reshard_after_forward == "never":
                     guide(batches[0])  # gathers all that later steps find gathered
@@ -130,9 +131,8 @@ def trace_step(
                     max_norm=config.training.max_norm,
                     loss_function=recorder.during("logits", loss),
                     teacher=teacher_output,
-                    in_backward=in_backward,
+                    gradients=gradients,
                     reduce_once=config.parallelism.fsdp_reduce_gradients == "last",
-                    exact=config.debug.reproducible_layouts,
                     observer=recorder,
                 )
                 recorder.unit("end")
@@ -228,7 +228,7 @@ class _TracedOptimizer:
         self._optimizer.zero_grad()
 
 
-def _updates_in_backward(model: Model, optimizer: torch.optim.Optimizer, recorder: Recorder) -> InBackward:
+def _label_gradients(model: Model, recorder: Recorder) -> None:
     """Label each gradient before its update frees it, which is before FSDP's reduction returns."""
 
     def label(parameter: Tensor) -> None:
@@ -238,7 +238,6 @@ def _updates_in_backward(model: Model, optimizer: torch.optim.Optimizer, recorde
     for _, parameter in unique_parameters(model):
         if parameter.requires_grad:
             parameter.register_post_accumulate_grad_hook(label)
-    return InBackward(model, optimizer)
 
 
 @contextmanager

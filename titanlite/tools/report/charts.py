@@ -10,6 +10,7 @@ from titanlite.tools.report.run_records import (
     RunRecords,
     best_validation,
     config_differences,
+    first_difference,
     phase_totals,
     restarts,
     slowest_ranks,
@@ -85,6 +86,8 @@ def _loss(runs: Sequence[RunRecords]) -> dict[str, Any]:
                 name = f"{run.name}: {what}"
                 traces.append({"name": name, "x": steps, "y": [low] * len(steps), "color": color, "points": symbol})
         marks += [{"x": step, "text": f"{run.name}: {reason}", "color": color} for step, reason in restarts(run)]
+        if color and (found := first_difference(run.hashes, runs[0].hashes)):
+            marks.append({"x": found[0], "text": f"{run.name}: first hash that differs", "color": color})
     return {"traces": traces, "marks": marks}
 
 
@@ -170,6 +173,7 @@ def _tables(runs: Sequence[RunRecords]) -> Iterator[dict[str, Any]]:
         "skipped steps": lambda run: str(len(run.skipped)),
         "ended": lambda run: _text((run.starts[-1]["end"] if run.starts else {}).get("reason"), "not yet"),
         "device": lambda run: f"{_start(run, 'processes')} x {_start(run, 'device')}",
+        "hashes": lambda run: _compared_hashes(run, runs[0]),
         "commit": lambda run: _start(run, "git_commit")[:12],
         "id": lambda run: run.run_id[:12],
     }
@@ -203,6 +207,15 @@ def _best(run: RunRecords) -> str:
 def _in_steps(run: RunRecords) -> str:
     totals = phase_totals(run)
     return _share((totals["compute"] + totals["data"]) / sum(totals.values())) if sum(totals.values()) else ""
+
+
+def _compared_hashes(run: RunRecords, first: RunRecords) -> str:
+    """Say how far the hashes of a run's state are those of the first run."""
+    common = {it["step"] for it in run.hashes} & {it["step"] for it in first.hashes}
+    if run is first or not common:
+        return ""
+    found = first_difference(run.hashes, first.hashes)
+    return f"differ from step {found[0]:,} on ({found[1]})" if found else f"equal up to step {max(common):,}"
 
 
 def _start(run: RunRecords, name: str) -> str:

@@ -10,13 +10,14 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from titanlite.config.load import load
 from titanlite.runtime.errors import ConfigError, RunError, UserError
 from titanlite.tools.report.further_layouts import ONE_OF_EACH, FurtherLayout, further_layouts
+from titanlite.tools.report.run_records import first_difference, hashed_steps
 
 ONE = "1 process"
 RESHARD = "parallelism.fsdp_reshard_after_forward=default"
@@ -41,10 +42,15 @@ class Variant:
 
 @dataclass(frozen=True)
 class Curve:
-    """Losses and gradient norms by step; None where a value is not finite."""
+    """Losses and gradient norms by step; None where a value is not finite.
+
+    Attributes:
+        hashes: of weights and optimizer states by step; empty without `debug.reproducible_layouts`.
+    """
 
     losses: list[float | None]
     grad_norms: list[float | None]
+    hashes: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -98,6 +104,15 @@ def variants(
     return [*found, *(Variant(name, processes, (*_degrees(1), *options)) for name, options in further)]
 
 
+def with_equal_bits(found: Iterable[Variant]) -> list[Variant]:
+    """Return the variants of a config with `debug.reproducible_layouts`: every layout must equal one process.
+
+    Variants with another local batch size are left out, since the option needs 1.
+    """
+    kept = (it for it in found if not any(option.startswith("training.local_batch_size") for option in it.options))
+    return [it if "compile.enable=true" in it.options else replace(it, reference=ONE, exact=True) for it in kept]
+
+
 def _degrees(replicate: int) -> tuple[str, ...]:
     names = "parallelism.data_parallel_replicate_degree", "parallelism.data_parallel_shard_degree"
     return f"{names[0]}={replicate}", f"{names[1]}=-1", *ONE_OF_EACH
@@ -149,10 +164,14 @@ def compare_layouts(
     if (batch := config.training.global_batch_size) % processes:
         raise UserError(f"--processes: {batch} (training.global_batch_size) is not a multiple of {processes}")
     further = further_layouts(path, overrides, processes) if processes > 1 else ()
-    chosen = _select(variants(batch, processes, on_gpu=gpus > 0, further=further), only)
+    found = variants(batch, processes, on_gpu=gpus > 0, further=further)
+    if config.debug.reproducible_layouts:
+        found = with_equal_bits(found)
+    chosen = _select(found, only)
     folder = Path(config.job.dump_folder, f"{config.job.name}-parity")
     base = [
         *_base_options(steps, warmup_steps=config.lr_scheduler.warmup_steps),
+        f"debug.hash_freq={int(config.debug.reproducible_layouts)}",
         f"data.cache_folder={config.data.cache_folder or Path(config.job.dump_folder, 'data_cache')}",
         f"job.dump_folder={folder}",
     ]
@@ -208,6 +227,9 @@ def _run_all(
         failed += [] if found.is_equal else [variant.name]
         differences = f"{found.loss:.1e}", f"{found.grad_norm:.1e}"
         print(_row(variant.name, *ends, *differences, must, "yes" if found.is_equal else "NO"), flush=True)
+        records, others = (hashed_steps(folder / _slug(name)) for name in (variant.name, variant.reference))
+        if variant.exact and (first := first_difference(records, others)):
+            print(f"    step {first[0]}: first tensor that differs: {first[1]}", flush=True)
     return curves, failed
 
 
@@ -265,7 +287,8 @@ def _run(command: list[str], processes: int, run: Path) -> Curve | str:
     if error := start(command, processes, run.with_suffix(".log")):
         return error
     records: list[dict[str, Any]] = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return Curve([record["loss"] for record in records], [record["grad_norm"] for record in records])
+    losses, norms = ([record[key] for record in records] for key in ("loss", "grad_norm"))
+    return Curve(losses, norms, [record["hash"] for record in hashed_steps(run)])
 
 
 def start(command: list[str], processes: int, log: Path) -> str | None:

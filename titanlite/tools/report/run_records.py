@@ -26,6 +26,7 @@ FILES = {
     "checkpoints": SAVES,
     "skipped": {},
     "layers": LAYERS,
+    "hashes": {},
 }
 """Files that a report reads, with the fields of their records."""
 LEVELS = {"sources": 2, "layers": 3}
@@ -50,6 +51,7 @@ class RunRecords:
     saves: list[Record]
     skipped: list[Record]
     layers: list[Record]
+    hashes: list[Record]
     config: Record
     damaged: int
     """Lines that could not be read."""
@@ -98,6 +100,7 @@ def read_run(path: Path) -> RunRecords:
         saves=files["checkpoints"][0],
         skipped=files["skipped"][0],
         layers=files["layers"][0],
+        hashes=files["hashes"][0],
         config=_read_config(file_inside(path, "config.toml")),
         damaged=sum(damaged for _, damaged in files.values()),
     )
@@ -204,6 +207,26 @@ def restarts(run: RunRecords) -> list[tuple[int, str]]:
             reason = before["end"].get("reason")
             found.append((start["step"], reason if isinstance(reason, str) else "was killed"))
     return found
+
+
+def hashed_steps(path: Path) -> list[Record]:
+    """Return the records of hashes.jsonl in the folder of a run; none if it has no such file."""
+    return _read_lines(file_inside(path, "hashes.jsonl"), {})[0]
+
+
+def first_difference(hashes: Sequence[Record], others: Sequence[Record]) -> tuple[int, str] | None:
+    """Return the first step at which the states of two runs differ, and the name of the first tensor that does.
+
+    None if they are equal at every step at which both runs wrote a hash.
+    """
+    by_step = {it["step"]: it for it in others}
+    for record in hashes:
+        other = by_step.get(record["step"])
+        if other and record.get("hash") != other.get("hash"):
+            tensors, its = (it.get("tensors") if isinstance(it.get("tensors"), dict) else {} for it in (record, other))
+            names = (name for name in (*tensors, *its) if tensors.get(name) != its.get(name))
+            return record["step"], next(names, "")
+    return None
 
 
 def phase_totals(run: RunRecords) -> dict[str, float]:
