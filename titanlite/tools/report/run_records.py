@@ -223,10 +223,15 @@ def first_difference(hashes: Sequence[Record], others: Sequence[Record]) -> tupl
     for record in hashes:
         other = by_step.get(record["step"])
         if other and record.get("hash") != other.get("hash"):
-            tensors, its = (it.get("tensors") if isinstance(it.get("tensors"), dict) else {} for it in (record, other))
+            tensors, its = _hashes_of(record), _hashes_of(other)
             names = (name for name in (*tensors, *its) if tensors.get(name) != its.get(name))
             return record["step"], next(names, "")
     return None
+
+
+def _hashes_of(record: Record) -> Record:
+    found = record.get("tensors")
+    return found if isinstance(found, dict) else {}
 
 
 def phase_totals(run: RunRecords) -> dict[str, float]:
