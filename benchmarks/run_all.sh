@@ -60,6 +60,8 @@ full bench_step.py --runs 5 --processes 2
 full bench_step.py --runs 5 --processes 2 --parallelism.data_parallel_replicate_degree=2
 full bench_step.py --runs 5 --dtype bfloat16 --turn 1 --turns 2
 full bench_step.py --runs 5 --dtype bfloat16 --turn 1 --turns 2 --compile.enable=true
+full bench_reproducible.py --runs 5
+full bench_reproducible.py --runs 3 --processes 2
 fast bench_step.py --runs 1
 fast bench_step.py --runs 1 --processes 2
 full bench_checkpoint.py --saves 8
