@@ -107,10 +107,11 @@ def variants(
 def with_equal_bits(found: Iterable[Variant]) -> list[Variant]:
     """Return the variants of a config with `debug.reproducible_layouts`: every layout must equal one process.
 
-    Variants with another local batch size are left out, since the option needs 1.
+    Those that compute with other kernels (compiled ones, an optimizer on another device) stay as they are. Those with
+    another local batch size are left out, since the option needs 1.
     """
     kept = (it for it in found if not any(option.startswith("training.local_batch_size") for option in it.options))
-    return [it if "compile.enable=true" in it.options else replace(it, reference=ONE, exact=True) for it in kept]
+    return [replace(it, exact=it.exact or (it.reference == ONE and it.name != "compile")) for it in kept]
 
 
 def _degrees(replicate: int) -> tuple[str, ...]:
