@@ -1,10 +1,10 @@
 """What `debug.reproducible_layouts` costs: a step with it against the same step without.
 
-    python benchmarks/bench_reproducible.py [--processes 2] [--runs 3] [--section.key=value ...]
+    python benchmarks/bench_reproducible.py [--processes 2] [--sequences 1] [--runs 3] [--section.key=value ...]
 
-Model, batch and turns are those of bench_step.py. Three contenders take turns: the option, micro-batches of one
-sequence without it, and the plain step, whose micro-batches are as large as they can be. Prints medians, and the
-ratios option / other of turns that follow each other.
+Model, batch and turns are those of bench_step.py. Three contenders take turns: the option, the same micro-batches
+without it, and one micro-batch per process, which is as large as it can be. Prints medians, and the ratios
+option / other of turns that follow each other.
 """
 
 import argparse
@@ -14,21 +14,21 @@ import tempfile
 from bench_step import SAME, TURNS, Steps, alternate, titanlite_words
 from record import add_record_option, ratios, record
 
-SINGLE = ["--training.local_batch_size=1"]
-CONTENDERS = {"option": ["--debug.reproducible_layouts", *SINGLE], "single": SINGLE, "plain": []}
-
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--processes", type=int, default=1)
+    parser.add_argument("--sequences", type=int, default=1, help="of a micro-batch")
     parser.add_argument("--runs", type=int, default=3)
     add_record_option(parser)
     arguments, options = parser.parse_known_args()
-    results: dict[str, list[Steps]] = {name: [] for name in CONTENDERS}
+    same = [f"--training.local_batch_size={arguments.sequences}"]
+    contenders = {"option": ["--debug.reproducible_layouts", *same], "same": same, "largest": []}
+    results: dict[str, list[Steps]] = {name: [] for name in contenders}
     with tempfile.TemporaryDirectory() as folder:
         words = {
             name: titanlite_words([f"--job.dump_folder={folder}", f"--job.name={name}", *SAME, *own, *options])
-            for name, own in CONTENDERS.items()
+            for name, own in contenders.items()
         }
         for _ in range(arguments.runs):
             for name, measured in alternate(words, arguments.processes, TURNS).items():
@@ -38,8 +38,8 @@ def main() -> None:
         print(
             f"{name:<7} {statistics.median(times):7.1f} ms/step, {statistics.median(run.mib for run in runs):.0f} MiB"
         )
-    how = " ".join([f"{arguments.processes} process(es)", *options])
-    for other, aim in (("single", ""), ("plain", "< 1.10")):
+    how = " ".join([f"{arguments.processes} process(es)", f"micro-batches of {arguments.sequences}", *options])
+    for other, aim in (("same", "< 1.10"), ("largest", "")):
         both = [*zip(results["option"], results[other], strict=True)]
         for what, found in (
             ("time of a step", [statistics.median(ratios(ours.seconds, its.seconds)) for ours, its in both]),

@@ -20,7 +20,11 @@ from titanlite.tools import cli
 
 ON = ["--debug.reproducible_layouts", "--training.local_batch_size=1", "--training.global_batch_size=8"]
 SETTINGS = [*ON, "--training.steps=4", "--checkpoint.interval=2", "--debug.hash_freq=1", "--optimizer.lr=3e-3"]
+PAIRS = "--training.local_batch_size=2"
 LAYOUTS = [(1, 1), (1, 2), (2, 1), (1, 4), (2, 2), (4, 1)]
+
+
+SPARSE = ["--model={name='qwen3_moe', flavor='debug', args={dim=32, n_layers=2, vocab_size=259}}"]
 
 
 def train(rank: int, world_size: int, config: Config) -> None:
@@ -70,17 +74,18 @@ def test_two_ranks_have_the_bits_of_one(tiny: TinyRun, capfd: pytest.CaptureFixt
 
 @pytest.mark.slow
 def test_every_layout_and_a_resume_on_another_have_one_hash(tiny: TinyRun) -> None:
-    run_on(tiny, train, {f"on-{r}-{s}": (r, s) for r, s in LAYOUTS})
+    """Micro-batches of two sequences: four in a step."""
+    run_on(tiny, train, {f"on-{r}-{s}": (r, s) for r, s in LAYOUTS}, PAIRS)
     one = hashes(tiny, "on-1-1")
     for replicate, shard in LAYOUTS:
         assert hashes(tiny, f"on-{replicate}-{shard}") == one, (replicate, shard)
     outputs = tiny.folder / "outputs"
     shutil.rmtree(outputs / "on-1-4" / "checkpoints" / "step-00000004")  # killed after step 2 on four ranks
-    run_on(tiny, train, {"on-1-4": (2, 1)})
+    run_on(tiny, train, {"on-1-4": (2, 1)}, PAIRS)
     assert hashes(tiny, "on-1-4") == one
-    run_on(tiny, train_with_another_order, {"other-order": (1, 4)})
+    run_on(tiny, train_with_another_order, {"other-order": (1, 4)}, PAIRS)
     assert hashes(tiny, "other-order")[0] != one[0], "control: another tree"
-    run_on(tiny, train, {"other-seed": (1, 4)}, "--debug.seed=1")
+    run_on(tiny, train, {"other-seed": (1, 4)}, PAIRS, "--debug.seed=1")
     assert hashes(tiny, "other-seed")[0] != one[0], "control: other sequences"
 
 
@@ -94,6 +99,9 @@ def test_every_layout_and_a_resume_on_another_have_one_hash(tiny: TinyRun) -> No
         ["--lora.rank=4"],
         ["--training.enable_cpu_offload"],
         ["--compile.enable"],
+        ["--training.dtype=bfloat16", "--optimizer.state_dtype=bfloat16"],
+        [*SPARSE, PAIRS],
+        ["--model.name=qwen3", "--model.args.head_dim=10", PAIRS],
     ],
     ids=lambda options: options[0],
 )
@@ -124,8 +132,10 @@ def test_sums_over_ranks_do_not_depend_on_who_has_what() -> None:
 
 def test_what_cannot_be_divided_is_refused_with_the_fix(tiny: TinyRun) -> None:
     for options, world_size, key, fix in [
-        (["--training.global_batch_size=6"], 1, "training.global_batch_size", "set 4 or 8"),
-        (["--training.local_batch_size=2"], 1, "training.local_batch_size", "set training.local_batch_size = 1"),
+        (["--training.global_batch_size=6"], 1, "training.global_batch_size", "use 4 or 8"),
+        (["--training.local_batch_size=3"], 1, "training.local_batch_size", "use 2 or 4"),
+        (["--training.local_batch_size=16"], 1, "training.local_batch_size", "set how many"),
+        (["--training.local_batch_size=4"], 4, "debug.reproducible_layouts", "use 2 processes"),
         (["--training.global_batch_size=24"], 3, "debug.reproducible_layouts", "use 2 or 4"),
         (["--parallelism.context_parallel_degree=2"], 2, "debug.reproducible_layouts", "context_parallel_degree"),
         (["--optimizer.args.fused=true"], 1, "debug.reproducible_layouts", "optimizer.args.fused"),
@@ -134,6 +144,20 @@ def test_what_cannot_be_divided_is_refused_with_the_fix(tiny: TinyRun) -> None:
         with pytest.raises(ConfigError) as error:
             tiny.config(*ON, *options, world_size=world_size)
         assert any(it.key == key and fix in str(it) for it in error.value.problems), (options, str(error.value))
+
+
+@pytest.mark.nightly
+def test_a_distilled_run_has_one_hash(tiny: TinyRun) -> None:
+    run_in_turn(train, 1, [tiny.config("--training.steps=2", "--job.name=teacher")])
+    teacher = f"--teacher.path={tiny.folder}/outputs/teacher"
+    run_on(tiny, train, {"one": (1, 1), "four": (2, 2)}, teacher, "--distill.ratio=0.6")
+    assert hashes(tiny, "one") == hashes(tiny, "four")
+
+
+def test_the_size_of_micro_batches_must_be_set(tiny: TinyRun) -> None:
+    with pytest.raises(ConfigError) as error:
+        tiny.config(ON[0], ON[2])
+    assert [it.key for it in error.value.problems] == ["training.local_batch_size"]
 
 
 @pytest.mark.nightly
@@ -161,11 +185,10 @@ def test_the_hash_of_a_run_is_that_of_its_checkpoint_on_further_axes(
     tiny: TinyRun, capfd: pytest.CaptureFixture[str], layout: tuple[int, ...]
 ) -> None:
     """Parameters are split along several dims there."""
-    moe = "--model={name='qwen3_moe', flavor='debug', args={dim=32, n_layers=2, vocab_size=259}}"
     dense = "--model.args={dim=48, n_layers=2, n_heads=4, n_kv_heads=2, hidden_dim=42, vocab_size=260}"
     ranks = layout[0] * layout[1] * (layout[3] if len(layout) == 4 else 1)
     options = [
-        moe if len(layout) == 5 else dense,
+        *(SPARSE if len(layout) == 5 else [dense]),
         "--training.steps=4",
         "--debug.hash_freq=1",
         "--checkpoint.interval=4",

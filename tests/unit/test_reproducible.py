@@ -16,7 +16,7 @@ ON = ["--debug.reproducible_layouts", "--training.local_batch_size=1", "--traini
 
 
 def test_neighbours_in_the_tree_are_neighbours_in_the_batch() -> None:
-    """Two replicas of two shards, with two micro-batches of one sequence in a step."""
+    """Two replicas of two shards, with two micro-batches in a step."""
     ranks = [
         MicroBatches(40, global_batch_size=8, micro_batch_size=1, rank=rank, ranks=4, together=2) for rank in range(4)
     ]
@@ -43,5 +43,5 @@ def test_a_plan_counts_the_sums_that_wait(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_a_search_tries_no_local_batch_that_training_refuses() -> None:
     pool: Any = None
-    plain, on = (_Search(read(*options, world_size=2), layout_of(2), pool, 8).batches for options in ((), ON))
-    assert (plain, on) == ([1, 2, 4, 8], [1])
+    plain, on = (_Search(read(*options, world_size=2), layout_of(2), pool, 12).batches for options in ((), ON))
+    assert (plain, on) == ([1, 2, 3, 4, 6, 12], [1, 2, 4])

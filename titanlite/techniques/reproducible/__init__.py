@@ -27,25 +27,20 @@ class ReproducibleLayouts(Technique):
         if not config.debug.reproducible_layouts:
             return
         training, parallelism = config.training, config.parallelism
-        batch = training.global_batch_size
-        if batch & (batch - 1):
-            lower = 1 << (batch.bit_length() - 1)
-            yield (
-                "training.global_batch_size",
-                f"{self.option} adds sequences in a binary tree, and {batch} is no power of two: set {lower} or "
-                f"{2 * lower}",
-            )
-        if training.local_batch_size != 1:
+        batch, micro = training.global_batch_size, training.local_batch_size or 0
+        for key, size in (("global_batch_size", batch), ("local_batch_size", micro)):
+            if size & (size - 1):
+                yield f"training.{key}", f"{self.option} adds micro-batches in a binary tree: {_not_a_power(size)}"
+        if not 0 < micro <= batch:
             yield (
                 "training.local_batch_size",
-                f"{self.option} adds the gradients of single sequences: set training.local_batch_size = 1",
+                f"{self.option} adds the gradients of micro-batches, which must be the same on every layout: set how "
+                "many sequences each has. With 1, up to training.global_batch_size processes can share a step",
             )
         names, args = config.optimizer.names, (config.optimizer.args, *(it.args for it in config.optimizer.groups))
         refused = {
             **{f"parallelism.{it}": degree > 1 for it, degree in parallelism if it.endswith("_parallel_degree")},
             'parallelism.fsdp_reduce_gradients = "last"': parallelism.fsdp_reduce_gradients == "last",
-            'training.dtype = "bfloat16"': training.dtype != "float32",
-            "optimizer.state_dtype": config.optimizer.state_dtype != "float32",
             "optimizer.args.fused": any(it.get("fused") for it in args),
             "an optimizer of torchao": any(name.startswith("torchao.") for name in names),
         }
@@ -53,14 +48,19 @@ class ReproducibleLayouts(Technique):
             if is_set:
                 yield self.option, f"cannot be combined with {other} yet: choose one of the two"
 
-    @reads(option, "parallelism")
+    @reads(option, "training", "parallelism")
     def layout_conflicts(self, config: Config, world_size: int) -> Iterator[Conflict]:
-        if config.debug.reproducible_layouts and world_size & (world_size - 1):
-            lower = 1 << (world_size.bit_length() - 1)
+        if not config.debug.reproducible_layouts:
+            return
+        if world_size & (world_size - 1):
+            yield self.option, f"adds over processes in a binary tree: {_not_a_power(world_size)}"
+        micro_batches = config.training.global_batch_size // (config.training.local_batch_size or 1)
+        if world_size > micro_batches:
             yield (
                 self.option,
-                f"adds over ranks in a binary tree, and {world_size} processes are no power of two: use {lower} or "
-                f"{2 * lower}",
+                f"a step has {micro_batches} micro-batches of training.local_batch_size = "
+                f"{config.training.local_batch_size} sequences, too few for {world_size} processes: use "
+                f"{micro_batches} processes. With smaller micro-batches, results have other bits",
             )
 
     def summary(self, config: Config) -> str:
@@ -76,6 +76,11 @@ class ReproducibleLayouts(Technique):
 
         freq = config.debug.hash_freq or config.checkpoint.interval
         return [StateHashes(run, freq=freq, file=run.open_records("hashes.jsonl"))]
+
+
+def _not_a_power(number: int) -> str:
+    lower = 1 << (number.bit_length() - 1)
+    return f"{number} is no power of two; use {lower} or {2 * lower}"
 
 
 TECHNIQUE = ReproducibleLayouts()

@@ -1,11 +1,13 @@
 """Sums whose bits do not depend on how a global batch is divided among ranks and micro-batches.
 
-A sum of floating-point numbers depends on the order in which they are added. What a step computes for one sequence does
-not depend on the layout. So each micro-batch is one sequence, and sums over sequences have one order on every layout:
+A sum of floating-point numbers depends on the order in which they are added. What a step computes for one micro-batch
+does not depend on the layout, as long as its sequences are the same: training.local_batch_size neighbours in the global
+batch. So sums over micro-batches have one order on every layout:
 
-- Gradients are added in a binary tree over the number of the sequence in the global batch. The lowest bits of that
-  number are the rank among those that shard parameters, then comes the micro-batch, then the replica. Gradients of one
-  micro-batch are added over shards, then over micro-batches as a binary counter carries, and last over replicas.
+- Gradients are added in a binary tree over the number of the micro-batch in the global batch. The lowest bits of that
+  number are the rank among those that shard parameters, then comes the number within the rank, then the replica.
+  Gradients of one micro-batch are added over shards, then over micro-batches as a binary counter carries, and last over
+  replicas.
 - Losses and norms are added as integers, which is exact in any order.
 """
 
