@@ -174,9 +174,9 @@ def build(
     )
     memory.label((parameter for _, parameter in unique_parameters(model)), "parameters")
     start.phase(Phase.OPTIMIZER)
-    optimizer = build_optimizer(
-        model, config.optimizer, seed=config.debug.seed, disk=disk, fused=not config.debug.reproducible_layouts
-    )
+    on_gpu = device.type == "cuda" and not training.enable_cpu_offload
+    fused = on_gpu or not config.debug.reproducible_layouts
+    optimizer = build_optimizer(model, config.optimizer, seed=config.debug.seed, disk=disk, fused=fused)
     memory.follow(optimizer)
 
     # Resume

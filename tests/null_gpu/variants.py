@@ -49,6 +49,10 @@ VARIANTS = [
     Variant("no AC, seq 4096", (NONE, "--training.seq_len=4096")),
     Variant("no AC, seq 4096, compiled", (NONE, "--training.seq_len=4096", *COMPILE)),
     Variant("accumulation 2", ("--training.global_batch_size=16",)),
+    Variant(
+        "reproducible layouts, accumulation 2",
+        ("--training.global_batch_size=16", "--training.local_batch_size=1", "--debug.reproducible_layouts=true"),
+    ),
     Variant("HSDP 2 x 4", (REPLICATE + "2",)),
     Variant("HSDP 2 x 4, accumulation 2", ("--training.global_batch_size=16", REPLICATE + "2")),
     Variant("replicas 8 x 1, 1B", (REPLICATE + "8",), config="llama3_1b"),

@@ -4,9 +4,12 @@ from itertools import islice
 from typing import Any
 
 import pytest
+import torch
 
 from tests.plans import layout_of, read
 from titanlite.data.loader import MicroBatches
+from titanlite.optim.rounding import SlicedAdamW
+from titanlite.techniques.reproducible.sums import squares
 from titanlite.tools.plan.estimate import model_of
 from titanlite.tools.plan.memory import profile
 from titanlite.tools.plan.search import _Search  # pyright: ignore[reportPrivateUsage]
@@ -45,3 +48,40 @@ def test_a_search_tries_no_local_batch_that_training_refuses() -> None:
     pool: Any = None
     plain, on = (_Search(read(*options, world_size=2), layout_of(2), pool, 12).batches for options in ((), ON))
     assert (plain, on) == ([1, 2, 3, 4, 6, 12], [1, 2, 4])
+
+
+def updated(gradients: list[torch.Tensor]) -> torch.Tensor:
+    """The second moments, in float32, of bfloat16 parameters with these gradients after three steps."""
+    parameters = {
+        str(i): torch.nn.Parameter(torch.ones(len(it), dtype=torch.bfloat16)) for i, it in enumerate(gradients)
+    }
+    groups = [{"params": [*parameters.values()], "lr": 1e-3}]
+    optimizer = SlicedAdamW(
+        groups, parameters, state_dtype=torch.float32, seed=0, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1
+    )
+    for parameter, gradient in zip(parameters.values(), gradients, strict=True):
+        parameter.grad = gradient.bfloat16()
+    for _ in range(3):
+        optimizer.step()
+    return torch.cat([optimizer.state[it]["exp_avg_sq"] for it in parameters.values()])
+
+
+def test_rounded_updates_do_not_depend_on_how_a_tensor_is_cut() -> None:
+    gradient = torch.randn(8191, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(updated([gradient[:37], gradient[37:]]), updated([gradient]))
+
+
+@pytest.mark.gpu
+def test_row_norms_and_fused_updates_on_a_gpu_do_not_depend_on_how_a_tensor_is_cut() -> None:
+    gradient = torch.randn(2048, 4096, device="cuda")
+    whole, parts = squares([gradient]), squares([gradient[:700], gradient[700:]])
+    assert torch.equal(whole, parts)
+    found = []
+    for cuts in ([2048], [700, 1348]):
+        parameters = [torch.nn.Parameter(torch.ones(rows, 4096, device="cuda")) for rows in cuts]
+        optimizer = torch.optim.AdamW(parameters, lr=1e-3, fused=True)
+        for parameter, part in zip(parameters, gradient.split(cuts), strict=True):
+            parameter.grad = part.clone()
+        optimizer.step()
+        found.append([torch.cat([optimizer.state[it]["exp_avg_sq"] for it in parameters]), torch.cat(parameters)])
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))

@@ -24,6 +24,9 @@ SLICE = 2**24
 DISK_SLICE = 2**21
 """The same with a disk, so that little of each moment is in memory. A multiple of what a kernel computes at once, so
 that results do not depend on it."""
+VECTOR = 64
+"""Elements of which the kernel of CPUs computes a multiple in vectors. It rounds those after them differently, and
+which they are depends on how a tensor is sharded."""
 
 
 UpdateKernel = Callable[..., None]
@@ -127,19 +130,21 @@ class SlicedAdamW(torch.optim.Optimizer):
         for start in range(0, len(flat[0]), size):
             weight, gradient, mean, square = kept = [tensor[start : start + size] for tensor in flat]
             on_device = [part.to(gradient.device).float() for part in kept]
+            rounds = any(part.dtype != torch.float32 for part in (weight, mean, square))
+            if rounds and (rest := -len(gradient) % VECTOR):
+                on_device = [nn.functional.pad(it, (0, rest)) for it in on_device]
             fused_adamw_(
                 *on_device, step=state["step"], lr=group["lr"], betas=group["betas"], eps=group["eps"],
                 weight_decay=group["weight_decay"], found_inf=skip,
             )  # fmt: skip
             del on_device[1]
-            rounds = any(part.dtype != torch.float32 for part in (weight, mean, square))
             here = indices(start, len(gradient), gradient.device) if rounds else None
             bits = None if here is None else random_bits(state["step"].long() + name_salt, here)
             for number, (part, new) in enumerate(zip((weight, mean, square), on_device, strict=True)):
                 if bits is not None and part.dtype != torch.float32:
-                    part.copy_(self.round(new, bits >> (16 * number)))
-                elif part is not new:  # it is on another device
-                    part.copy_(new)
+                    part.copy_(self.round(new[: len(part)], bits >> (16 * number)))
+                elif part is not new:  # it is on another device, or padded
+                    part.copy_(new[: len(part)])
             if self._disk:
                 self._disk.changed(weight, mean, square)
         if skip is not None:

@@ -12,6 +12,7 @@ batch. So sums over micro-batches have one order on every layout:
 """
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,6 +26,9 @@ from titanlite.step import Gradients
 
 BITS = 34
 """Bits of a summand as an integer, of those that the largest summand has. 2^28 of them can be added in an int64."""
+
+ROWS = 1024
+"""Rows of a gradient whose norms are computed together on GPUs."""
 
 
 def tree_sum(parts: Tensor) -> Tensor:
@@ -159,11 +163,10 @@ def squares(gradients: Iterable[Tensor]) -> Tensor:
 
 def _row_norms(gradient: Tensor) -> Tensor:
     """Return float32 norms over the last dimension."""
+    rows = gradient.flatten(0, -2)
+    norm = partial(torch.linalg.vector_norm, dim=-1, dtype=torch.float32)
     if gradient.device.type == "cpu":
-        return torch.linalg.vector_norm(gradient, dim=-1, dtype=torch.float32)
-    # Kernels of GPUs choose the order of a row's sum by the number of rows.
-    sums = gradient.float().square()
-    while (size := sums.shape[-1]) > 1:
-        half = (size + 1) // 2
-        sums = torch.cat([sums[..., : size - half] + sums[..., half:], sums[..., size - half : half]], dim=-1)
-    return sums[..., 0].sqrt()
+        return norm(rows)
+    # Kernels of GPUs choose the order of a row's sum by the number of rows, so that they get as many each time.
+    padded = nn.functional.pad(rows, (0, 0, 0, -len(rows) % ROWS))
+    return torch.cat([norm(some) for some in padded.split(ROWS)])
