@@ -126,7 +126,7 @@ EXECUTED = {
     (
         "README.md", "CONTRIBUTING.md", "docs/checkpoints.md", "docs/cluster.md", "docs/convert.md", "docs/data.md",
         "docs/distill.md", "docs/finetune.md", "docs/generate.md", "docs/index.md", "docs/memory.md",
-        "docs/migrate.md", "docs/next_steps.md", "docs/numerics.md", "docs/plan.md", "docs/see_the_run.md",
+        "docs/migrate.md", "docs/numerics.md", "docs/plan.md", "docs/see_the_run.md",
     ),
     PAGES_TEST,
 )  # fmt: skip

@@ -157,7 +157,6 @@ FIRST = {
     "docs/distill.md": [name_the_teacher],
     "docs/finetune.md": [train_debug, make_tuned],
     "docs/generate.md": [train_debug, make_prompts_and_tokens],
-    "docs/next_steps.md": [train_debug],
     "docs/see_the_run.md": [train_debug, make_runs_to_compare],
 }
 LEFT = {
@@ -169,13 +168,12 @@ LEFT = {
     "docs/distill.md": ["outputs/distill_example/metrics.jsonl", "teacher_cache/teacher.json", "outputs/my/run.json"],
     "docs/finetune.md": ["outputs/sft_example/run.json", "tuned_adapters/adapter_config.json", "tuned_hf/config.json"],
     "docs/generate.md": ["debug_hf/config.json"],
+    "docs/index.md": [
+        "outputs/debug/checkpoints/step-00000280/manifest.json", "outputs/wide/run.json", "outputs/experts/run.json",
+        "outputs/mine/run.json", "outputs/hsdp/run.json", "own.toml",
+    ],
     "docs/memory.md": ["outputs/run/checkpoints/step-00000002/manifest.json"],
     "docs/migrate.md": ["NEW.toml"],
-    "docs/next_steps.md": [
-        "outputs/debug/checkpoints/step-00000280/manifest.json", "outputs/wide/run.json", "outputs/mine/run.json",
-        "outputs/hsdp/run.json", "outputs/experts/run.json", "outputs/gpt2/run.json", "outputs/adapters/run.json",
-        "new.toml", "best.toml",
-    ],
     "docs/plan.md": ["best.toml"],
     "docs/see_the_run.md": ["outputs/debug/report.html", "compare.html", "dumps/after", "dumps/before"],
 }  # fmt: skip

@@ -21,10 +21,10 @@ sys.path.insert(0, str(HERE.parents[1]))
 from tests.null_gpu.build import build, environment  # noqa: E402
 from tests.null_gpu.variants import VARIANTS, Variant  # noqa: E402
 
-RECORDED, BEFORE, PAGE = HERE / "recorded.json", HERE / "before.json", HERE.parents[1] / "docs/plan.md"
+RECORDED, PAGE = HERE / "recorded.json", HERE.parents[1] / "docs/plan.md"
 BEGIN, END = "<!-- from tests/null_gpu/record.py --table: begin -->", "<!-- end -->"
 KEPT = ("allocated", "reserved", "launches", "collectives", "waits", "retries", "plan")
-COLUMNS = ["allocated", "planned", "reserved", "planned", "launches", "collectives", "waits", "retries"]
+COLUMNS = ["allocated", "planned", "reserved", "planned", "launches", "collectives", "waits"]
 EAGER_GIB, COMPILED_SHARE = 0.1, 0.01
 """Largest differences between a plan and the peak of allocated memory."""
 
@@ -86,14 +86,10 @@ def keep(variant: Variant, found: dict[str, Any]) -> None:
 
 
 def table() -> str:
-    """Return the Markdown table of docs/plan.md: each variant before and now. GiB, and counts of one step."""
-    before, recorded = (json.loads(path.read_text()) for path in (BEFORE, RECORDED))
+    """Return the Markdown table of docs/plan.md. GiB, and counts of one step."""
+    recorded = json.loads(RECORDED.read_text())
     lines = [f"| {' | '.join(['config', *COLUMNS])} |", "|---" * (len(COLUMNS) + 1) + "|"]
-    for variant in VARIANTS:
-        values = [values_of(it[variant.name]) for it in (before, recorded) if variant.name in it]
-        if values:
-            cells = [" → ".join(dict.fromkeys(column)) for column in zip(*values, strict=True)]
-            lines.append(f"| {' | '.join([variant.name, *cells])} |")
+    lines += [f"| {' | '.join([it.name, *values_of(recorded[it.name])])} |" for it in VARIANTS if it.name in recorded]
     return "\n".join(lines)
 
 
@@ -119,7 +115,6 @@ def values_of(found: dict[str, Any]) -> list[str]:
         f"{found['launches']:,}",
         " + ".join(str(counts.get(name, 0)) for name in ("all-gather", "reduce-scatter", "all-reduce")),
         f"{sum(found['waits'].values())}",
-        f"{found['retries']}",
     ]
 
 
