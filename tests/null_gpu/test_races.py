@@ -12,6 +12,7 @@ SHORT = "--training.seq_len=256"
 MOE = ("--model.name=qwen3_moe", SHORT)
 REPLICAS = "--parallelism.data_parallel_replicate_degree=2"
 ACCUMULATES = "--training.local_batch_size=1"
+REPRODUCIBLE = "--debug.reproducible_layouts=true"
 CONTEXT = ("--parallelism.context_parallel_degree=2", "--training.global_batch_size=4")
 TENSOR = (
     "--parallelism.tensor_parallel_degree=2", "--training.global_batch_size=4",
@@ -35,6 +36,9 @@ CLEAN: dict[str, tuple[int, tuple[str, ...]]] = {
     "accumulation": (2, (ACCUMULATES,)),
     "accumulation, reduced once": (2, (ACCUMULATES, "--parallelism.fsdp_reduce_gradients=last")),
     "accumulation on replicas": (4, (REPLICAS, ACCUMULATES, "--training.global_batch_size=8")),
+    "reproducible layouts": (2, (ACCUMULATES, REPRODUCIBLE)),
+    "reproducible layouts on replicas": (4, (REPLICAS, ACCUMULATES, REPRODUCIBLE, "--training.global_batch_size=8")),
+    "reproducible layouts on one rank": (1, (SHORT, ACCUMULATES, REPRODUCIBLE)),
     "never resharded": (2, ("--parallelism.fsdp_reshard_after_forward=never",)),
     "always resharded": (2, ("--parallelism.fsdp_reshard_after_forward=always",)),
     "resharded to 2 of 4": (4, ("--parallelism.fsdp_reshard_after_forward=2",)),

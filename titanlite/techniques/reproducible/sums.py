@@ -51,11 +51,13 @@ def add_gradients_in_a_tree(model: nn.Module, mesh: DeviceMesh, *, micro_batches
         if isinstance(unit, FSDPModule):
             tree = GradientTree(micro_batches, replicas)
             unit.set_custom_reduce_scatter(tree)  # pyright: ignore[reportArgumentType]
-            unit.set_all_reduce_hook(tree.end_micro_batch)
+            if mesh["shard"].size() == 1:
+                unit.set_all_reduce_hook(tree.end_unsharded)
 
 
 class GradientTree:
-    """Reduce-scatter and what follows it for one FSDP unit, through FSDP2's public hooks.
+    """Reduce-scatter and what follows it for one FSDP unit, through FSDP2's public hooks. All of it is on the stream of
+    reduce-scatters, on which FSDP then adds and frees the result.
 
     FSDP adds what it gets for each micro-batch to the gradients that it has. It gets -0.0, which changes no sum, until
     the last micro-batch of a step.
@@ -82,6 +84,14 @@ class GradientTree:
         parts = torch.empty_like(input_tensor)
         dist.all_to_all_single(parts, input_tensor, group=group)
         output_tensor.copy_(tree_sum(parts.view(group.size(), -1)))
+        self.end_micro_batch(output_tensor)
+
+    def end_unsharded(self, reduced: Tensor) -> None:
+        """Do what `__call__` does where there is nothing to scatter. FSDP calls this hook on a stream of its own, but
+        frees the gradients on that of reduce-scatters."""
+        if reduced.device.type == "cuda":
+            reduced.record_stream(torch.cuda.current_stream())
+        self.end_micro_batch(reduced)
 
     def end_micro_batch(self, reduced: Tensor) -> None:
         """Add the gradients of one micro-batch to those before, and replace them with what FSDP is to add.
